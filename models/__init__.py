@@ -22,7 +22,6 @@ from .registry import (
     num_params,
     split,
 )
-from .sampling import generate, generate_by, next_token
 from .t5 import T5, T5Config
 from .vit import ViT, ViTConfig
 from .weights import ModelFiles, Pretrained, deferred_params, pretrained
@@ -57,11 +56,8 @@ __all__ = [
     "config_to_json",
     "deferred_params",
     "family_of",
-    "generate",
-    "generate_by",
     "loss",
     "make_model",
-    "next_token",
     "num_params",
     "pretrained",
     "score",

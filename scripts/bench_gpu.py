@@ -117,7 +117,6 @@ def bits(preset: str) -> Callable[[Runner], Any]:
             place = runner.store / name
             words = ["--mode", "stream", "--memory", "4GiB", "--preset", preset]
             words += ["--store", place / "store", "--log-dir", place / "log"]
-            words += ["--sample-bytes", "0"]
             for steps in ends:
                 runner.output(["-m", "jaxinf.train", *words, "--steps", str(steps)])
             lines = (place / "log/metrics.jsonl").read_text().splitlines()

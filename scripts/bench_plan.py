@@ -34,7 +34,7 @@ def seconds(
     store, logs = place / "store", place / "log"
     run_words = [*MODEL, *words, "--store", store, "--steps", steps]
     told = json.loads(run("plan", *run_words, "--machine", machine, "--json"))
-    run("train", *run_words, "--log-dir", logs, "--sample-bytes", 0)
+    run("train", *run_words, "--log-dir", logs)
     lines = [json.loads(x) for x in (logs / "metrics.jsonl").read_text().splitlines()]
     found_s = statistics.median(line["step_s"] for line in lines[NUM_FIRST:])
     most = max(line["rss_bytes"] for line in lines)

@@ -224,7 +224,7 @@ def check_small(options: Options, root: Path) -> None:
     words = ("--preset", options.small, "--steps", str(CHECKED_STEPS))
     commands = (
         streamed(options, small, options.small, CHECKED_STEPS),
-        adamw(options, memory, "--mode", "memory", "--sample-bytes", "0", *words),
+        adamw(options, memory, "--mode", "memory", *words),
     )
     for command in commands:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

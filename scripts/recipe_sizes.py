@@ -43,7 +43,7 @@ def counted(run: TrainConfig) -> RunNeeds:
     """Counts a run, without the values of its batch if it is not streamed."""
     tokens = np.zeros((run.batch_size, run.seq_len or 64), np.int32)
     batch = {"tokens": tokens, "targets": tokens} if run.mode == "stream" else None
-    return count(run, batch, None)[0]
+    return count(run, batch, None)
 
 
 def table(paths: Sequence[Path]) -> str:

@@ -33,7 +33,7 @@ PAGES = sorted(
 
 SIZES = {
     r"^jaxinf train\b": "python -m jaxinf.train",
-    r"-m jaxinf\.train\b": "-m jaxinf.train --steps 2 --batch-size 2 --sample-bytes 0",
+    r"-m jaxinf\.train\b": "-m jaxinf.train --steps 2 --batch-size 2",
     r"(-m jaxinf\.train\b)(?!.*--model vit)": r"\1 --seq-len 16",
     r"(-m jaxinf\.train\b)(?!.*(--data|run-log|--store run$))": (
         r"\1 --data 'corpus/**/*.txt'"

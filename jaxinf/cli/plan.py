@@ -1,4 +1,4 @@
-"""``jaxinf plan``: what a training run would take, and what helps if it does not fit.
+"""``jaxinf plan``: what a training run would take.
 
 Invariant: nothing is trained or written.
 """
@@ -70,9 +70,9 @@ def main(words: Sequence[str]) -> int:
     if own.json:
         print(json.dumps(plan.to_json(), indent=1, allow_nan=False))
     else:
-        text = printable(plan_text(plan, batch), keep="\n")
+        text = printable(plan_text(plan), keep="\n")
         console.print(text, markup=False, highlight=False)
-    return int(plan.excess > 1)
+    return int(not plan.fits)
 
 
 def _loaded(config: TrainConfig) -> tuple[TrainConfig, TrainingData, Batch]:

@@ -29,7 +29,7 @@ _AT_LEAST = {
     **dict.fromkeys("batch-size memory device-memory micro-batches".split(), 1),
     "durability": 1,
     **dict.fromkeys("warmup-steps clip-norm seed eval-every".split(), 0),
-    **dict.fromkeys("checkpoint-every sample-bytes".split(), 0),
+    "checkpoint-every": 0,
     "seq-len": 2,
 }
 _OF_THE_STORE = (

@@ -19,7 +19,6 @@ from jaxinf_models import num_params
 
 from jaxinf.engine import (
     Store,
-    StoreDescription,
     can_take,
     describe,
     engine_of,
@@ -27,17 +26,16 @@ from jaxinf.engine import (
 )
 from jaxinf.program import averaged, trace_init
 from jaxinf.store import required_bytes
-from jaxinf.streaming import Count as StepCount
 from jaxinf.streaming import DeviceLimit, trace_optimizer
 from jaxinf.streaming.count import Needs, num_operations, program_bytes
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
 from jaxinf.train.devices import Devices
 from jaxinf.train.freezing import trained, with_zeros
+from jaxinf.train.modes import named_flags, streamed_step
 from jaxinf.train.opening import open_run
 from jaxinf.train.optimizers import make_optimizer
 from jaxinf.train.step import gradients_of, updated
-from jaxinf.train.streamed import named_flags, streamed_step
 from jaxinf.typing import FLOAT32, PyTree
 
 
@@ -60,8 +58,7 @@ def count(
     config: TrainConfig,
     batch: Batch | None,
     device_bytes: int | None,
-    like: StepCount | None = None,
-) -> tuple[RunNeeds, StepCount | None]:
+) -> RunNeeds:
     """Counts what a run takes; traces it, and compiles the programs of a streamed one.
 
     Args:
@@ -69,31 +66,23 @@ def count(
       batch: a batch; only its shapes count. None leaves programs out, which a streamed
         run cannot.
       device_bytes: memory of the JAX device; None if it computes in the host's.
-      like: what this returned for a run with the same model, task and precision.
-
-    Returns:
-      The count, and what another need not trace again.
 
     Raises:
       JaxinfError: as `jaxinf.open_store`, `jaxinf.smart_update`, `jaxinf.stream`.
     """
-    found = None
     if config.mode == "stream":
         assert batch is not None
-        found = _dry_run(config, batch, device_bytes, like)
-        needs = _streamed(config, found, device_bytes)
+        needs = _streamed(config, batch, device_bytes)
     else:
         needs = _whole(config, batch, device_bytes)
     size, drives = num_params(config.model_config), _num_drives(config)
-    return RunNeeds(num_params=size, num_drives=drives, **needs), found
+    return RunNeeds(num_params=size, num_drives=drives, **needs)
 
 
-def _dry_run(
-    config: TrainConfig,
-    batch: Batch,
-    device_bytes: int | None,
-    like: StepCount | None,
-) -> StepCount:
+def _streamed(
+    config: TrainConfig, batch: Batch, device_bytes: int | None
+) -> dict[str, Any]:
+    """A dry run, and the updates of the JAX device."""
     limit = None
     if device_bytes is not None:
         limit = DeviceLimit(config.device_memory or device_bytes, is_host=False)
@@ -102,13 +91,7 @@ def _dry_run(
         named_flags(),
         streamed_step(elsewhere, store) as step,
     ):
-        return step.dry_run(batch, config.abstract[1], device=limit, like=like)
-
-
-def _streamed(
-    config: TrainConfig, found: StepCount, device_bytes: int | None
-) -> dict[str, Any]:
-    """Adds the updates of the JAX device to what a streamed step takes."""
+        found = step.dry_run(batch, config.abstract[1], device=limit)
     needs = {one.name: getattr(found, one.name) for one in fields(Needs)}
     every, num_trained, on_device = config.device_updates, _num_trained(config), 0
     if device_bytes is not None and isinstance(every, int) and every:
@@ -170,7 +153,15 @@ def _program(config: TrainConfig, batch: Batch) -> tuple[int, float]:
 
 def _moved(config: TrainConfig) -> dict[str, int]:
     """Returns bytes on disk, read, written, and of buffers; and updated params."""
-    description = _described(config)
+    params = config.abstract[1]
+    tx = averaged(make_optimizer(config), config.average)
+    description = describe(
+        trace_optimizer(tx, params),
+        trace_init(tx, params),
+        [(1,) * leaf.ndim for leaf in jax.tree.leaves(params)],
+        average=config.average,
+        compression=config.compression,
+    )
     with _planned_store(config) as (_, store):
         shape = engine_of(store).shape(description)
     read = memory = updated = 0
@@ -178,7 +169,7 @@ def _moved(config: TrainConfig) -> dict[str, int]:
     moved = [
         (layout, can_take(shape, number, leaf.dtype), *moved_states(one.kernel, layout))
         for number, (leaf, one) in enumerate(
-            zip(jax.tree.leaves(config.abstract[1]), description.leaves, strict=True)
+            zip(jax.tree.leaves(params), description.leaves, strict=True)
         )
         for layout in shape.layouts(number, (0,) * leaf.ndim, leaf.shape)
     ]
@@ -221,20 +212,6 @@ def _planned_store(config: TrainConfig) -> Iterator[tuple[TrainConfig, Store]]:
         )
         with contextlib.closing(open_run(elsewhere, Devices(), {})) as store:
             yield elsewhere, store
-
-
-def _described(config: TrainConfig) -> StoreDescription:
-    """Describes the store of a run; traces its optimizer, which takes seconds."""
-    params, compress = config.abstract[1], config.compression
-    tx = averaged(make_optimizer(config), config.average)
-    update = trace_optimizer(tx, params)
-    return describe(
-        update,
-        trace_init(tx, params),
-        [(1,) * leaf.ndim for leaf in jax.tree.leaves(params)],
-        average=config.average,
-        compression=compress,
-    )
 
 
 def waits(config: TrainConfig) -> bool:

@@ -1,4 +1,4 @@
-"""Evaluation on held-out data, its log, the best step so far, and a sample.
+"""Evaluation on held-out data, its log, and the best step so far.
 
 Invariant: but for --eval-only the cost is bounded for any model size, and the result
 is a pure function of params, data and seed. A new loss is compared with the loss of the
@@ -11,10 +11,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxinf_models import Scores, generate_by, next_token, num_params, score
+from jaxinf_models import Scores, num_params, score
 
 from jaxinf.engine import Store
 from jaxinf.processes import Group
@@ -29,11 +27,6 @@ BEST = "best"
 # Params x tokens: nano evaluates 64 batches of 512, some 2 s on two cores.
 _LOSS_BUDGET = 3e10
 _MIN_BATCHES, _MAX_BATCHES = 4, 64
-# Params x tokens of context x tokens: nano samples its 200 in some 2 s.
-_SAMPLE_BUDGET = 1.2e11
-_SAMPLE_TOKENS = 200
-_MIN_SAMPLE_TOKENS = 8
-_TEMPERATURE = 0.8  # below 1, because a small model's rare bytes are mostly noise
 
 
 class Evaluation(NamedTuple):
@@ -67,6 +60,13 @@ class Best(NamedTuple):
 
     step: int = -1
     loss: float | None = math.inf
+
+    def payload(self) -> dict[str, Any]:
+        """Returns what a commit says of it: nothing of an unknown loss."""
+        if self.loss is None:
+            return {}
+        known = {"loss": self.loss} if math.isfinite(self.loss) else {}
+        return {"best": {"step": self.step, **known}}
 
 
 def best_of(store: Store | None, group: Group) -> Best:
@@ -120,10 +120,7 @@ class Evaluator:
         def scores(params: PyTree, batch: Any) -> Scores:
             return score(model_of(graphdef, params, alpha), config.task_name, batch)
 
-        def draw(params: PyTree, inputs: Any) -> Any:
-            return next_token(model_of(graphdef, params, alpha), inputs)
-
-        self._score, self._draw = function(scores), function(draw)
+        self._score = function(scores)
         self._batches = one_epoch(
             data.validation,
             batch_size=config.batch_size,
@@ -147,32 +144,6 @@ class Evaluator:
         size = num_params(self._config.model_config) * num_tokens(self._batches[0])
         fitting = min(max(_LOSS_BUDGET / size, _MIN_BATCHES), _MAX_BATCHES)
         return min(int(fitting), most)
-
-    def sample(self, params: PyTree) -> tuple[bytes, bytes]:
-        """Returns a prompt from the held-out text and the model's continuation."""
-        config, prompt = self._config, self._data.prompt
-        tokenizer, seq_len = self._data.tokenizer, self._data.seq_len
-        num_new = config.sample_bytes
-        if prompt is None or tokenizer is None or num_new == 0:
-            return b"", b""
-        if num_new is None:
-            cost = num_params(config.model_config) * seq_len
-            fitting = max(_SAMPLE_BUDGET / cost, _MIN_SAMPLE_TOKENS)
-            num_new = int(min(fitting, _SAMPLE_TOKENS))
-        tokens = generate_by(
-            lambda inputs: self._draw(params, inputs),
-            config.model_config,
-            jnp.asarray(prompt, jnp.int32)[None],
-            num_new,
-            key=jax.random.key(config.seed),
-            temperature=_TEMPERATURE,
-            max_context=seq_len,
-            end=tokenizer.end,
-        )
-        drawn = [int(token) for token in tokens[0]]
-        if tokenizer.end in drawn:
-            drawn = drawn[: drawn.index(tokenizer.end)]
-        return tokenizer.decode(prompt), tokenizer.decode(np.array(drawn, np.int64))
 
 
 def num_tokens(batch: Batch) -> int:

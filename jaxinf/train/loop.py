@@ -36,25 +36,28 @@ from jaxinf.train.data.loader import Batch, Batches
 from jaxinf.train.data.rows import TrainingData
 from jaxinf.train.devices import connect, devices_of
 from jaxinf.train.evaluate import BEST, Best, Evaluation, Evaluator, best_of, num_tokens
-from jaxinf.train.in_memory import in_memory
 from jaxinf.train.loading import load, make_batches
 from jaxinf.train.metrics import JsonLines, MetricsLog, StepLine, sum_of_processes
-from jaxinf.train.modes import Done, Mode, import_weights, near_storage
+from jaxinf.train.modes import (
+    Done,
+    Mode,
+    import_weights,
+    in_memory,
+    near_storage,
+    streamed,
+)
 from jaxinf.train.opening import open_run
-from jaxinf.train.optimizers import check_optimizer
+from jaxinf.train.optimizers import (
+    check_optimizer,
+    learning_rates,
+    resolved_settings,
+)
 from jaxinf.train.run_file import kept_in_store, text_of_run
-from jaxinf.train.schedules import learning_rates, resolved_settings
 from jaxinf.train.signals import stop_number, stop_requests
-from jaxinf.train.streamed import streamed
 from jaxinf.train.timing import StepTimer, rss_bytes
 from jaxinf.train.trackers import check_tracker, tracker
 
 _TIMEOUT_S = 600.0  # for a process that is behind the others
-# What --eval-only does not write.
-_LEFT_OUT: Mapping[str, Any] = {
-    **dict.fromkeys(("track", "trace", "export_to")),
-    "eval_every": 0,
-}
 
 
 def train(
@@ -102,17 +105,20 @@ def train(
     with contextlib.ExitStack() as stack:
         if config.eval_only:  # it writes nothing of the run's
             place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            config = dataclasses.replace(config, log_dir=place / "log", **_LEFT_OUT)
+            none: dict[str, Any] = dict.fromkeys(("track", "trace", "export_to"))
+            config = dataclasses.replace(
+                config, log_dir=place / "log", eval_every=0, **none
+            )
         run = _Run(config, kept, data, batches, group, console, stack)
         if not config.eval_only:
             _keep_config(run.step, config, run_file)
             signal_number = run.go()
             if run.step < config.steps:
                 report.say_stopped(console, config, run.step, command)
-                run.exports.end(waits=False)
+                run.end_exports(waits=False)
                 return signal_number and 128 + signal_number
         run.report()
-        return 0 if config.eval_only else run.exports.end()
+        return 0 if config.eval_only else run.end_exports()
 
 
 class _Run:
@@ -150,12 +156,15 @@ class _Run:
         self.step = self._first_step(self._store)
         _check_log_dir(config.logs)  # before the store is made
         with report.saying_compilation(console):
-            self._mode = self._begin()
+            self._mode = self._begin(self._store)
         stack.callback(self._mode.close)
         self._num_updates = self._store.step if self._store else 0
         self._num_kept_updates = -1  # at the last checkpoint
         self._learning_rate = learning_rates(config)
-        self._open_logs()
+        self._timer = StepTimer(config, self.step)
+        stack.callback(self._timer.close)
+        self._best, self._num_exports_said = best_of(self._store, group), 0
+        self._open_logs(config.logs)
 
     def _first_step(self, store: Store | None) -> int:
         if store is None or not store.step:
@@ -167,9 +176,9 @@ class _Run:
             self._console.print(f"  changed from here on: {change}")
         return step
 
-    def _begin(self) -> Mode:
+    def _begin(self, store: Store | None) -> Mode:
         """Makes the store of a new run, or reads that of one to go on with."""
-        config, store, devices = self._config, self._store, self._devices
+        config, devices = self._config, self._devices
         if store is None:
             return in_memory(config, devices)
         if config.mode == "stream":
@@ -177,62 +186,42 @@ class _Run:
             return streamed(config, store, devices, first)
         return near_storage(config, store, devices)
 
-    def _open_logs(self) -> None:
-        logs, closed = self._config.logs, self._stack.callback
+    def _open_logs(self, logs: Path) -> None:
+        """Opens logs; of several processes the first one also writes their sums."""
+        is_alone, is_first = self._group.is_alone, self._group.number == 0
+        closing, config = contextlib.closing, self._config
         logs.mkdir(parents=True, exist_ok=True)
-        is_first = self._group.number == 0
-        place = logs if self._group.is_alone else logs.parent
-        own = (
-            self._config if is_first else dataclasses.replace(self._config, track=None)
-        )
-        self._track = tracker(own, place, self.step, self._stack)
-        self._validation = JsonLines(logs / "validation.jsonl", self.step, first=0)
-        closed(self._validation.close)
-        self._sums = None  # of all processes, which the first one writes
-        if self._group.is_alone:
-            self._metrics = MetricsLog(logs, self.step, self._track)
-        else:
-            self._metrics = MetricsLog(logs, self.step)
-            if is_first:
-                self._sums = MetricsLog(logs.parent, self.step, self._track)
-                closed(self._sums.close)
-        closed(self._metrics.close)
-        self._timer = StepTimer(self._config, self.step)
-        closed(self._timer.close)
-        self._best = best_of(self._store, self._group)
-        self.exports = report.ExportsOfRun(self._store, self._console)
+        self._track = self._sums = None
+        if is_first and config.track is not None:
+            place = logs if is_alone else logs.parent
+            self._track = tracker(config, place, self.step, self._stack)
+        validation = JsonLines(logs / "validation.jsonl", self.step, first=0)
+        self._validation = self._stack.enter_context(closing(validation))
+        metrics = MetricsLog(logs, self.step, self._track if is_alone else None)
+        self._metrics = self._stack.enter_context(closing(metrics))
+        if is_first and not is_alone:
+            sums = MetricsLog(logs.parent, self.step, self._track)
+            self._sums = self._stack.enter_context(closing(sums))
 
     def go(self) -> int:
         """Trains until the last step, or until a signal; returns its number or 0."""
-        config, first, last = self._config, self.step, self._config.steps
+        config, console, first = self._config, self._console, self.step
+        last, stopped = config.steps, 0
         if first >= last:
-            self._console.print(
+            console.print(
                 f"already at step {first}, nothing to train: --steps is {last}"
             )
             return 0
-        with report.saying_compilation(self._console):  # so that no step's time has it
-            first_batch = self._devices.joined(self._batches[0])
-            train_step, stopped = self._mode.compile(first_batch), 0
-        is_own = self._best == Best(self._num_updates, None)  # its loss can be found
-        if config.eval_every and self._best.loss is None and not is_own:
-            self._console.print(
-                f"checkpoint {BEST} is of step {self._best.step}, whose loss is not "
-                f"known: it stays as it is; for the best from here on, remove it first "
-                f"(jaxinf checkpoint remove {config.store} {BEST})"
-            )
-        if is_own or (config.eval_every and self._best.step < 0):
-            text = report.describe(config, self.evaluate())
-            self._console.print(f"step {first}: {text}")
-        unit = "images" if config.takes_images else "tokens"
+        with report.saying_compilation(console):  # so that no step's time has it
+            step = self._mode.compile(self._devices.joined(self._batches[0]))
+        self._find_best()
         coming = self._batches.starting_at(Batches.position_of(first))
         with (
             contextlib.closing(coming),
-            report.Progress(
-                self._console, first=first, last=last, unit=unit
-            ) as progress,
+            report.Progress(console, config, first) as progress,
             self._metrics.recording(functools.partial(self._complete, progress)),
             stop_requests(
-                lambda name: self._console.print(
+                lambda name: console.print(
                     f"{name}: finishing this step; once more ends at once"
                 )
             ) as requests,
@@ -240,30 +229,26 @@ class _Run:
             while self.step < last:
                 if stopped := stop_number(self._group, self.step + 1, requests):
                     break
-                progress.step(self._one_step(train_step, next(coming)))
-                self.exports.say_new()
+                progress.step(self._one_step(step, next(coming)))
+                self._say_exports()
                 every, is_last = config.checkpoint_every, self.step == last
                 if every and (self.step % every == 0 or is_last):
                     self._keep()
                 every = config.eval_every
                 if every and self.step % every == 0 and not is_last:
-                    text = report.describe(config, self.evaluate())
-                    self._console.print(f"step {self.step}: {text}")
+                    self._say_evaluation()
         return stopped
 
-    def _one_step(self, train_step: Callable[[Batch], Done], batch: Batch) -> StepLine:
+    def _one_step(self, step: Callable[[Batch], Done], batch: Batch) -> StepLine:
         number, store = self.step + 1, self._store
         if store is not None:
             payload = resume.payload_of(
                 self._identity, number, batch, self._batches.shard
             )
-            if (loss := self._best.loss) is not None:  # else it stays unknown
-                known = {"loss": loss} if math.isfinite(loss) else {}
-                payload["best"] = {"step": self._best.step, **known}
-            store.annotate(self._num_updates + 1, payload)
+            store.annotate(self._num_updates + 1, payload | self._best.payload())
         try:
             with self._timer.step(number):
-                done = train_step(self._devices.joined(batch))
+                done = step(self._devices.joined(batch))
         except jax.errors.JaxRuntimeError:
             if store is not None:
                 store.check()  # raises what stopped it, without JAX's wrapping
@@ -304,14 +289,28 @@ class _Run:
         """Made at the first evaluation, in the memory that training has left then."""
         return Evaluator(self._config, self._data, self._mode.function)
 
+    def _find_best(self) -> None:
+        """Evaluates where the run begins, if that is the best or there is none."""
+        config, best = self._config, self._best
+        is_own = best == Best(self._num_updates, None)  # its loss can be found
+        if is_own or (config.eval_every and best.step < 0):
+            self._say_evaluation()
+        elif config.eval_every and best.loss is None:
+            self._console.print(
+                f"checkpoint {BEST} is of step {best.step}, whose loss is not known: "
+                "it stays as it is; for the best from here on, remove it first (jaxinf "
+                f"checkpoint remove {config.store} {BEST})"
+            )
+
+    def _say_evaluation(self) -> None:
+        text = report.describe(self._config, self.evaluate())
+        self._console.print(f"step {self.step}: {text}")
+
     def evaluate(self) -> Evaluation:
         """Evaluates the params; once a step it logs that, and keeps the best so far."""
         self._timer.forget()
         params = self._devices.whole(self._mode.params())
-
-        def evaluate() -> Evaluation:
-            return self._evaluator.evaluate(params)
-
+        evaluate = functools.partial(self._evaluator.evaluate, params)
         if self._mode.is_joint:
             found = evaluate()
         else:
@@ -320,7 +319,8 @@ class _Run:
             committed = self._num_updates if self._store else 0
             line = found.line(self.step, committed)
             self._validation.write(self.step, line)
-            self._track(json.loads(line), "held_out/")
+            if self._track is not None:
+                self._track(json.loads(line), "held_out/")
         best = Best(self._num_updates, found.loss)
         if self._best == Best(best.step, None) and math.isfinite(found.loss):
             self._best = best
@@ -333,15 +333,45 @@ class _Run:
         return found
 
     def report(self) -> None:
-        """Evaluates a last time; prints that, a sample, and what the run has taken."""
-        found, params = self.evaluate(), self._devices.whole(self._mode.params())
-        if self._group.number == 0 or self._mode.is_joint:
-            self._console.print(report.describe(self._config, found))
-            report.say_sample(self._console, *self._evaluator.sample(params))
+        """Evaluates a last time; prints that, and what the run has taken."""
+        self._console.print(report.describe(self._config, self.evaluate()))
         if not self._config.eval_only:
             report.say_results(
                 self._console, self._config, self._store, self._idle_bytes
             )
+
+    # --- exports -------------------------------------------------------------------
+
+    def _say_exports(self) -> None:
+        """Says which steps have been exported since the last call."""
+        infos = self._store.exports() if self._store else ()
+        for info in infos[self._num_exports_said :]:
+            if info.outcome == "under way":
+                break
+            self._num_exports_said += 1
+            if info.outcome == "exported":
+                self._console.print(f"step {info.step}: exported to {info.url}")
+
+    def end_exports(self, *, waits: bool = True) -> int:
+        """Waits for the export under way, or gives it up; returns the exit status.
+
+        Ctrl-C ends the wait, and gives it up. The store logs exports that fail.
+        """
+        if self._store is None:
+            return 0
+        self._store.wait()  # for the last step, which may be due
+        under_way = [i for i in self._store.exports() if i.outcome == "under way"]
+        with contextlib.suppress(KeyboardInterrupt):  # it is given up, and logged
+            if under_way and waits:
+                step = f"the export of step {under_way[0].step}"
+                self._console.print(f"waiting for {step}; Ctrl-C gives it up")
+            self._store.end_export(waits=waits)
+        self._say_exports()
+        failed = [f"{i.step}" for i in self._store.exports() if i.outcome == "failed"]
+        if failed and waits:  # else the status is that of the signal
+            text = f"exports of step {', '.join(failed)} failed: exit status"
+            self._console.print(f"{text} {report.EXPORT_FAILED}")
+        return report.EXPORT_FAILED if failed else 0
 
 
 def _check_log_dir(logs: Path) -> None:
@@ -367,14 +397,13 @@ def _keep_config(step: int, config: TrainConfig, run_file: str) -> None:
       config: the run with what its data and its process have decided.
       run_file: the run as it was asked for.
     """
-    versions = {
+    document = config.to_json() | resolved_settings(config)
+    document["versions"] = {
         "jaxinf": importlib.metadata.version("jaxinf"),
         "python": platform.python_version(),
         "jax": jax.__version__,
         "optax": optax.__version__,
     }
-    document = config.to_json() | resolved_settings(config)
-    document["versions"] = versions
     texts = {"json": json.dumps(document, indent=1) + "\n", "toml": run_file}
     for kind, text in texts.items():
         path = config.logs / f"config.{kind}"

@@ -1,14 +1,9 @@
-"""A machine by eight numbers, and the seconds of a step on it by one formula.
+"""A machine by eight numbers.
 
-    step = max(drives, link, programs, updates) + what nothing overlaps
-
-Invariant: a number that is not known is None, and then there is no time.
+Invariant: a number that is not known is None.
 """
 
-import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -17,8 +12,6 @@ import msgspec
 
 from jaxinf.command_line import UsageError
 from jaxinf.documents import Document, decode, encode
-from jaxinf.train.config import TrainConfig
-from jaxinf.train.count import RunNeeds, waits
 
 _Number: TypeAlias = Annotated[float, msgspec.Meta(gt=0, lt=1e30)] | None
 
@@ -75,73 +68,3 @@ def read_machine(path: Path) -> Machine:
 def write_machine(machine: Machine, path: Path) -> None:
     """Writes what `read_machine` reads, without what is not known."""
     path.write_bytes(encode(machine))
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """The seconds of a step.
-
-    Attributes:
-      step_s: The longest of `beside_s`, and all of `alone_s`.
-      limit: The term that a step would be shorter without, by the most.
-      terms_s: By resource.
-      beside_s: Terms that overlap; of those on one processor, the sum.
-      alone_s: What nothing overlaps.
-      life_s: Training after which the drives are worn out, if known.
-    """
-
-    step_s: float
-    limit: str
-    terms_s: Mapping[str, float]
-    beside_s: Mapping[str, float]
-    alone_s: Mapping[str, float]
-    life_s: float | None
-
-
-def step_time(config: TrainConfig, needs: RunNeeds, machine: Machine) -> StepTime:
-    """Computes the time of a step.
-
-    With clipping or compression programs end before updates begin; on one processor
-    they share it.
-
-    Raises:
-      ValueError: Names the numbers of the machine that are missing.
-    """
-    moved_bytes = needs.drive_read_bytes + needs.drive_write_bytes
-    work = {  # and its rate
-        "drives": (moved_bytes / needs.num_drives, "drive_bytes_per_s"),
-        "link": (max(needs.link_up_bytes, needs.link_down_bytes), "link_bytes_per_s"),
-        "programs": (needs.operations, "operations_per_s"),
-        "updates": (needs.updated, "params_per_s"),
-    }
-    work, commits = {k: pair for k, pair in work.items() if pair[0]}, _commits(config)
-    asked = {rate for _, rate in work.values()} | ({"commit_s"} if commits else set())
-    if missing := sorted(name for name in asked if getattr(machine, name) is None):
-        raise ValueError(", ".join(missing))
-    terms = {k: amount / getattr(machine, rate) for k, (amount, rate) in work.items()}
-    beside, alone = dict(terms), dict[str, float]()
-    if waits(config):
-        alone["programs"] = beside.pop("programs", 0.0)
-    elif machine.device_bytes is None:
-        own = beside.pop("programs", 0.0), beside.pop("updates", 0.0)
-        beside["programs and updates"] = sum(own)
-    if commits:
-        alone["commit"] = commits * (machine.commit_s or 0.0)
-    longest = max(beside, key=lambda name: beside[name], default="drives")
-    most = {longest: beside.get(longest, 0.0), **alone}
-    step_s, limit = sum(most.values()), max(most, key=lambda name: most[name])
-    rated, life_s = machine.drive_rated_write_bytes, None
-    if rated is not None and needs.drive_write_bytes:
-        life_s = rated * needs.num_drives / needs.drive_write_bytes * step_s
-    return StepTime(step_s, limit, terms, beside, alone, life_s)
-
-
-def _commits(config: TrainConfig) -> float:
-    """Returns the commits in a step, on average."""
-    if config.mode == "memory":
-        return 0.0
-    if config.durability == "step":
-        return 1.0
-    if config.durability == "checkpoint":
-        return 1 / (config.checkpoint_every or math.inf)
-    return 1 / int(config.durability)

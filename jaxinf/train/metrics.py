@@ -131,7 +131,7 @@ class MetricsLog:
         self,
         log_dir: Path,
         step: int,
-        wrote: Callable[[Mapping[str, Any]], None] = lambda line: None,
+        wrote: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
         self._wrote = wrote
         self._held: tuple[StepLine, Costs] | None = None
@@ -170,7 +170,7 @@ class MetricsLog:
         """
         self._write_held()
         self._held = line, costs
-        self.hold(line)
+        self._last.write_text(line.to_json())
 
     def _write_held(self) -> None:
         if self._held is not None:
@@ -180,14 +180,11 @@ class MetricsLog:
             self._complete(line)
         self._last.unlink(missing_ok=True)
 
-    def hold(self, line: StepLine) -> None:
-        """Keeps the line of a step that is still being committed."""
-        self._last.write_text(line.to_json())
-
     def write(self, line: StepLine) -> None:
         """Writes a line that is complete."""
         self._lines.write(line.step, line.to_json())
-        self._wrote(dataclasses.asdict(line))
+        if self._wrote is not None:
+            self._wrote(dataclasses.asdict(line))
 
     def close(self) -> None:
         """Closes the file; a line still held is written when the run is resumed."""

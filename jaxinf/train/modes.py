@@ -1,4 +1,4 @@
-"""The ways to train, each a function that returns what the loop calls.
+"""The three ways to train, each a function that returns what the loop calls.
 
                        params         optimizer's state
     `near_storage`     in memory      in the store
@@ -11,30 +11,54 @@ Invariant: a step has the same effect in each; `step` says which have the same b
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxinf_models import ModelConfig, deferred_params, make_model, split
+from optax.contrib import ScheduleFreeState
 
 from jaxinf.command_line import UsageError
+from jaxinf.compress import sparsify
 from jaxinf.engine import Store
+from jaxinf.errors import (
+    AssignmentError,
+    BudgetError,
+    NonFiniteGradientError,
+    StreamError,
+)
 from jaxinf.optimizer import smart_update
+from jaxinf.streaming import StreamedStep, stream
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
 from jaxinf.train.devices import Devices, placed
-from jaxinf.train.freezing import check_source
+from jaxinf.train.freezing import check_source, with_zeros
 from jaxinf.train.lora import Lora, with_new
 from jaxinf.train.metrics import NO_TRAFFIC, Costs
-from jaxinf.train.opening import begin, costs_of, open_run, stored_bytes
-from jaxinf.train.optimizers import behind_clipping, make_optimizer
-from jaxinf.train.step import Boundaries, compile_train_step
+from jaxinf.train.opening import (
+    begin,
+    costs_of,
+    open_run,
+    refused_as_usage,
+    stored_bytes,
+)
+from jaxinf.train.optimizers import behind_clipping, make_clipping, make_optimizer
+from jaxinf.train.step import (
+    Boundaries,
+    compile_train_step,
+    loss_of,
+    weight_of_part,
+)
 from jaxinf.typing import DeferredArray, JsonValue, PyTree
 
 # Share of the budget for pieces read and traced programs during an import.
 _IMPORT_BYTES, _IMPORT_LEAF_BYTES = 4 << 20, 64 << 10
+_FLAGS = {"memory_bytes": "--memory", "device_memory_bytes": "--device-memory"}
 
 
 class Done(NamedTuple):
@@ -75,6 +99,26 @@ class Mode:
     close: Callable[[], None] = lambda: None
 
 
+def first_params(config: TrainConfig) -> PyTree:
+    """Returns new params, or those of a checkpoint as deferred leaves."""
+    adapters = config.adapters
+    if config.source is None:
+        return _new_params(config.model_config, config.seed, adapters)
+    assert config.files is not None
+    params = deferred_params(config.files, config.model_config, config.seed)
+    check_source(config.frozen, params, config.source)
+    return params if adapters is None else with_new(adapters, params, config.seed)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _new_params(model: ModelConfig, seed: int, adapters: Lora | None) -> PyTree:
+    params = split(make_model(model, rngs=nnx.Rngs(seed)))[1]
+    return params if adapters is None else with_new(adapters, params, seed)
+
+
+# --- the optimizer's state near storage ----------------------------------------------
+
+
 def near_storage(config: TrainConfig, store: Store, devices: Devices) -> Mode:
     """Trains with the optimizer's state in a store; params are in memory, too."""
     tx, like = store_optimizer(config, store), devices.shapes(config.abstract[1])
@@ -86,7 +130,6 @@ def near_storage(config: TrainConfig, store: Store, devices: Devices) -> Mode:
         state = begin(config, store, functools.partial(tx.init, params))
         if any(isinstance(leaf, DeferredArray) for leaf in jax.tree.leaves(params)):
             params = store.params(like=like)
-
     drive_bytes = stored_bytes(store)
 
     def costs(state: Any) -> Costs:
@@ -95,56 +138,11 @@ def near_storage(config: TrainConfig, store: Store, devices: Devices) -> Mode:
     # With clipping, updates wait for all gradients in any case, so a separate jit
     # costs almost nothing. Compression needs finished gradients, too.
     needs_all = config.clip_norm or config.compress
-    return with_params(
+    return _with_params(
         *(config, tx, params, state, "halves" if needs_all else "fused"),
         num_skipped=lambda state: int(state.skipped_steps),
         costs=costs,
-        average=functools.partial(store.params, average=True),
-    )
-
-
-def with_params(
-    config: TrainConfig,
-    tx: optax.GradientTransformation,
-    params: PyTree,
-    state: Any,
-    boundaries: Boundaries,
-    *,
-    num_skipped: Callable[[Any], int],
-    average: Callable[..., PyTree],
-    costs: Callable[[Any], Costs] = lambda state: lambda: NO_TRAFFIC,
-) -> Mode:
-    """Trains params in memory by an optax transformation.
-
-    Args:
-      num_skipped: returns the number of steps that a state has skipped.
-      average: returns the average of params, given them and `state`.
-      costs: returns those of the step that made a state; by default none.
-    """
-    skipped = num_skipped(state)
-
-    def compile(batch: Batch) -> Callable[[Batch], Done]:
-        graphdef, _ = config.abstract
-        example = params, state, batch
-        train_step = compile_train_step(config, graphdef, tx, boundaries, *example)
-
-        def step(batch: Batch) -> Done:
-            nonlocal params, state, skipped
-            params, state, (loss, norm) = jax.block_until_ready(
-                train_step(params, state, batch)
-            )
-            before, skipped = skipped, num_skipped(state)
-            is_skipped = skipped > before
-            found = (lambda: NO_TRAFFIC) if is_skipped else costs(state)
-            return Done(float(loss), float(norm), is_skipped, found)
-
-        return step
-
-    def evaluated() -> PyTree:
-        return average(params, state=state) if config.evaluates_average else params
-
-    return Mode(
-        compile=compile, function=jax.jit, params=evaluated, state=lambda: state
+        average=lambda params, state: store.params(params, average=True, state=state),
     )
 
 
@@ -197,18 +195,220 @@ def import_weights(config: TrainConfig, kept: Mapping[str, JsonValue]) -> int:
         return store.step
 
 
-def first_params(config: TrainConfig) -> PyTree:
-    """Returns new params, or those of a checkpoint as deferred leaves."""
-    adapters = config.adapters
-    if config.source is None:
-        return _new_params(config.model_config, config.seed, adapters)
-    assert config.files is not None
-    params = deferred_params(config.files, config.model_config, config.seed)
-    check_source(config.frozen, params, config.source)
-    return params if adapters is None else with_new(adapters, params, config.seed)
+def _with_params(
+    config: TrainConfig,
+    tx: optax.GradientTransformation,
+    params: PyTree,
+    state: Any,
+    boundaries: Boundaries,
+    *,
+    num_skipped: Callable[[Any], int],
+    average: Callable[[PyTree, Any], PyTree],
+    costs: Callable[[Any], Costs] = lambda state: lambda: NO_TRAFFIC,
+) -> Mode:
+    """Trains params in memory by an optax transformation.
+
+    Args:
+      num_skipped: returns the number of steps that a state has skipped.
+      average: returns the average of params, given them and the state.
+      costs: returns those of the step that made a state; by default none.
+    """
+    skipped = num_skipped(state)
+
+    def compile(batch: Batch) -> Callable[[Batch], Done]:
+        (graphdef, _), example = config.abstract, (params, state, batch)
+        train_step = compile_train_step(config, graphdef, tx, boundaries, *example)
+
+        def step(batch: Batch) -> Done:
+            nonlocal params, state, skipped
+            params, state, (loss, norm) = jax.block_until_ready(
+                train_step(params, state, batch)
+            )
+            before, skipped = skipped, num_skipped(state)
+            is_skipped = skipped > before
+            found = (lambda: NO_TRAFFIC) if is_skipped else costs(state)
+            return Done(float(loss), float(norm), is_skipped, found)
+
+        return step
+
+    def evaluated() -> PyTree:
+        return average(params, state) if config.evaluates_average else params
+
+    return Mode(
+        compile=compile, function=jax.jit, params=evaluated, state=lambda: state
+    )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _new_params(model: ModelConfig, seed: int, adapters: Lora | None) -> PyTree:
-    params = split(make_model(model, rngs=nnx.Rngs(seed)))[1]
-    return params if adapters is None else with_new(adapters, params, seed)
+# --- all in memory, the baseline -----------------------------------------------------
+
+
+def in_memory(config: TrainConfig, devices: Devices) -> Mode:
+    """Trains by plain optax, which treats non-finite gradients like `smart_update`.
+
+    Losses are the other modes' to the bit, as no jit computes an update and adds it.
+    """
+    tx = make_optimizer(config)
+    if config.compression is not None:
+        tx = optax.chain(make_clipping(config), sparsify(config.compression), tx)
+    tx = optax.apply_if_finite(tx, max_consecutive_errors=2**31 - 1)
+    tx = with_zeros(tx) if config.frozen else tx
+
+    def num_skipped(state: Any) -> int:
+        if (num := int(state.total_notfinite)) and config.nonfinite == "error":
+            raise NonFiniteGradientError(
+                "NaN or Inf in a gradient: the run ends before it reaches the params. "
+                "Lower the learning rate or clip the gradients, or give --nonfinite "
+                "skip to go on without such batches"
+            )
+        return num
+
+    shapes = devices.shapes(config.abstract[1])
+    params = held_params(placed(first_params(config), shapes))
+    leaves, shardings = jax.tree.leaves(params), None
+    if isinstance(sharding := leaves[0].sharding, NamedSharding):
+        like = {leaf.shape: leaf.sharding for leaf in leaves}
+        whole = NamedSharding(sharding.mesh, PartitionSpec())
+        state = jax.eval_shape(tx.init, params)
+        shardings = jax.tree.map(lambda one: like.get(one.shape, whole), state)
+    state = jax.jit(tx.init, out_shardings=shardings)(params)
+    return _with_params(
+        *(config, tx, params, state, "split"),
+        num_skipped=num_skipped,
+        average=_schedule_free_average,
+    )
+
+
+def held_params(params: PyTree) -> PyTree:
+    """Reads params onto the JAX device, unless they are there."""
+    return jax.tree.map(
+        lambda x: x if isinstance(x, jax.Array) else jnp.asarray(np.asarray(x)), params
+    )
+
+
+def _schedule_free_average(params: PyTree, state: Any) -> PyTree:
+    """Returns a schedule-free optimizer's average; `check` refuses --ema in memory."""
+
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, ScheduleFreeState))
+    (held,) = [one for one in leaves if isinstance(one, ScheduleFreeState)]
+
+    def averaged(y: jax.Array, z: Any) -> jax.Array:
+        is_frozen = isinstance(z, optax.MaskedNode)
+        return y if is_frozen else (y - (1 - held.b1) * z) / held.b1
+
+    return jax.tree.map(averaged, params, held.z)
+
+
+# --- params and state in the store ---------------------------------------------------
+
+
+def streamed(config: TrainConfig, store: Store, devices: Devices, first: Batch) -> Mode:
+    """Trains params and state that are in a store, and nowhere else.
+
+    Args:
+      first: a batch; only its shapes count.
+    """
+    step, like = streamed_step(config, store), devices.shapes(config.abstract[1])
+
+    def make() -> None:  # no more than a leaf is in memory
+        shardings: PyTree = jax.tree.map(lambda leaf: leaf.sharding, like)
+        shardings = shardings if jax.tree.leaves(shardings) else None
+        if config.source is None:
+            new = functools.partial(first_params, config)
+            step.init(new, batch=first, shardings=shardings)
+        else:
+            step.load(first_params(config), batch=first, shardings=shardings)
+
+    with contextlib.ExitStack() as undone:
+        undone.callback(step.close)
+        with refused_as_usage(), named_flags():
+            if store.step > 0:
+                step.load(like)  # only compared: the store has them
+            else:
+                begin(config, store, make)
+        undone.pop_all()
+    number, skipped, drive_bytes = store.step, step.num_skipped, stored_bytes(store)
+
+    def run(batch: Batch) -> Done:
+        nonlocal number, skipped
+        loss, _ = jax.block_until_ready(step(batch))
+        before, skipped = skipped, step.num_skipped
+        is_skipped = skipped > before
+        number += not is_skipped
+        costs = _streamed_costs(step, None if is_skipped else number, drive_bytes)
+        return Done(float(loss), None, is_skipped, costs)
+
+    def compile(batch: Batch) -> Callable[[Batch], Done]:
+        with named_flags():
+            step.compile(batch)
+        return run
+
+    def function(fn: Callable[[PyTree, Any], Any]) -> Callable[[PyTree, Any], Any]:
+        made = step.function(fn, average=config.evaluates_average)
+
+        def call(params: PyTree, inputs: Any) -> Any:
+            with named_flags():
+                return devices.whole(made(devices.spread(inputs)))
+
+        return call
+
+    return Mode(compile=compile, function=function, is_joint=True, close=step.close)
+
+
+def streamed_step(config: TrainConfig, store: Store) -> StreamedStep:
+    """Returns the step of a run whose params and state are in a store.
+
+    Raises:
+      UsageError: the run cannot be streamed.
+    """
+    assert config.memory is not None
+    optimizer = make_optimizer(config)
+    if config.compress is not None:
+        optimizer = behind_clipping(config, optimizer)
+    try:
+        return stream(
+            loss_of(config, config.abstract[0]),
+            optimizer,
+            store,
+            memory_bytes=config.memory,
+            device_memory_bytes=config.device_memory,
+            policy=config.policy or "recompute",
+            micro_batches=config.micro_batches,
+            weights=weight_of_part if config.micro_batches > 1 else None,
+            replan=config.elastic,
+            nonfinite=config.nonfinite,
+            average=config.average,
+            compress=config.compression,
+            device_updates=config.device_updates,
+        )
+    except ValueError as error:
+        raise UsageError(f"--mode stream: {error}") from error
+
+
+def _streamed_costs(step: StreamedStep, number: int | None, drive_bytes: int) -> Costs:
+    """Returns the costs of the last step; `number` is None if it was skipped."""
+    metrics = step.metrics
+    assert metrics is not None
+    waited_s = metrics.waited_params_s + metrics.waited_values_s
+    found = {
+        "stream": dataclasses.asdict(metrics),
+        "phases": {"wait": round(waited_s + metrics.waited_updates_s, 6)},
+    }
+    if number is None:
+        return lambda: NO_TRAFFIC | found
+    drive_bytes += metrics.spilled_drive_bytes + metrics.offloaded_drive_bytes
+    return lambda: costs_of(step.store, number, drive_bytes) | found
+
+
+@contextlib.contextmanager
+def named_flags() -> Iterator[None]:
+    """Makes a refusal name the flags, not the arguments of `jaxinf.stream`."""
+    try:
+        yield
+    except StreamError as error:
+        text = str(error)
+        if isinstance(error, BudgetError):
+            text = error._text(_FLAGS)
+        elif isinstance(error, AssignmentError):
+            text = error._text("--device-updates ", "--elastic")
+        text = text.replace("pass replan=True", "give --elastic")
+        raise StreamError(text) from error

@@ -42,9 +42,7 @@ def open_run(
     assert config.store is not None
     memory_bytes = config.buffer_bytes
     if config.mode == "stream":
-        memory_bytes = store_memory_bytes(
-            memory_bytes
-        )  # decides how chunks are divided
+        memory_bytes = store_memory_bytes(memory_bytes)  # divides chunks
     with refused_as_usage():
         if config.elastic:
             alone = SingleDeviceSharding(jax.devices()[0])

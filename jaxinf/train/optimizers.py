@@ -1,12 +1,14 @@
-"""Makes the optax optimizer of a config.
+"""The optax optimizer of a config, its learning rates, and the defaults of both.
 
-Invariant: optax is the only definition of an optimizer. This module chooses and
-configures one, and both modes use the same result.
+Invariant: optax is the only definition of an optimizer, and all modes use the same. A
+default is a function of the config alone, never of the number of steps. So a run with a
+constant rate that is made longer keeps its steps.
 """
 
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
+from jaxinf_models import num_params
 
 from jaxinf.command_line import UsageError, did_you_mean
 from jaxinf.errors import UnsupportedTransformError
@@ -21,17 +24,35 @@ from jaxinf.program import trace_init, trace_update
 from jaxinf.streaming import check_init, passes_for, trace_optimizer
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.freezing import train_others
-from jaxinf.train.schedules import (
-    make_schedule,
-    num_warmup_steps,
-    peak_learning_rate,
-    weight_decay,
-)
-from jaxinf.typing import PyTree
+from jaxinf.typing import JsonValue, PyTree
 
 _MOMENTUM = 0.9
+_RATES = ("learning_rate", "max_learning_rate")
 
-_NUMBERS = {"none": None, "true": True, "false": False}
+# nano: measured over 1,000 steps of the default run, 2e-3 ends at 1.97, 3e-3 at 1.99
+# and 5e-3 at 2.43. The others: Brown et al. 2020 (GPT-3), table 2.1, at the sizes that
+# lie between these bounds.
+_LEARNING_RATES = {
+    20e6: 2e-3,
+    250e6: 6e-4,
+    600e6: 3e-4,
+    1.2e9: 2.5e-4,
+    5e9: 2e-4,
+    math.inf: 1.2e-4,
+}
+_WEIGHT_DECAY = 0.1  # GPT-3, and every GPT-2 reproduction since
+_NUM_WARMUP_STEPS = 50
+_COSINE_FLOOR = 0.1  # of the peak, as in GPT-3
+# Of all steps, as in Hägele et al. 2024 (arXiv:2405.18392), section 4.
+_STABLE_SHARE = 0.8
+
+# Weights that are learned already. A tenth of the rates above lies within the 2e-5 to
+# 5e-5 of Devlin et al. 2019 (BERT) for 250 M and more, and near the 2e-5 of Llama 2
+# (Touvron et al. 2023, section 3.1) at 7 B. Decay would pull weights from theirs to 0.
+# Adapters are new, and have the rates above.
+_FINE_TUNING_SHARE = 0.1
+_FINE_TUNING_DECAY = 0.0
+_FINE_TUNING_WARMUP_STEPS = 30  # 3 % of the default number of steps
 
 
 @functools.cache
@@ -49,6 +70,13 @@ def optax_optimizers() -> Mapping[str, Callable[..., optax.GradientTransformatio
             if callable(value) and _first_parameter(value) in _RATES:
                 found[name] = value
     return dict(sorted(found.items()))
+
+
+def _first_parameter(function: Callable[..., Any]) -> str:
+    try:
+        return next(iter(inspect.signature(function).parameters), "")
+    except ValueError:  # built in
+        return ""
 
 
 def check_optimizer(config: TrainConfig) -> None:
@@ -102,10 +130,13 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
       UsageError: there is no such optimizer, or it has no such arguments.
     """
     chosen = _find(config.optimizer)
-    options = _defaults(config) | _parse_all(config, chosen)
-    if config.optimizer == "sgd":  # with 0 none is stored
-        options["momentum"] = options["momentum"] or None
     parameters = inspect.signature(chosen).parameters
+    options = _options(config, parameters)
+    decay = weight_decay(config)
+    if decay is not None:
+        options["weight_decay"] = decay
+    if config.optimizer == "sgd":  # with 0 none is stored
+        options["momentum"] = options.get("momentum", _MOMENTUM) or None
     missing = [
         f"{name}=…"
         for name, parameter in parameters.items()
@@ -147,16 +178,6 @@ def behind_clipping(
     return optax.GradientTransformationExtraArgs(clipped.init, update)
 
 
-_RATES = ("learning_rate", "max_learning_rate")
-
-
-def _first_parameter(function: Callable[..., Any]) -> str:
-    try:
-        return next(iter(inspect.signature(function).parameters), "")
-    except ValueError:  # built in
-        return ""
-
-
 def _find(name: str) -> Callable[..., optax.GradientTransformation]:
     known = optax_optimizers()
     if name in known:
@@ -167,12 +188,121 @@ def _find(name: str) -> Callable[..., optax.GradientTransformation]:
     )
 
 
-def _defaults(config: TrainConfig) -> dict[str, Any]:
-    """Returns options with a default of ours."""
-    decay = weight_decay(config)
-    if decay is not None:
-        return {"weight_decay": decay}
-    return {"momentum": _MOMENTUM} if config.optimizer == "sgd" else {}
+def _options(
+    config: TrainConfig, parameters: Mapping[str, inspect.Parameter]
+) -> dict[str, Any]:
+    """Reads ``--optimizer-args``."""
+    names = [name for name in parameters if name not in _RATES]
+    options: dict[str, Any] = {}
+    for word in config.optimizer_args:
+        key, equals, text = word.partition("=")
+        problem = ""
+        if not equals or not text:
+            raise UsageError(f"--optimizer-args: expected KEY=VALUE, got {word!r}")
+        if key in _RATES:
+            problem = f"{word}: give --learning-rate instead"
+        elif key not in names:
+            problem = f"{word}: {config.optimizer} has no {key}; it has "
+            problem += ", ".join(names)
+        elif key in options:
+            problem = f"{word}: {key} is given twice"
+        if problem:
+            raise UsageError(f"--optimizer-args {problem}")
+        options[key] = _value(word, text, parameters[key])
+    return options
+
+
+def _value(word: str, text: str, parameter: inspect.Parameter) -> Any:
+    """Reads a value of the type that the argument's default and annotation show."""
+    default, value = parameter.default, _literal(text)
+    is_number = type(value) in (int, float)
+    if isinstance(default, bool):
+        kind, fits = "true or false", isinstance(value, bool)
+    elif parameter.annotation is int:
+        kind, fits = "an integer", type(value) is int
+    elif isinstance(default, int | float):
+        kind, fits = "a number", is_number
+    elif type(default) is tuple:
+        value = tuple(_literal(part) for part in text.split(","))
+        kind = f"{len(default)} values with commas between them"
+        fits = len(value) == len(default)
+    elif isinstance(default, str) or "dtype" in parameter.name:
+        kind, fits = "a word", True
+    elif default is None or default is parameter.empty:
+        kind = "a number, true, false or none"
+        fits = is_number or value in (None, True, False)
+    else:
+        raise UsageError(
+            f"--optimizer-args {word}: {parameter.name} is a function or a "
+            "transformation; it can only be set in a program"
+        )
+    if not fits:
+        raise UsageError(f"--optimizer-args {word}: expected {kind}, got {text!r}")
+    return value
+
+
+def _literal(text: str) -> Any:
+    """Returns a number, a truth value or None, or the text itself."""
+    words = {"none": None, "true": True, "false": False}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
+# --- learning rates ------------------------------------------------------------------
+
+
+def peak_learning_rate(config: TrainConfig) -> float:
+    """Returns the given rate, or the default for a model of this size."""
+    if config.learning_rate is not None:
+        return config.learning_rate
+    size = num_params(config.model_config)
+    rate = next(rate for bound, rate in _LEARNING_RATES.items() if size < bound)
+    is_whole = config.source is not None and config.lora is None
+    return rate * _FINE_TUNING_SHARE if is_whole else rate
+
+
+def weight_decay(config: TrainConfig) -> float | None:
+    """Returns the decay of adamw and lion, given or by default; None for others."""
+    if config.optimizer not in ("adamw", "lion"):
+        return None
+    for word in config.optimizer_args:
+        key, _, text = word.partition("=")
+        if key == "weight_decay":
+            return float(text)
+    return _WEIGHT_DECAY if config.source is None else _FINE_TUNING_DECAY
+
+
+def num_warmup_steps(config: TrainConfig) -> int:
+    """Returns the steps of the warm-up, given or by default."""
+    if config.warmup_steps is not None:
+        return config.warmup_steps
+    return _NUM_WARMUP_STEPS if config.source is None else _FINE_TUNING_WARMUP_STEPS
+
+
+def make_schedule(config: TrainConfig) -> optax.Schedule:
+    """Makes the learning rate as a function of the number of updates before."""
+    peak, num_warmup = peak_learning_rate(config), num_warmup_steps(config)
+    num_left = max(1, config.steps - num_warmup)
+    if config.schedule == "constant":
+        after = optax.constant_schedule(peak)
+    elif config.schedule == "cosine":
+        after = optax.cosine_decay_schedule(peak, num_left, alpha=_COSINE_FLOOR)
+    elif config.schedule == "linear":
+        after = optax.linear_schedule(peak, 0.0, num_left)
+    else:
+        num_stable = max(0, round(_STABLE_SHARE * config.steps) - num_warmup)
+        after = optax.linear_schedule(
+            *(peak, 0.0), max(1, num_left - num_stable), num_stable
+        )
+    # Starts at peak / (n + 1), because a first step at rate 0 would waste a batch.
+    warmup = optax.linear_schedule(peak / (num_warmup + 1), peak, num_warmup)
+    return optax.join_schedules([warmup, after], [num_warmup]) if num_warmup else after
 
 
 def _rate(config: TrainConfig, parameter: inspect.Parameter) -> Any:
@@ -189,64 +319,17 @@ def _rate(config: TrainConfig, parameter: inspect.Parameter) -> Any:
     return peak_learning_rate(config)
 
 
-# --- --optimizer-args --------------------------------------------------------------
+def learning_rates(config: TrainConfig) -> Callable[[int], float]:
+    """Returns a function from the number of updates before to the learning rate."""
+    schedule = jax.jit(make_schedule(config))
+    return lambda count: float(schedule(count))
 
 
-def _parse_all(config: TrainConfig, chosen: Callable[..., Any]) -> dict[str, Any]:
-    parameters = inspect.signature(chosen).parameters
-    names = [name for name in parameters if name not in _RATES]
-    options: dict[str, Any] = {}
-    for word in config.optimizer_args:
-        key, equals, text = word.partition("=")
-        if not equals or not text:
-            raise UsageError(f"--optimizer-args: expected KEY=VALUE, got {word!r}")
-        if key in _RATES:
-            raise UsageError(f"--optimizer-args {word}: give --learning-rate instead")
-        if key not in names:
-            raise UsageError(
-                f"--optimizer-args {word}: {config.optimizer} has no {key}; it has "
-                f"{', '.join(names)}"
-            )
-        if key in options:
-            raise UsageError(f"--optimizer-args {word}: {key} is given twice")
-        options[key] = _parse(word, text, parameters[key])
-    return options
-
-
-def _parse(word: str, text: str, parameter: inspect.Parameter) -> Any:
-    """Parses a value of the type that the argument's default and annotation show."""
-    default = parameter.default
-    number = _number(text)
-    if isinstance(default, bool):
-        kind, fits = "true or false", isinstance(number, bool)
-    elif parameter.annotation is int:
-        kind, fits = "an integer", type(number) is int
-    elif isinstance(default, int | float):
-        kind, fits = "a number", type(number) in (int, float)
-    elif type(default) is tuple:
-        number = tuple(_number(part, part) for part in text.split(","))
-        kind = f"{len(default)} values with commas between them"
-        fits = len(number) == len(default)
-    elif isinstance(default, str) or "dtype" in parameter.name:
-        kind, fits, number = "a word", True, _number(text, text)
-    elif default is None or default is parameter.empty:
-        kind, fits = "a number, true, false or none", number is not Ellipsis
-    else:
-        raise UsageError(
-            f"--optimizer-args {word}: {parameter.name} is a function or a "
-            "transformation; it can only be set in a program"
-        )
-    if not fits:
-        raise UsageError(f"--optimizer-args {word}: expected {kind}, got {text!r}")
-    return number
-
-
-def _number(text: str, otherwise: Any = ...) -> Any:
-    if text.lower() in _NUMBERS:
-        return _NUMBERS[text.lower()]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return otherwise
+def resolved_settings(config: TrainConfig) -> dict[str, JsonValue]:
+    """Returns the settings that had no flag, as the run has them."""
+    return {
+        "task": config.task_name,
+        "learning_rate": peak_learning_rate(config),
+        "weight_decay": weight_decay(config),
+        "warmup_steps": num_warmup_steps(config),
+    }

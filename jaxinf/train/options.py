@@ -128,7 +128,7 @@ class RunOptions:
     # Train on each row of the data so many times, in place of --steps.
     epochs: Annotated[float | None, _shown("NUMBER", "by --steps")] = None
 
-    # Seed of the initial params, the batches and the sample.
+    # Seed of the initial params and the batches.
     seed: int = 0
 
     # update: the optimizer's state is in the store and is updated beside the drive.
@@ -156,7 +156,7 @@ class DataOptions:
     # The validation data, or the share of --data to hold out: 0.1.
     validation: Annotated[
         tuple[str, ...],
-        _shown("PATH...|SHARE", "the validation split of --data, or 0.05 of it"),
+        _shown("PATH...|SHARE", "0.05 of --data"),
     ] = ()
 
     # A Hugging Face folder with a tokenizer; without it every byte is a token.
@@ -164,7 +164,6 @@ class DataOptions:
 
     # Fields of records under other names, as OURS=YOURS,...: ours are text; prompt and
     # response; messages and tools; label, a class's number or name; and text_pair.
-    # Alpaca's and ShareGPT's fields are known.
     fields: Annotated[str, _shown("OURS=YOURS,...", "our names")] = ""
 
     # With prompts and responses, or messages: learn the answers alone, or all text.
@@ -386,11 +385,6 @@ class OutputOptions:
     # the held-out data, and stop.
     eval_only: bool = False
 
-    # Number of tokens to generate at the end; 0 is none.
-    sample_bytes: Annotated[
-        int | None, _shown("INT", "200, fewer where that would take long")
-    ] = None
-
     # Also show the numbers of steps and evaluations in TensorBoard, from the log
     # directory, or in Weights & Biases, in the project of WANDB_PROJECT.
     track: Annotated[
@@ -398,7 +392,8 @@ class OutputOptions:
     ] = None
 
     # Record what each thread, drive and JAX device does in steps FIRST to LAST, by
-    # default three early ones, as LOG_DIR/trace.json, which ui.perfetto.dev opens.
+    # default three early ones, by jax.profiler in LOG_DIR/trace; ui.perfetto.dev opens
+    # the perfetto_trace.json.gz there.
     trace: Annotated[tuple[int, int] | None, _TRACE, _shown("[FIRST:LAST]", "none")] = (
         None
     )

@@ -1,39 +1,53 @@
-"""A run before it begins: what it needs, what there is, and what helps if it lacks.
+"""A run before it begins: what it needs, what there is, and the time of its step.
 
-Invariant: nothing is trained or written; advice is counted, not guessed.
+    step = max(drives, link, programs, updates) + what nothing overlaps
+
+Invariant: nothing is trained or written; without a rate that a run needs there is no
+time.
 """
 
-import contextlib
-import shlex
+import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-from jaxinf.command_line import UsageError
-from jaxinf.errors import JaxinfError
-from jaxinf.streaming import Count as StepCount
-from jaxinf.terminal import exact_bytes, format_bytes
-from jaxinf.train.checks import check
+from jaxinf.terminal import format_bytes
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.count import RunNeeds, count
+from jaxinf.train.count import RunNeeds, count, waits
 from jaxinf.train.data.loader import Batch
-from jaxinf.train.machine import (
-    Machine,
-    StepTime,
-    read_machine,
-    step_time,
-    this_machine,
-)
+from jaxinf.train.machine import Machine, read_machine, this_machine
 from jaxinf.typing import JsonValue
 
-_Changes: TypeAlias = dict[str, Any]
 _DAY_S = 86_400.0
 _MOST_S = 1e6 * _DAY_S
-_SHARE = 0.9  # of memory, where no limit is given
-_MIB = 1 << 20
+_REMEDY = (
+    "give --mode stream with a --memory, more --micro-batches or --state int8, or take "
+    "a smaller model or a larger machine"
+)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The seconds of a step.
+
+    Attributes:
+      step_s: The longest of `beside_s`, and all of `alone_s`.
+      limit: The term that a step would be shorter without, by the most.
+      terms_s: By resource.
+      beside_s: Terms that overlap; of those on one processor, the sum.
+      alone_s: What nothing overlaps.
+      life_s: Training after which the drives are worn out, if known.
+    """
+
+    step_s: float
+    limit: str
+    terms_s: Mapping[str, float]
+    beside_s: Mapping[str, float]
+    alone_s: Mapping[str, float]
+    life_s: float | None
 
 
 @dataclass(frozen=True)
@@ -41,30 +55,25 @@ class Plan:
     """A run, what it takes, and what there is.
 
     Attributes:
-      changes: what differs from the run that was given, by field.
       tiers: bytes needed and there, of what the run uses; None if unknown.
       time: None if a number of the machine is missing.
       missing: says which.
-      like: what the plan of another way of the run need not trace again.
     """
 
     config: TrainConfig
-    changes: _Changes
     needs: RunNeeds
     tiers: Mapping[str, tuple[int, float | None]]
     time: StepTime | None = None
     missing: str = ""
-    like: StepCount | None = field(default=None, repr=False)
 
     @property
-    def excess(self) -> float:
-        """By how much the tightest tier is too small: at most 1 fits."""
-        known = [(n, there) for n, there in self.tiers.values() if there is not None]
-        return max((needed / max(there, 1) for needed, there in known), default=0.0)
+    def fits(self) -> bool:
+        tiers = self.tiers.values()
+        return all(has is None or needed <= has for needed, has in tiers)
 
     def to_json(self) -> Mapping[str, JsonValue]:
         """For ``--json``."""
-        document: dict[str, Any] = {"fits": self.excess <= 1}
+        document: dict[str, Any] = {"fits": self.fits}
         document["tiers"] = {
             name: {"needed_bytes": needed, "there_bytes": there}
             for name, (needed, there) in self.tiers.items()
@@ -73,44 +82,30 @@ class Plan:
         return document | ({"time": asdict(self.time)} if self.time else {})
 
 
-def machine_of(config: TrainConfig) -> Machine:
-    """Returns the machine of ``--machine``, or this one without rates."""
-    return this_machine() if config.machine is None else read_machine(config.machine)
-
-
-def plan_run(
-    config: TrainConfig,
-    batch: Batch,
-    changes: _Changes | None = None,
-    like: StepCount | None = None,
-) -> Plan:
+def plan_run(config: TrainConfig, batch: Batch) -> Plan:
     """Plans a run; takes some seconds.
 
     Args:
       config: a run that `check` has returned, and whose data is loaded.
       batch: a batch of one process; only its shapes count.
-      changes: of the run, by field.
-      like: that of the plan of another way of the same run.
 
     Raises:
-      UsageError: the changes are refused.
+      UsageError: the file of the machine is none.
       JaxinfError: as `count`.
     """
-    if changes:
-        config = check(replace(config, **changes))
-    machine = machine_of(config)
+    machine = this_machine() if config.machine is None else read_machine(config.machine)
     apart = machine.device_bytes
-    needs, made = count(config, batch, None if apart is None else int(apart), like)
-    needed = needs.host_bytes, needs.device_bytes, needs.disk_bytes
-    there = machine.host_bytes, machine.device_bytes, _free_bytes(config)
-    names = ("host", "device", "disk")
-    found = zip(names, needed, there, strict=True)
-    tiers = {name: (need, has) for name, need, has in found if need}
-    plan = Plan(config, changes or {}, needs, tiers, like=made)
+    needs = count(config, batch, None if apart is None else int(apart))
+    found = {
+        "host": (needs.host_bytes, machine.host_bytes),
+        "device": (needs.device_bytes, machine.device_bytes),
+        "disk": (needs.disk_bytes, _free_bytes(config)),
+    }
+    tiers = {name: pair for name, pair in found.items() if pair[0]}
     try:
-        return replace(plan, time=step_time(config, needs, machine))
+        return Plan(config, needs, tiers, step_time(config, needs, machine))
     except ValueError as error:
-        return replace(plan, missing=str(error))
+        return Plan(config, needs, tiers, missing=str(error))
 
 
 def _free_bytes(config: TrainConfig) -> float | None:
@@ -127,15 +122,13 @@ def _free_bytes(config: TrainConfig) -> float | None:
     return float(sum(free.values()))
 
 
-def plan_text(plan: Plan, batch: Batch) -> str:
-    """Returns a plan for a terminal, with what helps most if it does not fit."""
+def plan_text(plan: Plan) -> str:
+    """Returns a plan for a terminal."""
     lines = _table([*_rows(plan)])
     for name, (needed, there) in plan.tiers.items():
         if there is not None and needed > there:
             pair = f"{format_bytes(needed)}, has {format_bytes(int(there))}"
-            lines.append(f"does not fit: the {name} needs {pair}")
-    if plan.excess > 1:
-        lines.append(_advice(plan, batch))
+            lines.append(f"does not fit: the {name} needs {pair}; {_REMEDY}")
     return "\n".join([*lines, "nothing was trained or written"])
 
 
@@ -170,38 +163,50 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
-def _advice(plan: Plan, batch: Batch) -> str:
-    """Names the setting after which the tightest tier is the least tight."""
-    best = plan
-    for changes in _smaller(plan.config, machine_of(plan.config)):
-        with contextlib.suppress(JaxinfError, UsageError):
-            one = plan_run(plan.config, batch, changes, plan.like)
-            best = min(best, one, key=lambda plan: plan.excess)
-    if best is plan:
-        return "no setting helps: take a smaller model, or a larger machine"
-    words = []
-    for name, value in best.changes.items():
-        text = exact_bytes(value) if name == "memory" else f"{value}"
-        words += [f"--{name.replace('_', '-')}", text]
-    tiers = best.tiers.items()
-    found = ", ".join(f"{name} {format_bytes(needed)}" for name, (needed, _) in tiers)
-    fits = "still does not fit" if best.excess > 1 else "fits"
-    return f"what helps most: {shlex.join(words)}, which {fits}: {found}"
+def step_time(config: TrainConfig, needs: RunNeeds, machine: Machine) -> StepTime:
+    """Computes the time of a step.
+
+    With clipping or compression programs end before updates begin; on one processor
+    they share it.
+
+    Raises:
+      ValueError: Names the numbers of the machine that are missing.
+    """
+    moved_bytes = needs.drive_read_bytes + needs.drive_write_bytes
+    work = {  # and its rate
+        "drives": (moved_bytes / needs.num_drives, "drive_bytes_per_s"),
+        "link": (max(needs.link_up_bytes, needs.link_down_bytes), "link_bytes_per_s"),
+        "programs": (needs.operations, "operations_per_s"),
+        "updates": (needs.updated, "params_per_s"),
+    }
+    work, commits = {k: pair for k, pair in work.items() if pair[0]}, _commits(config)
+    asked = {rate for _, rate in work.values()} | ({"commit_s"} if commits else set())
+    if missing := sorted(name for name in asked if getattr(machine, name) is None):
+        raise ValueError(", ".join(missing))
+    terms = {k: amount / getattr(machine, rate) for k, (amount, rate) in work.items()}
+    beside, alone = dict(terms), dict[str, float]()
+    if waits(config):
+        alone["programs"] = beside.pop("programs", 0.0)
+    elif machine.device_bytes is None:
+        own = beside.pop("programs", 0.0), beside.pop("updates", 0.0)
+        beside["programs and updates"] = sum(own)
+    if commits:
+        alone["commit"] = commits * (machine.commit_s or 0.0)
+    longest = max(beside, key=lambda name: beside[name], default="drives")
+    most = {longest: beside.get(longest, 0.0), **alone}
+    step_s, limit = sum(most.values()), max(most, key=lambda name: most[name])
+    rated, life_s = machine.drive_rated_write_bytes, None
+    if rated is not None and needs.drive_write_bytes:
+        life_s = rated * needs.num_drives / needs.drive_write_bytes * step_s
+    return StepTime(step_s, limit, terms, beside, alone, life_s)
 
 
-def _smaller(config: TrainConfig, machine: Machine) -> Iterator[_Changes]:
-    """Yields changes that may take less: of mode, of what stays, of parts, of state."""
-    if config.mode != "stream":
-        host_bytes = int((machine.host_bytes or 0) * _SHARE)
-        stream: _Changes = {"mode": "stream"}
-        if not config.memory:
-            stream["memory"] = host_bytes // _MIB * _MIB
-        if config.store is None:
-            stream["store"] = Path("STORE")
-        yield stream
-    elif config.policy != "offload":
-        yield {"policy": "offload"}
-    if config.batch_size % (parts := 4 * config.micro_batches) == 0:
-        yield {"micro_batches": parts}
-    if config.state is None:
-        yield {"state": "int8"}
+def _commits(config: TrainConfig) -> float:
+    """Returns the commits in a step, on average."""
+    if config.mode == "memory":
+        return 0.0
+    if config.durability == "step":
+        return 1.0
+    if config.durability == "checkpoint":
+        return 1 / (config.checkpoint_every or math.inf)
+    return 1 / int(config.durability)

@@ -1,8 +1,8 @@
-"""What a run says: its config, progress, results and exports.
+"""What a run says: its config, progress and results.
 
 Invariant: it names things the user can act on: paths, sizes, commands. Without a
 terminal only plain lines are written, without control characters; printed text is never
-taken for markup. Training never waits for an export; a complete run does, until Ctrl-C.
+taken for markup.
 """
 
 import contextlib
@@ -12,13 +12,11 @@ import statistics
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
 
 import jax
 from jaxinf_models import num_params
 from rich.console import Console
-from rich.live import Live
-from rich.text import Text
+from rich.status import Status
 
 from jaxinf.engine import Store
 from jaxinf.terminal import format_bytes, printable
@@ -28,19 +26,21 @@ from jaxinf.train.evaluate import Evaluation
 from jaxinf.train.freezing import trained
 from jaxinf.train.help import installed, near
 from jaxinf.train.metrics import StepLine, read_lines
-from jaxinf.train.schedules import (
+from jaxinf.train.optimizers import (
     num_warmup_steps,
     peak_learning_rate,
     weight_decay,
 )
 from jaxinf.train.timing import peak_rss_bytes
 
+EXPORT_FAILED = 3
+"""The exit status of a complete run."""
+
 _NUM_FIRST = 2  # steps that read and compile anew
 _PLAIN_INTERVAL_S = 5.0
 _NUM_SETTLING = 5  # steps before the estimate of the time left is shown, or
 _SETTLING_S = 60.0  # so long, where steps are slow
 _SMOOTHING = 0.9  # for tokens/s and loss: an average of about 10 steps
-_EXPORT_FAILED = 3  # the exit status of a complete run
 
 
 def say_config(console: Console, config: TrainConfig, data: TrainingData) -> None:
@@ -94,17 +94,6 @@ def _rate_line(config: TrainConfig) -> str:
     if num_warmup > config.steps / 10:
         line += "; the warm-up is more than a tenth of the run"
     return line
-
-
-def say_sample(console: Console, prompt: bytes, text: bytes) -> None:
-    """Prints what the model goes on with after a prompt, if there is one."""
-    if prompt:
-        given, found = (
-            printable(one.decode("utf-8", errors="replace"), keep="\n\t")
-            for one in (prompt, text)
-        )
-        shown = found or "(the end, at once)"
-        console.print(f"\nsample, after {given!r}:\n{shown}\n")
 
 
 def say_results(
@@ -187,22 +176,18 @@ class Progress(contextlib.ExitStack):
 
     Args:
       first: number of steps done before.
-      unit: the unit of a line's `tokens`.
     """
 
-    def __init__(
-        self, console: Console, *, first: int, last: int, unit: str = "tokens"
-    ) -> None:
+    def __init__(self, console: Console, config: TrainConfig, first: int) -> None:
         super().__init__()
-        self._console, self._unit = console, unit
-        self._first, self._last = first, last
+        self._console, self._first, self._last = console, first, config.steps
+        self._unit = "images" if config.takes_images else "tokens"
         self._started_s = self._shown_s = time.monotonic()
         self._tokens_per_s = self._loss = 0.0
         self._drive = self._stream = ""
-        self._live = None
+        self._live: Status | None = None
         if console.is_terminal and not console.is_dumb_terminal:
-            live = Live(console=console, refresh_per_second=4)
-            self._live = self.enter_context(live)
+            self._live = self.enter_context(console.status(""))
 
     def costs(self, line: StepLine) -> None:
         """Adds the traffic of a committed step."""
@@ -230,8 +215,8 @@ class Progress(contextlib.ExitStack):
             self._loss += (1 - weight) * (line.loss - self._loss)
         now_s, is_end = time.monotonic(), line.step in (self._first + 1, self._last)
         if self._live is not None:
-            self._live.update(Text(self._text(line), no_wrap=True, overflow="crop"))
-        elif is_end or now_s - self._shown_s >= _PLAIN_INTERVAL_S:
+            self._live.update(self._text(line))
+        if is_end or (now_s - self._shown_s >= _PLAIN_INTERVAL_S and not self._live):
             self._shown_s = now_s
             self._console.print(self._text(line))
 
@@ -249,48 +234,3 @@ class Progress(contextlib.ExitStack):
             f"{self._unit}/s  memory {format_bytes(line.rss_bytes or 0)}"
             f"{self._drive}{self._stream}"
         )
-
-
-class ExportsOfRun:
-    """What a run says of its exports; the store logs those that fail.
-
-    Args:
-      store: None in memory, where there are none.
-    """
-
-    def __init__(self, store: Store | None, console: Console) -> None:
-        self._store, self._console = store, console
-        self._num_said = 0
-
-    def say_new(self) -> None:
-        """Says which steps have been exported since the last call."""
-        for info in self._infos()[self._num_said :]:
-            if info.outcome == "under way":
-                break
-            self._num_said += 1
-            if info.outcome == "exported":
-                self._console.print(f"step {info.step}: exported to {info.url}")
-
-    def end(self, *, waits: bool = True) -> int:
-        """Waits for the export under way, or gives it up; returns the exit status.
-
-        Ctrl-C ends the wait, and gives it up.
-        """
-        if self._store is None:
-            return 0
-        self._store.wait()  # for the last step, which may be due
-        under_way = [i.step for i in self._infos() if i.outcome == "under way"]
-        with contextlib.suppress(KeyboardInterrupt):  # it is given up, and logged
-            if under_way and waits:
-                step = f"the export of step {under_way[0]}"
-                self._console.print(f"waiting for {step}; Ctrl-C gives it up")
-            self._store.end_export(waits=waits)
-        self.say_new()
-        failed = [f"{i.step}" for i in self._infos() if i.outcome == "failed"]
-        if failed and waits:  # else the status is that of the signal
-            text = f"exports of step {', '.join(failed)} failed: exit status"
-            self._console.print(f"{text} {_EXPORT_FAILED}")
-        return _EXPORT_FAILED if failed else 0
-
-    def _infos(self) -> Any:
-        return [] if self._store is None else self._store.exports()

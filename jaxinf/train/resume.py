@@ -16,7 +16,7 @@ from jaxinf.processes import Group
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch, Batches, batch_checksum
 from jaxinf.train.data.rows import TrainingData
-from jaxinf.train.schedules import resolved_settings
+from jaxinf.train.optimizers import resolved_settings
 from jaxinf.typing import JsonValue
 
 MADE_BY = "jaxinf.train"

@@ -39,7 +39,7 @@ _KEPT = {
     *"from task freeze lora dtype param-dtype optimizer optimizer-args".split(),
     *"learning-rate schedule warmup-steps clip-norm compress ema seed steps".split(),
     *"epochs mode nonfinite memory device-memory policy micro-batches".split(),
-    *"durability checkpoint-every eval-every sample-bytes".split(),
+    *"durability checkpoint-every eval-every".split(),
 }
 _ASKED_AGAIN = ("log-dir", "export-to", "track", "csd", "fsdp")
 _INSTEAD = {  # a flag takes the place of others

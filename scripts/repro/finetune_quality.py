@@ -35,8 +35,8 @@ from jaxinf.compress import sparsify
 from jaxinf.train.__main__ import main as train_main
 from jaxinf.train.checks import check
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.in_memory import held_params
 from jaxinf.train.loading import load, make_batches
+from jaxinf.train.modes import held_params
 from jaxinf.train.optimizers import make_clipping, make_optimizer
 from jaxinf.train.step import compile_train_step
 
@@ -125,7 +125,7 @@ def pretrain(place: Path, layers: int, steps: int) -> None:
     words += ["--data", place / "tasks/pretraining.txt"]
     words += ["--tokenizer", place / "tasks/gpt2", "--seq-len", PRETRAINING_SEQ_LEN]
     words += ["--batch-size", BATCH_SIZE, "--steps", steps, "--learning-rate", 1e-3]
-    words += ["--schedule", "linear", "--durability", 50, "--sample-bytes", 0]
+    words += ["--schedule", "linear", "--durability", 50]
     if train_main([str(word) for word in words]):
         raise SystemExit("pretraining has stopped; start it again to go on")
     export = ["checkpoint", "export", folder / "store", folder / "weights"]

@@ -17,7 +17,7 @@ from jaxinf.train.run_file import read_run
 pytestmark = pytest.mark.optimized("long")
 
 TRAINER = ("-m", "jaxinf.train")
-SMALL = ("--seq-len", 16, "--batch-size", 4, "--sample-bytes", 2)
+SMALL = ("--seq-len", 16, "--batch-size", 4)
 SMALL += ("--data", Path(__file__).with_name("test_deaths.py"))
 STREAM = ("--mode", "stream", "--memory", "64MiB")
 TINY = {"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 16}

@@ -79,7 +79,6 @@ def test_each_token_weighs_the_same_with_micro_batches(place):
     words = ("--preset", place / "config.json", "--data", data)
     words += ("--validation", data, "--mode", "stream", "--memory", "64MiB")
     words += (*PLAIN_SGD, "--batch-size", 2, "--seq-len", 64, "--steps", 1)
-    words += ("--sample-bytes", 0)
     losses, params = [], []
     for count in (1, 2):
         store = place / f"parts-{count}"
@@ -109,7 +108,7 @@ def test_an_export_of_a_schedule_free_run_is_of_x(place):
     words = ("--preset", place / "config.json", "--data", place / "text.txt")
     words += ("--optimizer", "schedule_free_sgd", "--learning-rate", 1)
     words += ("--warmup-steps", 0, "--batch-size", 2, "--seq-len", 8, "--steps", 6)
-    words += ("--sample-bytes", 0, "--store", place / "s")
+    words += ("--store", place / "s")
     assert main([str(word) for word in words]) == 0
     export = ("checkpoint", "export", place / "s", place / "out")
     export += ("--format", "huggingface")

@@ -18,7 +18,7 @@ def words(place):
     (place / "text.txt").write_text(text * 100)
     (place / "other.txt").write_text(text.upper() * 100)
     found = ("--preset", place / "config.json", "--data", place / "text.txt")
-    found += ("--seq-len", 8, "--batch-size", 4, "--sample-bytes", 0, "--steps", 2)
+    found += ("--seq-len", 8, "--batch-size", 4, "--steps", 2)
     return (*found, "--store", place / "store", "--log-dir", place / "logs")
 
 

@@ -1,4 +1,4 @@
-"""GPT-2: shapes, causality, tying, published sizes, precision, loss, sampling."""
+"""GPT-2: shapes, causality, tying, published sizes, precision, loss."""
 
 import ast
 import dataclasses
@@ -17,11 +17,9 @@ from jaxinf_models import (
     PRESETS,
     GPT2Config,
     abstract_params,
-    generate,
     loss,
     losses,
     num_params,
-    sampling,
     split,
 )
 
@@ -247,81 +245,6 @@ def test_training_learns_a_cycle():
         params, state, value = step(params, state)
     assert value < 0.05
     assert step._cache_size() == 1
-    model = nnx.merge(graphdef, params)
-    out = generate(model, x[:, :3], 6, key=jax.random.key(0), temperature=0)
-    assert out.tolist() == [[3, 4, 0, 1, 2, 3]]
-
-
-def test_generate_greedy_is_the_argmax_of_what_the_window_holds():
-    model, prompt = build(), tokens_of((2, 3))
-    out = generate(model, prompt, 20, key=jax.random.key(0), temperature=0)
-    assert out.shape == (2, 20)
-    assert out.dtype == jnp.int32
-    text = np.asarray(prompt)
-    for _ in range(20):  # past num_positions = 16: the oldest tokens fall out
-        seen = text[:, -16:]
-        padded = np.pad(seen, ((0, 0), (0, 16 - seen.shape[1])))  # causal: harmless
-        likeliest = np.argmax(logits_of(model, padded)[:, seen.shape[1] - 1], axis=-1)
-        text = np.concatenate([text, likeliest[:, None]], axis=1)
-    np.testing.assert_array_equal(out, text[:, 3:])
-
-
-def test_generate_looks_back_no_further_than_max_context():
-    model, prompt = build(), tokens_of((1, 9))
-    draw = {"num_tokens": 4, "key": jax.random.key(1), "max_context": 5}
-    np.testing.assert_array_equal(
-        generate(model, prompt, **draw), generate(model, prompt[:, -5:], **draw)
-    )
-
-
-def test_generate_samples_by_key_and_temperature():
-    model, prompt = build(), tokens_of((4, 2))
-
-    def draw(seed, temperature):
-        key = jax.random.key(seed)
-        return np.asarray(generate(model, prompt, 8, key=key, temperature=temperature))
-
-    np.testing.assert_array_equal(draw(0, 1.0), draw(0, 1.0))
-    assert (draw(0, 1.0) != draw(1, 1.0)).any()
-    np.testing.assert_array_equal(draw(0, 1e-6), draw(1, 0))
-
-
-def test_generate_compiles_twice():
-    """For the prompt, and for each token after it."""
-    model, prompt = build(), tokens_of((1, 2))
-    sampling._next_token.clear_cache()
-    for num_tokens, temperature in [(14, 1.0), (10, 0), (12, 0.5)]:
-        key = jax.random.key(num_tokens)
-        generate(model, prompt, num_tokens, key=key, temperature=temperature)
-    assert sampling._next_token._cache_size() == 2
-
-
-@pytest.mark.parametrize("prompt_length", [1, 16, 40])
-def test_generate_takes_any_prompt_length(prompt_length):
-    out = generate(build(), tokens_of((1, prompt_length)), 1, key=jax.random.key(0))
-    assert out.shape == (1, 1)
-
-
-def test_generate_nothing():
-    out = generate(build(), tokens_of((2, 3)), 0, key=jax.random.key(0))
-    assert out.shape == (2, 0)
-
-
-@pytest.mark.parametrize(
-    ("shape", "changes", "message"),
-    [
-        ((1, 0), {}, r"at least one token, got shape \(1, 0\)"),
-        ((4,), {}, r"got shape \(4,\)"),
-        ((1, 2), {"num_tokens": -1}, "got -1 and 1.0"),
-        ((1, 2), {"temperature": -0.5}, "got 3 and -0.5"),
-        ((1, 2), {"max_context": 17}, "between 1 and num_positions=16, got 17"),
-        ((1, 2), {"max_context": 0}, "got 0"),
-    ],
-)
-def test_generate_refusals(shape, changes, message):
-    arguments = {"num_tokens": 3, "key": jax.random.key(0), **changes}
-    with pytest.raises(ValueError, match=message):
-        generate(build(), jnp.zeros(shape, jnp.int32), **arguments)
 
 
 @pytest.mark.parametrize(

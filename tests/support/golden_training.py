@@ -26,7 +26,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "trained.tar.gz"
 TINY = GPT2Config(256, 16, num_layers=1, num_heads=2, num_features=16)
 WORDS = ["the ", "drive ", "of ", "a ", "model ", "step ", "and ", "Größe ", "\n"]
 SETTINGS = "--batch-size 2 --seq-len 16 --learning-rate 0.03 --schedule cosine "
-SETTINGS += "--warmup-steps 1 --seed 7 --validation 0.2 --sample-bytes 0"
+SETTINGS += "--warmup-steps 1 --seed 7 --validation 0.2"
 
 
 def trained(place, *words):

@@ -15,7 +15,7 @@ TINY = GPT2Config(256, 16, num_layers=1, num_heads=2, num_features=16)
 
 
 def words_of(data):
-    return ["--data", data, "--batch-size", 2, "--seq-len", 8, "--sample-bytes", 0]
+    return ["--data", data, "--batch-size", 2, "--seq-len", 8]
 
 
 @pytest.fixture

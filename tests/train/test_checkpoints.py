@@ -32,7 +32,6 @@ def config(tmp_path, tiny):
             "batch_size": 1,
             "seq_len": 4,
             "warmup_steps": 2,
-            "sample_bytes": 0,
         }
         return TrainConfig(**(settings | changes))
 

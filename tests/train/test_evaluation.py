@@ -28,7 +28,7 @@ def test_before_the_first_step_and_every_so_many(run, tmp_path):
 
 def test_alone_it_changes_nothing_of_the_run(run, tmp_path, capsys):
     store, log = tmp_path / "store", tmp_path / "store-log"
-    words = ("--store", store, "--eval-every", 2)
+    words = ("--store", store, "--eval-every", 2, "--validation", 0.03)
     assert run(*words, "--steps", 2) == 0
     (said,) = re.findall("^validation loss.*", capsys.readouterr().out, re.MULTILINE)
     before = files_of(log)

@@ -31,7 +31,7 @@ def test_continues_after_the_committed_step(tmp_path, resumed_at):
 def test_line_held_when_killed_is_written_on_resume(tmp_path):
     write(tmp_path, 0, 4)
     log = MetricsLog(tmp_path, 4)
-    log.hold(StepLine(5, loss=5.5))
+    log.add(StepLine(5, loss=5.5), dict)
     log.close()
     write(tmp_path, 5, 6)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -43,7 +43,7 @@ def test_line_held_when_killed_is_written_on_resume(tmp_path):
 def test_held_line_of_an_uncommitted_step_is_dropped(tmp_path):
     log = MetricsLog(tmp_path, 0)
     log.write(StepLine(1))
-    log.hold(StepLine(2, loss=2.0))
+    log.add(StepLine(2, loss=2.0), dict)
     log.close()
     write(tmp_path, 1, 1)
     assert steps_in(tmp_path / "metrics.jsonl") == [1]

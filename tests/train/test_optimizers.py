@@ -12,8 +12,12 @@ from jaxinf.command_line import UsageError
 from jaxinf.native import toolchain
 from jaxinf.train.__main__ import main
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.optimizers import check_optimizer, make_optimizer, optax_optimizers
-from jaxinf.train.schedules import learning_rates
+from jaxinf.train.optimizers import (
+    check_optimizer,
+    learning_rates,
+    make_optimizer,
+    optax_optimizers,
+)
 from jaxinf.train.step import compile_train_step, gradients_of
 
 pytestmark = pytest.mark.optimized("long")
@@ -248,7 +252,7 @@ def test_losses_are_the_split_references_to_the_bit(words, run, losses, tmp_path
 @needs_compiled
 @pytest.mark.long
 def test_nano_has_the_references_losses_to_the_bit(text, losses, tmp_path):
-    words = [*RUN, "--data", text, "--sample-bytes", 0]
+    words = [*RUN, "--data", text]
     update = ["--store", tmp_path / "store"]
     split = ["--log-dir", tmp_path / "memory", "--mode", "memory"]
     for mode in (update, [*split]):

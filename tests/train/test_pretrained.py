@@ -125,7 +125,7 @@ def test_dtypes_of_params_and_of_an_export(place):
 def test_training_begins_with_the_weights_and_resumes(place, text):
     write_folder(place / "hf", LLAMA)
     common = ("--from", place / "hf", "--data", text, "--batch-size", 2)
-    common += ("--seq-len", 8, "--sample-bytes", 0)
+    common += ("--seq-len", 8)
     on_store = (*common, "--store", place / "s")
     assert train("--from", place / "hf", "--store", place / "s", "--steps", 0) == 0
     assert train(*on_store, "--steps", 2) == 0
@@ -186,7 +186,7 @@ def test_fine_tuning_has_the_models_tokenizer_and_defaults_of_its_own(
 ):
     write_chat_model(place / "hf")
     words = ("--from", place / "hf", "--store", place / "s", "--data", messages)
-    words += ("--batch-size", 2, "--sample-bytes", 0, "--steps")
+    words += ("--batch-size", 2, "--steps")
     assert train(*words, 2) == 0
     out = capsys.readouterr().out
     assert f"tokens by {place / 'hf'}\n" in out
@@ -258,7 +258,7 @@ def test_fine_tuning_without_the_models_form_is_refused(
 def test_a_run_goes_on_with_its_own_model(place, text, capsys):
     write_folder(place / "hf", LLAMA)
     write_folder(place / "other", dataclasses.replace(LLAMA, window=5))
-    common = ("--data", text, "--batch-size", 2, "--seq-len", 8, "--sample-bytes", 0)
+    common = ("--data", text, "--batch-size", 2, "--seq-len", 8)
     common += ("--store", place / "s")
     assert train("--from", place / "hf", *common, "--steps", 1) == 0
     assert train("--from", place / "other", *common, "--steps", 2) == 1
@@ -270,7 +270,7 @@ def test_a_run_goes_on_with_its_own_model(place, text, capsys):
 @pytest.mark.long
 def test_an_imported_model_is_that_of_a_command_without_it(place, text, capsys):
     write_folder(place / "hf", LLAMA)
-    common = ("--data", text, "--batch-size", 2, "--seq-len", 8, "--sample-bytes", 0)
+    common = ("--data", text, "--batch-size", 2, "--seq-len", 8)
     common += ("--store", place / "s")
     assert train("--from", place / "hf", *common, "--steps", 0) == 0
     assert train(*common, "--model", "gpt2", "--steps", 1) == 1

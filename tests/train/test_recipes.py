@@ -26,7 +26,7 @@ TINY = {
     "vit": ViTConfig(1, 2, 64, 128, 8, 4, num_channels=1),
 }
 SHORT = {"gpt2-xl", "two-drives"}
-ONCE = ["--preset", "nano", "--steps", "2", "--batch-size", "2", "--sample-bytes", "0"]
+ONCE = ["--preset", "nano", "--steps", "2", "--batch-size", "2"]
 ONCE += ["--eval-every", "0"]
 
 
@@ -56,7 +56,7 @@ def _places(run, place):
 def _folder(place):
     """A folder of Hugging Face's, with a Llama of one layer."""
     words = ["--model", "llama", "--steps", "1", "--batch-size", "1", "--seq-len", "8"]
-    words += ["--sample-bytes", "0", "--store", str(place / "first")]
+    words += ["--store", str(place / "first")]
     (place / "first.txt").write_text("some text " * 50)
     assert main([*words, "--data", str(place / "first.txt")]) == 0
     words = ["checkpoint", "export", str(place / "first"), str(place / "hf")]

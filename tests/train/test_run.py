@@ -15,8 +15,8 @@ from safetensors.numpy import load_file
 
 import jaxinf
 from jaxinf.cli import main as jaxinf_main
-from jaxinf.train.in_memory import held_params
 from jaxinf.train.lora import model_of, parse_lora
+from jaxinf.train.modes import held_params
 
 KEYS = ["step", "loss", "tokens", "step_s", "update_s", "commit_s", "hit_share"]
 KEYS += ["drive_read_bytes", "drive_write_bytes", "link_down_bytes", "link_up_bytes"]
@@ -201,7 +201,7 @@ def test_16_bit_params_resume_to_the_bit(run, losses, tmp_path):
 
 @pytest.mark.long
 def test_finished_run_reports_again(run, losses, tmp_path, capsys):
-    words = ("--sample-bytes", 8, "--store", tmp_path / "store", "--steps", 3)
+    words = ("--store", tmp_path / "store", "--steps", 3)
     assert run(*words) == 0
     before = losses(tmp_path / "store-log")
     first = capsys.readouterr().out
@@ -219,7 +219,7 @@ def test_finished_run_reports_again(run, losses, tmp_path, capsys):
 
 def test_report(run, tmp_path, capsys):
     store = tmp_path / "a store"
-    words = ("--sample-bytes", 8, "--eval-every", 2)
+    words = ("--eval-every", 2)
     assert run("--store", store, "--steps", 4, *words) == 0
     out = capsys.readouterr().out
     assert f"jaxinf inspect {shlex.quote(str(store))}" in out
@@ -249,7 +249,7 @@ def test_epochs_are_a_number_of_steps(run, lines, tmp_path, capsys):
 def test_plain_output_has_no_control_characters(run, tmp_path, capsys):
     binary = tmp_path / "binary.dat"
     binary.write_bytes(np.random.default_rng(0).integers(1, 32, 5000, np.uint8))
-    words = ("--store", tmp_path / "store", "--steps", 3, "--sample-bytes", 50)
+    words = ("--store", tmp_path / "store", "--steps", 3)
     assert run(*words, data=binary) == 0
     out = capsys.readouterr().out
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", out)
@@ -288,17 +288,6 @@ def test_a_model_of_a_size_of_ones_own(run, tmp_path, capsys):
     assert "--from" not in err
     assert run(*words, "--model", "llama") == 2
     assert "--model: --preset" in capsys.readouterr().err
-
-
-@pytest.mark.long
-def test_a_sample_begins_with_a_whole_prompt_and_ends_at_the_end(run, tmp_path, capsys):
-    data = tmp_path / "a.jsonl"
-    data.write_text(json.dumps({"prompt": "<a>", "response": "<b>"}) + "\n")
-    data.write_text(data.read_text() * 40)
-    words = ("--mode", "memory", "--log-dir", tmp_path / "log", "--sample-bytes", 20)
-    words += ("--learning-rate", 0.02, "--warmup-steps", 5, "--steps", 60)
-    assert run(*words, data=data) == 0
-    assert "sample, after '<a>':\n<b>\n\n" in capsys.readouterr().out
 
 
 # --- optimizers and options -----------------------------------------------------------

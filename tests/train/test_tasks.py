@@ -57,7 +57,7 @@ def task(tmp_path, tiny):
             patch = stack.enter_context(pytest.MonkeyPatch.context())
             for name, config in TINY.items():
                 patch.setitem(MODELS[name].presets, "nano", config)
-            words = ("--model", model, "--sample-bytes", 0, *place, *words)
+            words = ("--model", model, *place, *words)
             return main([str(word) for word in words])
 
     return call
@@ -225,7 +225,7 @@ def test_killed_in_any_step_goes_on_with_the_next_example(
     """Compares the losses, and the batches bit for bit by their checksums."""
     assert task("gpt2", "pairs", "--store", tmp_path / "whole", "--steps", 12) == 0
     words = ["--data", tmp_path / "pairs.jsonl", "--batch-size", 4, "--seq-len", 12]
-    words += ["--sample-bytes", 0, "--store", tmp_path / "store", "--steps", 9999]
+    words += ["--store", tmp_path / "store", "--steps", 9999]
     program = Path(__file__).parents[1] / "support" / "paused_trainer.py"
     process = subprocess.Popen(
         [sys.executable, program, "7", tmp_path / "go", *map(str, words)]

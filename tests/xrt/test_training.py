@@ -27,7 +27,7 @@ def train(place, sandbox):
     def run(name, *words, num_csds=2, during=None):
         roots = [place / name / f"csd{number}" for number in range(num_csds)]
         command = ["-m", "jaxinf.train", "--preset", "nano", "--batch-size", "2"]
-        command += ["--seq-len", "64", "--sample-bytes", "0", "--steps", str(NUM_STEPS)]
+        command += ["--seq-len", "64", "--steps", str(NUM_STEPS)]
         command += ["--store", place / name / "store", "--log-dir", place / name]
         for root in roots:
             root.mkdir(parents=True, exist_ok=True)

@@ -5,8 +5,6 @@
     {"messages": [{"role", "content"}, …]}   the assistant's messages are learned
     {"text": …, "label": …}                  the label is learned
     {"text": …, "text_pair": …, "label": …}  the label of two texts is learned
-    {"instruction", "input", "output"}       Alpaca's: the output is learned
-    {"conversations": [{"from", "value"}]}   ShareGPT's: as messages
 
 Invariant: a record has exactly one of these forms, or is refused with file and line. A
 class has the same number in all parts of the data.
@@ -24,16 +22,12 @@ Text: TypeAlias = str | bytes
 Message: TypeAlias = Mapping[str, Any]
 Label: TypeAlias = int | str
 
-_FORMS = {  # by the fields that a record must have; Alpaca's `text` is all of it
-    ("instruction", "output"): ("instruction", "input", "output"),
+_FORMS = {  # by the fields that a record must have
     ("text",): ("text", "text_pair", "label"),
     ("messages",): ("messages", "tools"),
-    ("conversations",): ("conversations",),
     ("prompt", "response"): ("prompt", "response"),
 }
 _NAMES = [name for form in _FORMS.values() for name in form]
-_MAPPED = ("text", "text_pair", "label", "prompt", "response", "messages", "tools")
-_SPEAKERS = {"human": "user", "gpt": "assistant", "observation": "tool"}
 _ROLES = ("system", "user", "assistant", "tool")
 _MOST_LABELS = 1 << 31  # that an int32 can tell apart
 
@@ -68,10 +62,10 @@ def field_map(given: str) -> dict[str, str]:
     """
     pairs = [word.partition("=") for word in given.split(",") if given]
     found = {name.strip(): source.strip() for name, _, source in pairs}
-    if len(found) < len(pairs) or not all(found.values()) or {*found} - {*_MAPPED}:
+    if len(found) < len(pairs) or not all(found.values()) or {*found} - {*_NAMES}:
         raise DataError(
             f"--fields {given}: expected our names, each once, with yours: "
-            f"prompt=instruction,response=output; ours are {', '.join(_MAPPED)}"
+            f"prompt=instruction,response=output; ours are {', '.join(_NAMES)}"
         )
     return found
 
@@ -81,19 +75,12 @@ def used_fields(mapping: Mapping[str, str]) -> set[str]:
     return {*_NAMES, *mapping.values()}
 
 
-def example_of(
-    record: Record,
-    mapping: Mapping[str, str],
-    unused: set[str],
-    *,
-    has_template: bool = False,
-) -> Example:
+def example_of(record: Record, mapping: Mapping[str, str], unused: set[str]) -> Example:
     """Returns the example of a record.
 
     Args:
       mapping: fields of records by our names; a form with one of them comes first.
       unused: names of other fields, which are added.
-      has_template: whether Alpaca's records become messages for a chat template.
 
     Raises:
       DataError: the record has no known form.
@@ -117,10 +104,6 @@ def example_of(
     unused |= all_fields - {*used.values()}
     values = {name: raw[source] for name, source in used.items()}
     said = ",".join(n if n == source else f"{n}={source}" for n, source in used.items())
-    if "output" in values:
-        values = _alpaca(where, values, has_template)
-    if "conversations" in values:
-        values, said = {"messages": values["conversations"]}, f"messages={said}"
     if "messages" in values:
         messages, tools = _messages(where, values["messages"]), values.get("tools")
         return Example(where, "dialogue", (), messages, tools, fields=said)
@@ -150,46 +133,22 @@ def _text(where: str, name: str, value: Any) -> Text:
     return value
 
 
-def _alpaca(where: str, fields: Mapping[str, Any], has_template: bool) -> Any:
-    """Returns Alpaca's fields as messages, or as a prompt and its response."""
-    task = _text(where, "instruction", fields["instruction"])
-    answer = _text(where, "output", fields["output"])
-    given = fields.get("input") or ""
-    if not isinstance(task, str) or not isinstance(given, str):
-        raise DataError(f"{where}: expected text in 'instruction' and 'input'")
-    if has_template:
-        user = f"{task}\n\n{given}" if given else task
-        said = (("user", user), ("assistant", answer))
-        return {"messages": [{"role": role, "content": text} for role, text in said]}
-    # The headings of Stanford's own training.
-    given = f"### Input:\n{given}\n\n" if given else ""
-    prompt = f"### Instruction:\n{task}\n\n{given}### Response:\n"
-    return {"prompt": prompt, "response": answer}
-
-
 def _messages(where: str, turns: Any) -> list[Message]:
-    """Returns turns as messages, where those of ShareGPT have a speaker for a role."""
     if not isinstance(turns, list) or not turns:
         raise DataError(f"{where}: expected a list of messages, found {shown(turns)}")
-    messages: list[Message] = []
     for number, turn in enumerate(turns, 1):
-        fields = turn if isinstance(turn, dict) else {}
-        said = fields.get("from")
-        if fields.get("role") is None and isinstance(said, str) and "value" in fields:
-            fields = {"role": _SPEAKERS.get(said, said), "content": fields["value"]}
-        if not isinstance(fields.get("role"), str):
+        if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
             raise DataError(
-                f"{where}: message {number}: expected a role of {_ROLES}, or "
-                f"ShareGPT's 'from' and 'value', found {shown(turn)}"
+                f"{where}: message {number}: expected an object with a role of "
+                f"{_ROLES} and its content, found {shown(turn)}"
             )
-        messages.append(fields)
-    roles = {message["role"] for message in messages}
+    roles = {message["role"] for message in turns}
     if "assistant" not in roles:
         raise DataError(
             f"{where}: expected a message of the assistant, from which the model "
             f"learns; found roles {shown_names(roles)}"
         )
-    return messages
+    return turns
 
 
 # --- classes -------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Labelled images: found, held out, counted, and decoded by Pillow when they are read.
 
-    DIR/CLASS/*.png                      the classes are the folders' names, sorted
-    DIR/train/CLASS/*, DIR/validation/…  the same, with a validation split
+    DIR/CLASS/*.png     the classes are the folders' names, sorted
 
 Invariant: images are returned as float32 [height, width, channels] of the model's
   shape, scaled to -1 to 1. Nothing is decoded to more pixels than `MOST_PIXELS`. The
@@ -22,7 +21,6 @@ from jaxinf.train.options import DataOptions
 from jaxinf.typing import Array
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
-_HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "test")
 # Some of Pillow's others run programs.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
@@ -60,9 +58,10 @@ def load_images(options: DataOptions, shape: ImageShape) -> TrainingData:
             "--data: expected images, in a folder for each class: this model takes no "
             "text"
         )
-    roots, held_roots = _by_split(options.data, ("train",))
+    roots = [Path(name).expanduser() for name in options.data]
+    held_roots: list[Path] = []
     if options.held_out_share is None:
-        held_roots, _ = _by_split(options.validation, _HELD_OUT_SPLITS)
+        held_roots = [Path(name).expanduser() for name in options.validation]
     classes: list[str] = []
     train, held = _pictures(roots, classes), _pictures(held_roots, classes)
     if not held:
@@ -87,30 +86,6 @@ def load_images(options: DataOptions, shape: ImageShape) -> TrainingData:
         },
         notes=(f"classes: {shown_names(classes)}",),
     )
-
-
-def _by_split(
-    names: Sequence[str], wanted: Sequence[str]
-) -> tuple[list[Path], list[Path]]:
-    """Returns the folders to read, and those to hold out.
-
-    Of a folder with a folder `train` these are its splits.
-    """
-    found: list[Path] = []
-    held: list[Path] = []
-    for path in (Path(name).expanduser() for name in names):
-        if not (path / "train").is_dir():
-            found.append(path)
-            continue
-        own = [path / name for name in wanted if (path / name).is_dir()]
-        if not own:
-            raise DataError(
-                f"{path}: expected a folder {' or '.join(wanted)} beside train, found "
-                "none; name the folder itself"
-            )
-        found.append(own[0])
-        held += [path / n for n in _HELD_OUT_SPLITS if (path / n).is_dir()][:1]
-    return found, held
 
 
 def _pictures(roots: Sequence[Path], classes: list[str]) -> list[_Picture]:

@@ -102,11 +102,8 @@ class Reader:
     def _examples(self, files: Sequence[Path], flag: str) -> Iterator[Example]:
         mapping = field_map(self.options.fields)
         used = used_fields(mapping)
-        has_template = self.tokenizer.has_template and not self.is_apart
         for record in chain.from_iterable(read_records(path, used) for path in files):
-            example = example_of(
-                record, mapping, self.unused, has_template=has_template
-            )
+            example = example_of(record, mapping, self.unused)
             self.first = self.first or example
             if problem := self._problem(self.first, example, flag):
                 raise DataError(f"{example.where}: {problem}")

@@ -53,7 +53,6 @@ class TrainingData:
       identity: data that must be the same in a resumed run.
       notes: remarks about the data for the user.
       seq_len: tokens in a row; 0 for images.
-      prompt: held-out ids for the model to continue; None if the task is another.
       example: the first example, decoded, what is learned in guillemets.
     """
 
@@ -66,7 +65,6 @@ class TrainingData:
     identity: dict[str, JsonValue]
     notes: tuple[str, ...]
     seq_len: int = 0
-    prompt: Array | None = None
     example: str = ""
 
 

@@ -17,12 +17,10 @@ from jaxinf.train.data.reading import Reader
 from jaxinf.train.data.sequences import Encoded, Sequences
 from jaxinf.train.data.tokenizer import open_tokenizer
 from jaxinf.train.options import HELD_OUT_SHARE, DataOptions
-from jaxinf.typing import Array
 
 # A row of the longest example would otherwise take any memory.
 _MOST_USUAL_TOKENS = 1024
 _ROUNDED_TO = 16
-_PROMPT_TOKENS = 32
 _SHOWN_CHARS, _SHOWN_RUNS, _SHOWN_CLASSES = 120, 8, 20
 
 
@@ -91,7 +89,6 @@ def load_texts(
         },
         notes=(*_named(classes), *notes, *_remarks(reader, left_out)),
         seq_len=seq_len,
-        prompt=_prompt(held[0], seq_len) if task == "causal-lm" else None,
         example=example,
     )
 
@@ -193,15 +190,6 @@ def _masking(reader: Reader) -> forms.RowMap:
         )
     special, num_ids = tokenizer.special, tokenizer.vocab_size
     return forms.masking(mask=tokenizer.mask, special=special, vocab_size=num_ids)
-
-
-def _prompt(held: Sequences, seq_len: int) -> Array:
-    """Returns the beginning of a text, or a whole prompt that has room."""
-    for number in range(len(held)):
-        tokens, is_learned = held[number]
-        if 0 < (start := int(np.argmax(is_learned))) < seq_len:
-            return tokens[:start]
-    return held.tokens[: min(_PROMPT_TOKENS, seq_len)]
 
 
 # --- what the user is told -----------------------------------------------------------

@@ -7,12 +7,10 @@ from jaxinf.train.data.examples import example_of, field_map
 from jaxinf.train.data.records import Record
 
 
-def read(*records, fields="", unused=None, has_template=False):
+def read(*records, fields="", unused=None):
     mapping, unused = field_map(fields), set() if unused is None else unused
     return [
-        example_of(
-            Record(f"f.jsonl:{n}", record), mapping, unused, has_template=has_template
-        )
+        example_of(Record(f"f.jsonl:{n}", record), mapping, unused)
         for n, record in enumerate(records, 1)
     ]
 
@@ -31,38 +29,12 @@ def test_prompt_and_response():
     assert example.fields == "prompt,response"
 
 
-ALPACA = {"instruction": "Add", "input": "1, 2", "output": "3"}
-
-
-def test_fields_of_alpaca():
-    unused = set()
-    (example,) = read({**ALPACA, "text": "all of it"}, unused=unused)
-    prompt = "### Instruction:\nAdd\n\n### Input:\n1, 2\n\n### Response:\n"
-    assert (example.kind, example.texts) == ("dialogue", (prompt, "3"))
-    assert (example.fields, unused) == ("instruction,input,output", {"text"})
-    (example,) = read({**ALPACA, "input": ""})
-    assert example.texts[0] == "### Instruction:\nAdd\n\n### Response:\n"
-    (example,) = read(ALPACA, has_template=True)
-    assert [m["content"] for m in example.messages] == ["Add\n\n1, 2", "3"]
-
-
-def test_fields_of_share_gpt():
-    turns = [("system", "be"), ("human", "1+1?"), ("gpt", "2"), ("tool", "x")]
-    turns = [{"from": name, "value": text} for name, text in turns]
-    (example,) = read({"conversations": turns, "id": 3})
-    roles = [message["role"] for message in example.messages]
-    assert roles == ["system", "user", "assistant", "tool"]
-    assert example.messages[1]["content"] == "1+1?"
-    assert example.fields == "messages=conversations"
-
-
 @pytest.mark.parametrize(
     ("fields", "record", "found"),
     [
         ("prompt=q,response=a", {"q": "1", "a": "2", "text": "x"}, ("1", "2")),
         ("prompt=text,response=label", {"text": "1", "label": "2"}, ("1", "2")),
-        ("prompt = instruction, response=output", ALPACA, ("Add", "3")),
-        ("text=output", ALPACA, ("3",)),
+        ("prompt = ask, response=say", {"ask": "1", "say": "3"}, ("1", "3")),
         ("text=a,text_pair=b,label=c", {"a": "1", "b": "2", "c": 0}, ("1", "2")),
         ("label=class", {"text": "1", "class": "good"}, ("1",)),
     ],
@@ -113,17 +85,12 @@ def test_pairs_in_some_records_only(order, load, write):
         ({"text": "a", "label": True}, "found True"),
         ({"messages": []}, "expected a list of messages"),
         ({"messages": [{"role": "user", "content": "a"}]}, "a message of the assist"),
-        ({"messages": [{"role": 1, "content": "a"}]}, "message 1: expected a role"),
         (
-            {"conversations": [{"value": "a"}]},
-            "message 1: expected .* 'from' and 'value'",
+            {"messages": [{"role": 1, "content": "a"}]},
+            "message 1: expected an object with",
         ),
-        ({"conversations": [{"from": "gpt"}]}, "message 1: expected a role"),
-        ({"conversations": [{"from": [], "value": 1}]}, "message 1: expected a role"),
-        ({"conversations": "a"}, "expected a list of messages, found 'a'"),
-        ({"instruction": "a", "output": ""}, "field 'output', found an empty one"),
-        ({"instruction": "a", "output": "b", "input": 3}, "text in 'instruction' and"),
-        ({"messages": ["a"]}, "message 1: expected a role"),
+        ({"messages": "a"}, "expected a list of messages, found 'a'"),
+        ({"messages": ["a"]}, "message 1: expected an object with a role"),
     ],
 )
 def test_records_that_are_none(fields, message):
