@@ -25,9 +25,9 @@ from throttled import Server
 
 import jaxinf
 from jaxinf.csd import HostCsd
-from jaxinf.streaming.update import stored
+from jaxinf.streaming.update import store_sink
+from jaxinf.streaming.update.assigning import interval
 from jaxinf.streaming.update.on_device import DeviceUpdater
-from jaxinf.streaming.update.rates import interval
 from jaxinf.streaming.update.store_sink import StoreSink
 
 STATE_BYTES = 12
@@ -67,7 +67,7 @@ def emulate(host: float, device: float, link: float) -> None:
             return super()._down(arrays, **named)
 
     HostCsd.update = on_host
-    stored.DeviceUpdater = Emulated
+    store_sink.DeviceUpdater = Emulated
 
 
 def update_s(host_s: float, device_s: float, every: int) -> float:

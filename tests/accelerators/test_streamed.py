@@ -189,13 +189,10 @@ def test_updates_on_the_device(note, device):
             programs.widen.lower(wide, params).compile()
             programs.add[len(params) > 1].lower(wide, wide).compile()
         programs.update(kernel).lower(wide, wide, [wide, wide], scalars).compile()
-        if device != "v5e":  # the host computes them
-            for array in (wide, *halves):
-                programs.checksum.lower(array).compile()
     note("adamw on the device", device, built)
     check_built(built, device)
     assert [one.donated[0] for one in built][:5] == [0, 1, 0, 0, 2]
-    room = 2 * 12 + 24  # bytes a param, as `room_bytes`
+    room = 2 * 12 + 16  # bytes a param, as `room_bytes`
     assert all(taken_bytes(one.memory) <= room << 20 for one in built)
 
 

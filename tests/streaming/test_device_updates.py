@@ -25,7 +25,7 @@ from jaxinf.errors import (
 )
 from jaxinf.layout import Subgroup
 from jaxinf.program import trace_update
-from jaxinf.streaming.update import rates
+from jaxinf.streaming.update import assigning
 from jaxinf.streaming.update.on_device import (
     DeviceUpdater,
     UpdatePrograms,
@@ -204,7 +204,6 @@ def test_a_room_holds_what_its_programs_take():
         (updates.widen, (part, codes)),
         (updates.update(kernel), (part, part, [part, part], scalars)),
         (updates.add[True], (part, part)),
-        (updates.checksum, (part,)),
     ]
     for program, arguments in programs:
         memory = program.lower(*arguments).compile().memory_analysis()
@@ -315,7 +314,7 @@ def test_what_the_device_cannot_compute_is_refused(opened, place):
     ],
 )
 def test_the_host_never_waits_for_the_device(host_s, handled_s, device_s, every):
-    assert rates.interval(host_s, handled_s, device_s) == every
+    assert assigning.interval(host_s, handled_s, device_s) == every
 
 
 @pytest.mark.parametrize("every", family([4, 0], short=[4]))
@@ -326,7 +325,7 @@ def test_what_is_measured_is_logged_and_kept(opened, monkeypatch, caplog, every)
         found.append(seconds)
         return every
 
-    monkeypatch.setattr(rates, "interval", given)
+    monkeypatch.setattr(assigning, "interval", given)
     plain = opened(None, "plain")
     losses, expected = train(plain), states(plain.store)
     with caplog.at_level("INFO", "jaxinf"):

@@ -18,7 +18,7 @@ from jaxinf.streaming.plan.fit import prepare
 from jaxinf.streaming.plan.reads import Reading
 from jaxinf.streaming.program.units import StoreUnits
 from jaxinf.streaming.run import Runner
-from jaxinf.streaming.update import stored
+from jaxinf.streaming.update import near_storage
 
 __all__ = [
     "CHUNKS",
@@ -122,7 +122,11 @@ def states(store):
 
 def spill_beyond(monkeypatch, num_bytes):
     """Lets gradients that wait have so much memory, and beyond it the drive."""
-    monkeypatch.setattr(stored, "waiting", lambda sizes, *_: waiting(sizes, num_bytes))
+
+    def own(sizes, *_):
+        return waiting(sizes, num_bytes)
+
+    monkeypatch.setattr(near_storage, "waiting", own)
 
 
 @contextlib.contextmanager

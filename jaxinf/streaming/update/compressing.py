@@ -13,12 +13,7 @@ import numpy as np
 
 from jaxinf import compat
 from jaxinf.compress import SparseLeaf, TopK, compress_leaf
-from jaxinf.engine import (
-    Engine,
-    StoreShape,
-    keeps_feedback,
-    read_feedback,
-)
+from jaxinf.engine import Engine, StoreShape, keeps_feedback, read_feedback
 from jaxinf.layout import LeafGrid
 from jaxinf.streaming.program.units import Unit
 from jaxinf.typing import Array
@@ -28,32 +23,25 @@ class Compressor:
     """Compresses gradients of units.
 
     Args:
-      compression: The compression; None sends gradients as they are.
       is_deterministic: Whether it selects the same elements in each run.
     """
 
     def __init__(
         self,
         engine: Engine,
-        compression: TopK | None,
+        compression: TopK,
         shape: StoreShape,
         *,
         is_deterministic: bool = True,
     ) -> None:
-        self._engine = engine
-        self._shape = shape
-        self._compression = compression
+        self._engine, self._compression = engine, compression
+        self._leaves = shape.directory.manifest.leaves
+        self._has_feedback = keeps_feedback(compression)
         self._options = compat.deterministic_options(is_deterministic)
         self._compiled: dict[Any, Any] = {}
 
-    @property
-    def is_on(self) -> bool:
-        return self._compression is not None
-
     def compile(self, units: Iterable[Unit]) -> int:
         """Compiles the selections; returns the memory of the largest."""
-        if self._compression is None:
-            return 0
         memories = [self._executable(unit).memory_analysis() for unit in units]
         return max(
             m.temp_size_in_bytes + m.output_size_in_bytes + m.argument_size_in_bytes
@@ -68,36 +56,28 @@ class Compressor:
         Args:
           gradient: Its gradient, of the unit's extent.
         """
-        compression = self._compression
-        if compression is None or step < compression.warmup_steps:
+        if step < self._compression.warmup_steps:
             return gradient, None
         arrays = [jnp.asarray(gradient)]
-        if keeps_feedback(compression):
+        if self._has_feedback:
             feedback = np.empty(unit.extent, np.float32)
-            opened = self._engine.opened
-            read_feedback(opened, unit.leaf, feedback, unit.origin)
+            read_feedback(self._engine.opened, unit.leaf, feedback, unit.origin)
             arrays.append(jnp.asarray(feedback))
         sent, left = self._executable(unit)(*arrays)
         sent = jax.tree.map(np.asarray, sent)
         return sent, None if left is None else np.asarray(left)
 
     def _executable(self, unit: Unit) -> Any:
-        compression = self._compression
-        assert compression is not None
-        grid = self._grid(unit)
+        grid = LeafGrid(unit.extent, self._leaves[unit.leaf].grid.chunk_shape)
         key = grid.shape, grid.chunk_shape, unit.dtype
         if key not in self._compiled:
             avals = [jax.ShapeDtypeStruct(unit.extent, unit.dtype)]
-            if keeps_feedback(compression):
+            if self._has_feedback:
                 avals.append(jax.ShapeDtypeStruct(unit.extent, jnp.float32))
 
             def select(gradient: jax.Array, feedback: jax.Array | None = None) -> Any:
-                return compress_leaf(gradient, grid, compression, feedback)
+                return compress_leaf(gradient, grid, self._compression, feedback)
 
             jitted = jax.jit(select, compiler_options=self._options)
             self._compiled[key] = jitted.lower(*avals).compile()
         return self._compiled[key]
-
-    def _grid(self, unit: Unit) -> LeafGrid:
-        leaf = self._shape.directory.manifest.leaves[unit.leaf]
-        return LeafGrid(unit.extent, leaf.grid.chunk_shape)

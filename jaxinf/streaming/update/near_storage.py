@@ -4,30 +4,48 @@ Invariant: it depends on the store's chunks alone, which need not be there.
 """
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from jaxinf.csd import is_idle
 from jaxinf.engine import StoreShape, SubgroupLayout, can_take, moved_states
 from jaxinf.errors import NonFiniteGradientError
 from jaxinf.layout import Subgroup
 from jaxinf.program import Passes, UpdateProgram
-from jaxinf.store import MASTER_PARAMS
-from jaxinf.streaming.plan.calls import Call
+from jaxinf.store import MASTER_PARAMS, StoreDirectory, plans_folder
+from jaxinf.streaming.move.scratch import PART_BYTES
+from jaxinf.streaming.move.spill import Waiting, file_bytes, waiting
+from jaxinf.streaming.plan.fit import Prepared
+from jaxinf.streaming.plan.memory import Division, divide
+from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.plan.planned import Planned
-from jaxinf.streaming.program.graph import Piece
-from jaxinf.streaming.program.units import Unit
+from jaxinf.streaming.program.graph import Piece, aval_bytes
+from jaxinf.streaming.program.units import SHARED, StoreUnits, Unit, shared_bytes
+from jaxinf.streaming.update.optimizer import passes_for
+from jaxinf.transfer import ByteCounts
 
 _PARAMS = 0  # the first of a leaf's states
 
 
 @dataclass(frozen=True)
 class Updates:
-    """An optimizer, its passes over gradients, and the store's chunks."""
+    """An optimizer, its passes over gradients, and the store's chunks.
+
+    Attributes:
+      store_units: How the store moves parts of params.
+      units: Those that have gradients.
+      idle: Leaves that stay as they are, whose gradients need not wait.
+      gradient_bytes: Bytes of each gradient, 0 for those of `idle` leaves.
+    """
 
     program: UpdateProgram
     passes: Passes
     shape: StoreShape
+    store_units: StoreUnits
+    units: frozenset[Unit]
+    idle: frozenset[int]
+    gradient_bytes: Mapping[Piece, int]
 
     def layouts(self, unit: Unit) -> Sequence[SubgroupLayout]:
         return self.shape.layouts(unit.leaf, unit.origin, unit.extent)
@@ -36,6 +54,86 @@ class Updates:
     def are_deferred(self) -> bool:
         """Whether updates wait for the last gradient."""
         return self.passes.num_passes > 1 or self.shape.options.rewrites_steps
+
+    @property
+    def largest_bytes(self) -> int:
+        """Bytes of the largest gradient."""
+        return max(self.gradient_bytes.values(), default=0)
+
+    def waiting(self, planned: Planned) -> Waiting | None:
+        """Returns the gradients that wait for the last one; None if none does.
+
+        Parts of a leaf that the passes need as a whole wait together.
+        """
+        if not self.are_deferred:
+            return None
+        sizes: dict[Piece, int] = {}
+        for call in planned.plan.calls:
+            for piece, _ in call.gradients:
+                is_whole = piece.leaf in self.passes.whole
+                key = Piece(piece.leaf) if is_whole else piece
+                sizes[key] = sizes.pop(key, 0) + self.gradient_bytes[piece]
+        room_bytes = planned.division.gradients // 2
+        return waiting(sizes, room_bytes, max(1, self.passes.num_passes - 1))
+
+
+def updates_of(
+    ready: Prepared, program: UpdateProgram, shape: StoreShape, options: Options
+) -> Updates:
+    """Returns the updates of a step.
+
+    Args:
+      ready: The loss function, traced for the batch.
+      shape: The store's chunks; it need not be there.
+    """
+    pieces, params = ready.gradient_pieces, ready.traced.params
+    is_alone = options.together.group.is_alone
+    passes = passes_for(program, pieces, is_alone=is_alone)
+
+    def can_move(leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:
+        return leaf not in passes.whole and shape.divides(leaf, origin, extent)
+
+    undivided = range(len(params)) if options.compress else passes.computed
+    store_units = StoreUnits(params, can_move, undivided)
+    units, idle = (
+        frozenset(map(store_units.unit, pieces)),
+        _idle_leaves(program, passes),
+    )
+    sizes = {
+        piece: 0 if piece.leaf in idle else aval_bytes(value.aval)
+        for piece, value in ready.lifetimes.graph.gradients.items()
+    }
+    return Updates(program, passes, shape, store_units, units, idle, sizes)
+
+
+def divided(
+    updates: Updates, ready: Prepared, budgets: Mapping[str, int], options: Options
+) -> Division:
+    """Divides the memory of budgets; raises BudgetError."""
+    shape, units = updates.shape, updates.units
+    division = divide(
+        budgets["memory_bytes"] - shape.export_bytes,
+        shape.least_memory_bytes,
+        max((unit.num_bytes for unit in units), default=0),
+        options.limit_within(budgets, ready.traced.mesh),
+    )
+    read = {updates.store_units.unit(piece) for piece in ready.lifetimes.sizes}
+    num_bytes = bytes_to_gather(read, waits=updates.are_deferred)
+    purpose = "moving shards of params that are not stored alone"
+    division = division.without(num_bytes, purpose)
+    division = division.without(shared_bytes(units), SHARED)
+    num_drives = max(1, shape.directory.num_csds)
+    # Of threads that write a gradient that waits, beside one's own.
+    num_bytes = min((num_drives - 1) * PART_BYTES, updates.largest_bytes)
+    purpose = "writing gradients to several drives at once"
+    return division.without(num_bytes if updates.are_deferred else 0, purpose)
+
+
+def drive_folders(directory: StoreDirectory) -> list[Path]:
+    """Returns a folder on each of a store's drives, for what waits there."""
+    if not directory.manifest.csds:
+        return [plans_folder(directory.path)]
+    return [directory.csd_directory(number) for number in range(directory.num_csds)]
 
 
 def takes_read(updates: Updates, unit: Unit) -> bool:
@@ -53,12 +151,6 @@ def takes_read(updates: Updates, unit: Unit) -> bool:
     return any(_PARAMS in own for own in loads)
 
 
-def _params_bytes(updates: Updates, unit: Unit) -> int:
-    """Bytes of a unit's params on drives."""
-    shape = updates.shape
-    return sum(shape.file_bytes(one, [_PARAMS]) for one in updates.layouts(unit))
-
-
 def bytes_to_gather(units: Iterable[Unit], *, waits: bool) -> int:
     """Memory to gather shards: one unit that is read, and one that is updated.
 
@@ -71,36 +163,32 @@ def bytes_to_gather(units: Iterable[Unit], *, waits: bool) -> int:
     return max(undivided, default=0) + 2 * max(updated, default=0)
 
 
-def step_bytes(
-    updates: Updates, planned: Planned, units: Iterable[Unit]
-) -> tuple[int, int]:
-    """Returns bytes of params and state that a step reads and writes.
-
-    Args:
-      units: Those that have gradients.
-    """
-    reading = planned.reading
-    read = sum(_params_bytes(updates, fetch.unit) for fetch in reading.repeated)
-    written = 0
-    given = {one.unit for one in reading.fetches if one.gradient is not None}
-    there = _staying(updates, units, planned.store_bytes)
-    for unit in units:
-        own = _moved_bytes(updates, unit, there, has_params=unit in given)
-        read, written = read + own[0], written + own[1]
-    return read, written
-
-
-def _staying(
-    updates: Updates, units: Iterable[Unit], store_bytes: int
-) -> frozenset[Subgroup]:
-    """Returns what stays in the memory that the store has while steps run."""
+def traffic(updates: Updates, planned: Planned) -> ByteCounts:
+    """See `Sink.traffic`."""
+    reading, shape, written = planned.reading, updates.shape, 0
+    read = sum(
+        shape.file_bytes(layout, [_PARAMS])
+        for fetch in reading.repeated
+        for layout in updates.layouts(fetch.unit)
+    )
     moved = {
         layout.subgroup
-        for unit in units
+        for unit in updates.units
         for layout in updates.layouts(unit)
         if any(moved_states(updates.program.leaves[unit.leaf].kernel, layout))
     }
-    return updates.shape.staying(store_bytes, moved)
+    there = shape.staying(planned.store_bytes, moved)
+    given = {one.unit for one in reading.fetches if one.gradient is not None}
+    for unit in updates.units:
+        own = _moved_bytes(updates, unit, there, has_params=unit in given)
+        read, written = read + own[0], written + own[1]
+    waits, away_bytes = updates.waiting(planned), planned.away_bytes
+    wait_bytes = 0 if waits is None else file_bytes(waits)
+    num_reads = 1 if waits is None else waits.num_reads
+    return ByteCounts(
+        drive_read_bytes=read + away_bytes + num_reads * wait_bytes,
+        drive_write_bytes=written + away_bytes + wait_bytes,
+    )
 
 
 def _moved_bytes(
@@ -145,9 +233,7 @@ def _read_by_passes(updates: Updates, unit: Unit, *, has_params: bool) -> list[s
     return found
 
 
-def idle_leaves(program: UpdateProgram, passes: Passes) -> frozenset[int]:
-    """Returns the leaves that stay as they are, whose gradients need not wait."""
-
+def _idle_leaves(program: UpdateProgram, passes: Passes) -> frozenset[int]:
     def is_read(leaf: int) -> bool:
         first = min(1, passes.num_passes - 1)
         later = range(first, passes.num_passes)
@@ -155,22 +241,6 @@ def idle_leaves(program: UpdateProgram, passes: Passes) -> frozenset[int]:
 
     leaves = enumerate(program.leaves)
     return frozenset(n for n, x in leaves if is_idle(x.kernel) and not is_read(n))
-
-
-def deferred_bytes(
-    calls: Iterable[Call], whole: Container[int], sizes: Mapping[Piece, int]
-) -> Mapping[Piece, int]:
-    """Returns the bytes of gradients that wait for the last one, in their order.
-
-    Args:
-      whole: Leaves that the passes need as a whole, whose parts wait together.
-    """
-    found: dict[Piece, int] = {}
-    for call in calls:
-        for piece, _ in call.gradients:
-            key = Piece(piece.leaf) if piece.leaf in whole else piece
-            found[key] = found.pop(key, 0) + sizes[piece]
-    return found
 
 
 def non_finite(step: int, bad: Sequence[str]) -> NonFiniteGradientError:

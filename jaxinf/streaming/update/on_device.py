@@ -10,9 +10,9 @@ are those of the host's kernels.
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,6 @@ from jaxinf.csd import Csd, CsdBuffer, Extent, Update, UpdateOutcome
 from jaxinf.engine import SubgroupLayout
 from jaxinf.errors import StoreError
 from jaxinf.kernels.specialise import state_read
-from jaxinf.layout import CodedSlot
 from jaxinf.program import (
     Kernel,
     is_computable,
@@ -32,7 +31,6 @@ from jaxinf.program import (
     kernel_function,
     split_params,
 )
-from jaxinf.program.checksums import crc32c as crc32c_on_device
 from jaxinf.streaming.program.shards import PINNED
 from jaxinf.terminal import format_bytes
 from jaxinf.transfer import crc32c
@@ -46,38 +44,16 @@ def room_bytes(layouts: Iterable[SubgroupLayout]) -> int:
     """Memory of a device for one of these subgroups, in bytes.
 
     Its states as they were and as they are, its gradient as it comes and in float32,
-    its master params before, its update, and what checksums take.
+    its master params before, and its update.
     """
     return max(
         (
             2 * sum(extent.num_bytes for extent in layout.kernel_extents)
-            + 6 * FLOAT32.itemsize * layout.subgroup.num_elements
+            + 4 * FLOAT32.itemsize * layout.subgroup.num_elements
             for layout in layouts
         ),
         default=0,
     )
-
-
-class _State(NamedTuple):
-    """A new state, and its checksum if the device has computed it."""
-
-    array: Array
-    checksum: int | None
-
-
-class _Done(NamedTuple):
-    """What the device has computed.
-
-    Attributes:
-      states: The new states, None for unchanged ones.
-      update: The update, if it is wanted and not zero.
-      read: Checksums of states before, by number.
-    """
-
-    states: Sequence[_State | None]
-    update: Array | None
-    is_finite: bool
-    read: Mapping[int, int]
 
 
 class UpdatePrograms:
@@ -94,7 +70,6 @@ class UpdatePrograms:
         finite. Params are those of the store, one or two arrays, or none.
       add: ``(params, update)``, float32, to new params as the store has them: in
         float32, or split. The first may overwrite its params.
-      checksum: An array to its CRC-32C.
     """
 
     def __init__(self, *, is_deterministic: bool = True) -> None:
@@ -103,7 +78,6 @@ class UpdatePrograms:
         self._guard = threading.Lock()
         self._kernels: dict[Kernel, Any] = {}
         self.widen = self._jit(_widen)
-        self.checksum = self._jit(crc32c_on_device)
         self.add = (self._jit(_add, donate_argnums=(0,)), self._jit(_add_split))
 
     def update(self, kernel: Kernel) -> Any:
@@ -142,26 +116,19 @@ class DeviceUpdater:
     def update(
         self, csd: Csd, buffer: CsdBuffer, update: Update, *, wants_out: bool = True
     ) -> UpdateOutcome:
-        extents, out, given = update.extents, update.out, update.given
-        views: list[Any] = [csd.view(buffer, extent) for extent in extents]
+        assert not wants_out, "nothing but state leaves the device"
+        extents, given = update.extents, update.given
+        views: list[Array] = [csd.view(buffer, extent) for extent in extents]
         if given is not None:
             views[0] = given
-        told = sorted({*update.tells} | ({0} if given is not None else set()))
-        num_params = 2 if extents[0].codec else 1
-        is_update = out.dtype == FLOAT32
+        told = {*update.tells} | ({0} if given is not None else set())
+        read = {number: crc32c(views[number]) for number in told}
         with self._failing(sum(extent.num_bytes for extent in extents)):
-            done = self._computed(
-                update, views, num_params, told, wants_out and is_update
-            )
-        read = {n: done.read[n] if n in done.read else crc32c(views[n]) for n in told}
-        for extent, state in zip(extents, done.states, strict=True):
-            if state is not None:
-                csd.put(buffer, extent, state.array, checksum=state.checksum)
-        if wants_out and is_update:
-            out[...] = 0 if done.update is None else done.update
-        elif wants_out:
-            _put_params(out, done, views[:num_params])
-        return UpdateOutcome(done.is_finite, read)
+            num_params = 2 if extents[0].codec else 1
+            states, is_finite = self._computed(update, views, num_params)
+        for number, state in states.items():
+            csd.put(buffer, extents[number], state)
+        return UpdateOutcome(is_finite, read)
 
     # --- inside --------------------------------------------------------------------
 
@@ -179,13 +146,9 @@ class DeviceUpdater:
             ) from error
 
     def _computed(
-        self,
-        given: Update,
-        views: Sequence[Array],
-        num_params: int,
-        told: Sequence[int],
-        wants_update: bool,
-    ) -> "_Done":
+        self, given: Update, views: Sequence[Array], num_params: int
+    ) -> tuple[dict[int, Array], bool]:
+        """Returns the states that change, and whether the gradient is finite."""
         assert isinstance(given.gradient, np.ndarray), "those sent in part stay"
         kernel, read = given.kernel, state_read(given.kernel)
         names = ["params"] * num_params + list(kernel.slots)
@@ -194,10 +157,6 @@ class DeviceUpdater:
         gradients, coming = [up[0]], iter(up[1:])
         states = [next(coming) if own else None for own in is_read]
         del up
-        there = {n: state for n, state in enumerate(states) if state is not None}
-        told = [n for n in told if n in there]
-        sums = self._sums([there[n] for n in told])
-        del there
         params = tuple(own for own in states[:num_params] if own is not None)
         wide, master, is_finite = self._programs.widen(gradients.pop(), params)
         slots = states[num_params:]
@@ -208,31 +167,12 @@ class DeviceUpdater:
         new = [None] * num_params
         if update is not None:
             new = self._programs.add[num_params > 1](master, update)
-        del master
+        del master, update
         changed = {n: x for n, x in enumerate((*new, *new_slots)) if x is not None}
-        new_sums = self._sums(list(changed.values()))
-        numbered = list(changed)
-        wanted = [update] if wants_update and update is not None else []
         del new, new_slots
-        down = self._down([*changed.values(), *wanted])
-        del changed
-        numbers = _numbers(new_sums) or [None] * len(numbered)
-        found = dict(zip(numbered, map(_State, down, numbers), strict=False))
-        return _Done(
-            [found.get(n) for n in range(len(views))],
-            down[-1] if wanted else None,
-            bool(is_finite),
-            dict(zip(told, _numbers(sums), strict=False)),
-        )
-
-    def _sums(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """Starts checksums of arrays; none of those that the host computes.
-
-        A CPU has an instruction for them, and on a TPU they take 128 times the memory.
-        """
-        if self.is_host or self.device.platform == "tpu":
-            return []
-        return [self._programs.checksum(array) for array in arrays]
+        numbers = list(changed)
+        down = self._down([changed.pop(number) for number in numbers])
+        return dict(zip(numbers, down, strict=True)), bool(is_finite)
 
     def _up(self, arrays: Sequence[Array]) -> list[jax.Array]:
         if self.is_host:  # an array in the buffer would change with it
@@ -247,18 +187,6 @@ class DeviceUpdater:
         return [np.asarray(array) for array in arrays]
 
 
-def _put_params(out: Array, done: _Done, params: Sequence[Array]) -> None:
-    """Writes the new params as `jaxinf.kernels.CompiledKernel.run` does."""
-    newest = [
-        old if own is None else own.array
-        for old, own in zip(params, done.states, strict=False)
-    ]
-    if len(newest) > 1 and out.dtype == FLOAT32:
-        out[...] = CodedSlot.of(newest[0], newest[1]).decode()
-    else:
-        out[...] = newest[0]
-
-
 def _widen(
     gradient: jax.Array, params: Sequence[jax.Array]
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
@@ -267,10 +195,6 @@ def _widen(
     if params:
         master = joined_params(*params) if len(params) > 1 else params[0]
     return gradient.astype(FLOAT32), master, jnp.isfinite(gradient).all()
-
-
-def _numbers(sums: Sequence[jax.Array]) -> list[int]:
-    return [int(one) for one in jax.device_get(list(sums))]
 
 
 def _add(master: jax.Array, update: jax.Array) -> tuple[jax.Array]:

@@ -4,7 +4,8 @@
                                                        all done ─► finish: one commit
 
 Invariant: the store advances by one step if every gradient arrived and was finite;
-  otherwise it does not advance.
+  otherwise it does not advance. What a step takes and moves depends on the store's
+  chunks alone, so it can be planned before its store is made.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,22 +15,24 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinf.csd import ScalarInputs
+from jaxinf.csd import is_idle
 from jaxinf.engine import (
     Assignment,
-    KeptLeaf,
     Store,
     StoreShape,
     UpdateRequest,
     carried_leaves,
     check_carried,
+    engine_of,
 )
 from jaxinf.program import UpdateProgram, effect_of_nonfinite
 from jaxinf.store import ScalarState
 from jaxinf.streaming.move.params import Params
-from jaxinf.streaming.move.spill import Spill
+from jaxinf.streaming.move.scratch import THREADS_PER_DRIVE, Scratch
+from jaxinf.streaming.move.spill import Spill, Waiting
 from jaxinf.streaming.move.stage import Handed, Stage, Work
 from jaxinf.streaming.plan.fit import Prepared
+from jaxinf.streaming.plan.memory import Division
 from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.plan.planned import Planned
 from jaxinf.streaming.program.graph import Piece
@@ -37,32 +40,51 @@ from jaxinf.streaming.program.shards import (
     Gradient,
     gathered,
     handed_out,
-    shards_of,
     whole,
 )
 from jaxinf.streaming.program.units import Unit
 from jaxinf.streaming.update.assigning import (
     NUM_UNDER_WAY,
+    Layouts,
+    asked_interval,
+    assignment,
+    layouts_of,
     measured,
+    without_updates,
 )
+from jaxinf.streaming.update.compressing import Compressor
 from jaxinf.streaming.update.near_storage import (
+    divided,
+    drive_folders,
     non_finite,
+    takes_read,
+    traffic,
+    updates_of,
 )
-from jaxinf.streaming.update.sink import is_finite, on_host
-from jaxinf.streaming.update.stored import Stored
+from jaxinf.streaming.update.on_device import DeviceUpdater
+from jaxinf.streaming.update.optimizer import arrivals_of
+from jaxinf.streaming.update.passes import PassRunner
+from jaxinf.streaming.update.requests import kept_leaves, update_requests, whole_unit
+from jaxinf.streaming.update.sink import Sink, is_finite, on_host
+from jaxinf.transfer import ByteCounts
 from jaxinf.typing import Array, PyTree
 
-_NO_PARAMS = np.empty(0, np.float32)
 # Gradients up to this long share a call of the engine.
 _SHORT_BYTES = 1 << 20
 
 
-class StoreSink(Stored):
-    """The optimizer's side of a streamed step.
+class StoreSink(Sink):
+    """The optimizer's side of a streamed step. Making it compiles its programs.
 
     Gradients are deferred if the optimizer needs numbers of all of them, such as their
     norm, or if a step overwrites one that is not committed. Updates then start when all
     have arrived, and with them all reads of params are over.
+
+    Args:
+      store: The store; it is bound to the optimizer when this is used.
+      ready: The loss function, traced for the batch.
+      program: The optimizer.
+      shape: The store's chunks; it need not be there.
 
     Attributes:
       spill: Holds gradients until the last one arrives; None if none waits.
@@ -76,21 +98,77 @@ class StoreSink(Stored):
         shape: StoreShape,
         options: Options,
     ) -> None:
-        super().__init__(store, ready, program, shape, options)
+        self._updates = updates = updates_of(ready, program, shape, options)
+        super().__init__(options, store, updates.store_units)
+        self._engine, self._program = engine_of(store), program
+        self.num_drives = max(1, shape.directory.num_csds)
+        self.keeps_plans_in = store.path
+        bits = {"is_deterministic": options.deterministic}
+        self._passes = PassRunner(self._engine, program, updates.passes, **bits)
+        compress, self._compressor = options.compress, None
+        if compress is not None:
+            self._compressor = Compressor(self._engine, compress, shape, **bits)
+        shapes = [leaf.shape for leaf in ready.traced.params]
+        whole = updates.passes.whole
+        self._numbers_bytes = max(
+            self._passes.compile(arrivals_of(ready.gradient_pieces, shapes, whole)),
+            self._compressor.compile(updates.units) if self._compressor else 0,
+        )
+        is_host = options.limit.is_host
+        self._updater = DeviceUpdater(options.device, is_host=is_host, **bits)
+        asked = options.device_updates
+        self._every = asked_interval(
+            asked, store, ready.traced.mesh, replan=options.replan
+        )
+        self._layouts: Layouts = ()
+        if self._every != 0:
+            chosen = self._assigned(1 if asked == "auto" else self._every or 1)
+            self._layouts = layouts_of(updates, chosen)
         self._nonfinite = effect_of_nonfinite(
             options.nonfinite, is_guarded=program.is_guarded
         )
         self._kept = set[Unit]()
-        # Passes look at whole gradients, in every process.
-        self._is_gathered = not self._together.group.is_alone
         self._carried: Mapping[tuple[str, ...], Array] = {}
-        self._gathering: dict[Unit, _Gathered] = {}
+        self._parts: dict[Unit, tuple[Array, set[Piece]]] = {}
         self._bad: list[str] = []
         self._step = self._num_skipped = 0
         self.spill: Spill | None = None
         self._assignment = Assignment()
         self._stage = Stage("jaxinf-updates", 1, _SHORT_BYTES)
         self._fetched: Params
+
+    def _assigned(self, every: int) -> Assignment:
+        is_auto = self.options.device_updates == "auto"
+        return assignment(self._updates, self._updater, every, is_auto=is_auto)
+
+    # --- what it takes -------------------------------------------------------------
+
+    def divided(self, ready: Prepared, budgets: Mapping[str, int]) -> Division:
+        division = divided(self._updates, ready, budgets, self.options)
+        largest_bytes = self._updates.largest_bytes
+        division = without_updates(division, self._layouts, largest_bytes)
+        purpose = "computing numbers of its gradients"
+        return division.without(self._numbers_bytes, purpose, is_on_device=True)
+
+    def is_frozen(self, unit: Unit) -> bool:
+        return is_idle(self._program.leaves[unit.leaf].kernel)
+
+    def takes_read(self, unit: Unit) -> bool:
+        return takes_read(self._updates, unit)
+
+    def waiting(self, planned: Planned) -> Waiting | None:
+        return self._updates.waiting(planned)
+
+    def traffic(self, planned: Planned) -> ByteCounts:
+        return traffic(self._updates, planned)
+
+    def scratch(self, content: str) -> Scratch:
+        opened = self._engine.opened
+        num_threads = 1 if content == "gradients" else THREADS_PER_DRIVE
+        how = {"content": content, "num_threads": num_threads}
+        return Scratch(drive_folders(opened.directory), opened.meters, **how)
+
+    # --- a step --------------------------------------------------------------------
 
     def open(self, planned: Planned) -> None:
         division, waits = planned.division, self.waiting(planned)
@@ -104,7 +182,7 @@ class StoreSink(Stored):
         self._assignment = self._assigned(self._every)
         if self._assignment.updater is not None:
             num_threads = NUM_UNDER_WAY
-            room_bytes += (num_threads - 1) * max(self._gradient_bytes.values())
+            room_bytes += (num_threads - 1) * self._updates.largest_bytes
         how = room_bytes, _SHORT_BYTES, num_threads
         self._stage = Stage("jaxinf-updates", *how)
 
@@ -114,7 +192,7 @@ class StoreSink(Stored):
         self._step = opened.finished.step
         opened.assign(self._assignment)
         self._passes.begin(extra_args)
-        self._gathering, self._bad = {}, []
+        self._parts, self._bad = {}, []
         self._kept.clear()
         self._stage.waited_s = 0.0
         if self.spill is not None:
@@ -123,11 +201,11 @@ class StoreSink(Stored):
 
     def put(self, piece: Piece, gradient: jax.Array | Array) -> None:
         is_looked_at = self._passes.looks_at(piece.leaf)
-        if piece.leaf in self._idle:
-            self._kept.add(self._store_units.unit(piece))
+        if piece.leaf in self._updates.idle:
+            self._kept.add(self._updates.store_units.unit(piece))
             if not is_looked_at:
                 return
-        if self._is_gathered and is_looked_at:
+        if is_looked_at and not self._together.group.is_alone:  # whole, in all
             gradient = gathered(gradient)
         with self._together.holding():
             stays = self.spill is not None and self._passes.looks_first(piece.leaf)
@@ -153,8 +231,9 @@ class StoreSink(Stored):
                 self._num_skipped += 1
                 return False
             raise non_finite(self._step, self._bad)
-        assert not self._gathering, "every part of a unit has its gradient"
-        self._keep()
+        assert not self._parts, "every part of a unit has its gradient"
+        if self._kept:  # leaves that stay as they are
+            self._engine.steps.update(self._step, *kept_leaves(self._kept))
         record = self._engine.opened.finished
         scalars = [
             ScalarState(old.path, new)
@@ -225,16 +304,6 @@ class StoreSink(Stored):
                 check()
         self._stage.end()
 
-    def _keep(self) -> None:
-        """Tells the store of leaves that stay as they are."""
-        kept = (
-            KeptLeaf(unit.leaf, unit.origin_of(box), unit.extent_of(box))
-            for unit in sorted(self._kept, key=lambda unit: unit.place)
-            for box in unit.boxes
-        )
-        if self._kept:
-            self._engine.steps.update(self._step, *kept)
-
     def _end_all(self, results: PyTree) -> None:
         self._stage.end()
         if (carry := self.options.carry) is not None:
@@ -249,7 +318,7 @@ class StoreSink(Stored):
         is_checked = self._engine.options.rewrites_steps
         for piece, handed in taken:
             if piece.leaf in self._passes.passes.whole:
-                unit = self._store_units.unit(piece)
+                unit = self._updates.store_units.unit(piece)
                 gathered = self._gathered(unit, piece, handed)
                 if gathered is None:
                     continue
@@ -258,13 +327,13 @@ class StoreSink(Stored):
             array = np.asarray(handed)  # it need not stay on the device
             if is_checked and not is_finite(array):
                 self._bad.append(self._program.leaves[piece.leaf].info.name)
-            if piece.leaf not in self._idle:
+            if piece.leaf not in self._updates.idle:
                 self.spill.put(piece, array)
 
     def _update(self, taken: Sequence[Handed]) -> Work | None:
         asked: dict[Unit, list[UpdateRequest]] = {}
         for piece, gradient in taken:
-            unit = self._store_units.unit(piece)
+            unit = self._updates.store_units.unit(piece)
             gathered = self._gathered(unit, piece, gradient)
             if gathered is None:
                 continue
@@ -272,7 +341,14 @@ class StoreSink(Stored):
                 self._bad.append(self._program.leaves[unit.leaf].info.name)
                 self._fetched.free(unit)
             else:
-                asked[unit] = self._requests(unit, gathered)
+                asked[unit] = update_requests(
+                    unit,
+                    gathered,
+                    self._fetched.take(unit),
+                    self._passes,
+                    self._program.leaves[unit.leaf].kernel,
+                    self._compressor and partial(self._compressor, step=self._step),
+                )
         return partial(self._run, asked) if asked else None
 
     def _run(self, asked: Mapping[Unit, Sequence[UpdateRequest]]) -> None:
@@ -289,57 +365,11 @@ class StoreSink(Stored):
     def _gathered(
         self, unit: Unit, piece: Piece, gradient: Gradient
     ) -> Gradient | None:
-        """Returns the gradient of the whole unit; None while parts are missing."""
-        part = self._store_units.part(unit, piece)
-        if not part.index:
-            return gradient
-        gathered = self._gathering.setdefault(unit, _Gathered(unit))
-        if not gathered.add(part, np.asarray(gradient)):
-            return None
-        return self._gathering.pop(unit).array
+        part = self._updates.store_units.part(unit, piece)
+        return whole_unit(unit, part, gradient, self._parts)
 
     def _is_held(self, gradient: Gradient) -> bool:
         """Whether a gradient refuses the step, which the CSDs could not tell."""
-        is_checked = self._compressor.is_on and self._nonfinite != "allow"
-        return is_checked and not is_finite(np.asarray(gradient))
-
-    def _requests(self, unit: Unit, gradient: Gradient) -> list[UpdateRequest]:
-        """Returns what a unit's update asks for; blocks while inputs are computed."""
-        params = self._fetched.take(unit)
-        assert params is None or unit.is_divided, "the update takes parts that it moves"
-        parts = shards_of(gradient, unit.boxes)
-        inputs, requests = ScalarInputs(()), []
-        for number, (box, part) in enumerate(zip(unit.boxes, parts, strict=True)):
-            part = part.reshape(unit.extent_of(box))
-            given = None if params is None else params[number]
-            if not number:  # a unit in parts has none but scalars, the same for all
-                inputs = self._passes.inputs(unit.leaf, part, given)
-            sent, feedback = self._compressor(unit, part, self._step)
-            requests.append(
-                UpdateRequest(
-                    leaf=unit.leaf,
-                    kernel=self._program.leaves[unit.leaf].kernel,
-                    origin=unit.origin_of(box),
-                    gradient=sent,
-                    inputs=inputs,
-                    out=None,
-                    probe=_NO_PARAMS,
-                    params=None if given is None else given.reshape(part.shape),
-                    feedback=feedback,
-                )
-            )
-        return requests
-
-
-class _Gathered:
-    """Gradients of the parts of a unit that is stored as a whole."""
-
-    def __init__(self, unit: Unit) -> None:
-        self.array = np.empty(unit.shape, unit.dtype)
-        self._num_missing = self.array.size
-
-    def add(self, part: Piece, gradient: Array) -> bool:
-        """Keeps a part's gradient; returns whether it was the last."""
-        self.array[part.index] = gradient
-        self._num_missing -= gradient.size
-        return not self._num_missing
+        if self._compressor is None or self._nonfinite == "allow":
+            return False
+        return not is_finite(np.asarray(gradient))
