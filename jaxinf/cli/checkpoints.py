@@ -57,7 +57,7 @@ class Save:
     name: Annotated[tyro.conf.Positional[str | None], option("[NAME]")] = None
 
     def run(self) -> None:
-        print(save_whole(self.store, self.name))
+        print(*save_whole(self.store, self.name), sep="\n")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from typing import NamedTuple
 from jaxinf.cli.host import Finding, Problem
 from jaxinf.cli.probe import measure_bandwidth
 from jaxinf.errors import StoreError
-from jaxinf.store.links import can_link
 from jaxinf.terminal import format_bytes, format_count, format_rate
 from jaxinf.transfer import supports_direct
 from jaxinf.typing import ProgressCallback
@@ -124,6 +123,12 @@ def _can_replace_symlink(scratch: Path) -> bool:
     return os.readlink(scratch / "current") == "file"
 
 
+def _can_link(scratch: Path) -> bool:
+    (scratch / "one").touch()
+    os.link(scratch / "one", scratch / "two")
+    return True
+
+
 def _can_lock(scratch: Path) -> bool:
     with (scratch / "file").open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -136,7 +141,7 @@ _ABILITIES: dict[str, tuple[Callable[[Path], bool], str, bool]] = {
         "direct I/O: buffered I/O is used, slower, and it fills the page cache",
         False,
     ),
-    "hard_links": (can_link, "hard links: checkpoints and snapshots are copies", False),
+    "hard_links": (_can_link, "hard links: no step can be kept or pinned", True),
     "symlinks": (_can_replace_symlink, "symlinks: no step can be committed", True),
     "locks": (_can_lock, "file locks (flock): two runs could write at once", True),
 }

@@ -81,11 +81,8 @@ class Store:
             if url is not None:
                 source = export_source(url, self.memory)
             else:
-                named = [Path(root) for root in layout.csd_roots]
                 along = is_same or self.checkpoints
-                opened = store_source(
-                    old, holds=is_same, named=named, checkpoints=along
-                )
+                opened = store_source(old, holds=is_same, checkpoints=along)
                 source = stack.enter_context(opened)
                 say_warning(old, source.step)
             progress = stack.enter_context(show_progress(f"copying to {new}"))

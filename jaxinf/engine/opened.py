@@ -6,7 +6,7 @@ the first failure nothing more is written.
 
 import threading
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,8 +33,6 @@ from jaxinf.store import (
     complete_spare,
     make_carry,
     next_slot,
-    stock_documents,
-    tree_checksum,
     write_carry,
 )
 from jaxinf.transfer import ByteMeters, file_progress, span
@@ -189,14 +187,7 @@ class OpenStore(StoreShape):
         self.annotations.go_on_from(-1 if commit is None else commit.step)
         self.assignment = Assignment()
         self.health.failure.note = self._note
-        self._documents = self.commit.documents
         self._carries: dict[Slot, tuple[CarriedArray, ...]] = {}
-        self._carried_documents: Mapping[str, str] = {}
-        if self.commit.carry:
-            self._documents = {**self._documents, **self._listing(())}
-        if self.is_new:
-            first = directory.step_path(next_slot(None))
-            self._documents = stock_documents(first, directory.manifest)
         target = next_slot(directory.committed_slot())
         self.chunks = ChunkTable(directory, target, self.commit.checksums)
         self._moved: frozenset[Subgroup] | None = None
@@ -338,10 +329,10 @@ class OpenStore(StoreShape):
         self._flush()
         self.chunks.share_unwritten()
         group, slot = self.group, self.chunks.target
+        self._put_carried(slot)
         record = replace(
             self.finished,
             checksums=self.chunks.checksums(),
-            documents=self._put_carried(slot),
             carried=(),
             commit="" if group.is_alone else f"{group.session}-{group.num_barriers}",
         )
@@ -362,18 +353,12 @@ class OpenStore(StoreShape):
             self.is_new = False
             self.keep_state()
 
-    def _put_carried(self, slot: Slot) -> Mapping[str, str]:
-        """Writes what the step carries; returns the checksums of its documents."""
+    def _put_carried(self, slot: Slot) -> None:
+        """Writes what the step carries."""
         carry, directory = self.finished.carry, self.directory
         step = directory.step_path(slot)
         form = tuple(CarriedArray(x.path, x.shape, x.dtype, "") for x in carry)
         if self._carries.get(slot) != form:
-            is_listed = bool(self.commit.carry)
-            make_carry(step, directory.manifest, carry, is_listed=is_listed)
+            make_carry(step, directory.manifest, carry)
             self._carries[slot] = form
-            self._carried_documents = self._listing(carry) if carry else {}
         write_carry(step, carry, self.finished.carried)
-        return {**self._documents, **self._carried_documents}
-
-    def _listing(self, carry: Sequence[CarriedArray]) -> Mapping[str, str]:
-        return {"_METADATA": tree_checksum(self.directory.manifest, carry)}

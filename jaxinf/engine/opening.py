@@ -183,20 +183,20 @@ def _open_locked(run: StoreRun, lock: StoreLock) -> OpenStore | None:
     with lock_exclusively(path / "checkpoints.lock"):
         if is_unfinished(path):
             _check_restorable(options)
-            check_never_committed(read_owned(path, options.csd_roots, unmade=True))
+            check_never_committed(read_owned(path, unmade=True))
             _LOG.info(
                 "%s: its creation was interrupted before a first step was committed; "
                 "it will be made anew",
                 path,
             )
             return None
-        directory = read_owned(path, options.csd_roots)
+        directory = read_owned(path)
         directory.lock = lock
         check_alone(directory, run.group)
         check_form(options, directory.manifest)
         # A damaged record is refused before anything is written.
         commit = None if options.restore else directory.read_commit()
-        claim_csds(directory, options.csd_roots)
+        claim_csds(directory)
         prune_snapshots(directory)
         prune_leftovers(directory)
         directory.prune_replacements()
@@ -290,9 +290,9 @@ def _create(
     options, path = run.options, run.options.path
     manifest = _manifest(run, description)
     if run.lock is not None and is_there(path):
-        leftover = read_owned(path, options.csd_roots, unmade=True)
+        leftover = read_owned(path, unmade=True)
         manifest = _manifest(run, description, leftover.manifest.csds)
-        discard_store(leftover, options.csd_roots)
+        discard_store(leftover)
     directory = StoreDirectory(path, manifest)
     check_space(directory, num_more=options.num_kept)
     shape = StoreShape(options, directory)

@@ -13,7 +13,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
@@ -276,7 +275,7 @@ def _documents(step: WholeStep, beside: Mapping[str, bytes]) -> dict[str, bytes]
     return {
         **dict(step_documents(manifest, time.time_ns(), carry)),
         "jaxinf.json": seal(manifest.to_json()),
-        "commit.json": seal(replace(step.commit, documents={}).to_json()),
+        "commit.json": seal(step.commit.to_json()),
         **beside,
         **carry_files(carry, read_carry(step.path, carry)),
     }

@@ -4,20 +4,6 @@ Invariant: at every instant the last committed step is complete on the drives
 (docs/format.md gives the reasons).
 """
 
-from jaxinf.store.agreement import (
-    CommitAction,
-    HeldSteps,
-    StepId,
-    agreed_step,
-)
-from jaxinf.store.carry import (
-    carry_files,
-    checked_carry,
-    make_carry,
-    read_carry,
-    tree_checksum,
-    write_carry,
-)
 from jaxinf.store.checkpoint import (
     CheckpointInfo,
     check_pinnable,
@@ -42,12 +28,19 @@ from jaxinf.store.commit import (
 from jaxinf.store.copy_source import CopySource, store_source
 from jaxinf.store.copying import Copied, CopyLayout, copy_step, left_by_copy
 from jaxinf.store.creation import (
+    BESIDE,
     check_free_space,
     check_never_committed,
     check_space,
+    chunk_holders,
     complete_spare,
     create_store,
+    csd_bytes,
+    deal_to_members,
     discard_store,
+    files_beside,
+    is_unfinished,
+    lay_out,
     required_bytes,
 )
 from jaxinf.store.directory import (
@@ -75,23 +68,33 @@ from jaxinf.store.formats import (
     coded_leaf,
     store_codecs,
 )
-from jaxinf.store.leaves import (
+from jaxinf.store.lock import Holder, StoreLock, lock_exclusively
+from jaxinf.store.manifest import (
     CODECS,
     LeafRecord,
+    Manifest,
+    Member,
     StateRecord,
     dtype_of,
 )
-from jaxinf.store.lock import Holder, StoreLock, lock_exclusively
-from jaxinf.store.making import (
-    BESIDE,
-    chunk_holders,
-    csd_bytes,
-    deal_to_members,
-    files_beside,
-    is_unfinished,
-    lay_out,
+from jaxinf.store.members import (
+    CommitAction,
+    HeldSteps,
+    StepId,
+    agreed_step,
+    find_members,
+    find_whole,
+    held_steps,
+    hold_members,
+    is_run,
+    list_whole,
+    member_name,
+    missing_members,
+    remove_whole,
+    restore_whole,
+    save_whole,
+    to_step,
 )
-from jaxinf.store.manifest import Manifest, Member
 from jaxinf.store.names import (
     ERROR_FEEDBACK,
     MASTER_PARAMS,
@@ -99,11 +102,12 @@ from jaxinf.store.names import (
     encode_path,
     leaf_name,
 )
-from jaxinf.store.owned import (
+from jaxinf.store.owners import (
+    check_unclaimed,
+    claim_csds,
     look_at_store,
     read_owned,
 )
-from jaxinf.store.owners import check_unclaimed, claim_csds
 from jaxinf.store.plans import (
     KeptPlan,
     check_plans_folder,
@@ -130,22 +134,15 @@ from jaxinf.store.steps import (
     readable_step,
     step_of,
 )
-from jaxinf.store.stock_documents import step_documents, stock_documents
-from jaxinf.store.verify import link_damages, step_bytes, verify_step
-from jaxinf.store.whole import (
-    find_members,
-    find_whole,
-    held_steps,
-    hold_members,
-    is_run,
-    list_whole,
-    member_name,
-    missing_members,
-    remove_whole,
-    restore_whole,
-    save_whole,
-    to_step,
+from jaxinf.store.stock import (
+    carry_files,
+    checked_carry,
+    make_carry,
+    read_carry,
+    step_documents,
+    write_carry,
 )
+from jaxinf.store.verify import link_damages, step_bytes, verify_step
 
 __all__ = [
     "BESIDE",
@@ -262,12 +259,10 @@ __all__ = [
     "step_bytes",
     "step_documents",
     "step_of",
-    "stock_documents",
     "store_codecs",
     "store_source",
     "stray_checkpoints",
     "to_step",
-    "tree_checksum",
     "verify_step",
     "write_carry",
     "write_document",

@@ -15,25 +15,23 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from jaxinf.errors import StoreError, StoreFormatError, StoreMismatchError
-from jaxinf.store.carry import link_carry, make_carry
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.creation import check_free_space
 from jaxinf.store.directory import SLOTS, Slot, StoreDirectory, other_slot
-from jaxinf.store.links import can_link
 from jaxinf.store.lock import lock_exclusively
 from jaxinf.store.manifest import Manifest
-from jaxinf.store.owned import current_store
+from jaxinf.store.owners import current_store
 from jaxinf.store.reader import Damage
 from jaxinf.store.steps import link_step, remove_step
-from jaxinf.store.stock_documents import (
-    checkpoint_document,
-    document_checksum,
+from jaxinf.store.stock import (
+    link_carry,
+    make_carry,
     make_orbax_item,
-    stock_documents,
+    step_documents,
 )
 from jaxinf.transfer import fsync_directory, write_bytes_atomically
 from jaxinf.transfer.failures import translated
@@ -221,7 +219,6 @@ def restore_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
         )
     spare = other_slot(directory.need_slot())
     target = directory.step_path(spare)
-    record = replace(record, documents=_slot_documents(directory, spare, record))
     _check_space(directory, None)
     directory.unpublish(spare)
     for leaf, _, state, chunk in directory.held():
@@ -255,12 +252,14 @@ def prune_leftovers(directory: StoreDirectory) -> None:
 
 def add_documents(directory: StoreDirectory, root: Path, record: CommitRecord) -> None:
     """Adds documents that a slot lacks: the manifest, and Orbax's."""
-    directory.manifest.write(root / "jaxinf.json")
-    item = checkpoint_document(time.time_ns(), is_item=True)
-    write_bytes_atomically(root / "_CHECKPOINT_METADATA", item)
-    documents = stock_documents(root, directory.manifest)
-    replace(record, documents=documents).write(root / "commit.json")
-    make_orbax_item(root, directory.manifest, record.carry)
+    manifest = directory.manifest
+    manifest.write(root / "jaxinf.json")
+    record.write(root / "commit.json")
+    time_ns = time.time_ns()
+    documents = dict(step_documents(manifest, time_ns, is_item=True))
+    name = "_CHECKPOINT_METADATA"
+    write_bytes_atomically(root / name, documents[name])
+    make_orbax_item(root, manifest, record.carry)
 
 
 # --- inside ------------------------------------------------------------------------
@@ -296,25 +295,6 @@ def _check_name(name: str) -> None:
             f"checkpoint name {name!r}: expected a file name that does not start with "
             f"a dot, without slashes, of at most {_MAX_NAME_BYTES} bytes"
         )
-
-
-def _slot_documents(
-    directory: StoreDirectory, spare: Slot, checkpoint: CommitRecord
-) -> dict[str, str]:
-    """Returns the checksums of the documents of the spare slot.
-
-    They are those of the committed one, but for what lists the arrays. If the committed
-    record is damaged, those of the checkpoint count, all but one of whose documents are
-    the slots' own.
-    """
-    listed = {n: s for n, s in checkpoint.documents.items() if n == "_METADATA"}
-    try:
-        return {**directory.read_record(other_slot(spare)).documents, **listed}
-    except StoreFormatError as error:
-        _LOG.warning("%s; the checkpoint takes its place", error)
-    step, name = directory.step_path(spare), "_CHECKPOINT_METADATA"
-    own = document_checksum(step, directory.manifest, name)
-    return {**checkpoint.documents, name: own}
 
 
 def _has(path: Path, record: CommitRecord) -> bool:
@@ -380,8 +360,6 @@ def _check_space(
       gone: the place of a checkpoint that is about to go.
     """
     needs: dict[Path, int] = defaultdict(int)
-    folders = [directory.csd_directory(csd) for csd in range(directory.num_csds)]
-    has_links = [can_link(folder) for folder in folders]
     for leaf, record, state, number in directory.held():
         chunk, csd = directory.chunks[leaf][number], record.csds[number]
         files = [directory.chunk_file(slot, leaf, number, state.name) for slot in SLOTS]
@@ -389,12 +367,9 @@ def _check_space(
         if gone is not None:
             with contextlib.suppress(FileNotFoundError):
                 old = os.lstat(directory.chunk_file(gone, leaf, number, state.name))
-        num_files = _files_to_make(files, pinned if has_links[csd] else None, old)
-        if not has_links[csd] and pinned:
-            num_files += 1
-        if old is not None and old.st_nlink == 1:
-            num_files -= 1
-        needs[folders[csd]] += num_files * state.stored_bytes(chunk)
+        num_files = _files_to_make(files, pinned, old)
+        num_files -= old is not None and old.st_nlink == 1
+        needs[directory.csd_directory(csd)] += num_files * state.stored_bytes(chunk)
     check_free_space(
         needs,
         "with this checkpoint the steps to come need",

@@ -25,12 +25,12 @@ from jaxinf.store.documents import (
     refusing,
     write_document,
 )
-from jaxinf.store.leaves import dtype_of
 from jaxinf.store.manifest import (
     FORMAT_VERSION,
     MEMBER_VERSION,
     VERSIONS,
     Manifest,
+    dtype_of,
     version_of,
 )
 from jaxinf.store.names import array_name, check_leaf_paths
@@ -115,7 +115,7 @@ MOST_CARRIED_BYTES = 64 << 20
 
 
 class CarriedArray(Document, frozen=True):
-    """An array that a step carries; see `jaxinf.store.carry`.
+    """An array that a step carries; see `jaxinf.store.stock`.
 
     Attributes:
       path: its keys in the tree that was given.
@@ -168,7 +168,6 @@ def check_carry(carry: Sequence[CarriedArray]) -> None:
 
 
 _Step: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]  # the state's is an int32
-_STOCK = r"zarr\.json|_METADATA|_CHECKPOINT_METADATA|commit_success\.txt|\*/zarr\.json"
 _SUMS = pattern("(?:[0-9a-f]{8}(?: [0-9a-f]{8})*+)?", "checksums of 8 hex digits")
 
 
@@ -179,7 +178,6 @@ class _Record(Document, frozen=True):
     scalar_state: tuple[ScalarDocument, ...]
     payload: Any
     committed_at: Annotated[str, Meta(max_length=64)]
-    documents: dict[Annotated[str, pattern(_STOCK, "a stock document")], Sum]
     checksums: dict[Name, Annotated[str, _SUMS]]
     commit: Annotated[
         str, pattern("[0-9a-f]{32}-[0-9]{1,16}", "an id of a session and a number")
@@ -188,6 +186,7 @@ class _Record(Document, frozen=True):
     inexact: dict[str, Sum] = msgspec.field(default_factory=dict)
     steps_without_params: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 0
     carry: tuple[CarriedArray, ...] = ()
+    documents: dict[str, Sum] = msgspec.field(default_factory=dict)  # of old: not used
 
 
 @dataclass(frozen=True)
@@ -200,8 +199,6 @@ class CommitRecord:
       skipped_steps: number of steps skipped so far for a non-finite gradient.
       payload: the caller's data.
       checksums: CRC-32C of each chunk, uint32, by array name in grid order.
-      documents: result of `stock_documents`; empty in an export, which has other
-        documents.
       inexact: leaves by name whose 16-bit params on the JAX device were not the rounded
         master after the step; with the greatest difference.
       device_updates: a JAX device computed every so many updates of subgroups; 0: none.
@@ -219,7 +216,6 @@ class CommitRecord:
     skipped_steps: int = 0
     payload: JsonValue = None
     checksums: Mapping[str, Array] = field(default_factory=dict)
-    documents: Mapping[str, str] = field(default_factory=dict)
     inexact: Mapping[str, float] = field(default_factory=dict)
     device_updates: int = 0
     steps_without_params: int = 0
@@ -338,7 +334,7 @@ class CommitRecord:
                 )
 
 
-_AS_THEY_ARE = ("step", "skipped_steps", "payload", "committed_at", "documents")
+_AS_THEY_ARE = ("step", "skipped_steps", "payload", "committed_at")
 _AS_THEY_ARE += ("commit", "device_updates", "steps_without_params", "carry")
 """Attributes of a record that are the same in its document."""
 

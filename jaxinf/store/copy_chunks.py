@@ -9,9 +9,7 @@ Invariant: old files are only read, and all of a chunk is verified before it cou
   bytes have the wanted checksum.
 """
 
-import math
 import os
-from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -36,8 +34,8 @@ from jaxinf.store.creation import existing_parent
 from jaxinf.store.directory import StoreDirectory
 from jaxinf.store.division import blocks_of
 from jaxinf.store.formats import scalars_of
-from jaxinf.store.leaves import LeafRecord, StateRecord, dtype_of
-from jaxinf.store.links import link_or_copy
+from jaxinf.store.links import link_file
+from jaxinf.store.manifest import LeafRecord, StateRecord, dtype_of
 from jaxinf.store.names import MASTER_PARAMS
 from jaxinf.store.reader import (
     PIECE_BYTES,
@@ -184,16 +182,17 @@ def make_steps(
                 if progress is not None:
                     progress(done_bytes, total_bytes)
             others = [one for one in own if one.how == "regrid"]
-            for (leaf, state), group in _by_array(others):
+            arrays = defaultdict[tuple[int, StateRecord], list[CopiedChunk]](list)
+            for one in others:
+                arrays[one.leaf, one.state].append(one)
+            for (leaf, state), group in arrays.items():
                 _regrid(reader, source.whole.leaves[leaf], state, group)
                 for one in group:
                     checksum = file_checksum(one.target, one.num_bytes)
                     sums[one.record.array_name(state.name)][one.chunk] = checksum
         if place != "b":
             scalars = scalars_of(step.commit, source.whole, new)
-            records[place] = replace(
-                step.commit, checksums=sums, scalar_state=scalars, documents={}
-            )
+            records[place] = replace(step.commit, checksums=sums, scalar_state=scalars)
     return records
 
 
@@ -235,7 +234,7 @@ def _link(one: CopiedChunk) -> None:
             return
         one.target.unlink()
     one.target.parent.mkdir(parents=True, exist_ok=True)
-    link_or_copy(one.source, one.target)
+    link_file(one.source, one.target)
 
 
 def _is_there(one: CopiedChunk) -> bool:
@@ -299,16 +298,6 @@ def _recode(
 # --- another grid --------------------------------------------------------------------
 
 
-def _by_array(
-    chunks: Sequence[CopiedChunk],
-) -> Iterator[tuple[tuple[int, StateRecord], list[CopiedChunk]]]:
-    """Yields the chunks of each array, of all stores together."""
-    found: dict[tuple[int, StateRecord], list[CopiedChunk]] = defaultdict(list)
-    for one in chunks:
-        found[one.leaf, one.state].append(one)
-    yield from found.items()
-
-
 def _regrid(
     reader: StepReader, old: LeafRecord, state: StateRecord, new: Sequence[CopiedChunk]
 ) -> None:
@@ -316,50 +305,36 @@ def _regrid(
     if state.codec == "scale":
         _regrid_scales(reader, old, state, new)
         return
-    by_start = {tuple(one.layout.start): one for one in new}
-    assert len(by_start) == len(new), "each chunk has one owner"
-    starts = [sorted({*along}) for along in zip(*by_start, strict=True)]
-    done = dict.fromkeys(by_start, 0)
+    grid, by_number = new[0].record.grid, {one.chunk: one for one in new}
     every = portions(old.grid, PIECE_BYTES // 4)
     for number, members in groupby(every, key=lambda portion: portion.chunk):
         runs = PieceRuns(reader.stored(old, state, number), dtype_of(state.dtype))
         for portion in members:
             values = runs.take(portion.num_elements).reshape(portion.extent)
-            bounds = zip(starts, portion.start, values.shape, strict=True)
-            near = [
-                s[max(0, bisect_right(s, a) - 1) : bisect_left(s, a + n)]
-                for s, a, n in bounds
-            ]
-            for start in product(*near):
-                if one := by_start.get(start):
-                    with translated("write", one.target):
-                        done[start] += _put_box(one, portion.start, values)
-    for start, one in by_start.items():
-        assert done[start] == math.prod(one.layout.extent), one.target
+            bounds = zip(portion.start, portion.extent, grid.chunk_shape, strict=True)
+            near = [range(a // size, -(-(a + n) // size)) for a, n, size in bounds]
+            for index in product(*near):
+                one = by_number[int(np.ravel_multi_index(index, grid.grid_shape))]
+                with translated("write", one.target):
+                    _put_box(one, portion.start, values)
 
 
-def _put_box(one: CopiedChunk, start: Sequence[int], values: Array) -> int:
-    """Writes the part of a leaf's box that a chunk has; returns its elements.
+def _put_box(one: CopiedChunk, start: Sequence[int], values: Array) -> None:
+    """Writes the part of a leaf's box that a chunk has.
 
     Args:
       start: the first index of the box.
     """
     chunk = one.layout
     first = np.maximum(start, chunk.start)
-    extent = (
-        np.minimum(np.add(start, values.shape), np.add(chunk.start, chunk.extent))
-        - first
-    )
-    if not (extent > 0).all():
-        return 0
-    begin = first - start
+    last = np.minimum(np.add(start, values.shape), np.add(chunk.start, chunk.extent))
+    begin, extent = first - start, last - first
     part = values[tuple(map(slice, begin, begin + extent))].reshape(-1)
     done, inside = 0, (first - chunk.start).tolist()
     with opened_to_write(one.target) as fd:
         for offset, length in box_runs(one.record.chunk_shape, inside, extent.tolist()):
             _put(fd, part[done : done + length], offset * part.itemsize)
             done += length
-    return done
 
 
 def _regrid_scales(

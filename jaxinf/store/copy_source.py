@@ -14,13 +14,21 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from jaxinf.errors import StoreFormatError, StoreLockedError, StoreMismatchError
-from jaxinf.store.carry import read_carry
-from jaxinf.store.checkpoint import checkpoint_names, find_checkpoint
+from jaxinf.store.checkpoint import checkpoint_names
 from jaxinf.store.commit import CommitRecord
+from jaxinf.store.creation import files_beside
 from jaxinf.store.directory import StoreDirectory, next_slot
-from jaxinf.store.making import files_beside
 from jaxinf.store.manifest import Manifest
-from jaxinf.store.owned import look_at_store
+from jaxinf.store.members import (
+    all_members,
+    find_whole,
+    held_steps,
+    hold_members,
+    is_of_all,
+    is_run,
+    of_one_commit,
+)
+from jaxinf.store.owners import look_at_store
 from jaxinf.store.reader import StepReader
 from jaxinf.store.steps import (
     WholeStep,
@@ -30,15 +38,7 @@ from jaxinf.store.steps import (
     readable_step,
     step_of,
 )
-from jaxinf.store.whole import (
-    all_members,
-    find_whole,
-    held_steps,
-    hold_members,
-    is_of_all,
-    is_run,
-    of_one_commit,
-)
+from jaxinf.store.stock import read_carry
 
 
 def _read_carry(step: WholeStep) -> list[bytes]:
@@ -93,7 +93,6 @@ def store_source(
     checkpoint: str | None = None,
     *,
     holds: bool = False,
-    named: Sequence[Path] = (),
     checkpoints: bool = False,
 ) -> Iterator[CopySource]:
     """Yields a store, a run of several processes, or a checkpoint's directory.
@@ -102,7 +101,6 @@ def store_source(
       path: where it is; of a run, all members can be seen there.
       checkpoint: a checkpoint that it has, in place of its committed step.
       holds: whether this process becomes its only writer. Otherwise it may be in use.
-      named: CSD roots that the user has named, with `holds`.
       checkpoints: whether those that all members have come along.
 
     Raises:
@@ -113,45 +111,65 @@ def store_source(
         one commit in all members.
       ValueError: there is no such checkpoint; lists the others.
     """
-    has_members = is_run(path)
-    if checkpoint is not None and not has_members:
-        find_checkpoint(look_at_store(path), checkpoint)
-        path = path / "checkpoints" / checkpoint
     if (path / "commit.json").is_file():
-        yield _of_directory(path)
-        return
+        store = path.parents[1]
+        if not (store / "jaxinf.json").exists():
+            yield _of_directory(path)
+            return
+        path, checkpoint = store, path.name
     with contextlib.ExitStack() as stack:
         if holds:
-            parts = stack.enter_context(hold_members(path, named))
+            parts = stack.enter_context(hold_members(path))
             for one in parts:
                 prune_snapshots(one)
                 check_unread(one)
             step = _joined(parts)
-        elif has_members:
-            parts, step = _of_run(path, checkpoint, stack)
+        elif checkpoint is not None:
+            parts = all_members(path)
+            step = kept_step(parts, checkpoint)
+        elif is_run(path):
+            parts, step = _of_run(path, stack)
         else:
             step = stack.enter_context(readable_step(look_at_store(path)))
             step.check()
             parts = [StoreDirectory(path, step.manifest)]
         steps, dropped = {"a": step}, set[str]()
         if checkpoints:
-            dropped = {name for one in parts for name in checkpoint_names(one)}
-            for name in _common_checkpoints(parts):
-                place = f"checkpoints/{name}"
-                steps[place] = _joined(parts, place)
-                dropped.discard(name)
+            names = [{*checkpoint_names(one)} for one in parts]
+            for name in sorted(set.intersection(*names)):
+                if is_of_all(parts, name):
+                    steps[f"checkpoints/{name}"] = kept_step(parts, name)
+            kept = {place.rpartition("/")[2] for place in steps}
+            dropped = set.union(*names) - kept
         yield CopySource(
             str(path),
             [one.manifest for one in parts],
             steps,
             partial(files_beside, parts[0].path),
-            has_links=not step.warning,
-            spares=[folder for one in parts for folder in _spares(one)]
-            if holds
-            else (),
+            has_links=not step.warning and checkpoint is None,
+            spares=[n for one in parts for n in _spares(one)] if holds else (),
             dropped=tuple(sorted(dropped)),
             held=parts if holds else (),
         )
+
+
+def kept_step(parts: Sequence[StoreDirectory], name: str) -> WholeStep:
+    """Returns a checkpoint of all members."""
+    find_whole(parts, name)
+    if len(parts) == 1 and parts[0].manifest.member is not None:
+        raise StoreFormatError(
+            f"{parts[0].path}: expected a whole step, found a member's part; export "
+            "the checkpoint of the run: jaxinf checkpoint export RUN DEST --checkpoint "
+            "NAME"
+        )
+    for one in parts:
+        held = Manifest.read(one.step_path(f"checkpoints/{name}") / "jaxinf.json")
+        if held.leaves != one.manifest.leaves:
+            raise StoreMismatchError(
+                f"{one.path}: the checkpoint {name} holds other arrays than the store "
+                "does now; remove it from the store"
+            )
+    return _joined(parts, f"checkpoints/{name}")
 
 
 def check_unread(directory: StoreDirectory) -> None:
@@ -166,13 +184,10 @@ def check_unread(directory: StoreDirectory) -> None:
 
 
 def _of_run(
-    path: Path, checkpoint: str | None, stack: contextlib.ExitStack
+    path: Path, stack: contextlib.ExitStack
 ) -> tuple[list[StoreDirectory], WholeStep]:
-    """Returns all members, and their common step, which is pinned, or a checkpoint."""
+    """Returns all members, and their common step, which is pinned."""
     parts = all_members(path)
-    if checkpoint is not None:
-        find_whole(parts, checkpoint)
-        return parts, _joined(parts, f"checkpoints/{checkpoint}")
     if len({held_steps(one).current for one in parts}) > 1:  # a kill, or a run goes on
         with contextlib.suppress(StoreLockedError), hold_members(path):
             pass  # they go to the common one
@@ -185,27 +200,18 @@ def _of_run(
 
 
 def _of_directory(path: Path) -> CopySource:
-    """Returns a checkpoint, in its store or copied from there."""
+    """Returns a checkpoint that was copied out of its store."""
     commit, manifest = path / "commit.json", Manifest.read(path / "jaxinf.json")
-    record, places = CommitRecord.read(commit), [path]
-    record.check_fits(commit, manifest)
-    is_kept = (path.parents[1] / "jaxinf.json").exists()
-    owner = path.parents[1] if is_kept else path
-    if manifest.csds and is_kept:
-        # A checkpoint's own manifest may list earlier CSDs; its chunks are on today's.
-        store = look_at_store(owner)
-        manifest = replace(manifest, csds=store.manifest.csds)
-        places = StoreDirectory(store.path, manifest).data_paths(path)
-    else:
-        leaves = [replace(n, csds=(0,) * len(n.csds)) for n in manifest.leaves]
-        manifest = replace(manifest, csds=(), leaves=tuple(leaves))
     if manifest.member is not None:
         raise StoreFormatError(
             f"{path}: expected a whole step, found a member's part; export the "
             "checkpoint of the run: jaxinf checkpoint export RUN DEST --checkpoint NAME"
         )
-    step = WholeStep(path, manifest, record, tuple(places))
-    beside = partial(files_beside, owner)
+    leaves = tuple(replace(n, csds=(0,) * len(n.csds)) for n in manifest.leaves)
+    manifest = replace(manifest, csds=(), leaves=leaves)
+    step = WholeStep(path, manifest, CommitRecord.read(commit), (path,))
+    step.check()
+    beside = partial(files_beside, path)
     return CopySource(str(path), [manifest], {"a": step}, beside, has_links=False)
 
 
@@ -219,18 +225,3 @@ def _joined(parts: Sequence[StoreDirectory], place: str | None = None) -> WholeS
 def _spares(directory: StoreDirectory) -> list[Path]:
     slot = next_slot(directory.committed_slot())
     return directory.data_paths(directory.step_path(slot))
-
-
-def _common_checkpoints(parts: Sequence[StoreDirectory]) -> list[str]:
-    """Returns the checkpoints that all parts have of one commit, in today's arrays."""
-    names = set(checkpoint_names(parts[0])).intersection(*map(checkpoint_names, parts))
-    found = [name for name in sorted(names) if is_of_all(parts, name)]
-    for name in found:
-        for one in parts:
-            held = Manifest.read(one.step_path(f"checkpoints/{name}/jaxinf.json"))
-            if held.leaves != one.manifest.leaves:
-                raise StoreMismatchError(
-                    f"{one.path}: the checkpoint {name} holds other arrays than the "
-                    "store does now; export it, and remove it from the store"
-                )
-    return found

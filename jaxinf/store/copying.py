@@ -16,7 +16,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec import structs
@@ -28,21 +28,25 @@ from jaxinf.errors import (
     StoreIOError,
     StoreMismatchError,
 )
-from jaxinf.store.carry import make_carry, write_carry
 from jaxinf.store.checkpoint import add_documents, checkpoint_names
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.copy_chunks import CopiedChunk, copied_chunks, make_steps, room_needed
 from jaxinf.store.copy_source import CopySource, check_unread
-from jaxinf.store.creation import begin_store, check_free_space, make_place
+from jaxinf.store.creation import (
+    begin_store,
+    check_free_space,
+    lay_out,
+    make_place,
+    member_of,
+)
 from jaxinf.store.directory import SLOTS, StoreDirectory
 from jaxinf.store.division import ShardsOf, divided_leaves, owned_leaves
 from jaxinf.store.formats import AS_IT_IS, Formats
 from jaxinf.store.lock import StoreLock, lock_exclusively
-from jaxinf.store.making import lay_out, member_of, process_roots
 from jaxinf.store.manifest import Manifest, Member
+from jaxinf.store.members import find_members, member_name
 from jaxinf.store.owners import check_owners, check_places, claim_csds
-from jaxinf.store.stock_documents import stock_documents
-from jaxinf.store.whole import find_members, link_whole, member_name
+from jaxinf.store.stock import make_carry, write_carry
 from jaxinf.transfer import fsync_directory, write_bytes_atomically
 from jaxinf.transfer.failures import translated
 from jaxinf.typing import ProgressCallback
@@ -138,8 +142,7 @@ def copy_step(
     finally:
         lock.release()
     for place in find_members(target) or [target]:
-        made = StoreDirectory.open(place)
-        claim_csds(made, [Path(root) for root in made.manifest.csds])
+        claim_csds(StoreDirectory.open(place))
     pairs = zip(source.whole.leaves, manifests[0].leaves, strict=True)
     return Copied(
         source.step.commit.step,
@@ -204,10 +207,21 @@ def _names(count: int) -> list[str]:
 
 
 def _roots(source: CopySource, layout: CopyLayout, number: int) -> list[str]:
+    """Returns a process's CSD roots; in place, without others, those that it has."""
     if source.held and not layout.csd_roots and number < len(source.parts):
         return list(source.parts[number].csds)
-    is_needed = bool(source.held) and any(part.csds for part in source.parts)
-    roots = process_roots(number, layout.csd_roots, is_needed=is_needed)
+    roots = [root.replace("{process}", str(number)) for root in layout.csd_roots]
+    for root in roots:
+        if not os.path.isdir(root):
+            raise ValueError(
+                f"CSD root {root}: expected a directory on a mounted drive, found "
+                "none; create or mount it"
+            )
+    if source.held and not roots and any(part.csds for part in source.parts):
+        raise ValueError(
+            f"expected CSD roots for process {number}, found none, and the others have "
+            'some; name them with a template: --csd-root "/mnt/nvme{process}"'
+        )
     if len(set(roots)) != len(roots):
         raise ValueError(f"the same CSD root is given twice: {roots}")
     return roots
@@ -336,11 +350,6 @@ def _make(
                 carried = source.read_carry(source.steps[place])
                 own = record.part(part.manifest, ids[place])
                 _complete(part, place, own, carried)
-    if is_run:
-        root = parts[0].path.parent
-        for place in (p for p in source.steps if p != "a"):
-            shutil.rmtree(root / place, ignore_errors=True)
-            link_whole(root, parts, place.removeprefix("checkpoints/"))
     for part in parts:
         part.sync()
         part.flip("a")
@@ -354,9 +363,8 @@ def _complete(
     make_carry(root, part.manifest, record.carry)
     write_carry(root, record.carry, carried)
     if place == "a":
-        documents = stock_documents(root, part.manifest)
         part.sync()
-        part.write_record("a", replace(record, documents=documents))
+        part.write_record("a", record)
     else:
         add_documents(part, root, record)
 

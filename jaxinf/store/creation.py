@@ -1,41 +1,224 @@
-"""The files of a new store: made with room for two slots, or removed again.
+"""A new store: the places of its chunks, and its files with room for two slots.
 
-Invariant: only files of this store are removed, and only if it never committed a step.
+Invariant: every new manifest is made here. Only files of this store are removed, and
+only if it never committed a step.
 """
 
+import contextlib
 import logging
 import os
+import re
 import shutil
 import time
+import uuid
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from jaxinf.documents import MOST_BYTES
 from jaxinf.errors import StoreFormatError, StoreSpaceError
-from jaxinf.layout import Chunk
+from jaxinf.layout import Chunk, assign_csds, assign_owners, reassign_csds
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.directory import SLOTS, StoreDirectory, other_slot
-from jaxinf.store.leaves import StateRecord
-from jaxinf.store.making import csd_bytes
+from jaxinf.store.manifest import (
+    FORMAT_VERSION,
+    MEMBER_VERSION,
+    LeafRecord,
+    Manifest,
+    Member,
+    StateRecord,
+    held_by,
+)
 from jaxinf.store.owners import check_owners, check_places, make_csds
-from jaxinf.store.stock_documents import (
-    create_documents,
-    document_names,
-    make_folder,
-)
+from jaxinf.store.stock import create_documents, make_folder, step_documents
 from jaxinf.terminal import format_bytes
-from jaxinf.transfer import (
-    PAGE_BYTES,
-    fsync_directory,
-    read_beneath,
-    write_bytes_atomically,
-)
+from jaxinf.transfer import PAGE_BYTES, fsync_directory, open_beneath, read_beneath
 from jaxinf.transfer.failures import translated
 
 _LOG = logging.getLogger("jaxinf")
+
+BESIDE = re.compile(r"(?:stream|tokenizer)/[A-Za-z0-9_]+(?:\.[a-z]+)+")
+"""Names of files beside a store's steps, which a run goes on with."""
+
+_MOST_FILES = 2 << 20
+"""Limit of a slot's chunk files, as its record names each (`documents.MOST_BYTES`)."""
+
+
+def lay_out(
+    contents: Manifest,
+    chunk_shapes: Sequence[tuple[int, ...]],
+    csd_roots: Sequence[str],
+    *,
+    held: Manifest | None = None,
+) -> Manifest:
+    """Assigns places to the chunks of a store; every new manifest is made here.
+
+    Args:
+      contents: the store's leaves; their places are ignored.
+      chunk_shapes: chunk shape of each leaf.
+      csd_roots: CSD roots for the chunks; empty for the store itself.
+      held: as for `deal`.
+
+    Raises:
+      StoreSpaceError: there are too many chunks for a store's record.
+    """
+    leaves = [
+        replace(leaf, chunk_shape=shape, csds=(), owners=())
+        for leaf, shape in zip(contents.leaves, chunk_shapes, strict=True)
+    ]
+    _check_count(leaves)  # before so many are listed
+    manifest = replace(
+        contents,
+        leaves=tuple(replace(n, csds=(0,) * n.grid.num_chunks) for n in leaves),
+        store_id=uuid.uuid4().hex,
+        csds=tuple(csd_roots),
+        format_version=FORMAT_VERSION,
+        member=None,
+    )
+    return deal(manifest, held=held)
+
+
+def _check_count(leaves: Sequence[LeafRecord]) -> None:
+    num_files = sum(leaf.grid.num_chunks * len(leaf.states) for leaf in leaves)
+    if num_files > _MOST_FILES:
+        num_bytes = sum(
+            state.num_elements(leaf.grid.num_elements) * state.itemsize
+            for leaf in leaves
+            for state in leaf.states
+        )
+        raise StoreSpaceError(
+            f"a store's two slots: expected at most {_MOST_FILES:,} chunk files in "
+            f"each, found {num_files:,} with {num_bytes:,} bytes "
+            f"({format_bytes(num_bytes)}); take a smaller model"
+        )
+
+
+def deal(manifest: Manifest, *, held: Manifest | None = None) -> Manifest:
+    """Returns a new store's manifest with its chunks dealt to its CSDs.
+
+    Args:
+      manifest: a result of `lay_out` or `deal_to_members`.
+      held: an existing store with these contents: chunks keep their CSDs as far as the
+        loads allow.
+    """
+    sizes = [num_bytes for _, num_bytes in _held_bytes(manifest)]
+    num_csds, roots = max(1, len(manifest.csds)), manifest.csds
+    if held is None:
+        found = assign_csds(sizes, num_csds)
+    else:
+        kept = [roots.index(n) if n in roots else None for n in held.csds] or [None]
+        before = [kept[csd] for csd, _ in _held_bytes(held)]
+        found = reassign_csds(sizes, before, num_csds)
+    csds, leaves = iter(found), []
+    for leaf in manifest.leaves:
+        places = tuple(-1 if csd < 0 else next(csds) for csd in leaf.csds)
+        leaves.append(replace(leaf, csds=places))
+    return replace(manifest, leaves=tuple(leaves))
+
+
+def deal_to_members(
+    manifest: Manifest, member: Member, holders: Sequence[Sequence[Sequence[int]]]
+) -> Manifest:
+    """Returns a new store's manifest as a member's, which holds a part of the chunks.
+
+    Args:
+      manifest: a result of `lay_out`, the same in all members except for its roots.
+      member: the member.
+      holders: by leaf, and then by shard in C order, the numbers of the processes whose
+        JAX devices have the shard. Chunks of shards that several have are divided.
+    """
+    chunk_bytes, places = [], []
+    for leaf, own in zip(manifest.leaves, holders, strict=True):
+        places += chunk_holders(leaf, leaf.shard_counts, own)
+        chunk_bytes += leaf.chunk_bytes
+    owners = iter(assign_owners(chunk_bytes, places, member.count))
+    by_leaf = [[next(owners) for _ in leaf.csds] for leaf in manifest.leaves]
+    return member_of(manifest, member, by_leaf)
+
+
+def member_of(
+    manifest: Manifest, member: Member, owners: Sequence[Sequence[int]]
+) -> Manifest:
+    """Returns a new store's manifest as a member's, by the owner of each chunk."""
+    leaves = tuple(
+        held_by(leaf, own, member)
+        for leaf, own in zip(manifest.leaves, owners, strict=True)
+    )
+    version = MEMBER_VERSION
+    return deal(replace(manifest, leaves=leaves, member=member, format_version=version))
+
+
+def chunk_holders(
+    leaf: LeafRecord, shard_counts: Sequence[int], holders: Sequence[Sequence[int]]
+) -> list[Sequence[int]]:
+    """Returns the processes that have each chunk of a leaf.
+
+    Args:
+      leaf: the leaf.
+      shard_counts: number of shards along each dimension.
+      holders: the processes that have each shard, in C order.
+    """
+    found = []
+    for chunk in leaf.grid.chunks():
+        shard = 0
+        for start, length, count in zip(
+            chunk.start, leaf.shape, shard_counts, strict=True
+        ):
+            shard = shard * count + start // max(1, length // count)
+        found.append(holders[shard])
+    return found
+
+
+# --- bytes of CSDs -------------------------------------------------------------------
+
+
+def csd_bytes(manifest: Manifest) -> list[int]:
+    """Returns the bytes of each CSD's chunks, in one slot."""
+    found = [0] * max(1, len(manifest.csds))
+    for csd, num_bytes in _held_bytes(manifest):
+        found[csd] += num_bytes
+    return found
+
+
+def _held_bytes(manifest: Manifest) -> list[tuple[int, int]]:
+    """Returns CSD and bytes of each chunk that the store holds, in order."""
+    found = []
+    for leaf in manifest.leaves:
+        sizes = leaf.chunk_bytes
+        found += [(leaf.csds[number], sizes[number]) for number in leaf.held]
+    return found
+
+
+def files_beside(store: Path) -> dict[str, bytes]:
+    """Returns what a run needs beside its steps: cuts of programs, a tokenizer.
+
+    Raises:
+      StoreIOError: a file cannot be read, is too large, or is a link.
+    """
+    found = {}
+    for name in ("stream", "tokenizer"):
+        with contextlib.suppress(FileNotFoundError):
+            folder = open_beneath(store, name, os.O_DIRECTORY)
+            try:
+                files = [f"{name}/{file}" for file in sorted(os.listdir(folder))]
+            finally:
+                os.close(folder)
+            for file in filter(BESIDE.fullmatch, files):
+                found[file] = read_beneath(store, file, MOST_BYTES)
+    return found
+
+
+def is_unfinished(path: Path) -> bool:
+    """Whether a path has a store whose creation was interrupted; opens no file."""
+    is_made = os.path.lexists(path / "current")
+    return not is_made and os.path.lexists(path / "jaxinf.json")
+
+
+# --- room ----------------------------------------------------------------------------
 
 
 def check_free_space(needs: Mapping[Path, int], what: str, remedy: str) -> None:
@@ -146,10 +329,16 @@ def begin_store(directory: StoreDirectory) -> None:
     make_csds(directory)
 
 
-def make_place(directory: StoreDirectory, place: str, timestamp_ns: int) -> None:
+def make_place(
+    directory: StoreDirectory,
+    place: str,
+    timestamp_ns: int,
+    *,
+    missing_alone: bool = False,
+) -> None:
     """Makes the documents of a step, and the chunk files that are not there."""
-    step = directory.step_path(place)
-    create_documents(step, directory.manifest, timestamp_ns)
+    step, manifest = directory.step_path(place), directory.manifest
+    create_documents(step, manifest, timestamp_ns, missing_alone=missing_alone)
     _make_chunks(directory, place)
 
 
@@ -159,68 +348,44 @@ def complete_spare(directory: StoreDirectory) -> None:
     The caller is the store's writer. A step that the slot held is given up.
 
     Raises:
+      StoreFormatError: a directory of the slot is a link.
       StoreIOError, StoreSpaceError: the file system refused something.
     """
     committed = directory.committed_slot()
     if committed is None:
         return
-    spare = other_slot(committed)
-    step, source = directory.step_path(spare), directory.step_path(committed)
-    names = document_names(directory.manifest)
-    documents = [name for name in names if not os.path.lexists(f"{step}/{name}")]
-    chunks = [
-        paths
-        for *_, paths in _chunks(directory, spare)
-        if not all(map(os.path.lexists, paths))
-    ]
-    if not documents and not chunks:
-        return
-    _LOG.warning(
-        "%s: %d files of the spare slot, which holds no step that is needed, are gone; "
-        "they are made again",
-        step,
-        len(documents) + len(chunks),
-    )
-    for name in documents:
-        _check_folders(step, step / name)
-    roots = {step, *directory.data_paths(step)}
-    for file in (Path(path) for paths in chunks for path in paths):
-        _check_folders(next(root for root in roots if root in file.parents), file)
-    directory.unpublish(spare)
-    with translated("creation", step):
-        for name in documents:
-            (step / name).parent.mkdir(parents=True, exist_ok=True)
-            content = read_beneath(source, name, MOST_BYTES)
-            write_bytes_atomically(step / name, content)
-        _make_chunks(directory, spare)
-    directory.sync()
+    spare, manifest = other_slot(committed), directory.manifest
+    step = directory.step_path(spare)
+    names = [f"{step}/{name}" for name, _ in step_documents(manifest, 0)]
+    names += [path for *_, paths in _chunks(directory, spare) for path in paths]
+    if gone := [name for name in names if not os.path.lexists(name)]:
+        _LOG.warning(
+            "%s: %d files of the spare slot, which holds no step that is needed, are "
+            "gone; they are made again",
+            step,
+            len(gone),
+        )
+        for number, _, state, chunk in directory.held():  # refuses links
+            directory.chunk_name(spare, number, chunk, state.name)
+            directory.chunk_file(spare, number, chunk, state.name)
+        directory.unpublish(spare)
+        with translated("creation", step):
+            make_place(directory, spare, time.time_ns(), missing_alone=True)
+        directory.sync()
 
 
-def _check_folders(root: Path, file: Path) -> None:
-    """Refuses a file to which a link of a folder below the root leads."""
-    for folder in file.parents:
-        if folder == root:
-            return
-        if folder.is_symlink():
-            raise StoreFormatError(
-                f"{folder}: expected a directory of the store, found a link; nothing "
-                "was written through it. Remove the link, and open the store again"
-            )
-
-
-def discard_store(directory: StoreDirectory, named: Sequence[Path] = ()) -> None:
+def discard_store(directory: StoreDirectory) -> None:
     """Removes a store that never committed a step: its creation was interrupted.
 
     Args:
       directory: the store, whose lock the caller holds.
-      named: CSD roots that the user has named, which are accepted without a note.
 
     Raises:
       StoreFormatError: it has committed a step, or its chunks are another store's;
         nothing is removed.
     """
     check_never_committed(directory)
-    check_owners(directory, named, unmade=True)
+    check_owners(directory, unmade=True)
     for csd, root in enumerate(directory.manifest.csds):
         shutil.rmtree(directory.csd_directory(csd), ignore_errors=True)
         if os.path.isdir(root):

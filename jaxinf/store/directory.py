@@ -19,11 +19,10 @@ from jaxinf.documents import MOST_BYTES, DocumentError, parse_json
 from jaxinf.errors import StoreError, StoreFormatError, StoreIOError
 from jaxinf.layout import Chunk, scale_chunks
 from jaxinf.store.commit import CommitRecord
-from jaxinf.store.leaves import LeafRecord, StateRecord
-from jaxinf.store.links import copy_file, link_or_copy
+from jaxinf.store.links import copy_file, link_file
 from jaxinf.store.lock import StoreLock, lock_exclusively
-from jaxinf.store.manifest import Manifest
-from jaxinf.store.stock_documents import array_metadata
+from jaxinf.store.manifest import LeafRecord, Manifest, StateRecord
+from jaxinf.store.stock import array_metadata
 from jaxinf.transfer import (
     allocate_file,
     check_holds,
@@ -411,7 +410,7 @@ class StoreDirectory:
             if _status(old).st_nlink > 1 and new.exists() and old.samefile(new):
                 return
             with self._replacement(leaf, chunk, new) as temporary:
-                link_or_copy(old, temporary)
+                link_file(old, temporary)
 
     @contextlib.contextmanager
     def _replacement(self, leaf: int, chunk: int, file: Path) -> Iterator[Path]:

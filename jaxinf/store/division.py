@@ -15,10 +15,9 @@ from msgspec.structs import replace
 
 from jaxinf.errors import StoreMismatchError
 from jaxinf.layout import CODE_BLOCK, Chunk, LeafGrid, choose_grid, reassign_csds
-from jaxinf.store.leaves import LeafRecord
-from jaxinf.store.making import chunk_holders, is_unfinished
-from jaxinf.store.manifest import Manifest
-from jaxinf.store.whole import find_members
+from jaxinf.store.creation import chunk_holders, is_unfinished
+from jaxinf.store.manifest import LeafRecord, Manifest
+from jaxinf.store.members import find_members
 from jaxinf.typing import Array
 
 _NOBODY = -1

@@ -11,8 +11,13 @@ import numpy as np
 from msgspec import structs
 
 from jaxinf.store.commit import CommitRecord, ScalarState
-from jaxinf.store.leaves import CODECS, MASTER_CODECS, LeafRecord, StateRecord
-from jaxinf.store.manifest import Manifest
+from jaxinf.store.manifest import (
+    CODECS,
+    MASTER_CODECS,
+    LeafRecord,
+    Manifest,
+    StateRecord,
+)
 from jaxinf.store.names import ERROR_FEEDBACK, MASTER_PARAMS, encode_path
 from jaxinf.typing import AVERAGE, AVERAGE_SCALARS
 

@@ -1,13 +1,16 @@
-"""The owner of the chunks on a CSD: a note beside them names the store.
+"""The owner of the chunks on a CSD, and how a store is opened with it.
 
-Invariant: if a store was copied without its CSDs, only one of the two writes to them. A
-manifest's claim to a CSD is accepted if a note of this user there agrees, or if the
-caller has named the root.
+      lock ──► manifest ──► owners of CSDs ──► the layout's own names
+               read under the lock
+
+Invariant: if a store was copied without its CSDs, only one of the two writes to them: a
+manifest's claim to a CSD is accepted if a note of this user beside the chunks agrees.
+The directories of an opened store's layout are no links.
 """
 
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,13 +18,12 @@ import msgspec
 
 from jaxinf.documents import MOST_BYTES, DocumentError, decode, encode
 from jaxinf.errors import StoreFormatError, StoreIOError
-from jaxinf.store.directory import SLOTS, StoreDirectory
+from jaxinf.store.directory import SLOTS, StoreDirectory, check_there
 from jaxinf.transfer import open_beneath, read_beneath, write_bytes_atomically
 from jaxinf.transfer.failures import translated
 
 _NOTE = "store.json"
 _NOTE_BYTES = 1 << 16
-_MOST_STEPS = 4096
 
 
 class _Owner(msgspec.Struct):
@@ -47,16 +49,75 @@ class _Note(NamedTuple):
     is_unmade: bool = False
 
 
-def check_owners(
-    directory: StoreDirectory, named: Sequence[Path] = (), *, unmade: bool = False
-) -> None:
+# --- opening a store -----------------------------------------------------------------
+
+
+def look_at_store(path: Path) -> StoreDirectory:
+    """Opens a store for reading; checks its layout and the presence of CSDs; blocks.
+
+    Raises:
+      StoreFormatError: the path is not a store, a directory of it is a link, or a CSD
+        is missing.
+      StoreIOError: a file or directory cannot be read.
+    """
+    check_is_store(path)
+    directory = StoreDirectory.open(path)
+    for csd in range(len(directory.manifest.csds)):
+        _check_present(directory, csd)
+    directory.check_layout()
+    return directory
+
+
+def read_owned(path: Path, *, unmade: bool = False) -> StoreDirectory:
+    """Opens a store for writing, in its present state; blocks.
+
+    The caller holds a lock under which the manifest does not change: that of the
+    writer, of the checkpoints, or of flips.
+
+    Args:
+      path: the store.
+      unmade: as for `check_owners`.
+
+    Raises:
+      StoreFormatError: as `look_at_store`; or nothing shows that a CSD is this store's.
+      StoreIOError: a file or directory cannot be read.
+    """
+    check_is_store(path)
+    directory = StoreDirectory.open(path)
+    check_owners(directory, unmade=unmade)
+    directory.check_layout()
+    return directory
+
+
+def current_store(directory: StoreDirectory) -> StoreDirectory:
+    """Returns the store in its present state; reads nothing if this is its writer.
+
+    The caller holds a lock as for `read_owned`.
+    """
+    return read_owned(directory.path) if directory.lock is None else directory
+
+
+def check_is_store(path: Path) -> None:
+    """Refuses a path that has no store, or a step of one."""
+    check_there(path)
+    if os.path.lexists(path / "commit.json"):
+        raise StoreFormatError(
+            f"{path}: expected a store, found a checkpoint or an export of one; open "
+            "the store and restore the checkpoint (jaxinf checkpoint restore STORE), "
+            "or make a store of the export (jaxinf store copy EXPORT NEW)"
+        )
+
+
+# --- owners --------------------------------------------------------------------------
+
+
+def check_owners(directory: StoreDirectory, *, unmade: bool = False) -> None:
     """Refuses CSDs unless they are known to be this store's.
 
     If a note names a path that has no such store any more, the store was moved, and the
     note is accepted.
 
     Args:
-      named: CSD roots that the user has named, which are accepted without a note.
       unmade: whether a directory may be missing or empty, because the store's creation
         was interrupted or the CSD is being removed.
 
@@ -66,18 +127,17 @@ def check_owners(
     """
     check_places(directory)
     for csd in range(len(directory.manifest.csds)):
-        _check(directory, csd, named, unmade=unmade)
+        _check(directory, csd, unmade=unmade)
 
 
-def claim_csds(directory: StoreDirectory, named: Sequence[Path] = ()) -> None:
-    """Writes this store's note on every CSD; the caller holds the store's lock.
+def claim_csds(directory: StoreDirectory) -> None:
+    """Renews this store's note on every CSD; the caller holds the store's lock.
 
     Raises:
       StoreFormatError: as for `check_owners`; nothing is written.
     """
     check_places(directory)
-    num_csds = len(directory.manifest.csds)
-    notes = [_check(directory, csd, named) for csd in range(num_csds)]
+    notes = [_check(directory, csd) for csd in range(len(directory.manifest.csds))]
     for csd, note in enumerate(notes):
         _claim(directory, csd, note)
 
@@ -87,36 +147,33 @@ def make_csds(directory: StoreDirectory) -> None:
 
     So the owner is known even if the process is killed at any instant.
     """
-    named = [Path(root) for root in directory.manifest.csds]
-    check_owners(directory, named, unmade=True)
-    for csd in range(len(named)):
+    check_owners(directory, unmade=True)
+    for csd in range(len(directory.manifest.csds)):
         folder = directory.csd_directory(csd)
         with translated("creation", folder):
             folder.mkdir(exist_ok=True)
-        _claim(directory, csd, _check(directory, csd, named))
+        _claim(directory, csd, _check(directory, csd, unmade=True))
 
 
 def check_places(directory: StoreDirectory) -> None:
-    """Refuses CSD roots that no store may have, even if the user has named them."""
+    """Refuses CSD roots that no store may have."""
     for csd, root in enumerate(directory.manifest.csds):
         why = ""
         if not os.path.isabs(root) or "\0" in root:
             why = "which is no absolute path"
-        elif any(_is_below(step, "/proc") for step in _steps_to(root)):
-            why = "below /proc"
-        elif _is_below(os.path.realpath(root), os.path.realpath(directory.path)):
-            why = "inside the store"
+        else:
+            way = [root, *map(str, Path(root).parents)]
+            way += map(os.path.realpath, [*way])
+            own = os.path.realpath(directory.path)
+            if any(_is_below(place, "/proc") for place in way):
+                why = "below /proc"
+            elif any(_is_below(place, own) for place in way):
+                why = "inside the store"
         if why:
             raise StoreFormatError(
                 f"{directory.path}: expected CSD {csd} on a drive of its own, found it "
                 f"at {root}, {why}; give another root"
             )
-
-
-def check_present(directory: StoreDirectory) -> None:
-    """Refuses a store with a missing CSD, whose drive may not be mounted."""
-    for csd in range(len(directory.manifest.csds)):
-        _check_present(directory, csd)
 
 
 def _check_present(directory: StoreDirectory, csd: int) -> None:
@@ -155,14 +212,8 @@ def check_unclaimed(path: Path, roots: Sequence[Path]) -> None:
 # --- inside --------------------------------------------------------------------------
 
 
-def _check(
-    directory: StoreDirectory,
-    csd: int,
-    named: Sequence[Path],
-    *,
-    unmade: bool = False,
-) -> _Note:
-    folder, root = directory.csd_directory(csd), directory.manifest.csds[csd]
+def _check(directory: StoreDirectory, csd: int, *, unmade: bool = False) -> _Note:
+    folder = directory.csd_directory(csd)
     if unmade and not os.path.lexists(folder):
         return _Note(None)
     _check_present(directory, csd)
@@ -172,37 +223,26 @@ def _check(
             f"{directory.path}: expected a store of its own, found a copy of "
             f"{note.owner}, whose chunks on a CSD ({folder}) it would overwrite; open "
             "that one, or make a store that shares nothing with it "
-            '("jaxinf checkpoint export STORE", then "import")'
+            '("jaxinf store copy STORE NEW")'
         )
-    if note.problem and Path(root) not in named and not (unmade and note.is_unmade):
-        roots = [x for one in directory.manifest.csds for x in ("--csd-root", one)]
-        words = ["jaxinf", "store", "copy", *[str(directory.path)] * 2, *roots]
+    if note.problem and not (unmade and note.is_unmade):
         raise StoreFormatError(
             f"{directory.path}: expected the chunks of this store on its CSD {csd}, "
             f"{folder}, found no note of this user's ({_NOTE}) that says so: "
-            f"{note.problem}. If the roots are this store's, name them: "
-            f"{shlex.join(words)}"
+            f"{note.problem}. If they are this store's, write the note: "
+            f"{_command(directory, folder)}"
         )
     return note
 
 
+def _command(directory: StoreDirectory, folder: Path) -> str:
+    text = encode(_Owner(str(directory.path.resolve()))).decode()
+    file = shlex.quote(str(folder / _NOTE))
+    return f"rm -f {file}; echo {shlex.quote(' '.join(text.split()))} > {file}"
+
+
 def _is_below(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder.rstrip("/") + "/")
-
-
-def _steps_to(path: str) -> Iterator[str]:
-    """Yields every name on the way to a path, also those behind its links."""
-    here, ahead = "/", [word for word in reversed(path.split("/")) if word]
-    for _ in range(_MOST_STEPS):
-        if not ahead:
-            return
-        here = os.path.normpath(os.path.join(here, ahead.pop()))
-        yield here
-        if os.path.islink(here):
-            target = os.readlink(here)
-            ahead += [word for word in reversed(target.split("/")) if word]
-            here = "/" if target.startswith("/") else os.path.dirname(here)
-    yield "/proc"  # more links than the operating system follows
 
 
 def _read_note(folder: Path) -> _Note:

@@ -28,8 +28,7 @@ from jaxinf.layout import (
 )
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.directory import StoreDirectory
-from jaxinf.store.leaves import LeafRecord, StateRecord, dtype_of
-from jaxinf.store.manifest import Manifest
+from jaxinf.store.manifest import LeafRecord, Manifest, StateRecord, dtype_of
 from jaxinf.store.names import MASTER_PARAMS
 from jaxinf.transfer import (
     MACHINE_MEMORY_BYTES,

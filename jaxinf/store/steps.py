@@ -26,14 +26,14 @@ from jaxinf.errors import (
     StoreMismatchError,
     StoreSpaceError,
 )
-from jaxinf.store.carry import link_carry
 from jaxinf.store.commit import CarriedArray, CommitRecord
 from jaxinf.store.directory import StoreDirectory
-from jaxinf.store.links import link_or_copy
+from jaxinf.store.links import link_file
 from jaxinf.store.lock import LockFile, lock_exclusively
 from jaxinf.store.manifest import FORMAT_VERSION, Manifest
-from jaxinf.store.owned import current_store
+from jaxinf.store.owners import current_store
 from jaxinf.store.reader import StepReader
+from jaxinf.store.stock import link_carry
 from jaxinf.transfer.failures import translated
 
 _CANNOT_PIN = {
@@ -119,7 +119,7 @@ def pinned_step(directory: StoreDirectory) -> Iterator[WholeStep]:
             carry = CommitRecord.read(directory.step_path(slot) / "commit.json").carry
             link_step(directory, slot, place, carry)
             for name in _DOCUMENTS:
-                link_or_copy(directory.step_path(slot) / name, root / name)
+                link_file(directory.step_path(slot) / name, root / name)
         yield step_of(directory, root)
 
 
@@ -230,14 +230,14 @@ def link_step(
     step, root = directory.step_path(source), directory.step_path(place)
     link_carry(step, root, carry)
     for document in _SHARED:
-        link_or_copy(step / document, root / document)
+        link_file(step / document, root / document)
     made: set[Path] = set()
     for leaf, record in enumerate(directory.manifest.leaves):
         for state in record.states:
             name = record.array_name(state.name)
             (root / name).mkdir()
             held = directory.array_path(source, leaf, state.name)
-            link_or_copy(held / "zarr.json", root / name / "zarr.json")
+            link_file(held / "zarr.json", root / name / "zarr.json")
             for number in record.held:
                 key = f"{name}/{directory.state_chunk(leaf, number, state).key}"
                 target = directory.chunk_file(place, leaf, number, state.name)
@@ -245,7 +245,7 @@ def link_step(
                     parent.mkdir(parents=True, exist_ok=True)
                     made.add(parent)
                 old = directory.chunk_file(source, leaf, number, state.name)
-                link_or_copy(old, target)
+                link_file(old, target)
                 if directory.manifest.csds:
                     data = directory.data_path(named or place, record.csds[number])
                     (root / key).symlink_to(data / key)

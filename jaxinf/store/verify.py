@@ -10,23 +10,12 @@ from contextlib import closing
 from pathlib import Path
 
 from jaxinf.errors import StoreError, StoreFormatError
-from jaxinf.store.carry import carry_problems
 from jaxinf.store.commit import CarriedArray, CommitRecord
-from jaxinf.store.directory import (
-    HeldChunk,
-    StoreDirectory,
-    document_problem,
-    link_problem,
-)
+from jaxinf.store.directory import HeldChunk, StoreDirectory, link_problem
 from jaxinf.store.manifest import Manifest
+from jaxinf.store.members import member_name
 from jaxinf.store.reader import PIECE_BYTES, Damage, file_checksum, over
-from jaxinf.store.stock_documents import (
-    ARRAYS,
-    STOCK_DOCUMENTS,
-    document_checksum,
-    orbax_links,
-)
-from jaxinf.store.whole import member_name
+from jaxinf.store.stock import carry_problems, document_problems, orbax_links
 from jaxinf.transfer import BufferPool, open_beneath
 from jaxinf.typing import ProgressCallback
 
@@ -62,14 +51,7 @@ def verify_step(
         return [Damage(step_path, record_path, "commit record", str(error))]
     place = _place(directory, step_path)
     damages = link_damages(directory, place, record.carry) if place else []
-    damages += [
-        Damage(step_path, file, what, problem)
-        for file, what, problem in _documents(directory, step_path, place, record)
-    ]
-    if any(damage.what != ARRAYS for damage in damages):  # it is listed already
-        damages = [damage for damage in damages if damage.what != ARRAYS]
-    for name, problem in carry_problems(step_path, record.carry):
-        damages.append(Damage(step_path, step_path / name, name, problem))
+    damages += _documents(directory, step_path, place, record)
     chunks = list[HeldChunk]()
     for number, leaf in enumerate(directory.manifest.leaves):
         for state in leaf.states:
@@ -182,44 +164,32 @@ def link_damages(
 
 def _documents(
     directory: StoreDirectory, step_path: Path, place: str | None, record: CommitRecord
-) -> Iterator[tuple[Path, str, str]]:
-    """Yields the file, the name and the problem of each document that is not right."""
+) -> Iterator[Damage]:
+    """Yields documents and carried arrays that are not right."""
     manifest, path, member = directory.manifest, directory.path, None
-    if directory.manifest.member is not None:
-        member = member_name(directory.manifest.member.number)
+    if manifest.member is not None:
+        member = member_name(manifest.member.number)
     if member not in (None, path.name) and path.name.startswith("process-"):
         problem = f"expected this member of a run in {member}, found it in {path.name}"
         problem += "; were directories of members exchanged? Rename them back"
-        yield path / "jaxinf.json", "member", problem
-    for leaf in manifest.leaves:  # the zarr metadata, by which other tools read
-        for state in leaf.states:
-            name = f"{leaf.array_name(state.name)}/zarr.json"
-            if problem := document_problem(step_path, name, leaf, state):
-                what = f"leaf {leaf.name}, {state.name}, zarr metadata"
-                yield step_path / name, what, problem
-    if place is not None and place.startswith("checkpoints/"):
-        file, marker = step_path / "jaxinf.json", step_path / "orbax.checkpoint"
+        yield Damage(step_path, path / "jaxinf.json", "member", problem)
+    is_item = (step_path / "orbax.checkpoint").is_file()
+    if place is not None:
+        is_item = place.startswith("checkpoints/")
+    found = [
+        *document_problems(step_path, manifest, record.carry, is_item=is_item),
+        *carry_problems(step_path, record.carry),
+    ]
+    if is_item:
         try:
-            held = Manifest.read(file)
-        except StoreFormatError as error:
-            yield file, "manifest", str(error)
-        else:
+            held = Manifest.read(step_path / "jaxinf.json")
             if (held.store_id, held.leaves) != (manifest.store_id, manifest.leaves):
                 problem = "expected the arrays of this store, found another manifest"
-                yield file, "manifest", problem
-        if not marker.is_file():
+                found.append(("jaxinf.json", problem))
+        except StoreFormatError as error:
+            found.append(("jaxinf.json", str(error)))
+        if not (step_path / "orbax.checkpoint").is_file():
             problem = "expected the file by which Orbax knows a checkpoint, found none"
-            yield marker, marker.name, problem
-    for name in STOCK_DOCUMENTS:  # those that have checksums in the record
-        expected = record.documents.get(name, "")
-        try:
-            found = document_checksum(step_path, manifest, name)
-        except StoreError as error:
-            yield step_path / name, name, str(error)
-            continue
-        if not expected:
-            problem = "expected its CRC-32C in commit.json, found none"
-            yield step_path / name, name, problem
-        elif found != expected:
-            problem = f"expected CRC-32C {expected}, found {found}"
-            yield step_path / name, name, problem
+            found.append(("orbax.checkpoint", problem))
+    for name, problem in found:
+        yield Damage(step_path, step_path / name, name, problem)

@@ -15,7 +15,7 @@ from jaxinf.store import (
     dtype_of,
     seal,
 )
-from jaxinf.store.making import member_of
+from jaxinf.store.creation import member_of
 from jaxinf.store.manifest import FORMAT_VERSION
 
 HEADER = {"format": "jaxinf", "format_version": FORMAT_VERSION}

@@ -30,7 +30,6 @@ def copied(
             source = export_source(url, **memory)
         else:
             old, holds = Path(old), os.path.realpath(old) == os.path.realpath(new)
-            named = [Path(root) for root in roots]
-            options = {"named": named, "checkpoints": checkpoints or holds}
-            source = stack.enter_context(store_source(old, holds=holds, **options))
+            opened = store_source(old, holds=holds, checkpoints=checkpoints or holds)
+            source = stack.enter_context(opened)
         return copy_step(source, new, layout, progress)

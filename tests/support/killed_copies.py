@@ -26,7 +26,6 @@ from jaxinf.store import (
     find_members,
     num_processes,
     save_checkpoint,
-    stock_documents,
     store_source,
     verify_step,
 )
@@ -65,8 +64,7 @@ def make(place, num_csds=0, mu=MU):
 
     for step, slot in enumerate(("a", "b")):
         _, sums = raw_stores.fill_slot(directory, slot, draw)
-        documents = stock_documents(directory.step_path(slot), directory.manifest)
-        record = CommitRecord(step, (), 0, {"seed": 3}, sums, documents)
+        record = CommitRecord(step, (), 0, {"seed": 3}, sums)
         directory.publish(slot, record)
         if step == 0:
             save_checkpoint(directory, "kept")

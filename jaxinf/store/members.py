@@ -1,24 +1,19 @@
 """A store's members: one, or those of a run in several processes; checkpoints of all.
 
-    PATH/process-00000/checkpoints/NAME/…/c/0 ◄─┐
-    PATH/process-00001/checkpoints/NAME/…/c/1 ◄─┴─ symlinks: PATH/checkpoints/NAME
-
-Invariant: a whole has a step of one commit, every chunk of it, and no data of its own;
-members are listed by number. A store of one process is its only member.
+Invariant: a checkpoint of a run is of one commit in all members, which are listed by
+number. A store of one process is its only member. `agreed_step` is pure, and the same
+in every process; the explorer of tests/support runs it and `CommitAction`.
 """
 
 import contextlib
-import os
 import re
-import shutil
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 
-from jaxinf.errors import ProcessError, StoreMismatchError
-from jaxinf.store.agreement import HeldSteps, StepId, agreed_step
+from jaxinf.errors import ProcessError, StoreFormatError, StoreMismatchError
 from jaxinf.store.checkpoint import (
     CheckpointInfo,
     checkpoint_names,
@@ -29,16 +24,88 @@ from jaxinf.store.checkpoint import (
     save_checkpoint,
 )
 from jaxinf.store.commit import CommitRecord
+from jaxinf.store.creation import complete_spare
 from jaxinf.store.directory import StoreDirectory, next_slot
-from jaxinf.store.owned import hold_store, look_at_store
+from jaxinf.store.lock import StoreLock, lock_exclusively
+from jaxinf.store.owners import (
+    check_is_store,
+    claim_csds,
+    look_at_store,
+    read_owned,
+)
 from jaxinf.store.steps import WholeStep, step_of
-from jaxinf.store.stock_documents import create_documents
-from jaxinf.transfer import fsync_directory
-from jaxinf.transfer.failures import translated
 
 _MEMBER = re.compile(r"process-\d{5,}")
 _NUM_ATTEMPTS = 20
 _PAUSE_S = 0.2
+
+
+class CommitAction(Enum):
+    """The actions of a commit in their order; see docs/format.md for the argument.
+
+    Each is over, and durable, before the next begins.
+
+    Attributes:
+      SYNC: the step's chunks become durable.
+      RECORD: the slot gets its record.
+      MEET: wait until every member has done the actions before.
+      FLIP: `current` names the slot.
+    """
+
+    SYNC = "sync"
+    RECORD = "record"
+    MEET = "meet"
+    FLIP = "flip"
+
+
+@dataclass(frozen=True, order=True)
+class StepId:
+    """A committed step as members tell each other.
+
+    Attributes:
+      step: its number.
+      commit: the id of its commit, the same in all members.
+    """
+
+    step: int
+    commit: str
+
+
+@dataclass(frozen=True)
+class HeldSteps:
+    """The steps of one member at its opening.
+
+    Attributes:
+      current: the committed step; None before the first.
+      spare: the step that the record in the other slot names; None without a record.
+    """
+
+    current: StepId | None
+    spare: StepId | None
+
+    def has(self, step: StepId | None) -> bool:
+        """Whether a slot has a step, or no step is wanted and none is committed."""
+        if step is None:
+            return self.current is None
+        return step in (self.current, self.spare)
+
+
+def agreed_step(members: Sequence[HeldSteps]) -> StepId | None:
+    """Returns the step that all members go on from; None if none was ever committed.
+
+    It is the committed step of at least one member, and all others have it, too. If
+    they have several such steps, it is the latest: a record of it in a spare slot was
+    written when its chunks were durable, and that slot is not rewritten before all have
+    committed a later one.
+
+    Raises:
+      LookupError: the members have no such step.
+    """
+    found = {member.current for member in members}
+    common = [step for step in found if all(member.has(step) for member in members)]
+    if not common:
+        raise LookupError("no common step")
+    return max((step for step in common if step is not None), default=None)
 
 
 def find_members(path: Path) -> list[Path]:
@@ -97,10 +164,50 @@ def all_members(path: Path) -> list[StoreDirectory]:
     return [by_number[number] for number in sorted(by_number)]
 
 
+# --- one writer -----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def hold_store(path: Path, *, is_member: bool = False) -> Iterator[StoreDirectory]:
+    """Makes this process the store's only writer while the context lasts.
+
+    Args:
+      path: the store.
+      is_member: whether it is one of a run's members, all of which the caller holds.
+
+    Yields:
+      The store, read under its locks; notes on its CSDs name it as the owner.
+
+    Raises:
+      StoreLockedError: another process has it open.
+      StoreError: as `read_owned`.
+    """
+    check_is_store(path)
+    lock = StoreLock(path)
+    try:
+        with lock_exclusively(path / "checkpoints.lock"):
+            directory = read_owned(path)
+            directory.lock = lock
+            member = directory.manifest.member
+            if member is not None and not is_member:
+                raise StoreFormatError(
+                    f"{directory.path}: expected the store of one process, found "
+                    f"member {member.number} of a run of {member.count}, and its step "
+                    "and its places change with the others' alone; open the run's path "
+                    "in all its processes"
+                )
+            claim_csds(directory)
+            # A member's other slot may hold the step that all of a run have.
+            if not is_member:
+                complete_spare(directory)
+            yield directory
+    finally:
+        lock.release()
+
+
 @contextlib.contextmanager
 def hold_members(
     path: Path,
-    named: Sequence[Path] = (),
     *,
     check: Callable[[Sequence[StoreDirectory], StepId | None], None] | None = None,
 ) -> Iterator[list[StoreDirectory]]:
@@ -109,7 +216,6 @@ def hold_members(
     Members that were at different steps go to the common one, as a run of them does.
 
     Args:
-      named: CSD roots of a store of one process that the user has named.
       check: called with the members and the step that they go to, before any of them
         goes there; what it raises leaves them as they are.
 
@@ -120,7 +226,7 @@ def hold_members(
     """
     with contextlib.ExitStack() as stack:
         if not is_run(path):
-            alone = stack.enter_context(hold_store(path, named))
+            alone = stack.enter_context(hold_store(path))
             if check is not None:
                 check([alone], None)
             yield [alone]
@@ -206,12 +312,10 @@ def of_one_commit(
 # --- checkpoints ---------------------------------------------------------------------
 
 
-def save_whole(path: Path, name: str | None = None) -> Path:
-    """Keeps the committed step of all members; blocks, and returns its directory.
+def save_whole(path: Path, name: str | None = None) -> list[Path]:
+    """Keeps the committed step of all members; blocks, and returns its directories.
 
-    Any process may do so beside a running run. The directory of a run's is a zarr group
-    and an Orbax checkpoint; its chunks are symlinks to those of the members'
-    checkpoints of the same name, so that it holds where all members are visible.
+    Any process may do so beside a running run.
 
     Args:
       path: the path of the store or the run.
@@ -221,22 +325,15 @@ def save_whole(path: Path, name: str | None = None) -> Path:
       ProcessError: a member cannot be seen, or they are at different steps.
       StoreMismatchError: there is a checkpoint of that name.
     """
-    members = all_members(path)
-    is_alone = not is_run(path)
-    if not is_alone and name is not None and (path / "checkpoints" / name).exists():
-        raise StoreMismatchError(
-            f"{path}: there is a checkpoint {name!r} already; give another name"
-        )
 
     def keep(one: StoreDirectory, undo: contextlib.ExitStack) -> WholeStep:
         kept = save_checkpoint(one, name)
         undo.callback(remove_checkpoint, one, kept)
         return step_of(one, one.step_path(f"checkpoints/{kept}"))
 
-    made, undo = of_one_commit(path, members, keep)
+    made, undo = of_one_commit(path, all_members(path), keep)
     undo.pop_all()
-    kept = made[0].path
-    return kept if is_alone else link_whole(path, members, kept.name)
+    return [one.path for one in made]
 
 
 def list_whole(path: Path) -> list[CheckpointInfo]:
@@ -248,14 +345,12 @@ def list_whole(path: Path) -> list[CheckpointInfo]:
       ProcessError, StoreError: as `save_whole`.
     """
     members = all_members(path)
-    first, *others = (
-        {info.name: info for info in list_checkpoints(one)} for one in members
-    )
+    lists = [{info.name: info for info in list_checkpoints(one)} for one in members]
     found = []
-    for name, info in first.items():
-        infos = [by_name[name] for by_name in others if name in by_name]
-        if len(infos) == len(others) and is_of_all(members, name):
-            own_bytes = sum(one.own_bytes for one in (info, *infos))
+    for name, info in lists[0].items():
+        infos = [by_name[name] for by_name in lists if name in by_name]
+        if len(infos) == len(lists) and is_of_all(members, name):
+            own_bytes = sum(one.own_bytes for one in infos)
             found.append(replace(info, own_bytes=own_bytes))
     return found
 
@@ -266,8 +361,8 @@ def is_of_all(members: Sequence[StoreDirectory], name: str) -> bool:
     return is_alone or len({find_checkpoint(one, name).commit for one in members}) == 1
 
 
-def find_whole(members: Sequence[StoreDirectory], name: str) -> list[CommitRecord]:
-    """Returns the records of a checkpoint in all members.
+def find_whole(members: Sequence[StoreDirectory], name: str) -> None:
+    """Refuses a checkpoint that is not in all members, and of one commit there.
 
     Raises:
       ValueError: a member has no checkpoint of that name; lists its others.
@@ -280,7 +375,6 @@ def find_whole(members: Sequence[StoreDirectory], name: str) -> list[CommitRecor
             f"{members[0].path.parent}: checkpoint {name!r}: expected one of all "
             f"members together, found one of each, of steps {steps}; give another"
         )
-    return records
 
 
 def restore_whole(members: Sequence[StoreDirectory], name: str) -> CommitRecord:
@@ -319,47 +413,5 @@ def remove_whole(path: Path, names: Sequence[str]) -> None:
         if not holders:
             find_checkpoint(members[0], name)  # raises
     for name, holders in by_name.items():
-        place = path / "checkpoints" / name
-        if is_run(path) and place.exists():
-            gone = place.with_name(f".gone-{uuid.uuid4().hex}")
-            with translated("removal", place):
-                place.rename(gone)
-                fsync_directory(place.parent)
-                shutil.rmtree(gone)
         for one in holders:
             remove_checkpoint(one, name)
-
-
-def link_whole(path: Path, members: Sequence[StoreDirectory], name: str) -> Path:
-    """Makes the one directory of a checkpoint of all members; see `save_whole`."""
-    place = path / "checkpoints" / name
-    temporary = place.with_name(f".new-{uuid.uuid4().hex}")
-    with translated("checkpoint", place):
-        temporary.mkdir(parents=True)
-        try:
-            _link(members, f"checkpoints/{name}", temporary)
-            temporary.rename(place)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-    fsync_directory(place.parent)
-    return place
-
-
-def _link(members: Sequence[StoreDirectory], place: str, root: Path) -> None:
-    manifest, first = members[0].manifest, members[0].step_path(place)
-    carry = CommitRecord.read(first / "commit.json").carry
-    create_documents(root, manifest, time.time_ns(), carry, is_item=True)
-    for one in carry:
-        (root / one.name).symlink_to(os.path.relpath(first / one.name, root))
-    for number, leaf in enumerate(manifest.leaves):
-        for state in leaf.states:
-            for chunk, owner in enumerate(leaf.owners):
-                held = members[owner]
-                key = held.state_chunk(number, chunk, state).key
-                link = root / leaf.array_name(state.name) / key
-                link.parent.mkdir(parents=True, exist_ok=True)
-                # The CSDs of a chunk are known to its owner alone.
-                file = held.chunk_file(place, number, chunk, state.name)
-                at = file if held.manifest.csds else os.path.relpath(file, link.parent)
-                link.symlink_to(at)
