@@ -115,7 +115,8 @@ def save_checkpoint(
                     )
                 if _has(path, record):
                     return name
-            _check_space(directory, slot, place if is_there else None)
+            else:  # one that replaces another has its room
+                _check_space(directory, slot)
             undo.callback(remove_step, directory, new)
             with translated("checkpoint", path):
                 temporary.mkdir()
@@ -350,48 +351,27 @@ def check_pinnable(directory: StoreDirectory) -> None:
     _check_space(directory, directory.need_slot())
 
 
-def _check_space(
-    directory: StoreDirectory, pinned: Slot | None, gone: str | None = None
-) -> None:
+def _check_space(directory: StoreDirectory, pinned: Slot | None) -> None:
     """Refuses if later steps would have no room to replace the linked files.
 
     Args:
       pinned: the slot whose files are about to be linked to.
-      gone: the place of a checkpoint that is about to go.
     """
     needs: dict[Path, int] = defaultdict(int)
     for leaf, record, state, number in directory.held():
-        chunk, csd = directory.chunks[leaf][number], record.csds[number]
         files = [directory.chunk_file(slot, leaf, number, state.name) for slot in SLOTS]
-        old = None
-        if gone is not None:
-            with contextlib.suppress(FileNotFoundError):
-                old = os.lstat(directory.chunk_file(gone, leaf, number, state.name))
-        num_files = _files_to_make(files, pinned, old)
-        num_files -= old is not None and old.st_nlink == 1
-        needs[directory.csd_directory(csd)] += num_files * state.stored_bytes(chunk)
+        found = [os.lstat(file) if file.exists() else None for file in files]
+        if found[0] and found[1] and os.path.samestat(found[0], found[1]):
+            continue  # no step writes it
+        num_files = sum(
+            status is None or status.st_nlink > 1 or slot == pinned
+            for slot, status in zip(SLOTS, found, strict=True)
+        )
+        num_bytes = state.stored_bytes(directory.chunks[leaf][number])
+        needs[directory.csd_directory(record.csds[number])] += num_files * num_bytes
     check_free_space(
         needs,
         "with this checkpoint the steps to come need",
         "free some, or remove another checkpoint (jaxinf checkpoint "
         f'list "{directory.path}")',
     )
-
-
-def _files_to_make(
-    files: list[Path], pinned: Slot | None, gone: os.stat_result | None
-) -> int:
-    """Counts the files of a chunk in both slots that the writer must make.
-
-    A file to which others have a link, too, is replaced in each slot that has it;
-    otherwise the last slot keeps it.
-    """
-    if missing := [file for file in files if not file.exists()]:
-        return len(missing)
-    found, num_files = [os.stat(file) for file in files], 0
-    owners = [SLOTS] if os.path.samestat(*found) else [(slot,) for slot in SLOTS]
-    for status, slots in zip(found, owners, strict=False):
-        others = status.st_nlink - len(slots) + (pinned in slots)
-        others -= gone is not None and os.path.samestat(status, gone)
-        num_files += len(slots) - (others <= 0)
-    return num_files
