@@ -36,13 +36,12 @@ def test_a_checkpoint_takes_the_place_of_a_step_whose_record_is_damaged(store, r
         assert opened.step == 2
 
 
-def test_a_program_restores_over_a_damaged_record(store, run, caplog):
+def test_a_program_restores_over_a_damaged_record(store, run):
     flip(store / "current/commit.json")
     with pytest.raises(jaxinf.StoreFormatError, match="edited or damaged"):
         jaxinf.open_store(store)
     with jaxinf.open_store(store, restore="2") as opened:
         assert opened.step == 2
-    assert "the checkpoint takes its place" in caplog.text
     assert run("verify", store).status == 0
 
 

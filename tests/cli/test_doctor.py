@@ -145,7 +145,7 @@ def test_a_directory_that_cannot_be_written(tmp_path, code, part, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "is_fatal"),
-    [("hard_links", False), ("symlinks", True), ("locks", True)],
+    [("direct_io", False), ("hard_links", True), ("locks", True)],
 )
 def test_what_a_file_system_lacks(tmp_path, name, is_fatal, monkeypatch):
     def refuse(scratch):

@@ -2,12 +2,18 @@
 
 import itertools
 import json
+import shutil
 
 import numpy as np
 import pytest
 from copies import copied
 
-from jaxinf.errors import StoreCorruptError, StoreFormatError, StoreSpaceError
+from jaxinf.errors import (
+    StoreCorruptError,
+    StoreFormatError,
+    StoreMismatchError,
+    StoreSpaceError,
+)
 from jaxinf.exchange.params import stream
 from jaxinf.store import StoreDirectory, dtype_of, save_checkpoint, seal, step_of
 
@@ -96,8 +102,11 @@ def test_a_record_of_other_arrays_is_refused_before_it_begins(make_step, place):
     kept = export(step)
     manifest = (kept / "jaxinf.json").read_text().replace('"b"', '"c"')
     (kept / "jaxinf.json").write_bytes(seal(json.loads(manifest)))
-    with pytest.raises(StoreFormatError, match="are not of one store"):
+    with pytest.raises(StoreMismatchError, match="holds other arrays than the store"):
         copied(kept, place / "again")
+    shutil.move(kept, place / "alone")
+    with pytest.raises(StoreFormatError, match="are not of one store"):
+        copied(place / "alone", place / "again")
     assert not (place / "again").exists()
 
 
