@@ -9,8 +9,6 @@ import pytest
 from late_copies import LateCopies
 from run_scripts import figures, run_script
 
-COUNT_COPIES = "../tests/support/count_copies.py"
-
 
 def bench_update(directory, *arguments):
     common = ["--store", directory, "--params", 20_000, "--reps", 2, "--steps", 2]
@@ -138,15 +136,6 @@ def test_peers_take_whole_steps_in_a_table(tmp_path):
     assert ours.startswith("| jaxinf, keep | ")
     assert memory.startswith(f"| {MEMORY} | ")
     assert "| 0.0, 0.0 |" in memory
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("mode", ["stream", "update"])
-def test_a_step_copies_no_gradient_or_param(mode, tmp_path):
-    options = ["--mode", mode, "--clip-norm", 1, "--reps", 1, "--json"]
-    found = figures(run_script(COUNT_COPIES, "--store", tmp_path, *options))
-    assert found["needed_bytes"] == 4 * found["params"] > 0
-    assert found["copied_bytes_of_leaves"] == found["compiled_bytes"] == 0
 
 
 @pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")

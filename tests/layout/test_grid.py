@@ -68,16 +68,6 @@ def test_shards_are_covered_by_whole_chunks(case):
     assert sorted(found) == list(range(grid.num_chunks))
 
 
-def test_chunk_fields():
-    grid = LeafGrid((10, 6), (4, 3))
-    assert grid.grid_shape == (3, 2)
-    last = grid.chunks()[-1]
-    assert (last.index, last.key, last.start) == ((2, 1), "c/2/1", (8, 3))
-    assert (last.extent, last.num_elements, last.stored_elements) == ((2, 3), 6, 12)
-    assert last.slices == (slice(8, 10), slice(3, 6))
-    assert grid.chunk((2, 1)) == last
-
-
 def test_scalar_and_empty_leaves():
     (chunk,) = LeafGrid((), ()).chunks()
     assert (chunk.key, chunk.num_elements, chunk.stored_elements) == ("c", 1, 1)
@@ -118,7 +108,3 @@ def test_partly_covered_chunk_is_named(start, extent, key):
 def test_box_outside_the_leaf(start, extent):
     with pytest.raises(ValueError, match="expected a box inside the leaf"):
         covers(LeafGrid((10, 6), (4, 3)), start, extent)
-
-
-def test_empty_box_has_no_chunks():
-    assert covers(LeafGrid((10, 6), (4, 3)), (1, 1), (0, 2)) == []

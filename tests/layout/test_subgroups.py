@@ -61,13 +61,6 @@ def test_cut(num_elements, max_elements, lengths):
     assert [run.num_elements for run in runs] == lengths
 
 
-def test_oversized_chunks_are_cut():
-    grid = choose_grid((4097, 4097, 3))
-    runs = subgroups(0, grid, [0, 1], 4 << 20)
-    assert len(runs) == 14
-    assert max(run.num_elements for run in runs) <= 4 << 20
-
-
 def test_bad_subgroup_arguments():
     grid = LeafGrid((4096,), (4096,))
     with pytest.raises(ValueError, match="a CSD for each of 1 chunks, found 2"):
@@ -91,12 +84,6 @@ def test_assignment_is_balanced_and_deterministic(chunk_bytes, num_csds):
     ) <= max(chunk_bytes)
 
 
-@given(st.integers(1, 80), st.integers(2, 17))
-def test_equal_chunks_alternate(num_chunks, num_csds):
-    csds = assign_csds([4096] * num_chunks, num_csds)
-    assert csds == [i % num_csds for i in range(num_chunks)]
-
-
 @given(st.lists(_BYTES, min_size=1, max_size=40), st.integers(1, 5))
 def test_equal_neighbours_differ_where_possible(chunk_bytes, num_csds):
     csds = assign_csds(chunk_bytes, num_csds)
@@ -107,35 +94,11 @@ def test_equal_neighbours_differ_where_possible(chunk_bytes, num_csds):
         assert repeats == max(2 * most - len(dealt) - 1, 0)
 
 
-def test_equal_chunks_alternate_beside_a_large_one():
-    # CSD 0 is busy with the large chunk; the rest still alternate where they can.
-    assert assign_csds([40, 10, 10, 10, 10, 10, 10], 3) == [0, 1, 2, 1, 2, 1, 2]
-    # Two of four must go to CSD 1, and they are kept apart.
-    assert assign_csds([10, 10, 20, 10, 10], 3) == [1, 2, 0, 1, 2]
-
-
 def test_bad_assignment_arguments():
     with pytest.raises(ValueError, match="at least one CSD"):
         assign_csds([1], 0)
     with pytest.raises(ValueError, match="no negative number"):
         assign_csds([-1], 1)
-
-
-_SHAPE = st.lists(st.integers(0, 300), max_size=3).map(tuple)
-
-
-@pytest.mark.long
-@settings(deadline=None)
-@given(st.lists(_SHAPE, max_size=12), st.integers(1, 16))
-def test_leaves_of_any_shape_are_spread_evenly(shapes, num_csds):
-    """Bytes are balanced as far as whole chunks allow."""
-    chunks = [
-        -(-chunk.num_elements * 12 // 4096) * 4096
-        for shape in shapes
-        for chunk in choose_grid(shape, max_chunk_elements=1 << 16).chunks()
-    ]
-    loads = _loads(chunks, assign_csds(chunks, num_csds), num_csds)
-    assert max(loads) - min(loads) <= max(chunks, default=0)
 
 
 def _loads(chunk_bytes, csds, num_csds):

@@ -23,12 +23,7 @@ DTYPES = [
         "c": "8",
     }.items()
     for num_bytes in sizes
-]
-ML_DTYPES = [
-    np.dtype(ml_dtypes.bfloat16),
-    np.dtype(ml_dtypes.float8_e4m3fn),
-    np.dtype(ml_dtypes.float8_e5m2),
-]
+] + [np.dtype(ml_dtypes.bfloat16)]
 
 
 def same_bits(a, b):
@@ -56,14 +51,6 @@ def test_scalars_keep_their_bits(data):
     assert same_bits(back.value, value)
 
 
-@pytest.mark.parametrize("dtype", ML_DTYPES, ids=str)
-def test_scalars_of_other_dtypes_keep_their_bits(dtype):
-    raw = np.arange(256, dtype=np.uint8)
-    value = raw[: 256 // dtype.itemsize * dtype.itemsize].view(dtype)
-    back = ScalarState.of(ScalarState("x", value).document)
-    assert same_bits(back.value, value)
-
-
 @pytest.mark.parametrize(
     "value", [np.nan, -np.nan, np.inf, -np.inf, -0.0, 1e-45, np.float32(0.1)]
 )
@@ -73,12 +60,6 @@ def test_special_values_and_their_text(tmp_path, value):
     (back,) = round_trip(tmp_path, step=1, scalar_state=[state]).scalar_state
     assert same_bits(back.value, value)
     assert state.document.value == str(value)
-
-
-def test_values_need_not_be_contiguous(tmp_path):
-    value = np.arange(12, dtype=np.int32).reshape(3, 4).T
-    back = ScalarState.of(ScalarState("x", value).document)
-    np.testing.assert_array_equal(back.value, value)
 
 
 def test_record(tmp_path):

@@ -9,24 +9,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from msgspec import structs
 
 from jaxinf.errors import (
     StoreFormatError,
     StoreIOError,
     StoreSpaceError,
 )
-from jaxinf.layout import choose_grid
 from jaxinf.store import (
     CommitRecord,
-    StateRecord,
     StoreDirectory,
     StoreLock,
-    check_free_space,
     check_space,
     create_store,
     discard_store,
-    other_slot,
     required_bytes,
 )
 
@@ -84,13 +79,6 @@ def test_creation(make_directory, num_csds):
     assert allocated == sum(required_bytes(directory).values())
 
 
-def test_chunks_are_spread_evenly_over_csds(make_directory):
-    directory = make_directory(num_csds=3)
-    needs = required_bytes(directory)
-    assert set(needs) == {directory.csd_directory(csd) for csd in range(3)}
-    assert max(needs.values()) - min(needs.values()) <= 2 * 4096 * (4 + 2 + 4)
-
-
 def test_space_is_checked_before_anything_is_written(place, manifest_of):
     huge = manifest_of(shapes={("w",): (1 << 20, 1 << 22)}, chunk_elements=1 << 34)
     directory = StoreDirectory(place / "new" / "store", huge)
@@ -101,13 +89,6 @@ def test_space_is_checked_before_anything_is_written(place, manifest_of):
     assert not (place / "new").exists()
 
 
-def test_sizes_have_units_of_their_own():
-    with pytest.raises(
-        StoreSpaceError, match=r"^/proc: need 4,096 bytes \(4\.00 KiB\) .* \(0 B\); go$"
-    ):
-        check_free_space({Path("/proc"): 4096}, "need", "go")
-
-
 def test_more_chunks_than_a_record_names_are_refused_before_they_are_listed(
     manifest_of,
 ):
@@ -115,47 +96,6 @@ def test_more_chunks_than_a_record_names_are_refused_before_they_are_listed(
         StoreSpaceError, match=r"at most 2,097,152 .*, found 3,145,728 .*\(40\.0 GiB\)"
     ):
         manifest_of(shapes={("w",): (1 << 20, 4096)})
-
-
-def test_space_of_csds_on_one_file_system_is_added_up(place, manifest_of):
-    stat = os.statvfs(place)
-    elements = stat.f_bavail * stat.f_frsize // 20 // 4096 * 4096
-    grid = choose_grid((elements,))
-    roots = (str(place / "x"), str(place / "y"))
-    leaf = manifest_of(roots, (StateRecord("params", "float32"),), {("w",): (8,)})
-    leaf = structs.replace(
-        leaf.leaves[0],
-        shape=(elements,),
-        chunk_shape=grid.chunk_shape,
-        csds=tuple(i % 2 for i in range(grid.num_chunks)),
-        states=(StateRecord("params", "float32"), StateRecord("mu", "float32")),
-    )
-    manifest = structs.replace(manifest_of(roots), leaves=(leaf,))
-    directory = StoreDirectory(place / "store", manifest)
-    needs = required_bytes(directory)
-    assert max(needs.values()) < stat.f_bavail * stat.f_frsize
-    assert sum(needs.values()) < stat.f_bavail * stat.f_frsize
-    check_space(directory)
-    doubled = structs.replace(leaf, states=(*leaf.states, StateRecord("nu", "float32")))
-    manifest = structs.replace(manifest, leaves=(doubled,))
-    directory = StoreDirectory(place / "store", manifest)
-    assert max(required_bytes(directory).values()) < stat.f_bavail * stat.f_frsize
-    with pytest.raises(StoreSpaceError, match="or more CSD roots"):
-        check_space(directory)
-
-
-def test_creation_where_files_are_in_the_way(place, manifest_of):
-    directory = StoreDirectory(place, manifest_of())
-    (place / "slots").write_text("")
-    with pytest.raises(StoreIOError, match=r"creation failed: .*"):
-        create_store(directory)
-
-
-def test_stored_bytes():
-    assert [other_slot(slot) for slot in ("a", "b")] == ["b", "a"]
-    chunk = choose_grid((4097,)).chunks()[0]
-    assert StateRecord("x", "float32").stored_bytes(chunk) == 5 * 4096
-    assert StateRecord("x", "int8").stored_bytes(chunk) == 2 * 4096
 
 
 def test_publish_in_the_order_of_the_format(make_directory, write_step):
@@ -176,16 +116,6 @@ def test_publish_in_the_order_of_the_format(make_directory, write_step):
     assert [event for event in EVENTS if event in wanted] == wanted
     assert directory.committed_slot() == "a"
     assert CommitRecord.read(directory.path / "current/commit.json").step == 2
-
-
-def test_publishing_after_a_crash_in_the_flip(make_directory, write_step):
-    directory = make_directory()
-    write_step(directory, "a", 0)
-    assert os.readlink(directory.path / "current") == "slots/a"
-    (directory.path / "current.tmp").symlink_to("left by a crash")
-    write_step(directory, "b", 1)
-    assert os.readlink(directory.path / "current") == "slots/b"
-    assert not (directory.path / "current.tmp").is_symlink()
 
 
 def test_the_committed_slot_is_not_unpublished(make_directory, write_step):
@@ -235,21 +165,6 @@ def test_an_unchanged_chunk_is_a_link(make_directory, write_step, num_csds):
     )
 
 
-def test_leftovers_of_a_crash_are_no_obstacle(make_directory, write_step):
-    directory = make_directory()
-    write_step(directory, "a", 0)
-    for position in (0, 1):
-        file = directory.chunk_file("b", 0, position, "mu")
-        left = directory.path / "replacement.new"
-        left.write_text("junk")
-        os.link(file, file.with_name("other"))
-        directory.prepare_write("b", 0, position, "mu")
-        assert not left.exists()
-    left.write_text("junk")
-    directory.link_chunk("a", "b", 0, 1, "mu")
-    assert file.samefile(directory.chunk_file("a", 0, 1, "mu"))
-
-
 @pytest.mark.parametrize("num_csds", [0, 2])
 def test_leftovers_of_replacements_go(make_directory, write_step, place, num_csds):
     directory = make_directory(num_csds=num_csds)
@@ -297,11 +212,6 @@ def test_a_strange_current_is_refused(make_directory, write_step, current):
         path.symlink_to(current)
     with pytest.raises(StoreFormatError, match="expected a symlink to slots/a or"):
         directory.committed_slot()
-
-
-def test_no_store(place):
-    with pytest.raises(StoreFormatError, match=r"found no jaxinf\.json in it; give"):
-        StoreDirectory.open(place)
 
 
 @pytest.mark.parametrize("num_csds", [0, 2])

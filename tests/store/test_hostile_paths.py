@@ -16,7 +16,7 @@ from store_driver import Driver
 
 import jaxinf
 from jaxinf.cli import main
-from jaxinf.errors import StoreError, StoreFormatError, StoreIOError
+from jaxinf.errors import StoreError, StoreFormatError
 from jaxinf.store import (
     Manifest,
     StoreDirectory,
@@ -24,8 +24,6 @@ from jaxinf.store import (
     save_checkpoint,
     seal,
 )
-from jaxinf.transfer import read_into
-from jaxinf.transfer.pool import BufferPool
 
 on_csds = pytest.mark.parametrize("store", [2], indirect=True, ids=["2 CSDs"])
 first_without_csds = pytest.mark.parametrize(
@@ -297,26 +295,6 @@ def test_stock_readers_are_not_led_out(store, victim, name):
         opened.tensorstore("params", "w")
 
 
-@on_csds
-def test_swapped_links_are_not_followed(store):
-    """Chunks are read at the manifest's places, not at the links' targets."""
-    links = sorted((store.path / "slots").glob("*/params.w/c/0/0"))
-    for link in links:
-        target = os.readlink(link)
-        for csd in range(2):
-            other = target.replace(
-                *(str(store.csd_directory(n)) for n in (csd, 1 - csd))
-            )
-            if other != target:
-                link.unlink()
-                link.symlink_to(other)
-                break
-    driver = Driver(store.path, leaves=LEAVES).init()
-    driver.check(2)
-    driver.steps(1).check(3)
-    driver.close()
-
-
 def test_a_manifest_that_names_a_victims_directory(store, victim):
     """The store is unfinished, so `open_store` would remove files on its CSDs."""
     folder = victim / f"jaxinf-{store.manifest.store_id}"
@@ -336,15 +314,6 @@ def test_a_manifest_that_names_a_victims_directory(store, victim):
     shutil.rmtree(folder)
 
 
-def test_direct_io_follows_no_link(place):
-    (place / "file").write_bytes(b"x" * 8192)
-    (place / "link").symlink_to("file")
-    with BufferPool(4096).acquire(4096) as buffer:
-        read_into(place / "file", buffer.array, 0, 4096)
-        with pytest.raises(StoreIOError, match="link: read"):
-            read_into(place / "link", buffer.array, 0, 4096)
-
-
 @pytest.mark.parametrize("name", ["checkpoints/kept", "slots/a"])
 def test_a_step_is_no_store(store, name):
     """A checkpoint has a manifest, too; a run on its path must not remove it."""
@@ -354,10 +323,3 @@ def test_a_step_is_no_store(store, name):
         Driver(path, leaves=LEAVES).init()
     left = [p for p in path.rglob("*") if p.name not in ("lock", "checkpoints.lock")]
     assert sorted(left) == before
-
-
-@pytest.mark.parametrize("name", ["notes", "notes/link", ".hidden"])
-def test_what_is_not_the_stores_may_be_a_link(store, victim, name):
-    (store.path / name).parent.mkdir(exist_ok=True)
-    (store.path / name).symlink_to(victim)
-    jaxinf.open_store(store.path).close()

@@ -12,7 +12,6 @@ from jaxinf.store import (
     Manifest,
     Member,
     StateRecord,
-    dtype_of,
     seal,
 )
 from jaxinf.store.creation import member_of
@@ -99,18 +98,12 @@ def read_changed(tmp_path, manifest_of):
     [
         ("", "found none that can be read"),
         ('{"format": "jax', "found none that can be read"),
-        ("[" * 100_000, "found none that can be read"),
         ("[1]", 'expected "format": "jaxinf", found another document'),
-        ('{"zarr_format": 3}', 'expected "format": "jaxinf"'),
         ('{"format": "jaxinf"}', "has None; the manifest is damaged"),
         (
             '{"format": "jaxinf", "format_version": 2}',
             f"reads format version {FORMAT_VERSION}, the store has 2; it is older than "
             "any release: export its params with the checkout of jaxinf that wrote it",
-        ),
-        (
-            '{"format": "jaxinf", "format_version": 0}',
-            "has 0; the manifest is damaged",
         ),
         (
             f'{{"format": "jaxinf", "format_version": {FORMAT_VERSION}}}',
@@ -164,13 +157,6 @@ def test_a_members_chunks_have_owners(tmp_path, change, problem):
         Manifest.read(path)
 
 
-def test_refuses_bytes_that_are_no_text(tmp_path):
-    path = tmp_path / "jaxinf.json"
-    path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(StoreFormatError, match="found none that can be read"):
-        Manifest.read(path)
-
-
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
@@ -184,8 +170,6 @@ def test_refuses_bytes_that_are_no_text(tmp_path):
         ("csds", ["/mnt/a"], "no such CSDs"),
         ("kernels", {}, "no kernel 'k0'"),
         ("leaves", [{}], r"leaves\[0\]: expected the key 'path', found none"),
-        ("leaves", 7, "leaves: expected a list, found 7"),
-        ("created_by", "x", "created_by: expected an object, found 'x'"),
     ],
 )
 def test_refuses_a_damaged_document(read_changed, key, value, message):
@@ -198,7 +182,6 @@ def test_refuses_a_damaged_document(read_changed, key, value, message):
     [
         ("shape", [13, 130, 1], "shard counts"),
         ("shape", [9700, 129], "9700 chunks, 13 CSDs"),
-        ("chunk_shape", [13], "chunk shape"),
         ("chunk_shape", [0, 129], "a whole number >= 1"),
         ("csds", [], "chunks, 0 CSDs"),
         ("kernel", "k9", "no kernel 'k9'"),
@@ -239,14 +222,6 @@ def test_tree_difference_says_what_differs(manifest_of):
     ]
 
 
-def test_tree_difference_sees_the_order_and_not_the_places(manifest_of):
-    ours = manifest_of()
-    elsewhere = manifest_of(csds=("/mnt/a", "/mnt/b"))
-    assert ours.tree_difference(elsewhere) == []
-    turned = structs.replace(ours, leaves=ours.leaves[::-1])
-    assert ours.tree_difference(turned) == ["the same leaves come in another order"]
-
-
 def test_kernel_difference_shows_the_equations(manifest_of):
     ours = manifest_of()
     renamed = structs.replace(
@@ -265,12 +240,3 @@ def test_kernel_difference_shows_the_equations(manifest_of):
         "+%0 = neg x",
         " update = %0",
     ]
-
-
-def test_counts_and_names(manifest_of):
-    manifest = manifest_of()
-    assert manifest.num_params == 13 * 129 + 129 + 3 * 4096 + 1
-    assert manifest.state_names == ("params", "mu", "count")
-    assert manifest_of(shapes={}).num_params == 0
-    assert manifest_of(shapes={}).state_names == ("params",)
-    assert dtype_of("bfloat16").itemsize == 2

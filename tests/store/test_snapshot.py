@@ -12,7 +12,6 @@ from families import family
 from jaxinf.errors import StoreFormatError, StoreIOError
 from jaxinf.store import (
     CommitRecord,
-    find_leaf,
     open_array,
     pinned_step,
     prune_snapshots,
@@ -57,22 +56,6 @@ def test_holds_its_step(make_directory, write_step, place, num_csds):
         check_holds(directory, path, first)
     left = files_below(*place.iterdir())
     assert not [name for name in left if path.name in name]
-
-
-def test_moves_no_data(make_directory, write_step):
-    directory = make_directory(num_csds=2)
-    write_step(directory, "a", 0)
-    with pinned_step(directory) as step:
-        path = step.path
-        for number, leaf in enumerate(directory.manifest.leaves):
-            for position, chunk in enumerate(directory.chunks[number]):
-                file = directory.chunk_file("a", number, position, "mu")
-                pinned = path / leaf.array_name("mu") / chunk.key
-                assert pinned.is_symlink()
-                assert pinned.samefile(file)
-                assert os.readlink(pinned).startswith(
-                    str(directory.csd_directory(leaf.csds[position]) / "snapshots")
-                )
 
 
 def test_needs_a_step(make_directory):
@@ -155,19 +138,3 @@ def test_pruning_is_not_disturbed(make_directory, write_step):
         assert sorted(p.name for p in path.parent.iterdir()) == sorted(
             [path.name, "stray"]
         )
-
-
-def test_views_name_what_there_is(make_directory, write_step):
-    manifest = make_directory().manifest
-    assert find_leaf(manifest, "mu", "/h0/attn/kernel/").path == (
-        "h0",
-        "attn",
-        "kernel",
-    )
-    assert find_leaf(manifest, "params", "embed%2F%25/0").shape == (3, 4096)
-    with pytest.raises(ValueError, match="has the states params, mu, count, asked for"):
-        find_leaf(manifest, "nu", "scale")
-    with pytest.raises(
-        ValueError, match="no leaf 'x' in the store; there are h0/attn/"
-    ):
-        find_leaf(manifest, "mu", "x")
