@@ -72,15 +72,30 @@ class StartedUpdates:
         Raises:
           BaseException: the exception that stopped the store.
         """
-        engine_of(self._store).health.check()
-        limit = engine_of(self._store).options.memory_bytes
+        engine = engine_of(self._store)
+        engine.health.check()
+
+        def run() -> None:
+            try:
+                update()
+            finally:
+                with self._changed:
+                    self._taken_bytes -= num_bytes
+                    self._changed.notify_all()
+
+        def fits() -> bool:
+            taken = self._taken_bytes
+            return not taken or taken + num_bytes <= engine.options.memory_bytes
+
         with self._changed:
-            self._changed.wait_for(
-                lambda: not self._taken_bytes or self._taken_bytes + num_bytes <= limit
-            )
+            self._changed.wait_for(fits)
             self._taken_bytes += num_bytes
-            future = self._threads().submit(self._run, update, num_bytes)
-            self._under_way[key] = future, results
+            if self._pool is None:
+                num_csds = len(engine.opened.csds) if engine.has_files else 1
+                num_workers = engine.options.workers_of(num_csds)
+                self._pool = ThreadPoolExecutor(num_workers, "jaxinf-leaf")
+                engine.on_close(self._pool.shutdown)
+            self._under_way[key] = self._pool.submit(run), results
 
     def finish(self, key: _Key) -> Any:
         """Waits for an update and returns its results.
@@ -92,25 +107,6 @@ class StartedUpdates:
             future, results = self._under_way.pop(key)
         future.result()
         return results
-
-    def _run(self, update: Callable[[], None], num_bytes: int) -> None:
-        try:
-            update()
-        finally:
-            with self._changed:
-                self._taken_bytes -= num_bytes
-                self._changed.notify_all()
-
-    def _threads(self) -> ThreadPoolExecutor:
-        if self._pool is None:
-            engine = engine_of(self._store)
-            num_csds = len(engine.opened.csds) if engine.has_files else 1
-            self._pool = ThreadPoolExecutor(
-                engine.options.workers_of(num_csds),
-                thread_name_prefix="jaxinf-leaf",
-            )
-            engine.on_close(self._pool.shutdown)
-        return self._pool
 
 
 BOUND, UNBOUND = 0, 1
@@ -206,14 +202,10 @@ class HostSide:
         engine.bind(description)
         is_bound = engine.binding.is_at(step, origin)
         if not is_bound:
-            self._begin_binding(step, origin)
+            engine.steps.abandon()  # a step whose computation ended before its commit
+            engine.wait()
+            engine.binding.begin(step, origin)
         out[...] = BOUND if is_bound else UNBOUND, engine.binding.origin
-
-    def _begin_binding(self, step: int, origin: int) -> None:
-        engine = self.engine
-        engine.steps.abandon()  # a step whose computation ended before its commit
-        engine.wait()
-        engine.binding.begin(step, origin)
 
     def compare(self, outs: HostResult, call: HostCall) -> None:
         """Callback before the first step: compares params with the store's."""

@@ -58,7 +58,6 @@ def assert_same(tree, other):
 
 
 COMPRESSIONS = {
-    "plain": jaxinf.top_k(0.05),
     "exact": jaxinf.top_k(0.05, selection="exact"),
     "feedback": jaxinf.top_k(0.05, error_feedback=True),
     "16 bits": jaxinf.top_k(0.05, values="bfloat16", error_feedback=True),
@@ -82,7 +81,6 @@ OPTIMIZERS = {
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in [
-                ("plain", "adamw"),
                 ("everything", "momentum"),
                 ("exact", "accumulate"),
                 ("16 bits", "adamw"),
@@ -236,63 +234,57 @@ def test_skipped_step_leaves_no_trace(open_store):
     assert_same(after.error_feedback, before.error_feedback)
 
 
-@pytest.mark.long
-def test_16_bit_params(open_store):
-    store = open_store(**OPTIONS)
-    tx = jaxinf.smart_update(
-        optax.sgd(1.0), store, compress=jaxinf.top_k(0.3), updates="float32"
-    )
-    params, gradients = make(0, jnp.bfloat16), make(1, jnp.bfloat16)
-    updates, state = jax.jit(tx.update)(gradients, tx.init(params), params)
-    moved = jax.tree.map(lambda u: np.count_nonzero(u), updates)
-    assert moved["w"] == 60_000 * 0.3 * 2 / 6
-    new = optax.apply_updates(params, updates)
-    assert_same(store.params(like=new, state=state), new)
-
-
 # --- refusals ------------------------------------------------------------------------
 
 
-def test_what_is_no_compression(open_store):
-    with pytest.raises(TypeError, match=r"compress=0.01: expected jaxinf.top_k"):
-        jaxinf.smart_update(optax.adam(1e-2), open_store(), compress=0.01)
+FEEDBACK = jaxinf.top_k(0.1, error_feedback=True)
 
 
-def test_error_feedback_needs_every_commit(open_store):
-    with pytest.raises(ValueError, match=r'error_feedback=True.*durability="step"'):
-        jaxinf.smart_update(
+@pytest.mark.parametrize(
+    ("tx", "compress", "durability", "error", "message"),
+    [
+        (
             optax.adam(1e-2),
-            open_store(durability=2),
-            compress=jaxinf.top_k(0.1, error_feedback=True),
-        )
-
-
-def test_error_feedback_with_clipping_inside(open_store):
-    inside = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
-    tx = jaxinf.smart_update(
-        inside, open_store(), compress=jaxinf.top_k(0.1, error_feedback=True)
-    )
-    with pytest.raises(
-        jaxinf.UnsupportedTransformError, match=r"put that in front: optax.chain"
-    ):
-        tx.init(make(0))
-
-
-def test_dense_input_of_the_update(open_store):
-    noisy = optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(1e-2))
-    tx = jaxinf.smart_update(noisy, open_store(), compress=jaxinf.top_k(0.1))
-    with pytest.raises(
-        jaxinf.UnsupportedTransformError, match="nothing dense crosses the link"
-    ):
-        tx.init(make(0))
+            0.01,
+            "step",
+            TypeError,
+            r"compress=0.01: expected jaxinf.top_k",
+        ),
+        (
+            optax.adam(1e-2),
+            FEEDBACK,
+            2,
+            ValueError,
+            r'error_feedback=True.*durability="step"',
+        ),
+        (
+            optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
+            FEEDBACK,
+            "step",
+            jaxinf.UnsupportedTransformError,
+            r"put that in front: optax.chain",
+        ),
+        (
+            optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(1e-2)),
+            jaxinf.top_k(0.1),
+            "step",
+            jaxinf.UnsupportedTransformError,
+            "nothing dense crosses the link",
+        ),
+    ],
+    ids=["kind", "durability", "clipping", "dense input"],
+)
+def test_refusals(open_store, tx, compress, durability, error, message):
+    store = open_store(durability=durability)
+    with pytest.raises(error, match=message):
+        jaxinf.smart_update(tx, store, compress=compress).init(make(0))
 
 
 @pytest.mark.long
 def test_error_feedback_is_part_of_the_store(open_store):
     store = open_store(**OPTIONS)
-    feedback = jaxinf.top_k(0.1, error_feedback=True)
     params, state = run(
-        jaxinf.smart_update(optax.adam(1e-2), store, compress=feedback), make(0), [1]
+        jaxinf.smart_update(optax.adam(1e-2), store, compress=FEEDBACK), make(0), [1]
     )
     store.wait(state)
     tx = jaxinf.smart_update(optax.adam(1e-2), store, compress=jaxinf.top_k(0.1))

@@ -113,8 +113,6 @@ def train(path, compress, *, freezes):
     ("callback", "compress", "freezes"),
     [
         ("buffer", None, True),
-        pytest.param("io", None, False, marks=pytest.mark.long),
-        pytest.param("start", None, True, marks=pytest.mark.long),
         pytest.param(
             *("buffer", jaxinf.top_k(0.1, error_feedback=True, warmup_steps=1), False),
             marks=pytest.mark.long,

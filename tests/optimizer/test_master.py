@@ -15,7 +15,6 @@ import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
 import small_stores
-from copies import copied
 from families import family
 
 import jaxinf
@@ -287,23 +286,6 @@ def test_checkpoints_exports_and_stock_orbax(tmp_path, master):
     assert main(words) == 0
     tensors = safetensors.numpy.load_file(tmp_path / "tensors" / "model.safetensors")
     np.testing.assert_array_equal(tensors["a"], held["a", "params"])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [({"csd": "emulated"}, "split"), ({}, "fp32"), ({"master": "none"}, "fp32")],
-)
-def test_converting_loses_nothing(tmp_path, old, new):
-    held, _, _ = run(tmp_path / "old", 3, **old)
-    assert copied(tmp_path / "old", tmp_path / "new", master=new).step == 3
-    directory = StoreDirectory.open(tmp_path / "new")
-    assert verify_step(directory, tmp_path / "new" / "current") == []
-    codec = directory.manifest.leaves[0].states[0].codec
-    assert codec == {"split": "split", "fp32": ""}[new]
-    found, _, _ = run(tmp_path / "new", 0)
-    equal(held, found)
-    run(tmp_path / "new", 2)
 
 
 @pytest.mark.long

@@ -1,51 +1,59 @@
-"""A program with its own checkpoints: init, restore over it, continue."""
+"""A program that begins again, or discards an update: which step its state is of."""
+
+import shutil
+import warnings
+from itertools import product
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from families import family
+from raw_stores import memory_directory
 
 import jaxinf
 from jaxinf.store import StoreDirectory
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*given no params")
 
-def make_params(dtype=jnp.float32):
-    keys = jax.random.split(jax.random.key(0), 2)
-    return {
-        "w": jax.random.normal(keys[0], (70, 33)).astype(dtype),
-        "b": jax.random.normal(keys[1], (33,)).astype(dtype),
-        "frozen": jnp.full((5,), 1.5, dtype),
-    }
+PARAMS = {"w": jnp.linspace(-1, 1, 77).reshape(7, 11), "b": jnp.linspace(0, 2, 11)}
+FRESH = jax.tree.map(jnp.cos, PARAMS)
+REFUSED = (jaxinf.StoreMismatchError, jax.errors.JaxRuntimeError)
 
 
-def frozen_part():
-    labels = {"w": "train", "b": "train", "frozen": "freeze"}
-    return optax.multi_transform(
-        {"train": optax.adam(1e-2), "freeze": optax.set_to_zero()}, labels
-    )
+def opened(open_store, name="store", **options):
+    store = open_store(name, **options)
+    return store, jaxinf.smart_update(optax.adam(1e-2), store)
 
 
-def trained(tx, start, num_steps):
-    """Returns params and state after each of some jitted steps."""
-    step, run, kept = stepper(tx), start, []
-    for _ in range(num_steps):
-        run = step(run)
-        kept.append(jax.tree.map(np.asarray, run))
-    return kept
+def eager(tx, params, state, gives):
+    gradients = jax.tree.map(jnp.sin, params)
+    updates, state = tx.update(gradients, state, params if gives else None)
+    return optax.apply_updates(params, updates), state
 
 
-def stepper(tx):
-    """Returns a jitted step from params and state to the next."""
+def scanned(tx, params, state, gives):
+    def step(carry, _):
+        return eager(tx, carry[0], carry[1], gives), None
 
-    @jax.jit
-    def step(run):
-        params, state = run
-        gradients = jax.tree.map(lambda p: p * 0.1 + 0.01, params)
-        updates, state = tx.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state
+    return jax.jit(lambda carry: jax.lax.scan(step, carry, None, 1)[0])((params, state))
 
-    return step
+
+HOWS = {
+    "eager": eager,
+    "jit": jax.jit(eager, static_argnums=(0, 3)),
+    "donated": jax.jit(eager, static_argnums=(0, 3), donate_argnums=(1, 2)),
+    "scan": scanned,
+}
+
+
+def copied(tree):
+    return jax.tree.map(jnp.array, tree)
+
+
+def on_host(tree):
+    return jax.tree.map(np.asarray, tree)
 
 
 def assert_same(a, b):
@@ -53,43 +61,254 @@ def assert_same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-VARIANTS = {
-    "float32": (jnp.float32, lambda: optax.adam(1e-2), {}),
-    "bfloat16": (jnp.bfloat16, lambda: optax.adam(1e-2), {}),
-    "float16": (jnp.float16, lambda: optax.adam(1e-2), {}),
-    "frozen": (jnp.float32, frozen_part, {}),
-    "error feedback": (
-        jnp.float32,
-        lambda: optax.adam(1e-2),
-        {"compress": jaxinf.top_k(0.1, error_feedback=True)},
-    ),
-}
+def trained(tx, run, num_steps):
+    """Returns params and state after each of some jitted steps."""
+    kept = []
+    for _ in range(num_steps):
+        run = HOWS["jit"](tx, *run, True)
+        kept.append(on_host(run))
+    return kept
+
+
+def start(open_store, num_steps=3, name="store", **options):
+    """Makes a store by a run; returns it, and the run's own record of each step."""
+    store, tx = opened(open_store, name=name, **options)
+    begun = PARAMS, tx.init(PARAMS)
+    kept = [on_host(begun), *trained(tx, begun, num_steps)]
+    store.wait()
+    store.close()
+    return kept
+
+
+def names(store):
+    return [info.name for info in store.checkpoints()]
+
+
+@pytest.fixture(scope="module")
+def run():
+    """A store at step 2; params and state at each step, and a step later."""
+    with memory_directory() as path, jaxinf.open_store(path / "store") as store:
+        tx = jaxinf.smart_update(optax.adam(1e-2), store)
+        kept = [(PARAMS, tx.init(PARAMS))]
+        for _ in range(2):
+            kept.append(HOWS["jit"](tx, *kept[-1], True))
+        store.wait(kept[-1][1])
+        shutil.copytree(path / "store", path / "kept", symlinks=True)
+        after = HOWS["jit"](tx, *kept[-1], True)
+        yield path / "kept", on_host(kept), on_host(after)
+
+
+@pytest.fixture
+def kept(run, place):
+    """The test's store is a copy of the run's; its params and states."""
+    shutil.copytree(run[0], place / "store", symlinks=True)
+    return run[1]
+
+
+@pytest.fixture
+def after(run):
+    """Params and state of the run at step 3."""
+    return run[2]
+
+
+def refused(open_store, place, how, params, message, *, gives):
+    """Updates from the state of `init`, which must write nothing."""
+    store, tx = opened(open_store)
+    state = tx.init(params)
+    assert int(state.origin) == 1
+    record = (place / "store" / "current" / "commit.json").read_bytes()
+    with pytest.raises(REFUSED, match=message):
+        jax.block_until_ready(HOWS[how](tx, copied(params), state, gives))
+    with pytest.raises(jaxinf.StoreMismatchError, match=message):
+        store.check()
+    store.close()
+    assert (place / "store" / "current" / "commit.json").read_bytes() == record
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "how", ["eager", "donated", "scan", pytest.param("jit", marks=pytest.mark.long)]
+)
+def test_fresh_params_never_train_on_an_old_state(how, open_store, place, kept, after):
+    """A run is fresh, takes the store's params, or restores its own; each without."""
+
+    def stepped(*arguments):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = HOWS[how](*arguments)
+        said = [str(one.message) for one in caught]
+        return found, any("update was given no params" in one for one in said)
+
+    said = r"no params, and a state of init.* of step 2, .*open it again.*params\(like"
+    refused(open_store, place, how, FRESH, said, gives=False)
+    refused(open_store, place, how, FRESH, "the params are not those", gives=True)
+    store, tx = opened(open_store)
+    state = tx.init(store.params(like=FRESH))
+    assert int(state.origin) == 0
+    found, is_told = stepped(tx, store.params(like=FRESH), state, False)
+    assert_same(on_host(found), after)
+    store.close()
+    assert is_told  # the state could be restored
+    for gives in (False, True):
+        store, tx = opened(open_store)
+        assert int(tx.init(FRESH).origin) == 1
+        found, is_told = stepped(tx, *copied(kept[2]), gives)
+        assert_same(on_host(found), after)
+        store.close()
+        assert is_told == (not gives)
+
+
+class Deferred(jaxinf.typing.DeferredArray):
+    def read(self):
+        raise AssertionError("init on a store with steps reads no deferred leaf")
+
+
+def test_init_compares_what_it_sees_and_reads_nothing(open_store, kept):
+    assert len(kept) == 3
+    store, tx = opened(open_store)
+    params = store.params(like=PARAMS)
+    before = store._engine.opened.meters.snapshot()
+    one = {**params, "w": params["w"].at[6, 10].add(1e-7)}
+    for given, origin in ((params, 0), (one, 1), (FRESH, 1), (on_host(params), 0)):
+        assert int(tx.init(given).origin) == origin
+        assert int(jax.jit(tx.init)(given).origin) == origin
+    deferred = jax.tree.map(lambda x: Deferred(x.shape, x.dtype), PARAMS)
+    state = tx.init(deferred)
+    assert int(state.origin) == 1
+    assert store._engine.opened.meters.snapshot() == before
+    params, state = eager(tx, params, state, True)
+    assert int(state.origin) == 0
+    _, state = eager(tx, params, state, False)
+    assert int(state.step) == 4
+
+
+# --- discarded updates ---------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("kind", "at"),
+    ("how", "gives"),
+    family(
+        product(["eager", "jit"], [True, False]),
+        short=[("eager", True), ("jit", False)],
+    ),
+)
+def test_discarded_updates_leave_no_trace(how, gives, open_store, run, caplog):
+    whole = run[1][2]
+    with open_store("run") as store:
+        tx = jaxinf.smart_update(optax.adam(1e-2), store)
+        params, state = HOWS[how](tx, PARAMS, tx.init(PARAMS), gives)
+        for factor in range(50 if how == "jit" and gives else 3):
+            HOWS[how](tx, jax.tree.map(lambda x: x, params), state, gives)
+            gradients = jax.tree.map(lambda p, f=factor: p + f, params)
+            tx.update(gradients, state, params if gives else None)
+        store.annotate(3, "the third")
+        params, state = HOWS[how](tx, params, state, gives)
+        assert_same(on_host((params, state._replace(origin=jnp.int32(0)))), whole)
+        store.wait(state)
+        assert store.step == 2
+        third, state = HOWS[how](tx, params, state, gives)
+        store.wait(state)
+        assert store.payload == "the third"
+        assert_same(store.params(like=params), third)
+    assert caplog.text.count("the result of the last update was discarded") == 1
+    assert "update was given no params" not in caplog.text  # they were not restored
+    assert "rolled back" not in caplog.text
+
+
+@pytest.mark.filterwarnings("default:.*given no params")
+def test_params_that_are_not_given_are_told_of_once_a_run(open_store, kept, recwarn):
+    store, tx = opened(open_store)
+    for _ in range(3):
+        tx.update(FRESH, copied(kept[2])[1])
+    store._engine.binding.release()  # as after Ctrl-C
+    tx.update(FRESH, copied(kept[2])[1])
+    said = [str(one.message) for one in recwarn]
+    assert sum("update was given no params" in one for one in said) == 1
+
+
+def test_a_state_that_was_given_up_is_no_state_of_its_step(open_store):
+    """The first of two updates is kept, and the second is discarded."""
+    store, tx = opened(open_store)
+    state = tx.init(PARAMS)
+    _, first = eager(tx, PARAMS, state, False)
+    other, second = eager(tx, FRESH, state, False)
+    for stale, said in (
+        (first, r"a step 1 that was given up: .* made another step 1\. Go on with"),
+        (state._replace(step=state.step + 7), "of step 7, the store is at step 2"),
+    ):
+        with pytest.raises(jaxinf.StaleStateError, match=said):
+            tx.update(FRESH, stale)
+        store.close()
+        store, tx = opened(open_store)
+        second = tx.init(store.params(like=PARAMS))
+        other, second = eager(tx, other, second, False)
+    assert store.step == 3
+
+
+def test_only_the_last_update_may_have_been_discarded(open_store):
+    store, tx = opened(open_store)
+    params, state = PARAMS, tx.init(PARAMS)
+    kept = []
+    for _ in range(3):
+        kept.append((params, state))
+        params, state = eager(tx, params, state, True)
+    with pytest.raises(
+        jaxinf.StaleStateError, match="of step 1, the store is at step 3"
+    ):
+        eager(tx, *kept[1], gives=True)
+    store.close()
+    store, tx = opened(open_store)
+    assert store.step == 3
+
+
+def test_a_step_that_is_not_durable_cannot_be_had(open_store):
+    """Of three steps one is committed, and later ones are written over each other."""
+    store, tx = opened(open_store, durability=3)
+    params, state = PARAMS, tx.init(PARAMS)
+    for number in range(4):
+        if number in (0, 3):
+            eager(tx, params, state, True)
+        params, state = eager(tx, params, state, True)
+    last = eager(tx, params, state, True)
+    with pytest.raises(
+        jaxinf.StaleStateError,
+        match=r"is of step 4; the store has step 5, the current one; step 3, its other "
+        r"slot\. An update whose result is discarded .*durability='step'",
+    ):
+        eager(tx, params, state, True)
+    store.close()
+    store = open_store()
+    assert store.step == 5
+    assert_same(store.params(like=PARAMS), last[0])
+
+
+# --- a program with checkpoints of its own -------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "compress", "at"),
     [
-        ("error feedback", 2),
-        pytest.param("frozen", 3, marks=pytest.mark.long),
-        pytest.param("bfloat16", 2, marks=pytest.mark.long),
-        pytest.param("float32", 3, marks=pytest.mark.long),
-        pytest.param("float16", 2, marks=pytest.mark.long),
+        (jnp.float32, jaxinf.top_k(0.1, error_feedback=True), 2),
+        pytest.param(jnp.bfloat16, None, 2, marks=pytest.mark.long),
+        pytest.param(jnp.float32, None, 3, marks=pytest.mark.long),
     ],
 )
-def test_init_then_restore_goes_on_to_the_bit(kind, at, open_store):
+def test_init_then_restore_goes_on_to_the_bit(dtype, compress, at, open_store):
     """Continues from the store's step, and from the one before."""
-    dtype, make_tx, options = VARIANTS[kind]
-    tx = jaxinf.smart_update(make_tx(), open_store("whole"), **options)
-    params = make_params(dtype)
-    whole = trained(tx, (params, tx.init(params)), 5)
+    params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
 
+    def smart(store):
+        return jaxinf.smart_update(optax.adam(1e-2), store, compress=compress)
+
+    tx = smart(open_store("whole"))
+    whole = trained(tx, (params, tx.init(params)), 5)
     store = open_store("parts")
-    tx = jaxinf.smart_update(make_tx(), store, **options)
+    tx = smart(store)
     first = trained(tx, (params, tx.init(params)), 3)
     store.close()
     store = open_store("parts")
-    tx = jaxinf.smart_update(make_tx(), store, **options)
-    made = tx.init(make_params(dtype))
+    tx = smart(store)
+    made = tx.init(params)
     assert int(made.step) == store.step == 3
     assert int(made.origin) == 1  # of other params
     assert_same(made._replace(origin=np.int32(0)), first[2][1])
@@ -98,29 +317,11 @@ def test_init_then_restore_goes_on_to_the_bit(kind, at, open_store):
     assert_same(rest[-1], whole[-1])
 
 
-def start(open_store, num_steps=3, tx=None, name="store", **options):
-    """Makes a store by a run; returns it, and the run's own record of each step."""
-    store = open_store(name, **options)
-    smart = jaxinf.smart_update(optax.adam(1e-2) if tx is None else tx, store)
-    params = make_params()
-    state = smart.init(params)
-    kept = [jax.tree.map(np.asarray, (params, state))]
-    kept += trained(smart, (params, state), num_steps)
-    store.wait()
-    store.close()
-    return kept
-
-
-def again(open_store, **options):
-    store = open_store(**options)
-    return store, jaxinf.smart_update(optax.adam(1e-2), store)
-
-
 def test_a_step_that_the_store_has_not(open_store):
     kept = start(open_store, 5, name="whole")
     start(open_store, 4)
-    store, tx = again(open_store)
-    tx.init(make_params())
+    store, tx = opened(open_store)
+    tx.init(PARAMS)
     params, state = kept[1]
     with pytest.raises(
         jaxinf.StaleStateError,
@@ -131,7 +332,7 @@ def test_a_step_that_the_store_has_not(open_store):
     ):
         tx.update(params, state, params)
     store.close()
-    store, tx = again(open_store)  # as the error says
+    store, tx = opened(open_store)  # as the error says
     params = store.params(like=params)
     assert_same(trained(tx, (params, tx.init(params)), 1)[0], kept[5])
 
@@ -139,7 +340,7 @@ def test_a_step_that_the_store_has_not(open_store):
 def test_a_state_of_which_no_step_is(open_store):
     params, state = start(open_store, 4, name="another")[4]
     start(open_store, 1)
-    _, tx = again(open_store)
+    _, tx = opened(open_store)
     with pytest.raises(jaxinf.StaleStateError, match="not come so far: restore your"):
         tx.update(params, state, params)
 
@@ -148,10 +349,10 @@ def test_the_other_slot_counts_only_where_it_verifies(open_store, place):
     kept = start(open_store, 4)
     directory = StoreDirectory.open(place / "store")
     slot = directory.committed_slot()
-    other = directory.chunk_file("b" if slot == "a" else "a", 2, 0, "mu")
+    other = directory.chunk_file("b" if slot == "a" else "a", 1, 0, "mu")
     held = other.read_bytes()
     other.write_bytes(b"\1" + held[1:])
-    store, tx = again(open_store)
+    store, tx = opened(open_store)
     params, state = kept[3]
     with pytest.raises(
         jaxinf.StaleStateError, match=r"overwritten in part \(leaf w, mu, chunk 0"
@@ -160,19 +361,19 @@ def test_the_other_slot_counts_only_where_it_verifies(open_store, place):
     store.close()
     assert directory.committed_slot() == slot
     other.write_bytes(held)
-    store, tx = again(open_store)
+    store, tx = opened(open_store)
     trained(tx, kept[3], 1)
     assert store.step == 4
 
 
 def test_rolls_back_to_a_checkpoint_and_says_so(open_store, caplog):
-    store, tx = again(open_store)
-    params = make_params()
+    store, tx = opened(open_store)
+    params = PARAMS
     first = trained(tx, (params, tx.init(params)), 2)
     store.checkpoint("mine", state=first[-1][1])
     whole = trained(tx, first[-1], 4)
     store.close()
-    store, tx = again(open_store)
+    store, tx = opened(open_store)
     tx.init(params)
     rest = trained(tx, first[-1], 4)
     assert "rolled back from step 6 to step 2 (checkpoints/mine)" in caplog.text
@@ -192,40 +393,34 @@ def test_kept_steps_are_found_again(open_store):
     assert sorted(info.step for info in store.checkpoints()) == [10, 15]
 
 
-def names(store):
-    return [info.name for info in store.checkpoints()]
-
-
 def test_a_step_that_the_program_keeps_beside_its_save(open_store):
-    store, tx = again(open_store, durability="checkpoint")
-    params, step = make_params(), stepper(tx)
-    run = step((params, tx.init(params)))
+    store, tx = opened(open_store, durability="checkpoint")
+    run = HOWS["jit"](tx, PARAMS, tx.init(PARAMS), True)
     assert store.checkpoint(state=run[1]) == "1"
     assert store.checkpoint(state=run[1]) == "1"  # as it is
-    kept = jax.tree.map(np.asarray, run)
+    kept = on_host(run)
     for _ in range(3):
-        run = step(run)
+        run = HOWS["jit"](tx, *run, True)
     store.wait(run[1])
     assert names(store) == ["1"]
     store.close()
-    store, tx = again(open_store)
-    tx.init(params)
+    store, tx = opened(open_store)
+    tx.init(PARAMS)
     rest = trained(tx, kept, 3)
-    assert_same(rest[-1], jax.tree.map(np.asarray, run))
+    assert_same(rest[-1], on_host(run))
 
 
 def test_a_kept_number_of_a_run_that_went_back_is_replaced(open_store):
-    store, tx = again(open_store)
-    params, step = make_params(), stepper(tx)
-    two = step(step((params, tx.init(params))))
+    store, tx = opened(open_store)
+    two = HOWS["jit"](tx, *HOWS["jit"](tx, PARAMS, tx.init(PARAMS), True), True)
     store.checkpoint(state=two[1])
-    three = step(two)
+    three = HOWS["jit"](tx, *two, True)
     store.checkpoint(state=three[1])
     before = store.checkpoints()[-1].committed_at
-    kept = jax.tree.map(np.asarray, two)
+    kept = on_host(two)
     store.close()
-    store, tx = again(open_store)
-    tx.init(params)
+    store, tx = opened(open_store)
+    tx.init(PARAMS)
     again_three = trained(tx, kept, 1)[0]
     assert store.checkpoint(state=again_three[1]) == "3"
     assert names(store) == ["2", "3"]
@@ -236,13 +431,13 @@ def test_room_for_kept_steps_is_looked_for_at_init(open_store, place):
     store = open_store(keep_steps=(5, 10**9))
     tx = jaxinf.smart_update(optax.adam(1e-2), store)
     with pytest.raises(jaxinf.StoreSpaceError, match="and 1000000000 kept steps"):
-        tx.init(make_params())
+        tx.init(PARAMS)
     assert not (place / "store").exists()
     store.close()
     start(open_store, 1)
-    store, tx = again(open_store, keep_steps=(5, 10**9))
+    store, tx = opened(open_store, keep_steps=(5, 10**9))
     with pytest.raises(jaxinf.StoreSpaceError, match="keeps 1000000000 steps; those"):
-        tx.init(make_params())
+        tx.init(PARAMS)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +447,7 @@ def test_restart_keeps_the_old_run_and_begins_anew(how, open_store, caplog):
     kept = start(open_store)
     store = open_store()
     tx = jaxinf.smart_update(optax.adam(1e-2), store, on_existing="restart")
-    params = make_params()
+    params = PARAMS
     state = how(tx.init)(params)
     assert int(state.step) == store.step == 0
     assert_same(trained(tx, (params, state), 2)[-1], kept[2])
@@ -268,8 +463,8 @@ def test_restart_keeps_the_old_run_and_begins_anew(how, open_store, caplog):
 
 def test_restart_and_a_state_restored_over_the_new_one(open_store, caplog):
     """The run goes back to the step, though `init` has begun another one."""
-    store, tx = again(open_store)
-    params = make_params()
+    store, tx = opened(open_store)
+    params = PARAMS
     two = trained(tx, (params, tx.init(params)), 2)[-1]
     store.checkpoint(state=two[1])
     five = trained(tx, two, 3)[-1]
@@ -287,7 +482,7 @@ def test_restart_with_something_else_is_refused(open_store):
     store = open_store()
     tx = jaxinf.smart_update(optax.sgd(0.1), store, on_existing="restart")
     with pytest.raises(jaxinf.StoreMismatchError, match="move the store aside"):
-        tx.init(make_params())
+        tx.init(PARAMS)
     assert store.step == 3
     assert not store.checkpoints()
 
@@ -299,7 +494,5 @@ def test_error_on_existing(open_store):
     with pytest.raises(
         jaxinf.StoreMismatchError, match=r'found one at step 3; on_existing="resume"'
     ):
-        tx.init(make_params())
-    assert int(jaxinf.smart_update(optax.adam(1e-2), store).init(make_params()).step)
-    with pytest.raises(ValueError, match=r'on_existing=.anew.: expected "resume"'):
-        jaxinf.smart_update(optax.adam(1e-2), store, on_existing="anew")
+        tx.init(PARAMS)
+    assert int(jaxinf.smart_update(optax.adam(1e-2), store).init(PARAMS).step)

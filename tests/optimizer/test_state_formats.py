@@ -7,13 +7,11 @@ import optax
 import pytest
 import safetensors.numpy
 import small_stores
-from copies import copied
 from families import family
-from raw_stores import memory_directory
 
 import jaxinf
 from jaxinf.cli import main
-from jaxinf.errors import StoreCorruptError, StoreFormatError, StoreMismatchError
+from jaxinf.errors import StoreCorruptError, StoreMismatchError
 from jaxinf.store import StoreDirectory, verify_step
 
 SHAPES = {"a": (1300, 1025), "b": (5,), "c": (4096,), "d": (100, 3, 77)}
@@ -165,70 +163,11 @@ def step_eagerly(path):
         tx.update(params, tx.init(params), params)
 
 
-@pytest.mark.long
-def test_checkpoints(place):
-    path = place / "store"
-    run(path, 3, state="int8")
-    with jaxinf.open_store(path) as store:
-        store.checkpoint()
-    first = run(path, 4)
-    with jaxinf.open_store(path, restore="3"):
-        pass
-    again = run(path, 4)
-    jax.tree.map(np.testing.assert_array_equal, first[:2], again[:2])
-    directory = StoreDirectory.open(path)
-    assert verify_step(directory, path / "checkpoints" / "3") == []
-
-
 def test_sums_of_gradients_are_not_coded(place):
     tx = optax.MultiSteps(optax.adamw(1e-2), 2)
     _, held, _ = run(place / "store", 2, state="int8", tx=tx)
     assert held["a", "acc_grads"].dtype == np.float32
     assert held["a", "mu"].dtype == np.uint8
-
-
-@pytest.fixture(scope="module", params=["fp32", "bf16", "int8"])
-def trained(request):
-    """Returns a store's path, its params and its format; only for reading."""
-    with memory_directory() as place:
-        params, *_ = run(place / "store", 3, state=request.param)
-        yield place / "store", params, request.param
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "new", ["fp32", pytest.param("bf16", marks=pytest.mark.long), "int8"]
-)
-def test_converting(place, trained, new):
-    path, params, old = trained
-    roots = [place / "csd0", place / "csd1"]
-    for root in roots:
-        root.mkdir()
-    assert copied(path, place / "new", state=new, roots=roots).step == 3
-    directory = StoreDirectory.open(place / "new")
-    assert verify_step(directory, place / "new" / "current") == []
-    with (
-        jaxinf.open_store(path) as before,
-        jaxinf.open_store(place / "new", state=new) as after,
-    ):
-        assert after.step == 3
-        jax.tree.map(np.testing.assert_array_equal, after.params(TARGET), params)
-        for name in SHAPES:
-            mu, held = before.read("mu", name), after.read("mu", name)
-            assert np.abs(mu - held).max() <= 0.02 * np.abs(mu).max()
-            if new in ("fp32", old):
-                same = new == "fp32" or old == new == "bf16"
-                assert not same or np.array_equal(mu, held)
-    run(place / "new", 2)
-
-
-def test_converting_takes_no_others_place(place):
-    run(place / "old", 1)
-    (place / "taken").mkdir()
-    (place / "taken" / "file").touch()
-    with pytest.raises(StoreFormatError, match="expected nothing there, or an empty"):
-        copied(place / "old", place / "taken", state="int8")
-    assert [p.name for p in (place / "taken").iterdir()] == ["file"]
 
 
 @pytest.mark.long

@@ -14,28 +14,6 @@ import jaxinf
 
 pytestmark = pytest.mark.optimized
 
-OPTIMIZERS = {
-    "adam": lambda: optax.adam(1e-2),
-    "adamw schedule clip": lambda: optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-2, 3, 20)),
-    ),
-    "adamw masked decay": lambda: optax.adamw(
-        1e-2, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
-    ),
-    "bf16 mu": lambda: optax.adam(1e-2, mu_dtype=jnp.bfloat16),
-    "hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2),
-    "accumulate": lambda: optax.MultiSteps(optax.adamw(1e-2), 3),
-    "frozen part": lambda: optax.multi_transform(
-        {"train": optax.adam(1e-2), "freeze": optax.set_to_zero()},
-        {
-            "w": "train",
-            "deep": ("freeze", ["train", "train"]),
-            "none": None,
-            "e": "train",
-        },
-    ),
-}
 INPUTS = jnp.asarray(np.random.default_rng(7).standard_normal((16, 33), np.float32))
 
 WITHOUT_CLOSE = Path(__file__).parents[1] / "programs" / "store_without_close.py"
@@ -87,31 +65,6 @@ def train(tx, params, num_steps, *, state=None):
 def assert_same(a, b):
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
-
-
-IN_SHORT = ("adamw schedule clip", "accumulate", "frozen part")
-
-
-def each_of(names):
-    """Makes parameters of a test; those not in `IN_SHORT` are marked as long."""
-    return [
-        pytest.param(name, marks=[] if name in IN_SHORT else pytest.mark.long)
-        for name in names
-    ]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", each_of(OPTIMIZERS))
-def test_trains_as_plain_optax_does(name, open_store):
-    expected, _, _ = train(OPTIMIZERS[name](), make_params(), 9)
-    store = open_store()
-    tx = jaxinf.smart_update(OPTIMIZERS[name](), store)
-    losses, params, state = train(tx, make_params(), 9)
-    np.testing.assert_allclose(losses, expected, rtol=1e-4)
-    assert store.step == 9
-    assert int(state.step) == 9
-    # The params on the JAX device equal the store's master to the bit.
-    assert_same(store.params(like=params, state=state), params)
 
 
 def test_eval_shape_has_no_side_effect(place):
@@ -176,7 +129,7 @@ def test_all_kinds_of_callbacks_give_the_same_bits(dtype, open_store, monkeypatc
     results = []
     for kind in ("buffer", "io", "start"):
         callback_form.use(kind, monkeypatch)
-        tx = jaxinf.smart_update(OPTIMIZERS["adamw schedule clip"](), open_store(kind))
+        tx = jaxinf.smart_update(optax.adamw(1e-2), open_store(kind))
         results.append(train(tx, make_params(dtype), 4)[:2])
     for other in results[1:]:
         assert_same(results[0], other)
@@ -220,52 +173,6 @@ def test_multi_steps_outside_discards_steps(open_store, caplog):
 
 def _stored(open_store):
     return jaxinf.smart_update(optax.adam(1e-2), open_store())
-
-
-@pytest.mark.long
-def test_extra_args_reach_the_optimizer(open_store):
-    plain = optax.chain(
-        optax.sgd(1e-2), optax.contrib.reduce_on_plateau(patience=1, cooldown=0)
-    )
-    store = open_store()
-    tx = jaxinf.smart_update(plain, store, extra_args={"value": 1.0})
-    params = make_params()
-    results = []
-    for candidate in (plain, tx):
-        state, p = candidate.init(params), params
-
-        @jax.jit
-        def step(p, state, value, candidate=candidate):
-            updates, state = candidate.update(p, state, p, value=value)
-            return optax.apply_updates(p, updates), state
-
-        for _ in range(6):
-            p, state = step(p, state, jnp.float32(3.0))
-        results.append(p)
-    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", each_of(["adamw schedule clip", "hyperparams"]))
-def test_resume_is_the_uninterrupted_run_to_the_bit(name, open_store):
-    whole, final, _ = train(
-        jaxinf.smart_update(OPTIMIZERS[name](), open_store("whole")), make_params(), 10
-    )
-    store = open_store("parts", memory_bytes=1 << 20)
-    tx = jaxinf.smart_update(OPTIMIZERS[name](), store)
-    first, _, state = train(tx, make_params(), 6)
-    store.wait(state)
-    store.close()
-    store = open_store("parts")
-    assert store.exists
-    assert store.step == 6
-    params = store.params(like=make_params())
-    tx = jaxinf.smart_update(OPTIMIZERS[name](), store)
-    # The inputs repeat every three steps, so a cycle begins at step 6.
-    rest, resumed, _ = train(tx, params, 4)
-    assert first + rest == whole
-    assert_same(resumed, final)
 
 
 def test_path_instead_of_a_store(place):
