@@ -3,7 +3,6 @@
 from itertools import product
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from families import family
@@ -91,11 +90,3 @@ def test_nan_and_inf_come_first(selection):
     block[[3, 500]] = np.inf, -np.inf
     found = jitted(block, 5, selection)
     np.testing.assert_array_equal(found, [3, 7, 100, 500, 19_999])
-
-
-@pytest.mark.long
-def test_it_works_in_a_map():
-    blocks = jnp.stack([jnp.asarray(heavy_tailed(20_000)) for _ in range(3)])
-    mapped = jax.jit(lambda b: jax.lax.map(lambda x: select(x, 200, "threshold"), b))
-    for block, found in zip(blocks, mapped(blocks), strict=True):
-        np.testing.assert_array_equal(found, jitted(block, 200, "threshold"))

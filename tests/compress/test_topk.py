@@ -8,15 +8,13 @@ import jaxinf
 from jaxinf.compress import parse_compression
 
 
-@pytest.mark.parametrize("ratio", [0, -0.1, 1.0001, float("nan"), float("inf"), True])
-def test_ratio_out_of_range(ratio):
-    with pytest.raises(ValueError, match="ratio above 0 and at most 1"):
-        jaxinf.top_k(ratio)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        *[
+            ({"ratio": ratio}, "ratio above 0 and at most 1")
+            for ratio in (0, 1.0001, float("nan"), True)
+        ],
         ({"warmup_steps": -1}, "warmup_steps"),
         ({"values": "int8"}, "values='int8': expected one of 'float32', 'bfloat16'"),
         ({"selection": "sort"}, "selection='sort': expected one of 'threshold'"),
@@ -24,7 +22,7 @@ def test_ratio_out_of_range(ratio):
 )
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
-        jaxinf.top_k(0.1, **options)
+        jaxinf.top_k(**{"ratio": 0.1, **options})
 
 
 TEXTS = {

@@ -21,7 +21,7 @@ EXPECTED = {
     "missing_process": None,
     "checkpoint_of_one": None,
     "export_of_one": "ProcessError: .*export_to=.*file:.* in process 1, and null in ",
-    "bad_option_of_one": "Error: .*expected at least 1 step",
+    "bad_option_of_one": "Error: .*number of steps, at least 1",
     "another_call": "ProcessError: .*it makes another call, (checkpoint alone|a snap)",
     "no_mesh": "DeviceConfigurationError: .*expected params on a mesh of all 3",
     "mesh_of_some": "DeviceConfigurationError: .*(found none of process 2|found none;)",

@@ -152,7 +152,7 @@ class Interrupted:
     For each interrupt there is a function that tells when it was handled.
     """
 
-    def __init__(self, path, handled, handler=None):
+    def __init__(self, path, handled):
         self.num_calls = 0
 
         def commit(*arguments, **options):
@@ -165,26 +165,7 @@ class Interrupted:
 
         HostSide.commit = commit
         self.store, self.step, params, state = training(path)
-        if handler is not None:
-            signal.signal(signal.SIGINT, handler)
         self.params, self.state = self.step(params, state)
-
-
-def own_handler(place):
-    """A program's handler stays, and Python's, too."""
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    received = []
-
-    def handler(*one):
-        received.append(one)
-
-    run = Interrupted(place + "/own", [lambda: received], handler)
-    run.step(run.params, run.state)
-    run.store.wait()
-    assert len(received) == 1
-    assert signal.getsignal(signal.SIGINT) is handler
-    assert run.store.step == 2
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def first_waits(place):
@@ -216,32 +197,6 @@ def same_waits(place):
     params, state = run.step(params, state)
     run.store.wait(state)
     assert run.store.step == 3
-
-
-def later_one_ends_it(place):
-    """A second one, in a later callback of the same computation, fails that."""
-    store, step, params, state = training(place + "/later")
-    looped = jax.jit(
-        lambda *both: jax.lax.scan(lambda c, _: (step(*c), None), both, length=100)[0]
-    )
-    handled = {2: is_kept_for_long, 3: lambda: store._engine.health.error is not None}
-    num_calls = 0
-
-    def commit(*arguments, **options):
-        nonlocal num_calls
-        num_calls += 1
-        if is_handled := handled.get(num_calls):
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            while not is_handled():
-                time.sleep(0.001)
-        return COMMIT(*arguments, **options)
-
-    HostSide.commit = commit
-    with pytest.raises(jax.errors.JaxRuntimeError, match="KeyboardInterrupt"):
-        jax.block_until_ready(looped(params, state))
-    assert num_calls == 3
-    with pytest.raises(KeyboardInterrupt):
-        store.check()
 
 
 def second_ends_it(place):
