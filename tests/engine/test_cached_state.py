@@ -252,3 +252,34 @@ def test_a_leaf_that_a_step_leaves_alone_is_committed(place, durability, idle):
         assert store.step == 4
         found = store.params(like=params)
         assert all(jnp.array_equal(found[name], params[name]) for name in params)
+
+
+@pytest.mark.parametrize("memory", family([PART, 16 * ALL], short=[16 * ALL]))
+def test_state_of_cards_never_crosses_the_host_link(cached, memory, monkeypatch):
+    """Gradients go down and results up; state is read from each drive in each step."""
+    driver = cached(memory=memory, csd="emulated", num_csds=2).init().steps(1)
+    driver.engine.join()
+    through_host = []
+    for csd in driver.opened.csds:  # what a drive sends to the host's memory
+        for name in ("read", "write"):
+            action = getattr(csd._host_io, name)
+
+            def move(file, memory, offset, num_bytes, action=action):
+                through_host.append(num_bytes)
+                action(file, memory, offset, num_bytes)
+
+            monkeypatch.setattr(csd._host_io, name, move)
+    assert not driver.opened.staying(driver.opened.memory_bytes)
+    sent = sum(params.nbytes for params in driver.initial.values())
+    rest = state_bytes(driver, staying=False)
+    before = driver.opened.meters.snapshot()
+    driver.steps(3)
+    driver.engine.join()
+    traffic = driver.opened.meters.snapshot() - before
+    assert traffic.link_down_bytes == traffic.link_up_bytes == 3 * sent
+    assert 2 * rest <= traffic.drive_read_bytes <= 4 * rest
+    assert traffic.drive_write_bytes == 3 * rest
+    assert driver.store.metrics_of(4).hit_share == 0
+    # No drive sends a card less than a page: the state of the bias.
+    assert set(through_host) <= {129 * 4}
+    driver.check(4)

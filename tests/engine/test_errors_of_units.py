@@ -1,0 +1,75 @@
+"""An error at each unit of a step: the first stops all, and all memory comes back."""
+
+import threading
+
+import pytest
+from families import family
+
+LEAVES = {"w": ((24, 4096), "float32"), "b": ((129,), "float32")}
+TIMEOUT_S = 60
+
+
+class Injected(Exception):
+    """The failure of one unit of work."""
+
+
+def failing(action, number):
+    """The action, which fails at its call of that number and works at others."""
+    left, guard = [number], threading.Lock()
+
+    def call(*arguments, **options):
+        with guard:
+            left[0] -= 1
+            if not left[0]:
+                raise Injected
+        return action(*arguments, **options)
+
+    return call
+
+
+def break_unit(driver, unit, number, monkeypatch):
+    directory = driver.opened.directory
+    if unit in ("read", "update", "write"):
+        for csd in driver.opened.csds:
+            monkeypatch.setattr(csd, unit, failing(getattr(csd, unit), number))
+    else:
+        action = failing(getattr(directory, unit), number)
+        monkeypatch.setattr(directory, unit, action)
+
+
+def steps_and_commit(driver, num_steps):
+    driver.steps(num_steps)
+    driver.store.wait()
+
+
+UNITS = ["read", "update", "write", "sync", "write_record", "flip"]
+
+
+@pytest.mark.parametrize("memory_bytes", family([1 << 19, 1 << 24], short=[1 << 19]))
+@pytest.mark.parametrize("number", family([1, 3], short=[1]))
+@pytest.mark.parametrize("unit", UNITS)
+def test_an_error_of_a_unit(drive, unit, number, memory_bytes, monkeypatch):
+    options = {"leaves": LEAVES, "chunk_elements": 4096, "num_workers": 4}
+    before = set(threading.enumerate())
+    driver = drive(memory_bytes=memory_bytes, **options).init().steps(2)
+    driver.store.wait()
+    driver.opened.keep_nothing()  # so that the next steps read
+    with monkeypatch.context() as context:
+        break_unit(driver, unit, number, context)
+        with pytest.raises(Injected) as caught:
+            steps_and_commit(driver, number)
+        with pytest.raises(Injected) as again:
+            driver.step()
+    assert again.value is caught.value is driver.engine.health.error
+    with pytest.raises(Injected):
+        driver.store.params(driver.initial)
+    driver.close()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive()
+    assert all(csd.memory.used_bytes == 0 for csd in driver.opened.csds)
+    reopened = drive(leaves=LEAVES).init()
+    # The first commit of several may have succeeded; no later one has.
+    assert 2 <= reopened.at < 2 + number
+    reopened.check(reopened.at)
+    reopened.steps(2).check(reopened.at)
