@@ -98,9 +98,9 @@ def peak_rss_bytes(
     engine = engine_of(store)
     if is_empty:
         engine.opened.fleet.limit_memory(0)
-        binding, steps = engine.binding, engine.steps
-        binding.begin = binding.compare = binding.finish = _do_nothing
-        steps.update, steps.finish = _fill_with_zeros, _do_nothing
+        own = dict.fromkeys(("begin", "compare", "finish"), _do_nothing)
+        vars(engine.binding).update(own)
+        vars(engine.steps).update(update=_fill_with_zeros, finish=_do_nothing)
 
     def step(params: dict[str, jax.Array], state: optax.OptState) -> tuple:
         updates, state = tx.update(jax.tree.map(jnp.sin, params), state, params)
