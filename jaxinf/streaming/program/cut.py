@@ -45,7 +45,7 @@ def choose_cuts(
         values. If a single node needs more, it becomes a segment.
     """
     cuts = [0]
-    for run in _runs(tuple(tokens)):
+    for run in find_runs(tuple(tokens)):
         blocks = _blocks(lifetimes, run)
         if blocks is None or blocks[0] < cuts[-1]:
             continue
@@ -85,7 +85,8 @@ def _grouped(lifetimes: Lifetimes, blocks: list[int], limit_bytes: int) -> list[
         inner = _divided(lifetimes, first, last, limit_bytes)
         return [start + cut - first for start in blocks[:-1] for cut in inner]
     most = max(1, min(limit_bytes, _SMALL_BYTES) // max(block_bytes, 1))
-    group = _group(num_blocks, most)
+    # A power of two, so models of 12, 24 and 48 blocks have the same programs.
+    group = 1 << (min(most, num_blocks).bit_length() - 1)
     return blocks[num_blocks % group or group :: group]
 
 
@@ -151,20 +152,8 @@ def _ends(
         yield j, lifetimes.piece_bytes(pieces) + kept + 2 * working
 
 
-def _group(num_blocks: int, most: int) -> int:
-    """Number of blocks in a segment, at most `most`: a power of two.
-
-    It is the same for models of 12, 24 and 48 blocks, so they have the same programs.
-    """
-    return 1 << (min(most, num_blocks).bit_length() - 1)
-
-
-@lru_cache(maxsize=1)  # a program is cut for many limits
-def _runs(tokens: tuple[Hashable, ...]) -> list[Run]:
-    return find_runs(tokens)
-
-
-def find_runs(tokens: Sequence[Hashable], start: int = 0) -> list[Run]:
+@lru_cache(maxsize=8)  # a program is cut for many limits
+def find_runs(tokens: tuple[Hashable, ...], start: int = 0) -> list[Run]:
     """Finds disjoint runs of at least three periods, and returns them in order.
 
     Longer runs are preferred. A period has several nodes; a repeated node is not a run.
@@ -197,6 +186,6 @@ def _longest_true(flags: np.ndarray) -> tuple[int, int]:
     edges = np.flatnonzero(np.diff(np.concatenate([[0], flags.astype(np.int8), [0]])))
     if not len(edges):
         return 0, 0
-    starts, ends = edges[::2], edges[1::2]
-    longest = int(np.argmax(ends - starts))
-    return int(starts[longest]), int(ends[longest] - starts[longest])
+    lengths = edges[1::2] - edges[::2]
+    longest = int(np.argmax(lengths))
+    return int(edges[2 * longest]), int(lengths[longest])

@@ -86,11 +86,12 @@ class LeafMaker:
                     "; or divide the leaf in the model, or load params made elsewhere "
                     "(step.load)",
                 )
-        return ([self._made(one, executables[one.key])] for one in programs)
 
-    def _made(self, program: Program, executable: Any) -> Shard:
-        (leaf,) = executable(*map(self._argument, program.inputs))
-        return (slice(None),) * leaf.ndim, np.asarray(leaf)
+        def made(program: Program) -> Shard:
+            (leaf,) = executables[program.key](*map(self._argument, program.inputs))
+            return (slice(None),) * leaf.ndim, np.asarray(leaf)
+
+        return ([made(one)] for one in programs)
 
     def _argument(self, value: Value) -> Any:
         match value.origin:
@@ -158,12 +159,14 @@ def _inlined(jaxpr: Any, args: Sequence[Value], inputs: Inputs) -> list[Value]:
             return _inlined(callee, values, inputs)
         if name == "sharding_constraint":
             return values  # a leaf is made on one device
-        if name == "random_fold_in" and _is_number(values[1]):
-            number = Number(int(values[1].constant))
+        constants = [value.constant for value in values]
+        is_known = bool(values) and all(one is not None for one in constants)
+        if name == "random_fold_in" and constants[1] is not None:
+            number = Number(int(constants[1]))
             values = [values[0], inputs.value(number, values[1].aval)]
         node = Node(eqn.primitive, tuple(values), eqn.params, context=eqn.ctx)
-        if _is_count(node, avals):
-            (count,) = bind(node, [value.constant for value in values])
+        if is_known and name in LIGHT and _is_integer(avals):
+            (count,) = bind(node, constants)
             return [Value(avals[0], constant=np.asarray(count)[()])]
         node.outputs = tuple(Value(aval, node=node) for aval in avals)
         return node.outputs
@@ -171,20 +174,9 @@ def _inlined(jaxpr: Any, args: Sequence[Value], inputs: Inputs) -> list[Value]:
     return interpret(jaxpr, args, rule, inputs.const)
 
 
-def _is_number(value: Value) -> bool:
-    return value.constant is not None and value.dtype in (np.uint32, np.int32)
-
-
-def _is_count(node: Node, avals: Sequence[Any]) -> bool:
-    """Whether a node computes an integer from integers within the program."""
-    return (
-        node.name in LIGHT
-        and len(avals) == 1
-        and bool(node.inputs)
-        and not avals[0].shape
-        and jnp.issubdtype(avals[0].dtype, jnp.integer)
-        and all(value.constant is not None for value in node.inputs)
-    )
+def _is_integer(avals: Sequence[Any]) -> bool:
+    kinds = [(aval.shape, jnp.issubdtype(aval.dtype, jnp.integer)) for aval in avals]
+    return kinds == [((), True)]
 
 
 def initial_inputs(

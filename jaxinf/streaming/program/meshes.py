@@ -55,22 +55,21 @@ def mesh_of(params: PyTree, batch: PyTree = None) -> Mesh | None:
     Raises:
       StreamError: They are on several meshes.
     """
-    first: tuple[str, Mesh] | None = None
+    found: dict[Mesh, str] = {}  # with the first array on each
     for whole, tree in (("params", params), ("the batch", batch)):
         for path, leaf in jax.tree.leaves_with_path(tree):
             name = path_name(path, whole)
-            sharding = sharding_of(name, leaf)
-            mesh: Any = None if sharding is None else sharding.mesh
-            first = (name, mesh) if first is None and mesh is not None else first
-            if first is not None and mesh not in (None, first[1]):
-                raise StreamError(
-                    f"jaxinf.stream: expected arrays on one mesh, found {first[0]} on "
-                    f"{mesh_text(first[1])} and {name} on {mesh_text(mesh)}; put all "
-                    "params and the batch on one"
-                )
-    if first is not None:
-        return first[1]
-    mesh = compat.mesh_in_use()
+            sharding: Any = sharding_of(name, leaf)
+            if sharding is not None:
+                found.setdefault(sharding.mesh, name)
+    if len(found) > 1:
+        (mesh, name), (other, its), *_ = found.items()
+        raise StreamError(
+            f"jaxinf.stream: expected arrays on one mesh, found {name} on "
+            f"{mesh_text(mesh)} and {its} on {mesh_text(other)}; put all params and "
+            "the batch on one"
+        )
+    mesh = next(iter(found), compat.mesh_in_use())
     return mesh if mesh.size > 1 else None
 
 
@@ -111,7 +110,11 @@ def mesh_in_program(closed: Any, known: Mesh | None) -> Mesh | None:
     Raises:
       StreamError: The program uses the devices of another mesh.
     """
-    for mesh in _meshes(closed):
+    values = (v for eqn in compat.all_equations(closed) for v in eqn.params.values())
+    params = (v if isinstance(v, (tuple, list)) else (v,) for v in values)
+    for mesh in (getattr(one, "mesh", one) for own in params for one in own):
+        if not (isinstance(mesh, Mesh) and mesh.size > 1):
+            continue
         known = mesh if known is None else known
         if tuple(mesh.devices.flat) != tuple(known.devices.flat):
             raise StreamError(
@@ -120,16 +123,6 @@ def mesh_in_program(closed: Any, known: Mesh | None) -> Mesh | None:
                 "of the same devices, in the same order"
             )
     return known
-
-
-def _meshes(closed: Any) -> Iterator[Mesh]:
-    """Yields the meshes of several devices in a jaxpr's equations."""
-    for eqn in compat.all_equations(closed):
-        for value in eqn.params.values():
-            for param in value if isinstance(value, (tuple, list)) else (value,):
-                mesh = getattr(param, "mesh", param)
-                if isinstance(mesh, Mesh) and mesh.size > 1:
-                    yield mesh
 
 
 def on_mesh(leaves: Sequence[Any], mesh: Mesh | None) -> list[jax.ShapeDtypeStruct]:
@@ -210,10 +203,8 @@ def item_aval(aval: Any) -> Any:
 
 
 def shard_bytes(num_bytes: int, shape: Sequence[int], sharding: Any) -> int:
-    if not num_bytes:
-        return 0
     local = sharding.shard_shape(tuple(shape))
-    return num_bytes * math.prod(local) // math.prod(shape)
+    return num_bytes * math.prod(local) // max(1, math.prod(shape))
 
 
 def mesh_text(mesh: Mesh | Mapping[str, int] | None) -> str:

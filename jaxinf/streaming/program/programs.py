@@ -268,13 +268,8 @@ def lowered(
         donate_argnums=tuple(donated),
         out_shardings=list(outputs) or None,
     )
-    return function.lower(*_avals(program, inputs))
-
-
-def _avals(program: Program, shardings: Sequence[Any]) -> list[Any]:
-    shardings = shardings or [None] * len(program.inputs)
-    pairs = zip(program.inputs, shardings, strict=True)
-    return [struct(value.aval, sharding) for value, sharding in pairs]
+    pairs = zip(program.inputs, inputs or [None] * len(program.inputs), strict=True)
+    return function.lower(*(struct(value.aval, own) for value, own in pairs))
 
 
 def compiler_options(
