@@ -14,12 +14,10 @@ import pytest
 from flax import nnx
 from jaxinf_models import (
     GPT2,
-    PRESETS,
     GPT2Config,
     abstract_params,
     loss,
     losses,
-    num_params,
     split,
 )
 
@@ -97,19 +95,6 @@ def test_output_head_is_the_token_embedding():
     np.testing.assert_allclose(logits_of(model, tokens), expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_sizes(name):
-    assert num_params(PRESETS[name]) == PUBLISHED[name]
-
-
-@pytest.mark.parametrize("config", [TINY, PRESETS["nano"], PRESETS["xl"]])
-def test_num_params_counts_the_abstract_tree(config):
-    _, params = abstract_params(config)
-    leaves = jax.tree.leaves(params)
-    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
-    assert sum(leaf.size for leaf in leaves) == num_params(config)
-
-
 def test_abstract_params_describe_the_real_ones():
     graphdef, params = split(build())
     abstract_graphdef, abstract = abstract_params(TINY)
@@ -119,27 +104,6 @@ def test_abstract_params_describe_the_real_ones():
     jax.tree.map(
         lambda a, b: np.testing.assert_equal(a.shape, b.shape), params, abstract
     )
-
-
-def test_paths_are_readable_and_the_tree_plain():
-    _, params = abstract_params(TINY)
-    assert type(params) is dict
-    layer = [
-        "attn/proj/bias",
-        "attn/proj/kernel",
-        "attn/qkv/bias",
-        "attn/qkv/kernel",
-        "ln_1/bias",
-        "ln_1/scale",
-        "ln_2/bias",
-        "ln_2/scale",
-        "mlp/down/bias",
-        "mlp/down/kernel",
-        "mlp/up/bias",
-        "mlp/up/kernel",
-    ]
-    layers = [f"h{i}/{leaf}" for i in range(2) for leaf in layer]
-    assert paths(params) == [*layers, "ln_f/bias", "ln_f/scale", "wpe", "wte"]
 
 
 def test_init_scales():
@@ -200,14 +164,6 @@ def test_loss_is_mean_cross_entropy(monkeypatch, seq, max_logits_bytes):
         jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True
     ):
         np.testing.assert_allclose(got, want, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("seq", "logits_bytes", "expected"),
-    [(1024, 1, 1), (1024, 1 << 28, 1), (1024, (1 << 28) + 1, 2), (1024, 5 << 28, 8)],
-)
-def test_slices_divide_the_sequence(seq, logits_bytes, expected):
-    assert losses._num_slices(seq, logits_bytes) == expected
 
 
 def test_large_logits_are_never_whole():

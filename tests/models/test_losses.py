@@ -7,11 +7,9 @@ import pytest
 from flax import nnx
 from jaxinf_models import (
     GPT2Config,
-    abstract_params,
     config_for,
     losses,
     make_model,
-    num_params,
     score,
     split,
     task_loss,
@@ -121,14 +119,3 @@ def test_remat_recomputes_blocks_to_the_same_gradient(made):
 def test_a_task_that_a_model_does_not_have():
     with pytest.raises(ValueError, match="expected one of gpt2's: causal-lm"):
         config_for(TINY, "masked-lm")
-
-
-def test_num_params_is_that_of_the_tree(made):
-    leaves = jax.tree.leaves(abstract_params(TINY)[1])
-    assert num_params(TINY) == sum(leaf.size for leaf in leaves)
-    assert config_for(TINY, "causal-lm") == TINY
-
-
-def test_dropout_is_a_share():
-    with pytest.raises(ValueError, match=r"dropout: expected at least 0 .* got 1"):
-        GPT2Config(8, 8, 1, 1, 8, dropout=1.0)

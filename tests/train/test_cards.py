@@ -25,16 +25,3 @@ def test_losses_are_the_hosts(run, losses, lines, tmp_path, dtype):
     for line in lines(tmp_path / "cards-log"):
         assert line["link_down_bytes"] == item_bytes * num_params  # gradients alone
         assert line["link_up_bytes"] == item_bytes * num_params
-
-
-@pytest.mark.parametrize("options", ["", ",error_feedback=true,warmup_steps=1"])
-def test_compressed_gradients(run, losses, lines, tmp_path, options):
-    words = ("--compress", f"top_k:0.02{options}", "--steps", 4)
-    assert run("--store", tmp_path / "host", *words) == 0
-    assert run("--store", tmp_path / "cards", *words, "--csd", "emulated") == 0
-    assert losses(tmp_path / "cards-log") == losses(tmp_path / "host-log")
-    down = [
-        [line["link_down_bytes"] for line in lines(tmp_path / f"{kind}-log")][-1]
-        for kind in ("cards", "host")
-    ]
-    assert down[0] <= down[1]

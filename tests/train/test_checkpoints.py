@@ -9,7 +9,6 @@ import pytest
 from flax import nnx
 
 from jaxinf.cli import main as jaxinf_main
-from jaxinf.command_line import UsageError
 from jaxinf.errors import StoreMismatchError
 from jaxinf.processes import Group
 from jaxinf.train.config import TrainConfig
@@ -64,16 +63,6 @@ def test_checkpoints_by_policy_and_back_to_one(config, tmp_path, capsys):
     train(config(steps=13, **options))  # step 12 is new, checkpoint 10 is there already
     kept = sorted(int(p.name) for p in (tmp_path / "store/checkpoints").iterdir())
     assert kept == [11, 12, 13]
-
-
-def test_ranges(config):
-    with pytest.raises(UsageError, match="--checkpoint-every: expected at least 0"):
-        train(config(checkpoint_every=-1))
-
-
-def test_memory_mode_has_no_checkpoints(config):
-    with pytest.raises(UsageError, match="--checkpoint-every: --mode memory keeps"):
-        train(config(mode="memory", store=None, checkpoint_every=3))
 
 
 @pytest.mark.long

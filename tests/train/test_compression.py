@@ -25,18 +25,6 @@ def test_update_has_the_bits_of_memory_and_resumes(run, losses, tmp_path):
 
 
 @pytest.mark.long
-def test_link_traffic_of_a_step(run, lines, tmp_path):
-    words = ("--store", tmp_path / "store", "--steps", 4, "--compress")
-    assert run(*words, "top_k:0.5,warmup_steps=2") == 0
-    down = [line["link_down_bytes"] for line in lines(tmp_path / "store-log")]
-    up = [line["link_up_bytes"] for line in lines(tmp_path / "store-log")]
-    dense = up[0]
-    # Includes the fp32 params, which replace reads of the master.
-    assert down == [2 * dense, 2 * dense, 1.5 * dense, 1.5 * dense]
-    assert up == [dense] * 4
-
-
-@pytest.mark.long
 def test_a_streamed_run_goes_on_with_one_that_was_not(run, losses, lines, tmp_path):
     compress = ("--compress", "top_k:0.1", "--clip-norm", 0)
     store = ("--store", tmp_path / "store", *compress)
@@ -51,15 +39,6 @@ def test_a_streamed_run_goes_on_with_one_that_was_not(run, losses, lines, tmp_pa
     down = {line["link_down_bytes"] for line in found}  # with the params
     assert len(down) == 1
     assert down.pop() < 1.2 * found[0]["link_up_bytes"]
-
-
-@pytest.mark.long
-def test_a_streamed_run_clips_what_it_sends(run, losses, tmp_path):
-    compress = ("--compress", "top_k:0.1", "--clip-norm", 0.1, "--steps", 3)
-    stream = ("--mode", "stream", "--memory", "256MiB")
-    assert run("--store", tmp_path / "store", *stream, *compress) == 0
-    assert run("--mode", "memory", "--log-dir", tmp_path / "log", *compress) == 0
-    assert_alike(losses(tmp_path / "store-log"), losses(tmp_path / "log"))
 
 
 @pytest.mark.long
@@ -91,12 +70,3 @@ def test_error_feedback_and_rare_commits(run, tmp_path, capsys):
     words = ("--durability", 5, "--compress", "top_k:0.1,error_feedback=true")
     assert run("--store", tmp_path / "store", "--steps", 1, *words) == 2
     assert "expected --durability step, got 5" in capsys.readouterr().err
-
-
-@pytest.mark.long
-def test_resume_with_another_compression_is_refused(run, tmp_path, capsys):
-    store = ("--store", tmp_path / "store")
-    assert run(*store, "--steps", 1) == 0
-    assert run(*store, "--steps", 2, "--compress", "top_k:0.1") == 1
-    expected = "--compress: the run has None, this command top_k:0.1"
-    assert expected in capsys.readouterr().err

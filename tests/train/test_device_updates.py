@@ -30,12 +30,3 @@ def test_losses_are_those_of_other_runs(run, losses, tmp_path, monkeypatch, caps
     found = losses(tmp_path / "shared-log")
     assert found == losses(tmp_path / "plain-log")
     np.testing.assert_allclose(found, losses(tmp_path / "memory-log"), rtol=1e-4)
-
-
-def test_another_mode_does_not_have_them(run, tmp_path, capsys):
-    where = ("--store", tmp_path / "store")
-    assert run(*where, "--mode", "update", "--device-updates", 2) == 2
-    assert "--device-updates: --mode update does not have it" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        run(*where, *STREAM, "--device-updates", -1)
-    assert not (tmp_path / "store").exists()

@@ -1,11 +1,5 @@
 """Exports beside a run of the trainer, and its exit status."""
 
-import re
-import signal
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 import jaxinf
@@ -67,34 +61,3 @@ def test_is_refused_before_anything_is_written(run, tmp_path, capsys, words, exp
     assert expected in err
     assert "secret" not in err
     assert not (tmp_path / "store").exists()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_no_pin_stays(text, tmp_path, number):
-    """A signal gives a slow export up; after a kill the next run removes its pin."""
-    program = Path(__file__).parents[1] / "support/paused_trainer.py"
-    words = ["--data", text, "--batch-size", 2, "--seq-len", 8, "--steps", 9999]
-    words += ["--store", tmp_path / "store"]
-    words += ["--checkpoint-every", 1, "--export-to", f"file://{tmp_path}/out"]
-    words = [sys.executable, program, 3, tmp_path / "go", *words]
-    pins = tmp_path / "store/snapshots"
-    with subprocess.Popen(
-        list(map(str, words)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        for line in process.stdout or ():
-            if "paused" in line:
-                break
-        assert len([*pins.iterdir()]) == 1
-        process.send_signal(number)
-        (tmp_path / "go").touch()
-        _, err = process.communicate()
-    assert "step 2 is not exported, since an earlier one is still under way" in err
-    if number == signal.SIGTERM:
-        assert process.returncode == 143
-        assert re.search("step 1 is not exported to .*: it was given up", err)
-    with jaxinf.open_store(tmp_path / "store"):
-        assert not [*pins.iterdir()]

@@ -5,9 +5,7 @@ import json
 
 import pytest
 
-from jaxinf.terminal import format_bytes, parse_bytes
 from jaxinf.train.metrics import MetricsLog, StepLine
-from jaxinf.train.timing import peak_rss_bytes, rss_bytes
 
 
 def steps_in(path):
@@ -81,33 +79,3 @@ def test_damaged_tail_is_dropped(tmp_path, rest):
 def test_json_has_no_nan():
     line = dataclasses.replace(StepLine(1), loss=float("nan"))
     assert json.loads(line.to_json())["loss"] is None
-
-
-def test_resident_memory():
-    assert 10 << 20 < rss_bytes() <= peak_rss_bytes()
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("4096", 4096),
-        ("512MiB", 512 << 20),
-        ("1.5 GiB", 3 << 29),
-        ("2G", 2 << 30),
-        ("2gb", 2 * 10**9),
-        ("1k", 1024),
-    ],
-)
-def test_bytes_are_read(text, expected):
-    assert parse_bytes(text) == expected
-
-
-@pytest.mark.parametrize("text", ["", "much", "-1", "1XB", "1 GiB more", "1e9", "٣"])
-def test_other_bytes_are_refused(text):
-    with pytest.raises(ValueError, match="expected a number of bytes such as 1GiB"):
-        parse_bytes(text)
-
-
-@pytest.mark.parametrize("num_bytes", [0, 1, 512 << 20, 1 << 30, 5 << 40])
-def test_bytes_are_written_as_they_are_read(num_bytes):
-    assert parse_bytes(format_bytes(num_bytes)) == num_bytes

@@ -10,7 +10,6 @@ from jaxinf_models import GPT2Config, make_model, split, task_loss
 
 from jaxinf.command_line import UsageError
 from jaxinf.native import toolchain
-from jaxinf.train.__main__ import main
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.optimizers import (
     check_optimizer,
@@ -177,11 +176,6 @@ def test_what_cannot_be_is_refused_with_the_reason(optimizer, words, expected):
         check_optimizer(config(optimizer, *words))
 
 
-def test_an_argument_that_is_given_twice():
-    with pytest.raises(UsageError, match="weight_decay is given twice"):
-        make_optimizer(config("adamw", "weight_decay=0.2", "weight_decay=0.1"))
-
-
 def test_an_optimizer_without_schedules():
     with pytest.raises(UsageError, match="give --schedule constant --warmup-steps 0"):
         make_optimizer(config("sm3", warmup_steps=5))
@@ -196,17 +190,6 @@ def test_memory_takes_what_storage_refuses():
 def test_all_of_optax_is_found():
     assert {"adam", "nadam", "lion", "muon", "prodigy"} <= set(optax_optimizers())
     assert not {"chain", "scale_by_learning_rate"} & set(optax_optimizers())
-
-
-@pytest.mark.long
-def test_another_optimizer_trains_near_storage_as_in_memory(run, losses, tmp_path):
-    words = ("--optimizer", "adamax", "--learning-rate", "0.01", "--steps", 6)
-    words += ("--optimizer-args", "b1=0.8", "eps=1e-6")
-    assert run("--store", tmp_path / "store", *words) == 0
-    log = ("--log-dir", tmp_path / "memory")
-    assert run("--mode", "memory", *log, *words) == 0
-    near, memory = losses(tmp_path / "store-log"), losses(tmp_path / "memory")
-    np.testing.assert_allclose(near, memory, rtol=1e-5)
 
 
 @pytest.mark.long
@@ -247,16 +230,3 @@ def test_losses_are_the_split_references_to_the_bit(words, run, losses, tmp_path
     words += ("--mode", "memory")
     assert run("--log-dir", tmp_path / "memory", *words) == 0
     assert losses(tmp_path / "store-log") == losses(tmp_path / "memory")
-
-
-@needs_compiled
-@pytest.mark.long
-def test_nano_has_the_references_losses_to_the_bit(text, losses, tmp_path):
-    words = [*RUN, "--data", text]
-    update = ["--store", tmp_path / "store"]
-    split = ["--log-dir", tmp_path / "memory", "--mode", "memory"]
-    for mode in (update, [*split]):
-        assert main([str(word) for word in (*words, *mode)]) == 0
-    found = losses(tmp_path / "store-log")
-    assert found == losses(tmp_path / "memory")
-    assert found[-1][1] < found[0][1]

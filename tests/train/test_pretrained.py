@@ -280,18 +280,6 @@ def test_an_imported_model_is_that_of_a_command_without_it(place, text, capsys):
     assert train(*common, "--steps", 1) == 0
 
 
-@pytest.mark.long
-def test_a_head_that_the_checkpoint_does_not_have_begins_anew(place):
-    masked = MODELS["bert"]
-    write_folder(place / "hf", masked)
-    classes = dataclasses.replace(masked, head="classification", num_labels=5)
-    params = deferred_params(ModelFiles.of_folder(place / "hf"), classes, seed=0)
-    assert isinstance(params["wte"], jaxinf.typing.DeferredArray)
-    drawn = params["head"]["classifier"]["kernel"]
-    assert drawn.shape == (32, 5)
-    assert 0.01 < np.std(drawn) < 0.03
-
-
 def tied(place):
     return dataclasses.replace(LLAMA, window=None, tied_embeddings=True)
 
@@ -366,36 +354,23 @@ def damage(name, content):
     return change
 
 
-def header(text):
-    return len(text).to_bytes(8, "little") + text
-
-
 FIRST = "model-00001-of-00002.safetensors"
 WTE = "model.embed_tokens.weight"
 REFUSALS = {
     "unknown-architecture": (change_config(model_type="mamba"), "found 'mamba'"),
-    "no-architecture": (change_config(model_type=None), "found None"),
-    "not-json": (damage("config.json", b"{"), "expected a JSON document"),
     "missing-size": (change_config(hidden_size=None), "hidden_size: expected a value"),
-    "size-of-text": (change_config(hidden_size="32"), "hidden_size: expected a whole"),
     "other-activation": (
         change_config(hidden_act="relu"),
         "hidden_act: expected 'silu'",
     ),
-    "heads-do-not-divide": (change_config(num_key_value_heads=3), "must divide"),
     "few-bits": (
         change_config(quantization_config={"quant_method": "bnb", "load_in_4bit": 1}),
         "quantization_config: expected weights of 16 or 32 bits, found 'bnb'",
     ),
     "unknown-rope": (change_config(rope_scaling={"type": "yarn"}), "found yarn"),
-    "too-many-layers": (change_config(num_hidden_layers=10**9), "num_layers of 10000"),
     "one-layer-less": (
         change_config(num_hidden_layers=1),
         "model.layers.1.mlp.up_proj.weight: not a tensor of this model",
-    ),
-    "one-layer-more": (
-        change_config(num_hidden_layers=3),
-        "model.layers.2.mlp.up_proj.weight: missing",
     ),
     "other-shape": (change_config(vocab_size=255), f"{WTE}: expected shape [255, 32]"),
     "tied-with-others": (
@@ -422,33 +397,8 @@ REFUSALS = {
         change_index(x="../../etc/x.safetensors"),
         "nothing outside it is read",
     ),
-    "absolute": (change_index(x="/etc/x.safetensors"), "nothing outside it is read"),
-    "index-of-numbers": (change_index(x=3), "weight_map[...]: expected a text"),
-    "index-is-a-list": (damage(INDEX, b"[]"), "index of safetensors"),
-    "listed-but-not-there": (change_index(x=FIRST), "found no 'x'"),
-    "file-missing": (lambda folder: (folder / FIRST).unlink(), "No such file"),
     "truncated": (damage(FIRST, b"\x08"), FIRST),
     "header-too-long": (damage(FIRST, b"\xff" * 7 + b"\x7f{}"), FIRST),
-    "header-is-a-list": (damage(FIRST, header(b"[1, 2]")), FIRST),
-    "header-nested": (damage(FIRST, header(b"[" * 200_000)), FIRST),
-    "metadata-is-a-number": (damage(FIRST, header(b'{"__metadata__":3}')), FIRST),
-    "names-twice": (damage(FIRST, header(b'{"a":1,"a":1}')), FIRST),
-    "offsets-of-text": (
-        damage(
-            FIRST,
-            header(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":["0","4"]}}')
-            + b"1234",
-        ),
-        FIRST,
-    ),
-    "shape-below-zero": (
-        damage(
-            FIRST,
-            header(b'{"a":{"dtype":"F32","shape":[-1,-1],"data_offsets":[0,4]}}')
-            + b"1234",
-        ),
-        FIRST,
-    ),
 }
 
 
@@ -461,20 +411,6 @@ def test_bad_checkpoints_are_refused_before_there_is_a_store(place, capsys, name
     error = capsys.readouterr().err
     assert expected in error
     assert "Traceback" not in error
-    assert not (place / "s").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (("--from", "nowhere"), "expected a Hugging Face checkpoint folder"),
-        (("--from", "nowhere", "--preset", "small"), "says which model it is"),
-        (("--steps", 0), "--steps: expected at least 1"),
-    ],
-)
-def test_usage(place, capsys, words, expected):
-    assert train("--store", place / "s", *words) in (1, 2)
-    assert expected in capsys.readouterr().err
     assert not (place / "s").exists()
 
 

@@ -12,7 +12,6 @@ import pytest
 import jaxinf
 from jaxinf.command_line import UsageError
 from jaxinf.store import StoreDirectory, seal
-from jaxinf.train.__main__ import main
 from jaxinf.train.freezing import check_source
 from jaxinf.train.lora import Lora
 
@@ -177,14 +176,6 @@ def test_data_that_matches_nothing(run, tmp_path, capsys):
     short.write_text("abc")
     assert run("--store", tmp_path / "s", data=short) == 2
     assert "name more text" in capsys.readouterr().err
-
-
-def test_help_is_complete(capsys):
-    assert main(["--help-all"]) == 0
-    text = capsys.readouterr().out
-    assert "None" not in text
-    for word in ("--store DIR", "--csd-root DIR", "512MiB", "standard library"):
-        assert word in text
 
 
 def test_leaves_that_a_checkpoint_lacks_are_not_frozen():

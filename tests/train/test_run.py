@@ -23,14 +23,6 @@ KEYS += ["drive_read_bytes", "drive_write_bytes", "link_down_bytes", "link_up_by
 KEYS += ["rss_bytes", "learning_rate", "gradient_norm", "phases", "drives", "memory"]
 
 
-@pytest.mark.long
-def test_modes_agree(run, losses, uninterrupted, tmp_path):
-    log = tmp_path / "memory"
-    assert run("--mode", "memory", "--steps", 60, "--log-dir", log) == 0
-    np.testing.assert_allclose(losses(log), uninterrupted[:60], rtol=1e-4)
-    assert uninterrupted[-1][1] < uninterrupted[0][1] - 2
-
-
 def test_metrics_of_update(run, lines, tmp_path):
     assert run("--store", tmp_path / "store", "--steps", 5) == 0
     found = lines(tmp_path / "store-log")
@@ -245,16 +237,6 @@ def test_epochs_are_a_number_of_steps(run, lines, tmp_path, capsys):
     assert float(found[1]) == pytest.approx(0.004, rel=0.3)
 
 
-@pytest.mark.long
-def test_plain_output_has_no_control_characters(run, tmp_path, capsys):
-    binary = tmp_path / "binary.dat"
-    binary.write_bytes(np.random.default_rng(0).integers(1, 32, 5000, np.uint8))
-    words = ("--store", tmp_path / "store", "--steps", 3)
-    assert run(*words, data=binary) == 0
-    out = capsys.readouterr().out
-    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", out)
-
-
 def test_commit_says_where_in_the_data(run, tmp_path):
     assert run("--store", tmp_path / "store", "--steps", 3) == 0
     with jaxinf.open_store(tmp_path / "store") as store:
@@ -309,18 +291,6 @@ def test_optimizers_agree_in_both_modes(run, losses, tmp_path, words):
     assert run("--store", tmp_path / "store", *common) == 0
     memory, update = losses(tmp_path / "memory"), losses(tmp_path / "store-log")
     np.testing.assert_allclose(memory, update, rtol=1e-4)
-
-
-@pytest.mark.long
-def test_csd_roots(run, tmp_path):
-    roots = [tmp_path / "d0", tmp_path / "d1"]
-    for root in roots:
-        root.mkdir()
-    words = ("--store", tmp_path / "store", "--csd-root", roots[0])
-    words += ("--csd-root", roots[1], "--memory", "64MiB")
-    assert run(*words, "--steps", 2) == 0
-    assert run(*words, "--steps", 3) == 0
-    assert all(list(root.glob("jaxinf-*")) for root in roots)
 
 
 # --- non-finite gradients -------------------------------------------------------------

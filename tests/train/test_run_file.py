@@ -134,42 +134,31 @@ def test_a_name_that_is_no_text_is_left_to_its_flag(read):
         ("batch-sise = 8", "'batch-sise': no setting of a run's file; did you mean ba"),
         ("qqq = 8", "'qqq': no setting of a run's file; --help-all lists them"),
         ("[train]\nsteps = 8", "'train': no setting of a run's file"),
-        ("steps.a = 8", "steps: expected a whole number, found an object of 1"),
         ("steps = 'ten'", "steps: expected a whole number, found 'ten'"),
-        ("steps = 10.0", "steps: expected a whole number, found 10.0"),
         ("steps = true", "steps: expected a whole number, found True"),
-        ("steps = nan", "steps: expected a whole number, found nan"),
         ("steps = 9223372036854775808", "steps: expected a number of at most 64 bits"),
         (f"steps = 0x{'f' * 9999}", "steps: expected a number of at most 64 bits"),
         (f"clip-norm = 0x{'f' * 9999}", "clip-norm: expected a number of at most 64"),
         (f"elastic = 0x{'f' * 9999}", "elastic: expected a number of at most 64 bits"),
         (f"steps = 1{'0' * 9999}", "in TOML, such as steps = 100"),
-        ("clip-norm = '1'", "clip-norm: expected a number, found '1'"),
         ("elastic = 1", "elastic: expected true or false, found 1"),
         ("store = 1", "store: expected a path in quotes, found 1"),
         (
             "store = 1979-05-27",
             "store: expected a path in quotes, found datetime.date(1979, 5, 27)",
         ),
-        ("store = 07:32:00", "found datetime.time(7, 32)"),
         ('store = "a\\u0000"', "store: expected a text without NUL"),
         ("data = 'a'", "data: expected a list, found 'a'"),
         ("data = ['a', 1]", "data[1]: expected a text, found 1"),
-        ("data = [['a']]", "data[0]: expected a text, found a list of 1"),
         ("mode = 'streem'", "expected one of update, stream, memory, found 'streem'"),
         ("mode = 'streem'", "did you mean stream?"),
-        ("mode = 3", "mode: expected one of update, stream, memory, found 3"),
-        ("state = 8", "state: expected one of fp32, bf16, int8, found 8"),
         ("memory = 'much'", "memory: 'much': expected a number of bytes such as 1GiB"),
         ("memory = 1.5", "memory: expected BYTES in quotes, or a number, found 1.5"),
-        ("memory = '1e'", "memory: '1e': expected a number of bytes"),
         (f"memory = '{'9' * 400}'", "expected a number of bytes such as 1GiB"),
         ("durability = 'now'", "durability: Invalid enum value 'now'"),
         ("eval-only = true", "'eval-only': no setting of a run's file"),
         ("seq_len = 8\nseq-len = 8", "seq-len: set twice, once with - and once with _"),
-        ("steps = 1\nsteps = 2", "found: Cannot overwrite a value"),
         ("steps: 100", "in TOML, such as steps = 100 in a line, found: Expected"),
-        ("{}", "in TOML, such as"),
         ("a =" + "[" * 100_000, "in TOML, such as"),
         (
             b"store = '\xff'",
@@ -177,7 +166,6 @@ def test_a_name_that_is_no_text_is_left_to_its_flag(read):
         ),
         ("#" * (1 << 21), "expected at most 1 MiB; is it the file?"),
         ('"a\\nb" = 1', "'a\\nb': no setting of a run's file"),
-        (f"{'x' * 999} = 1", f"'{'x' * 60}'…: no setting of a run"),
         ("a = 1\nsteps = 'b'", "a run's file; --help-all lists them\n  steps: "),
     ],
 )
@@ -336,11 +324,6 @@ def test_flags_that_change_a_run_are_named(of_store):
     given = ("--from", "/m", "--epochs", 3)
     config, _ = of_store(held(run=run), *given)
     assert (config.preset, config.steps, config.seed) == ("nano", 1000, 2)
-
-
-def test_a_run_that_all_flags_repeat_says_nothing(of_store):
-    assert of_store(held(run={"seed": 2}), "--seed", 2) == (TrainConfig(), None)
-    assert of_store(held()) == (TrainConfig(), None)
 
 
 def test_another_mode_drops_what_it_lacks(of_store):

@@ -13,7 +13,6 @@ from jaxinf_models.t5 import T5Config
 from jaxinf_models.vit import ViTConfig
 from small_pictures import write_pictures
 
-from jaxinf import compat
 from jaxinf.terminal import make_console
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.metrics import StepLine
@@ -65,23 +64,6 @@ def test_a_run_goes_on_in_other_modes(
         assert 0 <= streamed["prefetch_hit_rate"] <= 1
         waited = [streamed[name] for name in FIELDS if name.startswith("waited")]
         assert 0 < sum(waited) <= line["step_s"]
-
-
-@pytest.mark.long
-def test_stopped_and_resumed_is_uninterrupted(run, losses, tmp_path):
-    assert run("--store", tmp_path / "whole", *STREAM, "--steps", 5) == 0
-    assert run("--store", tmp_path / "parts", *STREAM, "--steps", 2) == 0
-    keep = ("--policy", "keep", "--steps", 5)
-    assert run("--store", tmp_path / "parts", *STREAM, *keep) == 0
-    assert losses(tmp_path / "parts-log") == losses(tmp_path / "whole-log")
-
-
-@pytest.mark.long
-def test_programs_are_compiled_for_the_same_bits(run, tmp_path, monkeypatch):
-    asked = set()
-    monkeypatch.setattr(compat, "deterministic_options", asked.add)
-    assert run("--store", tmp_path / "store", *STREAM, "--steps", 1) == 0
-    assert asked == {True}
 
 
 @pytest.mark.long

@@ -20,7 +20,6 @@ from jaxinf_models.vit import ViTConfig
 from small_pictures import write_pictures
 
 import jaxinf
-from jaxinf.cli import main as jaxinf_main
 from jaxinf.store.documents import seal
 from jaxinf.train.__main__ import main
 from jaxinf.train.config import TrainConfig
@@ -95,35 +94,6 @@ def test_stopped_and_resumed_is_uninterrupted(
         assert task(model, data, *where, "--steps", steps, *words) == 0
     assert losses(tmp_path / "parts-log") == losses(tmp_path / "whole-log")
     assert len(losses(tmp_path / "parts-log")) == 6
-
-
-@pytest.mark.long
-def test_best_checkpoint_is_that_of_the_lowest_loss(task, tmp_path, capsys):
-    """Makes losses go up and down by a learning rate that is far too high."""
-    where = ("--store", tmp_path / "store", "--eval-every", 1, "--warmup-steps", 0)
-    wild = (*where, "--learning-rate", 0.3, "--steps")
-    assert task("vit", "images", *wild, 6) == 0
-    check_best(tmp_path)
-    assert task("vit", "images", *wild, 10) == 0
-    best = check_best(tmp_path)
-    assert "checkpoint best" in capsys.readouterr().out
-    words = ["restore", str(tmp_path / "store"), "best", "--discard-current"]
-    assert jaxinf_main(["checkpoint", *words]) == 0
-    assert task("vit", "images", *where, "--steps", best + 1) == 0
-    assert f"resuming at step {best}" in capsys.readouterr().out
-
-
-def check_best(place):
-    lines = (place / "store-log/validation.jsonl").read_text().splitlines()
-    entries = [json.loads(line) for line in lines]
-    lowest = min(entries, key=lambda entry: entry["loss"])
-    with jaxinf.open_store(place / "store") as store:
-        (held,) = store.checkpoints()
-    assert (held.name, held.step) == ("best", lowest["step"])
-    for entry in entries:
-        assert entry["perplexity"] == pytest.approx(np.exp(entry["loss"]))
-        assert 0 <= entry["accuracy"] <= 1
-    return held.step
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
-"""Scalars for TensorBoard and Weights & Biases: the metrics', each step once."""
+"""Scalars for TensorBoard: the metrics', each step once."""
 
 import contextlib
-import importlib
 import struct
 import sys
 from collections import defaultdict
@@ -12,26 +11,13 @@ from jaxinf.train.config import TrainConfig
 from jaxinf.train.trackers import tracker
 
 
-def records(content, begin, block=None):
-    """Yields the records of a file of TensorFlow's, or of blocks as LevelDB's log."""
-    at, whole = begin, b""
+def records(content):
+    """Yields the records of a file of TensorFlow's."""
+    at = 0
     while at < len(content):
-        if block is None:
-            (size,) = struct.unpack_from("<Q", content, at)
-            if at + size + 16 > len(content):
-                return  # cut off
-            yield content[at + 12 : at + 12 + size]
-            at += size + 16
-            continue
-        if block - at % block < 7:  # no room for a header
-            at += block - at % block
-            continue
-        size, kind = struct.unpack_from("<HB", content, at + 4)
-        whole += content[at + 7 : at + 7 + size]
-        at += 7 + size
-        if kind in (1, 4):  # a whole record, or the last part of one
-            yield whole
-            whole = b""
+        (size,) = struct.unpack_from("<Q", content, at)
+        yield content[at + 12 : at + 12 + size]
+        at += size + 16
 
 
 def read_tensorboard(folder):
@@ -42,7 +28,7 @@ def read_tensorboard(folder):
     for path in sorted(
         folder.glob("events*"), key=lambda path: path.stat().st_mtime_ns
     ):
-        for record in records(path.read_bytes(), 0):
+        for record in records(path.read_bytes()):
             event = Event.FromString(record)
             if event.session_log.status == SessionLog.START:
                 for points in found.values():
@@ -86,33 +72,6 @@ def test_steps_of_a_killed_run_are_not_doubled(tmp_path):
     write(2, [(3, 30.0), (4, 40.0)])
     found = read_tensorboard(config.logs)
     assert found["loss"] == near([(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)])
-
-
-def test_wandb_offline_has_the_numbers_of_the_metrics(
-    run, lines, tmp_path, monkeypatch
-):
-    pytest.importorskip("wandb")
-    proto = importlib.import_module("wandb.proto.wandb_internal_pb2")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    logs = tmp_path / "store-log"
-    for steps in (3, 5):
-        words = ("--store", tmp_path / "store", "--track", "wandb", "--steps", steps)
-        assert run(*words) == 0
-    found, names = [], set()
-    for path in sorted(logs.glob("wandb/offline-run-*/*.wandb")):
-        for content in records(path.read_bytes(), 7, 32768):
-            record = proto.Record.FromString(content)
-            names |= {record.run.run_id} - {""}
-            items = {
-                item.key or "/".join(item.nested_key): item.value_json
-                for item in record.history.item
-            }
-            if "loss" in items:
-                found.append((int(items["_step"]), float(items["loss"])))
-    written = [(line["step"], line["loss"]) for line in lines(logs)]
-    assert found == near(written)
-    assert names == {(logs / "wandb.id").read_text()}  # one run
 
 
 @pytest.mark.parametrize(

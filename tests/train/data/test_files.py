@@ -75,11 +75,6 @@ def test_duplicates_and_links_count_once(tree):
     assert len(find_files(patterns)[0]) == 3
 
 
-def test_relative_pattern(tree, monkeypatch):
-    monkeypatch.chdir(tree)
-    assert names(tree, find_files(["sub"])[0]) == ["sub/b.py", "sub/deep/c.py"]
-
-
 @pytest.mark.parametrize("pattern", ["nothing.txt", "**/*.rs", "void"])
 def test_pattern_without_a_match_is_named(tree, pattern):
     (tree / "void").mkdir()

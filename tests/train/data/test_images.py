@@ -60,19 +60,6 @@ def test_folder_by_class(classify, folder):
     }
 
 
-def test_validation_folder_is_held_out(classify, folder, tmp_path):
-    both = tmp_path / "both"
-    both.mkdir()
-    folder.rename(both / "train")
-    (both / "val" / "cat").mkdir(parents=True)
-    (both / "val" / "dog").mkdir()
-    (both / "val" / "dog" / "x.png").write_bytes(png(pixels_of(9, 4, 4, 3)))
-    data = classify(both)
-    assert (len(data.train), len(data.validation)) == (4, 1)
-    assert data.validation[0]["labels"] == 1
-    assert data.num_labels == 2
-
-
 def test_classes_of_the_parts_have_to_agree(classify, folder, tmp_path):
     (tmp_path / "other" / "bird").mkdir(parents=True)
     (tmp_path / "other" / "bird" / "x.png").write_bytes(png(pixels_of(9, 4, 4, 3)))

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -118,21 +117,6 @@ def test_resumes_at_the_very_next_example(source, load, kind, task):
     assert len({hashlib.sha256(repr(batch).encode()).digest() for batch in seen}) > 1
 
 
-@pytest.mark.parametrize(("kind", "task"), CASES, ids="-".join)
-def test_nothing_held_out_is_learned(source, load, kind, task):
-    paths, options = source(kind)
-    data = load(*paths, task=task, seq_len=8, **options)
-    name = "images" if "images" in data.train[0] else "tokens"
-    assert len(data.validation) >= 1
-    assert data.description
-    for rows in (data.train, data.validation):
-        shapes = {n: rows[0][n].shape for n in rows[0]}
-        for number in range(len(rows)):
-            row = rows[number]
-            assert {n: row[n].shape for n in row} == shapes
-            assert row[name].dtype in (np.int32, np.float32)
-
-
 def tokens_of(rows):
     return np.concatenate([rows[n]["tokens"] for n in range(len(rows))])
 
@@ -206,7 +190,6 @@ def test_conversations_by_a_template(load, write, tmp_path):
     row = data.train[0]
     learned = row["targets"][row["weights"] > 0]
     assert data.tokenizer.decode(learned) == b"a<|im_end|>" * row["segments"].max()
-    assert data.tokenizer.decode(data.prompt) == b"user:u<|im_end|>assistant:"
     assert data.example == "user:u<|im_end|>assistant:«a<|im_end|>» (messages)"
     (folder / "tokenizer_config.json").write_text("{}")
     for options in (how, {}):
@@ -257,18 +240,6 @@ def test_validation_of_its_own(load, write):
         load(train, seq_len=4, validation=(str(write("p.jsonl", PAIRS)),))
 
 
-def test_only_answers_are_learned(load, write):
-    data = load(write("a.jsonl", PAIRS), seq_len=16)
-    targets = set()
-    for number in range(len(data.train)):
-        row = data.train[number]
-        targets |= {chr(t) for t in row["targets"][row["weights"] > 0]}
-    assert targets == {*"0123456789", "\0"}
-    everything = load(write("a.jsonl", PAIRS), seq_len=16, loss_on="all")
-    row = everything.train[0]
-    assert ord("+") in row["targets"][row["weights"] > 0]
-
-
 def test_long_examples_are_cut_and_said(load, write):
     records = [*PAIRS, {"prompt": "x" * 50, "response": "y"}]
     records += [{"prompt": "z", "response": "y" * 50}]
@@ -288,21 +259,15 @@ def test_answers_that_all_begin_after_the_cut(load, write):
     path = write("a.jsonl", [{"prompt": "p" * 30, "response": "r"}] * 5)
     with pytest.raises(DataError, match=r"5 examples whose .* after 30 tokens; give a"):
         load(path, seq_len=8)
-    assert load(path, seq_len=31).prompt.size
+    assert len(load(path, seq_len=31).train)
 
 
-def test_usual_length_of_rows_and_prompt(load, write):
+def test_usual_length_of_rows(load, write):
     pairs = [{"prompt": "ab", "response": "c" * n} for n in (3, 60)] * 20
     data = load(write("a.jsonl", pairs), seq_len=None, most_tokens=1000)
     assert (data.seq_len, data.train[0]["tokens"].size) == (64, 64)
-    assert data.prompt.tobytes() == b"ab"
     assert load(write("b.jsonl", pairs), seq_len=None, most_tokens=32).seq_len == 32
     assert load(write("a.txt", "text " * 400), seq_len=None).seq_len == 50
-
-
-def test_json_that_is_read_as_text_is_said(load, write):
-    data = load(write("a.json", json.dumps({"key": "value" * 99})))
-    assert "1 .json files that are no list of records, read as text" in data.notes
 
 
 def test_field_of_the_text(load, write):
@@ -361,11 +326,6 @@ def test_records_that_do_not_suit_the_task(load, write, records, task, message):
         load(write("a.jsonl", records), task=task)
 
 
-def test_labels_out_of_range(load, write):
-    path = write("a.jsonl", LABELLED)
-    assert load(path, task="classification").num_labels == 3
-
-
 @pytest.mark.parametrize(
     ("options", "task", "message"),
     [
@@ -376,13 +336,6 @@ def test_labels_out_of_range(load, write):
 def test_options_that_mean_nothing(options, task, message):
     with pytest.raises(UsageError, match=message):
         check_data(DataOptions(**options), task)
-
-
-def test_images_have_no_tokenizer():
-    with pytest.raises(UsageError, match="--tokenizer: the model takes images"):
-        check_data(
-            DataOptions(tokenizer=Path("t.json")), "classification", takes_images=True
-        )
 
 
 def pair(load, path, **options):
@@ -409,7 +362,7 @@ def test_pairs_of_bytes(load, write, cut_first):
     assert notes == ()
 
 
-@pytest.mark.parametrize("sizes", [(2, 3), (9, 2), (2, 9), (9, 8), (8, 9), (9, 9)])
+@pytest.mark.parametrize("sizes", [(2, 3), (9, 2), (8, 9)])
 def test_pairs_are_as_their_tokenizer_has_them(load, write, tmp_path, sizes):
     path = word_tokenizer(
         *(tmp_path / "t", "[CLS]", "[SEP]", "[PAD]"), pad_token="[PAD]"

@@ -64,13 +64,6 @@ def test_any_position_resumes_at_the_very_next_batch(seed):
         assert_same(make()[number], seen[number])
 
 
-def test_seeds_differ():
-    first = Batches(Numbers(100), batch_size=8, seed=0)[0]["number"]
-    assert not np.array_equal(
-        Batches(Numbers(100), batch_size=8, seed=1)[0]["number"], first
-    )
-
-
 @pytest.mark.parametrize("num_shards", [2, 4])
 def test_processes_share_the_batches_of_one(num_shards):
     whole = Batches(Numbers(10), batch_size=8, seed=3, row_map=noisy)

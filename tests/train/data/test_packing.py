@@ -69,12 +69,6 @@ def test_windows_without_targets(lists, seq_len):
     assert all(set(row) == {"tokens", "segments"} for row in rows)
 
 
-def test_what_is_not_learned_has_no_weight():
-    data = sequences([[1, 2, 3, 4]], [[False, False, True, False]])
-    (row,) = rows_of(windows(data, 3, is_causal=True))
-    assert row["weights"].tolist() == [0, 1, 0]
-
-
 @given(documents, st.integers(2, 16))
 def test_packed_rows_hold_every_document_once(lists, seq_len):
     learned = [[i % 2 == 0 for i in ids] for ids in lists]

@@ -32,13 +32,6 @@ def test_json_lines(write):
     assert [r.where for r in read_records(path, USED)] == [f"{path}:1", f"{path}:2"]
 
 
-def test_last_line_needs_no_end(write):
-    assert texts(write("a.ndjson", b'{"text": "one"}\n{"text": "two"}')) == [
-        "one",
-        "two",
-    ]
-
-
 def test_a_list_in_json(write):
     path = write("a.json", b' [{"text": "one"}, {"text": "two"}]')
     assert texts(path) == ["one", "two"]

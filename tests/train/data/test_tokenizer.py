@@ -173,14 +173,6 @@ def test_a_template_sees_the_same_day_always(tmp_path):
     assert tokenizer.decode(ids) == b"26 Jul 2024"
 
 
-def test_a_tokenizer_without_a_config(tmp_path):
-    word_level(tmp_path, ["one"], "</s>")
-    (tmp_path / "tokenizer_config.json").unlink()
-    for path in (tmp_path, tmp_path / "tokenizer.json"):
-        tokenizer = open_tokenizer(path)
-        assert (tokenizer.end, tokenizer.mask, tokenizer.pad) == (None, None, 0)
-
-
 def test_truncation_and_padding_of_the_file_do_not_count(tmp_path):
     path = word_level(tmp_path, ["one", "two"]) / "tokenizer.json"
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
@@ -238,9 +230,3 @@ def test_a_tokenizer_that_panics(tmp_path):
     path.write_text(json.dumps(document))
     with pytest.raises(DataError, match="PanicException"):
         open_tokenizer(path).encode([("a.txt", "nine")], is_whole=True)
-
-
-def test_a_package_that_is_missing(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(DataError, match=r"transformers.*pip install '.\[data\]'"):
-        open_tokenizer(word_level(tmp_path, ["one"]))
