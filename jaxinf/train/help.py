@@ -46,7 +46,7 @@ _OTHER_NAMES = {  # of other programs, and what to write instead
     "save-steps save-interval": "--checkpoint-every",
     "resume resume-from-checkpoint": "--store alone, which resumes",
     "restore": "jaxinf checkpoint restore STORE NAME before the run",
-    "report-to tensorboard wandb": "--track tensorboard or --track wandb",
+    "report-to tensorboard wandb": "--track tensorboard",
     "model-config": "--preset FILE.json",
     "lora-alpha lora-r": "--lora RANK,alpha=A",
     "num-processes nproc-per-node": "--distributed HOST:PORT,N,I",

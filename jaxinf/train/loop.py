@@ -194,7 +194,7 @@ class _Run:
         self._track = self._sums = None
         if is_first and config.track is not None:
             place = logs if is_alone else logs.parent
-            self._track = tracker(config, place, self.step, self._stack)
+            self._track = tracker(place, self.step, self._stack)
         validation = JsonLines(logs / "validation.jsonl", self.step, first=0)
         self._validation = self._stack.enter_context(closing(validation))
         metrics = MetricsLog(logs, self.step, self._track if is_alone else None)

@@ -124,14 +124,14 @@ class MetricsLog:
     Args:
       log_dir: the log directory; made if it does not exist.
       step: the last committed step; the file is continued after it.
-      wrote: called with each line that is written.
+      wrote: called with each line that is written, and a prefix of its names.
     """
 
     def __init__(
         self,
         log_dir: Path,
         step: int,
-        wrote: Callable[[Mapping[str, Any]], None] | None = None,
+        wrote: Callable[[Mapping[str, Any], str], None] | None = None,
     ) -> None:
         self._wrote = wrote
         self._held: tuple[StepLine, Costs] | None = None
@@ -184,7 +184,7 @@ class MetricsLog:
         """Writes a line that is complete."""
         self._lines.write(line.step, line.to_json())
         if self._wrote is not None:
-            self._wrote(dataclasses.asdict(line))
+            self._wrote(dataclasses.asdict(line), "")
 
     def close(self) -> None:
         """Closes the file; a line still held is written when the run is resumed."""

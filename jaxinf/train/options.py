@@ -385,11 +385,11 @@ class OutputOptions:
     # the held-out data, and stop.
     eval_only: bool = False
 
-    # Also show the numbers of steps and evaluations in TensorBoard, from the log
-    # directory, or in Weights & Biases, in the project of WANDB_PROJECT.
-    track: Annotated[
-        Literal["tensorboard", "wandb"] | None, _shown("{tensorboard,wandb}", "none")
-    ] = None
+    # Also write the numbers of steps and evaluations for TensorBoard, into the log
+    # directory.
+    track: Annotated[Literal["tensorboard"] | None, _shown("{tensorboard}", "none")] = (
+        None
+    )
 
     # Record what each thread, drive and JAX device does in steps FIRST to LAST, by
     # default three early ones, by jax.profiler in LOG_DIR/trace; ui.perfetto.dev opens

@@ -78,7 +78,7 @@ def test_frozen_leaves_move_nothing(
         assert line["link_up_bytes"] == 4 * num_trained
         assert line["link_down_bytes"] == 8 * num_trained
     with jaxinf.open_store(store) as opened:
-        directory = opened._engine.opened.directory
+        directory = opened._engine.directory
         for number, leaf in enumerate(directory.manifest.leaves):
             file = directory.chunk_file("a", number, 0, "params")
             assert file.stat().st_nlink == (2 if leaf.name in frozen else 1)

@@ -265,7 +265,7 @@ def of_store(monkeypatch):
 ELSEWHERE = {
     "log-dir": "/x",
     "export-to": "file:///x",
-    "track": "wandb",
+    "track": "tensorboard",
     "csd": "smartssd:xclbin=/x",
     "csd-root": ["/x"],
     "state": "int8",
