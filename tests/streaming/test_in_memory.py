@@ -137,15 +137,6 @@ def test_results_survive_later_steps():
         assert_same_bits(found, expected)
 
 
-@pytest.mark.long
-def test_micro_batches():
-    program = ZOO["l2_penalty"](depth=3)
-    whole, parts = made(program), made(program, micro_batches=4)
-    for step in (whole, parts):
-        step.load(program.params, batch=program.batch)
-    np.testing.assert_allclose(run(parts, program), run(whole, program), rtol=1e-5)
-
-
 @pytest.mark.parametrize("nonfinite", ["error", "skip"])
 def test_a_refused_step_changes_nothing(nonfinite):
     program = ZOO["l2_penalty"](depth=2)

@@ -78,9 +78,8 @@ def uninterrupted():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("durability", DURABILITIES[1:])
 @pytest.mark.parametrize(
-    "name", [NAMES[0], *(pytest.param(n, marks=pytest.mark.long) for n in NAMES[1:])]
+    ("name", "durability"), [*zip(NAMES[1:], DURABILITIES[1:], strict=True)]
 )
 def test_steps_that_overwrite_others_have_the_same_bits(
     name, durability, open_store, uninterrupted
@@ -255,16 +254,7 @@ PROGRAM = Path(__file__).parents[1] / "support" / "streamed_run.py"
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("name", "durability"),
-    [
-        pytest.param(
-            name,
-            durability,
-            marks=[] if i == j == 1 else [pytest.mark.long],
-        )
-        for i, name in enumerate(NAMES)
-        for j, durability in enumerate(DURABILITIES)
-    ],
+    ("name", "durability"), [*zip(NAMES, DURABILITIES, strict=True)]
 )
 def test_killed_between_hand_outs_the_committed_step_is_whole(
     name, durability, open_store, uninterrupted, run_python, place

@@ -206,24 +206,6 @@ def test_a_drive_that_fails_in_mid_step(
 
 
 @pytest.mark.long
-def test_a_value_that_cannot_be_read_ends_the_step(
-    open_store, everything_leaves, monkeypatch
-):
-    program = ZOO["l2_penalty"]()
-    step = opened(open_store, "store", "offload", program)
-    kept = opened(open_store, "keep", "keep", program)
-    found, expected = losses(step, program, 1), losses(kept, program, 3)
-    step.store.wait()
-    with monkeypatch.context() as patched:
-        failing(patched, "preadv", errno.EIO, [1])
-        with pytest.raises(StoreIOError, match=r"stream \(a file of activations\)"):
-            step(program.batch)
-    assert step.store.step == 1
-    assert found + losses(step, program, 2) == expected
-    assert_same_params(step, kept, program)
-
-
-@pytest.mark.long
 def test_a_budget_below_the_largest_value_is_refused(open_store):
     program = ZOO["l2_penalty"]()
     big = np.zeros((1 << 16, 32), np.float32)

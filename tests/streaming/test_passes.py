@@ -63,10 +63,7 @@ def scaled(growth=2.0):
     [
         (optax.adamw(1e-2), 1),
         (optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.1)), 1),
-        (optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(0.1)), 1),
         (optax.chain(optax.centralize(), optax.sgd(0.1)), 1),
-        (optax.chain(optax.zero_nans(), optax.sgd(0.1)), 1),
-        (optax.lars(0.1), 1),
         (optax.lamb(0.1), 1),
         (optax.adafactor(0.1), 1),
         (optax.apply_if_finite(optax.adam(0.1), 3), 2),
@@ -133,12 +130,8 @@ def streamed(open_store, tx, batches, *, name="store", store=None, **options):
     [
         optax.chain(CLIP, optax.adamw(1e-2)),
         optax.apply_if_finite(optax.adam(1e-2), 3),
-        pytest.param(
-            optax.chain(optax.clip_by_block_rms(0.1), optax.adamw(1e-2)),
-            marks=pytest.mark.long,
-        ),
     ],
-    ids=["clipped", "finite", "block"],
+    ids=["clipped", "finite"],
 )
 def test_bits_are_those_of_jitted_optax(tx, open_store):
     batches = [tree(seed) for seed in range(1, 4)]
@@ -160,33 +153,18 @@ def test_numbers_of_what_is_clipped(tx, open_store):
 
 
 @pytest.mark.long
-def test_scaled_losses_skip_what_is_not_finite(open_store):
-    tx = optax.chain(scaled(), optax.adam(1e-2))
-    batches = [tree(seed) for seed in range(1, 4)]
-    batches[1]["w"] = batches[1]["w"].at[3, 4].set(jnp.inf)
-    found = streamed(open_store, tx, batches, nonfinite="allow")
-    assert_same_bits(found, optax_params(tx, batches))
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
     "tx",
     [
         optax.chain(optax.clip_by_block_rms(0.1), optax.adam(1e-2)),
-        pytest.param(
-            optax.chain(optax.centralize(), optax.sgd(0.1)), marks=pytest.mark.long
-        ),
-        pytest.param(THREE, marks=pytest.mark.long),
-        pytest.param(optax.lamb(1e-2), marks=pytest.mark.long),
+        optax.chain(optax.centralize(), optax.sgd(0.1)),
+        optax.lamb(1e-2),
     ],
-    ids=["sums", "whole", "three", "lamb"],
+    ids=["sums", "whole", "lamb"],
 )
-@pytest.mark.parametrize(
-    "name", ["scan_nested", pytest.param("stack_by_index", marks=pytest.mark.long)]
-)
-def test_slices_of_stacks(tx, name, open_store):
+def test_slices_of_stacks(tx, open_store):
     """Each slice's gradient arrives alone; what needs a leaf whole gets it whole."""
-    program = ZOO[name]()
+    program = ZOO["scan_nested"]()
     vg = jax.jit(jax.grad(program.loss, has_aux=program.has_aux))
     params, state = program.params, tx.init(program.params)
     for _ in range(2):
@@ -230,14 +208,13 @@ def test_a_runner_combines_slices(open_store):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("call", [3, 4])
 def test_killed_between_passes_the_committed_step_is_whole(
-    call, open_store, run_python, place
+    open_store, run_python, place
 ):
-    killed = run_python(PROGRAM, place / "store", call, check=False)
+    killed = run_python(PROGRAM, place / "store", "4", check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     with jaxinf.open_store(place / "store") as store:
-        assert store.step == 1  # of two calls a step the first or second of step 2
+        assert store.step == 1  # of two calls a step the second of step 2
     rest = [tree(2), tree(3)]
     found = streamed(open_store, THREE, rest)
     whole = [tree(seed) for seed in range(1, 4)]

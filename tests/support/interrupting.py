@@ -245,7 +245,7 @@ def main(folder, policy, parts, what, every, again=""):
         interrupting.record(step.run, number)
         number += 1
     lines = list(interrupting.lines)
-    leaves = any(line.startswith("streaming/move/mover.py") for line in lines)
+    leaves = any(line.startswith("streaming/move/scratch.py") for line in lines)
     assert leaves or policy != "offload" or what == "function"
     began_s, num_counted = time.monotonic(), 0
     for line in lines[chosen.randrange(int(every)) :: int(every)]:
