@@ -165,9 +165,11 @@ def _update_function(wrapped: Wrapped) -> Any:
             )
         check_device_configuration()
         wrapped.check()
-        given = align(updates, params, wrapped.engine.shapes)
-        arrays = given.gradients, state, given.params
-        fixed = wrapped.shardings, given.shapes
+        gradients, trained, shapes, put_back = align(
+            updates, params, wrapped.engine.shapes
+        )
+        arrays = gradients, state, trained
+        fixed = wrapped.shardings, shapes
         everything = jax.tree.leaves((arrays, extra_args, carry))
         if any(isinstance(value, compat.Tracer) for value in everything):
             made, state = traced(arrays, extra_args, carry, (), *fixed)
@@ -178,7 +180,7 @@ def _update_function(wrapped: Wrapped) -> Any:
             made, state = run(arrays, dynamic, carry, static, *fixed)
         if params is None:
             _warn_without_params(wrapped.store)
-        return given.updates(made), state
+        return put_back(made), state
 
     def run(*arguments: Any) -> tuple[PyTree, SmartUpdateState]:
         try:

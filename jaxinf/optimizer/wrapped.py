@@ -9,7 +9,7 @@ The host is called once a step, for one run; a transformation of JAX that would 
 more often, or differentiate it, is refused while it is traced.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NoReturn, TypeAlias, TypeVar
@@ -65,45 +65,21 @@ class Shapes:
         return self.treedef.unflatten(self.leaves)
 
 
-@dataclass(frozen=True)
-class Aligned:
-    """Gradients and params by the optimizer's leaves.
-
-    Attributes:
-      gradients: a tree like that of the optimizer's leaves; None where there is none.
-      params: the optimizer's leaves; None if the program gives no params.
-      shapes: shapes and dtypes of the leaves, if gradients are missing and there are no
-        params to tell them.
-    """
-
-    gradients: PyTree
-    params: PyTree | None
-    shapes: "Shapes | None"
-    _treedef: Any
-    _parts: Sequence[tuple[Any, Sequence[Any]]]
-
-    def updates(self, made: PyTree) -> PyTree:
-        """Returns the updates in the tree of the program's gradients."""
-        updates = iter(jax.tree.leaves(made))
-        found = []
-        for gradient, leaves in self._parts:
-            if gradient is None:
-                found.append(None)
-            elif leaves and is_trained(leaves[0]):
-                found.append(next(updates))
-            else:
-                found.append(jax.tree.map(jnp.zeros_like, leaves[0]))
-        return self._treedef.unflatten(found)
-
-
-def align(updates: PyTree, params: PyTree | None, shapes: Shapes | None) -> Aligned:
-    """Lines up gradients and params.
+def align(
+    updates: PyTree, params: PyTree | None, shapes: Shapes | None
+) -> tuple[PyTree, PyTree | None, Shapes | None, Callable[[PyTree], PyTree]]:
+    """Lines up gradients and params by the optimizer's leaves.
 
     Args:
       updates: the gradients. None may stand for that of a leaf or of a subtree, which
         has no update then.
       params: the params; None if they are not available.
       shapes: those of the params of the last `init`, if it is known.
+
+    Returns:
+      Gradients, None where there is none, and params, each a tree of the optimizer's
+      leaves; the leaves' shapes, if gradients are missing and no params tell them; and
+      a function that puts updates into the tree of the program's gradients.
 
     Raises:
       ValueError: the gradients' tree is not the params'.
@@ -114,16 +90,30 @@ def align(updates: PyTree, params: PyTree | None, shapes: Shapes | None) -> Alig
         known = shapes.tree
     if known is None:
         parts = [(x, [] if x is None else [x]) for x in flat]
-        return Aligned(trained(updates), None, None, treedef, parts)
-    parts = [(g, jax.tree.leaves(part)) for g, part in _pairs(flat, treedef, known)]
+    else:
+        pairs = _pairs(flat, treedef, known)
+        parts = [(g, jax.tree.leaves(part)) for g, part in pairs]
+
+    def put_back(made: PyTree) -> PyTree:
+        updates = iter(jax.tree.leaves(made))
+        found = []
+        for gradient, leaves in parts:
+            if gradient is None:
+                found.append(None)
+            elif leaves and is_trained(leaves[0]):
+                found.append(next(updates))
+            else:
+                found.append(jax.tree.map(jnp.zeros_like, leaves[0]))
+        return treedef.unflatten(found)
+
+    if known is None:
+        return trained(updates), None, None, put_back
     known = trained(known)
-    gradients = [
-        gradient for gradient, leaves in parts for leaf in leaves if is_trained(leaf)
-    ]
-    tree = jax.tree.structure(known).unflatten(gradients)
+    leaves = [g for g, part in parts for leaf in part if is_trained(leaf)]
+    gradients = jax.tree.structure(known).unflatten(leaves)
     if params is None:
-        return Aligned(tree, None, shapes, treedef, parts)
-    return Aligned(tree, known, None, treedef, parts)
+        return gradients, None, shapes, put_back
+    return gradients, known, None, put_back
 
 
 def _pairs(
