@@ -290,9 +290,12 @@ class HostSide:
         places, requests = [], []
         for place, (leaf, out) in enumerate(zip(call.leaves, outs.arrays, strict=True)):
             if leaf.held == GO:
-                places.append(place)
                 described = description.leaves[leaf.number]
                 requests.append(leaf.request(call, described, call.origin(leaf), out))
+                if leaf.kept is None:
+                    places.append(place)
+                else:
+                    outs.statuses[place] = FINITE
             else:
                 if out is not None:
                     out[...] = 0
