@@ -66,7 +66,7 @@ def no_new_threads():
 def test_a_commit_without_a_thread_of_its_own(drive, caplog):
     driver = drive().init().steps(2)
     driver.update()
-    driver.store._engine.join()
+    driver.engine.join()
     with no_new_threads():
         driver.finish()
     assert "no thread to commit step 3 in the background" in caplog.text
@@ -107,14 +107,9 @@ def test_two_stores_in_one_process(drive):
 
 
 @pytest.mark.long
-def test_exit_without_close(drive, place, run_python):
-    run_python(ENDING, place / "store", "without_close")
-    drive().init().check(3)
-
-
-@pytest.mark.long
-def test_exit_with_a_store_that_was_lost_sight_of(drive, place, run_python):
-    run_python(ENDING, place / "store", "lost_sight_of")
+@pytest.mark.parametrize("how", ["without_close", "lost_sight_of"])
+def test_exit_without_close(drive, place, run_python, how):
+    run_python(ENDING, place / "store", how)
     drive().init().check(3)
 
 

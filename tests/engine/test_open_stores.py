@@ -95,14 +95,6 @@ def test_factories_called_in_init_and_in_update(place):
     jaxinf.close(place / "store")
 
 
-def test_two_optimizers_on_one_path_are_refused(place):
-    jaxinf.smart_update(optax.adam(1e-2), place / "store").init(PARAMS)
-    other = jaxinf.smart_update(optax.sgd(1e-2), place / "store")
-    with pytest.raises(jaxinf.StoreMismatchError, match="another optimizer or model"):
-        other.init(PARAMS)
-    jaxinf.close(place / "store")
-
-
 def test_a_store_that_failed_is_opened_anew(place, caplog):
     tx = jaxinf.smart_update(optax.adam(1e-2), place / "store")
     state = tx.init(PARAMS)

@@ -2,9 +2,6 @@
 
 import hashlib
 
-import pytest
-
-from jaxinf.errors import StoreSpaceError
 from jaxinf.store import verify_step
 
 
@@ -37,14 +34,3 @@ def test_ten_steps_later_its_bytes_are_the_same(mount_ext4, place, drive):
     again = drive(place / "store", restore="3").init()
     again.steps(10).check(13)
     assert hashes(again, "3") == before
-
-
-def test_a_drive_without_room_for_one_says_so_before(mount_ext4, place, drive):
-    leaves = {"w": ((600, 1024), "float32")}
-    small = mount_ext4("csd0", 16 << 20).path
-    options = {"leaves": leaves, "csds": [small]}
-    driver = drive(place / "store", **options).init().steps(1)
-    with pytest.raises(StoreSpaceError, match=r"/csd0.*: with this checkpoint the ste"):
-        driver.store.checkpoint()
-    assert driver.store.checkpoints() == []
-    driver.steps(5).check(6)

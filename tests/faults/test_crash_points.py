@@ -43,30 +43,17 @@ def pinned(driver, mark):
             mark(step)
 
 
-def rare(driver, mark):
-    """A commit every two steps; the slot that is not committed is rewritten."""
-    two_by_two(driver, mark, lambda: None)
-
-
 def staying(driver, mark):
-    """As `rare`, with state in memory; a step that is given up after a commit."""
-
-    def give_up():
-        driver.update([0, 1], gradient=7.0)
-        driver.engine.steps.abandon()
-
-    two_by_two(driver, mark, give_up)
-
-
-def two_by_two(driver, mark, after_commit):
+    """A commit every two steps, with state in memory; a step that is given up."""
     driver.init()
     mark(0)
     for step in range(1, 6):
         driver.step()
-        driver.store._engine.join()
+        driver.engine.join()
         if step % 2 == 0:
             mark(step)
-            after_commit()
+            driver.update([0, 1], gradient=7.0)
+            driver.engine.steps.abandon()
     driver.store.wait()
     mark(5)
 
@@ -169,45 +156,32 @@ def carried(driver, mark):
     again.engine.close()
 
 
+# Each script with its options, on one drive or on three CSDs; `JAXINF_FAULTS=long` has
+# both of all.
 SCRIPTS = {
-    "plain": plain,
-    "frozen": plain,
-    "rare": rare,
-    "staying": staying,
-    "staying in part": staying,
-    "pinned": pinned,
-    "kept": kept,
-    "replaced": replaced,
-    "rolled back": rolled_back,
-    "made anew": made_anew,
-    "carried": carried,
-}
-OPTIONS = {
-    "rare": {"durability": 2},
-    "staying": {"durability": 2},
-    "staying in part": {"durability": 2, "memory_bytes": 110_000},
-    "frozen": {"is_partly_frozen": True},
+    "plain": (plain, {}, (0, 3)),
+    "frozen": (plain, {"is_partly_frozen": True}, (3,)),
+    "staying": (staying, {"durability": 2}, (0,)),
+    "staying in part": (staying, {"durability": 2, "memory_bytes": 110_000}, (0,)),
+    "pinned": (pinned, {}, (3,)),
+    "kept": (kept, {}, (0, 3)),
+    "replaced": (replaced, {}, (3,)),
+    "rolled back": (rolled_back, {}, (3,)),
+    "made anew": (made_anew, {}, (0,)),
+    "carried": (carried, {}, (0,)),
 }
 NAMES = ("jaxinf.json", "slots", "current", "commit.json")
 # One of so many names that a snapshot makes and removes is visited.
 ONE_IN: dict[str, int] = dict.fromkeys(
     ["pinned", "kept", "replaced", "carried"], 10 if LONG else 1000
 )
-
-
-# Each script on one drive or on three CSDs; `JAXINF_FAULTS=long` has both of all.
-NUM_CSDS = {
-    "plain": (0, 3),
-    "frozen": (3,),
-    "rare": (0,),
-    "staying": (0,),
-    "staying in part": (0,),
-    "pinned": (3,),
-    "kept": (0, 3),
-    "replaced": (3,),
-    "rolled back": (3,),
-    "made anew": (0,),
-    "carried": (0,),
+# The marks whose boundaries are visited; by default those of the second step.
+VISITED = {
+    "rolled back": slice(2, None),  # the rollback and the step after it
+    "replaced": slice(2, 4),  # one is set aside, and the other gets its name
+    "carried": slice(3, None),  # other arrays, none, and those of a checkpoint
+    "kept": slice(None),
+    "frozen": slice(None),
 }
 
 
@@ -222,7 +196,7 @@ def runs(*names):
                 marks=[] if (name, num_csds) == ("plain", 0) else [pytest.mark.faults],
             )
             for name in names
-            for num_csds in ((0, 3) if LONG else NUM_CSDS[name])
+            for num_csds in ((0, 3) if LONG else SCRIPTS[name][2])
         ],
         indirect=True,
     )
@@ -232,7 +206,8 @@ def runs(*names):
 def run(request):
     name, num_csds = request.param
     with memory_directory() as place:
-        recorded = RecordedRun(place, num_csds, SCRIPTS[name], **OPTIONS.get(name, {}))
+        script, options, _ = SCRIPTS[name]
+        recorded = RecordedRun(place, num_csds, script, **options)
         recorded.name = name
         yield recorded
 
@@ -250,14 +225,8 @@ def enumerate_states(run, mark, *, one_in=1):
 def test_every_boundary_of_a_commit(run):
     # The first step links unchanged chunks; later ones find the links.
     marks = range(1, len(run.log.marks))
-    if run.name == "rolled back" and not LONG:
-        marks = marks[2:]  # the rollback and the step after it
-    elif run.name == "replaced" and not LONG:
-        marks = marks[2:4]  # one is set aside, and the other gets its name
-    elif run.name == "carried" and not LONG:
-        marks = marks[3:]  # other arrays, none, and those of a checkpoint
-    elif run.name not in ("kept", "frozen") and not LONG:
-        marks = marks[1:2]
+    if not LONG:
+        marks = marks[VISITED.get(run.name, slice(1, 2))]
     for mark in marks:
         enumerate_states(run, mark, one_in=ONE_IN.get(run.name, 1))
     assert run.num_states > (30 if run.name in ("rolled back", "replaced") else 300)

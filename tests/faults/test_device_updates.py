@@ -12,8 +12,6 @@ from streaming import states
 
 pytestmark = pytest.mark.optimized
 
-RARE = ("", "-rare")
-TIMES = {"device": (2, 9), "updated": (4, 11), "write": (3, 4), "commit": (1, 2)}
 KILLS = [
     ("store", "device", 6),
     ("store-rare", "device", 11),
@@ -21,14 +19,6 @@ KILLS = [
     ("store", "write", 3),
     ("store-rare", "write", 6),
     ("store", "commit", 2),
-]
-PLACES = ["store" + rare for rare in RARE]
-MORE_KILLS = [
-    (name, point, number)
-    for name in PLACES
-    for point, numbers in TIMES.items()
-    for number in numbers
-    if point != "commit" or number == 1 or "rare" not in name
 ]
 
 
@@ -46,10 +36,7 @@ def expected(tmp_path_factory):
 
 @pytest.mark.faults
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("name", "point", "number"),
-    [*KILLS, *(pytest.param(*one, marks=pytest.mark.long) for one in MORE_KILLS)],
-)
+@pytest.mark.parametrize(("name", "point", "number"), KILLS)
 def test_a_killed_run_goes_on_with_the_same_bits(name, point, number, place, expected):
     path = place / name
     command = [sys.executable, device_updates.__file__, path, point, number]

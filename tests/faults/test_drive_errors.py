@@ -38,20 +38,17 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("num_csds", [0, 3])
 @pytest.mark.parametrize("where", CASES)
-def test_a_drive_that_fails(child, place, drive, where, num_csds):
+def test_a_drive_that_fails(child, place, drive, where):
     call, on, message = CASES[where]
     case = {"call": call, "on": on, "errno": errno.EIO, "steps": 2}
     options = {"memory_bytes": 400_000}  # in which no leaf stays as a whole
-    answer = child(place / "store", num_csds, **case, options=options)
+    answer = child(place / "store", 3, **case, options=options)
     assert answer["hits"] >= 1
     assert answer["type"] == "StoreIOError"
     assert re.search(message, answer["text"])
-    assert (
-        'check the drive (dmesg, smartctl), then run "jaxinf verify"'
-        in (answer["text"])
-    )
+    advice = 'check the drive (dmesg, smartctl), then run "jaxinf verify"'
+    assert advice in answer["text"]
     # A step's state may be prefetched before the drive begins to fail.
     step = answer["step"]
     assert STEP <= step <= STEP + (where == "read")
@@ -85,7 +82,7 @@ def test_a_drive_that_fails_under_state_that_stays(child, place, drive, where, m
     driver.steps(3).check(answer["step"] + 3)
 
 
-@pytest.mark.parametrize("after", range(1, 10, 2))
+@pytest.mark.parametrize("after", [1, 5, 9])
 def test_a_drive_that_fails_in_the_middle(child, place, drive, after):
     answer = child(
         place / "store", call="pwritev", on="slots/", errno=errno.EIO, after=after

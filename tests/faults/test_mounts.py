@@ -59,17 +59,6 @@ def test_an_export_to_a_read_only_or_full_place(mount_tmpfs, drive, place):
     driver.steps(1).check(3)
 
 
-def test_a_step_that_has_no_room_to_be_pinned(mount_tmpfs, drive, place):
-    path = mount_tmpfs("fs", size="1150k")
-    options = {"export_every": 2, "export_to": f"file://{place}/out"}
-    options["memory_bytes"] = 128 << 20
-    driver = drive(path / "store", **options).init().steps(2)
-    driver.store.end_export()
-    [info] = driver.store.exports()
-    assert re.match(r"StoreSpaceError: .*/fs/store: with this", info.problem)
-    driver.steps(3).check(5)
-
-
 def test_a_csd_that_is_not_mounted(mount_ext4, place, drive):
     drives = [mount_ext4(f"csd{number}") for number in range(3)]
     driver = drive(place / "store", csds=[d.path for d in drives])

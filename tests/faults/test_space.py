@@ -106,16 +106,6 @@ def test_full_at_the_creation(small, drive, what):
     go_on_with_room(drive, driver, made, 0).steps(STEP).check(STEP)
 
 
-def test_too_few_inodes_for_a_store(mount_tmpfs, drive):
-    small = mount_tmpfs("small", size="16m", nr_inodes=40)
-    driver = drive(small / "store")
-    with pytest.raises(StoreSpaceError, match="inodes"):
-        driver.init()
-    driver.engine.close()
-    os.system(f"mount -o remount,nr_inodes=400 {small}")
-    drive(small / "store").init().steps(STEP).check(STEP)
-
-
 def test_a_full_csd(mount_tmpfs, drive):
     roots = [mount_tmpfs(f"csd{number}", size="2m") for number in range(3)]
     driver = drive(roots[0].parent / "store", csds=roots).init().steps(STEP)

@@ -2,12 +2,10 @@
 
 The optimizer is SGD with learning rate 1/2 and momentum 1/2 on a gradient of ones. Each
 step rounds once, as the expected numbers here do. Every kind of CSD has a kernel for
-it. As a program this file trains a given store until it is killed.
+it.
 """
 
 import os
-import sys
-from pathlib import Path
 
 import numpy as np
 import optax
@@ -121,7 +119,7 @@ class Driver:
         """Returns the params on the JAX device for master params."""
         leaf = self.description.leaves[number]
         rounded = master.astype(leaf.device_dtype)
-        if self.store._manifest.leaves[number].states[0].codec == "split":
+        if self.opened.directory.manifest.leaves[number].states[0].codec == "split":
             rest = np.empty(master.size, np.int16)
             encode_split(master.reshape(-1), rounded.reshape(-1), rest)
         return rounded
@@ -201,7 +199,7 @@ class Driver:
                     for state in record.states
                     if not state.is_beside
                 )
-                for record in self.store._manifest.leaves
+                for record in self.opened.directory.manifest.leaves
             }
 
     def check(self, step, path=None):
@@ -213,32 +211,3 @@ class Driver:
 
     def close(self):
         self.store.close()
-
-
-def main():
-    """Trains until killed; reports each requested and each durable step.
-
-    With a number of processes it forks them one after another, each when the one before
-    is dead, because importing takes longest. Every `durability`-th step commits.
-    """
-    path, num_processes, memory, durability, *roots = sys.argv[1:]
-    options = {"memory_bytes": int(memory), "durability": int(durability)}
-    for _ in range(int(num_processes)):
-        child = os.fork()
-        if not child:
-            _say("pid", os.getpid())
-            driver = Driver(Path(path), csds=roots, **options)
-            driver.init()
-            while True:
-                _say("durable", driver.store.step)
-                driver.step()
-        os.waitpid(child, 0)
-
-
-def _say(word, number):
-    """Prints a line in one write, so that a kill leaves all of it or nothing."""
-    os.write(sys.stdout.fileno(), f"{word} {number}\n".encode())
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,384 @@
+"""Opening and making stores: refused cases with their messages, and accepted ones."""
+
+import json
+import os
+import shutil
+import threading
+
+import jax
+import numpy as np
+import optax
+import pytest
+from store_driver import LEAVES, Driver
+
+import jaxinf
+from jaxinf.errors import (
+    StaleStateError,
+    StoreClosedError,
+    StoreFormatError,
+    StoreIOError,
+    StoreLockedError,
+    StoreMismatchError,
+    StoreSpaceError,
+)
+from jaxinf.store import StoreLock, check_free_space, seal
+
+# --- a place ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"csd": "gpu"}, "csd='gpu': expected one of 'host'"),
+        (
+            {"csds": ["no"]},
+            "no: expected a directory on a mounted drive, found nothing",
+        ),
+        (
+            {"csds": ["file"]},
+            "file: expected a directory on a mounted drive, found a f",
+        ),
+        ({"csds": ["dir", "dir/"]}, "the same root is given twice"),
+    ],
+)
+def test_bad_options(place, options, message):
+    (place / "file").write_text("")
+    (place / "dir").mkdir()
+    if "csds" in options:
+        options = {"csds": [f"{place}/{root}" for root in options["csds"]]}
+    with pytest.raises(ValueError, match=message):
+        jaxinf.open_store(place / "store", **options)
+    assert not (place / "store").exists()
+
+
+def test_places_of_something_else(place):
+    (place / "thesis.tex").write_text("")
+    for path in (place / "thesis.tex", place / "thesis.tex" / "below"):
+        with pytest.raises(NotADirectoryError, match="give another path"):
+            jaxinf.open_store(path)
+    with pytest.raises(StoreFormatError, match=r"nor emptiness \(thesis\.tex"):
+        jaxinf.open_store(place)
+    assert [p.name for p in place.iterdir()] == ["thesis.tex"]
+
+
+def test_opening_writes_nothing(place):
+    store = jaxinf.open_store(place / "new" / "store")
+    assert not store.exists
+    assert store.step == 0
+    with pytest.raises(StoreFormatError, match=r"empty until tx\.init has run on it"):
+        store.checkpoints()
+    store.close()
+    assert not list(place.iterdir())
+
+
+def test_no_space(place, drive):
+    driver = drive(chunk_elements=1 << 32)
+    small = driver.description
+    # Its params are never made: only the description counts.
+    wide = {"shape": (1 << 20, 1 << 20), "shard_counts": (1, 1)}
+    huge = type(small.leaves[0])(**vars(small.leaves[0]) | wide)
+    description = type(small)((huge,), small.scalar_paths)
+    with pytest.raises(StoreSpaceError, match="free some, or choose another directory"):
+        driver.engine.bind(description, may_create=True)
+    assert not (place / "store").exists()
+    driver.init().steps(1).check(1)
+
+
+def test_room_is_asked_for_once(drive, monkeypatch):
+    calls = []
+
+    def counted(needs, *texts, original=check_free_space):
+        calls.append(needs)
+        original(needs, *texts)
+
+    monkeypatch.setattr("jaxinf.store.creation.check_free_space", counted)
+    drive().init().steps(1)
+    assert len(calls) == 1
+
+
+# --- one writer ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def as_elsewhere(monkeypatch):
+    """Forgets the stores that are open here, as in another process."""
+    return lambda: monkeypatch.setattr("jaxinf.engine.open_stores._open", {})
+
+
+def test_one_maker(drive, as_elsewhere):
+    """Two openings precede the store; the second continues with it."""
+    first = drive()
+    as_elsewhere()
+    second = drive()
+    first.init().step()
+    first.close()
+    second.init()
+    assert second.at == 1
+    second.steps(1).check(2)
+
+
+@pytest.mark.parametrize("durability", ["step", 2])
+def test_a_run_whose_lock_was_removed_commits_nothing_more(
+    drive, as_elsewhere, durability
+):
+    """The second writer goes on, and its commits stay."""
+    first = drive(durability=durability).init().steps(2)
+    first.store.wait()
+    with pytest.raises(StoreLockedError, match="locked by this very process"):
+        StoreLock(first.store.path)
+    (first.store.path / "lock").unlink()
+    as_elsewhere()
+    second = drive(first.store.path).init().steps(1)
+    second.check(3)
+    with pytest.raises(StoreLockedError, match="found it removed or replaced"):
+        first.steps(4).store.wait()
+    first.store.close()  # the failure is known
+    second.check(3)
+    second.steps(2).check(5)
+
+
+def test_a_run_whose_lock_was_removed_stops_alone_too(drive):
+    driver = drive().init().steps(1)
+    driver.store.wait()
+    (driver.store.path / "lock").unlink()
+    with pytest.raises(StoreLockedError, match="nothing needs that file removed"):
+        driver.steps(2).store.wait()
+    driver.store.close()
+    drive(driver.store.path).init().steps(1).check(2)
+
+
+# --- stores that were not finished --------------------------------------------------
+
+
+def test_a_second_init_makes_a_new_store_anew(drive, place):
+    driver = drive()
+    assert driver.engine.bind(driver.description, may_create=True)
+    with pytest.raises(StaleStateError, match=r"call tx\.init\(params\) on it first"):
+        driver.engine.bind(driver.description)
+    workers = worker_names()
+    other = Driver(place / "elsewhere", {"v": ((5,), "float32")})
+    assert driver.engine.bind(other.description, may_create=True)
+    assert worker_names() == workers
+    other.close()
+    other.store = driver.store
+    other.init().steps(2).check(2)
+    assert list(other.found()) == ["v"]
+
+
+def worker_names():
+    threads = threading.enumerate()
+    return sorted(t.name for t in threads if t.name.startswith("jaxinf"))
+
+
+@pytest.mark.parametrize("files", ["lock", "manifest", "all", "first commit"])
+def test_creation_cut_short(drive, place, files):
+    driver = drive(num_csds=2)
+    if files == "lock":
+        driver.close()
+        (place / "store").mkdir()
+        for name in ("lock", ".jaxinf.json.12.ab12.tmp", "current.tmp"):
+            (place / "store" / name).write_text("")
+    elif files == "manifest":
+        (place / "store").mkdir()
+        roots = [str(place / f"csd{csd}") for csd in range(2)]
+        manifest = driver.description.manifest(roots, "", "")
+        manifest.write(place / "store" / "jaxinf.json")
+        driver.close()
+    elif files == "all":
+        driver.engine.bind(driver.description, may_create=True)
+        driver.close()
+    else:
+        driver.init().close()
+        (place / "store" / "current").unlink()
+    driver = drive(num_csds=2 if files == "lock" else 0)
+    assert not driver.store.exists
+    driver.init().steps(1).check(1)
+    for csd in range(2):  # the new store has the roots of the unfinished one
+        assert len(list((place / f"csd{csd}").iterdir())) == 1
+
+
+def test_a_store_that_lost_current_is_not_made_anew(drive, place):
+    drive().init().steps(3).close()
+    (place / "store" / "current").unlink()
+    with pytest.raises(StoreFormatError, match="was the store copied without its sym"):
+        jaxinf.open_store(place / "store")
+    (place / "store" / "current").symlink_to("slots/b")
+    drive().init().check(3)
+
+
+def test_errors_of_making_leave_a_place_that_can_be_used(drive, place):
+    driver = drive()
+    (place / "store" / "slots").mkdir(parents=True)
+    with pytest.raises(StoreFormatError, match="nor emptiness"):
+        driver.init()
+    shutil.rmtree(place / "store")
+    (place / "store").write_text("")
+    with pytest.raises((NotADirectoryError, FileExistsError, StoreIOError)):
+        driver.init()
+    (place / "store").unlink()
+    driver.init().steps(1).check(1)
+
+
+# --- copies, roots ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copy", ["cp -a", "cp -aL"])
+def test_copies(drive, place, copy):
+    drive().init().steps(3).close()
+    os.system(f"{copy} {place}/store {place}/copy")
+    if copy == "cp -a":
+        drive("copy").init().steps(1).check(4)
+    else:
+        with pytest.raises(
+            StoreFormatError, match="found a file; was the store copied"
+        ):
+            jaxinf.open_store(place / "copy")
+
+
+def test_copies_without_its_csds_take_nothing_from_the_original(drive, place):
+    """A manifest alone looks like a store whose creation was interrupted."""
+    driver = drive(num_csds=2).init().steps(2)
+    driver.store.checkpoint()
+    driver.close()
+    shutil.copytree(driver.store.path, place / "copy", symlinks=True)
+    (place / "half").mkdir()
+    shutil.copy(driver.store.path / "jaxinf.json", place / "half")
+    for name in ("copy", "half"):
+        with pytest.raises(StoreFormatError, match=r"a copy of .*, whose chunks"):
+            drive(name)
+    again = drive().init()
+    again.check(2)
+    again.check(2, driver.store.path / "checkpoints/2")
+
+
+def test_a_store_may_move(drive, place):
+    driver = drive(num_csds=2).init().steps(2)
+    driver.close()
+    driver.store.path.rename(place / "moved")
+    moved = drive(place / "moved").init()
+    moved.steps(1).check(3)
+    moved.store.checkpoint()
+    moved.steps(2).check(5)
+
+
+def test_csd_roots_of_a_store(drive, place):
+    drive(num_csds=2).init().steps(1).close()
+    drive("alone").init().close()
+    (place / "other").mkdir()
+    for name, csds, message in (
+        ("store", ["other"], "leave csds out when opening an existing store"),
+        ("store", ["csd1", "csd0"], "given were"),
+        ("alone", ["other"], "CSD roots are the store itself, given"),
+    ):
+        with pytest.raises(StoreMismatchError, match=message):
+            jaxinf.open_store(place / name, csds=[place / root for root in csds])
+    (place / "csd1").rename(place / "away")
+    with pytest.raises(StoreFormatError, match=r"CSD 1 of .* be at .*csd1"):
+        jaxinf.open_store(place / "store")
+    (place / "away").rename(place / "csd1")
+    drive(num_csds=2).init().check(1)
+
+
+# --- the optimizer and the params ---------------------------------------------------
+
+
+def test_other_optimizers_and_trees(drive):
+    drive().init().close()
+    for options, message in (
+        (
+            {"leaves": LEAVES | {"bias": ((130,), "float32")}},
+            r"bias: shape \(129,\) in ",
+        ),
+        ({"tx": optax.sgd(1.0)}, r"states \(params float32, trace float"),
+        ({"tx": optax.sgd(0.5, 0.5, nesterov=True)}, r"other equations:\n.*--- store"),
+    ):
+        driver = drive(**options)
+        with pytest.raises(StoreMismatchError, match=message):
+            driver.init()
+        driver.close()
+    driver = drive(tx=optax.sgd(0.25, momentum=0.75))  # constants are no difference
+    assert not driver.engine.bind(driver.description)
+
+
+def test_equations_of_other_versions_go_on_with_a_warning(drive, place, caplog):
+    drive().init().close()
+    path = place / "store" / "jaxinf.json"
+    document = json.loads(path.read_text())
+    document["created_by"]["optax"] = "0.1"
+    path.write_bytes(seal(document))
+    driver = drive(tx=optax.sgd(0.5, momentum=0.5, nesterov=True))
+    assert not driver.engine.bind(driver.description)
+    assert "so do the versions of jax or optax" in caplog.text
+
+
+def test_other_params(drive):
+    drive().init().steps(1).close()
+    driver = drive()
+    driver.initial["embed"][39, 1024] += 1
+    message = r"params are not those .* of that step \(leaf embed"
+    with pytest.raises(StoreMismatchError, match=message):
+        driver.init()
+
+
+# --- what an open store shows -------------------------------------------------------
+
+
+def test_params_like(drive):
+    driver = drive(num_csds=2).init().steps(3)
+    shapes = driver.initial.items()
+    like = {n: jax.ShapeDtypeStruct(p.shape, "float32") for n, p in shapes}
+    for tree, dtype in ((driver.initial, None), (like, np.float32)):
+        read = driver.store.params(tree)
+        for number, (name, (master, _)) in enumerate(driver.expected(3).items()):
+            wanted = master if dtype else driver.rounded(number, master)
+            assert read[name].dtype == wanted.dtype
+            np.testing.assert_array_equal(read[name], wanted)
+    with pytest.raises(StoreMismatchError, match="`like` has other leaves than the st"):
+        driver.store.params({"bias": like["bias"]})
+    driver.store.check()
+    assert repr(driver.store) == f"Store({str(driver.store.path)!r}, step 3)"
+    array = driver.store.tensorstore("trace", "embed")
+    np.testing.assert_array_equal(array.read().result(), driver.expected(3)["embed"][1])
+    with pytest.raises(ValueError, match="no leaf 'x' in the store"):
+        driver.store.tensorstore("trace", "x")
+
+
+def test_closed(drive):
+    driver = drive().init().steps(1)
+    driver.close()
+    driver.close()
+    store = driver.store
+    for call in (
+        lambda: store.step,
+        lambda: store.payload,
+        lambda: store.params(driver.initial),
+        store.checkpoints,
+        store.check,
+        store.wait,
+        lambda: store.annotate(9, None),
+        lambda: store.tensorstore("params", "bias"),
+        lambda: store.snapshot().__enter__(),
+        driver.update,
+    ):
+        with pytest.raises(
+            StoreClosedError, match="the store is closed; open it again"
+        ):
+            call()
+
+
+def test_a_damaged_store_gives_its_lock_back(drive, place):
+    drive().init().close()
+    record = place / "store" / "slots" / "a" / "commit.json"
+    text = record.read_text()
+    record.write_text("{")
+    with pytest.raises(StoreFormatError, match="expected the record of a committed st"):
+        jaxinf.open_store(place / "store")
+    damaged = json.loads(text)
+    name, sums = next(iter(damaged["checksums"].items()))
+    damaged["checksums"][name] = sums + " 00000000"
+    record.write_bytes(seal(damaged))
+    with pytest.raises(StoreFormatError, match=r"expected 1 checksums, .* found 2"):
+        jaxinf.open_store(place / "store")
+    record.write_text(text)
+    StoreLock(place / "store").release()
+    drive().init().check(0)
