@@ -37,7 +37,6 @@ from jaxinf.store import (
     checkpoint_names,
     find_leaf,
     list_checkpoints,
-    open_array,
     pinned_step,
     remove_checkpoint,
     save_checkpoint,
@@ -225,42 +224,12 @@ class Store:
         with self._at_last_step() as opened:
             return read_carried(opened, like)
 
-    def tensorstore(self, state: str, leaf: str) -> Any:
-        """Opens a leaf's state as a read-only ``tensorstore.TensorStore``.
-
-        Args:
-          state: ``"params"`` (the master), ``"mu"``, ``"nu"``, …; it is shown as
-            stored, whereas `read` decodes it.
-          leaf: its keys joined by ``/``, as `jaxinf inspect` prints them.
-
-        During a run the chunks read may be of two neighbouring steps; use `snapshot`
-        for one consistent step.
-
-        Raises:
-          ValueError: no such leaf or state; lists what there is.
-        """
-        record = find_leaf(self._manifest, state, leaf)
-        if not record.is_whole:
-            raise ValueError(
-                f"{self.path}: leaf {leaf}: this process holds {len(record.held)} of "
-                f"its {len(record.csds)} chunks, and zarr would show zeros for the "
-                "others; read it in all processes (store.read), or make a whole "
-                "checkpoint (jaxinf checkpoint save PATH NAME)"
-            )
-        self._engine.wait()
-        directory = self._engine.directory
-        slot = directory.committed_slot()
-        assert slot is not None
-        directory.check_array(slot, record, state)
-        return open_array(directory.step_path(slot), record, state)
-
     def read(self, state: str, leaf: str) -> Array:
         """Reads a leaf's state, decoded, after the steps in flight; blocks.
 
         Args:
-          state: ``"params"``, ``"mu"``, …: as for `tensorstore`, except arrays that
-            belong to another state, such as a codec's scales.
-          leaf: its keys joined by ``/``.
+          state: ``"params"`` (the master), ``"mu"``, ``"nu"``, …
+          leaf: its keys joined by ``/``, as `jaxinf inspect` prints them.
 
         Returns:
           An array of the leaf's shape: float32 if the store has it in fewer bits.

@@ -124,7 +124,6 @@ from jaxinf.store.reader import (
     corrupt_chunk,
     file_checksum,
     find_leaf,
-    open_array,
     over,
 )
 from jaxinf.store.steps import (
@@ -234,7 +233,6 @@ __all__ = [
     "missing_members",
     "next_slot",
     "num_processes",
-    "open_array",
     "other_slot",
     "over",
     "pinned_step",

@@ -199,29 +199,6 @@ class StoreDirectory:
         self._check_folder(self.path, name.parent, is_slot=place in SLOTS)
         return name
 
-    def check_array(self, place: str, record: LeafRecord, state: str) -> None:
-        """Refuses an array that a reader who follows links must not open.
-
-        Raises:
-          StoreFormatError: a document or a chunk's link is not as the manifest has it.
-          StoreIOError: something is missing, or not a file.
-        """
-        leaf, step = self.manifest.leaves.index(record), self.step_path(place)
-        document = f"{record.array_name(state)}/zarr.json"
-        if problem := document_problem(step, document, record, record.state(state)):
-            raise StoreFormatError(
-                f"{step / document}: {problem}; restore it from a checkpoint"
-            )
-        for chunk in record.held:
-            file = self.chunk_file(place, leaf, chunk, state)
-            name = self.chunk_name(place, leaf, chunk, state)
-            if name != file and (problem := link_problem(name, file)):
-                raise StoreFormatError(
-                    f"{name}: {problem}; copy the store anew, with cp -a"
-                )
-            with translated("look", file):
-                check_regular(file, os.lstat(file))
-
     def chunk_file(self, place: str, leaf: int, chunk: int, state: str) -> Path:
         """Returns a chunk's real file, on its CSD."""
         return self._known_chunk(place, leaf, chunk, state)[0]

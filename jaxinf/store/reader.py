@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
-import tensorstore
 
 from jaxinf.errors import StoreCorruptError, StoreError
 from jaxinf.layout import (
@@ -29,7 +28,6 @@ from jaxinf.layout import (
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.directory import StoreDirectory
 from jaxinf.store.manifest import LeafRecord, Manifest, StateRecord, dtype_of
-from jaxinf.store.names import MASTER_PARAMS
 from jaxinf.transfer import (
     MACHINE_MEMORY_BYTES,
     PAGE_BYTES,
@@ -439,24 +437,3 @@ def find_leaf(manifest: Manifest, state: str, leaf: str) -> LeafRecord:
     names = [record.name for record in manifest.leaves]
     listed = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
     raise ValueError(f"no leaf {leaf!r} in the store; there are {listed}")
-
-
-def open_array(slot_path: Path, record: LeafRecord, state: str) -> Any:
-    """Opens a leaf's state in a slot or a snapshot.
-
-    Args:
-      slot_path: a slot, `current`, or a snapshot.
-      record: the leaf's record.
-      state: ``"params"`` for the master params, or an optax field's name.
-
-    Returns:
-      A read-only ``tensorstore.TensorStore`` of the leaf's natural shape.
-    """
-    spec = {
-        "driver": "zarr3",
-        "kvstore": {
-            "driver": "file",
-            "path": str(slot_path / record.array_name(state or MASTER_PARAMS)) + "/",
-        },
-    }
-    return tensorstore.open(spec, open=True, read=True).result()

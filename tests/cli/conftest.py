@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 import small_stores
+from zarr_arrays import stored
 
 import jaxinf
 from jaxinf.cli import main
@@ -50,9 +51,7 @@ def _make_store(path, csds=(), num_steps=3):
             params = optax.apply_updates(params, updates)
         store.wait(state)
         arrays = {
-            (leaf.name, s.name): np.asarray(
-                store.tensorstore(s.name, leaf.name).read().result()
-            )
+            (leaf.name, s.name): stored(store, s.name, leaf.name)
             for leaf in store._manifest.leaves
             for s in leaf.states
         }

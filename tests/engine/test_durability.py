@@ -77,7 +77,7 @@ def test_the_committed_slot_is_not_touched_between_commits(drive):
     driver.check(9)
 
 
-@pytest.mark.parametrize("show", ["wait", "close", "snapshot", "tensorstore", "params"])
+@pytest.mark.parametrize("show", ["wait", "close", "snapshot", "params"])
 def test_what_shows_the_store_commits_first(drive, show):
     driver = drive(durability="checkpoint").init().steps(3)
     store = driver.store
@@ -90,9 +90,6 @@ def test_what_shows_the_store_commits_first(drive, show):
     elif show == "snapshot":
         with store.snapshot() as path:
             driver.check(3, path)
-    elif show == "tensorstore":
-        momentum = store.tensorstore("trace", "bias").read().result()
-        np.testing.assert_array_equal(momentum, 1.75)
     else:
         like = {
             name: jax.ShapeDtypeStruct(shape, jaxinf.store.dtype_of(dtype))

@@ -41,7 +41,7 @@ def methods(driver):
         lambda: store.payload,
         lambda: store._manifest,
         lambda: store.params(driver.initial),
-        lambda: store.tensorstore("params", "bias"),
+        lambda: store.read("params", "bias"),
         lambda: store.snapshot().__enter__(),
         store.csds,
         lambda: store.annotate(99, None),

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from store_driver import LEAVES, Driver
+from zarr_arrays import stored
 
 import jaxinf
 from jaxinf.errors import (
@@ -337,10 +338,11 @@ def test_params_like(drive):
         driver.store.params({"bias": like["bias"]})
     driver.store.check()
     assert repr(driver.store) == f"Store({str(driver.store.path)!r}, step 3)"
-    array = driver.store.tensorstore("trace", "embed")
-    np.testing.assert_array_equal(array.read().result(), driver.expected(3)["embed"][1])
+    momentum = driver.expected(3)["embed"][1]
+    np.testing.assert_array_equal(driver.store.read("trace", "embed"), momentum)
+    np.testing.assert_array_equal(stored(driver.store, "trace", "embed"), momentum)
     with pytest.raises(ValueError, match="no leaf 'x' in the store"):
-        driver.store.tensorstore("trace", "x")
+        driver.store.read("trace", "x")
 
 
 def test_closed(drive):
@@ -356,7 +358,7 @@ def test_closed(drive):
         store.check,
         store.wait,
         lambda: store.annotate(9, None),
-        lambda: store.tensorstore("params", "bias"),
+        lambda: store.read("params", "bias"),
         lambda: store.snapshot().__enter__(),
         driver.update,
     ):

@@ -8,9 +8,10 @@ import numpy as np
 import optax
 import pytest
 import small_stores
+from zarr_arrays import read_array
 
 import jaxinf
-from jaxinf.store import StoreDirectory, open_array, pinned_step
+from jaxinf.store import StoreDirectory, pinned_step
 
 NUM_SNAPSHOTS = 50
 
@@ -78,8 +79,7 @@ def read_one(step):
     found = [record.step]
     for state in ("params", "mu", "nu"):
         parts = [
-            open_array(step.path, leaf, state).read().result().ravel()
-            for leaf in step.manifest.leaves
+            read_array(step.path, leaf, state).ravel() for leaf in step.manifest.leaves
         ]
         (value,) = np.unique(np.concatenate(parts))
         found.append(float(value))

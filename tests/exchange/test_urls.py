@@ -15,11 +15,12 @@ import pytest
 from copies import copied
 from families import family
 from msgspec import structs
+from zarr_arrays import read_array
 
 from jaxinf.cli.commands import main
 from jaxinf.errors import ExchangeError, StoreFormatError
 from jaxinf.exchange import Transit, export_url, url_export
-from jaxinf.store import CommitRecord, StoreDirectory, open_array, seal, verify_step
+from jaxinf.store import CommitRecord, StoreDirectory, seal, verify_step
 from jaxinf.transfer import crc32c
 
 KILLED = Path(__file__).parents[1] / "support/killed_export.py"
@@ -62,7 +63,7 @@ def test_round_trip(make_step, place, num_csds):
     tree = ocp.PyTreeCheckpointer().restore(folder)
     for leaf in step.manifest.leaves:
         for state in leaf.states:
-            values = open_array(folder, leaf, state.name).read().result()
+            values = read_array(folder, leaf, state.name)
             assert values.tobytes() == arrays[leaf.array_name(state.name)].tobytes()
     np.testing.assert_array_equal(
         np.asarray(tree["params"]["scale"]), arrays["params.scale"]

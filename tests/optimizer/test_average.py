@@ -13,6 +13,7 @@ import safetensors.numpy
 import small_stores
 import zarr
 from copies import copied
+from zarr_arrays import stored
 
 import jaxinf
 from jaxinf.cli import main
@@ -170,7 +171,7 @@ def test_between_two_averagings_files_are_linked(open_store, monkeypatch):
 def test_a_bfloat16_average_is_rounded_stochastically(open_store):
     store = open_store()
     state = trained(store, jaxinf.ema(DECAY, form="bf16"), 2, params=new_params(ONE))
-    assert store.tensorstore("average", "w").dtype.name == "bfloat16"
+    assert stored(store, "average", "w").dtype.name == "bfloat16"
     assert int(state.average_count) == 2
     exact = open_store("exact")
     trained(exact, jaxinf.ema(DECAY), 2, params=new_params(ONE))

@@ -8,6 +8,7 @@ import pytest
 import safetensors.numpy
 import small_stores
 from families import family
+from zarr_arrays import stored
 
 import jaxinf
 from jaxinf.cli import main
@@ -44,7 +45,7 @@ def run(path, num_steps, *, params=None, tx=None, target=TARGET, **options):
             params, state = step(params, state, target)
         store.wait()
         held = {
-            (leaf.name, s.name): store.tensorstore(s.name, leaf.name).read().result()
+            (leaf.name, s.name): stored(store, s.name, leaf.name)
             for leaf in store._manifest.leaves
             for s in leaf.states
         }

@@ -5,6 +5,7 @@ import shutil
 import numpy as np
 import pytest
 from golden_stores import IS_SPLIT, golden, make, same_files
+from zarr_arrays import stored
 
 import jaxinf
 from jaxinf.store import StoreDirectory, verify_step
@@ -31,11 +32,11 @@ def test_the_golden_store_opens_and_goes_on(held):
         assert store.payload == {"at": 3}
         assert [c.name for c in store.checkpoints()] == ["2"]
         # Momentum 1, 1.5, 1.75 times the learning rate of 0.5.
-        master = store.tensorstore("params", "scalar").read().result()
+        master = stored(store, "params", "scalar")
         np.testing.assert_array_equal(master, 2 - 0.5 * (1 + 1.5 + 1.75))
         half = store.read("params", "b/half")
         np.testing.assert_array_equal(half, np.arange(5) - 0.5 * (1 + 1.5 + 1.75))
     with jaxinf.open_store(held, restore="2") as store:
         assert store.step == 2
-        trace = store.tensorstore("trace", "b/half").read().result()
+        trace = stored(store, "trace", "b/half")
         np.testing.assert_array_equal(trace, 1.5)

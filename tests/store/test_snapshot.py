@@ -8,11 +8,11 @@ import sys
 import numpy as np
 import pytest
 from families import family
+from zarr_arrays import read_array
 
 from jaxinf.errors import StoreFormatError, StoreIOError
 from jaxinf.store import (
     CommitRecord,
-    open_array,
     pinned_step,
     prune_snapshots,
 )
@@ -31,7 +31,7 @@ with pinned_step(StoreDirectory.open(Path(sys.argv[1]))) as step:
 def check_holds(directory, path, arrays):
     for leaf in directory.manifest.leaves:
         for state in leaf.states:
-            found = open_array(path, leaf, state.name).read().result()
+            found = read_array(path, leaf, state.name)
             np.testing.assert_array_equal(found, arrays[leaf.array_name(state.name)])
 
 
