@@ -26,7 +26,7 @@ _LOG = logging.getLogger("jaxinf")
 def check_form(options: StoreOptions, manifest: Manifest) -> None:
     """Refuses a store on other CSDs, or in another format, than is asked for."""
     path, wanted, found = options.path, options.state, store_codecs(manifest)
-    given = tuple(str(root) for root in options.csd_roots)
+    given = tuple(str(root) for root in options.csds)
     if given and given != manifest.csds:
         raise StoreMismatchError(
             f"{path}: the store's CSD roots are "
@@ -68,8 +68,14 @@ def master_codec(options: StoreOptions, description: StoreDescription) -> str:
     return "bf16"
 
 
-def check_same(directory: StoreDirectory, description: StoreDescription) -> None:
-    """Refuses a store of another optimizer or tree; shows the difference."""
+def check_same(
+    directory: StoreDirectory, description: StoreDescription, remedy: str = ""
+) -> None:
+    """Refuses a store of another optimizer or tree; shows the difference.
+
+    Args:
+      remedy: a further one for the message.
+    """
     held, wanted = directory.manifest, description.contents
     _check_average(directory, description)
     lines = held.tree_difference(wanted) or held.kernel_difference(wanted)
@@ -91,7 +97,7 @@ def check_same(directory: StoreDirectory, description: StoreDescription) -> None
     raise StoreMismatchError(
         f"{directory.path}: the store holds the state of another optimizer or model "
         f"than it is opened with:\n  {shown}\nOpen it with the optimizer and the model "
-        "that it was made with, or use another store"
+        f"that it was made with, or use another store{remedy}"
     )
 
 

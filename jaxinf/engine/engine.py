@@ -47,6 +47,11 @@ from jaxinf.typing import PyTree
 
 _LOG = logging.getLogger("jaxinf")
 
+_ONE_EACH = (
+    ". If these are two models that train in one process, give each its own: one store "
+    "per init, smart_update(tx, other_path)"
+)
+
 
 class Engine(StoreRun):
     """A store in this process, with files or still without. Thread-safe.
@@ -235,24 +240,15 @@ class Engine(StoreRun):
             if not opened.is_new:
                 if uses_budget:
                     opened.check_memory()
-                self._check_same(opened, description)
+                check_same(
+                    opened.directory, description, _ONE_EACH if self._bound else ""
+                )
                 check_division(opened.directory, description)
                 check_room(self.options.num_kept, opened.directory)
                 needs = kernel_needs(description, opened.directory.manifest)
                 opened.fleet.check(needs)
             self._bound.append(description)
             return opened.is_new
-
-    def _check_same(self, opened: OpenStore, description: StoreDescription) -> None:
-        try:
-            check_same(opened.directory, description)
-        except StoreMismatchError as error:
-            if not self._bound:
-                raise
-            raise StoreMismatchError(
-                f"{error}. If these are two models that train in one process, give "
-                "each its own: one store per init, smart_update(tx, other_path)"
-            ) from None
 
     def _create(self, description: StoreDescription, *, uses_budget: bool) -> None:
         self._bound.clear()  # an earlier init on this store did not finish
@@ -378,13 +374,11 @@ def _keep_run(opened: OpenStore, description: StoreDescription) -> None:
       StoreMismatchError: the new run has other leaves or another optimizer.
     """
     path = opened.options.path
-    try:
-        check_same(opened.directory, description)
-    except StoreMismatchError as error:
-        raise StoreMismatchError(
-            f'{error}. on_existing="restart" begins anew with the same leaves and the '
-            f"same optimizer; for others move the store aside (mv {path} {path}-old)"
-        ) from error
+    remedy = (
+        '. on_existing="restart" begins anew with the same leaves and the same '
+        f"optimizer; for others move the store aside (mv {path} {path}-old)"
+    )
+    check_same(opened.directory, description, remedy)
     if opened.commit.step:
         _LOG.warning(
             "%s: restarted at step 0; the run that was there is kept at step %d as the "

@@ -145,7 +145,7 @@ def check_members(path: Path, found: Sequence[Any]) -> StepId | None:
 def planned_summary(manifest: Manifest, options: StoreOptions) -> JsonValue:
     """Describes a member that is about to be made."""
     host = socket.gethostname()
-    roots = [[host, os.path.realpath(root)] for root in options.csd_roots]
+    roots = [[host, os.path.realpath(root)] for root in options.csds]
     return {**_in_common(manifest), "roots": roots}
 
 

@@ -136,7 +136,7 @@ def open_store(
 
     def read() -> tuple[StoreOptions, dict[str, Any]]:
         given = {
-            "csd_roots": None if csds is None else tuple(map(_of_process, csds)),
+            "csds": None if csds is None else tuple(map(_of_process, csds)),
             "csd": parse_csd(csd) if isinstance(csd, str) else csd,
             "memory_bytes": memory_bytes,
             "durability": durability,
@@ -202,18 +202,16 @@ def _check_given(
 ) -> None:
     """Refuses options that are not those of the open store."""
     held = engine.options
+    roots = engine.opened.directory.manifest.csds if engine.has_files else None
     for name, value in given.items():
         if getattr(held, name) == getattr(options, name):
             continue
-        if name == "csd_roots" and engine.has_files:
-            roots = engine.opened.directory.manifest.csds
-            if tuple(map(str, options.csd_roots)) == tuple(roots):
-                continue
-        public = {"csd_roots": "csds"}.get(name, name)
+        if name == "csds" and tuple(map(str, value)) == roots:
+            continue
         raise ValueError(
-            f"{options.path}: {public}={value!r}: the store is open in this process "
-            f"with {public}={getattr(held, name)!r}, and a path has one store; leave "
-            f"it out, or close the store first (jaxinf.close({str(held.path)!r}))"
+            f"{options.path}: {name}={value!r}: the store is open in this process with "
+            f"{name}={getattr(held, name)!r}, and a path has one store; leave it out, "
+            f"or close the store first (jaxinf.close({str(held.path)!r}))"
         )
 
 

@@ -5,7 +5,6 @@ the first failure nothing more is written.
 """
 
 import threading
-import uuid
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
@@ -107,7 +106,6 @@ class StoreRun:
       meters: the bytes that it has moved.
       exports: the exports of its steps to a URL.
       annotations: the caller's payloads for future steps.
-      new_id: the id of the store that this run makes, if there is none.
       lock: the store's, while this process is its writer.
     """
 
@@ -117,7 +115,6 @@ class StoreRun:
         self.meters = meters = ByteMeters()
         self.exports = Exports(options, group)
         self.annotations = Annotations(options.path)
-        self.new_id = uuid.uuid4().hex
         self.lock: StoreLock | None = None
         group.report(lambda: hash((meters.snapshot(), file_progress())))
 

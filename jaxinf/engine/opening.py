@@ -11,8 +11,6 @@ import fnmatch
 import logging
 from pathlib import Path
 
-from msgspec.structs import replace
-
 from jaxinf.engine.comparison import check_form, master_codec
 from jaxinf.engine.description import StoreDescription, kernel_needs
 from jaxinf.engine.members import (
@@ -136,7 +134,7 @@ def open_place(run: StoreRun) -> OpenStore | None:
     options, group, path = run.options, run.group, run.options.path
     _check_place(path)
     if not is_there(path):
-        check_unclaimed(path, options.csd_roots)
+        check_unclaimed(path, options.csds)
         if group.is_alone:
             _check_restorable(options)
             return None
@@ -329,11 +327,10 @@ def _manifest(
 ) -> Manifest:
     """Makes a new store's manifest; without options on the roots of another."""
     options, group = run.options, run.group
-    roots = [str(root) for root in options.csd_roots] or held_roots
+    roots = [str(root) for root in options.csds] or held_roots
     codec = options.state if options.state in CODECS else ""
     member = None
     if not group.is_alone:
         member = Member(group.session, group.number, group.count)
     master = master_codec(options, description)
-    manifest = description.manifest(roots, codec, master, member)
-    return replace(manifest, store_id=run.new_id)
+    return description.manifest(roots, codec, master, member)

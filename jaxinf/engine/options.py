@@ -42,7 +42,7 @@ class StoreOptions:
     """
 
     path: Path
-    csd_roots: tuple[Path, ...] = ()
+    csds: tuple[Path, ...] = ()
     csd: CsdSpec = field(default_factory=lambda: parse_csd("host"))
     memory_bytes: int = DEFAULT_MEMORY_BYTES
     durability: Durability = "step"
@@ -54,15 +54,15 @@ class StoreOptions:
     export_to: str | None = None
 
     def __post_init__(self) -> None:
-        for root in self.csd_roots:
+        for root in self.csds:
             if not root.is_dir():
                 raise ValueError(
                     f"CSD root {root}: expected a directory on a mounted drive, found "
                     f"{'a file' if root.exists() else 'nothing'}; create or mount it"
                 )
             check_writable(root)
-        if len(set(self.csd_roots)) != len(self.csd_roots):
-            raise ValueError(f"csds: the same root is given twice: {self.csd_roots}")
+        if len(set(self.csds)) != len(self.csds):
+            raise ValueError(f"csds: the same root is given twice: {self.csds}")
         if self.master not in get_args(MasterChoice):
             raise ValueError(f"master={self.master!r}: expected 'auto' or 'none'")
         if self.state not in (None, "fp32", *CODECS):
