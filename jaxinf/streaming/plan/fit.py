@@ -1,12 +1,14 @@
-"""Cuts a loss function so that a step fits in memory, and makes its plan.
+"""How memory becomes cuts: the plan with segments of a size that fits.
+
+    bytes of a segment: powers of two ─► cuts ─► calls ─► peak memory ─ fits? ─► plan
 
 Invariant: the same jaxpr and the same cuts give the same programs, in every process.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import chain
 from typing import Any
 
@@ -99,24 +101,72 @@ class Prepared:
         Raises:
           BudgetError: No cut fits; names the params that are too large.
         """
-        best: tuple[int, Plan] | None = None
-        without_temps: Mapping[str, int] = defaultdict(int)
+        needed_bytes, best = 1 << 62, None
         # Cuts, and so bits, do not depend on the number of parts.
-        one = self if self.num_parts == 1 else replace(self, num_parts=1)
-        alone = cache(lambda cuts: one.plan_of(cuts, policy))
+        alone = cache(partial(replace(self, num_parts=1).plan_of, policy=policy))
         for cuts in self._tried(budget_bytes, policy, alone):
-            plan = alone(cuts) if one is self else self.plan_of(cuts, policy)
-            peak = least_bytes(plan, without_temps)
+            plan = alone(cuts) if self.num_parts == 1 else self.plan_of(cuts, policy)
+            peak = least_bytes(plan, defaultdict(int))
             if measure is None:
                 peak = plan.peak_bytes
             elif peak <= budget_bytes:
                 peak = measure(plan)
             if peak <= budget_bytes:
                 return plan.varied(peak_bytes=peak)
-            if best is None or peak < best[0]:
-                best = (peak, plan)
+            if peak < needed_bytes:
+                needed_bytes, best = peak, plan
         assert best is not None, "there is a plan for every limit"
-        raise self._refusal(*best, budget_bytes, limit)
+        raise BudgetError(
+            limit,
+            f"it leaves {budget_bytes} bytes for params, values and temporaries of the "
+            f"program, whose smallest cut takes {needed_bytes}, with "
+            f"{largest_text(best, self.lifetimes.sizes)}",
+            needed_bytes - budget_bytes,
+            ", or give a smaller batch",
+        )
+
+    def plan_of(self, cuts: Sequence[int], policy: Policy = "recompute") -> Plan:
+        """Returns the plan of given cuts, without values that leave."""
+        graph, num_parts = self.lifetimes.graph, self.num_parts
+        programs = make_programs(self.lifetimes, cuts, self.keys)
+        sums = sum_programs(programs, graph, num_parts, self.keys)
+        calls, results = sequence(graph, programs, policy, sums, num_parts)
+        leaves = may_leave(policy, num_parts)
+        lenders = lenders_of(calls, programs, sums, may_leave=leaves)
+        if self.traced.mesh is not None:  # shardings of values are not known yet
+            lenders = frozenset()
+        what = self.traced, tuple(cuts), policy, calls, results, num_parts
+        plan = Plan(*what, lenders=lenders)
+        return plan.varied(peak_bytes=least_bytes(plan))
+
+    def _tried(
+        self, budget_bytes: int, policy: Policy, alone: Callable[..., Plan]
+    ) -> Iterable[tuple[int, ...]]:
+        """Returns cuts, each once: of ever smaller segments, then larger.
+
+        Large ones come first if they are half as many and take no more memory alone.
+        """
+        usual, large = self._limits(budget_bytes)
+        first: list[Plan] = []
+        fitting = [limit for limit in large if limit <= budget_bytes // _SHARE]
+        if fitting and policy in ("recompute", "keep"):
+            plans = (alone(self._cuts(limit)) for limit in usual)
+            fine = next((one for one in plans if one.peak_bytes <= budget_bytes), None)
+            first = [
+                coarse
+                for coarse in (alone(self._cuts(limit)) for limit in fitting)
+                if fine is None
+                or (
+                    coarse.peak_bytes <= fine.peak_bytes
+                    and 2 * (len(coarse.cuts) - 1) <= len(fine.cuts) - 1
+                )
+            ]
+        others = map(self._cuts, chain(usual, large))
+        yielded = set[tuple[int, ...]]()
+        for cuts in chain((plan.cuts for plan in first), others):
+            if cuts not in yielded:
+                yielded.add(cuts)
+                yield cuts
 
     def _limits(self, budget_bytes: int) -> tuple[list[int], list[int]]:
         """Returns bytes of segments to try: as many as params have, and more.
@@ -136,62 +186,6 @@ class Prepared:
         return self.keys.once(
             ("cuts", limit), lambda: choose_cuts(self.lifetimes, self.tokens, limit)
         )
-
-    def _tried(
-        self,
-        budget_bytes: int,
-        policy: Policy,
-        alone: Callable[[tuple[int, ...]], Plan],
-    ) -> Iterator[tuple[int, ...]]:
-        """Yields cuts, each once: of ever smaller segments, then larger.
-
-        Large ones come first if they are half as many and take no more memory alone.
-        """
-        usual, large = self._limits(budget_bytes)
-        first: list[Plan] = []
-        fitting = [limit for limit in large if limit <= budget_bytes // _SHARE]
-        if fitting and policy in ("recompute", "keep"):
-            plans = (alone(self._cuts(limit)) for limit in usual)
-            fine = next((one for one in plans if one.peak_bytes <= budget_bytes), None)
-            coarse = (alone(self._cuts(limit)) for limit in fitting)
-            first = [one for one in coarse if fine is None or _is_better(one, fine)]
-        yielded: set[tuple[int, ...]] = set()
-        others = (self._cuts(limit) for limit in chain(usual, large))
-        for cuts in chain((plan.cuts for plan in first), others):
-            if cuts not in yielded:
-                yielded.add(cuts)
-                yield cuts
-
-    def plan_of(self, cuts: Sequence[int], policy: Policy = "recompute") -> Plan:
-        graph, num_parts = self.lifetimes.graph, self.num_parts
-        programs = make_programs(self.lifetimes, cuts, self.keys)
-        sums = sum_programs(programs, graph, num_parts, self.keys)
-        calls, results = sequence(graph, programs, policy, sums, num_parts)
-        leaves = may_leave(policy, num_parts)
-        lenders = lenders_of(calls, programs, sums, may_leave=leaves)
-        if self.traced.mesh is not None:  # shardings of values are not known yet
-            lenders = frozenset()
-        what = self.traced, tuple(cuts), policy, calls, results, num_parts
-        plan = Plan(*what, lenders=lenders)
-        return plan.varied(peak_bytes=least_bytes(plan))
-
-    def _refusal(
-        self, needed_bytes: int, best: Plan, budget_bytes: int, limit: str
-    ) -> BudgetError:
-        return BudgetError(
-            limit,
-            f"it leaves {budget_bytes} bytes for params, values and temporaries of the "
-            f"program, whose smallest cut takes {needed_bytes}, with "
-            f"{largest_text(best, self.lifetimes.sizes)}",
-            needed_bytes - budget_bytes,
-            ", or give a smaller batch",
-        )
-
-
-def _is_better(coarse: Plan, fine: Plan) -> bool:
-    """Whether cuts save many segments and no memory is lost, by estimates."""
-    is_far_coarser = 2 * (len(coarse.cuts) - 1) <= len(fine.cuts) - 1
-    return is_far_coarser and coarse.peak_bytes <= fine.peak_bytes
 
 
 def prepare(
