@@ -57,21 +57,22 @@ def test_the_default_is_what_a_device_has_free():
     assert device_limit(jax.devices("cpu")[0], None) == DeviceLimit()
 
 
-def test_a_device_that_does_not_tell_its_size():
-    with pytest.raises(StreamError, match="does not tell the size of its memory"):
-        device_limit(Device(), None)
-
-
-@pytest.mark.parametrize("num_bytes", [None, 5])
-def test_a_platform_without_pinned_memory_of_the_host(num_bytes):
-    device = Device(kinds=("device",), bytes_limit=GIB)
-    with pytest.raises(StreamError, match=r"'pinned_host'.* found device; upgrade"):
-        device_limit(device, num_bytes)
-
-
-def test_a_device_that_this_process_has_filled():
-    device = Device(bytes_limit=GIB, bytes_in_use=GIB, pool_bytes=GIB)
-    with pytest.raises(StreamError, match=r"nothing free of 1\.00 GiB.* Delete them"):
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        (Device(), "does not tell the size of its memory"),
+        (
+            Device(kinds=("device",), bytes_limit=GIB),
+            r"'pinned_host'.* found device; upgrade",
+        ),
+        (
+            Device(kind=MIG, bytes_limit=GIB, bytes_in_use=GIB, pool_bytes=GIB),
+            r"id=0\) \(NVIDIA.*MIG 1g\.10gb\) has nothing free of 1\.00 GiB.* Delete",
+        ),
+    ],
+)
+def test_devices_without_memory_to_plan_for(device, message):
+    with pytest.raises(StreamError, match=message):
         device_limit(device, None)
 
 
@@ -86,14 +87,6 @@ def test_memory_that_is_not_reserved(monkeypatch):
     device = Device(bytes_limit=10 * GIB, bytes_in_use=0, pool_bytes=0)
     assert device_limit(device, None).num_bytes == 9 * GIB
     assert device_limit(device, GIB).num_bytes == GIB
-
-
-def test_a_slice_of_a_gpu_counts_alone_and_is_named():
-    device = Device(kind=MIG, bytes_limit=10 * GIB, bytes_in_use=0)
-    assert device_limit(device, None).num_bytes == 9 * GIB
-    full = Device(kind=MIG, bytes_limit=GIB, bytes_in_use=GIB)
-    with pytest.raises(StreamError, match=r"id=0\) \(NVIDIA.*MIG 1g\.10gb\) has"):
-        device_limit(full, None)
 
 
 def test_the_smallest_device_of_a_mesh_counts():

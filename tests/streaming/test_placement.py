@@ -24,9 +24,6 @@ def stays_of(draw, num_bytes, least_calls=1):
     return found
 
 
-STAYS = st.tuples(
-    st.integers(0, NUM_CALLS), st.integers(0, NUM_CALLS), st.integers(-(2**40), 2**40)
-).map(lambda stay: Stay(min(stay[:2]), max(stay[:2]), stay[2]))
 SMALL = st.integers(1, 5)
 PINNED = st.lists(st.integers(0, 5), min_size=NUM_CALLS, max_size=NUM_CALLS).map(
     lambda pinned: np.array(pinned, np.int64)
@@ -51,20 +48,6 @@ def fewest_bytes(occupied, stays, capacity):
         if without(occupied, chosen).max() <= capacity
     ]
     return min(fitting, default=math.inf)
-
-
-@given(st.lists(STAYS))
-def test_each_call_has_the_bytes_of_the_stays_around_it(stays):
-    found = occupancy(NUM_CALLS, stays)
-    assert found.dtype == np.int64
-    assert found.tolist() == [
-        sum(stay.num_bytes for stay in stays if stay.start <= call < stay.stop)
-        for call in range(NUM_CALLS)
-    ]
-
-
-def test_no_call_has_no_bytes():
-    assert occupancy(0, []).shape == (0,)
 
 
 @given(PINNED, stays_of(SMALL, least_calls=0), CAPACITY)
@@ -97,33 +80,6 @@ def test_as_few_as_possible_leave_if_they_are_equal(pinned, stays, capacity):
     fewest = fewest_bytes(occupied, stays, capacity)
     left = evict(occupied, stays, capacity)
     assert fewest in (2 * len(left), math.inf)
-
-
-def test_more_bytes_than_needed_leave_if_they_are_unequal():
-    """How far Belady's rule is from the best, over problems of 6 stays in 8 calls.
-
-    With 1 to 8 bytes each, 11% more than needed leave in all, and in 47% of 1,000
-    problems none. At worst it is the ratio of the largest to the smallest, 8: an excess
-    of one byte may drive out the largest tensor.
-    """
-    numbers = np.random.default_rng(0)
-    found = []
-    for _ in range(200):
-        stays = []
-        for tensor in range(6):
-            start, stop = np.sort(numbers.choice(NUM_CALLS + 2, 2, replace=False))
-            size = numbers.integers(1, 9)
-            stays.append(Stay(int(start), int(stop), int(size), tensor))
-        occupied = occupancy(NUM_CALLS + 1, stays)
-        capacity = int(numbers.integers(0, occupied.max()))
-        fewest = fewest_bytes(occupied, stays, capacity)
-        left = sum(stay.num_bytes for stay in evict(occupied, stays, capacity))
-        found.append((left, fewest))
-    left, fewest = np.array(found).T
-    assert left.sum() <= 1.15 * fewest.sum()
-    assert (fewest <= left).all()
-    assert (left <= 8 * fewest).all()
-    assert (left == fewest).mean() >= 0.4
 
 
 def test_the_tensor_needed_last_leaves_then_the_largest_then_the_first():

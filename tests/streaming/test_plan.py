@@ -16,9 +16,8 @@ from jaxinf.streaming.run import Runner
 
 pytestmark = pytest.mark.optimized("long")
 
-DEEP = ("linen", "linen_scan_remat_dropout", "gpt2_nano", "nnx_batch_norm")
-DEEP += ("linen_scan", "haiku", "half_precision_loss", "equinox_mlp", "l2_penalty")
-DEEP += ("scan_remat_reverse", "stack_by_index")
+DEEP = ("linen", "linen_scan_remat_dropout", "gpt2_nano", "haiku", "equinox_mlp")
+DEEP += ("l2_penalty", "stack_by_index")
 
 
 def prepared(name, **options):
@@ -95,14 +94,10 @@ def test_a_stack_is_fetched_and_handed_out_a_layer_at_a_time(name):
 
 
 def test_nested_stacks_are_taken_apart_to_the_last():
-    plan = cut_in_blocks_of("scan_nested")
+    ready = prepared("scan_nested")
+    plan = ready.plan(smallest_bytes(ready))
     given = [piece for call in plan.calls for piece, _ in call.gradients]
     assert sorted(p.index for p in given) == [(i, j) for i in range(3) for j in (0, 1)]
-
-
-def cut_in_blocks_of(name):
-    ready = prepared(name)
-    return ready.plan(smallest_bytes(ready))
 
 
 def pending_bytes(plan):
@@ -119,18 +114,15 @@ def pending_bytes(plan):
     return most
 
 
-@pytest.mark.parametrize("name", ["l2_penalty", "equinox_cast_first", "stack_by_index"])
+@pytest.mark.parametrize("name", ["l2_penalty", "equinox_cast_first"])
 def test_gradients_do_not_wait_for_the_end(name):
     plan = cut_in_blocks(name, 12)
+    if name == "l2_penalty":  # which reads params where they are anyway
+        forward = [c for c in plan.calls if c.program.name.startswith("forward")]
+        read = [piece for call in forward for piece in call.reads if not call.is_repeat]
+        assert len(read) == len(set(read))
     all_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in plan.traced.params)
     assert pending_bytes(plan) < all_bytes / 8
-
-
-def test_a_penalty_reads_params_where_they_are_anyway():
-    plan = cut_in_blocks("l2_penalty", 12)
-    forward = [c for c in plan.calls if c.program.name.startswith("forward")]
-    fetched = [piece for call in forward for piece in call.reads if not call.is_repeat]
-    assert len(fetched) == len(set(fetched))
 
 
 def test_rows_of_a_table_are_fetched_alone():
@@ -165,53 +157,6 @@ def loss_of(params, batch):
 
 GOOD = {"w": np.ones(3, np.float32)}
 BATCH = np.ones(3, np.float32)
-
-
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({**GOOD, "n": np.arange(2)}, "leaf n: expected floating-point .* int64"),
-        ({**GOOD, "f": "text"}, "leaf f: expected an array, found str"),
-        ({**GOOD, "c": np.ones(2, np.complex64)}, "leaf c: .* found complex64"),
-    ],
-)
-def test_leaves_that_have_no_gradient_are_named(params, message):
-    with pytest.raises(StreamError, match=message):
-        prepare(loss_of, params, BATCH)
-
-
-@pytest.mark.parametrize(
-    ("loss", "has_aux", "message"),
-    [
-        (lambda p, b: p["w"] * b, False, r"a floating-point scalar, found .*\(3,\)"),
-        (lambda p, b: jnp.sum(p["w"] > b), False, "found an array of int32"),
-        (lambda p, b: (loss_of(p, b), b), False, "pass has_aux=True"),
-        (loss_of, True, r"a pair \(loss, aux\)"),
-    ],
-)
-def test_results_that_are_no_loss_are_refused(loss, has_aux, message):
-    with pytest.raises(StreamError, match=message):
-        prepare(loss, GOOD, BATCH, has_aux=has_aux)
-
-
-def test_effects_are_refused_by_name():
-    def noisy(params, batch):
-        jax.debug.print("{}", batch[0])
-        return jax.lax.cond(batch[0] > 0, loss_of, loss_of, params, batch)
-
-    with pytest.raises(StreamError, match=r"side effects.*debug_print"):
-        prepare(noisy, GOOD, BATCH)
-
-
-def test_a_while_loop_is_refused_by_jax():
-    def loop(params, batch):
-        def is_small(w):
-            return jnp.sum(w) < 10
-
-        return jnp.sum(jax.lax.while_loop(is_small, lambda w: 2 * w, params["w"]))
-
-    with pytest.raises(ValueError, match="Reverse-mode differentiation"):
-        prepare(loop, GOOD, BATCH)
 
 
 def test_large_closed_over_arrays_are_warned_of():

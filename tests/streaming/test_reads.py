@@ -65,11 +65,6 @@ def test_units_that_wait_least_are_handed_over_first():
     assert handed(fetches, gradients, 2, lambda unit: unit.leaf != 1) == {0: 7, 2: 4}
 
 
-def test_without_room_units_are_read_again():
-    fetches = [Fetch(unit(0), 0, 0), Fetch(unit(1), 3, 3)]
-    assert handed(fetches, {unit(0): 5, unit(1): 3}, 1) == {1: 3}
-
-
 def joined(fetches, limit_pages):
     held = held_bytes(fetches, NUM_CALLS)
     found = keep_between(fetches, held, limit_pages * PAGE_BYTES)
@@ -88,13 +83,10 @@ def test_units_stay_between_calls_as_far_as_memory_goes():
     ]
     assert joined(fetches, 2) == [(0, 0, 0), (1, 1, 5), (2, 2, 3), (0, 7, 7)]
     assert joined(fetches, 3) == [(0, 0, 7), (1, 1, 5), (2, 2, 3)]
+    thrice = [Fetch(unit(0), n, n) for n in (0, 3, 6)]
+    assert joined(thrice, 1) == [(0, 0, 6)]
     larger = [*fetches[:3], Fetch(unit(3), 3, 4), *fetches[3:]]
     assert joined(larger, 2) == [(f.unit.leaf, f.first, f.last) for f in larger]
-
-
-def test_a_unit_stays_for_all_calls_that_read_it():
-    fetches = [Fetch(unit(0), n, n) for n in (0, 3, 6)]
-    assert joined(fetches, 1) == [(0, 0, 6)]
 
 
 def kept(fetches, room_pages, frozen):
@@ -220,28 +212,6 @@ def test_a_frozen_base_that_fits_is_read_once(open_store):
         np.testing.assert_array_equal(found["256MiB"][0][key], array, err_msg=str(key))
 
 
-def test_a_function_reads_params_again_after_a_step(open_store):
-    program = ZOO["half_precision_loss"]()
-    store = open_store(chunk_elements=4096, memory_bytes=16 << 20)
-    step = jaxinf.stream(
-        program.loss,
-        optax.sgd(0.1),
-        store,
-        memory_bytes=256 << 20,
-        has_aux=program.has_aux,
-    )
-    step.load(program.params, batch=program.batch)
-    with jaxinf.stream_function(program.loss, store, memory_bytes=64 << 20) as f:
-        f.load(program.params)
-        before = np.asarray(jax.tree.leaves(f(program.batch))[0])
-        assert f.metrics.fetched_drive_bytes > 0
-        np.testing.assert_array_equal(jax.tree.leaves(f(program.batch))[0], before)
-        assert f.metrics.fetched_drive_bytes == 0
-        step(program.batch)
-        assert np.asarray(jax.tree.leaves(f(program.batch))[0]) != before
-        assert f.metrics.fetched_drive_bytes > 0
-
-
 FREEZING = optax.multi_transform(
     {"trained": optax.sgd(0.1), "frozen": optax.set_to_zero()},
     {"base": "frozen", "head": "trained"},
@@ -311,18 +281,11 @@ def trained(step, program):
 
 
 @pytest.mark.parametrize(
-    ("name", "policy"),
-    family(
-        [
-            ("stack_by_index", "keep"),
-            ("tied_and_unused", "recompute"),
-            ("half_precision_loss", "recompute"),
-        ],
-        short=[("half_precision_loss", "recompute")],
-    ),
+    "name",
+    family(["half_precision_loss", "stack_by_index"], short=["half_precision_loss"]),
 )
 def test_params_from_memory_give_the_bits_of_params_from_the_drive(
-    name, policy, open_store, monkeypatch
+    name, open_store, monkeypatch
 ):
     small_stores.keep_nothing(monkeypatch)  # of params, too, if they can stay
     program = ZOO[name]()
@@ -335,7 +298,6 @@ def test_params_from_memory_give_the_bits_of_params_from_the_drive(
             store,
             memory_bytes=256 << 20,
             has_aux=program.has_aux,
-            policy=policy,
         )
 
     found, read_bytes = trained(make("memory"), program)

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from families import family
 from streaming import (
     CHUNKS,
     assert_same_bits,
@@ -19,7 +18,7 @@ from streaming import (
     run,
     spill_beyond,
 )
-from zoo import ZOO, normal
+from zoo import ZOO
 
 import jaxinf
 from jaxinf.engine import ParamsReader
@@ -68,17 +67,12 @@ def test_a_gradient_that_is_not_finite_refuses_the_step(streamed):
     assert step.store.step == 1
 
 
-def test_a_step_before_params_is_refused(streamed):
-    program = ZOO["l2_penalty"](depth=2)
-    with pytest.raises(StreamError, match=r"call step.init or step.load first"):
-        streamed(program, optax.sgd(0.1))(program.batch)
-
-
 def test_params_are_read_as_they_were_given(streamed):
     program = ZOO["l2_penalty"](depth=2)
     step = streamed(program, optax.sgd(0.1))
-    with pytest.raises(StreamError, match=r"call step.init or step.load first"):
-        step.params()
+    for early in (step.params, lambda: step(program.batch)):
+        with pytest.raises(StreamError, match=r"call step.init or step.load first"):
+            early()
     with pytest.raises(StreamError, match=r"found a list; .*step.load"):
         step.init(program.params)
     step.load(program.params)
@@ -88,16 +82,6 @@ def test_params_are_read_as_they_were_given(streamed):
         step.params(program.params[:1])
     asked = jax.tree.map(lambda x: x.astype("bfloat16"), program.params)
     assert_same_bits(step.params(asked), step.store.params(like=asked))
-
-
-def test_another_tree_is_refused(streamed):
-    program, tx = ZOO["l2_penalty"](depth=2), optax.sgd(0.1)
-    first = streamed(program, tx)
-    first.load(program.params)
-    first.close()
-    other = streamed(program, tx)
-    with pytest.raises(StoreMismatchError, match="not in the store"):
-        other.load([*program.params, {"w": normal(1, 4, 4), "b": normal(2, 4)}])
 
 
 def noisy(params, batch):
@@ -161,37 +145,14 @@ def test_a_full_drive_refuses_the_step_while_gradients_are_spilled(
     assert step.store.step == 2
 
 
-def test_a_failing_drive_stops_the_step(streamed, monkeypatch):
-    program = ZOO["l2_penalty"](depth=3)
-    step = streamed(program, optax.sgd(0.1))
-    step.load(program.params)
-    run(step, program, 1)
-
-    def fail(*args):
-        raise OSError("the drive is gone")
-
-    monkeypatch.setattr(ParamsReader, "read", fail)
-    with pytest.raises(OSError, match="the drive is gone"):
-        step(program.batch)
-    monkeypatch.undo()
-    run(step, program, 1)
-    assert step.store.step == 2
-
-
 # --- where a step is called ---------------------------------------------------------
-
-
-def called(step, batch):
-    return lambda x: x * step(batch)[0]
 
 
 @pytest.mark.parametrize(
     "traced",
     [
         lambda step, batch: jax.jit(lambda batch: step(batch)[0])(batch),
-        lambda step, batch: jax.jit(called(step, batch))(1.0),
-        lambda step, batch: jax.grad(called(step, batch))(1.0),
-        lambda step, batch: jax.vmap(called(step, batch))(jnp.ones(2)),
+        lambda step, batch: jax.grad(lambda x: x * step(batch)[0])(1.0),
         lambda step, batch: jax.jit(step.function(lambda p, b: b))(batch),
     ],
 )
@@ -230,12 +191,11 @@ def test_a_step_under_way_in_another_thread_is_not_joined(streamed, monkeypatch)
     assert step.store.step == 2
 
 
-@pytest.mark.parametrize("state", family([None, "int8"], short=["int8"]))
-def test_the_stores_own_budget_is_not_used(state, streamed, open_store):
+def test_the_stores_own_budget_is_not_used(streamed, open_store):
     """What is too little for an update beside JAX is enough to be opened with."""
     program = ZOO["l2_penalty"](depth=2)
     for _ in range(2):  # a new store, and one that is there
-        store = open_store("small", memory_bytes=1 << 16, state=state)
+        store = open_store("small", memory_bytes=1 << 16, state="int8")
         step = streamed(program, optax.adam(1e-3), store=store)
         step.load(program.params)
         step(program.batch)
@@ -247,12 +207,11 @@ def test_the_stores_own_budget_is_not_used(state, streamed, open_store):
         tx.init(program.params)
 
 
-@pytest.mark.parametrize("num_steps", [0, 1])
-def test_a_store_that_is_renamed_while_it_is_open_is_named(num_steps, streamed):
+def test_a_store_that_is_renamed_while_it_is_open_is_named(streamed):
     program = ZOO["l2_penalty"](depth=2)
     step = streamed(program, CLIPPED)
     step.load(program.params)
-    run(step, program, num_steps)
+    run(step, program, 1)
     step.store.wait()
     path = step.store.path
     path.rename(path.with_name("renamed"))

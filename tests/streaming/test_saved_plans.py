@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from families import family
 from streaming import CHUNKS, run
 from zoo import ZOO
 
@@ -51,20 +50,6 @@ def test_another_loss_function_is_refused_until_replanned(streamed):
     assert replanned.store.step == 2
 
 
-def test_a_damaged_plan_is_named(streamed):
-    program = ZOO["l2_penalty"](depth=2)
-    step = streamed(program, optax.sgd(0.1))
-    step.load(program.params)
-    run(step, program, 1)
-    (kept,) = (step.store.path / "stream").iterdir()
-    kept.write_text('{"version": 1, "cuts": [3, 1]}')
-    step.close()
-    again = streamed(program, optax.sgd(0.1))
-    again.load(program.params)
-    with pytest.raises(StoreFormatError, match=kept.name):
-        again(program.batch)
-
-
 def test_a_kept_plan_is_used_whatever_would_be_chosen_now(streamed):
     program, tx = ZOO["l2_penalty"](depth=3), optax.sgd(0.1)
     step = streamed(program, tx)
@@ -83,7 +68,6 @@ def test_a_kept_plan_is_used_whatever_would_be_chosen_now(streamed):
     assert kept.read_bytes() == seal(content)
 
 
-@pytest.mark.long
 def edited(content, **changes):
     bare = {key: value for key, value in content.items() if key != "crc32c"}
     return bare | changes
@@ -94,16 +78,7 @@ def edited(content, **changes):
     [
         (lambda held: json.dumps(held | {"cuts": [0, held["cuts"][-1]]}), "checksum"),
         (lambda held: seal(edited(held, colour="red")), "expected no key 'colour'"),
-        pytest.param(
-            lambda held: seal(edited(held, cuts=[])),
-            "numbers that rise from 0",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            lambda held: seal(edited(held, cuts=[0, 5, 5])),
-            "numbers that rise from 0",
-            marks=pytest.mark.long,
-        ),
+        (lambda held: seal(edited(held, cuts=[0, 5, 5])), "numbers that rise from 0"),
         (lambda held: seal(edited(held, cuts=[0, 10**9])), "cuts of a program of"),
         (lambda held: json.dumps(edited(held)), "expected .* its checksum last"),
     ],
@@ -128,14 +103,13 @@ def test_a_changed_plan_is_refused(change, problem, streamed, capsys):
     assert (kept.name in capsys.readouterr().out) is is_known
 
 
-@pytest.mark.parametrize("kind", family(["file", "link"], short=["link"]))
-def test_plans_have_a_folder_or_are_refused(kind, streamed, tmp_path, capsys):
+def test_plans_have_a_folder_or_are_refused(streamed, tmp_path, capsys):
     program = ZOO["l2_penalty"](depth=2)
     step = streamed(program, optax.sgd(0.1))
     step.load(program.params)
     folder, target = step.store.path / "stream", tmp_path / "elsewhere"
     target.mkdir()
-    folder.write_text("") if kind == "file" else folder.symlink_to(target)
+    folder.symlink_to(target)
     for _ in range(2):
         with pytest.raises(StoreFormatError, match="the folder of streamed programs"):
             step(program.batch)
@@ -212,23 +186,9 @@ def test_a_refused_budget_names_one_that_works(open_store):
         run(step, program, 1)
 
 
-def test_the_search_for_a_budget_is_bounded():
-    program = ZOO["l2_penalty"](depth=2)
-    ready = prepare(program.loss, program.params, program.batch)
-    budgets = []
-
-    def plan(limits):
-        budgets.append(limits["memory_bytes"])
-        return ready.plan(0)
-
-    with pytest.raises(BudgetError, match="raise memory_bytes by at least"):
-        within(Options(1 << 20), plan)
-    assert budgets == sorted(set(budgets))
-    assert len(budgets) == 4
-
-
-@pytest.mark.parametrize("few", [1 << 20, 64 << 20])
-@pytest.mark.parametrize("policy", ["recompute", "offload"])
+@pytest.mark.parametrize(
+    ("few", "policy"), [(1 << 20, "recompute"), (64 << 20, "offload")]
+)
 def test_the_budget_that_is_named_works(few, policy):
     def loss(params, batch):
         for weight in params:

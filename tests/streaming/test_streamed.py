@@ -41,14 +41,24 @@ def in_memory(program, tx, batches):
 
 
 @pytest.mark.parametrize(
-    "name", ["l2_penalty", pytest.param("scan_twice_cast", marks=pytest.mark.long)]
+    ("name", "tx"),
+    family(
+        [
+            ("l2_penalty", optax.adamw(1e-3)),
+            ("stack_by_index", CLIPPED),
+            ("scan_twice_cast", optax.adamw(1e-3)),
+            ("tied_and_unused", CLIPPED),
+        ],
+        short=[("l2_penalty", optax.adamw(1e-3)), ("stack_by_index", CLIPPED)],
+    ),
 )
-def test_training_is_that_of_optax(name, streamed):
+def test_training_is_that_of_optax(name, tx, streamed):
     program = ZOO[name]()
-    tx = optax.adamw(1e-3)
     step = streamed(program, tx)
     step.load(program.params, batch=program.batch)
-    losses = [float(step(program.batch)[0]) for _ in range(3)]
+    results = [step(program.batch) for _ in range(3)]
+    assert all(aux is None for _, aux in results)
+    losses = [float(loss) for loss, _ in results]
     expected, params = in_memory(program, tx, [program.batch] * 3)
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
     assert_near(step.store.params(like=program.params), params, 2e-5)
@@ -66,14 +76,13 @@ def test_aux_comes_with_the_loss(streamed):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("policy", ["recompute", "keep"])
-def test_resumed_is_uninterrupted(policy, streamed, open_store):
+def test_resumed_is_uninterrupted(streamed):
     program, tx = ZOO["stack_by_index"](depth=3), optax.adam(1e-2)
     whole = streamed(program, tx, "whole")
     whole.load(program.params, batch=program.batch)
     expected = run(whole, program, 4)
 
-    first = streamed(program, tx, "parts", policy=policy)
+    first = streamed(program, tx, "parts", policy="keep")
     first.load(program.params, batch=program.batch)
     found = run(first, program, 2)
     first.close()
@@ -204,18 +213,6 @@ def test_a_commit_has_the_payload_of_its_step(streamed):
     assert (step.store.step, step.store.payload) == (4, {"batch": 4})
 
 
-@pytest.mark.parametrize(
-    "name", family(["tied_and_unused", "stack_by_index"], short=["stack_by_index"])
-)
-def test_clipping_is_that_of_optax(name, streamed):
-    program = ZOO[name]()
-    step = streamed(program, CLIPPED)
-    step.load(program.params, batch=program.batch)
-    run(step, program, 3)
-    _, expected = in_memory(program, CLIPPED, [program.batch] * 3)
-    assert_near(step.store.params(like=program.params), expected, 2e-5)
-
-
 def test_spilled_to_the_drive_has_the_bits_of_memory(streamed, monkeypatch):
     program = ZOO["tied_and_unused"]()
     held = streamed(program, CLIPPED, "held")
@@ -237,21 +234,11 @@ def test_spilled_to_the_drive_has_the_bits_of_memory(streamed, monkeypatch):
     assert plans == {".json"}
 
 
-@pytest.mark.parametrize(
-    ("name", "tx"),
-    [
-        pytest.param("stack_by_index", CLIPPED, id="clipped"),
-        pytest.param(
-            "tied_and_unused", optax.adam(1e-2), id="adam", marks=pytest.mark.long
-        ),
-    ],
-)
-def test_drives_move_what_the_plan_says(name, tx, streamed, monkeypatch):
-    program = ZOO[name]()
+def test_drives_move_what_the_plan_says(streamed, monkeypatch):
+    program = ZOO["stack_by_index"]()
     # Gradients that wait do so in memory up to here, then on the drive.
-    few = 8192
-    spill_beyond(monkeypatch, few)
-    step = streamed(program, tx)
+    spill_beyond(monkeypatch, 8192)
+    step = streamed(program, CLIPPED)
     step.load(program.params, batch=program.batch)
     run(step, program, 3)
     step.store.wait()
@@ -262,4 +249,4 @@ def test_drives_move_what_the_plan_says(name, tx, streamed, monkeypatch):
     all_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(program.params))
     assert traffic.drive_write_bytes >= 3 * all_bytes
     assert traffic.drive_read_bytes >= all_bytes
-    assert (step.metrics.spilled_drive_bytes > 0) == (tx is CLIPPED)
+    assert step.metrics.spilled_drive_bytes > 0
