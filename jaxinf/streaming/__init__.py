@@ -1,11 +1,20 @@
 """Training of models larger than memory, by cutting a loss function's program.
 
-    program/   jaxpr ─► graph ─► cuts ─► programs of the segments
-    plan/      a list of calls: what each reads, makes, frees; what leaves and stays
+    program/   jaxpr ─► graph ─► segments ─► their programs
+    plan/      a list of calls: what each reads, takes, makes and frees
     run.py     for each call: params, values ─► outputs; two are in flight
     move/      params, values and gradients between device, host and drives
     update/    sinks: a gradient ─► the store's update, optax's, or none
-    step.py    a batch's way through these, on a thread that Ctrl-C cannot stop half-way
+    step.py    a batch's way through these
+
+Where a question is answered:
+
+    how memory becomes cuts             plan/fit.py, planning.py
+    how calls and parts are ordered     plan/order.py
+    which values leave, and to where    plan/leaving.py
+    which params are read when          plan/reads.py
+    where a gradient becomes an update  update/store_sink.py, update/optax_sink.py
+    what happens after Ctrl-C           ctrl_c.py
 
 Invariant: a user's loss function is traced with its gradient and never changed; the
 parts of that one jaxpr run.

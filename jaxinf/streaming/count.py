@@ -15,7 +15,6 @@ from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.compiled import compiled_temp_bytes
 from jaxinf.streaming.plan.fit import Prepared
 from jaxinf.streaming.plan.memory import NUM_STAGED
-from jaxinf.streaming.plan.planned import Planned
 from jaxinf.streaming.planning import plan_step
 from jaxinf.streaming.program.graph import Piece, aval_bytes, num_bytes
 from jaxinf.streaming.program.lifetimes import POINTWISE, Stay, occupancy
@@ -83,13 +82,12 @@ def count(
       BudgetError: A budget is too small; names one that works.
       StreamError: The program cannot be cut to fit, or the saved plan is another's.
     """
-    planned = plan_step(sink, ready)
-    plan, traffic = planned.plan, sink.traffic(planned)
-    host_bytes, device_bytes = _memory(sink, planned)
+    plan = plan_step(sink, ready)
+    traffic, (host_bytes, device_bytes) = sink.traffic(plan), _memory(sink, plan)
     up = down = 0
     if device_bytes:
         away = sum(plan.lives[slot].num_bytes for slot in plan.evictions)
-        up = away + sum(one.unit.num_bytes for one in planned.reading.repeated)
+        up = away + sum(one.unit.num_bytes for one in plan.reading.repeated)
         down = away + sum(
             call.program.output_bytes[i]
             for call in plan.calls
@@ -99,7 +97,7 @@ def count(
         plan=plan.without_graph(compiled_temp_bytes(plan, sink.options.executables)),
         host_bytes=host_bytes,
         device_bytes=device_bytes,
-        disk_bytes=store_bytes + drive_bytes(sink, planned),
+        disk_bytes=store_bytes + drive_bytes(sink, plan),
         now_bytes=now_bytes,
         drive_read_bytes=traffic.drive_read_bytes,
         drive_write_bytes=traffic.drive_write_bytes,
@@ -111,19 +109,18 @@ def count(
     )
 
 
-def _memory(sink: Sink, planned: Planned) -> tuple[int, int]:
+def _memory(sink: Sink, plan: Plan) -> tuple[int, int]:
     """Returns the memory of the host at a step's peak, and of a device with its own."""
-    plan, reading, division = planned.plan, planned.reading, planned.division
+    reading, division, tiers = plan.reading, plan.division, plan.tiers
     programs = plan.peak_bytes + plan.resident_bytes
     if sink.options.limit.is_host:  # where gradients wait in the programs' memory
-        last = sink.waiting(planned)
+        last = sink.waiting(plan)
         if last is not None:
             most = _most_bytes(sink, plan, last.on_drive)
             programs = max(programs, most + plan.resident_bytes)
         spare = max(0, division.programs - plan.peak_bytes)
         ahead = max(0, spare - reading.unused_bytes)
         return programs + ahead + division.ring, 0
-    tiers = planned.tiers
     pinned = division.gradients + (0 if tiers is None else tiers.host_bytes)
     params = NUM_STAGED * reading.largest_bytes
     host_bytes = division.ring + division.pool_factor * pinned + params

@@ -116,7 +116,7 @@ class StreamedFunction(Step):
         beside_bytes = None
         if self._step_beside is not None:
             last = self._step_beside._last
-            beside_bytes = 0 if last is None else last.planned.store_bytes
+            beside_bytes = 0 if last is None else last.plan.store_bytes
         what = self.store, ready, options or self._options, beside_bytes
         return NoGradients(*what, average=self._average)
 

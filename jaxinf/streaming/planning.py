@@ -9,7 +9,7 @@ budget is refused with one that works. Nothing is written.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from jaxinf.errors import BudgetError, StreamError
 from jaxinf.streaming.move.scratch import writing_bytes
@@ -20,7 +20,6 @@ from jaxinf.streaming.plan.fit import Prepared
 from jaxinf.streaming.plan.leaving import plan_tiers
 from jaxinf.streaming.plan.memory import Division
 from jaxinf.streaming.plan.options import Options
-from jaxinf.streaming.plan.planned import Planned
 from jaxinf.streaming.plan.saved import check_fits, saved_cuts
 from jaxinf.streaming.update.sink import Sink
 from jaxinf.terminal import exact_bytes
@@ -33,7 +32,7 @@ _Plan = TypeVar("_Plan")
 _SHARES = 5 / 8, 5 / 8, 1 / 8
 
 
-def plan_step(sink: Sink, ready: Prepared) -> Planned:
+def plan_step(sink: Sink, ready: Prepared) -> Plan:
     """Plans a step within the budgets of its options; compiles it, and blocks.
 
     Raises:
@@ -43,9 +42,9 @@ def plan_step(sink: Sink, ready: Prepared) -> Planned:
     return within(sink.options, partial(plan_within, sink, ready))
 
 
-def plan_within(sink: Sink, ready: Prepared, budgets: Mapping[str, int]) -> Planned:
+def plan_within(sink: Sink, ready: Prepared, budgets: Mapping[str, int]) -> Plan:
     """As `plan_step`, with other budgets; an error names no budget that works."""
-    group, found = sink.options.together.group, list[Planned]()
+    group, found = sink.options.together.group, list[Plan]()
     division, cuts, is_saved = _memory_of_all(sink, ready, budgets)
 
     def plan() -> JsonValue:
@@ -101,7 +100,7 @@ def _planned(
     cuts: Sequence[int] | None,
     *,
     is_saved: bool,
-) -> Planned:
+) -> Plan:
     policy, executables = sink.options.policy, sink.options.executables
     held_bytes = sink.held_bytes(ready.traced)
     if held_bytes > division.programs:
@@ -135,15 +134,14 @@ def _planned(
         if sink.units is not None:
             pool_bytes = division.pool_factor * tiers.host_bytes
             division = division.without(pool_bytes, "keeping values")
-    reading = sink.reading(plan, division)
+    reading, kept = sink.reading(plan, division), dict[str, Any]()
     if sink.units is not None:
-        kept, unit = reading.never_again, sink.units.unit
+        units, unit = reading.never_again, sink.units.unit
         read = {piece for call in plan.calls for piece in call.reads}
-        plan = plan.varied(
-            kept=frozenset(piece for piece in read if unit(piece) in kept),
-            kept_bytes=sum(one.num_bytes for one in kept),
-        )
-    return Planned(plan, division, tiers, reading, is_saved)
+        kept["kept"] = frozenset(piece for piece in read if unit(piece) in units)
+        kept["kept_bytes"] = sum(one.num_bytes for one in units)
+    where = {"division": division, "tiers": tiers, "reading": reading}
+    return plan.varied(is_saved=is_saved, **where, **kept)
 
 
 # --- a budget that works -------------------------------------------------------------

@@ -30,7 +30,6 @@ from jaxinf.streaming.plan.compiled import Measured
 from jaxinf.streaming.plan.fit import Prepared
 from jaxinf.streaming.plan.memory import DeviceLimit, return_freed_memory
 from jaxinf.streaming.plan.options import Options
-from jaxinf.streaming.plan.planned import Planned
 from jaxinf.streaming.plan.reads import used_bytes
 from jaxinf.streaming.plan.saved import save_cuts
 from jaxinf.streaming.planning import plan_step
@@ -85,7 +84,7 @@ class StreamMetrics:
 class Bound(NamedTuple):
     """What runs batches of one shape."""
 
-    planned: Planned
+    plan: Plan
     runner: Runner
     params: Params
     sink: Sink
@@ -132,12 +131,12 @@ class Step(ABC):
         """
         self._thread.settle()
         key = self._key(batch)
-        return self._thread.run(lambda check: self._take_turn(key)).planned.plan
+        return self._thread.run(lambda check: self._take_turn(key)).plan
 
     @property
     def plan(self) -> Plan | None:
         """The plan of the last run, or of the first once it is planned; else None."""
-        return None if self._last is None else self._last.planned.plan
+        return None if self._last is None else self._last.plan
 
     @property
     def traffic(self) -> ByteCounts | None:
@@ -148,17 +147,17 @@ class Step(ABC):
         steps; with ``durability="checkpoint"`` it does not count.
         """
         last = self._last
-        return None if last is None else last.sink.traffic(last.planned)
+        return None if last is None else last.sink.traffic(last.plan)
 
     @property
     def metrics(self) -> StreamMetrics | None:
         """Metrics of the last step; None before the first."""
         if self._last is None or self._values is None:
             return None
-        planned, runner, params, sink = self._last
+        plan, runner, params, sink = self._last
         counts, values, found = params.counts, self._values, 0
         if sink.units is not None:
-            used = used_bytes(planned.plan.calls, sink.units)
+            used = used_bytes(plan.calls, sink.units)
             found = max(0, used - counts.num_read_bytes)
         return StreamMetrics(
             fetched_drive_bytes=counts.num_read_bytes,
@@ -266,24 +265,22 @@ class Step(ABC):
         What one process is refused, by its device or its drive, all are: none goes on
         to a step, where it would wait for the others.
         """
-        planned = plan_step(sink, ready)
+        plan = plan_step(sink, ready)
         with ExitStack() as undone:
 
             def made() -> Bound:
-                plan = planned.plan
-                if sink.keeps_plans_in is not None and not planned.is_saved:
+                if sink.keeps_plans_in is not None and not plan.is_saved:
                     save_cuts(sink.keeps_plans_in, ready, plan.cuts)
                 undone.callback(sink.close)
-                sink.open(planned)
+                sink.open(plan)
                 values = Values()
                 if plan.is_offloaded:
-                    values = Values(plan, sink.scratch("activations"), planned.tiers)
+                    values = Values(plan, sink.scratch("activations"), plan.tiers)
                 undone.callback(values.close)
                 runner = Runner(plan, self._options.executables, values)
-                running = replace(planned, plan=runner.plan)
-                params = sink.source(running)
+                params = sink.source(runner.plan)
                 undone.callback(params.close)
-                return Bound(running, runner, params, sink)
+                return Bound(runner.plan, runner, params, sink)
 
             bound = self._together.group.in_all("the room for a step", made)
             undone.pop_all()

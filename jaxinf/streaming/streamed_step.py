@@ -316,7 +316,7 @@ class StreamedStep(Step):
     def _take_turn(self, key: Any) -> Bound:
         engine_of(self.store).health.check()
         bound = super()._take_turn(key)
-        engine, store_bytes = engine_of(self.store), bound.planned.store_bytes
+        engine, store_bytes = engine_of(self.store), bound.plan.store_bytes
         if store_bytes != engine.opened.memory_bytes:
             engine.join()
             engine.opened.limit_memory(store_bytes)

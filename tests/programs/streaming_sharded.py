@@ -224,7 +224,7 @@ def other_sizes(place):
         function = step.function(one.loss)
         function(one.batch)
         for made in (step, function):
-            assert made._last.planned.division.programs <= 8 << 20
+            assert made._last.plan.division.programs <= 8 << 20
 
 
 def replicas(place):

@@ -27,8 +27,8 @@ from jaxinf import compat
 from jaxinf.streaming.move.scratch import Part, Scratch, place_bytes
 from jaxinf.streaming.move.uploads import Uploads
 from jaxinf.streaming.move.workers import Dropped, MoveCounts, Workers
-from jaxinf.streaming.plan.calls import Plan, Slot
-from jaxinf.streaming.plan.leaving import NUM_COPIES, Tiers
+from jaxinf.streaming.plan.calls import Plan, Slot, Tiers
+from jaxinf.streaming.plan.leaving import NUM_COPIES
 from jaxinf.streaming.program.lifetimes import Stay, occupancy
 from jaxinf.streaming.program.meshes import default_device
 from jaxinf.streaming.program.shards import PINNED

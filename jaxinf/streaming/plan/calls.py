@@ -4,6 +4,7 @@ Invariant: a slot is written once a step, and freed after the last call that tak
 To recompute, the same program is called again, so its values have the same bits.
 """
 
+import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,10 +12,13 @@ from functools import cache, cached_property
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
+from jaxinf.streaming.plan.memory import Division
+from jaxinf.streaming.plan.reads import Reading
 from jaxinf.streaming.plan.report import plan_text
 from jaxinf.streaming.program.graph import Origin, Piece
 from jaxinf.streaming.program.programs import Program
 from jaxinf.streaming.program.trace import Traced
+from jaxinf.transfer.pages import page_ceil
 
 Policy: TypeAlias = Literal["recompute", "keep", "offload"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
@@ -85,6 +89,22 @@ class Call:
         return (*self.program.pieces, *(piece for piece, _ in self.held))
 
 
+@dataclass(frozen=True)
+class Tiers:
+    """The host's memory for values that are not on the device.
+
+    Attributes:
+      on_drive: Values that go on to drives, in the order in which they are needed.
+      leaving_bytes: The part for values on their way to drives.
+      room: Before each call, bytes for values that are read ahead; empty if none are.
+    """
+
+    on_drive: tuple[Slot, ...]
+    host_bytes: int
+    leaving_bytes: int = 0
+    room: Sequence[int] = ()
+
+
 @dataclass(frozen=True, repr=False)
 class Plan:
     """All calls of a step; as a string, a table of them.
@@ -106,6 +126,10 @@ class Plan:
       output_bytes: On several devices, the bytes of each call's outputs in one memory;
         None for one device.
       memory_bytes: Memory during each call, once the programs are compiled.
+      division: The memory, without that of values that wait on the host.
+      tiers: Where values wait; None if the device's memory is the host's.
+      reading: The reads of params; none if all are in memory.
+      is_saved: Whether this process keeps its cuts already.
     """
 
     traced: Traced
@@ -123,6 +147,10 @@ class Plan:
     kept_bytes: int = 0
     output_bytes: Sequence[Sequence[int]] | None = None
     memory_bytes: Sequence[int] = ()
+    division: Division = field(default_factory=Division)
+    tiers: Tiers | None = None
+    reading: Reading = field(default_factory=Reading)
+    is_saved: bool = False
 
     def __str__(self) -> str:
         return plan_text(self)
@@ -192,6 +220,25 @@ class Plan:
                 if slot is not None:
                     lives[slot] = Life(number, [], own, value.aval)
         return lives
+
+    @property
+    def store_bytes(self) -> int:
+        """Memory for the store's buffers."""
+        return self.division.ring + self.reading.unused_bytes
+
+    @property
+    def away_bytes(self) -> int:
+        """Bytes of values that are on drives for a part of a step, at most."""
+        slots = self.evictions if self.tiers is None else self.tiers.on_drive
+        return sum(page_ceil(self.lives[slot].num_bytes) for slot in slots)
+
+    @property
+    def digest(self) -> str:
+        """What processes that run its programs together must have in common."""
+        read = self.reading.fetches
+        fetches = [(*x.unit.place, x.first, x.last, x.stays) for x in read]
+        text = repr((self.traced.mesh, self.cuts, fetches))
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def varied(self, **changes: Any) -> "Plan":
         """Returns the plan with changes; what they leave alone is not made again."""

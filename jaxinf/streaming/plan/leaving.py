@@ -12,7 +12,6 @@ a call above its capacity. What stays on the host never reaches a drive.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import jax
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinf.errors import BudgetError
-from jaxinf.streaming.plan.calls import Eviction, Plan, Slot
+from jaxinf.streaming.plan.calls import Eviction, Plan, Tiers
 from jaxinf.streaming.program.lifetimes import Stay, occupancy
 from jaxinf.transfer import PAGE_BYTES, page_ceil
 
@@ -37,22 +36,6 @@ _WRITING = 2
 # Of the memory beyond the least, so much at most is for what is on its way: a value may
 # be copied while the one before it is written.
 _WAY_SHARE = 4
-
-
-@dataclass(frozen=True)
-class Tiers:
-    """The host's memory for values that are not on the device.
-
-    Attributes:
-      on_drive: Values that go on to drives, in the order in which they are needed.
-      leaving_bytes: The part for values on their way to drives.
-      room: Before each call, bytes for values that are read ahead; empty if none are.
-    """
-
-    on_drive: tuple[Slot, ...]
-    host_bytes: int
-    leaving_bytes: int = 0
-    room: Sequence[int] = ()
 
 
 # --- who leaves the memory of the programs -------------------------------------------

@@ -63,12 +63,12 @@ class Division:
       spare: What a plan that a store keeps may take beyond `programs`.
     """
 
-    ring: int
-    gradients: int
-    programs: int
-    staged: int
-    leaving: int
-    limit: str
+    ring: int = 0
+    gradients: int = 0
+    programs: int = 0
+    staged: int = 0
+    leaving: int = 0
+    limit: str = "memory_bytes"
     spare: int = 0
     pool_factor: int = 1
 

@@ -11,17 +11,19 @@ JAX device, at least the most of `held_bytes`; beyond it a unit is read again.
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from jaxinf.errors import BudgetError
-from jaxinf.streaming.plan.calls import Call, Plan
 from jaxinf.streaming.plan.memory import NUM_STAGED, Division
 from jaxinf.streaming.program.lifetimes import Stay, fill, occupancy
 from jaxinf.streaming.program.units import StoreUnits, Unit
 from jaxinf.transfer import PAGE_BYTES
 from jaxinf.transfer.cache import stays
+
+if TYPE_CHECKING:  # which has the reads
+    from jaxinf.streaming.plan.calls import Call, Plan
 
 
 class Fetch(NamedTuple):
@@ -90,7 +92,7 @@ class Reading(NamedTuple):
 
 
 def plan_reads(
-    plan: Plan,
+    plan: "Plan",
     store_units: StoreUnits,
     division: Division,
     can_take: Callable[[Unit], bool],
@@ -138,14 +140,14 @@ def plan_reads(
     return Reading(fetches, used, unused_bytes=room - used)
 
 
-def staged_bytes(store_units: StoreUnits, plan: Plan) -> int:
+def staged_bytes(store_units: StoreUnits, plan: "Plan") -> int:
     """Returns the host's memory that params take on their way to the device."""
     pieces = {piece for call in plan.calls for piece in call.reads}
     sizes = (store_units.unit(piece).page_bytes for piece in pieces)
     return NUM_STAGED * max(sizes, default=PAGE_BYTES)
 
 
-def used_bytes(calls: Sequence[Call], store_units: StoreUnits) -> int:
+def used_bytes(calls: Sequence["Call"], store_units: StoreUnits) -> int:
     """Bytes of params that the calls of a step use, each time counted."""
     return sum(
         unit.num_bytes

@@ -16,10 +16,10 @@ from jaxinf.program import Passes, UpdateProgram
 from jaxinf.store import MASTER_PARAMS, StoreDirectory, plans_folder
 from jaxinf.streaming.move.scratch import PART_BYTES
 from jaxinf.streaming.move.spill import Waiting, file_bytes, waiting
+from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.fit import Prepared
 from jaxinf.streaming.plan.memory import Division, divide
 from jaxinf.streaming.plan.options import Options
-from jaxinf.streaming.plan.planned import Planned
 from jaxinf.streaming.program.graph import Piece, aval_bytes
 from jaxinf.streaming.program.units import SHARED, StoreUnits, Unit, shared_bytes
 from jaxinf.streaming.update.optimizer import passes_for
@@ -60,7 +60,7 @@ class Updates:
         """Bytes of the largest gradient."""
         return max(self.gradient_bytes.values(), default=0)
 
-    def waiting(self, planned: Planned) -> Waiting | None:
+    def waiting(self, plan: Plan) -> Waiting | None:
         """Returns the gradients that wait for the last one; None if none does.
 
         Parts of a leaf that the passes need as a whole wait together.
@@ -68,12 +68,12 @@ class Updates:
         if not self.are_deferred:
             return None
         sizes: dict[Piece, int] = {}
-        for call in planned.plan.calls:
+        for call in plan.calls:
             for piece, _ in call.gradients:
                 is_whole = piece.leaf in self.passes.whole
                 key = Piece(piece.leaf) if is_whole else piece
                 sizes[key] = sizes.pop(key, 0) + self.gradient_bytes[piece]
-        room_bytes = planned.division.gradients // 2
+        room_bytes = plan.division.gradients // 2
         return waiting(sizes, room_bytes, max(1, self.passes.num_passes - 1))
 
 
@@ -163,9 +163,9 @@ def bytes_to_gather(units: Iterable[Unit], *, waits: bool) -> int:
     return max(undivided, default=0) + 2 * max(updated, default=0)
 
 
-def traffic(updates: Updates, planned: Planned) -> ByteCounts:
+def traffic(updates: Updates, plan: Plan) -> ByteCounts:
     """See `Sink.traffic`."""
-    reading, shape, written = planned.reading, updates.shape, 0
+    reading, shape, written = plan.reading, updates.shape, 0
     read = sum(
         shape.file_bytes(layout, [_PARAMS])
         for fetch in reading.repeated
@@ -177,12 +177,12 @@ def traffic(updates: Updates, planned: Planned) -> ByteCounts:
         for layout in updates.layouts(unit)
         if any(moved_states(updates.program.leaves[unit.leaf].kernel, layout))
     }
-    there = shape.staying(planned.store_bytes, moved)
+    there = shape.staying(plan.store_bytes, moved)
     given = {one.unit for one in reading.fetches if one.gradient is not None}
     for unit in updates.units:
         own = _moved_bytes(updates, unit, there, has_params=unit in given)
         read, written = read + own[0], written + own[1]
-    waits, away_bytes = updates.waiting(planned), planned.away_bytes
+    waits, away_bytes = updates.waiting(plan), plan.away_bytes
     wait_bytes = 0 if waits is None else file_bytes(waits)
     num_reads = 1 if waits is None else waits.num_reads
     return ByteCounts(

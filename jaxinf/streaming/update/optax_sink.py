@@ -21,7 +21,6 @@ from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.fit import Prepared
 from jaxinf.streaming.plan.memory import Division, divide_rest
 from jaxinf.streaming.plan.options import Options
-from jaxinf.streaming.plan.planned import Planned
 from jaxinf.streaming.program.graph import Piece, aval_bytes
 from jaxinf.streaming.program.trace import Traced
 from jaxinf.streaming.update.sink import Sink
@@ -104,7 +103,7 @@ class OptaxSink(Sink):
         params_bytes = sum(map(aval_bytes, plan.traced.params))
         return plan.varied(resident=whole, resident_bytes=params_bytes)
 
-    def source(self, planned: Planned) -> Params:
+    def source(self, plan: Plan) -> Params:
         return MemoryParams(lambda: jax.tree.leaves(self.params))
 
     def scratch(self, content: str) -> Scratch:

@@ -27,7 +27,6 @@ from jaxinf.streaming.plan.memory import (
     reader_bytes,
 )
 from jaxinf.streaming.plan.options import Options
-from jaxinf.streaming.plan.planned import Planned
 from jaxinf.streaming.plan.reads import Reading, plan_reads, staged_bytes
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.initial import BUFFERS_SHARE
@@ -97,13 +96,13 @@ class Sink(ABC):
         """Whether a unit's update can take what was read for a program."""
         return False
 
-    def waiting(self, planned: Planned) -> Waiting | None:
+    def waiting(self, plan: Plan) -> Waiting | None:
         """Returns the gradients that wait for the last one; None if none does."""
         return None
 
-    def traffic(self, planned: Planned) -> ByteCounts:
+    def traffic(self, plan: Plan) -> ByteCounts:
         """Returns the bytes that a step moves on drives."""
-        waits = planned.away_bytes
+        waits = plan.away_bytes
         return ByteCounts(drive_read_bytes=waits, drive_write_bytes=waits)
 
     # --- the source of params ------------------------------------------------------
@@ -119,14 +118,14 @@ class Sink(ABC):
         how = self.takes_read, self.is_frozen
         return plan_reads(plan, self.units, division, *how)
 
-    def source(self, planned: Planned) -> Params:
+    def source(self, plan: Plan) -> Params:
         """Makes what gives params to programs."""
         assert self.store is not None, "params are read from a store"
         assert self.units is not None, "which has units"
         engine, where = engine_of(self.store), (self.options.device, self._together)
         reader = StoreReader(engine, READER_BYTES, average=self.average)
         how = {"are_frozen": self.are_frozen}
-        return StoreParams(self.units, reader, planned.reading, *where, **how)
+        return StoreParams(self.units, reader, plan.reading, *where, **how)
 
     def scratch(self, content: str) -> Scratch:
         """Returns files on drives for what waits there; none by default."""
@@ -134,7 +133,7 @@ class Sink(ABC):
 
     # --- a step --------------------------------------------------------------------
 
-    def open(self, planned: Planned) -> None:
+    def open(self, plan: Plan) -> None:
         """Takes the room of a step, before the first."""
 
     def begin(self, extra_args: Mapping[str, Any], params: Params) -> None:
@@ -247,10 +246,10 @@ class NoGradients(Sink):
         return False
 
 
-def drive_bytes(sink: Sink, planned: Planned) -> int:
+def drive_bytes(sink: Sink, plan: Plan) -> int:
     """Returns the bytes of values and gradients that wait on drives, at most."""
-    last = sink.waiting(planned)
-    return planned.away_bytes + (0 if last is None else file_bytes(last))
+    last = sink.waiting(plan)
+    return plan.away_bytes + (0 if last is None else file_bytes(last))
 
 
 def is_finite(array: Array) -> bool:

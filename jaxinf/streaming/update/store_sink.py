@@ -31,10 +31,10 @@ from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.scratch import THREADS_PER_DRIVE, Scratch
 from jaxinf.streaming.move.spill import Spill, Waiting
 from jaxinf.streaming.move.stage import Handed, Stage, Work
+from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.fit import Prepared
 from jaxinf.streaming.plan.memory import Division
 from jaxinf.streaming.plan.options import Options
-from jaxinf.streaming.plan.planned import Planned
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.shards import (
     Gradient,
@@ -156,11 +156,11 @@ class StoreSink(Sink):
     def takes_read(self, unit: Unit) -> bool:
         return takes_read(self._updates, unit)
 
-    def waiting(self, planned: Planned) -> Waiting | None:
-        return self._updates.waiting(planned)
+    def waiting(self, plan: Plan) -> Waiting | None:
+        return self._updates.waiting(plan)
 
-    def traffic(self, planned: Planned) -> ByteCounts:
-        return traffic(self._updates, planned)
+    def traffic(self, plan: Plan) -> ByteCounts:
+        return traffic(self._updates, plan)
 
     def scratch(self, content: str) -> Scratch:
         opened = self._engine.opened
@@ -170,8 +170,8 @@ class StoreSink(Sink):
 
     # --- a step --------------------------------------------------------------------
 
-    def open(self, planned: Planned) -> None:
-        division, waits = planned.division, self.waiting(planned)
+    def open(self, plan: Plan) -> None:
+        division, waits = plan.division, self.waiting(plan)
         room_bytes = division.gradients
         if waits is not None:
             self.spill = Spill(self.scratch("gradients"), waits)

@@ -16,8 +16,8 @@ import pytest
 from jaxinf.errors import StoreIOError, StoreSpaceError
 from jaxinf.streaming.move.scratch import PART_BYTES, Scratch
 from jaxinf.streaming.move.values import Values
-from jaxinf.streaming.plan.calls import Eviction, Life, Slot
-from jaxinf.streaming.plan.leaving import NUM_COPIES, Tiers
+from jaxinf.streaming.plan.calls import Eviction, Life, Slot, Tiers
+from jaxinf.streaming.plan.leaving import NUM_COPIES
 from jaxinf.transfer.pages import page_ceil
 
 SIZES = (4, 70_000, PART_BYTES + 4, 4096)
