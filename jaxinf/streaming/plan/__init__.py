@@ -1,7 +1,7 @@
 """The plan of a step: its calls in order, and where each tensor is during each of them.
 
     fit.py        memory ─► cuts ─► a plan
-    order.py      the order of its calls        calls.py    the calls, and loops over them
+    order.py      the order of its calls      calls.py    the calls, loops over them
     compiled.py   what its programs take        leaving.py  the values that leave
     reads.py      the params that are read      saved.py    cuts that a store keeps
     memory.py     parts of the host's memory    device.py   what a JAX device has
