@@ -8,7 +8,7 @@ import optax
 import pytest
 from families import family
 from nameless_files import failing
-from streaming import assert_same_bits, prepared, smallest_bytes, streamed
+from streaming import assert_same_bits, in_memory, prepared, smallest_bytes, streamed
 from zoo import ONLY_PLANNED, ZOO
 
 import jaxinf
@@ -19,6 +19,7 @@ from jaxinf.streaming.plan import compiled, leaving
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.compiled import compiled_temp_bytes
 from jaxinf.streaming.plan.leaving import evicted, fitted, least_bytes
+from jaxinf.streaming.run import Runner
 
 pytestmark = pytest.mark.optimized("long")
 
