@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from threading import Event
 from types import SimpleNamespace
@@ -85,8 +86,11 @@ def test_params_are_read_as_they_were_given(streamed):
 
 
 def noisy(params, batch):
-    jax.debug.print("{}", batch)
-    return jnp.sum(params["w"])
+    def said(params):
+        jax.debug.print("{}", batch)
+        return jnp.sum(params["w"])
+
+    return jax.lax.cond(batch[0] > 0, said, said, params)
 
 
 def looping(params, batch):
@@ -103,9 +107,16 @@ VAST = {"w": jax.ShapeDtypeStruct((4 << 20,), jnp.float32)}
     [
         (lambda p, b: 0.0, {"n": np.arange(3)}, StreamError, "leaf n: .* int64"),
         (lambda p, b: 0.0, {"f": "text"}, StreamError, "leaf f: .*found str"),
-        (lambda p, b: p["w"], None, StreamError, "a floating-point scalar"),
+        (
+            lambda p, b: 0.0,
+            {"c": np.ones(2, np.complex64)},
+            StreamError,
+            "leaf c: expected floating-point .* complex64",
+        ),
+        (lambda p, b: p["w"], None, StreamError, r"a floating-point scalar, .*\(3,\)"),
+        (lambda p, b: jnp.sum(p["w"] > b), None, StreamError, "an array of int32"),
         (lambda p, b: (p["w"][0], b), None, StreamError, "pass has_aux=True"),
-        (noisy, None, StreamError, "side effects"),
+        (noisy, None, StreamError, "side effects.*debug_print"),
         (looping, None, ValueError, "Reverse-mode differentiation .*while_loop"),
         (
             lambda p, b: jnp.sum(jnp.sin(p["w"])),
@@ -126,6 +137,13 @@ def test_bad_input_is_refused_before_a_store_is_made(
         step.load(given, batch=np.ones(3, np.float32))
     assert not step.store.exists
     assert not step.store.path.exists()
+
+
+def test_a_loss_without_the_aux_that_is_asked_for_is_refused(streamed):
+    program = ZOO["l2_penalty"](depth=2)
+    step = streamed(replace(program, has_aux=True), optax.sgd(0.1))
+    with pytest.raises(StreamError, match=r"a pair \(loss, aux\)"):
+        step.load(program.params, batch=program.batch)
 
 
 def test_a_full_drive_refuses_the_step_while_gradients_are_spilled(
