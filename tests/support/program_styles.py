@@ -1,28 +1,22 @@
-"""Training programs in the styles of public ones, each with checkpoints of its own.
+"""Training programs with checkpoints of their own, beside those of `public_styles`.
 
 A program is a function of an optax transformation and a `Run`. It restores the last
 checkpoint if there is one, trains, and saves every second step. None knows of a store.
 """
 
-import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
 import flax.linen as nn
-import flax.serialization
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from flax import nnx
-from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxinf
@@ -85,32 +79,6 @@ class LinenNetwork(nn.Module):
         return nn.Dense(WIDTH)(nn.relu(nn.Dense(16)(rows)))
 
 
-def linen(tx: Any, run: Run) -> None:
-    """A linen `TrainState`, saved with Flax's serialization."""
-    network = LinenNetwork()
-    params = network.init(jax.random.key(0), jnp.ones((1, WIDTH)))["params"]
-    apply = network.apply
-    train = TrainState.create(apply_fn=apply, params=run.shared(params), tx=tx)
-    file = run.place / "train.msgpack"
-    if file.exists():
-        restored = flax.serialization.from_bytes(train, file.read_bytes())
-        train = run.shared(restored)
-
-    @jax.jit
-    def step(train, rows):
-        def loss(params):
-            return loss_of(train.apply_fn({"params": params}, rows), rows)
-
-        value, gradients = jax.value_and_grad(loss)(train.params)
-        return train.apply_gradients(grads=gradients), value
-
-    for number in range(int(train.step), NUM_STEPS):
-        train, loss = step(train, run.batch(number))
-        run.losses[number] = float(loss)
-        if (number + 1) % EVERY == 0:
-            file.write_bytes(flax.serialization.to_bytes(train))
-
-
 class NnxNetwork(nnx.Module):
     """Two layers."""
 
@@ -149,71 +117,6 @@ def nnx_optimizer(tx: Any, run: Run) -> None:
             if (number + 1) % EVERY == 0:
                 checkpointer.save(kept[number + 1], nnx.state(both))
                 checkpointer.wait_until_finished()
-
-
-def equinox(tx: Any, run: Run) -> None:
-    """An Equinox module in `filter_jit`, saved leaf by leaf."""
-    model = eqx.nn.MLP(WIDTH, WIDTH, 16, 1, key=jax.random.key(0))
-    arrays, functions = eqx.partition(model, eqx.is_array)
-    model = eqx.combine(run.shared(arrays), functions)
-    state = tx.init(eqx.filter(model, eqx.is_array))
-    number, file = jnp.zeros((), jnp.int32), run.place / "run.eqx"
-    if file.exists():
-        like = (model, state, number)
-        model, state, number = eqx.tree_deserialise_leaves(file, like)
-        arrays, functions = eqx.partition(model, eqx.is_array)
-        model, state = eqx.combine(run.shared(arrays), functions), run.shared(state)
-
-    @eqx.filter_jit
-    def step(model, state, rows):
-        def loss(model):
-            return loss_of(jax.vmap(model)(rows), rows)
-
-        value, gradients = eqx.filter_value_and_grad(loss)(model)
-        updates, state = tx.update(gradients, state, eqx.filter(model, eqx.is_array))
-        return eqx.apply_updates(model, updates), state, value
-
-    for n in range(int(number), NUM_STEPS):
-        model, state, loss = step(model, state, run.batch(n))
-        run.losses[n] = float(loss)
-        if (n + 1) % EVERY == 0:
-            whole = (model, state, jnp.asarray(n + 1, jnp.int32))
-            eqx.tree_serialise_leaves(file, whole)
-
-
-def haiku(tx: Any, run: Run) -> None:
-    """A Haiku function with attention and an `update` over a named tuple; pickled."""
-
-    def network(rows):
-        tokens = rows[:, :, None] * jnp.ones((4,))
-        mixed = hk.MultiHeadAttention(1, 4, w_init=hk.initializers.Constant(0.1))(
-            tokens, tokens, tokens
-        )
-        return hk.Linear(1)(tokens + mixed)[..., 0]
-
-    transformed = hk.without_apply_rng(hk.transform(network))
-    params = transformed.init(jax.random.key(0), jnp.ones((1, WIDTH)))
-    params = run.shared(params)
-    state, first, file = tx.init(params), 0, run.place / "run.pickle"
-    if file.exists():
-        first, kept = pickle.loads(file.read_bytes())
-        params, state = run.shared(kept)
-
-    @partial(jax.jit, donate_argnums=(0, 1))
-    def update(params, state, rows):
-        def loss(params):
-            return loss_of(transformed.apply(params, rows), rows)
-
-        value, gradients = jax.value_and_grad(loss)(params)
-        updates, state = tx.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    for number in range(first, NUM_STEPS):
-        params, state, loss = update(params, state, run.batch(number))
-        run.losses[number] = float(loss)
-        if (number + 1) % EVERY == 0:
-            kept = jax.tree.map(np.asarray, (params, state))
-            file.write_bytes(pickle.dumps((number + 1, kept)))
 
 
 def manager(tx: Any, run: Run) -> None:
@@ -294,10 +197,7 @@ def mesh_step(tx: Any, run: Run) -> None:
 
 
 STYLES: dict[str, Callable[[Any, Run], None]] = {
-    "linen": linen,
     "nnx": nnx_optimizer,
-    "equinox": equinox,
-    "haiku": haiku,
     "manager": manager,
     "mesh": mesh_step,
 }
