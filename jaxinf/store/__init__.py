@@ -50,7 +50,6 @@ from jaxinf.store.directory import (
     next_slot,
     other_slot,
 )
-from jaxinf.store.division import Shards, is_divided_for, num_processes
 from jaxinf.store.documents import (
     Id,
     Sum,
@@ -64,8 +63,11 @@ from jaxinf.store.formats import (
     Codecs,
     Formats,
     MasterFormat,
+    Shards,
     StateFormat,
     coded_leaf,
+    is_divided_for,
+    num_processes,
     store_codecs,
 )
 from jaxinf.store.lock import Holder, StoreLock, lock_exclusively

@@ -32,8 +32,7 @@ from jaxinf.store.commit import CommitRecord
 from jaxinf.store.copy_source import CopySource
 from jaxinf.store.creation import existing_parent
 from jaxinf.store.directory import StoreDirectory
-from jaxinf.store.division import blocks_of
-from jaxinf.store.formats import scalars_of
+from jaxinf.store.formats import blocks_of, scalars_of
 from jaxinf.store.links import link_file
 from jaxinf.store.manifest import LeafRecord, StateRecord, dtype_of
 from jaxinf.store.names import MASTER_PARAMS

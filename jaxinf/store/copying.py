@@ -40,8 +40,13 @@ from jaxinf.store.creation import (
     member_of,
 )
 from jaxinf.store.directory import SLOTS, StoreDirectory
-from jaxinf.store.division import ShardsOf, divided_leaves, owned_leaves
-from jaxinf.store.formats import AS_IT_IS, Formats
+from jaxinf.store.formats import (
+    AS_IT_IS,
+    Formats,
+    ShardsOf,
+    divided_leaves,
+    owned_leaves,
+)
 from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.manifest import Manifest, Member
 from jaxinf.store.members import find_members, member_name

@@ -15,14 +15,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from jaxinf.documents import MOST_BYTES, DocumentError, parse_json
-from jaxinf.errors import StoreError, StoreFormatError, StoreIOError
+from jaxinf.errors import StoreFormatError, StoreIOError
 from jaxinf.layout import Chunk, scale_chunks
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.links import copy_file, link_file
 from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.manifest import LeafRecord, Manifest, StateRecord
-from jaxinf.store.stock import array_metadata
 from jaxinf.transfer import (
     allocate_file,
     check_holds,
@@ -30,7 +28,6 @@ from jaxinf.transfer import (
     fsync_directory,
     open_beneath,
     page_ceil,
-    read_beneath,
     sync_filesystem,
 )
 from jaxinf.transfer.failures import translated
@@ -452,16 +449,3 @@ def _status(file: Path) -> os.stat_result:
             "checkpoint or a backup"
         )
     return status
-
-
-def document_problem(
-    step_path: Path, name: str, leaf: LeafRecord, state: StateRecord
-) -> str | None:
-    """Says what is wrong with an array's ``zarr.json``; None if it is right."""
-    try:
-        found = parse_json(read_beneath(step_path, name, MOST_BYTES))
-    except (StoreError, DocumentError) as error:
-        return f"cannot be read ({error})"
-    if found != array_metadata(*leaf.array_grid(state), state.dtype):
-        return "expected the manifest's shape, chunks and dtype, found another document"
-    return None

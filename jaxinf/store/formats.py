@@ -1,16 +1,23 @@
-"""The formats of a store's arrays: its codecs, and a manifest with others.
+"""The forms of a store that a copy may change: codecs, grids, owners of chunks.
 
-Invariant: a leaf with other codecs has the same slots; only an average comes or goes.
+Invariant: a leaf with other codecs has the same slots; only an average comes or goes. A
+  grid that shards do not cut stays, and chunks stay with their owners as far as loads
+  allow.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, TypeAlias
 
 import numpy as np
 from msgspec import structs
 
+from jaxinf.errors import StoreMismatchError
+from jaxinf.layout import CODE_BLOCK, Chunk, LeafGrid, choose_grid, reassign_csds
 from jaxinf.store.commit import CommitRecord, ScalarState
+from jaxinf.store.creation import chunk_holders, is_unfinished
 from jaxinf.store.manifest import (
     CODECS,
     MASTER_CODECS,
@@ -18,8 +25,9 @@ from jaxinf.store.manifest import (
     Manifest,
     StateRecord,
 )
+from jaxinf.store.members import find_members
 from jaxinf.store.names import ERROR_FEEDBACK, MASTER_PARAMS, encode_path
-from jaxinf.typing import AVERAGE, AVERAGE_SCALARS
+from jaxinf.typing import AVERAGE, AVERAGE_SCALARS, Array
 
 StateFormat: TypeAlias = Literal["fp32", "bf16", "int8"]
 MasterFormat: TypeAlias = Literal["fp32", "split", "none"]
@@ -144,3 +152,176 @@ def store_codecs(held: Manifest) -> Codecs:
         next((codec for codec in MASTER_CODECS if codec in masters), ""),
         "bf16" if "bf16" in averages else "",
     )
+
+
+# --- shards and owners ---------------------------------------------------------------
+
+_NOBODY = -1
+
+
+@dataclass(frozen=True)
+class Shards:
+    """A leaf's shards in a run.
+
+    Attributes:
+      counts: their number along each dimension.
+      holders: the processes whose devices have each, in C order; empty if the devices
+        are in a line, as many for each process.
+    """
+
+    counts: tuple[int, ...]
+    holders: Sequence[Sequence[int]] = ()
+
+
+ShardsOf: TypeAlias = Callable[[LeafRecord], Shards]
+"""Returns the shards of a leaf in the run that a store is divided for."""
+
+
+def owned_leaves(part: Manifest, leaves: Sequence[LeafRecord]) -> list[LeafRecord]:
+    """Returns leaves with the owners that a member of their store has in its own."""
+    owners = [leaf.owners or (0,) * len(leaf.csds) for leaf in part.leaves]
+    return [
+        structs.replace(n, owners=own) for n, own in zip(leaves, owners, strict=True)
+    ]
+
+
+def divided_leaves(
+    leaves: Sequence[LeafRecord],
+    counts: tuple[int, int],
+    shards_of: ShardsOf | None,
+    where: str,
+) -> list[LeafRecord]:
+    """Returns leaves with the grids and owners that shards need.
+
+    Args:
+      leaves: the result of `owned_leaves`.
+      counts: the numbers of processes, today's and the wanted one.
+      shards_of: by default, shards of devices in a line.
+
+    Raises:
+      StoreMismatchError: a new grid would cut blocks of codes.
+    """
+    keeps, count = counts[0] == counts[1], counts[1]
+    if keeps and shards_of is None:
+        return [*leaves]
+    most = max((math.prod(n.chunk_shape) for n in leaves), default=1)
+    sizes, present, found = [], [], []
+    for leaf in leaves:
+        shards = shards_of(leaf) if shards_of else _in_line(leaf, count)
+        new = _with_grid(leaf, shards.counts, most, where)
+        before = new.owners or (_NOBODY,) * len(new.csds)
+        if (num_shards := math.prod(shards.counts)) > 1:
+            line = [(shard * count // num_shards,) for shard in range(num_shards)]
+            places = chunk_holders(new, shards.counts, shards.holders or line)
+            pairs = enumerate(zip(before, places, strict=True))
+            before = [now if now in by else by[n % len(by)] for n, (now, by) in pairs]
+        elif not keeps or new is not leaf:
+            sizes += new.chunk_bytes
+            present += [n if 0 <= n < count else None for n in before]
+            before = None
+        found.append((new, before))
+    dealt = iter(reassign_csds(sizes, present, count))
+    return [
+        structs.replace(new, owners=tuple(own or (next(dealt) for _ in new.csds)))
+        for new, own in found
+    ]
+
+
+def is_divided_for(path: Path, shards_of: ShardsOf) -> bool:
+    """Whether the grids and owners of a store or a run suit shards; writes nothing.
+
+    One without a step does, as it is made anew.
+
+    Raises:
+      StoreMismatchError: they do not, and a new grid would cut blocks of codes.
+    """
+    first = path if (path / "jaxinf.json").exists() else find_members(path)[0]
+    if is_unfinished(first):
+        return True
+    manifest = Manifest.read(first / "jaxinf.json")
+    count = 1 if manifest.member is None else manifest.member.count
+    held = owned_leaves(manifest, manifest.leaves)
+    return divided_leaves(held, (count, count), shards_of, str(path)) == held
+
+
+def num_processes(path: Path) -> int | None:
+    """Returns the number of processes that a path is divided among; None if none is."""
+    for place in (path, *find_members(path)):
+        if (place / "jaxinf.json").exists():
+            member = Manifest.read(place / "jaxinf.json").member
+            return 1 if member is None else member.count
+    return None
+
+
+# --- grids ---------------------------------------------------------------------------
+
+
+def _in_line(leaf: LeafRecord, count: int) -> Shards:
+    """Returns a leaf's shards in a run on a mesh of one axis; replicated ones stay so.
+
+    A leaf whose dimension does not divide, or that has shards along several, is taken
+    to keep its shards. There are as many as before if each process gets as many, and
+    else one a process.
+    """
+    held = math.prod(leaf.shard_counts)
+    along = [dim for dim, number in enumerate(leaf.shard_counts) if number > 1]
+    wanted = count if held % count else held
+    if len(along) != 1 or leaf.shape[along[0]] % wanted:
+        return Shards(leaf.shard_counts)
+    return Shards(tuple(wanted if n > 1 else 1 for n in leaf.shard_counts))
+
+
+def _with_grid(
+    leaf: LeafRecord, counts: Sequence[int], most_elements: int, where: str
+) -> LeafRecord:
+    """Returns a leaf with a grid for these shards: its own, if no chunk is in two."""
+    sizes = zip(leaf.shape, counts, leaf.chunk_shape, strict=True)
+    if all(number == 1 or n // number % chunk == 0 for n, number, chunk in sizes):
+        return leaf
+    counts = tuple(counts)
+    grid = choose_grid(
+        leaf.shape, shard_counts=counts, max_chunk_elements=most_elements
+    )
+    new = structs.replace(
+        leaf,
+        chunk_shape=grid.chunk_shape,
+        shard_counts=counts,
+        csds=(0,) * grid.num_chunks,
+        owners=(),
+    )
+    coded = [state.slot for state in leaf.states if state.codec == "scale"]
+    if coded and any(
+        blocks_of(one.grid, chunk) is None
+        for one in (leaf, new)
+        for chunk in one.grid.chunks()
+    ):
+        raise StoreMismatchError(
+            f"{where}: leaf {leaf.name}: expected shards {counts} that chunks of whole "
+            f"blocks of {CODE_BLOCK} codes fit, as {', '.join(coded)} is stored so, "
+            f"found that chunks of {new.chunk_shape}, in place of {leaf.chunk_shape}, "
+            "would cut them; nothing was changed. Go on with as many devices as "
+            "before, or copy it to float32 state first: jaxinf store copy OLD NEW "
+            "--state fp32"
+        )
+    return new
+
+
+def blocks_of(grid: LeafGrid, chunk: Chunk) -> Array | None:
+    """Returns the numbers of a chunk's blocks of codes among the leaf's in C order.
+
+    None if they are others: if a block has a gap in the leaf, or begins elsewhere.
+    """
+    firsts = np.arange(0, chunk.num_elements, CODE_BLOCK)
+    lasts = np.minimum(firsts + CODE_BLOCK, chunk.num_elements) - 1
+    begin, end = (_places(grid, chunk, positions) for positions in (firsts, lasts))
+    wanted = np.minimum(begin + CODE_BLOCK, grid.num_elements) - 1
+    is_there = (begin % CODE_BLOCK == 0) & (end == wanted)
+    is_whole = is_there & (end - begin == lasts - firsts)
+    return begin // CODE_BLOCK if is_whole.all() else None
+
+
+def _places(grid: LeafGrid, chunk: Chunk, positions: Array) -> Array:
+    """Returns the places in the leaf, in C order, of elements of a chunk."""
+    inside = np.unravel_index(positions, chunk.extent)
+    at = [first + index for first, index in zip(chunk.start, inside, strict=True)]
+    return np.ravel_multi_index(at, grid.shape)

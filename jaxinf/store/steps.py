@@ -11,7 +11,6 @@ docs/format.md, "Hard links".
 import contextlib
 import errno
 import shutil
-import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,6 @@ import numpy as np
 from msgspec import structs
 
 from jaxinf.errors import (
-    StoreFormatError,
     StoreIOError,
     StoreMismatchError,
     StoreSpaceError,
@@ -40,9 +38,6 @@ _CANNOT_PIN = {
     *(errno.EACCES, errno.EDQUOT, errno.EMLINK, errno.ENOENT, errno.ENOSPC),
     *(errno.EOPNOTSUPP, errno.EPERM, errno.EROFS),
 }
-_LIVE_ATTEMPTS = 20
-_LIVE_PAUSE_S = 0.05
-
 _OWNER_LOCK = "owner.lock"
 _SHARED = ("zarr.json", "_METADATA", "commit_success.txt")  # by all steps of a store
 _DOCUMENTS = ("_CHECKPOINT_METADATA", "commit.json")
@@ -145,22 +140,9 @@ def readable_step(directory: StoreDirectory) -> Iterator[WholeStep]:
                 f"the committed step cannot be pinned ({cause.strerror}); if a run is "
                 "writing to the store, chunks may be of different steps"
             )
-            step = replace(_live_step(directory), warning=warning)
+            live = step_of(directory, directory.step_path(directory.need_slot()))
+            step = replace(live, warning=warning)
         yield step
-
-
-def _live_step(directory: StoreDirectory) -> WholeStep:
-    for attempt in range(1, _LIVE_ATTEMPTS + 1):
-        path = directory.step_path(directory.need_slot())
-        try:
-            return step_of(directory, path)
-        except StoreFormatError as error:
-            # A writer has removed the record for its next step: `current` has changed.
-            is_taken = isinstance(error.__cause__, FileNotFoundError)
-            if not is_taken or attempt == _LIVE_ATTEMPTS:
-                raise
-            time.sleep(_LIVE_PAUSE_S)
-    raise AssertionError("the last attempt raises")
 
 
 def joined_step(steps: Sequence[WholeStep]) -> WholeStep:

@@ -91,7 +91,7 @@ def step_documents(
     for leaf in manifest.leaves:
         for state in leaf.states:
             shape, chunk_shape = map(tuple, leaf.array_grid(state))
-            content = _array_document(shape, chunk_shape, state.dtype)
+            content = array_document(shape, chunk_shape, state.dtype)
             yield f"{leaf.array_name(state.name)}/zarr.json", content
     group = {"zarr_format": 3, "node_type": "group", "attributes": {}}
     yield "zarr.json", encode(group)
@@ -109,7 +109,7 @@ def step_documents(
 
 
 @cache
-def _array_document(
+def array_document(
     shape: tuple[int, ...], chunk_shape: tuple[int, ...], dtype: str
 ) -> bytes:
     return encode(array_metadata(shape, chunk_shape, dtype))
@@ -146,21 +146,18 @@ def document_problems(
 ) -> Iterator[tuple[str, str]]:
     """Yields the name and the problem of each document that says something else."""
     for name, content in step_documents(manifest, 0, carry, is_item=is_item):
-        try:
-            problem = _difference(read_beneath(step, name, MOST_BYTES), content)
-        except StoreError as error:
-            problem = str(error)
-        if problem:
+        if problem := document_problem(step, name, content):
             yield name, problem
 
 
-def _difference(found: bytes, expected: bytes) -> str:
+def document_problem(step: Path, name: str, expected: bytes) -> str:
     """Says how a document differs, but for its spelling and for times; empty: not."""
-    if found == expected:
-        return ""
     try:
+        found = read_beneath(step, name, MOST_BYTES)
+        if found == expected:
+            return ""
         pair = [parse_json(raw) for raw in (found, expected)]
-    except DocumentError as error:
+    except (StoreError, DocumentError) as error:
         return f"cannot be read ({error})"
     for one in pair:
         for name in _TIMES:
