@@ -24,6 +24,7 @@ def test_continues_after_the_committed_step(tmp_path, resumed_at):
     write(tmp_path, 0, 5)
     write(tmp_path, resumed_at, 7)
     assert steps_in(tmp_path / "metrics.jsonl") == [1, 2, 3, 4, 5, 6, 7]
+    assert '"loss": null' not in (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_line_held_when_killed_is_written_on_resume(tmp_path):

@@ -122,7 +122,7 @@ def test_the_same_text_in_each_form(write, suffix, form):
         ("a.jsonl", "{}".encode("utf-16-le"), "found a NUL byte or the mark"),
         ("a.jsonl", bz2.compress(b"{}\n"), "unpack it, convert it"),
         ("a.jsonl.gz", lzma.compress(b"{}\n"), "unpack it, convert it"),
-        ("a.txt", "\u4e00".encode("utf-16"), "convert it to UTF-8"),
+        ("a.txt", "\u4e01".encode("utf-16"), "convert it to UTF-8"),
         ("a.csv", b"text,label\na,1\n", "found .csv; save the table as"),
         ("a.parquet", gzip.compress(b"PAR1", mtime=0), "file of parquet: ArrowInvalid"),
         ("a.jsonl.gz", gzip.compress(b"{}\n" * 99, mtime=0)[:-9], "EOFError"),
