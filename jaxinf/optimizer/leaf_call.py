@@ -344,7 +344,7 @@ def send(
     if mesh is not None:
         others = unused_axes(mesh, call.leaves[0].split)
         pairs = zip(results, shardings, strict=True)
-        local = [aval and _shard_aval(aval, sharding) for aval, sharding in pairs]
+        local = [aval if aval is None else _shard_aval(aval, s) for aval, s in pairs]
         avals = HostResult(tuple(local), statuses)
 
     def on_device(call: HostCall) -> tuple[HostResult, list[Any]]:
