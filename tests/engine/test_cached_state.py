@@ -1,6 +1,5 @@
 """State that stays in memory: fewer bytes move, and nothing else changes."""
 
-import shutil
 from itertools import product
 
 import jax
@@ -10,7 +9,7 @@ import pytest
 from families import family
 
 import jaxinf
-from jaxinf.errors import StoreCorruptError, StoreError
+from jaxinf.errors import StoreError
 from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS
 from jaxinf.transfer.pages import page_ceil
 
@@ -86,7 +85,7 @@ def test_more_memory_reads_and_writes_less(drive):
     """Of state of 12 MB, what does not fit beside what passes is read, and no more."""
     leaves = {"a": ((375, 1000), "float32"), "b": ((1125, 1000), "float32")}
     state, reads, writes = 12_000_000, [], []
-    for number, share in enumerate([0.022, 0.25, 0.5, 1.05]):
+    for number, share in enumerate([0.022, 0.5, 1.05]):
         options = {"memory_bytes": int(share * state), "durability": 8}
         options |= {"chunk_elements": DEFAULT_CHUNK_ELEMENTS}
         driver = drive(f"store{number}", leaves=leaves, csd="host", **options).init()
@@ -96,7 +95,7 @@ def test_more_memory_reads_and_writes_less(drive):
         reads.append(read / 8 / state)
         writes.append(written / 8 / state)
         driver.close()
-    for share, read, written in zip([0, 0.21, 0.43, 1], reads, writes, strict=True):
+    for share, read, written in zip([0, 0.43, 1], reads, writes, strict=True):
         assert read <= 1.01 - share
         assert written <= 1.01 - share * 7 / 8
 
@@ -113,23 +112,6 @@ def test_with_rare_commits_it_is_written_at_a_commit_alone(cached, memory):
         assert written[0] == written[1] <= rest
         assert written[2] >= stays + rest
     driver.check(9)
-
-
-@pytest.mark.parametrize("memory", family([PART >> 1, PART, ALL], short=[PART]))
-@pytest.mark.parametrize("durability", family([3, "checkpoint"], short=[3]))
-def test_a_crash_costs_the_steps_since_the_last_commit(
-    cached, place, memory, durability
-):
-    driver = cached(memory=memory, durability=durability).init().steps(5)
-    driver.engine.join()
-    shutil.copytree(driver.store.path, place / "crashed", symlinks=True)
-    crashed = cached(place / "crashed", memory=memory)
-    committed = 3 if durability == 3 else 0
-    assert crashed.store.step == committed
-    crashed.init().check(committed)
-    crashed.steps(2).check(committed + 2)
-    driver.check(5)
-    driver.steps(2).check(7)
 
 
 def test_what_shows_the_store_writes_first(cached, place):
@@ -198,19 +180,6 @@ def test_a_drive_that_fails_at_the_commit_costs_the_steps_since_the_last(
     cached(memory=ALL).init().check(0)
 
 
-def test_damage_is_found_when_the_state_is_read(cached):
-    driver = cached(memory=ALL).init().steps(2)
-    driver.close()
-    chunks = sorted((driver.store.path / "current" / "params.embed" / "c").rglob("*"))
-    chunk = next(path for path in chunks if path.is_file())
-    content = bytearray(chunk.read_bytes())
-    content[100] ^= 1
-    chunk.write_bytes(content)
-    driver = cached(memory=ALL)
-    with pytest.raises(StoreCorruptError, match=r"params.embed"):
-        driver.init().step()
-
-
 def _gated(inner, num_steps):
     """An optimizer that changes nothing after some steps, by a comparison."""
 
@@ -228,7 +197,7 @@ def _gated(inner, num_steps):
     return optax.GradientTransformation(init, update)
 
 
-@pytest.mark.parametrize("durability", ["step", 8, "checkpoint"])
+@pytest.mark.parametrize("durability", family(["step", 8, "checkpoint"], short=[8]))
 @pytest.mark.parametrize("idle", ["gradient", "kernel"])
 def test_a_leaf_that_a_step_leaves_alone_is_committed(place, durability, idle):
     inner = optax.adam(0.1)

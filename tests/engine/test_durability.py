@@ -48,22 +48,6 @@ def test_a_crash_costs_the_steps_since_the_last_commit(
     assert drive(driver.store.path).init().at == 7
 
 
-@pytest.mark.parametrize("num_csds", [0, 3])
-@pytest.mark.parametrize("memory_bytes", [1 << 19, 1 << 24])
-def test_steps_in_place_are_those_of_every_step_committed(
-    drive, num_csds, memory_bytes
-):
-    driver = drive(
-        num_csds=num_csds, durability=3, memory_bytes=memory_bytes, num_workers=2
-    )
-    driver.init()
-    for step in range(1, 12):
-        driver.step()
-        if step % 4 == 0:  # not where a commit is due anyway
-            driver.check(step)
-    driver.check(11)
-
-
 def test_the_committed_slot_is_not_touched_between_commits(drive):
     driver = drive(durability=5).init().steps(5)
     driver.store._engine.join()

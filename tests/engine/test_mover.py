@@ -158,33 +158,6 @@ def master(rig, slot):
     return np.concatenate([np.fromfile(file, np.float32) for file in files])
 
 
-@pytest.mark.parametrize("memory_pages", [8, 9, 17, 1000])
-def test_tasks_run_once_each(rig, memory_pages):
-    item = rig(memory_pages)
-    item.mover.run(item.tasks())
-    assert sorted(chunk for chunk, _ in item.seen) == list(range(10))
-    item.mover.drain()
-    np.testing.assert_array_equal(master(item, "b"), master(item, "a") + 1)
-    assert item.pool.peak_bytes <= memory_pages * PAGE
-    item.mover.run([])
-
-
-@pytest.mark.parametrize("order", [1, -1])
-@pytest.mark.parametrize("memory_pages", [8, 24, 1000])
-def test_prefetched_state_is_read_once(rig, memory_pages, order):
-    item = rig(memory_pages)
-    for _ in range(5):
-        item.csd.reads.clear()
-        item.mover.end_step()
-        item.mover.prefetch(item.tasks())
-        item.mover.run(item.tasks()[::order])
-        item.mover.drain()
-        held = memory_pages // 8  # subgroups
-        most = 10 if order == 1 or held >= 10 else 10 + held
-        assert 2 * 10 <= len(item.csd.reads) <= 2 * most
-    np.testing.assert_array_equal(master(item, "b"), master(item, "a") + 1)
-
-
 def prefetched(item, tasks):
     """Returns when all states of these tasks are loaded."""
     item.mover.prefetch(tasks)
@@ -197,18 +170,6 @@ def prefetched(item, tasks):
             ),
             TIMEOUT_S,
         )
-
-
-def test_prefetches_that_were_held_begin_when_let_go(rig):
-    item = rig()
-    item.mover.hold_prefetches(True)
-    item.mover.prefetch(item.tasks())
-    time.sleep(0.05)
-    assert not item.csd.reads
-    item.mover.hold_prefetches(False)
-    item.mover.run(item.tasks())
-    item.mover.drain()
-    assert len(item.csd.reads) == 2 * 10
 
 
 def test_short_states_are_moved_together(rig):
@@ -227,17 +188,6 @@ def test_long_states_are_moved_one_by_one(rig, monkeypatch):
     item.mover.run(item.tasks())
     item.mover.drain()
     assert sorted(item.csd.calls) == [("read", 2)] * 10 + [("write", 1)] * 20
-
-
-@pytest.mark.parametrize("memory_pages", [8, 20, 50])
-def test_short_states_are_written_where_memory_is_wanted(rig, memory_pages):
-    """There are too few of them for a write for other reasons."""
-    item = rig(memory_pages)
-    item.mover.prefetch(item.tasks())
-    for task in item.tasks():
-        item.mover.run([task])
-    item.mover.drain()
-    np.testing.assert_array_equal(master(item, "b"), master(item, "a") + 1)
 
 
 def test_the_submitter_computes_what_is_loaded(rig):
@@ -271,18 +221,6 @@ def test_a_task_that_waits_for_a_processor_is_not_forgotten(rig):
     assert first() is second() is None
 
 
-def test_queued_tasks_take_what_was_read_for_them_before_memory_is_taken_away(rig):
-    item = rig(memory_pages=2 * 8, num_workers=1)
-    item.mover.prefetch([item.task(item.layouts[n]) for n in (0, 1)])
-    while len(item.csd.reads) < 4:
-        time.sleep(0.001)
-    # Two subgroups fill the memory; the first two tasks need others. If one of the two
-    # were evicted for them, it would be read again.
-    item.mover.run([item.task(item.layouts[n]) for n in (5, 6, 0, 1)])
-    assert sorted(chunk for chunk, _ in item.seen) == [0, 1, 5, 6]
-    assert len(item.csd.reads) == 2 * 4
-
-
 def test_a_prefetch_before_the_end_of_a_step_is_not_used_after_it(rig):
     item = rig()
     item.mover.run(item.tasks())
@@ -293,26 +231,6 @@ def test_a_prefetch_before_the_end_of_a_step_is_not_used_after_it(rig):
     item.mover.end_step()
     item.mover.run(item.tasks(source="b", stores=()))
     assert all(value % 256 == 1 for _, value in item.seen[10:])
-
-
-@pytest.mark.parametrize("memory_pages", [8, 1000])
-def test_a_prefetch_of_less_is_completed(rig, memory_pages):
-    """The step after gradient accumulation needs more states than those before it."""
-    item = rig(memory_pages)
-    item.mover.prefetch(item.tasks(loads=((0, "a"),)))
-    item.mover.run(item.tasks())
-    item.mover.drain()
-    assert len(item.csd.reads) == len(set(item.csd.reads)) == 2 * 10
-    np.testing.assert_array_equal(master(item, "b"), master(item, "a") + 1)
-
-
-def test_the_end_of_a_step_drops_what_was_prefetched(rig):
-    item = rig(memory_pages=8)
-    for tasks in (item.tasks()[:5], item.tasks()[5:], []):
-        item.mover.end_step()
-        item.mover.prefetch(tasks)
-    item.mover.drain()
-    assert item.pool.used_bytes == 0
 
 
 @pytest.mark.parametrize("action", ["acquire", "read", "write"])
@@ -416,8 +334,8 @@ def test_closing_wakes_who_waits(rig):
     item = rig(num_workers=1)
     item.csd.gate = threading.Event()
     runs = in_thread(lambda: item.mover.run(item.tasks()))
-    drains = in_thread(item.mover.drain)
     assert item.csd.at_gate.wait(TIMEOUT_S)
+    drains = in_thread(item.mover.drain)
     closing = in_thread(item.mover.close)
     wait_until_closing(item.mover)
     item.csd.gate.set()
@@ -446,12 +364,6 @@ def test_closing_waits_for_the_submitter(rig):
     assert item.pool.used_bytes > 0
     go_on.set()
     assert runs() is closing() is None
-
-
-def test_closing_frees_what_was_read_ahead(rig):
-    item = rig()
-    item.mover.prefetch(item.tasks())
-    item.close()
 
 
 @pytest.fixture

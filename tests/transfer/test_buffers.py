@@ -174,32 +174,3 @@ def test_short_buffers_are_freed_one_by_one():
     with pool.acquire(length) as again:
         again.array[:] = 2
     assert (kept.array == 7).all()
-
-
-def test_no_room_is_kept_beyond_the_capacity():
-    pool = BufferPool(8 * _PAGE)
-    held = [pool.acquire(3 * _PAGE) for _ in range(2)]
-    with pool.acquire(2 * _PAGE) as last:
-        assert last.num_bytes == 2 * _PAGE
-    assert pool.acquire(3 * _PAGE, block=False) is None
-    held[0].release()
-
-
-def test_many_threads_share_the_budget():
-    pool = BufferPool(16 * _PAGE)
-
-    def work(seed):
-        rng = np.random.default_rng(seed)
-        for _ in range(200):
-            with pool.acquire(int(rng.integers(1, 9 * _PAGE))) as buffer:
-                buffer.array[:] = seed
-                assert pool.used_bytes <= pool.capacity_bytes
-                assert (buffer.array == seed).all()
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert pool.used_bytes == 0
-    assert pool.peak_bytes <= pool.capacity_bytes

@@ -2,14 +2,12 @@ import errno
 import logging
 import os
 import resource
-import threading
 
 import numpy as np
 import pytest
 
 from jaxinf.errors import StoreIOError, StoreSpaceError
 from jaxinf.transfer import (
-    BufferPool,
     ByteMeters,
     DirectIO,
     allocate_file,
@@ -153,12 +151,6 @@ def test_truncated_file(any_dir, aligned, offset, num_bytes, room):
     assert meters.snapshot().drive_read_bytes == 0
 
 
-def test_truncated_within_a_page(any_dir, aligned):
-    path = _new(any_dir / "f", 5000)
-    with pytest.raises(StoreIOError, match="expected 5001 bytes, found 5000"):
-        read_into(path, aligned(8192), 0, 5001)
-
-
 def test_missing_file(tmp_path, aligned):
     for call in (read_into, write_from):
         with pytest.raises(StoreIOError, match=r"absent: .* at byte 4096 .*ENOENT.*;"):
@@ -208,26 +200,6 @@ def test_bad_arguments(tmp_path, aligned, change, found):
     for call in (read_into, write_from):
         with pytest.raises(ValueError, match=f"found {found}.*BufferPool"):
             call(path, *change(aligned(8192)))
-
-
-def test_reading_into_a_read_only_array(tmp_path, aligned):
-    array = aligned(_PAGE)
-    array.flags.writeable = False
-    with pytest.raises(ValueError, match="a writable array to read into"):
-        read_into(_new(tmp_path / "f", _PAGE), array, 0, 1)
-
-
-def test_direct_io_object(tmp_path, aligned):
-    meters = ByteMeters()
-    files = DirectIO(tmp_path, meters)
-    assert files.direct == supports_direct(tmp_path)
-    _new(tmp_path / "f", 2 * _PAGE)
-    data, back = aligned(2 * _PAGE), aligned(2 * _PAGE, seed=1)
-    files.write("f", data, 0, 2 * _PAGE)
-    files.read(tmp_path / "f", back, 0, 2 * _PAGE)
-    np.testing.assert_array_equal(back, data)
-    assert meters.snapshot().drive_read_bytes == 2 * _PAGE
-    assert [path.name for path in tmp_path.iterdir()] == ["f"]
 
 
 def test_missing_root():
@@ -346,26 +318,3 @@ def test_a_write_that_makes_no_progress_fails(tmp_path, aligned, monkeypatch):
         with pytest.raises(StoreIOError, match="at byte 0 failed: Input/output error"):
             write_from(path, aligned(_PAGE), 0, num_bytes, meters=meters)
     assert meters.snapshot().drive_write_bytes == 0
-
-
-def test_threads(tmp_path):
-    path, pool, meters = tmp_path / "f", BufferPool(1 << 20), ByteMeters()
-    allocate_file(path, 64 << 16, 64 << 16)
-    files, errors = DirectIO(tmp_path, meters), []
-
-    def work(worker):
-        for i in range(worker, 64, 4):
-            with pool.acquire(1 << 16) as buffer, pool.acquire(1 << 16) as back:
-                buffer.array[:] = i
-                files.write(path, buffer.array, i << 16, 1 << 16)
-                files.read(path, back.array, i << 16, 1 << 16)
-                if not (back.array == i).all():
-                    errors.append(i)
-
-    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    assert meters.snapshot().drive_read_bytes == 64 << 16

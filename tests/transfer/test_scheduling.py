@@ -176,13 +176,6 @@ def test_master_params_are_written_first():
     assert rig.written == [(first, 0), (first, 1), (first, 2)]
 
 
-def test_a_task_without_loads_or_stores_moves_nothing():
-    rig = Rig()
-    rig.submit(task(layout(0, SHORT), loads=(), stores=()))
-    assert kinds(rig.run()) == ["Compute"]
-    assert not rig.queues.num_unfinished
-
-
 @pytest.fixture
 def deferring():
     """A rig whose piece stays in memory, with a step that no commit has written."""
@@ -246,17 +239,6 @@ def test_what_was_read_ahead_and_not_used_is_read_again():
     assert [states for unit in units for _, states in unit.items] == [((0, "a"),)]
 
 
-def test_short_prefetches_of_a_csd_are_loaded_together():
-    rig = Rig()
-    rig.queues.prefetch([task(layout(n, SHORT)) for n in range(60)])
-    units = rig.run()
-    lengths = [len(unit.items) for unit in units if isinstance(unit, Load)]
-    assert lengths == [20, 20, 20]
-    rig.submit(*(task(layout(n, SHORT)) for n in range(60)))
-    assert kinds(rig.run()).count("Load") == 0
-    assert set(rig.loads.values()) == {1}
-
-
 def test_held_prefetches_begin_later_and_submitted_tasks_do_not_wait():
     rig = Rig()
     rig.queues.prefetch([task(layout(n, SHORT)) for n in range(2)])
@@ -266,17 +248,6 @@ def test_held_prefetches_begin_later_and_submitted_tasks_do_not_wait():
     assert kinds(rig.run()) == ["Load", "Compute"]
     rig.queues.is_holding = False
     assert kinds(rig.run()) == ["Load"]
-
-
-def test_what_is_submitted_while_it_is_prefetched_is_not_read_again():
-    rig = Rig()
-    where = layout(0, SHORT)
-    rig.queues.prefetch([task(where)])
-    load = rig.begin()
-    rig.submit(task(where))
-    assert rig.begin() is None
-    rig.end(load)
-    assert kinds(rig.run()) == ["Compute"]
 
 
 def test_a_prefetch_of_less_is_completed():
