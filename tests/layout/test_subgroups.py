@@ -84,6 +84,12 @@ def test_assignment_is_balanced_and_deterministic(chunk_bytes, num_csds):
     ) <= max(chunk_bytes)
 
 
+@given(st.integers(1, 80), st.integers(2, 17))
+def test_equal_chunks_alternate(num_chunks, num_csds):
+    csds = assign_csds([4096] * num_chunks, num_csds)
+    assert csds == [i % num_csds for i in range(num_chunks)]
+
+
 @given(st.lists(_BYTES, min_size=1, max_size=40), st.integers(1, 5))
 def test_equal_neighbours_differ_where_possible(chunk_bytes, num_csds):
     csds = assign_csds(chunk_bytes, num_csds)
