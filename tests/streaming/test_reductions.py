@@ -41,8 +41,11 @@ def test_sums_of_large_products_are_found(function, shape, expected):
     assert sums_large_products(ready.lifetimes.graph.nodes) == expected
 
 
-def test_a_flag_of_the_users_is_left_alone(monkeypatch):
+def test_an_option_that_is_unknown_or_the_users_is_left_alone(monkeypatch):
     assert compat.without_library_reductions()
+    with monkeypatch.context() as patch:
+        patch.setattr(compat.xla, "LIBRARY_FUSIONS", "xla_cpu_no_such_option")
+        assert compat.without_library_reductions() is None
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_experimental_ynn_fusion_type=")
     assert compat.without_library_reductions() is None
 
@@ -60,11 +63,6 @@ def test_bits_of_each_run(monkeypatch, platform, is_wanted, flags, expected):
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     monkeypatch.setenv("XLA_FLAGS", flags)
     assert compiler_options([], is_deterministic=is_wanted) == expected
-
-
-def test_an_unknown_option_is_not_used(monkeypatch):
-    monkeypatch.setattr(compat.xla, "LIBRARY_FUSIONS", "xla_cpu_no_such_option")
-    assert compat.without_library_reductions() is None
 
 
 @pytest.mark.long

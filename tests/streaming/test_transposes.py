@@ -5,14 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from streaming import assert_near, prepared, smallest_bytes, streamed
+from streaming import prepared
 from zoo import ZOO
 
 from jaxinf.streaming.plan.fit import prepare
 
 pytestmark = pytest.mark.optimized
-
-LONG = pytest.mark.long
 
 
 def nodes_of(loss, params, batch):
@@ -81,27 +79,7 @@ def test_a_product_that_is_read_as_it_is_stays():
     assert len(readers) > 1
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "name",
-    [
-        "linen",
-        pytest.param("gpt2_nano", marks=LONG),
-        pytest.param("recurrent", marks=LONG),
-    ],
-)
-def test_gradients_are_those_of_one_jit(name):
-    program = ZOO[name]()
-    ready = prepared(program)
-    transposed = transposed_products(ready.lifetimes.graph.nodes)
+@pytest.mark.parametrize("name", ["linen", "recurrent"])
+def test_no_matrix_of_a_model_is_transposed_after_its_product(name):
+    transposed = transposed_products(prepared(ZOO[name]()).lifetimes.graph.nodes)
     assert all(node.params["permutation"] != (1, 0) for node in transposed)
-    plan = ready.plan(smallest_bytes(ready) * 2)
-    loss, _, gradients = streamed(program, plan, {})
-    expected_loss, expected = jax.jit(
-        jax.value_and_grad(program.loss, has_aux=program.has_aux)
-    )(program.params, program.batch)
-    if program.has_aux:
-        expected_loss, _ = expected_loss
-    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
-    assert_near(gradients, jax.tree.leaves(expected), 1e-6 * float(largest))
-    assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)
