@@ -17,7 +17,7 @@ KILLS = [
     ("store-rare", "device", 11),
     ("store", "updated", 14),
     ("store", "write", 3),
-    ("store-rare", "write", 6),
+    ("store-rare", "write", 3),
     ("store", "commit", 2),
 ]
 
