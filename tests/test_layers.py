@@ -89,6 +89,26 @@ def test_imports_go_downward(part):
             assert PLACE_OF[other] < PLACE_OF[part], f"{path}: {part} imports {other}"
 
 
+APPLICATIONS = {"cli", "train"}
+"""Rooms without a face: the commands take the trainer apart."""
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_rooms_are_used_by_their_faces(part):
+    for path in files_of(part):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            names = (getattr(node, "module", None) or "").split(".")
+            if names[0] != "jaxinf" or len(names) < 2 or names[1] == part:
+                continue
+            room = ROOT / "jaxinf" / names[1]
+            if names[1] in APPLICATIONS or not room.is_dir():
+                continue
+            assert len(names) == 2, f"{path}: imports {node.module}, below a face"
+            face = importlib.import_module(f"jaxinf.{names[1]}")
+            hidden = {alias.name for alias in node.names} - {*face.__all__}
+            assert not hidden, f"{path}: {node.module} shows no {', '.join(hidden)}"
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_rooms_of_streaming_import_downward(room):
     above = ROOMS[ROOMS.index(room) + 1 :]

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxinf.cli.probe import Bandwidth
-from jaxinf.csd.cards.runtime import has_runtime
-from jaxinf.csd.cards.sysfs import card_of, list_cards
+from jaxinf.csd import card_of, has_runtime, list_cards
 from jaxinf.errors import CsdError, DeviceConfigurationError
 from jaxinf.native import toolchain
-from jaxinf.optimizer import callback
+from jaxinf.optimizer import check_device_configuration
 from jaxinf.terminal import format_bytes
 
 _CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
@@ -157,7 +156,7 @@ def _jax_devices(problems: list[Problem]) -> list[str]:
     devices: list[str] = []
     try:
         devices = [f"{d.platform}: {d.device_kind}" for d in jax.devices()]
-        callback.check_device_configuration()
+        check_device_configuration()
     except DeviceConfigurationError as error:
         what, _, remedy = str(error).partition(". ")
         problems.append(Problem(what, remedy))

@@ -25,7 +25,7 @@ import jaxinf
 from jaxinf.kernels import Passage, compiled
 from jaxinf.program import trace_update
 from jaxinf.store import over
-from jaxinf.streaming.count import num_operations
+from jaxinf.streaming import num_operations
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.machine import Machine, this_machine
 from jaxinf.train.step import loss_of

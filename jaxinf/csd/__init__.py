@@ -18,6 +18,8 @@ from jaxinf.csd.base import (
     UpdateOutcome,
     is_idle,
 )
+from jaxinf.csd.cards.runtime import has_runtime
+from jaxinf.csd.cards.sysfs import card_of, list_cards
 from jaxinf.csd.host import HostCsd
 from jaxinf.csd.initial import initialise_states
 from jaxinf.csd.kinds import CSD_KINDS, CsdSpec, open_csds, parse_csd
@@ -38,8 +40,11 @@ __all__ = [
     "Transfer",
     "Update",
     "UpdateOutcome",
+    "card_of",
+    "has_runtime",
     "initialise_states",
     "is_idle",
+    "list_cards",
     "open_csds",
     "parse_csd",
 ]

@@ -11,8 +11,7 @@ import numpy as np
 
 from jaxinf.compress import SparseGradient
 from jaxinf.csd.initial import slot_part
-from jaxinf.kernels import Passage
-from jaxinf.kernels.calls import stored_arrays
+from jaxinf.kernels import Passage, stored_arrays
 from jaxinf.layout import CodedSlot
 from jaxinf.transfer import crc32c_combine
 from jaxinf.typing import Array

@@ -50,7 +50,7 @@ from jaxinf.store import (
     restore_checkpoint,
     to_step,
 )
-from jaxinf.transfer.failures import translated
+from jaxinf.transfer import translated
 from jaxinf.typing import JsonValue
 
 _LOG = logging.getLogger("jaxinf")

@@ -20,8 +20,7 @@ from jaxinf.layout import (
     subgroups,
 )
 from jaxinf.store import LeafRecord, StoreDirectory
-from jaxinf.transfer import stays
-from jaxinf.transfer.pages import page_ceil
+from jaxinf.transfer import page_ceil, stays
 
 _LEAST_SHARE = 4  # workers at one of several cards
 

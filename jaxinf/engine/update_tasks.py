@@ -21,7 +21,7 @@ from jaxinf.engine.requests import SlotRequest, Updater, UpdateRequest
 from jaxinf.engine.shape import StoreShape
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.errors import NonFiniteScalarError, StoreMismatchError
-from jaxinf.kernels.specialise import scalars_used, specialise, state_read
+from jaxinf.kernels import scalars_used, specialise, state_read
 from jaxinf.layout import covers, gather, rounding_of_chunk, scatter, target_view
 from jaxinf.program import Kernel
 from jaxinf.store import ERROR_FEEDBACK, ScalarState, StoreDirectory, dtype_of

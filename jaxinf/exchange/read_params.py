@@ -26,8 +26,7 @@ from jaxinf.errors import ExchangeError
 from jaxinf.exchange.safetensors_files import is_safetensors, read_safetensors
 from jaxinf.exchange.sources import Blocks, SourceArray, TensorLeaf, listed
 from jaxinf.program import leaf_infos, with_leaves
-from jaxinf.store import read_foreign
-from jaxinf.store.names import encode_key
+from jaxinf.store import encode_key, read_foreign
 from jaxinf.typing import FLOAT_DTYPES, PathLikeStr, PyTree
 
 _MAX_LINES = 40

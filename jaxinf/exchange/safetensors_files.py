@@ -32,9 +32,9 @@ from jaxinf.transfer import (
     check_regular,
     fsync_directory,
     sync_filesystem,
+    translated,
     write_bytes_atomically,
 )
-from jaxinf.transfer.failures import translated
 from jaxinf.typing import JsonValue
 
 WEIGHTS_NAME = "model.safetensors"

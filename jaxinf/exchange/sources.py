@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from jaxinf.errors import ExchangeError
-from jaxinf.transfer.pool import aligned_array
+from jaxinf.transfer import aligned_array
 from jaxinf.typing import Array, DeferredArray
 
 Blocks: TypeAlias = Iterator[tuple[tuple[int, ...], Array]]

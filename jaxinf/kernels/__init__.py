@@ -4,8 +4,9 @@ Invariant: nothing here imports JAX or optax; a kernel is data that `jaxinf.prog
 extracted from an optimizer.
 """
 
-from jaxinf.kernels.calls import Call, Passage
+from jaxinf.kernels.calls import Call, Passage, stored_arrays
 from jaxinf.kernels.card import (
+    STATUS_BYTES,
     CardArgument,
     CardKernel,
     CardStatus,
@@ -15,8 +16,12 @@ from jaxinf.kernels.card import (
 from jaxinf.kernels.card_library import card_function, card_library
 from jaxinf.kernels.card_source import card_source
 from jaxinf.kernels.compiled import CompiledKernel, compiled, initialise
+from jaxinf.kernels.estimates import ESTIMATES_BYTES, rsqrt_estimates
+from jaxinf.kernels.specialise import scalars_used, specialise, state_read
 
 __all__ = [
+    "ESTIMATES_BYTES",
+    "STATUS_BYTES",
     "Call",
     "CardArgument",
     "CardKernel",
@@ -30,4 +35,9 @@ __all__ = [
     "compiled",
     "initialise",
     "named_card_kernel",
+    "rsqrt_estimates",
+    "scalars_used",
+    "specialise",
+    "state_read",
+    "stored_arrays",
 ]

@@ -67,6 +67,7 @@ class Passage:
 def stored_arrays(
     params: Array | CodedSlot, slots: Sequence[Array | CodedSlot]
 ) -> list[Array]:
+    """Returns the arrays of a subgroup in their order on the drive, codes apart."""
     result = []
     for state in (params, *slots):
         if not isinstance(state, CodedSlot):

@@ -25,7 +25,7 @@ from jaxinf.kernels.estimates import ESTIMATES_BYTES
 from jaxinf.kernels.lowering import lower
 from jaxinf.kernels.standard import standard_kernels
 from jaxinf.layout import CODE_BLOCK
-from jaxinf.program.kernel import Kernel
+from jaxinf.program import Kernel
 from jaxinf.typing import FLOAT32, Array
 
 CARD_ALIGNMENT_BYTES = 64

@@ -15,8 +15,7 @@ from typing import Any
 
 from jaxinf.kernels.card import CardKernel
 from jaxinf.kernels.card_source import card_source
-from jaxinf.native import toolchain
-from jaxinf.native.libraries import cached_library, load_library
+from jaxinf.native import cached_library, load_library, toolchain
 
 _FLAGS = (
     "-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden",

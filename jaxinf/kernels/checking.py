@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from jaxinf.layout import CODE_BLOCK, CodedSlot
-from jaxinf.program.kernel import Kernel
+from jaxinf.program import Kernel
 from jaxinf.typing import BFLOAT16, FLOAT32, FLOAT_DTYPES, Array
 
 _INT16, _UINT8 = np.dtype(np.int16), np.dtype(np.uint8)

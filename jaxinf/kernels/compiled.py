@@ -19,8 +19,7 @@ from jaxinf.kernels.emitter import Source, UnsupportedKernelError, emit, header
 from jaxinf.kernels.lowering import lower
 from jaxinf.layout import CodedSlot
 from jaxinf.native import libraries, toolchain
-from jaxinf.program.ir import Constant, Result
-from jaxinf.program.kernel import Kernel
+from jaxinf.program import Constant, Kernel, Result
 from jaxinf.typing import Array
 
 

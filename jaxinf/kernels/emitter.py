@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxinf.kernels.lowering import LoweredBody, uniform_results
-from jaxinf.program.ir import Constant, Equation, Input, Operand, Result
+from jaxinf.program import Constant, Equation, Input, Operand, Result
 from jaxinf.typing import FLOAT32
 
 _TYPES = {"float32": "F32", "int32": "I32", "uint32": "U32", "bool": "I32"}

@@ -43,8 +43,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from jaxinf.program.ir import Constant, Equation, Input, Operand, Result
-from jaxinf.program.kernel import Kernel
+from jaxinf.program import Constant, Equation, Input, Kernel, Operand, Result
 from jaxinf.typing import BFLOAT16, FLOAT16, FLOAT32
 
 

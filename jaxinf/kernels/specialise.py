@@ -13,16 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from jaxinf.program.ir import (
+from jaxinf.program import (
     Constant,
     Equation,
     Input,
+    Kernel,
     Operand,
     Result,
     inputs_of,
     needed_by,
 )
-from jaxinf.program.kernel import Kernel
 from jaxinf.typing import Array
 
 _Known = tuple[bool | None, ...]

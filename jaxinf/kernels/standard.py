@@ -9,8 +9,7 @@ from types import MappingProxyType
 
 from jaxinf.kernels.emitter import emit
 from jaxinf.kernels.lowering import lower
-from jaxinf.program.kernel import Kernel
-from jaxinf.program.standard import traced_kernels
+from jaxinf.program import Kernel, traced_kernels
 
 
 @functools.cache

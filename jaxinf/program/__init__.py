@@ -17,6 +17,26 @@ from jaxinf.program.average import (
     ema,
     parse_ema,
 )
+from jaxinf.program.graph import (
+    Graph,
+    Node,
+    Value,
+    ancestors,
+    bind,
+    evaluate,
+    graph_of,
+    interpret,
+    prune,
+)
+from jaxinf.program.ir import (
+    Constant,
+    Equation,
+    Input,
+    Operand,
+    Result,
+    inputs_of,
+    needed_by,
+)
 from jaxinf.program.kernel import Kernel
 from jaxinf.program.on_device import (
     is_computable,
@@ -26,6 +46,7 @@ from jaxinf.program.on_device import (
 )
 from jaxinf.program.passes import Part, Passes
 from jaxinf.program.prologue import LeafInputs, key_data
+from jaxinf.program.standard import traced_kernels
 from jaxinf.program.state import (
     LeafKernel,
     Recall,
@@ -58,22 +79,36 @@ from jaxinf.program.wrappers import (
 __all__ = [
     "Average",
     "AverageFormat",
+    "Constant",
+    "Equation",
+    "Graph",
     "InitProgram",
+    "Input",
     "Kernel",
     "LeafInfo",
     "LeafInputs",
     "LeafKernel",
+    "Node",
     "NonFinitePolicy",
+    "Operand",
     "Part",
     "Passes",
     "Recall",
+    "Result",
     "StateLayout",
     "StateSlot",
     "UpdateProgram",
+    "Value",
+    "ancestors",
     "averaged",
+    "bind",
     "check_nonfinite",
     "effect_of_nonfinite",
     "ema",
+    "evaluate",
+    "graph_of",
+    "inputs_of",
+    "interpret",
     "is_computable",
     "is_guarded",
     "is_trained",
@@ -83,12 +118,15 @@ __all__ = [
     "leaf_infos",
     "leaf_path",
     "missing_arguments",
+    "needed_by",
     "parse_ema",
     "path_name",
+    "prune",
     "split_params",
     "state_keys",
     "trace_init",
     "trace_update",
+    "traced_kernels",
     "trained",
     "with_leaves",
 ]

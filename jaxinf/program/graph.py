@@ -106,6 +106,7 @@ def ancestors(
 
 
 def prune(nodes: Iterable[Node], outputs: Iterable[Value]) -> tuple[Node, ...]:
+    """Returns the nodes that outputs depend on, in their order."""
     needed = ancestors(outputs)
     return tuple(node for node in nodes if node in needed)
 

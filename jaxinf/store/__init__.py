@@ -101,6 +101,7 @@ from jaxinf.store.names import (
     ERROR_FEEDBACK,
     MASTER_PARAMS,
     check_leaf_paths,
+    encode_key,
     encode_path,
     leaf_name,
 )
@@ -210,6 +211,7 @@ __all__ = [
     "discard_store",
     "drive_of",
     "dtype_of",
+    "encode_key",
     "encode_path",
     "file_checksum",
     "files_beside",

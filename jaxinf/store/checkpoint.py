@@ -33,8 +33,7 @@ from jaxinf.store.stock import (
     make_orbax_item,
     step_documents,
 )
-from jaxinf.transfer import fsync_directory, write_bytes_atomically
-from jaxinf.transfer.failures import translated
+from jaxinf.transfer import fsync_directory, translated, write_bytes_atomically
 
 _MAX_NAME_BYTES = 200
 _LEFTOVERS = (".new-", ".gone-")

@@ -43,8 +43,7 @@ from jaxinf.store.reader import (
     file_checksum,
     over,
 )
-from jaxinf.transfer import crc32c, crc32c_combine, opened_to_write
-from jaxinf.transfer.failures import translated
+from jaxinf.transfer import crc32c, crc32c_combine, opened_to_write, translated
 from jaxinf.typing import Array, ProgressCallback
 
 _How: TypeAlias = Literal["link", "copy", "recode", "regrid", "room"]

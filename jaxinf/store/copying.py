@@ -52,8 +52,7 @@ from jaxinf.store.manifest import Manifest, Member
 from jaxinf.store.members import find_members, member_name
 from jaxinf.store.owners import check_owners, check_places, claim_csds
 from jaxinf.store.stock import make_carry, write_carry
-from jaxinf.transfer import fsync_directory, write_bytes_atomically
-from jaxinf.transfer.failures import translated
+from jaxinf.transfer import fsync_directory, translated, write_bytes_atomically
 from jaxinf.typing import ProgressCallback
 
 _MOST_PROCESSES = 1 << 20

@@ -36,8 +36,13 @@ from jaxinf.store.manifest import (
 from jaxinf.store.owners import check_owners, check_places, make_csds
 from jaxinf.store.stock import create_documents, make_folder, step_documents
 from jaxinf.terminal import format_bytes
-from jaxinf.transfer import PAGE_BYTES, fsync_directory, open_beneath, read_beneath
-from jaxinf.transfer.failures import translated
+from jaxinf.transfer import (
+    PAGE_BYTES,
+    fsync_directory,
+    open_beneath,
+    read_beneath,
+    translated,
+)
 
 _LOG = logging.getLogger("jaxinf")
 

@@ -29,8 +29,8 @@ from jaxinf.transfer import (
     open_beneath,
     page_ceil,
     sync_filesystem,
+    translated,
 )
-from jaxinf.transfer.failures import translated
 from jaxinf.typing import PathLikeStr
 
 Slot: TypeAlias = Literal["a", "b"]

@@ -9,8 +9,7 @@ import shutil
 from pathlib import Path
 
 from jaxinf.errors import StoreIOError
-from jaxinf.transfer import check_regular
-from jaxinf.transfer.failures import translated
+from jaxinf.transfer import check_regular, translated
 
 _REFUSED = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS}
 

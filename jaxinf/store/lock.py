@@ -28,8 +28,7 @@ from jaxinf.errors import (
     StoreIOError,
     StoreLockedError,
 )
-from jaxinf.transfer import read_beneath
-from jaxinf.transfer.failures import store_error, translated
+from jaxinf.transfer import read_beneath, store_error, translated
 
 
 class Holder(msgspec.Struct, frozen=True):

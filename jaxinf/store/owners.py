@@ -19,8 +19,12 @@ import msgspec
 from jaxinf.documents import MOST_BYTES, DocumentError, decode, encode
 from jaxinf.errors import StoreFormatError, StoreIOError
 from jaxinf.store.directory import SLOTS, StoreDirectory, check_there
-from jaxinf.transfer import open_beneath, read_beneath, write_bytes_atomically
-from jaxinf.transfer.failures import translated
+from jaxinf.transfer import (
+    open_beneath,
+    read_beneath,
+    translated,
+    write_bytes_atomically,
+)
 
 _NOTE = "store.json"
 _NOTE_BYTES = 1 << 16

@@ -16,7 +16,7 @@ from jaxinf.documents import Document
 from jaxinf.errors import StoreError, StoreFormatError
 from jaxinf.store.documents import read_document
 from jaxinf.store.reader import Damage
-from jaxinf.transfer.failures import translated
+from jaxinf.transfer import translated
 
 _FOLDER = "stream"
 _WHAT = "a plan of a streamed program"

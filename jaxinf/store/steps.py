@@ -32,7 +32,7 @@ from jaxinf.store.manifest import FORMAT_VERSION, Manifest
 from jaxinf.store.owners import current_store
 from jaxinf.store.reader import StepReader
 from jaxinf.store.stock import link_carry
-from jaxinf.transfer.failures import translated
+from jaxinf.transfer import translated
 
 _CANNOT_PIN = {
     *(errno.EACCES, errno.EDQUOT, errno.EMLINK, errno.ENOENT, errno.ENOSPC),

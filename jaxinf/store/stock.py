@@ -23,8 +23,13 @@ from jaxinf.store.commit import CARRY, CarriedArray
 from jaxinf.store.links import link_file
 from jaxinf.store.manifest import Manifest, dtype_of
 from jaxinf.store.names import encode_key
-from jaxinf.transfer import check_holds, crc32c, read_beneath, write_bytes_atomically
-from jaxinf.transfer.failures import translated
+from jaxinf.transfer import (
+    check_holds,
+    crc32c,
+    read_beneath,
+    translated,
+    write_bytes_atomically,
+)
 
 _ITEM = "default"  # a checkpoint's only tree for Orbax's CheckpointManager
 _STATE = "state"  # the name of that tree for Orbax's newer Checkpointer

@@ -21,7 +21,7 @@ parts of that one jaxpr run.
 """
 
 from jaxinf.streaming.api import stream, stream_function, stream_in_memory
-from jaxinf.streaming.count import Count
+from jaxinf.streaming.count import Count, Needs, num_operations, program_bytes
 from jaxinf.streaming.function import StreamedFunction
 from jaxinf.streaming.in_memory import InMemoryStep
 from jaxinf.streaming.plan.calls import Plan, Policy
@@ -36,12 +36,15 @@ __all__ = [
     "DeviceLimit",
     "DeviceUpdates",
     "InMemoryStep",
+    "Needs",
     "Plan",
     "Policy",
     "StreamedFunction",
     "StreamedStep",
     "check_init",
+    "num_operations",
     "passes_for",
+    "program_bytes",
     "store_memory_bytes",
     "stream",
     "stream_function",

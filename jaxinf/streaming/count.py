@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxinf import compat
-from jaxinf.program import UpdateProgram
-from jaxinf.program.graph import Node, Value, graph_of
+from jaxinf.program import Node, UpdateProgram, Value, graph_of
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.compiled import compiled_temp_bytes
 from jaxinf.streaming.plan.fit import Prepared

@@ -26,8 +26,13 @@ from jaxinf.engine import (
 )
 from jaxinf.program import averaged, trace_init
 from jaxinf.store import required_bytes
-from jaxinf.streaming import DeviceLimit, trace_optimizer
-from jaxinf.streaming.count import Needs, num_operations, program_bytes
+from jaxinf.streaming import (
+    DeviceLimit,
+    Needs,
+    num_operations,
+    program_bytes,
+    trace_optimizer,
+)
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
 from jaxinf.train.devices import Devices

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from jaxinf.processes import Group
-from jaxinf.transfer import ByteCounts
-from jaxinf.transfer.failures import translated
+from jaxinf.transfer import ByteCounts, translated
 
 Costs: TypeAlias = Callable[[], dict[str, Any]]
 """Blocks until a step is durable, then returns the fields of its `StepLine` that only

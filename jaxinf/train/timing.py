@@ -18,8 +18,7 @@ import jax
 
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.metrics import Costs
-from jaxinf.transfer import timeline
-from jaxinf.transfer.spans import Busy
+from jaxinf.transfer import Busy, timeline
 
 _NUM_BEFORE, _NUM_TRACED = 2, 3  # steps that compile and read anew come first
 

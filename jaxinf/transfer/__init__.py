@@ -21,7 +21,7 @@ from jaxinf.transfer.checksums import crc32c, crc32c_combine
 from jaxinf.transfer.direct import DirectIO, read_into, write_from
 from jaxinf.transfer.drive_monitor import DriveMonitor
 from jaxinf.transfer.failure import Failure
-from jaxinf.transfer.failures import file_progress
+from jaxinf.transfer.failures import file_progress, store_error, translated
 from jaxinf.transfer.files import (
     allocate_file,
     fsync_directory,
@@ -34,10 +34,10 @@ from jaxinf.transfer.memory import MACHINE_MEMORY_BYTES, free_memory
 from jaxinf.transfer.meters import ByteCounts, ByteMeters
 from jaxinf.transfer.mover import Mover
 from jaxinf.transfer.pages import PAGE_BYTES, page_ceil
-from jaxinf.transfer.pool import Buffer, BufferPool
+from jaxinf.transfer.pool import Buffer, BufferPool, aligned, aligned_array
 from jaxinf.transfer.queues import Queues
-from jaxinf.transfer.spans import add_span, span, timeline
-from jaxinf.transfer.support import supports_direct
+from jaxinf.transfer.spans import Busy, add_span, span, timeline
+from jaxinf.transfer.support import REFUSALS, supports_direct
 from jaxinf.transfer.tasks import (
     Compute,
     Limits,
@@ -53,8 +53,10 @@ from jaxinf.transfer.tasks import (
 __all__ = [
     "MACHINE_MEMORY_BYTES",
     "PAGE_BYTES",
+    "REFUSALS",
     "Buffer",
     "BufferPool",
+    "Busy",
     "ByteCounts",
     "ByteMeters",
     "Compute",
@@ -71,6 +73,8 @@ __all__ = [
     "Unit",
     "Write",
     "add_span",
+    "aligned",
+    "aligned_array",
     "allocate_file",
     "check_holds",
     "check_regular",
@@ -89,9 +93,11 @@ __all__ = [
     "read_into",
     "span",
     "stays",
+    "store_error",
     "supports_direct",
     "sync_filesystem",
     "timeline",
+    "translated",
     "write_bytes_atomically",
     "write_from",
 ]

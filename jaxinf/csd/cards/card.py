@@ -32,8 +32,7 @@ from jaxinf.csd.base import (
 from jaxinf.csd.cards.memory import CardBuffer, CardMemory, host_pages
 from jaxinf.csd.cards.xrt import XrtCard, XrtKernel
 from jaxinf.errors import CsdError
-from jaxinf.kernels import CardKernel, Passage, card_kernel, compiled
-from jaxinf.kernels.card import STATUS_BYTES
+from jaxinf.kernels import STATUS_BYTES, CardKernel, Passage, card_kernel, compiled
 from jaxinf.program import Kernel
 from jaxinf.transfer import PAGE_BYTES, ByteMeters, DirectIO, crc32c
 from jaxinf.typing import Array

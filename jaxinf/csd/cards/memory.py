@@ -20,8 +20,7 @@ from jaxinf.csd.cards.xrt import (
     XrtKernel,
 )
 from jaxinf.errors import CsdError
-from jaxinf.kernels import CardKernel
-from jaxinf.kernels.estimates import ESTIMATES_BYTES, rsqrt_estimates
+from jaxinf.kernels import ESTIMATES_BYTES, CardKernel, rsqrt_estimates
 from jaxinf.transfer import PAGE_BYTES, page_ceil
 from jaxinf.typing import Array
 

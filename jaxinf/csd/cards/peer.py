@@ -15,8 +15,7 @@ import numpy as np
 
 from jaxinf.csd.cards.xrt import XrtCard
 from jaxinf.errors import CsdError, StoreIOError
-from jaxinf.transfer import PAGE_BYTES, ByteMeters, DirectIO
-from jaxinf.transfer.support import REFUSALS
+from jaxinf.transfer import PAGE_BYTES, REFUSALS, ByteMeters, DirectIO
 from jaxinf.typing import Array, PathLikeStr
 
 _REMEDY = (

@@ -24,8 +24,7 @@ import numpy as np
 
 from jaxinf.csd.cards.releases import CALLS, RELEASES, deprecates, has_call
 from jaxinf.csd.cards.xrt import DEVICE_BYTES
-from jaxinf.kernels import named_card_kernel
-from jaxinf.kernels.card_library import card_function
+from jaxinf.kernels import card_function, named_card_kernel
 from jaxinf.typing import Array
 
 ANY_KERNEL = "every kernel of the table"

@@ -30,8 +30,7 @@ from jaxinf.streaming.plan.reads import Fetch, Reading
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.meshes import piece_sharding
 from jaxinf.streaming.program.units import StoreUnits, Unit
-from jaxinf.transfer import PAGE_BYTES, BufferPool, span
-from jaxinf.transfer.pool import Buffer, aligned
+from jaxinf.transfer import PAGE_BYTES, Buffer, BufferPool, aligned, span
 from jaxinf.typing import Array
 
 

@@ -23,10 +23,15 @@ import numpy as np
 
 from jaxinf.store import drive_of
 from jaxinf.streaming.move.workers import Workers
-from jaxinf.transfer import ByteMeters, read_into, span, write_from
-from jaxinf.transfer.failures import translated
-from jaxinf.transfer.pages import page_ceil
-from jaxinf.transfer.pool import aligned
+from jaxinf.transfer import (
+    ByteMeters,
+    aligned,
+    page_ceil,
+    read_into,
+    span,
+    translated,
+    write_from,
+)
 from jaxinf.typing import Array, PathLikeStr
 
 PART_BYTES = 4 << 20

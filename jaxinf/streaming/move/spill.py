@@ -17,8 +17,7 @@ import numpy as np
 
 from jaxinf.streaming.move.scratch import Part, Scratch, place_bytes
 from jaxinf.streaming.program.graph import Piece
-from jaxinf.transfer.pages import page_ceil
-from jaxinf.transfer.pool import aligned
+from jaxinf.transfer import aligned, page_ceil
 from jaxinf.typing import Array
 
 

@@ -32,8 +32,7 @@ from jaxinf.streaming.plan.leaving import NUM_COPIES
 from jaxinf.streaming.program.lifetimes import Stay, occupancy
 from jaxinf.streaming.program.meshes import default_device
 from jaxinf.streaming.program.shards import PINNED
-from jaxinf.transfer import PAGE_BYTES, BufferPool, span
-from jaxinf.transfer.pool import Buffer
+from jaxinf.transfer import PAGE_BYTES, Buffer, BufferPool, span
 from jaxinf.typing import Array
 
 _OUT, _AHEAD = range(2)  # queues of a device with memory of its own

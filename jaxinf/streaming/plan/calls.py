@@ -18,7 +18,7 @@ from jaxinf.streaming.plan.report import plan_text
 from jaxinf.streaming.program.graph import Origin, Piece
 from jaxinf.streaming.program.programs import Program
 from jaxinf.streaming.program.trace import Traced
-from jaxinf.transfer.pages import page_ceil
+from jaxinf.transfer import page_ceil
 
 Policy: TypeAlias = Literal["recompute", "keep", "offload"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jaxinf.errors import BudgetError, StreamError
 from jaxinf.streaming.program.meshes import mesh_text
-from jaxinf.transfer.pages import page_ceil
+from jaxinf.transfer import page_ceil
 
 READER_BYTES = 16 << 20
 """The most memory for reading params beside the params themselves."""

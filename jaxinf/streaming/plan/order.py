@@ -19,7 +19,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TypeAlias
 
-from jaxinf.program.graph import Graph, Value
+from jaxinf.program import Graph, Value
 from jaxinf.streaming.plan.calls import Call, Policy, Slot
 from jaxinf.streaming.program.graph import Origin, Piece
 from jaxinf.streaming.program.programs import Program, Programs

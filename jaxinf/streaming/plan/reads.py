@@ -19,8 +19,7 @@ from jaxinf.errors import BudgetError
 from jaxinf.streaming.plan.memory import NUM_STAGED, Division
 from jaxinf.streaming.program.lifetimes import Stay, fill, occupancy
 from jaxinf.streaming.program.units import StoreUnits, Unit
-from jaxinf.transfer import PAGE_BYTES
-from jaxinf.transfer.cache import stays
+from jaxinf.transfer import PAGE_BYTES, stays
 
 if TYPE_CHECKING:  # which has the reads
     from jaxinf.streaming.plan.calls import Call, Plan

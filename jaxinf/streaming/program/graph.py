@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import jax
 
-from jaxinf.program.graph import Value
+from jaxinf.program import Value
 
 
 @dataclass(frozen=True, slots=True)

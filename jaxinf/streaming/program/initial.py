@@ -17,8 +17,15 @@ from jax.sharding import AxisType
 from jaxinf import compat
 from jaxinf.csd import ScalarInputs
 from jaxinf.errors import BudgetError, StreamError, UnsupportedTransformError
-from jaxinf.program import InitProgram, key_data, path_name
-from jaxinf.program.graph import Node, Value, bind, interpret
+from jaxinf.program import (
+    InitProgram,
+    Node,
+    Value,
+    bind,
+    interpret,
+    key_data,
+    path_name,
+)
 from jaxinf.store import ScalarState, encode_path
 from jaxinf.streaming.program.graph import Batch, Const, Inputs, Number
 from jaxinf.streaming.program.keys import Keys

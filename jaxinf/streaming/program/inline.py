@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinf import compat
-from jaxinf.program.graph import Graph, Node, Value, interpret, prune
+from jaxinf.program import Graph, Node, Value, interpret, prune
 from jaxinf.streaming.program.graph import Batch, Inputs, Number, Piece, Seed, struct
 from jaxinf.streaming.program.lifetimes import POINTWISE
 from jaxinf.streaming.program.meshes import item_aval, typed_sharding

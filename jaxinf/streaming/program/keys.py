@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinf import compat
-from jaxinf.program.graph import Node, Value
+from jaxinf.program import Node, Value
 from jaxinf.streaming.program.meshes import typed_sharding
 
 _Made = TypeVar("_Made")

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from jaxinf.compat import ELEMENTWISE
-from jaxinf.program.graph import Graph, Node, Value
+from jaxinf.program import Graph, Node, Value
 from jaxinf.streaming.program.graph import Piece, Seed, aval_bytes, num_bytes
 
 POINTWISE = ELEMENTWISE | frozenset(

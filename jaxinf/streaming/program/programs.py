@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinf import compat
-from jaxinf.program.graph import Graph, Node, Value, ancestors, evaluate, graph_of
+from jaxinf.program import Graph, Node, Value, ancestors, evaluate, graph_of
 from jaxinf.streaming.program.graph import Number, Piece, aval_bytes, num_bytes, struct
 from jaxinf.streaming.program.keys import Keys
 from jaxinf.streaming.program.lifetimes import LIGHT, Lifetimes, Stay, occupancy

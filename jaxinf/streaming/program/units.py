@@ -21,7 +21,7 @@ from jaxinf.engine import has_shared_parts, put_together, shard_counts
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.meshes import piece_sharding
 from jaxinf.streaming.program.shards import Box
-from jaxinf.transfer.pages import page_ceil
+from jaxinf.transfer import page_ceil
 from jaxinf.typing import Array
 
 SHARED = "putting params of several processes together"

@@ -16,8 +16,7 @@ from typing import TypeAlias
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxinf.csd import CsdBuffer, Rounding, ScalarInputs, Update
-from jaxinf.csd.host import HostCsd
+from jaxinf.csd import CsdBuffer, HostCsd, Rounding, ScalarInputs, Update
 from jaxinf.engine import Assignment, Store, SubgroupLayout, assigned, engine_of
 from jaxinf.errors import AssignmentError, StreamError
 from jaxinf.program import Kernel

@@ -23,7 +23,7 @@ from jaxinf import compat
 from jaxinf.csd import Csd, CsdBuffer, Extent, Update, UpdateOutcome
 from jaxinf.engine import SubgroupLayout
 from jaxinf.errors import StoreError
-from jaxinf.kernels.specialise import state_read
+from jaxinf.kernels import state_read
 from jaxinf.program import (
     Kernel,
     is_computable,

@@ -23,12 +23,11 @@ from jaxinf.engine import (
     ParamsReader,
     SlotRequest,
 )
-from jaxinf.program import Part, Passes, UpdateProgram, key_data
-from jaxinf.program.graph import Value
+from jaxinf.program import Part, Passes, UpdateProgram, Value, key_data
 from jaxinf.streaming.plan.memory import READER_BYTES
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.keys import Keys
-from jaxinf.transfer.pool import aligned_array
+from jaxinf.transfer import aligned_array
 from jaxinf.typing import Array
 
 
