@@ -98,8 +98,8 @@ def peak_rss_bytes(
     engine = engine_of(store)
     if is_empty:
         engine.opened.fleet.limit_memory(0)
-        own = dict.fromkeys(("begin", "compare", "finish"), _do_nothing)
-        vars(engine.binding).update(own)
+        nothing = _do_nothing
+        vars(engine.binding).update(begin=nothing, compare=nothing, finish=nothing)
         vars(engine.steps).update(update=_fill_with_zeros, finish=_do_nothing)
 
     def step(params: dict[str, jax.Array], state: optax.OptState) -> tuple:

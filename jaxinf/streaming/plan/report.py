@@ -47,7 +47,11 @@ def largest_text(plan: Any, sizes: Mapping[Piece, int]) -> str:
     """Names what takes most in a `Plan`, by the sizes of parts of params."""
     names = plan.traced.names
     worst = max(plan.calls, key=lambda call: sum(n for _, n in call.params))
-    pieces = sorted(set(worst.reads), key=lambda p: -sizes[p])[:_MOST_PIECES]
+
+    def order(piece: Piece) -> tuple[Any, ...]:  # a set's differs between processes
+        return -sizes[piece], piece.leaf, piece.index, piece.rows or ()
+
+    pieces = sorted(set(worst.reads), key=order)[:_MOST_PIECES]
     named = ", ".join(
         f"{names[p.leaf]}{_index_text(p)} ({sizes[p]} bytes)" for p in pieces
     )
