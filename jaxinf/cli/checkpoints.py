@@ -167,9 +167,9 @@ class Export:
     """Write a step into a directory or to a URL, or its params as safetensors.
 
     This works during a run; every checksum is verified. The format zarr has all state,
-    in the store's own chunks; Orbax reads it, and an import makes the same store again,
-    to the bit. If it is interrupted, give the command again. The format huggingface is
-    a folder that transformers loads, for models trained by jaxinf.train.
+    in the store's own chunks; Orbax reads it, and 'jaxinf store copy' makes the same
+    store again, to the bit. If it is interrupted, give the command again. The format
+    huggingface is a folder that transformers loads, for models trained by jaxinf.train.
     """
 
     store: StorePath

@@ -243,8 +243,7 @@ def hold_members(
             listed = ", ".join(f"{one.path.name}: {steps}" for one, steps in pairs)
             raise ProcessError(
                 f"{path}: expected a step that all have, found {listed}; go back to a "
-                "checkpoint of all: open_store(restore=NAME), or --restore NAME of the "
-                "trainer"
+                "checkpoint of all: open_store(restore=NAME) in all processes"
             ) from None
         if check is not None:
             check(members, step)

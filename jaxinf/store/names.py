@@ -83,7 +83,7 @@ def _is_unicode(text: str) -> bool:
 #                                        `hyperparams` of the first of a tuple
 #
 # Different places in a state have different paths, and no path depends on another
-# library's text. docs/format.md, "Paths in the optimizer's state", defines them.
+# library's text. docs/format.md, "commit.json", defines them.
 
 _MARKS = ".#="
 

@@ -382,7 +382,7 @@ class StepReader:
             raise StoreError(
                 f"{self._places[0]}: leaf {leaf.name}, {state.name}: it takes {needed} "
                 f"bytes, and this machine has {MACHINE_MEMORY_BYTES}; read it in parts "
-                "(Store.tensorstore)"
+                "(jaxinf inspect names its array, which tensorstore opens)"
             )
         out = (np.empty if leaf.is_whole else np.zeros)(leaf.shape, dtype)
         origin = (0,) * len(leaf.shape)
