@@ -184,10 +184,6 @@ batches = [b | {f"{kind}_answer": b[kind] % 2 for kind in b} for b in batches]
     "docs/models.md": "sh('python -m jaxinf.train --store first\\n"
     "jaxinf checkpoint export first DIR --format huggingface')",
     "docs/performance.md": "store = jaxinf.open_store('store')",
-    "docs/security.md": """
-with jaxinf.open_store("STORE", csds=["mnt/nvme0", "mnt/nvme1"]) as store:
-    jaxinf.smart_update(tx, store).init(params)
-""",
     "docs/streaming.md": "path, score_fn = Path('store'), loss_fn",
     "docs/training.md": """
 import json, pyarrow, pyarrow.parquet
