@@ -145,6 +145,7 @@ def test_an_export_beside_several_processes_is_refused(small, tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)  # four runs, of which each starts JAX and compiles
 @pytest.mark.parametrize(
     "mode", [("--fsdp",), (*STREAM, "--fsdp")], ids=["update", "stream"]
 )

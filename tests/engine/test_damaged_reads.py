@@ -7,7 +7,6 @@ from copies import copied
 from families import family
 from flipped_bits import flip
 
-from jaxinf.cli import main
 from jaxinf.errors import StoreCorruptError
 from jaxinf.exchange import (
     export_safetensors,
@@ -45,11 +44,6 @@ def read_raw(driver, leaf, state):
         list(reader.stored(record, record.state(state), 0))
 
 
-def inspect(driver, leaf, state):
-    driver.close()
-    assert main(["inspect", str(driver.store.path), "--leaf", leaf]) == 1
-
-
 def verify(driver, leaf, state):
     path = driver.store.path / "current"
     damages = verify_step(driver.opened.directory, path)
@@ -75,7 +69,7 @@ def to_safetensors(driver, leaf, state):
         export_safetensors(step_of(files, path), files.path.with_name("new"))
 
 
-ALL = [read, read_raw, inspect, verify, convert, export]
+ALL = [read, read_raw, verify, convert, export]
 CASES = [("params", use) for use in [*ALL, to_safetensors, params, bind]]
 CASES.remove(("params", convert))  # a link, whose readers refuse it
 CASES += [("trace", use) for use in ALL]
