@@ -20,25 +20,6 @@ from jaxinf.typing import Array
 
 
 @dataclass(frozen=True)
-class CsdInfo:
-    """Description of a CSD.
-
-    Attributes:
-      kind: ``"host"``, ….
-      root: the directory of its chunks.
-      total_bytes: capacity of its file system.
-      free_bytes: free space of its file system.
-      direct_io: whether chunks bypass the page cache.
-    """
-
-    kind: str
-    root: Path
-    total_bytes: int
-    free_bytes: int
-    direct_io: bool
-
-
-@dataclass(frozen=True)
 class Extent:
     """One state's part of a subgroup, in its chunk file and in the CSD's buffer.
 
@@ -210,10 +191,6 @@ class Csd(Protocol):
         """Whether `update` runs on the caller's thread, where no interrupt ends it."""
         ...
 
-    def info(self) -> CsdInfo:
-        """Its present description."""
-        ...
-
     def acquire(self, num_bytes: int) -> CsdBuffer | None:
         """Returns a buffer, or None if the budget has no room now; never blocks."""
         ...
@@ -258,15 +235,12 @@ class Csd(Protocol):
         buffer: CsdBuffer,
         extent: Extent,
         values: Array,
-        *,
-        checksum: int | None = None,
     ) -> None:
         """Copies values of the host to a state of the buffer, to be written.
 
         Args:
           buffer, extent: the buffer, and the state in it.
           values: of the extent's dtype.
-          checksum: their CRC-32C, if it is known.
         """
         ...
 

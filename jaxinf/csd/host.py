@@ -6,7 +6,6 @@ the GIL once for all; effects, errors and counted bytes are those of `DirectIO`.
 """
 
 import os
-import shutil
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,6 @@ import numpy as np
 from jaxinf.compress import SparseGradient
 from jaxinf.csd.base import (
     CsdBuffer,
-    CsdInfo,
     Extent,
     KernelNeed,
     Transfer,
@@ -137,11 +135,6 @@ class HostCsd:
         self._meters = meters
         self._repeated: dict[int, _Repeated] = {}  # by the extents' identity
         native.function()  # compiles it now if it is not in the cache
-
-    def info(self) -> CsdInfo:
-        """Its present description."""
-        usage = shutil.disk_usage(self._root)
-        return CsdInfo("host", self._root, usage.total, usage.free, self._io.direct)
 
     def acquire(self, num_bytes: int) -> CsdBuffer | None:
         """Returns a page-aligned buffer, or None if the budget has no room now."""
@@ -278,15 +271,10 @@ class HostCsd:
         buffer: CsdBuffer,
         extent: Extent,
         values: Array,
-        *,
-        checksum: int | None = None,
     ) -> None:
         """Into the buffer's own memory."""
         self.view(buffer, extent)[...] = values
-        if checksum is None:
-            _own(buffer).known.pop(extent.buffer_offset_bytes, None)
-        else:
-            _own(buffer).known[extent.buffer_offset_bytes] = checksum
+        _own(buffer).known.pop(extent.buffer_offset_bytes, None)
 
 
 def _written(extents: Sequence[Extent], kernel: Kernel) -> list[bool]:

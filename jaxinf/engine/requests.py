@@ -104,15 +104,13 @@ class Updater(Protocol):
         """Whether it can compute a kernel on states of this form."""
         ...
 
-    def update(
-        self, csd: Csd, buffer: CsdBuffer, update: Update, *, wants_out: bool = True
-    ) -> UpdateOutcome:
+    def update(self, csd: Csd, buffer: CsdBuffer, update: Update) -> UpdateOutcome:
         """Updates a buffer's states in place, as `Csd.update`; blocks.
 
         Args:
           csd, buffer: the CSD, and its buffer with the states.
-          update: of a kernel that it takes, and a gradient that is not sparse.
-          wants_out: whether the result is needed.
+          update: of a kernel that it takes, with a gradient that is not sparse; its
+            `out` is left alone.
 
         Raises:
           StoreError: the processor failed, or has no memory left.

@@ -176,8 +176,8 @@ class RequestedUpdate:
         if updater is None:
             outcome = csd.update(buffer, update)
         else:
-            wants_out = request.out is not None
-            outcome = updater.update(csd, buffer, update, wants_out=wants_out)
+            assert request.out is None, "nothing but state leaves an updater"
+            outcome = updater.update(csd, buffer, update)
         checksums = dict(outcome.read_checksums)
         if takes_given:
             self._check_taken(layout, checksums.pop(0))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxinf import compat
-from jaxinf.program import Node, UpdateProgram, Value, graph_of
+from jaxinf.program import Node, Value, graph_of
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.compiled import compiled_temp_bytes
 from jaxinf.streaming.plan.fit import Prepared
@@ -59,14 +59,11 @@ class Count(Needs):
 
     plan: Plan = field(repr=False)
     now_bytes: int
-    _ready: Prepared = field(repr=False, compare=False)
-    _update: UpdateProgram | None = field(repr=False, compare=False)
 
 
 def count(
     sink: Sink,
     ready: Prepared,
-    update: UpdateProgram | None = None,
     store_bytes: int = 0,
     now_bytes: int = 0,
 ) -> Count:
@@ -74,7 +71,6 @@ def count(
 
     Args:
       sink: Made for programs that are not run.
-      update: The optimizer, if its state is in a store.
       store_bytes: Bytes of the store with both slots.
 
     Raises:
@@ -103,8 +99,6 @@ def count(
         link_up_bytes=up,
         link_down_bytes=down,
         operations=_step_operations(plan),
-        _ready=ready,
-        _update=update,
     )
 
 

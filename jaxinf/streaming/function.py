@@ -120,9 +120,7 @@ class StreamedFunction(Step):
         what = self.store, ready, options or self._options, beside_bytes
         return NoGradients(*what, average=self._average)
 
-    def _count(
-        self, batch: PyTree, params: PyTree, options: Options, like: Count | None
-    ) -> Count:
+    def _count(self, batch: PyTree, params: PyTree, options: Options) -> Count:
         ready = self._trace(batch)
         return count(self._sink(ready, options), ready)
 

@@ -160,9 +160,7 @@ class InMemoryStep(Step):
             )
         return ready
 
-    def _count(
-        self, batch: PyTree, params: PyTree, options: Options, like: Count | None
-    ) -> Count:
+    def _count(self, batch: PyTree, params: PyTree, options: Options) -> Count:
         ready = self._trace(batch, params)
         return count(self._trained.like(options), ready)
 

@@ -180,7 +180,6 @@ class Step(ABC):
         params: PyTree = None,
         *,
         device: DeviceLimit | None = None,
-        like: Count | None = None,
     ) -> Count:
         """Counts what a step takes and moves; blocks while its programs are compiled.
 
@@ -192,8 +191,6 @@ class Step(ABC):
           params: Shapes and dtypes, such as of ``jax.eval_shape(init_fn, key)``; by
             default the step's, which `init` or `load` has set.
           device: The memory of another device than JAX's, to plan for.
-          like: The count of a step of the same loss function, params and optimizer,
-            which need not be traced again if the batch has the same shapes.
 
         Raises:
           BudgetError: Memory does not suffice; names a budget that does.
@@ -204,7 +201,7 @@ class Step(ABC):
             check_params(params)
             params = abstract(params)
         options = replace(self._options, executables=Measured(), other_limit=device)
-        return self._count(batch, params, options, like)
+        return self._count(batch, params, options)
 
     @abstractmethod
     def close(self) -> None:
@@ -232,9 +229,7 @@ class Step(ABC):
         """Returns what takes the gradients of what was traced."""
 
     @abstractmethod
-    def _count(
-        self, batch: PyTree, params: PyTree, options: Options, like: Count | None
-    ) -> Count:
+    def _count(self, batch: PyTree, params: PyTree, options: Options) -> Count:
         """As `dry_run`, with its options."""
 
     def _join(self) -> None:

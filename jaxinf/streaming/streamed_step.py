@@ -262,9 +262,7 @@ class StreamedStep(Step):
             )
         return self._params
 
-    def _trace(
-        self, batch: PyTree, params: PyTree = None, known: Prepared | None = None
-    ) -> Prepared:
+    def _trace(self, batch: PyTree, params: PyTree = None) -> Prepared:
         if params is None:
             params = self._started()
             ready, self._ready = self._ready, None
@@ -278,7 +276,6 @@ class StreamedStep(Step):
             has_aux=options.has_aux,
             num_parts=options.micro_batches,
             is_deterministic=options.deterministic,
-            known=known,
         )
         check_mesh(ready.traced.mesh, options.policy)
         check_processes(engine_of(self.store).group, ready.traced.mesh)
@@ -289,22 +286,19 @@ class StreamedStep(Step):
         shape = engine_of(self.store).opened
         return StoreSink(self.store, ready, program, shape, self._options)
 
-    def _count(
-        self, batch: PyTree, params: PyTree, options: Options, like: Count | None
-    ) -> Count:
+    def _count(self, batch: PyTree, params: PyTree, options: Options) -> Count:
         avals = self._started() if params is None else params
         engine = engine_of(self.store)
-        ready = self._trace(batch, avals, None if like is None else like._ready)
+        ready = self._trace(batch, avals)
         with outside_mesh():
-            update = None if like is None else like._update
-            update = update or self._optimizer(avals)
+            update = self._optimizer(avals)
             what = self._tx, options, update, avals, ready.gradient_pieces
             _, description = _described(*what)
             shape = engine.shape(description)
             num_bytes = sum(required_bytes(shape.directory).values())
             sink = StoreSink(self.store, ready, update, shape, options)
             now_bytes = 0 if engine.commit is None else num_bytes
-            return count(sink, ready, update, num_bytes, now_bytes)
+            return count(sink, ready, num_bytes, now_bytes)
 
     def _optimizer(self, params: PyTree) -> UpdateProgram:
         if self._update is None or self._update[0] is not params:

@@ -121,14 +121,6 @@ def test_errors_name_the_file(tmp_path):
         HostCsd(tmp_path / "nowhere", chunk.pool, chunk.meters)
 
 
-def test_info(tmp_path):
-    info = Chunk(tmp_path, 1).csd.info()
-    assert info.kind == "host"
-    assert info.kind in CSD_KINDS
-    assert info.root == tmp_path
-    assert 0 < info.free_bytes <= info.total_bytes
-
-
 def test_kinds_have_names():
     assert all(parse_csd(kind).kind == kind for kind in CSD_KINDS)
     for text, message in (

@@ -203,7 +203,6 @@ def test_devices_by_number(runtime, tmp_path, monkeypatch):
     fleet = opened("smartssd:devices=2", [tmp_path, tmp_path])
     fleet.check([need(), need(dtype=ml_dtypes.bfloat16)])
     [one, two] = fleet.attach([tmp_path, tmp_path], 4096, 1024)
-    assert one.info().kind == "smartssd"
     assert one.memory is not two.memory
     fleet.close()
     monkeypatch.setenv("JAXINF_XRT_DEVICES", "1")

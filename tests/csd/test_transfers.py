@@ -139,7 +139,7 @@ def test_one_call_for_all(tmp_path, csd, monkeypatch):
         return function(*arguments)
 
     monkeypatch.setattr(native, "function", lambda: counted)
-    if not csd.info().direct_io:
+    if not csd._io.direct:
         pytest.skip(f"{tmp_path}: no direct I/O there")
 
     def refuse(*arguments):

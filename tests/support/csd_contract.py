@@ -41,7 +41,6 @@ __all__ = [
     "test_errors_name_the_file",
     "test_files_shorter_than_a_page",
     "test_idle_kernels_leave_state_as_it_is",
-    "test_info",
     "test_non_finite_gradients_are_seen",
     "test_parts_of_a_chunk",
     "test_scalars_of_every_bit",
@@ -434,11 +433,3 @@ def test_errors_name_the_file(chunks):
         messages.append([e.replace(str(chunk.files[0].parent), "") for e in errors])
         allocate_file(chunk.files[0], PAGE * 5, PAGE * 5)
     assert messages[0] == messages[1]
-
-
-def test_info(chunks, spec):
-    tested, _ = chunks()
-    info = tested.csd.info()
-    assert info.kind == spec.kind
-    assert info.root == tested.files[0].parent
-    assert 0 < info.free_bytes <= info.total_bytes

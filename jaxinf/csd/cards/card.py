@@ -11,7 +11,6 @@ Invariant: a kernel's state moves only between the drive and the card's memory. 
   second.
 """
 
-import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +21,6 @@ import numpy as np
 from jaxinf.compress import SparseGradient
 from jaxinf.csd.base import (
     CsdBuffer,
-    CsdInfo,
     Extent,
     Transfer,
     Update,
@@ -73,11 +71,6 @@ class CardCsd:
         self._found: dict[tuple[int, str, str, str, bool], _Found] = {}
         self._lock = threading.Lock()
 
-    def info(self) -> CsdInfo:
-        usage = shutil.disk_usage(self._root)
-        direct = self._io.direct
-        return CsdInfo(self._kind, self._root, usage.total, usage.free, direct)
-
     def acquire(self, num_bytes: int) -> CsdBuffer | None:
         """Returns memory of the card, or None if all of it is lent."""
         return self.memory.acquire(num_bytes)
@@ -121,16 +114,13 @@ class CardCsd:
         buffer: CsdBuffer,
         extent: Extent,
         values: Array,
-        *,
-        checksum: int | None = None,
     ) -> None:
         """Host → card, through the window, which is fast to write."""
         own = _own(buffer)
         _forget(own, extent)
         stored = np.ascontiguousarray(values, extent.dtype)
         _window(own, extent)[...] = stored
-        checksum = crc32c(stored) if checksum is None else checksum
-        own.sums[extent.buffer_offset_bytes] = checksum
+        own.sums[extent.buffer_offset_bytes] = crc32c(stored)
 
     def checksum(self, buffer: CsdBuffer, extent: Extent) -> int | None:
         """Returns the checksum from the last update or `initialise`."""

@@ -196,18 +196,13 @@ def prepare(
     has_aux: bool = False,
     num_parts: int = 1,
     is_deterministic: bool = True,
-    known: Prepared | None = None,
 ) -> Prepared:
     """Traces `loss_fn` and orders its nodes; raises the errors of `trace`.
 
     Args:
       batch: A part of a batch, if there are several.
       is_deterministic: Whether its programs have the same bits in each run.
-      known: What was made of the same function and params, which need not be traced
-        again if the batch is like its.
     """
-    if known is not None and known.traced.takes(batch):
-        return replace(known, num_parts=num_parts)
     traced = trace(loss_fn, params, batch, has_aux=has_aux)
     return _prepared(traced, num_parts, is_deterministic=is_deterministic)
 

@@ -63,10 +63,6 @@ class Traced:
     def num_results(self) -> int:
         return self.aux_tree.num_leaves + (self.seed_dtype is not None)
 
-    def takes(self, batch: PyTree) -> bool:
-        leaves, tree = jax.tree.flatten(abstract(batch))
-        return tree == self.batch_tree and tuple(leaves) == self.batch
-
     def flat(self, fn: Callable[..., Any]) -> Callable[[Any, Any], Any]:
         """Returns a function of lists of leaves, from one of params and batch."""
         return lambda params, batch: fn(

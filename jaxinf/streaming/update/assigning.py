@@ -190,7 +190,7 @@ def measured(updater: DeviceUpdater, layouts: Layouts, memory_bytes: int) -> int
     def on_device(number: int) -> None:
         """Updates one, and computes the checksums to write it with."""
         buffer, update = given[number]
-        updater.update(csd, buffer, update, wants_out=False)
+        updater.update(csd, buffer, update)
         for extent in update.extents:
             csd.checksum(buffer, extent)
 

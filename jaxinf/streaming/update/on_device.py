@@ -113,10 +113,7 @@ class DeviceUpdater:
         is_exact = not codecs - {""} and extents[0].codec in ("", "split")
         return is_exact and is_computable(kernel)
 
-    def update(
-        self, csd: Csd, buffer: CsdBuffer, update: Update, *, wants_out: bool = True
-    ) -> UpdateOutcome:
-        assert not wants_out, "nothing but state leaves the device"
+    def update(self, csd: Csd, buffer: CsdBuffer, update: Update) -> UpdateOutcome:
         extents, given = update.extents, update.given
         views: list[Array] = [csd.view(buffer, extent) for extent in extents]
         if given is not None:
