@@ -1,5 +1,7 @@
 """Functions of a store's params without a gradient: results, memory, what stays."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from streaming import bytes_held
 from zoo import ZOO, normal
 
 import jaxinf
+from jaxinf.csd import HostCsd
 from jaxinf.errors import StoreFormatError, StoreMismatchError, StreamError
 from jaxinf.streaming.plan import memory
 
@@ -102,8 +105,31 @@ def test_a_function_reads_the_last_finished_step(open_store):
         losses = [float(step(program.batch)[0])]
         found = float(f(program.batch))
         assert f.metrics.fetched_drive_bytes > 0
+        f(program.batch)
+        if f is alone:  # what it has read is still there
+            assert f.metrics.fetched_drive_bytes == 0
         losses.append(float(step(program.batch)[0]))
         np.testing.assert_allclose(found, losses[1], rtol=1e-6)
+
+
+def test_a_function_waits_for_the_updates_of_a_step(open_store, monkeypatch):
+    program = ZOO["l2_penalty"](depth=2)
+    step = started(program, open_store(**CHUNKS))
+    f, may_write, write = step.function(program.loss), threading.Event(), HostCsd.write
+    step(program.batch)
+    before = float(f(program.batch))
+    step.store.wait()
+
+    def late(*args, **options):
+        assert may_write.wait(60)
+        return write(*args, **options)
+
+    monkeypatch.setattr(HostCsd, "write", late)
+    step(program.batch)
+    threading.Timer(0.5, may_write.set).start()
+    found = float(f(program.batch))
+    assert may_write.is_set()
+    assert found == float(f(program.batch)) != before
 
 
 def test_functions_of_a_step_read_in_its_memory_in_turn(open_store):

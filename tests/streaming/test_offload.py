@@ -101,7 +101,8 @@ def test_the_value_needed_last_leaves_first():
     ]
     assert needed
     assert max(needed.values()) >= max(others)
-    for eviction in one.values():
+    everything = fitted(plan, 0, Plan.call_bytes).evictions
+    for eviction in (*one.values(), *everything.values()):
         assert eviction.written + 2 <= eviction.gone < eviction.back <= eviction.needed
 
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from families import family
-from streaming import in_memory, smallest_bytes
-from zoo import ZOO
+from streaming import assert_near, in_memory, smallest_bytes
+from zoo import ZOO, normal
 
 from jaxinf.errors import StreamError
 from jaxinf.streaming.plan.fit import prepare
@@ -207,6 +207,33 @@ def test_an_expensive_equation_is_never_run_by_two_programs():
     heavy = [n for p in programs for n in p.nodes if n.name == "dot_general"]
     assert len(heavy) == len(set(heavy))
     assert len(heavy) > 3 * 10
+
+
+def test_nothing_that_is_handed_out_lends_its_memory():
+    """The next program reads each layer's output, and its gradient, for the last time.
+
+    The gradient of a bias of the batch's shape is that of the layer's output.
+    """
+
+    def loss(params, x):
+        outputs = []
+        for w, b in params:
+            x = jnp.tanh(x @ w) + b
+            outputs.append(x)
+        return jnp.mean(x**2), outputs
+
+    params = [(normal(i, 64, 64) / 8, normal(10 + i, 8, 64)) for i in range(4)]
+    batch, leaves = normal(20, 8, 64), jax.tree.leaves(params)
+    ready = prepare(loss, params, batch, has_aux=True)
+    plan = ready.plan(smallest_bytes(ready, "keep"), "keep")
+    assert any(plan.donated.values())
+    handed = {}
+    value, outputs = Runner(plan)(batch, in_memory(leaves), handed.__setitem__)
+    (near, near_outputs), gradients = jax.value_and_grad(loss, has_aux=True)(
+        params, batch
+    )
+    found = [handed[Piece(i)] for i in range(len(leaves))]
+    assert_near((value, outputs, found), (near, near_outputs, gradients), 1e-5)
 
 
 def wide(params, batch):

@@ -83,6 +83,25 @@ def test_params_are_read_as_they_were_given(streamed):
         step.params(program.params[:1])
     asked = jax.tree.map(lambda x: x.astype("bfloat16"), program.params)
     assert_same_bits(step.params(asked), step.store.params(like=asked))
+    step.close()
+    with pytest.raises(StoreMismatchError, match="not in the store"):
+        streamed(program, optax.sgd(0.1)).load([*program.params, program.params[0]])
+
+
+def test_a_step_whose_params_cannot_be_read_is_run_again(streamed, monkeypatch):
+    program = ZOO["l2_penalty"](depth=3)
+    step = streamed(program, optax.sgd(0.1))
+    step.load(program.params, batch=program.batch)
+
+    def fail(*args):
+        raise OSError("the drive is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ParamsReader, "read", fail)
+        with pytest.raises(OSError, match="the drive is gone"):
+            step(program.batch)
+    run(step, program, 1)
+    assert step.store.step == 1
 
 
 def noisy(params, batch):

@@ -175,7 +175,7 @@ class Plan:
         No call takes such an input later, and no one else holds it.
         """
         kept = {call.makes[i] for call in self.calls for _, i in call.gradients}
-        kept.update(self.results, self.evictions)
+        kept.update(self.evictions)  # no call frees a result
         found: dict[str, set[int]] = {}
         for call in self.calls:
             lent = {*call.frees} - kept
