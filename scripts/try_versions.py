@@ -27,8 +27,7 @@ GROUPS = {
     "programs": "tests/program tests/kernels/test_operations.py",
     "bits": "tests/kernels/test_bits.py",
     "trainer": "tests/train/test_run.py tests/distributed/test_training.py",
-    "stock readers": "tests/store/test_stock_readers.py "
-    "tests/layout/test_zarr_readers.py tests/exchange/test_urls.py",
+    "stock readers": "tests/store/test_stock_readers.py tests/exchange/test_urls.py",
 }
 PINNED = (*WATCHED, "grain", "numpy")
 FIRST_WITH_PYTHON = {

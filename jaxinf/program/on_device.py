@@ -111,14 +111,14 @@ def _computed(kernel: Kernel, equation: Equation, operands: list[Any]) -> jax.Ar
 
 
 def joined_params(codes: jax.Array, remainders: jax.Array) -> jax.Array:
-    """Restores the argument of `split_params`, as `jaxinf.layout.decode_split`."""
+    """Restores the argument of `split_params`, as `jaxinf.layout.codecs` does."""
     high = lax.bitcast_convert_type(codes, jnp.uint16).astype(jnp.uint32) << 16
     low = lax.bitcast_convert_type(remainders.astype(jnp.int32), jnp.uint32)
     return lax.bitcast_convert_type(high + low, jnp.float32)
 
 
 def split_params(params: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Rounds float32 to bfloat16 and the rest, as `jaxinf.layout.encode_split`."""
+    """Rounds float32 to bfloat16 and the rest, as `jaxinf.layout.codecs` does."""
     bits = lax.bitcast_convert_type(params, jnp.uint32)
     is_nan = jnp.isnan(params)
     quiet = (bits >> 16) | 0x40

@@ -90,7 +90,7 @@ class UpdatePrograms:
 
 
 class DeviceUpdater:
-    """See `jaxinf.engine.Updater`.
+    """See `jaxinf.engine.requests.Updater`.
 
     Args:
       is_host: Whether its memory is the host's, so that no copy is pinned.
