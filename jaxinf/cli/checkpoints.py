@@ -40,6 +40,7 @@ from jaxinf.store import (
     hold_members,
     list_checkpoints,
     list_whole,
+    next_slot,
     remove_whole,
     restore_whole,
     save_whole,
@@ -136,8 +137,8 @@ def _check_kept(
     """Refuses to give up a committed step that no checkpoint of a part keeps.
 
     Args:
-      step: the one that the members of a run go on from. At least one is there already;
-        the others have committed it, too.
+      step: the one that the members of a run go on from; a member that was killed
+        before its own flip has it in its other slot.
     """
     give_up = f"jaxinf checkpoint restore {store} {name} --discard-current"
     for directory in parts:
@@ -148,7 +149,10 @@ def _check_kept(
                 f"{error}. So it is not known whether a checkpoint keeps the committed "
                 f"step; give it up with: {give_up}"
             ) from error
-        if current is None or step not in (None, StepId(current.step, current.commit)):
+        if current and step not in (None, StepId(current.step, current.commit)):
+            spare = next_slot(directory.committed_slot())
+            current = directory.found_record(spare)
+        if current is None:
             continue
         kept = {
             find_checkpoint(directory, info.name).committed_at

@@ -123,10 +123,22 @@ class StepEngine:
             if bad and opened.num_uncommitted and not under_way.updated:
                 self.wait()  # otherwise the overwritten steps would be lost
                 raise nan_scalar_error(opened, step + 1, bad, ())
+            for one in updates:
+                # It may have been kept by a computation that failed elsewhere.
+                under_way.kept.pop((one.leaf, one.origin), None)
             for kept in requests:
                 if isinstance(kept, KeptLeaf):
                     layouts = opened.layouts(kept.leaf, kept.origin, kept.shape)
-                    num = sum([layout.subgroup.num_elements for layout in layouts])
+                    subgroups = [layout.subgroup for layout in layouts]
+                    if not under_way.updated.keys().isdisjoint(subgroups):
+                        self.abandon()
+                        raise StoreError(
+                            f"{opened.options.path}: leaf {self._name(kept.leaf)}: "
+                            f"expected an update of step {step + 1}, as before, found "
+                            "that it is to stay as it is; the step is given up: run it "
+                            "again"
+                        )
+                    num = sum([one.num_elements for one in subgroups])
                     under_way.kept[kept.leaf, kept.origin] = num
             bounds = opened.finished.inexact
             found = [

@@ -357,10 +357,16 @@ def _check_space(directory: StoreDirectory, pinned: Slot | None) -> None:
       pinned: the slot whose files are about to be linked to.
     """
     needs: dict[Path, int] = defaultdict(int)
-    for leaf, record, state, number in directory.held():
+    statuses = []
+    for leaf, _, state, number in directory.held():
         files = [directory.chunk_file(slot, leaf, number, state.name) for slot in SLOTS]
-        found = [os.lstat(file) if file.exists() else None for file in files]
-        if found[0] and found[1] and os.path.samestat(found[0], found[1]):
+        statuses.append([os.lstat(file) if file.exists() else None for file in files])
+    shared = [all(pair) and os.path.samestat(*pair) for pair in statuses]
+    is_restored = all(shared)  # and no step has been written since
+    for (leaf, record, state, number), found, is_shared in zip(
+        directory.held(), statuses, shared, strict=True
+    ):
+        if is_shared and not is_restored:
             continue  # no step writes it
         num_files = sum(
             status is None or status.st_nlink > 1 or slot == pinned

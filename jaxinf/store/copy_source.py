@@ -17,7 +17,7 @@ from jaxinf.errors import StoreFormatError, StoreLockedError, StoreMismatchError
 from jaxinf.store.checkpoint import checkpoint_names
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.creation import files_beside
-from jaxinf.store.directory import StoreDirectory, next_slot
+from jaxinf.store.directory import StoreDirectory, check_there, next_slot
 from jaxinf.store.manifest import Manifest
 from jaxinf.store.members import (
     all_members,
@@ -112,8 +112,9 @@ def store_source(
       ValueError: there is no such checkpoint; lists the others.
     """
     if (path / "commit.json").is_file():
-        store = path.parents[1]
-        if not (store / "jaxinf.json").exists():
+        store = path.parent.parent
+        is_listed = path.parent.name == "checkpoints"
+        if not is_listed or not (store / "jaxinf.json").exists():
             yield _of_directory(path)
             return
         path, checkpoint = store, path.name
@@ -201,6 +202,7 @@ def _of_run(
 
 def _of_directory(path: Path) -> CopySource:
     """Returns a checkpoint that was copied out of its store."""
+    check_there(path)
     commit, manifest = path / "commit.json", Manifest.read(path / "jaxinf.json")
     if manifest.member is not None:
         raise StoreFormatError(

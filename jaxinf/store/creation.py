@@ -370,7 +370,10 @@ def complete_spare(directory: StoreDirectory) -> None:
             step,
             len(gone),
         )
-        for number, _, state, chunk in directory.held():  # refuses links
+        for number, leaf in enumerate(manifest.leaves):  # refuses links
+            for state in leaf.states:
+                directory.array_path(spare, number, state.name)
+        for number, _, state, chunk in directory.held():
             directory.chunk_name(spare, number, chunk, state.name)
             directory.chunk_file(spare, number, chunk, state.name)
         directory.unpublish(spare)

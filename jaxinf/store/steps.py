@@ -20,6 +20,7 @@ import numpy as np
 from msgspec import structs
 
 from jaxinf.errors import (
+    StoreFormatError,
     StoreIOError,
     StoreMismatchError,
     StoreSpaceError,
@@ -140,9 +141,19 @@ def readable_step(directory: StoreDirectory) -> Iterator[WholeStep]:
                 f"the committed step cannot be pinned ({cause.strerror}); if a run is "
                 "writing to the store, chunks may be of different steps"
             )
-            live = step_of(directory, directory.step_path(directory.need_slot()))
-            step = replace(live, warning=warning)
+            step = replace(_live_step(directory), warning=warning)
         yield step
+
+
+def _live_step(directory: StoreDirectory) -> WholeStep:
+    """Returns the committed step as it is, also if another is committed meanwhile."""
+    while True:
+        slot = directory.need_slot()
+        try:
+            return step_of(directory, directory.step_path(slot))
+        except StoreFormatError:
+            if directory.need_slot() == slot:
+                raise
 
 
 def joined_step(steps: Sequence[WholeStep]) -> WholeStep:

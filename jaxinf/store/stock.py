@@ -136,6 +136,9 @@ def create_documents(
         if missing_alone and os.path.lexists(f"{step}/{name}"):
             continue
         make_folder(os.path.dirname(f"{step}/{name}"), made)
+        if missing_alone:  # one that is begun would never be missing again
+            write_bytes_atomically(f"{step}/{name}", content)
+            continue
         with open(os.open(f"{step}/{name}", flags, 0o644), "wb", 0) as document:
             document.write(content)
     if is_item:

@@ -1,14 +1,22 @@
 """``jaxinf verify`` and ``jaxinf checkpoint``."""
 
 import json
+from dataclasses import replace
 
 import jax.numpy as jnp
 import optax
 import pytest
+from copies import copied
 
 import jaxinf
 from jaxinf.cli import main, verification
-from jaxinf.store import StoreDirectory, remove_checkpoint, verify_step
+from jaxinf.store import (
+    StoreDirectory,
+    find_members,
+    remove_checkpoint,
+    save_checkpoint,
+    verify_step,
+)
 
 
 @pytest.fixture
@@ -145,3 +153,23 @@ def test_incomplete_commands_say_what_is_missing(words, missing, capsys):
         main(words)
     assert exit_of.value.code == 2
     assert missing in capsys.readouterr().err
+
+
+def test_a_step_that_one_member_is_still_to_flip_to_is_not_given_up(store, capsys):
+    assert main(["checkpoint", "save", str(store), "x"]) == 0
+    train(store, 1)
+    run = store.with_name("run")
+    copied(store, run, processes=2, checkpoints=True)
+    members = [StoreDirectory.open(path) for path in find_members(run)]
+    for one in members:  # killed when all have met, and one has flipped and kept it
+        for leaf, _, state, number in one.held():
+            one.link_chunk("a", "b", leaf, number, state.name)
+        record = replace(one.read_record("a"), step=4, commit=f"{4:032}-4")
+        one.write_record("b", record)
+    members[0].flip("b")
+    save_checkpoint(members[0], "four")
+    assert main(["checkpoint", "restore", str(run), "x"]) == 1
+    assert "process-00001: step 4 is committed and in no" in capsys.readouterr().err
+    words = ["checkpoint", "restore", str(run), "x", "--discard-current"]
+    assert main(words) == 0
+    assert {one.read_commit().step for one in members} == {2}

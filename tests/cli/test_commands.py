@@ -20,7 +20,7 @@ def test_help_is_readable(run):
         result = run(*words)
         assert result.status == 0
         assert "usage: jaxinf" in result.out
-    assert "--leaf NAME" in run("inspect", "--help").out
+    assert "--json" in run("inspect", "--help").out
     assert "1.00GiB" in run("doctor", "--help").out
 
 
@@ -30,7 +30,7 @@ def test_help_is_readable(run):
         ["inspec"],
         ["inspect"],
         ["inspect", "a", "b"],
-        ["inspect", "a", "--lea", "b"],
+        ["inspect", "a", "--jso"],
         ["doctor", "--size", "much"],
         ["doctor", "--size", "-1"],
     ],

@@ -184,6 +184,20 @@ def test_room_is_checked_before(drive, monkeypatch):
     driver.check(3, path_of(driver, "3"))
 
 
+def test_room_for_both_slots_is_asked_for_after_a_restore(drive, monkeypatch):
+    driver = drive(leaves={"w": ((1 << 20,), "float32")}).init().steps(1)
+    driver.store.checkpoint("x")
+    driver.close()
+    needs = []
+    monkeypatch.setattr(
+        "jaxinf.store.checkpoint.check_free_space",
+        lambda found, *_: needs.append(sum(found.values())),
+    )
+    again = drive(driver.store.path, leaves=driver.leaves, restore="x").init()
+    again.store.checkpoint("y")
+    assert needs[-1] == 2 * (8 << 20)  # the slots share every file with x
+
+
 @pytest.mark.parametrize("name", ["", "..", "a/b", ".hidden", "a\nb", "x" * 201, "77"])
 def test_bad_names(drive, name):
     driver = drive().init().steps(1)

@@ -88,6 +88,19 @@ def test_a_checkpoint_that_is_not_of_all_is_named(place, capsys):
     assert [file.name for file in (path / "checkpoints").iterdir()] == ["kept"]
 
 
+def test_a_directory_below_a_store_is_no_checkpoint_of_it(place):
+    driver = Driver(place / "store").init().steps(1)
+    driver.store.checkpoint("best")
+    checkpoint, kept = driver.store.path / "checkpoints/best", place / "store/kept/best"
+    shutil.copytree(checkpoint, kept, symlinks=True)
+    driver.steps(1).store.checkpoint("best", overwrite=True)
+    driver.close()
+    for source, step in (kept, 1), (checkpoint, 2):
+        assert copied(source, place / f"new{step}").step == step
+    with pytest.raises(StoreFormatError, match=r"slots/a: expected a jaxinf store"):
+        copied(place / "store/slots/a", place / "new")
+
+
 def raw(path):
     """The bytes of every chunk of the committed step, codes and scales as they are."""
     found = {}

@@ -247,6 +247,16 @@ def test_a_link_on_a_csd(store, victim, name, expected):
     assert refused >= expected
 
 
+def test_a_link_in_place_of_an_array_without_chunks(place, victim):
+    path, leaves = place / "store", {"empty": ((0, 7), "float32"), **LEAVES}
+    Driver(path, leaves=leaves).init().steps(1).close()
+    replaced(path / "slots/a/params.empty", victim)  # the spare slot
+    driver = Driver(path, leaves=leaves).init()
+    with pytest.raises(StoreFormatError, match=r"params\.empty: .* symbolic link"):
+        driver.step()
+    driver.engine.close()
+
+
 @on_csds
 def test_the_directory_on_a_csd_is_no_link(store, victim, place):
     own = store.csd_directory(0)

@@ -1,5 +1,7 @@
 """Snapshots: hard links that hold a step while the writer goes on."""
 
+import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -12,9 +14,11 @@ from zarr_arrays import read_array
 
 from jaxinf.errors import StoreFormatError, StoreIOError
 from jaxinf.store import (
+    SLOTS,
     CommitRecord,
     pinned_step,
     prune_snapshots,
+    readable_step,
 )
 
 READER = """
@@ -82,6 +86,27 @@ def test_needs_all_chunks_and_leaves_nothing(make_directory, write_step):
     assert not list((directory.path / "snapshots").iterdir())
     for csd in range(2):
         assert not list((directory.csd_directory(csd) / "snapshots").glob("*"))
+
+
+def test_a_step_that_cannot_be_pinned_is_read_beside_a_commit(
+    make_directory, write_step, monkeypatch
+):
+    directory = make_directory()
+    for number, slot in enumerate(SLOTS):
+        write_step(directory, slot, number)
+    (directory.path / "slots/a/commit.json").unlink()  # as the next step begins
+    found = iter("abb")  # what `current` names, one after another
+
+    @contextlib.contextmanager
+    def refuse(_):
+        raise StoreIOError("read-only") from OSError(errno.EROFS, "read-only")
+        yield
+
+    monkeypatch.setattr("jaxinf.store.steps.pinned_step", refuse)
+    monkeypatch.setattr(directory, "committed_slot", lambda: next(found))
+    with readable_step(directory) as step:
+        assert step.commit.step == 1
+        assert "cannot be pinned" in step.warning
 
 
 @pytest.fixture
