@@ -125,7 +125,8 @@ class Restore:
             if not self.discard_current:
                 _check_kept(members, step, self.name, self.store)
 
-        with hold_members(self.store, check=check) as members:
+        held = hold_members(self.store, check=check, goes_back=self.discard_current)
+        with held as members:
             record = restore_whole(members, self.name)
         again = f"at step {record.step} again; the next run goes on from there"
         print(f"{self.store}: {again}")

@@ -186,6 +186,20 @@ def find_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
     return directory.read_record(f"checkpoints/{name}")
 
 
+def check_arrays(directory: StoreDirectory, name: str) -> None:
+    """Refuses a checkpoint of other arrays than the store's.
+
+    Raises:
+      StoreMismatchError: it is one; says how to make a store of it.
+    """
+    root = directory.step_path(f"checkpoints/{name}")
+    if Manifest.read(root / "jaxinf.json").leaves != directory.manifest.leaves:
+        raise StoreMismatchError(
+            f"{root}: the checkpoint holds other arrays than the store does now; make "
+            f'a store of it: cp -rL "{root}" COPY, then jaxinf store copy COPY NEW'
+        )
+
+
 def remove_checkpoint(directory: StoreDirectory, name: str) -> None:
     """Removes a checkpoint, damaged or not; blocks until its removal is durable.
 
@@ -211,12 +225,8 @@ def restore_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
       StoreSpaceError: the drives have too little room; nothing was changed.
     """
     record, place = find_checkpoint(directory, name), f"checkpoints/{name}"
+    check_arrays(directory, name)
     root = directory.step_path(place)
-    if Manifest.read(root / "jaxinf.json").leaves != directory.manifest.leaves:
-        raise StoreMismatchError(
-            f"{root}: the checkpoint holds other arrays than the store does now; "
-            "export it, and import it into a store of its own"
-        )
     spare = other_slot(directory.need_slot())
     target = directory.step_path(spare)
     _check_space(directory, None)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from jaxinf.errors import StoreFormatError, StoreLockedError, StoreMismatchError
-from jaxinf.store.checkpoint import checkpoint_names
+from jaxinf.errors import StoreFormatError, StoreLockedError
+from jaxinf.store.checkpoint import check_arrays, checkpoint_names
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.creation import files_beside
 from jaxinf.store.directory import StoreDirectory, check_there, next_slot
@@ -164,12 +164,7 @@ def kept_step(parts: Sequence[StoreDirectory], name: str) -> WholeStep:
             "NAME"
         )
     for one in parts:
-        held = Manifest.read(one.step_path(f"checkpoints/{name}") / "jaxinf.json")
-        if held.leaves != one.manifest.leaves:
-            raise StoreMismatchError(
-                f"{one.path}: the checkpoint {name} holds other arrays than the store "
-                "does now; remove it from the store"
-            )
+        check_arrays(one, name)
     return _joined(parts, f"checkpoints/{name}")
 
 

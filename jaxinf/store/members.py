@@ -210,6 +210,7 @@ def hold_members(
     path: Path,
     *,
     check: Callable[[Sequence[StoreDirectory], StepId | None], None] | None = None,
+    goes_back: bool = False,
 ) -> Iterator[list[StoreDirectory]]:
     """Makes this process the only writer of all members while the context lasts.
 
@@ -218,6 +219,8 @@ def hold_members(
     Args:
       check: called with the members and the step that they go to, before any of them
         goes there; what it raises leaves them as they are.
+      goes_back: whether the caller makes a checkpoint of all their step, so that they
+        need none in common.
 
     Raises:
       StoreLockedError: a run has them open.
@@ -239,12 +242,15 @@ def hold_members(
         try:
             step = agreed_step(held)
         except LookupError:
-            pairs = zip(members, held, strict=True)
-            listed = ", ".join(f"{one.path.name}: {steps}" for one, steps in pairs)
-            raise ProcessError(
-                f"{path}: expected a step that all have, found {listed}; go back to a "
-                "checkpoint of all: open_store(restore=NAME) in all processes"
-            ) from None
+            step = None
+            if not goes_back:
+                pairs = zip(members, held, strict=True)
+                listed = ", ".join(f"{one.path.name}: {steps}" for one, steps in pairs)
+                raise ProcessError(
+                    f"{path}: expected a step that all have, found {listed}; go back "
+                    "to a checkpoint of all: jaxinf checkpoint restore "
+                    f"{path} NAME --discard-current"
+                ) from None
         if check is not None:
             check(members, step)
         to_step(members, step)

@@ -1,6 +1,8 @@
 """``jaxinf verify`` and ``jaxinf checkpoint``."""
 
 import json
+import shutil
+import subprocess
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -13,10 +15,13 @@ from jaxinf.cli import main, verification
 from jaxinf.store import (
     StoreDirectory,
     find_members,
+    list_whole,
     remove_checkpoint,
     save_checkpoint,
     verify_step,
 )
+
+PARAMS = {"w": jnp.ones((70, 1025)), "b": jnp.ones(3)}
 
 
 @pytest.fixture
@@ -30,8 +35,7 @@ def store(tmp_path):
     return path
 
 
-def train(path, num_steps, **options):
-    params = {"w": jnp.ones((70, 1025)), "b": jnp.ones(3)}
+def train(path, num_steps, params=PARAMS, **options):
     with jaxinf.open_store(path, **options) as opened:
         tx = jaxinf.smart_update(optax.adam(0.1), opened)
         params = opened.params(params) if opened.exists else params
@@ -67,7 +71,7 @@ def test_verify_says_what_is_damaged(store, capsys):
     assert "step 5, committed: 841 KiB, 3 damaged" in out
     assert "leaf w, mu, chunk 0 of 1, on CSD" in out
     assert "leaf b, nu, chunk 0 of 1, on CSD" in out
-    assert "leaf w, params, zarr metadata: expected the manifest's shape" in out
+    assert "params.w/zarr.json: expected what jaxinf writes, found others" in out
     assert "checkpoint good: 841 KiB, clean" in out
     assert f"jaxinf checkpoint restore {store} NAME" in out
     assert main(["verify", str(store), "--checkpoint", "good"]) == 0
@@ -173,3 +177,48 @@ def test_a_step_that_one_member_is_still_to_flip_to_is_not_given_up(store, capsy
     words = ["checkpoint", "restore", str(run), "x", "--discard-current"]
     assert main(words) == 0
     assert {one.read_commit().step for one in members} == {2}
+
+
+def test_members_without_a_common_step_go_back_to_a_checkpoint(store, capsys):
+    assert main(["checkpoint", "save", str(store), "x"]) == 0
+    run = store.with_name("run")
+    copied(store, run, processes=2, checkpoints=True)
+    one = StoreDirectory.open(find_members(run)[1])  # restored from a backup
+    record = one.read_record("a")
+    one.write_record("a", replace(record, step=9, commit=f"{9:032}-9"))
+    words = ["checkpoint", "restore", str(run), "x"]
+    assert main(words) == 1
+    advice = f"jaxinf {' '.join(words[:3])} NAME --discard-current"
+    assert capsys.readouterr().err.strip().endswith(advice)
+    assert main([*words, "--discard-current"]) == 0
+    assert {n.name: n.step for n in list_whole(run)} == {"x": 2}
+    assert main(["verify", str(run)]) == 0
+
+
+@pytest.mark.parametrize("num_csds", [0, 1])
+def test_a_checkpoint_of_other_arrays_becomes_a_store(tmp_path, run, num_csds):
+    """By the commands that its refusals name."""
+    checkpoints = []
+    for name, length in ("one", 3), ("two", 4):
+        roots = [tmp_path / f"drive-{name}{number}" for number in range(num_csds)]
+        for root in roots:
+            root.mkdir()
+        train(tmp_path / name, 1, params={"w": jnp.ones(length)}, csds=roots)
+        assert run("checkpoint", "save", tmp_path / name, name).status == 0
+        data = [*tmp_path.glob(f"drive-{name}0/*/checkpoints"), None][0]
+        checkpoints.append((tmp_path / name / "checkpoints", data))
+    (_, data), (other, other_data) = checkpoints
+    shutil.copytree(other, tmp_path / "one/checkpoints", True, dirs_exist_ok=True)
+    if data is not None:
+        shutil.copytree(other_data, data, dirs_exist_ok=True)
+    place = tmp_path / "one/checkpoints/two"
+    for words in (
+        ["checkpoint", "restore", tmp_path / "one", "two", "--discard-current"],
+        ["store", "copy", place, tmp_path / "new"],
+    ):
+        said = run(*words).err
+        assert f'cp -rL "{place}" COPY, then jaxinf store copy COPY NEW' in said
+    copy = tmp_path / "copy"
+    subprocess.run(["cp", "-rL", place, copy], check=True)
+    assert run("store", "copy", copy, tmp_path / "new").status == 0
+    assert run("verify", tmp_path / "new").status == 0
