@@ -139,7 +139,7 @@ def config_of(place: Path, run: Run) -> TrainConfig:
         mode="memory",
         task="classification",
         source=None if is_new else folder / "weights",
-        model_file=folder / "config.json" if is_new else None,
+        preset=str(folder / "config.json") if is_new else TrainConfig.preset,
         data=(str(place / f"tasks/{run.task}-train.jsonl"),),
         validation=(str(place / f"tasks/{run.task}-validation.jsonl"),),
         tokenizer=place / "tasks/gpt2",

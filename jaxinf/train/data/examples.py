@@ -108,7 +108,7 @@ def example_of(record: Record, mapping: Mapping[str, str], unused: set[str]) -> 
         messages, tools = _messages(where, values["messages"]), values.get("tools")
         return Example(where, "dialogue", (), messages, tools, fields=said)
     own = {name: value for name, value in values.items() if name != "label"}
-    texts = tuple(_text(where, used.get(n, n), value) for n, value in own.items())
+    texts = tuple(_text(where, used[n] or n, value) for n, value in own.items())
     if "prompt" in values:
         return Example(where, "dialogue", texts, fields=said)
     if "label" not in values and len(texts) == 1:
