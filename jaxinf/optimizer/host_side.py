@@ -138,7 +138,7 @@ class HostSide:
         self.store = store
         self._nonfinite: NonFinitePolicy | None = nonfinite
         self._started = StartedUpdates(store)
-        self._has_warned = False
+        self._has_warned = self._has_spoilt = False
 
     @property
     def engine(self) -> Engine:
@@ -304,6 +304,31 @@ class HostSide:
         if requests:
             is_finite = self.engine.steps.update(int(call.step), *requests)
             outs.statuses[places] = np.where(is_finite, FINITE, NON_FINITE)
+            if not self.checks_finite:
+                bad = [n for n, ok in zip(places, is_finite, strict=True) if not ok]
+                self._note_spoilt(description, call, outs, bad)
+
+    def _note_spoilt(
+        self,
+        description: StoreDescription,
+        call: HostCall,
+        outs: HostResult,
+        places: Sequence[int],
+    ) -> None:
+        """Says once that an optimizer has let NaN or Inf through to the params."""
+        for place in places:
+            out = outs.arrays[place]
+            if self._has_spoilt or out is None or np.isfinite(out).all():
+                continue
+            self._has_spoilt = True
+            _LOG.warning(
+                "%s: step %d: NaN or Inf of the gradient got into leaf %s and is "
+                "committed, as the optimizer lets it through; go back to a checkpoint "
+                "of before (open_store(…, restore=NAME)). This is said once",
+                self.store.path,
+                int(call.step) + 1,
+                description.leaves[call.leaves[place].number].name,
+            )
 
     def start(
         self, description: StoreDescription, outs: HostResult, call: HostCall

@@ -260,7 +260,7 @@ def find_recall(layout: StateLayout) -> Recall | None:
             for slot in own
             if layout.keys[slot.state_index][: len(sums)] == sums
         ]
-        if [leaf for _, leaf in found] == [*range(len(layout.slots))]:
+        if found and [leaf for _, leaf in found] == [*range(len(layout.slots))]:
             slots, leaves = zip(*found, strict=True)
             return Recall(slots, leaves, counter)
     return None

@@ -23,10 +23,11 @@ from jaxinf.typing import JsonValue
 
 _DAY_S = 86_400.0
 _MOST_S = 1e6 * _DAY_S
-_REMEDY = (
-    "give --mode stream with a --memory, more --micro-batches or --state int8, or take "
-    "a smaller model or a larger machine"
-)
+_REMEDIES = {
+    "disk": "give --state int8, more drives (--csd-root) or a smaller model",
+    "host": "give --mode stream with a --memory, or more --micro-batches",
+    "device": "give --mode stream with a --memory, or more --micro-batches",
+}
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def plan_text(plan: Plan) -> str:
     for name, (needed, there) in plan.tiers.items():
         if there is not None and needed > there:
             pair = f"{format_bytes(needed)}, has {format_bytes(int(there))}"
-            lines.append(f"does not fit: the {name} needs {pair}; {_REMEDY}")
+            lines.append(f"does not fit: the {name} needs {pair}; {_REMEDIES[name]}")
     return "\n".join([*lines, "nothing was trained or written"])
 
 

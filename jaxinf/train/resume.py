@@ -16,6 +16,7 @@ from jaxinf.processes import Group
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch, Batches, batch_checksum
 from jaxinf.train.data.rows import TrainingData
+from jaxinf.train.lora import ALPHA
 from jaxinf.train.optimizers import resolved_settings
 from jaxinf.typing import JsonValue
 
@@ -172,7 +173,10 @@ def changes(
 def _read(payload: JsonValue, config: TrainConfig) -> dict[str, Any]:
     if isinstance(payload, Mapping) and payload.get("made_by") == MADE_BY:
         held: dict[str, Any] = dict(payload)
-        return held | {"settings": {**_BEFORE, **held["settings"]}}
+        settings = {**_BEFORE, **held["settings"]}
+        if (alpha := settings.get("lora_alpha", ALPHA)) != ALPHA:  # a flag of before
+            settings["lora"] = f"{settings['lora']},alpha={alpha:g}"
+        return held | {"settings": settings}
     raise StoreMismatchError(
         f"{config.store}: expected a run of jaxinf.train, found a store whose last "
         "commit does not say where in the data it was (another program made it); go on "

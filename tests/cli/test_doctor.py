@@ -12,7 +12,6 @@ import jaxinf.cli.doctor as doctor
 import jaxinf.cli.host as host
 import jaxinf.cli.place as place
 import jaxinf.cli.probe as probe
-import jaxinf.optimizer.callback
 from jaxinf.csd.cards.sysfs import CardInfo
 from jaxinf.errors import DeviceConfigurationError
 from jaxinf.train.machine import read_machine
@@ -260,7 +259,7 @@ def test_what_the_machine_lacks(monkeypatch):
     def refuse():
         raise DeviceConfigurationError("8 CPU devices hang. Start with PJRT_NPROC=16")
 
-    monkeypatch.setattr(jaxinf.optimizer.callback, "check_device_configuration", refuse)
+    monkeypatch.setattr(host, "check_device_configuration", refuse)
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(host.toolchain, "_installed_zig", lambda: None)

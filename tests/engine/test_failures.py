@@ -43,7 +43,6 @@ def methods(driver):
         lambda: store.params(driver.initial),
         lambda: store.read("params", "bias"),
         lambda: store.snapshot().__enter__(),
-        store.csds,
         lambda: store.annotate(99, None),
         store.check,
         store.wait,

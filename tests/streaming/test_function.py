@@ -12,7 +12,12 @@ from zoo import ZOO, normal
 
 import jaxinf
 from jaxinf.csd import HostCsd
-from jaxinf.errors import StoreFormatError, StoreMismatchError, StreamError
+from jaxinf.errors import (
+    StoreClosedError,
+    StoreFormatError,
+    StoreMismatchError,
+    StreamError,
+)
 from jaxinf.streaming.plan import memory
 
 pytestmark = pytest.mark.optimized("long")
@@ -58,6 +63,9 @@ def test_outputs_are_those_of_one_jit(open_store):
         params = step.store.params(like=program.params)
         assert_near(f(program.batch), jax.jit(fn)(params, program.batch))
         assert_near(f.params(), params)
+    f.close()
+    with pytest.raises(StoreClosedError, match="make the function anew"):
+        f(program.batch)
     assert f.plan is not None
     f.close()
     step(program.batch)  # the store is still open

@@ -11,6 +11,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from jaxinf.errors import StoreClosedError
+
 
 @dataclass
 class MoveCounts:
@@ -63,6 +65,8 @@ class Workers:
         """Adds a job to a queue; its future is cancelled if the job is dropped."""
         future: Future[Any] = Future()
         with self.changed:
+            if self._is_closed:
+                raise StoreClosedError(f"{self._name}: closed; make the function anew")
             if self._is_resetting:  # what ends a job may submit another
                 future.cancel()
                 return future
