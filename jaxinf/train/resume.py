@@ -101,7 +101,7 @@ def check_same(own: Mapping[str, Any], group: Group) -> None:
     first, *others = group.gather("the settings of the run", lambda: said)
     for number, one in enumerate(others, 1):
         differing = [
-            f"--{_hyphens(name)}: expected the same in all processes, found {value} in "
+            f"{_flag(name)}: expected the same in all processes, found {value} in "
             f"process {number}, and {first[name]} in process 0"
             for name, value in one.items()
             if value != first[name]
@@ -133,7 +133,7 @@ def resume_step(
             "another --store"
         )
     differences = [
-        f"--{_hyphens(name)}: the run has {held['settings'].get(name)}, this command "
+        f"{_flag(name)}: the run has {held['settings'].get(name)}, this command "
         f"{settings[name]}"
         for name in _FIXED
         if held["settings"].get(name) != settings[name]
@@ -245,5 +245,7 @@ def _data_line(data: Mapping[str, Any]) -> str:
     )
 
 
-def _hyphens(name: str) -> str:
-    return name.replace("_", "-")
+def _flag(name: str) -> str:
+    """Returns the flag that a setting comes from."""
+    flags = {"num_labels": "--data, classes", "weight_decay": "--optimizer-args"}
+    return flags.get(name, f"--{name.replace('_', '-')}")
