@@ -11,15 +11,16 @@ MODES = {"update": (), "stream": ("--mode", "stream", "--memory", "64MiB")}
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 def test_a_trace_has_steps_and_what_threads_and_drives_did(run, tmp_path, mode):
-    words = ("--store", tmp_path / "s", "--steps", 4, *MODES[mode])
-    assert run(*words, "--trace", "3:4") == 0
+    words = ("--store", tmp_path / "s", "--steps", 9, *MODES[mode])
+    assert run(*words, "--trace", "2:8") == 0
     (path,) = (tmp_path / "s-log" / "trace").rglob("perfetto_trace.json.gz")
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     names = [one["name"] for one in events if one.get("ph") == "X"]
-    assert [name for name in names if name == "step"] == ["step", "step"]
+    assert [name for name in names if name == "step"] == ["step"] * 7
     for kind in ("update", "write", "publish"):
-        assert any(name.startswith(kind) for name in names)
-    assert any("h0/attn/qkv/kernel" in name for name in names)
+        assert any(name.startswith(kind) for name in names), kind
+    if mode == "stream":  # short leaves of an update move together
+        assert any("h0/attn/qkv/kernel" in name for name in names)
 
     lines = (tmp_path / "s-log" / "metrics.jsonl").read_text().splitlines()
     for line in map(json.loads, lines):
