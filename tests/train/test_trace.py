@@ -19,8 +19,6 @@ def test_a_trace_has_steps_and_what_threads_and_drives_did(run, tmp_path, mode):
     assert [name for name in names if name == "step"] == ["step"] * 7
     for kind in ("update", "write", "publish"):
         assert any(name.startswith(kind) for name in names), kind
-    if mode == "stream":  # short leaves of an update move together
-        assert any("h0/attn/qkv/kernel" in name for name in names)
 
     lines = (tmp_path / "s-log" / "metrics.jsonl").read_text().splitlines()
     for line in map(json.loads, lines):
