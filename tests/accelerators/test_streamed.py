@@ -138,11 +138,11 @@ def test_a_streamed_step(plan_step, name, device):
     limit_bytes = share * smallest_bytes(traced(program_of(name)))
     check_built(built, device)
     assert name != "gpt2" or any(one.donated[0] for one in built)
-    calls = len(fitted.plan.programs)
+    calls = len(fitted.programs)
     assert len(built) > calls, "there are passes over the gradients"
-    step = fitted.plan.traced
+    step = fitted.traced
     given_bytes = sum(map(aval_bytes, (*step.batch, *step.consts)))
-    planned_bytes = fitted.plan.peak_bytes + given_bytes
+    planned_bytes = fitted.peak_bytes + given_bytes
     assert planned_bytes <= limit_bytes
     for one in built[-calls:]:
         assert taken_bytes(one.memory) <= planned_bytes
