@@ -100,7 +100,7 @@ test-hls: $(VENV)/installed  ## card kernels: testbenches, and every variant aga
 test-cards: $(VENV)/installed  ## emulated cards: every kind of update, crashes, damage
 	$(BIN)/pytest -n auto -m cards tests/csd $(call files-with,mark.cards)
 	JAXINF_TEST_CSD=emulated $(BIN)/pytest -n auto -m 'not cards' $(addprefix \
-	  tests/engine/test_,$(addsuffix .py,crash durability failures integrity order steps))
+	  tests/engine/test_,$(addsuffix .py,durability failures integrity order steps))
 
 test-xrt: $(VENV)/installed  ## cards' code on the real XRT runtime (installs it; Debian 12)
 	dpkg-query --show $(XRT_PACKAGES) >/dev/null 2>&1 || ! command -v apt-get >/dev/null || { \
