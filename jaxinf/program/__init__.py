@@ -19,13 +19,14 @@ from jaxinf.program.average import (
 )
 from jaxinf.program.graph import (
     Graph,
+    Inliner,
     Node,
     Value,
     ancestors,
+    aval_bytes,
     bind,
     evaluate,
     graph_of,
-    interpret,
     prune,
 )
 from jaxinf.program.ir import (
@@ -83,6 +84,7 @@ __all__ = [
     "Equation",
     "Graph",
     "InitProgram",
+    "Inliner",
     "Input",
     "Kernel",
     "LeafInfo",
@@ -100,6 +102,7 @@ __all__ = [
     "UpdateProgram",
     "Value",
     "ancestors",
+    "aval_bytes",
     "averaged",
     "bind",
     "check_nonfinite",
@@ -108,7 +111,6 @@ __all__ = [
     "evaluate",
     "graph_of",
     "inputs_of",
-    "interpret",
     "is_computable",
     "is_guarded",
     "is_trained",

@@ -1,12 +1,13 @@
 """A jaxpr as a graph: nodes in an order in which they can be computed.
 
-    interpret   walks a jaxpr; a rule says what an equation becomes
-    graph_of    by the rule of optimizers: calls inlined, conditionals as selects
+    Inliner     an equation a node, calls inlined
+    graph_of    of an optimizer: conditionals as selects, too
 
-Invariant: every value has the node that computes it. Streaming has a rule of its own,
-which unrolls scans.
+Invariant: every value has the node that computes it. `jaxinf.streaming` extends
+`Inliner` by scans over stacked params, which it unrolls.
 """
 
+import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -15,6 +16,14 @@ import jax
 import numpy as np
 
 from jaxinf import compat
+
+
+def aval_bytes(aval: Any) -> int:
+    """Returns the bytes of an array; random keys count as 16 bytes an element."""
+    shape = getattr(aval, "shape", None)
+    if shape is None:
+        return 0
+    return math.prod(shape) * getattr(aval.dtype, "itemsize", 16)
 
 
 @dataclass(eq=False, slots=True, repr=False)
@@ -44,6 +53,10 @@ class Value:
     def dtype(self) -> Any:
         """Its dtype, which may be an extended one (random keys); None for tokens."""
         return getattr(self.aval, "dtype", None)
+
+    @property
+    def num_bytes(self) -> int:
+        return aval_bytes(self.aval)
 
     @property
     def is_literal(self) -> bool:
@@ -150,38 +163,72 @@ def evaluate(
     return [read(value) for value in outputs]
 
 
-def as_constant(literal: Any) -> Value:
-    return Value(literal.aval, constant=literal.val)
+class Inliner:
+    """Makes nodes of a jaxpr's equations; calls become the equations inside.
 
+    An equation's operands and results are values, or what a subclass makes of them.
 
-def interpret(
-    jaxpr: Any,
-    args: Sequence[Any],
-    rule: Callable[[Any, list[Any]], Sequence[Any]],
-    const: Callable[[Any], Any],
-    literal: Callable[[Any], Any] = as_constant,
-) -> list[Any]:
-    """Returns what a rule makes of a jaxpr's results, equation by equation.
-
-    Args:
-      jaxpr: A jaxpr, closed or not.
-      args: What stands for its arguments.
-      rule: Makes an equation's results of it and its operands.
-      const, literal: Make what stands for an array that the function closed over, and
-        for a literal.
+    Attributes:
+      nodes: All nodes, in order.
     """
-    consts = [const(array) for array in getattr(jaxpr, "consts", ())]
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    env.update(zip(jaxpr.invars, args, strict=True))
 
-    def read(atom: Any) -> Any:
-        return literal(atom) if isinstance(atom, compat.Literal) else env[atom]
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self._callers: list[Any] = []
 
-    for eqn in jaxpr.eqns:
-        outputs = rule(eqn, [read(atom) for atom in eqn.invars])
-        env.update(zip(eqn.outvars, outputs, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    def inline(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+        """Returns a jaxpr's results, from what stands for its arguments.
+
+        Args:
+          jaxpr: Closed or not.
+        """
+        consts = [self.const(array) for array in getattr(jaxpr, "consts", ())]
+        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+
+        def read(atom: Any) -> Any:
+            is_literal = isinstance(atom, compat.Literal)
+            return self.literal(atom) if is_literal else env[atom]
+
+        for eqn in jaxpr.eqns:
+            outputs = self.equation(eqn, [read(atom) for atom in eqn.invars])
+            env.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def equation(self, eqn: Any, inputs: list[Any]) -> Sequence[Any]:
+        """Returns an equation's results."""
+        callee = self.callee(eqn)
+        if callee is not None:
+            return self.call(eqn, callee, inputs)
+        sources = (eqn.source_info, *reversed(self._callers))
+        node = Node(eqn.primitive, tuple(inputs), eqn.params, (), eqn.ctx, sources)
+        return self.append(node, [var.aval for var in eqn.outvars])
+
+    def callee(self, eqn: Any) -> Any:
+        """Returns the jaxpr of an equation that is only a call; else None."""
+        return compat.called_jaxpr(eqn.primitive.name, eqn.params)
+
+    def call(self, eqn: Any, callee: Any, inputs: Sequence[Any]) -> list[Any]:
+        self._callers.append(eqn.source_info)
+        outputs = self.inline(callee, inputs)
+        self._callers.pop()
+        return outputs
+
+    def append(self, node: Node, avals: Sequence[Any]) -> tuple[Value, ...]:
+        """Appends a node and returns its results, of these types."""
+        stored = any(value.stored for value in node.inputs)
+        node.outputs = tuple(Value(aval, stored, node) for aval in avals)
+        self.nodes.append(node)
+        return node.outputs
+
+    def const(self, array: Any) -> Value:
+        """Returns what stands for an array that the function closed over."""
+        aval = jax.ShapeDtypeStruct(np.shape(array), array.dtype)
+        return Value(aval, constant=array)
+
+    def literal(self, literal: Any) -> Value:
+        return Value(literal.aval, constant=literal.val)
 
 
 def graph_of(closed: compat.ClosedJaxpr, stored: Container[int] = ()) -> Graph:
@@ -193,57 +240,37 @@ def graph_of(closed: compat.ClosedJaxpr, stored: Container[int] = ()) -> Graph:
     inputs = tuple(
         Value(var.aval, i in stored) for i, var in enumerate(closed.jaxpr.invars)
     )
-    rule = _Rule()
-    results = rule.inline(closed, inputs)
-    return Graph(inputs, tuple(rule.nodes), tuple(results))
+    inliner = _WithoutConditionals()
+    results = inliner.inline(closed, inputs)
+    return Graph(inputs, tuple(inliner.nodes), tuple(results))
 
 
-class _Rule:
-    """Collects nodes; calls are in the sources of the equations inside."""
+class _WithoutConditionals(Inliner):
+    """Computes all branches and selects, since a kernel has no control flow."""
 
-    def __init__(self) -> None:
-        self.nodes: list[Node] = []
-        self._callers: list[Any] = []
+    def literal(self, literal: Any) -> Value:
+        if literal.aval.shape:
+            return super().literal(literal)
+        number = np.asarray(literal.val).astype(literal.aval.dtype)[()]
+        return Value(literal.aval, constant=number)
 
-    def inline(self, jaxpr: Any, args: Sequence[Value]) -> list[Value]:
-        return interpret(jaxpr, args, self._equation, _const, _number)
-
-    def _equation(self, eqn: Any, inputs: list[Value]) -> Sequence[Value]:
+    def equation(self, eqn: Any, inputs: list[Value]) -> Sequence[Value]:
         name, avals = eqn.primitive.name, [var.aval for var in eqn.outvars]
-        callee = compat.called_jaxpr(name, eqn.params)
-        if callee is not None:
-            return self._call(eqn, callee, inputs)
         branches = compat.branches(name, eqn.params)
         if branches is not None and inputs[0].is_literal:
             chosen = min(max(int(inputs[0].constant), 0), len(branches) - 1)
-            return self._call(eqn, branches[chosen], inputs[1:])
+            return self.call(eqn, branches[chosen], inputs[1:])
         if branches is not None and not _is_of_scalars(inputs, avals):
             return self._selected(eqn, branches, inputs)
         if _is_identity(name, inputs, avals):
             return inputs[: len(avals)]
-        sources = (eqn.source_info, *reversed(self._callers))
-        values = tuple(inputs)
-        node = Node(eqn.primitive, values, eqn.params, (), eqn.ctx, sources)
-        return self._append(node, avals)
-
-    def _call(self, eqn: Any, callee: Any, inputs: Sequence[Value]) -> list[Value]:
-        self._callers.append(eqn.source_info)
-        outputs = self.inline(callee, inputs)
-        self._callers.pop()
-        return outputs
-
-    def _append(self, node: Node, avals: Sequence[Any]) -> Sequence[Value]:
-        stored = any(value.stored for value in node.inputs)
-        node.outputs = tuple(Value(aval, stored, node) for aval in avals)
-        self.nodes.append(node)
-        return node.outputs
+        return super().equation(eqn, inputs)
 
     def _selected(
         self, eqn: Any, branches: Sequence[Any], inputs: Sequence[Value]
     ) -> list[Value]:
-        """Computes all branches and selects, since a body has no control flow."""
         index, *operands = inputs
-        results = [self._call(eqn, branch, operands) for branch in branches]
+        results = [self.call(eqn, branch, operands) for branch in branches]
         select, sources = jax.lax.select_n_p, (eqn.source_info,)
         found: list[Value] = []
         for var, cases in zip(eqn.outvars, zip(*results, strict=True), strict=True):
@@ -251,19 +278,8 @@ class _Rule:
                 found.append(cases[0])
             else:
                 node = Node(select, (index, *cases), {}, sources=sources)
-                found += self._append(node, [var.aval])
+                found += self.append(node, [var.aval])
         return found
-
-
-def _const(array: Any) -> Value:
-    return Value(jax.ShapeDtypeStruct(np.shape(array), array.dtype), constant=array)
-
-
-def _number(literal: Any) -> Value:
-    if literal.aval.shape:
-        return as_constant(literal)
-    number = np.asarray(literal.val).astype(literal.aval.dtype)[()]
-    return Value(literal.aval, constant=number)
 
 
 def _is_of_scalars(inputs: Sequence[Value], avals: Sequence[Any]) -> bool:

@@ -27,8 +27,7 @@ from jaxinf.streaming.move.uploads import Uploads
 from jaxinf.streaming.move.workers import Dropped, MoveCounts, Workers
 from jaxinf.streaming.plan.group_step import GroupStep
 from jaxinf.streaming.plan.reads import Fetch, Reading
-from jaxinf.streaming.program.graph import Piece
-from jaxinf.streaming.program.meshes import piece_sharding
+from jaxinf.streaming.program.graph import Piece, piece_sharding
 from jaxinf.streaming.program.units import StoreUnits, Unit
 from jaxinf.transfer import PAGE_BYTES, Buffer, BufferPool, aligned, span
 from jaxinf.typing import Array

@@ -14,8 +14,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxinf.streaming.plan.calls import Call, Plan, Slot
 from jaxinf.streaming.plan.leaving import evicted, least_bytes
 from jaxinf.streaming.plan.memory import num_together
-from jaxinf.streaming.program.graph import Batch, Const, Origin, Piece, aval_bytes
-from jaxinf.streaming.program.meshes import piece_sharding, shard_bytes, typed_sharding
+from jaxinf.streaming.program.graph import (
+    Batch,
+    Const,
+    Origin,
+    Piece,
+    aval_bytes,
+    piece_sharding,
+)
+from jaxinf.streaming.program.meshes import shard_bytes, typed_sharding
 from jaxinf.streaming.program.programs import bytes_beside, compile_program
 
 _LOG = logging.getLogger("jaxinf.compile")

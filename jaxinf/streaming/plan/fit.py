@@ -18,8 +18,7 @@ from jaxinf.streaming.plan.leaving import least_bytes
 from jaxinf.streaming.plan.order import lenders_of, sequence
 from jaxinf.streaming.plan.report import largest_text
 from jaxinf.streaming.program.cut import choose_cuts, segment_bytes
-from jaxinf.streaming.program.graph import Piece, aval_bytes
-from jaxinf.streaming.program.inline import build_graph
+from jaxinf.streaming.program.graph import Piece, aval_bytes, build_graph
 from jaxinf.streaming.program.keys import Keys, stable_digest
 from jaxinf.streaming.program.lifetimes import Lifetimes, ordered
 from jaxinf.streaming.program.programs import make_programs, sum_programs

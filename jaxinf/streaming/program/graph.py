@@ -1,17 +1,53 @@
-"""The inputs of a traced loss function, and the bytes of its values.
+"""A traced program as a graph: calls inlined, scans over stacked params unrolled.
 
-Invariant: a value with an `origin` is that input; one with a `constant` is a literal,
-part of the program's text.
+Products of matrices whose result is transposed are turned round.
+
+Invariant: the results that an unrolled scan collects are stacked only if a node reads
+the whole. So a layer's params are an input of their own, and their gradient an output.
+A value with an `origin` is that input; one with a `constant` is a literal, part of the
+program's text.
 """
 
-import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxinf.program import Value
+from jaxinf import compat
+from jaxinf.program import Graph, Inliner, Node, Value, aval_bytes, prune
+from jaxinf.streaming.program.meshes import item_aval, typed_sharding
+from jaxinf.streaming.program.trace import Traced
+
+_CONSTRAINT = "sharding_constraint"
+
+POINTWISE = compat.ELEMENTWISE | frozenset(
+    """
+    acos acosh add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e
+    bitcast_convert_type clz copy copy_p cosh digamma erf erf_inv erfc imag is_finite
+    lgamma mul optimization_barrier population_count real shift_left
+    sharding_constraint shift_right_arithmetic shift_right_logical sinh stop_gradient
+    tan
+    """.split()
+)
+"""Primitives that compute each element from the elements at the same position."""
+
+LIGHT = POINTWISE | frozenset(
+    """
+    argmax argmin broadcast_in_dim concatenate dynamic_slice dynamic_update_slice
+    expand_dims gather iota pad random_bits random_clone random_fold_in random_seed
+    random_split random_unwrap random_wrap reduce_and reduce_max reduce_min reduce_or
+    reduce_prod reduce_sum reshape rev shift slice split squeeze stack threefry2x32
+    transpose unstack
+    """.split()
+)
+"""Primitives whose repeated computation costs less than keeping the result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,38 +99,6 @@ class Number:
 Origin: TypeAlias = Piece | Batch | Const | Seed | Number
 
 
-class Inputs:
-    """The inputs of a traced function, each with one value.
-
-    Attributes:
-      consts: The arrays that it, and the functions that it calls, closed over.
-    """
-
-    def __init__(self, consts: Iterable[Any]) -> None:
-        self.consts = list(consts)
-        self._numbers = {id(const): i for i, const in enumerate(self.consts)}
-        self._values: dict[tuple[Origin, Any], Value] = {}
-
-    def value(self, origin: Origin, aval: Any) -> Value:
-        key = origin, aval.dtype
-        return self._values.setdefault(key, Value(aval, origin=origin))
-
-    def const(self, array: Any) -> Value:
-        number = self._numbers.setdefault(id(array), len(self.consts))
-        if number == len(self.consts):
-            self.consts.append(array)
-        return self.value(Const(number), jax.typeof(array))
-
-
-def aval_bytes(aval: Any) -> int:
-    """Returns the bytes of an array; random keys count as 16 bytes an element."""
-    shape = getattr(aval, "shape", None)
-    if shape is None:
-        return 0
-    itemsize = getattr(aval.dtype, "itemsize", 16)
-    return math.prod(shape) * itemsize
-
-
 def num_bytes(values: Iterable[Value]) -> int:
     return sum(aval_bytes(value.aval) for value in values)
 
@@ -104,3 +108,376 @@ def struct(aval: Any, sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(
         aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding
     )
+
+
+def piece_sharding(sharding: NamedSharding | None, piece: Piece) -> Any:
+    """Returns the sharding of a piece, from that of its leaf; None stays None.
+
+    Axes of the mesh that divide an indexed dimension, or one of which only some rows
+    are taken, hold replicas of the piece.
+    """
+    if sharding is None:
+        return None
+    spec = tuple(sharding.spec)[len(piece.index) :]
+    if piece.rows is not None and spec:
+        spec = (None, *spec[1:])
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec))
+
+
+class GraphInputs(Inliner):
+    """Makes nodes of a function whose inputs have one value each.
+
+    Attributes:
+      consts: The arrays that it, and the functions that it calls, closed over.
+    """
+
+    def __init__(self, consts: Iterable[Any]) -> None:
+        super().__init__()
+        self.consts = list(consts)
+        self._numbers = {id(const): i for i, const in enumerate(self.consts)}
+        self._inputs: dict[tuple[Origin, Any], Value] = {}
+
+    def input(self, origin: Origin, aval: Any) -> Value:
+        key = origin, aval.dtype
+        return self._inputs.setdefault(key, Value(aval, origin=origin))
+
+    def const(self, array: Any) -> Value:
+        number = self._numbers.setdefault(id(array), len(self.consts))
+        if number == len(self.consts):
+            self.consts.append(array)
+        return self.input(Const(number), jax.typeof(array))
+
+
+@dataclass(eq=False, slots=True, repr=False)
+class Stack:
+    """Values along a leading axis that does not exist as an array."""
+
+    aval: Any
+    items: tuple["Atom", ...]
+
+
+Atom: TypeAlias = Value | Stack
+
+
+def build_graph(traced: Traced) -> Graph:
+    """Builds the graph of a traced function; drops nodes without effect."""
+    unroller = _Unroller(traced.consts)
+    origins = [Piece(i) for i in range(len(traced.params))]
+    origins += [Batch(i) for i in range(len(traced.batch))]
+    origins += [Seed()] if traced.seed_dtype is not None else []
+    pairs = zip(origins, traced.closed.jaxpr.invars, strict=True)
+    inputs = [unroller.input(origin, var.aval) for origin, var in pairs]
+    outputs = unroller.inline(traced.closed, inputs)
+    num_results = traced.num_results
+    results = tuple(unroller.computed(atom) for atom in outputs[:num_results])
+    gradients = {
+        piece: unroller.computed(value)
+        for leaf, atom in enumerate(outputs[num_results:])
+        for piece, value in _pieces(Piece(leaf), atom)
+    }
+    wanted = (*results, *gradients.values())
+    nodes = _with_turned_products(prune(unroller.nodes, wanted), wanted)
+    return Graph(tuple(inputs), nodes, results, gradients)
+
+
+def _pieces(piece: Piece, atom: Atom) -> Iterator[tuple[Piece, Atom]]:
+    if isinstance(atom, Value):
+        yield piece, atom
+        return
+    for i, item in enumerate(atom.items):
+        yield from _pieces(Piece(piece.leaf, (*piece.index, i)), item)
+
+
+def _with_turned_products(
+    nodes: Sequence[Node], wanted: Iterable[Value]
+) -> tuple[Node, ...]:
+    """Lets products whose result is only transposed compute the transposed result.
+
+        transpose(dot(ct, x))  ─►  dot(x, ct)
+
+    JAX's gradients have such products: that of `x @ w` by `w`, for one. XLA's CPU
+    compiler takes two to three times as long for them as for the product turned round.
+    """
+    reads = Counter(value for node in nodes for value in node.inputs)
+    reads.update(wanted)
+    found: dict[Node, None] = {}
+    for node in nodes:
+        product = node.inputs[0].node if node.name == "transpose" else None
+        turned = None
+        if product is not None and reads[node.inputs[0]] == 1:
+            turned = _turned(product, node)
+        if product is not None and turned is not None:
+            del found[product]
+        found[turned or node] = None
+    return tuple(found)
+
+
+def _turned(product: Node, transposed: Node) -> Node | None:
+    """The product with its operands exchanged, if its result is transposed so."""
+    if product.name != "dot_general" or product.params.get("out_sharding") is not None:
+        return None
+    (left, right), (left_batch, right_batch) = product.params["dimension_numbers"]
+    x, y = product.inputs
+    num_batch = len(left_batch)
+    middle = len(x.shape) - len(left)
+    end = middle + len(y.shape) - num_batch - len(right)
+    exchanged = *range(num_batch), *range(middle, end), *range(num_batch, middle)
+    precision = product.params["precision"]
+    if isinstance(precision, tuple):
+        precision = precision[::-1]
+    elif not (precision is None or isinstance(precision, lax.Precision)):
+        return None  # an algorithm may treat its operands differently
+    if tuple(transposed.params["permutation"]) != exchanged:
+        return None
+    params = {
+        **product.params,
+        "dimension_numbers": ((right, left), (right_batch, left_batch)),
+        "precision": precision,
+    }
+    node = replace(product, inputs=(y, x), params=params, outputs=transposed.outputs)
+    transposed.outputs[0].node = node
+    return node
+
+
+class _Unroller(GraphInputs):
+    """Unrolls scans over params; what they collect is a stack."""
+
+    def __init__(self, consts: Iterable[Any]) -> None:
+        super().__init__(consts)
+        self._items: dict[tuple[Value, int], Value] = {}
+        self._whole: dict[Stack, Value] = {}
+        self._zeros: set[Value] = set()
+        self._sliced: set[tuple[int, ...]] = set()
+        self._item_params: dict[int, tuple[Any, Any]] = {}
+
+    def computed(self, atom: Atom) -> Value:
+        value = self._value(atom)
+        if value.node is None:
+            return self.append(Node(lax.copy_p, (value,), {}), [value.aval])[0]
+        return value
+
+    def callee(self, eqn: Any) -> Any:
+        # What a checkpoint computes again stays together.
+        return compat.called_jaxpr(eqn.primitive.name, eqn.params, checkpoints=False)
+
+    def call(self, eqn: Any, callee: Any, inputs: Sequence[Atom]) -> list[Atom]:
+        given = self._constrained(inputs, eqn.params.get("in_shardings", ()))
+        outputs = super().call(eqn, callee, given)
+        return self._constrained(outputs, eqn.params.get("out_shardings", ()))
+
+    def equation(self, eqn: Any, inputs: list[Atom]) -> Sequence[Atom]:
+        name, params = eqn.primitive.name, eqn.params
+        if name == "scan":
+            xs = inputs[params["num_consts"] + params["num_carry"] :]
+            if any(map(self._is_stacked, xs)):
+                return self._unroll(eqn, inputs)
+        avals = [var.aval for var in eqn.outvars]
+        special = _SPECIAL.get(name)
+        found = special and special(self, params, avals[0], *inputs)
+        if found is not None:
+            return [found]
+        has_stacks = any(isinstance(atom, Stack) for atom in inputs)
+        if has_stacks and self.callee(eqn) is None:
+            node = Node(eqn.primitive, (), params, context=eqn.ctx)
+            if _is_pointwise(node, inputs, avals):
+                return [self._on_items(node, avals[0], inputs)]
+            inputs = [*map(self._value, inputs)]
+        return super().equation(eqn, inputs)
+
+    def _constrained(
+        self, atoms: Sequence[Atom], shardings: Sequence[Any]
+    ) -> list[Atom]:
+        """Returns the values of a jit with the shardings that it gives them.
+
+        A stack, which does not exist as an array, stays as it is.
+        """
+        found = list(atoms)
+        for i, (atom, sharding) in enumerate(zip(atoms, shardings, strict=False)):
+            is_named = isinstance(sharding, NamedSharding) and sharding.mesh.size > 1
+            if is_named and isinstance(atom, Value):
+                constrain = partial(lax.with_sharding_constraint, shardings=sharding)
+                found[i] = self._call(constrain, atom)
+        return found
+
+    def _append(self, like: Node, inputs: Sequence[Atom], aval: Any) -> Value:
+        """Appends an operation like a node's, which has one result."""
+        values = tuple(map(self._value, inputs))
+        return self.append(replace(like, inputs=values), [aval])[0]
+
+    def _value(self, atom: Atom) -> Value:
+        """Returns `atom` as one value; concatenates a stack, once."""
+        if isinstance(atom, Value):
+            return atom
+        if atom not in self._whole:
+            items = [self._value(item) for item in atom.items]
+            self._whole[atom] = self._call(lambda *xs: jnp.stack(xs), *items)
+        return self._whole[atom]
+
+    def _call(self, function: Callable[..., Any], *args: Value) -> Value:
+        """Appends the nodes of `function`, traced on the types of `args`."""
+        types = (struct(value.aval, typed_sharding(value.aval)) for value in args)
+        return self._value(self.inline(jax.make_jaxpr(function)(*types), args)[0])
+
+    # Scans.
+
+    def _is_stacked(self, atom: Atom) -> bool:
+        """Whether slices of `atom` are available without the whole."""
+        if isinstance(atom, Stack) or isinstance(atom.origin, Piece):
+            return True
+        node = atom.node
+        return (
+            node is not None
+            and _is_pointwise(node, node.inputs, [out.aval for out in node.outputs])
+            and any(map(self._is_stacked, node.inputs))
+        )
+
+    def _unroll(self, eqn: Any, inputs: list[Atom]) -> list[Atom]:
+        params = eqn.params
+        num_consts, num_carry = params["num_consts"], params["num_carry"]
+        consts, xs = inputs[:num_consts], inputs[num_consts + num_carry :]
+        carry = inputs[num_consts : num_consts + num_carry]
+        order = range(params["length"])
+        rows: dict[int, list[Atom]] = {}
+        for i in reversed(order) if params["reverse"] else order:
+            args = [*consts, *carry, *(self._item(x, i) for x in xs)]
+            outputs = self.inline(params["jaxpr"], args)
+            carry, rows[i] = outputs[:num_carry], outputs[num_carry:]
+        stacks = [
+            Stack(var.aval, tuple(rows[i][j] for i in order))
+            for j, var in enumerate(eqn.outvars[num_carry:])
+        ]
+        return [*carry, *stacks]
+
+    def _item(self, atom: Atom, i: int) -> Atom:
+        """Returns element `i` of `atom` along its leading axis."""
+        if isinstance(atom, Stack):
+            return atom.items[i]
+        piece = atom.origin
+        if isinstance(piece, Piece):
+            row = i + (piece.rows[0] if piece.rows else 0)
+            own = Piece(piece.leaf, (*piece.index, row))
+            return self.input(own, item_aval(atom.aval))
+        if (atom, i) not in self._items:
+            self._items[atom, i] = self._computed_item(atom, i)
+        return self._items[atom, i]
+
+    def _computed_item(self, value: Value, i: int) -> Value:
+        node, aval = value.node, item_aval(value.aval)
+        dims = node.params.get("broadcast_dimensions", (0,)) if node else (0,)
+        if node is not None and 0 not in dims:
+            params = {
+                **node.params,
+                "shape": aval.shape,
+                "broadcast_dimensions": tuple(dim - 1 for dim in dims),
+                "sharding": typed_sharding(aval),
+            }
+            like = Node(node.primitive, (), params, context=node.context)
+            return self._append(like, node.inputs, aval)
+        if node is not None and self._is_stacked(value):
+            parts = self._parts(node.inputs, i)
+            return self._append(self._for_item(node), parts, aval)
+        number = self.input(Number(i), jax.typeof(np.int32(0)))
+        return self._call(_take, value, number)
+
+    def _parts(self, atoms: Sequence[Atom], i: int) -> list[Atom]:
+        return [self._item(atom, i) if atom.aval.shape else atom for atom in atoms]
+
+    def _on_items(self, node: Node, aval: Any, inputs: Sequence[Atom]) -> Stack:
+        """Returns the result of a pointwise operation on a stack, as a stack."""
+        node, item = self._for_item(node), item_aval(aval)
+        rows = (self._parts(inputs, i) for i in range(aval.shape[0]))
+        return Stack(aval, tuple(self._on_item(node, item, parts) for parts in rows))
+
+    def _on_item(self, node: Node, aval: Any, parts: list[Atom]) -> Atom:
+        if node.name == "add_any":
+            present = [part for part in parts if part not in self._zeros]
+            if len(present) < 2:
+                return (present or parts)[0]
+        if any(isinstance(part, Stack) for part in parts):
+            return self._on_items(node, aval, parts)
+        return self._append(node, parts, aval)
+
+    def _for_item(self, node: Node) -> Node:
+        """Returns a pointwise operation for one element of a stack.
+
+        Its parameters are one object for all elements.
+        """
+        if node.name != _CONSTRAINT:
+            return node
+        params, key = node.params, id(node.params)
+        if key not in self._item_params:
+            sharding, free = params["sharding"], params["unconstrained_dims"]
+            spec = PartitionSpec(*tuple(sharding.spec)[1:])
+            own = {
+                "sharding": sharding.update(spec=spec),
+                "unconstrained_dims": frozenset(dim - 1 for dim in free if dim),
+            }
+            self._item_params[key] = params, {**params, **own}
+        return Node(node.primitive, (), self._item_params[key][1], context=node.context)
+
+    # Special cases for stacks and slices of params; None for the ordinary treatment.
+
+    def _slice(self, params: Any, aval: Any, atom: Atom) -> Atom | None:
+        """Returns rows of a param or of a stack without the rest."""
+        starts, limits = params["start_indices"], params["limit_indices"]
+        shape = tuple(atom.aval.shape)
+        has_all = not any(starts[1:]) and tuple(limits[1:]) == shape[1:]
+        if not shape or params["strides"] is not None or not has_all:
+            return None
+        first, last = int(starts[0]), int(limits[0])
+        if isinstance(atom, Stack):
+            return Stack(aval, atom.items[first:last])
+        piece = atom.origin
+        if not isinstance(piece, Piece):
+            return None
+        self._sliced.add(shape)
+        base = piece.rows[0] if piece.rows else 0
+        own = Piece(piece.leaf, piece.index, (base + first, base + last))
+        return self.input(own, aval)
+
+    def _squeeze(self, params: Any, aval: Any, atom: Atom) -> Atom | None:
+        del params  # the shapes tell
+        if aval.shape != atom.aval.shape[1:] or atom.aval.shape[0] != 1:
+            return None
+        is_slice = isinstance(atom, Stack) or (
+            isinstance(atom.origin, Piece) and atom.origin.rows is not None
+        )
+        return self._item(atom, 0) if is_slice else None
+
+    def _pad(self, params: Any, aval: Any, atom: Atom, padding: Atom) -> Atom | None:
+        """Returns the gradient of a slice of a stack without making the other zeros."""
+        (low, high, inner), *others = params["padding_config"]
+        zero = padding.constant if isinstance(padding, Value) else None
+        is_gradient = zero is not None and zero == 0 and aval.ndim > 1
+        is_gradient &= tuple(aval.shape) in self._sliced and not any(map(any, others))
+        if not is_gradient or min(low, high) < 0 or inner:
+            return None
+        rows = [self._item(atom, i) for i in range(atom.aval.shape[0])]
+        if low + high:
+            item = item_aval(aval)
+            zero = self._call(lambda: jnp.zeros(item.shape, item.dtype))
+            self._zeros.add(zero)
+            rows = [*[zero] * low, *rows, *[zero] * high]
+        return Stack(aval, tuple(rows))
+
+
+_SPECIAL: dict[str, Callable[..., Atom | None]] = {
+    "slice": _Unroller._slice,
+    "squeeze": _Unroller._squeeze,
+    "pad": _Unroller._pad,
+}
+
+
+def _is_pointwise(node: Node, inputs: Sequence[Atom], avals: Sequence[Any]) -> bool:
+    """Whether elements of the one result depend on those of operands of its shape."""
+    is_known = node.name in POINTWISE and len(avals) == 1
+    if node.name == _CONSTRAINT:
+        is_known = is_known and isinstance(node.params["sharding"], NamedSharding)
+    return is_known and all(a.aval.shape in ((), avals[0].shape) for a in inputs)
+
+
+def _take(array: jax.Array, i: jax.Array) -> jax.Array:
+    starts = (i, *(jnp.int32(0) for _ in array.shape[1:]))
+    sizes = (1, *array.shape[1:])
+    row = lax.dynamic_slice(array, starts, sizes, allow_negative_indices=False)
+    return lax.squeeze(row, (0,))

@@ -19,17 +19,14 @@ from jaxinf.csd import ScalarInputs
 from jaxinf.errors import BudgetError, StreamError, UnsupportedTransformError
 from jaxinf.program import (
     InitProgram,
-    Node,
     Value,
     bind,
-    interpret,
     key_data,
     path_name,
 )
 from jaxinf.store import ScalarState, encode_path
-from jaxinf.streaming.program.graph import Batch, Const, Inputs, Number
+from jaxinf.streaming.program.graph import LIGHT, Batch, Const, GraphInputs, Number
 from jaxinf.streaming.program.keys import Keys
-from jaxinf.streaming.program.lifetimes import LIGHT
 from jaxinf.streaming.program.meshes import on_one_device, outside_mesh
 from jaxinf.streaming.program.programs import Program, lowered, program_of
 from jaxinf.streaming.program.trace import abstract
@@ -132,10 +129,10 @@ def trace_params(init_fn: Callable[..., PyTree], *args: Any) -> LeafMaker:
             "init_fn: expected a function without side effects, found "
             f"{', '.join(map(str, closed.effects))}; remove prints and stores from it"
         )
-    inputs = Inputs(closed.consts)
-    given = [inputs.value(Batch(i), v.aval) for i, v in enumerate(closed.jaxpr.invars)]
-    outputs = _inlined(closed, given, inputs)
-    return LeafMaker(flat, inputs.consts, jax.tree.structure(out), outputs)
+    inliner, variables = _LeafInliner(closed.consts), enumerate(closed.jaxpr.invars)
+    given = [inliner.input(Batch(i), var.aval) for i, var in variables]
+    outputs = inliner.inline(closed, given)
+    return LeafMaker(flat, inliner.consts, jax.tree.structure(out), outputs)
 
 
 def check_init_fn(init_fn: Any) -> None:
@@ -152,33 +149,27 @@ def check_init_fn(init_fn: Any) -> None:
         )
 
 
-def _inlined(jaxpr: Any, args: Sequence[Value], inputs: Inputs) -> list[Value]:
-    """Inlines calls; folds counts of the calls of a random key into numbers.
+class _LeafInliner(GraphInputs):
+    """Folds counts of the calls of a random key into numbers.
 
     The keys of leaves differ only in a number that a key is folded with. This number
     becomes an argument, so leaves of one shape share one program.
     """
 
-    def rule(eqn: Any, values: list[Value]) -> Sequence[Value]:
+    def equation(self, eqn: Any, inputs: list[Value]) -> Sequence[Value]:
         name, avals = eqn.primitive.name, [var.aval for var in eqn.outvars]
-        callee = compat.called_jaxpr(name, eqn.params)
-        if callee is not None:
-            return _inlined(callee, values, inputs)
         if name == "sharding_constraint":
-            return values  # a leaf is made on one device
-        constants = [value.constant for value in values]
-        is_known = bool(values) and all(one is not None for one in constants)
+            return inputs  # a leaf is made on one device
+        constants = [value.constant for value in inputs]
+        is_known = bool(inputs) and all(one is not None for one in constants)
         if name == "random_fold_in" and constants[1] is not None:
             number = Number(int(constants[1]))
-            values = [values[0], inputs.value(number, values[1].aval)]
-        node = Node(eqn.primitive, tuple(values), eqn.params, context=eqn.ctx)
+            inputs = [inputs[0], self.input(number, inputs[1].aval)]
+        outputs = super().equation(eqn, inputs)
         if is_known and name in LIGHT and _is_integer(avals):
-            (count,) = bind(node, constants)
+            (count,) = bind(outputs[0].node, constants)
             return [Value(avals[0], constant=np.asarray(count)[()])]
-        node.outputs = tuple(Value(aval, node=node) for aval in avals)
-        return node.outputs
-
-    return interpret(jaxpr, args, rule, inputs.const)
+        return outputs
 
 
 def _is_integer(avals: Sequence[Any]) -> bool:

@@ -17,31 +17,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from jaxinf.compat import ELEMENTWISE
 from jaxinf.program import Graph, Node, Value
-from jaxinf.streaming.program.graph import Piece, Seed, aval_bytes, num_bytes
-
-POINTWISE = ELEMENTWISE | frozenset(
-    """
-    acos acosh add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e
-    bitcast_convert_type clz copy copy_p cosh digamma erf erf_inv erfc imag is_finite
-    lgamma mul optimization_barrier population_count real shift_left
-    sharding_constraint shift_right_arithmetic shift_right_logical sinh stop_gradient
-    tan
-    """.split()
-)
-"""Primitives that compute each element from the elements at the same position."""
-
-LIGHT = POINTWISE | frozenset(
-    """
-    argmax argmin broadcast_in_dim concatenate dynamic_slice dynamic_update_slice
-    expand_dims gather iota pad random_bits random_clone random_fold_in random_seed
-    random_split random_unwrap random_wrap reduce_and reduce_max reduce_min reduce_or
-    reduce_prod reduce_sum reshape rev shift slice split squeeze stack threefry2x32
-    transpose unstack
-    """.split()
-)
-"""Primitives whose repeated computation costs less than keeping the result."""
+from jaxinf.streaming.program.graph import LIGHT, Piece, Seed, num_bytes
 
 _TINY_BYTES = 1024
 _SCALAR_BYTES = 64
@@ -182,10 +159,10 @@ def _is_free(node: Node, needs: Set[Value], params: Set[Value]) -> bool:
 
 
 def _sizes(graph: Graph) -> dict[Piece, int]:
-    sizes = {p: aval_bytes(v.aval) for p, v in graph.gradients.items()}
+    sizes = {p: v.num_bytes for p, v in graph.gradients.items()}
     read = (value for node in graph.nodes for value in node.inputs)
     return sizes | {
-        value.origin: aval_bytes(value.aval)
+        value.origin: value.num_bytes
         for value in read
         if isinstance(value.origin, Piece)
     }
@@ -200,7 +177,7 @@ def _live_bytes(nodes: Sequence[Node], needs: _Needs) -> np.ndarray:
     made, last = _made(nodes), dict[Value, int]()
     for i, node in enumerate(nodes):
         last.update(dict.fromkeys(needs[node] & made.keys(), i))
-    stays = (Stay(made[v] + 1, end + 1, aval_bytes(v.aval)) for v, end in last.items())
+    stays = (Stay(made[v] + 1, end + 1, v.num_bytes) for v, end in last.items())
     return occupancy(len(nodes) + 1, stays)
 
 

@@ -16,7 +16,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxinf import compat
 from jaxinf.errors import StreamError
 from jaxinf.program import path_name
-from jaxinf.streaming.program.graph import Piece
 from jaxinf.typing import PyTree
 
 
@@ -169,20 +168,6 @@ def _sharded(path: Any, leaf: jax.ShapeDtypeStruct, sharding: Any) -> Any:
 def without_shardings(avals: PyTree) -> PyTree:
     """Returns abstract values of the same arrays on one device."""
     return jax.tree.map(lambda leaf: leaf.update(sharding=None), avals)
-
-
-def piece_sharding(sharding: NamedSharding | None, piece: Piece) -> Any:
-    """Returns the sharding of a piece, from that of its leaf; None stays None.
-
-    Axes of the mesh that divide an indexed dimension, or one of which only some rows
-    are taken, hold replicas of the piece.
-    """
-    if sharding is None:
-        return None
-    spec = tuple(sharding.spec)[len(piece.index) :]
-    if piece.rows is not None and spec:
-        spec = (None, *spec[1:])
-    return NamedSharding(sharding.mesh, PartitionSpec(*spec))
 
 
 def typed_sharding(aval: Any) -> Any:

@@ -18,9 +18,16 @@ import numpy as np
 
 from jaxinf import compat
 from jaxinf.program import Graph, Node, Value, ancestors, evaluate, graph_of
-from jaxinf.streaming.program.graph import Number, Piece, aval_bytes, num_bytes, struct
+from jaxinf.streaming.program.graph import (
+    LIGHT,
+    Number,
+    Piece,
+    aval_bytes,
+    num_bytes,
+    struct,
+)
 from jaxinf.streaming.program.keys import Keys
-from jaxinf.streaming.program.lifetimes import LIGHT, Lifetimes, Stay, occupancy
+from jaxinf.streaming.program.lifetimes import Lifetimes, Stay, occupancy
 from jaxinf.streaming.program.meshes import typed_sharding
 
 # glibc keeps smaller blocks anyway, so a plan is not exact to within their size.

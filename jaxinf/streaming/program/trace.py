@@ -17,8 +17,7 @@ from jax.sharding import Mesh
 
 from jaxinf.compat import ClosedJaxpr, all_equations, inner_jaxprs, source_line
 from jaxinf.errors import StreamError
-from jaxinf.program import path_name
-from jaxinf.streaming.program.graph import aval_bytes
+from jaxinf.program import aval_bytes, path_name
 from jaxinf.streaming.program.meshes import (
     mesh_in_program,
     mesh_of,

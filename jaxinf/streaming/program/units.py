@@ -18,8 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jaxinf.engine import has_shared_parts, put_together, shard_counts
-from jaxinf.streaming.program.graph import Piece
-from jaxinf.streaming.program.meshes import piece_sharding
+from jaxinf.streaming.program.graph import Piece, piece_sharding
 from jaxinf.streaming.program.shards import Box
 from jaxinf.transfer import page_ceil
 from jaxinf.typing import Array
