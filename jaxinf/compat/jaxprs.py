@@ -20,6 +20,28 @@ ELEMENTWISE = frozenset(
 """Primitives by name: every operand leaf-shaped or a scalar. They name equations of
 `jaxinf.program.ir`, too."""
 
+POINTWISE = ELEMENTWISE | frozenset(
+    """
+    acos acosh add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e
+    bitcast_convert_type clz copy copy_p cosh digamma erf erf_inv erfc imag is_finite
+    lgamma mul optimization_barrier population_count real shift_left
+    sharding_constraint shift_right_arithmetic shift_right_logical sinh stop_gradient
+    tan
+    """.split()
+)
+"""Primitives that compute each element from the elements at the same position."""
+
+LIGHT = POINTWISE | frozenset(
+    """
+    argmax argmin broadcast_in_dim concatenate dynamic_slice dynamic_update_slice
+    expand_dims gather iota pad random_bits random_clone random_fold_in random_seed
+    random_split random_unwrap random_wrap reduce_and reduce_max reduce_min reduce_or
+    reduce_prod reduce_sum reshape rev shift slice split squeeze stack threefry2x32
+    transpose unstack
+    """.split()
+)
+"""Primitives whose repeated computation costs less than keeping the result."""
+
 IDENTITIES = frozenset(
     """
     copy copy_p stop_gradient optimization_barrier sharding_constraint reshape

@@ -210,6 +210,7 @@ class Inliner:
         return compat.called_jaxpr(eqn.primitive.name, eqn.params)
 
     def call(self, eqn: Any, callee: Any, inputs: Sequence[Any]) -> list[Any]:
+        """Returns a call's results: those of the jaxpr that it calls."""
         self._callers.append(eqn.source_info)
         outputs = self.inline(callee, inputs)
         self._callers.pop()
@@ -228,6 +229,7 @@ class Inliner:
         return Value(aval, constant=array)
 
     def literal(self, literal: Any) -> Value:
+        """Returns what stands for a literal."""
         return Value(literal.aval, constant=literal.val)
 
 

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxinf import compat
+from jaxinf.compat import POINTWISE
 from jaxinf.program import Node, Value, graph_of
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.compiled import compiled_temp_bytes
 from jaxinf.streaming.plan.fit import Prepared
 from jaxinf.streaming.plan.memory import NUM_STAGED
 from jaxinf.streaming.planning import plan_step
-from jaxinf.streaming.program.graph import POINTWISE, Piece, aval_bytes, num_bytes
+from jaxinf.streaming.program.graph import Piece, aval_bytes, num_bytes
 from jaxinf.streaming.program.lifetimes import Stay, occupancy
 from jaxinf.streaming.program.programs import Program
 from jaxinf.streaming.update.sink import Sink, drive_bytes

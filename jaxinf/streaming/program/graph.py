@@ -1,7 +1,5 @@
 """A traced program as a graph: calls inlined, scans over stacked params unrolled.
 
-Products of matrices whose result is transposed are turned round.
-
 Invariant: the results that an unrolled scan collects are stacked only if a node reads
 the whole. So a layer's params are an input of their own, and their gradient an output.
 A value with an `origin` is that input; one with a `constant` is a literal, part of the
@@ -21,33 +19,12 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinf import compat
+from jaxinf.compat import POINTWISE
 from jaxinf.program import Graph, Inliner, Node, Value, aval_bytes, prune
-from jaxinf.streaming.program.meshes import item_aval, typed_sharding
+from jaxinf.streaming.program.meshes import item_aval, struct, typed_sharding
 from jaxinf.streaming.program.trace import Traced
 
 _CONSTRAINT = "sharding_constraint"
-
-POINTWISE = compat.ELEMENTWISE | frozenset(
-    """
-    acos acosh add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e
-    bitcast_convert_type clz copy copy_p cosh digamma erf erf_inv erfc imag is_finite
-    lgamma mul optimization_barrier population_count real shift_left
-    sharding_constraint shift_right_arithmetic shift_right_logical sinh stop_gradient
-    tan
-    """.split()
-)
-"""Primitives that compute each element from the elements at the same position."""
-
-LIGHT = POINTWISE | frozenset(
-    """
-    argmax argmin broadcast_in_dim concatenate dynamic_slice dynamic_update_slice
-    expand_dims gather iota pad random_bits random_clone random_fold_in random_seed
-    random_split random_unwrap random_wrap reduce_and reduce_max reduce_min reduce_or
-    reduce_prod reduce_sum reshape rev shift slice split squeeze stack threefry2x32
-    transpose unstack
-    """.split()
-)
-"""Primitives whose repeated computation costs less than keeping the result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +80,6 @@ def num_bytes(values: Iterable[Value]) -> int:
     return sum(aval_bytes(value.aval) for value in values)
 
 
-def struct(aval: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    """Returns a value's type with a sharding, as an argument of a trace."""
-    return jax.ShapeDtypeStruct(
-        aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding
-    )
-
-
 def piece_sharding(sharding: NamedSharding | None, piece: Piece) -> Any:
     """Returns the sharding of a piece, from that of its leaf; None stays None.
 
@@ -162,17 +132,17 @@ Atom: TypeAlias = Value | Stack
 def build_graph(traced: Traced) -> Graph:
     """Builds the graph of a traced function; drops nodes without effect."""
     unroller = _Unroller(traced.consts)
-    origins = [Piece(i) for i in range(len(traced.params))]
-    origins += [Batch(i) for i in range(len(traced.batch))]
+    origins = [*map(Piece, range(len(traced.params)))]
+    origins += map(Batch, range(len(traced.batch)))
     origins += [Seed()] if traced.seed_dtype is not None else []
     pairs = zip(origins, traced.closed.jaxpr.invars, strict=True)
     inputs = [unroller.input(origin, var.aval) for origin, var in pairs]
     outputs = unroller.inline(traced.closed, inputs)
-    num_results = traced.num_results
-    results = tuple(unroller.computed(atom) for atom in outputs[:num_results])
+    num = traced.num_results
+    results = tuple(map(unroller.computed, outputs[:num]))
     gradients = {
         piece: unroller.computed(value)
-        for leaf, atom in enumerate(outputs[num_results:])
+        for leaf, atom in enumerate(outputs[num:])
         for piece, value in _pieces(Piece(leaf), atom)
     }
     wanted = (*results, *gradients.values())
@@ -256,8 +226,7 @@ class _Unroller(GraphInputs):
             return self.append(Node(lax.copy_p, (value,), {}), [value.aval])[0]
         return value
 
-    def callee(self, eqn: Any) -> Any:
-        # What a checkpoint computes again stays together.
+    def callee(self, eqn: Any) -> Any:  # what a checkpoint repeats stays together
         return compat.called_jaxpr(eqn.primitive.name, eqn.params, checkpoints=False)
 
     def call(self, eqn: Any, callee: Any, inputs: Sequence[Atom]) -> list[Atom]:
@@ -352,8 +321,7 @@ class _Unroller(GraphInputs):
         """Returns element `i` of `atom` along its leading axis."""
         if isinstance(atom, Stack):
             return atom.items[i]
-        piece = atom.origin
-        if isinstance(piece, Piece):
+        if isinstance(piece := atom.origin, Piece):
             row = i + (piece.rows[0] if piece.rows else 0)
             own = Piece(piece.leaf, (*piece.index, row))
             return self.input(own, item_aval(atom.aval))
@@ -371,8 +339,7 @@ class _Unroller(GraphInputs):
                 "broadcast_dimensions": tuple(dim - 1 for dim in dims),
                 "sharding": typed_sharding(aval),
             }
-            like = Node(node.primitive, (), params, context=node.context)
-            return self._append(like, node.inputs, aval)
+            return self._append(replace(node, params=params), node.inputs, aval)
         if node is not None and self._is_stacked(value):
             parts = self._parts(node.inputs, i)
             return self._append(self._for_item(node), parts, aval)
@@ -413,7 +380,7 @@ class _Unroller(GraphInputs):
                 "unconstrained_dims": frozenset(dim - 1 for dim in free if dim),
             }
             self._item_params[key] = params, {**params, **own}
-        return Node(node.primitive, (), self._item_params[key][1], context=node.context)
+        return replace(node, params=self._item_params[key][1])
 
     # Special cases for stacks and slices of params; None for the ordinary treatment.
 

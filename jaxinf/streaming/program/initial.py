@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 from jaxinf import compat
+from jaxinf.compat import LIGHT
 from jaxinf.csd import ScalarInputs
 from jaxinf.errors import BudgetError, StreamError, UnsupportedTransformError
 from jaxinf.program import (
@@ -25,7 +26,7 @@ from jaxinf.program import (
     path_name,
 )
 from jaxinf.store import ScalarState, encode_path
-from jaxinf.streaming.program.graph import LIGHT, Batch, Const, GraphInputs, Number
+from jaxinf.streaming.program.graph import Batch, Const, GraphInputs, Number
 from jaxinf.streaming.program.keys import Keys
 from jaxinf.streaming.program.meshes import on_one_device, outside_mesh
 from jaxinf.streaming.program.programs import Program, lowered, program_of

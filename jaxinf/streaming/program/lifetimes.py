@@ -17,8 +17,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from jaxinf.compat import LIGHT
 from jaxinf.program import Graph, Node, Value
-from jaxinf.streaming.program.graph import LIGHT, Piece, Seed, num_bytes
+from jaxinf.streaming.program.graph import Piece, Seed, num_bytes
 
 _TINY_BYTES = 1024
 _SCALAR_BYTES = 64

@@ -170,6 +170,13 @@ def without_shardings(avals: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf.update(sharding=None), avals)
 
 
+def struct(aval: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    """Returns a value's type with a sharding, as an argument of a trace."""
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding
+    )
+
+
 def typed_sharding(aval: Any) -> Any:
     """Returns the sharding in a value's type, on a mesh with explicit axes, or None."""
     sharding = getattr(aval, "sharding", None)

@@ -17,18 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinf import compat
+from jaxinf.compat import LIGHT
 from jaxinf.program import Graph, Node, Value, ancestors, evaluate, graph_of
-from jaxinf.streaming.program.graph import (
-    LIGHT,
-    Number,
-    Piece,
-    aval_bytes,
-    num_bytes,
-    struct,
-)
+from jaxinf.streaming.program.graph import Number, Piece, aval_bytes, num_bytes
 from jaxinf.streaming.program.keys import Keys
 from jaxinf.streaming.program.lifetimes import Lifetimes, Stay, occupancy
-from jaxinf.streaming.program.meshes import typed_sharding
+from jaxinf.streaming.program.meshes import struct, typed_sharding
 
 # glibc keeps smaller blocks anyway, so a plan is not exact to within their size.
 LARGE_BYTES = 32 << 20
