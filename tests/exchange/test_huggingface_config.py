@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import transformers
-from document_changes import changes
+from fuzzing import changes
 
 from jaxinf.errors import ExchangeError
 from jaxinf.exchange.huggingface_config import read_config, write_config

@@ -1,16 +1,15 @@
 """Hostile documents, for a long time: `make faults`."""
 
-import os
 from collections import Counter
 
 import pytest
 from fuzzing import Victim, hostile
 from hypothesis import HealthCheck, given, seed, settings
+from places import LONG
 from raw_stores import memory_directory
 
-IS_LONG = os.environ.get("JAXINF_FAULTS") == "long"
-SEEDS = range(20) if IS_LONG else range(1)
-EXAMPLES = 2000 if IS_LONG else 100
+SEEDS = range(20) if LONG else range(1)
+EXAMPLES = 2000 if LONG else 160
 
 
 @pytest.mark.parametrize("number", SEEDS)

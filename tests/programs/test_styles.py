@@ -1,99 +1,82 @@
 """Programs in the styles of public ones: the optimizer's line is all that changes."""
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
-import program_styles
 import pytest
-import saving_programs
-from families import BEYOND
-from program_styles import STYLES, Killed, run_changed, run_plain
+import styles
+from families import family
+from styles import NUM_STEPS, STYLES, Killed, run_style
+
+import jaxinf
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*given no params")
+
+PROGRAM = Path(styles.__file__)
 
 
-def killed_at(number):
-    def kill(begun):
-        if begun == number:
-            raise Killed
-
-    return kill
+def stop(begun):
+    if begun == 5:
+        raise Killed
 
 
-def in_make_test(*chosen):
-    """Returns all styles as parameters; those that are not chosen are long."""
-    return [
-        s if s in chosen else pytest.param(s, marks=pytest.mark.long) for s in STYLES
-    ]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("style", in_make_test("manager", "mesh"))
-def test_losses_are_plain_optax_s_and_a_restart_goes_on_to_the_bit(place, style):
-    plain = run_plain(style, place / "plain")
-    assert plain[4] < plain[0]  # the same batch
-    whole = run_changed(style, place / "whole")
+@pytest.mark.parametrize("style", family(STYLES, short=["flow"]))
+def test_losses_are_optax_s_and_a_restart_goes_on_to_the_bit(place, style):
+    plain = run_style(style, place / "plain", plain=True)
+    whole = run_style(style, place / "whole")
+    assert list(whole) == list(plain)
     np.testing.assert_allclose([*whole.values()], [*plain.values()], rtol=1e-4)
-    first = run_changed(style, place / "parts", kill=killed_at(5))
-    assert list(first) == [0, 1, 2, 3, 4]
-    rest = run_changed(style, place / "parts")
-    assert rest == {4: whole[4], 5: whole[5]}
+    assert whole[5] < whole[1]  # the same batch
+    first = run_style(style, place / "parts", kill=stop)
+    rest = run_style(style, place / "parts")
+    assert rest
+    assert {**first, **rest} == whole
+    assert all(first[n] == rest[n] for n in first.keys() & rest.keys())
 
 
-def run_program(program, place, *arguments, **environment):
-    return subprocess.run(
-        [sys.executable, program.__file__, place, *map(str, arguments)],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        check=False,
-    )
+def goes_on(place, style, earliest):
+    """Checks that a killed program has the losses of one that was not."""
+    whole = run_style(style, place / "whole")
+    rest = run_style(style, place / "parts")
+    assert earliest <= min(rest, default=NUM_STEPS)
+    assert rest == {n: whole[n] for n in range(min(rest, default=6), NUM_STEPS)}
 
 
-@pytest.mark.long
-def test_four_devices(place):
-    flags = "--xla_force_host_platform_device_count=4"
-    done = run_program(program_styles, place, *STYLES, XLA_FLAGS=flags, PJRT_NPROC="8")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split("\n")[:-1] == [f"{style} agrees" for style in STYLES]
+KILLED = ["manager", "sharded", "imagenet", "frozen", "nnx_scan"]
 
 
-KILLED = Path(__file__).with_name("killed_style.py")
-
-
-@pytest.mark.parametrize("style", in_make_test())
+@pytest.mark.parametrize("style", family(KILLED, short=["manager"]))
 def test_a_program_that_is_killed_goes_on_to_the_bit(place, run_python, style):
-    whole = run_changed(style, place / "whole")
-    killed = run_python(KILLED, style, place / "parts", check=False)
+    killed = run_python(PROGRAM, style, place / "parts", "step:5", check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    rest = run_changed(style, place / "parts")
     # A checkpoint that was not complete is one that the program does not find.
-    assert min(rest) in (2, 4)
-    assert rest == {number: whole[number] for number in range(min(rest), 6)}
+    goes_on(place, style, 2)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("form", "way", "points"),
-    [
-        ("lm1b", "background", [15]),
-        pytest.param("nanodo", "background", [16], marks=pytest.mark.long),
-        *(
-            pytest.param(form, way, points, marks=marks)
-            for i, form in enumerate(saving_programs.FORMS)
-            for j, way in enumerate(("sync", "background"))
-            for points, marks in (
-                (range(3 + 2 * i + j, 21, 8), pytest.mark.long),
-                (range(2, 21, 3), BEYOND),
-            )
-        ),
-    ],
-)
-def test_a_program_goes_on_from_its_own_checkpoint(place, form, way, points):
-    """Killed at points of 20; without a setting, losses as without the kill."""
-    done = run_program(saving_programs, place, form, way, 20, *points)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("went on after step") == len(points)
+@pytest.mark.parametrize("style", ["manager", "imagenet"])
+@pytest.mark.parametrize("share", [0.6, 0.8, 0.95])
+def test_a_program_killed_while_it_saves_goes_on(place, run_python, style, share):
+    """At a part of its operations on files; its own checkpoint decides."""
+    count = int(run_python(PROGRAM, style, place / "counted").stdout)
+    at = f"file:{int(share * count)}"
+    killed = run_python(PROGRAM, style, place / "parts", at, check=False)
+    assert killed.returncode in (-signal.SIGKILL, 0), killed.stderr
+    goes_on(place, style, 0)
+
+
+@pytest.mark.long
+def test_four_devices(place, run_python):
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "PJRT_NPROC": "8"}
+    done = run_python(PROGRAM, "mesh", place, "manager", "sharded", **flags)
+    assert done.stdout == "manager agrees\nsharded agrees\n"
+
+
+def test_fresh_params_never_train_on_the_old_state(place):
+    """Without the lines that resume, the second run is refused."""
+    run_style("frozen", place)
+    with pytest.raises(Exception, match=r"on_existing=.restart"):
+        run_style("frozen", place, resumes=False)
+    with jaxinf.open_store(place / "store") as store:
+        assert store.step == NUM_STEPS

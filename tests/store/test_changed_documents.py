@@ -5,7 +5,7 @@ import json
 import shutil
 
 import pytest
-from document_changes import changes
+from fuzzing import changes
 from golden_stores import golden
 
 from jaxinf.errors import JaxinfError

@@ -2,6 +2,7 @@
 
 `hostile` draws a change to a document of a step, of an export, or of another tool's
 checkpoint. `Victim.survives` makes it, and reads everything that the document affects.
+`changes` has every small change of a document.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ import safetensors.numpy
 from copies import copied
 from golden_stores import golden
 from hypothesis import strategies as st
+from small_tokenizers import byte_level
 
 from jaxinf.cli import main
 from jaxinf.errors import JaxinfError
@@ -32,6 +34,7 @@ from jaxinf.store import (
     seal,
     verify_step,
 )
+from jaxinf.train.data.tokenizer import open_tokenizer
 
 MEMORY_BYTES = 96 << 20
 """Limit of the memory for any of these documents, chunks and buffers."""
@@ -49,6 +52,8 @@ DOCUMENTS = [
     "export/jaxinf.json",
     "tensors/model.safetensors.index.json",
     "tensors/model-1.safetensors",
+    "hub/tokenizer.json",
+    "hub/tokenizer_config.json",
 ]
 
 TEXTS = [
@@ -128,6 +133,7 @@ class Victim:
         remove_checkpoint(directory, "export")
         (place / "store/lock").write_text('{"pid": 1, "host": "h", "command": ["c"]}')
         self._add_tensors(place / "tensors")
+        byte_level(place / "hub", "</s>", eos_token="</s>")
         self.whole = {name: (place / name).read_bytes() for name in DOCUMENTS}
         self.kept = self._contents()
 
@@ -167,6 +173,8 @@ class Victim:
         elif name.startswith("export"):
             yield lambda: self.imports()
             yield lambda: read_arrays(self.place / "export")
+        elif name.startswith("hub"):
+            yield lambda: use_tokenizer(self.place / "hub")
         else:
             yield lambda: read_arrays(self.place / name.split("/")[0])
 
@@ -194,6 +202,14 @@ class Victim:
                     with open(path, "rb") as opened:
                         found[path] = hashlib.file_digest(opened, "sha256").digest()
         return found
+
+
+def use_tokenizer(folder):
+    """Reads texts with a tokenizer, to ids that it says it has."""
+    tokenizer = open_tokenizer(folder)
+    for ids in tokenizer.encode([("text", "one two</s>"), ("none", "")], is_whole=True):
+        assert not ids.size or ids.max() < tokenizer.vocab_size
+        tokenizer.decode(ids)
 
 
 def command(*words):
@@ -284,3 +300,57 @@ def _with_bytes(raw, edits):
         else:
             raw = raw[:place] + extra + raw[place:]
     return raw
+
+
+SAMPLES = (None, True, 1.5, 7, "x", [], {})
+OUT_OF_RANGE = (-1, 1 << 63)
+
+
+def changes(document):
+    """Yields pairs of what was changed, as a path and a word, and the new document."""
+    for path, value in nodes(document):
+        for kind, new in replacements(value):
+            yield (path, kind), _replaced(document, path, new)
+        if isinstance(value, dict):
+            yield (path, "unknown key"), _replaced(document, path, {**value, "?": 1})
+            for key in value:
+                left = {k: v for k, v in value.items() if k != key}
+                yield ((*path, key), "dropped"), _replaced(document, path, left)
+        if isinstance(value, list) and value:
+            yield (path, "item dropped"), _replaced(document, path, value[1:])
+            yield (path, "item twice"), _replaced(document, path, [*value, value[0]])
+
+
+def nodes(value, path=()):
+    """Yields the path and the value of everything in a document."""
+    yield path, value
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from nodes(item, (*path, key))
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            yield from nodes(item, (*path, number))
+
+
+def replacements(value):
+    """Yields values of every other type, and numbers out of any range."""
+    for sample in SAMPLES:
+        if type(sample) is not type(value):
+            yield f"made {type(sample).__name__}", sample
+    if type(value) is str:
+        yield "other text", "1" + value
+    if type(value) is int:
+        yield "one more", value + 1
+        for number in OUT_OF_RANGE:
+            yield f"made {number}", number
+
+
+def _replaced(document, path, new):
+    if not path:
+        return new
+    changed = copy.deepcopy(document)
+    node = changed
+    for key in path[:-1]:
+        node = node[key]
+    node[path[-1]] = new
+    return changed

@@ -1,45 +1,81 @@
-"""Numbers: parts of unlike weight, schedule-free params, NaN that is let through."""
+"""Runs of the trainer: processes that differ, parts of unlike weight, exports."""
 
 import json
+import re
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from processes import running
 from safetensors.numpy import load_file
 
 import jaxinf
 from jaxinf.cli import main as jaxinf_main
 from jaxinf.train.__main__ import main
 
-pytestmark = pytest.mark.optimized
-
-WEIGHTS = np.array([1, 1, 63, 63], np.float32)
-BATCH = {"x": np.linspace(-1, 1, 24, dtype=np.float32).reshape(4, 6), "w": WEIGHTS}
-PARAMS = {"w": jnp.linspace(0.5, 1.5, 6)}
-
-
-def mean_loss(params, batch):
-    errors = (batch["x"] @ params["w"] - 1) ** 2
-    return jnp.sum(batch["w"] * errors) / jnp.sum(batch["w"])
+TRAINER = ("-m", "jaxinf.train")
+GPT2 = {"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 16}
+GPT2 |= {"n_positions": 16, "vocab_size": 256}
+OWN = {"learning-rate": "0.5", "seed": "1"}
 
 
-def test_parts_of_a_batch_weigh_as_they_are_told(open_store):
-    step = jaxinf.stream(
-        mean_loss,
-        optax.sgd(0.1),
-        open_store(),
-        memory_bytes=256 << 20,
-        micro_batches=2,
-        weights=lambda part: jnp.sum(part["w"]),
-    )
-    step.load(PARAMS, batch=BATCH)
-    found, _ = step(BATCH)
-    loss, gradients = jax.value_and_grad(mean_loss)(PARAMS, BATCH)
-    assert float(found) == pytest.approx(float(loss), rel=1e-6)
-    expected = PARAMS["w"] - 0.1 * gradients["w"]
-    np.testing.assert_allclose(step.params(PARAMS)["w"], expected, rtol=1e-6)
+def words(place):
+    (place / "config.json").write_text(json.dumps(GPT2))
+    text = "hello world, this is text\n"
+    (place / "text.txt").write_text(text * 100)
+    (place / "other.txt").write_text(text.upper() * 100)
+    found = ("--preset", place / "config.json", "--data", place / "text.txt")
+    found += ("--seq-len", 8, "--batch-size", 4, "--steps", 2)
+    return (*found, "--store", place / "store", "--log-dir", place / "logs")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("field", [*OWN, "data"])
+def test_processes_that_differ_are_refused_before_the_first_step(place, field):
+    own = OWN.get(field, str(place / "other.txt"))
+    options = {"program": TRAINER, "own": {1: [f"--{field}", own]}}
+    with running(place, *words(place), **options) as processes:
+        statuses = processes.wait()
+        outputs = processes.outputs()
+    assert all(statuses), outputs
+    assert not (place / "logs" / "metrics.jsonl").exists()
+    for output in outputs:
+        assert f"--{field}" in output
+        assert re.search("process [01]", output)
+
+
+CHUNKS_VANISH = """
+import shutil, sys, jax, jax.numpy as jnp, optax, jaxinf
+
+@jax.jit
+def slow(params):
+    def turn(_, p):
+        return jax.tree.map(lambda x: x + 1e-6 * jnp.sin(x), p)
+    return jax.lax.fori_loop(0, 2000, turn, params)
+
+params = {f"l{n}": jnp.ones((200, 200)) for n in range(4)}
+store = jaxinf.open_store(sys.argv[1])
+tx = jaxinf.smart_update(optax.adam(1e-2), store)
+state, update = tx.init(params), jax.jit(tx.update)
+for n in range(9):
+    gradients = slow(params) if n > 1 else params
+    updates, state = update(gradients, state, params)
+    params = optax.apply_updates(params, updates)
+    if n == 1:
+        store.wait(state)
+        for slot in (store.path / "slots").iterdir():
+            shutil.rmtree(slot / "mu.l2" / "c")
+jax.block_until_ready(params)
+"""
+
+
+@pytest.mark.long
+def test_an_error_of_a_background_step_comes_once_and_last(place, run_python):
+    done = run_python(CHUNKS_VANISH, place / "store", check=False)
+    assert done.returncode != 0
+    assert "mu.l2" in done.stderr
+    assert done.stderr.count("StoreIOError") == 1
+    assert done.stderr.count("Traceback") == 2  # the program's, and what JAX quotes
+    assert "mu.l2" in done.stderr.strip().splitlines()[-1]
 
 
 T5 = {
@@ -120,45 +156,3 @@ def test_an_export_of_a_schedule_free_run_is_of_x(place):
     assert np.abs(x - y).max() > 1e-3
     (name,) = [name for name in found if name.endswith("wte.weight")]
     np.testing.assert_allclose(found[name], x, atol=1e-6)
-
-
-def test_a_nan_that_is_let_through_is_named(open_store, caplog, recwarn, capfd):
-    store = open_store()
-    tx = optax.apply_if_finite(optax.adam(1e-2), max_consecutive_errors=1)
-    tx = jaxinf.smart_update(tx, store, nonfinite="allow")
-    params = PARAMS
-    state, update = tx.init(params), jax.jit(tx.update)
-    for _ in range(3):
-        updates, state = update({"w": jnp.full(6, jnp.nan)}, state, params)
-        params = optax.apply_updates(params, updates)
-    store.wait(state)
-    assert np.isnan(store.read("params", "w")).all()
-    printed = capfd.readouterr()
-    said = [caplog.text, printed.out, printed.err, *(str(w.message) for w in recwarn)]
-    assert any("NaN" in text and "w" in text and "step" in text for text in said)
-
-
-def adamw_bits(tx, others):
-    params = {"w": jnp.linspace(-1.0, 1.0, 4), **others}
-    state, update = tx.init(params), jax.jit(tx.update)
-    for n in range(1, 21):
-        gradients = jax.tree.map(
-            lambda p, n=n: (p * 0.37 + 0.01 * n).astype(p.dtype), params
-        )
-        updates, state = update(gradients, state, params)
-        params = jax.jit(optax.apply_updates)(params, updates)
-    return np.asarray(params["w"])
-
-
-def test_a_leaf_without_elements_changes_no_bit(open_store):
-    """XLA drops it, so it does not count as a use of what divides the moments."""
-    tx, others = optax.adamw(1e-2), {"empty": jnp.zeros((0, 3))}
-    found = adamw_bits(jaxinf.smart_update(tx, open_store()), others)
-    np.testing.assert_array_equal(found, adamw_bits(tx, others))
-
-
-def test_an_integer_leaf_changes_no_bit_of_the_others(open_store):
-    """In optax's own program it is a second use of what divides the moments."""
-    tx, key = optax.adamw(1e-2), {"key": jax.random.PRNGKey(1)}
-    found = adamw_bits(jaxinf.smart_update(tx, open_store()), key)
-    np.testing.assert_array_equal(found, adamw_bits(tx, {}))
