@@ -12,9 +12,8 @@ import hypothesis
 import jax
 import pytest
 import small_stores
-from families import is_in_part
+from families import LONG, is_in_part
 from jax._src import compiler
-from places import LONG
 from raw_stores import memory_directory
 
 import jaxinf
@@ -29,7 +28,8 @@ os.environ["PYTHONSAFEPATH"] = "1"
 
 # They find shared test helpers like the tests, by `pythonpath` of pyproject.toml.
 ROOT = Path(__file__).parents[1]
-PLACES = ("tests/support", "tests/xrt", "scripts", "scripts/repro")
+ROOMS = ("support", "programs", "accelerators", "distributed", "faults", "xrt")
+PLACES = (*(f"tests/{room}" for room in ROOMS), "scripts", "scripts/repro")
 SHARED = [str(ROOT / place) for place in PLACES]
 os.environ["PYTHONPATH"] = os.pathsep.join(SHARED)
 

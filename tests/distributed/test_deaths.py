@@ -5,7 +5,7 @@ import signal
 import time
 
 import pytest
-from places import LONG
+from families import LONG
 from processes import losses, running
 from shim import built_shim
 

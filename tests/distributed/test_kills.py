@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from distributed_program import POINTS
-from places import LONG
+from families import LONG
 from processes import PROGRAM, losses, running
 
 from jaxinf.cli.commands import main
@@ -34,9 +34,8 @@ FEW = {
 }
 LAST = 30 if LONG else 14
 MORE = ("--more", 2, "--checkpoint-at", 1)
-STREAMED = PROGRAM.with_name("streamed_program.py")
-RUNS = [("update", PROGRAM, 2, "mixed"), ("stream", STREAMED, 2, "mixed")]
-RUNS += [("update", PROGRAM, 3, "replicated")] if LONG else []
+RUNS = [("update", 2, "mixed"), ("stream", 2, "mixed")]
+RUNS += [("update", 3, "replicated")] if LONG else []
 
 
 def campaign(count):
@@ -55,14 +54,13 @@ def campaign(count):
 
 
 @pytest.mark.timeout(5400)
-@pytest.mark.parametrize(("mode", "program", "count", "layout"), RUNS)
+@pytest.mark.parametrize(("mode", "count", "layout"), RUNS)
 def test_a_kill_anywhere_leaves_one_step_in_all_members(
-    alone, tmp_path, mode, program, count, layout
+    alone, tmp_path, mode, count, layout
 ):
-    words = ("--layout", layout)
-    whole = {"num_devices": count, "program": program}
-    expected = losses(alone("--steps", LAST, *words, **whole))
-    shape = {"count": count, "program": (program, *words)}
+    words = ("--layout", layout, *["--stream"] * (mode == "stream"))
+    expected = losses(alone("--steps", LAST, *words, num_devices=count))
+    shape = {"count": count, "program": (PROGRAM, *words)}
     killed, store, at = Counter(), None, LAST
     for kill, victim in campaign(count) if LONG else FEW[mode]:
         point, _, when = kill.split(":")

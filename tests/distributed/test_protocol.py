@@ -1,7 +1,7 @@
 """The protocol of a commit, explored: no interleaving or crash loses a step."""
 
 import pytest
-from places import LONG
+from families import LONG
 from protocol_explorer import EARLY, WITHOUT_MEETING, Violation, explore
 
 from jaxinf.store import HeldSteps, StepId, agreed_step

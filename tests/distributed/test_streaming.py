@@ -5,14 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from places import LONG
-from processes import PROGRAM, losses, running
+from families import LONG
+from processes import losses, running
 from shim import built_shim
 
 pytestmark = pytest.mark.optimized("long")
 
-STREAMED = PROGRAM.with_name("streamed_program.py")
-MIXED = ("--layout", "mixed")
+MIXED = ("--stream", "--layout", "mixed")
 
 FORMS = {
     "plain": [],
@@ -28,7 +27,7 @@ ALL = [(layout, form) for layout in LAYOUTS for form in FORMS]
 
 
 def streamed(place: Path, *arguments, **options):
-    return running(place, place / "store", *arguments, program=(STREAMED,), **options)
+    return running(place, place / "store", *arguments, **options)
 
 
 def line(output: str, name: str) -> str:
@@ -41,8 +40,8 @@ def bytes_of(output: str, name: str) -> np.ndarray:
 
 @pytest.mark.parametrize(("layout", "form"), ALL if LONG else FEW)
 def test_two_processes_give_the_bits_of_one(alone, tmp_path, layout, form):
-    arguments = ("--layout", layout, *FORMS[form])
-    expected = alone(*arguments, program=STREAMED)
+    arguments = ("--stream", "--layout", layout, *FORMS[form])
+    expected = alone(*arguments)
     with streamed(tmp_path, *arguments) as processes:
         assert processes.wait() == [0, 0], processes
     for output in processes.outputs():
@@ -62,8 +61,8 @@ def test_two_processes_give_the_bits_of_one(alone, tmp_path, layout, form):
 def test_more_devices_give_nearly_the_losses_of_one(
     alone, tmp_path, layout, count, num_devices
 ):
-    arguments = ("--layout", layout, *FORMS["clipped"])
-    expected = alone(*arguments, num_devices=count * num_devices, program=STREAMED)
+    arguments = ("--stream", "--layout", layout, *FORMS["clipped"])
+    expected = alone(*arguments, num_devices=count * num_devices)
     shape = {"count": count, "num_devices": num_devices}
     with streamed(tmp_path, *arguments, **shape) as processes:
         assert processes.wait() == [0] * count, processes
@@ -80,11 +79,11 @@ def numbers(found: dict[int, str]) -> np.ndarray:
 
 def goes_on(alone, place, before, at=None):
     """Checks that a run of six steps that was ended goes on with its bits."""
-    expected = alone(*MIXED, "--steps", 6, program=STREAMED)
+    expected = alone(*MIXED, "--steps", 6)
     second = place / "second"
     second.mkdir()
     arguments = (place / "store", *MIXED, "--steps", 6)
-    with running(second, *arguments, program=(STREAMED,)) as after:
+    with running(second, *arguments) as after:
         assert after.wait() == [0, 0], f"{before}\n{after}"
     begun = {int(line(output, "at")) for output in after.outputs()}
     assert len(begun) == 1, after
@@ -127,42 +126,3 @@ def test_a_drive_error_of_one_process_ends_the_same_step_in_all(alone, tmp_path,
     assert re.search(f"ProcessError: .*{told}", processes.output(0)), processes
     if LONG:
         goes_on(alone, tmp_path, processes, 3)
-
-
-OTHER = "another process of the run failed: process 1: "
-UNKNOWN = "StreamError: device_memory_bytes: .* does not tell the size of its memory"
-TOO_LARGE = r"Store\w*Error: .*process-00001/stream/.*File too large"
-ONE_DEVICE = (f"ProcessError: .*{OTHER}{UNKNOWN}", UNKNOWN)
-
-REFUSED = {
-    "ratios": "UnsupportedTransformError: .*whole params or states in a run of several",
-    "offload": 'StreamError: policy="offload": not supported yet on several devices',
-    "other_batch": "ProcessError: .*the batch of a step to be the same in all 2 proce",
-    "no_mesh": "DeviceConfigurationError: .*expected params on a mesh of all 2",
-    "own_path": "DeviceConfigurationError: .*the store is this process's alone",
-    "in_memory": "StreamError: .*expected arrays on one device, found 2 devices",
-    "on_own_devices": "went well",
-    "one_device": ONE_DEVICE,
-    "one_device_later": ONE_DEVICE,
-    "one_device_of_a_function": ONE_DEVICE,
-    "one_drive": (f"ProcessError: .*room for a step: {OTHER}{TOO_LARGE}", TOO_LARGE),
-    "one_goes_on": ("ProcessError: .*process 1: it closed the store", "went well"),
-}
-
-
-@pytest.fixture(scope="module")
-def refused(tmp_path_factory):
-    place = tmp_path_factory.mktemp("refused")
-    program = (PROGRAM.with_name("refused_streams.py"), place)
-    with running(place, program=program) as processes:
-        assert processes.wait() == [0, 0], processes
-        return processes.outputs()
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_is_refused_by_name(refused, case):
-    for number, output in enumerate(refused):
-        wanted = REFUSED[case]
-        if isinstance(wanted, tuple):  # process 1 is refused, or leaves
-            wanted = wanted[number]
-        assert re.search(f"^{case}: {wanted}", output, re.M), f"{number}\n{output}"

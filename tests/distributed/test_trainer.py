@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from places import LONG
+from families import LONG
 from processes import running
 
 from jaxinf.cli.commands import main as cli

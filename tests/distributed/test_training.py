@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from places import LONG
+from families import LONG
 from processes import losses, running
 from shim import built_shim
 

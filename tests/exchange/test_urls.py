@@ -23,7 +23,7 @@ from jaxinf.exchange import Transit, export_url, url_export
 from jaxinf.store import CommitRecord, StoreDirectory, seal, verify_step
 from jaxinf.transfer import crc32c
 
-KILLED = Path(__file__).parents[1] / "support/killed_export.py"
+KILLED = Path(__file__).parents[1] / "programs/killed_export.py"
 # Written anew by each call, with the time.
 TIMED = ("_CHECKPOINT_METADATA", "export.json")
 

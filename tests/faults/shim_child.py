@@ -1,7 +1,8 @@
-"""A program that trains a store and breaks its own system calls; see `shim.c`.
+"""A program that trains and breaks its own system calls; see `shim.c`.
 
-Reads a case from each line, as JSON: the store's path and options, the call that fails,
-or the clock's error. Answers with the error of a step, and the committed step.
+Reads a case from each line, as JSON: a store's path and options, or a folder for the
+values of a step in memory; the call that fails, or the clock's error. Answers with the
+error of a step, and the committed step, or the losses.
 """
 
 import ctypes
@@ -9,13 +10,18 @@ import json
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
+import optax
 from store_driver import Driver
+
+import jaxinf
 
 SHIM = ctypes.CDLL(None)
 NUM_STEPS = 3
 
 
-def run(case):
+def stored(case):
     """Makes steps, then the failing one; returns its error and the store's step."""
     options = {"memory_bytes": 1 << 20} | case.get("options", {})
     driver = Driver(Path(case["path"]), csds=case["csds"], **options)
@@ -44,6 +50,40 @@ def run(case):
     return answer
 
 
+def loss(params, x):
+    for w in params:
+        x = jnp.tanh(x @ w) @ w + x
+    return jnp.mean(x**2)
+
+
+def streamed(case):
+    """Makes steps, one of them with a failure; returns losses and what was told."""
+    rng = np.random.default_rng(0)
+    step = jaxinf.stream_in_memory(
+        loss,
+        optax.adam(1e-2),
+        memory_bytes=18 << 20,
+        policy="offload",
+        scratch=case["folder"],
+    )
+    step.load([(rng.standard_normal((32, 32)) / 6).astype(np.float32)] * 12)
+    batch = rng.standard_normal((8192, 32)).astype(np.float32)
+    answer = {"losses": [float(step(batch)[0]) for _ in range(4)]}
+    if "call" in case:
+        call = case["call"].encode()
+        SHIM.fault_set(call, b"(deleted)", case["errno"], case["after"])
+    try:
+        answer["losses"].append(float(step(batch)[0]))
+    except Exception as error:
+        answer["error"] = f"{type(error).__name__}: {error}"
+    answer["hits"] = SHIM.fault_count()
+    SHIM.fault_set(b"", b"", 0, 0)
+    answer["losses"] += [float(step(batch)[0]) for _ in range(2)]
+    step.close()
+    return answer
+
+
 if __name__ == "__main__":
     for line in sys.stdin:
-        print(json.dumps(run(json.loads(line))), flush=True)
+        case = json.loads(line)
+        print(json.dumps((streamed if "folder" in case else stored)(case)), flush=True)

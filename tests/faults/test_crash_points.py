@@ -11,9 +11,9 @@ from unittest import mock
 import numpy as np
 import pytest
 from disk_model import Barrier
+from families import LONG
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from places import LONG, step_durably
 from raw_stores import memory_directory
 from recorded_run import Mixture, RecordedRun, small_driver
 
@@ -76,13 +76,13 @@ def kept(driver, mark):
     driver.store.checkpoint()
     mark(0, "0")
     for step in range(1, 3):
-        step_durably(driver)
+        driver.durable_step()
         mark(step, "0")
     driver.engine.close()
     again = small_driver(driver.store.path, restore="0")
     try:
         mark(0, "0")
-        step_durably(again.init())
+        again.init().durable_step()
         mark(1, "0")
         again.store.remove_checkpoint("0")
         mark(1)
@@ -96,7 +96,7 @@ def replaced(driver, mark):
     mark(0)
     driver.store.checkpoint("best")
     mark(0, "best of 0")
-    step_durably(driver)
+    driver.durable_step()
     mark(1, "best of 0")
     set_aside = checkpoint._set_aside
 
@@ -108,7 +108,7 @@ def replaced(driver, mark):
     with mock.patch.object(checkpoint, "_set_aside", marked):
         driver.store.checkpoint("best", overwrite=True)
     mark(1, "best of 1")
-    step_durably(driver)
+    driver.durable_step()
     mark(2, "best of 1")
 
 
@@ -117,7 +117,7 @@ def rolled_back(driver, mark):
     driver.init()
     mark(0)
     for step in range(1, 3):
-        step_durably(driver)
+        driver.durable_step()
         mark(step)
     chunk = driver.opened.directory.chunk_file("b", 1, 0, "params")
     driver.engine.close()
@@ -126,7 +126,7 @@ def rolled_back(driver, mark):
     try:
         again.bind(1)
         mark(1)
-        step_durably(again)
+        again.durable_step()
         mark(2)
     finally:
         again.engine.close()
@@ -138,7 +138,7 @@ def carried(driver, mark):
     mark(0)
     driver.carry = lambda step: {("n",): np.full(3, step), ("a",): np.array(step)}
     for step in (1, 2):
-        step_durably(driver)
+        driver.durable_step()
         mark(step)
     driver.store.checkpoint()
     mark(2, "2")
@@ -147,7 +147,7 @@ def carried(driver, mark):
         again = small_driver(driver.store.path).init()
         again.carry = None if step == 4 else lambda step: {("n",): np.full(1, step)}
         try:
-            step_durably(again)
+            again.durable_step()
             mark(step, "2")
         finally:
             again.engine.close()

@@ -1,4 +1,4 @@
-"""A drive that answers EIO, and a clock that goes back: real calls, made to fail."""
+"""A drive that answers EIO or is full, and a clock that is wrong: real calls fail."""
 
 import errno
 import re
@@ -11,17 +11,23 @@ STEP = 3
 
 
 @pytest.fixture(scope="module")
-def child(tmp_path_factory):
-    """Starts `shim_child`, once for all cases, since the start takes seconds."""
-    with asked("shim_child.py", build=tmp_path_factory.mktemp("shim")) as send:
-
-        def ask(path, num_csds=0, **case):
-            roots = [str(path.parent / f"csd{number}") for number in range(num_csds)]
-            for root in roots:
-                Path(root).mkdir()
-            return send(path=str(path), csds=roots, **case)
-
+def send(tmp_path_factory):
+    """Starts the child once for all cases, since the start takes seconds."""
+    with asked(tmp_path_factory.mktemp("shim")) as ask:
         yield ask
+
+
+@pytest.fixture
+def child(send):
+    """Trains a store in the child."""
+
+    def ask(path, num_csds=0, **case):
+        roots = [str(path.parent / f"csd{number}") for number in range(num_csds)]
+        for root in roots:
+            Path(root).mkdir()
+        return send(path=str(path), csds=roots, **case)
+
+    return ask
 
 
 CASES = {
@@ -57,8 +63,10 @@ def test_a_drive_that_fails(child, place, drive, where):
     driver.steps(3).check(step + 3)
 
 
-@pytest.mark.parametrize("memory", [400_000, 2 << 20])
-@pytest.mark.parametrize("where", CASES)
+@pytest.mark.parametrize(
+    ("where", "memory"),
+    [*((where, 400_000) for where in CASES), ("read", 2 << 20), ("write", 2 << 20)],
+)
 def test_a_drive_that_fails_under_state_that_stays(child, place, drive, where, memory):
     """With commits every three steps: the last one counts, with all bits of it."""
     call, on, message = CASES[where]
@@ -102,3 +110,21 @@ def test_a_clock_that_jumps(child, place, drive, clock_s):
     driver = drive(place / "store").init()
     assert driver.at == STEP + 1
     driver.steps(2).check(STEP + 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "code", "kind"),
+    [
+        ("pwritev", errno.ENOSPC, "StoreSpaceError"),
+        ("preadv", errno.EIO, "StoreIOError"),
+    ],
+)
+def test_values_that_cannot_be_moved_end_the_step(send, tmp_path, call, code, kind):
+    """The step is given up, and then made again."""
+    expected = send(folder=str(tmp_path))["losses"]
+    answer = send(folder=str(tmp_path), call=call, errno=code, after=5)
+    assert answer["hits"] > 0
+    assert answer["error"].startswith(kind)
+    assert "a file of activations" in answer["error"]
+    assert answer["losses"] == expected[:6]
+    assert not list(tmp_path.iterdir())

@@ -4,7 +4,7 @@ import os
 import threading
 from pathlib import Path
 
-from places import LONG
+from families import LONG
 from recorded_run import small_driver
 from store_driver import Driver
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from places import LONG
+from families import LONG
 
 NUM_STEPS = 10_000 if LONG else 300
 

@@ -3,9 +3,9 @@
 from collections import Counter
 
 import pytest
+from families import LONG
 from fuzzing import Victim, hostile
 from hypothesis import HealthCheck, given, seed, settings
-from places import LONG
 from raw_stores import memory_directory
 
 SEEDS = range(20) if LONG else range(1)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from places import LONG
+from families import LONG
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "kill_campaign.py"
 NUM_KILLS = 720 if LONG else 36

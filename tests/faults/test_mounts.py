@@ -5,7 +5,7 @@ import re
 import subprocess
 
 import pytest
-from places import LONG, step_durably
+from families import LONG
 
 from jaxinf.errors import ExchangeError, StoreError, StoreFormatError, StoreIOError
 
@@ -36,7 +36,7 @@ def test_a_csd_becomes_read_only_during_a_run(mount_tmpfs, drive):
     driver.store.wait()
     remount(roots[1], "ro")
     with pytest.raises(StoreIOError, match=r"csd1/.*\(EROFS\); mount .*writable"):
-        step_durably(driver)
+        driver.durable_step()
     driver.engine.close()
     remount(roots[1], "rw")
     driver = drive(path).init()

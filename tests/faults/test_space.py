@@ -6,7 +6,6 @@ Every test fills a small file system for real, reads the error, makes room and g
 import os
 
 import pytest
-from places import step_durably
 
 from jaxinf.errors import StoreSpaceError
 
@@ -76,7 +75,7 @@ def test_no_free_inodes_at_the_commit(small, drive):
     driver.store.wait()
     made = fill_inodes(small)
     with pytest.raises(StoreSpaceError, match=REMEDIES["inodes"]) as caught:
-        step_durably(driver)
+        driver.durable_step()
     assert str(small / "store") in str(caught.value)
     driver = go_on_with_room(drive, driver, made, STEP)
     driver.check(STEP)
@@ -88,10 +87,10 @@ def test_full_in_the_middle_of_a_step(small, drive, what):
     """Chunks that a reader holds are replaced, and that takes room."""
     driver = drive(small / "store").init().steps(STEP)
     with driver.store.snapshot():
-        step_durably(driver)
+        driver.durable_step()
         made = FILLERS[what](small)
         with pytest.raises(StoreSpaceError, match=REMEDIES[what]) as caught:
-            step_durably(driver)
+            driver.durable_step()
         assert str(small / "store") in str(caught.value)
     driver = go_on_with_room(drive, driver, made, STEP + 1)
     driver.steps(2).check(STEP + 3)
@@ -110,9 +109,9 @@ def test_a_full_csd(mount_tmpfs, drive):
     roots = [mount_tmpfs(f"csd{number}", size="2m") for number in range(3)]
     driver = drive(roots[0].parent / "store", csds=roots).init().steps(STEP)
     with driver.store.snapshot():
-        step_durably(driver)
+        driver.durable_step()
         (made,) = fill_bytes(roots[0])
         with pytest.raises(StoreSpaceError, match=str(roots[0])):
-            step_durably(driver)
+            driver.durable_step()
     driver = go_on_with_room(drive, driver, [made], STEP + 1)
     driver.steps(1).check(STEP + 2)

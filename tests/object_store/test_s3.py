@@ -15,7 +15,7 @@ from jaxinf.exchange import ObjectStore, export_url
 from jaxinf.store import StoreDirectory, step_of
 
 LEAVES = {"w": ((6, 4096), "float32"), "half": ((33, 257), "bfloat16")}
-KILLED = Path(__file__).parents[1] / "support/killed_export.py"
+KILLED = Path(__file__).parents[1] / "programs/killed_export.py"
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,7 @@ import errno
 import functools
 import os
 import signal
-import subprocess
-import sys
 import threading
-from itertools import product
 from pathlib import Path
 
 import jax
@@ -15,8 +12,7 @@ import numpy as np
 import optax
 import pytest
 import small_stores
-from covering import covering
-from families import BEYOND, family
+from families import family
 from raw_stores import memory_directory
 from streamed_run import CHUNKS, NUM_STEPS, TX, finished, open_step, train
 from streaming import states, until_it_waits
@@ -248,7 +244,7 @@ def test_handlers_of_the_programs_own_are_called_at_once(open_store, monkeypatch
 
 # --- SIGKILL ---------------------------------------------------------------------
 
-PROGRAM = Path(__file__).parents[1] / "support" / "streamed_run.py"
+PROGRAM = Path(__file__).parents[1] / "programs" / "streamed_run.py"
 
 
 @pytest.mark.long
@@ -352,40 +348,15 @@ def test_damaged_params_are_named_and_not_trained_on(open_store):
 
 # --- Ctrl-C at each line ---------------------------------------------------------
 
-AXES = ("store", "memory"), ("recompute", "keep", "offload"), (1, 4)
-AXES += (("", "again"),)
-FUNCTIONS = [("function", "recompute", 1, again) for again in AXES[-1]]
-CASES = [*product(*AXES), *FUNCTIONS]
-PAIRS = [*covering(2, *AXES), FUNCTIONS[1]]
-
-# All lines of all cases take hours: JAXINF_INTERRUPTS=1 pytest -m long -k any_line …
+# All lines take hours: JAXINF_INTERRUPTS=1 pytest -m long -k any_line …
 EVERY = int(os.environ.get("JAXINF_INTERRUPTS", "100"))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    ("every", "what", "policy", "parts", "again"),
-    [
-        (720, "store", "recompute", 4, "again"),
-        *(
-            pytest.param(
-                EVERY, *case, marks=pytest.mark.long if case in PAIRS else BEYOND
-            )
-            for case in CASES
-        ),
-    ],
+    ("policy", "parts"), [("recompute", 4), ("keep", 1), ("offload", 1)]
 )
-def test_after_ctrl_c_at_any_line_the_next_step_runs(
-    every, what, policy, parts, again, place
-):
-    program = Path(__file__).parents[1] / "support" / "interrupting.py"
-    words = [place, policy, parts, what, every, again]
-    ran = subprocess.run(
-        [sys.executable, program, *map(str, words)],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert not ran.returncode, ran.stdout + ran.stderr
+def test_after_ctrl_c_at_any_line_the_next_step_runs(policy, parts, place, run_python):
+    program = Path(__file__).parents[1] / "programs" / "interrupting.py"
+    run_python(program, place, policy, parts, EVERY)

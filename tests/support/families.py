@@ -1,12 +1,16 @@
 """Families of tests: members of `make test`, of `make test-long`, and beyond; parts."""
 
+import os
 import zlib
 from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
 
-__all__ = ["BEYOND", "family", "is_in_part"]
+__all__ = ["BEYOND", "LONG", "family", "is_in_part"]
+
+LONG = os.environ.get("JAXINF_FAULTS") == "long"
+"""Whether `make faults` runs, with long tests."""
 
 BEYOND = (pytest.mark.long, pytest.mark.every)
 """Marks of members that `make test-long-all` alone runs."""

@@ -165,6 +165,11 @@ class Driver:
         self.finish()
         return results
 
+    def durable_step(self):
+        """Makes a step; raises the errors of its commit."""
+        self.step()
+        self.store.wait()
+
     def steps(self, num_steps):
         for _ in range(num_steps):
             self.step()

@@ -18,7 +18,7 @@ import jaxinf
 @pytest.fixture
 def start(text, tmp_path):
     """Starts the trainer in a process of its own; returns when it has paused."""
-    processes, program = [], Path(__file__).parents[1] / "support/paused_trainer.py"
+    processes, program = [], Path(__file__).parents[1] / "programs/paused_trainer.py"
 
     def call(num_steps):
         words = ["--data", text, "--batch-size", 2, "--seq-len", 8, "--steps", 9999]

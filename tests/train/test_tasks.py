@@ -196,7 +196,7 @@ def test_killed_in_any_step_goes_on_with_the_next_example(
     assert task("gpt2", "pairs", "--store", tmp_path / "whole", "--steps", 12) == 0
     words = ["--data", tmp_path / "pairs.jsonl", "--batch-size", 4, "--seq-len", 12]
     words += ["--store", tmp_path / "store", "--steps", 9999]
-    program = Path(__file__).parents[1] / "support" / "paused_trainer.py"
+    program = Path(__file__).parents[1] / "programs" / "paused_trainer.py"
     process = subprocess.Popen(
         [sys.executable, program, "7", tmp_path / "go", *map(str, words)]
     )

@@ -6,16 +6,14 @@ It prints each step's loss, and at the end the accuracy on other data. With the 
 argument it gets SIGKILL right before that call of the function.
 """
 
-import os
-import signal
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from inject import at_call, die
 
 import jaxinf
 from jaxinf.engine import opened
@@ -25,7 +23,6 @@ PLACES = {
     "unpublish": StoreDirectory,
     "make_carry": opened,
     "write_carry": opened,
-    "unlink": Path,
     "sync": StoreDirectory,
     "write_record": StoreDirectory,
     "flip": StoreDirectory,
@@ -103,15 +100,7 @@ def streaming(store):
 def main(path, kind, num_steps, kill_at=""):
     if kill_at:
         name, count = kill_at.split(":")
-        function, left = getattr(PLACES[name], name), [int(count)]
-
-        def killing(*args, **kwargs):
-            left[0] -= name != "unlink" or "carry." in str(args[0])
-            if not left[0]:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*args, **kwargs)
-
-        setattr(PLACES[name], name, killing)
+        at_call(PLACES[name], name, count, die)
     with jaxinf.open_store(path) as store:
         params, step = {"update": updating, "stream": streaming}[kind](store)
         rest = store.carried(like=REST) if store.step else REST

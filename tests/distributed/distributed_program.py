@@ -1,24 +1,28 @@
 """A training program for one of several processes, or for one with all devices.
 
 It prints the loss of each step with all its bits, and at the end a digest of the state.
+With --stream it is one of `jaxinf.stream`, else one of `smart_update`.
 """
 
 import argparse
+import contextlib
 import ctypes
 import errno
 import hashlib
 import json
 import math
-import os
 import signal
-import statistics
 import sys
 import time
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import small_stores
+from inject import at_call, die, interrupt, stop
+from jax import lax
 from jax.experimental.multihost_utils import reached_preemption_sync_point
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -31,6 +35,7 @@ from jaxinf.engine import divide_for
 from jaxinf.engine.steps import StepEngine
 from jaxinf.processes import Group, group
 from jaxinf.store import StoreDirectory
+from jaxinf.streaming.update.store_sink import StoreSink
 
 POINTS = {
     "create": (jaxinf.engine.opening, "create_store"),
@@ -53,13 +58,15 @@ LAYOUTS = {
     "replicated": dict.fromkeys(("up", "down", "bias", "gain"), P()),
     "mixed": {"up": P(None, "d"), "down": P("d"), "bias": P(), "gain": P()},
 }
-WIDTH, HIDDEN = 64, 8192
+LAYERS = {"fsdp": P(None, "d"), "mixed": P(None, None, "d")}
+WIDTH, HIDDEN, DEPTH = 64, 8192, 3
 
 
 def parsed(arguments):
     parser = argparse.ArgumentParser()
     parser.add_argument("store")
     parser.add_argument("--distributed", help="HOST:PORT,N,I")
+    parser.add_argument("--stream", action="store_true")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--more", type=int, help="steps after those of the store")
     parser.add_argument("--layout", choices=[*LAYOUTS, "mesh2d"], default="mixed")
@@ -68,6 +75,9 @@ def parsed(arguments):
     parser.add_argument("--init", choices=["eager", "traced"], default="eager")
     parser.add_argument("--compress", type=float)
     parser.add_argument("--options", type=json.loads, default={})
+    parser.add_argument("--memory", default="256MiB", help="of a streamed step")
+    parser.add_argument("--micro-batches", type=int, default=1)
+    parser.add_argument("--optimizer", choices=["adam", "clip"], default="adam")
     parser.add_argument("--limit", type=float, default=group.LIMIT_S)
     parser.add_argument("--checkpoint-at", type=int)
     parser.add_argument("--print-sums", action="store_true")
@@ -75,6 +85,7 @@ def parsed(arguments):
     parser.add_argument("--kill", help="POINT:NUMBER:before or after")
     parser.add_argument("--hang", help="POINT:NUMBER")
     parser.add_argument("--stop", help="POINT:NUMBER: until SIGCONT")
+    parser.add_argument("--interrupt", type=int, help="Ctrl-C at this gradient")
     parser.add_argument("--fail", help="STEP:CALL:PATH: EIO from then on")
     parser.add_argument("--clock", type=int, help="seconds by which it is wrong")
     parser.add_argument("--stops", action="store_true", help="after SIGTERM")
@@ -85,23 +96,28 @@ def parsed(arguments):
 def mesh_and_specs(layout):
     devices = np.array(jax.devices())
     if layout == "mesh2d":
-        mesh = Mesh(devices.reshape(2, -1), ("r", "d"))
-        return mesh, LAYOUTS["mixed"]
+        return Mesh(devices.reshape(2, -1), ("r", "d")), LAYOUTS["mixed"]
     return Mesh(devices, ("d",)), LAYOUTS[layout]
 
 
-def first_params(dtype):
+def first_params(dtype, stream):
     draw = np.random.default_rng(0).standard_normal
-    return {
+    params = {
         "up": (draw((WIDTH, HIDDEN)) / 8).astype(dtype),
         "down": (draw((HIDDEN, WIDTH)) / 90).astype(dtype),
         "bias": np.zeros(HIDDEN, dtype),
         "gain": np.ones(WIDTH, dtype),
     }
+    if stream:
+        params["layers"] = (draw((DEPTH, WIDTH, WIDTH)) / 8).astype(dtype)
+    return params
 
 
 def loss_of(params, batch):
     x, y = batch
+    if "layers" in params:
+        layers = params["layers"]
+        x, _ = lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, layers)
     hidden = jnp.tanh(x @ params["up"] + params["bias"])
     return jnp.mean(((hidden @ params["down"]) * params["gain"] - y) ** 2)
 
@@ -120,14 +136,6 @@ def batch_of(mesh, step, dtype):
     )
 
 
-def optimizer():
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-
-
-def names_of(store):
-    return [info.name for info in store.checkpoints()]
-
-
 def digest(store):
     whole = hashlib.sha256()
     for leaf in store._manifest.leaves:
@@ -137,55 +145,10 @@ def digest(store):
     return whole.hexdigest()
 
 
-def hang_at(point, number):
-    """Makes the n-th call of a function wait for ever, as on a dead drive."""
-    place, name = POINTS[point]
-    original, left = getattr(place, name), [int(number)]
-
-    def called(*args, **kwargs):
-        left[0] -= 1
-        while not left[0]:
-            time.sleep(1)
-        return original(*args, **kwargs)
-
-    setattr(place, name, called)
-
-
-def stop_at(point, number):
-    """Makes the process stop itself before the n-th call of a function."""
-    place, name = POINTS[point]
-    original, left = getattr(place, name), [int(number)]
-
-    def called(*args, **kwargs):
-        left[0] -= 1
-        if not left[0]:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return original(*args, **kwargs)
-
-    setattr(place, name, called)
-
-
-def break_drive(call, path):
-    """Makes calls of the operating system on a path fail; see tests/faults/shim.c."""
-    shim = ctypes.CDLL(None)
-    shim.fault_set(call.encode(), path.encode(), errno.EIO, 0)
-
-
-def die_at(point, number, when):
-    """Makes the process kill itself before or after the n-th call of a function."""
-    place, name = POINTS[point]
-    original, left = getattr(place, name), [int(number)]
-
-    def called(*args, **kwargs):
-        left[0] -= 1
-        if not left[0] and when == "before":
-            os.kill(os.getpid(), signal.SIGKILL)
-        result = original(*args, **kwargs)
-        if not left[0]:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-
-    setattr(place, name, called)
+def hang():
+    """Waits for ever, as on a dead drive."""
+    while True:
+        time.sleep(1)
 
 
 def begin(given):
@@ -196,12 +159,12 @@ def begin(given):
         ctypes.CDLL(None).clock_shift(given.clock)
         print("clock", int(time.time()), flush=True)
     group.LIMIT_S = given.limit
-    if given.kill:
-        die_at(*given.kill.split(":"))
-    if given.hang:
-        hang_at(*given.hang.split(":"))
-    if given.stop:
-        stop_at(*given.stop.split(":"))
+    for asked, action in ((given.kill, die), (given.hang, hang), (given.stop, stop)):
+        if asked:
+            point, number, *when = asked.split(":")
+            at_call(*POINTS[point], number, action, after=when == ["after"])
+    if given.interrupt:  # within the step, by the thread that runs it
+        at_call(StoreSink, "put", given.interrupt, interrupt)
     if given.distributed:
         address, *numbers = given.distributed.split(",")
         jax.distributed.initialize(
@@ -212,31 +175,31 @@ def begin(given):
         )
 
 
-def main(arguments):
-    given = parsed(arguments)
-    begin(given)
-    dtype = jnp.dtype(given.dtype)
-    mesh, specs = mesh_and_specs(given.layout)
-    shardings = {n: NamedSharding(mesh, spec) for n, spec in specs.items()}
-    if given.options.pop("divide", False):
-        divide_for(given.store, shardings)
-    store = jaxinf.open_store(given.store, **given.options)
-    params = {n: on(mesh, specs[n], a) for n, a in first_params(dtype).items()}
-    compress = None if given.compress is None else jaxinf.top_k(given.compress)
-    tx = jaxinf.smart_update(optimizer(), store, compress=compress, shardings=shardings)
+class Loop(NamedTuple):
+    """What a loop over steps needs, whatever makes the steps."""
+
+    step: Any  # of a batch: the loss
+    state: Any  # the last one, for a checkpoint and to wait for
+    carried: Any = None  # what the last step carried
+
+
+def updating(given, store, mesh, params, shardings, compress):
+    """Steps of `smart_update`."""
+    clip = optax.clip_by_global_norm(1.0)
+    tx = optax.chain(clip, optax.adamw(1e-3))
+    tx = jaxinf.smart_update(tx, store, compress=compress, shardings=shardings)
     if store.exists:
         params = store.params(like=params)
-    init = tx.init if given.init == "eager" else jax.jit(tx.init)
-    state = init(params)
+    state = (tx.init if given.init == "eager" else jax.jit(tx.init))(params)
     seen = None
     if given.carry:
         rows = on(mesh, P("d"), np.zeros(mesh.size, np.float32))
         seen = {"mean": jnp.zeros(()), "key": jax.random.key(0), "rows": rows}
-    if given.carry and int(state.step):
-        seen = store.carried(like=seen)
+        if int(state.step):
+            seen = store.carried(like=seen)
 
     @jax.jit
-    def step(params, state, batch, seen):
+    def train(params, state, batch, seen):
         loss, grads = jax.value_and_grad(loss_of)(params, batch)
         if seen is not None:
             key = jax.random.split(seen["key"])[0]
@@ -246,31 +209,93 @@ def main(arguments):
         updates, state = tx.update(grads, state, params, carry=seen)
         return optax.apply_updates(params, updates), state, loss, seen
 
-    first = int(state.step)
+    def step(batch):
+        nonlocal params, state, seen
+        params, state, loss, seen = train(params, state, batch, seen)
+        if given.fail:
+            jax.block_until_ready(state)
+        return loss
+
+    return Loop(step, lambda: state, lambda: seen)
+
+
+def streaming(given, step, params, batch):
+    """Steps of `jaxinf.stream`."""
+    if given.init == "traced":
+        shardings = jax.tree.map(lambda x: x.sharding, params)
+        dtype = jnp.dtype(given.dtype)
+        step.init(lambda: first_params(dtype, True), batch=batch, shardings=shardings)
+    else:
+        step.load(params, batch=batch)
+    return Loop(lambda batch: step(batch)[0], lambda: None)
+
+
+def streamed_step(given, store, compress):
+    adam = optax.adamw(1e-3)
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), adam)
+    return jaxinf.stream(
+        loss_of,
+        clipped if given.optimizer == "clip" else adam,
+        store,
+        memory_bytes=given.memory,
+        micro_batches=given.micro_batches,
+        compress=compress,
+    )
+
+
+def main(arguments):
+    given = parsed(arguments)
+    begin(given)
+    dtype = jnp.dtype(given.dtype)
+    mesh, specs = mesh_and_specs(given.layout)
+    specs = {**specs, "layers": LAYERS.get(given.layout, P())}
+    first = first_params(dtype, given.stream)
+    shardings = {n: NamedSharding(mesh, specs[n]) for n in first}
+    if given.options.pop("divide", False):
+        divide_for(given.store, shardings)
+    options = {"chunk_elements": 65536} if given.stream else {}
+    store = small_stores.open_store(given.store, **(options | given.options))
+    params = {n: on(mesh, specs[n], a) for n, a in first.items()}
+    compress = None if given.compress is None else jaxinf.top_k(given.compress)
+    with contextlib.ExitStack() as closing:
+        if given.stream:
+            stream = closing.enter_context(streamed_step(given, store, compress))
+            loop = streaming(given, stream, params, batch_of(mesh, 0, dtype))
+        else:
+            stream = None
+            loop = updating(given, store, mesh, params, shardings, compress)
+        train(given, store, loop, mesh, dtype)
+        report(given, store, loop, stream)
+    store.close()
+    print("closed", flush=True)
+
+
+def train(given, store, loop, mesh, dtype):
+    first = int(loop.state().step) if loop.state() is not None else store.step
     print(f"at {first}", flush=True)
     last = given.steps if given.more is None else first + given.more
     for number in range(first, last):
         if given.stops and reached_preemption_sync_point(number):
             break
         time.sleep(given.pace)
-        if number == first + 2:
-            began_s = time.monotonic()
         if given.fail and number == int(given.fail.split(":")[0]):
-            break_drive(*given.fail.split(":")[1:])
-        batch = batch_of(mesh, number, dtype)
-        params, state, loss, seen = step(params, state, batch, seen)
-        if given.fail:
-            jax.block_until_ready(state)
+            _, call, path = given.fail.split(":")  # see tests/faults/shim.c
+            shim = ctypes.CDLL(None)
+            shim.fault_set(call.encode(), path.encode(), errno.EIO, 0)
+        loss = loop.step(batch_of(mesh, number, dtype))
         bits = np.asarray(loss, np.float32).view(np.uint32)
-        if number + 1 == given.checkpoint_at and "kept" not in names_of(store):
-            store.checkpoint("kept", state=state)
+        if number + 1 == given.checkpoint_at:
+            names = {info.name for info in store.checkpoints()}
+            if "kept" not in names:
+                store.checkpoint("kept", state=loop.state())
         print(f"loss {number} {int(bits):08x} {float(loss):.6f}", flush=True)
-    store.wait(state)
-    if last - first > 2:
-        took_s = (time.monotonic() - began_s) / (last - first - 2)
-        print(f"step_s {took_s:.4f}", flush=True)
+    store.wait(loop.state())
+
+
+def report(given, store, loop, stream):
     print(f"state {digest(store)}", flush=True)
     if given.carry:
+        seen = loop.carried()
         found = store.carried(like=seen)
         row = float(found["rows"].addressable_shards[0].data[0])
         words = [float(x["mean"]).hex() for x in (found, seen)]
@@ -279,14 +304,13 @@ def main(arguments):
         for one in leaf.states:
             whole = store.read(one.name, leaf.name).astype(np.float64)
             print("sum", one.name, leaf.name, repr(float(whole.sum())), flush=True)
-    metrics = store.metrics
-    if metrics is not None:
-        last_ones = [store.metrics_of(n) for n in range(store.step + 1)]
-        commits_s = [one.commit_s for one in last_ones if one is not None]
-        print(f"commit_s {statistics.median(commits_s):.5f}", flush=True)
-        print(f"written {metrics.traffic.drive_write_bytes}", flush=True)
-    store.close()
-    print("closed", flush=True)
+    if store.metrics is None:
+        return
+    moved = store.metrics.traffic
+    print(f"written {moved.drive_write_bytes}", flush=True)
+    if stream is not None:
+        for name, one in (("planned", stream.traffic), ("moved", moved)):
+            print(name, one.drive_write_bytes, one.drive_read_bytes, flush=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import pytest
 
 __all__ = ["Ask", "asked", "built_shim"]
 
-FAULTS = Path(__file__).parent.parent / "faults"
+FAULTS = Path(__file__).parent
 
 Ask = Callable[..., dict[str, Any]]
 """Sends a case to a program, by keywords, and returns its answer."""
@@ -34,21 +34,15 @@ def built_shim(build: Path) -> Path:
 
 
 @contextlib.contextmanager
-def asked(script: str, *words: Path, build: Path) -> Iterator[Ask]:
-    """Runs a script of tests/faults beside the shim; the script reads cases by line.
-
-    Args:
-      script: Name of the file.
-      words: Its arguments.
-      build: An empty directory for the shim.
-    """
+def asked(build: Path) -> Iterator[Ask]:
+    """Runs `shim_child.py` beside the shim, which is built into an empty directory."""
     environment = {
         **os.environ,
         "LD_PRELOAD": str(built_shim(build)),
         "JAX_PLATFORMS": "cpu",
     }
     with subprocess.Popen(
-        [sys.executable, FAULTS / script, *words],
+        [sys.executable, FAULTS / "shim_child.py"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

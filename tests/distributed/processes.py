@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from places import LONG
+from families import LONG
 
 __all__ = ["PROGRAM", "Processes", "free_port", "losses", "run_alone", "running"]
 
@@ -129,10 +129,10 @@ def running(place: Path, *arguments: object, **options) -> Iterator[Processes]:
         found.kill()
 
 
-def run_alone(*arguments: object, num_devices: int, program: Path = PROGRAM) -> str:
+def run_alone(*arguments: object, num_devices: int) -> str:
     """Runs the program in one process with all devices; returns its output."""
     result = subprocess.run(
-        [sys.executable, str(program), *map(str, arguments)],
+        [sys.executable, str(PROGRAM), *map(str, arguments)],
         env=environment(num_devices),
         capture_output=True,
         text=True,

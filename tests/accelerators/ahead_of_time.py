@@ -38,7 +38,7 @@ __all__ = [
     "compiling_for",
 ]
 
-DESCRIPTIONS = Path(__file__).parents[1] / "accelerators" / "devices"
+DESCRIPTIONS = Path(__file__).with_name("devices")
 CUDA_DEVICES = ("h100", "a100", "rtx4090")
 # Neither asks a metadata server where it runs, nor where its neighbours are.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
