@@ -2,7 +2,7 @@
 
 Invariant: chunks go by direct I/O between the drive and budgeted, page-aligned buffers,
 and are updated there in place. Many short transfers are one native call, which releases
-the GIL once for all; effects, errors and counted bytes are those of `DirectIO`.
+the GIL once for all; effects, errors and counted bytes are those of single ones.
 """
 
 import os
@@ -29,7 +29,15 @@ from jaxinf.errors import CsdError, UnsupportedTransformError
 from jaxinf.kernels import Call, Passage, compiled
 from jaxinf.native import transfers as native
 from jaxinf.program import Kernel
-from jaxinf.transfer import Buffer, BufferPool, ByteMeters, DirectIO, crc32c, page_ceil
+from jaxinf.transfer import (
+    Buffer,
+    BufferPool,
+    ByteMeters,
+    crc32c,
+    page_ceil,
+    read_into,
+    write_from,
+)
 from jaxinf.typing import Array
 
 
@@ -72,7 +80,7 @@ class HostFleet:
         self, directories: Sequence[Path], buffer_bytes: int, num_elements: int
     ) -> "Sequence[HostCsd]":
         del buffer_bytes, num_elements
-        return [HostCsd(root, self._pool, self._meters) for root in directories]
+        return [HostCsd(self._pool, self._meters) for _ in directories]
 
     def close(self) -> None:
         """Frees the buffers."""
@@ -121,17 +129,14 @@ class HostCsd:
     """See `jaxinf.csd.Csd`. Thread-safe.
 
     Args:
-      root: directory of the chunk files; must exist.
       memory: where buffers come from; CSDs of one store share it.
       meters: counts the drive's bytes.
     """
 
     is_host = True
 
-    def __init__(self, root: Path, memory: BufferPool, meters: ByteMeters) -> None:
+    def __init__(self, memory: BufferPool, meters: ByteMeters) -> None:
         self.memory = memory
-        self._root = root
-        self._io = DirectIO(root, meters)
         self._meters = meters
         self._repeated: dict[int, _Repeated] = {}  # by the extents' identity
         native.function()  # compiles it now if it is not in the cache
@@ -144,21 +149,19 @@ class HostCsd:
     def read(self, transfers: Sequence[Transfer]) -> None:
         """Drive → buffers."""
         for transfer in self._unusual(transfers, writes=False):
-            self._io.read(*_request(transfer))
+            read_into(*_request(transfer), meters=self._meters)
         for buffer, extent, *_ in transfers:
             _own(buffer).known[extent.buffer_offset_bytes] = None
 
     def write(self, transfers: Sequence[Transfer]) -> None:
         """Buffers → drive, with zeros behind each state in its last page."""
         for transfer in self._unusual(transfers, writes=True):
-            self._io.write(*_request(transfer))
+            write_from(*_request(transfer), meters=self._meters)
 
     def _unusual(
         self, transfers: Sequence[Transfer], *, writes: bool
     ) -> Sequence[Transfer]:
         """Moves transfers by the native call; returns those that it leaves."""
-        if not self._io.direct:
-            return transfers
         places = array("q")
         for buffer, extent, *_ in transfers:
             address = _own(buffer).memory.address + extent.buffer_offset_bytes

@@ -4,8 +4,6 @@ Invariant: nothing here holds a lock of a store, since the computations call int
 """
 
 import contextlib
-import gc
-import sys
 import threading
 import time
 
@@ -61,28 +59,6 @@ def wait_for_callbacks() -> None:
     if compat.has_backend() and not _is_thread_of_jax():
         with contextlib.suppress(Exception):
             jax.effects_barrier()
-
-
-def has_unread_failure() -> bool:
-    """Whether arrays of a computation that failed are alive, and JAX's error is not.
-
-    All computations must have ended.
-    """
-    if isinstance(sys.exception(), jax.errors.JaxRuntimeError):
-        return False
-    if not compat.has_backend() or not any(map(_has_failed, jax.live_arrays())):
-        return False
-    gc.collect()  # what only garbage refers to is read by nobody
-    return any(map(_has_failed, jax.live_arrays()))
-
-
-def _has_failed(array: jax.Array) -> bool:
-    try:
-        if not array.is_deleted():
-            array.block_until_ready()
-    except jax.errors.JaxRuntimeError:
-        return not array.is_deleted()
-    return False
 
 
 def _is_ready(array: jax.Array) -> bool:

@@ -86,7 +86,7 @@ class Engine(StoreRun):
         self._on_close: list[Callable[[], None]] = []
         self._steps: StepEngine | None = None  # there as soon as there are files
         self.binding = Binding(lambda: self.opened, self._roll_back)
-        self.health.failure.listen(self._tell_others)
+        self.health.listen(self._tell_others)
         self._hold(open_place(self))
 
     def _tell_others(self) -> None:

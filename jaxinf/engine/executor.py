@@ -5,7 +5,7 @@ or returned.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from jaxinf.csd import Csd, Transfer
@@ -13,7 +13,6 @@ from jaxinf.engine.chunks import ChunkTable
 from jaxinf.store import Slot, StoreDirectory
 from jaxinf.transfer import (
     Compute,
-    DriveMonitor,
     Failure,
     Limits,
     Load,
@@ -56,9 +55,9 @@ def make_mover(
         lambda task: csds[task.piece.drive].acquire(task.piece.num_bytes),
         Limits(num_workers, num_kernels),
     )
-    monitor = DriveMonitor(directory.manifest.csds or [str(directory.path)])
-    executor = Executor(directory, chunks, csds, monitor)
-    return Mover(directory.path, queues, executor.perform, failure, monitor)
+    roots = directory.manifest.csds or [str(directory.path)]
+    executor = Executor(directory, chunks, csds)
+    return Mover(directory.path, queues, executor.perform, failure, roots)
 
 
 class Executor:
@@ -69,12 +68,10 @@ class Executor:
         directory: StoreDirectory,
         chunks: ChunkTable,
         csds: Sequence[Csd],
-        monitor: DriveMonitor,
     ) -> None:
         self._directory = directory
         self._chunks = chunks
         self._csds = csds
-        self._monitor = monitor
         self._drives = [str(directory.csd_directory(n)) for n in range(len(csds))]
 
     def perform(self, unit: Unit) -> Sequence[Loads]:
@@ -91,7 +88,7 @@ class Executor:
                     for resident, states in items
                     for state, slot in states
                 ]
-                with self._request(drive, "read", reads, [r for r, _ in items]):
+                with self._span(drive, "read", reads, [r for r, _ in items]):
                     self._csds[drive].read(reads)
                 return [self._check_read(*item) for item in items]
             case Compute(resident):
@@ -102,7 +99,7 @@ class Executor:
                     for resident, states in items
                     for state in states
                 ]
-                with self._request(drive, "write", writes, [r for r, _ in items]):
+                with self._span(drive, "write", writes, [r for r, _ in items]):
                     self._csds[drive].write(writes)
         return ()
 
@@ -136,7 +133,7 @@ class Executor:
                 self._chunks.loaded(layout, state, slot, checksum)
             unchecked = ()
         what = self._leaves_of([resident])
-        with self._monitor.request(layout.drive, "update"), span("update", what):
+        with span("update", what):
             wanted = [state for state, _ in unchecked]
             told = task.compute(csd, resident.buffer, wanted) or {}
         for state, slot in unchecked:
@@ -164,19 +161,16 @@ class Executor:
                 checksum = crc32c(csd.view(resident.buffer, extent))
         return checksum
 
-    @contextlib.contextmanager
-    def _request(
+    def _span(
         self,
         csd: int,
         kind: Literal["read", "write"],
         transfers: Sequence[Transfer],
         residents: Iterable[Resident],
-    ) -> Iterator[None]:
-        lengths = [transfer.extent.num_bytes for transfer in transfers]
-        place = {"drive": self._drives[csd], "num_bytes": sum(lengths)}
+    ) -> contextlib.AbstractContextManager[None]:
+        num_bytes = sum([transfer.extent.num_bytes for transfer in transfers])
         what = self._leaves_of(residents)
-        with self._monitor.request(csd, kind, lengths), span(kind, what, **place):
-            yield
+        return span(kind, what, drive=self._drives[csd], num_bytes=num_bytes)
 
     def _leaves_of(self, residents: Iterable[Resident]) -> str:
         """Names the leaves of subgroups while spans are recorded."""

@@ -183,7 +183,7 @@ class OpenStore(StoreShape):
         self.commit = self.finished = commit or CommitRecord(step=0, scalar_state=())
         self.annotations.go_on_from(-1 if commit is None else commit.step)
         self.assignment = Assignment()
-        self.health.failure.note = self._note
+        self.health.note = self._note
         self._carries: dict[Slot, tuple[CarriedArray, ...]] = {}
         target = next_slot(directory.committed_slot())
         self.chunks = ChunkTable(directory, target, self.commit.checksums)
@@ -209,7 +209,7 @@ class OpenStore(StoreShape):
             self.csds,
             num_workers=self.options.workers_of(len(self.csds)),
             num_kernels=self.fleet.num_kernels,
-            failure=self.health.failure,
+            failure=self.health,
         )
 
     def averaged(self, leaf: int) -> tuple[int, ...]:

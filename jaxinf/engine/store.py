@@ -435,8 +435,8 @@ class Store:
         Raises:
           StoreError: it was called in a JAX callback; the store stays open.
           BaseException: the exception that stopped the store, once, after everything is
-            released, unless another method has raised it before, or JAX (whose error is
-            being handled, or no result of the failed computation is left to read).
+            released, unless another method has raised it before, or an error of JAX's is
+            being handled.
         """
         engine, health = self._engine, self._engine.health
         if not health.is_closed:
@@ -459,7 +459,9 @@ class Store:
                 engine.close()
         if sys.exception() is None:
             raise_kept()
-        if health.is_untold:
+        if health.is_unreported and not isinstance(
+            sys.exception(), jax.errors.JaxRuntimeError
+        ):
             health.check()
 
     def __enter__(self) -> "Store":

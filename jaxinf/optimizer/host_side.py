@@ -179,9 +179,7 @@ class HostSide:
         report = health.fail_beside_others
         if is_last and not engine.group.is_alone:
             report = health.fail_unannounced
-        return GuardedHost(
-            host, health.fail_computation, report, self._warn_of_gathering
-        )
+        return GuardedHost(host, health.fail, report, self._warn_of_gathering)
 
     def _warn_of_gathering(self, num_devices: int) -> None:
         if not self._has_warned:

@@ -18,8 +18,7 @@ from jaxinf.transfer.beneath import (
 )
 from jaxinf.transfer.cache import stays
 from jaxinf.transfer.checksums import crc32c, crc32c_combine
-from jaxinf.transfer.direct import DirectIO, read_into, write_from
-from jaxinf.transfer.drive_monitor import DriveMonitor
+from jaxinf.transfer.direct import REFUSALS, read_into, supports_direct, write_from
 from jaxinf.transfer.failure import Failure
 from jaxinf.transfer.failures import file_progress, store_error, translated
 from jaxinf.transfer.files import (
@@ -37,7 +36,6 @@ from jaxinf.transfer.pages import PAGE_BYTES, page_ceil
 from jaxinf.transfer.pool import Buffer, BufferPool, aligned, aligned_array
 from jaxinf.transfer.queues import Queues
 from jaxinf.transfer.spans import Busy, add_span, span, timeline
-from jaxinf.transfer.support import REFUSALS, supports_direct
 from jaxinf.transfer.tasks import (
     Compute,
     Limits,
@@ -60,8 +58,6 @@ __all__ = [
     "ByteCounts",
     "ByteMeters",
     "Compute",
-    "DirectIO",
-    "DriveMonitor",
     "Failure",
     "Limits",
     "Load",

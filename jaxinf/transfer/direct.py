@@ -1,17 +1,18 @@
-"""Reads and writes that bypass the page cache, with a buffered fallback.
+"""Reads and writes that bypass the page cache.
 
-Invariant: a call moves all its bytes or raises; a file system that refuses direct I/O
-  is used buffered, a symlink is not followed, and a pipe is not waited for. All
-  functions block, release the GIL and are thread-safe; each call opens and closes its
-  file.
+Invariant: a call moves all its bytes or raises; a symlink is not followed, and a pipe
+  is not waited for. What a file system refuses to move directly goes through the page
+  cache, which is slower. All functions block, release the GIL and are thread-safe; each
+  call opens and closes its file.
 """
 
+import contextlib
 import errno
+import logging
+import mmap
 import os
+import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -19,76 +20,15 @@ from jaxinf.errors import StoreIOError
 from jaxinf.transfer.failures import translated
 from jaxinf.transfer.meters import ByteMeters
 from jaxinf.transfer.pages import PAGE_BYTES, page_ceil, page_floor
-from jaxinf.transfer.support import REFUSALS, probed_refusal, warn_once
 from jaxinf.typing import Array, PathLikeStr
 
-# Paths of open files that may have no other name.
-_OWN_DESCRIPTORS = "/proc/self/fd/"
+REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+"""Errors of a file system without direct I/O, at opening or at the first request."""
 
-
-@dataclass(frozen=True)
-class _Transfer:
-    """One request: the array's first bytes, at an offset of the file."""
-
-    path: PathLikeStr
-    writes: bool
-    array: Array
-    offset_bytes: int
-    buffered: bool = True
-
-    def run_pages(self, end: int) -> int:
-        """Moves array[:end] directly, or buffered if that is refused."""
-        if end == 0:
-            return 0
-        try:
-            with self._opened(os.O_DIRECT) as fd:
-                done = self._run(fd, 0, end, whole_pages=True)
-            # A write that stopped within a page met a limit. Buffered I/O can continue
-            # from that byte, and its error names the limit.
-            return self.run_rest(done, end) if self.writes and done < end else done
-        except OSError as error:
-            if error.errno not in REFUSALS or not self.buffered:
-                raise
-            refusal = error
-        with self._opened(0) as fd:
-            done = self._run(fd, 0, end, whole_pages=False)
-            directory = os.path.dirname(self.path) or "."
-            warn_once(os.fstat(fd).st_dev, directory, refusal)
-            return done
-
-    def run_rest(self, start: int, end: int) -> int:
-        """Moves array[start:end], buffered; writes are flushed."""
-        if not self.buffered:
-            raise OSError(errno.EINVAL, "no whole pages")
-        with self._opened(0) as fd:
-            done = self._run(fd, start, end, whole_pages=False)
-            if self.writes:
-                os.fdatasync(fd)
-            return done
-
-    @contextmanager
-    def _opened(self, extra_flags: int) -> Iterator[int]:
-        flags = (os.O_WRONLY if self.writes else os.O_RDONLY) | os.O_NONBLOCK
-        if not os.fspath(self.path).startswith(_OWN_DESCRIPTORS):
-            flags |= os.O_NOFOLLOW
-        fd = os.open(self.path, flags | os.O_CLOEXEC | extra_flags)
-        try:
-            yield fd
-        finally:
-            os.close(fd)
-
-    def _run(self, fd: int, start: int, end: int, *, whole_pages: bool) -> int:
-        """Moves array[start:end]; returns where it stopped, which may be EOF."""
-        call = os.pwritev if self.writes else os.preadv
-        done = start
-        while done < end:
-            moved = call(fd, [self.array[done:end].data], self.offset_bytes + done)
-            if whole_pages and moved % PAGE_BYTES:
-                return done + moved  # a read stops within a page at EOF
-            if moved == 0:
-                break
-            done += moved
-        return done
+_LOGGER = logging.getLogger("jaxinf.transfer")
+_OWN_DESCRIPTORS = "/proc/self/fd/"  # of open files that may have no other name
+_NO_ANSWER = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
+_warned: set[int] = set()  # by st_dev
 
 
 def read_into(
@@ -124,15 +64,14 @@ def read_into(
     _check_request(path, array, offset_bytes, num_bytes)
     if not array.flags.writeable:
         raise ValueError(f"{os.fspath(path)}: expected a writable array to read into")
-    end = page_ceil(num_bytes)
-    if end > array.shape[0]:
-        end = page_floor(num_bytes)
-    transfer = _Transfer(path, False, array, offset_bytes, buffered)
+    pages = page_ceil(num_bytes)
+    if pages > array.shape[0]:
+        pages = page_floor(num_bytes)
     shown = path if shown is None else shown
     with translated("read", shown, offset_bytes):
-        done = transfer.run_pages(end)
-        if end <= done < num_bytes:
-            done = transfer.run_rest(done, num_bytes)
+        done = _run_pages(path, array[:pages], offset_bytes, buffered, writes=False)
+        if pages <= done < num_bytes:
+            done = _run_rest(path, array[:num_bytes], done, offset_bytes, buffered)
         if done < num_bytes:
             raise StoreIOError(
                 f"{os.fspath(shown)}: truncated: expected {offset_bytes + num_bytes} "
@@ -164,11 +103,7 @@ def write_from(
     Args:
       path: the file, which exists.
       array: uint8, 1-D, contiguous and page-aligned.
-      offset_bytes: position in the file, a multiple of the page.
-      num_bytes: number of bytes, at most the array's length.
-      meters: counts the bytes written.
-      buffered: whether to use the page cache when direct I/O is refused.
-      shown: the path in errors, for a file without a name.
+      offset_bytes, num_bytes, meters, buffered, shown: as for `read_into`.
 
     Raises:
       ValueError: if array, offset or length are not as described.
@@ -178,61 +113,132 @@ def write_from(
     """
     _check_request(path, array, offset_bytes, num_bytes)
     with translated("write", path if shown is None else shown, offset_bytes):
-        end = _written_pages(path, array, offset_bytes, num_bytes)
-        transfer = _Transfer(path, True, array, offset_bytes, buffered)
-        done = transfer.run_pages(end)
-        if end <= done < num_bytes:
-            done = transfer.run_rest(done, num_bytes)
+        pages = _written_pages(path, array, offset_bytes, num_bytes)
+        done = _run_pages(path, array[:pages], offset_bytes, buffered, writes=True)
+        end = max(pages, num_bytes)
+        if done < end:
+            rest = array[:end], done, offset_bytes, buffered
+            done = _run_rest(path, *rest, writes=True)
         if done < num_bytes:
             raise OSError(errno.EIO, f"only {done} of {num_bytes} bytes were written")
     if meters is not None:
         meters.add(drive_write_bytes=done)
 
 
-class DirectIO:
-    """Reads and writes of the files under one directory. Thread-safe.
+def supports_direct(directory: PathLikeStr) -> bool:
+    """Whether a directory's file system supports direct I/O.
 
-    Args:
-      root_directory: relative paths start here.
-      meters: counts the bytes moved.
-      buffered: whether to use the page cache, after one warning, when direct I/O is
-        refused.
-
-    Attributes:
-      root_directory: relative paths start here.
-      direct: whether the file system supports direct I/O.
+    Writes and removes a file of one page. Without permission or room for it, direct I/O
+    is assumed; what is refused then is moved through the page cache.
 
     Raises:
       StoreIOError: if the directory is missing or the drive failed.
     """
+    name = f".jaxinf-probe-{os.getpid()}-{secrets.token_hex(4)}"
+    path = os.path.join(directory, name)
+    with translated("probe of direct I/O", directory):
+        try:
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+            try:
+                with mmap.mmap(-1, PAGE_BYTES) as page:
+                    for flags, call in (
+                        (os.O_WRONLY, os.pwritev),
+                        (os.O_RDONLY, os.preadv),
+                    ):
+                        with _opened(path, flags | os.O_DIRECT) as fd:
+                            call(fd, [page], 0)
+            finally:
+                os.unlink(path)
+        except OSError as error:
+            if error.errno not in REFUSALS | _NO_ANSWER:
+                raise
+            return error.errno in _NO_ANSWER
+    return True
 
-    def __init__(
-        self,
-        root_directory: PathLikeStr,
-        meters: ByteMeters | None = None,
-        *,
-        buffered: bool = True,
-    ) -> None:
-        self.root_directory = Path(root_directory)
-        self._options = {"meters": meters, "buffered": buffered}
-        refusal = probed_refusal(self.root_directory)
-        self.direct = refusal is None
-        if refusal is not None and buffered:
-            warn_once(self.root_directory.stat().st_dev, root_directory, refusal)
 
-    def read(
-        self, path: PathLikeStr, array: Array, offset_bytes: int, num_bytes: int
-    ) -> None:
-        """Like `read_into`, with the path taken from the root and the meters set."""
-        full_path = os.path.join(self.root_directory, path)
-        read_into(full_path, array, offset_bytes, num_bytes, **self._options)
+def _run_pages(
+    path: PathLikeStr, array: Array, offset_bytes: int, buffered: bool, *, writes: bool
+) -> int:
+    """Moves whole pages; returns where it stopped.
 
-    def write(
-        self, path: PathLikeStr, array: Array, offset_bytes: int, num_bytes: int
-    ) -> None:
-        """Like `write_from`, with the path taken from the root and the meters set."""
-        full_path = os.path.join(self.root_directory, path)
-        write_from(full_path, array, offset_bytes, num_bytes, **self._options)
+    A write that stopped within a page met a limit. Buffered I/O can continue from that
+    byte, and its error names the limit.
+    """
+    if not array.size:
+        return 0
+    access = os.O_WRONLY if writes else os.O_RDONLY
+    try:
+        with _opened(path, access | os.O_DIRECT) as fd:
+            return _run(fd, array, 0, offset_bytes, writes, whole_pages=True)
+    except OSError as error:
+        if error.errno not in REFUSALS or not buffered:
+            raise
+        refusal = error
+    with _opened(path, access) as fd:
+        done = _run(fd, array, 0, offset_bytes, writes)
+        _warn_once(os.fstat(fd).st_dev, os.path.dirname(path) or ".", refusal)
+    return done
+
+
+def _run_rest(
+    path: PathLikeStr,
+    array: Array,
+    start: int,
+    offset_bytes: int,
+    buffered: bool,
+    *,
+    writes: bool = False,
+) -> int:
+    """Moves array[start:] through the page cache; what is written is flushed."""
+    if not buffered:
+        raise OSError(errno.EINVAL, "no whole pages")
+    with _opened(path, os.O_WRONLY if writes else os.O_RDONLY) as fd:
+        done = _run(fd, array, start, offset_bytes, writes)
+        if writes:
+            os.fdatasync(fd)
+    return done
+
+
+def _run(
+    fd: int,
+    array: Array,
+    start: int,
+    offset_bytes: int,
+    writes: bool,
+    *,
+    whole_pages: bool = False,
+) -> int:
+    """Moves array[start:]; returns where it stopped, which may be EOF."""
+    call, done = os.pwritev if writes else os.preadv, start
+    while done < array.size:
+        moved = call(fd, [array[done:].data], offset_bytes + done)
+        done += moved
+        if not moved or (whole_pages and moved % PAGE_BYTES):
+            break  # a read stops within a page at EOF
+    return done
+
+
+@contextlib.contextmanager
+def _opened(path: PathLikeStr, flags: int) -> Iterator[int]:
+    if not os.fspath(path).startswith(_OWN_DESCRIPTORS):
+        flags |= os.O_NOFOLLOW
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _warn_once(device: int, directory: PathLikeStr, error: OSError) -> None:
+    if device in _warned:
+        return
+    _warned.add(device)
+    _LOGGER.warning(
+        "%s: direct I/O is refused (%s); buffered I/O is used, which is slower and "
+        "fills the page cache; put the store on a file system such as ext4 or xfs",
+        os.fspath(directory),
+        os.strerror(error.errno or 0),
+    )
 
 
 def _check_request(

@@ -27,7 +27,7 @@ class Failure:
         """The first error, the same object every time; None if there is none."""
         return self._error
 
-    def set(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """Keeps the error if it is the first, and then tells the listeners."""
         with self._lock:
             if self._error is not None:
@@ -40,7 +40,7 @@ class Failure:
         for listener in listeners:
             listener()
 
-    def check(self) -> None:
+    def raise_error(self) -> None:
         """Raises the error, if there is one."""
         if self._error is not None:
             raise self._error.with_traceback(self._traceback)

@@ -10,11 +10,12 @@ exception.
 """
 
 import contextlib
+import logging
 import threading
+import time
 from collections.abc import Callable, Collection, Hashable, Sequence
 
 from jaxinf.errors import StoreClosedError, StoreError
-from jaxinf.transfer import drive_monitor
 from jaxinf.transfer.failure import Failure
 from jaxinf.transfer.queues import Queues
 from jaxinf.transfer.scheduling import has_next, next_own, next_unit
@@ -28,6 +29,11 @@ from jaxinf.transfer.tasks import (
     Write,
 )
 
+_LOG = logging.getLogger("jaxinf")
+
+OVERDUE_S = 60.0
+"""Duration of a unit after which a warning names its drive, again and again."""
+
 
 class Mover:
     """Worker threads that run tasks. Thread-safe.
@@ -38,7 +44,7 @@ class Mover:
       perform: executes a unit, and blocks meanwhile; of a load it returns, by piece,
         the states without verification.
       failure: receives a task's error; once it is set, no more work is done.
-      monitor: names drives that are slow, or that do not come back.
+      drives: names of the drives, for a warning of one that does not answer.
 
     Raises:
       StoreError: the process can have no more threads.
@@ -50,10 +56,11 @@ class Mover:
         queues: Queues,
         perform: Callable[[Unit], Sequence[Loads]],
         failure: Failure,
-        monitor: drive_monitor.DriveMonitor,
+        drives: Sequence[str],
     ) -> None:
         self._name, self._queues = name, queues
-        self._work_on, self._failure, self._monitor = perform, failure, monitor
+        self._work_on, self._failure, self._drives = perform, failure, drives
+        self._under_way: dict[int, tuple[Unit, float]] = {}  # by thread
         lock = threading.RLock()
         self._to_do = threading.Condition(lock)  # for workers
         self._done = threading.Condition(lock)  # for callers
@@ -106,7 +113,7 @@ class Mover:
                         )
                     )
         except BaseException as error:  # an interrupt of the main thread
-            self._failure.set(error)
+            self._failure.fail(error)
             self._await_running(group)
             raise
         self._check_done(not group.num_waiting)
@@ -138,7 +145,6 @@ class Mover:
             finally:
                 queues.num_draining -= 1
             self._check_done(not queues.num_unfinished)
-        self._monitor.end_round()
 
     # --- between steps ---------------------------------------------------------------
 
@@ -226,9 +232,19 @@ class Mover:
     # --- waiting -------------------------------------------------------------------
 
     def _wait_for(self, predicate: Callable[[], bool]) -> None:
-        """Waits for a condition; from time to time, names an overdue request."""
-        while not self._done.wait_for(predicate, drive_monitor.OVERDUE_S):
-            self._monitor.report_overdue()
+        """Waits for a condition; names every drive that has not answered for long."""
+        while not self._done.wait_for(predicate, OVERDUE_S):
+            now_s = time.monotonic()
+            for unit, began_s in list(self._under_way.values()):
+                if now_s - began_s >= OVERDUE_S:
+                    _LOG.warning(
+                        "CSD root %s: %s has not come back for %.0f s; still waiting. "
+                        "See the kernel's log (dmesg) for the drive; the last "
+                        "committed step is safe if the process has to be killed",
+                        self._drives[unit.drive],
+                        _WORDS[type(unit)],
+                        now_s - began_s,
+                    )
 
     def _await_running(self, group: TaskGroup) -> None:
         """Waits until no worker computes for a group, despite interrupts."""
@@ -243,7 +259,7 @@ class Mover:
         return self._failure.error is not None or self._is_closing
 
     def _check_done(self, is_done: bool) -> None:
-        self._failure.check()
+        self._failure.raise_error()
         if not is_done:
             raise StoreClosedError(
                 f"{self._name}: the store is closed; open it again with "
@@ -270,7 +286,7 @@ class Mover:
             try:
                 self._perform(unit)
             except Exception as error:
-                self._failure.set(error)
+                self._failure.fail(error)
 
     def _work(self) -> None:
         """The main function of a worker thread."""
@@ -281,7 +297,7 @@ class Mover:
                     return
                 self._perform(unit)
             except BaseException as error:
-                self._failure.set(error)
+                self._failure.fail(error)
 
     def _await_work(self) -> Unit | None:
         """Blocks until there is work, and begins it; returns None when closed."""
@@ -299,15 +315,19 @@ class Mover:
             self._to_do.notify()
 
     def _perform(self, unit: Unit) -> None:
+        thread = threading.get_ident()
+        self._under_way[thread] = unit, time.monotonic()
         try:
-            self._failure.check()
+            self._failure.raise_error()
             unchecked = self._work_on(unit)
         except BaseException as error:
-            self._failure.set(error)
+            self._failure.fail(error)
             with self._done:
                 self._queues.fail(unit)
                 self._done.notify_all()
             raise
+        finally:
+            del self._under_way[thread]
         with self._done:
             self._queues.end(unit, unchecked)
             if self._is_awaited(unit):
@@ -324,3 +344,6 @@ class Mover:
                 return is_last or self._is_closing or not queues.num_unfinished
             case Write():
                 return not queues.num_unfinished
+
+
+_WORDS = {Load: "a read", Compute: "an update", Write: "a write"}

@@ -186,6 +186,10 @@ class Compute:
     resident: Resident
     is_own: bool = False
 
+    @property
+    def drive(self) -> int:
+        return self.resident.task.piece.drive
+
 
 @dataclass(frozen=True, slots=True)
 class Write:

@@ -11,7 +11,7 @@ import pytest
 
 from jaxinf.csd import parse_csd
 from jaxinf.csd.cards.memory import set_bytes
-from jaxinf.csd.cards.peer import PeerIO
+from jaxinf.csd.cards.peer import read_to_card, write_from_card
 from jaxinf.csd.cards.releases import RELEASES
 from jaxinf.csd.cards.smartssd import open_emulated
 from jaxinf.csd.cards.standin import ANY_KERNEL, EmulatedXrt
@@ -203,19 +203,21 @@ def test_a_release_that_is_too_old_is_named():
 
 
 def test_peer_io_takes_part_in_whole_pages(tmp_path):
-    io = PeerIO(tmp_path, buffered=not supports_direct(tmp_path))
-    (tmp_path / "file").write_bytes(bytes(8192))
+    way, file = {"buffered": not supports_direct(tmp_path)}, tmp_path / "file"
+    file.write_bytes(bytes(8192))
     with BufferPool(1 << 20).acquire(8192) as buffer:
-        io.read("file", buffer.array, 0, 8192)
-        io.write("file", buffer.array, 0, 5000)  # the last page's padding too
+        read_to_card(file, buffer.array, 0, 8192, **way)
+        write_from_card(
+            file, buffer.array, 0, 5000, **way
+        )  # and the last page's padding
         for array, offset in [
             (buffer.array[64:], 0),
             (buffer.array[:5000], 0),
             (buffer.array, 512),
         ]:
-            for move in (io.read, io.write):
+            for move in (read_to_card, write_from_card):
                 with pytest.raises(OSError, match="no whole pages"):
-                    move("file", array, offset, 4096)
+                    move(file, array, offset, 4096, **way)
 
 
 # --- the adapter over it -----------------------------------------------------------

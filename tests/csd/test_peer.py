@@ -11,8 +11,8 @@ from csd_contract import SIMPLE, Case, Chunk
 
 import jaxinf.transfer.direct as direct
 from jaxinf.csd import Transfer, parse_csd
-from jaxinf.csd.cards import standin
-from jaxinf.csd.cards.peer import PeerIO
+from jaxinf.csd.cards import peer, smartssd, standin
+from jaxinf.csd.cards.peer import read_to_card, write_from_card
 from jaxinf.csd.cards.smartssd import open_emulated
 from jaxinf.engine.options import StoreOptions
 from jaxinf.errors import CsdError, StoreIOError
@@ -53,13 +53,12 @@ def refusing(request, monkeypatch):
 
 def test_what_a_drive_refuses_is_not_buffered(drive, refusing):
     (drive / "file").write_bytes(bytes(8192))
-    io = PeerIO(drive)
     with BufferPool(1 << 20).acquire(8192) as buffer:
-        for move in (io.read, io.write):
+        for move in (read_to_card, write_from_card):
             with pytest.raises(StoreIOError, match="cannot reach the card's memory"):
-                move("file", buffer.array, 0, 8192)
+                move(drive / "file", buffer.array, 0, 8192)
         with pytest.raises(StoreIOError, match="file: write at byte 0 failed"):
-            io.write("file", buffer.array[:4096], 0, 100)
+            write_from_card(drive / "file", buffer.array[:4096], 0, 100)
     assert set(refusing) == {"direct"}
 
 
@@ -70,10 +69,11 @@ def test_a_file_that_ends_within_a_page(drive):
         BufferPool(1 << 20).acquire(8192) as buffer,
         pytest.raises(StoreIOError, match="cannot reach the card's memory"),
     ):
-        PeerIO(drive).write("file", buffer.array, 0, 5000)
+        write_from_card(drive / "file", buffer.array, 0, 5000)
 
 
-def test_a_page_is_tried_at_open(drive, refusing):
+def test_a_page_is_tried_at_open(drive, refusing, monkeypatch):
+    monkeypatch.setattr(smartssd, "supports_direct", lambda root: True)
     with pytest.raises(CsdError, match=r"CSD root .*card 0: .*P2P must be on"):
         open_emulated([drive], 1 << 20, ByteMeters())
     assert not list(drive.iterdir())
@@ -81,13 +81,12 @@ def test_a_page_is_tried_at_open(drive, refusing):
 
 def test_other_bytes_are_noticed_at_open(drive, monkeypatch):
     """Reads all ones, as from a switch that answers for the card."""
-    read = PeerIO.read
 
-    def ones(io, path, array, offset_bytes, num_bytes):
-        read(io, path, array, offset_bytes, num_bytes)
+    def ones(path, array, offset_bytes, num_bytes):
+        read_to_card(path, array, offset_bytes, num_bytes)
         array[:] = 0xFF
 
-    monkeypatch.setattr(PeerIO, "read", ones)
+    monkeypatch.setattr(peer, "read_to_card", ones)
     with pytest.raises(CsdError, match=r"expected a page to pass .*found other bytes"):
         open_emulated([drive], 1 << 20, ByteMeters())
     assert not list(drive.iterdir())
@@ -95,8 +94,7 @@ def test_other_bytes_are_noticed_at_open(drive, monkeypatch):
 
 def test_a_file_system_without_direct_io(drive, monkeypatch):
     fleet = open_emulated([drive], 1 << 20, ByteMeters())
-    refusal = OSError(errno.EINVAL, "no O_DIRECT")
-    monkeypatch.setattr(direct, "probed_refusal", lambda directory: refusal)
+    monkeypatch.setattr(smartssd, "supports_direct", lambda root: False)
     fleet.probe([drive], must_be_direct=False)
     with pytest.raises(CsdError, match="expected a file system with direct I/O"):
         fleet.probe([drive], must_be_direct=True)

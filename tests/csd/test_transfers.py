@@ -5,11 +5,18 @@ import os
 import numpy as np
 import pytest
 
-from jaxinf.csd import Extent, HostCsd, Transfer
+from jaxinf.csd import Extent, HostCsd, Transfer, host
 from jaxinf.errors import StoreIOError
 from jaxinf.native import libraries, toolchain
 from jaxinf.native import transfers as native
-from jaxinf.transfer import BufferPool, ByteCounts, ByteMeters, DirectIO
+from jaxinf.transfer import (
+    BufferPool,
+    ByteCounts,
+    ByteMeters,
+    read_into,
+    supports_direct,
+    write_from,
+)
 
 PAGE = 4096
 LENGTHS = [1, 100, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE, 5 * PAGE + 17]
@@ -21,9 +28,9 @@ def meters():
 
 
 @pytest.fixture
-def csd(tmp_path, meters):
+def csd(meters):
     pool = BufferPool(1 << 20)
-    yield HostCsd(tmp_path, pool, meters)
+    yield HostCsd(pool, meters)
     pool.close()
 
 
@@ -96,12 +103,11 @@ def test_moves_what_direct_io_moves(tmp_path, csd, meters, way, room):
         np.testing.assert_array_equal(other.memory.array[part], wanted[part])
     # As one after another.
     single = ByteMeters()
-    io = DirectIO(tmp_path, single)
-    for action in (io.write, io.read):
+    for action in (write_from, read_into):
         for one in transfers:
             first, length = part_of(one).start, one.extent.num_bytes
             array = memory(one)[first : first + pages(length)]
-            action(one.file, array, PAGE, length)
+            action(one.file, array, PAGE, length, meters=single)
     assert meters.snapshot() == single.snapshot() != ByteCounts()
 
 
@@ -139,14 +145,14 @@ def test_one_call_for_all(tmp_path, csd, monkeypatch):
         return function(*arguments)
 
     monkeypatch.setattr(native, "function", lambda: counted)
-    if not csd._io.direct:
+    if not supports_direct(tmp_path):
         pytest.skip(f"{tmp_path}: no direct I/O there")
 
     def refuse(*arguments):
         raise AssertionError("one at a time")
 
-    monkeypatch.setattr(DirectIO, "read", refuse)
-    monkeypatch.setattr(DirectIO, "write", refuse)
+    monkeypatch.setattr(host, "read_into", refuse)
+    monkeypatch.setattr(host, "write_from", refuse)
     transfers = transfers_of(tmp_path, csd.acquire(128 * 1024))
     for one in transfers:
         one.file.write_bytes(b"\xff" * (PAGE + pages(one.extent.num_bytes)))

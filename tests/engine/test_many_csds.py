@@ -7,7 +7,7 @@ import pytest
 
 import jaxinf.csd.cards.card as card
 from jaxinf.errors import CsdError, StoreIOError
-from jaxinf.transfer import drive_monitor
+from jaxinf.transfer import mover
 
 LEAVES = {"w": ((9, 4096), "float32"), "v": ((3, 4096), "float32")}
 
@@ -85,43 +85,8 @@ def test_a_drive_that_fails(driver, drive):
     drive(csd="emulated", leaves=LEAVES).init().steps(1).check(2)
 
 
-def slow_warnings(caplog):
-    return [r.getMessage() for r in caplog.records if "times as long" in r.getMessage()]
-
-
-class SlowWrites:
-    """A CSD whose drive writes a megabyte a second."""
-
-    def __init__(self, csd):
-        self._csd = csd
-        self._drive = threading.Lock()
-
-    def __getattr__(self, name):
-        return getattr(self._csd, name)
-
-    def write(self, transfers):
-        with self._drive:
-            time.sleep(sum(one.extent.num_bytes for one in transfers) / 1e6)
-        self._csd.write(transfers)
-
-
-def test_a_slow_drive_is_named_once(driver, caplog):
-    driver.store.wait()
-    csds = driver.opened.csds
-    csds[1] = SlowWrites(csds[1])
-    driver.steps(1).steps(1)
-    driver.store.wait()
-    assert slow_warnings(caplog) == []
-    driver.steps(3)
-    driver.store.wait()
-    [warning] = slow_warnings(caplog)
-    root = driver.opened.directory.manifest.csds[1]
-    assert warning.startswith(f"CSD root {root}: in each of the last 3 steps")
-    driver.check(6)
-
-
 def test_a_request_that_does_not_come_back_is_named(driver, caplog, monkeypatch):
-    monkeypatch.setattr(drive_monitor, "OVERDUE_S", 0.1)
+    monkeypatch.setattr(mover, "OVERDUE_S", 0.1)
     driver.store.wait()
     gate = threading.Event()
     blocked = unit_of(driver, 2).submit(gate.wait)

@@ -68,7 +68,7 @@ class Rig:
 
         self.directory = driver.opened.directory
         self.pool = BufferPool(memory_pages * PAGE)
-        host = HostCsd(self.directory.path, self.pool, ByteMeters())
+        host = HostCsd(self.pool, ByteMeters())
         self.csd = WatchedCsd(host)
         self.failure = Failure()
         chunks = ChunkTable(self.directory, "b", {})
@@ -288,7 +288,7 @@ def test_a_failure_from_outside_stops_what_has_not_begun(rig):
     item.csd.gate = threading.Event()
     join = in_thread(lambda: item.mover.run(item.tasks()))
     assert item.csd.at_gate.wait(TIMEOUT_S)
-    item.failure.set(error := KeyError("elsewhere"))
+    item.failure.fail(error := KeyError("elsewhere"))
     item.csd.gate.set()
     assert join() is error
     assert not item.seen

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from jaxinf.transfer import (
     BufferPool,
     Compute,
-    DriveMonitor,
     Failure,
     Limits,
     Load,
@@ -205,8 +204,7 @@ def run(program, drives, mover, wanted):
 def check(program):
     before, drives, failure = threading.active_count(), Drives(program), Failure()
     queues = Queues([(0, True)] * NUM_DRIVES, drives.acquire, Limits(*program.limits))
-    monitor = DriveMonitor(["/a", "/b"])
-    mover = Mover("a test", queues, drives.perform, failure, monitor)
+    mover = Mover("a test", queues, drives.perform, failure, ["/a", "/b"])
     wanted, raised = {}, []
 
     def main():

@@ -28,11 +28,12 @@ from jaxinf.csd.base import (
     is_idle,
 )
 from jaxinf.csd.cards.memory import CardBuffer, CardMemory, host_pages
+from jaxinf.csd.cards.peer import read_to_card, write_from_card
 from jaxinf.csd.cards.xrt import XrtCard, XrtKernel
 from jaxinf.errors import CsdError
 from jaxinf.kernels import STATUS_BYTES, CardKernel, Passage, card_kernel, compiled
 from jaxinf.program import Kernel
-from jaxinf.transfer import PAGE_BYTES, ByteMeters, DirectIO, crc32c
+from jaxinf.transfer import PAGE_BYTES, ByteMeters, crc32c, read_into, write_from
 from jaxinf.typing import Array
 
 RESULTS = {"bfloat16": "bf16", "float16": "f16", "float32": "update"}
@@ -47,27 +48,24 @@ class CardCsd:
 
     Args:
       root: directory of the chunk files; must exist.
-      io: moves bytes between files and the card's memory.
-      meters: counts the bytes that go between files and the host's memory.
+      meters: counts the drive's bytes.
+      buffered: whether files go through the page cache where direct I/O is refused.
     """
 
     is_host = False  # a wait for the card can be interrupted, and the card goes on
 
     def __init__(
         self,
-        kind: str,
         card: XrtCard,
         memory: CardMemory,
         root: Path,
-        io: DirectIO,
         meters: ByteMeters,
+        buffered: bool,
     ) -> None:
         self.memory = memory
-        self._kind = kind
         self._card = card
         self._root = root
-        self._io = io
-        self._host_io = DirectIO(root, meters)
+        self._meters, self._buffered = meters, buffered
         self._found: dict[tuple[int, str, str, str, bool], _Found] = {}
         self._lock = threading.Lock()
 
@@ -78,29 +76,34 @@ class CardCsd:
     # --- drive and card ------------------------------------------------------------
 
     def read(self, transfers: Sequence[Transfer]) -> None:
+        meters = self._meters
         for buffer, extent, file, for_host in transfers:
             own = _own(buffer)
             _forget(own, extent)
-            offset, num_bytes = extent.file_offset_bytes, extent.num_bytes
+            place = extent.file_offset_bytes, extent.num_bytes
+            if not for_host and extent.num_bytes >= PAGE_BYTES:
+                way = {"meters": meters, "buffered": self._buffered}
+                read_to_card(file, own.pages(extent), *place, **way)
+                continue
+            memory = host_pages(extent.num_bytes)
+            read_into(file, memory, *place, meters=meters)
             if for_host:
-                memory = own.host[extent.buffer_offset_bytes] = host_pages(num_bytes)
-                self._host_io.read(file, memory, offset, num_bytes)
-            elif num_bytes >= PAGE_BYTES:
-                self._io.read(file, own.pages(extent), offset, num_bytes)
+                own.host[extent.buffer_offset_bytes] = memory
             else:  # the file may be shorter; a drive sends a card only whole pages
-                bounce = host_pages(num_bytes)
-                self._host_io.read(file, bounce, offset, num_bytes)
-                own.pages(extent)[:num_bytes] = bounce[:num_bytes]
+                own.pages(extent)[: extent.num_bytes] = memory[: extent.num_bytes]
 
     def write(self, transfers: Sequence[Transfer]) -> None:
+        meters = self._meters
         for buffer, extent, file, _ in transfers:
-            pages, num_bytes = _own(buffer).pages(extent), extent.num_bytes
-            if num_bytes >= PAGE_BYTES:
-                self._io.write(file, pages, extent.file_offset_bytes, num_bytes)
+            pages = _own(buffer).pages(extent)
+            place = extent.file_offset_bytes, extent.num_bytes
+            if extent.num_bytes >= PAGE_BYTES:
+                way = {"meters": meters, "buffered": self._buffered}
+                write_from_card(file, pages, *place, **way)
             else:
-                bounce = host_pages(num_bytes)
-                bounce[:num_bytes] = pages[:num_bytes]
-                self._host_io.write(file, bounce, extent.file_offset_bytes, num_bytes)
+                memory = host_pages(extent.num_bytes)
+                memory[: extent.num_bytes] = pages[: extent.num_bytes]
+                write_from(file, memory, *place, meters=meters)
 
     def view(self, buffer: CsdBuffer, extent: Extent) -> Array:
         """Returns state read for the host, or the card's memory, which is slow."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxinf.csd.cards.xrt import XrtCard
 from jaxinf.errors import CsdError, StoreIOError
-from jaxinf.transfer import PAGE_BYTES, REFUSALS, ByteMeters, DirectIO
+from jaxinf.transfer import PAGE_BYTES, REFUSALS, ByteMeters, read_into, write_from
 from jaxinf.typing import Array, PathLikeStr
 
 _REMEDY = (
@@ -25,39 +25,44 @@ _REMEDY = (
 )
 
 
-class PeerIO(DirectIO):
-    """I/O between the files of a directory and a card's memory. Thread-safe."""
+def read_to_card(
+    path: PathLikeStr,
+    array: Array,
+    offset_bytes: int,
+    num_bytes: int,
+    *,
+    meters: ByteMeters | None = None,
+    buffered: bool = False,
+) -> None:
+    """File → card's memory, as `jaxinf.transfer.read_into`.
 
-    def __init__(
-        self,
-        root_directory: PathLikeStr,
-        meters: ByteMeters | None = None,
-        *,
-        buffered: bool = False,
-    ) -> None:
-        super().__init__(root_directory, meters, buffered=buffered)
+    Raises:
+      StoreIOError: the drive failed, or refuses the memory.
+    """
+    with _whole_pages(array, offset_bytes):
+        read_into(
+            path, array, offset_bytes, num_bytes, meters=meters, buffered=buffered
+        )
 
-    def read(
-        self, path: PathLikeStr, array: Array, offset_bytes: int, num_bytes: int
-    ) -> None:
-        """File → card.
 
-        Raises:
-          StoreIOError: the drive failed, or refuses the memory.
-        """
-        with _whole_pages(array, offset_bytes):
-            super().read(path, array, offset_bytes, num_bytes)
+def write_from_card(
+    path: PathLikeStr,
+    array: Array,
+    offset_bytes: int,
+    num_bytes: int,
+    *,
+    meters: ByteMeters | None = None,
+    buffered: bool = False,
+) -> None:
+    """Card's memory → file, as `jaxinf.transfer.write_from`.
 
-    def write(
-        self, path: PathLikeStr, array: Array, offset_bytes: int, num_bytes: int
-    ) -> None:
-        """Card → file.
-
-        Raises:
-          StoreIOError, StoreSpaceError: the drive failed, or refuses the memory.
-        """
-        with _whole_pages(array, offset_bytes):
-            super().write(path, array, offset_bytes, num_bytes)
+    Raises:
+      StoreIOError, StoreSpaceError: the drive failed, or refuses the memory.
+    """
+    with _whole_pages(array, offset_bytes):
+        write_from(
+            path, array, offset_bytes, num_bytes, meters=meters, buffered=buffered
+        )
 
 
 @contextmanager
@@ -74,7 +79,7 @@ def _whole_pages(array: Array, offset_bytes: int) -> Iterator[None]:
         raise
 
 
-def probe_peer(card: XrtCard, root: Path, io: DirectIO) -> None:
+def probe_peer(card: XrtCard, root: Path) -> None:
     """Sends a page from a drive to its card and another one back, and compares them.
 
     Leaves nothing behind. This also detects a switch or an IOMMU that drops transfers:
@@ -91,10 +96,10 @@ def probe_peer(card: XrtCard, root: Path, io: DirectIO) -> None:
         file.write_bytes(sent.tobytes())
         with open(file, "rb") as written:
             os.fsync(written)
-        io.read(file, there, 0, PAGE_BYTES)
+        read_to_card(file, there, 0, PAGE_BYTES)
         back[...] = ~sent
         arrived = np.array_equal(there, sent)
-        io.write(file, back, 0, PAGE_BYTES)
+        write_from_card(file, back, 0, PAGE_BYTES)
         arrived &= file.read_bytes() == (~sent).tobytes()
     except (OSError, StoreIOError) as error:
         raise CsdError(f"CSD root {root}: card {card.name}: {error}") from error

@@ -14,7 +14,7 @@ from pathlib import Path
 from jaxinf.csd.base import GradientForm, KernelNeed, is_idle
 from jaxinf.csd.cards.card import RESULTS, CardCsd
 from jaxinf.csd.cards.memory import BUFFERS_BYTES, CardMemory, set_bytes
-from jaxinf.csd.cards.peer import PeerIO, probe_peer
+from jaxinf.csd.cards.peer import probe_peer
 from jaxinf.csd.cards.runtime import load_runtime
 from jaxinf.csd.cards.standin import ANY_KERNEL, EmulatedXrt
 from jaxinf.csd.cards.sysfs import card_of, check_p2p, list_cards
@@ -143,9 +143,8 @@ class CardFleet:
           CsdError: one does not; gives the reason.
         """
         for card, root in zip(self._cards, roots, strict=True):
-            io = PeerIO(root)
-            if io.direct:
-                probe_peer(card, root, io)
+            if supports_direct(root):
+                probe_peer(card, root)
             elif must_be_direct:
                 raise CsdError(
                     f"CSD root {root}: expected a file system with direct I/O, without "
@@ -226,9 +225,7 @@ class CardFleet:
             memory = CardMemory(card, buffer_bytes, num_elements, limit_bytes)
             self._memories.append(memory)
             buffered = not supports_direct(directory)  # only if `probe` allowed it
-            io = PeerIO(directory, self._meters, buffered=buffered)
-            csd = CardCsd(self._kind, card, memory, directory, io, self._meters)
-            found.append(csd)
+            found.append(CardCsd(card, memory, directory, self._meters, buffered))
         return found
 
     def close(self) -> None:

@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
@@ -184,7 +183,7 @@ def measured(updater: DeviceUpdater, layouts: Layouts, memory_bytes: int) -> int
     num_cores = len(os.sched_getaffinity(0))
     num_busy, num_rooms = min(num_cores, most), min(NUM_ROOMS, most)
     pool = BufferPool(max(num_busy, num_rooms) * layout.num_bytes)
-    csd = HostCsd(Path("/"), pool, ByteMeters())  # its drive is not used
+    csd = HostCsd(pool, ByteMeters())  # its drive is not used
     given = [_given(csd, layout, kernel) for _ in range(max(num_busy, num_rooms))]
 
     def on_device(number: int) -> None:
