@@ -100,7 +100,7 @@ def peak_rss_bytes(
         engine.opened.fleet.limit_memory(0)
         nothing = _do_nothing
         vars(engine.binding).update(begin=nothing, compare=nothing, finish=nothing)
-        vars(engine.steps).update(update=_fill_with_zeros, finish=_do_nothing)
+        vars(engine.opened).update(update=_fill_with_zeros, finish=_do_nothing)
 
     def step(params: dict[str, jax.Array], state: optax.OptState) -> tuple:
         updates, state = tx.update(jax.tree.map(jnp.sin, params), state, params)

@@ -22,9 +22,9 @@ from jaxinf.engine import (
     FirstParams,
     LeafDescription,
     StoreDescription,
+    SubgroupLayout,
     UpdateRequest,
 )
-from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.optimizer.step_calls import grouped
 from jaxinf.program import Average, averaged, trace_init, trace_update
 from jaxinf.store import (
@@ -152,7 +152,7 @@ class UpdateRig:
         inputs = self._inputs(scalars)
         for group in self._groups:
             requests = [self._request(number, inputs[number]) for number in group]
-            self.store._engine.steps.update(self.step_number, *requests)
+            self.store._engine.opened.update(self.step_number, *requests)
         self._scalar_state = [np.asarray(value) for value in new]
         named = [
             ScalarState(path, value)
@@ -160,7 +160,7 @@ class UpdateRig:
                 self._description.scalar_paths, self._scalar_state, strict=True
             )
         ]
-        self.store._engine.steps.finish(self.step_number, named, 0)
+        self.store._engine.opened.finish(self.step_number, named, 0)
         self.step_number += 1
         for params, out in zip(self.params, self._next_params, strict=True):
             if out.dtype == np.float32:  # an update, which JAX adds beside the commit

@@ -21,7 +21,12 @@ from jaxinf.engine.options import (
     Durability,
     MasterChoice,
 )
-from jaxinf.engine.reading import check_like, read_leaf
+from jaxinf.engine.reading import (
+    ParamsReader,
+    check_like,
+    read_feedback,
+    read_leaf,
+)
 from jaxinf.engine.redivision import divide_for
 from jaxinf.engine.requests import (
     Assignment,
@@ -30,7 +35,7 @@ from jaxinf.engine.requests import (
     UpdateRequest,
     assigned,
 )
-from jaxinf.engine.shape import StoreShape
+from jaxinf.engine.shape import StoreShape, SubgroupLayout
 from jaxinf.engine.sharding import (
     callers,
     check_processes,
@@ -44,15 +49,9 @@ from jaxinf.engine.sharding import (
     shard_holders,
     sum_bits,
 )
-from jaxinf.engine.state import (
-    FirstParams,
-    ParamsReader,
-    has_params,
-    read_feedback,
-)
+from jaxinf.engine.state import FirstParams, has_params
 from jaxinf.engine.steps import StepMetrics
 from jaxinf.engine.store import Store, engine_of
-from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.engine.update_tasks import can_take, moved_states
 
 __all__ = [

@@ -161,12 +161,12 @@ class Binding:
           origin: index in the leaf of the array's first element.
         """
         opened = self._opened()
-        for candidate in list(self._candidates):
-            step = candidate.record, candidate.reader
-            if not candidate.differing and not same_params(
+        for one in list(self._candidates):
+            step = one.record, one.reader
+            if not one.differing and not same_params(
                 opened, *step, leaf, params, origin
             ):
-                candidate.differing = opened.directory.manifest.leaves[leaf].name
+                one.differing = opened.name(leaf)
         self._has_compared = True
 
     def finish(self) -> None:
@@ -182,22 +182,22 @@ class Binding:
             opened = self._opened()
             path, (step, origin) = opened.options.path, self._state
             same = [c for c in self._candidates if not c.differing]
-            if not same and self._at is not None:
-                raise stale_state(path, step, self._at[0])
-            if not same and not step:
-                raise diverged_at_first(f"{path}: leaf {self._candidates[0].differing}")
             if not same:
+                differing = self._candidates[0].differing
+                if self._at is not None:
+                    raise stale_state(path, step, self._at[0])
+                if not step:
+                    raise diverged_at_first(f"{path}: leaf {differing}")
                 raise StoreMismatchError(
-                    f"{path}: the state given to update is of step {step}, the "
-                    "params are not those that the store holds of that step (leaf "
-                    f"{self._candidates[0].differing}). A store has one model (one "
-                    "store per init). Take the store's own, params = "
-                    "store.params(like=params), or restore params and state from one "
-                    f"checkpoint, {RESTART}"
+                    f"{path}: the state given to update is of step {step}, the params "
+                    f"are not those that the store holds of that step (leaf "
+                    f"{differing}). A store has one model (one store per init). Take "
+                    "the store's own, params = store.params(like=params), or restore "
+                    f"params and state from one checkpoint, {RESTART}"
                 )
             if not self._has_compared and opened.directory.manifest.num_params:
                 check_known(path, step, origin)
-            self._go_on_from(opened, same)
+            self._go_on_from(opened, same[0].place)
             self._forget()
             if origin != INIT_WITH_OTHERS:
                 self.origin = max(self.origin, origin)
@@ -205,48 +205,43 @@ class Binding:
                 self.origin = max(self.origin, INIT_WITH_OTHERS) + 1
             self._at, self._before = self._state, None
 
-    def _go_on_from(self, opened: OpenStore, same: list[_Candidate]) -> None:
-        committed, before = opened.chunks.committed, opened.commit.step
-        path, (step, _) = opened.options.path, self._state
-        for candidate in same:
-            if candidate.place == committed:
-                return
-            is_own = candidate.place in opened.directory.published
-            if candidate.place in SLOTS and not is_own:
-                slot_path = opened.directory.step_path(candidate.place)
-                damages = verify_step(opened.directory, slot_path)
-                if damages:
-                    first = damages[0]
-                    raise StaleStateError(
-                        f"{path}: the optimizer state given to update "
-                        f"is of step {step}; the store is at step {before}, and "
-                        "what its other slot has of that step is overwritten in part "
-                        f"({first.what}: {first.problem}). {AHEAD}"
-                    )
-            self._roll_back(candidate.place)
-            if self._at is None:
-                _LOG.warning(
-                    "%s: rolled back from step %d to step %d (%s), of which the state "
-                    "given to update is; what lies between is given up unless a "
-                    "checkpoint keeps it",
-                    path,
-                    before,
-                    step,
-                    candidate.place,
-                )
-            elif not self._has_warned:
-                self._has_warned = True
-                _LOG.warning(
-                    "%s: the result of the last update was discarded, as update is "
-                    "given the state of step %d again; the store went back to it from "
-                    "step %d. Each call of update is a step of the store, so a "
-                    "discarded one takes the time of two (jitted.lower(…).compile() "
-                    "compiles without one). This is said once",
-                    path,
-                    step,
-                    before,
-                )
+    def _go_on_from(self, opened: OpenStore, place: str) -> None:
+        """Makes the step at a place the committed one, if it is another's."""
+        path, (step, _), before = opened.options.path, self._state, opened.commit.step
+        if place == opened.chunks.committed:
             return
+        if place in SLOTS and place not in opened.directory.published:
+            damages = verify_step(opened.directory, opened.directory.step_path(place))
+            if damages:
+                raise StaleStateError(
+                    f"{path}: the optimizer state given to update is of step {step}; "
+                    f"the store is at step {before}, and what its other slot has of "
+                    f"that step is overwritten in part ({damages[0].what}: "
+                    f"{damages[0].problem}). {AHEAD}"
+                )
+        self._roll_back(place)
+        if self._at is None:
+            _LOG.warning(
+                "%s: rolled back from step %d to step %d (%s), of which the state "
+                "given to update is; what lies between is given up unless a "
+                "checkpoint keeps it",
+                path,
+                before,
+                step,
+                place,
+            )
+        elif not self._has_warned:
+            self._has_warned = True
+            _LOG.warning(
+                "%s: the result of the last update was discarded, as update is given "
+                "the state of step %d again; the store went back to it from step %d. "
+                "Each call of update is a step of the store, so a discarded one takes "
+                "the time of two (jitted.lower(…).compile() compiles without one). "
+                "This is said once",
+                path,
+                step,
+                before,
+            )
 
     def _forget(self) -> None:
         for candidate in self._candidates:

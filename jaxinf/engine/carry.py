@@ -13,7 +13,6 @@ import numpy as np
 from jaxinf.engine.engine import Engine
 from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.optax_state import data_of, scalar_array
-from jaxinf.engine.state import committed_step
 from jaxinf.errors import StoreMismatchError
 from jaxinf.program import leaf_path
 from jaxinf.store import CARRY, CarriedArray, check_carry, dtype_of, read_carry
@@ -94,7 +93,8 @@ def read_carried(opened: OpenStore, like: PyTree) -> PyTree:
 
     Nothing may be committed meanwhile.
     """
-    step, commit = committed_step(opened)
+    step = opened.directory.step_path(opened.chunks.committed)
+    commit = opened.commit
     wanted = carried_leaves(like, "like")
     where = f"{opened.options.path}: carried: step {commit.step}"
     if not commit.carry:

@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jaxinf.engine.subgroup_layout import SubgroupLayout
+from jaxinf.engine.shape import SubgroupLayout
 from jaxinf.errors import StoreCorruptError, StoreFormatError
 from jaxinf.store import (
     Slot,

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxinf.engine.chunks import ChunkTable
-from jaxinf.engine.subgroup_layout import SubgroupLayout
+from jaxinf.engine.shape import SubgroupLayout
 from jaxinf.errors import DivergedParamsError, StaleStateError, StoreMismatchError
 from jaxinf.layout import gather
 from jaxinf.store import CommitRecord, StepReader, StoreDirectory

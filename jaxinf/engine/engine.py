@@ -1,6 +1,6 @@
-"""The engine of a store: it opens, binds, initialises, loads and closes it.
+"""The engine of a store in this process: it opens, binds, makes, loads and closes it.
 
-Invariant: all access to files goes through an `OpenStore`, which exists as soon as
+Invariant: all access to files goes through a `StepEngine`, which exists as soon as
 there is a store and has no optional part.
 """
 
@@ -9,24 +9,21 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from jax.sharding import NamedSharding
 
 from jaxinf.engine.binding import Binding
-from jaxinf.engine.comparison import check_division, check_same
-from jaxinf.engine.description import StoreDescription, kernel_needs
+from jaxinf.engine.description import (
+    StoreDescription,
+    check_division,
+    check_same,
+    kernel_needs,
+)
 from jaxinf.engine.dispatched import wait_for_dispatched
 from jaxinf.engine.divergence import RESTART
-from jaxinf.engine.opened import OpenStore, StoreRun
-from jaxinf.engine.opening import (
-    begin_anew,
-    create,
-    open_place,
-    planned_shape,
-    roll_back,
-)
+from jaxinf.engine.opened import StoreRun
+from jaxinf.engine.opening import begin_anew, create, open_place, plan, roll_back
 from jaxinf.engine.optax_state import load_step
 from jaxinf.engine.options import StoreOptions
 from jaxinf.engine.retention import archive, check_room
@@ -84,10 +81,9 @@ class Engine(StoreRun):
         self._guard, self.path_lock = threading.RLock(), path_lock
         self._is_restarted = False
         self._on_close: list[Callable[[], None]] = []
-        self._steps: StepEngine | None = None  # there as soon as there are files
         self.binding = Binding(lambda: self.opened, self._roll_back)
         self.health.listen(self._tell_others)
-        self._hold(open_place(self))
+        self._opened: StepEngine | None = open_place(self)
 
     def _tell_others(self) -> None:
         health, error = self.health, self.health.error
@@ -99,28 +95,25 @@ class Engine(StoreRun):
                 error,
             )
 
-    def _hold(self, opened: OpenStore | None) -> None:
-        self._steps = None if opened is None else StepEngine(opened)
-
     # --- the store -------------------------------------------------------------------
 
     @property
     def has_files(self) -> bool:
         """Whether there is a store, even a new one."""
-        return self._steps is not None
+        return self._opened is not None
 
     @property
-    def opened(self) -> OpenStore:
+    def opened(self) -> StepEngine:
         """The open store, which may still lack its initial state.
 
         Raises:
           StoreFormatError: there is no store yet.
         """
-        if self._steps is None:
+        if self._opened is None:
             raise StoreFormatError(
                 f"{self.options.path}: the store is empty until tx.init has run on it"
             )
-        return self._steps.opened
+        return self._opened
 
     @property
     def directory(self) -> StoreDirectory:
@@ -133,21 +126,10 @@ class Engine(StoreRun):
         return self.opened.directory
 
     @property
-    def steps(self) -> StepEngine:
-        """The steps of the open store.
-
-        Raises:
-          StaleStateError: there is no store yet.
-        """
-        if self._steps is None:
-            raise _no_store(self.options.path)
-        return self._steps
-
-    @property
     def commit(self) -> CommitRecord | None:
         """The last committed step's record; None for a new store."""
-        is_new = self._steps is None or self._steps.opened.is_new
-        return None if is_new else self.opened.commit
+        opened = self._opened
+        return None if opened is None or opened.is_new else opened.commit
 
     def shape(self, description: StoreDescription) -> StoreShape:
         """The shape of the existing or future store; writes nothing.
@@ -155,12 +137,12 @@ class Engine(StoreRun):
         Raises:
           ValueError: the options do not suit the description.
         """
-        return self.opened if self.has_files else planned_shape(self, description)
+        return self._opened or StoreShape(self.options, plan(self, description))
 
     def chunk_shape(self, description: StoreDescription, leaf: int) -> tuple[int, ...]:
         """The shape of a leaf's chunks, in the existing or future store."""
-        if self.has_files:
-            return self.opened.directory.manifest.leaves[leaf].chunk_shape
+        if self._opened is not None:
+            return self._opened.directory.manifest.leaves[leaf].chunk_shape
         one = description.leaves[leaf]
         counts = one.shard_counts or None
         return choose_grid(one.shape, shard_counts=counts).chunk_shape
@@ -183,13 +165,13 @@ class Engine(StoreRun):
         self.group.leave()
         with contextlib.ExitStack() as stack:
             stack.callback(self.release)
-            if self.has_files:
-                stack.callback(self.opened.close)
+            if self._opened is not None:
+                stack.callback(self._opened.close)
             for action in reversed(self._on_close):
                 stack.callback(action)
             stack.callback(self._end_export)
-            if self._steps is not None:
-                self._steps.close()
+            if self._opened is not None:
+                self._opened.end()
 
     def _end_export(self) -> None:
         is_well = self.health.error is None and sys.exception() is None
@@ -230,7 +212,10 @@ class Engine(StoreRun):
             self.health.check()
             commit = self.commit
             if commit is None and not may_create:
-                raise _no_store(self.options.path)
+                raise StaleStateError(
+                    f"{self.options.path}: update found no step in the store; call "
+                    "tx.init(params) on it first"
+                )
             self.exports.check(0 if commit is None else commit.step)
             if any(bound is description for bound in self._bound):
                 return self.opened.is_new
@@ -252,15 +237,15 @@ class Engine(StoreRun):
 
     def _create(self, description: StoreDescription, *, uses_budget: bool) -> None:
         self._bound.clear()  # an earlier init on this store did not finish
-        unfinished = self.opened if self.has_files else None
+        unfinished = self._opened
         if unfinished is not None and unfinished.directory.committed_slot():
             check_same(unfinished.directory, description)
-            self._hold(begin_anew(self, unfinished))
+            self._opened = begin_anew(self, unfinished)
             return
-        self._hold(None)
+        self._opened = None
         if unfinished is not None:
             unfinished.close()
-        self._hold(create(self, description, uses_budget=uses_budget))
+        self._opened = create(self, description, uses_budget=uses_budget)
 
     def restart(self, description: StoreDescription) -> None:
         """Keeps the existing run as a checkpoint, and waits for a new one.
@@ -274,15 +259,28 @@ class Engine(StoreRun):
         wait_for_dispatched()
         with self._guard:
             self.wait()
-            _keep_run(self.opened, description)
+            opened, path = self.opened, self.options.path
+            remedy = (
+                '. on_existing="restart" begins anew with the same leaves and the same '
+                f"optimizer; for others move the store aside (mv {path} {path}-old)"
+            )
+            check_same(opened.directory, description, remedy)
+            if step := opened.commit.step:
+                _LOG.warning(
+                    "%s: restarted at step 0; the run that was there is kept at step "
+                    "%d as the checkpoint %r",
+                    path,
+                    step,
+                    archive(opened.directory, step),
+                )
             self._is_restarted = True
-            self._hold(begin_anew(self, self.opened))
+            self._opened = begin_anew(self, opened)
             self._bound = [description]
 
     def _roll_back(self, place: str) -> None:
         """Makes another step of the store the committed one."""
         given_up = self.opened.commit
-        self._hold(roll_back(self, self.opened, place))
+        self._opened = roll_back(self, self.opened, place)
         self.num_replaced += 1
         step = self.opened.commit.step
         payload = given_up.payload if given_up.step == step + 1 else None
@@ -335,7 +333,7 @@ class Engine(StoreRun):
                     f"step {opened.finished.step}; load into a new store after tx.init("
                     f"params), {RESTART}"
                 )
-            self.steps.abandon()
+            opened.abandon()
             load_step(opened, layout, params, state, step)
             self.num_replaced += 1
             self.binding.release()
@@ -345,45 +343,17 @@ class Engine(StoreRun):
     def wait(self) -> None:
         """Commits every finished step; blocks until all are durable."""
         self.health.check()
-        if self._steps is not None:
-            self._steps.wait()
+        if self._opened is not None:
+            self._opened.wait()
 
     def join(self) -> None:
         """Blocks until the last step has ended, and its commit if it has one."""
         self.health.check()
-        if self._steps is not None:
-            self._steps.join()
+        if self._opened is not None:
+            self._opened.join()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Prevents steps from beginning and committing while the context lasts."""
-        with self.steps.paused() if self._steps else contextlib.nullcontext():
+        with self._opened.paused() if self._opened else contextlib.nullcontext():
             yield
-
-
-def _no_store(path: Path) -> StaleStateError:
-    return StaleStateError(
-        f"{path}: update found no step in the store; call tx.init(params) on it first"
-    )
-
-
-def _keep_run(opened: OpenStore, description: StoreDescription) -> None:
-    """Makes a checkpoint of a run, before one of the same description replaces it.
-
-    Raises:
-      StoreMismatchError: the new run has other leaves or another optimizer.
-    """
-    path = opened.options.path
-    remedy = (
-        '. on_existing="restart" begins anew with the same leaves and the same '
-        f"optimizer; for others move the store aside (mv {path} {path}-old)"
-    )
-    check_same(opened.directory, description, remedy)
-    if opened.commit.step:
-        _LOG.warning(
-            "%s: restarted at step 0; the run that was there is kept at step %d as the "
-            "checkpoint %r",
-            path,
-            opened.commit.step,
-            archive(opened.directory, opened.commit.step),
-        )

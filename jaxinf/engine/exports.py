@@ -168,13 +168,14 @@ class Exports:
         return self._thread is not None and self._thread.is_alive()
 
     def _run(self, step: WholeStep, pin: contextlib.ExitStack) -> None:
+        def note(done_bytes: int, total_bytes: int) -> None:
+            self._bytes = done_bytes, total_bytes
+
         try:
             with pin:
                 step.check()
                 memory_bytes = least_memory(step.manifest)
-                transit = Transit(
-                    memory_bytes, progress=self._note_progress, stop=self._stop
-                )
+                transit = Transit(memory_bytes, progress=note, stop=self._stop)
                 url = self._infos[self._step].url
                 beside = files_beside(self._path)
                 export_url(step, url, beside=beside, transit=transit)
@@ -199,9 +200,6 @@ class Exports:
             problem,
             "" if self._stop.is_set() else "; training goes on",
         )
-
-    def _note_progress(self, done_bytes: int, total_bytes: int) -> None:
-        self._bytes = done_bytes, total_bytes
 
     def _progress(self) -> str:
         done, total = map(format_bytes, self._bytes)

@@ -37,14 +37,6 @@ from jaxinf.store import (
 from jaxinf.transfer import ByteMeters, file_progress, span
 from jaxinf.typing import AVERAGE, JsonValue
 
-_SPANS = {
-    CommitAction.SYNC: "sync",
-    CommitAction.RECORD: "publish",
-    CommitAction.MEET: "meet",
-    CommitAction.FLIP: "publish",
-}
-
-
 _MOST_PAYLOAD_BYTES = 16 << 20  # the record must stay within the limit of a document
 
 
@@ -146,9 +138,6 @@ def open_fleet(shape: StoreShape, meters: ByteMeters) -> CsdFleet:
 class OpenStore(StoreShape):
     """The files of a store, its CSDs, and the workers between them. Thread-safe.
 
-    Code that touches the drive is in `jaxinf.engine.steps` and `jaxinf.engine.state`;
-    this class has their shared data.
-
     Args:
       run: the run of the `Store`.
       directory: the store; its files exist.
@@ -190,27 +179,23 @@ class OpenStore(StoreShape):
         self._moved: frozenset[Subgroup] | None = None
         self._staying: frozenset[Subgroup] = frozenset()
         self.fleet = fleet or open_fleet(self, run.meters)
+        longest = self.longest_bytes, self.longest_elements
+        roots = [directory.csd_directory(csd) for csd in range(directory.num_csds)]
         try:
-            self._attach()
+            self.csds: list[Csd] = list(self.fleet.attach(roots, *longest))
+            self.mover = make_mover(
+                directory,
+                self.chunks,
+                self.csds,
+                num_workers=self.options.workers_of(len(self.csds)),
+                num_kernels=self.fleet.num_kernels,
+                failure=self.health,
+            )
         except BaseException:
             self.fleet.close()
             raise
         if not self.is_new:
             self.keep_state()
-
-    def _attach(self) -> None:
-        """Opens the CSDs' directories, and begins the workers."""
-        files, longest = self.directory, (self.longest_bytes, self.longest_elements)
-        roots = [files.csd_directory(csd) for csd in range(files.num_csds)]
-        self.csds: list[Csd] = list(self.fleet.attach(roots, *longest))
-        self.mover = make_mover(
-            files,
-            self.chunks,
-            self.csds,
-            num_workers=self.options.workers_of(len(self.csds)),
-            num_kernels=self.fleet.num_kernels,
-            failure=self.health,
-        )
 
     def averaged(self, leaf: int) -> tuple[int, ...]:
         """Returns the numbers of the states of which a leaf's average is made.
@@ -245,6 +230,8 @@ class OpenStore(StoreShape):
         self.mover.close()
         self.fleet.close()
 
+    # --- memory ----------------------------------------------------------------------
+
     def limit_memory(self, num_bytes: int) -> int:
         """Sets the limit of buffers on the host from now on, and returns it.
 
@@ -260,8 +247,6 @@ class OpenStore(StoreShape):
                 self.keep_state()
         self.fleet.limit_memory(granted)
         return granted
-
-    # --- state that stays in memory --------------------------------------------------
 
     def keep_state(self) -> None:
         """Chooses what stays in memory between steps; no task may be under way."""
@@ -325,7 +310,7 @@ class OpenStore(StoreShape):
         """Commits the last finished step; writes what was deferred of it."""
         self._flush()
         self.chunks.share_unwritten()
-        group, slot = self.group, self.chunks.target
+        group, slot, directory = self.group, self.chunks.target, self.directory
         self._put_carried(slot)
         record = replace(
             self.finished,
@@ -333,17 +318,19 @@ class OpenStore(StoreShape):
             carried=(),
             commit="" if group.is_alone else f"{group.session}-{group.num_barriers}",
         )
-        actions: dict[CommitAction, Callable[[], None]] = {
-            CommitAction.SYNC: self.directory.sync,
-            CommitAction.RECORD: lambda: self.directory.write_record(slot, record),
-            CommitAction.MEET: lambda: group.barrier(
-                f"step {record.step} is not committed here", record.step
+        meets = f"step {record.step} is not committed here", record.step
+        actions: dict[CommitAction, tuple[str, Callable[[], None]]] = {
+            CommitAction.SYNC: ("sync", directory.sync),
+            CommitAction.RECORD: (
+                "publish",
+                lambda: directory.write_record(slot, record),
             ),
-            CommitAction.FLIP: lambda: self.directory.flip(slot),
+            CommitAction.MEET: ("meet", lambda: group.barrier(*meets)),
+            CommitAction.FLIP: ("publish", lambda: directory.flip(slot)),
         }
-        for action in CommitAction:
-            with span(_SPANS[action], f"step {record.step}"):
-                actions[action]()
+        for name, act in (actions[action] for action in CommitAction):
+            with span(name, f"step {record.step}"):
+                act()
         self.chunks.end_commit()
         self.commit = self.finished = record
         if self.is_new:

@@ -11,8 +11,12 @@ import fnmatch
 import logging
 from pathlib import Path
 
-from jaxinf.engine.comparison import check_form, master_codec
-from jaxinf.engine.description import StoreDescription, kernel_needs
+from jaxinf.engine.description import (
+    StoreDescription,
+    check_form,
+    kernel_needs,
+    master_codec,
+)
 from jaxinf.engine.members import (
     check_alone,
     check_members,
@@ -22,14 +26,14 @@ from jaxinf.engine.members import (
     planned_summary,
 )
 from jaxinf.engine.opened import OpenStore, StoreRun, open_fleet
-from jaxinf.engine.options import StoreOptions, check_writable
+from jaxinf.engine.options import check_writable
 from jaxinf.engine.shape import StoreShape
+from jaxinf.engine.steps import StepEngine
 from jaxinf.errors import StoreFormatError
 from jaxinf.processes import Group, join_group
 from jaxinf.store import (
     CODECS,
     SLOTS,
-    Manifest,
     Member,
     StoreDirectory,
     StoreLock,
@@ -87,11 +91,6 @@ def join_run(path: Path) -> Group:
 
 def _check_place(path: Path) -> None:
     """Refuses a path that is neither a store nor a place for one."""
-    if path.exists() and not path.is_dir():
-        raise NotADirectoryError(
-            f"store {path}: expected a directory or nothing there yet, found a file; "
-            "give another path"
-        )
     check_writable(path)
     if not path.exists() or is_there(path):
         return
@@ -120,7 +119,7 @@ def _check_place(path: Path) -> None:
 # --- a store that is there ------------------------------------------------------------
 
 
-def open_place(run: StoreRun) -> OpenStore | None:
+def open_place(run: StoreRun) -> StepEngine | None:
     """Locks and opens the store of a run, if there is one.
 
     Returns:
@@ -136,9 +135,9 @@ def open_place(run: StoreRun) -> OpenStore | None:
     if not is_there(path):
         check_unclaimed(path, options.csds)
         if group.is_alone:
-            _check_restorable(options)
+            _check_restorable(run)
             return None
-    opened: OpenStore | None = None
+    opened: list[StepEngine | None] = []
 
     def hold() -> JsonValue:
         if not is_there(path):
@@ -147,40 +146,39 @@ def open_place(run: StoreRun) -> OpenStore | None:
         return None if group.is_alone else held_summary(path, group, options.restore)
 
     def recover() -> None:
-        nonlocal opened
         if run.lock is not None:
             if not group.is_alone:
                 directory = StoreDirectory.open(path)
                 directory.lock = run.lock
                 to_step([directory], step)
-            opened = _open_locked(run, run.lock)
+            opened.append(_open_locked(run, run.lock))
 
     try:
         step = check_members(path, group.gather("open_store", hold))
         group.gather("open_store", recover)
     except BaseException:
-        if opened is not None:
-            opened.close()
+        for one in filter(None, opened):
+            one.close()
         run.release()
         raise
-    return opened
+    return opened[0] if opened else None
 
 
-def _check_restorable(options: StoreOptions) -> None:
+def _check_restorable(run: StoreRun) -> None:
     """Refuses to restore if there is no store with a committed step."""
-    if options.restore is not None:
+    if run.options.restore is not None:
         raise ValueError(
-            f"{options.path}: expected a store with a checkpoint {options.restore!r} "
-            "to restore, found no committed step"
+            f"{run.options.path}: expected a store with a checkpoint "
+            f"{run.options.restore!r} to restore, found no committed step"
         )
 
 
-def _open_locked(run: StoreRun, lock: StoreLock) -> OpenStore | None:
+def _open_locked(run: StoreRun, lock: StoreLock) -> StepEngine | None:
     """Opens the store at the step to continue from; removes leftovers."""
     options, path = run.options, run.options.path
     with lock_exclusively(path / "checkpoints.lock"):
         if is_unfinished(path):
-            _check_restorable(options)
+            _check_restorable(run)
             check_never_committed(read_owned(path, unmade=True))
             _LOG.info(
                 "%s: its creation was interrupted before a first step was committed; "
@@ -202,10 +200,10 @@ def _open_locked(run: StoreRun, lock: StoreLock) -> OpenStore | None:
             complete_spare(directory)
             commit = restore_checkpoint(directory, options.restore)
     directory.check_files(directory.committed_slot() or SLOTS[0])
-    return OpenStore(run, directory, commit)
+    return StepEngine(run, directory, commit)
 
 
-def roll_back(run: StoreRun, opened: OpenStore, place: str) -> OpenStore:
+def roll_back(run: StoreRun, opened: OpenStore, place: str) -> StepEngine:
     """Makes another step the committed one; under the lock, between two steps.
 
     Args:
@@ -225,10 +223,10 @@ def roll_back(run: StoreRun, opened: OpenStore, place: str) -> OpenStore:
             name = place.removeprefix("checkpoints/")
             commit = restore_checkpoint(directory, name)
     opened.close()
-    return OpenStore(run, directory, commit)
+    return StepEngine(run, directory, commit)
 
 
-def begin_anew(run: StoreRun, opened: OpenStore) -> OpenStore:
+def begin_anew(run: StoreRun, opened: OpenStore) -> StepEngine:
     """Opens the store as a new one, which waits for initial states.
 
     The commit of step 0 replaces the committed step; a caller that needs that step
@@ -240,7 +238,7 @@ def begin_anew(run: StoreRun, opened: OpenStore) -> OpenStore:
     opened.close()
     complete_spare(directory)
     directory.unpublish(other_slot(committed))
-    return OpenStore(run, directory, None)
+    return StepEngine(run, directory, None)
 
 
 # --- a store to be made ---------------------------------------------------------------
@@ -248,7 +246,7 @@ def begin_anew(run: StoreRun, opened: OpenStore) -> OpenStore:
 
 def create(
     run: StoreRun, description: StoreDescription, *, uses_budget: bool
-) -> OpenStore:
+) -> StepEngine:
     """Makes a store, also in place of an unfinished one.
 
     If another process has made and closed a store in the meantime, that is opened.
@@ -260,19 +258,19 @@ def create(
       StoreError: nothing was written; as `jaxinf.smart_update` documents.
       CsdError: a CSD cannot run the optimizer.
     """
-    group, path, made = run.group, run.options.path, list[OpenStore]()
+    group, path, made = run.group, run.options.path, list[StepEngine]()
     if group.is_alone and run.lock is None and is_there(path):
         found = open_place(run)
         if found is not None:
             return found
 
-    def plan() -> JsonValue:
-        return planned_summary(_manifest(run, description), run.options)
+    def summary() -> JsonValue:
+        return planned_summary(plan(run, description).manifest, run.options)
 
     def make() -> None:
         made.append(_create(run, description, uses_budget=uses_budget))
 
-    check_plans(path, group.gather("init", plan))
+    check_plans(path, group.gather("init", summary))
     try:
         group.gather("init", make)
     except BaseException:
@@ -284,21 +282,20 @@ def create(
 
 def _create(
     run: StoreRun, description: StoreDescription, *, uses_budget: bool
-) -> OpenStore:
+) -> StepEngine:
     options, path = run.options, run.options.path
-    manifest = _manifest(run, description)
+    directory = plan(run, description)
     if run.lock is not None and is_there(path):
         leftover = read_owned(path, unmade=True)
-        manifest = _manifest(run, description, leftover.manifest.csds)
+        directory = plan(run, description, leftover.manifest.csds)
         discard_store(leftover)
-    directory = StoreDirectory(path, manifest)
     check_space(directory, num_more=options.num_kept)
     shape = StoreShape(options, directory)
     if uses_budget:
         shape.check_memory()
     fleet = open_fleet(shape, run.meters)
     try:
-        fleet.check(kernel_needs(description, manifest))
+        fleet.check(kernel_needs(description, directory.manifest))
         if run.lock is None:
             _check_place(path)
             with translated("creation", path):
@@ -313,24 +310,25 @@ def _create(
     except BaseException:
         fleet.close()
         raise
-    return OpenStore(run, directory, None, fleet)
+    return StepEngine(run, directory, None, fleet)
 
 
-def planned_shape(run: StoreRun, description: StoreDescription) -> StoreShape:
-    """Returns the shape of a store to be made; writes nothing."""
-    manifest = _manifest(run, description)
-    return StoreShape(run.options, StoreDirectory(run.options.path, manifest))
-
-
-def _manifest(
+def plan(
     run: StoreRun, description: StoreDescription, held_roots: tuple[str, ...] = ()
-) -> Manifest:
-    """Makes a new store's manifest; without options on the roots of another."""
+) -> StoreDirectory:
+    """Returns a store to be made; writes nothing.
+
+    Args:
+      held_roots: CSD roots if the options name none.
+    """
     options, group = run.options, run.group
-    roots = [str(root) for root in options.csds] or held_roots
-    codec = options.state if options.state in CODECS else ""
     member = None
     if not group.is_alone:
         member = Member(group.session, group.number, group.count)
-    master = master_codec(options, description)
-    return description.manifest(roots, codec, master, member)
+    manifest = description.manifest(
+        [str(root) for root in options.csds] or held_roots,
+        options.state if options.state in CODECS else "",
+        master_codec(options, description),
+        member,
+    )
+    return StoreDirectory(options.path, manifest)

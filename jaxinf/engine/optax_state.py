@@ -13,8 +13,8 @@ import numpy as np
 
 from jaxinf.csd import Csd, CsdBuffer
 from jaxinf.engine.opened import OpenStore
+from jaxinf.engine.shape import SubgroupLayout
 from jaxinf.engine.sharding import distinct_shards
-from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.engine.update_tasks import gather_run
 from jaxinf.errors import StoreMismatchError
 from jaxinf.layout import CodedSlot

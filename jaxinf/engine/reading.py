@@ -1,10 +1,11 @@
-"""Reads leaves of the committed step onto JAX devices, or into the host's memory.
+"""Reads leaves of the last step onto JAX devices, or into the host's memory.
 
-Invariant: nothing is committed meanwhile, since the caller has paused the steps. In a
-run of several processes all call these functions alike.
+Invariant: nothing ends or commits a step meanwhile, since the caller has paused the
+steps. In a run of several processes all call alike what returns whole arrays.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -19,12 +20,185 @@ from jaxinf.engine.sharding import (
     own_parts,
     put_together,
 )
-from jaxinf.engine.state import committed_reader, read_state
-from jaxinf.errors import StoreMismatchError
-from jaxinf.layout import covers
+from jaxinf.engine.update_tasks import AT_ONCE
+from jaxinf.errors import StoreError, StoreMismatchError
+from jaxinf.layout import Chunk, covers, scatter, target_view
 from jaxinf.program import leaf_infos
-from jaxinf.store import LeafRecord, StateRecord, leaf_name
+from jaxinf.store import (
+    LeafRecord,
+    Piece,
+    Slot,
+    StateRecord,
+    StepReader,
+    dtype_of,
+    leaf_name,
+    over,
+    schedule_free_params,
+)
 from jaxinf.typing import Array, PyTree
+
+
+class StateReader:
+    """Reads states of the last finished step, which may not be committed.
+
+    A step may be under way if it writes nothing that is read here. A context manager.
+
+    Args:
+      opened: the store, no step ending.
+      memory_bytes: memory for reads; by default as much as the store has.
+    """
+
+    def __init__(self, opened: OpenStore, memory_bytes: int | None = None) -> None:
+        self._opened = opened
+        chunks, directory, record = opened.chunks, opened.directory, opened.commit
+        slots: list[Slot] = []
+        if not chunks.is_all_written:
+            slots.append(chunks.committed)
+        if chunks.has_working:
+            slots.append(chunks.target)
+            record = replace(opened.finished, checksums=chunks.checksums())
+        if memory_bytes is None:
+            memory_bytes = opened.options.memory_bytes
+        self._readers = {
+            slot: StepReader(
+                directory.step_path(slot),
+                record,
+                directory=directory,
+                memory_bytes=memory_bytes // len(slots),
+                meters=opened.meters,
+            )
+            for slot in slots
+        }
+
+    def read(self, leaf: int, out: Array, origin: Sequence[int], *states: int) -> None:
+        """Reads a box of a leaf's state, or its average; blocks.
+
+        Args:
+          leaf: number of the leaf.
+          out: an array of the wanted dtype; it must cover whole chunks
+            (`StoreShape.divides`). If it has the dtype of the store's `params`, they
+            are rounded in the same way as these, otherwise to nearest even.
+          origin: index in the leaf of its first element.
+          states: number of the state, or the two of `OpenStore.averaged`.
+        """
+        chunks = self._opened.chunks
+        slots = {
+            layout.subgroup.chunk: chunks.source(layout, states[0])
+            for layout in self._opened.layouts(leaf, origin, out.shape)
+        }
+        for slot, reader in self._readers.items():
+            numbers = [number for number, held in slots.items() if held == slot]
+            if numbers:
+                _read_chunks(self._opened, reader, leaf, out, origin, numbers, states)
+
+    def close(self) -> None:
+        """Frees the memory."""
+        for reader in self._readers.values():
+            reader.__exit__()
+
+    def __enter__(self) -> "StateReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class ParamsReader(StateReader):
+    """Reads the master params for programs, or their average; see `StateReader`."""
+
+    def __init__(
+        self, opened: OpenStore, memory_bytes: int, *, average: bool = False
+    ) -> None:
+        super().__init__(opened, memory_bytes)
+        self._is_average = average
+        opened.mover.write_at_once(AT_ONCE)  # read from the drive here
+
+    def read(self, leaf: int, out: Array, origin: Sequence[int]) -> None:
+        states = self._opened.averaged(leaf) if self._is_average else (0,)
+        super().read(leaf, out, origin, *states)
+
+
+def read_feedback(
+    opened: OpenStore, leaf: int, out: Array, origin: Sequence[int]
+) -> None:
+    """Reads a leaf's or a shard's error feedback, the last of its states."""
+    states = opened.directory.manifest.leaves[leaf].states
+    with StateReader(opened) as reader:
+        reader.read(leaf, out, origin, len(states) - 1)
+
+
+def each_piece(
+    opened: OpenStore,
+    reader: StepReader,
+    leaf: int,
+    dtype: np.dtype,
+    chunks: Sequence[int],
+    visit: Callable[[Piece], None],
+    state: int = 0,
+    into: Callable[[Chunk], Array | None] = lambda _: None,
+) -> None:
+    """Calls `visit`, from several threads, with the pieces of a state.
+
+    Args:
+      state: number of the state in the leaf's record; the master params by default.
+      into: as for `StepReader.stored`, if the pieces are of the stored dtype.
+    """
+    record = opened.directory.manifest.leaves[leaf]
+    chosen = record.states[state]
+
+    def take(number: int) -> None:
+        if dtype_of(chosen.dtype) == dtype:
+            pieces = reader.stored(record, chosen, number, into=into)
+        else:
+            pieces = reader.pieces(record, chosen, [number])
+        for piece in pieces:
+            visit(replace(piece, values=piece.values.astype(dtype, copy=False)))
+
+    try:
+        for _ in over(chunks, take, reader.num_threads):
+            pass
+    except StoreError as error:
+        opened.health.fail(error)
+        raise
+
+
+def _read_chunks(
+    opened: OpenStore,
+    reader: StepReader,
+    leaf: int,
+    out: Array,
+    origin: Sequence[int],
+    chunks: Sequence[int],
+    states: Sequence[int],
+) -> None:
+    """Reads chunks of a state into the box `out` of the leaf, in place if it can be.
+
+    Of two states the schedule-free average is computed, chunk by chunk.
+    """
+    if len(states) > 1:
+        b1 = opened.finished.schedule_free_b1
+        assert b1 is not None
+        for number in chunks:
+            chunk = opened.directory.chunks[leaf][number]
+            y, z = (np.empty(chunk.extent, np.float32) for _ in range(2))
+            for state, part in zip(states, (y, z), strict=True):
+                _read_chunks(opened, reader, leaf, part, chunk.start, [number], [state])
+            values = schedule_free_params(y, z, b1).astype(out.dtype)
+            scatter(out, chunk, tuple(origin), 0, values.reshape(-1))
+        return
+
+    def visit(piece: Piece) -> None:
+        if not np.may_share_memory(piece.values, out):
+            scatter(out, piece.chunk, tuple(origin), piece.start, piece.values)
+        opened.meters.add(link_up_bytes=piece.values.nbytes)
+
+    def into(chunk: Chunk) -> Array | None:
+        return target_view(out, chunk, tuple(origin), 0, chunk.num_elements)
+
+    each_piece(opened, reader, leaf, out.dtype, chunks, visit, states[0], into)
+
+
+# --- whole arrays ---------------------------------------------------------------------
 
 
 def check_like(opened: OpenStore, like: PyTree, what: str = "`like`") -> None:
@@ -48,9 +222,12 @@ def check_like(opened: OpenStore, like: PyTree, what: str = "`like`") -> None:
 
 
 def read_array(opened: OpenStore, leaf: LeafRecord, state: StateRecord) -> Array:
-    """Returns a leaf's whole state, decoded; blocks."""
-    group = opened.group
-    with committed_reader(opened) as reader:
+    """Returns a leaf's whole state of the committed step, decoded; blocks."""
+    group, directory = opened.group, opened.directory
+    path = directory.step_path(opened.chunks.committed)
+    memory_bytes = opened.options.memory_bytes
+    own = {"directory": directory, "meters": opened.meters}
+    with StepReader(path, opened.commit, memory_bytes=memory_bytes, **own) as reader:
         if group.is_alone:
             return reader.read(leaf, state)
         part = group.in_all(f"read {leaf.name}", lambda: reader.read_held(leaf, state))
@@ -68,7 +245,8 @@ def read_leaf(opened: OpenStore, number: int, like: Any, *states: int) -> jax.Ar
     def read_box(origin: Sequence[int], extent: Sequence[int]) -> np.ndarray:
         is_whole = opened.directory.manifest.leaves[number].is_whole
         out = (np.empty if is_whole else np.zeros)(extent, dtype)
-        read_state(opened, number, out, origin, *states)
+        with StateReader(opened) as reader:
+            reader.read(number, out, origin, *states)
         return out
 
     whole = cache(lambda: read_box([0] * len(shape), shape))

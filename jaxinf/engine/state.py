@@ -1,12 +1,10 @@
-"""Streams whole leaves in and out of a store: initial state, comparison, reading.
+"""Whole leaves on their way into a store: its first state, and comparisons.
 
-Invariant: memory holds no more of a leaf than the caller's own array and the ring.
+Invariant: memory holds no more of a leaf than the caller's own array and the buffers.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -14,26 +12,12 @@ import numpy as np
 from jaxinf.csd import Csd, CsdBuffer, ScalarInputs, initialise_states
 from jaxinf.engine.divergence import same_values
 from jaxinf.engine.opened import OpenStore
-from jaxinf.engine.subgroup_layout import SubgroupLayout
-from jaxinf.engine.update_tasks import (
-    AT_ONCE,
-    gather_inputs,
-    gather_run,
-    rounding_of,
-)
-from jaxinf.errors import StoreError
-from jaxinf.layout import Chunk, gather, scatter, target_view
+from jaxinf.engine.reading import each_piece
+from jaxinf.engine.shape import SubgroupLayout
+from jaxinf.engine.update_tasks import gather_inputs, gather_run, rounding_of
+from jaxinf.layout import gather
 from jaxinf.program import Kernel
-from jaxinf.store import (
-    CommitRecord,
-    Piece,
-    ScalarState,
-    Slot,
-    StepReader,
-    dtype_of,
-    over,
-    schedule_free_params,
-)
+from jaxinf.store import CommitRecord, Piece, ScalarState, StepReader, dtype_of
 from jaxinf.transfer import Task, crc32c
 from jaxinf.typing import Array
 
@@ -134,7 +118,7 @@ def same_params(
         if not same_values(piece.values, given, bound=bound):
             differing.append(piece.number)
 
-    _each_piece(opened, reader, leaf, params.dtype, numbers, visit)
+    each_piece(opened, reader, leaf, params.dtype, numbers, visit)
     return not differing
 
 
@@ -167,177 +151,3 @@ def _differing(
         run = gather(params, chunk, tuple(origin), 0, chunk.num_elements)
         if crc32c(np.ascontiguousarray(run)) != sums[record.places[number]]:
             yield number
-
-
-def read_state(
-    opened: OpenStore, leaf: int, out: Array, origin: Sequence[int], *states: int
-) -> None:
-    """Reads a leaf's committed state, or its average, in the dtype of `out`.
-
-    If `out` has the dtype of the store's `params`, they are rounded in the same way as
-    these, otherwise to nearest even.
-
-    Args:
-      out: the leaf or one shard of it; written.
-      origin: index in the leaf of the array's first element.
-      states: number of the state, or the two of `OpenStore.averaged`.
-    """
-    with committed_reader(opened) as reader:
-        chunks = opened.chunks_of(leaf, origin, out.shape)
-        _read_chunks(opened, reader, leaf, out, origin, chunks, states)
-
-
-def read_feedback(
-    opened: OpenStore, leaf: int, out: Array, origin: Sequence[int]
-) -> None:
-    """Reads a leaf's or a shard's error feedback, the last of its states."""
-    states = opened.directory.manifest.leaves[leaf].states
-    read_state(opened, leaf, out, origin, len(states) - 1)
-
-
-class ParamsReader:
-    """Reads master params of the last finished step, which may not be committed.
-
-    A step may be under way if it writes nothing that is read here.
-
-    Args:
-      opened: the store, no step ending.
-      memory_bytes: memory for reads.
-      average: whether to read the params' average instead.
-    """
-
-    def __init__(
-        self, opened: OpenStore, memory_bytes: int, *, average: bool = False
-    ) -> None:
-        self._opened = opened
-        self._is_average = average
-        chunks, directory = opened.chunks, opened.directory
-        opened.mover.write_at_once(AT_ONCE)  # read from the drive here
-        slots: list[Slot] = []
-        if not chunks.is_all_written:
-            slots.append(chunks.committed)
-        if chunks.has_working:
-            slots.append(chunks.target)
-        record = replace(opened.finished, checksums=chunks.checksums())
-        self._readers = {
-            slot: StepReader(
-                directory.step_path(slot),
-                record,
-                directory=directory,
-                memory_bytes=memory_bytes // len(slots),
-                meters=opened.meters,
-            )
-            for slot in slots
-        }
-
-    def read(self, leaf: int, out: Array, origin: Sequence[int]) -> None:
-        """Reads a box of a leaf's master params; blocks.
-
-        Args:
-          leaf: number of the leaf.
-          out: an array of the wanted dtype; it must cover whole chunks
-            (`StoreShape.divides`).
-          origin: index in the leaf of its first element.
-        """
-        opened = self._opened
-        states = opened.averaged(leaf) if self._is_average else (0,)
-        layouts = list(opened.layouts(leaf, origin, out.shape))
-        slots = {
-            layout.subgroup.chunk: opened.chunks.source(layout, states[0])
-            for layout in layouts
-        }
-        for slot, reader in self._readers.items():
-            numbers = [number for number, held in slots.items() if held == slot]
-            if numbers:
-                _read_chunks(opened, reader, leaf, out, origin, numbers, states)
-
-    def close(self) -> None:
-        """Frees the memory."""
-        for reader in self._readers.values():
-            reader.__exit__()
-
-
-def _read_chunks(
-    opened: OpenStore,
-    reader: StepReader,
-    leaf: int,
-    out: Array,
-    origin: Sequence[int],
-    chunks: Sequence[int],
-    states: Sequence[int],
-) -> None:
-    """Reads chunks of a state into the box `out` of the leaf, in place if it can be.
-
-    Of two states the schedule-free average is computed, chunk by chunk.
-    """
-    if len(states) > 1:
-        b1 = opened.finished.schedule_free_b1
-        assert b1 is not None
-        for number in chunks:
-            chunk = opened.directory.chunks[leaf][number]
-            y, z = (np.empty(chunk.extent, np.float32) for _ in range(2))
-            for state, part in zip(states, (y, z), strict=True):
-                _read_chunks(opened, reader, leaf, part, chunk.start, [number], [state])
-            values = schedule_free_params(y, z, b1).astype(out.dtype)
-            scatter(out, chunk, tuple(origin), 0, values.reshape(-1))
-        return
-
-    def visit(piece: Piece) -> None:
-        if not np.may_share_memory(piece.values, out):
-            scatter(out, piece.chunk, tuple(origin), piece.start, piece.values)
-        opened.meters.add(link_up_bytes=piece.values.nbytes)
-
-    def into(chunk: Chunk) -> Array | None:
-        return target_view(out, chunk, tuple(origin), 0, chunk.num_elements)
-
-    _each_piece(opened, reader, leaf, out.dtype, chunks, visit, states[0], into)
-
-
-def committed_step(opened: OpenStore) -> tuple[Path, CommitRecord]:
-    """Returns the directory and the record of the committed step, for a reader.
-
-    Nothing may be committed while it is read.
-    """
-    return opened.directory.step_path(opened.chunks.committed), opened.commit
-
-
-def committed_reader(opened: OpenStore) -> StepReader:
-    """Makes a reader of the committed step, for `committed_step`."""
-    memory_bytes = opened.options.memory_bytes
-    own = {"directory": opened.directory, "meters": opened.meters}
-    return StepReader(*committed_step(opened), memory_bytes=memory_bytes, **own)
-
-
-def _each_piece(
-    opened: OpenStore,
-    reader: StepReader,
-    leaf: int,
-    dtype: np.dtype,
-    chunks: Sequence[int],
-    visit: Callable[[Piece], None],
-    state: int = 0,
-    into: Callable[[Chunk], Array | None] = lambda _: None,
-) -> None:
-    """Calls `visit`, from several threads, with the pieces of a committed state.
-
-    Args:
-      state: number of the state in the leaf's record; the master params by default.
-      into: as for `StepReader.stored`, if the pieces are of the stored dtype.
-    """
-    record = opened.directory.manifest.leaves[leaf]
-    chosen = record.states[state]
-
-    def take(number: int) -> None:
-        if dtype_of(chosen.dtype) == dtype:
-            pieces = reader.stored(record, chosen, number, into=into)
-        else:
-            pieces = reader.pieces(record, chosen, [number])
-        for piece in pieces:
-            visit(replace(piece, values=piece.values.astype(dtype, copy=False)))
-
-    try:
-        for _ in over(chunks, take, reader.num_threads):
-            pass
-    except StoreError as error:
-        opened.health.fail(error)
-        raise

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 
+from jaxinf.csd import CsdFleet
 from jaxinf.engine.divergence import stale_state
-from jaxinf.engine.opened import OpenStore
+from jaxinf.engine.opened import OpenStore, StoreRun
 from jaxinf.engine.requests import KeptLeaf, SlotRequest, UpdateRequest
 from jaxinf.engine.retention import remove_surplus
 from jaxinf.engine.update_tasks import (
@@ -31,7 +32,13 @@ from jaxinf.engine.update_tasks import (
 from jaxinf.errors import StoreError
 from jaxinf.interrupts import Ending
 from jaxinf.layout import Subgroup
-from jaxinf.store import CarriedArray, CommitRecord, ScalarState, save_checkpoint
+from jaxinf.store import (
+    CarriedArray,
+    CommitRecord,
+    ScalarState,
+    StoreDirectory,
+    save_checkpoint,
+)
 from jaxinf.transfer import ByteCounts, Task, idle, span, timeline
 from jaxinf.typing import Array
 
@@ -85,16 +92,22 @@ class _Step:
     repeats: bool = False
 
 
-class StepEngine:
-    """Runs the steps of a store. Thread-safe; a step's parts may come in any order."""
+class StepEngine(OpenStore):
+    """An open store that runs steps, whose parts may come in any order. Thread-safe."""
 
-    def __init__(self, opened: OpenStore) -> None:
-        self.opened = opened
+    def __init__(
+        self,
+        run: StoreRun,
+        directory: StoreDirectory,
+        commit: CommitRecord | None,
+        fleet: CsdFleet | None = None,
+    ) -> None:
+        super().__init__(run, directory, commit, fleet)
+        self._metrics: deque[StepMetrics] = deque(maxlen=_NUM_METRICS_KEPT)
         self._guard = threading.RLock()
         self._ending: Ending | None = None  # of the last step's commit
         self._step: _Step | None = None
-        self._metrics: deque[StepMetrics] = deque(maxlen=_NUM_METRICS_KEPT)
-        self._counted = opened.meters.snapshot()
+        self._counted = self.meters.snapshot()
 
     # --- a step --------------------------------------------------------------------
 
@@ -115,57 +128,53 @@ class StepEngine:
             one that is not committed; else `finish` raises it.
           StoreError: the drive failed.
         """
-        opened = self.opened
         updates = [one for one in requests if isinstance(one, UpdateRequest)]
-        bad = nan_scalars(opened, updates)
+        bad = nan_scalars(self, updates)
         with self._guard:
             under_way = self._begin(step)
-            if bad and opened.num_uncommitted and not under_way.updated:
+            if bad and self.num_uncommitted and not under_way.updated:
                 self.wait()  # otherwise the overwritten steps would be lost
-                raise nan_scalar_error(opened, step + 1, bad, ())
+                raise nan_scalar_error(self, step + 1, bad, ())
             for one in updates:
                 # It may have been kept by a computation that failed elsewhere.
                 under_way.kept.pop((one.leaf, one.origin), None)
-            for kept in requests:
-                if isinstance(kept, KeptLeaf):
-                    layouts = opened.layouts(kept.leaf, kept.origin, kept.shape)
-                    subgroups = [layout.subgroup for layout in layouts]
-                    if not under_way.updated.keys().isdisjoint(subgroups):
-                        self.abandon()
-                        raise StoreError(
-                            f"{opened.options.path}: leaf {self._name(kept.leaf)}: "
-                            f"expected an update of step {step + 1}, as before, found "
-                            "that it is to stay as it is; the step is given up: run it "
-                            "again"
-                        )
-                    num = sum([one.num_elements for one in subgroups])
-                    under_way.kept[kept.leaf, kept.origin] = num
-            bounds = opened.finished.inexact
+            for one in requests:
+                if isinstance(one, KeptLeaf):
+                    self._keep_leaf(under_way, one)
+            inexact = self.finished.inexact
             found = [
                 RequestedUpdate(
-                    opened, one, step + 1, inexact=bounds.get(self._name(one.leaf))
+                    self, one, step + 1, inexact=inexact.get(self.name(one.leaf))
                 )
                 for one in updates
             ]
             tasks = [task for one in found for task in one.tasks]
-            subgroups = [task.piece.subgroup for task in tasks]
-            if not under_way.updated.keys().isdisjoint(subgroups):
+            if under_way.updated.keys() & {task.piece.subgroup for task in tasks}:
                 # The computation failed elsewhere and is run again. Its earlier writes
                 # must not come after the new ones.
-                opened.mover.drain()
-                _check_undoable(opened, under_way)
+                self.mover.drain()
+                self._check_undoable(under_way)
             for task in tasks:
                 under_way.updated[task.piece.subgroup] = replace(task, compute=idle)
             under_way.nan_scalars += bad
         self._run(tasks, updates)
-        opened.meters.add(
-            link_down_bytes=sum([one.link_down_bytes for one in found]),
-            link_up_bytes=sum([one.link_up_bytes for one in found]),
-        )
         finite = [one.is_finite for one in found]
         if not all(finite):
             under_way.is_finite = False
         return finite
+
+    def _keep_leaf(self, under_way: _Step, kept: KeptLeaf) -> None:
+        layouts = self.layouts(kept.leaf, kept.origin, kept.shape)
+        subgroups = [layout.subgroup for layout in layouts]
+        if not under_way.updated.keys().isdisjoint(subgroups):
+            self.abandon()
+            raise StoreError(
+                f"{self.options.path}: leaf {self.name(kept.leaf)}: expected an update "
+                f"of step {self.finished.step + 1}, as before, found that it is to "
+                "stay as it is; the step is given up: run it again"
+            )
+        num = sum([one.num_elements for one in subgroups])
+        under_way.kept[kept.leaf, kept.origin] = num
 
     def recall(self, step: int, *requests: SlotRequest, repeats: bool = False) -> None:
         """Reads slots before the step's first update; blocks until every `out` is full.
@@ -178,19 +187,18 @@ class StepEngine:
         Raises:
           StaleStateError, StoreError: as `update`.
         """
-        opened = self.opened
         with self._guard:
             self._begin(step).repeats |= repeats
-            tasks = [task for one in requests for task in recall_tasks(opened, one)]
+            tasks = [task for one in requests for task in recall_tasks(self, one)]
         self._run(tasks, requests)
-        opened.meters.add(link_up_bytes=sum([one.out.nbytes for one in requests]))
+        self.meters.add(link_up_bytes=sum([one.out.nbytes for one in requests]))
 
     def _run(
         self, tasks: Sequence[Task], requests: Sequence[UpdateRequest | SlotRequest]
     ) -> None:
-        names = dict.fromkeys(self._name(one.leaf) for one in requests)
+        names = dict.fromkeys(self.name(one.leaf) for one in requests)
         with span("leaf", ", ".join(names) if timeline.is_recording else ""):
-            self.opened.mover.run(tasks)
+            self.mover.run(tasks)
 
     def finish(
         self,
@@ -219,39 +227,40 @@ class StepEngine:
           NonFiniteScalarError: the gradients are finite, and a kernel computed with a
             scalar that is NaN; the step is given up.
         """
-        opened = self.opened
         with self._guard:
             ended = self._begin(step)
             step += 1
             if ended.nan_scalars and ended.is_finite:
-                error = nan_scalar_error(opened, step, ended.nan_scalars, scalars)
+                error = nan_scalar_error(self, step, ended.nan_scalars, scalars)
                 self.abandon()
                 self.wait()  # commits the steps before
                 raise error
-            before = opened.finished
-            kept = {self._name(leaf) for leaf, _ in ended.kept}
+            done = sum([one.num_elements for one in ended.updated])
+            done += sum(ended.kept.values())
+            num = self.directory.manifest.num_held_params
+            assert done == num, f"the step updated {done} of {num} params"
+            before = self.finished
+            kept = {self.name(leaf) for leaf, _ in ended.kept}
             still = {n: bound for n, bound in before.inexact.items() if n in kept}
             raw = [value.tobytes() for value in carry.values()]
             record = CommitRecord(
                 step=step,
                 scalar_state=tuple(scalars),
                 skipped_steps=skipped_steps,
-                payload=opened.annotations.take(step),
-                inexact=still | {self._name(n): bound for n, bound in inexact.items()},
+                payload=self.annotations.take(step),
+                inexact=still | {self.name(n): bound for n, bound in inexact.items()},
                 steps_without_params=(
                     0 if is_compared else before.steps_without_params + 1
                 ),
-                device_updates=opened.assignment.every,
+                device_updates=self.assignment.every,
                 carry=tuple(
                     CarriedArray.of(path, value.shape, value.dtype.name, own)
                     for (path, value), own in zip(carry.items(), raw, strict=True)
                 ),
                 carried=raw,
             )
-            _check_complete(opened, ended)
-            ending, self._step = Ending(), None
-            self._ending = ending
-            end = partial(self._end_step, record, ended, time.monotonic(), ending)
+            self._step, self._ending = None, Ending()
+            end = partial(self._end_step, record, ended, time.monotonic(), self._ending)
             thread = threading.Thread(target=end, name="jaxinf-commit", daemon=True)
             try:
                 thread.start()
@@ -259,7 +268,7 @@ class StepEngine:
                 _LOG.warning(
                     "%s: no thread to commit step %s in the background (%s); it is "
                     "committed at once, and JAX waits. Raise the limit (ulimit -u)",
-                    opened.options.path,
+                    self.options.path,
                     step,
                     error,
                 )
@@ -269,10 +278,10 @@ class StepEngine:
         """Abandons the step without a commit; it may start over."""
         with self._guard:
             if (step := self._step) is not None:
-                self.opened.mover.drain()
-                _check_undoable(self.opened, step)
-                self.opened.chunks.forget_step()
-                _prefetch(self.opened, step.updated, given_up=step.updated)
+                self.mover.drain()
+                self._check_undoable(step)
+                self.chunks.forget_step()
+                self._prefetch(step.updated, given_up=step.updated)
                 self._step = None
 
     def wait(self) -> None:
@@ -284,15 +293,13 @@ class StepEngine:
         """
         with self._guard:
             self.join()
-            opened = self.opened
-            if not opened.num_uncommitted:
+            if not self.num_uncommitted:
                 return
             if self._has_updated:
                 raise StoreError(
-                    f"{opened.options.path}: step {opened.finished.step + 1} is under "
-                    "way, and the steps before it are not committed (the store's "
-                    "durability is not every step); wait for its state first: "
-                    "store.wait(state)"
+                    f"{self.options.path}: step {self.finished.step + 1} is under way, "
+                    "and the steps before it are not committed (the store's durability "
+                    "is not every step); wait for its state first: store.wait(state)"
                 )
             self._publish()
 
@@ -302,9 +309,9 @@ class StepEngine:
         Raises:
           BaseException: the exception that stopped the store.
         """
-        self.opened.health.check()
+        self.health.check()
         self._join()
-        self.opened.health.check()
+        self.health.check()
 
     def _join(self) -> None:
         with self._guard:
@@ -315,6 +322,7 @@ class StepEngine:
 
     @property
     def metrics(self) -> StepMetrics | None:
+        """Those of the last step of this process."""
         return self._metrics[-1] if self._metrics else None
 
     def metrics_of(self, step: int) -> StepMetrics | None:
@@ -336,18 +344,17 @@ class StepEngine:
             self.wait()
             yield
 
-    def close(self) -> None:
+    def end(self) -> None:
         """Commits finished steps, after the commit in flight; keeps errors."""
-        opened = self.opened
         with self._guard:
             self._join()
-            if opened.health.error is not None or not opened.num_uncommitted:
+            if self.health.error is not None or not self.num_uncommitted:
                 return
             if self._has_updated:
                 _LOG.warning(
                     "step %s is incomplete. %s",
-                    opened.finished.step + 1,
-                    opened.loss_note(),
+                    self.finished.step + 1,
+                    self.loss_note(),
                 )
             else:
                 self._publish()
@@ -356,31 +363,27 @@ class StepEngine:
 
     def _begin(self, step: int) -> _Step:
         """Returns the step under way, or begins one."""
-        opened = self.opened
-        opened.health.check()
+        self.health.check()
         with self._guard:
             if self._step is None:
                 self.join()
-            opened.health.check()
-            if step != opened.finished.step:
-                raise stale_state(opened.options.path, step, opened.finished.step)
+            self.health.check()
+            if step != self.finished.step:
+                raise stale_state(self.options.path, step, self.finished.step)
             if step == LAST_STEP:
                 raise StoreError(
-                    f"{opened.options.path}: expected a step to follow, found step "
+                    f"{self.options.path}: expected a step to follow, found step "
                     f"{LAST_STEP} (2**31 - 1), the last that a store counts; go on in "
                     "a new store from store.params(like=params) and store.state(like=)"
                 )
             if self._step is None:
-                if not opened.num_uncommitted:
-                    opened.begin_slot()
+                if not self.num_uncommitted:
+                    self.begin_slot()
                 if not self._metrics:  # earlier traffic is of `init`, not of a step
-                    self._counted = opened.meters.snapshot()
-                opened.mover.defer_writes(not opened.must_commit(step + 1))
+                    self._counted = self.meters.snapshot()
+                self.mover.defer_writes(not self.must_commit(step + 1))
                 self._step = _Step(time.monotonic())
             return self._step
-
-    def _name(self, leaf: int) -> str:
-        return self.opened.directory.manifest.leaves[leaf].name
 
     @property
     def _has_updated(self) -> bool:
@@ -389,20 +392,19 @@ class StepEngine:
     def _end_step(
         self, record: CommitRecord, ended: _Step, updated_s: float, ending: Ending
     ) -> None:
-        opened = self.opened
         try:
             with span("drain", f"step {record.step}"):
-                opened.mover.drain()
-            opened.chunks.end_step()
-            opened.finished = record
-            if opened.must_commit(record.step):
-                opened.publish()
-            if opened.options.keeps(record.step):
-                made = save_checkpoint(opened.directory, overwrite=True)
-                remove_surplus(opened.directory, opened.options.num_kept, made)
-            if opened.options.exports(record.step):
-                opened.exports.begin(opened.directory, record.step)
-            traffic = opened.meters.snapshot()
+                self.mover.drain()
+            self.chunks.end_step()
+            self.finished = record
+            if self.must_commit(record.step):
+                self.publish()
+            if self.options.keeps(record.step):
+                made = save_checkpoint(self.directory, overwrite=True)
+                remove_surplus(self.directory, self.options.num_kept, made)
+            if self.options.exports(record.step):
+                self.exports.begin(self.directory, record.step)
+            traffic = self.meters.snapshot()
             moved = {s: x for s, x in ended.updated.items() if x.loads or x.stores}
             moved_bytes = sum([task.piece.num_bytes for task in moved.values()])
             self._metrics.append(
@@ -411,67 +413,56 @@ class StepEngine:
                     update_s=updated_s - ended.started_s,
                     commit_s=time.monotonic() - updated_s,
                     traffic=traffic - self._counted,
-                    is_committed=opened.commit.step == record.step,
-                    hit_share=opened.mover.take_found_bytes() / max(1, moved_bytes),
+                    is_committed=self.commit.step == record.step,
+                    hit_share=self.mover.take_found_bytes() / max(1, moved_bytes),
                 )
             )
             self._counted = traffic
-            opened.keep_moved(moved.keys())
-            if not opened.health.is_closed:
+            self.keep_moved(moved.keys())
+            if not self.health.is_closed:
                 # A step that reads slots first would take what was read ahead.
-                _prefetch(opened, {} if ended.repeats else ended.updated)
+                self._prefetch({} if ended.repeats else ended.updated)
         except BaseException as error:
-            opened.health.fail(error)
+            self.health.fail(error)
         finally:
             ending.reach()
 
     def _publish(self) -> None:
         try:
-            self.opened.publish()
+            self.publish()
             if self._step is not None:
-                self.opened.directory.unpublish(self.opened.chunks.target)
+                self.directory.unpublish(self.chunks.target)
         except BaseException as error:
-            self.opened.health.fail(error)
+            self.health.fail(error)
             raise
 
+    def _check_undoable(self, step: _Step) -> None:
+        """Stops the store if chunks of uncommitted steps were overwritten.
 
-def _check_undoable(opened: OpenStore, step: _Step) -> None:
-    """Stops the store if chunks of uncommitted steps were overwritten.
+        Raises:
+          StoreError: gives the number of lost steps.
+        """
+        if self.num_uncommitted and step.updated:
+            error = StoreError(
+                f"{self.options.path}: step {self.finished.step + 1} was given up after"
+                " part of it was written over the step before, which is not committed "
+                "(the store's durability is not every step)"
+            )
+            self.health.fail(error)
+            raise error
 
-    Raises:
-      StoreError: gives the number of lost steps.
-    """
-    if opened.num_uncommitted and step.updated:
-        error = StoreError(
-            f"{opened.options.path}: step {opened.finished.step + 1} was given up "
-            "after part of it was written over the step before, which is not committed "
-            "(the store's durability is not every step)"
-        )
-        opened.health.fail(error)
-        raise error
+    def _prefetch(
+        self, updated: Mapping[Subgroup, Task], given_up: Collection = ()
+    ) -> None:
+        """Prefetches the next step's states, in the order in which gradients came.
 
-
-def _prefetch(
-    opened: OpenStore, updated: Mapping[Subgroup, Task], given_up: Collection = ()
-) -> None:
-    """Prefetches the next step's states, in the order in which gradients came.
-
-    Args:
-      updated: what the last step has updated.
-      given_up: the subgroups whose updates do not count.
-    """
-    kept = opened.mover.end_step(given_up)
-    tasks = [x for s, x in updated.items() if x.loads and s not in kept]
-    for task in tasks:
-        states = [state for state, _ in task.loads]
-        task.loads, task.stores = opened.chunks.sources(task.piece, states), ()
-    opened.mover.prefetch(tasks)
-
-
-def _check_complete(opened: OpenStore, step: _Step) -> None:
-    done = sum([one.num_elements for one in step.updated]) + sum(step.kept.values())
-    expected = opened.directory.manifest.num_held_params
-    if done != expected:
-        raise AssertionError(
-            f"{opened.options.path}: the step updated {done} of {expected} params"
-        )
+        Args:
+          updated: what the last step has updated.
+          given_up: the subgroups whose updates do not count.
+        """
+        kept = self.mover.end_step(given_up)
+        tasks = [x for s, x in updated.items() if x.loads and s not in kept]
+        for task in tasks:
+            states = [state for state, _ in task.loads]
+            task.loads, task.stores = self.chunks.sources(task.piece, states), ()
+        self.mover.prefetch(tasks)

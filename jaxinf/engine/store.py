@@ -124,7 +124,7 @@ class Store:
     def metrics(self) -> StepMetrics | None:
         """Time and traffic of the last step committed by this process."""
         engine = self._engine
-        return engine.steps.metrics if engine.has_files else None
+        return engine.opened.metrics if engine.has_files else None
 
     def metrics_of(self, step: int) -> StepMetrics | None:
         """Time and traffic of a step; None if not one of this process's last eight.
@@ -132,7 +132,7 @@ class Store:
         Waits for the step's commit, and for no later one.
         """
         engine = self._engine
-        return engine.steps.metrics_of(step) if engine.has_files else None
+        return engine.opened.metrics_of(step) if engine.has_files else None
 
     @property
     def peak_memory_bytes(self) -> int:
@@ -435,7 +435,7 @@ class Store:
         Raises:
           StoreError: it was called in a JAX callback; the store stays open.
           BaseException: the exception that stopped the store, once, after everything is
-            released, unless another method has raised it before, or an error of JAX's is
+            released, unless another method has raised it before, or an error of JAX is
             being handled.
         """
         engine, health = self._engine, self._engine.health

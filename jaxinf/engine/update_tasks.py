@@ -7,7 +7,6 @@ that the step builds. No result is returned or stored for params that differ fro
 store's. A caller's arrays are only read, and copied where a part is not contiguous.
 """
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache, partial
 
@@ -18,8 +17,7 @@ from jaxinf.csd import Csd, CsdBuffer, Rounding, ScalarInputs, Update, is_idle
 from jaxinf.engine.divergence import compare_chunk, diverged_error, same_values
 from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.requests import SlotRequest, Updater, UpdateRequest
-from jaxinf.engine.shape import StoreShape
-from jaxinf.engine.subgroup_layout import SubgroupLayout
+from jaxinf.engine.shape import StoreShape, SubgroupLayout
 from jaxinf.errors import NonFiniteScalarError, StoreMismatchError
 from jaxinf.kernels import scalars_used, specialise, state_read
 from jaxinf.layout import covers, gather, rounding_of_chunk, scatter, target_view
@@ -44,9 +42,6 @@ class RequestedUpdate:
       tasks: one for each subgroup; they raise `DivergedParamsError` if the caller's
         params differ from the store's.
       is_finite: whether the gradient is finite; known when the tasks have computed.
-      link_down_bytes: bytes from the caller, including params that are used; where
-        other processes hold a part, in proportion. And new state from an updater.
-      link_up_bytes: bytes of results, likewise; and state and gradients to an updater.
     """
 
     def __init__(
@@ -67,22 +62,6 @@ class RequestedUpdate:
         shape = request.gradient.shape
         layouts = opened.layouts(request.leaf, request.origin, shape)
         self.tasks = [self._task(layout) for layout in layouts]
-        arrays = request.gradient, request.feedback, self._given
-        down = sum([one.nbytes for one in arrays if one is not None])
-        up = 0 if request.out is None else request.out.nbytes
-        if not opened.directory.manifest.leaves[request.leaf].is_whole:
-            num_all = max(1, math.prod(shape))
-            num_held = sum([layout.subgroup.num_elements for layout in layouts])
-            down, up = (n * num_held // num_all for n in (down, up))
-        for task in self.tasks:
-            if task.is_elsewhere:
-                sizes, num = task.piece.sizes, task.piece.subgroup.num_elements
-                sent = request.gradient, self._given
-                dense = [one for one in sent if isinstance(one, np.ndarray)]
-                up += sum([sizes[n] for n, _ in task.loads])
-                up += sum([num * array.itemsize for array in dense])
-                down += sum([sizes[n] for n in task.stores])
-        self.link_down_bytes, self.link_up_bytes = down, up
 
     def _task(self, layout: SubgroupLayout) -> Task:
         chunks, request, kernel = self._opened.chunks, self._request, self._kernel
@@ -100,14 +79,15 @@ class RequestedUpdate:
         if takes_given:
             loads -= {0}
         updater = self._updater(layout)
-        return Task(
+        task = Task(
             layout,
-            partial(self._compute, layout, takes_given, 0 in loads, updater),
             loads=chunks.sources(layout, sorted(loads)),
             stores=stores,
             runs_kernel=not is_idle(kernel),
             is_elsewhere=updater is not None,
         )
+        task.compute = partial(self._compute, task, takes_given, updater)
+        return task
 
     def _updater(self, layout: SubgroupLayout) -> Updater | None:
         """Returns what computes an update in place of the CSD, if anything does."""
@@ -130,9 +110,8 @@ class RequestedUpdate:
 
     def _compute(
         self,
-        layout: SubgroupLayout,
+        task: Task,
         takes_given: bool,
-        reads_params: bool,
         updater: Updater | None,
         csd: Csd,
         buffer: CsdBuffer,
@@ -146,12 +125,13 @@ class RequestedUpdate:
         Raises:
           DivergedParamsError: the caller's params differ from the store's.
         """
-        directory, request = self._opened.directory, self._request
+        directory, request, layout = self._opened.directory, self._request, task.piece
         origin, subgroup = request.origin, layout.subgroup
         chunk = directory.chunks[subgroup.leaf][subgroup.chunk]
         offset, num = subgroup.offset_elements, subgroup.num_elements
+        reads_params = any(state == 0 for state, _ in task.loads)
         params = None
-        if self._given is not None and (takes_given or reads_params):
+        if self._given is not None:
             params = gather_run(directory, layout, self._given, origin)
         if reads_params:
             master, probe = csd.view(buffer, layout.extents[0]), request.probe
@@ -163,21 +143,26 @@ class RequestedUpdate:
         if request.out is not None:
             out = target_view(request.out, chunk, origin, offset, num)
         result = np.empty(num, request.out_dtype) if out is None else out
+        gradient = _gather_gradient(directory, layout, request.gradient, origin)
         update = Update(
             layout.kernel_extents,
             self._kernel,
-            _gather_gradient(directory, layout, request.gradient, origin),
+            gradient,
             gather_inputs(directory, layout, request.inputs, origin),
             result,
             rounding_of(layout, self._step),
             params if takes_given else None,
             tells,
         )
+        down = gradient.nbytes + (0 if params is None else params.nbytes)
+        up = 0 if request.out is None else result.nbytes
         if updater is None:
             outcome = csd.update(buffer, update)
         else:
             assert request.out is None, "nothing but state leaves an updater"
             outcome = updater.update(csd, buffer, update)
+            up += down + sum([layout.sizes[state] for state, _ in task.loads])
+            down += sum([layout.sizes[state] for state in task.stores])
         checksums = dict(outcome.read_checksums)
         if takes_given:
             self._check_taken(layout, checksums.pop(0))
@@ -187,8 +172,10 @@ class RequestedUpdate:
             assert layout.feedback is not None
             left = gather_run(directory, layout, request.feedback, origin)
             csd.put(buffer, layout.extents[layout.feedback], left)
+            down += left.nbytes
         if out is None and request.out is not None:
             scatter(request.out, chunk, origin, offset, result)
+        self._opened.meters.add(link_down_bytes=down, link_up_bytes=up)
         return checksums
 
     def _compare(self, layout: SubgroupLayout, master: Array, given: Array) -> None:
@@ -199,7 +186,7 @@ class RequestedUpdate:
         if not same_values(stored, given, bound=self._inexact or 0.0):
             if self._is_unchanged(layout):
                 self._opened.chunks.check_file(layout, 0)  # damage would explain it
-            name = self._opened.directory.manifest.leaves[self._request.leaf].name
+            name = self._opened.name(self._request.leaf)
             few = given[:3], stored[:3]
             raise diverged_error(name, *few, is_first=self._step == 1)
 
@@ -262,7 +249,7 @@ def nan_scalars(
             if is_nan is None:
                 is_nan = seen[id(scalar)] = bool(scalar != scalar)
             if is_nan and number in scalars_used(request.kernel, scalars):
-                name = opened.directory.manifest.leaves[request.leaf].name
+                name = opened.name(request.leaf)
                 found.append(f"scalar {number} of the update of leaf {name}")
     return tuple(found)
 

@@ -200,7 +200,7 @@ class HostSide:
         engine.bind(description)
         is_bound = engine.binding.is_at(step, origin)
         if not is_bound:
-            engine.steps.abandon()  # a step whose computation ended before its commit
+            engine.opened.abandon()  # a step whose computation ended before its commit
             engine.wait()
             engine.binding.begin(step, origin)
         out[...] = BOUND if is_bound else UNBOUND, engine.binding.origin
@@ -276,7 +276,7 @@ class HostSide:
             )
             for leaf, out in zip(call.leaves, outs.arrays, strict=True)
         ]
-        self.engine.steps.recall(int(call.step), *requests)
+        self.engine.opened.recall(int(call.step), *requests)
         outs.statuses[...] = FINITE
 
     def update(
@@ -300,7 +300,7 @@ class HostSide:
                 is_bad = leaf.held == HOLD_NON_FINITE
                 outs.statuses[place] = NON_FINITE if is_bad else FINITE
         if requests:
-            is_finite = self.engine.steps.update(int(call.step), *requests)
+            is_finite = self.engine.opened.update(int(call.step), *requests)
             outs.statuses[places] = np.where(is_finite, FINITE, NON_FINITE)
             if not self.checks_finite:
                 bad = [n for n, ok in zip(places, is_finite, strict=True) if not ok]
@@ -378,7 +378,7 @@ class HostSide:
         self._check_all(int(step) + 1, statuses)
         engine = self.engine
         if np.any(statuses == NON_FINITE) and self.checks_finite:
-            engine.steps.abandon()
+            engine.opened.abandon()
             if self._nonfinite != "skip":
                 engine.wait()  # commits the earlier steps
                 error = self._non_finite(description, int(step), statuses)
@@ -389,7 +389,7 @@ class HostSide:
             named = named_scalars(description, scalars)
             pairs = zip(measured, inexact.tolist(), strict=True)
             leaves = {number: bound for number, bound in pairs if bound >= 0}
-            engine.steps.finish(
+            engine.opened.finish(
                 int(step),
                 named,
                 int(skipped),

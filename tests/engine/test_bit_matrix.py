@@ -59,7 +59,7 @@ class Run:
         jax.block_until_ready(self.params)
         engine = engine_of(self.store)
         engine.join()
-        steps = engine.steps
+        steps = engine.opened
         finish = steps.finish
 
         def no_end(*arguments, **options):

@@ -9,6 +9,7 @@ import pytest
 from families import family
 
 import jaxinf
+from jaxinf.csd.cards import card
 from jaxinf.errors import StoreError
 from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS
 from jaxinf.transfer.pages import page_ceil
@@ -140,7 +141,7 @@ def test_a_step_that_is_given_up_leaves_memory_as_before(
 ):
     driver = cached(memory=memory, durability=durability).init().steps(3)
     driver.update(order, gradient=7.0)
-    driver.engine.steps.abandon()
+    driver.engine.opened.abandon()
     driver.steps(4).check(7)
 
 
@@ -154,7 +155,7 @@ def test_uncommitted_steps_that_were_overwritten_in_memory_are_lost(cached):
     driver = cached(memory=ALL, durability=10).init().steps(3)
     driver.update([0])
     with pytest.raises(StoreError, match="step 4 was given up"):
-        driver.engine.steps.abandon()
+        driver.engine.opened.abandon()
     with pytest.raises(StoreError, match="step 4 was given up"):
         driver.close()
     cached(memory=ALL).init().check(0)
@@ -229,15 +230,14 @@ def test_state_of_cards_never_crosses_the_host_link(cached, memory, monkeypatch)
     driver = cached(memory=memory, csd="emulated", num_csds=2).init().steps(1)
     driver.engine.join()
     through_host = []
-    for csd in driver.opened.csds:  # what a drive sends to the host's memory
-        for name in ("read", "write"):
-            action = getattr(csd._host_io, name)
+    for name in ("read_into", "write_from"):  # what a drive sends to the host's memory
+        action = getattr(card, name)
 
-            def move(file, memory, offset, num_bytes, action=action):
-                through_host.append(num_bytes)
-                action(file, memory, offset, num_bytes)
+        def move(file, memory, offset, num_bytes, action=action, **options):
+            through_host.append(num_bytes)
+            action(file, memory, offset, num_bytes, **options)
 
-            monkeypatch.setattr(csd._host_io, name, move)
+        monkeypatch.setattr(card, name, move)
     assert not driver.opened.staying(driver.opened.memory_bytes)
     sent = sum(params.nbytes for params in driver.initial.values())
     rest = state_bytes(driver, staying=False)

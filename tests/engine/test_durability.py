@@ -99,7 +99,7 @@ def test_a_step_given_up_over_uncommitted_ones_says_what_is_lost(drive):
     driver = drive(durability=10).init().steps(3)
     driver.update([0])
     with pytest.raises(StoreError, match="step 4 was given up") as caught:
-        driver.store._engine.steps.abandon()
+        driver.store._engine.opened.abandon()
     note = "3 finished steps since the commit of step 0 are lost"
     assert any(note in text for text in caught.value.__notes__)
     with pytest.raises(StoreError, match="step 4 was given up"):
@@ -110,7 +110,7 @@ def test_a_step_given_up_over_uncommitted_ones_says_what_is_lost(drive):
 def test_the_first_step_after_a_commit_can_be_given_up(drive):
     driver = drive(durability=2).init().steps(2)
     driver.update([0, 1])
-    driver.store._engine.steps.abandon()
+    driver.store._engine.opened.abandon()
     driver.steps(3).check(5)
 
 

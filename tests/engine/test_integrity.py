@@ -93,7 +93,7 @@ def test_a_subgroup_that_is_read_twice_must_be_the_same(drive, num_read_first):
 
 
 def give_up_and_update(driver, number):
-    driver.store._engine.steps.abandon()  # the prefetch may find it, too
+    driver.store._engine.opened.abandon()  # the prefetch may find it, too
     driver.update([number])
 
 
@@ -150,8 +150,8 @@ def flip_and_step(drive, driver, num_steps):
         part = again.part(number)
         part = jaxinf.engine.UpdateRequest(**{**vars(part), "probe": np.zeros(0)})
         try:
-            again.store._engine.steps.update(again.at, part)
-            again.store._engine.steps.abandon()
+            again.store._engine.opened.update(again.at, part)
+            again.store._engine.opened.abandon()
             again.opened.chunks.end_step()
         except StoreCorruptError:
             with contextlib.suppress(StoreCorruptError):

@@ -21,7 +21,7 @@ def test_a_flipped_bit_is_found_by_the_update(drive, state, memory_bytes, ahead)
     again.at = 2
     number = list(again.leaves).index("w")
     if ahead:
-        again.store._engine.steps.update(2, again.part(list(again.leaves).index("s")))
+        again.store._engine.opened.update(2, again.part(list(again.leaves).index("s")))
         mover, chunks = again.opened.mover, again.opened.chunks
         shape = again.part(number).gradient.shape
         layouts = again.opened.layouts(number, (0, 0), shape)

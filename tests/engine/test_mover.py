@@ -8,9 +8,9 @@ import time
 import numpy as np
 import pytest
 
+from jaxinf.engine import SubgroupLayout
 from jaxinf.engine.chunks import ChunkTable
 from jaxinf.engine.executor import make_mover
-from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.errors import StoreClosedError, StoreIOError
 from jaxinf.layout import subgroups
 from jaxinf.transfer import Failure, Task

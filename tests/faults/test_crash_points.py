@@ -53,7 +53,7 @@ def staying(driver, mark):
         if step % 2 == 0:
             mark(step)
             driver.update([0, 1], gradient=7.0)
-            driver.engine.steps.abandon()
+            driver.engine.opened.abandon()
     driver.store.wait()
     mark(5)
 

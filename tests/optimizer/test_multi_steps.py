@@ -83,7 +83,7 @@ def test_a_failure_between_the_rounds_leaves_the_committed_step(
     def fail(*_):
         raise OSError("the drive is gone")
 
-    monkeypatch.setattr(store._engine.steps, "update", fail)
+    monkeypatch.setattr(store._engine.opened, "update", fail)
     with pytest.raises(OSError, match="the drive is gone"):
         tx.update(make(2), state, params)
     store.close()

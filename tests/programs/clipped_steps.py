@@ -53,14 +53,14 @@ def killed(place):
     params, state = train(tx, 1)
     store.wait(state)
     np.savez(place + "/params.npz", **params)
-    recall = store._engine.steps.recall
+    recall = store._engine.opened.recall
 
     def last(*arguments):
         recall(*arguments)
         print("recalled", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    store._engine.steps.recall = last
+    store._engine.opened.recall = last
     tx.update(make(2), state, params)
 
 

@@ -107,7 +107,7 @@ def main():
     for batch in batches()[step.store.step :]:
         step(batch)
         if "rare" in path.name:
-            step.store._engine.steps.join()
+            step.store._engine.opened.join()
         else:
             step.store.wait()
         committed = step.store._engine.opened.commit.step

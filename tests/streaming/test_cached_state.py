@@ -46,7 +46,7 @@ def test_what_checkpoints_alone_write_is_none_of_a_steps(open_store):
             before = meters.snapshot()
             for _ in range(3):
                 step(program.batch)
-            step.store._engine.steps.join()
+            step.store._engine.opened.join()
             moved = meters.snapshot() - before
             assert moved.drive_write_bytes == 3 * step.traffic.drive_write_bytes
             store.checkpoint(name)

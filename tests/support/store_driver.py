@@ -149,13 +149,13 @@ class Driver:
         results = {}
         for number in range(len(names)) if order is None else order:
             part = self.part(number, gradient)
-            self.engine.steps.update(self.at, part)
+            self.engine.opened.update(self.at, part)
             results[names[number]] = part.out
         return results
 
     def finish(self, skipped_steps=0):
         carry = {} if self.carry is None else self.carry(self.at + 1)
-        self.engine.steps.finish(
+        self.engine.opened.finish(
             self.at, self.scalars(self.at + 1), skipped_steps, carry=carry
         )
         self.at += 1

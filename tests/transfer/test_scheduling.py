@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 )
 
 from jaxinf.csd import Extent
-from jaxinf.engine.subgroup_layout import SubgroupLayout
+from jaxinf.engine import SubgroupLayout
 from jaxinf.layout import Subgroup
 from jaxinf.transfer import Compute, Limits, Load, Queues, Task, Write
 from jaxinf.transfer.scheduling import has_next, next_own, next_unit

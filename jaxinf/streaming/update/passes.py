@@ -235,7 +235,7 @@ class PassRunner:
         array = aligned_array(info.shape, slot.dtype)
         request = SlotRequest(leaf, slot.name, (0,) * array.ndim, array)
         step = self._engine.opened.finished.step
-        self._engine.steps.recall(step, request, repeats=True)
+        self._engine.opened.recall(step, request, repeats=True)
         return jnp.asarray(array)
 
     def _executable(self, part: Part, shape: tuple[int, ...]) -> Any:

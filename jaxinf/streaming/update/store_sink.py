@@ -226,21 +226,23 @@ class StoreSink(Sink):
             self._agree(lambda: self._update_deferred(spill, check))
         if self._is_refused:
             self._passes.close()
-            self._engine.steps.abandon()
+            self._engine.opened.abandon()
             if self._nonfinite == "skip":
                 self._num_skipped += 1
                 return False
             raise non_finite(self._step, self._bad)
         assert not self._parts, "every part of a unit has its gradient"
         if self._kept:  # leaves that stay as they are
-            self._engine.steps.update(self._step, *kept_leaves(self._kept))
+            self._engine.opened.update(self._step, *kept_leaves(self._kept))
         record = self._engine.opened.finished
         scalars = [
             ScalarState(old.path, new)
             for old, new in zip(record.scalar_state, self._passes.finish(), strict=True)
         ]
         num_skipped = record.skipped_steps + self._num_skipped
-        self._engine.steps.finish(self._step, scalars, num_skipped, carry=self._carried)
+        self._engine.opened.finish(
+            self._step, scalars, num_skipped, carry=self._carried
+        )
         self._num_skipped = 0
         return True
 
@@ -250,7 +252,7 @@ class StoreSink(Sink):
         if self.spill is not None:
             self.spill.reset()
         self._passes.close()
-        self._engine.steps.abandon()
+        self._engine.opened.abandon()
 
     @property
     def waited_s(self) -> float:
@@ -353,7 +355,7 @@ class StoreSink(Sink):
 
     def _run(self, asked: Mapping[Unit, Sequence[UpdateRequest]]) -> None:
         requests = [request for own in asked.values() for request in own]
-        finite = self._engine.steps.update(self._step, *requests)
+        finite = self._engine.opened.update(self._step, *requests)
         for unit in asked:
             self._fetched.free(unit)
         self._bad += [
