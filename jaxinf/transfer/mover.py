@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from jaxinf.errors import StoreClosedError, StoreError
 from jaxinf.transfer.failure import Failure
 from jaxinf.transfer.queues import Queues
-from jaxinf.transfer.scheduling import has_next, next_own, next_unit
+from jaxinf.transfer.scheduling import next_own, next_unit
 from jaxinf.transfer.tasks import (
     Compute,
     Load,
@@ -216,7 +216,7 @@ class Mover:
         """Lets no prefetch begin while `is_holding`; others use the drive meanwhile."""
         with self._to_do:
             self._queues.is_holding = is_holding
-            self._wake_worker()
+            self._to_do.notify()
 
     def close(self) -> None:
         """Stops the workers, each after its present unit; idempotent."""
@@ -280,7 +280,7 @@ class Mover:
         while True:
             with self._done:
                 unit = next_own(self._queues, group)
-                self._wake_worker()
+                self._to_do.notify()
             if unit is None:
                 return
             try:
@@ -305,14 +305,10 @@ class Mover:
             while not self._is_closing:
                 unit = next_unit(self._queues)
                 if unit is not None:
-                    self._wake_worker()  # there may be more work
+                    self._to_do.notify()  # there may be more work
                     return unit
                 self._to_do.wait()
         return None
-
-    def _wake_worker(self) -> None:
-        if has_next(self._queues):
-            self._to_do.notify()
 
     def _perform(self, unit: Unit) -> None:
         thread = threading.get_ident()

@@ -35,23 +35,6 @@ def next_unit(queues: Queues) -> Unit | None:
     return None
 
 
-def has_next(queues: Queues) -> bool:
-    """Whether `next_unit` may find one: memory may be refused to it."""
-    if queues.is_stopped:
-        return False
-    if _to_compute(queues) is not None:
-        return True
-    if queues.num_moving >= queues.limits.moving:
-        return False
-    return (
-        bool(queues.incomplete)
-        or _drive_to_write(queues) is not None
-        or _drive_to_prefetch(queues) is not None
-        or _first_waiting(queues) is not None
-        or any(map(_can_evict, queues.rooms))
-    )
-
-
 def next_own(queues: Queues, group: TaskGroup) -> Compute | None:
     """Begins a task of the group for its submitter to compute, if there is one.
 

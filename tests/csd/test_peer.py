@@ -12,11 +12,17 @@ from csd_contract import SIMPLE, Case, Chunk
 import jaxinf.transfer.direct as direct
 from jaxinf.csd import Transfer, parse_csd
 from jaxinf.csd.cards import peer, smartssd, standin
-from jaxinf.csd.cards.peer import read_to_card, write_from_card
+from jaxinf.csd.cards.peer import with_card
 from jaxinf.csd.cards.smartssd import open_emulated
 from jaxinf.engine.options import StoreOptions
 from jaxinf.errors import CsdError, StoreIOError
-from jaxinf.transfer import BufferPool, ByteMeters, supports_direct
+from jaxinf.transfer import (
+    BufferPool,
+    ByteMeters,
+    read_into,
+    supports_direct,
+    write_from,
+)
 
 EMULATED = parse_csd("emulated")
 
@@ -54,11 +60,12 @@ def refusing(request, monkeypatch):
 def test_what_a_drive_refuses_is_not_buffered(drive, refusing):
     (drive / "file").write_bytes(bytes(8192))
     with BufferPool(1 << 20).acquire(8192) as buffer:
-        for move in (read_to_card, write_from_card):
-            with pytest.raises(StoreIOError, match="cannot reach the card's memory"):
-                move(drive / "file", buffer.array, 0, 8192)
-        with pytest.raises(StoreIOError, match="file: write at byte 0 failed"):
-            write_from_card(drive / "file", buffer.array[:4096], 0, 100)
+        for move in (read_into, write_from):
+            with (
+                pytest.raises(StoreIOError, match="cannot reach the card's memory"),
+                with_card(buffer.array, 0),
+            ):
+                move(drive / "file", buffer.array, 0, 8192, buffered=False)
     assert set(refusing) == {"direct"}
 
 
@@ -68,8 +75,9 @@ def test_a_file_that_ends_within_a_page(drive):
     with (
         BufferPool(1 << 20).acquire(8192) as buffer,
         pytest.raises(StoreIOError, match="cannot reach the card's memory"),
+        with_card(buffer.array, 0),
     ):
-        write_from_card(drive / "file", buffer.array, 0, 5000)
+        write_from(drive / "file", buffer.array, 0, 5000, buffered=False)
 
 
 def test_a_page_is_tried_at_open(drive, refusing, monkeypatch):
@@ -82,11 +90,11 @@ def test_a_page_is_tried_at_open(drive, refusing, monkeypatch):
 def test_other_bytes_are_noticed_at_open(drive, monkeypatch):
     """Reads all ones, as from a switch that answers for the card."""
 
-    def ones(path, array, offset_bytes, num_bytes):
-        read_to_card(path, array, offset_bytes, num_bytes)
+    def ones(path, array, *place, **options):
+        read_into(path, array, *place, **options)
         array[:] = 0xFF
 
-    monkeypatch.setattr(peer, "read_to_card", ones)
+    monkeypatch.setattr(peer, "read_into", ones)
     with pytest.raises(CsdError, match=r"expected a page to pass .*found other bytes"):
         open_emulated([drive], 1 << 20, ByteMeters())
     assert not list(drive.iterdir())

@@ -28,7 +28,7 @@ from jaxinf.csd.base import (
     is_idle,
 )
 from jaxinf.csd.cards.memory import CardBuffer, CardMemory, host_pages
-from jaxinf.csd.cards.peer import read_to_card, write_from_card
+from jaxinf.csd.cards.peer import with_card
 from jaxinf.csd.cards.xrt import XrtCard, XrtKernel
 from jaxinf.errors import CsdError
 from jaxinf.kernels import STATUS_BYTES, CardKernel, Passage, card_kernel, compiled
@@ -76,30 +76,31 @@ class CardCsd:
     # --- drive and card ------------------------------------------------------------
 
     def read(self, transfers: Sequence[Transfer]) -> None:
-        meters = self._meters
+        meters, buffered = self._meters, self._buffered
         for buffer, extent, file, for_host in transfers:
             own = _own(buffer)
             _forget(own, extent)
             place = extent.file_offset_bytes, extent.num_bytes
+            pages = own.pages(extent)
             if not for_host and extent.num_bytes >= PAGE_BYTES:
-                way = {"meters": meters, "buffered": self._buffered}
-                read_to_card(file, own.pages(extent), *place, **way)
+                with with_card(pages, extent.file_offset_bytes):
+                    read_into(file, pages, *place, meters=meters, buffered=buffered)
                 continue
             memory = host_pages(extent.num_bytes)
             read_into(file, memory, *place, meters=meters)
             if for_host:
                 own.host[extent.buffer_offset_bytes] = memory
             else:  # the file may be shorter; a drive sends a card only whole pages
-                own.pages(extent)[: extent.num_bytes] = memory[: extent.num_bytes]
+                pages[: extent.num_bytes] = memory[: extent.num_bytes]
 
     def write(self, transfers: Sequence[Transfer]) -> None:
-        meters = self._meters
+        meters, buffered = self._meters, self._buffered
         for buffer, extent, file, _ in transfers:
             pages = _own(buffer).pages(extent)
             place = extent.file_offset_bytes, extent.num_bytes
             if extent.num_bytes >= PAGE_BYTES:
-                way = {"meters": meters, "buffered": self._buffered}
-                write_from_card(file, pages, *place, **way)
+                with with_card(pages, extent.file_offset_bytes):
+                    write_from(file, pages, *place, meters=meters, buffered=buffered)
             else:
                 memory = host_pages(extent.num_bytes)
                 memory[: extent.num_bytes] = pages[: extent.num_bytes]

@@ -15,8 +15,8 @@ import numpy as np
 
 from jaxinf.csd.cards.xrt import XrtCard
 from jaxinf.errors import CsdError, StoreIOError
-from jaxinf.transfer import PAGE_BYTES, REFUSALS, ByteMeters, read_into, write_from
-from jaxinf.typing import Array, PathLikeStr
+from jaxinf.transfer import PAGE_BYTES, REFUSALS, read_into, write_from
+from jaxinf.typing import Array
 
 _REMEDY = (
     "the drive cannot reach the card's memory: P2P must be on (`xbutil examine`), the "
@@ -25,49 +25,14 @@ _REMEDY = (
 )
 
 
-def read_to_card(
-    path: PathLikeStr,
-    array: Array,
-    offset_bytes: int,
-    num_bytes: int,
-    *,
-    meters: ByteMeters | None = None,
-    buffered: bool = False,
-) -> None:
-    """File → card's memory, as `jaxinf.transfer.read_into`.
-
-    Raises:
-      StoreIOError: the drive failed, or refuses the memory.
-    """
-    with _whole_pages(array, offset_bytes):
-        read_into(
-            path, array, offset_bytes, num_bytes, meters=meters, buffered=buffered
-        )
-
-
-def write_from_card(
-    path: PathLikeStr,
-    array: Array,
-    offset_bytes: int,
-    num_bytes: int,
-    *,
-    meters: ByteMeters | None = None,
-    buffered: bool = False,
-) -> None:
-    """Card's memory → file, as `jaxinf.transfer.write_from`.
-
-    Raises:
-      StoreIOError, StoreSpaceError: the drive failed, or refuses the memory.
-    """
-    with _whole_pages(array, offset_bytes):
-        write_from(
-            path, array, offset_bytes, num_bytes, meters=meters, buffered=buffered
-        )
-
-
 @contextmanager
-def _whole_pages(array: Array, offset_bytes: int) -> Iterator[None]:
-    """Refuses what no drive can send a card, and names the remedy of its refusals."""
+def with_card(array: Array, offset_bytes: int) -> Iterator[None]:
+    """Moves bytes between a file and `array`, a card's memory, in the body.
+
+    Raises:
+      OSError: no drive can send a card less than whole pages.
+      StoreIOError: the drive failed, or refuses the memory; names the remedy.
+    """
     if any(n % PAGE_BYTES for n in (array.ctypes.data, array.size, offset_bytes)):
         raise OSError(errno.EINVAL, "P2P I/O of memory that is no whole pages")
     try:
@@ -96,10 +61,12 @@ def probe_peer(card: XrtCard, root: Path) -> None:
         file.write_bytes(sent.tobytes())
         with open(file, "rb") as written:
             os.fsync(written)
-        read_to_card(file, there, 0, PAGE_BYTES)
+        with with_card(there, 0):
+            read_into(file, there, 0, PAGE_BYTES, buffered=False)
         back[...] = ~sent
         arrived = np.array_equal(there, sent)
-        write_from_card(file, back, 0, PAGE_BYTES)
+        with with_card(back, 0):
+            write_from(file, back, 0, PAGE_BYTES, buffered=False)
         arrived &= file.read_bytes() == (~sent).tobytes()
     except (OSError, StoreIOError) as error:
         raise CsdError(f"CSD root {root}: card {card.name}: {error}") from error

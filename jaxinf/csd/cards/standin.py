@@ -1,11 +1,10 @@
 """A stand-in for pyxrt, with its restrictions, over this machine's memory.
 
-Invariant: code that works here uses pyxrt correctly. The stand-in has the calls of one
-release (`jaxinf.csd.cards.releases`). Calls that the release lacks raise the same
-errors: AttributeError for a name, TypeError for arguments. It also has restrictions of
-pyxrt: arguments that are neither buffers nor integers are silently dropped, integers
-from 2^31 on are refused, data that was not synced is stale, a mapping ends with its
-buffer, and the card has 4 GiB.
+Invariant: code that works here uses pyxrt correctly, in releases of XRT with hardware
+contexts and before. The stand-in has pyxrt's restrictions: arguments that are neither
+buffers nor integers are silently dropped, integers from 2^31 on are refused, as are
+buffers of a context and copies without a length, which some releases lack; data that
+was not synced is stale, a mapping ends with its buffer, and the card has 4 GiB.
 
 The kernels are those of the cards, compiled for this machine (`make -C hls csim`).
 """
@@ -14,7 +13,6 @@ import enum
 import functools
 import mmap
 import threading
-import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxinf.csd.cards.releases import CALLS, RELEASES, deprecates, has_call
 from jaxinf.csd.cards.xrt import DEVICE_BYTES
 from jaxinf.kernels import card_function, named_card_kernel
 from jaxinf.typing import Array
@@ -36,49 +33,18 @@ _EXAMPLE = "jaxinf_adam_f32_update_f32"
 
 
 class EmulatedXrt:
-    """The module pyxrt as it is in a release."""
+    """The module pyxrt.
 
-    def __init__(self, release: str = "2024.2") -> None:
-        assert release in RELEASES
-        self.release = release
+    Args:
+      has_contexts: whether it is of a release with ``hw_context``, from 2023.2 on.
+    """
+
+    def __init__(self, *, has_contexts: bool = True) -> None:
         self.xclBOSyncDirection = _Direction
-        for name, kind in (
-            ("device", _Device), ("xclbin", _Xclbin), ("hw_context", _Context),
-            ("bo", _Bo), ("kernel", _Kernel), ("run", _Run),
-        ):  # fmt: skip
-            if name not in CALLS or has_call(release, name):
-                setattr(self, name, type(name, (kind,), _members(release, name)))
-
-
-def _members(release: str, name: str) -> dict[str, Any]:
-    """Returns attributes that hide the members that a class lacks in a release."""
-    absent = [call for call in CALLS if not has_call(release, call)]
-    members = [c.removeprefix(f"{name}.") for c in absent if c.startswith(f"{name}.")]
-    return {"release": release} | {m: _Absent() for m in members if m.isidentifier()}
-
-
-class _Absent:
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._text = f"'pyxrt.{owner.__name__}' has no attribute '{name}'"
-
-    def __get__(self, instance: object, owner: type) -> Any:
-        raise AttributeError(self._text)
-
-
-class _Released:
-    """A class of pyxrt, with the members that it has in a release."""
-
-    release: str
-
-    def _needs(self, call: str) -> None:
-        """Refuses arguments as pybind11 does where no overload takes them."""
-        if not has_call(self.release, call):
-            name = type(self).__name__
-            raise TypeError(f"{name}: incompatible constructor or function arguments")
-
-    def _warns(self, call: str) -> None:
-        if deprecates(self.release):
-            warnings.warn(f"pyxrt: {call} is deprecated", DeprecationWarning, 3)
+        self.xclbin, self.bo, self.kernel, self.run = _Xclbin, _Bo, _Kernel, _Run
+        self.device = _Device
+        if has_contexts:
+            self.device, self.hw_context = _DeviceOfContexts, _Context
 
 
 class _Flags(enum.Enum):
@@ -91,10 +57,9 @@ class _Direction(enum.Enum):
     XCL_BO_SYNC_BO_FROM_DEVICE = 1
 
 
-class _Device(_Released):
+class _Device:
     def __init__(self, device: int | str) -> None:
         if isinstance(device, str):
-            self._needs("device(address)")
             raise RuntimeError(f"Invalid device string '{device}'")
         self.lock = threading.Lock()
         self.free_bytes = DEVICE_BYTES
@@ -102,19 +67,15 @@ class _Device(_Released):
         self.loaded: _Xclbin | None = None
 
     def load_xclbin(self, xclbin: "_Xclbin") -> int:
-        self._needs("device.load_xclbin(xclbin)")
-        self._warns("device.load_xclbin")
-        return self._load(xclbin)
-
-    def register_xclbin(self, xclbin: "_Xclbin") -> int:
-        return self._load(xclbin)
-
-    def _load(self, xclbin: "_Xclbin") -> int:
         self.loaded = xclbin
         return id(xclbin)
 
 
-class _Xclbin(_Released):
+class _DeviceOfContexts(_Device):
+    register_xclbin = _Device.load_xclbin
+
+
+class _Xclbin:
     """A file of kernel names, one a line."""
 
     def __init__(self, path: str) -> None:
@@ -140,7 +101,7 @@ class _Name:
         return self._name
 
 
-class _Context(_Released):
+class _Context:
     def __init__(self, device: _Device, uuid: int) -> None:
         assert uuid == id(device.loaded)
         self.device = device
@@ -169,7 +130,7 @@ class _Memory:
                 self._device.free_bytes += self._num_bytes
 
 
-class _Bo(_Released):
+class _Bo:
     """``bo(owner, size, flags, group)``, or ``bo(parent, size, offset)``."""
 
     flags = _Flags
@@ -184,8 +145,7 @@ class _Bo(_Released):
         else:
             flags, bank = rest
             if isinstance(owner, _Context):
-                self._needs("bo(hw_context, size, flags, group)")
-                owner = owner.device
+                raise TypeError("bo: incompatible constructor arguments")
             if bank != 0:
                 raise RuntimeError(f"no memory bank {bank}")
             self.memory = _Memory(owner, num_bytes, p2p=flags is _Flags.p2p)
@@ -198,10 +158,7 @@ class _Bo(_Released):
     def map(self) -> memoryview:
         return self._part(self.memory.on_host).data
 
-    def sync(self, direction: _Direction, *rest: int) -> None:
-        if not rest:
-            self._needs("bo.sync(direction)")
-        num_bytes, offset = rest or (self.num_bytes, 0)
+    def sync(self, direction: _Direction, num_bytes: int, offset: int) -> None:
         if not 0 <= offset <= offset + num_bytes <= self.num_bytes:
             raise RuntimeError("sync: Invalid argument")
         place = slice(offset, offset + num_bytes)
@@ -219,15 +176,13 @@ class _Bo(_Released):
         return memory[self._start : self._start + self.num_bytes]
 
 
-class _Kernel(_Released):
+class _Kernel:
     """``kernel(device, uuid, name)``, or ``kernel(context, name)``."""
 
     def __init__(self, owner: Any, *rest: Any) -> None:
         of_context = isinstance(owner, _Context)
         if len(rest) != (1 if of_context else 2):
             raise TypeError("kernel: incompatible constructor arguments")
-        if not of_context:
-            self._warns("kernel(device, uuid, name)")
         self.device = owner.device if of_context else owner
         name = rest[-1]
         if self.device.loaded is None or not self.device.loaded.holds(name):
@@ -248,7 +203,7 @@ class _Kernel(_Released):
         return card_function(self.card)
 
     def __call__(self, *arguments: Any) -> "_Run":
-        run = type("run", (_Run,), {"release": self.release})(self)
+        run = _Run(self)
         for number, value in enumerate(arguments):
             if isinstance(value, (_Bo, int)):
                 run.set_arg(number, value)
@@ -256,7 +211,7 @@ class _Kernel(_Released):
         return run
 
 
-class _Run(_Released):
+class _Run:
     """``run(kernel)``. Arguments that are not set are zero, like a card's registers."""
 
     def __init__(self, kernel: _Kernel) -> None:

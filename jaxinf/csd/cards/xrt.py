@@ -3,7 +3,7 @@
 Invariant: only this module handles the runtime's restrictions. Floats and large
 integers are passed as signed 32-bit words. A buffer keeps its mapping (`bo.map`) alive.
 Buffers come from the device, as ``bo(hw_context, …)`` is a TypeError in pyxrt of 2023.2
-to 2025.2 (`jaxinf.csd.cards.releases`).
+to 2025.2.
 """
 
 import threading
