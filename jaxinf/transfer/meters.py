@@ -44,16 +44,8 @@ class ByteMeters:
         link_down_bytes: int = 0,
         link_up_bytes: int = 0,
     ) -> None:
-        """Counts bytes that have moved.
-
-        Raises:
-          ValueError: if a number is negative.
-        """
+        """Counts bytes that have moved."""
         more = drive_read_bytes, drive_write_bytes, link_down_bytes, link_up_bytes
-        if min(more) < 0:
-            raise ValueError(
-                f"byte meters: expected no negative count, found {ByteCounts(*more)}"
-            )
         with self._lock:
             for number, count in enumerate(more):
                 self._totals[number] += count
