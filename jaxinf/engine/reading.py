@@ -114,6 +114,7 @@ class ParamsReader(StateReader):
         opened.mover.write_at_once(AT_ONCE)  # read from the drive here
 
     def read(self, leaf: int, out: Array, origin: Sequence[int]) -> None:
+        """Reads a box of a leaf; blocks. As `StateReader.read`."""
         states = self._opened.averaged(leaf) if self._is_average else (0,)
         super().read(leaf, out, origin, *states)
 

@@ -234,15 +234,11 @@ class StoreSink(Sink):
         assert not self._parts, "every part of a unit has its gradient"
         if self._kept:  # leaves that stay as they are
             self._engine.opened.update(self._step, *kept_leaves(self._kept))
-        record = self._engine.opened.finished
-        scalars = [
-            ScalarState(old.path, new)
-            for old, new in zip(record.scalar_state, self._passes.finish(), strict=True)
-        ]
-        num_skipped = record.skipped_steps + self._num_skipped
-        self._engine.opened.finish(
-            self._step, scalars, num_skipped, carry=self._carried
-        )
+        opened = self._engine.opened
+        held = zip(opened.finished.scalar_state, self._passes.finish(), strict=True)
+        scalars = [ScalarState(old.path, new) for old, new in held]
+        num_skipped = opened.finished.skipped_steps + self._num_skipped
+        opened.finish(self._step, scalars, num_skipped, carry=self._carried)
         self._num_skipped = 0
         return True
 
