@@ -56,22 +56,6 @@ def test_update_moves_what_it_says(tmp_path, options, read_bytes, write_bytes):
 
 
 @pytest.mark.long
-def test_update_spreads_over_drives(tmp_path):
-    options = ("--leaves", 3, "--csds", 2)
-    found = figures(bench_update(tmp_path, "--fio-seconds", 0, *options))
-    assert (found["leaves"], found["csd"]) == (3, "host")
-    assert found["ratio_to_durable_floor"] > 0
-
-
-@pytest.mark.long
-def test_update_refuses_what_no_store_offers(tmp_path):
-    done = bench_update(tmp_path, "--master", "none")
-    assert done.returncode == 2
-    assert "--master none: expected with --params-dtype bf16" in done.stderr
-    assert not [*tmp_path.iterdir()]
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("clip_norm", [0, 1])
 def test_train_compares(tmp_path, clip_norm):
     done = run_script(
@@ -125,17 +109,6 @@ def test_peers_run_in_turns(tmp_path):
 
 
 MEMORY = "optax in memory"
-
-
-@pytest.mark.long
-def test_peers_take_whole_steps_in_a_table(tmp_path):
-    done = bench_peers(tmp_path, "step", "--micro-batches", 2, "--anew")
-    assert done.returncode == 0, done.stderr
-    first, _, ours, memory, *_ = done.stdout.splitlines()
-    assert first.startswith("| step, GPT-2 nano, 2 parts of 1 x 16 |")
-    assert ours.startswith("| jaxinf, keep | ")
-    assert memory.startswith(f"| {MEMORY} | ")
-    assert "| 0.0, 0.0 |" in memory
 
 
 @pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")

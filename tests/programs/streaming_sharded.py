@@ -17,15 +17,12 @@ from zoo import ZOO
 
 import jaxinf
 from jaxinf.errors import StreamError
-from jaxinf.streaming.move.params import MemoryParams
 from jaxinf.streaming.plan import device, memory
 from jaxinf.streaming.plan import options as step_options
-from jaxinf.streaming.plan.fit import prepare
 from jaxinf.streaming.plan.memory import DeviceLimit
 from jaxinf.streaming.plan.reads import Fetch
 from jaxinf.streaming.program import units
 from jaxinf.streaming.program.graph import Piece
-from jaxinf.streaming.run import Runner
 
 units.MIN_SLICE_BYTES = 4096
 MEMORY_BYTES = 64 << 20
@@ -76,40 +73,6 @@ def refusal(call, *args, **kwargs):
 
 def named_shardings(one):
     return {name: NamedSharding(one.mesh, spec) for name, spec in SPECS.items()}
-
-
-def programs(place, kind):
-    one = make(kind)
-    with one.entered():
-        expected = jax.jit(jax.value_and_grad(one.loss))(one.params, one.batch)
-        ready = prepare(one.loss, one.params, one.batch)
-    held = jax.tree.leaves(one.params)
-    largest = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(expected[1]))
-
-    class Sharded(MemoryParams):
-        def get(self, number, piece):
-            array = held[piece.leaf]
-            spec = P(*array.sharding.spec[len(piece.index) :])
-            return jax.device_put(piece.of(array), array.sharding.update(spec=spec))
-
-    found = {}
-    for policy in ("recompute", "keep"):
-        plan = ready.plan(600_000, policy)
-        found[policy] = {}
-        loss, _ = Runner(plan, {})(
-            one.batch, Sharded(lambda: held), found[policy].__setitem__
-        )
-        assert abs(float(loss) - float(expected[0])) < 1e-6, kind
-    assert set(found["keep"]) == set(found["recompute"]) == set(ready.gradient_pieces)
-    assert len(found["keep"]) == 3 * 3 + 2, "stacks come out in slices"
-    for piece, gradient in found["keep"].items():
-        name, leaf = sorted(SPECS)[piece.leaf], jax.tree.leaves(expected[1])[piece.leaf]
-        assert_same_bits(gradient, found["recompute"][piece])
-        error = np.abs(np.asarray(gradient) - np.asarray(leaf)[piece.index]).max()
-        assert error <= 1e-6 * largest, (kind, piece)
-        spec = P(*tuple(SPECS[name])[len(piece.index) :])
-        there = NamedSharding(one.mesh, spec)
-        assert gradient.sharding.is_equivalent_to(there, gradient.ndim), (kind, piece)
 
 
 def training(place, kind):
@@ -477,7 +440,6 @@ def initialised(place):
 
 if __name__ == "__main__":
     serve(
-        programs,
         training,
         options,
         own_memory,

@@ -48,21 +48,6 @@ def test_every_second_subgroup_is_fastest_on_the_device():
         assert fastest(runs, lambda one: iteration(RATES["a100"], one).total) == 2
 
 
-def test_an_iteration_by_hand():
-    """Twelve subgroups and a half: the device has each third, all on one memory."""
-    rates = RATES["a100"]._replace(
-        forward=1e-9, micro_batch=0.5, backward=2, flush_beside=1e-9, beside=2e-9
-    )
-    rates = rates._replace(beside_shared=1e-9, device=0.5)
-    one = next(one for one in RUNS if one.machine == "a100")
-    one = one._replace(num_params=5e9, data_parallel=4, interval=3, flushes_beside=True)
-    found = iteration(rates, one)
-    assert found.forward == pytest.approx(5.5)
-    assert found.backward == pytest.approx(11 + 1.25 * 2 / 3)
-    # 6 ns for a param of a device, as four share the host; half of it on the device.
-    assert found.update == pytest.approx(1.25 * 6 * (2 / 3 + 0.5 / 3))
-
-
 def test_runs_of_one_interval_do_not_tell_the_devices_rate():
     runs = [one for one in RUNS if one.machine == "h100"]
     with pytest.raises(ValueError, match="device: expected"):

@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 
 import finetune_quality as quality
@@ -106,27 +105,3 @@ def test_intervals_are_paired():
     mean, low, high = quality.interval(base)
     assert mean == pytest.approx(hard.mean())
     assert high - low > 5
-
-
-def test_tables_of_given_counts(tmp_path, capsys):
-    """A variant is compared with dense on each task, and on all of them."""
-    files = [f"f{n}" for n in range(20)]
-    shares = {("next", "pretrained", "dense"): 80, ("next", "scratch", "dense"): 60}
-    shares |= {("next", "pretrained", f"top_k:0.02{quality.FEEDBACK}"): 79}
-    shares |= {("next", "scratch", "top_k:0.02"): 50}
-    shares |= {("inside", "pretrained", "dense"): 50}
-    shares |= {("inside", "pretrained", f"top_k:0.02{quality.FEEDBACK}"): 47}
-    lines = []
-    for (task, start, variant), share in shares.items():
-        right = {file: [share + n % 3, 100] for n, file in enumerate(files)}
-        run = asdict(quality.Run(task, variant, 0, 1, start=start))
-        line = {"version": quality.VERSION, "run": run, "right": right, "seconds": 60}
-        lines.append(json.dumps(line) + "\n")
-    (tmp_path / "results.jsonl").write_text("".join(lines))
-    quality.main(["table", str(tmp_path)])
-    table = capsys.readouterr().out
-    assert "| -1.00 [-1.00, -1.00], loses less than 1.35 |" in table
-    assert "| -10.00 [-10.00, -10.00], loses more than 1.35 |" in table
-    less = "2 tasks, 4, pretrained, 1, 2 %: less dense -2.00 [-2.00, -2.00]"
-    assert less in table
-    assert "6 runs, 6 minutes" in table

@@ -106,13 +106,6 @@ def test_a_drive_is_one_server(clock, is_host):
     assert seconds(lambda: csd.read(transfers(1))) == 5
 
 
-def test_the_slowest_on_the_way_counts(clock):
-    csd, _, seconds = slowed(clock, is_host=False, drive_read=4e3, internal=2e3)
-    assert seconds(lambda: csd.read(transfers(1))) == 2
-    csd, _, seconds = slowed(clock, is_host=True, drive_write=4e3, link=500.0)
-    assert seconds(lambda: csd.write(transfers(1))) == 8
-
-
 def test_state_crosses_the_link_of_the_host_alone(clock):
     rates = {"link": 1000.0, "internal": 2000.0}
     csd, _, seconds = slowed(clock, is_host=True, **rates)
@@ -139,42 +132,6 @@ def test_a_compressed_gradient_is_expanded_on_the_card(clock):
     assert seconds(lambda: update(csd, sparse)) == 2 + 8 + 40
     csd, _, seconds = slowed(clock, is_host=False, kernel=1000.0)
     assert seconds(lambda: update(csd, sparse)) == 4 + 4
-
-
-def test_a_stored_gradient_comes_from_the_drive(clock):
-    rates = {"drive_read": 2000.0, "link": 1000.0}
-    csd, _, seconds = slowed(clock, is_host=False, **rates)
-    assert seconds(lambda: update(csd)) == 4 + 4
-    csd, _, seconds = slowed(clock, is_host=False, has_stored_gradients=True, **rates)
-    assert seconds(lambda: update(csd)) == 2 + 4
-
-
-def test_joined_csds_write_when_the_link_is_free(clock):
-    csd, _, seconds = slowed(clock, is_host=False, drive_write=4e3, is_joined=True)
-    csd._link.reserve(3000, 1000.0)
-    assert seconds(lambda: csd.write(transfers(1))) == 3 + 1
-    assert seconds(lambda: csd.write(transfers(1))) == 1
-
-
-def test_the_host_makes_buffers_for_one_csd_after_another(clock):
-    csd, _, seconds = slowed(clock, is_host=False, allocate=2000.0)
-    csd._host.reserve(NUM_BYTES, 1000.0)
-    assert seconds(lambda: csd.read(transfers(1))) == 4 + 2
-
-
-def test_an_update_that_changes_nothing_asks_no_card(clock):
-    csd, inner, seconds = slowed(clock, is_host=False, kernel=1.0, link=1.0)
-    frozen = trace_update(optax.set_to_zero(), np.zeros(8, np.float32)).leaves[0].kernel
-    array = np.zeros(8, np.float32)
-    rest = (frozen, array, ScalarInputs(), array, Rounding(0, 0))
-    assert seconds(lambda: csd.update(None, Update([EXTENT], *rest))) == 0
-    assert len(inner.calls) == 1
-
-
-def test_state_of_the_host_crosses_the_link_to_a_card(clock):
-    csd, inner, seconds = slowed(clock, is_host=False, link=1000.0)
-    assert seconds(lambda: csd.put(None, EXTENT, None)) == 4
-    assert inner.calls[0][0] == "put"
 
 
 def test_csds_share_the_link_alone(clock, tmp_path):

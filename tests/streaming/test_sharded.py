@@ -25,12 +25,6 @@ def on_four(process, place):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["explicit", "named", "specs", "shard_map", "jit"])
-def test_programs_are_those_of_one_jit(kind, on_four):
-    on_four("programs", kind)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
     "kind", ["explicit", pytest.param("named", marks=LONG), *OTHER_KINDS]
 )

@@ -1,7 +1,5 @@
 """Kernels run on the real runtime: numbers, devices, buffers, runs in flight."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import pytest
 from xrt_card import fetch, finish, float_bits, put_back, start, view
@@ -76,22 +74,6 @@ def test_two_runs_of_one_device_are_in_flight_at_once(open_card):
     assert fetch(counter, np.int32)[0] == 2
 
 
-def test_the_host_works_while_kernels_run(open_card):
-    cards = [open_card(index) for index in range(2)]
-    counters = [card.put(np.zeros(1024, np.int32)) for card in cards]
-    runs = [
-        start(card.kernel("meet"), counter, 1000)
-        for card, counter in zip(cards, counters, strict=True)
-    ]
-    for card in cards:
-        values = np.arange(5000, dtype=F32)
-        np.testing.assert_array_equal(scaled(card, values, factor=1, offset=0), values)
-    assert all(run.state().value != 4 for run in runs)
-    for run, counter in zip(runs, counters, strict=True):
-        put_back(counter, np.full(1024, 1000, np.int32))
-        finish(run)
-
-
 def test_a_run_can_be_started_again(open_card):
     card = open_card()
     source, target = card.put(np.ones(16, F32)), card.buffer(64)
@@ -102,18 +84,6 @@ def test_a_run_can_be_started_again(open_card):
         run.set_arg(4, offset)
         run.start()
     finish(run)
-
-
-def test_threads_share_a_device(open_card):
-    card = open_card()
-
-    def work(number):
-        values = np.full(10_000, number, F32)
-        return [scaled(card, values, factor=3, offset=1) for _ in range(10)]
-
-    with ThreadPoolExecutor(4) as pool:
-        for number, results in enumerate(pool.map(work, range(4))):
-            np.testing.assert_array_equal(results, 3 * number + 1)
 
 
 def test_sub_buffers(open_card):
@@ -150,8 +120,3 @@ def test_memory_is_given_back(open_card):
         del buffer
     with pytest.raises(MemoryError):
         card.buffer(3 << 30)
-
-
-def test_a_device_can_be_opened_again(open_card):
-    results = [scaled(open_card(), np.full(16, n, F32))[0] for n in range(5)]
-    assert results == [2.5 * n - 3 for n in range(5)]

@@ -1,15 +1,12 @@
 """The writer's files, read by the vendor's header, an XML parser and XRT."""
 
-import re
 import subprocess
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 from swemu.build import INCLUDE, RuntimeUnavailable, build_xclbin, check_packages
-from swemu.glue import write_glue
-from swemu.table import Kernel, registers, units
-from swemu.xclbin import metadata, write_xclbin
+from swemu.table import Kernel, units
+from swemu.xclbin import write_xclbin
 
 from jaxinf.kernels.card import CardArgument
 
@@ -55,56 +52,6 @@ def test_the_vendors_header_reads_it(tmp_path):
     file.write_bytes(write_xclbin(b"library", units([FIRST, SECOND], 2)))
     result = subprocess.run([reader, file], capture_output=True, text=True, check=True)
     assert result.stdout == DUMP
-
-
-def test_registers_are_those_of_hls():
-    found = [(one.argument.name, one.offset, one.num_bytes) for one in registers(FIRST)]
-    assert found == [
-        ("count", 0x10, 4),
-        ("input", 0x18, 8),
-        ("factor", 0x24, 4),
-        ("output", 0x2C, 8),
-    ]
-
-
-def test_metadata():
-    root = ElementTree.fromstring(metadata(units([FIRST, SECOND], 2)))
-    first, second = root.iter("kernel")
-    assert first.get("type") == "pl"
-    arguments = [
-        [one.get(key) for key in ("name", "type", "id", "port", "offset")]
-        for one in first.iter("arg")
-    ]
-    assert arguments == [
-        ["count", "uint32", "0", "S_AXI_CONTROL", "0x10"],
-        ["input", "float32*", "1", "M_AXI_GMEM", "0x18"],
-        ["factor", "float32", "2", "S_AXI_CONTROL", "0x24"],
-        ["output", "bfloat16*", "3", "M_AXI_GMEM", "0x2c"],
-    ]
-    qualifiers = [one.get("addressQualifier") for one in first.iter("arg")]
-    assert qualifiers == ["0", "1", "0", "1"]  # which are pointers
-    bases = [one.get("base") for one in second.iter("addrRemap")]
-    assert bases == ["0x1420000", "0x1430000"]
-
-
-def test_the_uuid_follows_the_content():
-    def uuid(content, kernels):
-        return write_xclbin(content, units(kernels))[416:432]
-
-    uuids = [uuid(b"a", [FIRST]), uuid(b"b", [FIRST]), uuid(b"a", [FIRST, SECOND])]
-    assert len({*uuids, bytes(16)}) == 4
-    assert uuids[0] == uuid(b"a", [FIRST])
-
-
-def test_glue_reads_the_registers():
-    calls = re.findall(r"  (first\(.*?\));", write_glue(units([FIRST])), re.DOTALL)
-    wanted = (
-        "first(card_register<std::uint32_t>(registers, 0x10), "
-        "addresses(card_register<std::uint64_t>(registers, 0x18)), "
-        "card_register<std::uint32_t>(registers, 0x24), "
-        "addresses(card_register<std::uint64_t>(registers, 0x2c)))"
-    )
-    assert [" ".join(call.split()) for call in calls] == [wanted]
 
 
 def test_long_names_are_refused():
