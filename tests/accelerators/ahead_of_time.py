@@ -15,7 +15,6 @@ import math
 import os
 import re
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,14 +102,12 @@ class Built:
     Attributes:
       text: The optimized HLO, in the order in which it is scheduled.
       ptx: The kernels; empty for a TPU.
-      seconds: Of the compilation.
       memory: As `jax.stages.Compiled.memory_analysis`.
       donated: Donated arguments, and their bytes.
     """
 
     text: str
     ptx: str
-    seconds: float
     memory: Any
     donated: tuple[int, int]
 
@@ -168,16 +165,14 @@ def compiling_for(target: Target) -> Iterator[list[Built]]:
             return note(self, {**(compiler_options or {}), "xla_dump_to": dump}, dump)
 
     def note(lowered: Any, options: dict[str, Any], dump: str | None = None) -> Any:
-        began = time.perf_counter()
         result = compile_lowered(lowered, compiler_options=options)
-        seconds = time.perf_counter() - began
         files = [] if dump is None else sorted(Path(dump).glob("*.ptx"))
         ptx = "".join(path.read_text() for path in files)
         memory = result.memory_analysis()
         given = [x for x in jax.tree.leaves(lowered.args_info) if x.donated]
         num_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in given)
         donated = len(given), num_bytes
-        found.append(Built(result.as_text(), ptx, seconds, memory, donated))
+        found.append(Built(result.as_text(), ptx, memory, donated))
         return result
 
     patched = mock.patch.object

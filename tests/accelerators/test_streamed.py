@@ -82,7 +82,7 @@ def traced(program):
 
 
 @pytest.fixture
-def plan_step(place, note, monkeypatch):
+def plan_step(place, monkeypatch):
     """Plans and compiles a step; returns what was fitted, and what was compiled."""
 
     def make(name, device, tx=CLIPPED, share=2, **options):
@@ -105,7 +105,6 @@ def plan_step(place, note, monkeypatch):
             with compiling_for(target) as built, jax.default_device(target.devices[0]):
                 ready = step._trace(program.batch, params)
                 fitted = plan_within(step._sink(ready), ready, step._options.budgets)
-        note(" ".join([name, *options]), device, built)
         return fitted, built
 
     return make
@@ -149,7 +148,7 @@ def test_a_streamed_step(plan_step, name, device):
         assert hlo_order.synchronising(one.entry) == []
 
 
-def test_bits_may_differ_between_runs_without_determinism(plan_step, note):
+def test_bits_may_differ_between_runs_without_determinism(plan_step):
     _, built = plan_step("gpt2", "h100", deterministic=False)
     assert sum(bool(one.float_atomics) for one in built) == 2  # logits, embedding
 
@@ -161,7 +160,7 @@ def test_compressed_gradients(plan_step, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_an_update_in_memory(note, device):
+def test_an_update_in_memory(device):
     """State and params take the memory of the old ones, and updates of gradients."""
     target = Target(device)
     params = shapes_of(program_of("gpt2").params)
@@ -170,14 +169,13 @@ def test_an_update_in_memory(note, device):
         update, add = OptaxSink(CLIPPED, Options(1 << 30), ".").functions(donates=True)
         update.lower(params, state, params).compile()
         add.lower(params, params).compile()
-    note("gpt2 in memory", device, built)
     check_built(built, device)
     num_leaves = len(jax.tree.leaves(params))
     assert [one.donated[0] for one in built] == [3 * num_leaves + 1, num_leaves]
 
 
 @pytest.mark.parametrize("device", DEVICES + OTHERS)
-def test_updates_on_the_device(note, device):
+def test_updates_on_the_device(device):
     """State takes the memory of the old one, and params that are not split."""
     target, programs = Target(device), UpdatePrograms()
     kernel = standard_kernels()["adamw"]
@@ -189,7 +187,6 @@ def test_updates_on_the_device(note, device):
             programs.widen.lower(wide, params).compile()
             programs.add[len(params) > 1].lower(wide, wide).compile()
         programs.update(kernel).lower(wide, wide, [wide, wide], scalars).compile()
-    note("adamw on the device", device, built)
     check_built(built, device)
     assert [one.donated[0] for one in built][:5] == [0, 1, 0, 0, 2]
     room = 2 * 12 + 16  # bytes a param, as `room_bytes`
@@ -197,7 +194,7 @@ def test_updates_on_the_device(note, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_function(note, device):
+def test_a_function(device):
     """The same programs, without a gradient."""
     program, target = program_of("gpt2"), Target(device)
     ready = prepare_function(program.loss, program.params, program.batch)
@@ -206,6 +203,5 @@ def test_a_function(note, device):
         executables = {}
         compile_plan(plan, executables)
         peak_bytes = compiled_bytes(plan, executables)
-    note("gpt2 function", device, built)
     check_built(built, device)
     assert max(taken_bytes(one.memory) for one in built) <= peak_bytes

@@ -60,7 +60,7 @@ def step_of(tx, loss):
 
 
 @pytest.fixture
-def build(tmp_path, monkeypatch, note):
+def build(tmp_path, monkeypatch):
     """Compiles a step of a variant."""
 
     def make(variant, device, form="start", config=NANO, dtype=jnp.float32):
@@ -76,7 +76,6 @@ def build(tmp_path, monkeypatch, note):
             built = compiled(Target(device), step, params, state, batch, donate=(0, 1))
         finally:
             jaxinf.close(tmp_path / "store")
-        note(f"{variant} {form} {jnp.dtype(dtype).name}", device, [built])
         return built
 
     return make
@@ -162,7 +161,7 @@ MESHES = [
 
 
 @pytest.mark.parametrize(("target", "axes"), MESHES)
-def test_a_mesh_of_two_by_two(place, monkeypatch, note, target, axes):
+def test_a_mesh_of_two_by_two(place, monkeypatch, target, axes):
     """Of a leaf with one axis, one with two, and one that is replicated."""
     callback_form.use("start", monkeypatch)
     target = Target(*target)
@@ -187,5 +186,4 @@ def test_a_mesh_of_two_by_two(place, monkeypatch, note, target, axes):
         built = compiled(target, step_of(tx, loss), params, state, batch, donate=(0, 1))
     finally:
         jaxinf.close(place / "store")
-    note("adamw mesh 2 x 2", target.name, [built])
     assert built.num_aliased >= len(shapes)

@@ -1,5 +1,7 @@
 """Published weights in a loop of one's own, there and back."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,11 +10,52 @@ import pytest
 from flax import nnx
 from jaxinf_models import abstract_params, pretrained
 from safetensors.numpy import load_file, save_file
-from small_llama import write_llama, write_tokenizer
+from small_tokenizers import byte_level
 
 import jaxinf
 from jaxinf.cli import main
 from jaxinf.typing import DeferredArray
+
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 260,
+    "max_position_embeddings": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+
+
+def write_llama(folder):
+    """Writes a model of one layer."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    shapes = {
+        "model.embed_tokens.weight": (260, 16),
+        "model.norm.weight": (16,),
+        "lm_head.weight": (260, 16),
+    }
+    layer = "model.layers.0."
+    for name in ("q", "k", "v", "o"):
+        shapes[f"{layer}self_attn.{name}_proj.weight"] = (16, 16)
+    for name in ("gate", "up", "down"):
+        shapes[f"{layer}mlp.{name}_proj.weight"] = (16, 16)
+    for name in ("input", "post_attention"):
+        shapes[f"{layer}{name}_layernorm.weight"] = (16,)
+    rng = np.random.default_rng(0)
+    tensors = {
+        name: rng.normal(size=shape).astype(np.float32) / 8
+        for name, shape in shapes.items()
+    }
+    save_file(tensors, folder / "model.safetensors")
+
 
 TOKENS = np.arange(12).reshape(2, 6)
 
@@ -20,7 +63,7 @@ TOKENS = np.arange(12).reshape(2, 6)
 @pytest.fixture
 def folder(place):
     write_llama(place / "hf")
-    write_tokenizer(place / "hf")
+    byte_level(place / "hf", "<s>", "</s>", bos_token="<s>", eos_token="</s>")
     return place / "hf"
 
 
