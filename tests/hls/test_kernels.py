@@ -2,16 +2,22 @@
 
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from covering import covering
 from families import family
 
+from jaxinf.kernels import compiled
+from jaxinf.kernels.card import CardKernel, card_kernel
 from jaxinf.kernels.card_library import card_function, card_library
 from jaxinf.kernels.estimates import rsqrt_estimates
 from jaxinf.kernels.standard import standard_kernels
+from jaxinf.layout import CODE_BLOCK, CodedSlot
 from jaxinf.native import toolchain
+from jaxinf.transfer import crc32c
 
 KERNELS = standard_kernels()
 SIZES = (1, 15, 16, 17, 33, 255, 256, 257, 1023, 4097, 10007)
@@ -28,6 +34,176 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+DTYPES = {
+    "f32": np.dtype(np.float32),
+    "bf16": jnp.bfloat16.dtype,
+    "f16": np.dtype(np.float16),
+}
+OUT_DTYPES = {**DTYPES, "update": DTYPES["f32"], "params": DTYPES["f32"]}
+CODECS = {"f32": "", "bf16": "bf16", "int8": "int8"}
+GUARD = 0xA5
+
+
+class Memory:
+    """64-byte aligned, with garbage in the padding and a guard behind it."""
+
+    def __init__(self, values: np.ndarray, num_bytes: int, *, garbage: int = 0xFF):
+        raw = np.full(num_bytes + 128, GUARD, np.uint8)
+        start = -raw.ctypes.data % 64
+        self.guarded = raw[start:]
+        self.padded = self.guarded[:num_bytes]
+        self.values = self.padded[: values.nbytes].view(values.dtype)
+        self.padded[...] = garbage
+        self.values[...] = values
+
+    @property
+    def address(self) -> int:
+        return self.guarded.ctypes.data
+
+    def check(self, *, written: bool):
+        assert (self.guarded[self.padded.size :] == GUARD).all(), "beyond the memory"
+        if written:
+            assert not self.padded[self.values.nbytes :].any(), "padding is not zero"
+
+
+@dataclass
+class Chunk:
+    """A subgroup's inputs in the host's form; `states` are in their stored form."""
+
+    gradient: np.ndarray
+    indices: np.ndarray | None
+    states: dict[str, np.ndarray]
+    scalars: list
+    key: int = 0x9ABCDEF0
+    first: int = 0xFFFFFF00
+
+    @property
+    def num(self):
+        return self.states["params"].size
+
+
+def floats(rng, num):
+    """Draws many magnitudes, with zeros, denormals and -0."""
+    values = rng.standard_normal(num) * np.exp(rng.uniform(-12, 3, num))
+    special = rng.choice(np.float32([0, -0.0, 1e-40, -1e-38, 2e-38, 1e4, 1]), num)
+    return np.where(rng.random(num) < 0.1, special, values).astype(np.float32)
+
+
+def make_chunk(card: CardKernel, kernel, num: int, seed: int = 0, ratio=0.1) -> Chunk:
+    rng = np.random.default_rng([num, seed])
+    gradient = floats(rng, num).astype(DTYPES[card.gradient])
+    indices = None
+    if card.compressed:
+        count = int(np.ceil(num * ratio))
+        indices = np.sort(rng.choice(num, count, replace=False)).astype(np.int32)
+        gradient = gradient[:count].copy()
+    states = {"params": floats(rng, num)}
+    for number, slot in enumerate(card.slots):
+        values = floats(rng, num)
+        if slot != "mu" and slot != "trace":
+            values = np.abs(values)
+        if card.state == "f32":
+            states[slot] = values
+        elif card.state == "bf16":
+            states[slot] = values.astype(DTYPES["bf16"])
+        else:
+            codes = np.zeros(num, np.uint8)
+            scales = np.zeros(-(-num // CODE_BLOCK), np.float32)
+            CodedSlot(codes, scales, number, 5).encode(values)
+            states[slot], states[f"{slot}_scales"] = codes, scales
+    scalars = [
+        np.bool_(True) if dtype == np.bool_ else np.float32(0.3 + 0.1 * i)
+        for i, dtype in enumerate(kernel.scalar_dtypes)
+    ]
+    return Chunk(gradient, indices, states, scalars)
+
+
+def run_host(card: CardKernel, kernel, chunk: Chunk):
+    """Returns new states, result, and whether the gradient was finite."""
+    states = {name: values.copy() for name, values in chunk.states.items()}
+    gradient = chunk.gradient
+    if chunk.indices is not None:
+        gradient = np.zeros(chunk.num, chunk.gradient.dtype)
+        gradient[chunk.indices] = chunk.gradient
+    slots = []
+    for number, slot in enumerate(card.slots):
+        key = chunk.key + 1 + number & 0xFFFFFFFF
+        if card.state == "f32":
+            slots.append(states[slot])
+        else:
+            scales = states.get(f"{slot}_scales")
+            slots.append(CodedSlot(states[slot], scales, key, chunk.first))
+    out = np.zeros(chunk.num, OUT_DTYPES[card.out])
+    finite = compiled(kernel).run(
+        gradient=gradient, params=states["params"], slots=slots,
+        scalars=chunk.scalars, arrays=[], out=out,
+    )  # fmt: skip
+    if card.out == "params":
+        out = states["params"].copy()
+    return states, out, finite
+
+
+def run_card(card: CardKernel, function, chunk: Chunk, *, in_place=True, table=None):
+    """Returns new states, result and status, after checks of the guards.
+
+    `table`: of estimates, instead of this machine's.
+    """
+    num = chunk.num
+    selected = 0 if chunk.indices is None else chunk.indices.size
+    inputs = {"gradient": chunk.gradient, "indices": chunk.indices}
+    inputs["rsqrt_estimates"] = rsqrt_estimates() if table is None else table
+    inputs |= {f"{name}_in": values for name, values in chunk.states.items()}
+    memory: dict[str, Memory] = {}
+    for pointer in card.pointers:
+        num_bytes = pointer.num_bytes(num, selected)
+        if pointer.name in inputs:
+            memory[pointer.name] = Memory(inputs[pointer.name], num_bytes)
+        elif pointer.name == "status":
+            memory["status"] = Memory(np.zeros(16, np.uint32), num_bytes)
+        elif pointer.name == "out":
+            memory["out"] = Memory(np.zeros(num, OUT_DTYPES[card.out]), num_bytes)
+        else:
+            source = memory[pointer.name.removesuffix("_out") + "_in"]
+            fresh = Memory(np.zeros_like(source.values), num_bytes)
+            memory[pointer.name] = source if in_place else fresh
+    values = card.scalar_values(
+        num_elements=num, num_selected=selected, rounding_key=chunk.key,
+        rounding_first=chunk.first, scalars=chunk.scalars,
+    )  # fmt: skip
+    before = {name: m.guarded.copy() for name, m in memory.items()}
+    function(*(memory[pointer.name].address for pointer in card.pointers), *values)
+    for pointer in card.pointers:
+        memory[pointer.name].check(written=pointer.is_output)
+        if not pointer.is_output and not (in_place and pointer.name.endswith("_in")):
+            assert (before[pointer.name] == memory[pointer.name].guarded).all()
+    states = {name: memory[f"{name}_out"].values for name in chunk.states}
+    return states, memory["out"].values, card.read_status(memory["status"].values)
+
+
+def assert_same_bits(found, expected, what=""):
+    assert found.dtype == expected.dtype
+    bits = f"u{found.dtype.itemsize}"
+    np.testing.assert_array_equal(found.view(bits), expected.view(bits), what)
+
+
+def compare(card: CardKernel, kernel, function, chunk: Chunk, *, in_place=True):
+    """Checks that card and host give the same bits and checksums."""
+    expected, expected_out, finite = run_host(card, kernel, chunk)
+    states, out, status = run_card(card, function, chunk, in_place=in_place)
+    assert status.finite == finite
+    assert status.indices_valid
+    for name in card.extents:
+        assert_same_bits(states[name], expected[name], f"{card.name}: {name}")
+    assert_same_bits(out, expected_out, f"{card.name}: out")
+    read = tuple(crc32c(chunk.states[name]) for name in card.extents)
+    assert status.checksums_read == read
+    assert status.checksums_written == tuple(crc32c(states[n]) for n in card.extents)
+
+
+def variant(kernel, gradient="f32", out="update", state="f32", compressed=False):
+    return card_kernel(kernel, DTYPES[gradient], out, CODECS[state], compressed)
+
+
 def functions(*cards):
     """Returns the kernels of one library."""
     library = ctypes.CDLL(str(card_library(*cards)))
@@ -39,14 +215,14 @@ def functions(*cards):
 
 
 @pytest.fixture(name="dense", scope="module")
-def dense_fixture(tools):
-    card = tools.variant(KERNELS["adamw"], "bf16", "bf16", "f32")
+def dense_fixture():
+    card = variant(KERNELS["adamw"], "bf16", "bf16", "f32")
     return card, KERNELS["adamw"], card_function(card)
 
 
 @pytest.fixture(name="compressed", scope="module")
-def compressed_fixture(tools):
-    card = tools.variant(KERNELS["adamw"], "f32", "update", "int8", compressed=True)
+def compressed_fixture():
+    card = variant(KERNELS["adamw"], "f32", "update", "int8", compressed=True)
     return card, KERNELS["adamw"], card_function(card)
 
 
@@ -54,29 +230,29 @@ def compressed_fixture(tools):
 
 
 @pytest.mark.parametrize("num", family([*SIZES, (1 << 20) + 1], short=SIZES))
-def test_sizes(tools, dense, compressed, num):
+def test_sizes(dense, compressed, num):
     for parts in (dense, compressed):
-        tools.compare(*parts, tools.make_chunk(*parts[:2], num))
+        compare(*parts, make_chunk(*parts[:2], num))
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.001, 0.3, 1.0])
-def test_ratios_of_compression(tools, compressed, ratio):
+def test_ratios_of_compression(compressed, ratio):
     card, kernel, _ = compressed
     for num in (1, 16, 257, 5000):
-        chunk = tools.make_chunk(card, kernel, num, ratio=ratio)
-        tools.compare(*compressed, chunk)
+        chunk = make_chunk(card, kernel, num, ratio=ratio)
+        compare(*compressed, chunk)
 
 
-def test_states_may_be_read_and_written_elsewhere(tools, dense, compressed):
+def test_states_may_be_read_and_written_elsewhere(dense, compressed):
     for parts in (dense, compressed):
-        chunk = tools.make_chunk(*parts[:2], 5000)
-        tools.compare(*parts, chunk, in_place=False)
+        chunk = make_chunk(*parts[:2], 5000)
+        compare(*parts, chunk, in_place=False)
 
 
-def test_threads_do_not_meet(tools, dense, compressed):
+def test_threads_do_not_meet(dense, compressed):
     def run(seed):
         for parts in (dense, compressed):
-            tools.compare(*parts, tools.make_chunk(*parts[:2], 100_000, seed))
+            compare(*parts, make_chunk(*parts[:2], 100_000, seed))
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(run, range(8)))
@@ -85,43 +261,43 @@ def test_threads_do_not_meet(tools, dense, compressed):
 @pytest.mark.hls
 @pytest.mark.parametrize("body", AXES[0])
 @pytest.mark.parametrize("out", RESULTS)
-def test_variants(tools, body, out):
+def test_variants(body, out):
     kernel = KERNELS[body]
     chosen = [row for row in VARIANTS if (row[0], row[2]) == (body, out)]
-    cards = [tools.variant(kernel, g, out, s, c) for _, g, _, s, c in chosen]
+    cards = [variant(kernel, g, out, s, c) for _, g, _, s, c in chosen]
     for card, function in functions(*cards):
         for num in SIZES:
-            chunk = tools.make_chunk(card, kernel, num)
-            tools.compare(card, kernel, function, chunk)
+            chunk = make_chunk(card, kernel, num)
+            compare(card, kernel, function, chunk)
 
 
 @pytest.mark.hls
 @pytest.mark.parametrize("body", OTHER_BODIES)
-def test_other_bodies(tools, body):
+def test_other_bodies(body):
     kernel = KERNELS[body]
-    cards = [tools.variant(kernel), tools.variant(kernel, "f16", "f16", "bf16", True)]
+    cards = [variant(kernel), variant(kernel, "f16", "f16", "bf16", True)]
     for card, function in functions(*cards):
         for num in SIZES:
-            chunk = tools.make_chunk(card, kernel, num)
-            tools.compare(card, kernel, function, chunk)
+            chunk = make_chunk(card, kernel, num)
+            compare(card, kernel, function, chunk)
 
 
 # ---- 1 / sqrt(x): from the host's table of estimates
 
 
 @pytest.mark.parametrize("num", SIZES)
-def test_adagrad(tools, num):
+def test_adagrad(num):
     kernel = KERNELS["adagrad"]
-    card = tools.variant(kernel)
-    chunk = tools.make_chunk(card, kernel, num)
-    tools.compare(card, kernel, card_function(card), chunk)
+    card = variant(kernel)
+    chunk = make_chunk(card, kernel, num)
+    compare(card, kernel, card_function(card), chunk)
 
 
 @pytest.mark.parametrize("body", ["adagrad", "rmsprop"])
-def test_roots_of_special_values(tools, body):
+def test_roots_of_special_values(body):
     """Without a gradient, the root's argument is the slot itself."""
     kernel = KERNELS[body]
-    card = tools.variant(kernel)
+    card = variant(kernel)
     words = [
         sign | magnitude
         for magnitude in (
@@ -130,26 +306,26 @@ def test_roots_of_special_values(tools, body):
         )
         for sign in (0, 1 << 31)
     ]  # fmt: skip
-    chunk = tools.make_chunk(card, kernel, len(words))
+    chunk = make_chunk(card, kernel, len(words))
     (slot,) = card.slots
     chunk.states[slot] = np.array(words, np.uint32).view(np.float32)
     for gradient in (0, 1):
         chunk.gradient = np.full(len(words), gradient, np.float32)
-        tools.compare(card, kernel, card_function(card), chunk)
+        compare(card, kernel, card_function(card), chunk)
 
 
-def test_without_estimates_there_are_two_roundings(tools):
+def test_without_estimates_there_are_two_roundings():
     """On processors other than x86-64, the host's bits are NumPy's."""
     kernel = KERNELS["adagrad"]
-    card = tools.variant(kernel)
-    chunk = tools.make_chunk(card, kernel, 5000)
+    card = variant(kernel)
+    chunk = make_chunk(card, kernel, 5000)
     table = np.zeros_like(rsqrt_estimates())
-    states, out, _ = tools.run_card(card, card_function(card), chunk, table=table)
+    states, out, _ = run_card(card, card_function(card), chunk, table=table)
     threshold, eps, otherwise, rate = np.array(card.constants, np.uint32).view("f4")
     sums = states["sum_of_squares"]
     root = np.where(sums > threshold, 1 / np.sqrt(sums + eps), otherwise)
     expected = flushed(flushed(root * flushed(chunk.gradient)) * rate)
-    tools.same_bits(out, expected)
+    assert_same_bits(out, expected)
 
 
 def flushed(values):
@@ -162,29 +338,29 @@ def flushed(values):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("place", [0, 17, 4999])
-def test_a_gradient_that_is_not_finite(tools, dense, compressed, bad, place):
+def test_a_gradient_that_is_not_finite(dense, compressed, bad, place):
     for card, kernel, function in (dense, compressed):
-        chunk = tools.make_chunk(card, kernel, 5000, ratio=1.0)
+        chunk = make_chunk(card, kernel, 5000, ratio=1.0)
         chunk.gradient[place] = bad
-        _, _, status = tools.run_card(card, function, chunk)
+        _, _, status = run_card(card, function, chunk)
         assert not status.finite
-        assert not tools.run_host(card, kernel, chunk)[2]
+        assert not run_host(card, kernel, chunk)[2]
 
 
 @pytest.mark.parametrize(
     "indices", [[3, 2, 4999], [20, 3, 40], [3, 5000, 6000], [-1, 3], [0, 1 << 30]]
 )
-def test_positions_that_are_not_valid(tools, compressed, indices):
+def test_positions_that_are_not_valid(compressed, indices):
     card, kernel, function = compressed
-    chunk = tools.make_chunk(card, kernel, 5000)
+    chunk = make_chunk(card, kernel, 5000)
     chunk.indices = np.array(indices, np.int32)
     chunk.gradient = np.ones(len(indices), np.float32)
-    _, _, status = tools.run_card(card, function, chunk)
+    _, _, status = run_card(card, function, chunk)
     assert status.finite
     assert not status.indices_valid
 
 
-def test_a_missing_compiler_is_named(tools, monkeypatch):
+def test_a_missing_compiler_is_named(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(toolchain.CompilerError, match=r"a C\+\+ compiler .* CXX"):
-        card_library(tools.variant(KERNELS["lion"]))
+        card_library(variant(KERNELS["lion"]))
