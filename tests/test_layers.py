@@ -197,26 +197,3 @@ def test_the_architecture_has_every_module():
     assert "{modules} jaxinf\n" in text  # on the site: each, by its docstring
     silent = [p for p in SOURCES if not ast.get_docstring(ast.parse(p.read_text()))]
     assert not silent
-
-
-def length(body):
-    """Returns the number of lines of statements, without a docstring."""
-    if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
-        body = body[1:]
-    return body[-1].end_lineno - body[0].lineno + 1 if body else 0
-
-
-def test_parts_are_small():
-    for path in files_of("streaming"):
-        text = path.read_bytes()
-        assert len(text.splitlines()) <= 450, path
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef):
-                assert length(node.body) <= 60, f"{path}: {node.name}"
-            elif isinstance(node, ast.ClassDef):
-                own = [n for n in node.body if isinstance(n, ast.FunctionDef)]
-                methods = {n.name for n in own if not n.decorator_list}
-                public = [name for name in methods if not name.startswith("_")]
-                num_lines = (node.end_lineno or 0) - node.lineno + 1
-                assert num_lines <= 300, f"{path}: {node.name}"
-                assert len(public) <= 15, f"{path}: {node.name}: {public}"

@@ -5,8 +5,6 @@
 It is killed at the given call of what begins a pass.
 """
 
-import os
-import signal
 import sys
 from typing import Any
 
@@ -14,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import small_stores
+from inject import at_call, die
 
 import jaxinf
 from jaxinf.streaming.update.passes import PassRunner
@@ -49,15 +48,7 @@ def tree(seed):
 
 def main(path, killed_at):
     """Trains three steps; the process is killed at a call."""
-    advance, calls = PassRunner.advance, []
-
-    def killing(self):
-        calls.append(1)
-        if len(calls) == int(killed_at):
-            os.kill(os.getpid(), signal.SIGKILL)
-        advance(self)
-
-    PassRunner.advance = killing
+    at_call(PassRunner, "advance", killed_at, die)
     store = small_stores.open_store(path, **CHUNKS)
     step = jaxinf.stream(linear, THREE, store, memory_bytes=MEMORY_BYTES)
     step.load(tree(0))

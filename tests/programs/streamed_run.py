@@ -6,8 +6,6 @@ It trains a program of the zoo, and is killed after an update of the last step, 
 after five arrays of the first step's state.
 """
 
-import os
-import signal
 import sys
 from typing import Any
 
@@ -15,6 +13,7 @@ import jax
 import numpy as np
 import optax
 import small_stores
+from inject import at_call, die
 from zoo import ZOO
 
 import jaxinf
@@ -62,38 +61,28 @@ def finished(step):
     return step.store._engine.opened.finished.step
 
 
-def kill_after(number, of_last_step):
-    """Kills this process after so many updates, or so many arrays of the first step."""
-    update, initialise, num_done = StepEngine.update, Engine.initialise, 0
-
-    def count():
-        nonlocal num_done
-        num_done += 1
-        if num_done == number:
-            os.kill(os.getpid(), signal.SIGKILL)
+def kill_in_the_last_step():
+    """Kills this process after an update of the last step."""
+    update = StepEngine.update
 
     def updating(self, step, *requests):
         finite = []
         for request in requests:
             finite += update(self, step, request)
             if step == NUM_STEPS - 1:
-                count()
+                die()
         return finite
 
-    def initialising(self, *args):
-        initialise(self, *args)
-        count()
-
-    if of_last_step:
-        StepEngine.update = updating
-    else:
-        Engine.initialise = initialising
+    StepEngine.update = updating
 
 
 def main(path, name, durability, place):
     """Trains until it is killed."""
     program = ZOO[name]()
-    kill_after(1 if place == "update" else 5, place == "update")
+    if place == "update":
+        kill_in_the_last_step()
+    else:
+        at_call(Engine, "initialise", 5, die, after=True)
     step = open_step(
         lambda _, **options: small_stores.open_store(path, **options),
         name,
