@@ -1,18 +1,17 @@
 """A program that trains and breaks its own system calls; see `shim.c`.
 
-Reads a case from each line, as JSON: a store's path and options, or a folder for the
-values of a step in memory; the call that fails, or the clock's error. Answers with the
-error of a step, and the committed step, or the losses.
+A case is a store's path and options, or a folder for the values of a step in memory;
+the call that fails, or the clock's error. The answer has the error of a step, and the
+committed step, or the losses.
 """
 
 import ctypes
-import json
-import sys
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import optax
+from cases import serve
 from store_driver import Driver
 
 import jaxinf
@@ -84,6 +83,4 @@ def streamed(case):
 
 
 if __name__ == "__main__":
-    for line in sys.stdin:
-        case = json.loads(line)
-        print(json.dumps((streamed if "folder" in case else stored)(case)), flush=True)
+    serve(stored, streamed)

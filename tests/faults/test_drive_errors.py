@@ -5,27 +5,30 @@ import re
 from pathlib import Path
 
 import pytest
-from shim import asked
+from cases import Cases
+from shim import built_shim
 
 STEP = 3
 
 
 @pytest.fixture(scope="module")
-def send(tmp_path_factory):
-    """Starts the child once for all cases, since the start takes seconds."""
-    with asked(tmp_path_factory.mktemp("shim")) as ask:
-        yield ask
+def program(tmp_path_factory):
+    """The child for all cases, since the start takes seconds."""
+    shim = built_shim(tmp_path_factory.mktemp("shim"))
+    cases = Cases("faults/shim_child.py", LD_PRELOAD=str(shim))
+    yield cases
+    cases.close()
 
 
 @pytest.fixture
-def child(send):
+def child(program):
     """Trains a store in the child."""
 
     def ask(path, num_csds=0, **case):
         roots = [str(path.parent / f"csd{number}") for number in range(num_csds)]
         for root in roots:
             Path(root).mkdir()
-        return send(path=str(path), csds=roots, **case)
+        return program.run("stored", {"path": path, "csds": roots, **case})
 
     return ask
 
@@ -119,10 +122,11 @@ def test_a_clock_that_jumps(child, place, drive, clock_s):
         ("preadv", errno.EIO, "StoreIOError"),
     ],
 )
-def test_values_that_cannot_be_moved_end_the_step(send, tmp_path, call, code, kind):
+def test_values_that_cannot_be_moved_end_the_step(program, tmp_path, call, code, kind):
     """The step is given up, and then made again."""
-    expected = send(folder=str(tmp_path))["losses"]
-    answer = send(folder=str(tmp_path), call=call, errno=code, after=5)
+    expected = program.run("streamed", {"folder": tmp_path})["losses"]
+    case = {"folder": tmp_path, "call": call, "errno": code, "after": 5}
+    answer = program.run("streamed", case)
     assert answer["hits"] > 0
     assert answer["error"].startswith(kind)
     assert "a file of activations" in answer["error"]

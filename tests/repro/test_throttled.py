@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import optax
 import pytest
-from csd_contract import *  # noqa: F403 (tests and fixtures)
 from throttled import CsdRates, Server, ThrottledCsd, ThrottledFleet, throttled
 
 from jaxinf.compress import SparseGradient
@@ -30,12 +29,6 @@ class Clock:
 
     def sleep(self, seconds):
         self.now_s += seconds
-
-
-@pytest.fixture
-def spec():
-    """That of the contract of CSDs, which holds for throttled ones, too."""
-    return throttled("host", CsdRates(1e12, 1e12, link=1e12))
 
 
 @pytest.fixture

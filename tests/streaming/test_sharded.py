@@ -13,7 +13,7 @@ OTHER_KINDS = [pytest.param(n, marks=LONG) for n in ("specs", "shard_map", "jit"
 
 @pytest.fixture(scope="module")
 def process():
-    cases = Cases("streaming_sharded.py", XLA_FLAGS=FOUR)
+    cases = Cases("programs/streaming_sharded.py", XLA_FLAGS=FOUR)
     yield cases
     cases.close()
 

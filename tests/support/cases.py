@@ -1,4 +1,4 @@
-"""Functions of a program of `tests/programs`, run in one process of their own.
+"""Functions of a program, run in one process of their own.
 
 JAX's number of devices is fixed when it starts, and a process that starts JAX takes a
 second of CPU time. So the tests of a module share one process.
@@ -17,26 +17,29 @@ import pytest
 
 __all__ = ["Cases", "serve"]
 
-PROGRAMS = Path(__file__).parents[1] / "programs"
+TESTS = Path(__file__).parents[1]
 
 
 class Cases:
     """A process that runs functions of a program one after the other.
 
     Invariant: a process that ended, or whose answer nobody waited for, is replaced.
+
+    Args:
+      program: its file below `tests`.
     """
 
     def __init__(self, program: str, **environment: str):
-        self._command = [sys.executable, str(PROGRAMS / program)]
+        self._command = [sys.executable, str(TESTS / program)]
         self._environment = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
         self._process: subprocess.Popen[str] | None = None
 
-    def run(self, function: str, *arguments: Any) -> None:
-        """Runs a function; what it raises fails the test."""
+    def run(self, function: str, *arguments: Any) -> Any:
+        """Runs a function; returns its result. What it raises fails the test."""
         process = self._process or self._start()
-        words = [function, *map(str, arguments)]
+        words = [function, *arguments]
         try:
-            print(json.dumps(words), file=process.stdin, flush=True)
+            print(json.dumps(words, default=str), file=process.stdin, flush=True)
             answer = process.stdout.readline()
         except BaseException:
             self.close()
@@ -44,8 +47,10 @@ class Cases:
         if not answer:
             self.close()
             pytest.fail(f"{words}: the process ended, see what it wrote to stderr")
-        if error := json.loads(answer):
+        result, error = json.loads(answer)
+        if error:
             pytest.fail(error, pytrace=False)
+        return result
 
     def close(self) -> None:
         """Ends the process."""
@@ -65,16 +70,16 @@ class Cases:
         return self._process
 
 
-def serve(*functions: Callable[..., None]) -> None:
-    """Runs in the process: answers each request with a traceback or None."""
+def serve(*functions: Callable[..., Any]) -> None:
+    """Runs in the process: answers each request with a result and a traceback."""
     named = {function.__name__: function for function in functions}
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)  # what functions print is no answer
         for request in sys.stdin:
             name, *arguments = json.loads(request)
+            result = error = None
             try:
-                named[name](*arguments)
-                error = None
+                result = named[name](*arguments)
             except Exception:
                 error = traceback.format_exc()
-            print(json.dumps(error), file=answers, flush=True)
+            print(json.dumps([result, error]), file=answers, flush=True)
