@@ -1,4 +1,4 @@
-"""Params that are not those of the store, and what a program is warned of."""
+"""Steps of odd programs: what they are warned of, odd states, leaves and gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -168,3 +168,38 @@ def test_a_function_of_stored_state_is_refused_with_the_line_to_write(open_store
     _, state = take_steps(tx, PARAMS, tx.init(PARAMS), 2)
     with pytest.raises(jaxinf.JaxinfError, match=r"store\.state\(like="):
         optax.tree.norm(optax.tree.get(state, "mu"))
+
+
+CHUNKS_VANISH = """
+import shutil, sys, jax, jax.numpy as jnp, optax, jaxinf
+
+@jax.jit
+def slow(params):
+    def turn(_, p):
+        return jax.tree.map(lambda x: x + 1e-6 * jnp.sin(x), p)
+    return jax.lax.fori_loop(0, 2000, turn, params)
+
+params = {f"l{n}": jnp.ones((200, 200)) for n in range(4)}
+store = jaxinf.open_store(sys.argv[1])
+tx = jaxinf.smart_update(optax.adam(1e-2), store)
+state, update = tx.init(params), jax.jit(tx.update)
+for n in range(9):
+    gradients = slow(params) if n > 1 else params
+    updates, state = update(gradients, state, params)
+    params = optax.apply_updates(params, updates)
+    if n == 1:
+        store.wait(state)
+        for slot in (store.path / "slots").iterdir():
+            shutil.rmtree(slot / "mu.l2" / "c")
+jax.block_until_ready(params)
+"""
+
+
+@pytest.mark.long
+def test_an_error_of_a_background_step_comes_once_and_last(place, run_python):
+    done = run_python(CHUNKS_VANISH, place / "store", check=False)
+    assert done.returncode != 0
+    assert "mu.l2" in done.stderr
+    assert done.stderr.count("StoreIOError") == 1
+    assert done.stderr.count("Traceback") == 2  # the program's, and what JAX quotes
+    assert "mu.l2" in done.stderr.strip().splitlines()[-1]
