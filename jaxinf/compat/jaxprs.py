@@ -18,7 +18,7 @@ ELEMENTWISE = frozenset(
     """.split()
 )
 """Primitives by name: every operand leaf-shaped or a scalar. They name equations of
-`jaxinf.program.ir`, too."""
+`jaxinf.program.kernel`, too."""
 
 POINTWISE = ELEMENTWISE | frozenset(
     """

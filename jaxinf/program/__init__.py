@@ -29,16 +29,16 @@ from jaxinf.program.graph import (
     graph_of,
     prune,
 )
-from jaxinf.program.ir import (
+from jaxinf.program.kernel import (
     Constant,
     Equation,
     Input,
+    Kernel,
     Operand,
     Result,
     inputs_of,
     needed_by,
 )
-from jaxinf.program.kernel import Kernel
 from jaxinf.program.on_device import (
     is_computable,
     joined_params,
@@ -49,14 +49,11 @@ from jaxinf.program.passes import Part, Passes
 from jaxinf.program.prologue import LeafInputs, key_data
 from jaxinf.program.standard import traced_kernels
 from jaxinf.program.state import (
-    LeafKernel,
-    Recall,
     StateLayout,
     StateSlot,
     state_keys,
 )
 from jaxinf.program.tree import (
-    LeafInfo,
     is_trained,
     leaf_infos,
     leaf_path,
@@ -87,15 +84,12 @@ __all__ = [
     "Inliner",
     "Input",
     "Kernel",
-    "LeafInfo",
     "LeafInputs",
-    "LeafKernel",
     "Node",
     "NonFinitePolicy",
     "Operand",
     "Part",
     "Passes",
-    "Recall",
     "Result",
     "StateLayout",
     "StateSlot",

@@ -1,22 +1,90 @@
-"""The kernels that run on chunks: a leaf's update, and its first state.
+"""Kernels: a leaf's update, or its first state, as one elementwise operation a line.
 
-Invariant: a kernel is data: equal programs compare and hash equal, and leaves with
-equal programs share one kernel. `jaxinf.kernels` runs it.
+Invariant: a kernel is data: straight-line code, whose equations read inputs, literals
+or earlier equations. Equal programs compare and hash equal, and leaves with equal ones
+share a kernel. `jaxinf.kernels` runs it on chunks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from jaxinf.program.ir import (
-    Equation,
-    Input,
-    Operand,
-    Result,
-    describe_body,
+from jaxinf.typing import AVERAGE, BFLOAT16, FLOAT16, FLOAT32
+
+_BOOL = np.dtype(np.bool_)
+_SCALAR_DTYPES = (
+    dict.fromkeys((FLOAT32, BFLOAT16, FLOAT16), FLOAT32)
+    | dict.fromkeys(map(np.dtype, ("int8", "int16", "int32")), np.dtype(np.int32))
+    | dict.fromkeys(map(np.dtype, ("uint8", "uint16", "uint32")), np.dtype(np.uint32))
+    | {_BOOL: _BOOL}
 )
-from jaxinf.typing import AVERAGE
+"""The dtypes of a body, and those in which scalars are handed over to it."""
+
+InputKind: TypeAlias = Literal["gradient", "params", "slot", "scalar", "array"]
+
+
+@dataclass(frozen=True)
+class Input:
+    """A value that comes from outside the body.
+
+    Attributes:
+      kind: ``gradient`` and ``params`` (the master) are always float32.
+      index: Which slot, scalar or array; 0 otherwise.
+      dtype: The dtype the body computes with. Scalars of 16-bit floats are handed
+        over as float32 (see `scalar_dtype`).
+    """
+
+    kind: InputKind
+    index: int
+    dtype: np.dtype
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A literal, kept as bytes so that NaN equals itself and -0.0 is not 0.0."""
+
+    dtype: np.dtype
+    data: bytes
+
+    @classmethod
+    def of(cls, value: Any, dtype: np.dtype) -> "Constant":
+        """Returns the literal of a number."""
+        return cls(dtype, np.asarray(value, dtype).tobytes())
+
+    @property
+    def value(self) -> np.generic:
+        """The literal as a NumPy scalar."""
+        return np.frombuffer(self.data, self.dtype)[0]
+
+
+@dataclass(frozen=True)
+class Result:
+    """The value of equation `index`."""
+
+    index: int
+    dtype: np.dtype
+
+
+Operand: TypeAlias = Input | Constant | Result
+
+
+@dataclass(frozen=True)
+class Equation:
+    """``result = op(*inputs)``, elementwise; `inputs` that are scalars broadcast.
+
+    Attributes:
+      inputs: Operands, in the jaxpr's order.
+      params: Static parameters, sorted by name (e.g. ``("y", 3)``).
+      dtype: Of the result; 16-bit floats are computed in float32 and rounded.
+    """
+
+    op: str
+    inputs: tuple[Operand, ...]
+    params: tuple[tuple[str, Any], ...]
+    dtype: np.dtype
 
 
 @dataclass(frozen=True)
@@ -65,27 +133,91 @@ class Kernel:
     @cached_property
     def unchanged(self) -> frozenset[str]:
         """Slots (and ``"params"``) that the update provably does not change."""
+        pairs = enumerate(zip(self.slots, self.new_slots, strict=True))
         names = {
             name
-            for index, (name, value) in enumerate(
-                zip(self.slots, self.new_slots, strict=True)
-            )
+            for index, (name, value) in pairs
             if isinstance(value, Input) and (value.kind, value.index) == ("slot", index)
         }
         return frozenset(names | ({"params"} if self.update is None else set()))
 
     def describe(self) -> list[str]:
         """The program line by line, with every literal shown as ``#``."""
-        outputs = [("update", self.update), *zip(self.slots, self.new_slots)]  # noqa: B905
-        return describe_body(self.equations, outputs)
+        return self._lines(len(self.equations), self.slots)
 
     @cached_property
     def identity(self) -> tuple[str, ...]:
         """Describes the optimizer alone, without an average of the params."""
-        if AVERAGE not in self.slots:
+        own = [name for name in self.slots if name != AVERAGE]
+        if len(own) == len(self.slots):
             return tuple(self.describe())
-        outputs = [("update", self.update), *zip(self.slots, self.new_slots)]  # noqa: B905
-        outputs = [(name, value) for name, value in outputs if name != AVERAGE]
+        values = zip(self.slots, self.new_slots, strict=True)
+        needed = [self.update, *(value for name, value in values if name in own)]
         # The average's equations come after all that the optimizer needs.
-        last = max((v.index for _, v in outputs if isinstance(v, Result)), default=-1)
-        return tuple(describe_body(self.equations[: last + 1], outputs))
+        last = max((v.index for v in needed if isinstance(v, Result)), default=-1)
+        return tuple(self._lines(last + 1, own))
+
+    def _lines(self, num_equations: int, slots: Sequence[str]) -> list[str]:
+        lines = [
+            f"%{index}: {equation.dtype} = {equation.op}{_params(equation)} "
+            + ", ".join(map(_operand, equation.inputs))
+            for index, equation in enumerate(self.equations[:num_equations])
+        ]
+        outputs = [("update", self.update)]
+        values = zip(self.slots, self.new_slots, strict=True)
+        outputs += [(name, value) for name, value in values if name in slots]
+        return lines + [f"{name} = {_operand(value)}" for name, value in outputs]
+
+
+def is_supported_dtype(dtype: Any) -> bool:
+    """Whether a body may hold values of `dtype` (no 64-bit, no random keys)."""
+    return isinstance(dtype, np.dtype) and dtype in _SCALAR_DTYPES
+
+
+def scalar_dtype(dtype: np.dtype) -> np.dtype:
+    """The 32-bit (or bool) dtype in which a scalar of `dtype` is handed over.
+
+    Raises:
+      TypeError: A 64-bit dtype or one that is not a number.
+    """
+    if not is_supported_dtype(dtype):
+        raise TypeError(f"no 32-bit form of {dtype}")
+    return _SCALAR_DTYPES[dtype]
+
+
+def needed_by(
+    equations: Sequence[Equation], outputs: Sequence[Operand | None]
+) -> set[Operand]:
+    """Returns all that outputs depend on, themselves included."""
+    needed = {operand for operand in outputs if operand is not None}
+    for index, equation in reversed([*enumerate(equations)]):
+        if Result(index, equation.dtype) in needed:
+            needed |= {*equation.inputs}
+    return needed
+
+
+def inputs_of(
+    equations: Sequence[Equation], outputs: Sequence[Operand | None]
+) -> set[tuple[str, int]]:
+    """Kind and index of every input that outputs depend on."""
+    needed = needed_by(equations, outputs)
+    return {(o.kind, o.index) for o in needed if isinstance(o, Input)}
+
+
+def _params(equation: Equation) -> str:
+    if not equation.params:
+        return ""
+    return "[" + " ".join(f"{name}={value}" for name, value in equation.params) + "]"
+
+
+def _operand(operand: Operand | None) -> str:
+    match operand:
+        case None:
+            return "0"
+        case Constant():
+            return f"#:{operand.dtype}"
+        case Result():
+            return f"%{operand.index}"
+        case Input(kind="gradient" | "params"):
+            return operand.kind
+    return f"{operand.kind}{operand.index}:{operand.dtype}"

@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxinf.program.ir import Constant, Equation, Input, Operand, Result
-from jaxinf.program.kernel import Kernel
+from jaxinf.program.kernel import Constant, Equation, Input, Kernel, Operand, Result
 from jaxinf.typing import AVERAGE, BFLOAT16
 
 _NAMES = {name: f"bitwise_{name}" for name in ("and", "not", "or", "xor")}

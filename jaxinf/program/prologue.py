@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinf.program.graph import Node, Value, evaluate, prune
-from jaxinf.program.ir import scalar_dtype
+from jaxinf.program.kernel import scalar_dtype
 from jaxinf.program.split import BodyBuilder
 
 

@@ -14,16 +14,16 @@ import numpy as np
 from jaxinf import compat
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.program.graph import Node, Value
-from jaxinf.program.ir import (
+from jaxinf.program.kernel import (
     Constant,
     Equation,
     Input,
+    Kernel,
     Operand,
     Result,
     is_supported_dtype,
     scalar_dtype,
 )
-from jaxinf.program.kernel import Kernel
 from jaxinf.program.state import StateSlot
 from jaxinf.program.tree import LeafInfo
 

@@ -244,8 +244,7 @@ def recall_all(layout: StateLayout) -> Recall | None:
     """Returns all slots; None without any."""
     owned = ((slot, leaf) for leaf, own in enumerate(layout.slots) for slot in own)
     pairs = [pair for pair in owned if pair[0].name != AVERAGE]  # nobody needs it
-    slots, leaves = zip(*pairs, strict=True) if pairs else ((), ())
-    return Recall(slots, leaves, None) if slots else None
+    return Recall(*zip(*pairs, strict=True), counter=None) if pairs else None
 
 
 def find_recall(layout: StateLayout) -> Recall | None:
@@ -261,6 +260,5 @@ def find_recall(layout: StateLayout) -> Recall | None:
             if layout.keys[slot.state_index][: len(sums)] == sums
         ]
         if found and [leaf for _, leaf in found] == [*range(len(layout.slots))]:
-            slots, leaves = zip(*found, strict=True)
-            return Recall(slots, leaves, counter)
+            return Recall(*zip(*found, strict=True), counter=counter)
     return None

@@ -4,6 +4,7 @@ Invariant: every leaf has a unique path, one string per level, which is the same
 arrays, tracers and avals.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -52,14 +53,13 @@ def leaf_infos(params: PyTree) -> tuple[LeafInfo, ...]:
     if not leaves:
         raise ValueError("params: expected at least one array, found an empty tree")
     infos = tuple(_leaf_info(path, leaf) for path, leaf in leaves)
-    seen: set[tuple[str, ...]] = set()
+    counts = Counter(info.path for info in infos)
     for info in infos:
-        if info.path in seen:
+        if counts[info.path] > 1:
             raise ValueError(
                 f"{info.name}: expected one leaf per path, found two; paths are told "
                 "apart as strings, so rename one (1 and '1' are the same name)"
             )
-        seen.add(info.path)
     return infos
 
 

@@ -5,11 +5,12 @@ float32 params and gradients compute, an update up to rounding; leaves with equa
 share one `Kernel`.
 """
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,7 @@ from jaxinf import compat
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.program.arguments import ExtraArgs
 from jaxinf.program.graph import Graph, Node, Value, graph_of, prune
-from jaxinf.program.ir import Constant, Input, Operand
-from jaxinf.program.kernel import Kernel
+from jaxinf.program.kernel import Constant, Input, Kernel, Operand
 from jaxinf.program.passes import Passes, in_passes
 from jaxinf.program.prologue import LeafInputs, Prologue
 from jaxinf.program.split import BodyBuilder, is_elementwise, refusal, stored_culprit
@@ -39,6 +39,16 @@ from jaxinf.program.tree import LeafInfo, leaf_infos
 from jaxinf.typing import AVERAGE, FLOAT32, PyTree
 
 
+class _Inputs(NamedTuple):
+    """The inputs of an update's prologue."""
+
+    gradients: tuple[Value, ...]
+    params: tuple[Value, ...]
+    scalar_state: tuple[Value, ...]
+    extra: tuple[Value, ...]
+    recalled: tuple[Value, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class UpdateProgram:
     """One step of an optimizer, divided between JAX and the storage.
@@ -51,6 +61,7 @@ class UpdateProgram:
 
     leaves: tuple[LeafKernel, ...]
     _extra_args: ExtraArgs = field(repr=False)
+    _inputs: _Inputs = field(repr=False)
     _prologue: Prologue = field(repr=False)
     recall: Recall | None = None
     is_guarded: bool = False
@@ -92,8 +103,7 @@ class UpdateProgram:
     @property
     def reads_gradients(self) -> bool:
         """Whether the prologue depends on gradients, such as their norm."""
-        gradients = self._prologue.inputs[: len(self.leaves)]
-        return not self._prologue.read.isdisjoint(gradients)
+        return not self._prologue.read.isdisjoint(self._inputs.gradients)
 
     def passes(
         self, *, sliced: Set[int] = frozenset(), late: Set[str] = frozenset()
@@ -108,19 +118,15 @@ class UpdateProgram:
           UnsupportedTransformError: It needs too much of all leaves, or too many
             passes.
         """
-        inputs, num = self._prologue.inputs, len(self.leaves)
-        first = 2 * num + self.num_scalar_state
-        names = self._extra_args.dynamic_names
-        extra, recalled = inputs[first : first + len(names)], {}
-        if self.recall is not None:
-            own = zip(self.recall.leaves, self.recall.slots, strict=True)
-            recalled = dict(zip(inputs[first + len(names) :], own, strict=True))
+        inputs, recall = self._inputs, self.recall
+        named = zip(inputs.extra, self._extra_args.dynamic_names, strict=True)
+        own = zip(recall.leaves, recall.slots, strict=True) if recall else ()
         return in_passes(
             self._prologue,
-            inputs[:num],
-            inputs[num : 2 * num],
-            recalled,
-            late={v for v, name in zip(extra, names, strict=True) if name in late},
+            inputs.gradients,
+            inputs.params,
+            dict(zip(inputs.recalled, own, strict=True)),
+            late={value for value, name in named if name in late},
             sliced=sliced,
         )
 
@@ -140,7 +146,7 @@ class UpdateProgram:
           ValueError: The arguments are not of the kind the program was traced with.
         """
         given = [*scalar_state, *self._extra_args.dynamic_values(extra_args or {})]
-        inputs = self._prologue.inputs[2 * len(self.leaves) :][: len(given)]
+        inputs = self._inputs.scalar_state + self._inputs.extra
         pairs = zip(inputs, given, strict=True)
         return {value: _typed(array, value) for value, array in pairs}
 
@@ -205,15 +211,16 @@ def trace_update(
     layout = layout_of(jax.eval_shape(tx.init, avals), avals)
     extra = ExtraArgs.of(extra_args or {})
     infos = leaf_infos(params)
-    recalls = [None, may_recall and find_recall(layout)]
-    recalls += [may_recall_all and recall_all(layout)]
-    closed, refusals = _update_jaxpr(tx, avals, layout, extra), []
-    for recall in dict.fromkeys(one or None for one in recalls):
-        try:
-            return _divided(closed, layout, extra, infos, recall)
-        except UnsupportedTransformError as error:
-            refusals.append(error)
-    raise refusals[0]
+    closed = _update_jaxpr(tx, avals, layout, extra)
+    try:
+        return _divided(closed, layout, extra, infos, None)
+    except UnsupportedTransformError:
+        recalls = [may_recall and find_recall(layout)]
+        recalls += [may_recall_all and recall_all(layout)]
+        for recall in filter(None, recalls):
+            with contextlib.suppress(UnsupportedTransformError):
+                return _divided(closed, layout, extra, infos, recall)
+        raise
 
 
 def trace_init(
@@ -293,14 +300,18 @@ def _divided(
         kernel = builder.kernel(slots, update, new, flags, reduced)
         leaves.append(LeafKernel(info, slots, kernels.setdefault(kernel, kernel)))
         builders.append(builder)
-    prologue_inputs = [
-        *graph.inputs[: 2 * num],
-        *(state[index] for index in layout.scalar_indices),
-        *graph.inputs[2 * num + num_state :],
-        *recalled,
-    ]
-    prologue = Prologue.of(graph.nodes, prologue_inputs, scalar_state, builders)
-    return UpdateProgram(tuple(leaves), extra, prologue, recall, layout.is_guarded)
+    groups = _Inputs(
+        graph.inputs[:num],
+        graph.inputs[num : 2 * num],
+        tuple(state[index] for index in layout.scalar_indices),
+        graph.inputs[2 * num + num_state :],
+        tuple(recalled),
+    )
+    flat = [value for group in groups for value in group]
+    prologue = Prologue.of(graph.nodes, flat, scalar_state, builders)
+    return UpdateProgram(
+        tuple(leaves), extra, groups, prologue, recall, layout.is_guarded
+    )
 
 
 def _update_jaxpr(

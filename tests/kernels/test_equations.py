@@ -18,7 +18,7 @@ from jaxinf.kernels.emitter import emit
 from jaxinf.kernels.lowering import LoweredBody, lower
 from jaxinf.native import libraries, toolchain
 from jaxinf.program import trace_update
-from jaxinf.program.ir import Constant, Input, Result
+from jaxinf.program.kernel import Constant, Input, Result
 
 pytestmark = [
     pytest.mark.skipif(

@@ -12,7 +12,7 @@ from jaxinf.compat import ELEMENTWISE
 from jaxinf.kernels import compiled
 from jaxinf.native import toolchain
 from jaxinf.program import trace_update
-from jaxinf.program.ir import inputs_of
+from jaxinf.program.kernel import inputs_of
 
 pytestmark = pytest.mark.optimized
 

@@ -11,7 +11,7 @@ from jax import lax
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.kernels import compiled
 from jaxinf.program import leaf_infos, trace_init, trace_update
-from jaxinf.program.ir import inputs_of
+from jaxinf.program.kernel import inputs_of
 
 pytestmark = pytest.mark.optimized
 

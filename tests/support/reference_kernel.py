@@ -8,7 +8,7 @@ operation; results have no denormals.
 import numpy as np
 
 from jaxinf.layout import CodedSlot
-from jaxinf.program.ir import Constant, Input, Result
+from jaxinf.program.kernel import Constant, Input, Result
 from jaxinf.typing import BFLOAT16, FLOAT16, FLOAT32
 
 SMALLEST_NORMAL = np.finfo(np.float32).smallest_normal
