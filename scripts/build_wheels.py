@@ -1,6 +1,6 @@
 """Builds what is published: an sdist, and from it a wheel for each machine.
 
-The wheels have the kernels of `jaxinf.kernels.standard` for every level of a processor,
+The wheels have the kernels of `standard_kernels` for every level of a processor,
 and run on any Linux with glibc 2.28 or newer. Nothing is downloaded. This machine's
 wheel is compiled by its own compiler, whose kernels are faster in memory, and others by
 Zig. ``build_wheels.py DIRECTORY [MACHINE …]``; ``make wheels`` calls it.

@@ -14,8 +14,7 @@ import optax
 
 from jaxinf.kernels.card import named_card_kernel
 from jaxinf.kernels.card_source import card_source
-from jaxinf.kernels.compiled import source_of
-from jaxinf.kernels.standard import standard_kernels
+from jaxinf.kernels.compiled import source_of, standard_kernels
 from jaxinf.native.toolchain import GENERATED, content_hash
 
 HLS = Path(__file__).parents[1] / "hls"

@@ -248,7 +248,7 @@ class HostCsd:
             return run_sparse(found.run, gradient=gradient, **arguments)
         is_finite = found.run(gradient=gradient, **arguments)
         if isinstance(extents, tuple) and not inputs.arrays:
-            call = Call.of(
+            call = Call(
                 found.entry,
                 found.constants,
                 states=states,

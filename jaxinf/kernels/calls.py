@@ -10,7 +10,7 @@ import struct
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -96,24 +96,6 @@ class EntryPoint:
         self.holding: Callable[..., int] = prototype(address)
 
 
-class _Place(NamedTuple):
-    """Where a buffer has params or a slot, and how they are stored.
-
-    Attributes:
-      offset_bytes: of the elements or codes.
-      beside_bytes: offset of scales or remainders; None if there are none.
-      code: of the dtype or codec, as in ``cpp/shell.hpp``.
-      key, first: added to the call's own seed of rounding; None for numbers.
-    """
-
-    offset_bytes: int
-    beside_bytes: int | None
-    code: int
-    key: int | None
-    first: int
-
-
-@dataclass(frozen=True, eq=False)
 class Call:
     """A kernel's call on arrays like those that it was made from. Thread-safe.
 
@@ -122,33 +104,22 @@ class Call:
     are in one piece of memory, packed at once: arrays, passage, words (scalars,
     constants, sums), and the wanted flags.
 
-    Attributes:
-      num_elements: the arrays' length.
-      gradient_dtype, out_dtype: of the arrays.
-      params_dtype: of the params as they are stored.
+    Args:
+      entry: the kernel's function.
+      constants: the words of its literals.
+      states: params, then slots, all in the buffer. All arrays are contiguous.
+      gradient, out: as long as the states.
       scalar_dtypes: of the scalars.
+      num_arrays: number of the prologue's arrays.
+      address: where the buffer begins; 0 if the states are at their addresses.
+      key, first: seed of rounding of the buffer, which the states' own count from.
+
+    Attributes:
       num_bytes: end of the last state in the buffer.
     """
 
-    num_elements: int
-    gradient_dtype: np.dtype
-    out_dtype: np.dtype
-    params_dtype: np.dtype
-    scalar_dtypes: tuple[np.dtype, ...]
-    num_bytes: int
-    _function: Callable[..., int]
-    _constants: tuple[int, ...]
-    _places: tuple[_Place, ...]
-    _gradient_code: int
-    _out_code: int
-    _num_stored: int
-    _packer: struct.Struct
-    _offsets: tuple[int, ...]
-    _sums_at: int
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         entry: EntryPoint,
         constants: Sequence[int],
         *,
@@ -160,53 +131,32 @@ class Call:
         address: int = 0,
         key: int = 0,
         first: int = 0,
-    ) -> "Call":
-        """Makes it from contiguous arguments; nothing is checked.
-
-        Args:
-          entry: the kernel's function.
-          constants: the words of its literals.
-          states: params, then slots, all in the buffer.
-          gradient, out: as long as the states.
-          scalar_dtypes: of the scalars.
-          num_arrays: number of the prologue's arrays.
-          address: where the buffer begins; 0 if the states are at their addresses.
-          key, first: seed of rounding of the buffer, which the states' own count from.
-        """
-        places = tuple(_place(state, address, key, first) for state in states)
-        num_stored = len(places) + sum(p.beside_bytes is not None for p in places)
-        num_words, num_sums = len(scalar_dtypes) + len(constants), 2 * num_stored
+    ) -> None:
+        is_short = gradient.size <= _SHORT_ELEMENTS
+        self._function = entry.holding if is_short else entry.releasing
+        self._constants, self._scalar_dtypes = constants, tuple(scalar_dtypes)
+        self._like = [(x.shape, x.dtype) for x in (gradient, out)]
+        params = states[0]
+        codes = params.codes if isinstance(params, CodedSlot) else params
+        self._like_given = codes.shape, codes.dtype
+        self._places = [_place(state, address, key, first) for state in states]
+        stored = stored_arrays(params, states[1:])
+        ends = [array.ctypes.data + array.nbytes for array in stored]
+        self.num_bytes = max(ends) - address
+        self._num_stored = len(stored)
+        num_words, num_sums = len(scalar_dtypes) + len(constants), 2 * len(stored)
         length = struct.calcsize(_ARRAY)
-        arrays_at = (2 + len(places)) * length  # behind gradient, params, out, slots
+        arrays_at = (2 + len(states)) * length  # behind gradient, params, out, slots
         passage_at = arrays_at + num_arrays * length
         words_at = passage_at + struct.calcsize(_PASSAGE)
         constants_at = words_at + 4 * len(scalar_dtypes)
-        packer = struct.Struct(
-            _ARRAY * (2 + len(places) + num_arrays)
+        self._sums_at = words_at + 4 * num_words
+        states_at = (0, length, 2 * length, 3 * length)
+        self._offsets = *states_at, arrays_at, words_at, constants_at, passage_at
+        self._packer = struct.Struct(
+            _ARRAY * (2 + len(states) + num_arrays)
             + _PASSAGE
             + f"{num_words}I{4 * num_sums}x{num_sums}s"
-        )
-        is_short = gradient.size <= _SHORT_ELEMENTS
-        params = states[0]
-        return cls(
-            gradient.size,
-            gradient.dtype,
-            out.dtype,
-            params.codes.dtype if isinstance(params, CodedSlot) else params.dtype,
-            tuple(scalar_dtypes),
-            max(map(_end, states)) - address,
-            entry.holding if is_short else entry.releasing,
-            tuple(constants),
-            places,
-            _CODES[gradient.dtype],
-            _CODES[out.dtype],
-            num_stored,
-            packer,
-            (
-                *(0, length, 2 * length, 3 * length),
-                *(arrays_at, words_at, constants_at, passage_at),
-            ),
-            words_at + 4 * num_words,
         )
 
     def fits(
@@ -218,22 +168,15 @@ class Call:
         given: Array | None,
     ) -> bool:
         """Whether these arguments are like those that it was made from."""
-        shape = (self.num_elements,)
+        arrays, like = [gradient, out], self._like
+        if given is not None:
+            arrays, like = [*arrays, given], [*like, self._like_given]
         return (
-            gradient.shape == out.shape == shape
-            and gradient.dtype == self.gradient_dtype
-            and out.dtype == self.out_dtype
-            and gradient.flags.c_contiguous
-            and out.flags.c_contiguous
-            and (given is None or self._fits_given(given))
-            and tuple([s.dtype for s in scalars]) == self.scalar_dtypes
-            and all(s.shape == () for s in scalars)
+            [(x.shape, x.dtype) for x in arrays] == like
+            and all(x.flags.c_contiguous for x in arrays)
+            and tuple([s.dtype for s in scalars]) == self._scalar_dtypes
+            and not any(s.shape for s in scalars)
         )
-
-    def _fits_given(self, given: Array) -> bool:
-        is_alike = given.shape == (self.num_elements,)
-        is_alike = is_alike and given.dtype == self.params_dtype
-        return is_alike and given.flags.c_contiguous
 
     def run(
         self,
@@ -274,8 +217,7 @@ class Call:
             )
             for offset, beside, code, own_key, own_first in self._places
         ]
-        fields = [gradient.ctypes.data, 0, self._gradient_code, 0, 0, *master]
-        fields += (out.ctypes.data, 0, self._out_code, 0, 0)
+        fields = [*array_fields(gradient), *master, *array_fields(out)]
         for slot in slots:
             fields += slot
         for array in arrays:
@@ -293,7 +235,7 @@ class Call:
             wanted,
         )
         offsets = [start + offset for offset in self._offsets]
-        finite = self._function(self.num_elements, *offsets)
+        finite = self._function(gradient.size, *offsets)
         sums = struct.unpack_from(f"{num_sums}I", memory, sums_at)
         told = tuple(map(operator.mul, sums, wanted))
         passage.read, passage.written = told[:num_stored], told[num_stored:]
@@ -320,21 +262,11 @@ def scalar_word(number: np.generic | Array) -> int:
     return int.from_bytes(number.tobytes(), sys.byteorder)
 
 
-def _place(state: Array | CodedSlot, address: int, key: int, first: int) -> _Place:
+def _place(
+    state: Array | CodedSlot, address: int, key: int, first: int
+) -> tuple[int, int | None, int, int | None, int]:
+    """Returns where a buffer has a state: offsets, code, and seed of its own."""
     data, beside, code, own_key, own_first = array_fields(state)
-    is_coded = isinstance(state, CodedSlot)
-    return _Place(
-        data - address,
-        beside - address if beside else None,
-        code,
-        own_key - key if is_coded else None,
-        own_first - first,
-    )
-
-
-def _end(state: Array | CodedSlot) -> int:
-    """The address behind a state's arrays."""
-    if not isinstance(state, CodedSlot):
-        return state.ctypes.data + state.nbytes
-    beside = () if state.beside is None else (state.beside,)
-    return max(map(_end, (state.codes, *beside)))
+    own = own_key - key if isinstance(state, CodedSlot) else None
+    at = beside - address if beside else None
+    return data - address, at, code, own, own_first - first

@@ -20,10 +20,10 @@ import numpy as np
 
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.kernels.calls import scalar_word
+from jaxinf.kernels.compiled import standard_kernels
 from jaxinf.kernels.emitter import UnsupportedKernelError, emit
 from jaxinf.kernels.estimates import ESTIMATES_BYTES
 from jaxinf.kernels.lowering import lower
-from jaxinf.kernels.standard import standard_kernels
 from jaxinf.layout import CODE_BLOCK
 from jaxinf.program import Kernel
 from jaxinf.typing import FLOAT32, Array

@@ -4,23 +4,29 @@ Invariant: a compiled kernel has the roundings of jitted optax on XLA's CPU back
 same on every processor level of x86-64.
 """
 
+import functools
 import os
 import platform
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 
 from jaxinf.errors import CsdError, UnsupportedTransformError
 from jaxinf.kernels.calls import Call, EntryPoint, Passage
-from jaxinf.kernels.checking import check_arguments
 from jaxinf.kernels.emitter import Source, UnsupportedKernelError, emit, header
 from jaxinf.kernels.lowering import lower
-from jaxinf.layout import CodedSlot
+from jaxinf.layout import CODE_BLOCK, CodedSlot
 from jaxinf.native import libraries, toolchain
-from jaxinf.program import Constant, Kernel, Result
-from jaxinf.typing import Array
+from jaxinf.program import Constant, Kernel, Result, traced_kernels
+from jaxinf.typing import BFLOAT16, FLOAT32, FLOAT_DTYPES, Array
+
+_INT16, _UINT8 = np.dtype(np.int16), np.dtype(np.uint8)
+
+_Need = tuple[str, Array, int, Sequence[np.dtype]]
+"""An argument's name, the argument, the length and the dtypes that it may have."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +67,8 @@ class CompiledKernel:
         Args:
           gradient: ``(n,)`` float32, bfloat16 or float16; only read.
           params: ``(n,)`` float32 master; becomes ``params + u``. It may be a
-            `CodedSlot`, for params that are bfloat16 on the JAX device.
+            `CodedSlot`, for params that are bfloat16 on the JAX device. It, `slots` and
+            `out` are contiguous.
           slots: ``(n,)`` each; become the new state. A float32 slot may be a
             `CodedSlot`.
           scalars: 0-d, the prologue's results.
@@ -75,35 +82,104 @@ class CompiledKernel:
           `params`, `slots` and `out`, whose contents are undefined.
 
         Raises:
-          TypeError, ValueError: A dtype, shape or count is not the kernel's.
+          TypeError, ValueError: A dtype, shape or count is not the kernel's, or what is
+            written is not contiguous.
         """
         passage = passage or Passage()
-        numbers = check_arguments(
+        numbers = _check_arguments(
             self.kernel, gradient=gradient, params=params, slots=slots,
             scalars=scalars, arrays=arrays, out=out,
         )  # fmt: skip
-        # Machine code needs contiguous arrays: it runs on copies of strided views.
-        written = [v for v in (out, params, *slots) if not isinstance(v, CodedSlot)]
-        whole = {id(view): np.ascontiguousarray(view) for view in written}
-        states = [whole.get(id(state), state) for state in (params, *slots)]
         if passage.given is not None:
             passage.given = np.ascontiguousarray(passage.given)
         gradient = np.ascontiguousarray(gradient)
-        call = Call.of(
-            self.entry, self.constants, states=states, gradient=gradient, out=out,
-            scalar_dtypes=self.kernel.scalar_dtypes, num_arrays=len(arrays),
+        call = Call(
+            self.entry, self.constants, states=(params, *slots), gradient=gradient,
+            out=out, scalar_dtypes=self.kernel.scalar_dtypes, num_arrays=len(arrays),
         )  # fmt: skip
-        finite = call.run(
+        return call.run(
             gradient=gradient,
-            out=whole[id(out)],
+            out=out,
             scalars=numbers,
             passage=passage,
             arrays=list(map(np.ascontiguousarray, arrays)),
         )
-        for view in written:
-            if whole[id(view)] is not view:
-                view[...] = whole[id(view)]
-        return finite
+
+
+def _check_arguments(
+    kernel: Kernel,
+    *,
+    gradient: Array,
+    params: Array | CodedSlot,
+    slots: Sequence[Array | CodedSlot],
+    scalars: Sequence[np.generic | Array],
+    arrays: Sequence[Array],
+    out: Array,
+) -> list[np.generic]:
+    """Checks the arguments of a kernel's run, and returns the scalars as NumPy's.
+
+    Raises:
+      TypeError, ValueError: A dtype, shape or count is not the kernel's.
+    """
+    for what, found, dtypes in (
+        ("slots", slots, kernel.slot_dtypes),
+        ("scalars", scalars, kernel.scalar_dtypes),
+        ("arrays", arrays, kernel.array_dtypes),
+    ):
+        if len(found) != len(dtypes):
+            raise ValueError(
+                f"{what}: the kernel expects {len(dtypes)}, found {len(found)}"
+            )
+    is_coded = isinstance(params, CodedSlot)
+    num = params.codes.size if is_coded else params.size
+    outs = (FLOAT32, BFLOAT16) if is_coded else FLOAT_DTYPES
+    needs = [*_of_state("params", params, num, FLOAT32)]
+    for index, dtype in enumerate(kernel.slot_dtypes):
+        needs += _of_state(f"slots[{index}]", slots[index], num, dtype)
+    for index, dtype in enumerate(kernel.array_dtypes):
+        needs.append((f"arrays[{index}]", arrays[index], num, (dtype,)))
+    needs += [("gradient", gradient, num, FLOAT_DTYPES), ("out", out, num, outs)]
+    for what, array, length, dtypes in needs:
+        if array.shape != (length,):
+            raise ValueError(
+                f"{what}: the kernel expects shape ({length},), found {array.shape}"
+            )
+        is_read = what.startswith(("gradient", "arrays"))
+        if not is_read and not array.flags.c_contiguous:
+            raise ValueError(f"{what}: the kernel expects contiguous memory; copy it")
+        if array.dtype not in dtypes:
+            names = " or ".join(str(dtype) for dtype in dtypes)
+            raise TypeError(f"{what}: the kernel expects {names}, found {array.dtype}")
+    return _numbers(kernel, scalars)
+
+
+def _of_state(
+    what: str, state: Array | CodedSlot, num: int, dtype: np.dtype
+) -> Iterator[_Need]:
+    if not isinstance(state, CodedSlot):
+        yield what, state, num, (dtype,)
+        return
+    if dtype != FLOAT32:
+        raise TypeError(f"{what}: the kernel expects {dtype}, found codes of float32")
+    scales = state.scales if what != "params" else None
+    yield what, state.codes, num, (BFLOAT16 if scales is None else _UINT8,)
+    if scales is not None:
+        yield f"{what}.scales", scales, -(-num // CODE_BLOCK), (FLOAT32,)
+    elif state.remainders is not None:
+        yield f"{what}.remainders", state.remainders, num, (_INT16,)
+
+
+def _numbers(kernel: Kernel, scalars: Sequence[np.generic | Array]) -> list[np.generic]:
+    numbers = []
+    for index, dtype in enumerate(kernel.scalar_dtypes):
+        number = np.asarray(scalars[index])
+        if number.shape or number.dtype != dtype:
+            raise TypeError(
+                f"scalars[{index}]: the kernel expects a 0-d {dtype}, found "
+                f"{number.dtype} of shape {number.shape}"
+            )
+        numbers.append(number[()])
+    return numbers
 
 
 def compiled(kernel: Kernel) -> CompiledKernel:
@@ -206,6 +282,22 @@ def source_of(
     """
     source: Source = emit(lower(kernel))
     return header(title, kernel.describe(), versions or {}) + source.text
+
+
+@functools.cache
+def standard_kernels() -> Mapping[str, Kernel]:
+    """Returns kernels by name; of several with the same C++, the first.
+
+    The first call traces them all, which takes about a second.
+    """
+    kernels: dict[str, Kernel] = {}
+    known: set[str] = set()
+    for name, kernel in traced_kernels().items():
+        text = emit(lower(kernel)).text
+        if text not in known:
+            known.add(text)
+            kernels[name] = kernel
+    return MappingProxyType(kernels)
 
 
 _LOCK = threading.Lock()

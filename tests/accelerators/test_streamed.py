@@ -20,7 +20,7 @@ from streaming import smallest_bytes
 from zoo import ZOO, Program
 
 import jaxinf
-from jaxinf.kernels.standard import standard_kernels
+from jaxinf.kernels.compiled import standard_kernels
 from jaxinf.streaming.plan import device as planned_device
 from jaxinf.streaming.plan import options as step_options
 from jaxinf.streaming.plan.compiled import compile_plan, compiled_bytes

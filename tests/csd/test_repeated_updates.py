@@ -35,12 +35,12 @@ def pair(tmp_path, monkeypatch):
         made[0].extents = tuple(made[0].extents)
         return made
 
-    def of(*arguments, **options):
-        checked.append(original(*arguments, **options))
-        return checked[-1]
+    def init(self, *arguments, **options):
+        checked.append(self)
+        original(self, *arguments, **options)
 
-    original = Call.of
-    monkeypatch.setattr(Call, "of", of)
+    original = Call.__init__
+    monkeypatch.setattr(Call, "__init__", init)
     yield make
     # One chunk makes a call for each of four updates; the other for the first alone,
     # and once more to keep it.

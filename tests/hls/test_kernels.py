@@ -13,8 +13,8 @@ from families import family
 from jaxinf.kernels import compiled
 from jaxinf.kernels.card import CardKernel, card_kernel
 from jaxinf.kernels.card_library import card_function, card_library
+from jaxinf.kernels.compiled import standard_kernels
 from jaxinf.kernels.estimates import rsqrt_estimates
-from jaxinf.kernels.standard import standard_kernels
 from jaxinf.layout import CODE_BLOCK, CodedSlot
 from jaxinf.native import toolchain
 from jaxinf.transfer import crc32c

@@ -6,8 +6,7 @@ import optax
 import pytest
 from reference_kernel import evaluate
 
-from jaxinf.kernels.checking import check_arguments
-from jaxinf.kernels.compiled import compile_kernel
+from jaxinf.kernels.compiled import compile_kernel, compiled
 from jaxinf.layout import CODE_BLOCK, CodedSlot
 from jaxinf.layout.codecs import encode_bf16, random_bits
 from jaxinf.native.toolchain import levels
@@ -254,8 +253,7 @@ def test_codes_are_for_float32():
     )
     arrays = [np.zeros(8, np.float32) for _ in range(3)]
     with pytest.raises(TypeError, match="expects bfloat16, found codes of float32"):
-        check_arguments(
-            kernel,
+        compiled(kernel).run(
             gradient=arrays[0],
             params=arrays[1],
             out=arrays[2],

@@ -12,8 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxinf.kernels.compiled import compile_kernel
-from jaxinf.kernels.standard import standard_kernels
+from jaxinf.kernels.compiled import compile_kernel, standard_kernels
 from jaxinf.native import toolchain
 from jaxinf.program import trace_update
 

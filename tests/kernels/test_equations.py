@@ -191,7 +191,7 @@ def test_each_equation_is_within_one_unit(name, record_property):
     scalars = [np.array(0.3).astype(dtype)[()] for dtype in kernel.scalar_dtypes]
     arrays = [numbers(rng).astype(dtype) for dtype in kernel.array_dtypes]
     out = np.empty(NUM, np.float32)
-    call = Call.of(
+    call = Call(
         EntryPoint(function), source.constants, states=[params, *slots, *words],
         gradient=gradient, out=out, scalar_dtypes=kernel.scalar_dtypes,
         num_arrays=len(arrays),

@@ -132,17 +132,3 @@ def test_sixteen_bit_results_are_the_new_params_anyway():
     np.testing.assert_array_equal(
         left["out"], left["params"].astype(ml_dtypes.bfloat16)
     )
-
-
-def test_strided_arrays():
-    kernel = kernel_of("momentum")
-    run = compiled(kernel).run
-    plain, strided = chunk(kernel, 600), chunk(kernel, 600)
-    wide = np.zeros((600, 2), np.float32)
-    wide[:, 0] = strided["params"]
-    strided["params"] = wide[:, 0]
-    first, second = (Passage(reads=[True] * 2, writes=[True] * 2) for _ in range(2))
-    run(passage=first, **plain)
-    run(passage=second, **strided)
-    assert (first.read, first.written) == (second.read, second.written)
-    np.testing.assert_array_equal(plain["params"], strided["params"])

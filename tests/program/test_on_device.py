@@ -9,7 +9,7 @@ import pytest
 from families import family
 
 from jaxinf.kernels import compiled
-from jaxinf.kernels.standard import standard_kernels
+from jaxinf.kernels.compiled import standard_kernels
 from jaxinf.layout.codecs import encode_split
 from jaxinf.native import toolchain
 from jaxinf.program import is_computable, joined_params, kernel_function, split_params

@@ -20,10 +20,9 @@ import pytest
 
 from jaxinf.kernels import Passage
 from jaxinf.kernels.calls import EntryPoint, array_fields, scalar_word, stored_arrays
-from jaxinf.kernels.compiled import CompiledKernel
+from jaxinf.kernels.compiled import CompiledKernel, standard_kernels
 from jaxinf.kernels.emitter import emit
 from jaxinf.kernels.lowering import lower
-from jaxinf.kernels.standard import standard_kernels
 from jaxinf.layout import CodedSlot
 from jaxinf.native import libraries, toolchain
 

@@ -14,7 +14,7 @@ STEPS = 20
 KERNELS = """
 import logging, sys
 from jaxinf.kernels.compiled import compile_kernel
-from jaxinf.kernels.standard import standard_kernels
+from jaxinf.kernels.compiled import standard_kernels
 from jaxinf.native import toolchain, transfers
 from jaxinf.kernels.estimates import rsqrt_estimates
 logging.basicConfig()
