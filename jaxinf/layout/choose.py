@@ -6,7 +6,6 @@ The choice is integer arithmetic only: the same on every machine.
 """
 
 import math
-import operator
 from collections.abc import Iterator
 from functools import lru_cache
 
@@ -51,17 +50,10 @@ def choose_grid(
       files. Chunks along the cut dimension are about the same size.
 
     Raises:
-      ValueError: if a length is negative, a shard count is not positive or does not
-        divide its dimension, or the limit is not positive.
+      ValueError: if a shard count is not positive or does not divide its dimension.
     """
-    shape = tuple(map(operator.index, shape))
     if max_chunk_elements is None:
         max_chunk_elements = DEFAULT_CHUNK_ELEMENTS
-    if min(shape, default=0) < 0 or max_chunk_elements < 1:
-        raise ValueError(
-            f"chunk grid of shape {shape}, at most {max_chunk_elements} elements: "
-            "expected lengths of at least 0 and a limit of at least 1"
-        )
     counts = _checked_counts(shape, shard_counts)
     if not shape:
         return LeafGrid((), ())

@@ -156,14 +156,11 @@ def covers(
       Positions in `grid.chunks()`, ascending.
 
     Raises:
-      ValueError: if the box leaves the leaf, or if a chunk lies partly inside it.
+      ValueError: if a chunk lies partly inside the box.
     """
     where = f"box at {start} of extent {extent} in a leaf of shape {grid.shape}"
-    if not len(start) == len(extent) == len(grid.shape) or not all(
-        first >= 0 and length >= 0 and first + length <= limit
-        for first, length, limit in zip(start, extent, grid.shape, strict=True)
-    ):
-        raise ValueError(f"{where}: expected a box inside the leaf")
+    sides = zip(start, extent, grid.shape, strict=True)
+    assert all(0 <= at <= at + length <= limit for at, length, limit in sides), where
     if 0 in extent:
         return []
     ranges = [

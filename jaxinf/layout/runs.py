@@ -6,6 +6,7 @@ chunk is contiguous in its file, but a strided block of an array that spans more
 
 import math
 import operator
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -32,16 +33,14 @@ def gather(
     Returns:
       1-D array: a view of `block_source` where the run is contiguous in it, so that it
       lives and changes with the source; else a copy.
-
-    Raises:
-      ValueError: if the array does not hold the chunk, or the chunk not the run.
     """
-    block = _block(block_source, chunk, origin, offset_elements, num_elements)
-    view = _contiguous_run(block, offset_elements, num_elements)
+    view = target_view(block_source, chunk, origin, offset_elements, num_elements)
     if view is not None:
         return view
     values = np.empty(num_elements, block_source.dtype)
-    _copy_run(block, offset_elements, values, to_block=False)
+    block = _block(block_source, chunk, origin)
+    for part, own in _parts(block, offset_elements, values):
+        own[...] = part
     return values
 
 
@@ -58,19 +57,11 @@ def scatter(
       block_target: writable array that contains the whole chunk.
       chunk, origin, offset_elements: as for `gather`.
       values: the run, 1-D, of the target's dtype; copied when this returns.
-
-    Raises:
-      ValueError: if the array does not hold the chunk, or the chunk not the run.
-      TypeError: if the dtypes differ.
     """
-    if values.ndim != 1 or values.dtype != block_target.dtype:
-        raise TypeError(
-            f"run of chunk {chunk.key}: expected 1-D values of {block_target.dtype}, "
-            f"found {values.ndim}-D {values.dtype}; convert them first"
-        )
-    num_elements = values.shape[0]
-    block = _block(block_target, chunk, origin, offset_elements, num_elements)
-    _copy_run(block, offset_elements, values, to_block=True)
+    assert (values.ndim, values.dtype) == (1, block_target.dtype), chunk
+    block = _block(block_target, chunk, origin)
+    for part, own in _parts(block, offset_elements, values):
+        part[...] = own
 
 
 def target_view(
@@ -80,7 +71,7 @@ def target_view(
     offset_elements: int,
     num_elements: int,
 ) -> Array | None:
-    """Returns a writable view of a run, so that it can be produced in place.
+    """Returns a view of a run, so that it can be produced in place.
 
     Args:
       block_target: array that contains the whole chunk.
@@ -89,56 +80,27 @@ def target_view(
     Returns:
       1-D view, or None where the run is not contiguous in the target: then produce it
       elsewhere and `scatter` it.
-
-    Raises:
-      ValueError: if the array is read-only or does not hold the chunk, or the chunk not
-        the run.
     """
-    if not block_target.flags.writeable:
-        raise ValueError(f"target of chunk {chunk.key}: expected a writable array")
-    block = _block(block_target, chunk, origin, offset_elements, num_elements)
+    block = _block(block_target, chunk, origin)
     return _contiguous_run(block, offset_elements, num_elements)
 
 
-def _block(
-    array: Array,
-    chunk: Chunk,
-    origin: tuple[int, ...],
-    offset_elements: int,
-    num_elements: int,
-) -> Array:
-    if not array.ndim == len(origin) == len(chunk.start):
-        raise ValueError(
-            f"{_where(chunk)}: expected array and origin of {len(chunk.start)} "
-            f"dimensions, found shape {array.shape} at origin {tuple(origin)}"
-        )
-    starts = tuple(map(operator.sub, chunk.start, origin))
-    ends = tuple(map(operator.add, starts, chunk.extent))
-    if min(starts, default=0) < 0 or any(map(operator.gt, ends, array.shape)):
-        raise ValueError(
-            f"{_where(chunk)}: is not inside the array of shape {array.shape} at "
-            f"origin {tuple(origin)}; pass the shard that holds the chunk"
-        )
-    if offset_elements < 0 or not 0 <= num_elements <= (
-        chunk.num_elements - offset_elements
-    ):
-        raise ValueError(
-            f"{_where(chunk)}: run of {num_elements} elements at {offset_elements} is "
-            f"not inside the chunk's {chunk.num_elements} elements"
-        )
-    if chunk.extent == array.shape:
+def _block(array: Array, chunk: Chunk, origin: tuple[int, ...]) -> Array:
+    assert array.ndim == len(origin) == len(chunk.start), (chunk, array.shape, origin)
+    if chunk.extent == array.shape and chunk.start == tuple(origin):
         return array
-    return array[(*map(slice, starts, ends), ...)]
-
-
-def _where(chunk: Chunk) -> str:
-    return f"chunk {chunk.key} at {chunk.start} of extent {chunk.extent}"
+    starts = tuple(map(operator.sub, chunk.start, origin))
+    block = array[(*map(slice, starts, map(operator.add, starts, chunk.extent)), ...)]
+    is_inside = min(starts, default=0) >= 0 and block.shape == chunk.extent
+    assert is_inside, (chunk, array.shape, origin)
+    return block
 
 
 def _contiguous_run(
     block: Array, offset_elements: int, num_elements: int
 ) -> Array | None:
     """Views the run in the largest contiguous stretch that holds its first element."""
+    assert 0 <= offset_elements <= offset_elements + num_elements <= block.size
     stretch, offset = block, offset_elements
     while not stretch.flags.c_contiguous:
         # A 0-d array is contiguous, so there is a first dimension to index.
@@ -151,30 +113,23 @@ def _contiguous_run(
     return stretch.reshape(-1)[offset : offset + num_elements]
 
 
-def _copy_run(
-    block: Array, offset_elements: int, flat: Array, *, to_block: bool
-) -> None:
-    """Copies between a strided block's run and a flat array: whole rows at once."""
-    num_elements = flat.shape[0]
-    if num_elements == 0:
-        return
-    view = _contiguous_run(block, offset_elements, num_elements)
+def _parts(
+    block: Array, offset_elements: int, flat: Array
+) -> Iterator[tuple[Array, Array]]:
+    """Yields views of a strided block's run and of a flat array, by whole rows."""
+    view = _contiguous_run(block, offset_elements, flat.size)
     if view is not None:
-        target, source = (view, flat) if to_block else (flat, view)
-        target[...] = source
+        yield view, flat
         return
     inner = math.prod(block.shape[1:])
     row, skipped = divmod(offset_elements, inner)
-    done = min(-skipped % inner, num_elements)
+    done = min(-skipped % inner, flat.size)
     if done:
-        _copy_run(block[row], skipped, flat[:done], to_block=to_block)
+        yield from _parts(block[row], skipped, flat[:done])
         row += 1
-    num_rows = (num_elements - done) // inner
-    if num_rows:
-        rows = block[row : row + num_rows]
-        part = flat[done : done + num_rows * inner].reshape(rows.shape)
-        target, source = (rows, part) if to_block else (part, rows)
-        target[...] = source
-    done += num_rows * inner
-    if done < num_elements:
-        _copy_run(block[row + num_rows], 0, flat[done:], to_block=to_block)
+    num_rows = (flat.size - done) // inner
+    end = done + num_rows * inner
+    rows = block[row : row + num_rows]
+    yield rows, flat[done:end].reshape(rows.shape)
+    if end < flat.size:
+        yield from _parts(block[row + num_rows], 0, flat[end:])

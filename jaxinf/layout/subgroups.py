@@ -50,25 +50,12 @@ def subgroups(
     Returns:
       The subgroups in the order of the chunks: one for each chunk if it fits, otherwise
       as few as possible, with lengths that differ by less than two units.
-
-    Raises:
-      ValueError: if there is not one CSD a chunk, or if the limit is below 4,096.
     """
-    chunks = grid.chunks()
-    if len(csds) != len(chunks):
-        raise ValueError(
-            f"leaf {leaf}: expected a CSD for each of {len(chunks)} chunks, "
-            f"found {len(csds)}"
-        )
     max_units = max_elements // unit_elements
-    if max_units < 1:
-        raise ValueError(
-            f"leaf {leaf}: a subgroup holds at least {unit_elements} "
-            f"elements, found a limit of {max_elements}; raise it"
-        )
+    assert max_units, f"leaf {leaf}: a limit of {max_elements} elements"
     return [
-        Subgroup(leaf, position, csds[position], offset, num_elements)
-        for position, chunk in enumerate(chunks)
+        Subgroup(leaf, position, csd, offset, num_elements)
+        for position, (chunk, csd) in enumerate(zip(grid.chunks(), csds, strict=True))
         for offset, num_elements in _cut(chunk.num_elements, max_units, unit_elements)
     ]
 
@@ -94,15 +81,7 @@ def assign_csds(chunk_bytes: Sequence[int], num_csds: int) -> list[int]:
 
     Returns:
       The CSD of each chunk; the same for the same arguments, everywhere.
-
-    Raises:
-      ValueError: if there is no CSD, or if a number of bytes is negative.
     """
-    if num_csds < 1 or min(chunk_bytes, default=0) < 0:
-        raise ValueError(
-            f"assignment of {len(chunk_bytes)} chunks to {num_csds} CSDs: expected at "
-            "least one CSD and no negative number of bytes"
-        )
     loads, result = [0] * num_csds, [0] * len(chunk_bytes)
     largest_first = sorted(range(len(chunk_bytes)), key=lambda i: -chunk_bytes[i])
     for num_bytes, group in groupby(largest_first, key=lambda i: chunk_bytes[i]):

@@ -112,12 +112,3 @@ def test_uneven_sharding_is_refused():
 def test_bad_shard_counts(counts):
     with pytest.raises(ValueError, match="one positive count a dimension"):
         choose_grid((8, 8), shard_counts=counts)
-
-
-def test_bad_arguments():
-    with pytest.raises(ValueError, match="limit of at least 1"):
-        choose_grid((8,), max_chunk_elements=0)
-    with pytest.raises(ValueError, match="lengths of at least 0"):
-        choose_grid((8, -1))
-    with pytest.raises(TypeError):
-        choose_grid((8.0,))  # pyright: ignore

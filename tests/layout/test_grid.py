@@ -102,9 +102,3 @@ def test_impossible_grids_are_refused(shape, chunk_shape, message):
 def test_partly_covered_chunk_is_named(start, extent, key):
     with pytest.raises(ValueError, match=f"chunk {key} .* only partly inside"):
         covers(LeafGrid((10, 6), (4, 3)), start, extent)
-
-
-@pytest.mark.parametrize(("start", "extent"), [((8, 0), (4, 3)), ((-4, 0), (4, 3))])
-def test_box_outside_the_leaf(start, extent):
-    with pytest.raises(ValueError, match="expected a box inside the leaf"):
-        covers(LeafGrid((10, 6), (4, 3)), start, extent)

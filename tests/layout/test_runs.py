@@ -1,5 +1,4 @@
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -72,23 +71,3 @@ def test_a_chunk_of_a_column_shard_is_strided_in_the_leaf_but_not_in_its_shard()
     np.testing.assert_array_equal(
         view, gather(leaf, chunk, (0, 0), 0, chunk.num_elements)
     )
-
-
-def test_bad_arguments():
-    chunk = LeafGrid((8, 4), (4, 4)).chunks()[1]
-    shard = np.zeros((4, 4))
-    with pytest.raises(ValueError, match="pass the shard that holds the chunk"):
-        gather(shard, chunk, (0, 0), 0, 4)
-    with pytest.raises(ValueError, match="pass the shard that holds the chunk"):
-        gather(shard, chunk, (5, 0), 0, 4)
-    with pytest.raises(ValueError, match="expected array and origin of 2 dimensions"):
-        gather(shard, chunk, (4,), 0, 4)
-    with pytest.raises(ValueError, match="run of 17 elements at 0 is not inside"):
-        gather(shard, chunk, (4, 0), 0, 17)
-    with pytest.raises(ValueError, match="is not inside the chunk's 16"):
-        gather(shard, chunk, (4, 0), -1, 4)
-    with pytest.raises(TypeError, match="expected 1-D values of float64"):
-        scatter(shard, chunk, (4, 0), 0, np.zeros(4, np.float32))
-    shard.flags.writeable = False
-    with pytest.raises(ValueError, match="expected a writable array"):
-        target_view(shard, chunk, (4, 0), 0, 4)

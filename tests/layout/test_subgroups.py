@@ -61,14 +61,6 @@ def test_cut(num_elements, max_elements, lengths):
     assert [run.num_elements for run in runs] == lengths
 
 
-def test_bad_subgroup_arguments():
-    grid = LeafGrid((4096,), (4096,))
-    with pytest.raises(ValueError, match="a CSD for each of 1 chunks, found 2"):
-        subgroups(0, grid, [0, 1], 4096)
-    with pytest.raises(ValueError, match="found a limit of 4095; raise it"):
-        subgroups(0, grid, [0], 4095)
-
-
 @given(st.lists(_BYTES, max_size=60), st.integers(1, 17))
 def test_assignment_is_balanced_and_deterministic(chunk_bytes, num_csds):
     csds = assign_csds(chunk_bytes, num_csds)
@@ -98,13 +90,6 @@ def test_equal_neighbours_differ_where_possible(chunk_bytes, num_csds):
         most = max(map(dealt.count, dealt))
         repeats = sum(map(operator.eq, dealt, dealt[1:]))
         assert repeats == max(2 * most - len(dealt) - 1, 0)
-
-
-def test_bad_assignment_arguments():
-    with pytest.raises(ValueError, match="at least one CSD"):
-        assign_csds([1], 0)
-    with pytest.raises(ValueError, match="no negative number"):
-        assign_csds([-1], 1)
 
 
 def _loads(chunk_bytes, csds, num_csds):
