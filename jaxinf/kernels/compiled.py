@@ -52,10 +52,10 @@ class CompiledKernel:
         *,
         gradient: Array,
         params: Array | CodedSlot,
-        slots: Sequence[Array | CodedSlot],
-        scalars: Sequence[np.generic | Array],
-        arrays: Sequence[Array],
         out: Array,
+        slots: Sequence[Array | CodedSlot] = (),
+        scalars: Sequence[np.generic | Array] = (),
+        arrays: Sequence[Array] = (),
         passage: Passage | None = None,
     ) -> bool:
         """Updates one chunk in place; blocks the caller.

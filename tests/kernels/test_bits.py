@@ -126,7 +126,7 @@ def differing_bits(tx, shapes, num_steps):
                 gradient=np.asarray(gradients[index]).reshape(-1),
                 params=masters[index], slots=slots[index], out=out,
                 scalars=[np.asarray(scalar) for scalar in inputs[index].scalars],
-                arrays=[np.ravel(array) for array in inputs[index].arrays],
+                arrays=[np.ravel(array) for array in inputs[index].arrays]
             )  # fmt: skip
             counts["params"] += num_differing(masters[index], params[index])
             counts["updates"] += num_differing(out, updates[index])

@@ -63,9 +63,7 @@ def store(level, values, slot):
     """Stores `values` by a compiled kernel into a slot of zeros."""
     out, params = np.zeros_like(values), np.zeros_like(values)
     run = compile_kernel(TRACE, level=level).run
-    finite = run(
-        gradient=values, params=params, slots=[slot], scalars=[], arrays=[], out=out
-    )
+    finite = run(gradient=values, params=params, slots=[slot], out=out)
     assert finite
     return slot
 
@@ -75,14 +73,7 @@ def load(level, slot):
     zeros = np.zeros(slot.codes.size, np.float32)
     out = np.zeros_like(zeros)
     run = compile_kernel(TRACE, level=level).run
-    run(
-        gradient=zeros,
-        params=zeros.copy(),
-        slots=[slot],
-        scalars=[],
-        arrays=[],
-        out=out,
-    )
+    run(gradient=zeros, params=zeros.copy(), slots=[slot], out=out)
     return out
 
 
@@ -133,9 +124,7 @@ def test_bf16_is_not_finite_where_the_number_is_not(level):
     slot, wanted = bf16_slot(1000), bf16_slot(1000)
     run = compile_kernel(TRACE, level=level).run
     out, params = np.zeros_like(values), np.zeros_like(values)
-    assert not run(
-        gradient=values, params=params, slots=[slot], scalars=[], arrays=[], out=out
-    )
+    assert not run(gradient=values, params=params, slots=[slot], out=out)
     wanted.encode(values)
     np.testing.assert_array_equal(
         slot.codes.view(np.uint16), wanted.codes.view(np.uint16)
@@ -232,15 +221,7 @@ def test_a_kernel_in_numpy_takes_coded_state():
         results = []
         for state in (slot, plain):
             params, out = np.zeros(size, np.float32), np.zeros(size, np.float32)
-            evaluate(
-                kernel,
-                gradient=gradient,
-                params=params,
-                slots=[state],
-                scalars=[],
-                arrays=[],
-                out=out,
-            )
+            evaluate(kernel, gradient=gradient, params=params, slots=[state], out=out)
             results.append(out)
         np.testing.assert_allclose(results[0], results[1], atol=0.02)
 
@@ -259,5 +240,4 @@ def test_codes_are_for_float32():
             out=arrays[2],
             slots=[int8_slot(8), int8_slot(8)],
             scalars=[np.float32(1)] * len(kernel.scalar_dtypes),
-            arrays=[],
         )

@@ -50,7 +50,6 @@ def chunk(kernel, num, seed=0, dtype=np.float32):
         "params": rng.standard_normal(num, np.float32),
         "slots": [a.astype(d) for a, d in zip(arrays, kernel.slot_dtypes, strict=True)],
         "scalars": [np.array(0.1).astype(d)[()] for d in kernel.scalar_dtypes],
-        "arrays": [],
         "out": np.full(num, 7, dtype),
     }
 

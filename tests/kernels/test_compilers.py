@@ -60,8 +60,8 @@ def run(kernel, compiler, level):
             narrow = gradient.astype(dtype)
             out = out.astype(dtype)
         finite = found.run(
-            gradient=narrow, params=params, slots=slots, arrays=[], out=out,
-            scalars=scalars,
+            gradient=narrow, params=params, slots=slots, out=out,
+            scalars=scalars
         )  # fmt: skip
         results += [np.array([finite]), params.copy(), out.copy()]
         results += [slot.copy() for slot in slots]

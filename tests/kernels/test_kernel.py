@@ -38,7 +38,7 @@ def run(kernel, gradient, params, slots, scalars=SCALARS):
     out = np.empty(params.size, np.float32)
     finite = compiled(kernel).run(
         gradient=gradient, params=params, slots=slots,
-        scalars=scalars, arrays=[], out=out,
+        scalars=scalars, out=out
     )  # fmt: skip
     return out, finite
 
@@ -73,7 +73,7 @@ def test_denormals_are_flushed():
     shrink = trace_update(optax.scale(0.5), jnp.zeros(8)).leaves[0].kernel
     gradient = np.array([1.5e-38, -1.5e-38, 4e-38, 0, np.nan], np.float32)
     params = np.array([0, tiny, -4e-38, tiny, 1], np.float32)
-    out, _ = run(shrink, gradient, params, [], scalars=[])
+    out, _ = run(shrink, gradient, params, [])
     np.testing.assert_array_equal(out, np.float32([0, 0, 2e-38, 0, np.nan]))
     np.testing.assert_array_equal(params, np.float32([0, 0, -2e-38, 0, np.nan]))
 

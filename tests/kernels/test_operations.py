@@ -108,9 +108,7 @@ def compute(functions, values=VALUES):
     kernel = trace_update(tx, jnp.zeros(values.shape)).leaves[0].kernel
     slots = [np.zeros_like(values) for _ in names]
     params, out = np.zeros_like(values), np.zeros_like(values)
-    compiled(kernel).run(
-        gradient=values, params=params, slots=slots, scalars=[], arrays=[], out=out
-    )
+    compiled(kernel).run(gradient=values, params=params, slots=slots, out=out)
     assert {equation.op for equation in kernel.equations} >= {*functions} & ELEMENTWISE
     return dict(zip(names, slots, strict=True))
 

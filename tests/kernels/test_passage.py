@@ -49,7 +49,6 @@ def chunk(kernel, num, codec="", dtype=np.float32):
         "params": rng.standard_normal(num, np.float32),
         "slots": [coded(v, codec) for v in values],
         "scalars": [np.float32(0.1) for _ in kernel.scalar_dtypes],
-        "arrays": [],
         "out": np.full(num, 7, dtype),
     }
 

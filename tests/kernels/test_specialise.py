@@ -59,7 +59,6 @@ def test_specialised_kernels_compute_the_same(mini_step):
             params=params,
             slots=slots,
             scalars=scalars,
-            arrays=[],
             out=out,
         )
         results.append([params, *slots, out])

@@ -127,7 +127,7 @@ def test_a_kernel_updates_split_params_as_plain_ones(where, size, out_dtype):
     scalars = [np.array(0.3).astype(d)[()] for d in kernel.scalar_dtypes]
     for _ in range(3):
         u, out = np.zeros(size, np.float32), np.zeros(size, out_dtype)
-        shared = {"gradient": gradient, "scalars": scalars, "arrays": []}
+        shared = {"gradient": gradient, "scalars": scalars}
         assert run(params=params, slots=state, out=u, **shared)
         assert run(params=split, slots=others, out=out, **shared)
         np.testing.assert_array_equal(split.decode(), params)
@@ -147,9 +147,7 @@ def test_params_without_a_remainder_are_rounded_stochastically(where):
     params, wanted = (coded(np.ones(size, np.float32), False) for _ in "ab")
     gradient = np.full(size, -0.3 / 128, np.float32)
     out = np.zeros(size, BF16)
-    assert run(
-        gradient=gradient, params=params, slots=[], scalars=[], arrays=[], out=out
-    )
+    assert run(gradient=gradient, params=params, out=out)
     np.testing.assert_array_equal(out, params.codes)
     wanted.encode(1 - gradient)
     np.testing.assert_array_equal(out, wanted.codes)
@@ -166,7 +164,7 @@ def test_params_that_no_update_touches_stay(where):
         run = compile_kernel(kernel, level=where).run
     values = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
     params, out = coded(values), np.zeros(1000, BF16)
-    run(gradient=values, params=params, slots=[], scalars=[], arrays=[], out=out)
+    run(gradient=values, params=params, out=out)
     np.testing.assert_array_equal(params.decode(), values)
     np.testing.assert_array_equal(out, params.codes)
 
@@ -174,7 +172,7 @@ def test_params_that_no_update_touches_stay(where):
 def test_what_a_kernel_refuses():
     kernel = trace_update(optax.sgd(1.0), np.zeros(8, np.float32)).leaves[0].kernel
     values = np.zeros(8, np.float32)
-    shared = {"gradient": values, "slots": [], "scalars": [], "arrays": []}
+    shared = {"gradient": values}
     run = compiled(kernel).run
     with pytest.raises(TypeError, match="out: the kernel expects float32 or bfloat16"):
         run(params=coded(values), out=np.zeros(8, np.float16), **shared)

@@ -60,7 +60,7 @@ def test_a_function_has_the_bits_of_the_compiled_kernel(name):
             params = add(params, update)
         given["params"] = given["params"].copy()
         given["slots"] = [slot.copy() for slot in given["slots"]]
-        compiled(kernel).run(**given, arrays=[], out=out)
+        compiled(kernel).run(**given, out=out)
         found = [params, update, *slots]
         expected = [given["params"], out, *given["slots"]]
         for one, other in zip(found, expected, strict=True):

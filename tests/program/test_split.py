@@ -66,14 +66,7 @@ def test_frozen_leaves_store_nothing():
         assert leaf.kernel.unchanged == {"params"}
         assert not inputs_of(leaf.kernel.equations, [leaf.kernel.update])
         out, params = np.ones(3, np.float32), np.ones(3, np.float32)
-        compiled(leaf.kernel).run(
-            gradient=params,
-            params=params,
-            slots=[],
-            scalars=[],
-            arrays=[],
-            out=out,
-        )
+        compiled(leaf.kernel).run(gradient=params, params=params, out=out)
         assert not out.any()
         assert params.all()
     assert [slot.name for slot in w.slots] == ["mu", "nu"]

@@ -14,7 +14,7 @@ from jaxinf.typing import BFLOAT16, FLOAT16, FLOAT32
 SMALLEST_NORMAL = np.finfo(np.float32).smallest_normal
 
 
-def evaluate(kernel, *, gradient, params, slots, scalars, arrays, out):
+def evaluate(kernel, *, gradient, params, out, slots=(), scalars=(), arrays=()):
     """Updates one chunk in place, as `jaxinf.kernels.CompiledKernel.run` does."""
     states = [decoded(state) for state in (params, *slots)]
     inputs = {
