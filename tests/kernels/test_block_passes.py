@@ -1,8 +1,4 @@
-"""A kernel's work on blocks beside the update: int8 codes and checksums.
-
-The headers are compiled separately, in each of their variants, not only this
-processor's.
-"""
+"""Checksums beside the update, in each variant of the headers on any processor."""
 
 import ctypes
 
@@ -10,7 +6,6 @@ import numpy as np
 import pytest
 from families import family
 
-from jaxinf.layout.codecs import decode_int8, encode_int8
 from jaxinf.native import toolchain
 from jaxinf.transfer import crc32c
 
@@ -19,17 +14,6 @@ SOURCE = """
 #include <algorithm>
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
-EXPORTED void encode(const float* x, long num, unsigned first, unsigned key,
-                       unsigned char* codes, float* scales) {
-  const jaxinf::FlushToZero section;
-  jaxinf::SideBySide none;
-  jaxinf::encode_blocks(x, 0, num, first, key, codes, scales, none);
-}
-EXPORTED void decode(const unsigned char* codes, const float* scales, long num,
-                       float* x) {
-  const jaxinf::FlushToZero section;
-  jaxinf::decode_blocks(codes, scales, 0, num, x);
-}
 // Three arrays, each of so many bytes, `step` at a time. `fold`: which of the
 // processor's, or -1 for none.
 EXPORTED void sums(const unsigned char* data, const long* num_bytes, long step,
@@ -72,55 +56,6 @@ def library(request, tmp_path_factory):
 
 def pointer(array):
     return array.ctypes.data_as(ctypes.c_void_p)
-
-
-def numbers(rng, kind):
-    """Draws arrays of any length and many magnitudes; denormals are zero."""
-    num = int(rng.integers(1, 1200))
-    exponents = rng.integers(-12, 3, num) + rng.integers(-20, 20)
-    x = (rng.standard_normal(num) * 10.0**exponents).astype(np.float32)
-    if kind == "positive":
-        x = np.abs(x)
-    elif kind == "zeros":
-        x[rng.integers(0, num, 5)], x[rng.integers(0, num, 5)] = 0.0, -0.0
-    elif kind == "no number":
-        odd = [np.nan, np.inf, -np.inf, 2.0**126, -(2.0**126), 2.0**127]
-        x[rng.integers(0, num)] = rng.choice(odd)
-    elif kind == "nothing":
-        x[:] = 0
-    x[np.abs(x) < np.finfo(np.float32).tiny] = 0
-    return x
-
-
-@pytest.mark.parametrize("kind", ["any", "positive", "zeros", "no number", "nothing"])
-def test_int8_blocks_have_numpys_bits(library, kind):
-    rng = np.random.default_rng(0)
-    for turn in range(300):
-        x = numbers(rng, kind)
-        first, key = (int(n) for n in rng.integers(0, 2**32, 2))
-        first -= first % 256 if turn % 4 else 0  # as in stores, or any
-        codes = np.empty((2, x.size), np.uint8)
-        expected, found = (np.empty(-(-x.size // 256), np.float32) for _ in range(2))
-        encode_int8(x, codes[0], expected, key, first)
-        library.encode(
-            pointer(x), ctypes.c_long(x.size), ctypes.c_uint(first),
-            ctypes.c_uint(key), pointer(codes[1]), pointer(found),
-        )  # fmt: skip
-        np.testing.assert_array_equal(codes[1], codes[0])
-        np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
-        back = np.empty_like(x)
-        library.decode(
-            pointer(codes[0]), pointer(found), ctypes.c_long(x.size), pointer(back)
-        )
-        np.testing.assert_array_equal(back, decode_int8(codes[0], found))
-
-
-@pytest.mark.parametrize("scale", [0.0, 1.0, -1.0, 3e-7, -7e29, 2.0**-126])
-def test_every_code_has_numpys_bits(library, scale):
-    codes, scales = np.arange(256, dtype=np.uint8), np.float32([scale])
-    found = np.empty(256, np.float32)
-    library.decode(pointer(codes), pointer(scales), ctypes.c_long(256), pointer(found))
-    np.testing.assert_array_equal(found, decode_int8(codes, scales))
 
 
 @pytest.mark.parametrize("fold", [-1, 0, 1, 2])

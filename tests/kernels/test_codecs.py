@@ -115,20 +115,29 @@ def test_bf16_has_the_same_bits_in_machine_code(level, kind, size, key, first):
 
 
 @pytest.mark.parametrize("level", levels())
-def test_bf16_is_not_finite_where_the_number_is_not(level):
+@pytest.mark.parametrize("scale", [0.0, 1.0, -1.0, 3e-7, -7e29, 2.0**-126])
+def test_every_int8_code_has_the_same_bits_in_machine_code(level, scale):
+    slot = CodedSlot(np.arange(256, dtype=np.uint8), np.float32([scale]))
+    expected = slot.decode()
+    np.testing.assert_array_equal(load(level, slot), expected)
+
+
+@pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize("make", [int8_slot, bf16_slot])
+def test_codes_are_not_finite_where_the_number_is_not(level, make):
     values = samples("normal", 1000)
     quiet, loud, negative = np.array([0x7FC00000, 0x7F800001, 0xFF800007], np.uint32)
     words = values.view(np.uint32)
     words[[3, 300, 301, 999]] = quiet, loud, negative, quiet
     values[[4, 302, 998]] = np.inf, -np.inf, np.inf
-    slot, wanted = bf16_slot(1000), bf16_slot(1000)
+    slot, wanted = make(1000), make(1000)
     run = compile_kernel(TRACE, level=level).run
     out, params = np.zeros_like(values), np.zeros_like(values)
     assert not run(gradient=values, params=params, slots=[slot], out=out)
     wanted.encode(values)
-    np.testing.assert_array_equal(
-        slot.codes.view(np.uint16), wanted.codes.view(np.uint16)
-    )
+    assert slot.codes.tobytes() == wanted.codes.tobytes()
+    if wanted.scales is not None:
+        np.testing.assert_array_equal(slot.scales, wanted.scales)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -227,11 +236,8 @@ def test_a_kernel_in_numpy_takes_coded_state():
 
 
 def test_codes_are_for_float32():
-    kernel = (
-        trace_update(optax.adam(0.1, mu_dtype="bfloat16"), np.zeros(8, np.float32))
-        .leaves[0]
-        .kernel
-    )
+    tx = optax.adam(0.1, mu_dtype="bfloat16")
+    kernel = trace_update(tx, np.zeros(8, np.float32)).leaves[0].kernel
     arrays = [np.zeros(8, np.float32) for _ in range(3)]
     with pytest.raises(TypeError, match="expects bfloat16, found codes of float32"):
         compiled(kernel).run(

@@ -71,25 +71,17 @@ def choosing(g, p):
 
 
 OPTIMIZERS = {
-    "adabelief": optax.adabelief(1e-2),
-    "adadelta": optax.adadelta(1e-2),
     "adagrad": optax.adagrad(0.1),
-    "adamax": optax.adamax(1e-2),
     "adamw": optax.adamw(1e-2, nesterov=True, eps_root=1e-9),
-    "adan": optax.adan(1e-2),
-    "amsgrad": optax.amsgrad(1e-2),
     "choosing": elementwise(choosing),
     "lion": optax.lion(1e-2, mu_dtype=jnp.bfloat16),
-    "multi_steps": optax.MultiSteps(optax.adamw(1e-2), 2),
-    "novograd": optax.novograd(1e-2),
     "optimistic_adam": optax.optimistic_adam_v2(1e-2),
     "radam": optax.radam(1e-2, threshold=2.0),
     "rmsprop": optax.rmsprop(1e-2, centered=True, momentum=0.9),
     "rprop": optax.rprop(1e-2),
-    "schedule_free": optax.contrib.schedule_free_adamw(1e-2),
     "transcendental": elementwise(transcendental),
-    "yogi": optax.yogi(1e-2),
 }
+"""Together they have every operation."""
 
 
 def probe(body):
@@ -153,30 +145,7 @@ def near_an_edge(equation, operands):
     )
 
 
-# Their equations have every operation of the others.
-IN_SHORT = ("adamw", "adagrad", "choosing", "lion", "optimistic_adam", "radam")
-IN_SHORT += ("rmsprop", "rprop", "transcendental")
-
-
-def operations(names):
-    params = [jnp.zeros(8)] * 2
-    updates = (trace_update(OPTIMIZERS[name], params) for name in names)
-    bodies = (lower(update.leaves[0].kernel) for update in updates)
-    return {equation.op for body in bodies for equation in body.equations}
-
-
-@pytest.mark.long
-def test_those_in_short_have_every_operation():
-    assert operations(IN_SHORT) == operations(OPTIMIZERS)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in IN_SHORT else pytest.mark.long)
-        for name in OPTIMIZERS
-    ],
-)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_each_equation_is_within_one_unit(name, record_property):
     kernel = trace_update(OPTIMIZERS[name], [jnp.zeros(8)] * 2).leaves[0].kernel
     body = lower(kernel)

@@ -1,12 +1,10 @@
-"""Kernels on chunks: where they may be cut, flushed denormals, the first state."""
+"""Kernels on chunks: flushed denormals, the first state."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from jaxinf.kernels import compiled, initialise
 from jaxinf.native import toolchain
@@ -41,23 +39,6 @@ def run(kernel, gradient, params, slots, scalars=SCALARS):
         scalars=scalars, out=out
     )  # fmt: skip
     return out, finite
-
-
-@settings(deadline=None, max_examples=20)
-@given(num=st.integers(1, 70000), cut=st.integers(0, 70000), seed=st.integers(0, 99))
-def test_a_chunk_may_be_cut_anywhere(num, cut, seed):
-    kernel, cut = adamw_kernel(), min(cut, num)
-    gradient, *whole = chunk(num, seed)
-    parts = [array.copy() for array in whole]
-    out, _ = run(kernel, gradient, whole[0], whole[1:])
-    outs = []
-    for part in (slice(0, cut), slice(cut, num)):
-        views = [array[part] for array in parts]
-        outs.append(run(kernel, gradient[part], views[0], views[1:])[0])
-
-    np.testing.assert_array_equal(np.concatenate(outs), out)
-    for left, right in zip(parts, whole, strict=True):
-        np.testing.assert_array_equal(left, right)
 
 
 def test_denormals_are_flushed():

@@ -102,6 +102,12 @@ def test_overflow_rounds_to_infinity_and_comes_back():
     np.testing.assert_array_equal(decoded, largest)
 
 
+def run_of(kernel, where):
+    is_reference = where == "numpy"
+    own = partial(evaluate, kernel)
+    return own if is_reference else compile_kernel(kernel, level=where).run
+
+
 def coded(values, remainders=True):
     """Returns master params in the form of a kernel's argument."""
     rest = np.zeros(values.size, np.int16) if remainders else None
@@ -116,9 +122,7 @@ def coded(values, remainders=True):
 def test_a_kernel_updates_split_params_as_plain_ones(where, size, out_dtype):
     template = np.zeros(8, np.float32)
     kernel = trace_update(optax.adamw(0.1), template).leaves[0].kernel
-    run = partial(evaluate, kernel)
-    if where != "numpy":
-        run = compile_kernel(kernel, level=where).run
+    run = run_of(kernel, where)
     rng = np.random.default_rng(size)
     params, gradient = (rng.standard_normal(size).astype(np.float32) for _ in "ab")
     state = [np.zeros(size, np.float32) for _ in range(2)]
@@ -141,9 +145,7 @@ def test_params_without_a_remainder_are_rounded_stochastically(where):
     """The same codes from C++ and NumPy, and their mean is the exact value."""
     size = 100_003
     kernel = trace_update(optax.sgd(1.0), np.zeros(8, np.float32)).leaves[0].kernel
-    run = partial(evaluate, kernel)
-    if where != "numpy":
-        run = compile_kernel(kernel, level=where).run
+    run = run_of(kernel, where)
     params, wanted = (coded(np.ones(size, np.float32), False) for _ in "ab")
     gradient = np.full(size, -0.3 / 128, np.float32)
     out = np.zeros(size, BF16)
@@ -159,9 +161,7 @@ def test_params_without_a_remainder_are_rounded_stochastically(where):
 @pytest.mark.parametrize("where", [*levels(), "numpy"])
 def test_params_that_no_update_touches_stay(where):
     kernel = trace_update(optax.set_to_zero(), np.zeros(8, np.float32)).leaves[0].kernel
-    run = partial(evaluate, kernel)
-    if where != "numpy":
-        run = compile_kernel(kernel, level=where).run
+    run = run_of(kernel, where)
     values = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
     params, out = coded(values), np.zeros(1000, BF16)
     run(gradient=values, params=params, out=out)

@@ -57,11 +57,8 @@ class Program:
     @cached_property
     def params(self) -> tuple[tuple[Piece, int], ...]:
         """The parts of params that it reads, in the order of its inputs, and bytes."""
-        return tuple(
-            (value.origin, aval_bytes(value.aval))
-            for value in self.inputs
-            if isinstance(value.origin, Piece)
-        )
+        own = (v for v in self.inputs if isinstance(v.origin, Piece))
+        return tuple((value.origin, value.num_bytes) for value in own)
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
@@ -69,11 +66,11 @@ class Program:
 
     @cached_property
     def input_bytes(self) -> tuple[int, ...]:
-        return tuple(aval_bytes(value.aval) for value in self.inputs)
+        return tuple(value.num_bytes for value in self.inputs)
 
     @cached_property
     def output_bytes(self) -> tuple[int, ...]:
-        return tuple(aval_bytes(value.aval) for value in self.outputs)
+        return tuple(value.num_bytes for value in self.outputs)
 
     def without_nodes(self) -> "Program":
         """Returns the program with no link to the graph, which can then be freed."""
@@ -93,7 +90,7 @@ class Program:
             if node.name in LIGHT:
                 largest = max(largest, num_bytes(own))
             else:
-                stays += [Stay(i, last[v] + 1, aval_bytes(v.aval)) for v in own]
+                stays += [Stay(i, last[v] + 1, v.num_bytes) for v in own]
         return int(occupancy(len(self.nodes), stays).max(initial=0)) + largest
 
 
@@ -171,25 +168,17 @@ def sum_programs(
     a sum differently if it computes its terms, too. Sums are in float32, or in the
     gradient's dtype if that is longer.
     """
-    if num_parts == 1:
-        return {}
 
-    def made(avals: tuple[Any, ...], *, is_first: bool, is_last: bool) -> Program:
-        count = num_parts if is_last else None
-        return keys.once(  # other cuts have the same ones
-            ("sum", avals, is_first, count),
-            lambda: _sum_program(avals, keys, is_first=is_first, count=count),
-        )
+    def made(avals: tuple[Any, ...], part: int) -> Program:
+        what = avals, part == 1, num_parts if part == num_parts - 1 else None
+        return keys.once(("sum", *what), lambda: _sum_program(keys, *what))
 
     gradients, sums = set(graph.gradients.values()), {}
     for program in (*programs.forward, *programs.backward, *programs.free):
-        if program is None or gradients.isdisjoint(program.outputs):
-            continue
-        avals = tuple(v.aval for v in program.outputs if v in gradients)
-        sums[program] = tuple(
-            made(avals, is_first=part == 1, is_last=part == num_parts - 1)
-            for part in range(1, num_parts)
-        )
+        own = [] if program is None else [v for v in program.outputs if v in gradients]
+        if program is not None and own and num_parts > 1:
+            avals = tuple(value.aval for value in own)
+            sums[program] = [made(avals, part) for part in range(1, num_parts)]
     return sums
 
 
@@ -200,7 +189,7 @@ def _quotient(total: jax.Array, count: jax.Array) -> jax.Array:
 
 
 def _sum_program(
-    avals: Sequence[Any], keys: Keys, *, is_first: bool, count: int | None
+    keys: Keys, avals: Sequence[Any], is_first: bool, count: int | None
 ) -> Program:
     """Returns what takes sums, then gradients, and the number of parts at the last.
 
