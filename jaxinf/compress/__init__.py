@@ -4,8 +4,12 @@ Invariant: the selection depends on the gradient, the store's chunks and the com
 alone, not on a run's memory, workers, CSDs or mesh.
 """
 
-from jaxinf.compress.blocks import compress_leaf, dense_leaf
-from jaxinf.compress.memory import SparsifyState, sparsify
+from jaxinf.compress.blocks import (
+    SparsifyState,
+    compress_leaf,
+    dense_leaf,
+    sparsify,
+)
 from jaxinf.compress.topk import Selection, TopK, ValueDType, parse_compression, top_k
 from jaxinf.compress.wire import SparseGradient, SparseLeaf
 
