@@ -5,7 +5,6 @@ same on every processor level of x86-64.
 """
 
 import functools
-import os
 import platform
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -187,7 +186,7 @@ def compiled(kernel: Kernel) -> CompiledKernel:
 
     The package contains the common optimizers; others are compiled once and kept in
     `toolchain.cache_directory`. Blocks while the compiler runs. Thread-safe; a process
-    finds each kernel once. ``JAXINF_KERNELS`` names a lower processor level.
+    finds each kernel once.
 
     Raises:
       UnsupportedTransformError: the kernel computes with integers of fewer than 32
@@ -305,8 +304,14 @@ _FOUND: dict[Kernel, CompiledKernel] = {}
 
 
 def _find(kernel: Kernel) -> CompiledKernel:
+    levels = toolchain.levels()
+    if not levels:
+        raise CsdError(
+            "kernels are C++ for x86-64 and aarch64: expected such a processor, found "
+            f"{platform.machine()}; train on another machine"
+        )
     try:
-        return compile_kernel(kernel, level=_level())
+        return compile_kernel(kernel, level=levels[0])
     except UnsupportedKernelError as error:
         raise UnsupportedTransformError(
             "the optimizer's kernel: expected float32 and 32-bit integers, to which "
@@ -317,20 +322,3 @@ def _find(kernel: Kernel) -> CompiledKernel:
             "the optimizer's kernel is not in this installation, and was not "
             f"compiled: {error}"
         ) from error
-
-
-def _level() -> str:
-    """The processor level of this process's kernels."""
-    available = toolchain.levels()
-    if not available:
-        raise CsdError(
-            "kernels are C++ for x86-64 and aarch64: expected such a processor, found "
-            f"{platform.machine()}; train on another machine"
-        )
-    level = os.environ.get("JAXINF_KERNELS", "").strip() or available[0]
-    if level not in available:
-        raise ValueError(
-            "JAXINF_KERNELS: expected a level of this processor, one of "
-            f"{', '.join(available)}, found {level!r}; unset it"
-        )
-    return level

@@ -393,13 +393,6 @@ def test_a_compiler_that_fails_is_quoted(run_python, tmp_path):
 
 
 @needs_levels
-def test_a_level_of_another_processor_is_refused(monkeypatch):
-    monkeypatch.setenv("JAXINF_KERNELS", "numpy")
-    with pytest.raises(ValueError, match=rf"one of .*{LEVELS[-1]}, found 'numpy'"):
-        compiled(unusual_kernel(factor=5.0))
-
-
-@needs_levels
 def test_kernels_of_narrow_integers_are_refused():
     """Integers of 8 bits have no lanes."""
 
