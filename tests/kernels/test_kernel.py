@@ -20,41 +20,21 @@ BFLOAT16 = jnp.bfloat16.dtype
 SCALARS = [np.float32(0.1), np.float32(0.001)]  # of adam: 1 - b1 ** t, 1 - b2 ** t
 
 
-def adamw_kernel():
-    return trace_update(optax.adamw(1e-2), jnp.zeros(8)).leaves[0].kernel
-
-
-def chunk(num, seed=0, num_arrays=4):
-    """Gradient, params, mu, nu."""
-    rng = np.random.default_rng(seed)
-    arrays = [rng.standard_normal(num, np.float32) for _ in range(num_arrays)]
-    arrays[-1] = np.abs(arrays[-1])
-    return arrays
-
-
-def run(kernel, gradient, params, slots, scalars=SCALARS):
-    out = np.empty(params.size, np.float32)
-    finite = compiled(kernel).run(
-        gradient=gradient, params=params, slots=slots,
-        scalars=scalars, out=out
-    )  # fmt: skip
-    return out, finite
-
-
 def test_denormals_are_flushed():
     tiny = np.float32(1e-40)
-    kernel = adamw_kernel()
+    adamw = trace_update(optax.adamw(1e-2), jnp.zeros(8)).leaves[0].kernel
     gradient = np.full(5, 1e-39, np.float32)
-    params, mu, nu = (np.full(5, tiny) for _ in range(3))
-    out, finite = run(kernel, gradient, params, [mu, nu])
-    assert finite
+    params, mu, nu, out = (np.full(5, tiny) for _ in range(4))
+    assert compiled(adamw).run(
+        gradient=gradient, params=params, slots=[mu, nu], scalars=SCALARS, out=out
+    )
     assert not mu.any()
     assert not nu.any()
 
     shrink = trace_update(optax.scale(0.5), jnp.zeros(8)).leaves[0].kernel
     gradient = np.array([1.5e-38, -1.5e-38, 4e-38, 0, np.nan], np.float32)
     params = np.array([0, tiny, -4e-38, tiny, 1], np.float32)
-    out, _ = run(shrink, gradient, params, [])
+    compiled(shrink).run(gradient=gradient, params=params, out=out)
     np.testing.assert_array_equal(out, np.float32([0, 0, 2e-38, 0, np.nan]))
     np.testing.assert_array_equal(params, np.float32([0, 0, -2e-38, 0, np.nan]))
 
@@ -101,7 +81,7 @@ def test_a_first_state_of_literals_and_params_needs_no_kernel(monkeypatch):
 
     tx = optax.GradientTransformation(init, lambda u, s, p=None: (u, s))
     kernel = trace_init(tx, jnp.zeros(6)).leaves[0].kernel
-    params = chunk(6)[1]
+    params = np.arange(6, dtype=np.float32)
     slots = [np.full(6, 7, dtype) for dtype in kernel.slot_dtypes]
     initialise(kernel, params=params, slots=slots)
     copy, zero = slots
