@@ -169,6 +169,7 @@ def test_a_run_gives_the_state_of_optax(open_store):
     _same((params, store.state(like=plain.init(PARAMS))), expected)
 
 
+@pytest.mark.long
 def test_schedule_free_params_are_those_of_optax(open_store):
     plain, store = optax.contrib.schedule_free_sgd(0.1), open_store()
     y, state = _steps(plain, PARAMS, plain.init(PARAMS), 0, 3)

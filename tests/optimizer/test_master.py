@@ -306,6 +306,7 @@ def test_no_master_converges_on_average(tmp_path):
     assert abs(mean - 1.002) < 2e-4
 
 
+@pytest.mark.long
 def test_the_choice_of_a_new_store(tmp_path):
     run(tmp_path / "store", 1)
     with pytest.raises(ValueError, match="master='device': expected 'auto' or 'none'"):

@@ -58,6 +58,7 @@ def test_adamw_with_a_schedule_of_steps(open_store, most, use_grad_mean):
     np.testing.assert_allclose(found["scale"], expected["scale"], 1e-6)
 
 
+@pytest.mark.long
 def test_only_the_last_micro_step_hands_the_sum_back(open_store):
     store, up_bytes = open_store(), []
 

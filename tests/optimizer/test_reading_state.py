@@ -27,6 +27,7 @@ def start(store, tx, num_steps=0):
     return tx, params, state
 
 
+@pytest.mark.long
 def test_hyperparams_are_read_and_set_as_in_optax(open_store):
     adam = optax.inject_hyperparams(optax.adam)(learning_rate=1e-2)
     tx, params, state = start(open_store(), adam)
@@ -52,6 +53,7 @@ def test_hyperparams_that_are_injected_around_the_store(open_store):
         np.testing.assert_allclose(updates["w"], -rate, rtol=1e-3)
 
 
+@pytest.mark.long
 def test_the_sum_of_accumulation_is_read_from_the_store(open_store):
     store = open_store()
     _, _, state = start(store, optax.MultiSteps(optax.adam(1e-2), 2), 1)

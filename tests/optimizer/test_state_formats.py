@@ -164,6 +164,7 @@ def step_eagerly(path):
         tx.update(params, tx.init(params), params)
 
 
+@pytest.mark.long
 def test_sums_of_gradients_are_not_coded(place):
     tx = optax.MultiSteps(optax.adamw(1e-2), 2)
     _, held, _ = run(place / "store", 2, state="int8", tx=tx)

@@ -101,6 +101,7 @@ def test_init_under_jit_and_update_in_scan_with_donation(open_store):
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(params))
 
 
+@pytest.mark.long
 def test_last_in_a_chain(open_store):
     def chain(tx):
         return optax.chain(optax.clip_by_global_norm(0.1), tx)

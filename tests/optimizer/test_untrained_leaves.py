@@ -182,6 +182,7 @@ def test_a_frozen_leaf_causes_no_traffic(open_store):
     )
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*given no params")
 @pytest.mark.parametrize(
     "form",

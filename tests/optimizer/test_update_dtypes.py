@@ -60,6 +60,7 @@ def differences(store, params):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", family(DTYPES, short=[jnp.bfloat16]))
 @pytest.mark.parametrize("scale", family([1e-4, 1e-2], short=[1e-2]))
 def test_small_updates_are_exact(tmp_path, dtype, scale):

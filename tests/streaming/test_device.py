@@ -242,6 +242,7 @@ def test_a_gradient_that_is_read_before_its_copy_has_ended_is_noticed(
         has_the_same_bits(*made_of, given, **options)
 
 
+@pytest.mark.long
 def test_a_pool_of_pinned_memory_that_is_full(late, streamed):
     """The step ends with XLA's error, the store stays as it was, and goes on."""
     program = ZOO["l2_penalty"](depth=3)

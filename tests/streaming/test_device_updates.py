@@ -86,6 +86,7 @@ def test_the_stores_bits_are_those_of_the_host(opened, name, dtype):
         assert_same(step, expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("durability", family([2, "checkpoint"], short=["checkpoint"]))
 def test_with_rare_commits_and_state_in_memory(opened, durability):
     plain = opened(None, "plain")
@@ -298,6 +299,7 @@ def test_the_host_never_waits_for_the_device(host_s, handled_s, device_s, every)
     assert assigning.interval(host_s, handled_s, device_s) == every
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("every", family([4, 0], short=[4]))
 def test_what_is_measured_is_logged_and_kept(opened, monkeypatch, caplog, every):
     found = []

@@ -120,6 +120,7 @@ def test_a_function_reads_the_last_finished_step(open_store):
         np.testing.assert_allclose(found, losses[1], rtol=1e-6)
 
 
+@pytest.mark.long
 def test_a_function_waits_for_the_updates_of_a_step(open_store, monkeypatch):
     program = ZOO["l2_penalty"](depth=2)
     step = started(program, open_store(**CHUNKS))

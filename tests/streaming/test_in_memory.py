@@ -121,6 +121,7 @@ def test_the_programs_own_orbax_saves_and_restores(tmp_path):
     assert_same_bits(second.params(), whole.params())
 
 
+@pytest.mark.long
 def test_results_survive_later_steps():
     program = ZOO["scan_nested"]()
     step = made(program)

@@ -126,6 +126,7 @@ def test_an_optimizer_is_that_of_optax(name, open_store):
     assert traffic.drive_write_bytes <= planned.drive_write_bytes
 
 
+@pytest.mark.long
 def test_what_optax_wraps_is_known_by_its_state(place):
     def loss_of(params, rows):
         return jnp.mean(rows @ params["w"])

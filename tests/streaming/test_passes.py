@@ -185,6 +185,7 @@ def test_slices_of_stacks(tx, open_store):
     assert_near(step.store.params(like=program.params), params, 2e-5)
 
 
+@pytest.mark.long
 def test_a_runner_combines_slices(open_store):
     """The norm of a stack that comes in slices counts each of them."""
     params, tx = {"s": jnp.zeros((3, 8, 5))}, optax.chain(CLIP, optax.sgd(0.1))
@@ -286,6 +287,7 @@ def test_compressed_as_without_streaming(compress, tx, open_store):
     assert_same_bits(streamed(open_store, tx, batches, compress=compress), params)
 
 
+@pytest.mark.long
 def test_a_compressed_gradient_that_is_not_finite(open_store):
     step = jaxinf.stream(
         linear,

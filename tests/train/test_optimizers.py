@@ -116,6 +116,7 @@ def test_norm_of_a_steps_gradients(boundaries, is_clipped):
     np.testing.assert_allclose(norm, expected, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_gradients_of_parts_are_those_of_the_whole():
     graphdef, params = split(make_model(TINY, rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(0)

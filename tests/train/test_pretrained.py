@@ -102,6 +102,7 @@ def test_round_trip_to_the_bit(place, name):
     assert before == after
 
 
+@pytest.mark.long
 def test_dtypes_of_params_and_of_an_export(place):
     tensors = write_folder(place / "hf", LLAMA, np.float16, num_files=1)
     words = ("--from", place / "hf", "--store", place / "s", "--steps", 0)

@@ -43,6 +43,7 @@ def test_bytes():
     assert (tokenizer.end, tokenizer.vocab_size) == (0, 256)
 
 
+@pytest.mark.long
 def test_bytes_import_no_package_of_the_extra():
     code = "import sys, jaxinf.train.data.texts as t; t.open_tokenizer(None);"
     code += "print({'transformers', 'tokenizers', 'pyarrow', 'PIL'} & {*sys.modules})"
