@@ -1,7 +1,6 @@
 """Card kernels, compiled for this machine: the host's bits in every variant."""
 
 import ctypes
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -247,15 +246,6 @@ def test_states_may_be_read_and_written_elsewhere(dense, compressed):
     for parts in (dense, compressed):
         chunk = make_chunk(*parts[:2], 5000)
         compare(*parts, chunk, in_place=False)
-
-
-def test_threads_do_not_meet(dense, compressed):
-    def run(seed):
-        for parts in (dense, compressed):
-            compare(*parts, make_chunk(*parts[:2], 100_000, seed))
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(run, range(8)))
 
 
 @pytest.mark.hls

@@ -145,26 +145,6 @@ def options(place, name):
             assert_near(found, store.params(like=params), 2e-5)
 
 
-def own_memory(place):
-    one = make("named")
-    losses = []
-    for name, options in [
-        ("host", {}),
-        ("device", {"device_memory_bytes": 32 << 20}),
-    ]:
-        is_host = memory.device_is_host if name == "host" else lambda device: False
-        with (
-            mock.patch.object(memory, "device_is_host", is_host),
-            opened(place, name) as store,
-        ):
-            step = streamed(one, store, **options)
-            step.load(one.params, batch=one.batch)
-            losses.append((trained(step, one, 3), store.params(like=one.params)))
-            assert_moves_as_planned(step)
-            assert losses[-1][0] == losses[0][0]
-            assert_same_bits(losses[-1][1], losses[0][1])
-
-
 def other_sizes(place):
     """The smallest device of a mesh limits what a step and a function have of each."""
     one = make("named")
@@ -442,7 +422,6 @@ if __name__ == "__main__":
     serve(
         training,
         options,
-        own_memory,
         other_sizes,
         replicas,
         function,

@@ -69,11 +69,6 @@ def test_replicas_share_the_memory_that_was_read_into(on_four):
 
 
 @pytest.mark.long
-def test_devices_with_memory_of_their_own(on_four):
-    on_four("own_memory")
-
-
-@pytest.mark.long
 def test_the_smallest_device_counts(on_four):
     on_four("other_sizes")
 
