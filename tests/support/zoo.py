@@ -316,20 +316,6 @@ def _experts(depth: int = 2, num_experts: int = 3) -> dict[str, Any]:
 
 
 @program
-def moe_dense() -> Program:
-    """Every expert on every row, weighted."""
-
-    def loss(params: Any, batch: Any) -> jax.Array:
-        x = batch["x"]
-        for layer in params.values():
-            weights = jax.nn.softmax(x @ layer["router"])
-            x = x + jnp.einsum("re,eio,ri->ro", weights, layer["experts"], x)
-        return mean_square(x, batch["y"])
-
-    return Program(loss, _experts(), rows())
-
-
-@program
 def moe_map() -> Program:
     """One expert after another, by lax.map."""
 
