@@ -74,7 +74,7 @@ class Run:
 
 
 def found(store):
-    leaves = store._manifest.leaves
+    leaves = engine_of(store).directory.manifest.leaves
     names = [(s.name, leaf) for leaf in leaves for s in leaf.states if not s.is_beside]
     return {(n, leaf.name): store.read(n, leaf.name) for n, leaf in names}
 

@@ -39,7 +39,7 @@ def bind(driver, leaf, state):
 
 
 def read_raw(driver, leaf, state):
-    record = next(r for r in driver.store._manifest.leaves if r.name == leaf)
+    record = next(r for r in driver.opened.directory.manifest.leaves if r.name == leaf)
     with StepReader(driver.store.path / "current") as reader:
         list(reader.stored(record, record.state(state), 0))
 
@@ -82,7 +82,7 @@ CASES += [("trace", use) for use in ALL]
 def test_a_flipped_bit_is_refused(drive, capsys, place, state, use, leaf, where):
     driver = drive(leaves=LEAVES).init()
     number = list(LEAVES).index(leaf)
-    record = driver.store._manifest.leaves[number].state(state)
+    record = driver.opened.directory.manifest.leaves[number].state(state)
     last = driver.opened.directory.state_bytes(number, 0, record) - 1
     driver.close()
     flip(driver, leaf, state, 0 if where == "first" else last)

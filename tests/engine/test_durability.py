@@ -35,7 +35,7 @@ def test_a_crash_costs_the_steps_since_the_last_commit(
     drive, place, durability, committed
 ):
     driver = drive(durability=durability).init().steps(7)
-    driver.store._engine.join()
+    driver.engine.join()
     assert driver.store.step == committed
     crashed = reopened(drive, driver, place)
     assert crashed.store.step == committed
@@ -50,11 +50,11 @@ def test_a_crash_costs_the_steps_since_the_last_commit(
 
 def test_the_committed_slot_is_not_touched_between_commits(drive):
     driver = drive(durability=5).init().steps(5)
-    driver.store._engine.join()
+    driver.engine.join()
     committed = driver.store.path / "current"
     before = driver.found(committed.resolve())
     driver.steps(4)
-    driver.store._engine.join()
+    driver.engine.join()
     for name, arrays in driver.found(committed.resolve()).items():
         for held, then in zip(arrays, before[name], strict=True):
             np.testing.assert_array_equal(held, then)
@@ -69,7 +69,7 @@ def test_what_shows_the_store_commits_first(drive, show):
         store.wait()
     elif show == "close":
         store.close()
-        assert store._engine.opened.commit.step == 3
+        assert driver.opened.commit.step == 3
         return
     elif show == "snapshot":
         with store.snapshot() as path:
@@ -99,7 +99,7 @@ def test_a_step_given_up_over_uncommitted_ones_says_what_is_lost(drive):
     driver = drive(durability=10).init().steps(3)
     driver.update([0])
     with pytest.raises(StoreError, match="step 4 was given up") as caught:
-        driver.store._engine.opened.abandon()
+        driver.engine.opened.abandon()
     note = "3 finished steps since the commit of step 0 are lost"
     assert any(note in text for text in caught.value.__notes__)
     with pytest.raises(StoreError, match="step 4 was given up"):
@@ -110,14 +110,14 @@ def test_a_step_given_up_over_uncommitted_ones_says_what_is_lost(drive):
 def test_the_first_step_after_a_commit_can_be_given_up(drive):
     driver = drive(durability=2).init().steps(2)
     driver.update([0, 1])
-    driver.store._engine.opened.abandon()
+    driver.engine.opened.abandon()
     driver.steps(3).check(5)
 
 
 def test_an_error_says_how_many_steps_it_costs(drive):
     driver = drive(durability=10).init().steps(4)
-    driver.store._engine.join()
-    driver.store._engine.health.fail(error := OSError("the drive is gone"))
+    driver.engine.join()
+    driver.engine.health.fail(error := OSError("the drive is gone"))
     with pytest.raises(OSError, match="the drive is gone") as caught:
         driver.close()
     assert caught.value is error

@@ -39,15 +39,15 @@ def methods(driver):
         lambda: store.step,
         lambda: store.skipped_steps,
         lambda: store.payload,
-        lambda: store._manifest,
+        lambda: driver.engine.directory,
         lambda: store.params(driver.initial),
         lambda: store.read("params", "bias"),
         lambda: store.snapshot().__enter__(),
         lambda: store.annotate(99, None),
         store.check,
         store.wait,
-        lambda: driver.store._engine.opened.update(driver.at, driver.part(0)),
-        lambda: driver.store._engine.opened.finish(driver.at, [], 0),
+        lambda: driver.engine.opened.update(driver.at, driver.part(0)),
+        lambda: driver.engine.opened.finish(driver.at, [], 0),
     ]
 
 
@@ -158,7 +158,7 @@ def test_errors_of_callers_stop_the_workers(drive):
     part = driver.part(0)
     part.probe[...] = 77
     with pytest.raises(DivergedParamsError):
-        driver.store._engine.opened.update(1, part)
+        driver.engine.opened.update(1, part)
     check_all_raise(driver, driver.engine.health.error)
     driver.close()
     drive().init().check(1)
@@ -172,9 +172,9 @@ def test_many_threads_get_the_same_exception(drive):
 
     def update(number):
         try:
-            driver.store._engine.opened.update(2, driver.part(number))
+            driver.engine.opened.update(2, driver.part(number))
             driver.store.wait()
-            driver.store._engine.opened.finish(2, [], 0)
+            driver.engine.opened.finish(2, [], 0)
         except BaseException as error:
             raised.append(error)
 
@@ -266,10 +266,10 @@ def test_what_arrives_late_of_a_step_that_failed(drive):
     with pytest.raises(StoreIOError, match=r"params\.half/c/0/0") as caught:
         driver.update([3])
     with pytest.raises(StoreIOError) as again:
-        driver.store._engine.opened.update(3, late)
+        driver.engine.opened.update(3, late)
     assert again.value is caught.value
     driver.close()
-    for action in (lambda: driver.store._engine.opened.update(3, late), driver.finish):
+    for action in (lambda: driver.engine.opened.update(3, late), driver.finish):
         with pytest.raises(StoreIOError) as again:
             action()
         assert again.value is caught.value
@@ -278,5 +278,5 @@ def test_what_arrives_late_of_a_step_that_failed(drive):
     reopened.at = 3
     reopened.engine.bind(reopened.description)
     with pytest.raises(StaleStateError, match="of step 2, the store is at step 3"):
-        reopened.store._engine.opened.update(2, late)
-    assert reopened.store._engine.opened._step is None
+        reopened.engine.opened.update(2, late)
+    assert reopened.engine.opened._step is None

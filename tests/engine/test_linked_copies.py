@@ -32,7 +32,7 @@ def linked_copy(driver):
 @pytest.mark.parametrize("durability", family(["step", 4, "checkpoint"], short=[4]))
 def test_a_copy_between_steps(drive, durability):
     driver = drive(durability=durability, **OPTIONS).init().steps(2)
-    driver.store._engine.join()
+    driver.engine.join()
     committed = driver.opened.commit.step
     copy, before = linked_copy(driver)
     driver.steps(3).check(5)
@@ -55,7 +55,7 @@ def test_a_copy_in_the_middle_of_a_chunk(drive, durability):
     """Subgroups that were written before the copy are still there after it."""
     options = OPTIONS | {"num_workers": 1}  # a copy takes names that stay
     driver = drive(durability=durability, **options).init().steps(2)
-    driver.store._engine.join()
+    driver.engine.join()
     write, copies, num_writes = driver.opened.csds[0].write, [], 0
 
     def copying(transfers):
@@ -68,7 +68,7 @@ def test_a_copy_in_the_middle_of_a_chunk(drive, durability):
 
     driver.opened.csds[0].write = copying
     driver.steps(1)
-    driver.store._engine.join()
+    driver.engine.join()
     assert copies
     driver.opened.csds[0].write = write
     driver.steps(3).check(6)

@@ -11,7 +11,7 @@ import pytest
 from jaxinf.engine import SubgroupLayout
 from jaxinf.engine.chunks import ChunkTable
 from jaxinf.engine.executor import make_mover
-from jaxinf.errors import StoreClosedError, StoreIOError
+from jaxinf.errors import StoreClosedError
 from jaxinf.layout import subgroups
 from jaxinf.transfer import Failure, Task
 
@@ -231,56 +231,6 @@ def test_a_prefetch_before_the_end_of_a_step_is_not_used_after_it(rig):
     item.mover.end_step()
     item.mover.run(item.tasks(source="b", stores=()))
     assert all(value % 256 == 1 for _, value in item.seen[10:])
-
-
-@pytest.mark.parametrize("action", ["acquire", "read", "write"])
-def test_all_who_wait_get_the_first_error(rig, action):
-    item = rig(memory_pages=8 * 8)
-    error = StoreIOError("the first")
-    item.csd.fail_on[action] = error
-    waiting = [in_thread(lambda: item.mover.run(item.tasks())) for _ in range(3)]
-    raised = [join() for join in waiting]
-    if action != "write":  # a write comes after the result
-        assert all(found is error for found in raised)
-    del item.csd.fail_on[action]
-    for call in (item.mover.drain, lambda: item.mover.run(item.tasks())):
-        with pytest.raises(StoreIOError) as caught:
-            call()
-        assert caught.value is error
-    assert item.failure.error is error
-    assert len(item.seen) < 30
-
-
-def test_the_first_error_wins(rig):
-    item = rig()
-    errors = [ValueError("one"), KeyError("two")]
-    barrier = threading.Barrier(2)
-
-    def fail(number):
-        def compute(csd, buffer, tells):
-            barrier.wait(TIMEOUT_S)
-            raise errors[number]
-
-        return compute
-
-    tasks = [item.task(item.layouts[n], compute=fail(n)) for n in range(2)]
-    with pytest.raises((ValueError, KeyError)) as caught:
-        item.mover.run(tasks)
-    assert any(caught.value is error for error in errors)
-    with pytest.raises(type(caught.value)) as again:
-        item.mover.drain()
-    assert again.value is caught.value
-
-
-def test_an_error_of_a_prefetch_stops_the_store(rig):
-    item = rig()
-    item.csd.fail_on["read"] = error = StoreIOError("ahead")
-    item.mover.prefetch(item.tasks())
-    while item.failure.error is None:
-        time.sleep(0.001)
-    with pytest.raises(StoreIOError) as caught:
-        item.mover.run(item.tasks(loads=()))
-    assert caught.value is error
 
 
 def test_a_failure_from_outside_stops_what_has_not_begun(rig):

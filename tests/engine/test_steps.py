@@ -157,7 +157,7 @@ def test_frozen_leaves_cost_nothing(drive, num_csds):
             if name != "warm":
                 start = driver.initial[name]
                 part = type(part)(**{**vars(part), "probe": start.ravel()[:8]})
-            driver.store._engine.opened.update(driver.at, part)
+            driver.engine.opened.update(driver.at, part)
             if name == "half":
                 np.testing.assert_array_equal(part.out, driver.initial[name])
             elif name == "cold":
@@ -188,9 +188,9 @@ def test_abandoned_steps_leave_no_trace(drive, num_csds):
     for step in range(4):
         for order in (None, [3, 1], []):
             driver.update(order, gradient=np.nan)
-            assert driver.store._engine.opened._step is not None or order == []
-            driver.store._engine.opened.abandon()
-            assert driver.store._engine.opened._step is None
+            assert driver.engine.opened._step is not None or order == []
+            driver.engine.opened.abandon()
+            assert driver.engine.opened._step is None
             driver.check(step)
         driver.update()
         driver.finish(skipped_steps=3 * step)
@@ -200,10 +200,10 @@ def test_abandoned_steps_leave_no_trace(drive, num_csds):
 
 def test_an_update_says_whether_the_gradient_is_finite(drive):
     driver = drive(leaves=LARGE, memory_bytes=1 << 20).init()
-    assert driver.store._engine.opened.update(0, driver.part(0)) == [True]
+    assert driver.engine.opened.update(0, driver.part(0)) == [True]
     part = driver.part(0)
     part.gradient[4, 99_999] = np.inf
-    assert driver.store._engine.opened.update(0, part) == [False]
+    assert driver.engine.opened.update(0, part) == [False]
 
 
 def test_a_computation_that_failed_elsewhere_may_run_again(drive):
@@ -240,9 +240,9 @@ def test_a_step_needs_all_leaves(drive):
 def test_states_of_other_steps_are_refused(drive):
     driver = drive().init().steps(2)
     with pytest.raises(StaleStateError, match=r"of step 1, the store is at step 2"):
-        driver.store._engine.opened.update(1, driver.part(0))
+        driver.engine.opened.update(1, driver.part(0))
     with pytest.raises(StaleStateError, match=r"of step 3, the store is at step 2"):
-        driver.store._engine.opened.finish(3, [], 0)
+        driver.engine.opened.finish(3, [], 0)
 
 
 @pytest.mark.parametrize("number", [0, 1, 3, 4])
@@ -251,7 +251,7 @@ def test_other_params_are_refused(drive, number):
     part = driver.part(number)
     part.probe[...] += 1
     with pytest.raises(DivergedParamsError, match="are not those that init was given"):
-        driver.store._engine.opened.update(0, part)
+        driver.engine.opened.update(0, part)
 
 
 def test_shards_that_cut_chunks_are_refused(drive):
