@@ -26,7 +26,6 @@ from jaxinf.engine.opened import StoreRun
 from jaxinf.engine.opening import begin_anew, create, open_place, plan, roll_back
 from jaxinf.engine.optax_state import load_step
 from jaxinf.engine.options import StoreOptions
-from jaxinf.engine.retention import archive, check_room
 from jaxinf.engine.shape import StoreShape
 from jaxinf.engine.state import FirstParams, finish_initialisation, initialise
 from jaxinf.engine.steps import StepEngine
@@ -39,7 +38,14 @@ from jaxinf.errors import (
 from jaxinf.layout import choose_grid
 from jaxinf.processes import Group, end_unless
 from jaxinf.program import StateLayout
-from jaxinf.store import CarriedArray, CommitRecord, ScalarState, StoreDirectory
+from jaxinf.store import (
+    CarriedArray,
+    CommitRecord,
+    ScalarState,
+    StoreDirectory,
+    checkpoint_names,
+    save_checkpoint,
+)
 from jaxinf.typing import PyTree
 
 _LOG = logging.getLogger("jaxinf")
@@ -229,7 +235,6 @@ class Engine(StoreRun):
                     opened.directory, description, _ONE_EACH if self._bound else ""
                 )
                 check_division(opened.directory, description)
-                check_room(self.options.num_kept, opened.directory)
                 needs = kernel_needs(description, opened.directory.manifest)
                 opened.fleet.check(needs)
             self._bound.append(description)
@@ -266,12 +271,18 @@ class Engine(StoreRun):
             )
             check_same(opened.directory, description, remedy)
             if step := opened.commit.step:
+                names = set(checkpoint_names(opened.directory))
+                name, number = f"step-{step}-before-restart", 1
+                while name in names:
+                    number += 1
+                    name = f"step-{step}-before-restart-{number}"
+                save_checkpoint(opened.directory, name)
                 _LOG.warning(
                     "%s: restarted at step 0; the run that was there is kept at step "
                     "%d as the checkpoint %r",
                     path,
                     step,
-                    archive(opened.directory, step),
+                    name,
                 )
             self._is_restarted = True
             self._opened = begin_anew(self, opened)

@@ -101,8 +101,8 @@ def open_store(
       keep_steps: ``k`` or ``(k, n)``. Steps that are multiples of k are kept as
         checkpoints named by their step, with any `durability`; with k = 0
         `Store.checkpoint` alone makes some. Of all that are named by their step the
-        last n (by default 2) stay, and with n = 0 all. `init` checks that there is room
-        for 2 + n states. By default none is made, and all stay.
+        last n (by default 2) stay, and with n = 0 all. A new store is made if there is
+        room for 2 + n states. By default none is made, and all stay.
       export_every, export_to: each step that is a multiple of the first is exported
         to ``URL/STEP`` (``file://``, ``gs://``, ``s3://``) in a thread beside training;
         docs/checkpoints.md, "Exports beside training". `Store.exports` shows what came

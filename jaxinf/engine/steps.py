@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -22,7 +22,6 @@ from jaxinf.csd import CsdFleet
 from jaxinf.engine.divergence import stale_state
 from jaxinf.engine.opened import OpenStore, StoreRun
 from jaxinf.engine.requests import KeptLeaf, SlotRequest, UpdateRequest
-from jaxinf.engine.retention import remove_surplus
 from jaxinf.engine.update_tasks import (
     RequestedUpdate,
     nan_scalar_error,
@@ -37,6 +36,8 @@ from jaxinf.store import (
     CommitRecord,
     ScalarState,
     StoreDirectory,
+    checkpoint_names,
+    remove_checkpoint,
     save_checkpoint,
 )
 from jaxinf.transfer import ByteCounts, Task, idle, span, timeline
@@ -90,6 +91,30 @@ class _Step:
     nan_scalars: tuple[str, ...] = ()
     is_finite: bool = True
     repeats: bool = False
+
+
+def remove_surplus(directory: StoreDirectory, num_kept: int, made: str) -> None:
+    """Removes the checkpoints that no longer stay, now that one was made.
+
+    Only those named by their number are removed.
+
+    Args:
+      num_kept: how many stay of these; 0 for all.
+      made: name of the one just made.
+    """
+    if made.isdecimal():
+        for old in surplus(checkpoint_names(directory), num_kept, int(made)):
+            remove_checkpoint(directory, old)
+
+
+def surplus(names: Iterable[str], num_kept: int, step: int) -> list[str]:
+    """Returns the checkpoints that go when a step has been kept.
+
+    Those of later steps are of another run, which went back.
+    """
+    numbers = sorted(int(n) for n in names if n.isdecimal() and n == str(int(n)))
+    held = [str(number) for number in numbers if number <= step]
+    return held[:-num_kept] if num_kept else []
 
 
 class StepEngine(OpenStore):

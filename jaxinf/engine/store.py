@@ -25,8 +25,7 @@ from jaxinf.engine.exports import ExportInfo
 from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.optax_state import placed_leaves, scalar_array
 from jaxinf.engine.reading import check_like, read_array, read_leaf
-from jaxinf.engine.retention import remove_surplus
-from jaxinf.engine.steps import LAST_STEP, StepMetrics
+from jaxinf.engine.steps import LAST_STEP, StepMetrics, remove_surplus
 from jaxinf.errors import ProcessError
 from jaxinf.interrupts import raise_kept
 from jaxinf.program import is_trained, trained
@@ -93,12 +92,6 @@ class Store:
         return commit.skipped_steps if commit else 0
 
     @property
-    def committed_at(self) -> str | None:
-        """The time of the last commit, UTC; None for a new store."""
-        commit = self._last_commit()
-        return commit.committed_at if commit else None
-
-    @property
     def payload(self) -> JsonValue:
         """The payload of the last committed step; see `annotate`."""
         commit = self._last_commit()
@@ -123,22 +116,19 @@ class Store:
     @property
     def metrics(self) -> StepMetrics | None:
         """Time and traffic of the last step committed by this process."""
-        engine = self._engine
-        return engine.opened.metrics if engine.has_files else None
+        return self._engine.opened.metrics if self._engine.has_files else None
 
     def metrics_of(self, step: int) -> StepMetrics | None:
         """Time and traffic of a step; None if not one of this process's last eight.
 
         Waits for the step's commit, and for no later one.
         """
-        engine = self._engine
-        return engine.opened.metrics_of(step) if engine.has_files else None
+        return self._engine.opened.metrics_of(step) if self._engine.has_files else None
 
     @property
     def peak_memory_bytes(self) -> int:
         """The peak use of the memory budget so far."""
-        engine = self._engine
-        return engine.opened.fleet.peak_bytes if engine.has_files else 0
+        return self._engine.opened.fleet.peak_bytes if self._engine.has_files else 0
 
     # --- its arrays ----------------------------------------------------------------
 
@@ -337,15 +327,12 @@ class Store:
         """
         with self._at_last_step(state) as opened:
             directory, given = opened.directory, name or str(self.step)
-            held = checkpoint_names(directory)
-            replaces = overwrite or name is None
-
-            def save() -> str:
-                return save_checkpoint(directory, name, overwrite=replaces)
-
+            held, replaces = checkpoint_names(directory), overwrite or name is None
             try:
-                what = f"checkpoint {given} of step {self.step}"
-                made = opened.group.in_all(what, save)
+                made = opened.group.in_all(
+                    f"checkpoint {given} of step {self.step}",
+                    lambda: save_checkpoint(directory, name, overwrite=replaces),
+                )
             except ProcessError:
                 if given not in held and given in checkpoint_names(directory):
                     remove_checkpoint(directory, given)

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from jaxinf.engine.retention import surplus
+from jaxinf.engine.steps import surplus
 from jaxinf.errors import StoreIOError, StoreMismatchError, StoreSpaceError
 from jaxinf.store import seal, verify_step
 
