@@ -22,7 +22,6 @@ from jaxinf.store import (
     Slot,
     StoreDirectory,
     corrupt_chunk,
-    file_checksum,
     other_slot,
 )
 from jaxinf.transfer import crc32c_combine
@@ -215,24 +214,6 @@ class ChunkTable:
     def is_in_memory(self, layout: SubgroupLayout, state: int) -> bool:
         """Whether the newest version of a chunk's state is not on the drive."""
         return bool(self._is_in_memory[self._entry(layout, state)])
-
-    def check_file(self, layout: SubgroupLayout, state: int) -> None:
-        """Reads and verifies a whole chunk that may have been read in part; blocks.
-
-        One that is only in memory was verified when it was read.
-
-        Raises:
-          StoreCorruptError: the chunk is damaged.
-        """
-        if self.is_in_memory(layout, state):
-            return
-        slot = self.source(layout, state)
-        entry = self._entry(layout, state)
-        file = self._directory.chunk_file(slot, *layout.place(state))
-        expected = self._sums[entry]
-        found = file_checksum(file, self._lengths[entry])
-        if found != expected:
-            raise self._corrupt(layout, state, slot, expected, found)
 
     def checksums(self) -> dict[str, Array]:
         """Checksums of the newest version of every chunk, by array name."""

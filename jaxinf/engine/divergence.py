@@ -4,16 +4,11 @@ Invariant: zeros and denormals count as equal, as JAX on a CPU flushes denormals
 """
 
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from jaxinf.engine.chunks import ChunkTable
-from jaxinf.engine.shape import SubgroupLayout
 from jaxinf.errors import DivergedParamsError, StaleStateError, StoreMismatchError
-from jaxinf.layout import gather
-from jaxinf.store import CommitRecord, StepReader, StoreDirectory
 from jaxinf.typing import Array
 
 UPDATE, INIT_WITH_OTHERS = 0, 1
@@ -30,47 +25,6 @@ FROM_STORE = (
     "= tx.init(params)"
 )
 """Another one: an open store that has made steps refuses a second `init`."""
-
-
-def compare_chunk(
-    directory: StoreDirectory,
-    chunks: ChunkTable,
-    layout: SubgroupLayout,
-    params: Array,
-    origin: Sequence[int],
-    *,
-    is_first: bool,
-) -> None:
-    """Checks that params equal a chunk, except for zeros and denormals.
-
-    Reads the chunk again. It is called when a checksum has shown a difference.
-
-    Args:
-      params: the leaf or a shard of it, in the dtype of the store's params.
-      origin: index in the leaf of the array's first element.
-      is_first: as for `diverged_error`.
-
-    Raises:
-      DivergedParamsError: they differ; names the place.
-      StoreCorruptError: the chunk is damaged.
-    """
-    subgroup = layout.subgroup
-    record = directory.manifest.leaves[subgroup.leaf]
-    slot = chunks.source(layout, 0)
-    newest = CommitRecord(step=0, scalar_state=(), checksums=chunks.checksums())
-    found = None
-    step = directory.step_path(slot)
-    with StepReader(step, newest, directory=directory) as reader:
-        for piece in reader.stored(record, record.states[0], subgroup.chunk):
-            held = piece.values
-            given = gather(params, piece.chunk, tuple(origin), piece.start, held.size)
-            if found is None and not same_values(held, given):
-                first = int(np.argmax(held != given))
-                few = slice(first, first + 3)
-                values = given[few].copy(), held[few].copy()
-                found = diverged_error(record.name, *values, is_first=is_first)
-    if found is not None:  # the chunk is not damaged
-        raise found
 
 
 def same_values(a: Array, b: Array, *, bound: float = 0.0) -> bool:

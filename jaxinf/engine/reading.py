@@ -20,7 +20,6 @@ from jaxinf.engine.sharding import (
     own_parts,
     put_together,
 )
-from jaxinf.engine.update_tasks import AT_ONCE
 from jaxinf.errors import StoreError, StoreMismatchError
 from jaxinf.layout import Chunk, covers, scatter, target_view
 from jaxinf.program import leaf_infos
@@ -36,6 +35,9 @@ from jaxinf.store import (
     schedule_free_params,
 )
 from jaxinf.typing import Array, PyTree
+
+AT_ONCE = frozenset({0})
+"""States that streamed steps write in any case: programs read params from the drive."""
 
 
 class StateReader:
@@ -91,32 +93,32 @@ class StateReader:
             if numbers:
                 _read_chunks(self._opened, reader, leaf, out, origin, numbers, states)
 
-    def close(self) -> None:
-        """Frees the memory."""
-        for reader in self._readers.values():
-            reader.__exit__()
-
     def __enter__(self) -> "StateReader":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        for reader in self._readers.values():
+            reader.__exit__()
 
 
-class ParamsReader(StateReader):
+class ParamsReader:
     """Reads the master params for programs, or their average; see `StateReader`."""
 
     def __init__(
         self, opened: OpenStore, memory_bytes: int, *, average: bool = False
     ) -> None:
-        super().__init__(opened, memory_bytes)
-        self._is_average = average
+        self._opened, self._is_average = opened, average
+        self._states = StateReader(opened, memory_bytes)
         opened.mover.write_at_once(AT_ONCE)  # read from the drive here
 
     def read(self, leaf: int, out: Array, origin: Sequence[int]) -> None:
         """Reads a box of a leaf; blocks. As `StateReader.read`."""
         states = self._opened.averaged(leaf) if self._is_average else (0,)
-        super().read(leaf, out, origin, *states)
+        self._states.read(leaf, out, origin, *states)
+
+    def close(self) -> None:
+        """Frees the memory."""
+        self._states.__exit__()
 
 
 def read_feedback(

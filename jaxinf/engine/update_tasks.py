@@ -14,20 +14,25 @@ import numpy as np
 
 from jaxinf.compress import SparseGradient, SparseLeaf
 from jaxinf.csd import Csd, CsdBuffer, Rounding, ScalarInputs, Update, is_idle
-from jaxinf.engine.divergence import compare_chunk, diverged_error, same_values
+from jaxinf.engine.divergence import diverged_error, same_values
 from jaxinf.engine.opened import OpenStore
+from jaxinf.engine.reading import StateReader
 from jaxinf.engine.requests import SlotRequest, Updater, UpdateRequest
 from jaxinf.engine.shape import StoreShape, SubgroupLayout
 from jaxinf.errors import NonFiniteScalarError, StoreMismatchError
 from jaxinf.kernels import scalars_used, specialise, state_read
-from jaxinf.layout import covers, gather, rounding_of_chunk, scatter, target_view
+from jaxinf.layout import (
+    Chunk,
+    covers,
+    gather,
+    rounding_of_chunk,
+    scatter,
+    target_view,
+)
 from jaxinf.program import Kernel
 from jaxinf.store import ERROR_FEEDBACK, ScalarState, StoreDirectory, dtype_of
 from jaxinf.transfer import Task
 from jaxinf.typing import Array
-
-AT_ONCE = frozenset({0})
-"""States that streamed steps write in any case: programs read params from the drive."""
 
 
 class RequestedUpdate:
@@ -136,9 +141,9 @@ class RequestedUpdate:
         if reads_params:
             master, probe = csd.view(buffer, layout.extents[0]), request.probe
             if params is not None:
-                self._compare(layout, master, params)
+                self._compare(layout, master, params, is_read=False)
             elif not offset and chunk.start == origin and probe.size:
-                self._compare(layout, master[: probe.size], probe)
+                self._compare(layout, master[: probe.size], probe, is_read=False)
         out = None
         if request.out is not None:
             out = target_view(request.out, chunk, origin, offset, num)
@@ -178,14 +183,22 @@ class RequestedUpdate:
         self._opened.meters.add(link_down_bytes=down, link_up_bytes=up)
         return checksums
 
-    def _compare(self, layout: SubgroupLayout, master: Array, given: Array) -> None:
+    def _compare(
+        self, layout: SubgroupLayout, master: Array, given: Array, *, is_read: bool
+    ) -> None:
+        """Refuses params that differ from the master of a subgroup, or of its chunk.
+
+        Args:
+          is_read: whether all of the chunk was read, and is not damaged.
+        """
         stored = master.astype(given.dtype, copy=False)
         bits = np.dtype(f"u{given.itemsize}")  # twice as fast as numbers
         places = np.flatnonzero(stored.view(bits) != given.view(bits))
         stored, given = stored[places], given[places]
         if not same_values(stored, given, bound=self._inexact or 0.0):
-            if self._is_unchanged(layout):
-                self._opened.chunks.check_file(layout, 0)  # damage would explain it
+            is_in_memory = self._opened.chunks.is_in_memory(layout, 0)
+            if not is_read and not is_in_memory and self._is_unchanged(layout):
+                self._stored_chunk(layout)  # damage would explain it
             name = self._opened.name(self._request.leaf)
             few = given[:3], stored[:3]
             raise diverged_error(name, *few, is_first=self._step == 1)
@@ -194,18 +207,27 @@ class RequestedUpdate:
         """Checks that the params used equal those that the last step stored.
 
         Their checksum is from the pass of the update, whose results are not stored yet.
+        If it differs, zeros and denormals may be all that does.
         """
-        opened, request = self._opened, self._request
-        if not opened.chunks.matches(layout, 0, checksum):
+        if not self._opened.chunks.matches(layout, 0, checksum):
+            chunk, held = self._stored_chunk(layout)
             assert self._given is not None
-            compare_chunk(
-                opened.directory,
-                opened.chunks,
-                layout,
-                self._given,
-                request.origin,
-                is_first=self._step == 1,
-            )
+            origin, num = self._request.origin, chunk.num_elements
+            given = gather(self._given, chunk, origin, 0, num)
+            self._compare(layout, held, given, is_read=True)
+
+    def _stored_chunk(self, layout: SubgroupLayout) -> tuple[Chunk, Array]:
+        """Reads the master params of a subgroup's chunk, as stored.
+
+        Raises:
+          StoreCorruptError: the chunk is damaged.
+        """
+        directory, leaf = self._opened.directory, layout.subgroup.leaf
+        chunk = directory.chunks[leaf][layout.subgroup.chunk]
+        held = np.empty(chunk.extent, layout.extents[0].dtype)
+        with StateReader(self._opened) as reader:
+            reader.read(leaf, held, chunk.start, 0)
+        return chunk, held.reshape(-1)
 
 
 def recall_tasks(opened: OpenStore, request: SlotRequest) -> list[Task]:
