@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from jaxinf.documents import shown
 from jaxinf.train.data.errors import DataError, shown_names
-from jaxinf.train.data.records import PLAIN_TEXT, Record
+from jaxinf.train.data.files import PLAIN_TEXT, Record
 
 ExampleKind: TypeAlias = Literal["text", "dialogue", "labelled"]
 Text: TypeAlias = str | bytes

@@ -1,22 +1,29 @@
-"""Data files: found by name, folder and glob, and opened as text.
+"""Data files: found by name, folder and glob, and read as records.
 
 Invariant: the files found depend on the file system alone, are sorted, and occur once.
 A file's format is seen from its suffix and its content; no packed byte, and no byte
-order mark, is ever taken for data.
+order mark, is ever taken for data. A record knows its file and line, so that errors can
+name them. A batch of a table is validated in full before its first use, and only
+columns that are used are read.
 """
 
 import glob
 import gzip
 import io
+import json
 import os
 import re
 import sysconfig
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
-from jaxinf.train.data.errors import DataError
+from jaxinf.documents import shown
+from jaxinf.train.data.errors import DataError, refusing, shown_names
 from jaxinf.transfer import MACHINE_MEMORY_BYTES
+
+PLAIN_TEXT = ""  # the field of a plain text file; users cannot give this name
+_ROWS_AT_ONCE = 1024
 
 # Tests and generated tables, which are neither prose nor programs.
 _SKIPPED_LIBRARY_DIRS = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -87,7 +94,7 @@ def _walk(root: Path, skipped: Collection[str] = ()) -> Iterator[Path]:
         yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
-def format_of(path: Path) -> str:
+def _format_of(path: Path) -> str:
     """Returns ``lines`` of JSON, ``json``, ``parquet`` or ``text``.
 
     Raises:
@@ -120,7 +127,7 @@ def _is_data(path: Path) -> bool:
     return is_text or head.startswith((_GZIP, _PARQUET)) or _suffix(path) == ".parquet"
 
 
-def open_file(path: Path) -> IO[bytes]:
+def _open_file(path: Path) -> IO[bytes]:
     """Opens a text file: unpacked, without a byte order mark.
 
     Raises:
@@ -142,7 +149,7 @@ def open_file(path: Path) -> IO[bytes]:
     return file
 
 
-def read_whole(path: Path, file: IO[bytes]) -> bytes:
+def _read_whole(path: Path, file: IO[bytes]) -> bytes:
     """Reads the rest of a file.
 
     Raises:
@@ -162,3 +169,91 @@ def read_whole(path: Path, file: IO[bytes]) -> bytes:
 def _head(path: Path) -> bytes:
     with path.open("rb") as file:
         return file.read(_SNIFFED_BYTES)
+
+
+# --- records -------------------------------------------------------------------------
+
+
+class Record(NamedTuple):
+    """One record.
+
+    Attributes:
+      where: file and line, or file and row, for the beginning of an error.
+      fields: fields by name. A plain text file is one record with one field of bytes.
+      unread: names of a table's other columns.
+    """
+
+    where: str
+    fields: Mapping[str, Any]
+    unread: Sequence[str] = ()
+
+
+def read_records(path: Path, used: Collection[str]) -> Iterator[Record]:
+    """Yields the records of a file, in order.
+
+    A text file is one record, or none if it is empty; a .json file that is no list,
+    too.
+
+    Args:
+      used: names of the columns to read of a table.
+
+    Raises:
+      DataError: the file is malformed, or not of a kind that is read; names the line
+        or row.
+      OSError: the file cannot be read.
+    """
+    kind = _format_of(path)
+    if kind == "parquet":
+        yield from _rows(path, used)
+        return
+    with refusing(f"{path}: expected a whole file of {kind}"), _open_file(path) as file:
+        if kind == "lines":
+            for number, line in enumerate(file, 1):
+                where = f"{path}:{number}"
+                yield _record(where, _parsed(line.rstrip(b"\r\n"), where, "line"))
+        elif text := _read_whole(path, file):
+            if kind == "json" and text.lstrip()[:1] == b"[":
+                for number, fields in enumerate(_parsed(text, str(path), "file"), 1):
+                    yield _record(f"{path}: item {number}", fields)
+            else:
+                yield Record(str(path), {PLAIN_TEXT: text})
+
+
+def _parsed(text: bytes, where: str, part: str) -> Any:
+    wanted = "a JSON object" if part == "line" else "a list in JSON"
+    with refusing(f"{where}: expected {wanted}", f"mend or remove the {part}"):
+        return json.loads(text)
+
+
+def _record(where: str, fields: Any) -> Record:
+    if isinstance(fields, dict):
+        return Record(where, fields)
+    raise DataError(
+        f"{where}: expected a JSON object with named fields, found {shown(fields)}"
+    )
+
+
+def _rows(path: Path, used: Collection[str]) -> Iterator[Record]:
+    """Yields the rows of a Parquet file."""
+    number = 0
+    with refusing(f"{path}: expected a file of parquet", "save it again"):
+        import pyarrow.dataset as dataset
+
+        table = dataset.dataset(str(path), format="parquet")
+        columns = [name for name in table.schema.names if name in used]
+        if len(set(columns)) < len(columns):
+            raise DataError(
+                f"{path}: expected each column once, found {shown_names(columns)}"
+            )
+        unread = tuple(sorted(set(table.schema.names) - set(columns)))
+        for batch in table.to_batches(
+            columns=columns,
+            batch_size=_ROWS_AT_ONCE,
+            batch_readahead=1,
+            fragment_readahead=1,
+            use_threads=False,
+        ):
+            batch.validate(full=True)  # offsets outside it could end the process
+            for fields in batch.to_pylist():
+                number += 1
+                yield Record(f"{path}: row {number}", fields, unread)

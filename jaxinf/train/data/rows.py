@@ -1,24 +1,24 @@
-"""Rows of a fixed length out of sequences of any length, and what is loaded of them.
+"""Rows of a fixed length out of token ids, and what is loaded of a run's data.
 
-    windows    all sequences one after another, cut at equal lengths
-    packed     as many whole sequences as fit
+    windows    all texts one after another, cut at equal lengths
+    packed     as many whole examples as fit
     pairs      a source and its answer, each padded
-    single     one sequence and its label, padded
+    single     one example and its label, padded
 
 `segments` numbers the documents of a row from 1, with 0 for padding; a model masks
 attention between documents. Lengths of rows are in tokens.
 
-Invariant: row number n is a function of the sequences and the length alone.
+Invariant: row number n is a function of the examples and the length alone.
 """
 
 import bisect
 import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from jaxinf.train.data.sequences import Sequences
 from jaxinf.train.data.tokenizer import Tokenizer
 from jaxinf.typing import Array, JsonValue
 
@@ -27,6 +27,37 @@ RowMap: TypeAlias = Callable[[Row, np.random.Generator], Row]
 
 _CHOSEN = 0.15
 _MASKED, _RANDOM = 0.8, 0.9  # the last tenth stays
+
+
+class Encoded(NamedTuple):
+    """One example as ids.
+
+    Attributes:
+      tokens: uint8 to uint32 [n].
+      is_learned: bool [n].
+      label: -1 for none; a class's name until all are known.
+      token_types: uint8 [n], the number of each token's text; None for one text.
+      num_uncut: number of tokens before a cut; 0 if it is the number of tokens.
+    """
+
+    tokens: Array
+    is_learned: Array
+    label: int | str = -1
+    token_types: Array | None = None
+    num_uncut: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_uncut or self.tokens.size
+
+    def digest(self) -> bytes:
+        """SHA-256 of its content."""
+        digest = hashlib.sha256(f"{self.tokens.dtype} {self.label} ".encode())
+        digest.update(np.ascontiguousarray(self.tokens).data)
+        digest.update(np.packbits(self.is_learned).data)
+        if self.token_types is not None:
+            digest.update(self.token_types.data)
+        return digest.digest()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,57 +99,107 @@ class TrainingData:
     example: str = ""
 
 
-def windows(sequences: Sequences, seq_len: int, *, is_causal: bool) -> Rows:
-    """Returns runs of the concatenated sequences, without overlap.
+# --- many examples -------------------------------------------------------------------
+
+
+def all_of(tokens: Array) -> Array:
+    """Returns True for each token, in no memory."""
+    return np.broadcast_to(np.True_, tokens.shape)
+
+
+def split_tokens(
+    parts: Sequence[Encoded], share: float
+) -> tuple[list[Encoded], list[Encoded]]:
+    """Splits a share of the tokens off at the end, which may cut a text."""
+    ends = np.cumsum([part.tokens.size for part in parts])
+    at = int(ends[-1]) - int(ends[-1] * share)
+    number = int(np.searchsorted(ends, at))
+    cut = at - (int(ends[number - 1]) if number else 0)
+    first, last = [*parts[:number]], [*parts[number + 1 :]]
+    for half, tokens in ((first, slice(cut)), (last, slice(cut, None))):
+        ids = parts[number].tokens[tokens]
+        if ids.size:
+            place = 0 if half is last else len(half)
+            half.insert(place, Encoded(ids, all_of(ids)))
+    return first, last
+
+
+def fingerprint(parts: Sequence[Encoded]) -> str:
+    """SHA-256 of everything, in hexadecimal."""
+    digest = hashlib.sha256()
+
+    def add(arrays: Sequence[Array]) -> None:
+        digest.update(f"{arrays[0].dtype} {sum(a.size for a in arrays)};".encode())
+        for array in arrays:
+            digest.update(np.ascontiguousarray(array).data)
+
+    add([part.tokens for part in parts])
+    if all(part.is_learned.all() for part in parts):
+        digest.update(b"all;")
+    else:
+        add([part.is_learned for part in parts])
+    add([np.cumsum([part.tokens.size for part in parts], dtype=np.int64)])
+    add([np.array([part.label for part in parts], np.int32)])
+    for part in parts:
+        if part.token_types is not None:
+            digest.update(part.token_types.data)
+    return digest.hexdigest()
+
+
+# --- rows ----------------------------------------------------------------------------
+
+
+def windows(parts: Sequence[Encoded], seq_len: int, *, is_causal: bool) -> Rows:
+    """Returns runs of the concatenated texts, without overlap.
 
     Args:
       is_causal: whether rows have `targets`, the next token of each, and `weights`, 0
-        for a target in another document or one not to be learned.
+        for a target in another document.
     """
+    flat = np.concatenate([part.tokens for part in parts] or [np.zeros(0, np.uint8)])
+    ends = np.cumsum([part.tokens.size for part in parts], dtype=np.int64)
 
     def row(number: int) -> Row:
         start, size = number * seq_len, seq_len + is_causal
-        part = slice(start, start + size)
-        tokens = sequences.tokens[part].astype(np.int32)
-        ends = sequences.ends
-        first = np.searchsorted(ends, part.start, side="right")
-        last = np.searchsorted(ends, part.stop, side="left")
+        tokens = flat[start : start + size].astype(np.int32)
+        first = np.searchsorted(ends, start, side="right")
+        last = np.searchsorted(ends, start + size, side="left")
         begins = np.zeros(size, np.int32)
         begins[ends[first:last] - start] = 1  # the next document begins
         segments = np.cumsum(begins, dtype=np.int32) + 1
         if not is_causal:
             return {"tokens": tokens, "segments": segments}
-        is_learned = sequences.is_learned[part][1:] & (segments[1:] == segments[:-1])
         return {
             "tokens": tokens[:-1],
             "targets": tokens[1:],
-            "weights": is_learned.astype(np.float32),
+            "weights": (segments[1:] == segments[:-1]).astype(np.float32),
             "segments": segments[:-1],
         }
 
-    return Rows(max(0, (sequences.tokens.size - is_causal) // seq_len), row)
+    return Rows(max(0, (flat.size - is_causal) // seq_len), row)
 
 
-def packed(sequences: Sequences, seq_len: int, pad: int) -> Rows:
-    """Packs whole sequences into rows; longer ones are cut at the row's end.
+def packed(parts: Sequence[Encoded], seq_len: int, pad: int) -> Rows:
+    """Packs whole examples into rows; longer ones are cut at the row's end.
 
     Args:
-      sequences: the sequences to pack, each of at least two tokens.
+      parts: examples, each of at least two tokens.
     """
     # Every token but the last is an input, and every one but the first a target.
-    lengths = np.diff(sequences.ends, prepend=0) - 1
-    starts, sizes = sequences.ends - lengths - 1, np.minimum(lengths, seq_len)
+    sizes = np.array([min(part.tokens.size - 1, seq_len) for part in parts])
     plan = plan_rows(sizes, seq_len)
 
     def row(number: int) -> Row:
         members = plan[number]
-        places = np.concatenate([starts[m] + np.arange(sizes[m]) for m in members])
-        weights = sequences.is_learned[places + 1]
+        own = [(parts[member], sizes[member]) for member in members]
+        tokens = [part.tokens[:size] for part, size in own]
+        targets = [part.tokens[1 : size + 1] for part, size in own]
+        weights = [part.is_learned[1 : size + 1] for part, size in own]
         segments = np.repeat(np.arange(1, len(members) + 1), sizes[members])
         return {
-            "tokens": _padded(sequences.tokens[places], seq_len, pad),
-            "targets": _padded(sequences.tokens[places + 1], seq_len, pad),
-            "weights": _padded(weights, seq_len, 0, np.float32),
+            "tokens": _padded(np.concatenate(tokens), seq_len, pad),
+            "targets": _padded(np.concatenate(targets), seq_len, pad),
+            "weights": _padded(np.concatenate(weights), seq_len, 0, np.float32),
             "segments": _padded(segments, seq_len, 0),
         }
 
@@ -126,50 +207,50 @@ def packed(sequences: Sequences, seq_len: int, pad: int) -> Rows:
 
 
 def pairs(
-    sources: Sequences, answers: Sequences, seq_len: int, *, pad: int, start: int
+    examples: Sequence[Sequence[Encoded]], seq_len: int, *, pad: int, start: int
 ) -> Rows:
     """Returns a source for the encoder, and its answer for the decoder, in each row.
 
     Args:
-      answers: the sequences to learn, in the same order.
+      examples: a source and the answer to learn, each.
       start: id before an answer.
     """
 
     def row(number: int) -> Row:
-        answer = _alone(answers[number][0], seq_len, pad)
+        source, answer = (_alone(x.tokens, seq_len, pad) for x in examples[number])
         return {
-            **_alone(sources[number][0], seq_len, pad),
+            **source,
             "decoder_tokens": np.append(np.int32(start), answer["tokens"][:-1]),
             "decoder_segments": answer["segments"],
             "targets": answer["tokens"],
             "weights": answer["segments"].astype(np.float32),
         }
 
-    return Rows(len(sources), row)
+    return Rows(len(examples), row)
 
 
-def single(sequences: Sequences, seq_len: int, pad: int) -> Rows:
-    """Returns one sequence a row, cut at its end, with its label, int32 []."""
+def single(parts: Sequence[Encoded], seq_len: int, pad: int) -> Rows:
+    """Returns one example a row, cut at its end, with its label, int32 []."""
 
     def row(number: int) -> Row:
-        part, types = sequences.part(number), sequences.token_types
-        found = _alone(sequences.tokens[part], seq_len, pad)
-        found["labels"] = np.array(sequences.labels[number], np.int32)
-        if types is not None:
-            found["token_types"] = _padded(types[part], seq_len, 0)
+        part = parts[number]
+        found = _alone(part.tokens, seq_len, pad)
+        found["labels"] = np.array(part.label, np.int32)
+        if part.token_types is not None:
+            found["token_types"] = _padded(part.token_types, seq_len, 0)
         return found
 
-    return Rows(len(sequences), row)
+    return Rows(len(parts), row)
 
 
 def plan_rows(lengths: Array, seq_len: int) -> Sequence[Sequence[int]]:
-    """Assigns sequences to rows, the longest first, each to the row with the best fit.
+    """Assigns examples to rows, the longest first, each to the row with the best fit.
 
     Args:
       lengths: int [num], each of 1 to `seq_len`.
 
     Returns:
-      The numbers of the sequences of each row.
+      The numbers of the examples of each row.
     """
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (free tokens, row), sorted

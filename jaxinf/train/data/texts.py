@@ -1,9 +1,18 @@
-"""Turns texts into rows: reads, encodes, holds a part out, packs."""
+"""Turns texts into rows.
 
+    files ─► records ─► examples ─► token ids ─► sorted, a part held out ─► rows
+
+Invariant: all examples of a run are of one kind, which suits its task. They are ordered
+by the SHA-256 of their content alone. This mixes them, so that the held-out tail is
+like the rest.
+"""
+
+import dataclasses
 import hashlib
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, islice, pairwise, zip_longest
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 from jaxinf_models import TaskName
@@ -11,17 +20,41 @@ from jaxinf_models import TaskName
 from jaxinf.terminal import printable
 from jaxinf.train.data import rows as forms
 from jaxinf.train.data.errors import DataError, shown_names
-from jaxinf.train.data.examples import Label, num_classes, numbered
-from jaxinf.train.data.files import find_files, standard_library_files
-from jaxinf.train.data.reading import Reader
-from jaxinf.train.data.sequences import Encoded, Sequences
-from jaxinf.train.data.tokenizer import open_tokenizer
+from jaxinf.train.data.examples import (
+    Example,
+    ExampleKind,
+    Label,
+    example_of,
+    field_map,
+    num_classes,
+    numbered,
+    used_fields,
+)
+from jaxinf.train.data.files import find_files, read_records, standard_library_files
+from jaxinf.train.data.rows import Encoded, all_of
+from jaxinf.train.data.tokenizer import FolderTokenizer, Tokenizer, open_tokenizer
 from jaxinf.train.options import HELD_OUT_SHARE, DataOptions
 
 # A row of the longest example would otherwise take any memory.
 _MOST_USUAL_TOKENS = 1024
 _ROUNDED_TO = 16
+_EXAMPLES_AT_ONCE = 1024  # in each call of the tokenizer
 _SHOWN_CHARS, _SHOWN_RUNS, _SHOWN_CLASSES = 120, 8, 20
+
+_EXPECTED: dict[TaskName, tuple[ExampleKind, ...]] = {
+    "causal-lm": ("text", "dialogue"),
+    "masked-lm": ("text",),
+    "seq2seq": ("dialogue",),
+    "classification": ("labelled",),
+}
+_MEANT = {
+    "text": "text",
+    "dialogue": "prompts and responses, or messages",
+    "labelled": "a text and its label",
+}
+
+_Examples: TypeAlias = list[tuple[Encoded, ...]]
+"""Of each example one part, or a source and its answer."""
 
 
 def load_texts(
@@ -50,52 +83,53 @@ def load_texts(
         held_files, others = find_files(options.validation)
         left_out += others
 
-    reader = Reader(options, task, tokenizer, num_token_types)
+    reader = _Reader(options, task, tokenizer, num_token_types)
     most = seq_len or min(_MOST_USUAL_TOKENS, most_tokens or _MOST_USUAL_TOKENS)
-    encoded = reader.read(files, "--data", most)
-    is_text, example = reader.kind == "text", _shown_example(reader, encoded[0])
+    train = reader.read(files, "--data", most)
+    is_text, example = reader.kind == "text", _shown_example(reader, train[0])
     if seq_len is None:
-        seq_len = _usual_length(encoded, most, is_text * (share or HELD_OUT_SHARE))
-    classes, notes = dict[Label, int](), list[str]()
-    train = _sequences(reader, encoded, "--data", seq_len, classes, notes)
-    if held_files:
-        encoded = reader.read(held_files, "--validation", seq_len)
-        held = _sequences(reader, encoded, "--validation", seq_len, classes, notes)
-    else:
-        halves = [part.split(share or 0, by_tokens=is_text) for part in train]
-        train, held = map(list, zip(*halves, strict=True))
-    rows = _rows(reader, train, seq_len, "train")
-    held_rows = _rows(reader, held, seq_len, "validation")
+        seq_len = _usual_length(train, most, is_text * (share or HELD_OUT_SHARE))
+    train = reader.ordered(train, "--data", seq_len)
+    if share is None:
+        held = reader.read(held_files, "--validation", seq_len)
+        held = reader.ordered(held, "--validation", seq_len)
+    elif is_text:
+        halves = forms.split_tokens([part for (part,) in train], share)
+        train, held = ([(part,) for part in half] for half in halves)
+    else:  # at least one of several
+        num_held = max(int(len(train) > 1), int(len(train) * share))
+        train, held = train[: len(train) - num_held], train[len(train) - num_held :]
+    rows = [
+        _rows(reader, part, seq_len, name)
+        for part, name in ((train, "train"), (held, "validation"))
+    ]
 
-    unit, nums = "examples", [len(train[0]), len(held[0])]
+    unit, nums = "examples", [len(train), len(held)]
     if is_text:
         unit = "bytes" if tokenizer.name == "bytes" else "tokens"
-        nums = [train[0].tokens.size, held[0].tokens.size]
-    prints = " ".join(part.fingerprint() for part in (*train, *held))
-    num_labels = None
-    if reader.kind == "labelled":
-        num_labels = num_classes([*train[0].labels.tolist(), *held[0].labels.tolist()])
+        nums = [sum(part.num_tokens for (part,) in half) for half in (train, held)]
+    sides = [side for half in (train, held) for side in zip(*half, strict=True)]
+    prints = " ".join(map(forms.fingerprint, sides))
+    labels = [part.label for part in chain(*sides) if isinstance(part.label, int)]
     return forms.TrainingData(
-        train=rows,
-        validation=held_rows,
-        row_map=_masking(reader) if task == "masked-lm" else None,
+        train=rows[0],
+        validation=rows[1],
+        row_map=_masking(tokenizer) if task == "masked-lm" else None,
         tokenizer=tokenizer,
-        num_labels=num_labels,
+        num_labels=num_classes(labels) if reader.kind == "labelled" else None,
         description=f"{nums[0]:,} {unit} to train on, {nums[1]:,} to validate",
         identity={
-            "rows": [len(rows), len(held_rows)],
+            "rows": [*map(len, rows)],
             "tokenizer": tokenizer.fingerprint,
             "sha256": hashlib.sha256(prints.encode()).hexdigest(),
         },
-        notes=(*_named(classes), *notes, *_remarks(reader, left_out)),
+        notes=tuple(_remarks(reader, left_out)),
         seq_len=seq_len,
         example=example,
     )
 
 
-def _usual_length(
-    encoded: Sequence[tuple[Encoded, ...]], most: int, held_share: float
-) -> int:
+def _usual_length(encoded: _Examples, most: int, held_share: float) -> int:
     """Returns the tokens of the longest example, within limits.
 
     Args:
@@ -108,81 +142,33 @@ def _usual_length(
     return max(2, min(longest, most))
 
 
-def _sequences(
-    reader: Reader,
-    encoded: list[tuple[Encoded, ...]],
-    flag: str,
-    seq_len: int,
-    classes: dict[Label, int],
-    notes: list[str],
-) -> list[Sequences]:
-    """Returns one list of sequences, or sources and answers in the same order."""
-    if reader.kind == "labelled":
-        numbers = numbered([one.label for (one,) in encoded], classes, flag)
-        both = zip(encoded, numbers, strict=True)
-        encoded = [(one._replace(label=number),) for (one,), number in both]
-    if reader.kind != "text":
-        encoded = _fitting(reader, encoded, flag, seq_len, notes)
-    encoded.sort(key=lambda parts: [part.digest() for part in parts])
-    return [Sequences.of(side) for side in zip(*encoded, strict=True)]
-
-
-def _fitting(
-    reader: Reader,
-    encoded: list[tuple[Encoded, ...]],
-    flag: str,
-    seq_len: int,
-    notes: list[str],
-) -> list[tuple[Encoded, ...]]:
-    """Leaves out examples whose answers begin after the cut, and notes cuts."""
-    limit, kept = seq_len, encoded
-    if reader.kind == "dialogue" and not reader.is_apart:
-        limit += 1  # the last target has no place of its own
-        kept = [parts for parts in encoded if parts[0].is_learned[1:limit].any()]
-    if not kept:
-        starts = [1 + int(np.argmax(p[0].is_learned[1:])) for p in encoded]
-        raise DataError(
-            f"{flag}: expected an answer within --seq-len {seq_len} tokens, "
-            f"found {len(encoded):,} examples whose answers all begin later, the "
-            f"first after {min(starts):,} tokens; give a --seq-len above that"
-        )
-    if num := sum(any(p.num_tokens > limit for p in parts) for parts in encoded):
-        notes.append(
-            f"{num:,} examples are longer than --seq-len {seq_len} and are cut there"
-        )
-    if num := len(encoded) - len(kept):
-        notes.append(f"{num:,} of those have no answer before the cut and are left out")
-    return kept
-
-
 def _rows(
-    reader: Reader, parts: Sequence[Sequences], seq_len: int, name: str
+    reader: "_Reader", examples: _Examples, seq_len: int, name: str
 ) -> forms.Rows:
-    one, pad = parts[0], reader.tokenizer.pad
+    pad, parts = reader.tokenizer.pad, [example[0] for example in examples]
     if reader.kind == "text":
         is_causal = reader.task == "causal-lm"
-        rows = forms.windows(one, seq_len, is_causal=is_causal)
+        rows = forms.windows(parts, seq_len, is_causal=is_causal)
         if not len(rows):
             need = f"seq_len + 1 = {seq_len + 1}" if is_causal else f"{seq_len}"
             raise DataError(
                 f"expected at least {need} tokens of {name} text, got "
-                f"{one.tokens.size}; name more text or shorten the sequence"
+                f"{sum(part.num_tokens for part in parts)}; name more text or shorten "
+                "the sequence"
             )
         return rows
-    if not len(one):
+    if not examples:
         raise DataError(
             f"expected at least one {name} example, got none; name more data, or "
             "what to hold out with --validation"
         )
     if reader.is_apart:
-        start = reader.tokenizer.start
-        return forms.pairs(one, parts[1], seq_len, pad=pad, start=start)
+        return forms.pairs(examples, seq_len, pad=pad, start=reader.tokenizer.start)
     form = forms.single if reader.kind == "labelled" else forms.packed
-    return form(one, seq_len, pad)
+    return form(parts, seq_len, pad)
 
 
-def _masking(reader: Reader) -> forms.RowMap:
-    tokenizer = reader.tokenizer
+def _masking(tokenizer: Tokenizer) -> forms.RowMap:
     if tokenizer.mask is None:
         raise DataError(
             f"--tokenizer {tokenizer.name}: --task masked-lm needs a mask token "
@@ -192,17 +178,211 @@ def _masking(reader: Reader) -> forms.RowMap:
     return forms.masking(mask=tokenizer.mask, special=special, vocab_size=num_ids)
 
 
+# --- reading -------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Reader:
+    """How the texts of a run are read, and what reading finds.
+
+    Attributes:
+      num_types: types of tokens that the model tells apart; 0 for none.
+      first: the first example of the training data, once it is read.
+      unused: fields of records without a use.
+      num_json: files of JSON that are read as text.
+      classes: numbers of the training data's labels.
+      notes: what is cut or left out.
+    """
+
+    options: DataOptions
+    task: TaskName
+    tokenizer: Tokenizer
+    num_types: int
+    first: Example | None = None
+    unused: set[str] = dataclasses.field(default_factory=set)
+    num_json: int = 0
+    classes: dict[Label, int] = dataclasses.field(default_factory=dict)
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def kind(self) -> ExampleKind:
+        assert self.first is not None
+        return self.first.kind
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether sources and answers are apart, as for T5."""
+        return self.task == "seq2seq"
+
+    def read(self, files: Sequence[Path], flag: str, most: int) -> _Examples:
+        """Reads files.
+
+        Args:
+          flag: names the files, for errors.
+          most: most tokens of a labelled text or a source; more are cut.
+
+        Raises:
+          DataError: there is no example, or one that does not suit the run, or the
+            tokenizer cannot read it.
+        """
+        found: _Examples = []
+        coming = self._examples(files, flag)
+        while group := list(islice(coming, _EXAMPLES_AT_ONCE)):
+            encoded = self._classified if self.kind == "labelled" else self._learned
+            for example, parts in zip(group, encoded(group, most), strict=True):
+                if not all(part.tokens.size for part in parts):
+                    raise DataError(f"{example.where}: expected text, found none")
+                found.append(parts)
+        if not found or self.first is None:
+            raise DataError(
+                f"{flag}: expected {_MEANT[_EXPECTED[self.task][0]]}, found "
+                f"{len(files)} file(s) without a record"
+            )
+        if self.options.fields and not self.first.fields:
+            raise DataError(
+                f"--fields {self.options.fields}: the data has no records, but text; "
+                "leave it out"
+            )
+        return found
+
+    def _examples(self, files: Sequence[Path], flag: str) -> Iterator[Example]:
+        mapping = field_map(self.options.fields)
+        used = used_fields(mapping)
+        for record in chain.from_iterable(read_records(path, used) for path in files):
+            example = example_of(record, mapping, self.unused)
+            self.first = self.first or example
+            if problem := self._problem(self.first, example, flag):
+                raise DataError(f"{example.where}: {problem}")
+            self.num_json += example.where.endswith(".json")
+            yield example
+
+    def _problem(self, first: Example, example: Example, flag: str) -> str:
+        """Returns why an example does not suit the run; nothing if it does."""
+        kind, expected = example.kind, _EXPECTED[self.task]
+        if kind != first.kind:
+            return (
+                f"expected records of one kind, found {_MEANT[kind]} after those of "
+                f"{first.where}, which are {first.kind}; train on them one after the "
+                "other"
+            )
+        if kind not in expected:
+            meant = " or ".join(_MEANT[one] for one in expected)
+            return f"--task {self.task} expects {meant}, {flag} has {_MEANT[kind]}"
+        if kind == "labelled" and len(example.texts) != len(first.texts):
+            where = first.where
+            return (
+                f"expected a field 'text_pair' in all records, or in none, as {where}"
+            )
+        if self.is_apart and example.messages:
+            return "--task seq2seq expects a prompt and a response, found messages"
+        if kind == "text" and self.options.loss_on == "all":
+            return "--loss-on all: texts are learned whole; leave it out"
+        if example.messages and not self.tokenizer.has_template:
+            return (
+                "expected prompt and response, found messages, whose form is a chat "
+                f"template's, which {self.tokenizer.name} lacks: give --tokenizer a "
+                "folder with chat_template.jinja, or copy that of the model's chat "
+                "variant beside its tokenizer.json"
+            )
+        return ""
+
+    def _learned(
+        self, group: Sequence[Example], most: int
+    ) -> Iterator[tuple[Encoded, ...]]:
+        """Yields examples whose last text is learned, behind a prompt if it has one."""
+        learn_all, tokenizer = self.options.loss_on == "all", self.tokenizer
+        is_whole = self.is_apart or self.kind == "text"
+        own = [example for example in group if not example.messages]
+        prompts = [(e.where, e.texts[0]) for e in own if len(e.texts) == 2]
+        limit = most if self.is_apart else None
+        both = zip_longest(
+            tokenizer.encode(prompts, is_whole=True, most=limit),
+            tokenizer.encode([(e.where, e.texts[-1]) for e in own], is_whole=is_whole),
+        )
+        for example in group:
+            if example.messages:
+                assert isinstance(tokenizer, FolderTokenizer)
+                yield (Encoded(*tokenizer.conversation(example, learn_all=learn_all)),)
+                continue
+            prompt, ids = next(both)
+            if tokenizer.end is not None and not (is_whole and tokenizer.adds_end):
+                ids = np.append(ids, np.array([tokenizer.end], ids.dtype))
+            if prompt is None:
+                yield (Encoded(ids, all_of(ids)),)
+            elif self.is_apart:
+                yield Encoded(prompt, ~all_of(prompt)), Encoded(ids, all_of(ids))
+            else:
+                joined = np.concatenate([prompt, ids])
+                is_learned = learn_all | (np.arange(joined.size) >= prompt.size)
+                yield (Encoded(joined, is_learned),)
+
+    def _classified(
+        self, group: Sequence[Example], most: int
+    ) -> Iterator[tuple[Encoded]]:
+        has_types, num_texts = self.num_types > 0, len(group[0].texts)
+        need = num_texts + self.tokenizer.num_special(num_texts, has_types=has_types)
+        if most < need:
+            what = ("a text", "two texts")[num_texts - 1]
+            raise DataError(
+                f"--seq-len: expected at least {need} tokens, for {what} and its "
+                f"special tokens, got {most}"
+            )
+        for one in group:
+            ids, types, num = self.tokenizer.classified(
+                one.where, one.texts, most=most, has_types=has_types
+            )
+            if types is not None and types.max() >= self.num_types:
+                raise DataError(
+                    f"--tokenizer {self.tokenizer.name}: expected token types below "
+                    f"{self.num_types}, as the model has, found {types.max()} in pairs "
+                    "of texts"
+                )
+            yield (Encoded(ids, all_of(ids), one.label, types, num),)
+
+    def ordered(self, encoded: _Examples, flag: str, seq_len: int) -> _Examples:
+        """Numbers classes, leaves out what has no answer in a row, and sorts."""
+        if self.kind == "labelled":
+            numbers = numbered([one.label for (one,) in encoded], self.classes, flag)
+            both = zip(encoded, numbers, strict=True)
+            encoded = [(one._replace(label=number),) for (one,), number in both]
+        if self.kind != "text":
+            encoded = self._fitting(encoded, flag, seq_len)
+        return sorted(encoded, key=lambda parts: [part.digest() for part in parts])
+
+    def _fitting(self, encoded: _Examples, flag: str, seq_len: int) -> _Examples:
+        """Leaves out examples whose answers begin after the cut, and notes cuts."""
+        limit, kept = seq_len, encoded
+        if self.kind == "dialogue" and not self.is_apart:
+            limit += 1  # the last target has no place of its own
+            kept = [parts for parts in encoded if parts[0].is_learned[1:limit].any()]
+        if not kept:
+            starts = [1 + int(np.argmax(p[0].is_learned[1:])) for p in encoded]
+            raise DataError(
+                f"{flag}: expected an answer within --seq-len {seq_len} tokens, "
+                f"found {len(encoded):,} examples whose answers all begin later, the "
+                f"first after {min(starts):,} tokens; give a --seq-len above that"
+            )
+        if num := sum(any(p.num_tokens > limit for p in parts) for parts in encoded):
+            self.notes.append(
+                f"{num:,} examples are longer than --seq-len {seq_len} and are cut "
+                "there"
+            )
+        if num := len(encoded) - len(kept):
+            self.notes.append(
+                f"{num:,} of those have no answer before the cut and are left out"
+            )
+        return kept
+
+
 # --- what the user is told -----------------------------------------------------------
 
 
-def _named(classes: dict[Label, int]) -> Iterator[str]:
-    named = [f"{n} {name}" for name, n in classes.items() if str(name) != str(n)]
+def _remarks(reader: _Reader, left_out: Sequence[Path]) -> Iterator[str]:
+    named = [f"{n} {k}" for k, n in reader.classes.items() if str(k) != str(n)]
     if named:
         more = ", …" if len(named) > _SHOWN_CLASSES else ""
         yield f"classes: {printable(', '.join(named[:_SHOWN_CLASSES]))}{more}"
-
-
-def _remarks(reader: Reader, left_out: Sequence[Path]) -> Iterator[str]:
+    yield from reader.notes
     if left_out:
         yield (
             f"{len(left_out):,} files of folders are neither text nor Parquet and are "
@@ -214,7 +394,7 @@ def _remarks(reader: Reader, left_out: Sequence[Path]) -> Iterator[str]:
         yield f"{num:,} .json files that are no list of records, read as text"
 
 
-def _shown_example(reader: Reader, parts: Sequence[Encoded]) -> str:
+def _shown_example(reader: _Reader, parts: Sequence[Encoded]) -> str:
     """Decodes the first example; what is learned is in guillemets, the rest is cut."""
     assert reader.first is not None
     has_label, shown = reader.kind == "labelled", list[str]()

@@ -4,7 +4,7 @@ import pytest
 
 from jaxinf.train.data.errors import DataError
 from jaxinf.train.data.examples import example_of, field_map
-from jaxinf.train.data.records import Record
+from jaxinf.train.data.files import Record
 
 
 def read(*records, fields="", unused=None):

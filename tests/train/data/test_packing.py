@@ -10,27 +10,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jaxinf_models import GPT2Config, abstract_params, make_model, score, split
 
-from jaxinf.train.data.rows import packed, pairs, plan_rows, single, windows
-from jaxinf.train.data.sequences import Encoded, Sequences
+from jaxinf.train.data.rows import (
+    Encoded,
+    all_of,
+    fingerprint,
+    packed,
+    pairs,
+    plan_rows,
+    single,
+    split_tokens,
+    windows,
+)
 
 documents = st.lists(
     st.lists(st.integers(1, 200), min_size=2, max_size=12), min_size=1, max_size=12
 )
 
 
-def sequences(lists, learned=None, labels=None):
+def encoded(lists, learned=None, labels=None):
     learned = learned or [[True] * len(ids) for ids in lists]
     labels = labels or [-1] * len(lists)
-    return Sequences.of(
-        [
-            Encoded(np.array(ids, np.uint8), np.array(mask, np.bool_), label)
-            for ids, mask, label in zip(lists, learned, labels, strict=True)
-        ]
-    )
-
-
-def lengths_of(sequences):
-    return np.diff(sequences.ends, prepend=0)
+    return [
+        Encoded(np.array(ids, np.uint8), np.array(mask, np.bool_), label)
+        for ids, mask, label in zip(lists, learned, labels, strict=True)
+    ]
 
 
 def rows_of(rows):
@@ -43,7 +46,7 @@ def document_of_tokens(lists):
 
 @given(documents, st.integers(1, 9))
 def test_causal_windows(lists, seq_len):
-    rows = rows_of(windows(sequences(lists), seq_len, is_causal=True))
+    rows = rows_of(windows(encoded(lists), seq_len, is_causal=True))
     flat, owner = np.concatenate(lists), document_of_tokens(lists)
     assert len(rows) == (flat.size - 1) // seq_len
     for number, row in enumerate(rows):
@@ -59,7 +62,7 @@ def test_causal_windows(lists, seq_len):
 
 @given(documents, st.integers(1, 9))
 def test_windows_without_targets(lists, seq_len):
-    rows = rows_of(windows(sequences(lists), seq_len, is_causal=False))
+    rows = rows_of(windows(encoded(lists), seq_len, is_causal=False))
     flat = np.concatenate(lists)
     assert len(rows) == flat.size // seq_len
     read = [row["tokens"] for row in rows]
@@ -72,7 +75,7 @@ def test_windows_without_targets(lists, seq_len):
 @given(documents, st.integers(2, 16))
 def test_packed_rows_hold_every_document_once(lists, seq_len):
     learned = [[i % 2 == 0 for i in ids] for ids in lists]
-    rows = rows_of(packed(sequences(lists, learned), seq_len, pad=255))
+    rows = rows_of(packed(encoded(lists, learned), seq_len, pad=255))
     found = []
     for row in rows:
         assert {array.shape for array in row.values()} == {(seq_len,)}
@@ -109,10 +112,10 @@ def test_documents_of_a_row_do_not_see_each_other(kind):
     scores, seq_len = tiny_scores(), 13
     lists = [[5, 6, 7, 8, 0], [9, 1, 2, 0], [3, 4, 3, 4, 0]]
     if kind == "packed":
-        (together,) = rows_of(packed(sequences(lists), seq_len, pad=0))
+        (together,) = rows_of(packed(encoded(lists), seq_len, pad=0))
     else:
-        (together,) = rows_of(windows(sequences(lists), seq_len, is_causal=True))
-    alone = [packed(sequences([ids]), seq_len, pad=0)[0] for ids in lists]
+        (together,) = rows_of(windows(encoded(lists), seq_len, is_causal=True))
+    alone = [packed(encoded([ids]), seq_len, pad=0)[0] for ids in lists]
     whole, parts = scores(together), [scores(row) for row in alone]
     assert whole.weight == sum(len(ids) - 1 for ids in lists)
     np.testing.assert_allclose(whole.loss, sum(p.loss for p in parts), rtol=1e-5)
@@ -131,7 +134,7 @@ def test_plan_is_whole_fits_and_is_nearly_full(lengths):
 
 
 def test_pairs():
-    rows = pairs(sequences([[5, 6, 7, 8]]), sequences([[9, 1]]), 3, pad=0, start=7)
+    rows = pairs([encoded([[5, 6, 7, 8], [9, 1]])], 3, pad=0, start=7)
     row = rows[0]
     assert row["tokens"].tolist() == [5, 6, 7]
     assert row["decoder_tokens"].tolist() == [7, 9, 1]
@@ -142,7 +145,7 @@ def test_pairs():
 
 
 def test_single():
-    row = single(sequences([[5, 6]], labels=[3]), 4, pad=9)[0]
+    row = single(encoded([[5, 6]], labels=[3]), 4, pad=9)[0]
     assert row["tokens"].tolist() == [5, 6, 9, 9]
     assert row["segments"].tolist() == [1, 1, 0, 0]
     assert row["labels"] == 3
@@ -150,45 +153,28 @@ def test_single():
 
 @given(documents, st.floats(0, 0.99))
 def test_split_by_tokens_keeps_them_all(lists, fraction):
-    whole = sequences(lists)
-    first, last = whole.split(fraction, by_tokens=True)
-    assert last.tokens.size == int(whole.tokens.size * fraction)
-    for part in (first, last):
-        assert lengths_of(part).sum() == part.tokens.size
-        assert (lengths_of(part) > 0).all()
-        assert len(part) == len(part.labels)
-    both = [part[n][0].tolist() for part in (first, last) for n in range(len(part))]
-    joined = [token for ids in both for token in ids]
-    assert joined == np.concatenate(lists).tolist()
+    halves = split_tokens(encoded(lists), fraction)
+    whole = [token for ids in lists for token in ids]
+    both = [part.tokens.tolist() for half in halves for part in half]
+    assert sum(part.tokens.size for part in halves[1]) == int(len(whole) * fraction)
+    assert all(both)
+    assert [token for ids in both for token in ids] == whole
     assert len(both) - len(lists) in (0, 1)  # one may be cut
 
 
-def test_split_by_sequences_holds_at_least_one_out():
-    data = sequences([[1, 2], [3, 4], [5, 6]])
-    assert [len(part) for part in data.split(0.01)] == [2, 1]
-    assert [len(part) for part in data.split(0.7)] == [1, 2]
-    assert [len(part) for part in sequences([[1, 2]]).split(0.5)] == [1, 0]
-
-
-def test_order_and_fingerprint_depend_on_content_only():
-    lists, learned = [[1, 2], [3], [4, 5]], [[True, False], [True], [False, True]]
-
-    def made(order):
-        encoded = [
-            Encoded(np.array(lists[n], np.uint8), np.array(learned[n]), n)
-            for n in order
-        ]
-        return Sequences.of(sorted(encoded, key=Encoded.digest))
-
-    one = made([0, 1, 2])
-    assert one.fingerprint() == made([2, 0, 1]).fingerprint()
-    assert one.fingerprint() != made([0, 1]).fingerprint()
+def test_the_fingerprint_is_of_flat_arrays():
+    """Stores have it: it is the same however the examples are held."""
+    parts = encoded([[1, 2], [3]])
+    known = "af86cf64"
+    assert fingerprint(parts).startswith(known)
+    whole = [part._replace(is_learned=all_of(part.tokens)) for part in parts]
+    assert fingerprint(whole).startswith(known)
 
 
 @pytest.mark.parametrize("change", ["tokens", "learned", "labels", "cut"])
 def test_fingerprint_tells_apart(change):
     lists, learned, labels = [[1, 2], [3, 4]], [[True, False]] * 2, [0, 1]
-    before = sequences(lists, learned, labels).fingerprint()
+    before = fingerprint(encoded(lists, learned, labels))
     if change == "tokens":
         lists = [[1, 2], [3, 5]]
     elif change == "learned":
@@ -201,4 +187,4 @@ def test_fingerprint_tells_apart(change):
             [[True, False, True], [False]],
             [0, 1],
         )
-    assert sequences(lists, learned, labels).fingerprint() != before
+    assert fingerprint(encoded(lists, learned, labels)) != before

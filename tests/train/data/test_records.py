@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from jaxinf.train.data.errors import DataError
-from jaxinf.train.data.records import PLAIN_TEXT, read_records
+from jaxinf.train.data.files import PLAIN_TEXT, read_records
 
 USED = ("text",)
 
