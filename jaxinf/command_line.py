@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -64,16 +64,6 @@ class Flag:
     name: str
     constructor: Any = None
     is_positional: bool = False
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        """The texts that it may be, if these are all."""
-        is_one = get_origin(self.type) is Literal
-        members = (self.type,) if is_one else get_args(self.type)
-        kinds = [one for one in members if one is not type(None)]
-        if self.constructor is not None or [*map(get_origin, kinds)] != [Literal]:
-            return ()
-        return tuple(str(value) for value in get_args(kinds[0]))
 
     def is_none(self, value: object) -> bool:
         """Whether a value is the word ``none``, which tyro knows as ``None`` alone."""

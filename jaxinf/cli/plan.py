@@ -4,6 +4,7 @@ Invariant: nothing is trained or written.
 """
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,6 @@ import tyro
 from jaxinf.cli.options import FLAGS, Switch, option
 from jaxinf.command_line import UsageError
 from jaxinf.terminal import make_console, printable
-from jaxinf.train.__main__ import config_of
 from jaxinf.train.checks import check
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
@@ -24,6 +24,7 @@ from jaxinf.train.loading import load, make_batches
 from jaxinf.train.optimizers import check_optimizer
 from jaxinf.train.plan import plan_run, plan_text
 from jaxinf.train.report import say_config
+from jaxinf.train.run_file import config_of
 
 _PROG = "jaxinf plan"
 _FILES = {".toml": "--config", ".json": "--preset", "": "--from"}
@@ -61,7 +62,10 @@ def main(words: Sequence[str]) -> int:
     )
     if rest and not rest[0].startswith("-"):
         rest = [_FILES.get(Path(rest[0]).suffix, "--from"), *rest]
-    given = replace(config_of(rest, _PROG), machine=own.machine)
+    given, said = config_of(rest, _PROG)
+    if said:
+        print(printable(said), file=sys.stderr)
+    given = replace(given, machine=own.machine)
     config, data, batch = _loaded(given)
     console = make_console(soft_wrap=True)
     if not own.json:
@@ -79,7 +83,7 @@ def _loaded(config: TrainConfig) -> tuple[TrainConfig, TrainingData, Batch]:
     """Returns a run with what its data decides, and a batch."""
     if config.store is None and config.mode != "memory":
         config = replace(config, store=Path("STORE"))
-    if config.distributed:
+    if config.distributed is not None:
         raise UsageError("--distributed: one process is planned; leave it out")
     config = check(config)
     check_optimizer(config)

@@ -11,16 +11,13 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-import tyro
-
 from jaxinf import compat
-from jaxinf.command_line import UsageError, with_none
+from jaxinf.command_line import UsageError
 from jaxinf.errors import JaxinfError
 from jaxinf.terminal import printable
-from jaxinf.train.config import TrainConfig
-from jaxinf.train.help import PROGRAM, check_names, help_of, started_as
+from jaxinf.train.help import check_names, help_of, started_as
 from jaxinf.train.loop import train
-from jaxinf.train.run_file import NOT_IN_FILES, base_of
+from jaxinf.train.run_file import config_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,7 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         check_names(words)
-        config = config_of(words)
+        config, said = config_of(words)
+        if said:
+            print(printable(said), file=sys.stderr)
     except UsageError as error:
         return _fail(2, error)
     # JAX logs a callback's exception with a traceback before it raises it. The store
@@ -50,24 +49,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(1, error)
     except KeyboardInterrupt:
         return 130
-
-
-def config_of(words: Sequence[str], prog: str = PROGRAM) -> TrainConfig:
-    """Returns the run that a command line asks for.
-
-    Its flags change the run of --config, or else the one that its store goes on with.
-
-    Raises:
-      UsageError: what they say cannot be read, or is what no run has.
-    """
-    words = with_none(words, TrainConfig, but=NOT_IN_FILES)
-    config = tyro.cli(TrainConfig, prog=prog, args=words)
-    base, said = base_of(config, words)
-    if said is not None:
-        print(printable(said), file=sys.stderr)
-    if base is None:
-        return config
-    return tyro.cli(TrainConfig, prog=prog, args=words, default=base)
 
 
 def _fail(status: int, error: Exception) -> int:

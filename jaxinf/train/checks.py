@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from jaxinf_models import MODELS, ModelFiles, TaskName, abstract_params
+from jaxinf_models import MODELS, ModelFiles, abstract_params
 
 from jaxinf.command_line import UsageError, expand_home, flags_of
 from jaxinf.csd import parse_csd
@@ -21,14 +21,13 @@ from jaxinf.train.data.errors import DataError
 from jaxinf.train.data.examples import field_map
 from jaxinf.train.freezing import check_frozen
 from jaxinf.train.lora import check_lora
-from jaxinf.train.options import DataOptions
 
 _Problems: TypeAlias = Iterator[str]
 
 _AT_LEAST = {
     **dict.fromkeys("batch-size memory device-memory micro-batches".split(), 1),
-    "durability": 1,
     **dict.fromkeys("warmup-steps clip-norm seed eval-every".split(), 0),
+    "durability": 1,
     "checkpoint-every": 0,
     "seq-len": 2,
 }
@@ -53,17 +52,8 @@ def check(config: TrainConfig) -> TrainConfig:
       UsageError: names the flag, the value found and the remedy.
       ExchangeError: the files of --from or --preset cannot be read.
     """
-    for flag in flags_of(TrainConfig):
-        value = getattr(config, flag.field.name)
-        for path in value if isinstance(value, tuple) else (value,):
-            if isinstance(path, Path):
-                expand_home(path, f"--{flag.name}")
-        least = _AT_LEAST.get(flag.name)
-        if least is not None and isinstance(value, int | float) and not value >= least:
-            raise UsageError(f"--{flag.name}: expected at least {least}, got {value}")
-    _refuse(_of_numbers(config))
+    _refuse(_of_values(config))
     _refuse(_of_model_source(config))
-    _refuse(_of_import(config))
     if config.source is not None:
         files = ModelFiles.of_folder(config.source)
         config = dataclasses.replace(config, files=files)
@@ -71,42 +61,13 @@ def check(config: TrainConfig) -> TrainConfig:
         files = ModelFiles.of_config(config.model_file)
         config = dataclasses.replace(config, files=files)
     _refuse(_of_model(config))
-    check_data(config, config.task_name, takes_images=config.takes_images)
-    _check_trained(config)
+    _refuse(_of_data(config))
     _ = config.average  # refuses an --ema that does not parse
-    _refuse(_of_modes(config))
+    _refuse(_of_mode(config))
     _refuse(_of_compression(config))
     _refuse(_of_processes(config))
     _refuse(_of_places(config))
     return config
-
-
-def check_data(
-    options: DataOptions, task: TaskName, *, takes_images: bool = False
-) -> None:
-    """Refuses invalid or contradictory options of data.
-
-    Args:
-      takes_images: whether the model takes images instead of text.
-
-    Raises:
-      UsageError: names the flag, the value found and the remedy.
-    """
-    _refuse(_of_data(options, task, takes_images=takes_images))
-
-
-def _of_data(options: DataOptions, task: TaskName, *, takes_images: bool) -> _Problems:
-    share = options.held_out_share
-    if share is not None and not 0 < share < 1:
-        yield f"--validation: expected more than 0, less than 1, got {share}"
-    try:
-        field_map(options.fields)
-    except DataError as error:
-        yield str(error)
-    if task != "causal-lm":
-        yield from _given(options, f"--task {task} learns no prompts", "loss-on")
-    if takes_images:
-        yield from _given(options, "the model takes images", "tokenizer", "fields")
 
 
 def _refuse(problems: _Problems) -> None:
@@ -114,26 +75,31 @@ def _refuse(problems: _Problems) -> None:
         raise UsageError(problem)
 
 
-def _given(options: DataOptions, why: str, *names: str) -> _Problems:
+def _given(config: TrainConfig, why: str, *names: str) -> _Problems:
     """Yields a refusal for each flag that has another value than the default."""
-    flags = {flag.name: flag.field for flag in flags_of(type(options))}
+    flags = {flag.name: flag.field for flag in flags_of(TrainConfig)}
     for name in names:
-        if getattr(options, flags[name].name) != flags[name].default:
+        if getattr(config, flags[name].name) != flags[name].default:
             yield f"--{name}: {why}{'' if why.endswith(' or') else ';'} leave it out"
 
 
-def _of_numbers(config: TrainConfig) -> _Problems:
+def _of_values(config: TrainConfig) -> _Problems:
+    """Each flag alone, and numbers that belong together."""
+    for flag in flags_of(TrainConfig):
+        value = getattr(config, flag.field.name)
+        for path in value if isinstance(value, tuple) else (value,):
+            if isinstance(path, Path):
+                expand_home(path, f"--{flag.name}")
+        least = _AT_LEAST.get(flag.name)
+        if least is not None and isinstance(value, int | float) and not value >= least:
+            yield f"--{flag.name}: expected at least {least}, got {value}"
     least_steps, also = (1, "; 0 imports what --from names")
     if config.source is not None:
         least_steps, also = 0, ""
-    num_tokens = config.batch_size * (config.seq_len or 1)
     if config.steps < least_steps:
         yield f"--steps: expected at least {least_steps}, got {config.steps}{also}"
-    if num_tokens >= 1 << 31:
-        yield (
-            "--batch-size, --seq-len: expected fewer than 2**31 tokens in a batch, got "
-            f"{num_tokens}"
-        )
+    if config.batch_size * (config.seq_len or 1) >= 1 << 31:
+        yield "--batch-size, --seq-len: expected fewer than 2**31 tokens in a batch"
     if config.mode != "stream" and config.batch_size % config.micro_batches:
         yield (
             f"--micro-batches: expected a divisor of the --batch-size "
@@ -147,10 +113,6 @@ def _of_numbers(config: TrainConfig) -> _Problems:
             yield f"--{name}: expected more than 0, and finite, got {value}"
     if config.epochs is not None:
         yield from _given(config, "--epochs says how long the run is", "steps")
-    if config.eval_only:
-        yield from _given(config, "--eval-only changes no run", "elastic")
-    if config.eval_only and config.mode == "memory" and config.source is None:
-        yield "--eval-only: expected --from with --mode memory"
 
 
 def _of_model_source(config: TrainConfig) -> _Problems:
@@ -170,51 +132,51 @@ def _of_model_source(config: TrainConfig) -> _Problems:
         )
 
 
-def _of_import(config: TrainConfig) -> _Problems:
-    if config.mode == "memory" and not config.steps and not config.eval_only:
-        yield (
-            "--steps 0: --mode memory has no store to import into; leave it out, or "
-            "give a --store"
-        )
-
-
 def _of_model(config: TrainConfig) -> _Problems:
     tasks, task = config.family.tasks, config.task_name
-    able = [name for name, m in MODELS.items() if task in m.tasks]
     if task not in tasks:
+        able = [name for name, m in MODELS.items() if task in m.tasks]
         yield (
             f"--task {task}: expected one of {config.family.name}'s, "
             f"{', '.join(tasks)}; --model with that task: {', '.join(able)}"
         )
-    if config.seq_len is None:
-        return
-    if config.takes_images:
-        yield "--seq-len: the model takes images; leave it out"
     limit = getattr(config.model_config, "num_positions", None)
-    owner = config.source or config.model_file or f"preset {config.preset}"
-    if limit is not None and config.seq_len > limit and config.steps:
+    if config.seq_len is not None and config.takes_images:
+        yield "--seq-len: the model takes images; leave it out"
+    elif limit is not None and (config.seq_len or 0) > limit and config.steps:
+        owner = config.source or config.model_file or f"preset {config.preset}"
         yield (
             f"--seq-len: expected at most {limit}, the positions of {owner}, got "
             f"{config.seq_len}"
         )
-
-
-def _check_trained(config: TrainConfig) -> None:
-    """Refuses patterns of --freeze and --lora that leave nothing, or match nothing."""
-    if not config.freeze and config.adapters is None:
-        return
-    _, params = abstract_params(config.model_config)
-    check_frozen(config.freeze, params, config.model_name)
     if config.adapters is not None and config.freeze:
-        raise UsageError(
+        yield (
             f"--freeze {' '.join(config.freeze)}: --lora leaves all of the model as it "
             "is; leave --freeze out"
         )
-    if config.adapters is not None:
-        check_lora(config.adapters, params, config.model_name)
+    if config.freeze or config.adapters is not None:
+        _, params = abstract_params(config.model_config)
+        check_frozen(config.freeze, params, config.model_name)
+        if config.adapters is not None:
+            check_lora(config.adapters, params, config.model_name)
 
 
-def _of_modes(config: TrainConfig) -> _Problems:
+def _of_data(config: TrainConfig) -> _Problems:
+    share = config.held_out_share
+    if share is not None and not 0 < share < 1:
+        yield f"--validation: expected more than 0, less than 1, got {share}"
+    try:
+        field_map(config.fields)
+    except DataError as error:
+        yield str(error)
+    task = config.task_name
+    if task != "causal-lm":
+        yield from _given(config, f"--task {task} learns no prompts", "loss-on")
+    if config.takes_images:
+        yield from _given(config, "the model takes images", "tokenizer", "fields")
+
+
+def _of_mode(config: TrainConfig) -> _Problems:
     mode = config.mode
     if mode == "memory":
         why = "--mode memory keeps nothing on drives; give --mode update"
@@ -229,10 +191,10 @@ def _of_modes(config: TrainConfig) -> _Problems:
             "--memory: expected the bytes of host memory that a step may take, such as "
             "4GiB, got nothing; --mode stream needs it"
         )
-    if mode == "stream" and not config.steps:
+    if mode != "update" and not config.steps:
         yield (
-            "--steps 0: imports in --mode update; go on with --mode stream and the "
-            "same --store"
+            "--steps 0: imports in --mode update, into a --store; go on with another "
+            "--mode after it"
         )
 
 
@@ -254,18 +216,19 @@ def _of_compression(config: TrainConfig) -> _Problems:
 
 
 def _of_processes(config: TrainConfig) -> _Problems:
-    several = config.distributed
-    if several and config.export_to is not None:
+    if config.distributed is None:
+        if config.fsdp:
+            yield "--fsdp: expected with --distributed; add that"
+        return
+    if config.export_to is not None:
         yield (
             "--export-to: a run of several processes exports nothing beside training; "
             "leave it out, and export its checkpoints: jaxinf checkpoint export "
             f"{config.store} URL --checkpoint NAME"
         )
-    if config.fsdp and not several:
-        yield "--fsdp: expected with --distributed; add that"
-    if several and not config.steps:
+    if not config.steps:
         yield "--distributed: --steps 0 runs in one process; leave --distributed out"
-    if several and config.policy not in (None, "recompute", "keep"):
+    if config.policy not in (None, "recompute", "keep"):
         yield (
             f"--policy {config.policy}: not supported yet with --distributed; give "
             "--policy recompute or keep"
@@ -281,12 +244,10 @@ def _of_places(config: TrainConfig) -> _Problems:
         )
     try:
         _ = config.export_to is not None and ObjectStore(config.export_to)
-    except ExchangeError as error:
-        yield f"--export-to: {error}"
-    try:
         parse_csd(config.csd)
-    except ValueError as error:
-        yield f"--csd: {error}"
+    except (ExchangeError, ValueError) as error:
+        flag = "--export-to" if isinstance(error, ExchangeError) else "--csd"
+        yield f"{flag}: {error}"
     if config.mode == "memory":
         return
     if config.store is None:

@@ -27,16 +27,7 @@ from jaxinf.engine import DEFAULT_MEMORY_BYTES
 from jaxinf.program import Average, parse_ema
 from jaxinf.train.freezing import Frozen
 from jaxinf.train.lora import ALPHA, Lora, parse_lora
-from jaxinf.train.options import (
-    CommitOptions,
-    DataOptions,
-    MemoryOptions,
-    ModelOptions,
-    OptimizerOptions,
-    OutputOptions,
-    ProcessOptions,
-    RunOptions,
-)
+from jaxinf.train.options import HELD_OUT_SHARE, Options
 from jaxinf.typing import JsonValue, PyTree
 
 
@@ -48,16 +39,7 @@ def _parsed(flag: str, text: str | None, parse: Callable[[str], Any]) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainConfig(
-    OutputOptions,
-    ProcessOptions,
-    CommitOptions,
-    MemoryOptions,
-    OptimizerOptions,
-    ModelOptions,
-    DataOptions,
-    RunOptions,
-):
+class TrainConfig(Options):
     """Trains a model, with the optimizer's state on drives.
 
     Every step is committed to the store, which is the checkpoint: the same command
@@ -73,6 +55,16 @@ class TrainConfig(
 
     # The machine's file that `jaxinf plan` is given. No flag.
     machine: Annotated[Path | None, tyro.conf.Fixed, tyro.conf.Suppress] = None
+
+    @property
+    def held_out_share(self) -> float | None:
+        """The share of `data` to hold out; None if `validation` names files."""
+        if not self.validation:
+            return HELD_OUT_SHARE
+        try:
+            return float(*self.validation)
+        except (TypeError, ValueError):
+            return None
 
     @property
     def model_config(self) -> ModelConfig:
@@ -177,7 +169,7 @@ class TrainConfig(
         return {n: _plain(getattr(self, n)) for n in names if n not in _NOT_OF_RUNS}
 
 
-_NOT_OF_RUNS = ("files", "run_file", "machine", "trace", "eval_only")
+_NOT_OF_RUNS = ("files", "run_file", "machine", "trace")
 
 
 def _plain(value: object) -> JsonValue:

@@ -18,7 +18,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxinf.command_line import UsageError
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
-from jaxinf.train.options import Launch
 from jaxinf.typing import PyTree
 
 _AXIS = "data"
@@ -90,7 +89,7 @@ class Devices:
 
 def devices_of(config: TrainConfig) -> Devices:
     """Returns the devices of a run whose processes are connected."""
-    if not config.distributed or jax.device_count() == 1:
+    if config.distributed is None or jax.device_count() == 1:
         return Devices()
     return Devices(Mesh(np.array(jax.devices()), (_AXIS,)), config.fsdp)
 
@@ -122,18 +121,29 @@ def _same(tree: PyTree) -> PyTree:
 # --- processes -----------------------------------------------------------------------
 
 
-def connect(given: Launch) -> None:
+def connect(launch: str) -> None:
     """Connects the processes of a run; blocks until all are there, or as long as JAX.
+
+    Args:
+      launch: ``HOST:PORT,N,I``, or nothing if the environment says it.
 
     Raises:
       UsageError: the coordinator does not answer, or nothing says who it is.
     """
+    address, *numbers = launch.split(",")
+    host, _, port = address.rpartition(":")
+    are_two = [number.isdecimal() for number in numbers] == [True, True]
+    if launch and not (host and port.isdecimal() and are_two):
+        raise UsageError(
+            f"--distributed {launch!r}: expected HOST:PORT of process 0, the number of "
+            "processes and that of this one, such as 10.0.0.1:1234,4,0"
+        )
     began_s = time.monotonic()
-    where = given.coordinator or "the coordinator that the environment names"
+    where = address or "the coordinator that the environment names"
     try:
-        if given.coordinator is not None and given.process_id:
-            _await(given.coordinator)
-        jax.distributed.initialize(*dataclasses.astuple(given))
+        if launch and int(numbers[1]):
+            _await(address)
+        jax.distributed.initialize(address or None, *map(int, numbers))
     except (OSError, RuntimeError, ValueError) as error:
         expected = "a coordinator that all processes reach"
         if isinstance(error, OSError):

@@ -1,6 +1,6 @@
 """Evaluation on held-out data, its log, and the best step so far.
 
-Invariant: but for --eval-only the cost is bounded for any model size, and the result
+Invariant: the cost is bounded for any model size, and the result
 is a pure function of params, data and seed. A new loss is compared with the loss of the
 existing checkpoint, which each later commit has, so none is replaced by a worse one.
 """
@@ -139,8 +139,6 @@ class Evaluator:
 
     def _num_batches(self) -> int:
         most = len(self._batches)
-        if self._config.eval_only:
-            return most
         size = num_params(self._config.model_config) * num_tokens(self._batches[0])
         fitting = min(max(_LOSS_BUDGET / size, _MIN_BATCHES), _MAX_BATCHES)
         return min(int(fitting), most)

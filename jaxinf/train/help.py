@@ -1,6 +1,6 @@
 """The trainer's help: its flags in groups, and what other programs' names are here.
 
-Invariant: each flag is in the group of the class that declares it.
+Invariant: each flag is in one group.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import tyro
 
 from jaxinf.command_line import UsageError, flags_of
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.options import GROUPS
+from jaxinf.train.options import GROUPS, Options
 
 PROGRAM = "python -m jaxinf.train"
 
@@ -26,7 +26,6 @@ _COMMON = (
     "mode memory"
 ).split()
 
-_TITLES = [group.__doc__ for group in GROUPS]
 _OTHER_NAMES = {  # of other programs, and what to write instead
     "lr": "--learning-rate",
     "num-epochs num-train-epochs": "--epochs",
@@ -101,11 +100,11 @@ def make_parser(prog: str = PROGRAM, own: type[Any] | None = None) -> Any:
     """
     parser, flags = _parser_of(TrainConfig, prog)
     parser._action_groups = []
-    named = {flag.field.name: flags[flag.name] for flag in flags_of(TrainConfig)}
-    groups = {
-        str(group.__doc__): [named[field] for field in group.__annotations__]
-        for group in GROUPS
-    }
+    named = {flag.field.name: flags[flag.name] for flag in flags_of(Options)}
+    groups, title = dict[str, list[Any]](), ""
+    for field, action in named.items():
+        title = GROUPS.get(field, title)
+        groups.setdefault(title, []).append(action)
     if own is not None:
         of_command, own_flags = _parser_of(own, prog, tyro.conf.FlagCreatePairsOff)
         parser.description = of_command.description
@@ -141,7 +140,7 @@ def help_of(
         lines.add_text(text)
     for group in parser._action_groups:
         actions = group._group_actions
-        if group.title in _TITLES and not is_all:
+        if group.title in GROUPS.values() and not is_all:
             actions = [x for x in actions if x.option_strings[0][2:] in _COMMON]
         lines.start_section(group.title)
         lines.add_arguments(actions)

@@ -74,7 +74,7 @@ def make_batches(config: TrainConfig, data: TrainingData) -> Batches:
       UsageError: the processes, or their devices, cannot share a batch evenly.
     """
     num_processes = jax.process_count()
-    num_shares = jax.device_count() if config.distributed else 1
+    num_shares = jax.device_count() if config.distributed is not None else 1
     num_parts = config.micro_batches if config.mode != "stream" else 1
     if config.batch_size % (num_shares * num_parts):
         sharers = f"{num_processes} processes"

@@ -15,7 +15,6 @@ import json
 import math
 import os
 import platform
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -83,7 +82,7 @@ def train(
     console = console or make_console(soft_wrap=True)
     run_file, kept = text_of_run(config), kept_in_store(config)
     group = Group("train")
-    if config.distributed:
+    if config.distributed is not None:
         connect(config.distributed)
         group = all_processes("train", limit_s=_TIMEOUT_S)
     if group.number:
@@ -91,7 +90,7 @@ def train(
     if not group.is_alone:
         log_dir = config.logs / f"process-{group.number:05d}"
         config = dataclasses.replace(config, log_dir=log_dir)
-    if not config.steps and not config.eval_only:
+    if not config.steps:
         step = import_weights(config, kept)
         console.print(
             f"imported {num_params(config.model_config):,} params from {config.source} "
@@ -103,22 +102,15 @@ def train(
     batches = make_batches(config, data)
     report.say_config(console, config, data)
     with contextlib.ExitStack() as stack:
-        if config.eval_only:  # it writes nothing of the run's
-            place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            none: dict[str, Any] = dict.fromkeys(("track", "trace", "export_to"))
-            config = dataclasses.replace(
-                config, log_dir=place / "log", eval_every=0, **none
-            )
         run = _Run(config, kept, data, batches, group, console, stack)
-        if not config.eval_only:
-            _keep_config(run.step, config, run_file)
-            signal_number = run.go()
-            if run.step < config.steps:
-                report.say_stopped(console, config, run.step, command)
-                run.end_exports(waits=False)
-                return signal_number and 128 + signal_number
+        _keep_config(run.step, config, run_file)
+        signal_number = run.go()
+        if run.step < config.steps:
+            report.say_stopped(console, config, run.step, command)
+            run.end_exports(waits=False)
+            return signal_number and 128 + signal_number
         run.report()
-        return 0 if config.eval_only else run.end_exports()
+        return run.end_exports()
 
 
 class _Run:
@@ -146,11 +138,6 @@ class _Run:
         if config.mode != "memory":
             store = open_run(config, self._devices, kept)
             self._store = stack.enter_context(contextlib.closing(store))
-            if config.eval_only and not store.exists:
-                raise UsageError(
-                    f"--eval-only: expected a run in {config.store}, found none; name "
-                    "its --store, or give --mode memory with --from"
-                )
         self._identity = {**resume.identity_of(config, data), **kept}
         resume.check_same(self._identity, group)
         self.step = self._first_step(self._store)
@@ -335,10 +322,7 @@ class _Run:
     def report(self) -> None:
         """Evaluates a last time; prints that, and what the run has taken."""
         self._console.print(report.describe(self._config, self.evaluate()))
-        if not self._config.eval_only:
-            report.say_results(
-                self._console, self._config, self._store, self._idle_bytes
-            )
+        report.say_results(self._console, self._config, self._store, self._idle_bytes)
 
     # --- exports -------------------------------------------------------------------
 

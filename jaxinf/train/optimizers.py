@@ -104,7 +104,8 @@ def check_optimizer(config: TrainConfig) -> None:
             if config.mode == "stream":
                 check_init(first)
                 passes_for(
-                    trace_optimizer(optimizer, params), is_alone=not config.distributed
+                    trace_optimizer(optimizer, params),
+                    is_alone=config.distributed is None,
                 )
             else:
                 trace_update(optimizer, params)

@@ -1,11 +1,10 @@
-"""The trainer's flags, in groups.
+"""The trainer's flags.
 
 Invariant: a field exists only if it works. The comment above a field is its text in
-``--help``, and a class is a group there, by the first line of its docstring.
+``--help``, where the fields are in groups.
 """
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -17,14 +16,23 @@ from jaxinf.store import StateFormat
 from jaxinf.streaming import DeviceUpdates, Policy
 from jaxinf.terminal import exact_bytes, parse_bytes
 
-MOST_TRACED = 100
-"""Steps in a trace, whose spans are kept in memory."""
-
 HELD_OUT_SHARE = 0.05
 
 ModelName: TypeAlias = Literal["gpt2", "bert", "t5", "vit", "bloom", "llama"]
 DTypeName: TypeAlias = Literal["float32", "bfloat16"]
 ScheduleName: TypeAlias = Literal["constant", "cosine", "linear", "wsd"]
+
+GROUPS = {
+    "run_file": "run",
+    "data": "data",
+    "model": "model",
+    "optimizer": "optimizer",
+    "memory": "memory and drives",
+    "durability": "commits and checkpoints",
+    "distributed": "several processes",
+    "log_dir": "output",
+}
+"""Titles of the groups of fields, by the first of each."""
 
 
 def _shown(metavar: str, default: str, *, name: str | None = None) -> Any:
@@ -33,88 +41,29 @@ def _shown(metavar: str, default: str, *, name: str | None = None) -> Any:
     return tyro.conf.arg(name=name, metavar=metavar, help_behavior_hint=hint)
 
 
-def _word(
-    metavar: str,
-    parse: Callable[[str], Any],
-    say: Callable[[Any], str] = str,
-    nargs: Any = 1,
-) -> Any:
-    """Returns how tyro reads and writes a value that is one word; ``none`` is None."""
-    return tyro.constructors.PrimitiveConstructorSpec(
-        metavar=metavar,
-        instance_from_str=lambda words: parse(words[0] if words else ""),
-        is_instance=lambda value: True,
-        str_from_instance=lambda value: ["none" if value is None else say(value)],
-        nargs=nargs,
-    )
-
-
-def _parse_memory(text: str) -> int | None:
-    return None if text.lower() == "none" else parse_bytes(text)
-
-
-def _parse_device_updates(text: str) -> DeviceUpdates:
-    words: dict[str, DeviceUpdates] = {"kept": None, "none": 0, "auto": "auto"}
-    if text not in words and not text.isdecimal():
-        raise ValueError(
-            f"{text!r}: expected auto, a number, none, or kept, for as many as in the "
-            "store's last step"
-        )
-    return words[text] if text in words else int(text)
-
-
-def _parse_trace(text: str) -> tuple[int, int]:
-    if not text:
-        return 0, 0
-    first, _, last = text.partition(":")
-    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
-        raise ValueError(f"{text!r}: expected FIRST:LAST, such as 10:12")
-    if int(last) - int(first) >= MOST_TRACED:
-        raise ValueError(f"{text!r}: expected at most {MOST_TRACED} steps")
-    return int(first), int(last)
-
-
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """How processes find each other: all None if the environment says it."""
-
-    coordinator: str | None = None
-    num_processes: int | None = None
-    process_id: int | None = None
-
-    def __str__(self) -> str:
-        parts = self.coordinator, self.num_processes, self.process_id
-        return ",".join(map(str, parts)) if self.coordinator else ""
-
-
-def _parse_launch(text: str) -> Launch | None:
-    if text in ("", "none"):
-        return Launch() if not text else None
-    address, *numbers = text.split(",")
-    host, _, port = address.rpartition(":")
-    if not (host and port.isdecimal() and [*map(str.isdecimal, numbers)] == [True] * 2):
-        raise ValueError(
-            f"{text!r}: expected HOST:PORT of process 0, the number of processes and "
-            "that of this one, such as 10.0.0.1:1234,4,0"
-        )
-    return Launch(address, *map(int, numbers))
-
-
-_MEMORY = _word("BYTES", _parse_memory, exact_bytes)
-_DEVICE_UPDATES = _word(
-    "{INT,auto,none,kept}",
-    _parse_device_updates,
-    lambda value: "kept" if value is None else str(value),
+_MEMORY: Any = tyro.constructors.PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="BYTES",
+    instance_from_str=lambda words: (
+        None if words[0].lower() == "none" else parse_bytes(words[0])
+    ),
+    is_instance=lambda value: True,
+    str_from_instance=lambda value: ["none" if value is None else exact_bytes(value)],
 )
-_LAUNCH = _word("[HOST:PORT,N,I]", _parse_launch, nargs=(0, 1))
-_TRACE = _word(
-    "[FIRST:LAST]", _parse_trace, lambda value: "{}:{}".format(*value), nargs=(0, 1)
+_LAUNCH: Any = tyro.constructors.PrimitiveConstructorSpec(
+    nargs=(0, 1),
+    metavar="[HOST:PORT,N,I]",
+    instance_from_str=lambda words: words[0] if words else "",
+    is_instance=lambda value: True,
+    str_from_instance=lambda value: [value or ""],
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class RunOptions:
-    """run"""
+class Options:
+    """What a command line, a run's file, or a store says of a run."""
+
+    # --- run --------------------------------------------------------------------------
 
     # A file in TOML with flags of the run, without --: batch-size = 16. Flags win.
     run_file: Annotated[Path | None, _shown("FILE", "none", name="config")] = None
@@ -142,10 +91,7 @@ class RunOptions:
     # Dtype of activations and matrix products.
     dtype: DTypeName = "float32"
 
-
-@dataclasses.dataclass(frozen=True)
-class DataOptions:
-    """data"""
+    # --- data -------------------------------------------------------------------------
 
     # The training data: text files, JSON lines, Parquet, folders of these, quoted
     # globs; images in a folder for each class. docs/training.md describes each.
@@ -178,20 +124,7 @@ class DataOptions:
         _shown("INT", "64; with --from the longest example, at most 1024"),
     ] = None
 
-    @property
-    def held_out_share(self) -> float | None:
-        """The share of `data` to hold out; None if `validation` names files."""
-        if not self.validation:
-            return HELD_OUT_SHARE
-        try:
-            return float(*self.validation)
-        except (TypeError, ValueError):
-            return None
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelOptions:
-    """model"""
+    # --- model ------------------------------------------------------------------------
 
     # The architecture.
     model: ModelName = "gpt2"
@@ -225,10 +158,7 @@ class ModelOptions:
     # to their float32 master; in --mode memory they have no master.
     param_dtype: DTypeName = "float32"
 
-
-@dataclasses.dataclass(frozen=True)
-class OptimizerOptions:
-    """optimizer"""
+    # --- optimizer --------------------------------------------------------------------
 
     # The name of an optimizer of optax or optax.contrib that can run near storage
     # (docs/optimizers.md); --mode memory takes the others, too.
@@ -271,10 +201,7 @@ class OptimizerOptions:
     # stochastically). docs/integrations.md, "EMA of params", says how to read it.
     ema: Annotated[str | None, _shown("DECAY", "none")] = None
 
-
-@dataclasses.dataclass(frozen=True)
-class MemoryOptions:
-    """memory and drives"""
+    # --- memory and drives ------------------------------------------------------------
 
     # Host memory, such as 4GiB. In --mode update: of the buffers through which state
     # passes, with cards of each card. In --mode stream: of all but the process itself.
@@ -316,18 +243,13 @@ class MemoryOptions:
     micro_batches: int = 1
 
     # For --mode stream: the JAX device computes the updates of every so many parts of
-    # the optimizer's state, and the host the others. auto: as many as save time, as was
-    # measured, or none (docs/streaming.md).
+    # the optimizer's state, and the host the others; 0: the host all. auto: as many as
+    # save time, as was measured, or none (docs/streaming.md).
     device_updates: Annotated[
-        DeviceUpdates,
-        _DEVICE_UPDATES,
-        _shown("{INT,auto,none}", "as in the store's last step, or none"),
+        DeviceUpdates, _shown("{INT,auto}", "as in the store's last step, or 0")
     ] = None
 
-
-@dataclasses.dataclass(frozen=True)
-class CommitOptions:
-    """commits and checkpoints"""
+    # --- commits and checkpoints ------------------------------------------------------
 
     # Steps to commit: every step (step), every n-th one (a number), or checkpoints
     # alone (checkpoint). A crash loses the steps since the last commit.
@@ -343,16 +265,13 @@ class CommitOptions:
     # export fails, training goes on, and the exit status is 3.
     export_to: Annotated[str | None, _shown("URL", "none")] = None
 
-
-@dataclasses.dataclass(frozen=True)
-class ProcessOptions:
-    """several processes"""
+    # --- several processes ------------------------------------------------------------
 
     # One of several processes of a run. SLURM, Open MPI and Kubernetes say which;
     # elsewhere give the address of process 0, which coordinates, the number of
     # processes, and that of this one, from 0: 10.0.0.1:1234,4,0.
     distributed: Annotated[
-        Launch | None, _LAUNCH, _shown("[HOST:PORT,N,I]", "one process")
+        str | None, _LAUNCH, _shown("[HOST:PORT,N,I]", "one process")
     ] = None
 
     # Go on with what this start has: divide the store among its processes and devices,
@@ -365,10 +284,7 @@ class ProcessOptions:
     # optimizer's state is divided.
     fsdp: bool = False
 
-
-@dataclasses.dataclass(frozen=True)
-class OutputOptions:
-    """output"""
+    # --- output -----------------------------------------------------------------------
 
     # Directory for metrics.jsonl (a line for each step), validation.jsonl, config.json,
     # config.toml.
@@ -381,25 +297,13 @@ class OutputOptions:
     # named best, one more copy of the state.
     eval_every: int = 0
 
-    # Evaluate what is in the store, or in --mode memory what --from names, on all of
-    # the held-out data, and stop.
-    eval_only: bool = False
-
     # Also write the numbers of steps and evaluations for TensorBoard, into the log
     # directory.
     track: Annotated[Literal["tensorboard"] | None, _shown("{tensorboard}", "none")] = (
         None
     )
 
-    # Record what each thread, drive and JAX device does in steps FIRST to LAST, by
-    # default three early ones, by jax.profiler in LOG_DIR/trace; ui.perfetto.dev opens
-    # the perfetto_trace.json.gz there.
-    trace: Annotated[tuple[int, int] | None, _TRACE, _shown("[FIRST:LAST]", "none")] = (
-        None
-    )
-
-
-GROUPS = (
-    *(RunOptions, DataOptions, ModelOptions, OptimizerOptions, MemoryOptions),
-    *(CommitOptions, ProcessOptions, OutputOptions),
-)
+    # Record what each thread, drive and JAX device does in three early steps, by
+    # jax.profiler in LOG_DIR/trace; ui.perfetto.dev opens the perfetto_trace.json.gz
+    # there.
+    trace: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False

@@ -4,34 +4,41 @@
     data = ["corpus/**/*.txt"]
     memory = "4GiB"
 
-A key is a flag's name and a value what the flag takes, of TOML's own type. Each commit
-has them in its payload, so they are those of its step, wherever it is copied to.
+A key is a flag's name and a value what the flag takes: both are read as the words of a
+command line. Each commit has them in its payload, so they are those of its step,
+wherever it is copied to.
 
 Invariant: what is written reads back as the same run from any directory. What a store
 says is a stranger's word: it sets `_KEPT` alone, which leads to no place to write to,
-to no program and to no other process.
+to no program and to no other process, and no value of it is taken for a flag.
 """
 
+import contextlib
 import dataclasses
 import glob
+import io
 import json
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from jaxinf.command_line import Flag, UsageError, did_you_mean, flags_of
-from jaxinf.documents import convert, encode, shown
+import tyro
+
+from jaxinf.command_line import UsageError, did_you_mean, flags_of, with_none
+from jaxinf.documents import encode, shown
 from jaxinf.errors import JaxinfError
 from jaxinf.store import find_members, is_run, look_at_store
+from jaxinf.terminal import exact_bytes
 from jaxinf.train.checks import ONLY_IN
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.resume import MADE_BY
 from jaxinf.typing import JsonValue
 
-NOT_IN_FILES = ("config", "trace", "eval-only")
+NOT_IN_FILES = ("config", "trace")
 """Flags of one start of a run, not of the run."""
 
 _KEPT = {
@@ -60,48 +67,156 @@ _MOST_CHARS = 4096  # of a text
 _MOST_KEPT_BYTES = 16 << 10  # of a setting, as each commit writes it
 
 
-def base_of(
-    given: TrainConfig, words: Sequence[str]
-) -> tuple[TrainConfig | None, str | None]:
-    """Returns the run that flags change: that of --config, or of the store.
+def config_of(
+    words: Sequence[str], prog: str = "python -m jaxinf.train"
+) -> tuple[TrainConfig, str]:
+    """Returns the run that a command line asks for, and what to say of it.
 
-    Args:
-      given: what the command line says by itself.
-      words: the command line. A list that it has replaces the run's.
-
-    Returns:
-      The run, and what to say of it; None if there is none.
+    Its flags change the run of --config, or else the one that its store goes on with.
 
     Raises:
       UsageError: names the file or the store, each wrong value, and what to do.
+      SystemExit: the words are no command line; says why.
     """
+    words = with_none(words, TrainConfig, but=NOT_IN_FILES)
+    given = tyro.cli(TrainConfig, prog=prog, args=words)
     names = {w[2:].partition("=")[0] for w in words if w.startswith("--")}
     names = {name.replace("_", "-").removeprefix("no-") for name in names}
+    left, said = dict[str, Any](), ""
     if given.run_file is not None:
-        values = _values_of_file(given.run_file)
-        return _config(_left(values, names, given)), None
-    if given.store is None:
-        return None, None
-    store = os.path.expanduser(given.store)
-    payload, problem = _payload_in(Path(store))
-    held = payload.get("run")
-    if isinstance(held, Mapping):
-        return _of_store(store, payload.get("run_had"), held, names, given)
-    if payload.get("made_by") != MADE_BY or names & _THE_RUN:
-        return None, problem
-    raise UsageError(
-        f"{store}: expected the settings of its run in its last commit, found none; "
-        "give --config FILE, or its own --data, --model and all others"
+        values = _document(given.run_file)
+        _parsed(values, f"--config {given.run_file}")
+        left = _left(values, names, given)
+    elif given.store is not None:
+        left, said = _left_of_store(given, names)
+    if not left:
+        return given, said
+    return tyro.cli(TrainConfig, prog=prog, args=[*_words(left), *words]), said
+
+
+def read_run(path: Path) -> TrainConfig:
+    """Reads a run's file; blocks.
+
+    Raises:
+      UsageError: names the file and what is wrong with it.
+    """
+    return _parsed(_document(path), f"--config {path}")
+
+
+def _left(
+    values: Mapping[str, Any], names: set[str], given: TrainConfig
+) -> dict[str, Any]:
+    """Returns the values that flags leave in place."""
+    gone = names.union(*(_INSTEAD.get(name, ()) for name in names))
+    if given.model_file is not None:
+        gone.add("model")
+    return {name: value for name, value in values.items() if name not in gone}
+
+
+def _flags() -> dict[str, dataclasses.Field[Any]]:
+    flags = {flag.name: flag.field for flag in flags_of(TrainConfig)}
+    return {name: field for name, field in flags.items() if name not in NOT_IN_FILES}
+
+
+# --- reading -------------------------------------------------------------------------
+
+
+def _document(path: Path) -> dict[str, Any]:
+    try:
+        with open(os.path.expanduser(path), "rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise ValueError("more than 1 MiB; is it the file?")
+        found = tomllib.loads(content.decode("utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(
+            f"--config {path}: expected a file with a run's settings in TOML, such as "
+            f"steps = 100 in a line, found: {error}"
+        ) from error
+    flags, values = _flags(), dict[str, Any]()
+    for key, value in found.items():
+        name = key.replace("_", "-")
+        problem = ""
+        if name not in flags:
+            near = did_you_mean(name, flags) or "--help-all lists them"
+            problem = f"{shown(key)}: no setting of a run's file; {near}"
+        elif name in values:
+            problem = f"{key}: set twice, once with - and once with _"
+        if problem:
+            raise UsageError(f"--config {path}: {problem}")
+        values[name] = value
+    return values
+
+
+def _parsed(values: Mapping[str, Any], where: str) -> TrainConfig:
+    """Returns the run of values by flags' names.
+
+    Raises:
+      UsageError: names what is wrong; begins with `where`.
+    """
+    said = io.StringIO()
+    try:
+        words = with_none(_words(values), TrainConfig)
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(TrainConfig, args=words)
+    except SystemExit:
+        text = " ".join(re.sub("[│─╭╮╰╯]", " ", said.getvalue()).split())
+        text = text.removeprefix("Parsing error ").partition("For full helptext")[0]
+        raise UsageError(f"{where}: {text.strip()}") from None
+    except ValueError as error:
+        raise UsageError(f"{where}: {error}") from error
+
+
+def _words(values: Mapping[str, Any]) -> list[str]:
+    """Returns values as a command line in which none of them is taken for a flag."""
+    words, flags = list[str](), _flags()
+    for name, value in values.items():
+        default, is_switch = flags[name].default, isinstance(value, bool)
+        if is_switch != isinstance(default, bool):
+            kind = "a number or a text" if is_switch else "true or false"
+            raise ValueError(f"{name}: expected {kind}, found {shown(value)}")
+        given = value if isinstance(value, list) else [value]
+        if is_switch:
+            words.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(default, tuple) and name != "csd-root":
+            words += [f"--{name}", *(_text(name, one) for one in given)]
+        else:
+            words += [f"--{name}={_text(name, one)}" for one in given]
+    return words
+
+
+def _text(name: str, value: Any) -> str:
+    is_long = type(value) is int and not -(1 << 63) <= value < 1 << 63
+    if isinstance(value, str | int | float) and not is_long:
+        text = str(value)
+        is_flag = isinstance(value, str) and text.startswith("-")
+        if len(text) <= _MOST_CHARS and "\0" not in text and not is_flag:
+            return text
+    raise ValueError(
+        f"{name}: expected a number of 64 bits, or a text of at most {_MOST_CHARS:,} "
+        f"characters, without NUL, that does not begin with -, found {shown(value)}"
     )
 
 
-def _of_store(
-    store: str,
-    asked: Any,
-    held: Mapping[str, Any],
-    names: set[str],
-    given: TrainConfig,
-) -> tuple[TrainConfig, str | None]:
+# --- what a store keeps --------------------------------------------------------------
+
+
+def _left_of_store(given: TrainConfig, names: set[str]) -> tuple[dict[str, Any], str]:
+    """Returns the settings of a store's run that flags leave, and what to say of them.
+
+    Args:
+      names: of the flags that are given.
+    """
+    store = os.path.expanduser(given.store or "")
+    payload, problem = _payload_in(Path(store))
+    held, asked = payload.get("run"), payload.get("run_had")
+    if not isinstance(held, Mapping):
+        if payload.get("made_by") != MADE_BY or names & _THE_RUN:
+            return {}, problem
+        raise UsageError(
+            f"{store}: expected the settings of its run in its last commit, found "
+            "none; give --config FILE, or its own --data, --model and all others"
+        )
     document = {key.replace("_", "-"): value for key, value in held.items()}
     had = asked if isinstance(asked, list) else []
     lost = {n: f"--{n}" for n in sorted(_KEPT - {*document}) if n in had}
@@ -111,21 +226,13 @@ def _of_store(
             "too long, or JSON has no form for it; give it again. A pattern in quotes, "
             "as --data 'corpus/*.txt', is kept"
         )
-    values: dict[str, Any] = {}
-    for name, flag in _flags().items():
-        if name in document and name in _KEPT and name not in names:
-            try:
-                values[name] = _read(flag, document[name])
-            except ValueError as error:
-                raise UsageError(
-                    f"{store}: settings of the run: {error}; give --{name} to replace "
-                    "it"
-                ) from error
-    left = _left(values, names, given)
-    modes = {n: _modes(n, v) for n, v in left.items() if "mode" in names}
-    no_mode = [name for name, these in modes.items() if given.mode not in these]
-    left = {name: value for name, value in left.items() if name not in no_mode}
-    config, own = _config(left), _settings(given)
+    kept = {name: value for name, value in document.items() if name in _KEPT}
+    left, no_mode = _left(kept, names, given), list[str]()
+    if "mode" in names:
+        no_mode = [n for n, v in left.items() if given.mode not in _modes(n, v)]
+        left = {name: value for name, value in left.items() if name not in no_mode}
+    config = _parsed(left, f"{store}: settings of the run, which flags replace")
+    own = _settings(given)
     read = {n: left.get(n) for n in _PLACES} | {"preset": config.model_file}
     found = {
         "flags change": [
@@ -140,40 +247,17 @@ def _of_store(
             shown(name) for name in sorted({*document} - _KEPT)
         ],
     }
-    if not left and not any(found.values()):
-        return config, None
     parts = [f"{what} {_briefly(which)}" for what, which in found.items() if which]
-    return config, "; ".join([f"settings of the run in {store}", *parts])
+    if not left and not parts:
+        return {}, ""
+    return left, "; ".join([f"settings of the run in {store}", *parts])
 
 
 def _briefly(value: Any) -> str:
     """Names some of many texts."""
-    texts = [str(x) for x in (value if isinstance(value, tuple | list) else [value])]
+    texts = [str(x) for x in (value if isinstance(value, list) else [value])]
     more = f" and {len(texts) - _MOST_NAMES} more" if len(texts) > _MOST_NAMES else ""
     return ", ".join(texts[:_MOST_NAMES]) + more
-
-
-def _payload_in(store: Path) -> tuple[Mapping[str, Any], str | None]:
-    """Returns the payload of a store's last commit, and why it cannot be read."""
-    try:
-        place = find_members(store)[0] if is_run(store) else store
-        if not (place / "jaxinf.json").exists():
-            return {}, None
-        record = look_at_store(place).read_commit()
-    except (JaxinfError, OSError) as error:
-        return {}, f"settings of the run are not known: {error}"
-    payload = record.payload if record else None
-    return payload if isinstance(payload, Mapping) else {}, None
-
-
-def _left(
-    values: Mapping[str, Any], names: set[str], given: TrainConfig
-) -> dict[str, Any]:
-    """Returns the values that flags leave in place."""
-    gone = names.union(*(_INSTEAD.get(name, ()) for name in names))
-    if given.model_file is not None:
-        gone.add("model")
-    return {name: value for name, value in values.items() if name not in gone}
 
 
 def _modes(name: str, value: Any) -> Sequence[str]:
@@ -183,105 +267,17 @@ def _modes(name: str, value: Any) -> Sequence[str]:
     return ONLY_IN.get(name, ("update", "stream", "memory"))
 
 
-def _config(values: Mapping[str, Any]) -> TrainConfig:
-    flags = _flags()
-    return TrainConfig(**{flags[n].field.name: value for n, value in values.items()})
-
-
-def _flags() -> dict[str, Flag]:
-    flags = flags_of(TrainConfig)
-    return {flag.name: flag for flag in flags if flag.name not in NOT_IN_FILES}
-
-
-# --- reading -------------------------------------------------------------------------
-
-
-def read_run(path: Path) -> TrainConfig:
-    """Reads a run's file; blocks.
-
-    Raises:
-      UsageError: names the file, and each key that is unknown or has a wrong value.
-    """
-    return _config(_values_of_file(path))
-
-
-def _values_of_file(path: Path) -> dict[str, Any]:
-    flags, problems = _flags(), list[str]()
-    values: dict[str, Any] = {}
-    for key, value in _document(path).items():
-        name = key.replace("_", "-")
-        try:
-            if name not in flags:
-                near = did_you_mean(name, flags) or "--help-all lists them"
-                raise ValueError(f"{shown(key)}: no setting of a run's file; {near}")
-            if name in values:
-                raise ValueError(f"{key}: set twice, once with - and once with _")
-            values[name] = _read(flags[name], value)
-        except ValueError as error:
-            problems.append(str(error))
-    if problems:
-        listed = "\n  ".join(problems)
-        raise UsageError(
-            f"--config {path}: expected a run's settings, found\n  {listed}"
-        )
-    return values
-
-
-def _document(path: Path) -> Mapping[str, Any]:
+def _payload_in(store: Path) -> tuple[Mapping[str, Any], str]:
+    """Returns the payload of a store's last commit, and why it cannot be read."""
     try:
-        with open(os.path.expanduser(path), "rb") as file:
-            content = file.read(_MOST_BYTES + 1)
-        if len(content) > _MOST_BYTES:
-            raise UsageError(
-                f"--config {path}: expected at most 1 MiB; is it the file?"
-            )
-        return tomllib.loads(content.decode("utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(
-            f"--config {path}: expected a file with a run's settings in TOML, such as "
-            f"steps = 100 in a line, found: {error}"
-        ) from error
-
-
-def _read(flag: Flag, value: Any) -> Any:
-    """Returns a value of TOML or JSON as the flag's.
-
-    Raises:
-      ValueError: says what was expected, and what was found.
-    """
-    if type(value) is int and not -(1 << 63) <= value < 1 << 63:
-        raise ValueError(f"{flag.name}: expected a number of at most 64 bits")
-    for text in value if isinstance(value, list) else [value]:
-        if isinstance(text, str) and ("\0" in text or len(text) > _MOST_CHARS):
-            raise ValueError(
-                f"{flag.name}: expected a text without NUL, of at most {_MOST_CHARS:,} "
-                f"characters, found {shown(text)}"
-            )
-    if flag.choices and value not in flag.choices:
-        raise ValueError(
-            f"{flag.name}: expected one of {', '.join(flag.choices)}, found "
-            f"{shown(value)} {did_you_mean(str(value), flag.choices)}".rstrip()
-        )
-    if flag.constructor is None:
-        return convert(value, flag.type, flag.name, dec_hook=_path)
-    if type(value) not in (str, int):
-        form = flag.constructor.metavar
-        raise ValueError(
-            f"{flag.name}: expected {form} in quotes, or a number, found {shown(value)}"
-        )
-    try:
-        return flag.constructor.instance_from_str([str(value)])
-    except ValueError as error:
-        raise ValueError(f"{flag.name}: {error}") from error
-
-
-def _path(kind: type, value: Any) -> Any:
-    if kind is not Path or not isinstance(value, str):
-        raise ValueError("expected a path in quotes")
-    return Path(value)
-
-
-# --- writing -------------------------------------------------------------------------
+        place = find_members(store)[0] if is_run(store) else store
+        if not (place / "jaxinf.json").exists():
+            return {}, ""
+        record = look_at_store(place).read_commit()
+    except (JaxinfError, OSError) as error:
+        return {}, f"settings of the run are not known: {error}"
+    payload = record.payload if record else None
+    return payload if isinstance(payload, Mapping) else {}, ""
 
 
 def kept_in_store(config: TrainConfig) -> dict[str, JsonValue]:
@@ -301,6 +297,9 @@ def kept_in_store(config: TrainConfig) -> dict[str, JsonValue]:
     return {"run": kept, "run_had": had}
 
 
+# --- writing -------------------------------------------------------------------------
+
+
 def text_of_run(config: TrainConfig) -> str:
     """Returns a run as TOML: what differs from the defaults, and these as comments.
 
@@ -315,9 +314,9 @@ def text_of_run(config: TrainConfig) -> str:
         "",
     ]
     changed = _settings(config)
-    for name, flag in _flags().items():
+    for name, field in _flags().items():
         mark = "" if name in changed else "# "
-        value = changed.get(name, _plain(config, flag))
+        value = changed.get(name, _plain(config, name, field.name))
         text = "" if value is None else _toml(value)
         if not _is_json(text):
             mark, text = "# ", f"{text!a} is not UTF-8; give --{name}"
@@ -328,26 +327,26 @@ def text_of_run(config: TrainConfig) -> str:
 def _settings(config: TrainConfig) -> dict[str, JsonValue]:
     """Returns what differs from the defaults, as it stands in a file."""
     return {
-        name: _plain(config, flag)
-        for name, flag in _flags().items()
-        if getattr(config, flag.field.name) != flag.field.default
+        name: _plain(config, name, field.name)
+        for name, field in _flags().items()
+        if getattr(config, field.name) != field.default
     }
 
 
-def _plain(config: TrainConfig, flag: Flag) -> JsonValue:
-    value = getattr(config, flag.field.name)
-    if flag.name == "validation" and config.held_out_share is not None:
+def _plain(config: TrainConfig, name: str, field: str) -> JsonValue:
+    value = getattr(config, field)
+    if name == "validation" and config.held_out_share is not None:
         return [*value]  # a share
     if isinstance(value, Path):
         return _absolute(value)
     if isinstance(value, tuple):
-        are_paths = flag.name in ("data", "validation", "csd-root")
+        are_paths = name in ("data", "validation", "csd-root")
         return [_absolute(one) if are_paths else str(one) for one in value]
-    if flag.name == "preset" and config.model_file is not None:
+    if name == "preset" and config.model_file is not None:
         return _absolute(config.model_file)
-    if value is None or flag.constructor is None or isinstance(value, str):
-        return value
-    return flag.constructor.str_from_instance(value)[0]
+    if name in ("memory", "device-memory") and value is not None:
+        return exact_bytes(value)
+    return value
 
 
 def _absolute(path: str | Path) -> str:

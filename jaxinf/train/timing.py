@@ -24,18 +24,16 @@ _NUM_BEFORE, _NUM_TRACED = 2, 3  # steps that compile and read anew come first
 
 
 class StepTimer:
-    """Measures the steps of a run, and traces those that the user has named.
+    """Measures the steps of a run, and on demand traces some early ones.
 
     Args:
       step: number of steps done before.
     """
 
     def __init__(self, config: TrainConfig, step: int) -> None:
-        first, last = config.trace or (0, 0)
-        if config.trace is not None and not first:
-            first = min(step + _NUM_BEFORE + 1, config.steps)
-            last = step + _NUM_BEFORE + _NUM_TRACED
-        self._traced = range(first, min(last, config.steps) + 1)
+        first = min(step + _NUM_BEFORE + 1, config.steps)
+        last = min(step + _NUM_BEFORE + _NUM_TRACED, config.steps)
+        self._traced = range(first, last + 1) if config.trace else range(0)
         self._folder, self._is_tracing = config.logs / "trace", False
         self._step_s = self._busy_s = 0.0
         self._since_s: float | None = None

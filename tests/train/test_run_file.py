@@ -8,18 +8,16 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import tyro
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxinf
 from jaxinf.cli import main as jaxinf_main
-from jaxinf.command_line import UsageError, flags_of, with_none
+from jaxinf.command_line import UsageError, flags_of
 from jaxinf.train import run_file
-from jaxinf.train.__main__ import config_of, main
+from jaxinf.train.__main__ import main
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.options import Launch
-from jaxinf.train.run_file import NOT_IN_FILES, read_run, text_of_run
+from jaxinf.train.run_file import NOT_IN_FILES, config_of, read_run, text_of_run
 
 FULL = TrainConfig(
     store=Path("/a/store"),
@@ -32,7 +30,7 @@ FULL = TrainConfig(
     device_updates=3,
     elastic=True,
     policy="keep",
-    distributed=Launch("a:1", 2, 0),
+    distributed="a:1,2,0",
     csd_root=(Path("/d0"), Path("/d{process}")),
     csd="emulated:buffers=2",
     durability=1024,
@@ -61,9 +59,11 @@ def test_what_is_written_reads_back(read, config):
     assert read(text_of_run(config)) == config
 
 
-@settings(max_examples=100)
+@settings(max_examples=25)
 @given(
-    st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])),
+    st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])).map(
+        lambda text: f"x{text}"
+    ),
     st.floats(allow_nan=False),
     st.integers(-(1 << 63), (1 << 63) - 1),
 )
@@ -134,29 +134,29 @@ def test_a_name_that_is_no_text_is_left_to_its_flag(read):
         ("batch-sise = 8", "'batch-sise': no setting of a run's file; did you mean ba"),
         ("qqq = 8", "'qqq': no setting of a run's file; --help-all lists them"),
         ("[train]\nsteps = 8", "'train': no setting of a run's file"),
-        ("steps = 'ten'", "steps: expected a whole number, found 'ten'"),
-        ("steps = true", "steps: expected a whole number, found True"),
-        ("steps = 9223372036854775808", "steps: expected a number of at most 64 bits"),
-        (f"steps = 0x{'f' * 9999}", "steps: expected a number of at most 64 bits"),
-        (f"clip-norm = 0x{'f' * 9999}", "clip-norm: expected a number of at most 64"),
-        (f"elastic = 0x{'f' * 9999}", "elastic: expected a number of at most 64 bits"),
+        ("steps = 'ten'", "--steps"),
+        ("steps = true", "steps: expected a number or a text, found True"),
+        ("steps = 1.5", "--steps"),
+        (f"steps = 0x{'f' * 9999}", "steps: expected a number of 64 bits, or"),
+        (f"elastic = 0x{'f' * 9999}", "elastic: expected true or false, found a num"),
         (f"steps = 1{'0' * 9999}", "in TOML, such as steps = 100"),
         ("elastic = 1", "elastic: expected true or false, found 1"),
-        ("store = 1", "store: expected a path in quotes, found 1"),
+        ("store = 1979-05-27", "begin with -, found datetime.date(1979, 5, 27)"),
         (
-            "store = 1979-05-27",
-            "store: expected a path in quotes, found datetime.date(1979, 5, 27)",
+            'store = "a\\u0000"',
+            "store: expected a number of 64 bits, or",
         ),
-        ('store = "a\\u0000"', "store: expected a text without NUL"),
-        ("data = 'a'", "data: expected a list, found 'a'"),
-        ("data = ['a', 1]", "data[1]: expected a text, found 1"),
-        ("mode = 'streem'", "expected one of update, stream, memory, found 'streem'"),
-        ("mode = 'streem'", "did you mean stream?"),
-        ("memory = 'much'", "memory: 'much': expected a number of bytes such as 1GiB"),
-        ("memory = 1.5", "memory: expected BYTES in quotes, or a number, found 1.5"),
+        ("data = ['--log-dir', '/x']", "does not begin with -, found '--log-dir'"),
+        (
+            "preset = '--log-dir'",
+            "preset: expected a number of 64 bits, or",
+        ),
+        ("data = [['a']]", "data: expected a number of 64 bits, or"),
+        ("mode = 'streem'", "--mode"),
+        ("memory = 'much'", "expected a number of bytes such as 1GiB"),
         (f"memory = '{'9' * 400}'", "expected a number of bytes such as 1GiB"),
-        ("durability = 'now'", "durability: Invalid enum value 'now'"),
-        ("eval-only = true", "'eval-only': no setting of a run's file"),
+        ("durability = 'now'", "--durability"),
+        ("trace = true", "'trace': no setting of a run's file"),
         ("seq_len = 8\nseq-len = 8", "seq-len: set twice, once with - and once with _"),
         ("steps: 100", "in TOML, such as steps = 100 in a line, found: Expected"),
         ("a =" + "[" * 100_000, "in TOML, such as"),
@@ -164,9 +164,9 @@ def test_a_name_that_is_no_text_is_left_to_its_flag(read):
             b"store = '\xff'",
             "in TOML, such as steps = 100 in a line, found: 'utf",
         ),
-        ("#" * (1 << 21), "expected at most 1 MiB; is it the file?"),
+        ("#" * (1 << 21), "more than 1 MiB; is it the file?"),
         ('"a\\nb" = 1', "'a\\nb': no setting of a run's file"),
-        ("a = 1\nsteps = 'b'", "a run's file; --help-all lists them\n  steps: "),
+        ("help = true", "'help': no setting of a run's file"),
     ],
 )
 def test_refusals(read, text, expected):
@@ -191,9 +191,9 @@ def test_steps_take_the_place_of_epochs(tmp_path, words):
     """Also if they are as many as by default."""
     file = tmp_path / "run.toml"
     file.write_text("epochs = 2")
-    config = config_of(["--config", str(file), *words])
+    config, _ = config_of(["--config", str(file), *words])
     assert (config.steps, config.epochs) == (1000, None)
-    assert config_of(["--config", str(file)]).epochs == 2
+    assert config_of(["--config", str(file)])[0].epochs == 2
 
 
 def test_places_that_are_no_file(tmp_path, capsys, monkeypatch):
@@ -202,7 +202,7 @@ def test_places_that_are_no_file(tmp_path, capsys, monkeypatch):
     for path, expected in (
         ("no.toml", "--config no.toml: expected a file with a run's settings in TOML"),
         ("folder", "Is a directory"),
-        ("/dev/zero", "expected at most 1 MiB"),
+        ("/dev/zero", "more than 1 MiB"),
     ):
         assert main(["--config", path, "--store", "s"]) == 2
         assert expected in capsys.readouterr().err
@@ -254,14 +254,13 @@ def of_store(monkeypatch):
     """Returns the run of a command line beside a payload, and what is said."""
 
     def call(payload, *words):
-        monkeypatch.setattr(run_file, "_payload_in", lambda store: (payload, None))
-        words = ["--store", "s", *map(str, words)]
-        given = tyro.cli(TrainConfig, args=with_none(words, TrainConfig))
-        return run_file.base_of(given, words)
+        monkeypatch.setattr(run_file, "_payload_in", lambda store: (payload, ""))
+        return config_of(["--store", "s", *map(str, words)])
 
     return call
 
 
+HERE = Path("s")
 ELSEWHERE = {
     "log-dir": "/x",
     "export-to": "file:///x",
@@ -275,8 +274,7 @@ ELSEWHERE = {
     "fsdp": True,
     "store": "/x",
     "config": "/x",
-    "eval-only": True,
-    "trace": "1:3",
+    "trace": True,
 }
 
 
@@ -285,7 +283,7 @@ ELSEWHERE = {
 def test_a_stores_word_leads_nowhere_else(of_store, name, mark):
     run = {name.replace("-", mark): ELSEWHERE[name], "seed": 3}
     config, said = of_store(held(run=run))
-    assert config == TrainConfig(seed=3)
+    assert config == TrainConfig(store=HERE, seed=3)
     assert f"ignored, for this version has no such flags '{name}'" in said
 
 
@@ -307,6 +305,8 @@ def test_what_a_store_keeps_reads_back(of_store, tmp_path, monkeypatch):
             expected = getattr(config, flag.field.name)
         if flag.name == "data":
             expected = (str(tmp_path / "a*.txt"),)
+        if flag.name == "store":
+            expected = HERE
         assert getattr(found, flag.field.name) == expected, flag.name
     assert said == (
         f"settings of the run in s; it reads --data {tmp_path}/a*.txt, --tokenizer "
@@ -319,7 +319,8 @@ def test_flags_that_change_a_run_are_named(of_store):
     config, said = of_store(
         held(run=run), "--steps", 9, "--seed=2", "--data", "/b", "--clip_norm", 1
     )
-    assert config == TrainConfig(preset="small")
+    given = {"steps": 9, "seed": 2, "data": ("/b",), "clip_norm": 1}
+    assert config == TrainConfig(store=HERE, preset="small", **given)
     assert said == "settings of the run in s; flags change --data, --steps"
     given = ("--from", "/m", "--epochs", 3)
     config, _ = of_store(held(run=run), *given)
@@ -340,20 +341,21 @@ def test_another_mode_drops_what_it_lacks(of_store):
 @pytest.mark.parametrize(
     ("run", "expected"),
     [
-        ({"steps": "ten"}, "steps: expected a whole number, found 'ten'; give --steps"),
-        ({"data": "a"}, "data: expected a list, found 'a'; give --data to replace it"),
-        ({"mode": "x"}, "mode: expected one of update, stream, memory, found 'x'"),
-        ({"from": 3}, "from: expected a path in quotes, found 3"),
-        ({"batch_size": 1 << 64}, "batch-size: expected a number of at most 64 bits"),
-        ({"memory": [1]}, "memory: expected BYTES in quotes, or a number, found a li"),
-        ({"data": ["a\0"]}, "data: expected a text without NUL"),
-        ({"mode": "stream" * 999}, "of at most 4,096 characters, found 'streamst"),
+        ({"steps": "ten"}, "--steps"),
+        ({"mode": "x"}, "--mode"),
+        ({"batch_size": 1 << 999}, "batch-size: expected a number of 64 bits, or"),
+        ({"memory": [[1]]}, "memory: expected a number of 64 bits, or"),
+        ({"data": ["a\0"]}, "data: expected a number of 64 bits, or"),
+        ({"data": ["a", "--log-dir", "/x"]}, "begin with -, found '--log-dir'"),
+        ({"freeze": ["-x"]}, "NUL, that does not begin with -"),
+        ({"preset": "--log-dir=/x"}, "preset: expected a number of 64 bits, or"),
+        ({"mode": "stream" * 999}, "of at most 4,096 characters"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_store(of_store, run, expected):
     with pytest.raises(UsageError) as refused:
         of_store(held(run=run))
-    assert "s: settings of the run: " in str(refused.value)
+    assert "s: settings of the run, which flags replace: " in str(refused.value)
     assert expected in str(refused.value)
     (name,) = run
     if name == "steps":
@@ -364,8 +366,9 @@ def test_a_wrong_value_is_named_with_its_store(of_store, run, expected):
 def test_a_payload_without_settings(of_store, run):
     with pytest.raises(UsageError, match="s: expected the settings of its run in"):
         of_store(held(run=run))
-    assert of_store(held(run=run), "--data", "/b") == (None, None)
-    assert of_store({"made_by": "me"}) == (None, None)
+    config = TrainConfig(store=HERE, data=("/b",))
+    assert of_store(held(run=run), "--data", "/b") == (config, "")
+    assert of_store({"made_by": "me"}) == (TrainConfig(store=HERE), "")
 
 
 def test_what_a_commit_cannot_keep_is_asked_again(of_store):
@@ -376,7 +379,7 @@ def test_what_a_commit_cannot_keep_is_asked_again(of_store):
         with pytest.raises(UsageError, match="s: the run had --data, which no commit"):
             of_store(held(**kept))
         config, _ = of_store(held(**kept), "--data", "/b")
-        assert config == TrainConfig(seed=3)
+        assert config == TrainConfig(store=HERE, data=("/b",), seed=3)
     kept = run_file.kept_in_store(TrainConfig(steps=0))["run"]
     assert isinstance(kept, dict)
     assert "steps" not in kept
@@ -384,18 +387,18 @@ def test_what_a_commit_cannot_keep_is_asked_again(of_store):
 
 def test_names_of_another_version_are_ignored_and_named(of_store):
     config, said = of_store(held(run={f"x{n}": n for n in range(12)} | {"\x1b": 1}))
-    assert config == TrainConfig()
+    assert config == TrainConfig(store=HERE)
     assert "no such flags '\\x1b', 'x0', 'x1', 'x10', 'x11', " in said
     assert said.endswith(" and 5 more")
 
 
-def test_a_store_that_cannot_be_read_blocks_nothing(tmp_path, capsys):
+def test_a_store_that_cannot_be_read_blocks_nothing(tmp_path):
     words = ["--store", str(tmp_path)]
-    assert config_of(words) == TrainConfig(store=tmp_path)
-    assert not capsys.readouterr().err
+    assert config_of(words) == (TrainConfig(store=tmp_path), "")
     (tmp_path / "jaxinf.json").write_text("{}")
-    assert config_of(words) == TrainConfig(store=tmp_path)
-    assert "settings of the run are not known" in capsys.readouterr().err
+    config, said = config_of(words)
+    assert config == TrainConfig(store=tmp_path)
+    assert "settings of the run are not known" in said
 
 
 def test_none_takes_a_value_back(tmp_path):
@@ -403,7 +406,7 @@ def test_none_takes_a_value_back(tmp_path):
     file.write_text('tokenizer = "/t"\nlora = "8,alpha=3"\nseq-len = 9')
     words = ["--config", str(file), "--tokenizer", "none", "--lora=none"]
     words += ["--seq_len", "None"]
-    config = config_of(words)
+    config, _ = config_of(words)
     assert dataclasses.replace(config, run_file=None) == TrainConfig()
 
 

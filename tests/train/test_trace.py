@@ -12,12 +12,12 @@ MODES = {"update": (), "stream": ("--mode", "stream", "--memory", "64MiB")}
 @pytest.mark.parametrize("mode", MODES)
 def test_a_trace_has_steps_and_what_threads_and_drives_did(run, tmp_path, mode):
     words = ("--store", tmp_path / "s", "--steps", 9, *MODES[mode])
-    assert run(*words, "--trace", "2:8") == 0
+    assert run(*words, "--trace") == 0
     (path,) = (tmp_path / "s-log" / "trace").rglob("perfetto_trace.json.gz")
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     names = [one["name"] for one in events if one.get("ph") == "X"]
-    assert [name for name in names if name == "step"] == ["step"] * 7
-    for kind in ("update", "write", "publish"):
+    assert [name for name in names if name == "step"] == ["step"] * 3
+    for kind in ("update", "write"):
         assert any(name.startswith(kind) for name in names), kind
 
     lines = (tmp_path / "s-log" / "metrics.jsonl").read_text().splitlines()
@@ -32,11 +32,3 @@ def test_a_trace_has_steps_and_what_threads_and_drives_did(run, tmp_path, mode):
         assert memory["buffers"] > 0
         assert memory["drives"] > 0
     assert {*line["drives"]} == {str(tmp_path / "s")}
-
-
-@pytest.mark.parametrize("words", ["3", "5:3", "0:2", "1:1000000"])
-def test_what_are_no_steps_is_refused(run, tmp_path, words, capsys):
-    with pytest.raises(SystemExit) as ended:
-        run("--mode", "memory", "--log-dir", tmp_path, "--trace", words)
-    assert ended.value.code == 2
-    assert "expected" in capsys.readouterr().err

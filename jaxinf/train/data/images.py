@@ -15,9 +15,9 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.errors import DataError, refusing, shown_names
 from jaxinf.train.data.rows import Row, Rows, TrainingData
-from jaxinf.train.options import DataOptions
 from jaxinf.typing import Array
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
@@ -45,7 +45,7 @@ class _Picture(NamedTuple):
     identity: bytes
 
 
-def load_images(options: DataOptions, shape: ImageShape) -> TrainingData:
+def load_images(options: TrainConfig, shape: ImageShape) -> TrainingData:
     """Returns the images for training and those for validation.
 
     Rows have `images`, float32 of `shape`, and `labels`, int32 [].

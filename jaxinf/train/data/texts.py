@@ -18,6 +18,7 @@ import numpy as np
 from jaxinf_models import TaskName
 
 from jaxinf.terminal import printable
+from jaxinf.train.config import TrainConfig
 from jaxinf.train.data import rows as forms
 from jaxinf.train.data.errors import DataError, shown_names
 from jaxinf.train.data.examples import (
@@ -33,7 +34,7 @@ from jaxinf.train.data.examples import (
 from jaxinf.train.data.files import find_files, read_records, standard_library_files
 from jaxinf.train.data.rows import Encoded, all_of
 from jaxinf.train.data.tokenizer import FolderTokenizer, Tokenizer, open_tokenizer
-from jaxinf.train.options import HELD_OUT_SHARE, DataOptions
+from jaxinf.train.options import HELD_OUT_SHARE
 
 # A row of the longest example would otherwise take any memory.
 _MOST_USUAL_TOKENS = 1024
@@ -58,7 +59,7 @@ _Examples: TypeAlias = list[tuple[Encoded, ...]]
 
 
 def load_texts(
-    options: DataOptions,
+    options: TrainConfig,
     *,
     task: TaskName,
     seq_len: int | None,
@@ -194,7 +195,7 @@ class _Reader:
       notes: what is cut or left out.
     """
 
-    options: DataOptions
+    options: TrainConfig
     task: TaskName
     tokenizer: Tokenizer
     num_types: int

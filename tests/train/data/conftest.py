@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.images import load_images
 from jaxinf.train.data.texts import load_texts
-from jaxinf.train.options import DataOptions
 
 
 @pytest.fixture
@@ -26,12 +26,12 @@ def write(tmp_path):
 
 @pytest.fixture
 def load():
-    """Loads data from paths, with arguments of `DataOptions` and `load_texts`."""
+    """Loads data from paths, with arguments of `TrainConfig` and `load_texts`."""
 
     def call(*paths, task="causal-lm", seq_len=8, image_shape=None, **options):
         names = ("most_tokens", "num_token_types")
         own = {name: options.pop(name) for name in names if name in options}
-        given = DataOptions(data=tuple(str(path) for path in paths), **options)
+        given = TrainConfig(data=tuple(str(path) for path in paths), **options)
         if image_shape is not None:
             return load_images(given, image_shape)
         return load_texts(given, task=task, seq_len=seq_len, **own)
