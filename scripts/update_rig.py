@@ -25,7 +25,7 @@ from jaxinf.engine import (
     SubgroupLayout,
     UpdateRequest,
 )
-from jaxinf.optimizer.step_calls import grouped
+from jaxinf.optimizer.leaf_call import LeafCall, grouped
 from jaxinf.program import Average, averaged, trace_init, trace_update
 from jaxinf.store import (
     MASTER_PARAMS,
@@ -90,7 +90,9 @@ class UpdateRig:
         takes_params = self.store._engine.opened.options.csd.takes_params
         self._takes_params = takes_params and dtype_of(stored.dtype) == dtype
         self.step_number = 0
-        self._groups = grouped([(4 * size, None) for size in shapes])
+        self._groups = grouped(
+            [LeafCall(n, (size,), None) for n, size in enumerate(shapes)]
+        )
         self._scalar_places: list[list[int]] = []
         self._prologue = jax.jit(self._run_prologue)
 

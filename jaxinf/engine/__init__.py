@@ -49,7 +49,7 @@ from jaxinf.engine.sharding import (
     shard_holders,
     sum_bits,
 )
-from jaxinf.engine.state import FirstParams, has_params
+from jaxinf.engine.state import FirstParams
 from jaxinf.engine.steps import StepMetrics
 from jaxinf.engine.store import Store, engine_of
 from jaxinf.engine.update_tasks import can_take, moved_states
@@ -86,7 +86,6 @@ __all__ = [
     "distinct_shards",
     "divide_for",
     "engine_of",
-    "has_params",
     "has_shared_parts",
     "keeps_feedback",
     "local_shards",

@@ -17,8 +17,8 @@ from typing import TypeAlias
 
 from jaxinf.engine.divergence import (
     FROM_STORE,
-    INIT_WITH_OTHERS,
     RESTART,
+    RESUMED,
     UPDATE,
     check_known,
     diverged_at_first,
@@ -199,10 +199,10 @@ class Binding:
                 check_known(path, step, origin)
             self._go_on_from(opened, same[0].place)
             self._forget()
-            if origin != INIT_WITH_OTHERS:
+            if origin != RESUMED:
                 self.origin = max(self.origin, origin)
             if self._at is not None:  # its states are no longer the store's
-                self.origin = max(self.origin, INIT_WITH_OTHERS) + 1
+                self.origin = max(self.origin, RESUMED) + 1
             self._at, self._before = self._state, None
 
     def _go_on_from(self, opened: OpenStore, place: str) -> None:

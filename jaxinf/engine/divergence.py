@@ -11,7 +11,7 @@ import numpy as np
 from jaxinf.errors import DivergedParamsError, StaleStateError, StoreMismatchError
 from jaxinf.typing import Array
 
-UPDATE, INIT_WITH_OTHERS = 0, 1
+UPDATE, RESUMED = 0, 1
 """Origins of a state, as in `jaxinf.SmartUpdateState`; later ones are updates, too."""
 
 RESTART = (
@@ -92,17 +92,17 @@ def warn_of_unseen(path: Path, steps: int) -> None:
 
 
 def check_known(path: Path, step: int, origin: int) -> None:
-    """Refuses to go on without params where `init` saw others than the step's.
+    """Refuses to go on without params from the state of an `init`.
 
     Raises:
-      StoreMismatchError: the state is of such an `init`.
+      StoreMismatchError: the state is of an `init` on a store with steps.
     """
-    if origin == INIT_WITH_OTHERS:
+    if origin == RESUMED:
         raise StoreMismatchError(
-            f"{path}: update was given no params, and a state of init, which saw other "
-            f"params than the store holds of step {step}, or none. {FROM_STORE}; or "
-            "restore params and state from one checkpoint, or give update the params "
-            f"so that they can be compared, tx.update(grads, state, params), {RESTART}"
+            f"{path}: update was given no params, and the state of an init that found "
+            f"step {step} there, so they cannot be compared with the store's. Give "
+            "them, tx.update(grads, state, params), with params = store.params("
+            f"like=params) or those of your own checkpoint of that step; {RESTART}"
         )
 
 

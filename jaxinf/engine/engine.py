@@ -64,8 +64,6 @@ class Engine(StoreRun):
       binding: the run's binding to a step of the store, made by its first step.
       shardings: for each leaf, the sharding of the params in the last `init`, on one
         mesh; empty if they are not sharded.
-      shapes: shapes and dtypes of these params, in the optimizer's form; None before.
-      has_warned_of_params: whether a run that gives no params was told so.
       carried: names, shapes and dtypes of what its steps carry; None before the first.
       num_replaced: how often what it holds was replaced, other than by a step: made
         anew, loaded, or rolled back.
@@ -79,8 +77,6 @@ class Engine(StoreRun):
     ) -> None:
         super().__init__(options, group)
         self.shardings: tuple[NamedSharding, ...] = ()
-        self.shapes: Any = None
-        self.has_warned_of_params = False
         self.carried: tuple[CarriedArray, ...] | None = None
         self.num_replaced = 0
         self._bound: list[StoreDescription] = []

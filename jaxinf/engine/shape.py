@@ -268,7 +268,9 @@ class StoreShape:
                 f"boundaries of this run ({error}); run on a mesh whose shards are "
                 "whole multiples, or on one JAX device; give the trainer --elastic, "
                 "which gives the store another grid; or take the step to a new store "
-                "(Store.params and Store.state, then Store.load)"
+                "(Store.params and Store.state, then Store.load). An init that does "
+                "not know the shards, as in jit(init, out_shardings=…), needs "
+                "smart_update(tx, store, shardings=…)"
             ) from error
         return found if record.is_whole else [n for n in found if record.places[n] >= 0]
 

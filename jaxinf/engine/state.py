@@ -122,20 +122,6 @@ def same_params(
     return not differing
 
 
-def has_params(
-    opened: OpenStore, leaf: int, params: Array, origin: Sequence[int]
-) -> bool:
-    """Whether params have exactly the bits of the last committed step's; reads nothing.
-
-    Args:
-      params: the leaf or one shard of it, in the dtype of the store's params.
-      origin: index in the leaf of the array's first element.
-    """
-    return not any(
-        True for _ in _differing(opened, opened.commit, leaf, params, origin)
-    )
-
-
 def _differing(
     opened: OpenStore,
     commit: CommitRecord,

@@ -4,15 +4,7 @@
    a mesh:           shard_map( owner of the shard: callback ─► psum of bits )
    several processes:           an owner in each; each fills its part of the results
 
-The backend decides in which of three forms, all with the same bits:
-
-    buffer    a callback that waits for the update, with XLA's own buffers: on a CPU
-    io        the same, with copies: on a CPU whose JAX has no `buffer_callback`
-    start     a callback takes the gradient, another one fetches the result: elsewhere
-
-Copied arguments that are short travel as the words of one array, since a transfer of
-four bytes costs as much as one of a page. Words are integers, which no device flushes
-to zero.
+On a CPU a callback has XLA's own buffers. Elsewhere it has copies.
 
 Arguments and results are pytrees. Invariant: a host function called from here uses
 NumPy alone, runs once for each distinct shard, and, beside other JAX devices, never
@@ -20,10 +12,11 @@ raises: an exception next to a waiting collective would abort the process.
 """
 
 import copy
-import math
+import logging
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 import jax
@@ -36,84 +29,7 @@ from jaxinf import compat
 from jaxinf.engine import callers, sum_bits
 from jaxinf.errors import DeviceConfigurationError
 from jaxinf.interrupts import run_whole
-from jaxinf.typing import Array, PyTree
-
-
-def by_backend() -> str:
-    """Returns the form on JAX's default backend."""
-    if jax.default_backend() != "cpu":
-        return "start"
-    return "buffer" if compat.has_buffer_callback() else "io"
-
-
-def waits_for_updates() -> bool:
-    """Whether the call that brings a gradient also returns its result.
-
-    On accelerators this would block the thread that enqueues their work.
-    """
-    return by_backend() != "start"
-
-
-def shares_memory(*, is_local: bool) -> bool:
-    """Whether a call hands over XLA's own buffers, so that arguments cost no copy.
-
-    Args:
-      is_local: whether the call is under ``shard_map``, so that XLA does not partition
-        its computation.
-    """
-    return by_backend() == "buffer" and (is_local or jax.device_count() == 1)
-
-
-PACKED_BYTES = 1024
-"""Shorter arrays are packed."""
-
-_WORD_BYTES = 4
-
-
-def pack(tree: PyTree) -> tuple[list[jax.Array], Callable[[list[Array]], PyTree]]:
-    """Packs the short arrays of a tree; traceable.
-
-    Returns:
-      The long arrays, and then the words, uint32, if any; and a function that makes the
-      tree of them on the host, whose short arrays are views of the words.
-    """
-    leaves, treedef = jax.tree.flatten(tree)
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-    is_short = [_num_bytes(shape) < PACKED_BYTES for shape in shapes]
-    if sum(is_short) < 2:
-        is_short = [False] * len(shapes)
-    words = [_words(x) for x, short in zip(leaves, is_short, strict=True) if short]
-    long = [x for x, short in zip(leaves, is_short, strict=True) if not short]
-
-    def unpack(arrays: list[Array]) -> PyTree:
-        long, begin, found = iter(arrays), 0, []
-        for shape, short in zip(shapes, is_short, strict=True):
-            if not short:
-                found.append(next(long))
-                continue
-            end = begin + _num_bytes(shape)
-            own = arrays[-1].view(np.uint8)[begin:end]
-            found.append(own.view(shape.dtype).reshape(shape.shape))
-            begin = -(-end // _WORD_BYTES) * _WORD_BYTES
-        return treedef.unflatten(found)
-
-    return [*long, jnp.concatenate(words)] if words else long, unpack
-
-
-def _num_bytes(shape: jax.ShapeDtypeStruct) -> int:
-    return math.prod(shape.shape) * shape.dtype.itemsize
-
-
-def _words(array: jax.Array) -> jax.Array:
-    """Returns the bytes of an array as words; the last one is filled with zeros."""
-    flat = jnp.asarray(array).reshape(-1)
-    if flat.dtype == jnp.bool_:
-        flat = flat.astype(jnp.uint8)
-    num_in_word = _WORD_BYTES // flat.dtype.itemsize
-    if num_in_word > 1:
-        flat = jnp.pad(flat, (0, -flat.size % num_in_word)).reshape(-1, num_in_word)
-    return lax.bitcast_convert_type(flat, jnp.uint32).reshape(-1)
-
+from jaxinf.typing import PyTree
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 
@@ -125,6 +41,17 @@ It may keep its arguments only if calls do not share memory.
 
 FAILED = 2
 """Status and verdict of a call that raised."""
+
+_WHOLE = PartitionSpec()
+_LOG = logging.getLogger("jaxinf")
+
+
+def shares_memory() -> bool:
+    """Whether a call hands over XLA's own buffers: on a CPU, where copies cost most.
+
+    Elsewhere a call that waits would block the thread that enqueues the device's work.
+    """
+    return jax.default_backend() == "cpu" and compat.has_buffer_callback()
 
 
 def check_device_configuration() -> None:
@@ -158,21 +85,22 @@ def check_device_configuration() -> None:
         )
 
 
+# --- a host function in a callback ---------------------------------------------------
+
+
 @dataclass(frozen=True, eq=False)
 class GuardedHost:
     """A host function whose exception stops the store.
 
     Attributes:
       host: fills its first argument's arrays from the second's.
+      stop: gets the exception of a call that JAX raises.
       report: gets one that the program learns of by other means.
-      warn: gets the number of devices on which its whole arguments are gathered,
-        because their shardings are not known.
     """
 
     host: Host
     stop: Callable[[BaseException], None]
     report: Callable[[BaseException], None]
-    warn: Callable[[int], None]
 
     def raising(self, outs: PyTree, arguments: PyTree) -> None:
         """As a callback that may fail the computation, which one JAX device allows."""
@@ -204,18 +132,41 @@ class GuardedHost:
                 out[...] = FAILED if out.dtype == np.int32 else 0
 
 
+def _call(host: Host, avals: PyTree, arguments: PyTree) -> Any:
+    if shares_memory():
+        return compat.call_with_buffers(partial(_with_buffers, host), avals, arguments)
+    # On a TPU all results of a call get the first one's sharding, with as many axes.
+    flat = jax.tree.map(lambda a: jax.ShapeDtypeStruct((a.size,), a.dtype), avals)
+    found = compat.io_callback(partial(_with_copies, host, avals), flat, arguments)
+    return jax.tree.map(lambda x, aval: x.reshape(aval.shape), found, avals)
+
+
+def _with_buffers(host: Host, context: Any, outs: PyTree, arguments: PyTree) -> None:
+    del context
+    host(*jax.tree.map(np.asarray, (outs, arguments)))
+
+
+def _with_copies(host: Host, avals: PyTree, arguments: PyTree) -> PyTree:
+    outs = jax.tree.map(lambda aval: np.empty(aval.shape, aval.dtype), avals)
+    host(outs, jax.tree.map(np.asarray, arguments))
+    return jax.tree.map(np.ravel, outs)
+
+
+# --- who calls -----------------------------------------------------------------------
+
+
 def call_host(
     host: GuardedHost, avals: PyTree, arguments: PyTree, *, is_local: bool
 ) -> Any:
-    """Calls the host with XLA's own buffers if possible, otherwise with copies.
+    """Calls the host from each device, or from the only one.
 
-    ``buffer_callback`` copies nothing, but works only on a CPU, and not in a
-    computation that XLA partitions. If a computation turns out to have several devices
-    whose shardings were not known when it was traced, each gets all of the arguments,
-    and the first one calls.
+    If a computation turns out to have several devices whose shardings were not known
+    when it was traced, each gets all of the arguments, and the first one calls.
 
     Args:
       avals: shapes and dtypes of the results.
+      is_local: whether the call is under ``shard_map``, so that XLA does not partition
+        its computation.
 
     Returns:
       The results, a tree like `avals`.
@@ -231,7 +182,7 @@ def call_host(
         return _call(function, avals, arguments)
 
     def beside_others(mesh: AbstractMesh) -> Callable[[PyTree], Any]:
-        host.warn(mesh.size)
+        _warn_of_gathering(mesh.size)
         return lambda arguments: call_once(host, mesh, arguments, avals)
 
     if jax.device_count() == 1:
@@ -239,18 +190,16 @@ def call_host(
     return compat.call_by_num_devices(alone, beside_others, arguments)
 
 
-def _call(host: Host, avals: PyTree, arguments: PyTree) -> Any:
-    if shares_memory(is_local=True):
-        return compat.call_with_buffers(partial(_with_buffers, host), avals, arguments)
-    packed, unpack = pack(arguments)
-    if jax.default_backend() != "tpu":
-        function = partial(_with_copies, host, avals, unpack)
-        return compat.io_callback(function, avals, packed)
-    # JAX gives all results of a call the first one's sharding, with as many axes.
-    flat = jax.tree.map(lambda a: jax.ShapeDtypeStruct((a.size,), a.dtype), avals)
-    function = partial(_with_copies, host, avals, unpack, is_flat=True)
-    found = compat.io_callback(function, flat, packed)
-    return jax.tree.map(lambda x, aval: x.reshape(aval.shape), found, avals)
+@cache
+def _warn_of_gathering(num_devices: int) -> None:
+    _LOG.warning(
+        "smart_update: the shardings of the params were not known when the computation "
+        "was traced, so each gradient is gathered on all %d devices, which costs "
+        "nothing only if the params are replicated. Give them: smart_update(tx, store, "
+        "shardings=jax.tree.map(lambda x: x.sharding, params)), or call "
+        "tx.init(params) outside of jit",
+        num_devices,
+    )
 
 
 def call_owner(
@@ -279,9 +228,15 @@ def call_owner(
     )
     if not shares:
         return results
-    if jax.process_count() > 1:
-        return jax.tree.map(partial(_combined, axes=axes), results)
-    return jax.tree.map(lambda result: sum_bits(result, axes), results)
+    is_alone = jax.process_count() == 1
+    return jax.tree.map(
+        lambda result: (
+            lax.pmax(result, axes)
+            if result.dtype == jnp.int32 and not is_alone
+            else sum_bits(result, axes)
+        ),
+        results,
+    )
 
 
 def _is_caller(mesh: AnyMesh, axes: tuple[str, ...]) -> jax.Array:
@@ -294,12 +249,6 @@ def _is_caller(mesh: AnyMesh, axes: tuple[str, ...]) -> jax.Array:
     assert isinstance(mesh, Mesh), "checked by check_processes"
     places = tuple(lax.axis_index(name) for name in mesh.axis_names)
     return jnp.asarray(callers(mesh, axes))[places]
-
-
-def _combined(result: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    if result.dtype == jnp.int32:
-        return lax.pmax(result, axes)
-    return sum_bits(result, axes)
 
 
 def call_once(
@@ -315,43 +264,96 @@ def call_once(
     """
     if mesh is None:
         return call_host(host, avals, arguments, is_local=False)
+    called = host
 
-    def on_device(arguments: PyTree) -> Any:
-        called = _only_first(host) if jax.process_count() > 1 else host
-        return call_owner(called, avals, arguments, mesh, mesh.axis_names)
-
-    whole = PartitionSpec()
-    return compat.shard_map(on_device, mesh=mesh, in_specs=(whole,), out_specs=whole)(
-        arguments
-    )
-
-
-def _with_buffers(host: Host, context: Any, outs: PyTree, arguments: PyTree) -> None:
-    del context
-    host(*jax.tree.map(np.asarray, (outs, arguments)))
-
-
-def _with_copies(
-    host: Host,
-    avals: PyTree,
-    unpack: Callable[[list[Array]], PyTree],
-    packed: list[Any],
-    *,
-    is_flat: bool = False,
-) -> PyTree:
-    outs = jax.tree.map(lambda aval: np.empty(aval.shape, aval.dtype), avals)
-    host(outs, unpack(list(map(np.asarray, packed))))
-    return jax.tree.map(np.ravel, outs) if is_flat else outs
-
-
-def _only_first(host: GuardedHost) -> GuardedHost:
-    """Returns a host function whose results other than int32 the first process has."""
-
-    def called(outs: PyTree, arguments: PyTree) -> None:
+    def only_first(outs: PyTree, arguments: PyTree) -> None:
         host.host(outs, arguments)
         if jax.process_index():
             for out in jax.tree.leaves(outs):
                 if out.dtype != np.int32:
                     out[...] = 0
 
-    return replace(host, host=called)
+    if jax.process_count() > 1:
+        called = replace(host, host=only_first)
+    return on_mesh(
+        mesh,
+        lambda arguments: call_owner(called, avals, arguments, mesh, mesh.axis_names),
+        arguments,
+    )
+
+
+def call_together(
+    host: GuardedHost, mesh: AnyMesh | None, arguments: PyTree, aval: PyTree
+) -> jax.Array:
+    """Calls the host once in each process, when all of its devices have come.
+
+    They wait on the host, not in a collective: XLA gives a first one up that is stuck.
+
+    Args:
+      aval: shape of the result, int32, which is the greatest of all processes.
+    """
+    if mesh is None:
+        return call_host(host, aval, arguments, is_local=False)
+    is_alone = jax.process_count() == 1
+    num = mesh.size if is_alone or not isinstance(mesh, Mesh) else mesh.local_mesh.size
+    met = replace(host, host=_Meeting(host, num))
+
+    def on_device(arguments: PyTree) -> jax.Array:
+        found = call_host(met, aval, arguments, is_local=True)
+        return found if is_alone else lax.pmax(found, mesh.axis_names)
+
+    return on_mesh(mesh, on_device, arguments)
+
+
+def on_mesh(
+    mesh: AnyMesh,
+    function: Callable[[PyTree], Any],
+    arguments: PyTree,
+    in_specs: Any = _WHOLE,
+    out_specs: Any = _WHOLE,
+) -> Any:
+    """Computes on each device; results that count as replicated may still differ."""
+    return compat.shard_map(
+        function, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs
+    )(arguments)
+
+
+@dataclass(eq=False)
+class _Group:
+    """The calls that meet: results to fill, and arguments."""
+
+    calls: list[tuple[PyTree, PyTree]] = field(default_factory=list)
+    is_over: bool = False
+
+
+class _Meeting:
+    """A host function that the last of a process's devices to call it runs.
+
+    It gets the greatest of the arguments of all devices, element by element, and all
+    get its results. Thread-safe.
+    """
+
+    def __init__(self, host: GuardedHost, num_devices: int) -> None:
+        self._host, self._num_devices = host, num_devices
+        self._changed = threading.Condition()
+        self._group = _Group()
+
+    def __call__(self, outs: PyTree, arguments: PyTree) -> None:
+        with self._changed:
+            group = self._group
+            group.calls.append((outs, arguments))
+            if len(group.calls) < self._num_devices:
+                self._changed.wait_for(lambda: group.is_over)
+                return
+            self._group = _Group()
+        given = [arguments for _, arguments in group.calls]
+        self._host.reporting(outs, jax.tree.map(_greatest, *given))
+        for others, _ in group.calls:
+            jax.tree.map(np.copyto, others, outs)
+        with self._changed:
+            group.is_over = True
+            self._changed.notify_all()
+
+
+def _greatest(*arrays: Any) -> Any:
+    return np.maximum.reduce(arrays)

@@ -10,8 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import numpy as np
@@ -23,7 +22,7 @@ from jaxinf.engine import (
     StoreDescription,
     engine_of,
 )
-from jaxinf.errors import NonFiniteGradientError, StoreMismatchError
+from jaxinf.errors import StoreMismatchError
 from jaxinf.optimizer.callback import FAILED, GuardedHost, Host
 from jaxinf.optimizer.leaf_call import (
     FINITE,
@@ -32,9 +31,13 @@ from jaxinf.optimizer.leaf_call import (
     NON_FINITE,
     HostCall,
     HostResult,
-    shard_origin,
 )
-from jaxinf.program import NonFinitePolicy, UpdateProgram, effect_of_nonfinite
+from jaxinf.program import (
+    NonFinitePolicy,
+    UpdateProgram,
+    effect_of_nonfinite,
+    refused_gradient,
+)
 from jaxinf.store import ScalarState
 from jaxinf.typing import Array
 
@@ -53,20 +56,16 @@ class StartedUpdates:
         self._changed = threading.Condition()
         self._taken_bytes = 0
         self._pool: ThreadPoolExecutor | None = None
-        self._under_way: dict[_Key, tuple[Future[None], Any]] = {}
+        self._under_way: dict[_Key, Future[HostResult]] = {}
 
     def start(
-        self,
-        key: _Key,
-        results: Any,
-        update: Callable[[], None],
-        num_bytes: int,
+        self, key: _Key, update: Callable[[], HostResult], num_bytes: int
     ) -> None:
         """Begins an update; blocks while those under way hold too much memory.
 
         Args:
           key: key of the call; an unfetched update of the same key is forgotten.
-          update: fills the results; blocks until done.
+          update: returns the results; blocks until done.
           num_bytes: bytes that it holds until then.
 
         Raises:
@@ -75,9 +74,9 @@ class StartedUpdates:
         engine = engine_of(self._store)
         engine.health.check()
 
-        def run() -> None:
+        def run() -> HostResult:
             try:
-                update()
+                return update()
             finally:
                 with self._changed:
                     self._taken_bytes -= num_bytes
@@ -95,18 +94,13 @@ class StartedUpdates:
                 num_workers = engine.options.workers_of(num_csds)
                 self._pool = ThreadPoolExecutor(num_workers, "jaxinf-leaf")
                 engine.on_close(self._pool.shutdown)
-            self._under_way[key] = self._pool.submit(run), results
+            self._under_way[key] = self._pool.submit(run)
 
-    def finish(self, key: _Key) -> Any:
-        """Waits for an update and returns its results.
-
-        Raises:
-          BaseException: the update's own.
-        """
+    def finish(self, key: _Key) -> HostResult:
+        """Waits for an update and returns its results, or raises its exception."""
         with self._changed:
-            future, results = self._under_way.pop(key)
-        future.result()
-        return results
+            future = self._under_way.pop(key)
+        return future.result()
 
 
 BOUND, UNBOUND = 0, 1
@@ -118,12 +112,6 @@ COMMITTED, SKIPPED = 0, 1
 EXACT = -1.0
 """In place of a difference: params equal the store's to the bit."""
 
-_UNKNOWN_SHARDINGS = (
-    "%s: the shardings of the params were not known when the computation was traced, "
-    "so each gradient is gathered on all %d devices, which costs nothing only if the "
-    "params are replicated. Give them: smart_update(tx, store, shardings=jax.tree.map("
-    "lambda x: x.sharding, params)), or call tx.init(params) outside of jit"
-)
 _LOG = logging.getLogger("jaxinf")
 
 
@@ -138,7 +126,7 @@ class HostSide:
         self.store = store
         self._nonfinite: NonFinitePolicy | None = nonfinite
         self._started = StartedUpdates(store)
-        self._has_warned = self._has_spoilt = False
+        self._has_spoilt = False
 
     @property
     def engine(self) -> Engine:
@@ -179,12 +167,7 @@ class HostSide:
         report = health.fail_beside_others
         if is_last and not engine.group.is_alone:
             report = health.fail_unannounced
-        return GuardedHost(host, health.fail, report, self._warn_of_gathering)
-
-    def _warn_of_gathering(self, num_devices: int) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            _LOG.warning(_UNKNOWN_SHARDINGS, self.store.path, num_devices)
+        return GuardedHost(host, health.fail, report)
 
     # --- callbacks -----------------------------------------------------------------
 
@@ -268,12 +251,7 @@ class HostSide:
         """Callback: before the updates of a step, reads a slot of each leaf."""
         self._clear_parts(outs, call)
         requests = [
-            SlotRequest(
-                leaf.number,
-                slots[leaf.number],
-                shard_origin(leaf.split, call.device, out.shape),
-                out,
-            )
+            SlotRequest(leaf.number, slots[leaf.number], call.origin(leaf), out)
             for leaf, out in zip(call.leaves, outs.arrays, strict=True)
         ]
         self.engine.opened.recall(int(call.step), *requests)
@@ -289,11 +267,11 @@ class HostSide:
         for place, (leaf, out) in enumerate(zip(call.leaves, outs.arrays, strict=True)):
             if leaf.held == GO:
                 described = description.leaves[leaf.number]
-                requests.append(leaf.request(call, described, call.origin(leaf), out))
-                if leaf.kept is None:
-                    places.append(place)
-                else:
+                requests.append(leaf.request(call, described, out))
+                if leaf.is_kept:
                     outs.statuses[place] = FINITE
+                else:
+                    places.append(place)
             else:
                 if out is not None:
                     out[...] = 0
@@ -314,10 +292,13 @@ class HostSide:
         places: Sequence[int],
     ) -> None:
         """Says once that an optimizer has let NaN or Inf through to the params."""
-        for place in places:
-            out = outs.arrays[place]
-            if self._has_spoilt or out is None or np.isfinite(out).all():
-                continue
+        pairs = ((call.leaves[n].number, outs.arrays[n]) for n in places)
+        names = [
+            description.leaves[number].name
+            for number, out in pairs
+            if out is not None and not np.isfinite(out).all()
+        ]
+        if names and not self._has_spoilt:
             self._has_spoilt = True
             _LOG.warning(
                 "%s: step %d: NaN or Inf of the gradient got into leaf %s and is "
@@ -325,7 +306,7 @@ class HostSide:
                 "of before (open_store(…, restore=NAME)). This is said once",
                 self.store.path,
                 int(call.step) + 1,
-                description.leaves[call.leaves[place].number].name,
+                names[0],
             )
 
     def start(
@@ -335,10 +316,21 @@ class HostSide:
 
         Results: statuses, always `FINITE`.
         """
-        results = call.results(description)
-        own = jax.tree.map(lambda aval: np.empty(aval.shape, aval.dtype), results)
-        update = partial(self.update, description, own, call)
-        self._started.start(call.key, own, update, call.num_bytes)
+        described = description.leaves
+
+        def update() -> HostResult:
+            arrays = tuple(
+                None
+                if leaf.is_kept
+                else np.empty(leaf.part_shape, described[leaf.number].device_dtype)
+                for leaf in call.leaves
+            )
+            own = HostResult(arrays, np.empty(len(arrays), np.int32))
+            self.update(description, own, call)
+            return own
+
+        num_bytes = sum(array.nbytes for array in jax.tree.leaves(call))
+        self._started.start(call.key, update, num_bytes)
         outs.statuses[...] = FINITE
 
     def finish(self, outs: HostResult, call: HostCall) -> None:
@@ -381,7 +373,9 @@ class HostSide:
             engine.opened.abandon()
             if self._nonfinite != "skip":
                 engine.wait()  # commits the earlier steps
-                error = self._non_finite(description, int(step), statuses)
+                pairs = zip(description.leaves, statuses, strict=True)
+                bad = [leaf.name for leaf, own in pairs if own == NON_FINITE]
+                error = refused_gradient(bad, int(step), self.store.path)
                 raise self._known_to_all(error)
             engine.binding.advance(int(step))
             verdict[...] = SKIPPED
@@ -399,22 +393,6 @@ class HostSide:
             )
             engine.binding.advance(int(step) + 1)
             verdict[...] = COMMITTED
-
-    def _non_finite(
-        self, description: StoreDescription, step: int, statuses: Array
-    ) -> NonFiniteGradientError:
-        bad = [
-            leaf.name
-            for leaf, status in zip(description.leaves, statuses, strict=True)
-            if status == NON_FINITE
-        ]
-        more = f" and {len(bad) - 5} more leaves" if len(bad) > 5 else ""
-        return NonFiniteGradientError(
-            f"step {step + 1}: NaN or Inf in the gradient of {', '.join(bad[:5])}"
-            f"{more}; the step was refused, {self.store.path} stays at step {step}. "
-            'Lower the learning rate or clip the gradients, or pass nonfinite="skip" '
-            "to go on without such steps, as with a loss scale (DynamicScale)"
-        )
 
 
 def named_scalars(

@@ -3,9 +3,9 @@
 Invariant: an eager `init` writes before it returns, an `init` in a computation writes
 when that runs, and an `init` under ``eval_shape`` never writes. A store is new until
 every leaf is placed and step 0 is committed. On a store with steps the params of `init`
-are compared with the store's; others are not refused, but noted in the state. A
-deferred leaf is in memory only while its own state is made, unless the optimizer's init
-needs all its elements in the prologue.
+are not looked at: the first update compares those that it is given. A deferred leaf is
+in memory only while its own state is made, unless the optimizer's init needs all its
+elements in the prologue.
 """
 
 import threading
@@ -24,7 +24,6 @@ from jaxinf.engine import (
     StoreDescription,
     check_processes,
     distinct_shards,
-    has_params,
     local_shards,
     read_feedback,
     read_leaf,
@@ -35,19 +34,19 @@ from jaxinf.optimizer.callback import FAILED, call_once
 from jaxinf.optimizer.host_side import named_scalars
 from jaxinf.optimizer.leaf_call import (
     FINITE,
+    GROUP_BYTES,
     HostCall,
     HostResult,
+    LeafCall,
     LeafResult,
-    leaf_call,
+    grouped,
     mesh_of,
     on_one_mesh,
     send,
-    shard_indices,
     traced_shardings,
 )
 from jaxinf.optimizer.state import SmartUpdateState, first_state
-from jaxinf.optimizer.step_calls import GROUP_BYTES, grouped_leaves
-from jaxinf.optimizer.wrapped import Shapes, Wrapped, entering
+from jaxinf.optimizer.wrapped import Wrapped, entering
 from jaxinf.program import InitProgram, LeafInputs, key_data, leaf_infos, trained
 from jaxinf.store import ScalarState
 from jaxinf.typing import Array, DeferredArray, PyTree
@@ -76,18 +75,13 @@ def run_prologue(
 
 
 class HostInit:
-    """Host functions that make or resume the store.
-
-    Attributes:
-      has_seen_others: whether some params were not those of the store's step.
-    """
+    """Host functions that make or resume the store."""
 
     def __init__(self, wrapped: Wrapped, description: StoreDescription) -> None:
         self._wrapped, self._store = wrapped, wrapped.store
         self._description = description
         self._guard = threading.Lock()
         self._has_begun = False
-        self.has_seen_others = False
 
     def begin(self) -> bool:
         """Begins `init`: treats a store that has steps according to `on_existing`.
@@ -100,7 +94,7 @@ class HostInit:
         """
         engine, path = self._wrapped.engine, self._store.path
         with self._guard:
-            is_first = not self._has_begun
+            is_first, self._has_begun = not self._has_begun, True
             if is_first and engine.commit is not None:
                 if self._wrapped.on_existing == "error":
                     raise StoreMismatchError(
@@ -111,11 +105,6 @@ class HostInit:
                     )
                 if self._wrapped.on_existing == "restart":
                     engine.restart(self._description)
-            if is_first:
-                # An update of others must be given params in any case.
-                dtypes = {leaf.dtype for leaf in self._description.leaves}
-                self.has_seen_others = dtypes != {"float32"}
-            self._has_begun = True
         is_new = engine.bind(self._description, may_create=True)
         if is_first and not is_new and engine.binding.has_advanced:
             raise StoreMismatchError(
@@ -130,38 +119,24 @@ class HostInit:
         return is_new
 
     def leaves(self, outs: HostResult, call: HostCall) -> None:
-        """Callback: stores or compares leaves, or shards, of the params.
+        """Callback: stores leaves, or shards, of the params of a new store.
 
         Results: the error feedback, if there is any, and statuses.
         """
         is_new, engine = self.begin(), self._wrapped.engine
-        boxes = [(one.number, one.params, call.origin(one)) for one in call.leaves]
         if is_new:
-            pairs = zip(boxes, call.leaves, strict=True)
-            given = [FirstParams(*box, call.inputs(leaf)) for box, leaf in pairs]
+            given = [
+                FirstParams(one.number, one.params, call.origin(one), call.inputs(one))
+                for one in call.leaves
+            ]
             engine.initialise(self._description, given)
-        for leaf, box, feedback in zip(call.leaves, boxes, outs.arrays, strict=True):
-            if not is_new:
-                engine.opened.chunks_of(leaf.number, call.origin(leaf), leaf.shape)
-                self.see(*box)
+        for leaf, feedback in zip(call.leaves, outs.arrays, strict=True):
             if feedback is not None:
                 feedback[...] = 0  # of a new store, and where others hold it
                 if not is_new:
                     origin = call.origin(leaf)
                     read_feedback(engine.opened, leaf.number, feedback, origin)
         outs.statuses[...] = FINITE
-
-    def see(self, number: int, shard: Array | None, origin: Sequence[int] = ()) -> None:
-        """Compares a shard with the store's step, until the first difference.
-
-        Args:
-          shard: its params; None if they are not known.
-          origin: index in the leaf of the shard's first element.
-        """
-        if not self.has_seen_others:
-            opened = self._wrapped.engine.opened
-            is_same = shard is not None and has_params(opened, number, shard, origin)
-            self.has_seen_others = not is_same
 
     def finish(
         self, outs: Sequence[Array], arguments: tuple[Array, Sequence[Array]]
@@ -194,8 +169,7 @@ class HostInit:
             warn_of_unseen(self._store.path, unseen)
         commit = engine.opened.finished
         self._check_scalars(scalars, commit.scalar_state)
-        origin = int(not is_new and self.has_seen_others)
-        counters = (commit.step, commit.skipped_steps, origin)
+        counters = (commit.step, commit.skipped_steps, int(not is_new))
         held = [scalar.value for scalar in commit.scalar_state]
         return [*(np.array(n, np.int32) for n in counters), *held]
 
@@ -238,7 +212,6 @@ def init_state(wrapped: Wrapped, params: PyTree) -> SmartUpdateState:
         )
     else:
         initial, held, left = _init_eagerly(wrapped, description, program, leaves)
-    wrapped.engine.shapes = Shapes.of(params)
     tree = jax.tree.structure(params if wrapped.has_feedback else ())
     return first_state(program, initial, held, tree.unflatten(left))
 
@@ -273,21 +246,8 @@ def _init_eagerly(
             engine.initialise(description, given)
             given.clear()
     else:
-        for number, leaf in enumerate(leaves):  # before one is compared
-            for index in shard_indices(leaf):
-                bounds = [s.indices(n) for s, n in zip(index, leaf.shape, strict=True)]
-                extent = [stop - start for start, stop, _ in bounds]
-                start = [start for start, _, _ in bounds]
-                engine.opened.chunks_of(number, start, extent)
-        for number, leaf in enumerate(leaves):
-            if isinstance(leaf, DeferredArray):
-                host.see(number, None)
-            elif not host.has_seen_others:
-                for index, shard in distinct_shards(leaf):
-                    host.see(number, shard, [s.start or 0 for s in index])
+        wrapped.check_shards(description, wrapped.shardings)
     held = host.held_state([np.asarray(key_data(value)) for value in initial])
-    origins = engine.group.gather("init", lambda: int(held[2]))
-    held[2] = np.array(max(origins), np.int32)  # one process may have seen other params
     if (mesh := mesh_of(wrapped.shardings)) is not None:
         whole = NamedSharding(mesh, PartitionSpec())
         held = [
@@ -363,23 +323,19 @@ def _init_traced(
     mesh = mesh_of(shardings)
     initial, inputs = program.prologue(leaves)
     calls = [
-        leaf_call(number, leaf.ndim, *shardings[number : number + 1], params=leaf)
-        for number, leaf in enumerate(leaves)
+        LeafCall(number, leaf.shape, sharding, params=leaf)
+        for number, (leaf, sharding) in enumerate(
+            zip(leaves, shardings or [None] * len(leaves), strict=True)
+        )
     ]
     found: dict[int, LeafResult] = {}
     statuses = []
-    for group in grouped_leaves(calls):
-        results = [
-            jax.ShapeDtypeStruct(leaves[number].shape, np.float32)
-            if wrapped.has_feedback
-            else None
-            for number in group
-        ]
+    dtype = np.float32 if wrapped.has_feedback else None
+    for group in grouped(calls):
         placed, own = send(
             wrapped.host.guarded(host.leaves),
             HostCall.of([calls[n] for n in group], [inputs[n] for n in group]),
-            results,
-            [shardings[n] for n in group] if shardings else [],
+            [dtype] * len(group),
         )
         found |= dict(zip(group, placed, strict=True))
         statuses.append(own)

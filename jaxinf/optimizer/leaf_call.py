@@ -8,6 +8,7 @@ Invariant: all data of a leaf for the host is in one pytree. Values that are kno
   arrays that are not sharded are replicated.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -19,29 +20,18 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxinf import compat
 from jaxinf.csd import ScalarInputs
-from jaxinf.engine import (
-    KeptLeaf,
-    LeafDescription,
-    StoreDescription,
-    UpdateRequest,
-    local_shards,
+from jaxinf.engine import KeptLeaf, LeafDescription, UpdateRequest
+from jaxinf.optimizer.callback import (
+    AnyMesh,
+    GuardedHost,
+    call_host,
+    call_owner,
+    on_mesh,
 )
-from jaxinf.optimizer.callback import AnyMesh, GuardedHost, call_host, call_owner
 from jaxinf.program import LeafInputs
-from jaxinf.typing import Array
 
-
-class Axis(NamedTuple):
-    """An axis of a mesh: its position, and its number of devices."""
-
-    number: int
-    size: int
-
-
-Split = tuple[tuple[Axis, ...], ...]
-"""The axes that each dimension of an array is sharded over."""
+# --- shardings -----------------------------------------------------------------------
 
 
 def on_one_mesh(shardings: Sequence[Any]) -> tuple[NamedSharding, ...]:
@@ -83,50 +73,14 @@ def mesh_of(shardings: Sequence[NamedSharding]) -> AnyMesh | None:
     return shardings[0].mesh if shardings else None
 
 
-def split_of(sharding: NamedSharding, ndim: int) -> Split:
-    """Returns the axes over which each dimension of an array is sharded."""
-    names = list(sharding.mesh.axis_names)
+def _dimension_axes(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:
+    """Returns the names of the axes over which each dimension is sharded."""
     spec = (*sharding.spec, *[None] * (ndim - len(sharding.spec)))
-    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
-    return tuple(
-        tuple(
-            Axis(names.index(name), sharding.mesh.shape[name])
-            for name in entry
-            if isinstance(name, str)
-        )
-        for entry in entries
-    )
+    entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
+    return [tuple(n for n in entry if isinstance(n, str)) for entry in entries]
 
 
-def unused_axes(mesh: AnyMesh, split: Split) -> tuple[str, ...]:
-    """Returns the axes along which devices hold the same shard."""
-    used = {axis.number for axes in split for axis in axes}
-    return tuple(n for i, n in enumerate(mesh.axis_names) if i not in used)
-
-
-def axis_indices(mesh: AnyMesh) -> jax.Array:
-    """Returns this device's position along each axis, int32; for a ``shard_map``."""
-    indices = [lax.axis_index(name) for name in mesh.axis_names]
-    return jnp.stack(indices).astype(jnp.int32)
-
-
-def shard_origin(split: Split, device: Array, shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the index in an array of the first element of a device's shard."""
-    origin = []
-    for axes, length in zip(split, shape, strict=True):
-        position = 0
-        for axis in axes:
-            position = position * axis.size + int(device[axis.number])
-        origin.append(position * length)
-    return tuple(origin)
-
-
-def shard_indices(leaf: Any) -> list[tuple[slice, ...]]:
-    """Returns the index of each part of an array in this process; reads nothing."""
-    if not isinstance(getattr(leaf, "sharding", None), NamedSharding):
-        return [(slice(None),) * len(leaf.shape)]
-    return [s.index for s in local_shards(leaf)]
-
+# --- what crosses --------------------------------------------------------------------
 
 FINITE, NON_FINITE = 0, 1
 """Status of a leaf's call; or `callback.FAILED`."""
@@ -136,7 +90,7 @@ GO, HOLD, HOLD_NON_FINITE = 0, 1, 2
 
 _NUM_PROBED = 8
 _REPLICATED = ("gate", "probe")
-_STATIC = ("number", "split", "scalars", "kept")
+_STATIC = ("number", "shape", "sharding", "is_kept", "scalars")
 
 
 @partial(
@@ -149,10 +103,10 @@ class LeafCall:
     """The data of a leaf for the host; on a mesh, each JAX device sends its shard's.
 
     Attributes:
-      split: its division by the mesh; empty axes without a mesh.
+      shape: the leaf's.
+      sharding: None without a mesh.
+      is_kept: whether it has no gradient, and stays as it is.
       scalars: indices of the call's scalars for its kernel.
-      kept: for a leaf without a gradient, which stays as it is, the shape of the leaf
-        or of the shard; None for others.
       gradient: dense or compressed; None in `init`.
       params: params on the JAX device; None if the host does not need them.
       inputs: other inputs of the kernel, of the gradient's shape.
@@ -162,9 +116,10 @@ class LeafCall:
     """
 
     number: int
-    split: Split
+    shape: tuple[int, ...]
+    sharding: NamedSharding | None
+    is_kept: bool = False
     scalars: tuple[int, ...] = ()
-    kept: tuple[int, ...] | None = None
     gradient: Any = None
     params: Any = None
     inputs: tuple[Any, ...] = ()
@@ -173,11 +128,17 @@ class LeafCall:
     probe: Any = None
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        if self.kept is not None:
-            return self.kept
-        array = self.params if self.gradient is None else self.gradient
-        return tuple(array.shape)
+    def part_shape(self) -> tuple[int, ...]:
+        """The shape of the part that a JAX device has."""
+        return self.sharding.shard_shape(self.shape) if self.sharding else self.shape
+
+    @property
+    def unused_axes(self) -> tuple[str, ...]:
+        """The mesh's axes along which devices hold the same shard."""
+        if self.sharding is None:
+            return ()
+        used = {n for own in _dimension_axes(self.sharding, 0) for n in own}
+        return tuple(n for n in self.sharding.mesh.axis_names if n not in used)
 
     @property
     def held(self) -> int:
@@ -185,15 +146,16 @@ class LeafCall:
         return GO if self.gate is None else int(self.gate)
 
     def request(
-        self, call: "HostCall", leaf: LeafDescription, origin: tuple[int, ...], out: Any
+        self, call: "HostCall", leaf: LeafDescription, out: Any
     ) -> UpdateRequest | KeptLeaf:
         """On the host: makes the request for the engine.
 
         Args:
           out: receives the update or the new 16-bit params.
         """
-        if self.kept is not None:
-            return KeptLeaf(self.number, origin, self.kept)
+        origin = call.origin(self)
+        if self.is_kept:
+            return KeptLeaf(self.number, origin, self.part_shape)
         probe = self.probe
         if probe is None:
             given = np.zeros(0, out.dtype) if self.params is None else self.params
@@ -211,8 +173,12 @@ class LeafCall:
         )
 
 
-Compress: TypeAlias = Callable[[LeafCall], LeafCall]
-"""Compresses a leaf's call on the JAX device with the gradient, or with its shard."""
+def first_elements(array: Any) -> Any:
+    """Returns the first few elements of an array's first row, as a probe."""
+    if not array.size:
+        return array.reshape(-1)
+    row = array[(0,) * (array.ndim - 1)] if array.ndim else array[None]
+    return row[:_NUM_PROBED]
 
 
 class HostCall(NamedTuple):
@@ -256,35 +222,29 @@ class HostCall(NamedTuple):
         return cls(tuple(complete), tuple(scalars.values()), step, after=after)
 
     def origin(self, leaf: LeafCall) -> tuple[int, ...]:
-        """On the host: index in the leaf of the call's first element."""
-        return shard_origin(leaf.split, self.device, leaf.shape)
+        """On the host: index in the leaf of the first element of the device's part."""
+        if leaf.sharding is None:
+            return (0,) * len(leaf.shape)
+        mesh, origin = leaf.sharding.mesh, []
+        places = dict(zip(mesh.axis_names, self.device.tolist(), strict=True))
+        axes = _dimension_axes(leaf.sharding, len(leaf.shape))
+        for names, length in zip(axes, leaf.part_shape, strict=True):
+            position = 0
+            for name in names:
+                position = position * mesh.shape[name] + places[name]
+            origin.append(position * length)
+        return tuple(origin)
 
     def inputs(self, leaf: LeafCall) -> ScalarInputs:
         return ScalarInputs(
             tuple(self.scalars[place] for place in leaf.scalars), leaf.inputs
         )
 
-    def results(self, description: StoreDescription) -> "HostResult":
-        """Shapes and dtypes of what an update of the call fills; may be traced."""
-        leaves = [(leaf, description.leaves[leaf.number]) for leaf in self.leaves]
-        arrays = [
-            None
-            if leaf.kept is not None
-            else jax.ShapeDtypeStruct(leaf.shape, described.device_dtype)
-            for leaf, described in leaves
-        ]
-        statuses = jax.ShapeDtypeStruct((len(leaves),), np.int32)
-        return HostResult(tuple(arrays), statuses)
-
     @property
     def key(self) -> tuple[int, ...]:
         """On the host: identifies the call within a step."""
         device = () if self.device is None else self.device.tolist()
         return (self.leaves[0].number, *device)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(array.nbytes for array in jax.tree.leaves(self))
 
 
 class HostResult(NamedTuple):
@@ -311,41 +271,38 @@ class LeafResult(NamedTuple):
     feedback: Any
 
 
-def first_elements(array: Any) -> Any:
-    """Returns the first few elements of an array's first row, as a probe."""
-    if not array.size:
-        return array.reshape(-1)
-    row = array[(0,) * (array.ndim - 1)] if array.ndim else array[None]
-    return row[:_NUM_PROBED]
+Compress: TypeAlias = Callable[[LeafCall], LeafCall]
+"""Compresses a leaf's call on the JAX device with the gradient, or with its shard."""
 
 
 def send(
     host: GuardedHost,
     call: HostCall,
-    results: Sequence[jax.ShapeDtypeStruct | None],
-    shardings: Sequence[NamedSharding],
+    dtypes: Sequence[Any],
     compress: Compress | None = None,
+    *,
+    shares: bool = True,
 ) -> tuple[list[LeafResult], jax.Array]:
     """Calls the host with leaves, shard by shard; traceable.
 
     Args:
       host: ``host(HostResult, HostCall)``.
       call: whole leaves, all sharded over the same axes.
-      results: shape and dtype of each leaf's result; None for no result.
-      shardings: the leaves' shardings; empty for one JAX device.
+      dtypes: the dtype of each leaf's result; None for no result.
+      shares: whether the devices of a mesh share the results, in a collective.
 
     Returns:
       The result of each leaf, whose arrays are sharded like it; and its status, int32,
       the greatest of all shards. A slice for each leaf would take XLA long to compile.
     """
+    arrays = tuple(
+        None if dtype is None else jax.ShapeDtypeStruct(leaf.part_shape, dtype)
+        for leaf, dtype in zip(call.leaves, dtypes, strict=True)
+    )
     statuses = jax.ShapeDtypeStruct((len(call.leaves),), np.int32)
-    avals, mesh = HostResult(tuple(results), statuses), mesh_of(shardings)
-    others: tuple[str, ...] = ()
-    if mesh is not None:
-        others = unused_axes(mesh, call.leaves[0].split)
-        pairs = zip(results, shardings, strict=True)
-        local = [aval if aval is None else _shard_aval(aval, s) for aval, s in pairs]
-        avals = HostResult(tuple(local), statuses)
+    avals = HostResult(arrays, statuses)
+    first = call.leaves[0]
+    mesh = None if first.sharding is None else first.sharding.mesh
 
     def on_device(call: HostCall) -> tuple[HostResult, list[Any]]:
         leaves = tuple(map(compress, call.leaves)) if compress else call.leaves
@@ -353,38 +310,26 @@ def send(
         call = call._replace(leaves=leaves)
         if mesh is None:
             return call_host(host, avals, call, is_local=False), feedback
-        call = call._replace(device=axis_indices(mesh))
-        found = call_owner(host, avals, call, mesh, others)
-        greatest = jax.lax.pmax(found.statuses, mesh.axis_names)
-        return found._replace(statuses=greatest), feedback
+        places = [lax.axis_index(name) for name in mesh.axis_names]
+        call = call._replace(device=jnp.stack(places).astype(jnp.int32))
+        found = call_owner(host, avals, call, mesh, first.unused_axes, shares=shares)
+        if shares:
+            greatest = lax.pmax(found.statuses, mesh.axis_names)
+            found = found._replace(statuses=greatest)
+        return found, feedback
 
-    run = on_device
-    if mesh is not None:
-        specs = [sharding.spec for sharding in shardings]
-        run = compat.shard_map(
-            on_device,
-            mesh=mesh,
-            in_specs=(call_specs(call, specs),),
-            out_specs=(HostResult(tuple(specs), PartitionSpec()), specs),
-        )
-    found, feedback = run(call)
+    if mesh is None:
+        found, feedback = on_device(call)
+    else:
+        whole = PartitionSpec()
+        specs = [x.sharding.spec if x.sharding else whole for x in call.leaves]
+        out_specs = HostResult(tuple(specs), whole), specs
+        in_specs = _call_specs(call, specs)
+        found, feedback = on_mesh(mesh, on_device, call, in_specs, out_specs)
     return list(map(LeafResult, found.arrays, feedback)), found.statuses
 
 
-def leaf_call(
-    number: int, ndim: int, sharding: NamedSharding | None = None, **arrays: Any
-) -> LeafCall:
-    split = ((),) * ndim if sharding is None else split_of(sharding, ndim)
-    return LeafCall(number, split, **arrays)
-
-
-def _shard_aval(
-    aval: jax.ShapeDtypeStruct, sharding: NamedSharding
-) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(sharding.shard_shape(aval.shape), aval.dtype)
-
-
-def call_specs(call: HostCall, specs: Sequence[PartitionSpec]) -> HostCall:
+def _call_specs(call: HostCall, specs: Sequence[PartitionSpec]) -> HostCall:
     """Returns the sharding of each array of a call, as a prefix of its tree."""
     whole = PartitionSpec()
     sharded = [f.name for f in fields(LeafCall) if f.name not in _STATIC]
@@ -393,3 +338,45 @@ def call_specs(call: HostCall, specs: Sequence[PartitionSpec]) -> HostCall:
         for leaf, spec in zip(call.leaves, specs, strict=True)
     ]
     return HostCall(tuple(leaves), whole, whole, whole, whole)
+
+
+# --- the leaves of a call ------------------------------------------------------------
+
+SMALL_BYTES = 1 << 20
+"""A leaf that is shorter, on each JAX device, shares a call."""
+
+GROUP_BYTES = 8 << 20
+"""No call brings more small leaves than this."""
+
+SPAN_BYTES = 64 << 20
+"""No gradient waits for more bytes of others, long leaves between them included."""
+
+
+def grouped(leaves: Sequence[LeafCall]) -> list[list[int]]:
+    """Returns the numbers of the leaves of each call, in the order of first gradients.
+
+    A call costs as much for a few elements as for a million, so small leaves whose
+    gradients arrive together share one, if they are sharded over the same axes:
+
+        arrival:   … [small small] LONG [small small …] LONG …     (the tree backwards)
+        calls:       └─────────── one ────────┘  and each long leaf by itself
+    """
+    groups: list[list[int]] = []
+    filling: dict[frozenset[str], tuple[list[int], int, int]] = {}
+    arrived = 0
+    for leaf in reversed(leaves):
+        num_bytes, kind = 4 * math.prod(leaf.part_shape), frozenset(leaf.unused_axes)
+        group, held, began = filling.get(kind, ([], 0, arrived))
+        fits = (
+            held + num_bytes <= GROUP_BYTES
+            and arrived + num_bytes - began <= SPAN_BYTES
+        )
+        if num_bytes >= SMALL_BYTES or not fits:
+            group, held, began = [], 0, arrived
+        if num_bytes < SMALL_BYTES:
+            filling[kind] = group, held + num_bytes, began
+        if not group:
+            groups.append(group)
+        group.append(leaf.number)
+        arrived += num_bytes
+    return groups

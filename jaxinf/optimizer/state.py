@@ -110,10 +110,10 @@ class SmartUpdateState(_Fields):
     Attributes:
       step: int32, the store's committed step that this state belongs to.
       skipped_steps: int32, steps skipped for a non-finite gradient.
-      origin: int32, the origin of the state: 0, an update, or an `init` that saw the
-        params of the store's step. 1, an `init` that saw others, or none: the next
-        update must be given params, so that they can be compared. More: an update after
-        the store went back, since another one was discarded.
+      origin: int32, the origin of the state: 0, an update, or the `init` of a new
+        store. 1, an `init` on a store with steps: the next update must be given params,
+        so that they can be compared. More: an update after the store went back, since
+        another one was discarded.
       optimizer: optax's own state, with a `StoredArray` in the place of each stored
         array; counts and hyperparameters are there to read (and hyperparameters to
         set). Its attributes are this state's, too: `state.hyperparams`,

@@ -6,19 +6,14 @@
 
 A call that waits for its update would keep an accelerator's later kernels from being
 enqueued. There it only takes the gradient, and the result is fetched after the last
-gradient. A call costs as much for a few elements as for a million, so small leaves
-whose gradients arrive together share one:
+gradient.
 
-    arrival:   … [small small] LONG [small small …] LONG …     (the tree backwards)
-    calls:       └─────────── one ────────┘  and each long leaf by itself
-
-Invariant: every leaf is updated once, and the step is committed after the last. The
-leaves of a call are sharded over the same axes; its first gradient waits for few
-others. The elements that compression sends are selected on the gradient's device.
+Invariant: no leaf is updated before all params have been compared with the store, if
+they must be; every leaf is updated once, and the step is committed after the last. The
+elements that compression sends are selected on the gradient's device.
 """
 
-import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -30,26 +25,24 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from jaxinf.compress import compress_leaf
-from jaxinf.engine import StoreDescription
+from jaxinf.engine import StoreDescription, replicas_differ
 from jaxinf.layout import LeafGrid
-from jaxinf.optimizer.binding import bind
 from jaxinf.optimizer.callback import (
     GuardedHost,
     call_once,
+    call_together,
     shares_memory,
-    waits_for_updates,
 )
+from jaxinf.optimizer.host_side import UNBOUND
 from jaxinf.optimizer.leaf_call import (
     GO,
     HOLD,
     HOLD_NON_FINITE,
-    Axis,
-    Compress,
     HostCall,
     LeafCall,
     LeafResult,
     first_elements,
-    leaf_call,
+    grouped,
     mesh_of,
     send,
 )
@@ -57,52 +50,8 @@ from jaxinf.optimizer.state import SmartUpdateState
 from jaxinf.optimizer.wrapped import Wrapped
 from jaxinf.program import StateSlot, key_data
 
-SMALL_BYTES = 1 << 20
-"""A leaf that is shorter, on each JAX device, shares a call."""
-
-GROUP_BYTES = 8 << 20
-"""No call brings more small leaves than this."""
-
-SPAN_BYTES = 64 << 20
-"""No gradient waits for more bytes of others, long leaves between them included."""
-
-
-def grouped(leaves: Sequence[tuple[int, Hashable]]) -> list[list[int]]:
-    """Returns the numbers of the leaves of each call, in the order of first gradients.
-
-    Args:
-      leaves: bytes of each leaf's gradient on each JAX device, at 4 bytes an element,
-        and its kind: leaves of different kinds never share a call. They are in the
-        order of the tree; gradients arrive in the reverse order.
-    """
-    groups: list[list[int]] = []
-    filling: dict[Hashable, tuple[list[int], int, int]] = {}
-    arrived = 0
-    for number, (num_bytes, kind) in reversed([*enumerate(leaves)]):
-        group, held, began = filling.get(kind, ([], 0, arrived))
-        fits = (
-            held + num_bytes <= GROUP_BYTES
-            and arrived + num_bytes - began <= SPAN_BYTES
-        )
-        if num_bytes >= SMALL_BYTES or not fits:
-            group, held, began = [], 0, arrived
-        if num_bytes < SMALL_BYTES:
-            filling[kind] = group, held + num_bytes, began
-        if not group:
-            groups.append(group)
-        group.append(number)
-        arrived += num_bytes
-    return groups
-
-
-def grouped_leaves(leaves: Sequence[LeafCall]) -> list[list[int]]:
-    """Returns the numbers of the leaves of each call; see `grouped`."""
-    kinds = []
-    for leaf in leaves:
-        axes = frozenset[Axis](axis for own in leaf.split for axis in own)
-        num_parts = 1 if leaf.kept is not None else math.prod(a.size for a in axes)
-        kinds.append((4 * math.prod(leaf.shape) // num_parts, axes))
-    return [[leaves[n].number for n in group] for group in grouped(kinds)]
+Sent = tuple[list[LeafResult], jax.Array]
+"""The results of a call for each leaf, and the leaves' statuses."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +88,7 @@ class StepCalls:
             call = replace(
                 self._named(number),
                 gradient=gradient,
-                kept=self._local_shape(number) if gradient is None else None,
+                is_kept=gradient is None,
                 feedback=feedback[number] if feedback else None,
                 gate=gate,
             )
@@ -153,11 +102,40 @@ class StepCalls:
         return calls
 
     def bind(self, params: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Compares the params, if they are available; see `binding.bind`."""
-        leaves = [replace(self._named(n), params=p) for n, p in enumerate(params)]
-        groups = [tuple(leaves[n] for n in group) for group in grouped_leaves(leaves)]
-        host = self.wrapped.host
-        return bind(host, self.description, self.shardings, self.state, groups)
+        """Compares params with the store, unless the state is the last step's.
+
+        Then this is one call without arrays. No collective comes before the
+        comparison has ended, which takes as long as to read all params.
+
+        Args:
+          params: the leaves' params; empty if they are not available.
+
+        Returns:
+          int32, ready when leaves may be updated; and the new state's origin.
+        """
+        host, mesh = self.wrapped.host, mesh_of(self.shardings)
+        result = jax.ShapeDtypeStruct((2,), np.int32)
+        must_bind = host.guarded(partial(host.must_bind, self.description))
+        state = self.state.step, self.state.origin
+        found = call_together(must_bind, mesh, state, result)
+
+        def compared() -> jax.Array:
+            leaves = [replace(self._named(n), params=p) for n, p in enumerate(params)]
+            statuses, compare = [found[:1]], host.guarded(host.compare)
+            for group in grouped(leaves):
+                call = HostCall(tuple(leaves[n] for n in group))
+                _, own = send(compare, call, [None] * len(group), shares=False)
+                statuses.append(own)
+            differing = [jnp.zeros(0, jnp.int32)]
+            if mesh is not None and jax.process_count() > 1:
+                pairs = zip(params, self.shardings, strict=bool(params))
+                differing += [replicas_differ(*p).astype(np.int32)[None] for p in pairs]
+            bind = host.guarded(partial(host.bind, self.description))
+            given = jnp.concatenate(statuses), jnp.concatenate(differing)
+            return call_together(bind, mesh, (self.state.step, *given), result)
+
+        flag, origin = lax.cond(found[0] == UNBOUND, compared, lambda: found)
+        return flag, origin
 
     def recall(
         self,
@@ -176,23 +154,21 @@ class StepCalls:
 
         def read() -> tuple[list[jax.Array], jax.Array]:
             found, statuses = dict[int, LeafResult](), [bound[None]]
-            for group in grouped_leaves(leaves):
-                names = tuple([self._named(n) for n in group])
+            for group in grouped(leaves):
+                names = tuple(self._named(n) for n in group)
                 call = HostCall(names, step=self.state.step, after=bound)
-                dtypes = [slots[n].dtype for n in group]
-                results, own = self._send(guarded, call, dtypes)
+                results, own = send(guarded, call, [slots[n].dtype for n in group])
                 found |= dict(zip(group, results, strict=True))
                 statuses.append(own)
             ordered = [found[number].array for number in range(len(leaves))]
             return ordered, jnp.max(jnp.concatenate(statuses))
 
         def skip() -> tuple[list[jax.Array], jax.Array]:
-            described = zip(leaves, slots, self.description.leaves, strict=True)
             return [
-                jnp.zeros(of.shape, slot.dtype)
+                jnp.zeros(leaf.shape, slot.dtype)
                 if leaf.gradient is None
                 else jnp.zeros_like(leaf.gradient, slot.dtype)
-                for leaf, slot, of in described
+                for leaf, slot in zip(leaves, slots, strict=True)
             ], bound
 
         return lax.cond(is_due, read, skip)
@@ -203,7 +179,7 @@ class StepCalls:
         Returns:
           Results in the order of the leaves; statuses in that of `commit`.
         """
-        host, waits = self.wrapped.host, waits_for_updates()
+        host, waits = self.wrapped.host, shares_memory()
         update = partial(host.update if waits else host.start, self.description)
         found = [
             self._send_gradients(host.guarded(update), call, has_results=waits)
@@ -263,46 +239,22 @@ class StepCalls:
     # --- inside --------------------------------------------------------------------
 
     def _named(self, number: int) -> LeafCall:
-        ndim = len(self.description.leaves[number].shape)
-        return leaf_call(number, ndim, *self.shardings[number : number + 1])
-
-    def _local_shape(self, number: int) -> tuple[int, ...]:
-        """Returns the shape of a JAX device's part of a leaf."""
-        shape = self.description.leaves[number].shape
-        return self.shardings[number].shard_shape(shape) if self.shardings else shape
-
-    def _send(
-        self,
-        host: GuardedHost,
-        call: HostCall,
-        dtypes: Sequence[DTypeLike | None],
-        compress: Compress | None = None,
-    ) -> tuple[list[LeafResult], jax.Array]:
-        """Sends a call whose results have these dtypes; see `leaf_call.send`."""
-        numbers = [leaf.number for leaf in call.leaves]
-        avals = [
-            None
-            if dtype is None
-            else jax.ShapeDtypeStruct(self.description.leaves[n].shape, dtype)
-            for n, dtype in zip(numbers, dtypes, strict=True)
-        ]
-        shardings = [self.shardings[n] for n in numbers] if self.shardings else []
-        return send(host, call, avals, shardings, compress)
+        sharding = self.shardings[number] if self.shardings else None
+        return LeafCall(number, self.description.leaves[number].shape, sharding)
 
     def _dtypes(self, call: HostCall) -> list[DTypeLike | None]:
         """Returns the dtype of each leaf's update; None for one that stays."""
         described = self.description.leaves
         return [
-            None if leaf.kept is not None else described[leaf.number].device_dtype
+            None if leaf.is_kept else described[leaf.number].device_dtype
             for leaf in call.leaves
         ]
 
     def _send_gradients(
         self, host: GuardedHost, call: HostCall, *, has_results: bool
-    ) -> tuple[list[LeafResult], jax.Array]:
+    ) -> Sent:
         """Sends one call; compressed, if that is on, after the warm-up steps."""
-        # Keeps XLA from fusing the gradients' computation with what follows: the
-        # selection, or the packing of short leaves.
+        # Keeps XLA from fusing the gradients' computation with the selection.
         gradients = [leaf.gradient for leaf in call.leaves]
         if jax.tree.leaves(gradients):
             gradients = lax.optimization_barrier(gradients)
@@ -310,20 +262,19 @@ class StepCalls:
         call = call._replace(leaves=tuple(replace(x, gradient=g) for x, g in pairs))
         dtypes = self._dtypes(call) if has_results else [None] * len(call.leaves)
 
-        def dense() -> tuple[list[LeafResult], jax.Array]:
+        def dense() -> Sent:
             # The old error feedback stays here.
             without = tuple(replace(leaf, feedback=None) for leaf in call.leaves)
-            results, own = self._send(host, call._replace(leaves=without), dtypes)
+            results, own = send(host, call._replace(leaves=without), dtypes)
             pairs = zip(results, call.leaves, strict=True)
             return [one._replace(feedback=leaf.feedback) for one, leaf in pairs], own
+
+        def compressed() -> Sent:
+            return send(host, call, dtypes, self._compress)
 
         compression = self.wrapped.compression
         if compression is None:
             return dense()
-
-        def compressed() -> tuple[list[LeafResult], jax.Array]:
-            return self._send(host, call, dtypes, self._compress)
-
         if not compression.warmup_steps:
             return compressed()
         is_early = self.state.step < compression.warmup_steps
@@ -339,19 +290,14 @@ class StepCalls:
         sent, left = compress_leaf(gradient, grid, compression, call.feedback)
         return replace(call, gradient=sent, feedback=left)
 
-    def _fetch(
-        self,
-        calls: Sequence[HostCall],
-        started: Sequence[tuple[list[LeafResult], jax.Array]],
-    ) -> list[tuple[list[LeafResult], jax.Array]]:
+    def _fetch(self, calls: Sequence[HostCall], started: Sequence[Sent]) -> list[Sent]:
         tokens = jnp.concatenate([own for _, own in started])
         host, found = self.wrapped.host.guarded(self.wrapped.host.finish), []
-        for call, (kept, _) in zip(calls, started, strict=True):
-            names = [replace(self._named(x.number), kept=x.kept) for x in call.leaves]
-            results, own = self._send(
-                host, HostCall(tuple(names), after=tokens), self._dtypes(call)
-            )
-            pairs = zip(results, kept, strict=True)
+        for call, (sent, _) in zip(calls, started, strict=True):
+            names = tuple(self._named(leaf.number) for leaf in call.leaves)
+            fetch = HostCall(names, after=tokens)
+            results, own = send(host, fetch, self._dtypes(call))
+            pairs = zip(results, sent, strict=True)
             left = [new._replace(feedback=old.feedback) for new, old in pairs]
             found.append((left, own))
         return found
@@ -380,7 +326,7 @@ class StepCalls:
 
     def _gives(self, params: jax.Array) -> bool:
         """Whether the params may equal the store's, and can be handed over for free."""
-        is_free = shares_memory(is_local=bool(self.shardings))
+        is_free = shares_memory() and bool(self.shardings or jax.device_count() == 1)
         is_stored = params.dtype in (jnp.float32, jnp.bfloat16)
         takes = self.wrapped.engine.options.csd.takes_params
         return is_free and is_stored and takes

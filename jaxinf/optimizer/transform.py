@@ -27,7 +27,7 @@ from jaxinf.optimizer.init import init_state
 from jaxinf.optimizer.leaf_call import on_one_mesh
 from jaxinf.optimizer.state import SmartUpdateState, placeholder_state
 from jaxinf.optimizer.update import run_update
-from jaxinf.optimizer.wrapped import OnExisting, Shapes, UpdateDtype, Wrapped, align
+from jaxinf.optimizer.wrapped import OnExisting, UpdateDtype, Wrapped, align
 from jaxinf.program import Average, NonFinitePolicy, averaged, check_nonfinite
 from jaxinf.typing import PathLikeStr, PyTree
 
@@ -140,12 +140,11 @@ def _update_function(wrapped: Wrapped) -> Any:
         carry: PyTree,
         static: tuple[tuple[str, Any], ...],
         shardings: tuple[NamedSharding, ...],
-        shapes: Shapes | None,
     ) -> tuple[PyTree, SmartUpdateState]:
         extra_args = {**dynamic, **dict(static)}
-        return run_update(wrapped, *arrays, extra_args, shardings, shapes, carry)
+        return run_update(wrapped, *arrays, extra_args, shardings, carry)
 
-    jitted = jax.jit(traced, static_argnums=(3, 4, 5))
+    jitted = jax.jit(traced, static_argnums=(3, 4))
 
     def update(
         updates: PyTree,
@@ -165,21 +164,23 @@ def _update_function(wrapped: Wrapped) -> Any:
             )
         check_device_configuration()
         wrapped.check()
-        gradients, trained, shapes, put_back = align(
-            updates, params, wrapped.engine.shapes
-        )
-        arrays = gradients, state, trained
-        fixed = wrapped.shardings, shapes
+        gradients, trained, put_back = align(updates, params)
+        arrays, shardings = (gradients, state, trained), wrapped.shardings
         everything = jax.tree.leaves((arrays, extra_args, carry))
         if any(isinstance(value, compat.Tracer) for value in everything):
-            made, state = traced(arrays, extra_args, carry, (), *fixed)
+            made, state = traced(arrays, extra_args, carry, (), shardings)
         else:
             carried_leaves(carry)  # names the leaf that JAX would not take
             dynamic = {k: v for k, v in extra_args.items() if not callable(v)}
             static = tuple((k, v) for k, v in extra_args.items() if callable(v))
-            made, state = run(arrays, dynamic, carry, static, *fixed)
+            made, state = run(arrays, dynamic, carry, static, shardings)
         if params is None:
-            _warn_without_params(wrapped.store)
+            warnings.warn(
+                f"{wrapped.store.path}: update was given no params. Whether they are "
+                "those of the store, and whether updates are applied unchanged, cannot "
+                "be seen. Give them: tx.update(grads, state, params)",
+                stacklevel=2,
+            )
         return put_back(made), state
 
     def run(*arguments: Any) -> tuple[PyTree, SmartUpdateState]:
@@ -207,16 +208,4 @@ def warn_of_varying_bits() -> None:
             f"XLA_FLAGS=--{compat.DETERMINISTIC}=true for the same bits, or =false to "
             "say that they do not matter (docs/accelerators.md)",
             stacklevel=4,
-        )
-
-
-def _warn_without_params(store: Store) -> None:
-    """Warns once a run that its params are not compared with the store's."""
-    if not engine_of(store).has_warned_of_params:
-        engine_of(store).has_warned_of_params = True
-        warnings.warn(
-            f"{store.path}: update was given no params. Whether they are those of the "
-            "store, and whether updates are applied unchanged, cannot be seen. Give "
-            "them: tx.update(grads, state, params). This is said once",
-            stacklevel=3,
         )

@@ -10,7 +10,6 @@ Invariant: the store advances by exactly one step for each update that is not re
   one update does not reach, the next one does.
 """
 
-import itertools
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -21,20 +20,13 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
-from jaxinf.engine import (
-    Engine,
-    StoreDescription,
-    carried_leaves,
-    check_carried,
-    shard_counts,
-)
-from jaxinf.errors import StoreMismatchError
+from jaxinf.engine import StoreDescription, carried_leaves, check_carried
 from jaxinf.optimizer.callback import FAILED
 from jaxinf.optimizer.host_side import COMMITTED, EXACT
-from jaxinf.optimizer.leaf_call import HostCall, traced_shardings
+from jaxinf.optimizer.leaf_call import HostCall, grouped, traced_shardings
 from jaxinf.optimizer.state import SmartUpdateState, check_state, in_jax, next_state
-from jaxinf.optimizer.step_calls import StepCalls, grouped_leaves
-from jaxinf.optimizer.wrapped import Shapes, Wrapped, entering
+from jaxinf.optimizer.step_calls import StepCalls
+from jaxinf.optimizer.wrapped import Wrapped, entering
 from jaxinf.program import LeafInputs
 from jaxinf.typing import FLOAT_DTYPES, PyTree
 
@@ -97,7 +89,6 @@ def run_update(
     params: PyTree | None,
     extra_args: Mapping[str, Any],
     shardings: tuple[NamedSharding, ...],
-    shapes: Shapes | None,
     carry: PyTree,
 ) -> tuple[PyTree, SmartUpdateState]:
     """See `smart_update`; traceable.
@@ -115,16 +106,13 @@ def run_update(
     )
     carried = dict(named)
     known = updates if params is None else params
-    if shapes is not None:
-        known = shapes.tree
     treedef = jax.tree.structure(known)
     gradients = treedef.flatten_up_to(updates)
     if not shardings:
         shardings = traced_shardings(jax.tree.leaves(known))
-        _check_division(wrapped.engine, shardings, jax.tree.leaves(known))
     init, program = wrapped.trace(known, extra_args)
     description = wrapped.describe(init, program, shardings)
-    _check(wrapped, description, state, gradients)
+    _check(wrapped, description, shardings, state, gradients)
     names = {state.name for leaf in description.leaves for state in leaf.states}
     check_carried(wrapped.engine, carried, names)
     on_device = _device_params(wrapped, known, params, extra_args)
@@ -154,7 +142,7 @@ def run_update(
         HostCall.of(
             [leaves[n] for n in group], [inputs[n] for n in group], state.step, bound
         )
-        for group in grouped_leaves(leaves)
+        for group in grouped(leaves)
     ]
     results, statuses = step.run(calls)
     known_params = on_device or [None] * len(results)
@@ -184,29 +172,10 @@ def _or_zeros(
     ]
 
 
-def _check_division(
-    engine: Engine, shardings: Sequence[NamedSharding], leaves: Sequence[jax.Array]
-) -> None:
-    """Refuses shards that cross the chunks of a store, whose `init` knew of none."""
-    if engine.commit is None or len(engine.directory.manifest.leaves) != len(leaves):
-        return  # refused where the store is bound
-    for number, (sharding, leaf) in enumerate(zip(shardings, leaves, strict=False)):
-        local = sharding.shard_shape(leaf.shape)
-        for place in itertools.product(*map(range, shard_counts(sharding, leaf.shape))):
-            origin = [n * extent for n, extent in zip(place, local, strict=True)]
-            if not engine.opened.divides(number, origin, local):
-                raise StoreMismatchError(
-                    f"{engine.options.path}: expected chunks that divide at the shards "
-                    f"of the params ({sharding.spec} of leaf {number}), found those of "
-                    "an init that did not know how they are sharded, as in jit(init, "
-                    "out_shardings=…). Make a new store with smart_update(tx, store, "
-                    "shardings=…), or call tx.init(params) outside of jit"
-                )
-
-
 def _check(
     wrapped: Wrapped,
     description: StoreDescription,
+    shardings: tuple[NamedSharding, ...],
     state: SmartUpdateState,
     gradients: Sequence[jax.Array | None],
 ) -> None:
@@ -231,8 +200,9 @@ def _check(
                 f"update: leaf {leaf.name}: expected a gradient of the params' shape "
                 f"{leaf.shape}, found {gradient.shape}"
             )
-    if wrapped.engine.commit is not None:
-        wrapped.engine.bind(description)  # refuses it while it is traced
+    if wrapped.engine.commit is not None:  # refuses it while it is traced
+        wrapped.engine.bind(description)
+        wrapped.check_shards(description, shardings)
 
 
 def _device_params(

@@ -39,7 +39,6 @@ from jaxinf.program import (
     UpdateProgram,
     is_trained,
     leaf_infos,
-    missing_arguments,
     trace_init,
     trace_update,
     trained,
@@ -47,51 +46,28 @@ from jaxinf.program import (
 from jaxinf.typing import PyTree
 
 
-@dataclass(frozen=True)
-class Shapes:
-    """A tree of shapes and dtypes, which can be hashed."""
-
-    treedef: Any
-    leaves: tuple[jax.ShapeDtypeStruct, ...]
-
-    @classmethod
-    def of(cls, tree: PyTree) -> "Shapes":
-        leaves, treedef = jax.tree.flatten(tree)
-        avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-        return cls(treedef, tuple(avals))
-
-    @property
-    def tree(self) -> PyTree:
-        return self.treedef.unflatten(self.leaves)
-
-
 def align(
-    updates: PyTree, params: PyTree | None, shapes: Shapes | None
-) -> tuple[PyTree, PyTree | None, Shapes | None, Callable[[PyTree], PyTree]]:
+    updates: PyTree, params: PyTree | None
+) -> tuple[PyTree, PyTree | None, Callable[[PyTree], PyTree]]:
     """Lines up gradients and params by the optimizer's leaves.
 
     Args:
-      updates: the gradients. None may stand for that of a leaf or of a subtree, which
-        has no update then.
+      updates: the gradients. Where params are given, None may stand for that of a leaf
+        or of a subtree, which has no update then.
       params: the params; None if they are not available.
-      shapes: those of the params of the last `init`, if it is known.
 
     Returns:
       Gradients, None where there is none, and params, each a tree of the optimizer's
-      leaves; the leaves' shapes, if gradients are missing and no params tell them; and
-      a function that puts updates into the tree of the program's gradients.
+      leaves; and a function that puts updates into the tree of the program's gradients.
 
     Raises:
       ValueError: the gradients' tree is not the params'.
     """
     flat, treedef = jax.tree.flatten(updates, is_leaf=lambda x: x is None)
-    known = params
-    if params is None and shapes is not None and any(x is None for x in flat):
-        known = shapes.tree
-    if known is None:
+    if params is None:
         parts = [(x, [] if x is None else [x]) for x in flat]
     else:
-        pairs = _pairs(flat, treedef, known)
+        pairs = _pairs(flat, treedef, params)
         parts = [(g, jax.tree.leaves(part)) for g, part in pairs]
 
     def put_back(made: PyTree) -> PyTree:
@@ -106,14 +82,11 @@ def align(
                 found.append(jax.tree.map(jnp.zeros_like, leaves[0]))
         return treedef.unflatten(found)
 
-    if known is None:
-        return trained(updates), None, None, put_back
-    known = trained(known)
-    leaves = [g for g, part in parts for leaf in part if is_trained(leaf)]
-    gradients = jax.tree.structure(known).unflatten(leaves)
     if params is None:
-        return gradients, None, shapes, put_back
-    return gradients, known, None, put_back
+        return trained(updates), None, put_back
+    known = trained(params)
+    leaves = [g for g, part in parts for leaf in part if is_trained(leaf)]
+    return jax.tree.structure(known).unflatten(leaves), known, put_back
 
 
 def _pairs(
@@ -269,27 +242,28 @@ class Wrapped:
             given.
         """
         leaf_infos(params)
-        key = [Shapes.of(params), compat.trace_context()]
-        if not extra_args and self._last_trace[:2] == key:
-            return self._last_trace[2]
-        try:
-            update = trace_update(self.tx, params, extra_args, may_recall=True)
-        except TypeError as error:
-            names = missing_arguments(error)
-            if not names:
-                raise
-            examples = ", ".join(f'"{name}": 0.0' for name in names)
-            raise TypeError(
-                f"smart_update: the optimizer's update needs {', '.join(names)} ("
-                f"{error}). Give an example to smart_update(tx, store, "
-                f"extra_args={{{examples}}}), and its value to each update: tx.update("
-                f"grads, state, params, {', '.join(f'{name}=…' for name in names)})"
-            ) from None
+        leaves, treedef = jax.tree.flatten(params)
+        avals = [(leaf.shape, leaf.dtype) for leaf in leaves]
+        key = [treedef, avals, compat.trace_context()]
+        if not extra_args and self._last_trace[:3] == key:
+            return self._last_trace[3]
+        update = trace_update(self.tx, params, extra_args, may_recall=True)
         self.host.settle(update)
         traced = trace_init(self.tx, params), update
         if not extra_args:
             self._last_trace[:] = [*key, traced]
         return traced
+
+    def check_shards(
+        self, description: StoreDescription, shardings: Sequence[NamedSharding]
+    ) -> None:
+        """Refuses shards that cross the chunks of the store."""
+        leaves = zip(description.leaves, shardings, strict=bool(shardings))
+        for number, (leaf, sharding) in enumerate(leaves):
+            local = sharding.shard_shape(leaf.shape)
+            for place in np.ndindex(*shard_counts(sharding, leaf.shape)):
+                origin = [n * extent for n, extent in zip(place, local, strict=True)]
+                self.engine.opened.chunks_of(number, origin, local)
 
     def describe(
         self,

@@ -9,7 +9,6 @@ name, but `wrappers` knows two transformations around others. `trace_update` div
 `Kernel` per leaf, run on chunks near the storage.
 """
 
-from jaxinf.program.arguments import missing_arguments
 from jaxinf.program.average import (
     Average,
     AverageFormat,
@@ -72,6 +71,7 @@ from jaxinf.program.wrappers import (
     check_nonfinite,
     effect_of_nonfinite,
     is_guarded,
+    refused_gradient,
 )
 
 __all__ = [
@@ -113,11 +113,11 @@ __all__ = [
     "key_data",
     "leaf_infos",
     "leaf_path",
-    "missing_arguments",
     "needed_by",
     "parse_ema",
     "path_name",
     "prune",
+    "refused_gradient",
     "split_params",
     "state_keys",
     "trace_init",

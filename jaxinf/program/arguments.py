@@ -86,8 +86,18 @@ def _mismatch(expected: str, found: str) -> ValueError:
     )
 
 
-def missing_arguments(error: TypeError) -> list[str]:
-    """Returns the keyword arguments that a call lacked, as Python's error names."""
+def told_what_to_give(error: TypeError) -> TypeError:
+    """Returns an update's error; if it lacked arguments, with what to give."""
     pattern = r"missing \d+ required keyword-only arguments?: (.*)"
     found = re.search(pattern, str(error))
-    return re.findall(r"'(\w+)'", found.group(1)) if found else []
+    if found is None:
+        return error
+    names = re.findall(r"'(\w+)'", found.group(1))
+    examples = ", ".join(f'"{name}": 0.0' for name in names)
+    return TypeError(
+        f"the optimizer's update needs {', '.join(names)} ({error}). Give an example "
+        f"to smart_update or stream, extra_args={{{examples}}}, and its value to each "
+        "update, tx.update(grads, state, params, "
+        f"{', '.join(f'{name}=…' for name in names)}), or step, step(batch, {{…}}), "
+        "where value is the loss by default"
+    )

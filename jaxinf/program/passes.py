@@ -119,6 +119,11 @@ class Passes:
         """Returns the computation of a pass on a leaf; None if there is none."""
         return self.parts.get((number, leaf))
 
+    def of_leaf(self, leaf: int) -> list[Part]:
+        """Returns what all passes compute of a leaf."""
+        parts = (self.part(number, leaf) for number in range(self.num_passes))
+        return [part for part in parts if part is not None]
+
     @cached_property
     def whole(self) -> Set[int]:
         """Leaves in slices that have to be gathered before a pass."""

@@ -19,7 +19,7 @@ import optax
 
 from jaxinf import compat
 from jaxinf.errors import UnsupportedTransformError
-from jaxinf.program.arguments import ExtraArgs
+from jaxinf.program.arguments import ExtraArgs, told_what_to_give
 from jaxinf.program.graph import Graph, Node, Value, graph_of, prune
 from jaxinf.program.kernel import Constant, Input, Kernel, Operand
 from jaxinf.program.passes import Passes, in_passes
@@ -202,7 +202,8 @@ def trace_update(
       may_recall_all: Whether it may need all stored state, in every step.
 
     Raises:
-      TypeError, ValueError: See `leaf_infos`.
+      TypeError, ValueError: See `leaf_infos`; or the update needs arguments that are
+        not given.
       UnsupportedTransformError: The update is not elementwise in stored state, or
         has more than 64 KiB of state that is not stored per leaf.
     """
@@ -211,7 +212,10 @@ def trace_update(
     layout = layout_of(jax.eval_shape(tx.init, avals), avals)
     extra = ExtraArgs.of(extra_args or {})
     infos = leaf_infos(params)
-    closed = _update_jaxpr(tx, avals, layout, extra)
+    try:
+        closed = _update_jaxpr(tx, avals, layout, extra)
+    except TypeError as error:
+        raise told_what_to_give(error) from None
     try:
         return _divided(closed, layout, extra, infos, None)
     except UnsupportedTransformError:

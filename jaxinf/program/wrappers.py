@@ -3,12 +3,13 @@
 Invariant: they are known by the types of their states, which are optax's own.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import optax
 
-from jaxinf.errors import UnsupportedTransformError
+from jaxinf.errors import NonFiniteGradientError, UnsupportedTransformError
 from jaxinf.program.average import AveragedState
 from jaxinf.typing import PyTree
 
@@ -40,6 +41,29 @@ def effect_of_nonfinite(
       is_guarded: See the function of that name.
     """
     return given or ("allow" if is_guarded else "error")
+
+
+def refused_gradient(
+    names: Sequence[str], step: int | None = None, where: object = "the store"
+) -> NonFiniteGradientError:
+    """Makes the error for a step that is refused.
+
+    Args:
+      names: The leaves whose gradients have NaN or Inf.
+      step: The step that stays; None without a store.
+      where: The store's path.
+    """
+    names = list(dict.fromkeys(names))
+    more = f" and {len(names) - 5} more leaves" if len(names) > 5 else ""
+    at = stays = ""
+    if step is not None:
+        at, stays = f"step {step + 1}: ", f", {where} stays at step {step}"
+    return NonFiniteGradientError(
+        f"{at}NaN or Inf in the gradient of {', '.join(names[:5])}{more}; the step was "
+        f"refused{stays}. Lower the learning rate or clip the gradients, or pass "
+        'nonfinite="skip" to go on without such steps, as with a loss scale '
+        "(DynamicScale)"
+    )
 
 
 def is_guarded(state: PyTree) -> bool:

@@ -29,7 +29,7 @@ from jaxinf.streaming.plan.memory import DeviceLimit, store_memory_bytes
 from jaxinf.streaming.plan.options import DeviceUpdates
 from jaxinf.streaming.program.initial import check_init
 from jaxinf.streaming.streamed_step import StreamedStep
-from jaxinf.streaming.update.optimizer import passes_for, trace_optimizer
+from jaxinf.streaming.update.near_storage import passes_for, trace_optimizer
 
 __all__ = [
     "Count",

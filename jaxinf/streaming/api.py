@@ -27,7 +27,7 @@ from jaxinf.streaming.plan.group_step import GroupStep
 from jaxinf.streaming.plan.memory import store_memory_bytes
 from jaxinf.streaming.plan.options import DeviceUpdates, Options
 from jaxinf.streaming.streamed_step import StreamedStep
-from jaxinf.streaming.update.assigning import check_device_updates
+from jaxinf.streaming.update.device_updates import check_device_updates
 from jaxinf.terminal import exact_bytes, format_bytes, given_bytes
 from jaxinf.transfer import MACHINE_MEMORY_BYTES, free_memory
 from jaxinf.typing import PathLikeStr, PyTree

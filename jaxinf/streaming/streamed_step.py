@@ -58,7 +58,7 @@ from jaxinf.streaming.program.trace import abstract, check_params
 from jaxinf.streaming.program.units import part_counts
 from jaxinf.streaming.step import Bound, Step
 from jaxinf.streaming.update.micro_batches import first_part
-from jaxinf.streaming.update.optimizer import passes_for, trace_optimizer
+from jaxinf.streaming.update.near_storage import passes_for, trace_optimizer
 from jaxinf.streaming.update.store_sink import StoreSink
 from jaxinf.typing import JsonValue, PyTree
 

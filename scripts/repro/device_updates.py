@@ -25,9 +25,8 @@ from throttled import Server
 
 import jaxinf
 from jaxinf.csd import HostCsd
-from jaxinf.streaming.update import store_sink
-from jaxinf.streaming.update.assigning import interval
-from jaxinf.streaming.update.on_device import DeviceUpdater
+from jaxinf.streaming.update import device_updates
+from jaxinf.streaming.update.device_updates import DeviceUpdater, interval
 from jaxinf.streaming.update.store_sink import StoreSink
 
 STATE_BYTES = 12
@@ -67,7 +66,7 @@ def emulate(host: float, device: float, link: float) -> None:
             return super()._down(arrays, **named)
 
     HostCsd.update = on_host
-    store_sink.DeviceUpdater = Emulated
+    device_updates.DeviceUpdater = Emulated
 
 
 def update_s(host_s: float, device_s: float, every: int) -> float:

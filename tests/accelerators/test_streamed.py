@@ -28,7 +28,7 @@ from jaxinf.streaming.plan.fit import prepare, prepare_function
 from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.planning import plan_within
 from jaxinf.streaming.program.graph import aval_bytes
-from jaxinf.streaming.update.on_device import UpdatePrograms
+from jaxinf.streaming.update.device_updates import UpdatePrograms
 from jaxinf.streaming.update.optax_sink import OptaxSink
 
 every = pytest.mark.every

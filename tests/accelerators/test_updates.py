@@ -63,8 +63,8 @@ def step_of(tx, loss):
 def build(tmp_path, monkeypatch):
     """Compiles a step of a variant."""
 
-    def make(variant, device, form="start", config=NANO, dtype=jnp.float32):
-        callback_form.use(form, monkeypatch)
+    def make(variant, device, config=NANO, dtype=jnp.float32):
+        callback_form.use("start", monkeypatch)
         graphdef, shapes = abstract_params(config)
         params = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), shapes)
         inner, options = VARIANTS[variant]
@@ -110,23 +110,21 @@ def test_additions_in_any_order_are_found(device, dtype, num_rows, width):
     assert not compiled(Target(device), added, *whole).float_atomics
 
 
-@pytest.mark.parametrize("form", ["start", pytest.param("io", marks=every)])
 @pytest.mark.parametrize("device", DEVICES + OTHERS)
-def test_a_step_takes_its_params_memory(build, device, form):
-    built = build("adamw", device, form)
+def test_a_step_takes_its_params_memory(build, device):
+    built = build("adamw", device)
     check_donated(built, device)
     if device != "v5e":
         # The comparison of the first step's params with the store's; and the calls.
         assert hlo_order.synchronising(built.entry) == ["conditional jit(step)/cond"]
-        assert len(built.callbacks) == (6 if form == "start" else 5)
+        assert len(built.callbacks) == 6
 
 
 @every
-@pytest.mark.parametrize("form", ["start", "io"])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "adamw"])
-def test_every_variant_compiles(build, variant, device, form):
-    check_donated(build(variant, device, form), device)
+def test_every_variant_compiles(build, variant, device):
+    check_donated(build(variant, device), device)
 
 
 @every

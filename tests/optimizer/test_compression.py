@@ -103,7 +103,7 @@ def test_bits_of_the_same_in_memory(name, optimizer, open_store):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("callback", ["buffer", "io", "start"])
+@pytest.mark.parametrize("callback", ["buffer", "start"])
 def test_scan(callback, open_store, monkeypatch):
     callback_form.use(callback, monkeypatch)
     compression = jaxinf.top_k(0.05, warmup_steps=2, error_feedback=True)

@@ -8,18 +8,29 @@ import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxinf
-from jaxinf.optimizer import step_calls
-from jaxinf.optimizer.step_calls import grouped
+from jaxinf.optimizer import leaf_call
+from jaxinf.optimizer.leaf_call import LeafCall, grouped
 
 pytestmark = pytest.mark.optimized("long")
 
 KIB, MIB = 1 << 10, 1 << 20
 
 
+MESH = jax.sharding.AbstractMesh((1,), ("a",))
+KINDS = {
+    "": None,
+    "a": NamedSharding(MESH, PartitionSpec("a")),
+    "b": NamedSharding(MESH, PartitionSpec()),
+}
+
+
 def members(*sizes, kinds=None):
-    return list(zip(sizes, kinds or [None] * len(sizes), strict=True))
+    kinds = kinds or [""] * len(sizes)
+    pairs = enumerate(zip(sizes, kinds, strict=True))
+    return [LeafCall(n, (size // 4,), KINDS[kind]) for n, (size, kind) in pairs]
 
 
 def test_small_neighbours_share_a_call_and_long_leaves_have_their_own():
@@ -40,7 +51,10 @@ def test_a_call_is_bounded_and_so_is_the_wait_for_its_last_gradient():
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 40 * MIB), st.sampled_from("ab")), max_size=60)
+    st.lists(
+        st.tuples(st.integers(0, 10 * MIB).map(lambda n: 4 * n), st.sampled_from("ab")),
+        max_size=60,
+    )
 )
 def test_every_leaf_is_in_one_call_within_its_bounds(leaves):
     sizes, kinds = [n for n, _ in leaves], [kind for _, kind in leaves]
@@ -50,10 +64,10 @@ def test_every_leaf_is_in_one_call_within_its_bounds(leaves):
         assert group == sorted(group, reverse=True)
         assert len({kinds[n] for n in group}) == 1
         if len(group) > 1:
-            assert max(sizes[n] for n in group) < step_calls.SMALL_BYTES
-            assert sum(sizes[n] for n in group) <= step_calls.GROUP_BYTES
+            assert max(sizes[n] for n in group) < leaf_call.SMALL_BYTES
+            assert sum(sizes[n] for n in group) <= leaf_call.GROUP_BYTES
             span = sum(sizes[group[-1] : group[0] + 1])
-            assert span <= step_calls.SPAN_BYTES
+            assert span <= leaf_call.SPAN_BYTES
 
 
 TIMED = ("commit.json", "_CHECKPOINT_METADATA")
@@ -125,7 +139,7 @@ def test_bits_and_files_are_those_of_single_calls(
 ):
     callback_form.use(callback, monkeypatch)
     together = train(place / "together", compress, freezes=freezes)
-    monkeypatch.setattr(step_calls, "SMALL_BYTES", 0)
+    monkeypatch.setattr(leaf_call, "SMALL_BYTES", 0)
     single = train(place / "single", compress, freezes=freezes)
     for found, expected in zip(together[0], single[0], strict=True):
         np.testing.assert_array_equal(found, expected)

@@ -9,7 +9,7 @@ PROGRAM = Path(__file__).parents[1] / "programs" / "interrupted_steps.py"
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("mode", "form"), [("update", ""), ("update", "io"), ("stream", "")]
+    ("mode", "form"), [("update", ""), ("update", "start"), ("stream", "")]
 )
 def test_after_each_of_sixty_interrupts_the_run_goes_on(
     run_python, tmp_path, mode, form

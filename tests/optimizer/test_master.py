@@ -151,14 +151,16 @@ def test_float32_params_spare_a_third_of_the_reading(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", family(["io", "16-bit", "no params"], short=["16-bit"]))
+@pytest.mark.parametrize(
+    "how", family(["start", "16-bit", "no params"], short=["16-bit"])
+)
 def test_from_the_drive_where_they_are_not_at_hand(tmp_path, how, monkeypatch):
     small_stores.keep_nothing(monkeypatch)
     options = {
         "params": new_params(dtype=jnp.float16 if how == "16-bit" else jnp.float32)
     }
-    if how == "io":
-        callback_form.use("io", monkeypatch)
+    if how == "start":
+        callback_form.use("start", monkeypatch)
     if how == "no params":
         options["tx"] = optax.sgd(0.1, momentum=0.9)
     *_, given = run(tmp_path / "auto", 5, **options)

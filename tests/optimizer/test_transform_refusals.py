@@ -151,8 +151,8 @@ def test_a_nan_learning_rate_is_refused_by_name(open_store, nonfinite, durabilit
     ("how", "handled", "callback", "raised"),
     [
         ("jitted", "raised", "buffer", "jax.errors.JaxRuntimeError"),
-        ("eagerly", "raised", "io", "jaxinf.errors.NonFiniteGradientError"),
-        ("jitted", "caught", "io", "JaxRuntimeError"),
+        ("eagerly", "raised", "start", "jaxinf.errors.NonFiniteGradientError"),
+        ("jitted", "caught", "start", "JaxRuntimeError"),
     ],
 )
 def test_one_mistake_is_one_error_and_a_line_at_exit(

@@ -49,7 +49,7 @@ HOWS = [
     *[
         pytest.param(how, callback, 1000, marks=LONG if i == j else BEYOND)
         for i, how in enumerate(("shardings", "jitted", "eager"))
-        for j, callback in enumerate(("buffer", "io", "start"))
+        for j, callback in enumerate(("buffer", "start"))
     ],
 ]
 

@@ -22,7 +22,7 @@ import small_stores
 import jaxinf
 from jaxinf.csd.host import HostCsd
 from jaxinf.store import StoreDirectory
-from jaxinf.streaming.update.on_device import DeviceUpdater
+from jaxinf.streaming.update.device_updates import DeviceUpdater
 
 __all__ = [
     "CHUNKS",

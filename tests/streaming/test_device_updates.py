@@ -25,8 +25,8 @@ from jaxinf.errors import (
 )
 from jaxinf.layout import Subgroup
 from jaxinf.program import trace_update
-from jaxinf.streaming.update import assigning
-from jaxinf.streaming.update.on_device import (
+from jaxinf.streaming.update import device_updates
+from jaxinf.streaming.update.device_updates import (
     DeviceUpdater,
     UpdatePrograms,
     room_bytes,
@@ -191,7 +191,7 @@ def test_a_room_holds_what_its_programs_take():
         memory = program.lower(*arguments).compile().memory_analysis()
         num_bytes = memory.argument_size_in_bytes + memory.output_size_in_bytes
         num_bytes += memory.temp_size_in_bytes - memory.alias_size_in_bytes
-        assert 0 < num_bytes <= room_bytes([layout])
+        assert 0 < num_bytes <= room_bytes(layout)
 
 
 @pytest.mark.long
@@ -296,7 +296,7 @@ def test_what_the_device_cannot_compute_is_refused(opened, place):
     ],
 )
 def test_the_host_never_waits_for_the_device(host_s, handled_s, device_s, every):
-    assert assigning.interval(host_s, handled_s, device_s) == every
+    assert device_updates.interval(host_s, handled_s, device_s) == every
 
 
 @pytest.mark.long
@@ -308,7 +308,7 @@ def test_what_is_measured_is_logged_and_kept(opened, monkeypatch, caplog, every)
         found.append(seconds)
         return every
 
-    monkeypatch.setattr(assigning, "interval", given)
+    monkeypatch.setattr(device_updates, "interval", given)
     plain = opened(None, "plain")
     losses, expected = train(plain), states(plain.store)
     with caplog.at_level("INFO", "jaxinf"):

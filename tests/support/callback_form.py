@@ -1,20 +1,21 @@
 """Runs a program in a form of callback that its backend would not choose.
 
-run_python(PROGRAM, CALLBACK_FORM="io")    in the program: callback_form.use_given()
+run_python(PROGRAM, CALLBACK_FORM="start")    in the program: callback_form.use_given()
 """
 
 import os
 
 import pytest
 
-from jaxinf.optimizer import callback
+from jaxinf.optimizer import callback, step_calls
 
 __all__ = ["use", "use_given"]
 
 
 def use(form: str, patch: pytest.MonkeyPatch) -> None:
-    """Has each call of the host take a form: ``buffer``, ``io`` or ``start``."""
-    patch.setattr(callback, "by_backend", lambda: form)
+    """Has each call of the host take a form: ``buffer`` or ``start``."""
+    for module in (callback, step_calls):
+        patch.setattr(module, "shares_memory", lambda: form == "buffer")
 
 
 def use_given() -> None:

@@ -1,18 +1,22 @@
-"""What updates near storage move on drives, of an optimizer and a store's chunks.
+"""What updates near storage take and move, of an optimizer and a store's chunks.
 
-Invariant: it depends on the store's chunks alone, which need not be there.
+Invariant: it depends on the store's chunks alone, which need not be there. What is
+refused is refused before a store is made or changed.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import optax
 
 from jaxinf.csd import is_idle
 from jaxinf.engine import StoreShape, SubgroupLayout, can_take, moved_states
-from jaxinf.errors import NonFiniteGradientError
+from jaxinf.errors import UnsupportedTransformError
 from jaxinf.layout import Subgroup
-from jaxinf.program import Passes, UpdateProgram
+from jaxinf.program import Kernel, Passes, UpdateProgram, trace_update
 from jaxinf.store import MASTER_PARAMS, StoreDirectory, plans_folder
 from jaxinf.streaming.move.scratch import PART_BYTES
 from jaxinf.streaming.move.spill import Waiting, file_bytes, waiting
@@ -22,10 +26,53 @@ from jaxinf.streaming.plan.memory import Division, divide
 from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.program.graph import Piece, aval_bytes
 from jaxinf.streaming.program.units import SHARED, StoreUnits, Unit, shared_bytes
-from jaxinf.streaming.update.optimizer import passes_for
 from jaxinf.transfer import ByteCounts
+from jaxinf.typing import PyTree
 
 _PARAMS = 0  # the first of a leaf's states
+# Arguments of an optimizer's update that are known after the first pass: the loss.
+_LATE = frozenset({"value"})
+
+# --- an optimizer that streaming can run ---------------------------------------------
+
+
+def trace_optimizer(
+    tx: optax.GradientTransformation,
+    params: PyTree,
+    extra_args: Mapping[str, Any] | None = None,
+) -> UpdateProgram:
+    """As `jaxinf.program.trace_update`, of one that may read all stored state."""
+    return trace_update(tx, params, extra_args, may_recall=True, may_recall_all=True)
+
+
+def passes_for(
+    program: UpdateProgram, pieces: Iterable[Piece] = (), *, is_alone: bool = True
+) -> Passes:
+    """Returns an optimizer's passes over gradients.
+
+    Args:
+      pieces: The parts of params whose gradients arrive; by default whole leaves.
+      is_alone: Whether the process has all chunks of the store.
+
+    Raises:
+      UnsupportedTransformError: It needs too much of all leaves, or too many passes;
+        or it needs whole leaves, of which other processes have chunks.
+    """
+    sliced: Set[int] = {piece.leaf for piece in pieces if piece.index}
+    passes = program.passes(sliced=sliced, late=_LATE)
+    stored = {*passes.params, *passes.recalled}
+    for number, leaf in enumerate(() if is_alone else program.leaves):
+        if any(stored.intersection(part.own) for part in passes.of_leaf(number)):
+            raise UnsupportedTransformError(
+                "jaxinf.stream: expected an optimizer that computes nothing of whole "
+                "params or states in a run of several processes, found one that does "
+                f"for {leaf.info.name}, as for a trust ratio; use jaxinf.smart_update, "
+                "or one process"
+            )
+    return passes
+
+
+# --- its updates ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -47,8 +94,48 @@ class Updates:
     idle: frozenset[int]
     gradient_bytes: Mapping[Piece, int]
 
+    @classmethod
+    def of(
+        cls,
+        ready: Prepared,
+        program: UpdateProgram,
+        shape: StoreShape,
+        options: Options,
+    ) -> "Updates":
+        """Returns the updates of a step.
+
+        Args:
+          ready: The loss function, traced for the batch.
+          shape: The store's chunks; it need not be there.
+        """
+        pieces, params = ready.gradient_pieces, ready.traced.params
+        is_alone = options.together.group.is_alone
+        passes = passes_for(program, pieces, is_alone=is_alone)
+
+        def can_move(leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:
+            return leaf not in passes.whole and shape.divides(leaf, origin, extent)
+
+        undivided = range(len(params)) if options.compress else passes.computed
+        store_units = StoreUnits(params, can_move, undivided)
+        units = frozenset(map(store_units.unit, pieces))
+        later = range(min(1, passes.num_passes - 1), passes.num_passes)
+        idle = frozenset(
+            number
+            for number, leaf in enumerate(program.leaves)
+            if is_idle(leaf.kernel) and not any(passes.part(n, number) for n in later)
+        )
+        sizes = {
+            piece: 0 if piece.leaf in idle else aval_bytes(value.aval)
+            for piece, value in ready.lifetimes.graph.gradients.items()
+        }
+        return cls(program, passes, shape, store_units, units, idle, sizes)
+
     def layouts(self, unit: Unit) -> Sequence[SubgroupLayout]:
         return self.shape.layouts(unit.leaf, unit.origin, unit.extent)
+
+    @property
+    def kernels(self) -> Sequence[Kernel]:
+        return [leaf.kernel for leaf in self.program.leaves]
 
     @property
     def are_deferred(self) -> bool:
@@ -59,6 +146,16 @@ class Updates:
     def largest_bytes(self) -> int:
         """Bytes of the largest gradient."""
         return max(self.gradient_bytes.values(), default=0)
+
+    def arrivals(self, params: Sequence[Any]) -> Mapping[int, Set[tuple[int, ...]]]:
+        """Returns the shapes in which each leaf's gradients are given to the passes."""
+        found: dict[int, set[tuple[int, ...]]] = {}
+        for piece in self.gradient_bytes:
+            shape, depth = params[piece.leaf].shape, len(piece.index)
+            if piece.leaf not in self.passes.whole:
+                shape = (*(1,) * depth, *shape[depth:])
+            found.setdefault(piece.leaf, set()).add(shape)
+        return found
 
     def waiting(self, plan: Plan) -> Waiting | None:
         """Returns the gradients that wait for the last one; None if none does.
@@ -76,49 +173,38 @@ class Updates:
         room_bytes = plan.division.gradients // 2
         return waiting(sizes, room_bytes, max(1, self.passes.num_passes - 1))
 
-
-def updates_of(
-    ready: Prepared, program: UpdateProgram, shape: StoreShape, options: Options
-) -> Updates:
-    """Returns the updates of a step.
-
-    Args:
-      ready: The loss function, traced for the batch.
-      shape: The store's chunks; it need not be there.
-    """
-    pieces, params = ready.gradient_pieces, ready.traced.params
-    is_alone = options.together.group.is_alone
-    passes = passes_for(program, pieces, is_alone=is_alone)
-
-    def can_move(leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:
-        return leaf not in passes.whole and shape.divides(leaf, origin, extent)
-
-    undivided = range(len(params)) if options.compress else passes.computed
-    store_units = StoreUnits(params, can_move, undivided)
-    units, idle = (
-        frozenset(map(store_units.unit, pieces)),
-        _idle_leaves(program, passes),
-    )
-    sizes = {
-        piece: 0 if piece.leaf in idle else aval_bytes(value.aval)
-        for piece, value in ready.lifetimes.graph.gradients.items()
-    }
-    return Updates(program, passes, shape, store_units, units, idle, sizes)
+    def takes_read(self, unit: Unit) -> bool:
+        """Whether a unit's update can take params that were read for a program."""
+        if not unit.is_divided or self.are_deferred:
+            return False
+        passes, leaf = self.passes, unit.leaf
+        if not can_take(self.shape, leaf, unit.dtype):
+            return False  # they are not what is stored
+        part = passes.part(passes.num_passes - 1, leaf)
+        if part is not None and passes.params[leaf] in part.own:
+            return True
+        kernel = self.program.leaves[leaf].kernel
+        loads = (moved_states(kernel, layout)[0] for layout in self.layouts(unit))
+        return any(_PARAMS in own for own in loads)
 
 
 def divided(
     updates: Updates, ready: Prepared, budgets: Mapping[str, int], options: Options
 ) -> Division:
     """Divides the memory of budgets; raises BudgetError."""
-    shape, units = updates.shape, updates.units
+    shape, units, waits = updates.shape, updates.units, updates.are_deferred
     division = divide(
         budgets["memory_bytes"] - shape.export_bytes,
         shape.least_memory_bytes,
         max((unit.num_bytes for unit in units), default=0),
         options.limit_within(budgets, ready.traced.mesh),
     )
+    # One unit that is read, and one that is updated, whose gradient may wait whole.
     read = {updates.store_units.unit(piece) for piece in ready.lifetimes.sizes}
-    num_bytes = bytes_to_gather(read, waits=updates.are_deferred)
+    apart = [unit for unit in read if unit.is_apart]
+    undivided = [unit.whole_bytes for unit in apart if not unit.is_divided]
+    updated = [unit.whole_bytes for unit in apart] if waits else undivided
+    num_bytes = max(undivided, default=0) + 2 * max(updated, default=0)
     purpose = "moving shards of params that are not stored alone"
     division = division.without(num_bytes, purpose)
     division = division.without(shared_bytes(units), SHARED)
@@ -126,7 +212,7 @@ def divided(
     # Of threads that write a gradient that waits, beside one's own.
     num_bytes = min((num_drives - 1) * PART_BYTES, updates.largest_bytes)
     purpose = "writing gradients to several drives at once"
-    return division.without(num_bytes if updates.are_deferred else 0, purpose)
+    return division.without(num_bytes if waits else 0, purpose)
 
 
 def drive_folders(directory: StoreDirectory) -> list[Path]:
@@ -136,41 +222,12 @@ def drive_folders(directory: StoreDirectory) -> list[Path]:
     return [directory.csd_directory(number) for number in range(directory.num_csds)]
 
 
-def takes_read(updates: Updates, unit: Unit) -> bool:
-    """Whether a unit's update can take params that were read for a program."""
-    if not unit.is_divided or updates.are_deferred:
-        return False
-    passes, leaf = updates.passes, unit.leaf
-    if not can_take(updates.shape, leaf, unit.dtype):
-        return False  # they are not what is stored
-    part = passes.part(passes.num_passes - 1, leaf)
-    if part is not None and passes.params[leaf] in part.own:
-        return True
-    kernel = updates.program.leaves[leaf].kernel
-    loads = (moved_states(kernel, layout)[0] for layout in updates.layouts(unit))
-    return any(_PARAMS in own for own in loads)
-
-
-def bytes_to_gather(units: Iterable[Unit], *, waits: bool) -> int:
-    """Memory to gather shards: one unit that is read, and one that is updated.
-
-    Args:
-      waits: Whether gradients wait, each as a whole.
-    """
-    apart = [unit for unit in units if unit.is_apart]
-    undivided = [unit.whole_bytes for unit in apart if not unit.is_divided]
-    updated = [unit.whole_bytes for unit in apart] if waits else undivided
-    return max(undivided, default=0) + 2 * max(updated, default=0)
+# --- the bytes that they move --------------------------------------------------------
 
 
 def traffic(updates: Updates, plan: Plan) -> ByteCounts:
     """See `Sink.traffic`."""
-    reading, shape, written = plan.reading, updates.shape, 0
-    read = sum(
-        shape.file_bytes(layout, [_PARAMS])
-        for fetch in reading.repeated
-        for layout in updates.layouts(fetch.unit)
-    )
+    reading, shape = plan.reading, updates.shape
     moved = {
         layout.subgroup
         for unit in updates.units
@@ -179,15 +236,21 @@ def traffic(updates: Updates, plan: Plan) -> ByteCounts:
     }
     there = shape.staying(plan.store_bytes, moved)
     given = {one.unit for one in reading.fetches if one.gradient is not None}
-    for unit in updates.units:
-        own = _moved_bytes(updates, unit, there, has_params=unit in given)
-        read, written = read + own[0], written + own[1]
+    own = [
+        _moved_bytes(updates, unit, there, has_params=unit in given)
+        for unit in updates.units
+    ]
+    read = sum(num_bytes for num_bytes, _ in own) + sum(
+        shape.file_bytes(layout, [_PARAMS])
+        for fetch in reading.repeated
+        for layout in updates.layouts(fetch.unit)
+    )
     waits, away_bytes = updates.waiting(plan), plan.away_bytes
     wait_bytes = 0 if waits is None else file_bytes(waits)
     num_reads = 1 if waits is None else waits.num_reads
     return ByteCounts(
         drive_read_bytes=read + away_bytes + num_reads * wait_bytes,
-        drive_write_bytes=written + away_bytes + wait_bytes,
+        drive_write_bytes=sum(n for _, n in own) + away_bytes + wait_bytes,
     )
 
 
@@ -224,31 +287,8 @@ def _moved_bytes(
 def _read_by_passes(updates: Updates, unit: Unit, *, has_params: bool) -> list[str]:
     """Returns the states that passes over a unit's gradient read, each time."""
     passes, found = updates.passes, list[str]()
-    for number in range(passes.num_passes):
-        part = passes.part(number, unit.leaf)
-        own = () if part is None else part.own
-        found += [passes.recalled[v][1].name for v in own if v in passes.recalled]
-        if passes.params[unit.leaf] in own and not has_params:
+    for part in passes.of_leaf(unit.leaf):
+        found += [passes.recalled[v][1].name for v in part.own if v in passes.recalled]
+        if passes.params[unit.leaf] in part.own and not has_params:
             found.append(MASTER_PARAMS)
     return found
-
-
-def _idle_leaves(program: UpdateProgram, passes: Passes) -> frozenset[int]:
-    def is_read(leaf: int) -> bool:
-        first = min(1, passes.num_passes - 1)
-        later = range(first, passes.num_passes)
-        return any(passes.part(number, leaf) is not None for number in later)
-
-    leaves = enumerate(program.leaves)
-    return frozenset(n for n, x in leaves if is_idle(x.kernel) and not is_read(n))
-
-
-def non_finite(step: int, bad: Sequence[str]) -> NonFiniteGradientError:
-    names = list(dict.fromkeys(bad))
-    more = f" and {len(names) - 5} more leaves" if len(names) > 5 else ""
-    return NonFiniteGradientError(
-        f"step {step + 1}: NaN or Inf in the gradient of "
-        f"{', '.join(names[:5])}{more}; the step was refused, the store stays at "
-        f"step {step}. Lower the learning rate or clip the gradients, or "
-        'pass nonfinite="skip" to go on without such steps, as with a loss scale'
-    )

@@ -13,8 +13,13 @@ import jax.numpy as jnp
 import optax
 
 from jaxinf import compat
-from jaxinf.errors import NonFiniteGradientError, StreamError
-from jaxinf.program import effect_of_nonfinite, is_guarded, path_name
+from jaxinf.errors import StreamError
+from jaxinf.program import (
+    effect_of_nonfinite,
+    is_guarded,
+    path_name,
+    refused_gradient,
+)
 from jaxinf.streaming.move.params import MemoryParams, Params
 from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.plan.calls import Plan
@@ -31,9 +36,7 @@ class OptaxSink(Sink):
     """Updates params and state with plain optax when a step has all gradients.
 
     It holds these whole or in slices of stacks. The update and the addition are each a
-    jit.
-
-    It serves batches of all shapes.
+    jit. It serves batches of all shapes.
 
     Args:
       folder: On a drive, for values.
@@ -132,11 +135,7 @@ class OptaxSink(Sink):
             finite = zip(paths, _are_finite(gradients), strict=True)
             bad = [path_name(path) for (path, _), is_finite in finite if not is_finite]
             if bad and policy == "error":
-                raise NonFiniteGradientError(
-                    f"NaN or Inf in the gradient of {', '.join(bad[:5])}; the step was "
-                    "refused. Lower the learning rate or clip the gradients, or pass "
-                    'nonfinite="skip" to go on without such steps'
-                )
+                raise refused_gradient(bad)
             if bad:
                 return False
         update, add = self.functions(donates=not self._is_lent)

@@ -7,6 +7,7 @@ need of it are numbers. The numbers of a leaf that is computed as a whole have t
 of jitted optax; of a leaf in slices, the slices' numbers are combined.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -18,11 +19,7 @@ import numpy as np
 
 from jaxinf import compat
 from jaxinf.csd import ScalarInputs
-from jaxinf.engine import (
-    Engine,
-    ParamsReader,
-    SlotRequest,
-)
+from jaxinf.engine import Engine, ParamsReader, SlotRequest
 from jaxinf.program import Part, Passes, UpdateProgram, Value, key_data
 from jaxinf.streaming.plan.memory import READER_BYTES
 from jaxinf.streaming.program.graph import Piece
@@ -69,7 +66,7 @@ class PassRunner:
 
     def looks_at(self, leaf: int) -> bool:
         """Whether a pass computes something of a leaf's gradient."""
-        return any(self.passes.part(n, leaf) for n in range(self.num_passes))
+        return bool(self.passes.of_leaf(leaf))
 
     def looks_first(self, leaf: int) -> bool:
         """Whether the first pass computes something of each of a leaf's gradients."""
@@ -84,15 +81,12 @@ class PassRunner:
         """
         needed = 0
         for leaf, own in shapes.items():
-            parts = (self.passes.part(n, leaf) for n in range(self.num_passes))
-            for part in filter(None, parts):
-                for shape in set(own):
-                    memory = self._executable(part, shape).memory_analysis()
-                    size = memory.temp_size_in_bytes + memory.output_size_in_bytes
-                    size += memory.argument_size_in_bytes
-                    dtype = self._program.leaves[leaf].info.dtype
-                    size -= math.prod(shape) * dtype.itemsize
-                    needed = max(needed, size)
+            itemsize = self._program.leaves[leaf].info.dtype.itemsize
+            for part, shape in itertools.product(self.passes.of_leaf(leaf), own):
+                memory = self._executable(part, shape).memory_analysis()
+                size = memory.temp_size_in_bytes + memory.output_size_in_bytes
+                size += memory.argument_size_in_bytes - math.prod(shape) * itemsize
+                needed = max(needed, size)
         return needed
 
     # --- a step --------------------------------------------------------------------
@@ -138,25 +132,22 @@ class PassRunner:
           gradient: Its gradient; a slice if nothing is computed of it.
           params: Its params on the device, if they are in memory.
         """
-        part, own = self.passes.part(self._number, leaf), dict[Value, Array]()
-        arrays: tuple[Array, ...] = ()
+        part = self.passes.part(self._number, leaf)
         wanted = self.passes.prologue.leaves[leaf]
-        if part is not None:
-            outputs = self._run(part, gradient, params)
-            first, last = len(part.exports), len(part.exports) + len(part.scalars)
-            self._note(part, outputs[:first])
-            found = [np.asarray(one) for one in outputs[first:]]
-            own = dict(zip(part.scalars, found, strict=False))
-            made = dict(zip(part.arrays, found[last - first :], strict=True))
-            arrays = tuple(made[value] for value in wanted.arrays)
-        scalars = [
-            own[value] if value in own else self._kernel_scalars[value]
-            for value in wanted.scalars
-        ]
-        if part is not None:
-            return ScalarInputs(tuple(scalars), arrays)
-        key = tuple(map(id, scalars))
-        return self._shared.setdefault(key, ScalarInputs(tuple(scalars)))
+        if part is None:
+            scalars = tuple(self._kernel_scalars[value] for value in wanted.scalars)
+            return self._shared.setdefault(
+                tuple(map(id, scalars)), ScalarInputs(scalars)
+            )
+        outputs = self._run(part, gradient, params)
+        num = len(part.exports)
+        self._note(part, outputs[:num])
+        names, found = (*part.scalars, *part.arrays), map(np.asarray, outputs[num:])
+        known = self._kernel_scalars | dict(zip(names, found, strict=True))
+        return ScalarInputs(
+            tuple(known[value] for value in wanted.scalars),
+            tuple(known[value] for value in wanted.arrays),
+        )
 
     def finish(self) -> list[Array]:
         """Returns the new scalar state, after the last pass."""

@@ -4,8 +4,8 @@
                                                        all done ─► finish: one commit
 
 Invariant: the store advances by one step if every gradient arrived and was finite;
-  otherwise it does not advance. What a step takes and moves depends on the store's
-  chunks alone, so it can be planned before its store is made.
+  otherwise it does not advance. A unit that the store moves as a whole is updated as a
+  whole.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinf.csd import is_idle
+from jaxinf.csd import ScalarInputs, is_idle
 from jaxinf.engine import (
-    Assignment,
+    KeptLeaf,
     Store,
     StoreShape,
     UpdateRequest,
@@ -25,7 +25,7 @@ from jaxinf.engine import (
     check_carried,
     engine_of,
 )
-from jaxinf.program import UpdateProgram, effect_of_nonfinite
+from jaxinf.program import UpdateProgram, effect_of_nonfinite, refused_gradient
 from jaxinf.store import ScalarState
 from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.scratch import THREADS_PER_DRIVE, Scratch
@@ -40,37 +40,26 @@ from jaxinf.streaming.program.shards import (
     Gradient,
     gathered,
     handed_out,
+    shards_of,
     whole,
 )
 from jaxinf.streaming.program.units import Unit
-from jaxinf.streaming.update.assigning import (
-    NUM_UNDER_WAY,
-    Layouts,
-    asked_interval,
-    assignment,
-    layouts_of,
-    measured,
-    without_updates,
-)
 from jaxinf.streaming.update.compressing import Compressor
+from jaxinf.streaming.update.device_updates import NUM_UNDER_WAY, DeviceShare
 from jaxinf.streaming.update.near_storage import (
+    Updates,
     divided,
     drive_folders,
-    non_finite,
-    takes_read,
     traffic,
-    updates_of,
 )
-from jaxinf.streaming.update.on_device import DeviceUpdater
-from jaxinf.streaming.update.optimizer import arrivals_of
 from jaxinf.streaming.update.passes import PassRunner
-from jaxinf.streaming.update.requests import kept_leaves, update_requests, whole_unit
 from jaxinf.streaming.update.sink import Sink, is_finite, on_host
 from jaxinf.transfer import ByteCounts
 from jaxinf.typing import Array, PyTree
 
 # Gradients up to this long share a call of the engine.
 _SHORT_BYTES = 1 << 20
+_NO_PARAMS = np.empty(0, np.float32)
 
 
 class StoreSink(Sink):
@@ -98,63 +87,49 @@ class StoreSink(Sink):
         shape: StoreShape,
         options: Options,
     ) -> None:
-        self._updates = updates = updates_of(ready, program, shape, options)
+        self._updates = updates = Updates.of(ready, program, shape, options)
         super().__init__(options, store, updates.store_units)
         self._engine, self._program = engine_of(store), program
         self.num_drives = max(1, shape.directory.num_csds)
         self.keeps_plans_in = store.path
         bits = {"is_deterministic": options.deterministic}
         self._passes = PassRunner(self._engine, program, updates.passes, **bits)
-        compress, self._compressor = options.compress, None
-        if compress is not None:
-            self._compressor = Compressor(self._engine, compress, shape, **bits)
-        shapes = [leaf.shape for leaf in ready.traced.params]
-        whole = updates.passes.whole
-        self._numbers_bytes = max(
-            self._passes.compile(arrivals_of(ready.gradient_pieces, shapes, whole)),
-            self._compressor.compile(updates.units) if self._compressor else 0,
-        )
-        is_host = options.limit.is_host
-        self._updater = DeviceUpdater(options.device, is_host=is_host, **bits)
-        asked = options.device_updates
-        self._every = asked_interval(
-            asked, store, ready.traced.mesh, replan=options.replan
-        )
-        self._layouts: Layouts = ()
-        if self._every != 0:
-            chosen = self._assigned(1 if asked == "auto" else self._every or 1)
-            self._layouts = layouts_of(updates, chosen)
+        arrivals = updates.arrivals(ready.traced.params)
+        self._numbers_bytes = self._passes.compile(arrivals)
+        self._compressor: Compressor | None = None
+        if options.compress is not None:
+            own = self._engine, options.compress, shape
+            self._compressor = Compressor(*own, **bits)
+            compressing_bytes = self._compressor.compile(updates.units)
+            self._numbers_bytes = max(self._numbers_bytes, compressing_bytes)
+        self._device = DeviceShare(updates, store, options, ready.traced.mesh)
         self._nonfinite = effect_of_nonfinite(
             options.nonfinite, is_guarded=program.is_guarded
         )
         self._kept = set[Unit]()
         self._carried: Mapping[tuple[str, ...], Array] = {}
+        # Units of which parts are missing, and the parts that are there.
         self._parts: dict[Unit, tuple[Array, set[Piece]]] = {}
         self._bad: list[str] = []
         self._step = self._num_skipped = 0
         self.spill: Spill | None = None
-        self._assignment = Assignment()
         self._stage = Stage("jaxinf-updates", 1, _SHORT_BYTES)
         self._fetched: Params
-
-    def _assigned(self, every: int) -> Assignment:
-        is_auto = self.options.device_updates == "auto"
-        return assignment(self._updates, self._updater, every, is_auto=is_auto)
 
     # --- what it takes -------------------------------------------------------------
 
     def divided(self, ready: Prepared, budgets: Mapping[str, int]) -> Division:
         division = divided(self._updates, ready, budgets, self.options)
-        largest_bytes = self._updates.largest_bytes
-        division = without_updates(division, self._layouts, largest_bytes)
         purpose = "computing numbers of its gradients"
-        return division.without(self._numbers_bytes, purpose, is_on_device=True)
+        return self._device.without(division).without(
+            self._numbers_bytes, purpose, is_on_device=True
+        )
 
     def is_frozen(self, unit: Unit) -> bool:
         return is_idle(self._program.leaves[unit.leaf].kernel)
 
     def takes_read(self, unit: Unit) -> bool:
-        return takes_read(self._updates, unit)
+        return self._updates.takes_read(unit)
 
     def waiting(self, plan: Plan) -> Waiting | None:
         return self._updates.waiting(plan)
@@ -172,14 +147,12 @@ class StoreSink(Sink):
 
     def open(self, plan: Plan) -> None:
         division, waits = plan.division, self.waiting(plan)
-        room_bytes = division.gradients
+        room_bytes, num_threads = division.gradients, 1
         if waits is not None:
             self.spill = Spill(self.scratch("gradients"), waits)
             room_bytes -= waits.capacity_bytes
-        room_bytes, num_threads = min(room_bytes, division.leaving), 1
-        if self._every is None:
-            self._every = measured(self._updater, self._layouts, division.gradients)
-        self._assignment = self._assigned(self._every)
+        room_bytes = min(room_bytes, division.leaving)
+        self._assignment = self._device.assignment(division.gradients)
         if self._assignment.updater is not None:
             num_threads = NUM_UNDER_WAY
             room_bytes += (num_threads - 1) * self._updates.largest_bytes
@@ -230,11 +203,16 @@ class StoreSink(Sink):
             if self._nonfinite == "skip":
                 self._num_skipped += 1
                 return False
-            raise non_finite(self._step, self._bad)
+            raise refused_gradient(self._bad, self._step)
         assert not self._parts, "every part of a unit has its gradient"
-        if self._kept:  # leaves that stay as they are
-            self._engine.opened.update(self._step, *kept_leaves(self._kept))
+        kept = [  # leaves that stay as they are
+            KeptLeaf(unit.leaf, unit.origin_of(box), unit.extent_of(box))
+            for unit in sorted(self._kept, key=lambda unit: unit.place)
+            for box in unit.boxes
+        ]
         opened = self._engine.opened
+        if kept:
+            opened.update(self._step, *kept)
         held = zip(opened.finished.scalar_state, self._passes.finish(), strict=True)
         scalars = [ScalarState(old.path, new) for old, new in held]
         num_skipped = opened.finished.skipped_steps + self._num_skipped
@@ -266,7 +244,7 @@ class StoreSink(Sink):
         if self.spill is not None:
             self.spill.close()
 
-    # --- inside --------------------------------------------------------------------
+    # --- the end of a step ---------------------------------------------------------
 
     @property
     def _is_refused(self) -> bool:
@@ -280,6 +258,14 @@ class StoreSink(Sink):
             return self._bad
 
         self._bad = self._together.agree(refusing)
+
+    def _end_all(self, results: PyTree) -> None:
+        self._stage.end()
+        if (carry := self.options.carry) is not None:
+            carried = carried_leaves(carry(results[1]))
+            names = self._engine.opened.directory.manifest.state_names
+            check_carried(self._engine, carried, names)
+            self._carried = {path: on_host(x) for path, x in carried.items()}
 
     def _update_deferred(self, spill: Spill, check: Callable[[], None]) -> None:
         """Runs the other passes.
@@ -302,13 +288,7 @@ class StoreSink(Sink):
                 check()
         self._stage.end()
 
-    def _end_all(self, results: PyTree) -> None:
-        self._stage.end()
-        if (carry := self.options.carry) is not None:
-            carried = carried_leaves(carry(results[1]))
-            names = self._engine.opened.directory.manifest.state_names
-            check_carried(self._engine, carried, names)
-            self._carried = {path: on_host(x) for path, x in carried.items()}
+    # --- gradients, on threads -----------------------------------------------------
 
     def _defer(self, taken: Sequence[Handed]) -> None:
         assert self.spill is not None
@@ -317,14 +297,14 @@ class StoreSink(Sink):
         for piece, handed in taken:
             if piece.leaf in self._passes.passes.whole:
                 unit = self._updates.store_units.unit(piece)
-                gathered = self._gathered(unit, piece, handed)
-                if gathered is None:
+                complete = self._gathered(unit, piece, handed)
+                if complete is None:
                     continue
-                piece, handed = Piece(unit.leaf), np.asarray(gathered)
+                piece, handed = Piece(unit.leaf), np.asarray(complete)
             self._passes.add(piece, whole(handed))
             array = np.asarray(handed)  # it need not stay on the device
             if is_checked and not is_finite(array):
-                self._bad.append(self._program.leaves[piece.leaf].info.name)
+                self._bad.append(self._name(piece.leaf))
             if piece.leaf not in self._updates.idle:
                 self.spill.put(piece, array)
 
@@ -332,21 +312,14 @@ class StoreSink(Sink):
         asked: dict[Unit, list[UpdateRequest]] = {}
         for piece, gradient in taken:
             unit = self._updates.store_units.unit(piece)
-            gathered = self._gathered(unit, piece, gradient)
-            if gathered is None:
+            complete = self._gathered(unit, piece, gradient)
+            if complete is None:
                 continue
-            if self._is_held(gathered):
-                self._bad.append(self._program.leaves[unit.leaf].info.name)
+            if self._is_held(complete):
+                self._bad.append(self._name(unit.leaf))
                 self._fetched.free(unit)
             else:
-                asked[unit] = update_requests(
-                    unit,
-                    gathered,
-                    self._fetched.take(unit),
-                    self._passes,
-                    self._program.leaves[unit.leaf].kernel,
-                    self._compressor and partial(self._compressor, step=self._step),
-                )
+                asked[unit] = self._requests(unit, complete)
         return partial(self._run, asked) if asked else None
 
     def _run(self, asked: Mapping[Unit, Sequence[UpdateRequest]]) -> None:
@@ -354,20 +327,58 @@ class StoreSink(Sink):
         finite = self._engine.opened.update(self._step, *requests)
         for unit in asked:
             self._fetched.free(unit)
-        self._bad += [
-            self._program.leaves[request.leaf].info.name
-            for request, is_finite in zip(requests, finite, strict=True)
-            if not is_finite
-        ]
+        pairs = zip(requests, finite, strict=True)
+        self._bad += [self._name(one.leaf) for one, is_finite in pairs if not is_finite]
 
     def _gathered(
         self, unit: Unit, piece: Piece, gradient: Gradient
     ) -> Gradient | None:
+        """Returns the gradient of a unit; None while some of its parts are missing."""
         part = self._updates.store_units.part(unit, piece)
-        return whole_unit(unit, part, gradient, self._parts)
+        if not part.index:
+            return gradient
+        if unit not in self._parts:
+            self._parts[unit] = np.empty(unit.shape, unit.dtype), set()
+        array, there = self._parts[unit]
+        array[part.index] = np.asarray(gradient)
+        there.add(part)
+        is_whole = sum(array[one.index].size for one in there) == array.size
+        return self._parts.pop(unit)[0] if is_whole else None
+
+    def _requests(self, unit: Unit, gradient: Gradient) -> list[UpdateRequest]:
+        """Returns what a unit's update asks for; blocks while inputs are computed."""
+        params = self._fetched.take(unit)
+        assert params is None or unit.is_divided, "the update takes parts that it moves"
+        parts = shards_of(gradient, unit.boxes)
+        inputs, requests = ScalarInputs(()), []
+        for number, (box, part) in enumerate(zip(unit.boxes, parts, strict=True)):
+            part = part.reshape(unit.extent_of(box))
+            given = None if params is None else params[number]
+            if not number:  # a unit in parts has none but scalars, the same for all
+                inputs = self._passes.inputs(unit.leaf, part, given)
+            sent, feedback = part, None
+            if self._compressor is not None:
+                sent, feedback = self._compressor(unit, part, self._step)
+            requests.append(
+                UpdateRequest(
+                    leaf=unit.leaf,
+                    kernel=self._program.leaves[unit.leaf].kernel,
+                    origin=unit.origin_of(box),
+                    gradient=sent,
+                    inputs=inputs,
+                    out=None,
+                    probe=_NO_PARAMS,
+                    params=None if given is None else given.reshape(part.shape),
+                    feedback=feedback,
+                )
+            )
+        return requests
 
     def _is_held(self, gradient: Gradient) -> bool:
         """Whether a gradient refuses the step, which the CSDs could not tell."""
         if self._compressor is None or self._nonfinite == "allow":
             return False
         return not is_finite(np.asarray(gradient))
+
+    def _name(self, leaf: int) -> str:
+        return self._program.leaves[leaf].info.name
