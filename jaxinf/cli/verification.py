@@ -24,7 +24,6 @@ from jaxinf.store import (
     find_checkpoint,
     left_by_copy,
     link_damages,
-    plan_damages,
     step_bytes,
     stray_checkpoints,
     verify_step,
@@ -97,7 +96,6 @@ def _beside(directory: StoreDirectory) -> Iterator[Damage]:
             if slot == committed or os.path.lexists(damage.file):
                 yield damage
     yield from stray_checkpoints(directory)
-    yield from plan_damages(directory.path)
 
 
 def _print_json(path: Path, found: dict[str, list[Damage]], num_bytes: int) -> None:

@@ -34,6 +34,7 @@ from jaxinf.layout import Subgroup
 from jaxinf.store import (
     CarriedArray,
     CommitRecord,
+    KeptPlan,
     ScalarState,
     StoreDirectory,
     checkpoint_names,
@@ -234,6 +235,7 @@ class StepEngine(OpenStore):
         *,
         is_compared: bool = True,
         carry: Mapping[tuple[str, ...], Array] = MappingProxyType({}),
+        streams: Mapping[str, KeptPlan] = MappingProxyType({}),
     ) -> None:
         """Ends the step after `step` in the background, when all leaves are updated.
 
@@ -247,6 +249,7 @@ class StepEngine(OpenStore):
             use the caller's.
           is_compared: whether the caller's params, if it has any, were given.
           carry: further arrays by path, which are copied.
+          streams: the cuts of the programs that have computed it.
 
         Raises:
           NonFiniteScalarError: the gradients are finite, and a kernel computed with a
@@ -283,6 +286,7 @@ class StepEngine(OpenStore):
                     for (path, value), own in zip(carry.items(), raw, strict=True)
                 ),
                 carried=raw,
+                streams={**before.streams, **streams},
             )
             self._step, self._ending = None, Ending()
             end = partial(self._end_step, record, ended, time.monotonic(), self._ending)

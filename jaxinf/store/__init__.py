@@ -21,8 +21,10 @@ from jaxinf.store.commit import (
     SCHEDULE_FREE,
     CarriedArray,
     CommitRecord,
+    KeptPlan,
     ScalarState,
     check_carry,
+    plan_of_before,
     schedule_free_params,
 )
 from jaxinf.store.copy_source import CopySource, store_source
@@ -111,14 +113,6 @@ from jaxinf.store.owners import (
     look_at_store,
     read_owned,
 )
-from jaxinf.store.plans import (
-    KeptPlan,
-    check_plans_folder,
-    drive_of,
-    plan_damages,
-    plans_folder,
-    read_plan,
-)
 from jaxinf.store.reader import (
     Damage,
     Piece,
@@ -193,7 +187,6 @@ __all__ = [
     "check_leaf_paths",
     "check_never_committed",
     "check_pinnable",
-    "check_plans_folder",
     "check_seal",
     "check_space",
     "check_unclaimed",
@@ -209,7 +202,6 @@ __all__ = [
     "csd_bytes",
     "deal_to_members",
     "discard_store",
-    "drive_of",
     "dtype_of",
     "encode_key",
     "encode_path",
@@ -240,14 +232,12 @@ __all__ = [
     "other_slot",
     "over",
     "pinned_step",
-    "plan_damages",
-    "plans_folder",
+    "plan_of_before",
     "prune_leftovers",
     "prune_snapshots",
     "read_carry",
     "read_foreign",
     "read_owned",
-    "read_plan",
     "readable_step",
     "remove_checkpoint",
     "remove_whole",

@@ -4,6 +4,7 @@ Invariant: a record read back is bit for bit the record written; floats travel a
 """
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -18,6 +19,7 @@ from jaxinf.documents import Document, pattern, shown
 from jaxinf.errors import StoreFormatError
 from jaxinf.store.documents import (
     Dtype,
+    Id,
     Lengths,
     Name,
     Sum,
@@ -167,6 +169,45 @@ def check_carry(carry: Sequence[CarriedArray]) -> None:
         )
 
 
+_Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**62 - 1)]
+_Length: TypeAlias = Annotated[int, Meta(ge=1, le=2**62 - 1)]
+
+
+class KeptPlan(Document, frozen=True):
+    """The cuts of a streamed program, on which a step's bits depend.
+
+    Attributes:
+      version: of the programs that jaxinf makes of cuts.
+      fingerprint: of the traced program.
+      cuts: the nodes at which segments begin, and the number of nodes.
+      mesh: devices along each axis of the mesh; empty without one.
+      rows: of old: tables whose blocks of rows were programs' params.
+    """
+
+    version: _Count
+    fingerprint: Annotated[str, Meta(max_length=256)]
+    cuts: tuple[_Count, ...]
+    mesh: dict[str, _Length] = msgspec.field(default_factory=dict)
+    rows: dict[str, _Length] = msgspec.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.cuts[:1] != (0,) or [*self.cuts] != sorted({*self.cuts}):
+            raise ValueError("cuts: expected numbers that rise from 0, found others")
+
+
+def plan_of_before(store: Path, name: str) -> KeptPlan | None:
+    """Reads ``stream/NAME.json``, where a store kept a plan before its records did.
+
+    Raises:
+      StoreFormatError: the plan is damaged, or something else.
+    """
+    path = store / "stream" / f"{name}.json"
+    if not os.path.lexists(path):
+        return None
+    remedy = "pass replan=True for another plan (bits then differ from here on)"
+    return read_document(path, KeptPlan, "a plan of a streamed program", remedy)
+
+
 _Step: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]  # the state's is an int32
 _SUMS = pattern("(?:[0-9a-f]{8}(?: [0-9a-f]{8})*+)?", "checksums of 8 hex digits")
 
@@ -186,6 +227,8 @@ class _Record(Document, frozen=True):
     inexact: dict[str, Sum] = msgspec.field(default_factory=dict)
     steps_without_params: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 0
     carry: tuple[CarriedArray, ...] = ()
+    streams: dict[Id, KeptPlan] = msgspec.field(default_factory=dict)
+    device_tier: Annotated[int, Meta(ge=1, le=2**62 - 1)] = 0  # of old
     documents: dict[str, Sum] = msgspec.field(default_factory=dict)  # of old: not used
 
 
@@ -205,6 +248,9 @@ class CommitRecord:
       steps_without_params: number of the last steps whose update was given no params,
         so that they were not compared with the master.
       carry: arrays that the caller has given beside the optimizer's.
+      streams: the cuts of programs by the digest of their leaves and batch, those of
+        all steps so far.
+      device_tier: of old: bytes of state that stayed on a JAX device, which updated it.
       carried: their bytes until they are committed; afterwards they are on the drive.
       commit: in a member, the id of the commit, which all members' records have; empty
         in other stores.
@@ -220,6 +266,8 @@ class CommitRecord:
     device_updates: int = 0
     steps_without_params: int = 0
     carry: Sequence[CarriedArray] = ()
+    streams: Mapping[str, KeptPlan] = field(default_factory=dict)
+    device_tier: int = 0
     carried: Sequence[bytes] = ()
     commit: str = ""
     committed_at: str = field(
@@ -336,6 +384,7 @@ class CommitRecord:
 
 _AS_THEY_ARE = ("step", "skipped_steps", "payload", "committed_at")
 _AS_THEY_ARE += ("commit", "device_updates", "steps_without_params", "carry")
+_AS_THEY_ARE += ("streams", "device_tier")
 """Attributes of a record that are the same in its document."""
 
 

@@ -90,7 +90,7 @@ def stream(
       weights: With `micro_batches`, ``weights(part)`` gives the weight of a part, such
         as the number of tokens that its loss is a mean over: loss and gradients are
         then those of the whole batch. Equal weights by default.
-      replan: Whether to replace a saved plan that does not fit.
+      replan: Whether to replace the plan that the store keeps.
       nonfinite: The effect of a gradient with NaN or Inf: ``"error"``, ``"skip"`` or
         ``"allow"``, with the default of `jaxinf.smart_update`.
       average, compress: As for `jaxinf.smart_update`.

@@ -20,7 +20,6 @@ from jaxinf.streaming.plan.fit import Prepared
 from jaxinf.streaming.plan.leaving import plan_tiers
 from jaxinf.streaming.plan.memory import Division
 from jaxinf.streaming.plan.options import Options
-from jaxinf.streaming.plan.saved import check_fits, saved_cuts
 from jaxinf.streaming.update.sink import Sink
 from jaxinf.terminal import exact_bytes
 from jaxinf.typing import JsonValue
@@ -45,10 +44,10 @@ def plan_step(sink: Sink, ready: Prepared) -> Plan:
 def plan_within(sink: Sink, ready: Prepared, budgets: Mapping[str, int]) -> Plan:
     """As `plan_step`, with other budgets; an error names no budget that works."""
     group, found = sink.options.together.group, list[Plan]()
-    division, cuts, is_saved = _memory_of_all(sink, ready, budgets)
+    division, cuts = _memory_of_all(sink, ready, budgets)
 
     def plan() -> JsonValue:
-        found.append(_planned(sink, ready, division, cuts, is_saved=is_saved))
+        found.append(_planned(sink, ready, division, cuts))
         return None if group.is_alone else found[0].digest
 
     remedy = "give all the same options, and the same versions of packages"
@@ -58,13 +57,13 @@ def plan_within(sink: Sink, ready: Prepared, budgets: Mapping[str, int]) -> Plan
 
 def _memory_of_all(
     sink: Sink, ready: Prepared, budgets: Mapping[str, int]
-) -> tuple[Division, Sequence[int] | None, bool]:
+) -> tuple[Division, Sequence[int] | None]:
     """Returns the memory that all processes have, and the cuts that one has kept.
 
     Raises:
       StreamError: They have kept others.
     """
-    options, own, read = sink.options, list[Division](), list[Sequence[int] | None]()
+    options, own = sink.options, list[Division]()
 
     def divided() -> JsonValue:
         purpose = "holding its batch and constants"
@@ -75,22 +74,21 @@ def _memory_of_all(
         if options.may_leave:
             num_bytes = writing_bytes(sink.num_drives)
             division = division.without(num_bytes, "writing its values to drives")
-        folder = None if options.replan else sink.keeps_plans_in
         own.append(division)
-        read.append(None if folder is None else saved_cuts(folder, ready))
-        return [division.programs, division.staged, division.spare, read[0]]
+        cuts = None if options.replan else sink.kept_cuts(ready)
+        return [division.programs, division.staged, division.spare, cuts]
 
     told = options.together.group.gather("the memory of a step", divided)
     programs, staged, spare = (min(one[n] for one in told) for n in range(3))
     kept = {tuple(cuts) for *_, cuts in told if cuts is not None}
     if len(kept) > 1:
         raise StreamError(
-            f"{sink.keeps_plans_in}: expected one plan that all processes have kept, "
-            f"found {len(kept)}; pass replan=True for another one (bits then "
+            "jaxinf.stream: expected one plan that all processes' stores keep, found "
+            f"{len(kept)}; pass replan=True for another one (bits then "
             "differ from here on)"
         )
     division = replace(own[0], programs=programs, staged=staged, spare=spare)
-    return division, kept.pop() if kept else None, read[0] is not None
+    return division, kept.pop() if kept else None
 
 
 def _planned(
@@ -98,8 +96,6 @@ def _planned(
     ready: Prepared,
     division: Division,
     cuts: Sequence[int] | None,
-    *,
-    is_saved: bool,
 ) -> Plan:
     policy, executables = sink.options.policy, sink.options.executables
     held_bytes = sink.held_bytes(ready.traced)
@@ -120,7 +116,7 @@ def _planned(
     else:
         plan = ready.plan_of(cuts, policy)
         plan = plan.varied(peak_bytes=measure(plan))
-        check_fits(sink.keeps_plans_in, ready, plan.peak_bytes, division)
+        _check_fits(plan, division)
     programs = max(division.programs, plan.peak_bytes)  # of a kept plan, with the spare
     division = replace(division, programs=programs - held_bytes)
     plan = sink.staying(plan).varied(peak_bytes=plan.peak_bytes - held_bytes)
@@ -141,7 +137,20 @@ def _planned(
         kept["kept"] = frozenset(piece for piece in read if unit(piece) in units)
         kept["kept_bytes"] = sum(one.num_bytes for one in units)
     where = {"division": division, "tiers": tiers, "reading": reading}
-    return plan.varied(is_saved=is_saved, **where, **kept)
+    return plan.varied(**where, **kept)
+
+
+def _check_fits(plan: Plan, division: Division) -> None:
+    """Refuses kept cuts that need more memory than there is: BudgetError."""
+    most_bytes = division.programs + division.spare
+    if plan.peak_bytes > most_bytes:
+        raise BudgetError(
+            division.limit,
+            f"it leaves {most_bytes} bytes for the plan that the store was trained "
+            f"with, which takes {plan.peak_bytes}",
+            plan.peak_bytes - most_bytes,
+            ", or pass replan=True for another plan (bits then differ from here on)",
+        )
 
 
 # --- a budget that works -------------------------------------------------------------

@@ -31,7 +31,6 @@ from jaxinf.streaming.plan.fit import Prepared
 from jaxinf.streaming.plan.memory import DeviceLimit, return_freed_memory
 from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.plan.reads import used_bytes
-from jaxinf.streaming.plan.saved import save_cuts
 from jaxinf.streaming.planning import plan_step
 from jaxinf.streaming.program.meshes import on_this_process, outside_mesh
 from jaxinf.streaming.program.trace import abstract, check_params
@@ -255,7 +254,7 @@ class Step(ABC):
             return ready, self._sink(ready)
 
     def _bind(self, ready: Prepared, sink: Sink) -> Bound:
-        """Plans, compiles, saves new cuts, and takes the room of a step; blocks.
+        """Plans, compiles, and takes the room of a step; blocks.
 
         What one process is refused, by its device or its drive, all are: none goes on
         to a step, where it would wait for the others.
@@ -264,10 +263,8 @@ class Step(ABC):
         with ExitStack() as undone:
 
             def made() -> Bound:
-                if sink.keeps_plans_in is not None and not plan.is_saved:
-                    save_cuts(sink.keeps_plans_in, ready, plan.cuts)
                 undone.callback(sink.close)
-                sink.open(plan)
+                sink.open(plan, ready)
                 values = Values()
                 if plan.is_offloaded:
                     values = Values(plan, sink.scratch("activations"), plan.tiers)

@@ -6,7 +6,6 @@ A case is a function of a directory, the mesh of all devices and the process's n
 import contextlib
 import ctypes
 import errno
-import resource
 import shutil
 import sys
 import time
@@ -339,21 +338,8 @@ def one_device(place, mesh, number):
         step(on(mesh, P("d"), X))
 
 
-def one_drive(place, mesh, number):
-    """Process 1 cannot write its plan, which all have agreed on by then."""
-    with loaded(place / "drive", on(mesh, P(), W)) as step:
-        step.store.wait()
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if number == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-        try:
-            step(on(mesh, P("d"), X))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 STREAMS = (ratios, offload, in_memory, on_own_devices, other_batch, one_device)
-STREAMS += (one_drive, one_goes_on)
+STREAMS += (one_goes_on,)
 CASES = (different_paths, mesh_of_some, shared_roots, other_optimizer, own_paths)
 CASES += (old_copy, other_version, other_count, other_runs, missing_member)
 CASES += (member_twice, damaged_manifest, damaged_record, damaged_chunk, without_locks)

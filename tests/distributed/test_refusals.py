@@ -18,7 +18,6 @@ REFUSED = PROGRAM.with_name("refused_program.py")
 
 OTHER = "another process of the run failed: process 1: "
 UNKNOWN = "StreamError: device_memory_bytes: .* does not tell the size of its memory"
-TOO_LARGE = r"Store\w*Error: .*process-00001/stream/.*File too large"
 ALONE = "expected all 3 processes to make this call within . s, found none of process 1"
 
 # Of all processes, or of each.
@@ -49,7 +48,6 @@ EXPECTED = {
     "on_own_devices": "went well",
     "other_batch": "ProcessError: .*the batch of a step to be the same in all 3 proce",
     "one_device": (f"ProcessError: .*{OTHER}{UNKNOWN}", UNKNOWN, "ProcessError: "),
-    "one_drive": (f"ProcessError: .*{OTHER}{TOO_LARGE}", TOO_LARGE, "ProcessError: "),
     "one_goes_on": ("ProcessError: .*it closed the store", "went well", "went well"),
     "checkpoint_of_one": (ALONE, "went well", "went well"),
     "missing_process": (ALONE, "went well", "went well"),

@@ -140,7 +140,9 @@ def step_of(store, **options):
 def test_a_kept_plan_on_a_fuller_device(open_store, apart):
     """A tenth of what is free is left when a step is planned, but not later."""
     apart(bytes_limit=GIB, bytes_in_use=0)
-    with step_of(open_store())[0] as step:
+    step, batch = step_of(open_store())
+    with step:
+        step(batch)
         cuts, peak_bytes = step.plan.cuts, step.plan.peak_bytes
     # The largest gradients take an eighth; a bit less is left than was planned with.
     free_bytes = int(0.97 * peak_bytes / 0.9 * 8 / 7)

@@ -1,28 +1,23 @@
 """Plans that a store keeps: used again, damaged, changed, too large, refused."""
 
-import errno
 import json
-import os
 import re
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from golden_streams import edit, streams
 from streaming import CHUNKS, run
 from zoo import ZOO
 
 import jaxinf
 from jaxinf.cli import main
-from jaxinf.errors import (
-    BudgetError,
-    StoreFormatError,
-    StoreIOError,
-    StreamError,
-)
-from jaxinf.store import plan_damages, seal
+from jaxinf.errors import BudgetError, JaxinfError, StoreFormatError, StreamError
+from jaxinf.store import seal
 from jaxinf.streaming.plan.fit import prepare
 from jaxinf.streaming.plan.memory import divide
 from jaxinf.streaming.plan.options import Options
@@ -50,94 +45,131 @@ def test_another_loss_function_is_refused_until_replanned(streamed):
     assert replanned.store.step == 2
 
 
-def test_a_kept_plan_is_used_whatever_would_be_chosen_now(streamed):
-    program, tx = ZOO["l2_penalty"](depth=3), optax.sgd(0.1)
-    step = streamed(program, tx)
-    step.load(program.params)
-    cuts = step.compile(program.batch).cuts
+@pytest.fixture
+def kept(streamed):
+    """A store with a step, its plan, and a function that opens it again."""
+    program = ZOO["l2_penalty"](depth=3)
+
+    def opened(**options):
+        step = streamed(program, optax.sgd(0.1), **options)
+        step.load(program.params)
+        return step, partial(run, step, program, 1)
+
+    step, run_one = opened()
+    run_one()
     step.close()
-    (kept,) = (step.store.path / "stream").iterdir()
-    content = json.loads(kept.read_text())
-    assert tuple(content["cuts"]) == cuts
-    content["cuts"] = sorted({*cuts, cuts[0] + 1, cuts[-1] - 1})
-    kept.write_bytes(seal(content))
-    again = streamed(program, tx)
-    again.load(program.params)
-    run(again, program, 1)
-    assert list(again.plan.cuts) == content["cuts"] != list(cuts)
-    assert kept.read_bytes() == seal(content)
+    ((name, plan),) = streams(step.store.path).items()
+    assert tuple(plan["cuts"]) == step.plan.cuts
+    assert not (step.store.path / "stream").exists()
+    return step.store.path, name, plan, opened
 
 
-def edited(content, **changes):
-    bare = {key: value for key, value in content.items() if key != "crc32c"}
-    return bare | changes
+def put(path, name, plan, kept_in):
+    """Keeps a plan in a store's record, or as stores of before did."""
+    if kept_in == "file":
+        (path / "stream").mkdir()
+        (path / f"stream/{name}.json").write_bytes(seal(plan))
+    edit(
+        path / "current/commit.json", streams={name: plan} if kept_in != "file" else {}
+    )
+
+
+IN = pytest.mark.parametrize("kept_in", ["record", "file"])
+
+
+@IN
+def test_a_kept_plan_is_used_whatever_would_be_chosen_now(kept, kept_in):
+    path, name, plan, opened = kept
+    cuts = sorted({*plan["cuts"], 1, plan["cuts"][-1] - 1})
+    put(path, name, plan | {"cuts": cuts}, kept_in)
+    other = "0" * 32  # of another shape of batch
+    edit(path / "current/commit.json", streams=streams(path) | {other: plan})
+    step, run_one = opened()
+    run_one()
+    assert list(step.plan.cuts) == cuts != plan["cuts"]
+    step.close()
+    assert streams(path) == {name: plan | {"cuts": cuts}, other: plan}
+
+
+@IN
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"cuts": [0, 10**9]}, "expected cuts of a program of"),
+        ({"version": 1}, "another loss function"),
+        (
+            {"mesh": {"data": 2}},
+            r"was trained on 2 devices \(data=2\), found arrays on",
+        ),
+        ({"rows": {"table": 512}}, "was trained with table in blocks of rows"),
+    ],
+)
+def test_a_plan_of_another_program_is_refused(kept, kept_in, changes, problem):
+    path, name, plan, opened = kept
+    put(path, name, plan | changes, kept_in)
+    step, run_one = opened()
+    with pytest.raises(JaxinfError, match=f"{problem}.*replan=True"):
+        run_one()
+    step.close()
+    step, run_one = opened(replan=True)
+    run_one()
+    step.close()
+    assert streams(path) == {name: plan}
+    step, run_one = opened()  # what replan=True has kept
+    run_one()
 
 
 @pytest.mark.parametrize(
-    ("change", "problem"),
+    ("changes", "problem"),
     [
-        (lambda held: json.dumps(held | {"cuts": [0, held["cuts"][-1]]}), "checksum"),
-        (lambda held: seal(edited(held, colour="red")), "expected no key 'colour'"),
-        (lambda held: seal(edited(held, cuts=[0, 5, 5])), "numbers that rise from 0"),
-        (lambda held: seal(edited(held, cuts=[0, 10**9])), "cuts of a program of"),
-        (lambda held: json.dumps(edited(held)), "expected .* its checksum last"),
+        ({"colour": "red"}, "expected no key 'colour'"),
+        ({"cuts": [0, 5, 5]}, "numbers that rise from 0"),
     ],
 )
-def test_a_changed_plan_is_refused(change, problem, streamed, capsys):
-    program = ZOO["l2_penalty"](depth=3)
-    step = streamed(program, optax.sgd(0.1))
+def test_a_damaged_plan_is_refused(kept, changes, problem):
+    path, name, plan, opened = kept
+    put(path, name, plan | changes, "file")
+    step, run_one = opened()
+    with pytest.raises(StoreFormatError, match=rf"{name}.json.*{problem}.*replan=True"):
+        run_one()
+    step.close()
+    put(path, name, plan | changes, "record")
+    assert main(["verify", str(path)]) == 1
+    with pytest.raises(StoreFormatError, match=rf"commit.json.*{problem}"):
+        opened()
+
+
+def test_state_on_a_device_of_before_is_refused_until_replanned(kept):
+    path, _, _, opened = kept
+    edit(path / "current/commit.json", device_tier=1 << 20)
+    with pytest.raises(StreamError, match=r"1048576 bytes of state .*replan=True"):
+        opened()[1]()
+    step, run_one = opened(replan=True)
+    run_one()
+    assert step.store.step == 2
+    step.close()
+    assert "device_tier" not in (path / "current/commit.json").read_text()
+
+
+def test_a_plan_is_kept_with_the_first_commit_that_depends_on_it(streamed, open_store):
+    program = ZOO["l2_penalty"](depth=2)
+    store = open_store(**CHUNKS, durability=2)
+    step = streamed(program, optax.sgd(0.1), store=store)
     step.load(program.params)
     step.compile(program.batch)
-    (kept,) = (step.store.path / "stream").iterdir()
-    step.close()
-    assert main(["verify", str(step.store.path)]) == 0
-    changed = change(json.loads(kept.read_text()))
-    kept.write_bytes(changed if isinstance(changed, bytes) else changed.encode())
-    again = streamed(program, optax.sgd(0.1))
-    again.load(program.params)
-    with pytest.raises(StoreFormatError, match=rf"{kept.name}.*{problem}"):
-        again(program.batch)
-    again.close()
-    is_known = "of a program" not in problem  # which verify does not have
-    assert main(["verify", str(again.store.path)]) == int(is_known)
-    assert (kept.name in capsys.readouterr().out) is is_known
-
-
-def test_plans_have_a_folder_or_are_refused(streamed, tmp_path, capsys):
-    program = ZOO["l2_penalty"](depth=2)
-    step = streamed(program, optax.sgd(0.1))
-    step.load(program.params)
-    folder, target = step.store.path / "stream", tmp_path / "elsewhere"
-    target.mkdir()
-    folder.symlink_to(target)
-    for _ in range(2):
-        with pytest.raises(StoreFormatError, match="the folder of streamed programs"):
-            step(program.batch)
-    assert not any(target.iterdir())
-    assert next(plan_damages(step.store.path)).file == folder
-    step.close()
-    assert main(["verify", str(step.store.path)]) == 1
-    assert str(folder) in "".join(capsys.readouterr())
-    folder.unlink()
-    again = streamed(program, optax.sgd(0.1))
-    again.load(program.params)
-    run(again, program, 1)
-
-
-def test_plans_that_cannot_be_written_are_named(streamed, monkeypatch):
-    program = ZOO["l2_penalty"](depth=2)
-    step = streamed(program, optax.sgd(0.1))
-    step.load(program.params)
-
-    def refused(*args, **options):
-        raise OSError(errno.EROFS, "")
-
-    for name in ("mkdir", "replace"):
-        with monkeypatch.context() as patched:
-            patched.setattr(os, name, refused)
-            with pytest.raises(StoreIOError, match=r"stream.*EROFS.*mount"):
-                step(program.batch)
     run(step, program, 1)
+    assert not streams(store.path)
+    run(step, program, 1)
+    store.wait()
+    assert [tuple(p["cuts"]) for p in streams(store.path).values()] == [step.plan.cuts]
+    store.checkpoint("best")
+    step.close()
+    copy = store.path.with_name("copy")
+    assert main(["store", "copy", str(store.path), str(copy)]) == 0
+    place = store.path / "checkpoints/best/commit.json"
+    assert (
+        json.loads(place.read_text())["streams"] == streams(copy) == streams(store.path)
+    )
 
 
 def test_a_plan_that_does_not_fit_is_refused(streamed, open_store):
@@ -173,7 +205,7 @@ def test_a_refused_budget_names_one_that_works(open_store):
             step.init(lambda: program.params, batch=program.batch)
         return step
 
-    for message in ("memory_bytes: it leaves", "with .* or pass replan=True"):
+    for message in ("memory_bytes: it leaves", "trained with, .* or pass replan=True"):
         with pytest.raises(BudgetError, match=message) as refused:
             start("32KiB")
         assert store.exists is ("replan" in message)

@@ -3,11 +3,13 @@
 ``tests/golden/streamed.tar.gz`` holds a store after two steps, and ``record.json``: the
 losses of all four steps, the params after them, and who wrote it. Every number of the
 program is a short binary fraction, so no sum is rounded, and the bits are the same on
-every CPU, whatever the cuts. The store's plan has more cuts than would be chosen.
+every CPU, whatever the cuts. The store's plan has more cuts than would be chosen. It is
+in a file of its own, as stores of before kept it.
 """
 
 import io
 import json
+import shutil
 import sys
 import tarfile
 import tempfile
@@ -21,7 +23,7 @@ import optax
 import jaxinf
 from jaxinf.store import seal
 
-__all__ = ["BATCH", "CUTS", "PARAMS", "opened", "run", "unpacked"]
+__all__ = ["BATCH", "CUTS", "PARAMS", "edit", "opened", "run", "streams", "unpacked"]
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "streamed.tar.gz"
 TX = optax.lion(1 / 16, b1=0.5, b2=0.5, weight_decay=0.0)
@@ -66,18 +68,31 @@ def unpacked(place):
     return place / "store", json.loads((place / "record.json").read_text())
 
 
+def streams(path):
+    """Returns the plans that a store's record keeps."""
+    return json.loads((path / "current/commit.json").read_text()).get("streams", {})
+
+
+def edit(path, **changes):
+    """Changes a sealed document."""
+    path.write_bytes(seal(json.loads(path.read_text()) | changes))
+
+
 def make(place):
     path = place / "store"
     step = opened(path)
-    step.compile(BATCH)
+    run(step, 1)
     step.close()
-    (plan,) = (path / "stream").iterdir()
-    content = json.loads(plan.read_text())
-    del content["crc32c"]
-    plan.write_bytes(seal(content | {"cuts": CUTS}))
+    ((name, plan),) = streams(path).items()
+    shutil.rmtree(path)
+    opened(path).close()
+    (path / "stream").mkdir()
+    (path / f"stream/{name}.json").write_bytes(seal(plan | {"cuts": CUTS}))
     step = opened(path)
     losses = run(step, 2)
     step.close()
+    for record in path.glob("slots/*/commit.json"):
+        edit(record, streams={})
     for lock in path.glob("*lock"):  # they name a process
         lock.unlink()
     with tarfile.open(GOLDEN, "w:gz") as archive:

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxinf.store import drive_of
 from jaxinf.streaming.move.workers import Workers
 from jaxinf.transfer import (
     ByteMeters,
@@ -89,7 +88,7 @@ class Scratch:
         self._folders = [Path(folder) for folder in folders]
         self._meters = ByteMeters() if meters is None else meters
         self._content = content
-        self._drives = [drive_of(folder) for folder in self._folders]
+        self._drives = [str(folder) for folder in self._folders]
         self._workers = Workers([num_threads] * len(folders), f"jaxinf-{content}")
         self._own = threading.local()  # a thread's memory to write a part from
         self._opening = threading.Lock()

@@ -129,7 +129,6 @@ class Plan:
       division: The memory, without that of values that wait on the host.
       tiers: Where values wait; None if the device's memory is the host's.
       reading: The reads of params; none if all are in memory.
-      is_saved: Whether this process keeps its cuts already.
     """
 
     traced: Traced
@@ -150,7 +149,6 @@ class Plan:
     division: Division = field(default_factory=Division)
     tiers: Tiers | None = None
     reading: Reading = field(default_factory=Reading)
-    is_saved: bool = False
 
     def __str__(self) -> str:
         return plan_text(self)

@@ -187,6 +187,13 @@ def _asked_interval(
     every = None if value == "auto" else value or 0
     if (last := _last_step(store)) is not None:
         kept = last.device_updates
+        if last.device_tier and not replan:
+            raise StreamError(
+                f"{store.path}: its last step was computed with {last.device_tier} "
+                "bytes of state on the JAX device, which this version of jaxinf does "
+                "not do; give replan=True to go on with all state in the store (bits "
+                "on an accelerator then differ from here on)"
+            )
         if not replan and isinstance(value, int) and value != kept:
             raise AssignmentError(str(store.path), kept, value)
         if value is None or (value == "auto" and not replan):

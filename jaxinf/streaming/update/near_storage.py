@@ -17,7 +17,7 @@ from jaxinf.engine import StoreShape, SubgroupLayout, can_take, moved_states
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.layout import Subgroup
 from jaxinf.program import Kernel, Passes, UpdateProgram, trace_update
-from jaxinf.store import MASTER_PARAMS, StoreDirectory, plans_folder
+from jaxinf.store import MASTER_PARAMS, StoreDirectory
 from jaxinf.streaming.move.scratch import PART_BYTES
 from jaxinf.streaming.move.spill import Waiting, file_bytes, waiting
 from jaxinf.streaming.plan.calls import Plan
@@ -218,7 +218,7 @@ def divided(
 def drive_folders(directory: StoreDirectory) -> list[Path]:
     """Returns a folder on each of a store's drives, for what waits there."""
     if not directory.manifest.csds:
-        return [plans_folder(directory.path)]
+        return [directory.path]
     return [directory.csd_directory(number) for number in range(directory.num_csds)]
 
 

@@ -4,9 +4,8 @@ Invariant: a step that is abandoned, or refused, leaves params as they were.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -51,13 +50,11 @@ class Sink(ABC):
 
     Attributes:
       num_drives: Number of drives that values may wait on.
-      keeps_plans_in: The store that keeps cuts; None if bits need not last.
       average: Whether the store's average is read.
       are_frozen: Whether params that stay are the same after a step of the store.
     """
 
     num_drives = 1
-    keeps_plans_in: Path | None = None
     average = False
     are_frozen = True
 
@@ -83,6 +80,10 @@ class Sink(ABC):
     def held_bytes(self, traced: Traced) -> int:
         """Memory for what stays beside the programs from step to step."""
         return 0
+
+    def kept_cuts(self, ready: Prepared) -> Sequence[int] | None:
+        """Returns the cuts on which bits depend from before; None if there are none."""
+        return None
 
     def staying(self, plan: Plan) -> Plan:
         """Returns the plan with the params that stay in memory."""
@@ -133,8 +134,8 @@ class Sink(ABC):
 
     # --- a step --------------------------------------------------------------------
 
-    def open(self, plan: Plan) -> None:
-        """Takes the room of a step, before the first."""
+    def open(self, plan: Plan, ready: Prepared) -> None:
+        """Takes the room of a step, before the first; `ready` is what was cut."""
 
     def begin(self, extra_args: Mapping[str, Any], params: Params) -> None:
         """Gets ready for a step.

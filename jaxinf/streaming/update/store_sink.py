@@ -26,13 +26,14 @@ from jaxinf.engine import (
     engine_of,
 )
 from jaxinf.program import UpdateProgram, effect_of_nonfinite, refused_gradient
-from jaxinf.store import ScalarState
+from jaxinf.store import KeptPlan, ScalarState
 from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.scratch import THREADS_PER_DRIVE, Scratch
 from jaxinf.streaming.move.spill import Spill, Waiting
 from jaxinf.streaming.move.stage import Handed, Stage, Work
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.fit import Prepared
+from jaxinf.streaming.plan.kept import kept_cuts, streams_of
 from jaxinf.streaming.plan.memory import Division
 from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.program.graph import Piece
@@ -91,7 +92,6 @@ class StoreSink(Sink):
         super().__init__(options, store, updates.store_units)
         self._engine, self._program = engine_of(store), program
         self.num_drives = max(1, shape.directory.num_csds)
-        self.keeps_plans_in = store.path
         bits = {"is_deterministic": options.deterministic}
         self._passes = PassRunner(self._engine, program, updates.passes, **bits)
         arrivals = updates.arrivals(ready.traced.params)
@@ -108,6 +108,7 @@ class StoreSink(Sink):
         )
         self._kept = set[Unit]()
         self._carried: Mapping[tuple[str, ...], Array] = {}
+        self._streams: Mapping[str, KeptPlan] = {}
         # Units of which parts are missing, and the parts that are there.
         self._parts: dict[Unit, tuple[Array, set[Piece]]] = {}
         self._bad: list[str] = []
@@ -124,6 +125,12 @@ class StoreSink(Sink):
         return self._device.without(division).without(
             self._numbers_bytes, purpose, is_on_device=True
         )
+
+    def kept_cuts(self, ready: Prepared) -> Sequence[int] | None:
+        if self._engine.commit is None:
+            return None
+        where = self._engine.options.path, self._engine.opened.finished
+        return kept_cuts(*where, ready)
 
     def is_frozen(self, unit: Unit) -> bool:
         return is_idle(self._program.leaves[unit.leaf].kernel)
@@ -145,7 +152,8 @@ class StoreSink(Sink):
 
     # --- a step --------------------------------------------------------------------
 
-    def open(self, plan: Plan) -> None:
+    def open(self, plan: Plan, ready: Prepared) -> None:
+        self._streams = streams_of(ready, plan.cuts)
         division, waits = plan.division, self.waiting(plan)
         room_bytes, num_threads = division.gradients, 1
         if waits is not None:
@@ -216,7 +224,8 @@ class StoreSink(Sink):
         held = zip(opened.finished.scalar_state, self._passes.finish(), strict=True)
         scalars = [ScalarState(old.path, new) for old, new in held]
         num_skipped = opened.finished.skipped_steps + self._num_skipped
-        opened.finish(self._step, scalars, num_skipped, carry=self._carried)
+        kept = {"carry": self._carried, "streams": self._streams}
+        opened.finish(self._step, scalars, num_skipped, **kept)
         self._num_skipped = 0
         return True
 
