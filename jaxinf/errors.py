@@ -132,11 +132,6 @@ class BudgetError(StreamError):
             self.limit, self.problem, self.missing_bytes, self.otherwise, works
         )
 
-    def _of_default(self, default: str) -> "BudgetError":
-        """Returns the same with a sentence about a budget that was not given."""
-        problem = f"{default}; {self.problem}"
-        return BudgetError(self.limit, problem, self.missing_bytes, self.otherwise)
-
     def _text(self, flags: Mapping[str, str]) -> str:
         """Returns the message.
 

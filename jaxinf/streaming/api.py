@@ -237,7 +237,7 @@ def _options(
 ) -> Options:
     """Returns the options of a step; raises ValueError for one out of range."""
     if memory_bytes is None:
-        memory_bytes, given["has_default_memory"] = _half_of_free_memory(), True
+        memory_bytes = _half_of_free_memory()
     host_bytes = given_bytes("memory_bytes", memory_bytes)
     device_bytes = None
     if device_memory_bytes is not None:

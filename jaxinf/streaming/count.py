@@ -12,7 +12,6 @@ from jaxinf import compat
 from jaxinf.compat import POINTWISE
 from jaxinf.program import Node, Value, graph_of
 from jaxinf.streaming.plan.calls import Plan
-from jaxinf.streaming.plan.compiled import compiled_temp_bytes
 from jaxinf.streaming.plan.fit import Prepared
 from jaxinf.streaming.plan.memory import NUM_STAGED
 from jaxinf.streaming.planning import plan_step
@@ -79,7 +78,8 @@ def count(
       StreamError: The program cannot be cut to fit, or the saved plan is another's.
     """
     plan = plan_step(sink, ready)
-    traffic, (host_bytes, device_bytes) = sink.traffic(plan), _memory(sink, plan)
+    traffic, (host_bytes, device_bytes) = plan.traffic, _memory(sink, plan)
+    assert traffic is not None, "it was counted"
     up = down = 0
     if device_bytes:
         away = sum(plan.lives[slot].num_bytes for slot in plan.evictions)
@@ -90,7 +90,7 @@ def count(
             for i in {i for _, i in call.gradients}
         )
     return Count(
-        plan=plan.without_graph(compiled_temp_bytes(plan, sink.options.executables)),
+        plan=plan.without_graph(),
         host_bytes=host_bytes,
         device_bytes=device_bytes,
         disk_bytes=store_bytes + drive_bytes(sink, plan),
@@ -124,8 +124,7 @@ def _memory(sink: Sink, plan: Plan) -> tuple[int, int]:
 def _most_bytes(sink: Sink, plan: Plan, on_drive: Mapping[Piece, int]) -> int:
     """Memory of programs at their most, with gradients that wait for the last one."""
     most = held = 0
-    temps = compiled_temp_bytes(plan, sink.options.executables)
-    for call, own_bytes in zip(plan.calls, plan.call_bytes(temps), strict=True):
+    for call, own_bytes in zip(plan.calls, plan.call_bytes(), strict=True):
         most = max(most, held + own_bytes)
         held += sum(
             call.program.output_bytes[i]

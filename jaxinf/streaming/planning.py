@@ -9,15 +9,15 @@ budget is refused with one that works. Nothing is written.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from jaxinf.errors import BudgetError, StreamError
 from jaxinf.streaming.move.scratch import writing_bytes
 from jaxinf.streaming.plan.calls import Plan
-from jaxinf.streaming.plan.compiled import compiled_bytes, offloaded
+from jaxinf.streaming.plan.compiled import measured, offloaded
 from jaxinf.streaming.plan.device import check_pinned
-from jaxinf.streaming.plan.fit import Prepared
-from jaxinf.streaming.plan.leaving import plan_tiers
+from jaxinf.streaming.plan.fit import Prepared, cut_to_fit, plan_of
+from jaxinf.streaming.plan.leaving import least_bytes, plan_tiers
 from jaxinf.streaming.plan.memory import Division
 from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.update.sink import Sink
@@ -108,18 +108,19 @@ def _planned(
             ", or give a store, which keeps the state on drives",
         )
 
-    def measure(plan: Plan) -> int:
-        return held_bytes + compiled_bytes(sink.staying(plan), executables)
+    def measure(plan: Plan) -> Plan:
+        plan = measured(sink.staying(plan), executables)
+        return replace(plan, peak_bytes=held_bytes + least_bytes(plan))
 
     if cuts is None:
-        plan = ready.plan(division.programs, policy, measure, division.limit)
+        programs, limit = division.programs, division.limit
+        plan = cut_to_fit(ready, programs, policy, measure, limit)
     else:
-        plan = ready.plan_of(cuts, policy)
-        plan = plan.varied(peak_bytes=measure(plan))
+        plan = measure(plan_of(ready, cuts, policy))
         _check_fits(plan, division)
     programs = max(division.programs, plan.peak_bytes)  # of a kept plan, with the spare
     division = replace(division, programs=programs - held_bytes)
-    plan = sink.staying(plan).varied(peak_bytes=plan.peak_bytes - held_bytes)
+    plan = replace(plan, peak_bytes=plan.peak_bytes - held_bytes)
     host_bytes, tiers = division.staged, None
     if plan.is_offloaded:
         passing = sink.passing_bytes(plan)
@@ -130,14 +131,9 @@ def _planned(
         if sink.units is not None:
             pool_bytes = division.pool_factor * tiers.host_bytes
             division = division.without(pool_bytes, "keeping values")
-    reading, kept = sink.reading(plan, division), dict[str, Any]()
-    if sink.units is not None:
-        units, unit = reading.never_again, sink.units.unit
-        read = {piece for call in plan.calls for piece in call.reads}
-        kept["kept"] = frozenset(piece for piece in read if unit(piece) in units)
-        kept["kept_bytes"] = sum(one.num_bytes for one in units)
-    where = {"division": division, "tiers": tiers, "reading": reading}
-    return plan.varied(**where, **kept)
+    reading = sink.reading(plan, division)
+    plan = replace(plan, division=division, tiers=tiers, reading=reading)
+    return replace(plan, traffic=sink.traffic(plan))
 
 
 def _check_fits(plan: Plan, division: Division) -> None:
@@ -168,11 +164,6 @@ def within(options: Options, plan: Callable[[Mapping[str, int]], _Plan]) -> _Pla
     except BudgetError as error:
         if not options.together.group.is_alone:
             raise
-        if options.has_default_memory and error.limit == "memory_bytes":
-            error = error._of_default(
-                "it was not given, so it is half of the memory that was free, "
-                f"{options.memory_bytes} bytes"
-            )
         raise _advised(error, options.budgets, plan) from None
 
 

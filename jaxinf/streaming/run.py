@@ -23,8 +23,7 @@ from jaxinf.streaming.plan.compiled import (
     Executables,
     compile_plan,
     const_sharding,
-    output_bytes,
-    temp_bytes,
+    measured,
 )
 from jaxinf.streaming.program.graph import Batch, Const, Number, Origin, Piece, Seed
 from jaxinf.streaming.update.micro_batches import parts_of, together
@@ -70,9 +69,8 @@ class Runner:
         self.values = Values() if values is None else values
         self.dispatched_s = self.waited_s = 0.0
         executables = {} if executables is None else executables
-        self._executables = compiled = compile_plan(plan, executables)
-        plan = plan.varied(output_bytes=output_bytes(plan, compiled))
-        self.plan = plan.without_graph(temp_bytes(plan, compiled))
+        self._executables = compile_plan(plan, executables)
+        self.plan = measured(plan, executables).without_graph()
         self._in_flight: deque[_InFlight] = deque()
         self._numbers: dict[int, jax.Array] = {}
         mesh = plan.traced.mesh

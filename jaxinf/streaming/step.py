@@ -145,8 +145,7 @@ class Step(ABC):
         state that stays in a memory, what commits alone write is divided among their
         steps; with ``durability="checkpoint"`` it does not count.
         """
-        last = self._last
-        return None if last is None else last.sink.traffic(last.plan)
+        return None if self._last is None else self._last.plan.traffic
 
     @property
     def metrics(self) -> StreamMetrics | None:

@@ -196,7 +196,6 @@ class StreamedStep(Step):
             has_aux=True,
             policy="keep",
             deterministic=own.deterministic,
-            has_default_memory=own.has_default_memory,
             together=own.together,
         )
         made = StreamedFunction(fn, self.store, options, step=self, average=average)

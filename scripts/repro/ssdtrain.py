@@ -29,6 +29,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,8 @@ from jaxinf.streaming.move.params import MemoryParams
 from jaxinf.streaming.move.scratch import Part, Scratch
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.calls import Plan
-from jaxinf.streaming.plan.compiled import Executables, compiled_temp_bytes
-from jaxinf.streaming.plan.fit import Prepared, prepare
+from jaxinf.streaming.plan.compiled import Executables, measured
+from jaxinf.streaming.plan.fit import Prepared, plan_of, prepare
 from jaxinf.streaming.plan.leaving import fitted
 from jaxinf.streaming.program.cut import choose_cuts
 from jaxinf.streaming.run import Runner
@@ -212,7 +213,7 @@ class Stack:
         self.ready: Prepared = prepare(loss, params, self.batch)
         self.plan, self.most_bytes = self._cut()
         self.executables: Executables = {}
-        self.temps = compiled_temp_bytes(self.plan, self.executables)
+        self.plan = measured(self.plan, self.executables)
         self.keep = self.policy("keep", self.planned("keep"))
         self.drive, self.bytes_per_s = Server(), self._measured(arguments.limit)
 
@@ -221,7 +222,8 @@ class Stack:
 
         The cuts are among those that suit keep.
         """
-        plans = {cuts: self.ready.plan_of(cuts, "offload") for cuts in self._all_cuts()}
+        make = partial(plan_of, self.ready, policy="offload")
+        plans = {cuts: make(cuts) for cuts in self._all_cuts()}
         kept = {cuts: max(value_bytes(plan)) for cuts, plan in plans.items()}
         least = min(kept.values())
         good = [cuts for cuts, most in kept.items() if most <= TOLERANCE * least]
@@ -234,7 +236,7 @@ class Stack:
 
     def planned(self, policy: Any) -> Plan:
         """The plan with the same programs under another policy."""
-        return self.ready.plan_of(self.plan.cuts, policy)
+        return plan_of(self.ready, self.plan.cuts, policy)
 
     def policy(self, name: str, plan: Plan, values: Values | None = None) -> Policy:
         """A policy, compiled."""
@@ -265,7 +267,7 @@ class Stack:
 
     def recompute(self) -> Policy:
         """Recomputation of all segments, at the cuts with which its peak is lowest."""
-        plans = [self.ready.plan_of(cuts, "recompute") for cuts in self._all_cuts()]
+        plans = [plan_of(self.ready, cuts, "recompute") for cuts in self._all_cuts()]
         best = min(plans, key=lambda plan: max(value_bytes(plan)))
         return self.policy("recompute", best)
 
@@ -313,7 +315,7 @@ def written_bytes(plan: Plan) -> int:
     return sum(page_ceil(plan.lives[slot].num_bytes) for slot in plan.evictions)
 
 
-def measured(stack: Stack, policies: list[Policy]) -> dict[str, Any]:
+def compared(stack: Stack, policies: list[Policy]) -> dict[str, Any]:
     """Peaks and times, over those of keep."""
     keep = stack.keep
     found = {}
@@ -328,7 +330,7 @@ def measured(stack: Stack, policies: list[Policy]) -> dict[str, Any]:
             "time_interval": [round(low, 4), round(high, 4)],
             "step_s": round(statistics.median(policy.seconds), 4),
             "written_bytes": written_bytes(policy.runner.plan),
-            "temporary_bytes": max(stack.temps.values()),
+            "temporary_bytes": max((stack.plan.temp_bytes or {}).values()),
         }
         found[policy.name] = one
     return found
@@ -353,7 +355,7 @@ def curve(arguments: argparse.Namespace) -> dict[str, Any]:
             stack = Stack(name, arguments, batch)
             policies = all_policies(stack, arguments.share)
             in_turns(stack, policies, arguments.rok)
-            found = points[f"{name} {batch}"] = measured(stack, policies)
+            found = points[f"{name} {batch}"] = compared(stack, policies)
             show(f"{name} x {batch}", found)
             for policy in policies:
                 policy.runner.values.close()
@@ -424,7 +426,7 @@ def main() -> None:
         stack = Stack(name, arguments, arguments.batch)
         policies = [stack.keep, *(stack.chosen(share) for share in arguments.share)]
         in_turns(stack, policies, arguments.rounds)
-        stacks[name] = measured(stack, policies)
+        stacks[name] = compared(stack, policies)
         stacks[name]["drive_bytes_per_s"] = stack.bytes_per_s
         show(name, {p.name: stacks[name][p.name] for p in policies})
         for policy in policies:

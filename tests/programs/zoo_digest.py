@@ -6,6 +6,8 @@ import sys
 from streaming import numbers, prepared, smallest_bytes, streamed
 from zoo import ZOO
 
+from jaxinf.streaming.plan.fit import cut_to_fit, plan_of
+
 __all__ = ["digest"]
 
 
@@ -14,8 +16,8 @@ def digest(name, cuts=None):
     program = ZOO[name]()
     ready = prepared(program)
     if cuts is None:
-        cuts = ready.plan(smallest_bytes(ready) * 3 // 2).cuts
-    found = numbers(streamed(program, ready.plan_of(cuts), {}))
+        cuts = cut_to_fit(ready, smallest_bytes(ready) * 3 // 2).cuts
+    found = numbers(streamed(program, plan_of(ready, cuts), {}))
     text = ready.fingerprint.encode() + b"".join(leaf.tobytes() for leaf in found)
     return cuts, hashlib.sha256(text).hexdigest()
 

@@ -21,7 +21,8 @@ from jaxinf.errors import BudgetError, StreamError
 from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan import leaving
-from jaxinf.streaming.plan.compiled import compiled_temp_bytes
+from jaxinf.streaming.plan.compiled import measured
+from jaxinf.streaming.plan.fit import cut_to_fit, plan_of
 from jaxinf.streaming.plan.leaving import NUM_COPIES, evicted, least_bytes, plan_tiers
 from jaxinf.transfer.pages import page_ceil
 
@@ -40,12 +41,12 @@ def small_values_leave(monkeypatch):
 def plans(program, share=0.0):
     """Plans of one program: with all values in memory, and with as many away as fit."""
     ready = prepared(program)
-    cuts = ready.plan(smallest_bytes(ready) * 3 // 2).cuts
-    keep, offload = (ready.plan_of(cuts, policy) for policy in ("keep", "offload"))
-    temps = compiled_temp_bytes(offload, executables := {})
-    least = least_bytes(offload, temps)
-    budget = least + int(share * (offload.most_bytes(temps) - least))
-    return keep, evicted(offload, budget, temps), executables
+    cuts = cut_to_fit(ready, smallest_bytes(ready) * 3 // 2).cuts
+    keep, offload = (plan_of(ready, cuts, policy) for policy in ("keep", "offload"))
+    offload = measured(offload, executables := {})
+    least = least_bytes(offload)
+    budget = least + int(share * (offload.most_bytes() - least))
+    return keep, evicted(offload, budget), executables
 
 
 def least_of(plan):

@@ -26,7 +26,7 @@ from jaxinf.engine.steps import StepEngine
 from jaxinf.errors import BudgetError, StreamError
 from jaxinf.streaming.plan import compiled as running
 from jaxinf.streaming.plan import leaving
-from jaxinf.streaming.plan.fit import prepare
+from jaxinf.streaming.plan.fit import cut_to_fit, plan_of, prepare
 from jaxinf.streaming.plan.reads import fetches_of
 from jaxinf.streaming.program.programs import make_programs
 from jaxinf.streaming.run import Runner
@@ -73,7 +73,7 @@ def part_by_part(program, ready, cuts, count, executables):
     """Loss, aux and mean gradients, one part after another, summed by NumPy."""
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(program.params)]
     sums, dtypes, results = {}, {}, []
-    runner = Runner(ready.plan_of(cuts), executables)
+    runner = Runner(plan_of(ready, cuts), executables)
 
     def add(piece, gradient):
         array = np.asarray(gradient)
@@ -107,10 +107,10 @@ UNDIVIDED = ("nnx_batch_norm", "conv_batch_norm", "micro_batches")
 def assert_bits_of_one_part_after_another(program, count, policy):
     part = first_part(program.batch, count)
     ready = prepare(program.loss, program.params, part, has_aux=program.has_aux)
-    cuts = ready.plan(smallest_bytes(ready) * 5 // 4).cuts
+    cuts = cut_to_fit(ready, smallest_bytes(ready) * 5 // 4).cuts
     executables = {}
     expected = part_by_part(program, ready, cuts, count, executables)
-    plan = replace(ready, num_parts=count).plan_of(cuts, policy)
+    plan = plan_of(replace(ready, num_parts=count), cuts, policy)
     found = by_calls(program, plan, executables)
     assert found[1].keys() == expected[1].keys()
     means = [expected[1][piece] for piece in found[1]]
@@ -138,7 +138,7 @@ def test_16_bit_gradients_add_up_in_32():
 def test_a_segment_runs_for_all_parts_before_the_next_one():
     program = tied()
     ready = prepared(program, 3)
-    plan = ready.plan(smallest_bytes(ready) * 5 // 4)
+    plan = cut_to_fit(ready, smallest_bytes(ready) * 5 // 4)
     calls, num_segments = plan.calls, len(plan.cuts) - 1
     early = make_programs(ready.lifetimes, plan.cuts, ready.keys).num_early
     assert 1 < early < num_segments
@@ -234,9 +234,9 @@ def test_what_waits_may_be_on_a_drive(trained_by, monkeypatch):
     monkeypatch.setattr(leaving, "SMALL_BYTES", 1)
     program, tx = tied(), optax.sgd(0.1)
 
-    def evicted(plan, budget_bytes, temps):
+    def evicted(plan, budget_bytes):
         budget_bytes = 0 if plan.policy == "offload" else budget_bytes
-        return leaving.evicted(plan, budget_bytes, temps)
+        return leaving.evicted(plan, budget_bytes)
 
     monkeypatch.setattr(running, "evicted", evicted)
     step, found, expected = trained_by(program, tx, policy="offload")

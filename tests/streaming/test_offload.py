@@ -16,8 +16,8 @@ from jaxinf.errors import StoreIOError, StoreSpaceError
 from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan import compiled, leaving
-from jaxinf.streaming.plan.calls import Plan
-from jaxinf.streaming.plan.compiled import compiled_temp_bytes
+from jaxinf.streaming.plan.compiled import measured
+from jaxinf.streaming.plan.fit import cut_to_fit, plan_of
 from jaxinf.streaming.plan.leaving import evicted, fitted, least_bytes
 from jaxinf.streaming.run import Runner
 
@@ -33,8 +33,8 @@ def small_values_leave(monkeypatch):
 
 
 def plans(ready, policies=("keep", "offload")):
-    cuts = ready.plan(smallest_bytes(ready) * 3 // 2).cuts
-    return [ready.plan_of(cuts, policy) for policy in policies]
+    cuts = cut_to_fit(ready, smallest_bytes(ready) * 3 // 2).cuts
+    return [plan_of(ready, cuts, policy) for policy in policies]
 
 
 QUICK = ("custom_rules", "scan_remat_reverse")
@@ -46,11 +46,10 @@ def test_bits_are_those_of_keep(name, tmp_path):
     keep, offload = plans(prepared(program))
     executables = {}
     expected = streamed(program, keep, executables)
-    temps = compiled_temp_bytes(offload, executables)
-    least = least_bytes(offload, temps)
-    most = offload.most_bytes(temps)
+    offload = measured(offload, executables)
+    least, most = least_bytes(offload), offload.most_bytes()
     for budget in {least, (least + most) // 2}:
-        plan = evicted(offload, budget, temps)
+        plan = evicted(offload, budget)
         assert plan.peak_bytes <= budget
         values = Values(plan, Scratch([tmp_path]))
         for _ in range(2):  # the second step reuses the files
@@ -76,10 +75,8 @@ class Watched(Values):
 
 def test_memory_is_as_planned(tmp_path):
     program = ZOO["l2_penalty"](depth=8)
-    offload = plans(prepared(program))[1]
-    temps = compiled_temp_bytes(offload, executables := {})
-    least = least_bytes(offload, temps)
-    plan = evicted(offload, least, temps)
+    offload = measured(plans(prepared(program))[1], executables := {})
+    plan = evicted(offload, least_bytes(offload))
     values = Watched(plan, Scratch([tmp_path]))
     streamed(program, plan, executables, values=values)
     in_memory = Watched()
@@ -91,8 +88,8 @@ def test_memory_is_as_planned(tmp_path):
 def test_the_value_needed_last_leaves_first():
     plan = plans(prepared(ZOO["gpt2_nano"]()))[1]
     most = plan.most_bytes()
-    assert not fitted(plan, most, Plan.call_bytes).evictions
-    one = fitted(plan, most - 1, Plan.call_bytes).evictions
+    assert not fitted(plan, most).evictions
+    one = fitted(plan, most - 1).evictions
     needed = {slot: eviction.needed for slot, eviction in one.items()}
     others = [
         life.takers[-1]
@@ -101,7 +98,7 @@ def test_the_value_needed_last_leaves_first():
     ]
     assert needed
     assert max(needed.values()) >= max(others)
-    everything = fitted(plan, 0, Plan.call_bytes).evictions
+    everything = fitted(plan, 0).evictions
     for eviction in (*one.values(), *everything.values()):
         assert eviction.written + 2 <= eviction.gone < eviction.back <= eviction.needed
 
@@ -110,7 +107,7 @@ def test_the_value_needed_last_leaves_first():
 def test_values_come_back_in_the_order_of_use(share):
     plan = plans(prepared(ZOO["l2_penalty"](depth=8)))[1]
     least, most = least_bytes(plan), plan.most_bytes()
-    found = fitted(plan, int(least + share * (most - least)), Plan.call_bytes)
+    found = fitted(plan, int(least + share * (most - least)))
     assert found.most_bytes() <= int(least + share * (most - least))
     ordered = sorted(found.evictions.values(), key=lambda one: one.needed)
     assert [one.back for one in ordered] == sorted(one.back for one in ordered)
@@ -122,9 +119,7 @@ def test_values_come_back_in_the_order_of_use(share):
 @pytest.fixture
 def everything_leaves(monkeypatch):
     """Lets every value leave that can, although the budget has room."""
-    monkeypatch.setattr(
-        compiled, "evicted", lambda plan, _, temps: evicted(plan, 0, temps)
-    )
+    monkeypatch.setattr(compiled, "evicted", lambda plan, _: evicted(plan, 0))
 
 
 def opened(open_store, name, policy, program, tx=TX, **options):
@@ -208,9 +203,8 @@ def test_a_drive_that_fails_in_mid_step(
 
 def test_runner_drops_values_of_a_step_that_failed(tmp_path):
     program = ZOO["l2_penalty"]()
-    offload = plans(prepared(program))[1]
-    temps = compiled_temp_bytes(offload, executables := {})
-    plan = evicted(offload, 0, temps)
+    offload = measured(plans(prepared(program))[1], executables := {})
+    plan = evicted(offload, 0)
     values = Values(plan, Scratch([tmp_path]))
     runner = Runner(plan, executables, values=values)
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(program.params)]

@@ -18,7 +18,6 @@ from jaxinf.streaming.plan.reads import (
     hand_over,
     held_bytes,
     keep_between,
-    keep_frozen,
 )
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.units import Unit
@@ -65,62 +64,44 @@ def test_units_that_wait_least_are_handed_over_first():
     assert handed(fetches, gradients, 2, lambda unit: unit.leaf != 1) == {0: 7, 2: 4}
 
 
-def joined(fetches, limit_pages):
-    held = held_bytes(fetches, NUM_CALLS)
-    found = keep_between(fetches, held, limit_pages * PAGE_BYTES)
-    assert held.tolist() == held_bytes(found, NUM_CALLS).tolist()
-    assert held.max() <= limit_pages * PAGE_BYTES
-    return [(fetch.unit.leaf, fetch.first, fetch.last) for fetch in found]
-
-
-def test_units_stay_between_calls_as_far_as_memory_goes():
-    fetches = [
-        Fetch(unit(0), 0, 0),
-        Fetch(unit(1), 1, 1),
-        Fetch(unit(2), 2, 3),
-        Fetch(unit(1), 5, 5),
-        Fetch(unit(0), 7, 7),
-    ]
-    assert joined(fetches, 2) == [(0, 0, 0), (1, 1, 5), (2, 2, 3), (0, 7, 7)]
-    assert joined(fetches, 3) == [(0, 0, 7), (1, 1, 5), (2, 2, 3)]
-    thrice = [Fetch(unit(0), n, n) for n in (0, 3, 6)]
-    assert joined(thrice, 1) == [(0, 0, 6)]
-    larger = [*fetches[:3], Fetch(unit(3), 3, 4), *fetches[3:]]
-    assert joined(larger, 2) == [(f.unit.leaf, f.first, f.last) for f in larger]
-
-
-def kept(fetches, room_pages, frozen):
+def joined(fetches, room_pages, frozen=()):
     """The reads of the first step, and the leaves that later ones read."""
     held = held_bytes(fetches, NUM_CALLS)
     most = held.max() + room_pages * PAGE_BYTES
-    found = keep_frozen(
-        fetches, held, room_pages * PAGE_BYTES, lambda unit: unit.leaf in frozen
-    )
+    is_frozen = lambda unit: unit.leaf in frozen  # noqa: E731
+    found = keep_between(fetches, held, room_pages * PAGE_BYTES, is_frozen)
     assert held.max() <= most
     again = [fetch.unit.leaf for fetch in Reading(found).repeated]
     return [(fetch.unit.leaf, fetch.first, fetch.last) for fetch in found], again
 
 
+THERE_AND_BACK = [
+    Fetch(unit(0), 0, 0),
+    Fetch(unit(1), 1, 1),
+    Fetch(unit(2), 2, 3),
+    Fetch(unit(1), 5, 5),
+    Fetch(unit(0), 7, 7),
+]
+ALONE = [(fetch.unit.leaf, fetch.first, fetch.last) for fetch in THERE_AND_BACK]
+EVERYTHING = [(0, 0, 7), (1, 1, 5), (2, 2, 3)]
+
+
+def test_units_stay_between_calls_as_far_as_memory_goes():
+    assert joined(THERE_AND_BACK, 0)[0] == [(0, 0, 0), (1, 1, 5), (2, 2, 3), (0, 7, 7)]
+    assert joined(THERE_AND_BACK, 2)[0] == EVERYTHING  # half is to read ahead
+    thrice = [Fetch(unit(0), n, n) for n in (0, 3, 6)]
+    assert joined(thrice, 0)[0] == [(0, 0, 6)]
+    larger = [*THERE_AND_BACK[:3], Fetch(unit(3), 3, 4), *THERE_AND_BACK[3:]]
+    assert joined(larger, 0)[0] == [(f.unit.leaf, f.first, f.last) for f in larger]
+
+
 def test_units_that_no_update_changes_stay_from_step_to_step():
-    fetches = [
-        Fetch(unit(0), 0, 0),
-        Fetch(unit(1), 1, 1),
-        Fetch(unit(2), 2, 3),
-        Fetch(unit(1), 5, 5),
-        Fetch(unit(0), 7, 7),
-    ]
-    alone = [(fetch.unit.leaf, fetch.first, fetch.last) for fetch in fetches]
-    assert kept(fetches, 8, {}) == (alone, [0, 1, 2, 1, 0])
-    everything = [(0, 0, 7), (1, 1, 5), (2, 2, 3)]
-    assert kept(fetches, 3, {0, 1, 2}) == (everything, [])
-    assert kept(fetches, 8, {1}) == (
-        [*alone[:1], (1, 1, 5), alone[2], alone[4]],
-        [0, 2, 0],
-    )
-    found, again = kept(fetches, 4, {0, 1, 2, 3})
-    assert (found, again) == (everything, [])
-    found, again = kept(fetches, 2, {0, 1, 2})  # half of the room is to read ahead
-    assert len(again) < len(fetches)
+    assert joined(THERE_AND_BACK, 8) == (EVERYTHING, [0, 1, 2])
+    assert joined(THERE_AND_BACK, 3, {0, 1, 2}) == (EVERYTHING, [])
+    assert joined(THERE_AND_BACK, 8, {1}) == (EVERYTHING, [0, 2])
+    assert joined(THERE_AND_BACK, 4, {0, 1, 2, 3}) == (EVERYTHING, [])
+    found, again = joined(THERE_AND_BACK, 0, {0, 1, 2})
+    assert len(again) < len(found)
     assert again
 
 

@@ -18,7 +18,7 @@ import jaxinf
 from jaxinf.cli import main
 from jaxinf.errors import BudgetError, JaxinfError, StoreFormatError, StreamError
 from jaxinf.store import seal
-from jaxinf.streaming.plan.fit import prepare
+from jaxinf.streaming.plan.fit import cut_to_fit, prepare
 from jaxinf.streaming.plan.memory import divide
 from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.planning import within
@@ -234,7 +234,7 @@ def test_the_budget_that_is_named_works(few, policy):
     def plan(limits):
         budgets.append(limits["memory_bytes"])
         division = divide(limits["memory_bytes"], 8 << 20, 16 << 20)
-        return ready.plan(division.programs, policy)
+        return cut_to_fit(ready, division.programs, policy)
 
     with pytest.raises(BudgetError) as refused:
         within(Options(few), plan)

@@ -12,6 +12,7 @@ from zoo import ZOO
 
 from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.move.spill import Spill, waiting
+from jaxinf.streaming.plan.fit import cut_to_fit, plan_of
 
 pytestmark = pytest.mark.optimized("long")
 
@@ -44,7 +45,7 @@ def test_gradients_are_those_of_one_jit(name, tmp_path):
     ready = prepared(program)
     budget_bytes = smallest_bytes(ready) * 3 // 2
     executables = {}
-    plan = ready.plan(budget_bytes)
+    plan = cut_to_fit(ready, budget_bytes)
     loss, aux, gradients = streamed(program, plan, executables)
     expected_loss, expected_aux, expected = whole(program)
     tolerance = 2e-2 if name in HALF else 1e-6
@@ -53,7 +54,7 @@ def test_gradients_are_those_of_one_jit(name, tmp_path):
     assert_close(aux, expected_aux, 1e-6)
 
     # With the same bits activations may be kept, and gradients be on a drive meanwhile.
-    keeping = ready.plan_of(plan.cuts, "keep")
+    keeping = plan_of(ready, plan.cuts, "keep")
     # With no memory for them.
     planned = waiting(dict.fromkeys(ready.gradient_pieces, 1), 0)
     spill = Spill(Scratch([tmp_path]), planned)

@@ -14,7 +14,7 @@ import pytest
 from jaxinf.store import StoreDirectory
 from jaxinf.streaming.move.params import MemoryParams, StoreParams
 from jaxinf.streaming.move.spill import waiting
-from jaxinf.streaming.plan.fit import prepare
+from jaxinf.streaming.plan.fit import cuts_of, plan_of, prepare, segment_limits
 from jaxinf.streaming.plan.reads import Reading
 from jaxinf.streaming.program.units import StoreUnits
 from jaxinf.streaming.run import Runner
@@ -49,9 +49,9 @@ def prepared(program):
 
 def smallest_bytes(ready, policy="recompute"):
     """Returns the smallest budget that `ready.plan` accepts by estimates."""
-    usual, large = ready._limits(0)
-    cuts = {ready._cuts(limit) for limit in (*usual, *large)}
-    return min(ready.plan_of(one, policy).peak_bytes for one in cuts)
+    usual, large = segment_limits(ready)
+    cuts = {cuts_of(ready, limit) for limit in (*usual, *large)}
+    return min(plan_of(ready, one, policy).peak_bytes for one in cuts)
 
 
 def in_memory(leaves):

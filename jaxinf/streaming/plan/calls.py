@@ -18,7 +18,7 @@ from jaxinf.streaming.plan.report import plan_text
 from jaxinf.streaming.program.graph import Origin, Piece
 from jaxinf.streaming.program.programs import Program
 from jaxinf.streaming.program.trace import Traced
-from jaxinf.transfer import page_ceil
+from jaxinf.transfer import ByteCounts, page_ceil
 
 Policy: TypeAlias = Literal["recompute", "keep", "offload"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
@@ -116,19 +116,18 @@ class Plan:
       results: Slots of the loss and of aux's leaves, of one part after another.
       num_parts: Number of parts of a batch that each segment is called for in turn.
       peak_bytes: The peak memory of a step, as far as it was measured.
+      temp_bytes: Temporaries of the compiled programs by key; None for estimates.
+      output_bytes: On several devices, the bytes of each call's outputs in one memory;
+        None for one device.
       evictions: Values that are on a drive for a time.
       lenders: Values whose memory outputs may reuse; None for all at their last use
         that are never on a drive.
       resident: Parts of params that are in memory in any case, and do not count.
       resident_bytes: Memory of params that stay between steps, in addition.
-      kept, kept_bytes: Parts of params that only the first step reads: they stay as far
-        as memory goes that programs leave.
-      output_bytes: On several devices, the bytes of each call's outputs in one memory;
-        None for one device.
-      memory_bytes: Memory during each call, once the programs are compiled.
       division: The memory, without that of values that wait on the host.
       tiers: Where values wait; None if the device's memory is the host's.
       reading: The reads of params; none if all are in memory.
+      traffic: What a step moves on drives; None if it was not counted.
     """
 
     traced: Traced
@@ -138,17 +137,16 @@ class Plan:
     results: tuple[Slot, ...]
     num_parts: int = 1
     peak_bytes: int = 0
+    temp_bytes: Mapping[str, int] | None = None
+    output_bytes: Sequence[Sequence[int]] | None = None
     evictions: Mapping[Slot, Eviction] = field(default_factory=dict)
     lenders: frozenset[Slot] | None = None
     resident: frozenset[Piece] = frozenset()
     resident_bytes: int = 0
-    kept: frozenset[Piece] = frozenset()
-    kept_bytes: int = 0
-    output_bytes: Sequence[Sequence[int]] | None = None
-    memory_bytes: Sequence[int] = ()
     division: Division = field(default_factory=Division)
     tiers: Tiers | None = None
     reading: Reading = field(default_factory=Reading)
+    traffic: ByteCounts | None = None
 
     def __str__(self) -> str:
         return plan_text(self)
@@ -238,43 +236,24 @@ class Plan:
         text = repr((self.traced.mesh, self.cuts, fetches))
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def varied(self, **changes: Any) -> "Plan":
-        """Returns the plan with changes; what they leave alone is not made again."""
-        plan, kept = replace(self, **changes), {"programs"}
-        if "output_bytes" not in changes:
-            kept.add("lives")
-        if not changes.keys() & {"lenders", "evictions"}:
-            kept |= {"donated", "fences"}
-        plan.__dict__.update((k, v) for k, v in self.__dict__.items() if k in kept)
-        return plan
-
-    def without_graph(self, temp_bytes: Mapping[str, int]) -> "Plan":
+    def without_graph(self) -> "Plan":
         """Returns a plan to run and to print, for when its programs are compiled.
 
         The graph of a deep model takes about 1 MiB a layer.
-
-        Args:
-          temp_bytes: As for `call_bytes`.
         """
         light = cache(Program.without_nodes)
         calls = tuple(replace(one, program=light(one.program)) for one in self.calls)
-        traced, memory_bytes = self.traced, self.call_bytes(temp_bytes)
-        traced = replace(traced, closed=None)
-        return replace(self, traced=traced, calls=calls, memory_bytes=memory_bytes)
+        return replace(self, traced=replace(self.traced, closed=None), calls=calls)
 
-    # --- memory and traffic: loops over the calls --------------------------------
+    # --- memory: loops over the calls --------------------------------------------
 
-    def call_bytes(self, temp_bytes: Mapping[str, int] | None = None) -> list[int]:
+    def call_bytes(self) -> list[int]:
         """Returns the memory of slots, params, outputs and temporaries in each call.
 
         One call runs, and the next waits with its params and room for its outputs.
-
-        Args:
-          temp_bytes: Temporaries of compiled programs by key; by default estimates.
         """
         programs, found, before = self.programs, self.held_bytes(), set[Piece]()
-        if temp_bytes is None:
-            temp_bytes = {key: one.temp_bytes for key, one in programs.items()}
+        temps = self.temp_bytes
         reused = {
             key: sum(programs[key].input_bytes[i] for i in own)
             for key, own in self.donated.items()
@@ -283,16 +262,17 @@ class Plan:
             key = call.program.key
             read = [one for one in call.params if one[0] not in self.resident]
             new = sum(self._made_bytes(number)) - reused[key]
-            found[number] += new + sum(size for _, size in read) + temp_bytes[key]
+            found[number] += new + sum(size for _, size in read)
+            found[number] += call.program.temp_bytes if temps is None else temps[key]
             if number:
                 more = sum(size for piece, size in read if piece not in before)
                 found[number - 1] += new + more
             before = {piece for piece, _ in read}
         return found
 
-    def most_bytes(self, temp_bytes: Mapping[str, int] | None = None) -> int:
+    def most_bytes(self) -> int:
         """Returns the peak of `call_bytes`."""
-        return max(self.call_bytes(temp_bytes), default=0)
+        return max(self.call_bytes(), default=0)
 
     def held_bytes(self) -> list[int]:
         """Returns the bytes of values in memory while each call runs.
@@ -309,13 +289,6 @@ class Plan:
             change[one.gone - 1] -= lives[slot].num_bytes
             change[one.back - 1] += lives[slot].num_bytes
         return [*accumulate(change[:-1])]
-
-    def read_bytes(self, number: int) -> int:
-        """Bytes of params that a call reads and that were not in memory before it."""
-        before = self.calls[number - 1].reads if number else ()
-        held = self.resident.union(self.kept, before)
-        own = self.calls[number].params
-        return sum(size for piece, size in own if piece not in held)
 
     def _made_bytes(self, number: int) -> Sequence[int]:
         if self.output_bytes is not None:

@@ -7,12 +7,13 @@ are the user's; JAX chooses those of other values when what makes them is compil
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinf.streaming.plan.calls import Call, Plan, Slot
-from jaxinf.streaming.plan.leaving import evicted, least_bytes
+from jaxinf.streaming.plan.leaving import evicted
 from jaxinf.streaming.plan.memory import num_together
 from jaxinf.streaming.program.graph import (
     Batch,
@@ -80,50 +81,29 @@ def compile_plan(plan: Plan, executables: Executables) -> Sequence[Any]:
 # --- memory --------------------------------------------------------------------------
 
 
-def compiled_bytes(plan: Plan, executables: Executables) -> int:
-    """Returns the memory of a step, with temporaries as reported by XLA; blocks."""
-    temps = compiled_temp_bytes(plan, executables)
-    if not plan.is_offloaded:
-        compiled = compile_plan(plan, executables)
-        plan = plan.varied(output_bytes=output_bytes(plan, compiled))
-    return least_bytes(plan, temps)
+def measured(plan: Plan, executables: Executables) -> Plan:
+    """Returns the plan with what XLA says that its programs take; blocks.
 
-
-def compiled_temp_bytes(plan: Plan, executables: Executables) -> dict[str, int]:
-    """Returns the temporaries of a plan's programs as reported by XLA; blocks.
-
-    Those of all devices that share the host's memory, or of one with its own.
+    Those of all devices that share the host's memory, or of one with its own. Where
+    values may leave, the temporaries are those of programs to which all lend memory.
     """
-    if plan.is_offloaded:
-        plan = plan.varied(lenders=None)
-    return temp_bytes(plan, compile_plan(plan, executables))
-
-
-def temp_bytes(plan: Plan, compiled: Sequence[Any]) -> dict[str, int]:
-    found, num_devices = dict[str, int](), num_together(plan.traced.mesh)
+    variant = replace(plan, lenders=None) if plan.is_offloaded else plan
+    compiled, temps = compile_plan(variant, executables), dict[str, int]()
+    num_devices, outputs = num_together(plan.traced.mesh), None
     for call, executable in zip(plan.calls, compiled, strict=True):
         own = bytes_beside(call.program, executable) * num_devices
-        found[call.program.key] = max(own, found.get(call.program.key, 0))
-    return found
-
-
-def output_bytes(plan: Plan, compiled: Sequence[Any]) -> Sequence[Sequence[int]] | None:
-    """Returns the bytes of each call's outputs; None for one device.
-
-    Those on all devices that share the host's memory, or on one with its own.
-    """
-    if plan.traced.mesh is None:
-        return None
-    num = num_together(plan.traced.mesh)
-    return [
-        [
-            num * shard_bytes(aval_bytes(value.aval), value.shape, sharding)
-            for value, sharding in zip(
-                call.program.outputs, executable.output_shardings, strict=True
-            )
+        temps[call.program.key] = max(own, temps.get(call.program.key, 0))
+    if plan.traced.mesh is not None:
+        outputs = [
+            [
+                num_devices * shard_bytes(aval_bytes(value.aval), value.shape, sharding)
+                for value, sharding in zip(
+                    call.program.outputs, executable.output_shardings, strict=True
+                )
+            ]
+            for call, executable in zip(plan.calls, compiled, strict=True)
         ]
-        for call, executable in zip(plan.calls, compiled, strict=True)
-    ]
+    return replace(plan, temp_bytes=temps, output_bytes=outputs)
 
 
 def offloaded(plan: Plan, executables: Executables, budget_bytes: int) -> Plan:
@@ -132,16 +112,19 @@ def offloaded(plan: Plan, executables: Executables, budget_bytes: int) -> Plan:
     A program is compiled anew where its outputs may reuse other values' memory, and may
     then take other temporaries. Those of the largest variant count.
     """
-    temps, before = compiled_temp_bytes(plan, executables), dict[str, int]()
+    temps, before = measured(plan, executables).temp_bytes, None
     found = plan
     while temps != before:
-        before = dict(temps)
-        found = evicted(plan, budget_bytes, temps)
-        own = temp_bytes(found, compile_plan(found, executables))
-        temps |= {key: max(num_bytes, temps[key]) for key, num_bytes in own.items()}
-        if found.most_bytes(temps) <= budget_bytes:
+        before = temps
+        found = evicted(replace(plan, temp_bytes=temps), budget_bytes)
+        own = measured(found, executables).temp_bytes
+        assert temps is not None, "they were measured"
+        assert own is not None, "and these"
+        temps = {key: max(own[key], num_bytes) for key, num_bytes in temps.items()}
+        found = replace(found, temp_bytes=temps)
+        if found.most_bytes() <= budget_bytes:
             break
-    return found
+    return replace(found, peak_bytes=found.most_bytes())
 
 
 # --- shardings -----------------------------------------------------------------------

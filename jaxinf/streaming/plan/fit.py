@@ -5,8 +5,7 @@
 Invariant: the same jaxpr and the same cuts give the same programs, in every process.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import chain
@@ -28,7 +27,7 @@ from jaxinf.typing import PyTree
 PLAN_VERSION = 2
 """Changed whenever equal cuts would give other programs, and so other bits."""
 
-# A segment may take the budget divided by this.
+# A segment may take a third of the budget: one runs, one waits, one is fetched.
 _SHARE = 3
 _MAX_HALVINGS = 14
 
@@ -83,109 +82,6 @@ class Prepared:
         batch_bytes = self.num_parts * sum(map(aval_bytes, self.traced.batch))
         return batch_bytes + sum(map(aval_bytes, self.traced.consts))
 
-    def plan(
-        self,
-        budget_bytes: int,
-        policy: Policy = "recompute",
-        measure: Callable[[Plan], int] | None = None,
-        limit: str = "memory_bytes",
-    ) -> Plan:
-        """Cuts the program so that a step's memory fits.
-
-        Args:
-          budget_bytes: Memory for a step's programs.
-          measure: Returns the memory that a plan needs; by default it is estimated. It
-            is called for plans that would fit without temporaries.
-
-        Raises:
-          BudgetError: No cut fits; names the params that are too large.
-        """
-        needed_bytes, best = 1 << 62, None
-        # Cuts, and so bits, do not depend on the number of parts.
-        alone = cache(partial(replace(self, num_parts=1).plan_of, policy=policy))
-        for cuts in self._tried(budget_bytes, policy, alone):
-            plan = alone(cuts) if self.num_parts == 1 else self.plan_of(cuts, policy)
-            peak = least_bytes(plan, defaultdict(int))
-            if measure is None:
-                peak = plan.peak_bytes
-            elif peak <= budget_bytes:
-                peak = measure(plan)
-            if peak <= budget_bytes:
-                return plan.varied(peak_bytes=peak)
-            if peak < needed_bytes:
-                needed_bytes, best = peak, plan
-        assert best is not None, "there is a plan for every limit"
-        raise BudgetError(
-            limit,
-            f"it leaves {budget_bytes} bytes for params, values and temporaries of the "
-            f"program, whose smallest cut takes {needed_bytes}, with "
-            f"{largest_text(best, self.lifetimes.sizes)}",
-            needed_bytes - budget_bytes,
-            ", or give a smaller batch",
-        )
-
-    def plan_of(self, cuts: Sequence[int], policy: Policy = "recompute") -> Plan:
-        """Returns the plan of given cuts, without values that leave."""
-        graph, num_parts = self.lifetimes.graph, self.num_parts
-        programs = make_programs(self.lifetimes, cuts, self.keys)
-        sums = sum_programs(programs, graph, num_parts, self.keys)
-        calls, results = sequence(graph, programs, policy, sums, num_parts)
-        leaves = may_leave(policy, num_parts)
-        lenders = lenders_of(calls, programs, sums, may_leave=leaves)
-        if self.traced.mesh is not None:  # shardings of values are not known yet
-            lenders = frozenset()
-        what = self.traced, tuple(cuts), policy, calls, results, num_parts
-        plan = Plan(*what, lenders=lenders)
-        return plan.varied(peak_bytes=least_bytes(plan))
-
-    def _tried(
-        self, budget_bytes: int, policy: Policy, alone: Callable[..., Plan]
-    ) -> Iterable[tuple[int, ...]]:
-        """Returns cuts, each once: of ever smaller segments, then larger.
-
-        Large ones come first if they are half as many and take no more memory alone.
-        """
-        usual, large = self._limits(budget_bytes)
-        first: list[Plan] = []
-        fitting = [limit for limit in large if limit <= budget_bytes // _SHARE]
-        if fitting and policy in ("recompute", "keep"):
-            plans = (alone(self._cuts(limit)) for limit in usual)
-            fine = next((one for one in plans if one.peak_bytes <= budget_bytes), None)
-            first = [
-                coarse
-                for coarse in (alone(self._cuts(limit)) for limit in fitting)
-                if fine is None
-                or (
-                    coarse.peak_bytes <= fine.peak_bytes
-                    and 2 * (len(coarse.cuts) - 1) <= len(fine.cuts) - 1
-                )
-            ]
-        others = map(self._cuts, chain(usual, large))
-        yielded = set[tuple[int, ...]]()
-        for cuts in chain((plan.cuts for plan in first), others):
-            if cuts not in yielded:
-                yielded.add(cuts)
-                yield cuts
-
-    def _limits(self, budget_bytes: int) -> tuple[list[int], list[int]]:
-        """Returns bytes of segments to try: as many as params have, and more.
-
-        A segment may take a third of the budget: one runs, one waits, one is fetched.
-        Segments with more bytes than all params suit values that have more.
-        """
-        bits = self.lifetimes.piece_bytes(self.lifetimes.sizes).bit_length()
-        least = max(0, bits - _MAX_HALVINGS)
-        num_nodes = len(self.lifetimes.forward)
-        whole = segment_bytes(self.lifetimes, 0, num_nodes) if num_nodes else 0
-        usual = [1 << n for n in range(bits, least, -1)]
-        usual.sort(key=lambda limit: limit > budget_bytes // _SHARE)
-        return usual, [1 << n for n in range(whole.bit_length(), bits, -1)]
-
-    def _cuts(self, limit: int) -> tuple[int, ...]:
-        return self.keys.once(
-            ("cuts", limit), lambda: choose_cuts(self.lifetimes, self.tokens, limit)
-        )
-
 
 def prepare(
     loss_fn: Callable[..., Any],
@@ -223,3 +119,106 @@ def _prepared(
 ) -> Prepared:
     traced = replace(traced, is_deterministic=is_deterministic)
     return Prepared(traced, ordered(build_graph(traced)), Keys(), num_parts)
+
+
+# --- memory ─► cuts ─► a plan ---------------------------------------------------------
+
+
+def cut_to_fit(
+    ready: Prepared,
+    budget_bytes: int,
+    policy: Policy = "recompute",
+    measure: Callable[[Plan], Plan] = lambda plan: plan,
+    limit: str = "memory_bytes",
+) -> Plan:
+    """Cuts the program so that a step's memory fits.
+
+    Args:
+      budget_bytes: Memory for a step's programs.
+      measure: Returns the plan with its `peak_bytes` measured; by default they are
+        estimated. It is called for plans that would fit without temporaries.
+
+    Raises:
+      BudgetError: No cut fits; names the params that are too large.
+    """
+    best: Plan | None = None
+    # Cuts, and so bits, do not depend on the number of parts.
+    alone = cache(partial(plan_of, replace(ready, num_parts=1), policy=policy))
+    for cuts in dict.fromkeys(_cuts_to_try(ready, budget_bytes, policy, alone)):
+        plan = alone(cuts) if ready.num_parts == 1 else plan_of(ready, cuts, policy)
+        none = dict.fromkeys(plan.programs, 0)
+        if least_bytes(replace(plan, temp_bytes=none)) <= budget_bytes:
+            plan = measure(plan)
+        if plan.peak_bytes <= budget_bytes:
+            return plan
+        if best is None or plan.peak_bytes < best.peak_bytes:
+            best = plan
+    assert best is not None, "there is a plan for every limit"
+    raise BudgetError(
+        limit,
+        f"it leaves {budget_bytes} bytes for params, values and temporaries of the "
+        f"program, whose smallest cut takes {best.peak_bytes}, with "
+        f"{largest_text(best, ready.lifetimes.sizes)}",
+        best.peak_bytes - budget_bytes,
+        ", or give a smaller batch",
+    )
+
+
+def plan_of(ready: Prepared, cuts: Sequence[int], policy: Policy = "recompute") -> Plan:
+    """Returns the plan of given cuts, without values that leave."""
+    graph, num_parts = ready.lifetimes.graph, ready.num_parts
+    programs = make_programs(ready.lifetimes, cuts, ready.keys)
+    sums = sum_programs(programs, graph, num_parts, ready.keys)
+    calls, results = sequence(graph, programs, policy, sums, num_parts)
+    leaves = may_leave(policy, num_parts)
+    lenders = lenders_of(calls, programs, sums, may_leave=leaves)
+    if ready.traced.mesh is not None:  # shardings of values are not known yet
+        lenders = frozenset()
+    what = ready.traced, tuple(cuts), policy, calls, results, num_parts
+    plan = Plan(*what, lenders=lenders)
+    return replace(plan, peak_bytes=least_bytes(plan))
+
+
+def _cuts_to_try(
+    ready: Prepared, budget_bytes: int, policy: Policy, alone: Callable[..., Plan]
+) -> Iterator[tuple[int, ...]]:
+    """Yields cuts of ever smaller segments, those of a third of the budget first.
+
+    A segment takes as many bytes as all params at most. Larger ones suit values that
+    take more: they come last, or first if they are half as many and take no more
+    memory.
+    """
+    usual, large = segment_limits(ready)
+    usual.sort(key=lambda limit: limit > budget_bytes // _SHARE)
+    cut = partial(cuts_of, ready)
+    fitting = [limit for limit in large if limit <= budget_bytes // _SHARE]
+    if fitting and policy in ("recompute", "keep"):
+        plans = map(alone, map(cut, usual))
+        fine = next((one for one in plans if one.peak_bytes <= budget_bytes), None)
+        for coarse in map(alone, map(cut, fitting)):
+            if fine is None or (
+                coarse.peak_bytes <= fine.peak_bytes
+                and 2 * (len(coarse.cuts) - 1) <= len(fine.cuts) - 1
+            ):
+                yield coarse.cuts
+    yield from map(cut, chain(usual, large))
+
+
+def segment_limits(ready: Prepared) -> tuple[list[int], list[int]]:
+    """Returns bytes of segments to try, descending: up to those of params, and more."""
+    lifetimes = ready.lifetimes
+    bits = lifetimes.piece_bytes(lifetimes.sizes).bit_length()
+    num_nodes = len(lifetimes.forward)
+    whole = segment_bytes(lifetimes, 0, num_nodes) if num_nodes else 0
+    usual = range(bits, max(0, bits - _MAX_HALVINGS), -1)
+    return [1 << n for n in usual], [
+        1 << n for n in range(whole.bit_length(), bits, -1)
+    ]
+
+
+def cuts_of(ready: Prepared, limit_bytes: int) -> tuple[int, ...]:
+    """Returns the cuts for segments of so many bytes; what was cut once is kept."""
+    return ready.keys.once(
+        ("cuts", limit_bytes),
+        lambda: choose_cuts(ready.lifetimes, ready.tokens, limit_bytes),
+    )

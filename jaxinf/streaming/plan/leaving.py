@@ -12,6 +12,7 @@ a call above its capacity. What stays on the host never reaches a drive.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import jax
@@ -41,15 +42,15 @@ _WAY_SHARE = 4
 # --- who leaves the memory of the programs -------------------------------------------
 
 
-def least_bytes(plan: Plan, temp_bytes: Mapping[str, int] | None = None) -> int:
-    """The least peak memory of a step; arguments as for `Plan.call_bytes`."""
-    used = np.array(plan.call_bytes(temp_bytes), np.int64)
+def least_bytes(plan: Plan) -> int:
+    """The least peak memory of a step."""
+    used = np.array(plan.call_bytes(), np.int64)
     if plan.is_offloaded:
         used -= occupancy(len(used), candidates(plan))
     return int(used.max(initial=0))
 
 
-def evicted(plan: Plan, budget_bytes: int, temp_bytes: Mapping[str, int]) -> Plan:
+def evicted(plan: Plan, budget_bytes: int) -> Plan:
     """Returns the plan with as few values on a drive as the budget allows.
 
     All values that stay lend their memory. That takes less memory, and time: new memory
@@ -57,17 +58,17 @@ def evicted(plan: Plan, budget_bytes: int, temp_bytes: Mapping[str, int]) -> Pla
 
     Args:
       budget_bytes: Memory for a step's programs; at least `least_bytes`.
-      temp_bytes: Temporaries of the compiled programs by key.
     """
-    found = plan.varied(lenders=None)
-    if found.most_bytes(temp_bytes) > budget_bytes:
-        found = fitted(plan, budget_bytes, lambda one: one.call_bytes(temp_bytes))
-        found = found.varied(lenders=None)
-    return found.varied(peak_bytes=found.most_bytes(temp_bytes))
+    found = replace(plan, lenders=None)
+    if found.most_bytes() > budget_bytes:
+        found = replace(fitted(plan, budget_bytes), lenders=None)
+    return replace(found, peak_bytes=found.most_bytes())
 
 
 def fitted(
-    plan: Plan, budget_bytes: int, memory: Callable[[Plan], Sequence[int]]
+    plan: Plan,
+    budget_bytes: int,
+    memory: Callable[[Plan], Sequence[int]] = Plan.call_bytes,
 ) -> Plan:
     """Returns the plan with as few evictions as the budget needs.
 
@@ -76,10 +77,10 @@ def fitted(
     exceed the budget.
 
     Args:
-      memory: Returns the memory during each call, such as `Plan.call_bytes`. While a
-        call runs, the one after it waits: what it needs is there.
+      memory: Returns the memory during each call. While a call runs, the one after it
+        waits: what it needs is there.
     """
-    plan = plan.varied(evictions={})
+    plan = replace(plan, evictions={})
     used = np.array(memory(plan), np.int64)
     left = evict(used, candidates(plan), budget_bytes)
     evictions = {
@@ -88,7 +89,7 @@ def fitted(
         )
         for stay, call in prefetch(used, left, budget_bytes).items()
     }
-    return plan.varied(evictions=evictions)
+    return replace(plan, evictions=evictions)
 
 
 def candidates(plan: Plan) -> list[Stay]:

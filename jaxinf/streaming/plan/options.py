@@ -30,7 +30,6 @@ class Options:
     """The arguments of `jaxinf.stream`, and where it runs.
 
     Attributes:
-      has_default_memory: Whether `memory_bytes` was not given.
       together: The processes of the run.
       executables: Programs compiled before, for batches of all shapes.
       other_limit: The limit of another device than JAX's, to plan for.
@@ -50,7 +49,6 @@ class Options:
     deterministic: bool = True
     device_updates: DeviceUpdates = None
     carry: Callable[[PyTree], PyTree] | None = None
-    has_default_memory: bool = False
     together: GroupStep = field(default_factory=GroupStep)
     executables: Executables = field(default_factory=dict)
     other_limit: DeviceLimit | None = None

@@ -9,8 +9,8 @@ JAX device, at least the most of `held_bytes`; beyond it a unit is read again.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from jaxinf.errors import BudgetError
 from jaxinf.streaming.plan.memory import NUM_STAGED, Division
 from jaxinf.streaming.program.lifetimes import Stay, fill, occupancy
 from jaxinf.streaming.program.units import StoreUnits, Unit
-from jaxinf.transfer import PAGE_BYTES, stays
+from jaxinf.transfer import PAGE_BYTES
 
 if TYPE_CHECKING:  # which has the reads
     from jaxinf.streaming.plan.calls import Call, Plan
@@ -112,10 +112,7 @@ def plan_reads(
     spare = max(0, division.programs - plan.peak_bytes)
     held = held_bytes(fetches, len(calls))
     room = int(held.max(initial=0)) + spare
-    fetches = keep_frozen(fetches, held, spare, is_frozen)
-    spare = room - int(held.max(initial=0))
-    # The rest is for reading ahead.
-    fetches = keep_between(fetches, held, room - spare // 2)
+    fetches = keep_between(fetches, held, spare, is_frozen)
     limit, largest = room - spare // 4, Reading(fetches).largest_bytes
     if is_staged:
         limit, held = division.staged - NUM_STAGED * largest, np.zeros_like(held)
@@ -184,83 +181,71 @@ def held_bytes(fetches: Sequence[Fetch], num_calls: int) -> np.ndarray:
     return occupancy(num_calls + 2, stays)
 
 
-def keep_frozen(
+def keep_between(
     fetches: Sequence[Fetch],
     held: np.ndarray,
-    room_bytes: int,
-    is_frozen: Callable[[Unit], bool],
-) -> tuple[Fetch, ...]:
-    """Joins reads of units that no update changes, also with those of the next step.
-
-    What is needed last leaves first (see `jaxinf.transfer.stays`).
-
-    Args:
-      fetches: The reads of a step, in order.
-      held: Memory for units during each call; updated.
-      room_bytes: Memory for units beyond the most of it.
-    """
-    frozen = {
-        number: one.unit
-        for number, one in enumerate(fetches)
-        if is_frozen(one.unit) and not one.unit.is_shared
-    }
-    if not frozen:
-        return tuple(fetches)
-    order = [(unit, unit.page_bytes) for unit in frozen.values()]
-    others = sum(one.unit.page_bytes for one in fetches) - sum(n for _, n in order)
-    # Some is for reading ahead, unless all of it has been read.
-    capacity = room_bytes - min(room_bytes // 2, others)
-    if sum(dict(order).values()) > capacity:
-        capacity = room_bytes // 2
-    joined = dict(enumerate(fetches))
-    follows: dict[Unit, int] = {}  # the read of each unit's next use, if it stays
-    firsts = {unit: number for number, unit in reversed(frozen.items())}
-    kept = dict(zip(frozen, stays(order, capacity), strict=True))
-    for number, unit in reversed(frozen.items()):
-        one, after = joined[number], follows.get(unit)
-        follows[unit] = number
-        if not kept[number]:
-            continue
-        if after is None:
-            held[one.end + 2 :] += unit.page_bytes
-            held[: fetches[firsts[unit]].first] += unit.page_bytes
-            joined[number] = one._replace(stays=True)
-        else:
-            other = joined.pop(after)
-            held[one.end + 2 : other.first] += unit.page_bytes
-            joined[number] = one._replace(last=other.last, stays=other.stays)
-    return tuple(joined[number] for number in sorted(joined))
-
-
-def keep_between(
-    fetches: Sequence[Fetch], held: np.ndarray, limit_bytes: int
+    spare_bytes: int,
+    is_frozen: Callable[[Unit], bool] = lambda unit: False,
 ) -> tuple[Fetch, ...]:
     """Joins reads of the same unit, those that are nearest to each other first.
 
+    Half of the memory is for reading ahead, unless nothing is left to be read. A unit
+    that no update changes may stay from step to step.
+
     Args:
       fetches: The reads of a step, in order.
-      limit_bytes: Memory for units; at least the most of `held`.
+      held: Memory for units during each call, at least; updated.
+      spare_bytes: Memory for units beyond the most of it.
     """
-    between = sorted(_between(fetches), key=lambda stay: stay.stop - stay.start)
-    # By read, the one that serves its calls.
-    before = dict(stay.tensor for stay in fill(held, between, limit_bytes))
-    joined = list(fetches)
-    for other in sorted(before, reverse=True):
-        one = before[other]
-        last, stays_on = joined[other].last, joined[other].stays
-        joined[one] = joined[one]._replace(last=last, stays=stays_on)
-    return tuple(fetch for i, fetch in enumerate(joined) if i not in before)
+    frozen = {one.unit for one in fetches if is_frozen(one.unit)}
+    frozen -= {unit for unit in frozen if unit.is_shared}
+    changing = sum(one.unit.page_bytes for one in fetches if one.unit not in frozen)
+    least, most = held.copy(), int(held.max(initial=0)) + spare_bytes
+    for ahead_bytes in (min(spare_bytes // 2, changing), spare_bytes // 2):
+        held[:] = least
+        found = _joined(fetches, frozen, held, most - ahead_bytes)
+        if not frozen & {one.unit for one in Reading(found).repeated}:
+            break
+    return found
 
 
-def _between(fetches: Sequence[Fetch]) -> Iterator[Stay]:
-    """Yields the time between two reads of a unit, with their numbers, later first."""
-    last: dict[Unit, int] = {}
+def _joined(
+    fetches: Sequence[Fetch], frozen: Set[Unit], held: np.ndarray, limit_bytes: int
+) -> tuple[Fetch, ...]:
+    reads: dict[Unit, list[int]] = {}
     for number, fetch in enumerate(fetches):
-        if fetch.unit in last:
-            one = last[fetch.unit]
-            begin = fetches[one].end + 2
-            yield Stay(begin, fetch.first, fetch.unit.page_bytes, (number, one))
-        last[fetch.unit] = number
+        reads.setdefault(fetch.unit, []).append(number)
+    # Times between the end of a read and the begin of the next, perhaps of a step.
+    gaps = [
+        (one, other, [(fetches[one].end + 2, fetches[other].first)])
+        for numbers in reads.values()
+        for one, other in pairwise(numbers)
+    ] + [
+        (
+            own[-1],
+            None,
+            [(fetches[own[-1]].end + 2, len(held)), (0, fetches[own[0]].first)],
+        )
+        for unit, own in reads.items()
+        if unit in frozen
+    ]
+    joined, before = list(fetches), dict[int, int]()
+    for one, other, times in sorted(
+        gaps, key=lambda gap: sum(b - a for a, b in gap[2])
+    ):
+        num_bytes = fetches[one].unit.page_bytes
+        if any(held[a:b].max(initial=0) + num_bytes > limit_bytes for a, b in times):
+            continue
+        for start, stop in times:
+            held[start:stop] += num_bytes
+        if other is None:
+            joined[one] = joined[one]._replace(stays=True)
+        else:
+            before[other] = one
+    for other in sorted(before, reverse=True):
+        one, (_, _, last, _, stays) = before[other], joined[other]
+        joined[one] = joined[one]._replace(last=last, stays=stays)
+    return tuple(fetch for n, fetch in enumerate(joined) if n not in before)
 
 
 def hand_over(

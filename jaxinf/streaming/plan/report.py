@@ -3,6 +3,7 @@
 Invariant: neighbouring segments that run the same programs share a line.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -22,20 +23,26 @@ def plan_text(plan: Any) -> str:
     """The calls of a `Plan`, those of neighbouring segments in a line."""
     traced, calls = plan.traced, plan.calls
     held_bytes = sum(aval_bytes(leaf) for leaf in traced.params)
-    read_bytes = sum(map(plan.read_bytes, range(len(calls))))
+    read_bytes = sum(one.unit.num_bytes for one in plan.reading.repeated)
     away_bytes = sum(plan.lives[slot].num_bytes for slot in plan.evictions)
     head = (
         f"{len(traced.names)} leaves of {format_bytes(held_bytes)}; "
         f"{len(plan.cuts) - 1} segments, {len(calls)} calls of "
-        f"{len(plan.programs)} programs a step ({plan.policy}); at most "
+        f"{len(plan.programs)} programs a step ({plan.policy}); "
         f"{format_bytes(read_bytes)} of params read, {format_bytes(away_bytes)} of "
         f"values that leave, {format_bytes(plan.peak_bytes)} of memory"
     )
+    if plan.traffic is not None:
+        head += (
+            f"; drives read {format_bytes(plan.traffic.drive_read_bytes)} and write "
+            f"{format_bytes(plan.traffic.drive_write_bytes)}"
+        )
     if plan.num_parts > 1:
         head += f"; {plan.num_parts} parts of a batch"
     if traced.mesh is not None:
         head += f"; on {mesh_text(traced.mesh)}"
-    if stay_bytes := plan.resident_bytes + plan.kept_bytes:
+    kept_bytes = sum(one.num_bytes for one in plan.reading.never_again)
+    if stay_bytes := plan.resident_bytes + kept_bytes:
         head += f"; {format_bytes(stay_bytes)} of params stay from step to step"
     lines = [_TITLES, *_lines(plan)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -77,7 +84,9 @@ class _Row(NamedTuple):
 
 def _rows(plan: Any) -> Iterator[_Row]:
     numbers = {key: str(number) for number, key in enumerate(plan.programs, 1)}
-    left = dict.fromkeys(range(len(plan.calls)), 0)
+    left, read = Counter[int](), Counter[int]()
+    for one in plan.reading.repeated:
+        read[one.first] += one.unit.num_bytes
     for slot, one in plan.evictions.items():
         left[one.written] += plan.lives[slot].num_bytes
     places, before = [], ("", "")
@@ -94,7 +103,7 @@ def _rows(plan: Any) -> Iterator[_Row]:
             segment,
             own,
             " ".join(dict.fromkeys(numbers[one.program.key] for one in calls)),
-            sum(map(plan.read_bytes, own)),
+            sum(read[n] for n in own),
             sum(left[n] for n in own),
             list(dict.fromkeys(_part(plan.traced, p) for c in calls for p in c.reads)),
         )
@@ -102,7 +111,7 @@ def _rows(plan: Any) -> Iterator[_Row]:
 
 def _lines(plan: Any) -> Iterator[tuple[str, ...]]:
     """Yields a line for each run of segments that are called alike."""
-    memory_bytes = plan.memory_bytes or plan.call_bytes()
+    memory_bytes = plan.call_bytes()
     for _, group in groupby(_rows(plan), lambda row: row.alike):
         rows = list(group)
         first, last = rows[0], rows[-1]

@@ -5,6 +5,7 @@ reused.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -104,7 +105,7 @@ class OptaxSink(Sink):
         # A part of a leaf is copied for its calls.
         whole = frozenset(p for p in pieces if not p.index and not p.rows)
         params_bytes = sum(map(aval_bytes, plan.traced.params))
-        return plan.varied(resident=whole, resident_bytes=params_bytes)
+        return replace(plan, resident=whole, resident_bytes=params_bytes)
 
     def source(self, plan: Plan) -> Params:
         return MemoryParams(lambda: jax.tree.leaves(self.params))
