@@ -81,8 +81,9 @@ def stream(
       policy: ``"recompute"`` computes activations again for the backward pass, segment
         by segment; ``"keep"`` keeps them in memory; ``"offload"`` keeps as many as
         `memory_bytes` allows, and the others on the drive (those of a device with its
-        own memory on the host, and on the drive what has no room there). The bits are
-        the same.
+        own memory on the host, and on the drive what has no room there); ``"plan"``
+        begins so, measures three steps, and from then on recomputes what the drive is
+        too slow for, where that takes less time. The bits are the same.
       micro_batches: Number of equal parts of a batch. A program runs for each part
         before the next program, so params are read once for all of them; values of all
         parts wait meanwhile. Gradients are averaged, so losses are those of the whole

@@ -75,7 +75,9 @@ def _memory_of_all(
             num_bytes = writing_bytes(sink.num_drives)
             division = division.without(num_bytes, "writing its values to drives")
         own.append(division)
-        cuts = None if options.replan else sink.kept_cuts(ready)
+        cuts = ready.cuts
+        if cuts is None and not options.replan:
+            cuts = sink.kept_cuts(ready)
         return [division.programs, division.staged, division.spare, cuts]
 
     told = options.together.group.gather("the memory of a step", divided)
@@ -117,6 +119,8 @@ def _planned(
         plan = cut_to_fit(ready, programs, policy, measure, limit)
     else:
         plan = measure(plan_of(ready, cuts, policy))
+        if ready.again and plan.peak_bytes > division.programs:
+            plan = measure(plan_of(replace(ready, again=frozenset()), cuts, policy))
         _check_fits(plan, division)
     programs = max(division.programs, plan.peak_bytes)  # of a kept plan, with the spare
     division = replace(division, programs=programs - held_bytes)

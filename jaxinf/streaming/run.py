@@ -58,6 +58,7 @@ class Runner:
     Attributes:
       dispatched_s: Time that the last step took to hand programs to the device.
       waited_s: Time that the last step waited for the device.
+      call_s: Time that each call of the last step took.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Runner:
         executables = {} if executables is None else executables
         self._executables = compile_plan(plan, executables)
         self.plan = measured(plan, executables).without_graph()
+        self.call_s = [0.0] * len(plan.calls)
         self._in_flight: deque[_InFlight] = deque()
         self._numbers: dict[int, jax.Array] = {}
         mesh = plan.traced.mesh
@@ -113,6 +115,7 @@ class Runner:
             if output is not None:
                 self._await(output)
             began_s, ended_s = max(called_s, ended_s), time.perf_counter()
+            self.call_s[number] = ended_s - began_s
             name = self.plan.calls[number].program.name
             add_span("program", name, began_s, ended_s)
             values.done(number)

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeAlias
 
@@ -26,6 +27,7 @@ from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.move.workers import MoveCounts
 from jaxinf.streaming.plan.calls import Plan
+from jaxinf.streaming.plan.choice import NUM_MEASURED, StepTimes, segments_to_recompute
 from jaxinf.streaming.plan.compiled import Measured
 from jaxinf.streaming.plan.fit import Prepared
 from jaxinf.streaming.plan.memory import DeviceLimit, return_freed_memory
@@ -81,12 +83,17 @@ class StreamMetrics:
 
 
 class Bound(NamedTuple):
-    """What runs batches of one shape."""
+    """What runs batches of one shape.
+
+    Attributes:
+      times: The steps that ``policy="plan"`` has measured.
+    """
 
     plan: Plan
     runner: Runner
     params: Params
     sink: Sink
+    times: list[StepTimes]
 
     def close(self) -> None:
         """Frees memory and files; idempotent."""
@@ -152,7 +159,7 @@ class Step(ABC):
         """Metrics of the last step; None before the first."""
         if self._last is None or self._values is None:
             return None
-        plan, runner, params, sink = self._last
+        plan, runner, params, sink, _ = self._last
         counts, values, found = params.counts, self._values, 0
         if sink.units is not None:
             used = used_bytes(plan.calls, sink.units)
@@ -239,16 +246,35 @@ class Step(ABC):
         """Binds batches of this shape unless they are, and returns their key."""
         leaves, tree = jax.tree.flatten(abstract(batch))
         key = (tree, *((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
+        times, chosen = self._choose(key)
         if key not in self._bound:
             what = f"the trace of {self._named}"
-            traced = self._together.group.in_all(what, lambda: self._traced(batch))
+            trace = partial(self._traced, batch, **chosen)
+            traced = self._together.group.in_all(what, trace)
             with outside_mesh():
-                self._bound[key] = self._bind(*traced)
+                self._bound[key] = self._bind(*traced)._replace(times=times)
             return_freed_memory()  # of planning and compilation
         return key
 
-    def _traced(self, batch: PyTree) -> tuple[Prepared, Sink]:
-        ready = self._trace(batch)
+    def _choose(self, key: Any) -> tuple[list[StepTimes], Mapping[str, Any]]:
+        """Unbinds batches of this shape if segments are to be recomputed from now on.
+
+        Returns:
+          The steps that were measured, and what their plan is to have.
+        """
+        bound = self._bound.get(key)
+        if bound is None or len(bound.times) != NUM_MEASURED:
+            return [], {}
+        again = segments_to_recompute(bound.plan, bound.times)
+        bound.times.append(bound.times[-1])  # it is chosen once
+        if not again:
+            return bound.times, {}
+        self._last = None
+        self._bound.pop(key).close()
+        return bound.times, {"cuts": bound.plan.cuts, "again": again}
+
+    def _traced(self, batch: PyTree, **chosen: Any) -> tuple[Prepared, Sink]:
+        ready = replace(self._trace(batch), **chosen)
         with outside_mesh():
             return ready, self._sink(ready)
 
@@ -271,7 +297,7 @@ class Step(ABC):
                 runner = Runner(plan, self._options.executables, values)
                 params = sink.source(runner.plan)
                 undone.callback(params.close)
-                return Bound(runner.plan, runner, params, sink)
+                return Bound(runner.plan, runner, params, sink, [])
 
             bound = self._together.group.in_all("the room for a step", made)
             undone.pop_all()
@@ -311,7 +337,7 @@ class Step(ABC):
     def _run(
         self, bound: Bound, batch: PyTree, own_args: Mapping[str, Any], check: Check
     ) -> Results:
-        _, runner, params, sink = bound
+        plan, runner, params, sink, times = bound
         given = {**self._options.extra_args, **own_args}
 
         def prepare() -> None:
@@ -326,12 +352,17 @@ class Step(ABC):
         self._together.begin(self._named, _form(batch), prepare)
         try:
             try:
+                began_s = time.perf_counter()
                 params.begin()
                 results: Results = runner(batch, params, sink.put, check, shares)
+                step_s = time.perf_counter() - began_s
             finally:
                 runner.settle()  # before the memory that programs read is freed
                 params.stop()
-            self._values = runner.values.counts()
+            self._values = values = runner.values.counts()
+            if plan.policy == "plan" and plan.evictions and len(times) < NUM_MEASURED:
+                waited_s = values.waited_s + params.counts.waited_s
+                times.append(StepTimes(step_s, waited_s, [*runner.call_s]))
             self._waited_s += sink.waited_s
             loss, aux = results
             began_s = time.perf_counter()

@@ -232,10 +232,11 @@ class Options:
 
     # Activations. recompute: they are computed again for the backward pass. keep: they
     # stay in memory. For --mode stream, offload: those that --memory has no room for
-    # are on the drive meanwhile.
+    # are on the drive meanwhile. plan: so, and what the drive is too slow for is
+    # recomputed, by the times of three steps.
     policy: Annotated[
         Policy | None,
-        _shown("{recompute,keep,offload}", "keep; recompute in --mode stream"),
+        _shown("{recompute,keep,offload,plan}", "keep; recompute in --mode stream"),
     ] = None
 
     # Gradient accumulation: parts of a batch that run one after another, so that

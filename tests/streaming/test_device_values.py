@@ -2,7 +2,6 @@
 memory and to drives."""
 
 import gc
-import shutil
 import threading
 import time
 import weakref
@@ -18,6 +17,7 @@ from zoo import ZOO, normal
 
 import jaxinf
 from jaxinf.errors import BudgetError, StreamError
+from jaxinf.store import seal
 from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan import leaving
@@ -216,7 +216,10 @@ def opened(
         step.load(LAYERS, batch=BATCH)
     else:
         step.load(LAYERS)
-        shutil.copytree(like.store.path / "stream", step.store.path / "stream")
+        (bound,) = like._bound.values()
+        (step.store.path / "stream").mkdir()
+        for name, plan in bound.sink._streams.items():
+            (step.store.path / f"stream/{name}.json").write_bytes(seal(plan))
     return step
 
 

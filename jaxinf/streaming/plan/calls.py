@@ -20,7 +20,7 @@ from jaxinf.streaming.program.programs import Program
 from jaxinf.streaming.program.trace import Traced
 from jaxinf.transfer import ByteCounts, page_ceil
 
-Policy: TypeAlias = Literal["recompute", "keep", "offload"]
+Policy: TypeAlias = Literal["recompute", "keep", "offload", "plan"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 
@@ -30,7 +30,7 @@ def may_leave(policy: Policy, num_parts: int) -> bool:
     Args:
       num_parts: Number of parts of a batch whose values wait between segments.
     """
-    return policy == "offload" or num_parts > 1
+    return policy in ("offload", "plan") or num_parts > 1
 
 
 class Slot(NamedTuple):

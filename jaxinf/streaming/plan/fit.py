@@ -40,12 +40,16 @@ class Prepared:
       traced: The loss function, for a part of a batch if there are several.
       keys: Their texts, and what is made of the graph but once.
       num_parts: Number of parts of a batch that its programs run for in turn.
+      cuts: Those that its steps have had; None to choose them.
+      again: Segments that ``policy="plan"`` recomputes.
     """
 
     traced: Traced
     lifetimes: Lifetimes
     keys: Keys
     num_parts: int = 1
+    cuts: Sequence[int] | None = None
+    again: frozenset[int] = frozenset()
 
     @cached_property
     def tokens(self) -> list[str]:
@@ -143,9 +147,12 @@ def cut_to_fit(
     """
     best: Plan | None = None
     # Cuts, and so bits, do not depend on the number of parts.
-    alone = cache(partial(plan_of, replace(ready, num_parts=1), policy=policy))
-    for cuts in dict.fromkeys(_cuts_to_try(ready, budget_bytes, policy, alone)):
-        plan = alone(cuts) if ready.num_parts == 1 else plan_of(ready, cuts, policy)
+    # Those of "plan" are of segments that are worth to be recomputed.
+    like: Policy = "recompute" if policy == "plan" else policy
+    alone = cache(partial(plan_of, replace(ready, num_parts=1), policy=like))
+    is_alone = ready.num_parts == 1 and like == policy
+    for cuts in dict.fromkeys(_cuts_to_try(ready, budget_bytes, like, alone)):
+        plan = alone(cuts) if is_alone else plan_of(ready, cuts, policy)
         none = dict.fromkeys(plan.programs, 0)
         if least_bytes(replace(plan, temp_bytes=none)) <= budget_bytes:
             plan = measure(plan)
@@ -169,7 +176,8 @@ def plan_of(ready: Prepared, cuts: Sequence[int], policy: Policy = "recompute") 
     graph, num_parts = ready.lifetimes.graph, ready.num_parts
     programs = make_programs(ready.lifetimes, cuts, ready.keys)
     sums = sum_programs(programs, graph, num_parts, ready.keys)
-    calls, results = sequence(graph, programs, policy, sums, num_parts)
+    again = range(len(cuts)) if policy == "recompute" else ready.again
+    calls, results = sequence(graph, programs, again, sums, num_parts)
     leaves = may_leave(policy, num_parts)
     lenders = lenders_of(calls, programs, sums, may_leave=leaves)
     if ready.traced.mesh is not None:  # shardings of values are not known yet

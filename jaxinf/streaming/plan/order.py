@@ -1,26 +1,26 @@
 """The order of a step's calls, and that of the parts of a batch.
 
-    keep          F0 F1 F2 B2 B1 B0
-    recompute     F0 F1 F2 B2 F1 B1 F0 B0   what other segments read of F1 is kept
+    none again    F0 F1 F2 B2 B1 B0
+    all again     F0 F1 F2 B2 F1 B1 F0 B0   what other segments read of F1 is kept
 
 Of several parts of a batch, a segment runs for each before the next one does; the last
 ones, with loss and scores, for one part after another. So params are read for all parts
 at once. Gradients are added up as they are made:
 
-    2 parts, keep F0 F0' F1 F1' F2 B2 F2' B2' + B1 B1' + B0 B0' +
+    2 parts       F0 F0' F1 F1' F2 B2 F2' B2' + B1 B1' + B0 B0' +
 
 Invariant: to compute a value again, the same program is called again with the same
 inputs, so its bits are the same.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import TypeAlias
 
 from jaxinf.program import Graph, Value
-from jaxinf.streaming.plan.calls import Call, Policy, Slot
+from jaxinf.streaming.plan.calls import Call, Slot
 from jaxinf.streaming.program.graph import Origin, Piece
 from jaxinf.streaming.program.programs import Program, Programs
 
@@ -32,11 +32,16 @@ Sums: TypeAlias = Mapping[Program, Sequence[Program]]
 
 
 def sequence(
-    graph: Graph, programs: Programs, policy: Policy, sums: Sums, num_parts: int = 1
+    graph: Graph,
+    programs: Programs,
+    again: Container[int],
+    sums: Sums,
+    num_parts: int = 1,
 ) -> tuple[tuple[Call, ...], tuple[Slot, ...]]:
-    """Returns the calls of one step under a policy, and the slots of its results.
+    """Returns the calls of one step, and the slots of its results.
 
     Args:
+      again: Segments whose values are computed again for backward.
       sums: From `sum_programs`, for several parts of a batch.
     """
     targets = defaultdict[Value, list[Piece]](list)
@@ -67,7 +72,7 @@ def sequence(
             found = add((program, part, False), takes, handed)
         totals[maker] = found
 
-    for block in _blocks(programs, policy, num_parts):
+    for block in _blocks(programs, again, num_parts):
         starts.append(len(calls))
         again: dict[Value, Slot] = {}  # what was recomputed for the next call
         for program, part, is_repeat in block:
@@ -91,7 +96,7 @@ def sequence(
 
 
 def _blocks(
-    programs: Programs, policy: Policy, num_parts: int
+    programs: Programs, again: Container[int], num_parts: int
 ) -> Iterator[Sequence[_Run]]:
     """Yields calls in order; params stay from the first to the last of a block."""
     parts, forward, early = range(num_parts), programs.forward, programs.num_early
@@ -102,7 +107,7 @@ def _blocks(
         if program is None:
             return
         is_read = not {*program.inputs}.isdisjoint(forward[k].outputs)
-        if policy == "recompute" and k < last and is_read:
+        if k in again and k < last and is_read:
             yield forward[k], part, True
         yield program, part, False
 

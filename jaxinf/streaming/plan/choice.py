@@ -1,0 +1,88 @@
+"""Which segments ``policy="plan"`` recomputes, by the times of a few measured steps.
+
+    values of a segment   recomputed: seconds of its forward call, a byte that it frees
+                          on a drive: seconds that a byte takes there and back
+
+Values leave as with ``"offload"``: what memory has no room for, the furthest next use
+first. As long as drives move it beside the programs, that costs nothing. What they
+cannot move in this time is recomputed instead, the cheapest bytes first, as far as that
+takes less time than the drives (the rule of SSDTrain, arXiv 2408.10013, section III,
+with measured times). Memory that a recomputed segment frees then keeps other values.
+
+Invariant: cuts and bits are those of every policy. The choice is made anew in each run.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple
+
+from jaxinf.streaming.plan.calls import Plan
+
+NUM_MEASURED = 3
+"""Steps that are measured before the choice."""
+
+# Drives that make a step this much longer are taken to keep up.
+_LEAST_SHARE = 0.02
+
+
+class StepTimes(NamedTuple):
+    """What was measured of a step.
+
+    Attributes:
+      waited_s: Time that programs waited for drives, of all of `step_s`.
+      call_s: Time of each call.
+    """
+
+    step_s: float
+    waited_s: float
+    call_s: Sequence[float]
+
+
+def segments_to_recompute(plan: Plan, steps: Sequence[StepTimes]) -> frozenset[int]:
+    """Returns the segments whose values are to be recomputed.
+
+    Args:
+      plan: That of the steps, of which values leave, and none is recomputed.
+      steps: Some measured steps.
+    """
+    away_bytes = sum(plan.lives[slot].num_bytes for slot in plan.evictions)
+    best = min(steps, key=lambda one: one.step_s)
+    if best.waited_s < _LEAST_SHARE * best.step_s:
+        return frozenset()
+    byte_s = best.step_s / away_bytes  # drives that are waited for are always busy
+    free_s = best.step_s - best.waited_s
+    freed, forward_s = freed_bytes(plan), Counter[int]()
+    for number, call in enumerate(plan.calls):
+        direction, segment = _place(plan, number)
+        if direction == "forward" and not call.is_repeat:
+            forward_s[segment] += median(one.call_s[number] for one in steps)
+    chosen = set[int]()
+    for segment in sorted(freed, key=lambda one: (forward_s[one] / freed[one], one)):
+        own_s = forward_s[segment]
+        if away_bytes * byte_s <= free_s or own_s >= freed[segment] * byte_s:
+            break
+        chosen.add(segment)
+        away_bytes -= freed[segment]
+        free_s += own_s
+    return frozenset(chosen)
+
+
+def freed_bytes(plan: Plan) -> Counter[int]:
+    """Returns by segment the bytes that its recomputation would free meanwhile.
+
+    These are values that of all later programs only its backward reads.
+    """
+    found, last = Counter[int](), len(plan.cuts) - 2
+    for life in plan.lives.values():
+        direction, segment = _place(plan, life.made)
+        if direction == "forward" and segment < last:
+            readers = {_place(plan, number) for number in life.takers}
+            if {r for r in readers if r[0] == "backward"} == {("backward", segment)}:
+                found[segment] += life.num_bytes
+    return found
+
+
+def _place(plan: Plan, number: int) -> tuple[str, int]:
+    direction, _, segment = plan.calls[number].program.name.partition(" ")
+    return direction, int(segment) if segment.isdecimal() else -1
