@@ -111,6 +111,7 @@ def test_peers_run_in_turns(tmp_path):
 MEMORY = "optax in memory"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
 def test_update_runs_fio(tmp_path):
     found = figures(bench_update(tmp_path, "--fio-seconds", 0.2, "--reps", 1))
@@ -139,6 +140,7 @@ def test_gpu_measures_registered_memory(monkeypatch):
     assert ways == {("registered", "device", 1), ("device", "pinned_host", 1)}
 
 
+@pytest.mark.long
 def test_gpu_stops_at_nothing(tmp_path):
     """Parts that take too long, or find no store, are noted."""
     out = tmp_path / "result.json"

@@ -46,7 +46,7 @@ def goes_on(place, style, earliest):
 KILLED = ["manager", "sharded", "imagenet", "frozen", "nnx_scan"]
 
 
-@pytest.mark.parametrize("style", family(KILLED, short=["manager"]))
+@pytest.mark.parametrize("style", family(KILLED, short=["frozen"]))
 def test_a_program_that_is_killed_goes_on_to_the_bit(place, run_python, style):
     killed = run_python(PROGRAM, style, place / "parts", "step:5", check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
