@@ -21,24 +21,11 @@ def bench_update(directory, *arguments):
     [
         ([], 0, 12),
         (["--params-dtype", "bf16", "--state", "int8"], 0, 6),
-        pytest.param(["--csd", "emulated"], 12, 12, marks=pytest.mark.long),
-        pytest.param(["--params-dtype", "bf16"], 0, 12, marks=pytest.mark.long),
-        pytest.param(
-            ["--params-dtype", "bf16", "--csd", "emulated"],
-            12,
-            12,
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            ["--params-dtype", "bf16", "--state", "int8", "--master", "none"],
-            0,
-            4,
-            marks=pytest.mark.long,
-        ),
-        pytest.param(["--state", "bf16"], 0, 8, marks=pytest.mark.long),
-        pytest.param(["--state", "int8"], 0, 6, marks=pytest.mark.long),
-        pytest.param(["--average", "fp32"], 0, 16, marks=pytest.mark.long),
-        pytest.param(["--average", "bf16"], 0, 14, marks=pytest.mark.long),
+        (["--csd", "emulated"], 12, 12),
+        (["--params-dtype", "bf16", "--csd", "emulated"], 12, 12),
+        (["--params-dtype", "bf16", "--state", "int8", "--master", "none"], 0, 4),
+        (["--state", "bf16"], 0, 8),
+        (["--average", "bf16"], 0, 14),
     ],
 )
 def test_update_moves_what_it_says(tmp_path, options, read_bytes, write_bytes):

@@ -226,22 +226,6 @@ jax.tree.map(np.testing.assert_array_equal, imported, trained[0])
 }
 """What must hold when the last block of a page, or of a section, has run."""
 
-LONG = {
-    "docs/cards.md",
-    "docs/checkpoints.md: With your own Orbax loop",
-    "docs/compression.md",
-    "docs/finetune.md",
-    "docs/finetune.md: A loss of your own: DPO",
-    "docs/integrations.md: Accumulation",
-    "docs/models.md",
-    "docs/streaming.md",
-    "docs/streaming.md: Equinox",
-    "docs/streaming.md: Flax NNX",
-    "docs/streaming.md: Flax linen",
-    "docs/streaming.md: Haiku",
-    "docs/training.md",
-}
-
 
 @dataclass(frozen=True)
 class Block:
@@ -357,10 +341,7 @@ def close_all(names):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "reader",
-    [pytest.param(r, marks=pytest.mark.long if r in LONG else ()) for r in READERS],
-)
+@pytest.mark.parametrize("reader", READERS)
 def test_a_document_runs_as_printed(reader, place, monkeypatch):
     monkeypatch.chdir(place)
     monkeypatch.setitem(PRESETS, "nano", NANO)
@@ -409,4 +390,4 @@ def test_tables_are_of_what_there_is():
     left_out = {begin for command in printed for begin in not_run(command)}
     assert left_out == {*NOT_RUN}
     pages = {reader.partition(":")[0] for reader in READERS}
-    assert {*BEFORE, *AFTER, *LONG} <= {*READERS, *pages}
+    assert {*BEFORE, *AFTER} <= {*READERS, *pages}
