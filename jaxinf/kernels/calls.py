@@ -135,10 +135,9 @@ class Call:
         is_short = gradient.size <= _SHORT_ELEMENTS
         self._function = entry.holding if is_short else entry.releasing
         self._constants, self._scalar_dtypes = constants, tuple(scalar_dtypes)
-        self._like = [(x.shape, x.dtype) for x in (gradient, out)]
         params = states[0]
         codes = params.codes if isinstance(params, CodedSlot) else params
-        self._like_given = codes.shape, codes.dtype
+        self._shape, self._dtypes = out.shape, (gradient.dtype, out.dtype, codes.dtype)
         self._places = [_place(state, address, key, first) for state in states]
         stored = stored_arrays(params, states[1:])
         ends = [array.ctypes.data + array.nbytes for array in stored]
@@ -168,15 +167,15 @@ class Call:
         given: Array | None,
     ) -> bool:
         """Whether these arguments are like those that it was made from."""
-        arrays, like = [gradient, out], self._like
-        if given is not None:
-            arrays, like = [*arrays, given], [*like, self._like_given]
-        return (
-            [(x.shape, x.dtype) for x in arrays] == like
-            and all(x.flags.c_contiguous for x in arrays)
-            and tuple([s.dtype for s in scalars]) == self._scalar_dtypes
-            and not any(s.shape for s in scalars)
-        )
+        for array, dtype in zip((gradient, out, given), self._dtypes, strict=True):
+            if array is not None and not (
+                array.shape == self._shape
+                and array.dtype == dtype
+                and array.flags.c_contiguous
+            ):
+                return False
+        dtypes = tuple([scalar.dtype for scalar in scalars])
+        return dtypes == self._scalar_dtypes and not any(s.shape for s in scalars)
 
     def run(
         self,

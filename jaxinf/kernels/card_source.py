@@ -59,11 +59,6 @@ def _parameter(argument: CardArgument) -> str:
     return f"{const}jaxinf::Wide* {argument.name}"
 
 
-def card_ports(card: CardKernel) -> tuple[str, ...]:
-    """Returns a kernel's ports (``m_axi`` bundles); a memory bank takes about 15."""
-    return tuple(dict.fromkeys(_bundle(card, p) for p in card.pointers))
-
-
 def _bundle(card: CardKernel, pointer: CardArgument) -> str:
     """Returns the port of a pointer. Each port has one reader and one writer."""
     for end in ("_in", "_out"):

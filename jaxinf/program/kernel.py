@@ -175,13 +175,7 @@ def is_supported_dtype(dtype: Any) -> bool:
 
 
 def scalar_dtype(dtype: np.dtype) -> np.dtype:
-    """The 32-bit (or bool) dtype in which a scalar of `dtype` is handed over.
-
-    Raises:
-      TypeError: A 64-bit dtype or one that is not a number.
-    """
-    if not is_supported_dtype(dtype):
-        raise TypeError(f"no 32-bit form of {dtype}")
+    """The dtype in which a scalar of a supported one is handed over."""
     return _SCALAR_DTYPES[dtype]
 
 

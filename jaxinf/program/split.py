@@ -162,11 +162,7 @@ class BodyBuilder:
             )
 
     def _scalar(self, value: Value) -> Input:
-        try:
-            scalar_dtype(value.dtype)
-        except TypeError:
-            self._check_dtype(value)
-            raise
+        self._check_dtype(value)
         self.scalars.append(value)
         return self.scalar(len(self.scalars) - 1)
 
@@ -221,10 +217,9 @@ def stored_culprit(values: Sequence[Value]) -> Node | None:
 def refusal(where: str, node: Node) -> UnsupportedTransformError:
     """Makes the error for stored state that enters `node`."""
     names = _callers(node)
-    found = f"the primitive {node.primitive.name}{_origin(names)}"
     return UnsupportedTransformError(
-        f"{where}: expected an update elementwise in stored optimizer state, found "
-        f"{found} on it; {_remedy(names)}"
+        f"{where}: expected an update elementwise in stored optimizer state, found the "
+        f"primitive {node.name}{_origin(names)} on it; {_remedy(names)}"
     )
 
 

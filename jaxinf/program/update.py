@@ -66,11 +66,6 @@ class UpdateProgram:
     recall: Recall | None = None
     is_guarded: bool = False
 
-    @property
-    def num_scalar_state(self) -> int:
-        """Number of state leaves that stay in JAX."""
-        return len(self._prologue.scalar_state)
-
     def prologue(
         self,
         gradients: Sequence[jax.Array],

@@ -67,7 +67,6 @@ def test_initial_state_is_elementwise_in_the_params():
     assert any("params" in line for line in kernel.describe())
     assert [str(x.dtype) for x in scalar_state] == ["int32", "key<fry>"]
     assert program.layout.scalar_paths == ("['count']", "['key']")
-    assert trace_update(tx, params).num_scalar_state == 2
 
 
 def test_a_first_state_of_literals_and_params_needs_no_kernel(monkeypatch):

@@ -279,7 +279,7 @@ def test_the_prologue_is_pruned():
     params = {"w": jnp.zeros((200, 300), jnp.bfloat16)}
     program = trace_update(optax.adamw(optax.linear_schedule(1, 0, 9)), params)
     leaves = jax.tree.leaves(params)
-    counts = [jnp.int32(0)] * program.num_scalar_state
+    counts = [jnp.int32(0)] * 2
     traced = jax.make_jaxpr(program.prologue)(leaves, leaves, counts)
     assert all(not var.aval.shape for eqn in traced.eqns for var in eqn.outvars)
     assert "f64" not in str(traced)
