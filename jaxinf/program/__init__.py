@@ -1,7 +1,9 @@
 """Optimizers as programs: an optax update split between JAX and the storage.
 
-    tx.update ─► graph ─► split ─────► kernel, one a leaf (ir)    runs near the storage
-                   └────► prologue ─► passes (flow)               runs in JAX
+    tx.update ─► graph ─► split ─────► kernel, one a leaf    runs near the storage
+                   └────► prologue ─► passes (flow)          runs in JAX
+
+`graph` makes the nodes of streamed functions, too.
 
 Invariant: optax is the only definition of an optimizer; nothing here knows one by
 name, but `wrappers` knows two transformations around others. `trace_update` divides
