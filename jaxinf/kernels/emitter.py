@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxinf.kernels.lowering import LoweredBody, uniform_results
-from jaxinf.program import Constant, Equation, Input, Operand, Result
+from jaxinf.kernels.lowering import uniform_results
+from jaxinf.program import Constant, Equation, Input, Kernel, Operand, Result
 from jaxinf.typing import FLOAT32
 
 _TYPES = {"float32": "F32", "int32": "I32", "uint32": "U32", "bool": "I32"}
@@ -43,8 +43,8 @@ class Source:
     constants: tuple[int, ...]
 
 
-def emit(body: LoweredBody) -> Source:
-    """Returns the C++ of a body.
+def emit(body: Kernel) -> Source:
+    """Returns the C++ of a lowered kernel.
 
     Raises:
       UnsupportedKernelError: A value has no 32-bit form.
@@ -64,7 +64,7 @@ def header(title: str, equations: Sequence[str], versions: Mapping[str, str]) ->
 
 @dataclass
 class _Emitter:
-    body: LoweredBody
+    body: Kernel
     constants: list[int] = field(default_factory=list)
     members: list[str] = field(default_factory=list)
     setup: list[str] = field(default_factory=list)

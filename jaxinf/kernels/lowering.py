@@ -47,24 +47,14 @@ from jaxinf.program import Constant, Equation, Input, Kernel, Operand, Result
 from jaxinf.typing import BFLOAT16, FLOAT16, FLOAT32
 
 
-@dataclass(frozen=True)
-class LoweredBody:
-    """Equations as in `Kernel`, but for the operations and the 16-bit floats.
+def lower(kernel: Kernel) -> Kernel:
+    """Applies all passes to a kernel's equations.
 
-    Further operations: ``fma`` (a * b + c), ``fms`` (a * b - c), ``fnma`` (c - a * b),
-    each rounded once, and ``reciprocal``. No value is a 16-bit float: slots and scalars
-    of such dtypes are read widened, and new slots are rounded where they are stored.
+    Further operations are ``fma`` (a * b + c), ``fms`` (a * b - c), ``fnma`` (c - a *
+    b), each rounded once, and ``reciprocal``. No value is a 16-bit float: slots and
+    scalars of such dtypes are read widened, and new slots are rounded where they are
+    stored.
     """
-
-    slots: tuple[str, ...]
-    num_arrays: int
-    equations: tuple[Equation, ...]
-    update: Operand | None
-    new_slots: tuple[Operand, ...]
-
-
-def lower(kernel: Kernel) -> LoweredBody:
-    """Applies all passes to a kernel's equations."""
     simple = _Simplifier(kernel.reciprocals)
     values = [simple.add(equation) for equation in kernel.equations]
     assert len(values) == len(kernel.equations)
@@ -83,13 +73,8 @@ def lower(kernel: Kernel) -> LoweredBody:
     # The equations of the stored values come first, then those of the update.
     finals = [fuser.output(value) for value in new_slots]
     final = None if update is None else fuser.output(update)
-    return LoweredBody(
-        slots=kernel.slots,
-        num_arrays=kernel.num_arrays,
-        equations=tuple(fuser.equations),
-        update=final,
-        new_slots=tuple(finals),
-    )
+    equations = tuple(fuser.equations)
+    return replace(kernel, equations=equations, update=final, new_slots=tuple(finals))
 
 
 def uniform_results(equations: Sequence[Equation]) -> list[bool]:

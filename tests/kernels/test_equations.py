@@ -4,6 +4,8 @@ With the compiled code's own operands, each result is within one unit in the las
 of the float64 result rounded to float32, with denormals flushed.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +17,7 @@ from reference_kernel import compute
 from jaxinf.kernels import Call, Passage
 from jaxinf.kernels.calls import EntryPoint
 from jaxinf.kernels.emitter import emit
-from jaxinf.kernels.lowering import LoweredBody, lower
+from jaxinf.kernels.lowering import lower
 from jaxinf.native import libraries, toolchain
 from jaxinf.program import trace_update
 from jaxinf.program.kernel import Constant, Input, Result
@@ -88,13 +90,8 @@ def probe(body):
     """Returns the body with a slot for every equation's result, and no other output."""
     kept = [Input("slot", i, np.dtype(np.float32)) for i in range(len(body.slots))]
     results = [Result(i, e.dtype) for i, e in enumerate(body.equations)]
-    return LoweredBody(
-        slots=(*body.slots, *(f"result{i}" for i in range(len(results)))),
-        num_arrays=body.num_arrays,
-        equations=body.equations,
-        update=None,
-        new_slots=(*kept, *results),
-    )
+    slots = (*body.slots, *(f"result{i}" for i in range(len(results))))
+    return replace(body, slots=slots, update=None, new_slots=(*kept, *results))
 
 
 def numbers(rng):
