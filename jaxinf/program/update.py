@@ -214,8 +214,8 @@ def trace_update(
     try:
         return _divided(closed, layout, extra, infos, None)
     except UnsupportedTransformError:
-        recalls = [may_recall and find_recall(layout)]
-        recalls += [may_recall_all and recall_all(layout)]
+        recalls = [find_recall(layout) if may_recall else None]
+        recalls += [recall_all(layout) if may_recall_all else None]
         for recall in filter(None, recalls):
             with contextlib.suppress(UnsupportedTransformError):
                 return _divided(closed, layout, extra, infos, recall)

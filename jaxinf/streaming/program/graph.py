@@ -132,8 +132,8 @@ Atom: TypeAlias = Value | Stack
 def build_graph(traced: Traced) -> Graph:
     """Builds the graph of a traced function; drops nodes without effect."""
     unroller = _Unroller(traced.consts)
-    origins = [*map(Piece, range(len(traced.params)))]
-    origins += map(Batch, range(len(traced.batch)))
+    origins: list[Origin] = [*map(Piece, range(len(traced.params)))]
+    origins += [*map(Batch, range(len(traced.batch)))]
     origins += [Seed()] if traced.seed_dtype is not None else []
     pairs = zip(origins, traced.closed.jaxpr.invars, strict=True)
     inputs = [unroller.input(origin, var.aval) for origin, var in pairs]
