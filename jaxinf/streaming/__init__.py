@@ -13,6 +13,8 @@ Where a question is answered:
     how calls and parts are ordered     plan/order.py
     which values leave, and to where    plan/leaving.py
     which params are read when          plan/reads.py
+    how params come to a call           move/params.py
+    how values leave and come back      move/values.py
     where a gradient becomes an update  update/store_sink.py, update/optax_sink.py
     what happens after Ctrl-C           ctrl_c.py
 

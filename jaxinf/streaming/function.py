@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 from jaxinf.engine import Store, check_like, engine_of
 from jaxinf.errors import StreamError
-from jaxinf.streaming.count import Count, count
 from jaxinf.streaming.plan.fit import Prepared, prepare_function
 from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.program.trace import abstract, check_params
@@ -98,10 +97,9 @@ class StreamedFunction(Step):
         like = self._tree() if like is None else like
         return self.store.params(like, average=self._average)
 
-    def close(self) -> None:
-        """Frees the memory; closes the store if it was given as a path. Idempotent."""
+    def __exit__(self, *error: Any) -> None:
         try:
-            self._close_bound()
+            super().__exit__(*error)
         finally:
             if self._closes:
                 self.store.close()
@@ -112,17 +110,13 @@ class StreamedFunction(Step):
         bits = {"is_deterministic": self._options.deterministic}
         return prepare_function(self._fn, self._tree(), batch, **bits)
 
-    def _sink(self, ready: Prepared, options: Options | None = None) -> NoGradients:
+    def _sink(self, ready: Prepared, options: Options) -> NoGradients:
         beside_bytes = None
         if self._step_beside is not None:
             last = self._step_beside._last
             beside_bytes = 0 if last is None else last.plan.store_bytes
-        what = self.store, ready, options or self._options, beside_bytes
+        what = self.store, ready, options, beside_bytes
         return NoGradients(*what, average=self._average)
-
-    def _count(self, batch: PyTree, params: PyTree, options: Options) -> Count:
-        ready = self._trace(batch)
-        return count(self._sink(ready, options), ready)
 
     def _join(self) -> None:
         if self._average:

@@ -16,15 +16,13 @@ import jax.numpy as jnp
 import optax
 
 from jaxinf.errors import StreamError
-from jaxinf.streaming.count import Count, count
-from jaxinf.streaming.plan.fit import Prepared, prepare
+from jaxinf.streaming.plan.fit import Prepared
 from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.planning import plan_step
 from jaxinf.streaming.program.initial import check_init_fn
 from jaxinf.streaming.program.meshes import mesh_text
 from jaxinf.streaming.program.trace import abstract, check_params
 from jaxinf.streaming.step import Step
-from jaxinf.streaming.update.micro_batches import first_part
 from jaxinf.streaming.update.optax_sink import OptaxSink
 from jaxinf.typing import PathLikeStr, PyTree
 
@@ -129,10 +127,9 @@ class InMemoryStep(Step):
         """
         return self._call(batch)
 
-    def close(self) -> None:
-        """Frees memory and files; idempotent. The params stay available."""
-        self._close_bound()
-        self._bound.clear()
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._bound.clear()  # params stay, and another step makes room anew
 
     # --- what configures it --------------------------------------------------------
 
@@ -142,15 +139,9 @@ class InMemoryStep(Step):
             plan_step(self._trained, self._trace(batch, abstract(params)))
 
     def _trace(self, batch: PyTree, params: PyTree = None) -> Prepared:
-        options = self._options
-        ready = prepare(
-            self._loss_fn,
-            abstract(self._trained.params) if params is None else params,
-            first_part(batch, options.micro_batches),
-            has_aux=options.has_aux,
-            num_parts=options.micro_batches,
-            is_deterministic=options.deterministic,
-        )
+        if params is None:
+            params = abstract(self._trained.params)
+        ready = self._prepared(self._loss_fn, params, batch)
         if ready.traced.mesh is not None:
             raise StreamError(
                 "jaxinf.stream: expected arrays on one device, found "
@@ -160,12 +151,9 @@ class InMemoryStep(Step):
             )
         return ready
 
-    def _count(self, batch: PyTree, params: PyTree, options: Options) -> Count:
-        ready = self._trace(batch, params)
-        return count(self._trained.like(options), ready)
-
-    def _sink(self, ready: Prepared) -> OptaxSink:
-        return self._trained
+    def _sink(self, ready: Prepared, options: Options) -> OptaxSink:
+        is_own = options is self._options
+        return self._trained if is_own else self._trained.like(options)
 
 
 def _formed(params: PyTree, like: PyTree) -> PyTree:

@@ -68,7 +68,7 @@ class Runner:
         values: Values | None = None,
     ) -> None:
         self.values = Values() if values is None else values
-        self.dispatched_s = self.waited_s = 0.0
+        self.dispatched_s = self.waited_s = self._ended_s = 0.0
         executables = {} if executables is None else executables
         self._executables = compile_plan(plan, executables)
         self.plan = measured(plan, executables).without_graph()
@@ -106,20 +106,21 @@ class Runner:
             _Part(self._placed(part), self._one if share == 1 else self._seed(share))
             for part, share in zip(parts, shares, strict=True)
         ]
-        values, in_flight = self.values, self._in_flight
-        self.dispatched_s = self.waited_s = ended_s = 0.0
+        self.dispatched_s = self.waited_s = self._ended_s = 0.0
+        try:
+            self._call_all(placed, params, hand_out, check)
+            return together(self._results(len(parts)), shares)
+        finally:
+            self._settle()
 
-        def await_first() -> None:
-            nonlocal ended_s
-            number, called_s, output = in_flight.popleft()
-            if output is not None:
-                self._await(output)
-            began_s, ended_s = max(called_s, ended_s), time.perf_counter()
-            self.call_s[number] = ended_s - began_s
-            name = self.plan.calls[number].program.name
-            add_span("program", name, began_s, ended_s)
-            values.done(number)
-            params.done(number)
+    def _call_all(
+        self,
+        parts: Sequence[_Part],
+        params: Params,
+        hand_out: Callable[[Piece, jax.Array], None],
+        check: Callable[[], None],
+    ) -> None:
+        values = self.values
 
         def read(ref: Origin | Slot, number: int, part: _Part) -> Any:
             match ref:
@@ -138,10 +139,10 @@ class Runner:
                     return self._number(ref.number)
 
         for number, call in enumerate(self.plan.calls):
-            if len(in_flight) == MAX_IN_FLIGHT:
-                await_first()
+            if len(self._in_flight) == MAX_IN_FLIGHT:
+                self._await_first(params)
             values.before(number)
-            inputs = [read(ref, number, placed[call.part]) for ref in call.takes]
+            inputs = [read(ref, number, parts[call.part]) for ref in call.takes]
             outputs = self._dispatch(number, inputs)
             del inputs
             values.put(call.makes, outputs)
@@ -149,14 +150,22 @@ class Runner:
             for piece, i in call.gradients:
                 hand_out(piece, outputs[i])
             del outputs
-        while in_flight:
-            await_first()
-        results = self._results(len(parts))
-        values.reset()
-        return together(results, shares)
+        while self._in_flight:
+            self._await_first(params)
 
-    def settle(self) -> None:
-        """Waits for programs that an interrupted step has left in flight."""
+    def _await_first(self, params: Params) -> None:
+        number, called_s, output = self._in_flight.popleft()
+        if output is not None:
+            self._await(output)
+        began_s, self._ended_s = max(called_s, self._ended_s), time.perf_counter()
+        self.call_s[number] = self._ended_s - began_s
+        name = self.plan.calls[number].program.name
+        add_span("program", name, began_s, self._ended_s)
+        self.values.done(number)
+        params.done(number)
+
+    def _settle(self) -> None:
+        """Waits for programs that an error has left in flight, and drops values."""
         while self._in_flight:
             output = self._in_flight.popleft().output
             with contextlib.suppress(RuntimeError):  # the step's own error is raised

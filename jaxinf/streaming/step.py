@@ -10,7 +10,7 @@ memory are steps with another source and sink.
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,15 +21,15 @@ import jax
 import numpy as np
 from jax.dtypes import result_type
 
-from jaxinf.streaming.count import Count
+from jaxinf.streaming.count import Count, count
 from jaxinf.streaming.ctrl_c import Check, StepThread, check_not_traced
+from jaxinf.streaming.move.jobs import MoveCounts
 from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.values import Values
-from jaxinf.streaming.move.workers import MoveCounts
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.choice import NUM_MEASURED, StepTimes, segments_to_recompute
 from jaxinf.streaming.plan.compiled import Measured
-from jaxinf.streaming.plan.fit import Prepared
+from jaxinf.streaming.plan.fit import Prepared, prepare
 from jaxinf.streaming.plan.memory import DeviceLimit, return_freed_memory
 from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.plan.reads import used_bytes
@@ -37,7 +37,7 @@ from jaxinf.streaming.planning import plan_step
 from jaxinf.streaming.program.meshes import on_this_process, outside_mesh
 from jaxinf.streaming.program.trace import abstract, check_params
 from jaxinf.streaming.run import Runner
-from jaxinf.streaming.update.micro_batches import shares_of
+from jaxinf.streaming.update.micro_batches import first_part, shares_of
 from jaxinf.streaming.update.sink import Sink
 from jaxinf.transfer import ByteCounts
 from jaxinf.typing import PyTree
@@ -206,11 +206,13 @@ class Step(ABC):
             check_params(params)
             params = abstract(params)
         options = replace(self._options, executables=Measured(), other_limit=device)
-        return self._count(batch, params, options)
+        ready = self._trace(batch, params)
+        with outside_mesh():
+            return self._count(ready, params, options)
 
-    @abstractmethod
     def close(self) -> None:
-        """Frees what it holds; idempotent."""
+        """Frees memory and files; closes a store that is its own. Idempotent."""
+        self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
         return self
@@ -221,7 +223,9 @@ class Step(ABC):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        self._thread.settle()
+        for bound in self._bound.values():
+            bound.close()
 
     # --- what configures it --------------------------------------------------------
 
@@ -229,13 +233,26 @@ class Step(ABC):
     def _trace(self, batch: PyTree, params: PyTree = None) -> Prepared:
         """Traces the function for batches like this one, by default of its params."""
 
-    @abstractmethod
-    def _sink(self, ready: Prepared) -> Sink:
-        """Returns what takes the gradients of what was traced."""
+    def _prepared(
+        self, loss_fn: Callable[..., Any], params: PyTree, batch: PyTree
+    ) -> Prepared:
+        options = self._options
+        return prepare(
+            loss_fn,
+            params,
+            first_part(batch, options.micro_batches),
+            has_aux=options.has_aux,
+            num_parts=options.micro_batches,
+            is_deterministic=options.deterministic,
+        )
 
     @abstractmethod
-    def _count(self, batch: PyTree, params: PyTree, options: Options) -> Count:
-        """As `dry_run`, with its options."""
+    def _sink(self, ready: Prepared, options: Options) -> Sink:
+        """Returns what takes the gradients of what was traced."""
+
+    def _count(self, ready: Prepared, params: PyTree, options: Options) -> Count:
+        """As `dry_run`, of what was traced."""
+        return count(self._sink(ready, options), ready)
 
     def _join(self) -> None:
         """Waits for the updates of the step before; there are none by default."""
@@ -276,7 +293,7 @@ class Step(ABC):
     def _traced(self, batch: PyTree, **chosen: Any) -> tuple[Prepared, Sink]:
         ready = replace(self._trace(batch), **chosen)
         with outside_mesh():
-            return ready, self._sink(ready)
+            return ready, self._sink(ready, self._options)
 
     def _bind(self, ready: Prepared, sink: Sink) -> Bound:
         """Plans, compiles, and takes the room of a step; blocks.
@@ -302,11 +319,6 @@ class Step(ABC):
             bound = self._together.group.in_all("the room for a step", made)
             undone.pop_all()
         return bound
-
-    def _close_bound(self) -> None:
-        self._thread.settle()
-        for bound in self._bound.values():
-            bound.close()
 
     # --- a run ---------------------------------------------------------------------
 
@@ -357,8 +369,7 @@ class Step(ABC):
                 results: Results = runner(batch, params, sink.put, check, shares)
                 step_s = time.perf_counter() - began_s
             finally:
-                runner.settle()  # before the memory that programs read is freed
-                params.stop()
+                params.stop()  # no program reads them any more
             self._values = values = runner.values.counts()
             if plan.policy == "plan" and plan.evictions and len(times) < NUM_MEASURED:
                 waited_s = values.waited_s + params.counts.waited_s

@@ -12,15 +12,14 @@ Invariant: a step writes updates to the slot that is not committed. So a crash a
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any, TypeAlias
 
 import jax
 import optax
+from jax.sharding import Mesh
 
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import (
-    Engine,
     FirstParams,
     Store,
     StoreDescription,
@@ -35,8 +34,7 @@ from jaxinf.program import UpdateProgram, averaged, trace_init
 from jaxinf.store import required_bytes
 from jaxinf.streaming.count import Count, count
 from jaxinf.streaming.function import StreamedFunction
-from jaxinf.streaming.plan.fit import Prepared, prepare
-from jaxinf.streaming.plan.group_step import GroupStep
+from jaxinf.streaming.plan.fit import Prepared
 from jaxinf.streaming.plan.memory import check_mesh, return_freed_memory
 from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.planning import plan_within, within
@@ -57,7 +55,6 @@ from jaxinf.streaming.program.meshes import (
 from jaxinf.streaming.program.trace import abstract, check_params
 from jaxinf.streaming.program.units import part_counts
 from jaxinf.streaming.step import Bound, Step
-from jaxinf.streaming.update.micro_batches import first_part
 from jaxinf.streaming.update.near_storage import passes_for, trace_optimizer
 from jaxinf.streaming.update.store_sink import StoreSink
 from jaxinf.typing import JsonValue, PyTree
@@ -189,16 +186,9 @@ class StreamedStep(Step):
         Returns:
           As `jaxinf.stream` without an optimizer; closed with this step.
         """
-        own = self._options
-        options = Options(
-            own.memory_bytes,
-            own.device_memory_bytes,
-            has_aux=True,
-            policy="keep",
-            deterministic=own.deterministic,
-            together=own.together,
+        made = StreamedFunction(
+            fn, self.store, self._options.of_function(), step=self, average=average
         )
-        made = StreamedFunction(fn, self.store, options, step=self, average=average)
         if self._params is not None:
             made.load(self._params)
         self._functions.append(made)
@@ -226,29 +216,15 @@ class StreamedStep(Step):
         engine.join()
         self.store.annotate(engine.opened.finished.step + 1, payload)
 
-    def close(self) -> None:
-        """Finishes the commit in flight and closes the store; idempotent."""
+    def __exit__(self, *error: Any) -> None:
+        """Finishes the commit in flight and closes the store, as `close` does."""
         try:
-            self._close_bound()
+            self._thread.settle()
+            for function in self._functions:
+                function.close()
+            super().__exit__(*error)
         finally:
-            self.store.close()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            self._close_bound()
-        finally:
-            self.store.__exit__(kind, error, trace)
-
-    def _close_bound(self) -> None:
-        self._thread.settle()
-        for function in self._functions:
-            function.close()
-        super()._close_bound()
+            self.store.__exit__(*error)
 
     # --- what configures a step ----------------------------------------------------
 
@@ -267,37 +243,26 @@ class StreamedStep(Step):
             ready, self._ready = self._ready, None
             if ready is not None:
                 return ready
-        options = self._options
-        ready = prepare(
-            self._loss_fn,
-            params,
-            first_part(batch, options.micro_batches),
-            has_aux=options.has_aux,
-            num_parts=options.micro_batches,
-            is_deterministic=options.deterministic,
-        )
-        check_mesh(ready.traced.mesh, options.policy)
-        check_processes(engine_of(self.store).group, ready.traced.mesh)
+        ready = self._prepared(self._loss_fn, params, batch)
+        self._check_mesh(ready.traced.mesh)
         return ready
 
-    def _sink(self, ready: Prepared) -> StoreSink:
-        program = self._optimizer(self._started())
-        shape = engine_of(self.store).opened
-        return StoreSink(self.store, ready, program, shape, self._options)
+    def _check_mesh(self, mesh: Mesh | None) -> None:
+        check_mesh(mesh, self._options.policy)
+        check_processes(engine_of(self.store).group, mesh)
 
-    def _count(self, batch: PyTree, params: PyTree, options: Options) -> Count:
+    def _sink(self, ready: Prepared, options: Options) -> StoreSink:
+        update, shape = self._optimizer(self._started()), engine_of(self.store).opened
+        return StoreSink(self.store, ready, update, shape, options)
+
+    def _count(self, ready: Prepared, params: PyTree, options: Options) -> Count:
         avals = self._started() if params is None else params
         engine = engine_of(self.store)
-        ready = self._trace(batch, avals)
-        with outside_mesh():
-            update = self._optimizer(avals)
-            what = self._tx, options, update, avals, ready.gradient_pieces
-            _, description = _described(*what)
-            shape = engine.shape(description)
-            num_bytes = sum(required_bytes(shape.directory).values())
-            sink = StoreSink(self.store, ready, update, shape, options)
-            now_bytes = 0 if engine.commit is None else num_bytes
-            return count(sink, ready, num_bytes, now_bytes)
+        _, description = self._described(avals, ready.gradient_pieces)
+        shape = engine.shape(description)
+        num_bytes = sum(required_bytes(shape.directory).values())
+        sink = StoreSink(self.store, ready, self._optimizer(avals), shape, options)
+        return count(sink, ready, num_bytes, num_bytes * (engine.commit is not None))
 
     def _optimizer(self, params: PyTree) -> UpdateProgram:
         if self._update is None or self._update[0] is not params:
@@ -332,92 +297,81 @@ class StreamedStep(Step):
             self._ready = None
 
     def _start_pieces(self, avals: PyTree, leaves: _MakeLeaves) -> None:
-        ready, engine, options = self._ready, engine_of(self.store), self._options
-        pieces = () if ready is None else ready.gradient_pieces
+        engine, ready = engine_of(self.store), self._ready
         check_params(avals)
-        check_mesh(mesh := mesh_of(avals), options.policy)
-        check_processes(engine.group, mesh)
-        update = self._optimizer(avals)
-        first, description = _described(self._tx, options, update, avals, pieces)
+        self._check_mesh(mesh_of(avals))
+        pieces = () if ready is None else ready.gradient_pieces
+        first, description = self._described(avals, pieces)
         plain = jax.tree.leaves(without_shardings(avals))
         scalars, inputs = initial_inputs(first, plain)
         made: Iterator[Iterable[Shard]] = iter(())
         if engine.commit is None:
             plan = None
             if ready is not None:
-                what = self.store, ready, update, engine.shape(description), options
-                make = partial(StoreSink, *what)
-                sink = self._together.group.in_all("the optimizer's programs", make)
+                shape = engine.shape(description)
+                what = self.store, ready, self._optimizer(avals), shape, self._options
+                make, group = partial(StoreSink, *what), self._together.group
+                sink = group.in_all("the optimizer's programs", make)
                 plan = partial(plan_within, sink, ready)
-            made = within(options, partial(_fitting, self._together, leaves, plan))
+            made = within(self._options, partial(self._fitting, leaves, plan))
         self._params = avals
         if engine.bind(description, may_create=True, uses_budget=False):
-            for number in range(len(plain)):
-                what = description, number, made, inputs[number]
-                _write_leaf(engine, *what, options.memory_bytes)
+            for leaf, own in inputs.items():
+                self._write_leaf(description, leaf, made, own)
             engine.finish_initialisation(scalars)
         self._num_skipped = engine.opened.finished.skipped_steps
         return_freed_memory()  # of traces and of the first params
 
+    def _fitting(
+        self,
+        leaves: _MakeLeaves,
+        plan: Callable[[Mapping[str, int]], object] | None,
+        budgets: Mapping[str, int],
+    ) -> Iterator[Iterable[Shard]]:
+        """Returns the leaves to be made, if they and the program fit in budgets."""
+        host_bytes, group = budgets["memory_bytes"], self._together.group
+        num_bytes = min(budgets.get("device_memory_bytes") or host_bytes, host_bytes)
+        made = group.in_all("the first params", lambda: leaves(num_bytes))
+        if plan is not None:
+            plan(budgets)
+        return iter(made)
 
-def _fitting(
-    together: GroupStep,
-    leaves: _MakeLeaves,
-    plan: Callable[[Mapping[str, int]], object] | None,
-    budgets: Mapping[str, int],
-) -> Iterator[Iterable[Shard]]:
-    """Returns the leaves to be made, if they and the program fit in budgets.
+    def _described(
+        self, avals: PyTree, pieces: Sequence[Piece]
+    ) -> tuple[Any, StoreDescription]:
+        """Returns the optimizer's first state, traced, and the store for a program.
 
-    Args:
-      plan: Plans the program, or raises; None if it is not known.
-    """
-    host_bytes = budgets["memory_bytes"]
-    num_bytes = min(budgets.get("device_memory_bytes") or host_bytes, host_bytes)
-    made = together.group.in_all("the first params", lambda: leaves(num_bytes))
-    if plan is not None:
-        plan(budgets)
-    return iter(made)
+        Args:
+          avals: Shapes, dtypes and shardings of the params.
 
+        Raises:
+          UnsupportedTransformError: The optimizer needs too much of all leaves.
+        """
+        options, update = self._options, self._optimizer(avals)
+        is_alone = options.together.group.is_alone
+        passes_for(update, pieces, is_alone=is_alone)
+        held, holders = jax.tree.leaves(avals), list[Any]()
+        first = trace_init(self._tx, without_shardings(avals))
+        counts = part_counts(held, pieces)
+        if not is_alone:  # the processes that have each part of each leaf
+            pairs = zip(on_mesh(held, mesh_of(avals)), counts, strict=True)
+            holders = [part_holders(x.sharding, x.shape, own) for x, own in pairs]
+        how = {"average": options.average, "compression": options.compress}
+        return first, describe(update, first, counts, holders=holders, **how)
 
-def _write_leaf(
-    engine: Engine,
-    description: StoreDescription,
-    leaf: int,
-    made: Iterator[Iterable[Shard]],
-    inputs: ScalarInputs,
-    memory_bytes: int,
-) -> None:
-    """Makes the next leaf, and writes its params and first state; blocks."""
-    engine.opened.mover.drain()
-    engine.opened.fleet.limit_memory(0)  # idle buffers leave the leaf their memory
-    shards = next(made)
-    engine.opened.limit_memory(memory_bytes // BUFFERS_SHARE)
-    for index, shard in shards:
-        origin = [dim.start or 0 for dim in index]
-        engine.initialise(description, [FirstParams(leaf, shard, origin, inputs)])
-
-
-def _described(
-    tx: optax.GradientTransformation,
-    options: Options,
-    update: UpdateProgram,
-    avals: PyTree,
-    pieces: Sequence[Piece],
-) -> tuple[Any, StoreDescription]:
-    """Returns the optimizer's first state, traced, and the store that suits a program.
-
-    Args:
-      avals: Shapes, dtypes and shardings of the params.
-
-    Raises:
-      UnsupportedTransformError: The optimizer needs too much of all leaves.
-    """
-    is_alone = options.together.group.is_alone
-    passes_for(update, pieces, is_alone=is_alone)
-    held, holders = jax.tree.leaves(avals), list[Any]()
-    first, counts = trace_init(tx, without_shardings(avals)), part_counts(held, pieces)
-    if not is_alone:  # the processes that have each part of each leaf
-        pairs = zip(on_mesh(held, mesh_of(avals)), counts, strict=True)
-        holders = [part_holders(x.sharding, x.shape, own) for x, own in pairs]
-    how = {"average": options.average, "compression": options.compress}
-    return first, describe(update, first, counts, holders=holders, **how)
+    def _write_leaf(
+        self,
+        description: StoreDescription,
+        leaf: int,
+        made: Iterator[Iterable[Shard]],
+        inputs: ScalarInputs,
+    ) -> None:
+        """Makes the next leaf, and writes its params and first state; blocks."""
+        engine = engine_of(self.store)
+        engine.opened.mover.drain()
+        engine.opened.fleet.limit_memory(0)  # idle buffers leave the leaf their memory
+        shards = next(made)
+        engine.opened.limit_memory(self._options.memory_bytes // BUFFERS_SHARE)
+        for index, shard in shards:
+            origin = [dim.start or 0 for dim in index]
+            engine.initialise(description, [FirstParams(leaf, shard, origin, inputs)])

@@ -182,15 +182,15 @@ class SlowScratch(Scratch):
         self._drive = drive
         self._bytes_per_s = bytes_per_s if math.isfinite(bytes_per_s) else None
 
-    def write(self, part: Part, *arguments: Any, **named: Any) -> int:
+    def write(self, part: Part, *arguments: Any, **named: Any) -> None:
         """As `Scratch.write`."""
         with held_up(Passage(self._drive, part.num_bytes, self._bytes_per_s)):
-            return super().write(part, *arguments, **named)
+            super().write(part, *arguments, **named)
 
-    def read(self, part: Part, *arguments: Any, **named: Any) -> int:
+    def read(self, part: Part, *arguments: Any, **named: Any) -> None:
         """As `Scratch.read`."""
         with held_up(Passage(self._drive, part.num_bytes, self._bytes_per_s)):
-            return super().read(part, *arguments, **named)
+            super().read(part, *arguments, **named)
 
 
 class Stack:

@@ -11,8 +11,7 @@ from jaxinf.streaming.move.scratch import Scratch
 
 def main(folder):
     scratch = Scratch([folder])
-    place = scratch.allocate(32 << 20)
-    scratch.reserve()
+    (place,) = scratch.allocate([32 << 20])
     for part in place:
         scratch.write(part, np.ones(32 << 20, np.uint8))
     os.kill(os.getpid(), signal.SIGKILL)

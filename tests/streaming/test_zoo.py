@@ -13,6 +13,7 @@ from zoo import ZOO
 from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.move.spill import Spill, waiting
 from jaxinf.streaming.plan.fit import cut_to_fit, plan_of
+from jaxinf.streaming.program.graph import aval_bytes
 
 pytestmark = pytest.mark.optimized("long")
 
@@ -55,8 +56,9 @@ def test_gradients_are_those_of_one_jit(name, tmp_path):
 
     # With the same bits activations may be kept, and gradients be on a drive meanwhile.
     keeping = plan_of(ready, plan.cuts, "keep")
-    # With no memory for them.
-    planned = waiting(dict.fromkeys(ready.gradient_pieces, 1), 0)
+    found = ready.lifetimes.graph.gradients.items()
+    sizes = {piece: max(1, aval_bytes(value.aval)) for piece, value in found}
+    planned = waiting(sizes, 0)  # with no memory for them
     spill = Spill(Scratch([tmp_path]), planned)
     again = streamed(program, keeping, executables, spill)
     assert_same_bits(again, (loss, aux, gradients))

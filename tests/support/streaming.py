@@ -95,7 +95,7 @@ def streamed(program, plan, executables, spill=None, values=None):
         seen.append(piece)
         if spill is not None:
             spill.put(piece, gradient)
-            gradient = spill.take(piece)
+            ((_, gradient),) = spill.read(removes=True)
         gradients[piece.leaf][piece.index] = gradient
 
     loss, aux = Runner(plan, executables, values=values)(

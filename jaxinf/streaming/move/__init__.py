@@ -1,5 +1,5 @@
 """Moves tensors between drives, the host and the JAX device while programs run.
 
 Invariant: what is in memory at any time is what the plan says; a tensor comes back with
-  its bits, but for the low ones if it was coded.
+its bits.
 """

@@ -1,4 +1,4 @@
-"""The params of a step: read ahead of the programs, or in memory.
+"""The params of a step: read ahead of programs, or in memory.
 
     drive ─► buffer, which the device reads in place         a device with the host's
     drive ─► registered buffer ─► device                     … with memory of its own
@@ -9,22 +9,20 @@ no program, no copy and no update can still read it.
 """
 
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 from jax import lax
 from jax.sharding import SingleDeviceSharding
 
 from jaxinf import compat
-from jaxinf.engine import put_together
-from jaxinf.streaming.move.reader import StoreReader
-from jaxinf.streaming.move.uploads import Uploads
-from jaxinf.streaming.move.workers import Dropped, MoveCounts, Workers
+from jaxinf.engine import Engine, ParamsReader, put_together
+from jaxinf.streaming.move.jobs import Jobs, MoveCounts, Uploads
 from jaxinf.streaming.plan.group_step import GroupStep
 from jaxinf.streaming.plan.reads import Fetch, Reading
 from jaxinf.streaming.program.graph import Piece, piece_sharding
@@ -33,44 +31,96 @@ from jaxinf.transfer import PAGE_BYTES, Buffer, BufferPool, aligned, span
 from jaxinf.typing import Array
 
 
-class Params(ABC):
-    """Where the params of programs come from."""
+class MemoryParams:
+    """Params that are all in memory, where someone else updates them."""
 
-    counts: MoveCounts
+    def __init__(self, leaves: Callable[[], Sequence[Any]]) -> None:
+        self._leaves = leaves
+        self._held: Sequence[Any] = ()
+        self.counts = MoveCounts()
 
-    @abstractmethod
     def begin(self) -> None:
-        """Gets ready for a run of programs."""
+        self._held = self._leaves()
 
-    @abstractmethod
     def get(self, number: int, piece: Piece) -> jax.Array:
-        """Returns a part of the params for the call of that number; blocks."""
+        leaf = self._held[piece.leaf]
+        return piece.of(leaf) if piece.index or piece.rows else leaf
 
-    @abstractmethod
     def stop(self) -> None:
-        """Ends a run; no program may be in flight."""
+        self._held = ()
 
-    # What is all in memory has nothing to do for these, and updates it elsewhere.
+    def take(self, unit: Unit) -> None: ...
+    def free(self, unit: Unit) -> None: ...
+    def done(self, number: int) -> None: ...
+    def rest(self) -> None: ...
+    def close(self) -> None: ...
 
-    def take(self, unit: Unit) -> Sequence[Array] | None:
-        """Returns a unit's shards for its update; None if it has to read them.
 
-        They stay until `free`. Those of a unit that the store does not move by shards
-        are never given.
+class StoreReader:
+    """Reads units of the store's current step.
+
+    Until the first of them are read, the store prefetches no state for updates, since
+    programs wait for params first.
+
+    Args:
+      memory_bytes: Memory for reads, beside the units.
+    """
+
+    def __init__(
+        self, engine: Engine, memory_bytes: int, *, average: bool = False
+    ) -> None:
+        self._engine = engine
+        self._open = partial(ParamsReader, memory_bytes=memory_bytes, average=average)
+        self._num_left = 0  # of the first
+        self._reader: ParamsReader | None = None
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """What it reads: how often the store's contents were replaced, and its step.
+
+        A store that restarts has each step number again, with other params.
         """
-        return None
+        return self._engine.num_replaced, self._engine.opened.finished.step
 
-    def free(self, unit: Unit) -> None:
-        """Notes that a unit is updated."""
+    def begin(self, num_first: int) -> None:
+        """Begins a step; there is no commit before it ends.
 
-    def done(self, number: int) -> None:
-        """Notes that a call has run; frees what no later call needs."""
+        Args:
+          num_first: Number of units that have room when it begins.
+        """
+        self.close()
+        self._reader = self._open(self._engine.opened)
+        self._num_left = num_first
+        self._engine.opened.mover.hold_prefetches(num_first > 0)
 
-    def rest(self) -> None:
-        """Frees the memory for reading until the next run."""
+    def read(self, unit: Unit, shards: Sequence[Array]) -> None:
+        """Fills arrays with a unit's shards; blocks.
+
+        Chunks that another process holds are zeros.
+        """
+        reader, opened = self._reader, self._engine.opened
+        assert reader is not None
+        name = opened.directory.manifest.leaves[unit.leaf].name
+        with span("fetch", (name, *unit.place[1:]), num_bytes=unit.num_bytes):
+            parts = shards if unit.is_divided else [np.zeros(unit.shape, unit.dtype)]
+            for box, part in zip(unit.boxes, parts, strict=True):
+                if unit.is_shared:
+                    part[...] = 0
+                extent, origin = unit.extent_of(box), unit.origin_of(box)
+                reader.read(unit.leaf, part.reshape(extent), origin)
+            if not unit.is_divided:
+                for box, shard in zip(unit.shards, shards, strict=True):
+                    shard[...] = parts[0][box.slices]
+        self._num_left -= 1
+        if not self._num_left:
+            opened.mover.hold_prefetches(False)
 
     def close(self) -> None:
-        """Stops, and frees the memory for reading; idempotent."""
+        """Frees its memory."""
+        self._engine.opened.mover.hold_prefetches(False)
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
 
 
 @dataclass(eq=False)
@@ -91,8 +141,6 @@ class _Read:
     fetch: Fetch
     memory: Buffer | None = None
     value: jax.Array | None = None
-    error: BaseException | None = None
-    is_read: bool = False
     is_there: bool = False
     is_held: bool = False
     is_complete: bool = False
@@ -100,27 +148,21 @@ class _Read:
     has_room: bool = False
 
     @property
-    def is_ready(self) -> bool:
-        return self.is_there or self.error is not None
+    def shards(self) -> tuple[Array, ...]:
+        """The unit's shards in the host's memory."""
+        assert self.memory is not None, "it was read"
+        return self.fetch.unit.views(self.memory.array)
 
 
-def _on_host_devices(unit: Unit, shards: Sequence[Array]) -> jax.Array:
-    """Puts shards on devices that read them in place; see `Unit.put_together`."""
-    if unit.is_shared:
-        return unit.put_together(shards)
-    return unit.on_devices(shards)
-
-
-class StoreParams(Params):
+class StoreParams:
     """Params of a store, for programs and for updates.
 
     Units are read in the order in which calls need them, so those that a call waits for
     always get room.
 
     Args:
-      reading: The reads of each run. Of a device with memory of its own, its host's
-        memory is for buffers: two of the largest unit, and room for the units that wait
-        for their update. A third one is taken beside it, pinned.
+      reading: The reads of each run. Of a device with memory of its own, `host_bytes`
+        are for buffers; what is pinned is taken beside it.
       are_frozen: Whether what stays is the same after a step of the store.
     """
 
@@ -139,21 +181,23 @@ class StoreParams(Params):
         self._version: tuple[int, int] | None = None  # of what stays
         self._together = together or GroupStep()
         self._store_units, self._reader, self._device = store_units, reader, device
-        room_bytes, host_bytes = reading.room_bytes, reading.host_bytes
-        self._has_link = host_bytes is not None
-        self._device_bytes = room_bytes  # that are free, of a device with its own
+        self._has_link = reading.host_bytes is not None
+        self._device_bytes = reading.room_bytes  # that are free, of one with its own
         registry = compat.memory_registry(device) if self._has_link else None
-        self._pool = BufferPool(
-            max(room_bytes if host_bytes is None else host_bytes, PAGE_BYTES),
-            registry=registry,
-        )
+        num_bytes = reading.host_bytes if self._has_link else reading.room_bytes
+        self._pool = BufferPool(max(num_bytes or 0, PAGE_BYTES), registry=registry)
         self._uploads = Uploads(
-            is_registered=registry is not None, pinned_bytes=reading.largest_bytes
+            self._fail,
+            is_registered=registry is not None,
+            pinned_bytes=reading.largest_bytes,
         )
-        self._workers = Workers([1], "jaxinf-fetch")
-        self._changed = self._workers.changed
+        self._jobs = Jobs("jaxinf-fetch")
+        self._changed = self._jobs.changed
         self._reads: dict[Fetch, _Read] = {}
+        self._to_read: deque[_Read] = deque()
+        self._is_reading = False
         self._to_copy: deque[_Read] = deque()
+        self._error: BaseException | None = None  # nothing is read after it
         self._of_unit: dict[Unit, list[Fetch]] = {}  # in order
         self._ends: dict[int, list[Fetch]] = {}  # by their last call
         for fetch in reading.fetches:
@@ -181,9 +225,9 @@ class StoreParams(Params):
         self._reader.begin(self._reading.num_first(new))
         reads = [_Read(one, is_held=one.gradient is not None) for one in new]
         self._reads.update((one.fetch, one) for one in reads)
-        if self._has_link:
-            self._to_copy.extend(reads)
-        self._workers.submit(0, partial(self._read_all, reads))
+        with self._changed:
+            self._to_read.extend(reads)
+            self._go_on()
 
     def _has_stayed(self, fetch: Fetch) -> bool:
         """Whether a unit's first read is that of the step before."""
@@ -196,6 +240,7 @@ class StoreParams(Params):
         return True
 
     def get(self, number: int, piece: Piece) -> jax.Array:
+        """Returns a part of the params for the call of that number; blocks."""
         unit = self._store_units.unit(piece)
         fetch = next(one for one in self._of_unit[unit] if one.last >= number)
         with self._together.holding():
@@ -208,19 +253,19 @@ class StoreParams(Params):
         """Returns a unit; blocks until it is on the device.
 
         Raises:
-          StoreIOError: The drive failed. Other units still come.
+          StoreIOError: The drive failed.
         """
         unit, counts = read.fetch.unit, self.counts
         counts.num_got += 1
-        counts.num_ready += read.is_ready
+        counts.num_ready += read.is_there
         began_s = time.perf_counter()
         with span("wait", "jaxinf-fetch"), self._changed:
-            self._changed.wait_for(lambda: read.is_ready)
+            self._changed.wait_for(lambda: read.is_there or self._error is not None)
             counts.waited_s += time.perf_counter() - began_s
-        if read.error is not None:
-            raise read.error
+        if not read.is_there and self._error is not None:
+            raise self._error
         if read.value is None:
-            read.value = _on_host_devices(unit, unit.views(_memory_of(read)))
+            read.value = _on_host_devices(unit, read.shards)
         elif unit.is_shared and self._has_link and not read.is_complete:
             read.value = put_together(read.value, donates=True)
         read.is_complete = True
@@ -239,13 +284,19 @@ class StoreParams(Params):
         return jax.device_put(array, piece_sharding(unit.sharding, part))
 
     def done(self, number: int) -> None:
+        """Notes that a call has run; frees what no later call needs."""
         with self._changed:
             for fetch in self._ends.get(number, ()):
                 self._release(self._reads[fetch])
+            self._go_on()
 
     def stop(self) -> None:
-        self._workers.reset()
-        self._to_copy.clear()
+        """Ends a run; no program may be in flight. What is under way is waited for."""
+        with self._changed:
+            self._to_read.clear()
+            self._to_copy.clear()
+        self._jobs.reset()
+        self._is_reading, self._error = False, None
         self._uploads.drop()
         with self._changed:
             for read in [*self._reads.values()]:
@@ -255,21 +306,27 @@ class StoreParams(Params):
         self._reader.close()
 
     def take(self, unit: Unit) -> Sequence[Array] | None:
+        """Returns a unit's shards for its update; None if it has to read them.
+
+        They stay until `free`. Those of a unit that the store does not move by shards
+        are never given.
+        """
         with self._changed:
             read = self._to_update(unit)
-            is_there = read is not None and read.is_there
-            return unit.views(_memory_of(read)) if read and is_there else None
+            return read.shards if read and read.is_there else None
 
     def free(self, unit: Unit) -> None:
+        """Notes that a unit is updated."""
         with self._changed:
             if (read := self._to_update(unit)) is not None:
                 read.is_held = False
                 self._settle(read)
+                self._go_on()
 
     def _to_update(self, unit: Unit) -> _Read | None:
         fetch = self._updates.get(unit)
-        read = None if fetch is None else self._reads.get(fetch)
-        return read if read is not None and read.is_held else None
+        read = fetch and self._reads.get(fetch)
+        return read if read and read.is_held else None
 
     @property
     def held_bytes(self) -> int:
@@ -277,14 +334,16 @@ class StoreParams(Params):
         return self._pool.held_bytes
 
     def rest(self) -> None:
+        """Frees the memory for reading until the next run."""
         self._free_updates()
         self._drop_staying()
         self._pool.free_idle()
 
     def close(self) -> None:
+        """Stops, and frees the memory for reading; idempotent."""
         self.stop()
         self.rest()
-        self._workers.close()
+        self._jobs.close()
         self._uploads.close()
         self._pool.close()
 
@@ -296,13 +355,12 @@ class StoreParams(Params):
         if read.has_room:
             read.has_room = False
             self._device_bytes += read.fetch.unit.num_bytes
-            self._upload()
         self._settle(read)
 
     def _settle(self, read: _Read) -> None:
         """Frees memory that neither a device nor an update will read."""
         is_copied = read.is_there and self._has_link
-        is_used = not (read.is_over or is_copied or read.error is not None)
+        is_used = not (read.is_over or is_copied)
         if read.memory is not None and not (read.is_held or is_used):
             read.memory.release()
             read.memory = None
@@ -321,77 +379,70 @@ class StoreParams(Params):
                 if read.fetch.stays:
                     self._release(read)
 
-    # --- on threads ----------------------------------------------------------------
+    # --- reads, and copies to the device -------------------------------------------
 
-    def _read_all(self, reads: Sequence[_Read]) -> None:
-        for read in reads:
-            unit = read.fetch.unit
-            try:
-                with self._changed:
-                    self._workers.wait(partial(self._take_memory, read))
-                self._reader.read(unit, unit.views(_memory_of(read)))
-            except Dropped:
-                return
-            except BaseException as error:  # others still come
-                read.error = error
-            with self._changed:
-                if read.error is None:
-                    self.counts.num_read_bytes += unit.num_bytes
-                    read.is_read, read.is_there = True, not self._has_link
-                else:
-                    read.is_held = False
-                self._settle(read)
-                self._upload()
-
-    def _take_memory(self, read: _Read) -> bool:
-        read.memory = self._pool.acquire(read.fetch.unit.page_bytes, block=False)
-        return read.memory is not None
-
-    def _upload(self) -> None:
-        """Starts to copy units in order, as each is read and the device has room."""
-        own = SingleDeviceSharding(self._device)
+    def _go_on(self) -> None:
+        """Starts what there is room for, in order; the caller has the lock."""
+        if self._to_read and not self._is_reading:
+            self._is_reading = True
+            self._jobs.submit(self._read_on)
         while self._to_copy:
             read, unit = self._to_copy[0], self._to_copy[0].fetch.unit
-            if read.error is None:
-                if not read.is_read or unit.num_bytes > self._device_bytes:
-                    return
-                self._device_bytes -= unit.num_bytes
-                read.has_room = True
-                pairs = unit.places(unit.views(_memory_of(read)), own)
-                self._uploads.start(pairs, partial(self._copied, read), unit.place)
+            if unit.num_bytes > self._device_bytes:
+                break
             self._to_copy.popleft()
+            self._device_bytes -= unit.num_bytes
+            read.has_room = True
+            pairs = unit.places(read.shards, SingleDeviceSharding(self._device))
+            self._uploads.start(pairs, partial(self._copied, read), unit.place)
 
-    def _copied(
-        self, read: _Read, copies: Sequence[jax.Array], error: BaseException | None
-    ) -> None:
+    def _read_on(self) -> None:
+        """Reads units as long as there is memory; on a thread."""
+        try:
+            while (read := self._next()) is not None:
+                unit = read.fetch.unit
+                self._reader.read(unit, read.shards)
+                with self._changed:
+                    self.counts.num_read_bytes += unit.num_bytes
+                    if self._has_link:
+                        self._to_copy.append(read)
+                    else:
+                        read.is_there = True
+                    self._settle(read)
+                    self._go_on()
+        except BaseException as error:
+            self._fail(error)
+
+    def _next(self) -> _Read | None:
+        """Returns the next read, with memory; None if there is none now."""
         with self._changed:
-            read.error, read.is_there = error, error is None
-            if error is None:
-                read.value = read.fetch.unit.of_parts(copies)
-            else:
-                read.is_held = False
+            if self._to_read:
+                read = self._to_read[0]
+                num_bytes = read.fetch.unit.page_bytes
+                read.memory = self._pool.acquire(num_bytes, block=False)
+                if read.memory is not None:
+                    return self._to_read.popleft()
+            self._is_reading = False
+            return None
+
+    def _copied(self, read: _Read, copies: Sequence[jax.Array]) -> None:
+        with self._changed:
+            read.value, read.is_there = read.fetch.unit.of_parts(copies), True
             self._settle(read)
+            self._go_on()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
 
 
-def _memory_of(read: _Read) -> Array:
-    assert read.memory is not None, "it was read"
-    return read.memory.array
+def _on_host_devices(unit: Unit, shards: Sequence[Array]) -> jax.Array:
+    """Puts shards on devices that read them in place; see `Unit.put_together`."""
+    if unit.is_shared:
+        return unit.put_together(shards)
+    return unit.on_devices(shards)
 
 
-class MemoryParams(Params):
-    """Params that are all in memory."""
-
-    def __init__(self, leaves: Callable[[], Sequence[Any]]) -> None:
-        self._leaves = leaves
-        self._held: Sequence[Any] = ()
-        self.counts = MoveCounts()
-
-    def begin(self) -> None:
-        self._held = self._leaves()
-
-    def get(self, number: int, piece: Piece) -> jax.Array:
-        leaf = self._held[piece.leaf]
-        return piece.of(leaf) if piece.index or piece.rows else leaf
-
-    def stop(self) -> None:
-        self._held = ()
+Params: TypeAlias = MemoryParams | StoreParams
+"""Where the params of programs come from."""

@@ -6,13 +6,11 @@ Invariant: the files have no name, so they disappear with the process, however i
 and runs that share a folder never meet. They are never synced.
 """
 
-import contextlib
-import errno
 import itertools
 import os
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -21,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxinf.streaming.move.workers import Workers
+from jaxinf.streaming.move.jobs import Jobs
 from jaxinf.transfer import (
     ByteMeters,
     aligned,
@@ -37,8 +35,6 @@ PART_BYTES = 4 << 20
 """The longest part of a value that is moved at once."""
 
 THREADS_PER_DRIVE = 2
-
-_NO_NAMELESS = {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL}
 
 
 class Part(NamedTuple):
@@ -89,73 +85,95 @@ class Scratch:
         self._meters = ByteMeters() if meters is None else meters
         self._content = content
         self._drives = [str(folder) for folder in self._folders]
-        self._workers = Workers([num_threads] * len(folders), f"jaxinf-{content}")
+        self._jobs = [Jobs(f"jaxinf-{content}", num_threads) for _ in folders]
         self._own = threading.local()  # a thread's memory to write a part from
-        self._opening = threading.Lock()
         self._files: list[int] = []
-        self._reserved = [0] * len(folders)
-        self.reset()
 
-    # --- places --------------------------------------------------------------------
+    def allocate(self, sizes: Iterable[int]) -> list[Sequence[Part]]:
+        """Takes room for values of so many bytes; blocks. Called once.
 
-    def allocate(self, num_bytes: int) -> tuple[Part, ...]:
-        """Returns a place for a value; its parts take turns on the drives.
-
-        Not thread-safe.
-        """
-        parts = []
-        for start in range(0, max(num_bytes, 1), PART_BYTES):
-            drive, stop = next(self._turns), min(start + PART_BYTES, num_bytes)
-            parts.append(Part(drive, self._ends[drive], start, stop))
-            self._ends[drive] += page_ceil(stop - start)
-        return tuple(parts)
-
-    def reserve(self) -> None:
-        """Takes room on the drives for all places; blocks.
+        Returns:
+          The place of each; the parts of all take turns on the drives.
 
         Raises:
           StoreSpaceError, StoreIOError: A drive is full, or failed.
         """
-        self._open()
-        for drive, end in enumerate(self._ends):
-            if end > self._reserved[drive]:
+        places, ends = [], [0] * len(self._folders)
+        turns = itertools.cycle(range(len(self._folders)))
+        for num_bytes in sizes:
+            parts = []
+            for start in range(0, max(num_bytes, 1), PART_BYTES):
+                drive, stop = next(turns), min(start + PART_BYTES, num_bytes)
+                parts.append(Part(drive, ends[drive], start, stop))
+                ends[drive] += page_ceil(stop - start)
+            places.append(tuple(parts))
+        try:
+            self._open(ends if places else ())
+        except BaseException:
+            self.close()
+            raise
+        return places
+
+    def _open(self, ends: Sequence[int]) -> None:
+        for drive, end in enumerate(ends):
+            making = translated("making a file", self._shown(drive))
+            with making, tempfile.TemporaryFile(dir=self._folders[drive]) as file:
+                self._files.append(os.dup(file.fileno()))
+            if end:
                 with translated("reserving room", self._shown(drive)):
                     os.posix_fallocate(self._files[drive], 0, end)
-                self._reserved[drive] = end
-
-    def reset(self) -> None:
-        """Gives up all places; the files keep their room for new ones."""
-        self._ends = [0] * len(self._folders)
-        self._turns = itertools.cycle(range(len(self._folders)))
 
     # --- moves ---------------------------------------------------------------------
 
     def start_write(
         self, parts: Sequence[Part], value: Array | jax.Array, what: object = ""
-    ) -> list[Future[int]]:
-        """Starts to write a value, which may still be computed; a future a part."""
+    ) -> Future[None]:
+        """Starts to write a value, which may still be computed."""
 
-        def write(part: Part) -> int:
+        def write(part: Part) -> None:
             raw = raw_bytes(np.asarray(jax.block_until_ready(value)))
-            return self.write(part, raw, what)
+            self.write(part, raw, what)
 
-        return [self._workers.submit(p.drive, partial(write, p)) for p in parts]
+        return self._start(write, parts)
 
     def start_read(
         self, parts: Sequence[Part], out: Array, what: object = ""
-    ) -> list[Future[int]]:
-        """Starts to read a value into its memory, in whole pages; a future a part."""
-        return [
-            self._workers.submit(p.drive, partial(self.read, p, out, what))
-            for p in parts
-        ]
+    ) -> Future[None]:
+        """Starts to read a value into its memory, in whole pages."""
+        return self._start(lambda part: self.read(part, out, what), parts)
+
+    def _start(
+        self, move: Callable[[Part], None], parts: Sequence[Part]
+    ) -> Future[None]:
+        """Returns the future of a move; it ends when each of the parts has."""
+        whole: Future[None] = Future()
+        left, guard = [*parts], threading.Lock()
+        errors: list[BaseException] = []
+
+        def ended(part: Part, moved: Future[None]) -> None:
+            if moved.cancelled():
+                whole.cancel()
+                return
+            with guard:
+                left.remove(part)
+                errors.extend(filter(None, [moved.exception()]))
+                is_last = not left
+            if is_last and errors:
+                whole.set_exception(errors[0])
+            elif is_last:
+                whole.set_result(None)
+
+        for part in parts:
+            self._jobs[part.drive].submit(partial(move, part), partial(ended, part))
+        return whole
 
     def drop(self) -> None:
         """Drops moves that have not begun; blocks until the others have ended."""
-        self._workers.reset()
+        for jobs in self._jobs:
+            jobs.reset()
 
-    def write(self, part: Part, raw: Array, what: object = "") -> int:
-        """Writes a part of a value, and returns its bytes; blocks. Thread-safe.
+    def write(self, part: Part, raw: Array, what: object = "") -> None:
+        """Writes a part of a value; blocks. Thread-safe.
 
         Args:
           raw: The whole value, `uint8`, contiguous.
@@ -163,7 +181,6 @@ class Scratch:
         Raises:
           StoreSpaceError, StoreIOError: The drive is full, or failed.
         """
-        self._open()
         if not hasattr(self._own, "memory"):
             self._own.memory = aligned(PART_BYTES)
         length = part.num_bytes
@@ -171,9 +188,8 @@ class Scratch:
         padded[:length] = raw[part.start : part.stop]
         padded[length:] = 0
         self._move(write_from, part, padded, what)
-        return length
 
-    def read(self, part: Part, out: Array, what: object = "") -> int:
+    def read(self, part: Part, out: Array, what: object = "") -> None:
         """Reads a part into the whole value's memory; blocks. Thread-safe.
 
         Args:
@@ -184,7 +200,6 @@ class Scratch:
         """
         length = page_ceil(part.num_bytes)
         self._move(read_into, part, out[part.start : part.start + length], what)
-        return part.num_bytes
 
     def _move(self, call: Any, part: Part, memory: Array, what: object) -> None:
         drive, kind = part.drive, "read" if call is read_into else "write"
@@ -199,28 +214,13 @@ class Scratch:
                 shown=self._shown(drive),
             )
 
-    # --- files ---------------------------------------------------------------------
-
     def close(self) -> None:
         """Ends the threads and closes the files, which removes them; idempotent."""
-        self._workers.close()
+        for jobs in self._jobs:
+            jobs.close()
         files, self._files = self._files, []
         for file in files:
             os.close(file)
-        self._reserved = [0] * len(self._folders)
-
-    def _open(self) -> None:
-        # One of the threads that write first; the others' parts would be lost.
-        with self._opening, contextlib.ExitStack() as opened:
-            if self._files:
-                return
-            files = []
-            for drive, folder in enumerate(self._folders):
-                with translated("making a file", self._shown(drive)):
-                    files.append(_nameless(folder))
-                opened.callback(os.close, files[-1])
-            self._files = files
-            opened.pop_all()
 
     def _shown(self, drive: int) -> str:
         return f"{self._folders[drive]} (a file of {self._content})"
@@ -229,15 +229,3 @@ class Scratch:
 def raw_bytes(value: Array) -> Array:
     """Returns the bytes of an array, `uint8`; a copy if it is not contiguous."""
     return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-
-
-def _nameless(folder: Path) -> int:
-    """Opens a new file without a name, and returns its descriptor."""
-    try:
-        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        if error.errno not in _NO_NAMELESS or not folder.is_dir():
-            raise
-    descriptor, name = tempfile.mkstemp(prefix="values-", dir=folder)
-    os.unlink(name)
-    return descriptor

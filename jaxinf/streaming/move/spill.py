@@ -1,21 +1,20 @@
 """Gradients that wait, in memory or in a file, as planned.
 
-    put ─► memory, or file ─► read in order, ahead of who asks ─► read, take
+    put ─► memory, or file ─► read in order, ahead of who asks
 
-Invariant: a gradient comes back with the same bits. The file has no name, so it
-disappears with the process, however that ends.
+Invariant: a gradient comes back with the same bits.
 """
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jaxinf.streaming.move.scratch import Part, Scratch, place_bytes
+from jaxinf.streaming.move.scratch import Scratch, place_bytes
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.transfer import aligned, page_ceil
 from jaxinf.typing import Array
@@ -53,16 +52,15 @@ def file_bytes(planned: Waiting) -> int:
     return sum(map(page_ceil, planned.on_drive.values()))
 
 
-class _Written(NamedTuple):
-    """A gradient in the file."""
+class _OnDrive(NamedTuple):
+    """The form of a gradient in the file."""
 
-    parts: Sequence[Part]
     shape: tuple[int, ...]
     dtype: Any
 
 
 class Spill:
-    """Holds gradients by key until they are taken. Used from one thread at a time.
+    """Holds gradients until they are dropped. Used from one thread at a time.
 
     An array that it returns stays valid for as long as someone refers to it.
 
@@ -76,39 +74,27 @@ class Spill:
 
     def __init__(self, scratch: Scratch, planned: Waiting) -> None:
         self._scratch, self.planned = scratch, planned
-        self._held: dict[Piece, jax.Array | Array | _Written] = {}
-        self._places: dict[Piece, Sequence[Part]] = {}
+        own = planned.on_drive
+        self._places = dict(zip(own, scratch.allocate(own.values()), strict=True))
+        self._held: dict[Piece, jax.Array | Array | _OnDrive] = {}
         self.reset()
 
     def put(self, key: Piece, value: jax.Array | Array) -> None:
         """Takes a gradient; blocks while it is written.
 
-        One that was taken since `reset` and comes again has its old place in the file.
-
         Raises:
           StoreSpaceError, StoreIOError: The drive is full, or failed.
         """
         assert key not in self._held, "a gradient leaves once"
-        if key not in self.planned.on_drive:
+        if key not in self._places:
             self._held[key] = value
             self._held_bytes += value.nbytes
             self.kept_bytes = max(self.kept_bytes, self._held_bytes)
             return
-        if key not in self._places:
-            self._places[key] = self._scratch.allocate(value.nbytes)
-            self._scratch.reserve()
-        parts = self._places[key]
-        array = np.asarray(value, order="C")
-        _ended(self._scratch.start_write(parts, array, key))
-        self._held[key] = _Written(parts, array.shape, array.dtype)
+        parts, array = self._places[key], np.asarray(value, order="C")
+        self._scratch.start_write(parts, array, key).result()
+        self._held[key] = _OnDrive(array.shape, array.dtype)
         self.written_bytes += place_bytes(parts)
-
-    def __contains__(self, key: Piece) -> bool:
-        return key in self._held
-
-    def take(self, key: Piece) -> Array:
-        """Returns and removes a gradient; blocks while it is read."""
-        return next(self._read([key], removes=True))[1]
 
     def read(self, *, removes: bool = False) -> Iterator[tuple[Piece, Array]]:
         """Yields all gradients, in the order in which they came; reads ahead.
@@ -116,57 +102,38 @@ class Spill:
         Args:
           removes: Whether to drop each, so that it is read for the last time.
         """
-        return self._read([*self._held], removes=removes)
-
-    def _read(
-        self, keys: Sequence[Piece], *, removes: bool
-    ) -> Iterator[tuple[Piece, Array]]:
-        held = [self._held[key] for key in keys]
-        sizes = [place_bytes(x.parts) if isinstance(x, _Written) else 0 for x in held]
+        keys = [*self._held]
+        to_read = deque(key for key in keys if key in self._places)
+        sizes = {key: place_bytes(self._places[key]) for key in to_read}
         # One is read while another is used.
-        room_bytes, first = 2 * max(sizes, default=0), 0
-        begun: deque[tuple[Array, list[Future[int]]]] = deque()
-        for number, (key, value, num_bytes) in enumerate(
-            zip(keys, held, sizes, strict=True)
-        ):
-            while first < len(keys) and sizes[first] <= room_bytes:
-                if isinstance(one := held[first], _Written):
-                    memory = aligned(sizes[first])
-                    reads = self._scratch.start_read(one.parts, memory, keys[first])
-                    begun.append((memory, reads))
-                    room_bytes -= sizes[first]
-                first += 1
-            assert first > number, "there is room for the next one"
-            if removes:
-                del self._held[key]
-            if not isinstance(value, _Written):
+        room_bytes = 2 * max(sizes.values(), default=0)
+        begun: deque[tuple[Array, Future[None]]] = deque()
+        for key in keys:
+            while to_read and sizes[to_read[0]] <= room_bytes:
+                first = to_read.popleft()
+                parts, memory = self._places[first], aligned(sizes[first])
+                begun.append((memory, self._scratch.start_read(parts, memory, first)))
+                room_bytes -= sizes[first]
+            value = self._held.pop(key) if removes else self._held[key]
+            if not isinstance(value, _OnDrive):
                 self._held_bytes -= value.nbytes if removes else 0
                 yield key, np.asarray(value)
                 continue
-            memory, reads = begun.popleft()
-            _ended(reads)
+            memory, is_read = begun.popleft()
+            is_read.result()
             flat = np.frombuffer(memory, value.dtype, math.prod(value.shape))
             del memory
             yield key, flat.reshape(value.shape)
             del flat
-            room_bytes += num_bytes
+            room_bytes += sizes[key]
 
     def reset(self) -> None:
-        """Drops all gradients and reuses the file's space."""
+        """Drops all gradients."""
         self._scratch.drop()
-        self._scratch.reset()
         self._held.clear()
-        self._places.clear()
         self._held_bytes = self.written_bytes = self.kept_bytes = 0
 
     def close(self) -> None:
         """Drops everything, and the file; idempotent."""
         self.reset()
         self._scratch.close()
-
-
-def _ended(moves: Sequence[Future[int]]) -> None:
-    """Waits for all moves; raises the first error."""
-    errors = [move.exception() for move in moves]
-    for error in filter(None, errors):
-        raise error

@@ -9,10 +9,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TypeAlias
 
-from jaxinf.streaming.move.workers import Workers
+from jaxinf.streaming.move.jobs import Jobs
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.shards import Gradient
 
@@ -42,8 +41,8 @@ class Stage:
     ) -> None:
         self._capacity_bytes = max(1, capacity_bytes)
         self._short_bytes = short_bytes
-        self._workers = Workers([num_threads], name)
-        self._changed = self._workers.changed
+        self._jobs = Jobs(name, num_threads)
+        self._changed = self._jobs.changed
         self._in_order = threading.Lock()
         self.waited_s = 0.0
         self.abandon()
@@ -64,7 +63,8 @@ class Stage:
             self._await(lambda: self._used_bytes <= most)
             self._waiting.append((piece, gradient))
             self._used_bytes += gradient.nbytes
-            self._workers.submit(0, self._pass_on)
+            self._num_left += 1
+            self._jobs.submit(self._pass_on)
         self.waited_s += time.perf_counter() - began_s
 
     def end(self) -> None:
@@ -74,20 +74,20 @@ class Stage:
           BaseException: The exception that stopped the action.
         """
         with self._changed:
-            self._await(lambda: not (self._waiting or self._num_running))
+            self._await(lambda: not self._num_left)
 
     def abandon(self) -> None:
         """Waits for what is under way; what waits is dropped."""
         self._action: Action | None = None
-        self._workers.reset()
+        self._jobs.reset()
         self._waiting: deque[Handed] = deque()
-        self._used_bytes = self._num_running = 0
+        self._used_bytes = self._num_left = 0
         self._error: BaseException | None = None
 
     def close(self) -> None:
         """Ends the threads; idempotent."""
         self.abandon()
-        self._workers.close()
+        self._jobs.close()
 
     def _await(self, is_done: Callable[[], bool]) -> None:
         self._changed.wait_for(lambda: is_done() or self._error is not None)
@@ -96,18 +96,22 @@ class Stage:
 
     def _pass_on(self) -> None:
         """Works on the next gradients, unless others took them; on a thread."""
-        with self._in_order:
-            if not (taken := self._next()):
-                return
-            num_bytes = sum(gradient.nbytes for _, gradient in taken)
-            action = self._action
-            work = None if action is None else self._tried(partial(action, taken))
-            del taken
-        if work is not None:
-            self._tried(work)
+        work, num_bytes, num_taken = None, 0, 0
+        try:
+            with self._in_order:
+                taken, action = self._next(), self._action
+                num_bytes = sum(gradient.nbytes for _, gradient in taken)
+                num_taken = len(taken)
+                work = action(taken) if action is not None and taken else None
+                del taken
+            if work is not None:
+                work()
+        except BaseException as error:
+            with self._changed:
+                self._error, self._action = self._error or error, None
         with self._changed:
             self._used_bytes -= num_bytes
-            self._num_running -= 1
+            self._num_left -= num_taken
 
     def _next(self) -> list[Handed]:
         """Takes a gradient, or several short ones."""
@@ -118,13 +122,4 @@ class Stage:
                 if self._waiting[0][1].nbytes > most:
                     break
                 taken.append(self._waiting.popleft())
-            self._num_running += bool(taken)
             return taken
-
-    def _tried(self, call: Callable[[], Work | None]) -> Work | None:
-        try:
-            return call()
-        except BaseException as error:
-            with self._changed:
-                self._error, self._action = self._error or error, None
-            return None

@@ -13,20 +13,18 @@ written is waited for, or comes back from the host's memory and is not read.
 
 import math
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
 
 from jaxinf import compat
+from jaxinf.streaming.move.jobs import Jobs, MoveCounts, Uploads
 from jaxinf.streaming.move.scratch import Part, Scratch, place_bytes
-from jaxinf.streaming.move.uploads import Uploads
-from jaxinf.streaming.move.workers import Dropped, MoveCounts, Workers
 from jaxinf.streaming.plan.calls import Plan, Slot, Tiers
 from jaxinf.streaming.plan.leaving import NUM_COPIES
 from jaxinf.streaming.program.lifetimes import Stay, occupancy
@@ -35,8 +33,6 @@ from jaxinf.streaming.program.shards import PINNED
 from jaxinf.transfer import PAGE_BYTES, Buffer, BufferPool, span
 from jaxinf.typing import Array
 
-_OUT, _AHEAD = range(2)  # queues of a device with memory of its own
-
 
 @dataclass(eq=False)
 class _Away:
@@ -44,51 +40,42 @@ class _Away:
 
     Attributes:
       parts: Its place on drives; none if it stays on the host.
+      form: Its shape and dtype.
       value: On the device, until it is on the host, and when it is back.
       host: On the host, until it is written, and back if it comes from there.
-      num_to_write, num_to_read: Parts that drives have not written, or read.
       memory: Memory of the host that it is read into.
+      has_room: Whether the host has room for `memory`.
+      is_written: Whether drives have it, or will not.
+      is_read: Whether it is in `memory`.
       is_due: Whether the device has memory for it, and its way back has not begun.
       is_forwarded: Whether it comes back from `host`, although a drive will have it.
     """
 
     slot: Slot
     parts: Sequence[Part]
+    form: jax.ShapeDtypeStruct
     value: jax.Array | None
-    shape: tuple[int, ...]
-    dtype: Any
-    sharding: Any
-    num_to_write: int
-    num_to_read: int
-    has_link: bool
     host: jax.Array | None = None
     memory: Buffer | None = None
+    has_room: bool = False
+    is_written: bool = False
+    is_read: bool = False
     is_due: bool = False
     is_forwarded: bool = False
     is_back: bool = False
-    error: BaseException | None = None
 
     @property
-    def is_read(self) -> bool:
-        return self.memory is not None and not self.num_to_read
-
-    @property
-    def is_on_device(self) -> bool:
-        """Whether this holds it in the device's memory, which may be the host's."""
-        is_leaving = self.host is not None and not self.has_link
-        return self.value is not None or is_leaving
-
-    @property
-    def is_moving(self) -> bool:
-        is_reading = self.memory is not None and self.num_to_read > 0
-        return is_reading or self.num_to_write > 0
+    def num_bytes(self) -> int:
+        """Memory that it takes on its way, in whole pages."""
+        return place_bytes(self.parts)
 
     @property
     def array(self) -> Array:
         """The array in the memory that it was read into."""
         assert self.memory is not None, "it was read"
-        flat = np.frombuffer(self.memory.array, self.dtype, math.prod(self.shape))
-        return flat.reshape(self.shape)
+        shape, dtype = self.form.shape, self.form.dtype
+        flat = np.frombuffer(self.memory.array, dtype, math.prod(shape))
+        return flat.reshape(shape)
 
 
 class Values:
@@ -112,23 +99,19 @@ class Values:
         self._scratch = Scratch(()) if scratch is None else scratch
         evictions = {} if plan is None else plan.evictions
         lives = {} if plan is None else plan.lives
-        self._has_link = tiers is not None
-        self._order = tiers.on_drive if tiers else ()
-        self._places = {
-            slot: self._scratch.allocate(lives[slot].num_bytes)
-            for slot in (self._order if tiers else evictions)
-        }
-        self._scratch.reserve()
-        self._room: Sequence[int] = tiers.room if tiers else ()
-        self._leaving_bytes = tiers.leaving_bytes if tiers else 0
-        most_bytes = max(self._room, default=0)
+        self._tiers = tiers
+        on_drive = tiers.on_drive if tiers else tuple(evictions)
+        sizes = (lives[slot].num_bytes for slot in on_drive)
+        places = zip(on_drive, self._scratch.allocate(sizes), strict=True)
+        self._places: Mapping[Slot, Sequence[Part]] = dict(places)
+        most_bytes = max(tiers.room, default=0) if tiers else 0
         if plan is not None and not tiers:
             most_bytes = _most_back(plan, self._places)
         registry = compat.memory_registry(default_device()) if tiers else None
         self._pool = BufferPool(max(most_bytes, PAGE_BYTES), registry=registry)
-        self._uploads = Uploads(is_registered=registry is not None)
-        self._workers = Workers([1, 1], "jaxinf-activations")
-        self._changed = self._workers.changed
+        self._uploads = Uploads(self._fail, is_registered=registry is not None)
+        self._copies, self._reads = (Jobs("jaxinf-activations") for _ in range(2))
+        self._changed = self._copies.changed
         in_order = sorted(evictions.items(), key=lambda item: item[1].needed)
         first_gone = sorted(in_order, key=lambda item: item[1].gone)
         self._leaving = _by_call((slot, one.written) for slot, one in first_gone)
@@ -137,6 +120,8 @@ class Values:
         self._ends = _by_call((s, lives[s].takers[-1]) for s in evictions)
         self._held: dict[Slot, jax.Array] = {}
         self._away: dict[Slot, _Away] = {}
+        self._to_copy: deque[_Away] = deque()  # to the host
+        self._to_read: deque[Slot] = deque()
         self._counts = MoveCounts()
         self.reset()
 
@@ -150,14 +135,11 @@ class Values:
         """
         if slot not in self._held:
             away = self._away[slot]
-            self._await(lambda: away.is_back or away.error is not None)
-            if away.error is not None:
-                raise away.error
-            value = away.value
-            if value is None:  # the device reads it in place
-                put = jax.device_put(away.array, away.sharding)
-                value = away.value = jax.block_until_ready(put)
-            self._held[slot] = value
+            self._await(lambda: away.is_back)
+            if away.value is None:  # the device reads it in place
+                put = jax.device_put(away.array, away.form.sharding)
+                away.value = jax.block_until_ready(put)
+            self._held[slot] = away.value
         return self._held[slot]
 
     def before(self, number: int) -> None:
@@ -165,13 +147,12 @@ class Values:
 
         It waits for values that must be gone, and lets others come back.
         """
-        if self._room:
+        if self._tiers and self._tiers.room:
             with self._changed:
-                self._read_bytes = self._room[number]
-                self._changed.notify_all()
+                self._read_bytes = self._tiers.room[number]
+                self._go_on()
         for slot in self._gone.get(number, ()):
-            away = self._away[slot]
-            self._await(lambda one=away: not one.is_on_device)
+            self._await(partial(self._is_gone, self._away[slot]))
             del self._held[slot]
         for slot in self._back.get(number, ()):
             self._come_back(self._away[slot])
@@ -193,25 +174,32 @@ class Values:
         """Frees memory that the call of that number was the last to read; may block."""
         for slot in self._ends.get(number, ()):
             away = self._away[slot]
-            self._await(lambda one=away: not one.is_moving)
-            away.value = None
-            self._free(away)
-            del self._away[slot]
+            self._await(lambda one=away: one.is_written)
+            with self._changed:
+                away.value = None
+                self._free(away)
+                del self._away[slot]
+                self._go_on()
 
     def reset(self) -> None:
         """Drops everything; no call may be under way. Blocks until no value moves."""
-        self._held.clear()
-        self._workers.reset()
+        with self._changed:
+            self._held.clear()
+            self._to_copy.clear()
+            self._to_read.clear()
+        self._copies.reset()
+        self._reads.reset()
         self._scratch.drop()
         self._uploads.drop()
         for away in self._away.values():
             away.value = away.host = None
             self._free(away)
         self._away.clear()
-        self._error: BaseException | None = None
-        self._way_bytes = self._leaving_bytes
-        self._read_bytes = self._pool.capacity_bytes
-        self._is_ahead = False
+        self._error: BaseException | None = None  # nothing goes on after it
+        tiers = self._tiers
+        self._way_bytes = tiers.leaving_bytes if tiers else 0
+        self._read_bytes, self._back_bytes = self._pool.capacity_bytes, 0
+        self._to_read.extend(tiers.on_drive if tiers else ())
         self._pool.free_idle()  # it goes back to the system between steps
 
     def counts(self) -> MoveCounts:
@@ -223,7 +211,8 @@ class Values:
     def close(self) -> None:
         """Frees memory and files, and ends the threads; idempotent."""
         self.reset()
-        self._workers.close()
+        self._copies.close()
+        self._reads.close()
         self._uploads.close()
         self._pool.close()
         self._scratch.close()
@@ -231,116 +220,117 @@ class Values:
     # --- out -----------------------------------------------------------------------
 
     def _leave(self, slot: Slot, value: jax.Array) -> None:
-        parts = self._places.get(slot, ())
-        form = value.shape, value.dtype, value.sharding
-        num_parts = len(parts)
-        away = _Away(slot, parts, value, *form, num_parts, num_parts, self._has_link)
+        form = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding)
+        away = _Away(slot, self._places.get(slot, ()), form, value)
         with self._changed:
             self._away[slot] = away
-        if self._has_link:
-            if not self._is_ahead:
-                self._is_ahead = True
-                self._start(_AHEAD, self._read_ahead)
-            self._start(_OUT, partial(self._copy_out, away))
-        else:
-            self._write(away, value)
+            if self._tiers:
+                self._to_copy.append(away)
+                self._go_on()
+                return
+        self._write(away, value)
+
+    def _is_gone(self, away: _Away) -> bool:
+        """Whether this does not hold it in the device's memory, or in the host's."""
+        return away.value is None and (away.host is None or bool(self._tiers))
 
     def _copy_out(self, away: _Away) -> None:
-        """Copies a value to the host as soon as there is room; on a thread."""
-        with self._changed:
-            num_bytes = NUM_COPIES * place_bytes(away.parts)
-            self._workers.wait(lambda: num_bytes <= self._way_bytes)
-            self._way_bytes -= num_bytes
-        value = jax.block_until_ready(away.value)
-        pinned = away.sharding.with_memory_kind(PINNED)
-        with span("out", away.slot, num_bytes=value.nbytes):
-            host = jax.block_until_ready(jax.device_put(value, pinned))
-        del value
-        with self._changed:
-            self._counts.num_out_bytes += host.nbytes
-        self._write(away, host)
+        """Copies a value to the host; on a thread."""
+        try:
+            value = jax.block_until_ready(away.value)
+            pinned = away.form.sharding.with_memory_kind(PINNED)
+            with span("out", away.slot, num_bytes=value.nbytes):
+                host = jax.block_until_ready(jax.device_put(value, pinned))
+            del value
+            with self._changed:
+                self._counts.num_out_bytes += host.nbytes
+            self._write(away, host)
+        except BaseException as error:
+            self._fail(error)
 
     def _write(self, away: _Away, host: jax.Array) -> None:
         """Starts to write a value, in place of which the host has it."""
 
-        def written(future: Future[int]) -> None:
-            if future.cancelled():
-                return
-            if (error := future.exception()) is not None:
-                self._fail(error)
+        def written(future: Future[None]) -> None:
+            if not self._has_ended(future):
                 return
             with self._changed:
-                self._counts.num_written_bytes += future.result()
-                away.num_to_write -= 1
+                self._counts.num_written_bytes += host_bytes
+                away.is_written = True
                 self._settle(away)
 
+        host_bytes = host.nbytes
         with self._changed:
             away.host, away.value = host, None
+            away.is_written = not away.parts
             self._changed.notify_all()
-        for future in self._scratch.start_write(away.parts, host, away.slot):
-            future.add_done_callback(written)
+        if away.parts:
+            moves = self._scratch.start_write(away.parts, host, away.slot)
+            moves.add_done_callback(written)
 
     def _settle(self, away: _Away) -> None:
         """Frees a value's memory on its way to drives once nothing needs it there."""
         is_source = not away.is_back and (away.is_forwarded or not away.parts)
-        if away.host is not None and not away.num_to_write and not is_source:
+        if away.host is not None and away.is_written and not is_source:
             away.host = None
-            if self._has_link:
-                self._way_bytes += NUM_COPIES * place_bytes(away.parts)
-        self._changed.notify_all()
+            self._way_bytes += NUM_COPIES * away.num_bytes
+        self._go_on()
 
     # --- back ----------------------------------------------------------------------
 
     def _come_back(self, away: _Away) -> None:
         """Lets a value come back, for which the device has memory; does not block."""
         with self._changed:
-            is_on_host = self._has_link and away.host is not None
-            away.is_forwarded = is_on_host and bool(away.parts)
-            self._counts.num_forwarded += away.is_forwarded
-            self._changed.notify_all()
-            if self._has_link:
-                away.is_due = True
+            if self._tiers:
+                is_on_host = away.host is not None
+                away.is_due, away.is_forwarded = True, is_on_host and bool(away.parts)
+                self._counts.num_forwarded += away.is_forwarded
                 self._upload(away)
-        if not self._has_link:
-            self._read(away)
+            else:
+                self._to_read.append(away.slot)
+            self._go_on()
 
-    def _read_ahead(self) -> None:
-        """Reads values in the order of their use, as the host has room; on a thread."""
-        for slot in self._order:
-            with self._changed:
-                self._workers.wait(partial(self._can_read, slot))
-                away = self._away[slot]
+    def _go_on(self) -> None:
+        """Starts what there is room for; the caller has the lock.
+
+        Values leave in order, and are read in the order of their use.
+        """
+        while self._to_copy:
+            num_bytes = NUM_COPIES * self._to_copy[0].num_bytes
+            if num_bytes > self._way_bytes:
+                break
+            self._way_bytes -= num_bytes
+            self._copies.submit(partial(self._copy_out, self._to_copy.popleft()))
+        while self._to_read and (away := self._away.get(self._to_read[0])) is not None:
             if not away.is_forwarded:
-                self._read(away)
-
-    def _can_read(self, slot: Slot) -> bool:
-        away = self._away.get(slot)
-        if away is None or away.is_forwarded:
-            return away is not None
-        room_bytes = self._read_bytes - self._pool.used_bytes
-        return not away.num_to_write and place_bytes(away.parts) <= room_bytes
+                room_bytes = self._read_bytes - self._back_bytes
+                if not away.is_written or away.num_bytes > room_bytes:
+                    break
+                away.has_room = True
+                self._back_bytes += away.num_bytes
+                self._reads.submit(partial(self._read, away))
+            self._to_read.popleft()
+        self._changed.notify_all()
 
     def _read(self, away: _Away) -> None:
-        def read(future: Future[int]) -> None:
-            if future.cancelled():
+        """Starts to read a value, for which there is room; on a thread."""
+
+        def read(future: Future[None]) -> None:
+            if not self._has_ended(future):
                 return
             with self._changed:
-                away.num_to_read -= 1
-                if (error := future.exception()) is None:
-                    self._counts.num_read_bytes += future.result()
-                away.error = away.error or error  # others still come back
-                if away.is_read and away.error is not None:
-                    self._free(away)
-                elif away.is_read:
-                    away.is_back = not self._has_link
-                    self._upload(away)
-                self._changed.notify_all()
+                self._counts.num_read_bytes += away.array.nbytes
+                away.is_read, away.is_back = True, not self._tiers
+                self._upload(away)
+                self._go_on()
 
-        away.memory = self._pool.acquire(place_bytes(away.parts), block=False)
-        assert away.memory is not None, "there is room for what comes back"
-        memory = away.memory.array
-        for future in self._scratch.start_read(away.parts, memory, away.slot):
-            future.add_done_callback(read)
+        try:
+            away.memory = self._pool.acquire(away.num_bytes)
+            memory = away.memory.array
+            moves = self._scratch.start_read(away.parts, memory, away.slot)
+            moves.add_done_callback(read)
+        except BaseException as error:
+            self._fail(error)
 
     def _upload(self, away: _Away) -> None:
         """Copies a value to the device, if it is due and on the host."""
@@ -348,37 +338,35 @@ class Values:
             return
         away.is_due = False
 
-        def ended(copies: Sequence[jax.Array], error: BaseException | None) -> None:
+        def ended(copies: Sequence[jax.Array]) -> None:
             with self._changed:
-                away.error = error
-                if error is None:
-                    away.value, away.is_back = copies[0], True
+                away.value, away.is_back = copies[0], True
                 self._free(away)
                 self._settle(away)
 
         source = away.array if away.host is None else away.host
-        self._uploads.start([(source, away.sharding)], ended, away.slot)
+        self._uploads.start([(source, away.form.sharding)], ended, away.slot)
 
     def _free(self, away: _Away) -> None:
+        """Frees the memory that a value was read into."""
+        if away.has_room:
+            away.has_room = False
+            self._back_bytes -= away.num_bytes
         if away.memory is not None:
             away.memory.release()
             away.memory = None
 
-    # --- jobs, and waiting for them --------------------------------------------------
+    # --- errors, and waiting -------------------------------------------------------
 
-    def _start(self, queue: int, job: Callable[[], None]) -> None:
-        def tried() -> None:
-            try:
-                job()
-            except Dropped:
-                pass
-            except BaseException as error:
-                self._fail(error)
-
-        self._workers.submit(queue, tried)
+    def _has_ended(self, move: Future[None]) -> bool:
+        """Whether a move was not dropped, and has not failed."""
+        if move.cancelled():
+            return False
+        if (error := move.exception()) is not None:
+            self._fail(error)
+        return error is None
 
     def _fail(self, error: BaseException) -> None:
-        """Notes what prevented a value from leaving; nothing goes on after it."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()

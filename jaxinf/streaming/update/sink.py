@@ -13,8 +13,7 @@ import numpy as np
 
 from jaxinf.engine import Store, engine_of
 from jaxinf.errors import StreamError
-from jaxinf.streaming.move.params import Params, StoreParams
-from jaxinf.streaming.move.reader import StoreReader
+from jaxinf.streaming.move.params import Params, StoreParams, StoreReader
 from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.move.spill import Waiting, file_bytes
 from jaxinf.streaming.plan.calls import Plan

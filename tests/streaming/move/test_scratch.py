@@ -3,8 +3,6 @@
 import errno
 import os
 import signal
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -51,8 +49,7 @@ def test_values_come_back(tmp_path, num_drives):
     scratch = Scratch(folders, meters)
     rng = np.random.default_rng(0)
     values = [rng.integers(0, 256, size).astype(np.uint8) for size in SIZES]
-    places = [scratch.allocate(value.nbytes) for value in values]
-    scratch.reserve()
+    places = scratch.allocate(value.nbytes for value in values)
     for value, place in zip(values, places, strict=True):
         np.testing.assert_array_equal(moved(scratch, place, value), value)
     counts = meters.snapshot()
@@ -64,45 +61,13 @@ def test_values_come_back(tmp_path, num_drives):
     scratch.close()
 
 
-def test_threads_that_write_first_share_a_file(tmp_path, monkeypatch):
-    real, made = os.open, []
-
-    def slow(path, flags, *args, **kwargs):
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            made.append(path)
-            time.sleep(0.05)  # so that others begin to write, too
-        return real(path, flags, *args, **kwargs)
-
-    monkeypatch.setattr(os, "open", slow)
-    scratch = Scratch([tmp_path])
-    value = np.arange(4 * PART_BYTES, dtype=np.uint8)
-    place = scratch.allocate(value.nbytes)
-
-    def write(part):
-        scratch.write(part, value)
-
-    with ThreadPoolExecutor(len(place)) as threads:
-        list(threads.map(write, place))
-    assert made == [tmp_path]
-    np.testing.assert_array_equal(moved(scratch, place, value), value)
-    scratch.close()
-
-
 def test_places_do_not_overlap(tmp_path):
     scratch = Scratch([tmp_path, tmp_path])
     ends = [0, 0]
-    for size in SIZES:
-        for part in scratch.allocate(size):
+    for parts in scratch.allocate(SIZES):
+        for part in parts:
             assert part.offset_bytes == ends[part.drive]
             ends[part.drive] += page_ceil(part.stop - part.start)
-
-
-def test_a_file_is_reused(tmp_path):
-    scratch = Scratch([tmp_path])
-    first = scratch.allocate(10_000)
-    scratch.reserve()
-    scratch.reset()
-    assert scratch.allocate(10_000) == first
     scratch.close()
 
 
@@ -116,8 +81,7 @@ def test_without_files_that_have_no_name(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "open", refuse)
     scratch = Scratch([tmp_path])
-    place = scratch.allocate(5000)
-    scratch.reserve()
+    (place,) = scratch.allocate([5000])
     value = np.arange(5000, dtype=np.uint8)
     np.testing.assert_array_equal(moved(scratch, place, value), value)
     assert not list(tmp_path.iterdir())
@@ -126,22 +90,22 @@ def test_without_files_that_have_no_name(tmp_path, monkeypatch):
 
 def test_a_missing_folder_is_named(tmp_path):
     scratch = Scratch([tmp_path / "none"])
-    scratch.allocate(1)
     with pytest.raises(StoreIOError, match=r"none \(a file of activations\): making"):
-        scratch.reserve()
+        scratch.allocate([1])
 
 
 def test_a_full_drive_is_named(tmp_path, monkeypatch):
     def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    scratch = Scratch([tmp_path])
-    place = scratch.allocate(1)
+    num_open = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as patched:
         patched.setattr(os, "posix_fallocate", full)
         with pytest.raises(StoreSpaceError, match="reserving room failed"):
-            scratch.reserve()
-    scratch.reserve()
+            Scratch([tmp_path]).allocate([1])
+    assert len(os.listdir("/proc/self/fd")) == num_open
+    scratch = Scratch([tmp_path])
+    (place,) = scratch.allocate([1])
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwritev", full)
         with pytest.raises(StoreSpaceError, match=r"activations\): write at byte 0"):
@@ -165,8 +129,7 @@ def test_two_runs_share_a_folder(tmp_path):
     values = [np.full(9000, number, np.uint8) for number in (1, 2)]
     places = []
     for scratch, value in zip((one, other), values, strict=True):
-        places.append(scratch.allocate(value.nbytes))
-        scratch.reserve()
+        places += scratch.allocate([value.nbytes])
         np.testing.assert_array_equal(moved(scratch, places[-1], value), value)
     one.close()
     out = aligned(place_bytes(places[1]))

@@ -162,25 +162,13 @@ def test_reset_drops_everything_after_a_full_drive(values, tiers, monkeypatch):
     test_values_come_back(values, tiers)
 
 
-def test_others_come_back_if_one_cannot_be_read(values, tiers, monkeypatch):
-    real, reads = os.preadv, []
-
-    def fail_first(*args):
-        reads.append(args)
-        return failing(errno.EIO)() if len(reads) == 1 else real(*args)
-
-    monkeypatch.setattr(os, "preadv", fail_first)
-    leave(values)
-    values.before(BACK)
-    found = {}
-    for slot in SLOTS:
-        try:
-            found[slot] = np.asarray(values[slot])
-        except StoreIOError:
-            continue
-    for slot, array in found.items():
-        np.testing.assert_array_equal(array, made()[slot.number])
-    assert len(found) == len(SLOTS) - bool(reads)
+@pytest.mark.parametrize("tiers", [None], ids=["no link"])
+def test_a_value_that_cannot_be_read_ends_the_step(values, tiers, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "preadv", failing(errno.EIO))
+        leave(values)
+        with pytest.raises(StoreIOError, match="a file of activations"):
+            assert_back(values)
     values.reset()
     values.counts()
     test_values_come_back(values, tiers)
