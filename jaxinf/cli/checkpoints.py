@@ -6,7 +6,6 @@ An export appears only when it is complete.
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,7 +16,6 @@ from jaxinf.cli.looking import say_warning
 from jaxinf.cli.options import AnyPath, StorePath, Switch, option, whole_path
 from jaxinf.cli.terminal import make_table, show_progress
 from jaxinf.command_line import ByteSize, UsageError
-from jaxinf.errors import StoreFormatError, StoreMismatchError
 from jaxinf.exchange import (
     DEFAULT_FILE_BYTES,
     DEFAULT_MEMORY_BYTES,
@@ -33,14 +31,7 @@ from jaxinf.exchange import (
 )
 from jaxinf.store import (
     CopySource,
-    StepId,
-    StoreDirectory,
-    find_checkpoint,
-    find_whole,
-    hold_members,
-    list_checkpoints,
     list_whole,
-    next_slot,
     remove_whole,
     restore_whole,
     save_whole,
@@ -120,51 +111,10 @@ class Restore:
     discard_current: Switch = False
 
     def run(self) -> None:
-        def check(members: Sequence[StoreDirectory], step: StepId | None) -> None:
-            find_whole(members, self.name)
-            if not self.discard_current:
-                _check_kept(members, step, self.name, self.store)
-
-        held = hold_members(self.store, check=check, goes_back=self.discard_current)
-        with held as members:
-            record = restore_whole(members, self.name)
+        discards = self.discard_current
+        record = restore_whole(self.store, self.name, discard_current=discards)
         again = f"at step {record.step} again; the next run goes on from there"
         print(f"{self.store}: {again}")
-
-
-def _check_kept(
-    parts: Sequence[StoreDirectory], step: StepId | None, name: str, store: Path
-) -> None:
-    """Refuses to give up a committed step that no checkpoint of a part keeps.
-
-    Args:
-      step: the one that the members of a run go on from; a member that was killed
-        before its own flip has it in its other slot.
-    """
-    give_up = f"jaxinf checkpoint restore {store} {name} --discard-current"
-    for directory in parts:
-        try:
-            current = directory.read_commit()
-        except StoreFormatError as error:
-            raise StoreMismatchError(
-                f"{error}. So it is not known whether a checkpoint keeps the committed "
-                f"step; give it up with: {give_up}"
-            ) from error
-        if current and step not in (None, StepId(current.step, current.commit)):
-            spare = next_slot(directory.committed_slot())
-            current = directory.found_record(spare)
-        if current is None:
-            continue
-        kept = {
-            find_checkpoint(directory, info.name).committed_at
-            for info in list_checkpoints(directory)
-        }
-        if current.committed_at not in kept:
-            raise StoreMismatchError(
-                f"{directory.path}: step {current.step} is committed and in no "
-                f"checkpoint; keep it first (jaxinf checkpoint save {store} NAME), or "
-                f"give it up ({give_up})"
-            )
 
 
 @dataclass(frozen=True)
@@ -245,7 +195,7 @@ class Export:
         step, destination = source.step, Path(where)
         given: dict[str, Any] = {"average": self.average, "transit": transit}
         if self.format == "zarr":
-            done = export_url(step, where, beside=source.beside(), transit=transit)
+            done = export_url(step, where, beside=source.beside, transit=transit)
             return (
                 f"{done.num_objects} objects, {format_bytes(done.num_bytes)}; "
                 f"{done.num_kept} chunks were there already"
@@ -256,7 +206,7 @@ class Export:
             if self.like is not None:
                 kept = tokenizer_files(weights=self.like)
             else:
-                kept = kept_tokenizer(source.beside())
+                kept = kept_tokenizer(source.beside)
             given |= {"dtype": self.dtype, "like": self.like, "beside": kept}
             export_huggingface(step, destination, **given)
         else:

@@ -20,7 +20,6 @@ import contextlib
 import json
 import math
 import os
-import re
 import shlex
 import shutil
 import socket
@@ -165,29 +164,17 @@ def _disk_bytes(directory: StoreDirectory) -> int:
 
 
 def _find_writer(store: Path) -> Holder | None:
-    """Finds the holder of ``STORE/lock``; None if no process of this machine holds it.
+    """Finds the process that ``STORE/lock`` names, if it lives on this machine.
 
-    The lock's file still names its last holder after it has ended, so the kernel's list
-    of locks decides. The lock is never taken, not even for an instant: a run that
-    starts at that moment would be refused.
+    The lock is never taken, not even for an instant: a run that starts at that moment
+    would be refused.
     """
-    path = store / "lock"
     try:
-        file = os.stat(path)
-        writer = decode(read_beneath(store, path.name, _LOCK_BYTES), Holder)
-    except (OSError, StoreError, DocumentError):
+        writer = decode(read_beneath(store, "lock", _LOCK_BYTES), Holder)
+    except (StoreError, DocumentError):
         return None
-    if writer.host != socket.gethostname():
-        return None
-    try:
-        locks = Path("/proc/locks").read_text()
-        # On some file systems (btrfs) the device differs from that of stat.
-        device = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}"
-        owner = rf"(?: {writer.pid} \S+| {device})"
-        is_held = re.search(rf"FLOCK .*{owner}:{file.st_ino} ", locks) is not None
-    except OSError:
-        is_held = Path(f"/proc/{writer.pid}").exists()
-    return writer if is_held else None
+    lives = Path(f"/proc/{writer.pid}").exists()
+    return writer if lives and writer.host == socket.gethostname() else None
 
 
 # --- on the terminal -----------------------------------------------------------------

@@ -103,8 +103,6 @@ def _print_copied(new: Path, done: Copied) -> None:
     print(f"{new}: step {done.step}, {format_bytes(done.num_bytes)} written")
     if done.regridded:
         print(f"with a new grid: {', '.join(map(printable, done.regridded))}")
-    if done.idle:
-        print(f"nothing is owned by process {', '.join(map(str, done.idle))}")
     if done.dropped:
         names = ", ".join(map(printable, done.dropped))
         print(f"left out, as not all members had them: checkpoint {names}")

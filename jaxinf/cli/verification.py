@@ -5,7 +5,6 @@ whether there is any.
 """
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,16 +15,14 @@ from jaxinf.cli.looking import open_committed, over_members
 from jaxinf.cli.options import StorePath, Switch, option
 from jaxinf.cli.terminal import show_progress
 from jaxinf.store import (
-    SLOTS,
     Damage,
     StoreDirectory,
     WholeStep,
     checkpoint_names,
     find_checkpoint,
     left_by_copy,
-    link_damages,
+    other_damages,
     step_bytes,
-    stray_checkpoints,
     verify_step,
 )
 from jaxinf.terminal import format_bytes, make_console, printable
@@ -69,7 +66,8 @@ class Verify:
                     find_checkpoint(directory, self.checkpoint)
             if self.checkpoint is None:
                 of_step = next(iter(damages.values()))
-                of_step += [d for d in _beside(directory) if d not in of_step]
+                others = other_damages(directory)
+                of_step += [damage for damage in others if damage not in of_step]
             num_bytes = step_bytes(directory)
         (_print_json if self.json else _print)(path, damages, num_bytes)
         return not any(damages.values())
@@ -85,17 +83,6 @@ def _steps(
         find_checkpoint(directory, name)
     for one in names:
         yield f"checkpoint {one}", directory.path / "checkpoints" / one
-
-
-def _beside(directory: StoreDirectory) -> Iterator[Damage]:
-    """Yields damage of what no step has: links of slots, as a snapshot has its own."""
-    committed = directory.committed_slot()
-    for slot in SLOTS:
-        for damage in link_damages(directory, slot):
-            # What is gone of the spare slot is made again when the store is opened.
-            if slot == committed or os.path.lexists(damage.file):
-                yield damage
-    yield from stray_checkpoints(directory)
 
 
 def _print_json(path: Path, found: dict[str, list[Damage]], num_bytes: int) -> None:

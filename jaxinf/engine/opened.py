@@ -29,7 +29,6 @@ from jaxinf.store import (
     Slot,
     StoreDirectory,
     StoreLock,
-    complete_spare,
     make_carry,
     next_slot,
     write_carry,
@@ -168,7 +167,7 @@ class OpenStore(StoreShape):
         super().__init__(run.options, directory)
         self.health, self.meters, self.group = run.health, run.meters, run.group
         self.exports, self.annotations = run.exports, run.annotations
-        self.is_new = self._has_whole_slots = commit is None
+        self.is_new = commit is None
         self.commit = self.finished = commit or CommitRecord(step=0, scalar_state=())
         self.annotations.go_on_from(-1 if commit is None else commit.step)
         self.assignment = Assignment()
@@ -219,10 +218,7 @@ class OpenStore(StoreShape):
         )
 
     def begin_slot(self) -> None:
-        """Makes the slot that is written next free of a step, and whole."""
-        if not self._has_whole_slots:  # not while opening: it looks at every file
-            complete_spare(self.directory)
-            self._has_whole_slots = True
+        """Makes the slot that is written next free of a step."""
         self.directory.unpublish(self.chunks.target)
 
     def close(self) -> None:

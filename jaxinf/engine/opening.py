@@ -41,7 +41,6 @@ from jaxinf.store import (
     check_space,
     check_unclaimed,
     claim_csds,
-    complete_spare,
     create_store,
     discard_store,
     is_unfinished,
@@ -197,7 +196,6 @@ def _open_locked(run: StoreRun, lock: StoreLock) -> StepEngine | None:
         prune_leftovers(directory)
         directory.prune_replacements()
         if options.restore is not None:
-            complete_spare(directory)
             commit = restore_checkpoint(directory, options.restore)
     directory.check_files(directory.committed_slot() or SLOTS[0])
     return StepEngine(run, directory, commit)
@@ -219,7 +217,6 @@ def roll_back(run: StoreRun, opened: OpenStore, place: str) -> StepEngine:
         directory.publish(place, commit)
     else:
         with lock_exclusively(directory.path / "checkpoints.lock"):
-            complete_spare(directory)
             name = place.removeprefix("checkpoints/")
             commit = restore_checkpoint(directory, name)
     opened.close()
@@ -236,7 +233,6 @@ def begin_anew(run: StoreRun, opened: OpenStore) -> StepEngine:
     committed = directory.committed_slot()
     assert committed is not None
     opened.close()
-    complete_spare(directory)
     directory.unpublish(other_slot(committed))
     return StepEngine(run, directory, None)
 

@@ -7,7 +7,6 @@ Invariant: nothing is believed to be atomic or kept: an object counts as written
 import os
 import re
 import threading
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,7 +20,6 @@ from jaxinf.transfer import crc32c
 
 _SCHEMES = ("file", "gs", "s3")
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)
-_PAUSES_S = (0, 0.1, 0.4, 1)  # before each attempt, but on a file system
 # What tensorstore raises: of a wrong spec, of a file system, of any other service.
 _FAILURES = (ValueError, OSError, RuntimeError)
 _SLICE_S = 0.1  # between looks at whether to stop
@@ -59,7 +57,6 @@ class ObjectStore:
         self._stop = stop
         self.where, spec = _parsed(url)
         self.directory = Path(spec["path"]) if spec["driver"] == "file" else None
-        self._pauses_s = _PAUSES_S if self.directory is None else (0,)
         self._store: Any = self._result("open", lambda: tensorstore.KvStore.open(spec))
 
     def names(self) -> set[str]:
@@ -78,33 +75,25 @@ class ObjectStore:
         return found is not None and stamp_of(found) == stamp
 
     def get(self, name: str, stamp: Stamp) -> bytes:
-        """Returns an object of a known stamp, after some attempts."""
-        found: bytes | None = None
-        for pause_s in self._pauses_s:
-            time.sleep(pause_s)
-            found = self.read(name)
-            if found is not None and stamp_of(found) == stamp:
-                return found
-        raise ExchangeError(
-            f"{self.where}: {name}: expected {stamp[0]} bytes of CRC-32C "
-            f"{stamp[1]:08x}, found {_shown(found)}; the export is torn: export to "
-            "this URL again, which writes what is missing or differs"
-        )
+        """Returns an object of a known stamp."""
+        found = self.read(name)
+        if found is None or stamp_of(found) != stamp:
+            raise ExchangeError(
+                f"{self.where}: {name}: expected {stamp[0]} bytes of CRC-32C "
+                f"{stamp[1]:08x}, found {_shown(found)}; the export is torn: export to "
+                "this URL again, which writes what is missing or differs"
+            )
+        return found
 
     def put(self, name: str, value: bytes) -> None:
-        """Writes an object, and reads it back; again if that is another."""
-        found: bytes | None = None
-        for pause_s in self._pauses_s:
-            time.sleep(pause_s)
-            self._result(f"write {name}", lambda: self._store.write(name, value))
-            found = self.read(name)
-            if found == value:
-                return
-        raise ExchangeError(
-            f"{self.where}: {name}: expected the {_shown(value)} that were written, "
-            f"found {_shown(found)} in each of {len(self._pauses_s)} attempts; this "
-            "place does not keep what it is given"
-        )
+        """Writes an object, and reads it back."""
+        self._result(f"write {name}", lambda: self._store.write(name, value))
+        if (found := self.read(name)) != value:
+            raise ExchangeError(
+                f"{self.where}: {name}: expected the {_shown(value)} that were "
+                f"written, found {_shown(found)}; this place does not keep what it is "
+                "given, or not at once: try again"
+            )
 
     def check_all(self, wanted: Iterable[str], remedy: str) -> None:
         """Refuses a place that lacks objects, by their names."""

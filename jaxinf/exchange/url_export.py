@@ -10,18 +10,16 @@ Invariant: memory stays within the budget. A chunk that is there and right is no
 
 import math
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
-import msgspec
 import numpy as np
 from msgspec import Meta, structs
 
-from jaxinf.documents import Document, DocumentError, convert, parse_json
+from jaxinf.documents import Document
 from jaxinf.errors import ExchangeError, StoreCorruptError, StoreFormatError
 from jaxinf.exchange.object_store import ObjectStore, Stamp, is_url, stamp_of
 from jaxinf.exchange.params import DEFAULT_MEMORY_BYTES, Transit
@@ -39,10 +37,10 @@ from jaxinf.store import (
     WholeStep,
     carry_files,
     check_free_space,
-    check_seal,
     checked_carry,
     over,
     read_carry,
+    read_document,
     seal,
     step_documents,
 )
@@ -62,7 +60,6 @@ _REMEDY = "export to this URL again, use a newer jaxinf, or remove what is there
 
 _COPIES = 5  # of an object: in the reader, as read, as bytes, in tensorstore, sent
 _MOST_THREADS = 8
-_LEAST_BYTES = 1 << 20
 _NUM_GETS = 8  # documents that are read at once
 _AGAIN = "export to this URL again, which writes what is missing or differs"
 
@@ -92,15 +89,9 @@ class ExportManifest(Document, frozen=True):
         if raw is None:
             return None
         try:
-            document = parse_json(raw)
-            check_seal(where, raw, _WHAT, _REMEDY)
-            del document["crc32c"]
-            return convert(document, cls)
-        except (DocumentError, StoreFormatError) as error:
-            raise ExchangeError(
-                f"{where}: expected {_WHAT}, found one that is torn, or of another "
-                f"tool or version ({error}); {_REMEDY}"
-            ) from error
+            return read_document(where, cls, _WHAT, _REMEDY, raw=raw)
+        except StoreFormatError as error:
+            raise ExchangeError(str(error)) from error
 
     @classmethod
     def found(cls, place: ObjectStore) -> "ExportManifest | None":
@@ -235,18 +226,16 @@ def export_url(
     objects |= {name: stamp_of(value) for name, value in documents.items()}
     place.check_all(objects, "they were written: try again")
     listed = {n: (num, f"{crc:08x}") for n, (num, crc) in objects.items()}
-    place.put(MANIFEST, seal(msgspec.structs.replace(own, objects=listed)))
+    place.put(MANIFEST, seal(structs.replace(own, objects=listed)))
     num_bytes = sum(length for length, _ in objects.values())
     return UrlReport(own.step, len(objects) + 2, num_bytes, num_kept)
 
 
 def least_memory(manifest: Manifest) -> int:
-    """Returns memory in which a store's chunks can be exported."""
-    return max(_LEAST_BYTES, _object_bytes(manifest))
+    """Returns memory in which a store's chunks can be exported: copies of the largest.
 
-
-def _object_bytes(manifest: Manifest) -> int:
-    """Returns the memory that the largest object takes on its way."""
+    An object is written whole.
+    """
     sizes = (
         math.prod(leaf.chunk_shape) * state.itemsize
         for leaf in manifest.leaves
@@ -258,7 +247,7 @@ def _object_bytes(manifest: Manifest) -> int:
 
 def _num_at_once(manifest: Manifest, memory_bytes: int) -> int:
     """Returns the number of threads that may have an object each; refuses none."""
-    least = _object_bytes(manifest)
+    least = least_memory(manifest)
     if memory_bytes < least:
         raise ValueError(
             f"memory of {memory_bytes} bytes: expected at least {least}, {_COPIES} "
@@ -291,7 +280,7 @@ def _check_free(place: ObjectStore, there: set[str], own: ExportManifest) -> Non
             f"{place.where}: expected nothing there, found other objects, such as "
             f"{min(there)}; give another URL"
         )
-    if msgspec.structs.replace(found, objects={}) != own:
+    if structs.replace(found, objects={}) != own:
         raise ExchangeError(
             f"{place.where}: expected nothing, or the same export, interrupted; "
             f"found step {found.step} of store {found.store_id}, exporting step "
@@ -343,40 +332,54 @@ def export_source(url: str, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> CopySou
     """
     place = ObjectStore(url)
     listed = _listed(place)
-    with tempfile.TemporaryDirectory() as folder:
-        for name in ("jaxinf.json", "commit.json"):
-            if name not in listed:
-                raise ExchangeError(f"{place.where}: {MANIFEST} lists no {name}")
-            (Path(folder) / name).write_bytes(place.get(name, listed[name]))
-        manifest = Manifest.read(Path(folder) / "jaxinf.json")
-        commit = CommitRecord.read(Path(folder) / "commit.json")
-        commit.check_fits(Path(folder) / "commit.json", manifest)
-    chunks = list(_chunk_objects(manifest, commit))
-    names = {chunk.name for chunk in chunks} | {one.chunk for one in commit.carry}
-    missing = sorted(names - set(listed))
-    if missing:
-        raise ExchangeError(
-            f"{place.where}: {MANIFEST} does not list {missing[0]}, a chunk of its "
-            f"jaxinf.json; {_AGAIN}"
-        )
-    beside = listed.keys() - {chunk.name for chunk in chunks}
-    for _ in over(sorted(beside), lambda n: place.get(n, listed[n]), _NUM_GETS):
-        pass
 
-    def files_beside() -> dict[str, bytes]:
-        names = filter(BESIDE.fullmatch, listed)
-        return {name: place.get(name, listed[name]) for name in names}
+    def get(name: str) -> bytes:
+        if name not in listed:
+            raise ExchangeError(
+                f"{place.where}: expected {name} in {MANIFEST}, found it not; {_AGAIN}"
+            )
+        return place.get(name, listed[name])
+
+    where = f"{place.where}: commit.json"
+    manifest = Manifest.read(f"{place.where}: jaxinf.json", get("jaxinf.json"))
+    commit = CommitRecord.read(where, get("commit.json"))
+    commit.check_fits(where, manifest)
+    chunks = {chunk.name for chunk in _chunk_objects(manifest, commit)}
+    carried = {one.chunk for one in commit.carry}
+    if missing := sorted((chunks | carried) - set(listed)):
+        get(missing[0])  # raises
+    small = dict(over(sorted(listed.keys() - chunks), get, _NUM_GETS))
+
+    def read_pieces(
+        _root: Path,
+        name: str,
+        num_bytes: int,
+        _pool: BufferPool,
+        check: Callable[[int], object],
+        *,
+        piece_bytes: int,
+        **_options: Any,
+    ) -> Iterator[Array]:
+        """Reads a chunk's object as `stored_pieces` reads its file."""
+        content = np.frombuffer(get(name), np.uint8)[:num_bytes]
+        try:
+            check(crc32c(content) if num_bytes else 0)
+        except StoreCorruptError as error:
+            raise ExchangeError(
+                f"{place.where}: {name}: expected the CRC-32C that its commit.json "
+                f"says, found another ({error}); {_AGAIN}"
+            ) from None
+        for offset in range(0, num_bytes, piece_bytes):
+            yield content[offset : offset + piece_bytes]
 
     def read_carried(step: WholeStep) -> list[bytes]:
-        pairs = [(x, place.get(x.chunk, listed[x.chunk])) for x in step.commit.carry]
-        return [checked_carry(one, raw, place.where) for one, raw in pairs]
+        return [checked_carry(x, small[x.chunk], place.where) for x in commit.carry]
 
-    read_pieces = _pieces_of(place, listed)
     return CopySource(
         place.where,
         [manifest],
         {"a": WholeStep(Path(place.where), manifest, commit, ())},
-        files_beside,
+        {name: small[name] for name in filter(BESIDE.fullmatch, small)},
         lambda step: StepReader(step.path, step.commit, read_pieces=read_pieces),
         has_links=False,
         read_carry=read_carried,
@@ -402,33 +405,3 @@ def _listed(place: ObjectStore) -> dict[str, Stamp]:
     listed = {n: (b, int(crc, 16)) for n, (b, crc) in export.objects.items()}
     place.check_all(listed, f"they were removed: {_AGAIN}")
     return listed
-
-
-def _pieces_of(
-    place: ObjectStore, listed: Mapping[str, Stamp]
-) -> Callable[..., Iterator[Array]]:
-    """Returns what reads a chunk's object as `stored_pieces` reads its file."""
-
-    def pieces(
-        _root: Path,
-        name: str,
-        num_bytes: int,
-        _pool: BufferPool,
-        check: Callable[[int], object],
-        *,
-        piece_bytes: int,
-        **_options: Any,
-    ) -> Iterator[Array]:
-        content = np.frombuffer(place.get(name, listed[name]), np.uint8)[:num_bytes]
-        found = crc32c(content) if num_bytes else 0
-        try:
-            check(found)
-        except StoreCorruptError:
-            raise ExchangeError(
-                f"{place.where}: {name}: expected the CRC-32C that its commit.json "
-                f"says, found {found:08x}; {_AGAIN}"
-            ) from None
-        for offset in range(0, num_bytes, piece_bytes):
-            yield content[offset : offset + piece_bytes]
-
-    return pieces

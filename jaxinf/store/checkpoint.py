@@ -20,20 +20,15 @@ from pathlib import Path
 
 from jaxinf.errors import StoreError, StoreFormatError, StoreMismatchError
 from jaxinf.store.commit import CommitRecord
-from jaxinf.store.creation import check_free_space
+from jaxinf.store.creation import check_free_space, make_place
 from jaxinf.store.directory import SLOTS, Slot, StoreDirectory, other_slot
 from jaxinf.store.lock import lock_exclusively
 from jaxinf.store.manifest import Manifest
 from jaxinf.store.owners import current_store
 from jaxinf.store.reader import Damage
-from jaxinf.store.steps import link_step, remove_step
-from jaxinf.store.stock import (
-    link_carry,
-    make_carry,
-    make_orbax_item,
-    step_documents,
-)
-from jaxinf.transfer import fsync_directory, translated, write_bytes_atomically
+from jaxinf.store.steps import remove_step
+from jaxinf.store.stock import link_carry, make_carry
+from jaxinf.transfer import fsync_directory, translated
 
 _MAX_NAME_BYTES = 200
 _LEFTOVERS = (".new-", ".gone-")
@@ -112,16 +107,23 @@ def save_checkpoint(
                         "overwrite=True)), or remove it (jaxinf checkpoint remove "
                         f'"{directory.path}" {name})'
                     )
-                if _has(path, record):
-                    return name
+                with contextlib.suppress(StoreFormatError):  # a damaged one is replaced
+                    held = CommitRecord.read(path / "commit.json")
+                    if (held.step, held.committed_at) == (
+                        record.step,
+                        record.committed_at,
+                    ):
+                        return name
             else:  # one that replaces another has its room
                 _check_space(directory, slot)
             undo.callback(remove_step, directory, new)
             with translated("checkpoint", path):
-                temporary.mkdir()
-                link_step(directory, slot, new, record.carry, named=place)
+                now, carry = time.time_ns(), record.carry
+                make_place(directory, new, now, carry, source=slot, named=place)
+                link_carry(directory.step_path(slot), temporary, carry)
         with translated("checkpoint", path):
-            add_documents(directory, temporary, record)
+            directory.manifest.write(temporary / "jaxinf.json")
+            record.write(temporary / "commit.json")
             directory.sync()
             gone = _set_aside(directory, name) if is_there else None
             _rename(directory, new, place, appears=True)
@@ -133,14 +135,8 @@ def save_checkpoint(
 
 def checkpoint_names(directory: StoreDirectory) -> list[str]:
     """Returns the names of all checkpoints without opening them."""
-    root = directory.path / "checkpoints"
-    if not root.is_dir():
-        return []
-    return sorted(
-        entry.name
-        for entry in root.iterdir()
-        if not entry.name.startswith(".") and entry.is_dir() and not entry.is_symlink()
-    )
+    found = (directory.path / "checkpoints").glob("[!.]*")
+    return sorted(one.name for one in found if one.is_dir() and not one.is_symlink())
 
 
 def list_checkpoints(directory: StoreDirectory) -> list[CheckpointInfo]:
@@ -164,13 +160,10 @@ def list_checkpoints(directory: StoreDirectory) -> list[CheckpointInfo]:
 
 def stray_checkpoints(directory: StoreDirectory) -> list[Damage]:
     """Returns other entries among the checkpoints."""
-    root = directory.path / "checkpoints"
-    if not root.is_dir():
-        return []
-    names = set(checkpoint_names(directory))
+    root, names = directory.path / "checkpoints", set(checkpoint_names(directory))
     return [
         Damage(root, entry, f"checkpoints/{entry.name}", _STRAY)
-        for entry in sorted(root.iterdir())
+        for entry in sorted(root.glob("*"))
         if entry.name not in names and not entry.name.startswith(_LEFTOVERS)
     ]
 
@@ -182,8 +175,13 @@ def find_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
       ValueError: there is no checkpoint of that name; lists the existing ones.
       StoreFormatError: its record cannot be read.
     """
-    _check_there(directory, name)
-    return directory.read_record(f"checkpoints/{name}")
+    names = checkpoint_names(directory)
+    if name not in names:
+        held = ", ".join(names) or "none"
+        raise ValueError(
+            f"{directory.path}: expected a checkpoint {name!r}; there are: {held}"
+        )
+    return CommitRecord.read(directory.step_path(f"checkpoints/{name}") / "commit.json")
 
 
 def check_arrays(directory: StoreDirectory, name: str) -> None:
@@ -198,6 +196,7 @@ def check_arrays(directory: StoreDirectory, name: str) -> None:
             f"{root}: the checkpoint holds other arrays than the store does now; make "
             f'a store of it: cp -rL "{root}" COPY, then jaxinf store copy COPY NEW'
         )
+    directory.read_record(f"checkpoints/{name}")
 
 
 def remove_checkpoint(directory: StoreDirectory, name: str) -> None:
@@ -208,16 +207,17 @@ def remove_checkpoint(directory: StoreDirectory, name: str) -> None:
       StoreFormatError: as `jaxinf.store.read_owned`; nothing was removed.
     """
     with _managed(directory) as directory:
-        _check_there(directory, name)
+        if name not in checkpoint_names(directory):
+            find_checkpoint(directory, name)  # raises
         remove_step(directory, _set_aside(directory, name))
 
 
 def restore_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
     """Makes a checkpoint the committed step; returns its record.
 
-    The caller is the store's writer and holds the lock of the checkpoints, too, as
-    `hold_store` does. The links replace the content of the spare slot. The step
-    committed before then becomes the spare one, until the next step is written.
+    The caller is the store's writer and holds the lock of the checkpoints, too. The
+    links replace the content of the spare slot. The step committed before then becomes
+    the spare one, until the next step is written.
 
     Raises:
       ValueError: there is no such checkpoint.
@@ -226,7 +226,6 @@ def restore_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
     """
     record, place = find_checkpoint(directory, name), f"checkpoints/{name}"
     check_arrays(directory, name)
-    root = directory.step_path(place)
     spare = other_slot(directory.need_slot())
     target = directory.step_path(spare)
     _check_space(directory, None)
@@ -234,7 +233,7 @@ def restore_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
     for leaf, _, state, chunk in directory.held():
         directory.link_chunk(place, spare, leaf, chunk, state.name)
     make_carry(target, directory.manifest, record.carry)
-    link_carry(root, target, record.carry)
+    link_carry(directory.step_path(place), target, record.carry)
     directory.sync()
     directory.publish(spare, record)
     return record
@@ -248,28 +247,13 @@ def prune_leftovers(directory: StoreDirectory) -> None:
     root = directory.path / "checkpoints"
     if not root.is_dir():
         return
-    for entry in root.iterdir():
-        if entry.name.startswith(_LEFTOVERS):
-            with translated("removal", entry):
-                shutil.rmtree(entry)
-    names = set(os.listdir(root))  # also of what is no checkpoint any more
-    for csd in range(len(directory.manifest.csds)):
-        data = directory.csd_directory(csd) / "checkpoints"
-        for entry in data.iterdir() if data.is_dir() else ():
-            if entry.name not in names:
-                shutil.rmtree(entry)
-
-
-def add_documents(directory: StoreDirectory, root: Path, record: CommitRecord) -> None:
-    """Adds documents that a slot lacks: the manifest, and Orbax's."""
-    manifest = directory.manifest
-    manifest.write(root / "jaxinf.json")
-    record.write(root / "commit.json")
-    time_ns = time.time_ns()
-    documents = dict(step_documents(manifest, time_ns, is_item=True))
-    name = "_CHECKPOINT_METADATA"
-    write_bytes_atomically(root / name, documents[name])
-    make_orbax_item(root, manifest, record.carry)
+    names = {name for name in os.listdir(root) if not name.startswith(_LEFTOVERS)}
+    own = [directory.csd_directory(n) for n in range(len(directory.manifest.csds))]
+    for folder in [root, *(data / "checkpoints" for data in own)]:
+        for name in os.listdir(folder) if folder.is_dir() else ():
+            if name not in names:
+                with translated("removal", folder / name):
+                    shutil.rmtree(folder / name)
 
 
 # --- inside ------------------------------------------------------------------------
@@ -289,15 +273,6 @@ def _managed(directory: StoreDirectory) -> Iterator[StoreDirectory]:
         yield directory
 
 
-def _check_there(directory: StoreDirectory, name: str) -> None:
-    names = checkpoint_names(directory)
-    if name not in names:
-        held = ", ".join(names) or "none"
-        raise ValueError(
-            f"{directory.path}: expected a checkpoint {name!r}; there are: {held}"
-        )
-
-
 def _check_name(name: str) -> None:
     is_plain = name.isprintable() and "/" not in name and not name.startswith(".")
     if not name or not is_plain or len(name.encode()) > _MAX_NAME_BYTES:
@@ -305,15 +280,6 @@ def _check_name(name: str) -> None:
             f"checkpoint name {name!r}: expected a file name that does not start with "
             f"a dot, without slashes, of at most {_MAX_NAME_BYTES} bytes"
         )
-
-
-def _has(path: Path, record: CommitRecord) -> bool:
-    """Whether a checkpoint is of the very commit of a record."""
-    try:
-        held = CommitRecord.read(path / "commit.json")
-    except StoreFormatError:
-        return False
-    return (held.step, held.committed_at) == (record.step, record.committed_at)
 
 
 def _rename(
@@ -366,26 +332,21 @@ def _check_space(directory: StoreDirectory, pinned: Slot | None) -> None:
     Args:
       pinned: the slot whose files are about to be linked to.
     """
-    needs: dict[Path, int] = defaultdict(int)
-    statuses = []
-    for leaf, _, state, number in directory.held():
+    needs, shared_needs = defaultdict[Path, int](int), defaultdict[Path, int](int)
+    for leaf, record, state, number in directory.held():
         files = [directory.chunk_file(slot, leaf, number, state.name) for slot in SLOTS]
-        statuses.append([os.lstat(file) if file.exists() else None for file in files])
-    shared = [all(pair) and os.path.samestat(*pair) for pair in statuses]
-    is_restored = all(shared)  # and no step has been written since
-    for (leaf, record, state, number), found, is_shared in zip(
-        directory.held(), statuses, shared, strict=True
-    ):
-        if is_shared and not is_restored:
-            continue  # no step writes it
+        found = [os.lstat(file) if file.exists() else None for file in files]
         num_files = sum(
             status is None or status.st_nlink > 1 or slot == pinned
             for slot, status in zip(SLOTS, found, strict=True)
         )
-        num_bytes = state.stored_bytes(directory.chunks[leaf][number])
-        needs[directory.csd_directory(record.csds[number])] += num_files * num_bytes
+        num_bytes = num_files * state.stored_bytes(directory.chunks[leaf][number])
+        first, second = found
+        is_shared = first and second and os.path.samestat(first, second)
+        own = shared_needs if is_shared else needs  # no step writes a shared one
+        own[directory.csd_directory(record.csds[number])] += num_bytes
     check_free_space(
-        needs,
+        needs or shared_needs,  # unless all are, after a restore
         "with this checkpoint the steps to come need",
         "free some, or remove another checkpoint (jaxinf checkpoint "
         f'list "{directory.path}")',

@@ -57,7 +57,7 @@ def schedule_free_params(params: Array, z: Array, b1: np.float32) -> Array:
 
 
 class ScalarDocument(Document, frozen=True):
-    """A scalar on disk: ``data``, and ``value`` for people to read."""
+    """A scalar on disk: ``data``, and ``value`` for people, which is not read."""
 
     path: str
     dtype: Dtype
@@ -101,11 +101,6 @@ class ScalarState:
                 f"{len(data)} bytes"
             )
         value = np.frombuffer(data, dtype).reshape(shape).copy()
-        if document.value and not _says(document.value, value):
-            raise ValueError(
-                f"scalar {path}: its data says {value}, its value says "
-                f"{shown(document.value)}"
-            )
         return cls(path, value)
 
 
@@ -309,14 +304,16 @@ class CommitRecord:
         write_document(path, self.to_json())
 
     @classmethod
-    def read(cls, path: Path) -> "CommitRecord":
-        """Reads a slot's record.
+    def read(cls, path: Path | str, raw: bytes | None = None) -> "CommitRecord":
+        """Reads a slot's record; `raw` are its bytes, if they are no file's.
 
         Raises:
           StoreFormatError: the record is missing, damaged, edited, or of another
             format.
         """
-        held = read_document(path, _Record, _WHAT, _REMEDY, check=_check_version)
+        held = read_document(
+            path, _Record, _WHAT, _REMEDY, check=_check_version, raw=raw
+        )
         with refusing(path, _WHAT, _REMEDY):
             if bool(held.commit) != (held.format_version == MEMBER_VERSION):
                 raise ValueError(f"format {held.format_version}, commit {held.commit}")
@@ -350,7 +347,7 @@ class CommitRecord:
         }
         return replace(self, checksums=held, commit=commit)
 
-    def check_fits(self, path: Path, manifest: Manifest) -> None:
+    def check_fits(self, path: Path | str, manifest: Manifest) -> None:
         """Refuses a record whose arrays or chunks are not the store's.
 
         Args:
@@ -400,20 +397,3 @@ def _bound(name: str, text: str) -> float:
     if not 0 <= bound < math.inf:
         raise ValueError(f"inexact {name}: expected a finite bound >= 0, found {bound}")
     return bound
-
-
-def _says(text: str, value: Array) -> bool:
-    """Whether a text spells this value, perhaps as another version of NumPy would."""
-    if text == str(value) or value.shape:
-        return not value.shape
-    try:
-        number = {"b": _TRUTH.get, "c": complex, "f": float, "V": float}.get(
-            value.dtype.kind, int
-        )(text)
-        read = np.asarray(number, value.dtype)
-    except (ValueError, TypeError, OverflowError):
-        return False
-    return read.tobytes() == value.tobytes() or bool(read != read and value != value)
-
-
-_TRUTH = {"True": True, "False": False}

@@ -4,36 +4,26 @@
      other codec ─── decoded and encoded ───────────────┼──► a chunk of a new store
      other grid ──── boxes of the old chunks ───────────┘
 
-Invariant: old files are only read, and all of a chunk is verified before it counts. A
-  file that an interrupted call has made is used again if it is the old one, or if its
-  bytes have the wanted checksum.
+Invariant: old files are only read, and all of a chunk is verified before it counts.
 """
 
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import groupby, product
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 import numpy as np
 
-from jaxinf.layout import (
-    CODE_BLOCK,
-    Chunk,
-    CodedSlot,
-    box_runs,
-    portions,
-    rounding_of_chunk,
-)
+from jaxinf.layout import Chunk, CodedSlot, box_runs, portions, rounding_of_chunk
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.copy_source import CopySource
 from jaxinf.store.creation import existing_parent
-from jaxinf.store.directory import StoreDirectory
-from jaxinf.store.formats import blocks_of, scalars_of
-from jaxinf.store.links import link_file
+from jaxinf.store.directory import StoreDirectory, link_file
+from jaxinf.store.formats import scalars_of
 from jaxinf.store.manifest import LeafRecord, StateRecord, dtype_of
 from jaxinf.store.names import MASTER_PARAMS
 from jaxinf.store.reader import (
@@ -43,11 +33,16 @@ from jaxinf.store.reader import (
     file_checksum,
     over,
 )
-from jaxinf.transfer import crc32c, crc32c_combine, opened_to_write, translated
+from jaxinf.transfer import (
+    check_holds,
+    crc32c,
+    crc32c_combine,
+    opened_to_write,
+    translated,
+)
 from jaxinf.typing import Array, ProgressCallback
 
 _How: TypeAlias = Literal["link", "copy", "recode", "regrid", "room"]
-_Sums: TypeAlias = dict[str, Array]
 
 
 @dataclass(frozen=True)
@@ -59,8 +54,7 @@ class CopiedChunk:
       place: slot ``a``, a checkpoint, or slot ``b``, which has room alone.
       how: ``"link"`` to `source`; ``"copy"`` of the same bytes, verified; ``"recode"``
         from the decoded values; ``"regrid"`` from chunks of another grid; ``"room"``.
-      source: the file of the same bytes that is linked to.
-      expected: the checksum of the same bytes.
+      source: a directory, and below it the file of the same bytes that is linked to.
     """
 
     part: StoreDirectory
@@ -69,8 +63,7 @@ class CopiedChunk:
     chunk: int
     state: StateRecord
     how: _How
-    source: Path | None = None
-    expected: int | None = None
+    source: tuple[Path, str] | None = None
 
     @property
     def record(self) -> LeafRecord:
@@ -91,7 +84,9 @@ class CopiedChunk:
 
     @property
     def room_bytes(self) -> int:
-        """Bytes that it takes on the drive, unless it is a link."""
+        """Bytes that it takes on the drive; none if it is a link."""
+        if self.how == "link":
+            return 0
         return self.state.stored_bytes(self.part.chunks[self.leaf][self.chunk])
 
 
@@ -100,27 +95,23 @@ def copied_chunks(
 ) -> Iterator[CopiedChunk]:
     """Yields the chunks of new stores; looks at old files, and writes nothing."""
     device = cache(lambda place: existing_parent(place)[1])
-    steps = [(name, s.places, s.commit) for name, s in source.steps.items()]
+    steps = [(name, step.places) for name, step in source.steps.items()]
     for part in parts:
-        for place, folders, commit in [*steps, ("b", source.spares, None)]:
+        for place, folders in [*steps, ("b", source.spares)]:
             for number, leaf, state, chunk in part.held():
-                old, name = source.whole.leaves[number], leaf.array_name(state.name)
-                how, file = _way(old, leaf, state), None
+                old, is_spare = source.whole.leaves[number], place == "b"
+                how, found = _way(old, leaf, state), None
                 if how == "copy" and source.has_links and folders:
                     folder = folders[old.csds[chunk]]
-                    file = folder / name / part.state_chunk(number, chunk, state).key
+                    key = part.state_chunk(number, chunk, state).key
+                    found = folder, f"{leaf.array_name(state.name)}/{key}"
                     root = part.csd_directory(leaf.csds[chunk])
                     is_near = device(folder) == device(root)
-                    if is_near and (commit is not None or file.exists()):
+                    if is_near and ((folder / found[1]).exists() or not is_spare):
                         how = "link"
-                expected = None
-                if commit is None and how != "link":
+                if is_spare and how != "link":
                     how = "room"
-                elif commit is not None and how == "copy":
-                    expected = int(commit.checksums[name][chunk])
-                yield CopiedChunk(
-                    part, place, number, chunk, state, how, file, expected
-                )
+                yield CopiedChunk(part, place, number, chunk, state, how, found)
 
 
 def _way(old: LeafRecord, new: LeafRecord, state: StateRecord) -> _How:
@@ -134,14 +125,11 @@ def _arrays(leaf: LeafRecord, state: StateRecord) -> list[StateRecord]:
 
 
 def room_needed(chunks: Sequence[CopiedChunk]) -> dict[Path, int]:
-    """Returns bytes below each directory, without what an interrupted call has made."""
+    """Returns bytes below each directory."""
     needs: dict[Path, int] = defaultdict(int)
     for one in chunks:
-        if one.how != "link":
-            file, csd = one.target, one.record.csds[one.chunk]
-            there = file.stat().st_blocks * 512 if file.exists() else 0
-            needs[one.part.csd_directory(csd)] += max(0, one.room_bytes - there)
-    return dict(needs)
+        needs[one.part.csd_directory(one.record.csds[one.chunk])] += one.room_bytes
+    return needs
 
 
 # --- making them ---------------------------------------------------------------------
@@ -169,20 +157,25 @@ def make_steps(
     for place in (*source.steps, "b"):
         own = [one for one in chunks if one.place == place]
         step = source.steps.get(place, source.step)
-        sums = _old_sums(new.leaves, step.commit)
+        sums = dict[str, Array]()  # the right ones of chunks whose bytes stay
+        for leaf in new.leaves:
+            for name in (leaf.array_name(state.name) for state in leaf.states):
+                held = step.commit.checksums.get(name, ())
+                sums[name] = np.zeros(len(leaf.csds), np.uint32)
+                if len(held) == len(leaf.csds):
+                    sums[name][:] = held
         with source.open_reader(step) as reader:
-            for one, made in over(
-                own, lambda one, r=reader: _make(one, source, r), source.num_threads
-            ):
+            make = partial(_make, source.whole.leaves, reader, step.commit.step)
+            for one, made in over(own, make, source.num_threads):
                 for name, checksum in made.items():
                     sums[name][one.chunk] = checksum
                 done_bytes += one.num_bytes
                 if progress is not None:
                     progress(done_bytes, total_bytes)
-            others = [one for one in own if one.how == "regrid"]
             arrays = defaultdict[tuple[int, StateRecord], list[CopiedChunk]](list)
-            for one in others:
-                arrays[one.leaf, one.state].append(one)
+            for one in own:
+                if one.how == "regrid":
+                    arrays[one.leaf, one.state].append(one)
             for (leaf, state), group in arrays.items():
                 _regrid(reader, source.whole.leaves[leaf], state, group)
                 for one in group:
@@ -194,60 +187,29 @@ def make_steps(
     return records
 
 
-def _old_sums(leaves: Sequence[LeafRecord], commit: CommitRecord) -> _Sums:
-    """Returns a checksum for each chunk, the right one if its bytes stay."""
-    sums = {}
-    for leaf in leaves:
-        for state in leaf.states:
-            name, num_chunks = leaf.array_name(state.name), len(leaf.csds)
-            held = commit.checksums.get(name, ())
-            is_fitting = len(held) == num_chunks
-            sums[name] = np.array(held if is_fitting else [0] * num_chunks, np.uint32)
-    return sums
-
-
-def _make(one: CopiedChunk, source: CopySource, reader: StepReader) -> dict[str, int]:
+def _make(
+    leaves: Sequence[LeafRecord], reader: StepReader, step: int, one: CopiedChunk
+) -> dict[str, int]:
     """Makes a chunk's file; returns checksums of new bytes, by array."""
-    old = source.whole.leaves[one.leaf]
     with translated("copy", one.target):
-        if one.how == "link":
-            _link(one)
+        if one.how == "link" and one.source is not None:
+            root, name = one.source
+            check_holds(root, name, 0)  # no link leads there
+            one.target.parent.mkdir(parents=True, exist_ok=True)
+            link_file(root / name, one.target)
         elif one.how == "regrid":
-            _clear(one)  # its boxes come from several chunks
-        elif one.how == "copy" and not _is_there(one):
-            _clear(one)
+            _allocate(one)  # its boxes come from several chunks
+        elif one.how == "copy":
+            _allocate(one)
             with opened_to_write(one.target) as fd:
-                for piece in reader.stored(old, one.state, one.chunk):
+                for piece in reader.stored(leaves[one.leaf], one.state, one.chunk):
                     _put(fd, piece.values, piece.start * one.state.itemsize)
         elif one.how == "recode" and not one.state.is_beside:
-            step = source.steps[one.place].commit.step
-            return _recode(one, old, reader, step)
+            return _recode(one, leaves[one.leaf], reader, step)
     return {}
 
 
-def _link(one: CopiedChunk) -> None:
-    assert one.source is not None
-    if os.path.lexists(one.target):
-        if one.target.samefile(one.source):
-            return
-        one.target.unlink()
-    one.target.parent.mkdir(parents=True, exist_ok=True)
-    link_file(one.source, one.target)
-
-
-def _is_there(one: CopiedChunk) -> bool:
-    """Whether an interrupted call has made the file, and it is right."""
-    file, file_bytes = one.target, one.layout.stored_elements * one.state.itemsize
-    if not file.exists() or file.stat().st_nlink > 1:
-        return False
-    if file.stat().st_size != file_bytes:
-        return False
-    return file_checksum(file, one.num_bytes) == one.expected
-
-
-def _clear(one: CopiedChunk) -> None:
-    """Makes a file anew, with room for its elements."""
-    one.target.unlink(missing_ok=True)
+def _allocate(one: CopiedChunk) -> None:
     one.target.parent.mkdir(parents=True, exist_ok=True)
     one.part.allocate(one.target, one.layout, one.state)
 
@@ -266,7 +228,7 @@ def _recode(
     first, *beside = states = _arrays(leaf, one.state)
     files = [replace(one, state=state) for state in states]
     for file in files:
-        _clear(file)
+        _allocate(file)
     slots = [slot.name for slot in leaf.slots]
     rounding = rounding_of_chunk(one.leaf, one.chunk, step)
     key = rounding + slots.index(first.slot) & 0xFFFFFFFF
@@ -281,10 +243,8 @@ def _recode(
                 np.empty(state.num_elements(piece.values.size), dtype_of(state.dtype))
                 for state in states
             ]
-            coded = CodedSlot.of(
-                arrays[0], arrays[1] if beside else None, key, piece.start
-            )
-            coded.encode(piece.values)
+            rest = arrays[1] if beside else None
+            CodedSlot.of(arrays[0], rest, key, piece.start).encode(piece.values)
         for file, data in zip(files, arrays, strict=True):
             offset = file.state.num_elements(piece.start) * file.state.itemsize
             with opened_to_write(file.target) as fd:
@@ -293,16 +253,10 @@ def _recode(
     return {leaf.array_name(name): crc32c_combine(sums) for name, sums in found.items()}
 
 
-# --- another grid --------------------------------------------------------------------
-
-
 def _regrid(
     reader: StepReader, old: LeafRecord, state: StateRecord, new: Sequence[CopiedChunk]
 ) -> None:
-    """Moves an array's elements as they are stored, and scales with their blocks."""
-    if state.codec == "scale":
-        _regrid_scales(reader, old, state, new)
-        return
+    """Moves an array's elements as they are stored to chunks of another grid."""
     grid, by_number = new[0].record.grid, {one.chunk: one for one in new}
     every = portions(old.grid, PIECE_BYTES // 4)
     for number, members in groupby(every, key=lambda portion: portion.chunk):
@@ -318,11 +272,7 @@ def _regrid(
 
 
 def _put_box(one: CopiedChunk, start: Sequence[int], values: Array) -> None:
-    """Writes the part of a leaf's box that a chunk has.
-
-    Args:
-      start: the first index of the box.
-    """
+    """Writes the part of a leaf's box, which begins at an index, that a chunk has."""
     chunk = one.layout
     first = np.maximum(start, chunk.start)
     last = np.minimum(np.add(start, values.shape), np.add(chunk.start, chunk.extent))
@@ -333,18 +283,3 @@ def _put_box(one: CopiedChunk, start: Sequence[int], values: Array) -> None:
         for offset, length in box_runs(one.record.chunk_shape, inside, extent.tolist()):
             _put(fd, part[done : done + length], offset * part.itemsize)
             done += length
-
-
-def _regrid_scales(
-    reader: StepReader, old: LeafRecord, state: StateRecord, new: Sequence[CopiedChunk]
-) -> None:
-    whole = np.empty(-(-old.grid.num_elements // CODE_BLOCK), dtype_of(state.dtype))
-    for number, chunk in enumerate(old.grid.chunks()):
-        blocks = blocks_of(old.grid, chunk)
-        assert blocks is not None, "`divided_leaves` has seen that"
-        for piece in reader.stored(old, state, number):
-            whole[blocks[piece.start : piece.start + piece.values.size]] = piece.values
-    for one in new:
-        blocks = blocks_of(one.record.grid, one.part.chunks[one.leaf][one.chunk])
-        with translated("write", one.target), opened_to_write(one.target) as fd:
-            _put(fd, whole[blocks], 0)

@@ -8,7 +8,6 @@ Invariant: the steps do not change while they are copied: they are pinned, or th
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -22,7 +21,6 @@ from jaxinf.store.manifest import Manifest
 from jaxinf.store.members import (
     all_members,
     find_whole,
-    held_steps,
     hold_members,
     is_of_all,
     is_run,
@@ -40,6 +38,11 @@ from jaxinf.store.steps import (
 )
 from jaxinf.store.stock import read_carry
 
+_PART = (
+    "expected a whole step, found a member's part; export the checkpoint of the run: "
+    "jaxinf checkpoint export RUN DEST --checkpoint NAME"
+)
+
 
 def _read_carry(step: WholeStep) -> list[bytes]:
     """Returns what a step of a store carries."""
@@ -54,7 +57,7 @@ class CopySource:
       where: what it is, for messages.
       parts: the manifests of the members by number, or of the store alone.
       steps: the committed step as slot ``a``, and checkpoints as ``checkpoints/NAME``.
-      beside: returns what belongs to a store beside its steps, by the names of files.
+      beside: what belongs to a store beside its steps, by the names of files.
       open_reader: returns the reader of one.
       has_links: whether chunks may be linked to: they are a store's.
       read_carry: returns the arrays that one carries.
@@ -67,7 +70,7 @@ class CopySource:
     where: str
     parts: Sequence[Manifest]
     steps: Mapping[str, WholeStep]
-    beside: Callable[[], Mapping[str, bytes]]
+    beside: Mapping[str, bytes]
     open_reader: Callable[[WholeStep], StepReader] = WholeStep.reader
     has_links: bool = True
     read_carry: Callable[[WholeStep], list[bytes]] = _read_carry
@@ -112,9 +115,8 @@ def store_source(
       ValueError: there is no such checkpoint; lists the others.
     """
     if (path / "commit.json").is_file():
-        store = path.parent.parent
-        is_listed = path.parent.name == "checkpoints"
-        if not is_listed or not (store / "jaxinf.json").exists():
+        store, folder = path.parent.parent, path.parent.name
+        if folder != "checkpoints" or not (store / "jaxinf.json").exists():
             yield _of_directory(path)
             return
         path, checkpoint = store, path.name
@@ -127,9 +129,14 @@ def store_source(
             step = _joined(parts)
         elif checkpoint is not None:
             parts = all_members(path)
-            step = kept_step(parts, checkpoint)
+            step = _kept_step(parts, checkpoint)
         elif is_run(path):
-            parts, step = _of_run(path, stack)
+            parts = all_members(path)
+            pinned, undo = of_one_commit(
+                path, parts, lambda one, held: held.enter_context(pinned_step(one))
+            )
+            stack.enter_context(undo)
+            step = joined_step(pinned)
         else:
             step = stack.enter_context(readable_step(look_at_store(path)))
             step.check()
@@ -139,33 +146,19 @@ def store_source(
             names = [{*checkpoint_names(one)} for one in parts]
             for name in sorted(set.intersection(*names)):
                 if is_of_all(parts, name):
-                    steps[f"checkpoints/{name}"] = kept_step(parts, name)
+                    steps[f"checkpoints/{name}"] = _kept_step(parts, name)
             kept = {place.rpartition("/")[2] for place in steps}
             dropped = set.union(*names) - kept
         yield CopySource(
             str(path),
             [one.manifest for one in parts],
             steps,
-            partial(files_beside, parts[0].path),
+            files_beside(parts[0].path),
             has_links=not step.warning and checkpoint is None,
             spares=[n for one in parts for n in _spares(one)] if holds else (),
             dropped=tuple(sorted(dropped)),
             held=parts if holds else (),
         )
-
-
-def kept_step(parts: Sequence[StoreDirectory], name: str) -> WholeStep:
-    """Returns a checkpoint of all members."""
-    find_whole(parts, name)
-    if len(parts) == 1 and parts[0].manifest.member is not None:
-        raise StoreFormatError(
-            f"{parts[0].path}: expected a whole step, found a member's part; export "
-            "the checkpoint of the run: jaxinf checkpoint export RUN DEST --checkpoint "
-            "NAME"
-        )
-    for one in parts:
-        check_arrays(one, name)
-    return _joined(parts, f"checkpoints/{name}")
 
 
 def check_unread(directory: StoreDirectory) -> None:
@@ -179,20 +172,14 @@ def check_unread(directory: StoreDirectory) -> None:
         )
 
 
-def _of_run(
-    path: Path, stack: contextlib.ExitStack
-) -> tuple[list[StoreDirectory], WholeStep]:
-    """Returns all members, and their common step, which is pinned."""
-    parts = all_members(path)
-    if len({held_steps(one).current for one in parts}) > 1:  # a kill, or a run goes on
-        with contextlib.suppress(StoreLockedError), hold_members(path):
-            pass  # they go to the common one
-        parts = all_members(path)
-    pinned, undo = of_one_commit(
-        path, parts, lambda one, held: held.enter_context(pinned_step(one))
-    )
-    stack.enter_context(undo)
-    return parts, joined_step(pinned)
+def _kept_step(parts: Sequence[StoreDirectory], name: str) -> WholeStep:
+    """Returns a checkpoint of all members."""
+    find_whole(parts, name)
+    if len(parts) == 1 and parts[0].manifest.member is not None:
+        raise StoreFormatError(f"{parts[0].path}: {_PART}")
+    for one in parts:
+        check_arrays(one, name)
+    return _joined(parts, f"checkpoints/{name}")
 
 
 def _of_directory(path: Path) -> CopySource:
@@ -200,15 +187,12 @@ def _of_directory(path: Path) -> CopySource:
     check_there(path)
     commit, manifest = path / "commit.json", Manifest.read(path / "jaxinf.json")
     if manifest.member is not None:
-        raise StoreFormatError(
-            f"{path}: expected a whole step, found a member's part; export the "
-            "checkpoint of the run: jaxinf checkpoint export RUN DEST --checkpoint NAME"
-        )
+        raise StoreFormatError(f"{path}: {_PART}")
     leaves = tuple(replace(n, csds=(0,) * len(n.csds)) for n in manifest.leaves)
     manifest = replace(manifest, csds=(), leaves=leaves)
     step = WholeStep(path, manifest, CommitRecord.read(commit), (path,))
     step.check()
-    beside = partial(files_beside, path)
+    beside = files_beside(path)
     return CopySource(str(path), [manifest], {"a": step}, beside, has_links=False)
 
 

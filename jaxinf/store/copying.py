@@ -4,7 +4,8 @@
       only read                              complete, durable     one rename at the end
 
 Invariant: OLD is whole until NEW is, and NEW appears whole. A crash has nothing to
-  undo: the same call goes on. If NEW is OLD, they are exchanged at the end.
+  undo: the same call begins again, or completes the exchange of NEW and OLD, if they
+  are the same.
 """
 
 import contextlib
@@ -12,7 +13,6 @@ import ctypes
 import os
 import re
 import shutil
-import tempfile
 import time
 import uuid
 from collections.abc import Sequence
@@ -22,15 +22,12 @@ from pathlib import Path
 from msgspec import structs
 
 from jaxinf.errors import (
-    ExchangeError,
     JaxinfError,
     StoreFormatError,
     StoreIOError,
     StoreMismatchError,
 )
-from jaxinf.store.checkpoint import add_documents, checkpoint_names
-from jaxinf.store.commit import CommitRecord
-from jaxinf.store.copy_chunks import CopiedChunk, copied_chunks, make_steps, room_needed
+from jaxinf.store.copy_chunks import copied_chunks, make_steps, room_needed
 from jaxinf.store.copy_source import CopySource, check_unread
 from jaxinf.store.creation import (
     begin_store,
@@ -93,14 +90,12 @@ class Copied:
       step: the step.
       num_bytes: bytes that it wrote; others are links. 0 in place if nothing changes.
       regridded: names of leaves with another grid.
-      idle: numbers of the processes that hold no chunk.
       dropped: checkpoints that some members lacked.
     """
 
     step: int
     num_bytes: int
     regridded: tuple[str, ...] = ()
-    idle: tuple[int, ...] = ()
     dropped: tuple[str, ...] = ()
 
 
@@ -123,8 +118,7 @@ def copy_step(
     Raises:
       ValueError: a number, a root or a format is wrong.
       StoreFormatError: something else is at the target.
-      StoreMismatchError: a new grid would cut blocks of codes, or chunks cannot be
-        recoded on it.
+      StoreMismatchError: chunks cannot be recoded on a new grid.
       StoreSpaceError: there is no room; nothing was written.
       StoreLockedError: another process makes the same copy.
       StoreCorruptError: a chunk is damaged; there is no copy.
@@ -141,20 +135,20 @@ def copy_step(
         staging.mkdir(parents=True, exist_ok=True)
     lock = StoreLock(staging)
     try:
-        chunks = _build(source, manifests, staging, target, progress)
+        _discard(staging, target, keeps=True)  # what an interrupted call has left
+        try:
+            num_bytes = _make(source, manifests, staging, progress)
+        except (JaxinfError, ValueError):
+            _discard(staging, target)
+            raise
         _publish(source, staging, target)
     finally:
         lock.release()
     for place in find_members(target) or [target]:
         claim_csds(StoreDirectory.open(place))
     pairs = zip(source.whole.leaves, manifests[0].leaves, strict=True)
-    return Copied(
-        source.step.commit.step,
-        sum(one.room_bytes for one in chunks if one.how not in ("link", "room")),
-        tuple(sorted(b.name for a, b in pairs if a.chunk_shape != b.chunk_shape)),
-        tuple(n for n, m in enumerate(manifests) if not any(x.held for x in m.leaves)),
-        source.dropped,
-    )
+    regridded = tuple(b.name for a, b in pairs if a.chunk_shape != b.chunk_shape)
+    return Copied(source.step.commit.step, num_bytes, regridded, source.dropped)
 
 
 def left_by_copy(path: Path) -> Path | None:
@@ -244,133 +238,63 @@ def _is_same(parts: Sequence[Manifest], wanted: Sequence[Manifest]) -> bool:
 
 
 def _check_target(source: CopySource, target: Path) -> None:
-    """Refuses a target where a copy cannot appear; what it tries, it removes."""
-    if not source.held:
-        found = os.listdir(target) if target.is_dir() else ["a file"]
-        if os.path.lexists(target) and (found or os.path.ismount(target)):
-            what = ", ".join(sorted(found)[:3]) or "a mount point"
-            raise StoreFormatError(
-                f"{target}: expected nothing there, or an empty directory, for a new "
-                f"store, found {what}; give another path"
-            )
-        return
-    if os.path.ismount(target):
+    """Refuses a target where a copy cannot appear."""
+    found = ["a mount point"] if os.path.ismount(target) else []
+    if not source.held and not found and os.path.lexists(target):
+        found = sorted(os.listdir(target))[:3] if target.is_dir() else ["a file"]
+    if found:
         raise StoreFormatError(
-            f"{target}: expected a directory that can be renamed, found a mount "
-            "point; give another path for the copy"
+            f"{target}: expected nothing there, or an empty directory, or OLD itself, "
+            f"and no mount point, found {', '.join(found)}; give another path"
         )
-    folder = target.parent
-    with (
-        translated("copy", folder),
-        tempfile.TemporaryDirectory(prefix=".jaxinf-", dir=folder) as first,
-        tempfile.TemporaryDirectory(prefix=".jaxinf-", dir=folder) as second,
-    ):
-        _exchange(Path(first), Path(second))
 
 
 # --- making it -----------------------------------------------------------------------
 
 
-def _build(
+def _make(
     source: CopySource,
     manifests: Sequence[Manifest],
     staging: Path,
-    target: Path,
     progress: ProgressCallback | None,
-) -> list[CopiedChunk]:
-    """Makes the copy beside its place; a failed one is removed, unless it goes on."""
-    goes_on = False
-    try:
-        wanted = [
-            StoreDirectory(staging / name, manifest)
-            for name, manifest in zip(_names(len(manifests)), manifests, strict=True)
-        ]
-        parts = _begun(source, wanted)
-        if goes_on := parts is not None:
-            for one in parts:
-                (one.path / "current").unlink(missing_ok=True)
-                for slot in SLOTS:
-                    one.unpublish(slot)
-        else:
-            parts = wanted
-            _discard(staging, target, keeps=True)
-        with translated("copy", source.where):
-            chunks = list(copied_chunks(source, parts))
-        check_free_space(
-            room_needed(chunks), "the chunks to come need", "free some, or give others"
-        )
-        _make(source, parts, chunks, progress)
-    except (JaxinfError, ValueError) as error:
-        if not goes_on and not isinstance(error, ExchangeError):  # connections return
-            _discard(staging, target)
-        raise
-    return chunks
+) -> int:
+    """Makes the new stores whole and durable beside their place; returns their bytes.
 
-
-def _begun(
-    source: CopySource, wanted: Sequence[StoreDirectory]
-) -> list[StoreDirectory] | None:
-    """Returns what an interrupted call for this copy has begun; None if it has not."""
-    found: list[StoreDirectory] = []
-    for one in wanted:
-        if not (one.path / "jaxinf.json").exists():
-            return None
-        there = StoreDirectory.open(one.path)
-        member, first = one.manifest.member, (found or [there])[0].manifest.member
-        if member is not None and first is not None:
-            member = Member(first.run, member.number, member.count)
-        store_id = there.manifest.store_id
-        names = {f"checkpoints/{name}" for name in checkpoint_names(there)}
-        if there.manifest != structs.replace(
-            one.manifest, store_id=store_id, member=member
-        ) or not names <= {*source.steps}:
-            return None
-        found.append(there)
-    return found
-
-
-def _make(
-    source: CopySource,
-    parts: Sequence[StoreDirectory],
-    chunks: Sequence[CopiedChunk],
-    progress: ProgressCallback | None,
-) -> None:
-    """Makes the new stores whole and durable, not yet at their place."""
-    is_run = parts[0].manifest.member is not None
+    Links take none.
+    """
+    pairs = zip(_names(len(manifests)), manifests, strict=True)
+    parts = [StoreDirectory(staging / name, manifest) for name, manifest in pairs]
+    with translated("copy", source.where):
+        chunks = list(copied_chunks(source, parts))
+    needs = room_needed(chunks)
+    check_free_space(needs, "the chunks to come need", "free some, or give others")
+    is_run = len(parts) > 1
     ids = {place: f"{uuid.uuid4().hex}-0" if is_run else "" for place in source.steps}
     for part in parts:
         with translated("copy", part.path):
             begin_store(part)
-    records, beside = make_steps(source, chunks, progress), source.beside()
-    timestamp_ns = time.time_ns()
+    records, timestamp_ns = make_steps(source, chunks, progress), time.time_ns()
     for part in parts:
         with translated("copy", part.path):
-            for place in (*records, "b"):
-                make_place(part, place, timestamp_ns)
-            for name, content in beside.items():
+            make_place(part, "b", timestamp_ns)
+            for name, content in source.beside.items():
                 (part.path / name).parent.mkdir(exist_ok=True)
                 write_bytes_atomically(part.path / name, content)
             for place, record in records.items():
-                carried = source.read_carry(source.steps[place])
+                root, carry = part.step_path(place), record.carry
+                make_place(part, place, timestamp_ns, carry)
+                make_carry(root, part.manifest, carry)
+                write_carry(root, carry, source.read_carry(source.steps[place]))
+                if place == "a":
+                    part.sync()
+                else:
+                    part.manifest.write(root / "jaxinf.json")
                 own = record.part(part.manifest, ids[place])
-                _complete(part, place, own, carried)
+                own.write(root / "commit.json")
     for part in parts:
         part.sync()
         part.flip("a")
-
-
-def _complete(
-    part: StoreDirectory, place: str, record: CommitRecord, carried: Sequence[bytes]
-) -> None:
-    """Adds what a step carries, the record, and what a checkpoint has beside it."""
-    root = part.step_path(place)
-    make_carry(root, part.manifest, record.carry)
-    write_carry(root, record.carry, carried)
-    if place == "a":
-        part.sync()
-        part.write_record("a", record)
-    else:
-        add_documents(part, root, record)
+    return sum(one.room_bytes for one in chunks if one.how != "room")
 
 
 # --- its place -----------------------------------------------------------------------
@@ -396,11 +320,7 @@ def _publish(source: CopySource, staging: Path, target: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> None:
-    """Exchanges two directories, at one instant.
-
-    Raises:
-      StoreIOError: the file system cannot; nothing was changed.
-    """
+    """Exchanges two directories, at one instant."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     names = os.fsencode(first), os.fsencode(second)
     if call is None or call(_AT_CWD, names[0], _AT_CWD, names[1], _RENAME_EXCHANGE):
@@ -415,10 +335,8 @@ def _exchange(first: Path, second: Path) -> None:
 def _discard(staging: Path, target: Path, *, keeps: bool = False) -> None:
     """Removes a copy that is not completed, or what was exchanged for one.
 
-    Files that are not a store's go to the target, which is in its place.
-
-    Args:
-      keeps: whether the empty directory stays, with its lock.
+    Files that are not a store's go to the target, which is in its place. With `keeps`
+    the empty directory stays, with its lock.
     """
     if not staging.exists():
         return

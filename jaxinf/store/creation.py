@@ -5,36 +5,32 @@ only if it never committed a step.
 """
 
 import contextlib
-import logging
 import os
 import re
 import shutil
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from jaxinf.documents import MOST_BYTES
 from jaxinf.errors import StoreFormatError, StoreSpaceError
-from jaxinf.layout import Chunk, assign_csds, assign_owners, reassign_csds
-from jaxinf.store.commit import CommitRecord
-from jaxinf.store.directory import SLOTS, StoreDirectory, other_slot
+from jaxinf.layout import assign_csds, assign_owners, reassign_csds
+from jaxinf.store.commit import CarriedArray, CommitRecord
+from jaxinf.store.directory import SLOTS, StoreDirectory, link_file
 from jaxinf.store.manifest import (
     FORMAT_VERSION,
     MEMBER_VERSION,
     LeafRecord,
     Manifest,
     Member,
-    StateRecord,
     held_by,
 )
 from jaxinf.store.owners import check_owners, check_places, make_csds
-from jaxinf.store.stock import create_documents, make_folder, step_documents
+from jaxinf.store.stock import create_documents, make_folder
 from jaxinf.terminal import format_bytes
 from jaxinf.transfer import (
     PAGE_BYTES,
@@ -43,8 +39,6 @@ from jaxinf.transfer import (
     read_beneath,
     translated,
 )
-
-_LOG = logging.getLogger("jaxinf")
 
 BESIDE = re.compile(r"(?:stream|tokenizer)/[A-Za-z0-9_]+(?:\.[a-z]+)+")
 """Names of files beside a store's steps, which a run goes on with."""
@@ -66,7 +60,8 @@ def lay_out(
       contents: the store's leaves; their places are ignored.
       chunk_shapes: chunk shape of each leaf.
       csd_roots: CSD roots for the chunks; empty for the store itself.
-      held: as for `deal`.
+      held: an existing store with these contents: chunks keep their CSDs as far as the
+        loads allow.
 
     Raises:
       StoreSpaceError: there are too many chunks for a store's record.
@@ -75,21 +70,8 @@ def lay_out(
         replace(leaf, chunk_shape=shape, csds=(), owners=())
         for leaf, shape in zip(contents.leaves, chunk_shapes, strict=True)
     ]
-    _check_count(leaves)  # before so many are listed
-    manifest = replace(
-        contents,
-        leaves=tuple(replace(n, csds=(0,) * n.grid.num_chunks) for n in leaves),
-        store_id=uuid.uuid4().hex,
-        csds=tuple(csd_roots),
-        format_version=FORMAT_VERSION,
-        member=None,
-    )
-    return deal(manifest, held=held)
-
-
-def _check_count(leaves: Sequence[LeafRecord]) -> None:
     num_files = sum(leaf.grid.num_chunks * len(leaf.states) for leaf in leaves)
-    if num_files > _MOST_FILES:
+    if num_files > _MOST_FILES:  # before so many are listed
         num_bytes = sum(
             state.num_elements(leaf.grid.num_elements) * state.itemsize
             for leaf in leaves
@@ -100,16 +82,19 @@ def _check_count(leaves: Sequence[LeafRecord]) -> None:
             f"each, found {num_files:,} with {num_bytes:,} bytes "
             f"({format_bytes(num_bytes)}); take a smaller model"
         )
+    manifest = replace(
+        contents,
+        leaves=tuple(replace(n, csds=(0,) * n.grid.num_chunks) for n in leaves),
+        store_id=uuid.uuid4().hex,
+        csds=tuple(csd_roots),
+        format_version=FORMAT_VERSION,
+        member=None,
+    )
+    return _deal(manifest, held)
 
 
-def deal(manifest: Manifest, *, held: Manifest | None = None) -> Manifest:
-    """Returns a new store's manifest with its chunks dealt to its CSDs.
-
-    Args:
-      manifest: a result of `lay_out` or `deal_to_members`.
-      held: an existing store with these contents: chunks keep their CSDs as far as the
-        loads allow.
-    """
+def _deal(manifest: Manifest, held: Manifest | None = None) -> Manifest:
+    """Returns a new store's manifest with its chunks dealt to its CSDs."""
     sizes = [num_bytes for _, num_bytes in _held_bytes(manifest)]
     num_csds, roots = max(1, len(manifest.csds)), manifest.csds
     if held is None:
@@ -132,7 +117,6 @@ def deal_to_members(
 
     Args:
       manifest: a result of `lay_out`, the same in all members except for its roots.
-      member: the member.
       holders: by leaf, and then by shard in C order, the numbers of the processes whose
         JAX devices have the shard. Chunks of shards that several have are divided.
     """
@@ -153,8 +137,8 @@ def member_of(
         held_by(leaf, own, member)
         for leaf, own in zip(manifest.leaves, owners, strict=True)
     )
-    version = MEMBER_VERSION
-    return deal(replace(manifest, leaves=leaves, member=member, format_version=version))
+    changes = {"leaves": leaves, "member": member, "format_version": MEMBER_VERSION}
+    return _deal(replace(manifest, **changes))
 
 
 def chunk_holders(
@@ -163,16 +147,13 @@ def chunk_holders(
     """Returns the processes that have each chunk of a leaf.
 
     Args:
-      leaf: the leaf.
       shard_counts: number of shards along each dimension.
       holders: the processes that have each shard, in C order.
     """
     found = []
     for chunk in leaf.grid.chunks():
-        shard = 0
-        for start, length, count in zip(
-            chunk.start, leaf.shape, shard_counts, strict=True
-        ):
+        shard, along = 0, zip(chunk.start, leaf.shape, shard_counts, strict=True)
+        for start, length, count in along:
             shard = shard * count + start // max(1, length // count)
         found.append(holders[shard])
     return found
@@ -268,17 +249,6 @@ def required_bytes(directory: StoreDirectory) -> dict[Path, int]:
     }
 
 
-def _beside_bytes(directory: StoreDirectory) -> int:
-    """Returns the bytes of both slots' directories and documents: a page for each."""
-    num_pages = 0
-    for number, record in enumerate(directory.manifest.leaves):
-        for state in record.states:
-            keys = [directory.state_chunk(number, n, state).key for n in record.held]
-            folders = {key[:at] for key in keys for at, c in enumerate(key) if c == "/"}
-            num_pages += 2 + len(folders)
-    return 2 * PAGE_BYTES * num_pages
-
-
 def check_space(directory: StoreDirectory, *, num_more: int = 0) -> None:
     """Refuses a store for which its file systems have no room.
 
@@ -289,8 +259,11 @@ def check_space(directory: StoreDirectory, *, num_more: int = 0) -> None:
     Raises:
       StoreSpaceError: names the file system, the bytes needed and the bytes free.
     """
-    needs = required_bytes(directory)
-    needs[directory.path] = needs.get(directory.path, 0) + _beside_bytes(directory)
+    needs, documents = required_bytes(directory), 0
+    for leaf in directory.manifest.leaves:  # a page for each document and directory
+        folders = {chunk.key.rpartition("/")[0] for chunk in leaf.grid.chunks()}
+        documents += (2 + len(folders)) * len(leaf.states)
+    needs[directory.path] = needs.get(directory.path, 0) + 2 * PAGE_BYTES * documents
     kept = f" and {num_more} kept steps" if num_more else ""
     check_free_space(
         {place: num_bytes // 2 * (2 + num_more) for place, num_bytes in needs.items()},
@@ -312,17 +285,8 @@ def create_store(directory: StoreDirectory) -> None:
     check_places(directory)
     with translated("creation", directory.path):
         begin_store(directory)
-        make = partial(make_place, directory, timestamp_ns=time.time_ns())
-        first, second = SLOTS
-        with ThreadPoolExecutor(1) as threads:  # their calls of the system overlap
-            try:
-                making = threads.submit(make, first)
-            except RuntimeError:  # the process can have no more threads
-                make(first)
-                make(second)
-            else:
-                make(second)
-                making.result()
+        for slot in SLOTS:
+            make_place(directory, slot, time.time_ns())
     directory.sync()
     fsync_directory(directory.path)
 
@@ -338,55 +302,49 @@ def make_place(
     directory: StoreDirectory,
     place: str,
     timestamp_ns: int,
+    carry: Sequence[CarriedArray] = (),
     *,
-    missing_alone: bool = False,
+    source: str | None = None,
+    named: str | None = None,
 ) -> None:
-    """Makes the documents of a step, and the chunk files that are not there."""
-    step, manifest = directory.step_path(place), directory.manifest
-    create_documents(step, manifest, timestamp_ns, missing_alone=missing_alone)
-    _make_chunks(directory, place)
+    """Makes a step's documents, and the chunk files and names that are not there.
 
+    Links lead to real files inside the same CSD root, because a link to a symlink would
+    pin nothing, and hard links do not cross file systems.
 
-def complete_spare(directory: StoreDirectory) -> None:
-    """Makes files of the spare slot again that are gone; nothing needs their content.
-
-    The caller is the store's writer. A step that the slot held is given up.
-
-    Raises:
-      StoreFormatError: a directory of the slot is a link.
-      StoreIOError, StoreSpaceError: the file system refused something.
+    Args:
+      carry: arrays that the step carries.
+      source: the step whose files the chunks are links to; by default they have room.
+      named: the name that the place gets when it is complete.
     """
-    committed = directory.committed_slot()
-    if committed is None:
-        return
-    spare, manifest = other_slot(committed), directory.manifest
-    step = directory.step_path(spare)
-    names = [f"{step}/{name}" for name, _ in step_documents(manifest, 0)]
-    names += [path for *_, paths in _chunks(directory, spare) for path in paths]
-    if gone := [name for name in names if not os.path.lexists(name)]:
-        _LOG.warning(
-            "%s: %d files of the spare slot, which holds no step that is needed, are "
-            "gone; they are made again",
-            step,
-            len(gone),
-        )
-        for number, leaf in enumerate(manifest.leaves):  # refuses links
-            for state in leaf.states:
-                directory.array_path(spare, number, state.name)
-        for number, _, state, chunk in directory.held():
-            directory.chunk_name(spare, number, chunk, state.name)
-            directory.chunk_file(spare, number, chunk, state.name)
-        directory.unpublish(spare)
-        with translated("creation", step):
-            make_place(directory, spare, time.time_ns(), missing_alone=True)
-        directory.sync()
+    is_item = place.startswith("checkpoints/")
+    step, made, manifest = directory.step_path(place), set[str](), directory.manifest
+    held = None if source is None else directory.step_path(source)
+    options = {"is_item": is_item, "source": held}
+    create_documents(step, manifest, timestamp_ns, carry, **options)
+    csds = range(directory.num_csds)
+    roots = [str(directory.data_path(place, csd)) for csd in csds]
+    targets = [str(directory.data_path(named or place, csd)) for csd in csds]
+    # A store has tens of thousands, and a `Path` costs as much as a file.
+    for number, leaf, state, chunk in directory.held():
+        layout, csd = directory.state_chunk(number, chunk, state), leaf.csds[chunk]
+        key = f"{leaf.array_name(state.name)}/{layout.key}"
+        file, name = f"{roots[csd]}/{key}", f"{step}/{key}"
+        make_folder(os.path.dirname(file), made)
+        if not os.path.lexists(file):
+            if source is None:
+                directory.allocate(file, layout, state)
+            else:
+                old = directory.chunk_file(source, number, chunk, state.name)
+                link_file(old, Path(file))
+        if manifest.csds:
+            make_folder(os.path.dirname(name), made)
+            if not os.path.lexists(name):
+                os.symlink(f"{targets[csd]}/{key}", name)
 
 
 def discard_store(directory: StoreDirectory) -> None:
-    """Removes a store that never committed a step: its creation was interrupted.
-
-    Args:
-      directory: the store, whose lock the caller holds.
+    """Removes a store that never committed a step; the caller holds its lock.
 
     Raises:
       StoreFormatError: it has committed a step, or its chunks are another store's;
@@ -425,36 +383,3 @@ def check_never_committed(directory: StoreDirectory) -> None:
                 f"restore the symlink (ln -s slots/{slot} current), to the slot of "
                 "the higher step if both have a commit.json"
             )
-
-
-def _make_chunks(directory: StoreDirectory, place: str) -> None:
-    """Makes chunk files of a step, with room, and their names, where there are none."""
-    made: set[str] = set()
-    for layout, state, paths in _chunks(directory, place):
-        for path in paths:
-            make_folder(os.path.dirname(path), made)
-        file, *links = paths
-        if not os.path.lexists(file):
-            directory.allocate(file, layout, state)
-        for link in links:
-            if not os.path.lexists(link):
-                os.symlink(file, link)
-
-
-def _chunks(
-    directory: StoreDirectory, place: str
-) -> Iterator[tuple[Chunk, StateRecord, list[str]]]:
-    """Yields chunks with their files, and with CSDs their names in the store.
-
-    A store has tens of thousands, and a `Path` costs as much as a file.
-    """
-    step = str(directory.step_path(place))
-    roots = [str(directory.data_path(place, csd)) for csd in range(directory.num_csds)]
-    for number, leaf in enumerate(directory.manifest.leaves):
-        for state in leaf.states:
-            array = leaf.array_name(state.name)
-            for chunk in leaf.held:
-                layout = directory.state_chunk(number, chunk, state)
-                places = dict.fromkeys((roots[leaf.csds[chunk]], step))
-                paths = [f"{root}/{array}/{layout.key}" for root in places]
-                yield layout, state, paths

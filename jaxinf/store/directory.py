@@ -6,8 +6,10 @@ only if no directory on it is a link.
 """
 
 import contextlib
+import errno
 import math
 import os
+import shutil
 import stat
 import threading
 from collections.abc import Iterator
@@ -18,7 +20,6 @@ from typing import Literal, TypeAlias
 from jaxinf.errors import StoreFormatError, StoreIOError
 from jaxinf.layout import Chunk, scale_chunks
 from jaxinf.store.commit import CommitRecord
-from jaxinf.store.links import copy_file, link_file
 from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.manifest import LeafRecord, Manifest, StateRecord
 from jaxinf.transfer import (
@@ -45,6 +46,7 @@ _FOLDERS = ("slots", "slots/a", "slots/b", "checkpoints", "snapshots", "stream")
 _FILES = ("lock", "publish.lock", "checkpoints.lock")
 _ON_CSD = ("a", "b", "checkpoints", "snapshots")
 _REPLACEMENT = "replacement.new"
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 def other_slot(slot: Slot) -> Slot:
@@ -180,13 +182,6 @@ class StoreDirectory:
                 os.close(open_beneath(root, folder.relative_to(root), os.O_DIRECTORY))
                 if is_slot:  # snapshots come and go, each under a name of its own
                     self._checked.add(folder)
-
-    def array_path(self, place: str, leaf: int, state: str) -> Path:
-        """Returns the directory of a state's array in the store."""
-        name = self.manifest.leaves[leaf].array_name(state)
-        array = self.step_path(place) / name
-        self._check_folder(self.path, array, is_slot=place in SLOTS)
-        return array
 
     def chunk_name(self, place: str, leaf: int, chunk: int, state: str) -> Path:
         """Returns a chunk's name in the store: its file, or with CSDs a link to it."""
@@ -364,7 +359,7 @@ class StoreDirectory:
                 record = self.manifest.leaves[leaf].state(state)
                 with self._replacement(leaf, chunk, file) as temporary:
                     if keeps:
-                        copy_file(file, temporary)
+                        shutil.copyfile(file, temporary, follow_symlinks=False)
                     else:
                         layout = self.state_chunk(leaf, chunk, record)
                         self.allocate(temporary, layout, record)
@@ -420,32 +415,36 @@ class StoreDirectory:
                     yield number, leaf, state, chunk
 
 
-def link_problem(link: Path, expected: Path) -> str | None:
-    """Describes the error of a symbolic link; None if it is correct."""
-    try:
-        found = os.readlink(link)
-    except FileNotFoundError:
-        return f"expected a symbolic link to {expected}, found nothing"
-    except OSError:
-        return f"expected a symbolic link to {expected}, found another file"
-    if found != str(expected):
-        return f"expected a symbolic link to {expected}, found one to {found}"
-    return None
-
-
 def _status(file: Path) -> os.stat_result:
-    """Returns the status of a chunk's file; a link is not followed."""
+    """Returns the status of a chunk's file; refuses a link."""
     try:
         status = os.lstat(file)
     except FileNotFoundError as error:
         raise StoreIOError(
             f"{file}: expected a chunk of the store, found no file; something other "
-            "than jaxinf removed it. Restore it from a checkpoint or a backup"
+            "than jaxinf removed it. Make a new store of the committed step: jaxinf "
+            "store copy OLD NEW"
         ) from error
-    if not stat.S_ISREG(status.st_mode):
-        raise StoreIOError(
-            f"{file}: expected a chunk of the store, a file, found something else; "
-            "jaxinf made no such thing: find out who did, and restore the chunk from a "
-            "checkpoint or a backup"
-        )
+    check_regular(file, status)
     return status
+
+
+def link_file(source: Path, target: Path) -> None:
+    """Gives a file a second name, on the same file system; follows no link.
+
+    Raises:
+      StoreIOError, StoreSpaceError: the source is no file, or the file system refused.
+    """
+    with translated("hard link", source):
+        check_regular(source, os.lstat(source))
+    with translated(f"hard link of {source}", target):
+        try:
+            os.link(source, target, follow_symlinks=False)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            raise StoreIOError(
+                f"{source}: expected a file of this user's, on a file system with hard "
+                f"links, of which checkpoints and snapshots consist: {error.strerror}; "
+                "move the store to such a file system (ext4, xfs, btrfs)"
+            ) from error

@@ -25,7 +25,6 @@ from jaxinf.documents import (
 )
 from jaxinf.errors import ExchangeError, StoreFormatError, StoreIOError
 from jaxinf.transfer import crc32c, read_beneath, read_bounded, write_bytes_atomically
-from jaxinf.typing import PathLikeStr
 
 _Kind = TypeVar("_Kind")
 
@@ -88,12 +87,13 @@ def write_document(path: Path, document: Any) -> None:
 
 
 def read_document(
-    path: Path,
+    path: Path | str,
     kind: type[_Kind],
     what: str,
     remedy: str,
     *,
     check: Callable[[Any], None] = lambda document: None,
+    raw: bytes | None = None,
 ) -> _Kind:
     """Reads a document and its seal.
 
@@ -101,22 +101,24 @@ def read_document(
       path: path of the file; a link is not followed.
       what: the expected document, for the error.
       check: refuses JSON of another kind or version, whatever its seal is.
+      raw: its bytes, if they are no file's.
 
     Raises:
       StoreFormatError: the document is missing, not a file, too large, not JSON,
         changed since it was written, or of another type.
     """
     with refusing(path, what, remedy):
-        raw = read_beneath(path.parent, path.name, MOST_BYTES)
+        if raw is None:
+            raw = read_beneath(Path(path).parent, Path(path).name, MOST_BYTES)
         document = parse_json(raw)
         check(document)
-        check_seal(path, raw, what, remedy)
+        _check_seal(path, raw, what, remedy)
         del document["crc32c"]
         return convert(document, kind)
 
 
 @contextmanager
-def refusing(path: Path, what: str, remedy: str) -> Iterator[None]:
+def refusing(path: Path | str, what: str, remedy: str) -> Iterator[None]:
     """Turns errors of a document that cannot be understood into `StoreFormatError`."""
     try:
         yield
@@ -141,12 +143,8 @@ def read_foreign(path: Path, kind: type[_Kind], what: str, remedy: str) -> _Kind
         ) from error
 
 
-def check_seal(path: PathLikeStr, raw: bytes, what: str, remedy: str) -> None:
-    """Refuses a document that was changed after it was written.
-
-    Raises:
-      StoreFormatError: its checksum is missing or wrong.
-    """
+def _check_seal(path: Path | str, raw: bytes, what: str, remedy: str) -> None:
+    """Refuses a document that was changed after it was written."""
     end = _END.search(raw)
     if end is None:
         raise StoreFormatError(

@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import structs
 
 from jaxinf.errors import StoreMismatchError
-from jaxinf.layout import CODE_BLOCK, Chunk, LeafGrid, choose_grid, reassign_csds
+from jaxinf.layout import choose_grid, reassign_csds
 from jaxinf.store.commit import CommitRecord, ScalarState
 from jaxinf.store.creation import chunk_holders, is_unfinished
 from jaxinf.store.manifest import (
@@ -27,7 +27,7 @@ from jaxinf.store.manifest import (
 )
 from jaxinf.store.members import find_members
 from jaxinf.store.names import ERROR_FEEDBACK, MASTER_PARAMS, encode_path
-from jaxinf.typing import AVERAGE, AVERAGE_SCALARS, Array
+from jaxinf.typing import AVERAGE, AVERAGE_SCALARS
 
 StateFormat: TypeAlias = Literal["fp32", "bf16", "int8"]
 MasterFormat: TypeAlias = Literal["fp32", "split", "none"]
@@ -199,7 +199,7 @@ def divided_leaves(
       shards_of: by default, shards of devices in a line.
 
     Raises:
-      StoreMismatchError: a new grid would cut blocks of codes.
+      StoreMismatchError: a leaf with codes would need a new grid.
     """
     keeps, count = counts[0] == counts[1], counts[1]
     if keeps and shards_of is None:
@@ -233,7 +233,7 @@ def is_divided_for(path: Path, shards_of: ShardsOf) -> bool:
     One without a step does, as it is made anew.
 
     Raises:
-      StoreMismatchError: they do not, and a new grid would cut blocks of codes.
+      StoreMismatchError: they do not, and a leaf with codes would need a new grid.
     """
     first = path if (path / "jaxinf.json").exists() else find_members(path)[0]
     if is_unfinished(first):
@@ -290,38 +290,12 @@ def _with_grid(
         owners=(),
     )
     coded = [state.slot for state in leaf.states if state.codec == "scale"]
-    if coded and any(
-        blocks_of(one.grid, chunk) is None
-        for one in (leaf, new)
-        for chunk in one.grid.chunks()
-    ):
+    if coded:
         raise StoreMismatchError(
-            f"{where}: leaf {leaf.name}: expected shards {counts} that chunks of whole "
-            f"blocks of {CODE_BLOCK} codes fit, as {', '.join(coded)} is stored so, "
-            f"found that chunks of {new.chunk_shape}, in place of {leaf.chunk_shape}, "
-            "would cut them; nothing was changed. Go on with as many devices as "
-            "before, or copy it to float32 state first: jaxinf store copy OLD NEW "
-            "--state fp32"
+            f"{where}: leaf {leaf.name}: expected shards {counts} that its chunks of "
+            f"{leaf.chunk_shape} fit, as the codes of {', '.join(coded)} stay in their "
+            "chunk, found that they would cut some; nothing was changed. Go on with as "
+            "many devices as before, or copy it to float32 state first: jaxinf store "
+            "copy OLD NEW --state fp32"
         )
     return new
-
-
-def blocks_of(grid: LeafGrid, chunk: Chunk) -> Array | None:
-    """Returns the numbers of a chunk's blocks of codes among the leaf's in C order.
-
-    None if they are others: if a block has a gap in the leaf, or begins elsewhere.
-    """
-    firsts = np.arange(0, chunk.num_elements, CODE_BLOCK)
-    lasts = np.minimum(firsts + CODE_BLOCK, chunk.num_elements) - 1
-    begin, end = (_places(grid, chunk, positions) for positions in (firsts, lasts))
-    wanted = np.minimum(begin + CODE_BLOCK, grid.num_elements) - 1
-    is_there = (begin % CODE_BLOCK == 0) & (end == wanted)
-    is_whole = is_there & (end - begin == lasts - firsts)
-    return begin // CODE_BLOCK if is_whole.all() else None
-
-
-def _places(grid: LeafGrid, chunk: Chunk, positions: Array) -> Array:
-    """Returns the places in the leaf, in C order, of elements of a chunk."""
-    inside = np.unravel_index(positions, chunk.extent)
-    at = [first + index for first, index in zip(chunk.start, inside, strict=True)]
-    return np.ravel_multi_index(at, grid.shape)

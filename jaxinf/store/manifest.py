@@ -39,14 +39,12 @@ from jaxinf.store.names import (
 )
 from jaxinf.transfer import page_ceil
 
-FORMAT_VERSION: Literal[3] = 3
-"""Version of a store; the first that a release of jaxinf writes."""
-
-MEMBER_VERSION: Literal[4] = 4
-"""Version of a store that is a member: it holds a part of the chunks of its leaves."""
-
+FORMAT_VERSION: Literal[3] = 3  # the first that a release of jaxinf writes
+MEMBER_VERSION: Literal[4] = 4  # of a member, which holds a part of the chunks
 VERSIONS = (FORMAT_VERSION, MEMBER_VERSION)
-"""The versions of stores that this jaxinf opens."""
+
+CODECS = ("bf16", "int8")  # of the optimizer's state
+MASTER_CODECS = ("split", "bf16")  # of params that are bfloat16 on the JAX device
 
 _WHAT = "the manifest of a jaxinf store"
 _REMEDY = (
@@ -55,12 +53,6 @@ _REMEDY = (
 )
 _MOST_ELEMENTS = 1 << 58  # with 16 bytes each, 2^62 bytes
 _MOST_CHUNK_ELEMENTS = 1 << 36  # 16,384 times the usual size of a chunk
-
-CODECS = ("bf16", "int8")
-"""Codecs of the optimizer's state."""
-
-MASTER_CODECS = ("split", "bf16")
-"""Codecs of the master params of leaves that are bfloat16 on the JAX device."""
 
 # Codecs of arrays that belong to the array before them, and the ends of their names.
 BESIDE = {"scale": "_scale", "remainder": "_remainder"}
@@ -374,14 +366,14 @@ class Manifest(
         write_document(path, self.to_json())
 
     @classmethod
-    def read(cls, path: Path) -> "Manifest":
-        """Reads ``jaxinf.json``.
+    def read(cls, path: Path | str, raw: bytes | None = None) -> "Manifest":
+        """Reads ``jaxinf.json``; `raw` are its bytes, if they are no file's.
 
         Raises:
           StoreFormatError: the manifest is damaged, or of another format.
         """
         check = partial(_check_header, path)
-        held = read_document(path, cls, _WHAT, _REMEDY, check=check)
+        held = read_document(path, cls, _WHAT, _REMEDY, check=check, raw=raw)
         with refusing(path, _WHAT, _REMEDY):
             _check(held)
             member = held.member
@@ -458,23 +450,22 @@ def version_of(document: Any) -> Any:
     return document.get("format_version") if isinstance(document, dict) else None
 
 
-def _check_header(path: Path, document: Any) -> None:
+def _check_header(path: Path | str, document: Any) -> None:
     if not isinstance(document, Mapping) or document.get("format") != "jaxinf":
         raise StoreFormatError(
             f'{path}: expected "format": "jaxinf", found another document; this is '
             "not the manifest of a jaxinf store"
         )
     version = document.get("format_version")
-    is_number = type(version) is int
-    if not is_number or version not in VERSIONS:
-        remedy = "the manifest is damaged; restore it from a backup"
-        if is_number and 0 < version < FORMAT_VERSION:
-            remedy = (
-                "it is older than any release: export its params with the checkout of "
-                "jaxinf that wrote it and start a run from them, or start again"
-            )
-        elif is_number and version > max(VERSIONS):
-            remedy = "open it with a newer jaxinf"
+    remedy = "the manifest is damaged; restore it from a backup"
+    if type(version) is int and 0 < version < FORMAT_VERSION:
+        remedy = (
+            "it is older than any release: export its params with the checkout of "
+            "jaxinf that wrote it and start a run from them, or start again"
+        )
+    elif type(version) is int and version > max(VERSIONS):
+        remedy = "open it with a newer jaxinf"
+    if type(version) is not int or version not in VERSIONS:
         raise StoreFormatError(
             f"{path}: this jaxinf reads format version {FORMAT_VERSION}, the store has "
             f"{shown(version)}; {remedy}"

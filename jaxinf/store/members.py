@@ -13,7 +13,12 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
-from jaxinf.errors import ProcessError, StoreFormatError, StoreMismatchError
+from jaxinf.errors import (
+    ProcessError,
+    StoreFormatError,
+    StoreLockedError,
+    StoreMismatchError,
+)
 from jaxinf.store.checkpoint import (
     CheckpointInfo,
     checkpoint_names,
@@ -24,7 +29,6 @@ from jaxinf.store.checkpoint import (
     save_checkpoint,
 )
 from jaxinf.store.commit import CommitRecord
-from jaxinf.store.creation import complete_spare
 from jaxinf.store.directory import StoreDirectory, next_slot
 from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.owners import (
@@ -44,28 +48,17 @@ class CommitAction(Enum):
     """The actions of a commit in their order; see docs/format.md for the argument.
 
     Each is over, and durable, before the next begins.
-
-    Attributes:
-      SYNC: the step's chunks become durable.
-      RECORD: the slot gets its record.
-      MEET: wait until every member has done the actions before.
-      FLIP: `current` names the slot.
     """
 
-    SYNC = "sync"
-    RECORD = "record"
-    MEET = "meet"
-    FLIP = "flip"
+    SYNC = "sync"  # the step's chunks become durable
+    RECORD = "record"  # the slot gets its record
+    MEET = "meet"  # every member has done the actions before
+    FLIP = "flip"  # `current` names the slot
 
 
 @dataclass(frozen=True, order=True)
 class StepId:
-    """A committed step as members tell each other.
-
-    Attributes:
-      step: its number.
-      commit: the id of its commit, the same in all members.
-    """
+    """A committed step as members tell each other: its number, its commit's id."""
 
     step: int
     commit: str
@@ -73,12 +66,7 @@ class StepId:
 
 @dataclass(frozen=True)
 class HeldSteps:
-    """The steps of one member at its opening.
-
-    Attributes:
-      current: the committed step; None before the first.
-      spare: the step that the record in the other slot names; None without a record.
-    """
+    """The steps of a member's slots: the committed one, that of the other's record."""
 
     current: StepId | None
     spare: StepId | None
@@ -144,12 +132,7 @@ def missing_members(members: Sequence[StoreDirectory]) -> list[int]:
 
 
 def all_members(path: Path) -> list[StoreDirectory]:
-    """Opens all members of a run, or a store of one process, for reading.
-
-    Raises:
-      ProcessError: a member cannot be seen.
-      StoreError: as `look_at_store`; or they are not of one run.
-    """
+    """Opens all members of a run, or a store of one process, for reading."""
     if not is_run(path):
         return [look_at_store(path)]
     members = [look_at_store(place) for place in find_members(path)]
@@ -168,93 +151,64 @@ def all_members(path: Path) -> list[StoreDirectory]:
 
 
 @contextlib.contextmanager
-def hold_store(path: Path, *, is_member: bool = False) -> Iterator[StoreDirectory]:
-    """Makes this process the store's only writer while the context lasts.
-
-    Args:
-      path: the store.
-      is_member: whether it is one of a run's members, all of which the caller holds.
+def _locked(path: Path) -> Iterator[list[StoreDirectory]]:
+    """Makes this process the only writer of all members while the context lasts.
 
     Yields:
-      The store, read under its locks; notes on its CSDs name it as the owner.
-
-    Raises:
-      StoreLockedError: another process has it open.
-      StoreError: as `read_owned`.
+      The stores, read under their locks; notes on their CSDs name them as the owners.
     """
-    check_is_store(path)
-    lock = StoreLock(path)
-    try:
-        with lock_exclusively(path / "checkpoints.lock"):
-            directory = read_owned(path)
-            directory.lock = lock
-            member = directory.manifest.member
-            if member is not None and not is_member:
+    is_alone, members = not is_run(path), list[StoreDirectory]()
+    with contextlib.ExitStack() as stack:
+        for place in [path] if is_alone else [one.path for one in all_members(path)]:
+            check_is_store(place)
+            lock = StoreLock(place)
+            stack.callback(lock.release)
+            stack.enter_context(lock_exclusively(place / "checkpoints.lock"))
+            directory = read_owned(place)
+            directory.lock, member = lock, directory.manifest.member
+            if is_alone and member is not None:
                 raise StoreFormatError(
-                    f"{directory.path}: expected the store of one process, found "
-                    f"member {member.number} of a run of {member.count}, and its step "
-                    "and its places change with the others' alone; open the run's path "
-                    "in all its processes"
+                    f"{place}: expected the store of one process, found member "
+                    f"{member.number} of a run of {member.count}, and its step and "
+                    "its places change with the others' alone; open the run's path in "
+                    "all its processes"
                 )
             claim_csds(directory)
-            # A member's other slot may hold the step that all of a run have.
-            if not is_member:
-                complete_spare(directory)
-            yield directory
-    finally:
-        lock.release()
+            members.append(directory)
+        yield members
 
 
 @contextlib.contextmanager
-def hold_members(
-    path: Path,
-    *,
-    check: Callable[[Sequence[StoreDirectory], StepId | None], None] | None = None,
-    goes_back: bool = False,
-) -> Iterator[list[StoreDirectory]]:
+def hold_members(path: Path) -> Iterator[list[StoreDirectory]]:
     """Makes this process the only writer of all members while the context lasts.
 
     Members that were at different steps go to the common one, as a run of them does.
-
-    Args:
-      check: called with the members and the step that they go to, before any of them
-        goes there; what it raises leaves them as they are.
-      goes_back: whether the caller makes a checkpoint of all their step, so that they
-        need none in common.
 
     Raises:
       StoreLockedError: a run has them open.
       ProcessError: a member cannot be seen, or they have no step in common.
       StoreError: a member is damaged.
     """
-    with contextlib.ExitStack() as stack:
-        if not is_run(path):
-            alone = stack.enter_context(hold_store(path))
-            if check is not None:
-                check([alone], None)
-            yield [alone]
-            return
-        members = [
-            stack.enter_context(hold_store(one.path, is_member=True))
-            for one in all_members(path)
-        ]
-        held = [held_steps(one) for one in members]
-        try:
-            step = agreed_step(held)
-        except LookupError:
-            step = None
-            if not goes_back:
-                pairs = zip(members, held, strict=True)
-                listed = ", ".join(f"{one.path.name}: {steps}" for one, steps in pairs)
-                raise ProcessError(
-                    f"{path}: expected a step that all have, found {listed}; go back "
-                    "to a checkpoint of all: jaxinf checkpoint restore "
-                    f"{path} NAME --discard-current"
-                ) from None
-        if check is not None:
-            check(members, step)
-        to_step(members, step)
+    with _locked(path) as members:
+        to_step(members, _common_step(path, members))
         yield members
+
+
+def _common_step(path: Path, members: Sequence[StoreDirectory]) -> StepId | None:
+    """Returns the step that members go on from; None for a store of one process."""
+    if members[0].manifest.member is None:
+        return None
+    held = [held_steps(one) for one in members]
+    try:
+        return agreed_step(held)
+    except LookupError:
+        pairs = zip(members, held, strict=True)
+        listed = ", ".join(f"{one.path.name}: {steps}" for one, steps in pairs)
+        raise ProcessError(
+            f"{path}: expected a step that all have, found {listed}; go back to a "
+            f"checkpoint of all: jaxinf checkpoint restore {path} NAME "
+            "--discard-current"
+        ) from None
 
 
 # --- their common step ---------------------------------------------------------------
@@ -269,13 +223,10 @@ def held_steps(directory: StoreDirectory) -> HeldSteps:
 
 
 def to_step(members: Sequence[StoreDirectory], step: StepId | None) -> None:
-    """Makes a step the committed one in these members; the caller holds them.
+    """Makes the result of `agreed_step` the committed step; the caller holds members.
 
     Its record was written when its chunks were durable, and they have not been
     overwritten since; see docs/format.md.
-
-    Args:
-      step: the result of `agreed_step`; each has it in a slot.
     """
     for one in members:
         if step is not None and held_steps(one).current != step:
@@ -289,15 +240,14 @@ def of_one_commit(
 ) -> tuple[list[WholeStep], contextlib.ExitStack]:
     """Takes a step of one commit from all members, also while the run goes on; blocks.
 
+    Members that were killed at different steps go to the common one.
+
     Args:
       take: takes a member's step. What it gives the stack is undone if the steps are
         not of one commit.
 
     Returns:
       The steps, and the stack of all, which the caller closes.
-
-    Raises:
-      ProcessError: the members stay at different steps.
     """
     steps = ""
     for _ in range(_NUM_ATTEMPTS):
@@ -307,10 +257,12 @@ def of_one_commit(
                 return found, undo.pop_all()
         pairs = zip(members, found, strict=True)
         steps = ", ".join(f"{one.path.name}: {n.commit.step}" for one, n in pairs)
+        with contextlib.suppress(StoreLockedError), hold_members(path):
+            pass  # after a kill: they go to the common one
         time.sleep(_PAUSE_S)
     raise ProcessError(
-        f"{path}: expected all members at one step, found {steps}; a run that was "
-        "killed gets there when it is started again"
+        f"{path}: expected all members at one step, found {steps}, and a run has them "
+        "open; try again when it goes on"
     )
 
 
@@ -362,8 +314,11 @@ def list_whole(path: Path) -> list[CheckpointInfo]:
 
 def is_of_all(members: Sequence[StoreDirectory], name: str) -> bool:
     """Whether a checkpoint that all members have is of one commit."""
-    is_alone = len(members) == 1
-    return is_alone or len({find_checkpoint(one, name).commit for one in members}) == 1
+    return len(members) == 1 or len(_commits(members, name)) == 1
+
+
+def _commits(members: Sequence[StoreDirectory], name: str) -> set[str]:
+    return {find_checkpoint(one, name).commit for one in members}
 
 
 def find_whole(members: Sequence[StoreDirectory], name: str) -> None:
@@ -373,34 +328,76 @@ def find_whole(members: Sequence[StoreDirectory], name: str) -> None:
       ValueError: a member has no checkpoint of that name; lists its others.
       StoreMismatchError: they are not of one commit.
     """
-    records = [find_checkpoint(one, name) for one in members]
-    if len({record.commit for record in records}) > 1:
-        steps = ", ".join(f"{record.step}" for record in records)
+    if len(_commits(members, name)) > 1:
         raise StoreMismatchError(
             f"{members[0].path.parent}: checkpoint {name!r}: expected one of all "
-            f"members together, found one of each, of steps {steps}; give another"
+            "members together, found one of each, of different commits; give another"
         )
 
 
-def restore_whole(members: Sequence[StoreDirectory], name: str) -> CommitRecord:
+def restore_whole(
+    path: Path, name: str, *, discard_current: bool = False
+) -> CommitRecord:
     """Makes a checkpoint the committed step of all members; returns its record.
 
     A crash in between leaves some of them at it, with the step before in their other
     slot: that is the one that all go on from, also if this is called again.
 
     Args:
-      members: held by this process.
+      path: the path of the store or the run, which nobody has open.
       name: a checkpoint of all.
+      discard_current: whether the committed step may be in no checkpoint.
 
     Raises:
       ValueError: a member has no checkpoint of that name.
       StoreMismatchError: its arrays differ from a store's, or they are not of one
-        commit.
+        commit; or no checkpoint keeps the committed step.
       StoreSpaceError: the drives have too little room.
+      StoreLockedError, ProcessError: as `hold_members`.
     """
-    find_whole(members, name)
-    records = [restore_checkpoint(one, name) for one in members]
-    return records[0]
+    with _locked(path) as members:
+        find_whole(members, name)
+        step = None
+        try:
+            step = _common_step(path, members)
+        except ProcessError:
+            if not discard_current:
+                raise
+        if not discard_current:
+            _check_kept(path, name, members, step)
+        to_step(members, step)
+        records = [restore_checkpoint(one, name) for one in members]
+        return records[0]
+
+
+def _check_kept(
+    path: Path, name: str, members: Sequence[StoreDirectory], step: StepId | None
+) -> None:
+    """Refuses to give up a committed step that no checkpoint of a member keeps.
+
+    Args:
+      step: the one that the members of a run go on from; a member that was killed
+        before its own flip has it in its other slot.
+    """
+    give_up = f"jaxinf checkpoint restore {path} {name} --discard-current"
+    for one in members:
+        try:
+            current = one.read_commit()
+        except StoreFormatError as error:
+            raise StoreMismatchError(
+                f"{error}. So it is not known whether a checkpoint keeps the committed "
+                f"step; give it up with: {give_up}"
+            ) from error
+        if current and step not in (None, StepId(current.step, current.commit)):
+            current = one.found_record(next_slot(one.committed_slot()))
+        infos = list_checkpoints(one) if current else []
+        kept = [find_checkpoint(one, info.name).committed_at for info in infos]
+        if current and current.committed_at not in kept:
+            raise StoreMismatchError(
+                f"{one.path}: step {current.step} is committed and in no checkpoint; "
+                f"keep it first (jaxinf checkpoint save {path} NAME), or give it up "
+                f"({give_up})"
+            )
 
 
 def remove_whole(path: Path, names: Sequence[str]) -> None:

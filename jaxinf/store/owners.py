@@ -115,8 +115,10 @@ def check_is_store(path: Path) -> None:
 # --- owners --------------------------------------------------------------------------
 
 
-def check_owners(directory: StoreDirectory, *, unmade: bool = False) -> None:
-    """Refuses CSDs unless they are known to be this store's.
+def check_owners(
+    directory: StoreDirectory, *, unmade: bool = False
+) -> list[str | None]:
+    """Refuses CSDs unless they are known to be this store's; returns their owners.
 
     If a note names a path that has no such store any more, the store was moved, and the
     note is accepted.
@@ -130,20 +132,20 @@ def check_owners(directory: StoreDirectory, *, unmade: bool = False) -> None:
         existing store, of which this one is a copy without CSDs.
     """
     check_places(directory)
-    for csd in range(len(directory.manifest.csds)):
-        _check(directory, csd, unmade=unmade)
+    csds = range(len(directory.manifest.csds))
+    return [_owner(directory, csd, unmade=unmade) for csd in csds]
 
 
-def claim_csds(directory: StoreDirectory) -> None:
+def claim_csds(directory: StoreDirectory, *, unmade: bool = False) -> None:
     """Renews this store's note on every CSD; the caller holds the store's lock.
 
     Raises:
       StoreFormatError: as for `check_owners`; nothing is written.
     """
-    check_places(directory)
-    notes = [_check(directory, csd) for csd in range(len(directory.manifest.csds))]
-    for csd, note in enumerate(notes):
-        _claim(directory, csd, note)
+    for csd, owner in enumerate(check_owners(directory, unmade=unmade)):
+        if owner is None or not _is_here(directory, owner):
+            file = directory.csd_directory(csd) / _NOTE
+            write_bytes_atomically(file, encode(_Owner(str(directory.path.resolve()))))
 
 
 def make_csds(directory: StoreDirectory) -> None:
@@ -153,22 +155,20 @@ def make_csds(directory: StoreDirectory) -> None:
     """
     check_owners(directory, unmade=True)
     for csd in range(len(directory.manifest.csds)):
-        folder = directory.csd_directory(csd)
-        with translated("creation", folder):
-            folder.mkdir(exist_ok=True)
-        _claim(directory, csd, _check(directory, csd, unmade=True))
+        with translated("creation", directory.csd_directory(csd)):
+            directory.csd_directory(csd).mkdir(exist_ok=True)
+    claim_csds(directory, unmade=True)
 
 
 def check_places(directory: StoreDirectory) -> None:
     """Refuses CSD roots that no store may have."""
+    own = os.path.realpath(directory.path)
     for csd, root in enumerate(directory.manifest.csds):
-        why = ""
+        why, way = "", [root, *map(str, Path(root).parents)]
         if not os.path.isabs(root) or "\0" in root:
             why = "which is no absolute path"
         else:
-            way = [root, *map(str, Path(root).parents)]
             way += map(os.path.realpath, [*way])
-            own = os.path.realpath(directory.path)
             if any(_is_below(place, "/proc") for place in way):
                 why = "below /proc"
             elif any(_is_below(place, own) for place in way):
@@ -200,26 +200,21 @@ def check_unclaimed(path: Path, roots: Sequence[Path]) -> None:
     Raises:
       StoreFormatError: names the path and the chunks.
     """
-    own = str(path.resolve())
-    for root in roots:
-        for folder in filter(Path.is_dir, sorted(root.glob("jaxinf-*"))):
-            note = _read_note(folder)
-            if note.owner == own and not note.problem:
-                raise StoreFormatError(
-                    f"{path}: expected the store whose chunks are in {folder}, found "
-                    "none there; mount its drive, or restore the directory. If you "
-                    "moved that store, open it once where it is now, which renews its "
-                    "note; to begin anew, choose another path or another csd root"
-                )
+    for folder in (found for root in roots for found in sorted(root.glob("jaxinf-*"))):
+        note = _read_note(folder)
+        if note.owner == str(path.resolve()) and not note.problem:
+            raise StoreFormatError(
+                f"{path}: expected the store whose chunks are in {folder}, found "
+                "none there; mount its drive, or restore the directory. If you "
+                "moved that store, open it once where it is now, which renews its "
+                "note; to begin anew, choose another path or another csd root"
+            )
 
 
-# --- inside --------------------------------------------------------------------------
-
-
-def _check(directory: StoreDirectory, csd: int, *, unmade: bool = False) -> _Note:
+def _owner(directory: StoreDirectory, csd: int, *, unmade: bool) -> str | None:
     folder = directory.csd_directory(csd)
     if unmade and not os.path.lexists(folder):
-        return _Note(None)
+        return None
     _check_present(directory, csd)
     note = _read_note(folder)
     if note.owner is not None and _is_elsewhere(directory, note.owner):
@@ -230,19 +225,15 @@ def _check(directory: StoreDirectory, csd: int, *, unmade: bool = False) -> _Not
             '("jaxinf store copy STORE NEW")'
         )
     if note.problem and not (unmade and note.is_unmade):
+        text = encode(_Owner(str(directory.path.resolve()))).decode()
+        file = shlex.quote(str(folder / _NOTE))
         raise StoreFormatError(
             f"{directory.path}: expected the chunks of this store on its CSD {csd}, "
             f"{folder}, found no note of this user's ({_NOTE}) that says so: "
-            f"{note.problem}. If they are this store's, write the note: "
-            f"{_command(directory, folder)}"
+            f"{note.problem}. If they are this store's, write the note: rm -f {file}; "
+            f"echo {shlex.quote(' '.join(text.split()))} > {file}"
         )
-    return note
-
-
-def _command(directory: StoreDirectory, folder: Path) -> str:
-    text = encode(_Owner(str(directory.path.resolve()))).decode()
-    file = shlex.quote(str(folder / _NOTE))
-    return f"rm -f {file}; echo {shlex.quote(' '.join(text.split()))} > {file}"
+    return note.owner
 
 
 def _is_below(path: str, folder: str) -> bool:
@@ -261,14 +252,13 @@ def _read_note(folder: Path) -> _Note:
     except (OSError, StoreIOError) as error:
         return _Note(None, f"it cannot be opened ({error})")
     try:
-        owner = decode(os.read(file, _NOTE_BYTES), _Owner).store
-        user = os.fstat(file).st_uid
+        owner, user = decode(os.read(file, _NOTE_BYTES), _Owner).store, os.fstat(file)
     except DocumentError:
         return _Note(None, "it is damaged")
     finally:
         os.close(file)
-    is_own = user == os.geteuid()
-    return _Note(owner, "" if is_own else f"it belongs to the user of id {user}")
+    is_own = user.st_uid == os.geteuid()
+    return _Note(owner, "" if is_own else f"it belongs to the user of id {user.st_uid}")
 
 
 def _is_here(directory: StoreDirectory, owner: str) -> bool:
@@ -291,10 +281,3 @@ def _is_elsewhere(directory: StoreDirectory, owner: str) -> bool:
         return not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError)
     except DocumentError:
         return True
-
-
-def _claim(directory: StoreDirectory, csd: int, note: _Note) -> None:
-    """Writes the note of a CSD, if its content changes."""
-    if note.owner is None or note.problem or not _is_here(directory, note.owner):
-        file = directory.csd_directory(csd) / _NOTE
-        write_bytes_atomically(file, encode(_Owner(str(directory.path.resolve()))))

@@ -97,10 +97,8 @@ def corrupt_chunk(
     """Makes the error for a chunk whose checksum differs from the committed one.
 
     Args:
-      file: the chunk's name in the step.
       expected, found: CRC-32C; None if the record has none.
       when: the origin of the expected checksum.
-      store: the store's path.
     """
     wanted = "none" if expected is None else f"{expected:08x}"
     return StoreCorruptError(

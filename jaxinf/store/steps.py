@@ -11,6 +11,7 @@ docs/format.md, "Hard links".
 import contextlib
 import errno
 import shutil
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,9 +26,9 @@ from jaxinf.errors import (
     StoreMismatchError,
     StoreSpaceError,
 )
-from jaxinf.store.commit import CarriedArray, CommitRecord
-from jaxinf.store.directory import StoreDirectory
-from jaxinf.store.links import link_file
+from jaxinf.store.commit import CommitRecord
+from jaxinf.store.creation import make_place
+from jaxinf.store.directory import StoreDirectory, link_file
 from jaxinf.store.lock import LockFile, lock_exclusively
 from jaxinf.store.manifest import FORMAT_VERSION, Manifest
 from jaxinf.store.owners import current_store
@@ -40,8 +41,6 @@ _CANNOT_PIN = {
     *(errno.EOPNOTSUPP, errno.EPERM, errno.EROFS),
 }
 _OWNER_LOCK = "owner.lock"
-_SHARED = ("zarr.json", "_METADATA", "commit_success.txt")  # by all steps of a store
-_DOCUMENTS = ("_CHECKPOINT_METADATA", "commit.json")
 
 
 @dataclass(frozen=True)
@@ -64,11 +63,7 @@ class WholeStep:
     warning: str = ""
 
     def check(self) -> None:
-        """Checks that the record is of the store's arrays.
-
-        Raises:
-          StoreFormatError: it is not.
-        """
+        """Raises StoreFormatError if the record is not of the store's arrays."""
         self.commit.check_fits(self.path / "commit.json", self.manifest)
 
     def reader(self, memory_bytes: int = 32 << 20) -> StepReader:
@@ -78,11 +73,7 @@ class WholeStep:
 
 
 def step_of(directory: StoreDirectory, path: Path) -> WholeStep:
-    """Returns a step of a store: a slot, a checkpoint or a snapshot.
-
-    Raises:
-      StoreFormatError: there is no record of it.
-    """
+    """Returns a step of a store: a slot, a checkpoint or a snapshot."""
     record = CommitRecord.read(path / "commit.json")
     places = tuple(directory.data_paths(path))
     return WholeStep(path, directory.manifest, record, places)
@@ -112,10 +103,11 @@ def pinned_step(directory: StoreDirectory) -> Iterator[WholeStep]:
             owner = LockFile(root / _OWNER_LOCK)
             undo.callback(owner.close)
             owner.hold()
-            carry = CommitRecord.read(directory.step_path(slot) / "commit.json").carry
-            link_step(directory, slot, place, carry)
-            for name in _DOCUMENTS:
-                link_file(directory.step_path(slot) / name, root / name)
+            live = directory.step_path(slot)
+            carry = CommitRecord.read(live / "commit.json").carry
+            make_place(directory, place, time.time_ns(), carry, source=slot)
+            link_carry(live, root, carry)
+            link_file(live / "commit.json", root / "commit.json")
         yield step_of(directory, root)
 
 
@@ -157,12 +149,7 @@ def _live_step(directory: StoreDirectory) -> WholeStep:
 
 
 def joined_step(steps: Sequence[WholeStep]) -> WholeStep:
-    """Returns one step of those of all members by number, or of a store alone.
-
-    Raises:
-      StoreMismatchError: they have other leaves or owners.
-      StoreFormatError: a record is not of its member.
-    """
+    """Returns one step of those of all members by number, or of a store alone."""
     first = steps[0]
     for one in steps:
         if one.manifest.common != first.manifest.common:
@@ -199,53 +186,8 @@ def joined_step(steps: Sequence[WholeStep]) -> WholeStep:
     return WholeStep(first.path, manifest, commit, places)
 
 
-# --- links to a step's files ---------------------------------------------------------
-
-
-def link_step(
-    directory: StoreDirectory,
-    source: str,
-    place: str,
-    carry: Sequence[CarriedArray],
-    *,
-    named: str | None = None,
-) -> None:
-    """Links a slot's arrays, and those of its documents that all steps share.
-
-    Links lead to real files inside the same CSD root, because a link to a symlink would
-    pin nothing, and hard links do not cross file systems.
-
-    Args:
-      place: the new place, an existing directory in the store.
-      carry: arrays that the step carries.
-      named: the name that the place gets when it is complete.
-    """
-    step, root = directory.step_path(source), directory.step_path(place)
-    link_carry(step, root, carry)
-    for document in _SHARED:
-        link_file(step / document, root / document)
-    made: set[Path] = set()
-    for leaf, record in enumerate(directory.manifest.leaves):
-        for state in record.states:
-            name = record.array_name(state.name)
-            (root / name).mkdir()
-            held = directory.array_path(source, leaf, state.name)
-            link_file(held / "zarr.json", root / name / "zarr.json")
-            for number in record.held:
-                key = f"{name}/{directory.state_chunk(leaf, number, state).key}"
-                target = directory.chunk_file(place, leaf, number, state.name)
-                for parent in {(root / key).parent, target.parent} - made:
-                    parent.mkdir(parents=True, exist_ok=True)
-                    made.add(parent)
-                old = directory.chunk_file(source, leaf, number, state.name)
-                link_file(old, target)
-                if directory.manifest.csds:
-                    data = directory.data_path(named or place, record.csds[number])
-                    (root / key).symlink_to(data / key)
-
-
 def remove_step(directory: StoreDirectory, place: str) -> None:
-    """Removes the result of `link_step` at a place, on every CSD and in the store."""
+    """Removes a step at a place, on every CSD and in the store."""
     paths = [directory.data_path(place, csd) for csd in range(directory.num_csds)]
     for path in (*paths, directory.step_path(place)):
         shutil.rmtree(path, ignore_errors=True)

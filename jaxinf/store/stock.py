@@ -20,7 +20,7 @@ from jaxinf.compat import ORBAX_DICT_KEY, ORBAX_HANDLER
 from jaxinf.documents import MOST_BYTES, DocumentError, encode, parse_json
 from jaxinf.errors import StoreCorruptError, StoreError
 from jaxinf.store.commit import CARRY, CarriedArray
-from jaxinf.store.links import link_file
+from jaxinf.store.directory import link_file
 from jaxinf.store.manifest import Manifest, dtype_of
 from jaxinf.store.names import encode_key
 from jaxinf.transfer import (
@@ -36,24 +36,30 @@ _STATE = "state"  # the name of that tree for Orbax's newer Checkpointer
 _TIMES = ("init_timestamp_nsecs", "commit_timestamp_nsecs")
 
 
-def array_metadata(
-    shape: Sequence[int], chunk_shape: Sequence[int], dtype: str
-) -> dict[str, Any]:
+@cache
+def array_document(
+    shape: tuple[int, ...], chunk_shape: tuple[int, ...], dtype: str
+) -> bytes:
     """Returns ``zarr.json`` of one array; zarr has NumPy's names of all dtypes."""
-    return {
-        "zarr_format": 3,
-        "node_type": "array",
-        "shape": list(shape),
-        "data_type": dtype,
-        "chunk_grid": {
-            "name": "regular",
-            "configuration": {"chunk_shape": list(chunk_shape)},
-        },
-        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-        "fill_value": dtype_of(dtype).type(0).item(),
-        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
-        "attributes": {},
-    }
+    return encode(
+        {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": shape,
+            "data_type": dtype,
+            "chunk_grid": {
+                "name": "regular",
+                "configuration": {"chunk_shape": chunk_shape},
+            },
+            "chunk_key_encoding": {
+                "name": "default",
+                "configuration": {"separator": "/"},
+            },
+            "fill_value": dtype_of(dtype).type(0).item(),
+            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+            "attributes": {},
+        }
+    )
 
 
 def tree_document(manifest: Manifest, carry: Sequence[CarriedArray] = ()) -> bytes:
@@ -87,7 +93,6 @@ def step_documents(
     """Yields the documents by which other tools read a step's chunks, by name.
 
     Args:
-      manifest: manifest of the store.
       timestamp_ns: the time that they say.
       carry: arrays that the step carries, which have documents of their own.
       is_item: whether the tree is the item of a checkpoint, as Orbax's managers expect,
@@ -113,13 +118,6 @@ def step_documents(
     yield "commit_success.txt", b"Checkpoint commit was successful.\n"
 
 
-@cache
-def array_document(
-    shape: tuple[int, ...], chunk_shape: tuple[int, ...], dtype: str
-) -> bytes:
-    return encode(array_metadata(shape, chunk_shape, dtype))
-
-
 def create_documents(
     step: Path,
     manifest: Manifest,
@@ -127,22 +125,27 @@ def create_documents(
     carry: Sequence[CarriedArray] = (),
     *,
     is_item: bool = False,
-    missing_alone: bool = False,
+    source: Path | None = None,
 ) -> None:
-    """Writes `step_documents` into a directory, with links to an item if it is one."""
+    """Writes `step_documents` into a directory, with links to an item if it is one.
+
+    With a source they are links to those of that step, as far as they say the same.
+    """
     made: set[str] = set()
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     for name, content in step_documents(manifest, timestamp_ns, carry, is_item=is_item):
-        if missing_alone and os.path.lexists(f"{step}/{name}"):
-            continue
         make_folder(os.path.dirname(f"{step}/{name}"), made)
-        if missing_alone:  # one that is begun would never be missing again
-            write_bytes_atomically(f"{step}/{name}", content)
+        if source is not None and not (is_item and name == "_CHECKPOINT_METADATA"):
+            check_holds(source, name, 0)  # no link leads there
+            link_file(source / name, step / name)
             continue
         with open(os.open(f"{step}/{name}", flags, 0o644), "wb", 0) as document:
             document.write(content)
     if is_item:
-        make_orbax_item(step, manifest, carry)
+        make_folder(f"{step}/{_ITEM}", made)
+        (step / "orbax.checkpoint").touch()
+        for name, target in orbax_links(manifest, carry).items():
+            (step / name).symlink_to(target)
 
 
 def document_problems(
@@ -152,26 +155,32 @@ def document_problems(
     *,
     is_item: bool,
 ) -> Iterator[tuple[str, str]]:
-    """Yields the name and the problem of each document that says something else."""
-    for name, content in step_documents(manifest, 0, carry, is_item=is_item):
-        if problem := document_problem(step, name, content):
-            yield name, problem
+    """Yields the name and the problem of each document or carried array that differs.
+
+    Spelling and times of documents may differ.
+    """
+    own = [(one.document, _carried_document(one)) for one in carry]
+    for name, expected in (*step_documents(manifest, 0, carry, is_item=is_item), *own):
+        try:
+            found = read_beneath(step, name, MOST_BYTES)
+            if found != expected and _content(found) != _content(expected):
+                yield name, "expected what jaxinf writes, found others"
+        except (StoreError, DocumentError) as error:
+            yield name, f"cannot be read ({error})"
+    for one in carry:
+        try:
+            read_carry(step, [one])
+        except StoreError as error:
+            yield one.chunk, str(error)
 
 
-def document_problem(step: Path, name: str, expected: bytes) -> str:
-    """Says how a document differs, but for its spelling and for times; empty: not."""
-    try:
-        found = read_beneath(step, name, MOST_BYTES)
-        if found == expected:
-            return ""
-        pair = [parse_json(raw) for raw in (found, expected)]
-    except (StoreError, DocumentError) as error:
-        return f"cannot be read ({error})"
-    for one in pair:
-        for name in _TIMES:
-            if isinstance(one, dict) and isinstance(one.get(name), int):
-                del one[name]
-    return "" if pair[0] == pair[1] else "expected what jaxinf writes, found others"
+def _content(raw: bytes) -> Any:
+    """Returns what a document says, but for times."""
+    found = parse_json(raw)
+    for name in _TIMES:
+        if isinstance(found, dict) and isinstance(found.get(name), int):
+            del found[name]
+    return found
 
 
 def make_folder(folder: str, made: set[str]) -> None:
@@ -195,17 +204,6 @@ def orbax_links(manifest: Manifest, carry: Sequence[CarriedArray]) -> dict[str, 
     names = [n.array_name(s.name) for n in manifest.leaves for s in n.states]
     names += ["_METADATA", *(one.name for one in carry)]
     return {**{f"{_ITEM}/{name}": f"../{name}" for name in names}, _STATE: _ITEM}
-
-
-def make_orbax_item(
-    step: Path, manifest: Manifest, carry: Sequence[CarriedArray]
-) -> None:
-    """Makes a step's directory a checkpoint for Orbax's managers."""
-    (step / "orbax.checkpoint").touch()
-    (step / _ITEM).mkdir(exist_ok=True)
-    for name, target in orbax_links(manifest, carry).items():
-        (step / name).unlink(missing_ok=True)
-        (step / name).symlink_to(target)
 
 
 # --- arrays that a step carries ------------------------------------------------------
@@ -284,26 +282,6 @@ def carry_files(
     return found | {one.document: _carried_document(one) for one in carry}
 
 
-def carry_problems(
-    step: Path, carry: Sequence[CarriedArray]
-) -> Iterator[tuple[str, str]]:
-    """Yields the name and the problem of each file that is not as the record has it."""
-    for one in carry:
-        try:
-            read_carry(step, [one])
-        except StoreError as error:
-            yield one.chunk, str(error)
-        try:
-            expected = _carried_document(one)
-            if read_beneath(step, one.document, 2 * len(expected)) != expected:
-                yield (
-                    one.document,
-                    "expected the record's shape and dtype, found others",
-                )
-        except StoreError as error:
-            yield one.document, str(error)
-
-
 def _carried_document(one: CarriedArray) -> bytes:
-    chunk_shape = [max(1, length) for length in one.shape]
-    return encode(array_metadata(one.shape, chunk_shape, one.dtype))
+    chunk_shape = tuple(max(1, length) for length in one.shape)
+    return array_document(tuple(one.shape), chunk_shape, one.dtype)

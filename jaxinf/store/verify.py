@@ -10,12 +10,13 @@ from contextlib import closing
 from pathlib import Path
 
 from jaxinf.errors import StoreError, StoreFormatError
+from jaxinf.store.checkpoint import stray_checkpoints
 from jaxinf.store.commit import CarriedArray, CommitRecord
-from jaxinf.store.directory import HeldChunk, StoreDirectory, link_problem
+from jaxinf.store.directory import SLOTS, HeldChunk, StoreDirectory
 from jaxinf.store.manifest import Manifest
 from jaxinf.store.members import member_name
 from jaxinf.store.reader import PIECE_BYTES, Damage, file_checksum, over
-from jaxinf.store.stock import carry_problems, document_problems, orbax_links
+from jaxinf.store.stock import document_problems, orbax_links
 from jaxinf.transfer import BufferPool, open_beneath
 from jaxinf.typing import ProgressCallback
 
@@ -50,7 +51,7 @@ def verify_step(
     except StoreFormatError as error:
         return [Damage(step_path, record_path, "commit record", str(error))]
     place = _place(directory, step_path)
-    damages = link_damages(directory, place, record.carry) if place else []
+    damages = [*_link_damages(directory, place, record.carry)] if place else []
     damages += _documents(directory, step_path, place, record)
     chunks = list[HeldChunk]()
     for number, leaf in enumerate(directory.manifest.leaves):
@@ -130,36 +131,44 @@ def _problem(
     return None
 
 
-def link_damages(
+def other_damages(directory: StoreDirectory) -> Iterator[Damage]:
+    """Yields damage of what no pinned step has: links of slots, strays."""
+    for slot in SLOTS:
+        yield from _link_damages(directory, slot)
+    yield from stray_checkpoints(directory)
+
+
+def _link_damages(
     directory: StoreDirectory, place: str, carry: Sequence[CarriedArray] = ()
-) -> list[Damage]:
-    """Returns links of a step that are missing or have a wrong target.
-
-    Args:
-      place: as for `StoreDirectory.step_path`.
-      carry: arrays that a checkpoint carries.
-    """
-    damages, step_path = list[Damage](), directory.step_path(place)
-
-    def compare(link: Path, expected: Path) -> None:
-        if problem := link_problem(link, expected):
-            what = f"link {link.relative_to(step_path)}"
-            damages.append(Damage(step_path, link, what, problem))
-
+) -> Iterator[Damage]:
+    """Yields links of a step that are missing or have a wrong target."""
+    step_path = directory.step_path(place)
+    links = dict[str, str]()
     if place.startswith("checkpoints/"):
-        for name, target in orbax_links(directory.manifest, carry).items():
-            compare(step_path / name, Path(target))
-    for number, leaf in enumerate(directory.manifest.leaves):
-        for state in leaf.states:
-            try:
-                for chunk in leaf.held if directory.manifest.csds else ():
-                    at = place, number, chunk, state.name
-                    compare(directory.chunk_name(*at), directory.chunk_file(*at))
-            except StoreError as error:
-                what = f"leaf {leaf.name}, {state.name}"
-                array = step_path / leaf.array_name(state.name)
-                damages.append(Damage(step_path, array, what, str(error)))
-    return damages
+        links = orbax_links(directory.manifest, carry)
+    pairs = [(step_path / name, target) for name, target in links.items()]
+    for number, leaf, state, chunk in directory.held():
+        if not directory.manifest.csds:
+            break
+        try:
+            at = place, number, chunk, state.name
+            pair = directory.chunk_name(*at), str(directory.chunk_file(*at))
+            pairs.append(pair)
+        except StoreError as error:
+            what = f"leaf {leaf.name}, {state.name}"
+            array = step_path / leaf.array_name(state.name)
+            yield Damage(step_path, array, what, str(error))
+    for link, expected in pairs:
+        try:
+            found = f"one to {os.readlink(link)}"
+        except FileNotFoundError:
+            found = "nothing"
+        except OSError:
+            found = "another file"
+        if found != f"one to {expected}":
+            problem = f"expected a symbolic link to {expected}, found {found}"
+            what = f"link {link.relative_to(step_path)}"
+            yield Damage(step_path, link, what, problem)
 
 
 def _documents(
@@ -176,10 +185,7 @@ def _documents(
     is_item = (step_path / "orbax.checkpoint").is_file()
     if place is not None:
         is_item = place.startswith("checkpoints/")
-    found = [
-        *document_problems(step_path, manifest, record.carry, is_item=is_item),
-        *carry_problems(step_path, record.carry),
-    ]
+    found = [*document_problems(step_path, manifest, record.carry, is_item=is_item)]
     if is_item:
         try:
             held = Manifest.read(step_path / "jaxinf.json")

@@ -7,7 +7,6 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
-from families import family
 
 import jaxinf
 from jaxinf.cli import main
@@ -38,23 +37,6 @@ def master(path):
 def same(one, other):
     jax.tree.map(np.testing.assert_array_equal, one, other)
     return True
-
-
-@pytest.mark.parametrize("scheme", family(["", "file://"], short=["file://"]))
-def test_out_and_in_again(store, tmp_path, capsys, scheme):
-    out, again = f"{scheme}{tmp_path}/out", str(tmp_path / "again")
-    assert main(["checkpoint", "export", str(store), out]) == 0
-    assert capsys.readouterr().out.startswith(f"file://{tmp_path}/out: step 2, ")
-    (tmp_path / "csd").mkdir()
-    command = ["store", "copy", out, again, "--csd-root", str(tmp_path / "csd")]
-    assert main(command) == 0
-    assert capsys.readouterr().out.startswith(f"{again}: step 2, ")
-    assert main(command[:4]) == 1
-    assert "expected nothing there" in capsys.readouterr().err
-    assert main(["verify", again]) == 0
-    step, params = master(again)
-    assert step == 2
-    assert same(params, master(store)[1])
 
 
 def test_a_checkpoint_by_name(store, tmp_path):

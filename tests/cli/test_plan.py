@@ -178,15 +178,12 @@ def test_a_machine_that_is_none(place, run, text, message):
     assert message in found.err
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("{", "tiny.json"), ('{"model_type": "rwkv"}', "rwkv"), ("[1]", "tiny.json")],
-)
-def test_a_broken_config(place, run, text, message):
+@pytest.mark.parametrize("text", ["{", '{"model_type": "rwkv"}', "[1]"])
+def test_a_broken_config(place, run, text):
     (place / "tiny.json").write_text(text)
     found = run("plan", *SMALL)
     assert found.status in (1, 2)
-    assert message in found.err
+    assert "tiny.json" in found.err
     assert "Traceback" not in found.err
 
 

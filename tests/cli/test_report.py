@@ -3,13 +3,10 @@
 import base64
 import hashlib
 import json
-import os
 import re
-import shutil
 import sys
 from html.parser import HTMLParser
 
-import check_site
 import pytest
 
 from jaxinf.cli import main, run_logs
@@ -34,9 +31,6 @@ def log_dir(tmp_path):
     config = {"steps": 5, "data": ["a.txt"], "versions": {"jaxinf": "0.1.0"}}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
-
-
-GROUND = "getComputedStyle(document.body).backgroundColor"
 
 
 class Page(HTMLParser):
@@ -148,14 +142,6 @@ def test_damaged_logs_are_shown_as_far_as_they_go(log_dir):
     assert "version of jaxinf" in said
 
 
-def test_a_good_log_with_a_cut_off_line_has_a_note(log_dir):
-    with (log_dir / "metrics.jsonl").open("ab") as file:
-        file.write(line_of(6).encode()[:40])
-    reported(log_dir)
-    said = " ".join(page_of(log_dir / "report.html")[1].texts)
-    assert "the last line is cut off" in said
-
-
 @pytest.mark.parametrize("content", [None, "", "{}\n"])
 def test_logs_without_a_step_are_refused(tmp_path, content, capsys):
     if content is not None:
@@ -184,39 +170,3 @@ def test_without_plotly_it_says_how_to_install_it(log_dir, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     assert main(["report", str(log_dir)]) == 1
     assert "pip install 'jaxinf[report]'" in capsys.readouterr().err
-
-
-@pytest.mark.long
-def test_a_browser_shows_it_without_an_error(log_dir):
-    playwright = pytest.importorskip("playwright.sync_api")
-    program = next(filter(None, map(shutil.which, check_site.BROWSERS)), None)
-    if program is None:
-        pytest.skip(f"none of {', '.join(check_site.BROWSERS)} is installed")
-    reported(log_dir)
-    options = ["--disable-gpu", "--no-first-run"]
-    if os.geteuid() == 0:
-        options.append("--no-sandbox")  # which root cannot have
-    said = []
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=program, args=options)
-        for width, scheme in ((1280, "light"), (390, "dark")):
-            page = browser.new_page(
-                viewport={"width": width, "height": 800}, color_scheme=scheme
-            )
-            page.on("console", lambda message: said.append(message.text))
-            page.on("pageerror", lambda error: said.append(str(error)))
-            page.on("request", lambda request: said.append(request.url))
-            address = (log_dir / "report.html").as_uri()
-            page.goto(address, wait_until="load")
-            figures = page.locator(".plotly-graph-div").count()
-            assert (
-                figures == page.locator(".plotly-graph-div .xaxislayer-above").count()
-            )
-            assert page.evaluate(check_site.TOO_WIDE) is None
-            assert page.locator(".modebar").count() == 0
-            page.emulate_media(media="print")
-            assert page.evaluate(GROUND) == "rgb(255, 255, 255)"
-            assert page.locator(".plotly-graph-div").first.is_visible()
-            assert said == [address]  # no error, and nothing else was asked for
-            said.clear()
-        browser.close()

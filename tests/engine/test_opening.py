@@ -1,7 +1,5 @@
 """Opening and making stores: refused cases with their messages, and accepted ones."""
 
-import builtins
-import errno
 import json
 import os
 import shutil
@@ -198,30 +196,6 @@ def test_creation_cut_short(drive, place, files):
     driver.init().steps(1).check(1)
     for csd in range(2):  # the new store has the roots of the unfinished one
         assert len(list((place / f"csd{csd}").iterdir())) == 1
-
-
-def test_a_document_that_is_made_again_is_whole_or_missing(drive, place, monkeypatch):
-    drive().init().steps(1).close()
-    document = place / "store/slots/a/params.embed/zarr.json"  # of the spare slot
-    content = document.read_bytes()
-    document.unlink()
-    real = open
-
-    def opened(file, mode="r", *rest, **options):
-        found = real(file, mode, *rest, **options)
-        if isinstance(file, int) and mode == "wb":
-            found.close()
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return found
-
-    driver = drive().init()
-    monkeypatch.setattr(builtins, "open", opened)
-    with pytest.raises(StoreSpaceError):
-        driver.step()
-    monkeypatch.undo()
-    driver.engine.close()
-    drive().init().steps(2).check(3)
-    assert document.read_bytes() == content
 
 
 def test_a_store_that_lost_current_is_not_made_anew(drive, place):

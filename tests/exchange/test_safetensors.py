@@ -40,8 +40,17 @@ def read_all(directory):
 @pytest.mark.parametrize("num_csds", [0, 3])
 def test_stock_safetensors_reads_it(make_step, place, check_bits, num_csds):
     step, arrays = make_step(num_csds=num_csds)
-    export_safetensors(step, place / "export", Transit(memory_bytes=1 << 20))
+    calls = []
+    transit = Transit(1 << 20, progress=lambda *call: calls.append(call))
+    export_safetensors(step, place / "export", transit)
     check_bits(read_all(place / "export"), params_of(arrays))
+    total_bytes = sum(a.nbytes for a in params_of(arrays).values())
+    assert calls[-1] == (total_bytes, total_bytes)
+    assert calls == sorted(calls)
+    with pytest.raises(FileExistsError, match=r"export: expected a name that is free"):
+        export_safetensors(step, place / "export")
+    with pytest.raises(ValueError, match=r"max_file_bytes=10, .* at least"):
+        export_safetensors(step, place / "other", Transit(max_file_bytes=10))
     assert [p.name for p in (place / "export").iterdir()] == ["model.safetensors"]
 
 
@@ -63,23 +72,6 @@ def test_several_files_and_their_index(make_step, place, check_bits):
         with safetensors.safe_open(place / "export" / file, "numpy") as opened:
             assert name in opened.keys()  # noqa: SIM118
     assert sorted(index["weight_map"]) == sorted(arrays)
-
-
-def test_progress(make_step, place):
-    step, arrays = make_step()
-    calls = []
-    transit = Transit(progress=lambda *call: calls.append(call))
-    export_safetensors(step, place / "export", transit)
-    total_bytes = sum(a.nbytes for a in params_of(arrays).values())
-    assert calls[-1] == (total_bytes, total_bytes)
-    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
-
-
-def test_a_destination_that_exists_is_refused(make_step, place):
-    step, _ = make_step()
-    (place / "export").mkdir()
-    with pytest.raises(FileExistsError, match=r"export: expected a name that is free"):
-        export_safetensors(step, place / "export")
 
 
 def test_no_space(make_step, place, monkeypatch):
@@ -110,12 +102,6 @@ def test_a_flipped_bit_is_not_exported(make_step, place):
     ):
         export_safetensors(step, place / "export")
     assert not list(place.glob("*export*"))
-
-
-def test_limits(make_step, place):
-    step, _ = make_step()
-    with pytest.raises(ValueError, match=r"max_file_bytes=10, .* at least"):
-        export_safetensors(step, place / "export", Transit(max_file_bytes=10))
 
 
 def test_arrays_are_those_of_stock_safetensors(tmp_path, check_bits, monkeypatch):

@@ -150,7 +150,7 @@ DAMAGES = {
     ),
     "half a manifest": (
         lambda f: os.truncate(f / "export.json", 300),
-        r"export\.json: .*torn",
+        r"export\.json: expected the manifest of an export, found none",
     ),
     "a newer format": (
         lambda f: edit(f / "export.json", lambda d: d.update(format_version=2)),
@@ -223,7 +223,9 @@ def test_commands(make_step, place, capsys):
     (store / "tokenizer/..hidden").write_text("no file of a run")
     assert main([*words, "--memory", "2MiB"]) == 0
     assert f"{url}: step 7, " in capsys.readouterr().out
-    words = ["store", "copy", url, str(place / "made")]
+    (place / "csd").mkdir()
+    words = ["store", "copy", f"{place}/out", str(place / "made")]
+    words += ["--csd-root", str(place / "csd")]
     assert main(words) == 0
     assert main(words) == 1
     assert "expected nothing there" in capsys.readouterr().err

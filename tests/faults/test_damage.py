@@ -61,9 +61,9 @@ def test_a_chunk_that_is_read(place, drive, damage, state, num_csds):
     driver.steps(2).check(STEP + 2)
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", ["truncated", "one bit flipped"])
 def test_a_chunk_of_the_other_slot(place, drive, damage):
-    """The committed step does not use the chunk, and a missing file is made again."""
+    """The committed step does not use the chunk."""
     path = place / "store"
     driver = drive(path).init().steps(STEP)
     driver.close()

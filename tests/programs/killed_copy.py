@@ -10,7 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
-from jaxinf.store import StoreDirectory, copy_chunks, copying, creation, owners
+from jaxinf.store import StoreDirectory, copy_chunks, copying, creation
 
 
 def main(name, num_calls, source, new, *csds):
@@ -20,7 +20,6 @@ def main(name, num_calls, source, new, *csds):
     owner = {
         "flip": StoreDirectory,
         "mkdir": Path,
-        "_claim": owners,
         "_recode": copy_chunks,
         "make_csds": creation,
         "create_documents": creation,

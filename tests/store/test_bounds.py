@@ -25,8 +25,8 @@ from jaxinf.store import (
     StepReader,
     StoreDirectory,
     list_checkpoints,
+    other_damages,
     seal,
-    stray_checkpoints,
 )
 
 
@@ -126,7 +126,7 @@ def test_strays_among_checkpoints_are_reported(store, capsys, caplog):
     directory = StoreDirectory.open(store)
     assert [info.name for info in list_checkpoints(directory)] == ["2"]
     assert "empty: no checkpoint that can be read" in caplog.text
-    assert {d.file.name for d in stray_checkpoints(directory)} == {
+    assert {d.file.name for d in other_damages(directory)} == {
         "note\x1b[31m.txt",
         "away",
     }

@@ -23,7 +23,7 @@ ALLOWED = {
     ("skipped_steps",): {"one more"},
     ("scalar_state",): {"item dropped"},  # compared with the optimizer's
     ("scalar_state", "*", "path"): {"other text"},
-    ("scalar_state", "*", "value"): {"dropped"},  # optional
+    ("scalar_state", "*", "value"): {"dropped", "other text"},  # for people
     ("documents",): {"dropped"},  # of older stores, and not used
     ("documents", "*"): {"dropped"},
     ("to", "csds"): {"item twice"},

@@ -51,17 +51,6 @@ def test_scalars_keep_their_bits(data):
     assert same_bits(back.value, value)
 
 
-@pytest.mark.parametrize(
-    "value", [np.nan, -np.nan, np.inf, -np.inf, -0.0, 1e-45, np.float32(0.1)]
-)
-def test_special_values_and_their_text(tmp_path, value):
-    value = np.asarray(value, np.float32)
-    state = ScalarState("lr", value)
-    (back,) = round_trip(tmp_path, step=1, scalar_state=[state]).scalar_state
-    assert same_bits(back.value, value)
-    assert state.document.value == str(value)
-
-
 def test_record(tmp_path):
     fields = {
         "step": 2**31 - 1,
@@ -98,19 +87,13 @@ def test_a_damaged_record_is_refused(tmp_path, text):
         CommitRecord.read(path)
 
 
-@pytest.mark.parametrize("number", [0, -2, 2.0, "2", True])
-def test_updates_on_a_device_are_a_number_of_subgroups(tmp_path, number):
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("device_updates", number) for number in (0, -2, 2.0, "2", True)]
+    + [("inexact", {"a": x}) for x in ("bf800000", "7f800000", "7fc00000", "3f8", 1.0)],
+)
+def test_numbers_of_a_record(tmp_path, key, value):
     document = CommitRecord(step=1, scalar_state=()).to_json()
-    write_document(tmp_path / "commit.json", document | {"device_updates": number})
-    with pytest.raises(StoreFormatError, match="device_updates"):
-        CommitRecord.read(tmp_path / "commit.json")
-
-
-@pytest.mark.parametrize("text", ["bf800000", "7f800000", "7fc00000", "3f8000", 1.0])
-def test_a_bound_is_a_finite_number(tmp_path, text):
-    document = CommitRecord(step=1, scalar_state=()).to_json() | {
-        "inexact": {"a": text}
-    }
-    write_document(tmp_path / "commit.json", document)
-    with pytest.raises(StoreFormatError, match="inexact"):
+    write_document(tmp_path / "commit.json", document | {key: value})
+    with pytest.raises(StoreFormatError, match=key):
         CommitRecord.read(tmp_path / "commit.json")

@@ -42,69 +42,22 @@ def jaxinf_says(capsys):
     return call
 
 
-@pytest.fixture
-def without_spare(place, jaxinf_says):
-    """A store at step 3 with a checkpoint, of whose spare slot files are gone."""
-
-    def make(what):
-        path = place / "store"
-        go_on(path, 2)
-        assert jaxinf_says("checkpoint", "save", path, "two")[0] == 0
-        go_on(path)
-        current = (path / "current").readlink().name
-        spare = path / "slots" / {"a": "b", "b": "a"}[current]
-        if what == "chunk":
-            (spare / "nu.w" / "c" / "0" / "0").unlink()
-        else:
-            shutil.rmtree(spare / "mu.w" if what == "array" else spare)
-        return path
-
-    return make
-
-
-GONE = pytest.mark.parametrize(
-    "what", family(["chunk", "array", "slot"], short=["slot"])
-)
-
-
-@GONE
-def test_a_run_makes_missing_files_of_the_spare_slot_again(
-    without_spare, what, jaxinf_says, caplog
-):
-    path = without_spare(what)
-    assert go_on(path, 3) == 6
-    assert "files of the spare slot" in caplog.text
-    assert jaxinf_says("verify", path)[0] == 0
-
-
-@GONE
-def test_a_restore_makes_missing_files_of_the_spare_slot_again(
-    without_spare, jaxinf_says, what
-):
-    path = without_spare(what)
-    words = "restore", path, "two", "--discard-current"
-    status, said = jaxinf_says("checkpoint", *words)
-    assert status == 0, said
-    assert go_on(path) == 3
-
-
-@pytest.mark.parametrize("what", family(["array", "slot"], short=["array"]))
-def test_a_copy_in_place_makes_missing_files_of_the_spare_slot_again(
-    without_spare, jaxinf_says, place, what
-):
-    path = without_spare(what)
-    (place / "drive").mkdir()
-    line = "store", "copy", path, path, "--csd-root", place / "drive"
-    status, said = jaxinf_says(*line)
-    assert status == 0, said
+@pytest.mark.parametrize("what", family(["chunk", "array", "slot"], short=["slot"]))
+def test_a_copy_makes_missing_files_of_the_spare_slot_again(place, jaxinf_says, what):
+    path, new = place / "store", place / "new"
+    go_on(path, 3)
     current = (path / "current").readlink().name
-    other = "b" if current == "a" else "a"
-    [folder] = (place / "drive").glob("jaxinf-*")
-    shutil.rmtree(folder / other)
-    shutil.rmtree(path / "slots" / other / "mu.w")
-    status, said = jaxinf_says("verify", path)
+    spare = path / "slots" / {"a": "b", "b": "a"}[current]
+    if what == "chunk":
+        (spare / "nu.w" / "c" / "0" / "0").unlink()
+    else:
+        shutil.rmtree(spare / "mu.w" if what == "array" else spare)
+    with pytest.raises(jaxinf.JaxinfError, match=r"jaxinf store copy OLD NEW"):
+        go_on(path)
+    status, said = jaxinf_says("store", "copy", path, new)
     assert status == 0, said
-    assert go_on(path) == 4
+    assert go_on(new, 3) == 6
+    assert jaxinf_says("verify", new)[0] == 0
 
 
 def test_members_whose_directories_were_exchanged_are_seen(place, jaxinf_says):

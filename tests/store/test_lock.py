@@ -187,27 +187,22 @@ def test_a_lock_whose_file_was_removed_is_no_lock(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["lock", "publish.lock"])
-def test_a_lock_that_is_a_link_is_not_followed(tmp_path, name):
-    victim = tmp_path / "victim"
+def test_a_lock_that_is_no_file_of_ours(tmp_path, name):
+    """A link is not followed, a pipe is not opened, another's file is not written."""
+    lock, victim = tmp_path / name, tmp_path / "victim"
     victim.write_text("mine")
-    (tmp_path / name).symlink_to(victim)
     take = StoreLock if name == "lock" else lambda place: LockFile(place / name)
+    lock.symlink_to(victim)
     with pytest.raises(StoreFormatError, match="expected a store's lock, a file, foun"):
         take(tmp_path)
-    assert victim.read_text() == "mine"
-
-
-def test_a_lock_that_is_a_pipe_is_not_opened(tmp_path):
-    os.mkfifo(tmp_path / "lock")
+    lock.unlink()
+    os.mkfifo(lock)
     with pytest.raises(StoreFormatError, match="found something else"):
-        StoreLock(tmp_path)
-
-
-def test_a_lock_that_is_somebodys_file_is_not_written(tmp_path):
-    victim = tmp_path / "victim"
-    victim.write_text("mine")
-    os.link(victim, tmp_path / "lock")
-    StoreLock(tmp_path).release()
+        take(tmp_path)
+    lock.unlink()
+    os.link(victim, lock)
+    if name == "lock":
+        StoreLock(tmp_path).release()
     assert victim.read_text() == "mine"
 
 

@@ -1,12 +1,9 @@
-"""The manifest: round trip, refusals, and differences."""
+"""The manifest: refusals and differences."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from msgspec import structs
 
 from jaxinf.errors import StoreFormatError
-from jaxinf.layout import choose_grid
 from jaxinf.store import (
     LeafRecord,
     Manifest,
@@ -18,62 +15,6 @@ from jaxinf.store.creation import member_of
 from jaxinf.store.manifest import FORMAT_VERSION
 
 HEADER = {"format": "jaxinf", "format_version": FORMAT_VERSION}
-KEYS = st.text(st.characters(blacklist_categories=("Cs",)), min_size=1, max_size=8)
-ROOTS = KEYS.filter(lambda name: "\0" not in name)
-DTYPES = st.sampled_from(["float32", "bfloat16", "float16", "int8", "uint32", "bool"])
-
-
-@st.composite
-def leaf_records(draw, path, num_csds):
-    shape = tuple(draw(st.lists(st.integers(0, 300), max_size=3)))
-    grid = choose_grid(shape, max_chunk_elements=1 << 20)
-    first = draw(st.integers(0, 3))
-    slots = draw(st.dictionaries(st.sampled_from(["mu", "nu", "trace"]), DTYPES))
-    return LeafRecord(
-        path=path,
-        shape=shape,
-        dtype=draw(st.sampled_from(["float32", "bfloat16", "float16"])),
-        kernel="k0",
-        states=(
-            StateRecord("params", "float32"),
-            *(StateRecord(name, dtype) for name, dtype in slots.items()),
-        ),
-        chunk_shape=grid.chunk_shape,
-        shard_counts=(1,) * len(shape),
-        csds=tuple((first + i) % max(1, num_csds) for i in range(grid.num_chunks)),
-    )
-
-
-@st.composite
-def manifests(draw):
-    roots = draw(st.lists(ROOTS, max_size=3, unique=True))
-    paths = draw(
-        st.lists(
-            st.lists(KEYS, max_size=3).map(tuple),
-            max_size=4,
-            unique_by=lambda path: ".".join(path),
-        )
-    )
-    return Manifest(
-        format_version=FORMAT_VERSION,
-        store_id=draw(st.text("0123456789abcdef", min_size=32, max_size=32)),
-        csds=tuple(f"/mnt/{root}" for root in roots),
-        kernels={"k0": tuple(draw(st.lists(st.text(), max_size=3)))},
-        leaves=tuple(draw(leaf_records(path, len(roots))) for path in paths),
-        created_by={"jaxinf": "0.1"},
-    )
-
-
-@pytest.mark.long
-@given(manifests())
-def test_round_trip(tmp_path_factory, manifest):
-    path = tmp_path_factory.getbasetemp() / "jaxinf.json"
-    path.write_bytes(seal(manifest.to_json()))
-    read = Manifest.read(path)
-    assert read == manifest
-    assert seal(read.to_json()) == path.read_bytes()
-    assert not manifest.tree_difference(read)
-    assert not manifest.kernel_difference(read)
 
 
 @pytest.fixture
@@ -122,14 +63,7 @@ def test_refuses_what_it_cannot_read(read_changed, text, message):
         read_changed(text)
 
 
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        ({"owners": (0, 2)}, "owners"),
-        ({"owners": (0,)}, "owners"),
-    ],
-)
-def test_a_members_chunks_have_owners(tmp_path, change, problem):
+def test_a_members_chunks_have_owners(tmp_path):
     leaf = LeafRecord(
         path=("w",),
         shape=(8192,),
@@ -149,12 +83,11 @@ def test_a_members_chunks_have_owners(tmp_path, change, problem):
     assert held == member
     assert held.num_held_params == 4096
     assert list(held.leaves[0].held) == [1]
-    broken = structs.replace(
-        member, leaves=(structs.replace(member.leaves[0], **change),)
-    )
-    broken.write(path)
-    with pytest.raises(StoreFormatError, match=problem):
-        Manifest.read(path)
+    for owners in (0, 2), (0,):
+        leaf = structs.replace(member.leaves[0], owners=owners)
+        structs.replace(member, leaves=(leaf,)).write(path)
+        with pytest.raises(StoreFormatError, match="owners"):
+            Manifest.read(path)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,15 @@
-"""Names on disk: one path component each, never two leaves with one name."""
+"""Names on disk, and paths of places in the optimizer's state: each is of one alone."""
 
+from typing import NamedTuple
+
+import jax
+import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxinf.store import check_leaf_paths, leaf_name
+from jaxinf import compat
+from jaxinf.store import check_leaf_paths, encode_path, leaf_name
 from jaxinf.store.names import array_name, encode_key
 
 KEYS = st.text(st.characters(blacklist_categories=("Cs",)))
@@ -38,3 +43,68 @@ def test_refuses_names_too_long_for_a_file():
         check_leaf_paths([("x" * 249,)], ["params"])
     with pytest.raises(ValueError, match="shorten the keys"):
         check_leaf_paths([("é" * 130,)], ["mu"])
+
+
+# --- paths ---------------------------------------------------------------------------
+
+NAMES = st.text(st.characters(blacklist_categories=("Cs",)), max_size=6)
+
+
+class Pair(NamedTuple):
+    mu: object
+    value: object
+
+
+def trees(names):
+    return st.recursive(
+        st.just(0),
+        lambda inner: (
+            st.dictionaries(names, inner, min_size=1, max_size=3)
+            | st.lists(inner, min_size=1, max_size=3)
+            | st.builds(Pair, inner, inner)
+        ),
+        max_leaves=8,
+    )
+
+
+def paths_of(tree):
+    return [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
+def encoded(path):
+    return encode_path(compat.path_keys(path))
+
+
+@given(trees(NAMES | st.integers()))
+def test_places_are_told_apart(tree):
+    try:
+        found = [encoded(path) for path in paths_of(tree)]
+    except ValueError:  # JAX cannot sort the keys of a dict
+        return
+    assert len(set(found)) == len(found)
+    assert all(path.isprintable() or not path.isascii() for path in found)
+
+
+def test_what_optimizers_have():
+    adam = optax.inject_hyperparams(optax.adam)(0.1)
+    state = adam.init({"w": jax.numpy.zeros(3)})
+    found = {encoded(path) for path in paths_of(state)}
+    assert "#0/.inner_state" not in found
+    assert ".hyperparams/learning_rate" in found
+    assert ".inner_state/#0/.mu/w" in found
+
+
+@pytest.mark.parametrize(
+    ("keys", "path"),
+    [
+        ((), ""),
+        ((("field", "count"),), ".count"),
+        ((("key", 3), ("key", "a/b")), "#3/a%2Fb"),
+        ((("key", ".count"),), "%2Ecount"),
+        ((("key", "#3"), ("key", "=x")), "%233/%3Dx"),
+        ((("key", ""), ("key", True), ("key", None)), "=/=True/=None"),
+        ((("key", -1), ("other", "x[0]")), "#-1/=x[0]"),
+    ],
+)
+def test_spelling(keys, path):
+    assert encode_path(keys) == path

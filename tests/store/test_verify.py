@@ -56,29 +56,22 @@ def test_swapped_links_of_chunks(spread):
     assert f"to {targets[0]}, found one to {targets[1]}" in found[0].problem
 
 
-def test_links_to_the_other_slot(spread):
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [("gone", "nothing"), ("file", "another file"), ("other", "one to ")],
+)
+def test_a_link_of_a_chunk(spread, kind, problem):
     link = chunk_links(spread, "b")[0]
-    target = os.readlink(link).replace("/b/", "/a/")
+    target, data = os.readlink(link), link.read_bytes()
     link.unlink()
-    link.symlink_to(target)
-    assert f"found one to {target}" in damages(spread, "slots/b")[0].problem
-
-
-def test_a_missing_link(spread):
-    link = chunk_links(spread, "b")[0]
-    link.unlink()
+    if kind == "file":
+        link.write_bytes(data)
+    if kind == "other":  # of the other slot
+        link.symlink_to(target.replace("/b/", "/a/"))
+        problem += target.replace("/b/", "/a/")
     first = damages(spread, "slots/b")[0]
     assert first.file == link
-    assert first.problem.endswith("found nothing")
-
-
-def test_a_file_in_a_links_place(spread):
-    link = chunk_links(spread, "b")[0]
-    data = link.read_bytes()
-    link.unlink()
-    link.write_bytes(data)
-    [damage] = damages(spread, "slots/b")
-    assert damage.problem.endswith("found another file")
+    assert first.problem.endswith(f"found {problem}")
 
 
 @pytest.mark.parametrize("name", ["state", "default/_METADATA", "default/trace.a"])
@@ -137,16 +130,3 @@ def test_records(whole, key, value, problem):
     found = damages(whole, "current")
     assert found
     assert all(problem in damage.problem for damage in found)
-
-
-def test_spellings_of_a_scalar_that_disagree(tmp_path):
-    path = shutil.copytree(golden("scalars"), tmp_path / "store", symlinks=True)
-    file = path / "current/commit.json"
-    document = json.loads(file.read_text())
-    del document["crc32c"]
-    scalar = next(s for s in document["scalar_state"] if "learning_rate" in s["path"])
-    assert scalar["value"] == "0.5"
-    scalar["value"] = "0.25"
-    file.write_bytes(seal(document))
-    [damage] = damages(StoreDirectory.open(path), "current")
-    assert "its data says 0.5, its value says '0.25'" in damage.problem

@@ -24,7 +24,7 @@ from small_tokenizers import byte_level
 
 from jaxinf.cli import main
 from jaxinf.errors import JaxinfError
-from jaxinf.exchange.read_params import read_arrays
+from jaxinf.exchange.safetensors_files import read_safetensors
 from jaxinf.store import (
     StepReader,
     StoreDirectory,
@@ -47,7 +47,6 @@ DOCUMENTS = [
     "store/lock",
     "store/slots/b/_METADATA",
     "store/slots/b/params.a/zarr.json",
-    "export/_METADATA",
     "export/commit.json",
     "export/jaxinf.json",
     "tensors/model.safetensors.index.json",
@@ -172,11 +171,10 @@ class Victim:
             yield lambda: command("verify", str(store))
         elif name.startswith("export"):
             yield lambda: self.imports()
-            yield lambda: read_arrays(self.place / "export")
         elif name.startswith("hub"):
             yield lambda: use_tokenizer(self.place / "hub")
         else:
-            yield lambda: read_arrays(self.place / name.split("/")[0])
+            yield lambda: read_safetensors(self.place / name.split("/")[0])
 
     def imports(self):
         try:
