@@ -60,9 +60,11 @@ def run_prologue(
     Args:
       leaves: the params' leaves, deferred or not.
     """
-    if not any(isinstance(leaf, DeferredArray) for leaf in leaves):
-        return jax.jit(program.prologue)(leaves)
-    given = {n: np.asarray(leaves[n]) for n in program.needed_params}
+    needed = {n: leaves[n] for n in program.needed_params}
+    given = {
+        n: np.asarray(leaf) if isinstance(leaf, DeferredArray) else leaf
+        for n, leaf in needed.items()
+    }
 
     def run(given: dict[int, Any]) -> Any:
         # Leaves that are not needed are only shapes, which XLA drops.

@@ -243,20 +243,15 @@ def check_state(
     Raises:
       StaleStateError: names the difference.
     """
-    num_scalars = len(jax.tree.leaves(in_jax(state)))
-    if num_scalars != len(description.scalar_paths):
+    parts = in_jax(state), state.error_feedback
+    found = tuple(len(jax.tree.leaves(part)) for part in parts)
+    expected = len(description.scalar_paths), num_feedback
+    if found != expected:
         raise StaleStateError(
-            f"the state given to update has {num_scalars} scalars "
-            f"({jax.tree.structure(in_jax(state))}), the optimizer's has "
-            f"{list(description.scalar_paths)}; make it with the init of the same "
-            "transformation"
-        )
-    found = len(jax.tree.leaves(state.error_feedback))
-    if found != num_feedback:
-        raise StaleStateError(
-            f"the state given to update has error feedback of {found} leaves, this "
-            f"compression's has {num_feedback}; make it with the init of the same "
-            "transformation"
+            f"the state given to update has {found[0]} scalars and error feedback of "
+            f"{found[1]} leaves, this optimizer's has {expected[0]} "
+            f"({list(description.scalar_paths)}) and {expected[1]}; make it with the "
+            "init of the same transformation"
         )
 
 
@@ -267,7 +262,7 @@ def _shown(tree: PyTree) -> PyTree:
     """
 
     def stays(node: Any) -> bool:
-        is_other = isinstance(node, dict) and _first_stored(node) is None
+        is_other = isinstance(node, dict) and not _has(Stored, node)
         return is_other or isinstance(node, Stored)
 
     return jax.tree.map(
@@ -279,7 +274,7 @@ def _shown(tree: PyTree) -> PyTree:
 
 def _hidden(tree: PyTree) -> PyTree:
     """The reverse of `_shown`."""
-    if not isinstance(_first_stored(tree), StoredArray):
+    if not _has(StoredArray, tree):
         return tree
     return jax.tree.map(
         lambda leaf: leaf._node if isinstance(leaf, StoredArray) else leaf,
@@ -288,21 +283,13 @@ def _hidden(tree: PyTree) -> PyTree:
     )
 
 
-def _first_stored(tree: PyTree) -> Stored | StoredArray | None:
-    """Returns one of a tree's stored arrays; JAX would visit all, at each step."""
-    nodes = [tree]
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, Stored | StoredArray):
-            return node
-        if isinstance(node, dict):
-            nodes += node.values()
-        elif isinstance(node, list | tuple):
-            nodes += node
-        else:
-            children = jax.tree.leaves(node, is_leaf=lambda x, own=node: x is not own)
-            nodes += [child for child in children if child is not node]
-    return None
+def _has(kind: type, tree: PyTree) -> bool:
+    """Whether there is a node of a class that JAX knows no leaves of."""
+
+    def is_one(node: Any) -> bool:
+        return isinstance(node, kind)
+
+    return any(map(is_one, jax.tree.leaves(tree, is_leaf=is_one)))
 
 
 def _typed(value: Any, like: jax.Array) -> jax.Array:

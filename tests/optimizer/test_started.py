@@ -42,15 +42,6 @@ def test_gradients_that_wait_take_no_more_than_the_budget(store):
         assert started.finish((number,))
 
 
-def test_an_update_that_was_never_fetched_is_forgotten(store):
-    started = StartedUpdates(store)
-    for result in (1, 2):
-        started.start((0,), lambda result=result: result, 8)
-    assert started.finish((0,)) == 2
-    with pytest.raises(KeyError):
-        started.finish((0,))
-
-
 def test_closing_waits_and_then_refuses(store):
     started, inside, gate = StartedUpdates(store), threading.Event(), threading.Event()
     ended = []

@@ -156,25 +156,6 @@ def test_params_that_optax_needs_are_asked_for(open_store):
         tx.update(params, state)
 
 
-@pytest.mark.long
-def test_multi_steps_outside_discards_steps(open_store, caplog):
-    """Optax throws the inner update of most micro-steps away; the store goes back."""
-    found = []
-    for inner in (lambda: optax.adam(1e-2), lambda: _stored(open_store)):
-        tx, params = optax.MultiSteps(inner(), 2), make_params()
-        state = tx.init(params)
-        for _ in range(4):
-            updates, state = jax.jit(tx.update)(params, state, params)
-            params = optax.apply_updates(params, updates)
-        found.append(params)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), *found)
-    assert caplog.text.count("the result of the last update was discarded") == 1
-
-
-def _stored(open_store):
-    return jaxinf.smart_update(optax.adam(1e-2), open_store())
-
-
 def test_path_instead_of_a_store(place):
     tx = jaxinf.smart_update(optax.adam(1e-3), place / "here")
     params = make_params()
