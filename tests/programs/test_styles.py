@@ -11,8 +11,6 @@ from styles import NUM_STEPS, STYLES, Killed, run_style
 
 import jaxinf
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*given no params")
-
 PROGRAM = Path(styles.__file__)
 
 
