@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 import small_stores
-from zarr_arrays import stored
+from raw_stores import stored
 
 import jaxinf
 from jaxinf.cli import main

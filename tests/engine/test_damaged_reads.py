@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 from copies import copied
 from families import family
-from flipped_bits import flip
+from store_driver import flip
 
 from jaxinf.errors import StoreCorruptError
 from jaxinf.exchange import (

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import optax
 import pytest
+from raw_stores import stored
 from store_driver import LEAVES, Driver
-from zarr_arrays import stored
 
 import jaxinf
 from jaxinf.errors import (

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 import small_stores
-from zarr_arrays import read_array
+from raw_stores import read_array
 
 import jaxinf
 from jaxinf.store import StoreDirectory, pinned_step

@@ -15,7 +15,7 @@ import pytest
 from copies import copied
 from families import family
 from msgspec import structs
-from zarr_arrays import read_array
+from raw_stores import read_array
 
 from jaxinf.cli.commands import main
 from jaxinf.errors import ExchangeError, StoreFormatError

@@ -13,7 +13,7 @@ import safetensors.numpy
 import small_stores
 import zarr
 from copies import copied
-from zarr_arrays import stored
+from raw_stores import stored
 
 import jaxinf
 from jaxinf.cli import main

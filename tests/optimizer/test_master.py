@@ -16,7 +16,7 @@ import pytest
 import safetensors.numpy
 import small_stores
 from families import family
-from zarr_arrays import stored
+from raw_stores import stored
 
 import jaxinf
 from jaxinf.cli import main

@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import pytest
 from golden_stores import IS_SPLIT, golden, make, same_files
-from zarr_arrays import stored
+from raw_stores import stored
 
 import jaxinf
 from jaxinf.store import StoreDirectory, verify_step

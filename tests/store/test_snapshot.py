@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 from families import family
-from zarr_arrays import read_array
+from raw_stores import read_array
 
 from jaxinf.errors import StoreFormatError, StoreIOError
 from jaxinf.store import (

@@ -1,4 +1,4 @@
-"""Stores of raw files, made and filled without an engine."""
+"""Stores of raw files, made, filled and read without an engine."""
 
 import contextlib
 import os
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import tensorstore
 
 import jaxinf
 from jaxinf.layout import choose_grid
@@ -18,6 +19,7 @@ from jaxinf.store import (
     StateRecord,
     StoreDirectory,
     dtype_of,
+    find_leaf,
     lay_out,
 )
 from jaxinf.transfer import crc32c
@@ -113,3 +115,20 @@ def fill_slot(
             checksums[leaf.array_name(state.name)] = np.asarray(sums, np.uint32)
     directory.sync()
     return arrays, checksums
+
+
+def read_array(step: Path, leaf: LeafRecord, state: str) -> np.ndarray:
+    """Returns an array of a step's directory, in the form that is stored.
+
+    As tensorstore shows it, without jaxinf's readers.
+    """
+    path = f"{step / leaf.array_name(state)}/"
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": path}}
+    return tensorstore.open(spec, open=True, read=True).result().read().result()
+
+
+def stored(store: jaxinf.Store, state: str, leaf: str) -> np.ndarray:
+    """Returns an array of an open store's last step."""
+    store.wait()
+    record = find_leaf(StoreDirectory.open(store.path).manifest, state, leaf)
+    return read_array(store.path / "current", record, state)

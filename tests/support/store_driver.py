@@ -22,7 +22,7 @@ from jaxinf.engine import (
 )
 from jaxinf.layout.codecs import encode_split
 from jaxinf.program import trace_init, trace_update
-from jaxinf.store import ScalarState, StateRecord, StepReader
+from jaxinf.store import ScalarState, StateRecord, StepReader, StoreDirectory
 
 LEAVES = {
     "bias": ((129,), "float32"),
@@ -216,3 +216,16 @@ class Driver:
 
     def close(self):
         self.store.close()
+
+
+def flip(driver, leaf, state, byte=0, chunk=0):
+    """Flips one bit of a committed chunk; returns its file."""
+    number = list(driver.leaves).index(leaf)
+    directory = StoreDirectory.open(driver.store.path)
+    file = directory.chunk_file(directory.committed_slot(), number, chunk, state)
+    with open(file, "r+b") as opened:
+        opened.seek(byte)
+        value = opened.read(1)[0]
+        opened.seek(byte)
+        opened.write(bytes([value ^ 4]))
+    return file
