@@ -16,6 +16,7 @@ import numpy as np
 from jax.dtypes import result_type
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxinf.streaming.micro_batches import parts_of, together
 from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.calls import Plan, Slot
@@ -26,7 +27,6 @@ from jaxinf.streaming.plan.compiled import (
     measured,
 )
 from jaxinf.streaming.program.graph import Batch, Const, Number, Origin, Piece, Seed
-from jaxinf.streaming.update.micro_batches import parts_of, together
 from jaxinf.transfer import add_span, span
 from jaxinf.typing import PyTree
 

@@ -23,6 +23,7 @@ from jax.dtypes import result_type
 
 from jaxinf.streaming.count import Count, count
 from jaxinf.streaming.ctrl_c import Check, StepThread, check_not_traced
+from jaxinf.streaming.micro_batches import first_part, shares_of
 from jaxinf.streaming.move.jobs import MoveCounts
 from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.values import Values
@@ -37,7 +38,6 @@ from jaxinf.streaming.planning import plan_step
 from jaxinf.streaming.program.meshes import on_this_process, outside_mesh
 from jaxinf.streaming.program.trace import abstract, check_params
 from jaxinf.streaming.run import Runner
-from jaxinf.streaming.update.micro_batches import first_part, shares_of
 from jaxinf.streaming.update.sink import Sink
 from jaxinf.transfer import ByteCounts
 from jaxinf.typing import PyTree

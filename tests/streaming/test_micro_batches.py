@@ -24,13 +24,13 @@ from zoo import ZOO, Program, normal
 import jaxinf
 from jaxinf.engine.steps import StepEngine
 from jaxinf.errors import BudgetError, StreamError
+from jaxinf.streaming.micro_batches import first_part, parts_of, together
 from jaxinf.streaming.plan import compiled as running
 from jaxinf.streaming.plan import leaving
 from jaxinf.streaming.plan.fit import cut_to_fit, plan_of, prepare
 from jaxinf.streaming.plan.reads import fetches_of
 from jaxinf.streaming.program.programs import make_programs
 from jaxinf.streaming.run import Runner
-from jaxinf.streaming.update.micro_batches import first_part, parts_of, together
 from jaxinf.streaming.update.store_sink import StoreSink
 
 pytestmark = pytest.mark.optimized("long")
