@@ -270,6 +270,17 @@ def test_compressed_as_without_streaming(compress, tx, open_store):
 
 
 @pytest.mark.long
+def test_a_plan_counts_the_error_feedback_that_is_read(open_store):
+    compress = jaxinf.top_k(0.1, error_feedback=True)
+    options = {"memory_bytes": MEMORY_BYTES, "compress": compress}
+    step = jaxinf.stream(linear, optax.adam(1e-2), open_store(**CHUNKS), **options)
+    step.load(tree(0), batch=tree(1))
+    for seed in range(1, 4):
+        step(tree(seed))
+    step.store.wait()
+    assert step.store.metrics.traffic.drive_read_bytes == step.traffic.drive_read_bytes
+
+
 def test_a_compressed_gradient_that_is_not_finite(open_store):
     step = jaxinf.stream(
         linear,

@@ -269,6 +269,8 @@ def _moved_bytes(
     read, written = 0, 0.0
     for layout in updates.layouts(unit):
         loads, stores = moved_states(kernel, layout)
+        if layout.feedback is not None:  # compression reads it by itself
+            read += shape.file_bytes(layout, [layout.feedback])
         if layout.subgroup not in there:
             loads -= {_PARAMS} if has_params else set()
             read += shape.file_bytes(layout, loads)
