@@ -282,9 +282,7 @@ def test_other_tools_read_it(place, capsys):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "durability", ["step", pytest.param(3, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("durability", ["step", 3])
 def test_resumed_is_uninterrupted(open_store, durability):
     average = jaxinf.ema(rising, every=2, form="bf16")
     whole, parts = open_store("whole"), open_store("parts", durability=durability)

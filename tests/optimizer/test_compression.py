@@ -204,7 +204,7 @@ def poisoned(seed, value):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("value", "durability"),
-    [(np.nan, "step"), pytest.param(-np.inf, 3, marks=pytest.mark.long)],
+    [(np.nan, "step"), (-np.inf, 3)],
 )
 def test_non_finite_gradient_is_refused(value, durability, open_store):
     store = open_store(durability=durability, **OPTIONS)

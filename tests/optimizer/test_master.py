@@ -102,9 +102,7 @@ def equal(a, b):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "tx", [optax.adamw(1e-2), pytest.param(optax.lion(1e-2), marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("tx", [optax.adamw(1e-2), optax.lion(1e-2)])
 def test_the_bits_of_a_plain_master(tmp_path, tx):
     held, params, _ = run(tmp_path / "store", 6, tx=tx)
     wanted, master, state = reference(6, tx)
@@ -151,9 +149,7 @@ def test_float32_params_spare_a_third_of_the_reading(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "how", family(["start", "16-bit", "no params"], short=["16-bit"])
-)
+@pytest.mark.parametrize("how", ["start", "16-bit", "no params"])
 def test_from_the_drive_where_they_are_not_at_hand(tmp_path, how, monkeypatch):
     small_stores.keep_nothing(monkeypatch)
     options = {
@@ -196,7 +192,7 @@ def test_other_params_are_caught_wherever_they_differ(
 @pytest.mark.long
 @pytest.mark.parametrize(
     "state",
-    [*(pytest.param(s, marks=pytest.mark.long) for s in ("fp32", "bf16")), "int8"],
+    ["fp32", "bf16", "int8"],
 )
 def test_bytes_on_the_drive(tmp_path, state, monkeypatch):
     """Reads two bytes of master, writes four; with 8-bit moments 10.1 in all."""

@@ -112,9 +112,7 @@ def test_compressed_gradients_have_no_whole_sum(open_store, place):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "state", [pytest.param("int8", marks=pytest.mark.long), "bf16"]
-)
+@pytest.mark.parametrize("state", ["int8", "bf16"])
 def test_the_sum_is_exact_beside_state_in_fewer_bits(open_store, state):
     inner = optax.adam(1e-2)
     plain = clipped(2, inner).gradient_transformation()

@@ -125,9 +125,7 @@ def refused(open_store, place, how, params, message, *, gives):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "how", ["eager", "donated", "scan", pytest.param("jit", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("how", ["eager", "donated", "scan", "jit"])
 def test_fresh_params_never_train_on_an_old_state(how, open_store, place, kept, after):
     """A run is fresh, takes the store's params, or restores its own."""
     said = (

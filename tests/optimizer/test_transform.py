@@ -123,9 +123,7 @@ def test_all_leaves_as_one(open_store):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "dtype", [pytest.param(jnp.float32, marks=pytest.mark.long), jnp.bfloat16]
-)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_both_kinds_of_callbacks_give_the_same_bits(dtype, open_store, monkeypatch):
     results = []
     for kind in ("buffer", "start"):

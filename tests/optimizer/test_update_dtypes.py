@@ -61,8 +61,8 @@ def differences(store, params):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", family(DTYPES, short=[jnp.bfloat16]))
-@pytest.mark.parametrize("scale", family([1e-4, 1e-2], short=[1e-2]))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [1e-4, 1e-2])
 def test_small_updates_are_exact(tmp_path, dtype, scale):
     """No element changes its sign or loses half of its magnitude."""
     params = {"w": jnp.abs(numbers(0, dtype)) + jnp.ones((), dtype)}
@@ -79,7 +79,7 @@ HUGE = [*product((0.7, 30.0), DTYPES)]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("scale", "dtype"), family(HUGE, short=[HUGE[0], HUGE[-1]]))
+@pytest.mark.parametrize(("scale", "dtype"), HUGE)
 def test_huge_updates_are_a_rounding_away_until_the_next(tmp_path, dtype, scale):
     params = {"w": numbers(0, dtype)}
     plain = jax.tree.map(lambda p: p.astype(jnp.float32), params)

@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 from device_updates import CHUNKS, TX, batches, open_step, params_of
-from families import family
 from streaming import states
 
 import jaxinf
@@ -72,9 +71,7 @@ def assert_same(step, expected):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "dtype", [np.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_stores_bits_are_those_of_the_host(opened, name, dtype):
     plain = opened(None, "plain", OPTIMIZERS[name], dtype)
@@ -87,7 +84,7 @@ def test_the_stores_bits_are_those_of_the_host(opened, name, dtype):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("durability", family([2, "checkpoint"], short=["checkpoint"]))
+@pytest.mark.parametrize("durability", [2, "checkpoint"])
 def test_with_rare_commits_and_state_in_memory(opened, durability):
     plain = opened(None, "plain")
     losses, expected = train(plain), states(plain.store)
@@ -300,7 +297,7 @@ def test_the_host_never_waits_for_the_device(host_s, handled_s, device_s, every)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("every", family([4, 0], short=[4]))
+@pytest.mark.parametrize("every", [4, 0])
 def test_what_is_measured_is_logged_and_kept(opened, monkeypatch, caplog, every):
     found = []
 

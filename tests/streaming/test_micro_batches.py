@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from families import family
 from streaming import (
     CHUNKS,
     assert_same_bits,
@@ -119,9 +118,7 @@ def assert_bits_of_one_part_after_another(program, count, policy):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "name", family([name for name in ZOO if name not in UNDIVIDED], short=QUICK)
-)
+@pytest.mark.parametrize("name", [name for name in ZOO if name not in UNDIVIDED])
 def test_bits_are_those_of_one_part_after_another(name):
     program = ZOO[name]()
     num_rows = max(x.shape[0] for x in jax.tree.leaves(program.batch) if x.ndim)

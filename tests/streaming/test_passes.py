@@ -142,7 +142,7 @@ def test_bits_are_those_of_jitted_optax(tx, open_store):
     "tx",
     [
         THREE,
-        pytest.param(optax.chain(CLIP, optax.lamb(1e-2)), marks=pytest.mark.long),
+        optax.chain(CLIP, optax.lamb(1e-2)),
     ],
     ids=["three", "lamb"],
 )

@@ -25,9 +25,7 @@ def on_four(process, place):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "kind", ["explicit", pytest.param("named", marks=LONG), *OTHER_KINDS]
-)
+@pytest.mark.parametrize("kind", ["explicit", "named", *OTHER_KINDS])
 def test_training_is_that_of_one_device(kind, on_four):
     on_four("training", kind)
 

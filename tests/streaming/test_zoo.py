@@ -70,9 +70,7 @@ SOME = ("l2_penalty", "scan_remat_reverse")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "names", [SOME, pytest.param(tuple(ZOO), marks=pytest.mark.long)], ids=len
-)
+@pytest.mark.parametrize("names", [SOME, tuple(ZOO)], ids=len)
 def test_a_plan_has_the_same_bits_in_another_process(names, run_python):
     program = Path(zoo_digest.__file__)
     done = run_python(program, *names, PYTHONHASHSEED="7")

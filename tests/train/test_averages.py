@@ -23,9 +23,7 @@ def validation(log_dir):
     "mode",
     [
         [],
-        pytest.param(
-            ["--mode", "stream", "--memory", "256MiB"], marks=pytest.mark.long
-        ),
+        ["--mode", "stream", "--memory", "256MiB"],
     ],
 )
 def test_a_run_with_an_average(run, tmp_path, mode):

@@ -46,9 +46,7 @@ def start(text, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_commits_and_resumes(
     start, run, losses, uninterrupted, tmp_path, number
 ):
