@@ -12,10 +12,13 @@ Where a question is answered:
     how memory becomes cuts             plan/fit.py, planning.py
     how calls and parts are ordered     plan/order.py
     which values leave, and to where    plan/leaving.py
+    what is recomputed instead          plan/choice.py
     which params are read when          plan/reads.py
     how params come to a call           move/params.py
     how values leave and come back      move/values.py
     where a gradient becomes an update  update/store_sink.py, update/optax_sink.py
+    which cuts a store keeps            plan/kept.py
+    how processes begin and end alike   plan/group_step.py
     what happens after Ctrl-C           ctrl_c.py
 
 Invariant: a user's loss function is traced with its gradient and never changed; the

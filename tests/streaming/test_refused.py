@@ -24,7 +24,6 @@ from zoo import ZOO
 import jaxinf
 from jaxinf.engine import ParamsReader
 from jaxinf.errors import (
-    BudgetError,
     StoreIOError,
     StoreMismatchError,
     StreamError,
@@ -275,20 +274,3 @@ def test_several_processes_are_given_their_memory(monkeypatch, open_store):
     with pytest.raises(ValueError, match=r'4 processes, .* memory_bytes="12MiB"'):
         make()
     assert make(memory_bytes=2 << 20)._options.memory_bytes == 2 << 20
-
-
-def test_a_default_that_a_kept_plan_does_not_fit(streamed, monkeypatch):
-    program = ZOO["l2_penalty"](depth=2)
-    step = streamed(program, optax.sgd(0.1))
-    step.load(program.params)
-    run(step, program, 1)
-    monkeypatch.setattr("jaxinf.streaming.api.free_memory", lambda: (1 << 16, "box"))
-    less = jaxinf.stream(program.loss, optax.sgd(0.1), step.store)
-    less.load(program.params)
-    message = r'leaves \d+ bytes .* trained with, .* memory_bytes="\d+MiB" works'
-    with pytest.raises(BudgetError, match=message) as refused:
-        less(program.batch)
-    works = refused.value.works
-    again = jaxinf.stream(program.loss, optax.sgd(0.1), step.store, **works)
-    again.load(program.params)
-    run(again, program, 1)

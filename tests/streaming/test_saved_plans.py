@@ -101,7 +101,7 @@ def test_a_kept_plan_is_used_whatever_would_be_chosen_now(kept, kept_in):
             {"mesh": {"data": 2}},
             r"was trained on 2 devices \(data=2\), found arrays on",
         ),
-        ({"rows": {"table": 512}}, "was trained with table in blocks of rows"),
+        ({"rows": {"table": 512}}, "was trained with 1 tables in blocks of rows"),
     ],
 )
 def test_a_plan_of_another_program_is_refused(kept, kept_in, changes, problem):

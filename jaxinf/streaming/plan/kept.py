@@ -48,7 +48,7 @@ def kept_cuts(
         )
     if kept.rows:
         raise StreamError(
-            f"{store}: the store was trained with {', '.join(kept.rows)} in blocks of "
+            f"{store}: the store was trained with {len(kept.rows)} tables in blocks of "
             f"rows, which this version of jaxinf does not cut; {_GO_ON}"
         )
     if kept.version != PLAN_VERSION or kept.fingerprint != ready.fingerprint:

@@ -10,7 +10,7 @@ JAX device, at least the most of `held_bytes`; beyond it a unit is read again.
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -216,23 +216,17 @@ def _joined(
     for number, fetch in enumerate(fetches):
         reads.setdefault(fetch.unit, []).append(number)
     # Times between the end of a read and the begin of the next, perhaps of a step.
-    gaps = [
-        (one, other, [(fetches[one].end + 2, fetches[other].first)])
-        for numbers in reads.values()
-        for one, other in pairwise(numbers)
-    ] + [
-        (
-            own[-1],
-            None,
-            [(fetches[own[-1]].end + 2, len(held)), (0, fetches[own[0]].first)],
-        )
-        for unit, own in reads.items()
-        if unit in frozen
-    ]
+    gaps: list[tuple[int, int | None, list[tuple[int, int]]]] = []
+    for unit, own in reads.items():
+        ends = [fetches[n].end + 2 for n in own]
+        begins = [fetches[n].first for n in own]
+        for i in range(len(own) - 1):
+            gaps.append((own[i], own[i + 1], [(ends[i], begins[i + 1])]))
+        if unit in frozen:
+            gaps.append((own[-1], None, [(ends[-1], len(held)), (0, begins[0])]))
+    gaps.sort(key=lambda gap: sum(stop - start for start, stop in gap[2]))
     joined, before = list(fetches), dict[int, int]()
-    for one, other, times in sorted(
-        gaps, key=lambda gap: sum(b - a for a, b in gap[2])
-    ):
+    for one, other, times in gaps:
         num_bytes = fetches[one].unit.page_bytes
         if any(held[a:b].max(initial=0) + num_bytes > limit_bytes for a, b in times):
             continue

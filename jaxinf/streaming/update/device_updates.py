@@ -191,7 +191,7 @@ def _asked_interval(
             raise StreamError(
                 f"{store.path}: its last step was computed with {last.device_tier} "
                 "bytes of state on the JAX device, which this version of jaxinf does "
-                "not do; give replan=True to go on with all state in the store (bits "
+                "not do; pass replan=True to go on with all state in the store (bits "
                 "on an accelerator then differ from here on)"
             )
         if not replan and isinstance(value, int) and value != kept:
