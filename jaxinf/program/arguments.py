@@ -57,7 +57,9 @@ class ExtraArgs:
                 if not _is_dynamic(leaf) or tuple(jnp.shape(leaf)) != aval.shape:
                     raise _mismatch(str(aval), repr(leaf))
                 values.append(jnp.asarray(leaf).astype(aval.dtype))
-            elif leaf is not static[0] and not _equal(leaf, static[0]):
+            elif leaf is not static[0] and (
+                type(leaf) is not type(static[0]) or not bool(leaf == static[0])
+            ):
                 raise _mismatch(repr(static[0]), repr(leaf))
         return values
 
@@ -73,10 +75,6 @@ def _aval(leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype)
     array = jax.eval_shape(lambda: jnp.asarray(leaf))
     return jax.ShapeDtypeStruct(array.shape, array.dtype, weak_type=True)
-
-
-def _equal(left: Any, right: Any) -> bool:
-    return type(left) is type(right) and bool(left == right)
 
 
 def _mismatch(expected: str, found: str) -> ValueError:

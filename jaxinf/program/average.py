@@ -132,28 +132,26 @@ _FLAGS = {"true": True, "false": False}
 
 
 def _check_decay(decay: Decay) -> None:
-    if not callable(decay):
-        if isinstance(decay, bool) or not isinstance(decay, int | float | np.number):
+    if callable(decay):
+        aval = jax.eval_shape(decay, jax.ShapeDtypeStruct((), np.int32))
+        if jnp.shape(aval) or not jnp.issubdtype(jnp.result_type(aval), jnp.number):
             raise TypeError(
-                "ema: decay: expected a number or a function of the count, found "
-                f"{type(decay).__name__}"
+                "ema: decay(count): expected a scalar, found "
+                f"{jnp.result_type(aval)}{list(jnp.shape(aval))}"
             )
-        if not 0 <= decay <= 1:  # nor NaN
-            raise ValueError(f"ema: decay={decay}: expected a number from 0 to 1")
-        return
-    aval = jax.eval_shape(decay, jax.ShapeDtypeStruct((), np.int32))
-    if jnp.shape(aval) or not jnp.issubdtype(jnp.result_type(aval), jnp.number):
-        raise TypeError(
-            "ema: decay(count): expected a scalar, found "
-            f"{jnp.result_type(aval)}{list(jnp.shape(aval))}"
-        )
-    for count in (0, 1, 10**6):
         with jax.ensure_compile_time_eval():
-            value = float(decay(jnp.int32(count)))
+            counts = (0, 1, 10**6)
+            found = {f"({n}) = ": float(decay(jnp.int32(n))) for n in counts}
+    elif isinstance(decay, bool) or not isinstance(decay, int | float | np.number):
+        raise TypeError(
+            "ema: decay: expected a number or a function of the count, found "
+            f"{type(decay).__name__}"
+        )
+    else:
+        found = {"=": decay}
+    for how, value in found.items():
         if not 0 <= value <= 1:  # nor NaN
-            raise ValueError(
-                f"ema: decay({count}) = {value}: expected a number from 0 to 1"
-            )
+            raise ValueError(f"ema: decay{how}{value}: expected a number from 0 to 1")
 
 
 def averaged(

@@ -23,7 +23,7 @@ from jax import lax
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.program.flow import TOTALS, Flow, flow_of, is_light, is_one, too_much
 from jaxinf.program.graph import Node, Value, bind, evaluate, prune
-from jaxinf.program.prologue import Prologue, as_array, as_scalar
+from jaxinf.program.prologue import Prologue, as_scalar
 from jaxinf.program.split import origin_of
 from jaxinf.program.state import StateSlot
 
@@ -77,7 +77,7 @@ class Part:
 
         found = iter(evaluate(self.nodes, self.outputs, env, compute))
         return [
-            *(as_array(next(found)) for _ in self.exports),
+            *(jnp.asarray(next(found)) for _ in self.exports),
             *(as_scalar(next(found), value) for value in self.scalars),
             *(jnp.broadcast_to(next(found), self.shape) for _ in self.arrays),
         ]
@@ -163,7 +163,7 @@ def in_passes(
     owners |= {value: leaf for leaf, value in enumerate(params)}
     owners |= {value: leaf for value, (leaf, _) in recalled.items()}
     flow = flow_of(prologue.nodes, prologue.inputs, owners, gradients, late, sliced)
-    division = _Division(prologue, flow, owners, gradients, sliced)
+    division = _Division(prologue, flow, gradients, sliced)
     num_passes = division.num_passes()
     exports = division.exports(num_passes - 1)
     parts = division.parts(num_passes, exports)
@@ -203,7 +203,6 @@ class _Division:
 
     prologue: Prologue
     flow: Flow
-    own_inputs: Mapping[Value, int]
     gradients: Sequence[Value]
     sliced: Set[int]
 
@@ -298,19 +297,22 @@ class _Division:
     ) -> Part:
         outputs = (*exports, *scalars, *arrays)
 
+        def is_own(value: Value) -> bool:
+            return value.node is None and value in self.flow.owners
+
         def is_given(value: Value) -> bool:
             is_known = value not in exports and self.flow.is_number(value, leaf, number)
-            return value in self.own_inputs or is_known
+            return is_own(value) or is_known
 
         given, nodes = self.needed(outputs, is_given)
-        own = tuple(value for value in given if value in self.own_inputs)
+        own = tuple(filter(is_own, given))
         # Slices of the gradient, with leading axes kept, may be enough.
         takes_slices = own == (self.gradients[leaf],) and all(
             v in self.flow.gathered for v in outputs if v.constant is None
         )
         return Part(
             own,
-            tuple(value for value in given if value not in self.own_inputs),
+            tuple(value for value in given if not is_own(value)),
             nodes,
             tuple(exports),
             tuple(dict.fromkeys(scalars)),

@@ -84,7 +84,7 @@ class Prologue:
         """Computes the new scalar state and the kernels' inputs; traceable."""
         env: dict[Value, Any] = dict(zip(self.inputs, inputs, strict=True))
         found = iter(evaluate(self.nodes, self.outputs, env))
-        scalar_state = [as_array(next(found)) for _ in self.scalar_state]
+        scalar_state = [jnp.asarray(next(found)) for _ in self.scalar_state]
         known: dict[Value, jax.Array] = {}  # leaves share scalars
         leaves = []
         for leaf in self.leaves:
@@ -101,10 +101,6 @@ class Prologue:
 def as_scalar(found: Any, value: Value) -> jax.Array:
     """Returns a number as a kernel takes it, from that of a prologue's value."""
     return jnp.reshape(found, ()).astype(scalar_dtype(value.dtype))
-
-
-def as_array(value: Any) -> jax.Array:
-    return value if isinstance(value, jax.Array) else jnp.asarray(value)
 
 
 def key_data(value: jax.Array) -> jax.Array:

@@ -153,27 +153,19 @@ class InitProgram:
     Attributes:
       layout: The layout of the state.
       leaves: One per params leaf.
+      prologue: Makes the first scalar state and, per leaf, its kernel's inputs from
+        flat leaves, each in its own dtype; widened if they are needed. Traceable.
     """
 
     layout: StateLayout
     leaves: tuple[LeafKernel, ...]
-    _prologue: Prologue = field(repr=False)
+    prologue: Prologue = field(repr=False)
 
     @property
     def needed_params(self) -> list[int]:
         """Numbers of the leaves that the prologue needs, not only their shapes."""
-        read = self._prologue.read
-        return [n for n, v in enumerate(self._prologue.inputs) if v in read]
-
-    def prologue(
-        self, params: Sequence[jax.Array]
-    ) -> tuple[list[jax.Array], list[LeafInputs]]:
-        """The first scalar state and, per leaf, its kernel's inputs; traceable.
-
-        Args:
-          params: Flat leaves, each in its own dtype; widened if they are needed.
-        """
-        return self._prologue(params)
+        read = self.prologue.read
+        return [n for n, v in enumerate(self.prologue.inputs) if v in read]
 
 
 def trace_update(

@@ -101,14 +101,14 @@ def refuse_lookahead(state: PyTree) -> None:
     Raises:
       UnsupportedTransformError: There is one.
     """
-    if any(map(_is_lookahead, jax.tree.leaves(state, is_leaf=_is_lookahead))):
+
+    def is_lookahead(node: Any) -> bool:
+        return isinstance(node, optax.LookaheadState)
+
+    if any(map(is_lookahead, jax.tree.leaves(state, is_leaf=is_lookahead))):
         raise UnsupportedTransformError(
             "optax.lookahead: expected an update for each of the params, found fast "
             "params, for which there are gradients, and slow ones, which follow them; "
             "use its fast optimizer, and average the params with jaxinf.ema "
             '(docs/integrations.md, "EMA of params")'
         )
-
-
-def _is_lookahead(node: Any) -> bool:
-    return isinstance(node, optax.LookaheadState)
