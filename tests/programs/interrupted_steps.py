@@ -1,6 +1,6 @@
 """Ctrl-C in a loop of steps: `optimizer/test_interrupts.py`.
 
-python interrupted_steps.py FOLDER storm MODE SEED
+python interrupted_steps.py FOLDER storm SEED
 python interrupted_steps.py FOLDER CHECK...
 
 Says after each check that it is done.
@@ -60,38 +60,13 @@ class Updates:
         self.store.close()
 
 
-class Streamed:
-    """A loop of `jaxinf.stream`."""
-
-    def __init__(self, path):
-        self.store = jaxinf.open_store(path)
-        tx = optax.adam(1e-2)
-        self.stream = jaxinf.stream(loss, tx, self.store, memory_bytes=64 << 20)
-        self.stream.load(PARAMS, batch=ROWS)
-
-    def step(self):
-        self.stream(ROWS)
-
-    def go_on(self):
-        self.stream.compile(ROWS)
-
-    def close(self):
-        self.stream.close()
-
-
-def loss(params, rows):
-    return sum(jnp.sum(jnp.tanh(rows @ leaf) ** 2) for leaf in params.values())
-
-
-MODES = {"update": Updates, "stream": Streamed}
-ROWS = np.ones((4, 60), np.float32)
 NUM_INTERRUPTS, HANGS_S = 60, 30
 
 
-def storm(place, mode, seed):
+def storm(place, seed):
     """Is interrupted at random moments; goes on, or says why not; has the bits."""
-    print(mode, "seed", seed)
-    run = MODES[mode](place + "/interrupted")
+    print("seed", seed)
+    run = Updates(place + "/interrupted")
     run.step()
     moments, told = random.Random(seed), Counter()
 
@@ -127,7 +102,7 @@ def storm(place, mode, seed):
     print("steps", num_steps, "interrupts", told["interrupt"], told)
     run.close()
 
-    whole = MODES[mode](place + "/reference")
+    whole = Updates(place + "/reference")
     for _ in range(num_steps):
         whole.step()
     whole.store.wait()
@@ -213,7 +188,7 @@ def main(place, *checks):
     # A process in the background of a shell ignores SIGINT, and hands that down.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if checks[0] == "storm":
-        storm(place, checks[1], int(checks[2]))
+        storm(place, int(checks[1]))
         return
     for check in checks:
         globals()[check](place)
