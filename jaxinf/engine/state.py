@@ -3,7 +3,7 @@
 Invariant: memory holds no more of a leaf than the caller's own array and the buffers.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -108,10 +108,17 @@ def same_params(
     """
     record = opened.directory.manifest.leaves[leaf]
     numbers = opened.chunks_of(leaf, origin, params.shape)
-    if dtype_of(record.states[0].dtype) == params.dtype:
-        numbers = list(_differing(opened, commit, leaf, params, origin))
-    differing: list[int] = []
     bound, start = commit.inexact.get(record.name, 0.0), tuple(origin)
+    if dtype_of(record.states[0].dtype) == params.dtype:
+        sums = commit.checksums[record.array_name(record.states[0].name)]
+
+        def checksum(number: int) -> int:
+            chunk = opened.directory.chunks[leaf][number]
+            run = gather(params, chunk, start, 0, chunk.num_elements)
+            return crc32c(np.ascontiguousarray(run))
+
+        numbers = [n for n in numbers if checksum(n) != sums[record.places[n]]]
+    differing: list[int] = []
 
     def visit(piece: Piece) -> None:
         given = gather(params, piece.chunk, start, piece.start, piece.values.size)
@@ -120,20 +127,3 @@ def same_params(
 
     each_piece(opened, reader, leaf, params.dtype, numbers, visit)
     return not differing
-
-
-def _differing(
-    opened: OpenStore,
-    commit: CommitRecord,
-    leaf: int,
-    params: Array,
-    origin: Sequence[int],
-) -> Iterator[int]:
-    """Yields the numbers of the chunks that have other bits, by their checksums."""
-    record = opened.directory.manifest.leaves[leaf]
-    sums = commit.checksums[record.array_name(record.states[0].name)]
-    for number in opened.chunks_of(leaf, origin, params.shape):
-        chunk = opened.directory.chunks[leaf][number]
-        run = gather(params, chunk, tuple(origin), 0, chunk.num_elements)
-        if crc32c(np.ascontiguousarray(run)) != sums[record.places[number]]:
-            yield number
