@@ -147,24 +147,24 @@ class Scratch:
     ) -> Future[None]:
         """Returns the future of a move; it ends when each of the parts has."""
         whole: Future[None] = Future()
-        left, guard = [*parts], threading.Lock()
-        errors: list[BaseException] = []
+        found, guard = list[BaseException | None](), threading.Lock()
 
-        def ended(part: Part, moved: Future[None]) -> None:
+        def ended(moved: Future[None]) -> None:
             if moved.cancelled():
                 whole.cancel()
                 return
             with guard:
-                left.remove(part)
-                errors.extend(filter(None, [moved.exception()]))
-                is_last = not left
-            if is_last and errors:
-                whole.set_exception(errors[0])
-            elif is_last:
+                found.append(moved.exception())
+                is_last = len(found) == len(parts)
+            if not is_last:
+                return
+            if (error := next(filter(None, found), None)) is not None:
+                whole.set_exception(error)
+            else:
                 whole.set_result(None)
 
         for part in parts:
-            self._jobs[part.drive].submit(partial(move, part), partial(ended, part))
+            self._jobs[part.drive].submit(partial(move, part), ended)
         return whole
 
     def drop(self) -> None:
