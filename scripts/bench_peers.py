@@ -1,12 +1,11 @@
-"""jaxinf beside DeepSpeed, PyTorch and plain optax, each in a process of its own.
+"""jaxinf beside DeepSpeed and plain optax, each in a process of its own.
 
 All train a GPT-2 by AdamW in float32 on the processor, in turns: `update` is the update
 alone, `step` a whole step. In a turn each runs a step that does not count and then
---steps that do. Without an environment for a peer it is left out; plain optax is always
-there.
+--steps that do. Without an environment for DeepSpeed it is left out.
 
     python scripts/bench_peers.py --store DIR --deepspeed-python DS/bin/python \\
-        --torch-python DS/bin/python --what update step --preset small
+        --what update step --preset small
 
     step            seconds, the median of the turns, and the fastest and the slowest
     flush           seconds that a flush of the drive takes after a turn: a commit of
@@ -153,9 +152,9 @@ def programs(case: Case, arguments: argparse.Namespace) -> dict[str, Program]:
         own = {**given, **own, "contender": contender}
         return Program(sys.executable, "peers_jax.py", own)
 
-    def torch(python: str, contender: str, **own: Any) -> Program:
-        own = {**given, **own, "contender": f"{contender} {case.what}"}
-        return Program(python, "peers_torch.py", own)
+    def deepspeed(**own: Any) -> Program:
+        own = {**given, **own, "contender": f"deepspeed {case.what}"}
+        return Program(arguments.deepspeed_python, "peers_torch.py", own)
 
     found: dict[str, Program] = {}
     if case.what == "update":
@@ -166,16 +165,12 @@ def programs(case: Case, arguments: argparse.Namespace) -> dict[str, Program]:
             "update", state="int8", durability="checkpoint"
         )
         if arguments.deepspeed_python:
-            found["DeepSpeed"] = torch(arguments.deepspeed_python, "deepspeed")
+            found["DeepSpeed"] = deepspeed()
     for policy in arguments.policy if case.what == "step" else ():
         found[f"jaxinf, {policy}"] = jax("step", policy=policy)
         if arguments.deepspeed_python:
-            found[f"DeepSpeed, {policy}"] = torch(
-                arguments.deepspeed_python, "deepspeed", policy=policy
-            )
+            found[f"DeepSpeed, {policy}"] = deepspeed(policy=policy)
     found["optax in memory"] = jax(f"{case.what} in memory")
-    if arguments.torch_python:
-        found["PyTorch, CPU offload"] = torch(arguments.torch_python, "torch")
     return found
 
 
@@ -278,7 +273,6 @@ def main() -> None:
     )
     parser.add_argument("--store", type=Path, required=True, metavar="DIR")
     parser.add_argument("--deepspeed-python", metavar="PYTHON", help="has deepspeed")
-    parser.add_argument("--torch-python", metavar="PYTHON", help="has torch")
     parser.add_argument(
         "--what", nargs="+", choices=("update", "step"), default=["update", "step"]
     )

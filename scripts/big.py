@@ -26,7 +26,8 @@ from typing import Annotated
 import tyro
 from jaxinf_models import PRESETS, num_params
 
-from jaxinf.terminal import format_bytes, parse_bytes
+from jaxinf.command_line import ByteSize
+from jaxinf.terminal import format_bytes
 
 # Two slots of params, mu and nu, and the gradients that wait for the norm.
 BYTES_A_PARAM = 2 * 12 + 4
@@ -40,15 +41,6 @@ TOLERANCE = 1e-4
 # RLIMIT_DATA counts stacks and arenas that nobody touches, too.
 UNTOUCHED_BYTES = 1 << 30
 _POLL_S = 0.05
-
-BYTES = tyro.constructors.PrimitiveConstructorSpec[int](
-    nargs=1,
-    metavar="BYTES",
-    instance_from_str=lambda words: parse_bytes(words[0]),
-    is_instance=lambda value: isinstance(value, int),
-    str_from_instance=lambda value: [format_bytes(value).replace(" ", "")],
-)
-"""An option of bytes, such as 2GiB."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +62,7 @@ class Options:
     store: Path
     preset: str = "xl"
     small: str = "nano"
-    limit: Annotated[int, BYTES] = 2 << 30
+    limit: Annotated[int, ByteSize] = 2 << 30
     steps: int = 4
     kill_after: int = 2
     kill_delay_s: float = 10.0

@@ -1,9 +1,8 @@
-"""DeepSpeed and PyTorch as contenders of scripts/bench_peers.py.
+"""DeepSpeed as a contender of scripts/bench_peers.py.
 
-It runs in an environment of its own, with torch and, for DeepSpeed's, deepspeed; jaxinf
-is not there. DeepSpeed is ZeRO stage 3 with what it offers for drives: the optimizer's
-state, and for a whole step the params, too. PyTorch is FSDP with `CPUOffloadPolicy` and
-its fused AdamW. Both are on the processor, with all cores that the process may use.
+It runs in an environment of its own, with torch and deepspeed; jaxinf is not there. It
+is ZeRO stage 3 with what it offers for drives: the optimizer's state, and for a whole
+step the params, too; on the processor, with all cores that the process may use.
 
 Invariant: the model has the shapes of `jaxinf_models.GPT2`, float32, and the same batch
 sizes; its numbers are others.
@@ -15,12 +14,11 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from peer_turns import Contender, serve
+from peer_turns import serve
 
 NUM_CORES = len(os.sched_getaffinity(0))
 os.environ.setdefault("OMP_NUM_THREADS", str(NUM_CORES))
@@ -191,46 +189,6 @@ def _keep_dtype() -> None:
     inserted._set_dtype = set_dtype
 
 
-class Offloaded:
-    """FSDP with `CPUOffloadPolicy`; on the processor all of it is in memory."""
-
-    def __init__(self, given: dict[str, Any]) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-
-        _join_alone()
-        torch.distributed.init_process_group("gloo")
-        self._is_whole = given["contender"] == "torch step"
-        self._model = GPT2(given["shape"], recomputes=given["policy"] == "recompute")
-        mesh = init_device_mesh("cpu", (1,))
-        for module in (*self._model.blocks, self._model):
-            fully_shard(
-                module, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False)
-            )
-        params = [*self._model.parameters()]
-        self._adamw = torch.optim.AdamW(params, lr=LEARNING_RATE, fused=True)
-        self._parts = _parts(given, is_whole=self._is_whole)
-        self.about = {
-            "params": sum(param.numel() for param in params),
-            "torch": version("torch"),
-        }
-
-    def step(self) -> float:
-        """The whole of it, or its update."""
-        began = time.perf_counter()
-        for tokens, targets in self._parts:
-            (self._model(tokens, targets) / len(self._parts)).backward()
-        if not self._is_whole:
-            began = time.perf_counter()
-        self._adamw.step()
-        seconds = time.perf_counter() - began
-        self._adamw.zero_grad()
-        return seconds
-
-    def rest(self) -> None:
-        """Nothing is left."""
-
-
 def _join_alone() -> None:
     """Says to torch.distributed that this process is the only one."""
     torch.manual_seed(0)
@@ -254,12 +212,5 @@ def _parts(given: dict[str, Any], *, is_whole: bool) -> list[tuple[torch.Tensor,
     return [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in tokens]
 
 
-CONTENDERS: dict[str, Callable[[dict[str, Any]], Contender]] = {
-    "deepspeed update": DeepSpeed,
-    "deepspeed step": DeepSpeed,
-    "torch update": Offloaded,
-    "torch step": Offloaded,
-}
-
 if __name__ == "__main__":
-    serve(lambda given: CONTENDERS[given["contender"]](given))
+    serve(DeepSpeed)

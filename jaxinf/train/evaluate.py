@@ -56,48 +56,36 @@ class Evaluation(NamedTuple):
 
 
 class Best(NamedTuple):
-    """The checkpoint named best; a loss of None is not known, an infinite one none."""
+    """The checkpoint named best; an infinite loss is none, or one that is not known."""
 
     step: int = -1
-    loss: float | None = math.inf
+    loss: float = math.inf
 
     def payload(self) -> dict[str, Any]:
-        """Returns what a commit says of it: nothing of an unknown loss."""
-        if self.loss is None:
-            return {}
-        known = {"loss": self.loss} if math.isfinite(self.loss) else {}
-        return {"best": {"step": self.step, **known}}
+        """Returns what a commit says of it."""
+        is_known = math.isfinite(self.loss)
+        return {"best": {"step": self.step, "loss": self.loss}} if is_known else {}
 
 
 def best_of(store: Store | None, group: Group) -> Best:
     """Returns the checkpoint named best, with its loss as the last commit has it.
 
-    The commit that the checkpoint itself has cannot say it: then it is unknown, and an
-    evaluation of the store finds it again. A commit that says nothing of it leaves it
-    unknown. Of a step that the run has left, as by a restore, nothing counts any more;
-    nor if processes of the group differ, of which some had replaced theirs when they
-    were killed.
+    The commit that the checkpoint itself has cannot say it: an evaluation of the store
+    finds it again. Of a step that the run has left, as by a restore, nothing counts any
+    more; nor if processes of the group differ, of which some had replaced theirs when
+    they were killed.
     """
     if store is None or not store.exists:
         return Best()
-    own = _best_in(store)
-    found = [Best(*one) for one in group.gather("the best checkpoint", lambda: own)]
-    return own if {*found} == {own} else Best()
-
-
-def _best_in(store: Store) -> Best:
     steps = [one.step for one in store.checkpoints() if one.name == BEST]
-    if not steps:
-        return Best()
     said = store.payload.get("best") if isinstance(store.payload, Mapping) else None
-    if not isinstance(said, Mapping):
-        return Best(steps[0], None)
-    if said.get("step") != steps[0]:
-        return Best(steps[0], None) if steps[0] == store.step else Best()
-    loss = said.get("loss")
-    if isinstance(loss, int | float) and abs(loss) <= sys.float_info.max:
-        return Best(steps[0], float(loss))
-    return Best(steps[0], None)
+    own = Best()
+    if isinstance(said, Mapping) and [said.get("step")] == steps:
+        loss = said.get("loss")
+        if isinstance(loss, int | float) and abs(loss) <= sys.float_info.max:
+            own = Best(steps[0], float(loss))
+    found = group.gather("the best checkpoint", lambda: own)
+    return own if {Best(*one) for one in found} == {own} else Best()
 
 
 class Evaluator:

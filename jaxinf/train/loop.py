@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
-import math
 import os
 import platform
 from collections.abc import Callable, Mapping
@@ -201,7 +200,8 @@ class _Run:
             return 0
         with report.saying_compilation(console):  # so that no step's time has it
             step = self._mode.compile(self._devices.joined(self._batches[0]))
-        self._find_best()
+        if config.eval_every and self._best.step < 0:
+            self._say_evaluation()
         coming = self._batches.starting_at(Batches.position_of(first))
         with (
             contextlib.closing(coming),
@@ -276,19 +276,6 @@ class _Run:
         """Made at the first evaluation, in the memory that training has left then."""
         return Evaluator(self._config, self._data, self._mode.function)
 
-    def _find_best(self) -> None:
-        """Evaluates where the run begins, if that is the best or there is none."""
-        config, best = self._config, self._best
-        is_own = best == Best(self._num_updates, None)  # its loss can be found
-        if is_own or (config.eval_every and best.step < 0):
-            self._say_evaluation()
-        elif config.eval_every and best.loss is None:
-            self._console.print(
-                f"checkpoint {BEST} is of step {best.step}, whose loss is not known: "
-                "it stays as it is; for the best from here on, remove it first (jaxinf "
-                f"checkpoint remove {config.store} {BEST})"
-            )
-
     def _say_evaluation(self) -> None:
         text = report.describe(self._config, self.evaluate())
         self._console.print(f"step {self.step}: {text}")
@@ -308,15 +295,11 @@ class _Run:
             self._validation.write(self.step, line)
             if self._track is not None:
                 self._track(json.loads(line), "held_out/")
-        best = Best(self._num_updates, found.loss)
-        if self._best == Best(best.step, None) and math.isfinite(found.loss):
-            self._best = best
         is_offered = self._config.eval_every > 0 and self.step > 0
-        least = self._best.loss  # None: it is not known, and stays
-        if self._store and is_offered and least is not None and found.loss < least:
+        if self._store and is_offered and found.loss < self._best.loss:
             self._store.checkpoint(BEST, state=self._mode.state(), overwrite=True)
             self._console.print(f"step {self.step}: checkpoint {BEST}")
-            self._best = best
+            self._best = Best(self._num_updates, found.loss)
         return found
 
     def report(self) -> None:

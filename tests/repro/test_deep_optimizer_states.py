@@ -3,7 +3,7 @@
 import statistics
 
 import pytest
-from deep_optimizer_states import (
+from k_sweep import (
     FITTED_PARAMS,
     fit,
     fitted_rates,
