@@ -123,34 +123,18 @@ class BudgetError(StreamError):
         self.problem = problem
         self.missing_bytes = missing_bytes
         self.otherwise = otherwise
-        self.works = dict(works or {})
-        super().__init__(self._text({}))
+        by = f" by at least {missing_bytes} bytes" if missing_bytes > 0 else ""
+        advice = f"raise {limit}{by}"
+        if works:
+            found = " with ".join(f'{name}="{size}"' for name, size in works.items())
+            advice = f"{found} works"
+        super().__init__(f"{limit}: {problem}; {advice}{otherwise}")
 
     def _advising(self, works: Mapping[str, str]) -> "BudgetError":
         """Returns the same with budgets that work."""
         return BudgetError(
             self.limit, self.problem, self.missing_bytes, self.otherwise, works
         )
-
-    def _text(self, flags: Mapping[str, str]) -> str:
-        """Returns the message.
-
-        Args:
-          flags: how a command line calls the arguments; others are those of Python.
-        """
-
-        def given(name: str, size: str) -> str:
-            return f"{flags[name]} {size}" if name in flags else f'{name}="{size}"'
-
-        name = flags.get(self.limit, self.limit)
-        if self.works:
-            found = " with ".join(given(*one) for one in self.works.items())
-            advice = f"{found} works"
-        else:
-            least = self.missing_bytes
-            by = f" by at least {least} bytes" if least > 0 else ""
-            advice = f"raise {name}{by}"
-        return f"{name}: {self.problem}; {advice}{self.otherwise}"
 
 
 class AssignmentError(StreamError):
@@ -162,15 +146,10 @@ class AssignmentError(StreamError):
     """
 
     def __init__(self, store: str, recorded: int, found: int) -> None:
-        self.store, self.recorded, self.found = store, recorded, found
-        super().__init__(self._text("device_updates=", "replan=True"))
-
-    def _text(self, flag: str, replan: str) -> str:
-        """Returns the message, with what is before a value, and what goes on anyway."""
-        return (
-            f"{self.store}: its last step was computed with {flag}{self.recorded}, "
-            f"found {flag}{self.found}; leave it out to go on as before, or give "
-            f"{replan} to go on with another choice (bits on an accelerator then "
+        super().__init__(
+            f"{store}: its last step was computed with device_updates={recorded}, "
+            f"found device_updates={found}; leave it out to go on as before, or give "
+            "replan=True to go on with another choice (bits on an accelerator then "
             "differ from here on)"
         )
 

@@ -40,7 +40,16 @@ def load(config: TrainConfig) -> tuple[TrainConfig, TrainingData]:
             shape = size, size, getattr(model, "num_channels", 3)
             data = load_images(config, shape)
         else:
-            data = _load_texts(config, getattr(model, "num_positions", None))
+            limit, seq_len = getattr(model, "num_positions", None), config.seq_len
+            if seq_len is None and config.source is None:
+                seq_len = min(_SEQ_LEN, limit or _SEQ_LEN)
+            data = load_texts(
+                config,
+                task=config.task_name,
+                seq_len=seq_len,
+                most_tokens=limit,
+                num_token_types=getattr(model, "num_token_types", 0),
+            )
         for rows in (data.train, data.validation):
             rows[0]  # decodes the first image, which may not suit the model
     except DataError as error:
@@ -52,19 +61,6 @@ def load(config: TrainConfig) -> tuple[TrainConfig, TrainingData]:
         steps = math.ceil(config.epochs * len(data.train) / config.batch_size)
         config = dataclasses.replace(config, steps=steps)
     return dataclasses.replace(config, seq_len=data.seq_len or None), data
-
-
-def _load_texts(config: TrainConfig, limit: int | None) -> TrainingData:
-    seq_len = config.seq_len
-    if seq_len is None and config.source is None:
-        seq_len = min(_SEQ_LEN, limit or _SEQ_LEN)
-    return load_texts(
-        config,
-        task=config.task_name,
-        seq_len=seq_len,
-        most_tokens=limit,
-        num_token_types=getattr(config.model_config, "num_token_types", 0),
-    )
 
 
 def make_batches(config: TrainConfig, data: TrainingData) -> Batches:

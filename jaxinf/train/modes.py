@@ -11,6 +11,7 @@ Invariant: a step has the same effect in each; `step` says which have the same b
 import contextlib
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -26,12 +27,7 @@ from optax.contrib import ScheduleFreeState
 from jaxinf.command_line import UsageError
 from jaxinf.compress import sparsify
 from jaxinf.engine import Store
-from jaxinf.errors import (
-    AssignmentError,
-    BudgetError,
-    NonFiniteGradientError,
-    StreamError,
-)
+from jaxinf.errors import NonFiniteGradientError, StreamError
 from jaxinf.optimizer import smart_update
 from jaxinf.streaming import StreamedStep, stream
 from jaxinf.train.config import TrainConfig
@@ -58,7 +54,10 @@ from jaxinf.typing import DeferredArray, JsonValue, PyTree
 
 # Share of the budget for pieces read and traced programs during an import.
 _IMPORT_BYTES, _IMPORT_LEAF_BYTES = 4 << 20, 64 << 10
-_FLAGS = {"memory_bytes": "--memory", "device_memory_bytes": "--device-memory"}
+_ARGUMENT = re.compile(
+    r'\b(memory(?=_bytes)|device_memory|device_updates)(_bytes)?(?:="?([^",; )]*)"?)?'
+)
+"""An argument of `jaxinf.stream` that is a flag here, and its value."""
 
 
 class Done(NamedTuple):
@@ -405,10 +404,8 @@ def named_flags() -> Iterator[None]:
     try:
         yield
     except StreamError as error:
-        text = str(error)
-        if isinstance(error, BudgetError):
-            text = error._text(_FLAGS)
-        elif isinstance(error, AssignmentError):
-            text = error._text("--device-updates ", "--elastic")
-        text = text.replace("pass replan=True", "give --elastic")
+        text = _ARGUMENT.sub(
+            lambda found: f"--{found[1].replace('_', '-')} {found[3] or ''}".rstrip(),
+            str(error),
+        ).replace("replan=True", "--elastic")
         raise StreamError(text) from error

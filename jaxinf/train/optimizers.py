@@ -5,6 +5,7 @@ default is a function of the config alone, never of the number of steps. So a ru
 constant rate that is made longer keeps its steps.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -196,50 +197,44 @@ def _options(
     names = [name for name in parameters if name not in _RATES]
     options: dict[str, Any] = {}
     for word in config.optimizer_args:
-        key, equals, text = word.partition("=")
+        key, _, text = word.partition("=")
         problem = ""
-        if not equals or not text:
-            raise UsageError(f"--optimizer-args: expected KEY=VALUE, got {word!r}")
-        if key in _RATES:
-            problem = f"{word}: give --learning-rate instead"
+        if not text:
+            problem = "expected KEY=VALUE"
+        elif key in _RATES:
+            problem = "give --learning-rate instead"
         elif key not in names:
-            problem = f"{word}: {config.optimizer} has no {key}; it has "
-            problem += ", ".join(names)
+            problem = f"{config.optimizer} has no {key}; it has {', '.join(names)}"
         elif key in options:
-            problem = f"{word}: {key} is given twice"
+            problem = f"{key} is given twice"
+        else:
+            options[key], kind, fits = _value(text, parameters[key])
+            problem = "" if fits else f"expected {kind}"
         if problem:
-            raise UsageError(f"--optimizer-args {problem}")
-        options[key] = _value(word, text, parameters[key])
+            raise UsageError(f"--optimizer-args {word}: {problem}")
     return options
 
 
-def _value(word: str, text: str, parameter: inspect.Parameter) -> Any:
-    """Reads a value of the type that the argument's default and annotation show."""
+def _value(text: str, parameter: inspect.Parameter) -> tuple[Any, str, bool]:
+    """Reads a value; returns it, what the argument takes, and whether it is that."""
     default, value = parameter.default, _literal(text)
     is_number = type(value) in (int, float)
     if isinstance(default, bool):
-        kind, fits = "true or false", isinstance(value, bool)
-    elif parameter.annotation is int:
-        kind, fits = "an integer", type(value) is int
-    elif isinstance(default, int | float):
-        kind, fits = "a number", is_number
-    elif type(default) is tuple:
+        return value, "true or false", isinstance(value, bool)
+    if parameter.annotation is int:
+        return value, "an integer", type(value) is int
+    if isinstance(default, int | float):
+        return value, "a number", is_number
+    if type(default) is tuple:
         value = tuple(_literal(part) for part in text.split(","))
         kind = f"{len(default)} values with commas between them"
-        fits = len(value) == len(default)
-    elif isinstance(default, str) or "dtype" in parameter.name:
-        kind, fits = "a word", True
-    elif default is None or default is parameter.empty:
-        kind = "a number, true, false or none"
+        return value, kind, len(value) == len(default)
+    if isinstance(default, str) or "dtype" in parameter.name:
+        return value, "a word", True
+    if default is None or default is parameter.empty:
         fits = is_number or value in (None, True, False)
-    else:
-        raise UsageError(
-            f"--optimizer-args {word}: {parameter.name} is a function or a "
-            "transformation; it can only be set in a program"
-        )
-    if not fits:
-        raise UsageError(f"--optimizer-args {word}: expected {kind}, got {text!r}")
-    return value
+        return value, "a number, true, false or none", fits
+    return value, "a program: it can only be set there", False
 
 
 def _literal(text: str) -> Any:
@@ -248,10 +243,8 @@ def _literal(text: str) -> Any:
     if text.lower() in words:
         return words[text.lower()]
     for kind in (int, float):
-        try:
+        with contextlib.suppress(ValueError):
             return kind(text)
-        except ValueError:
-            pass
     return text
 
 

@@ -38,8 +38,7 @@ EXPORT_FAILED = 3
 
 _NUM_FIRST = 2  # steps that read and compile anew
 _PLAIN_INTERVAL_S = 5.0
-_NUM_SETTLING = 5  # steps before the estimate of the time left is shown, or
-_SETTLING_S = 60.0  # so long, where steps are slow
+_NUM_SETTLING = 2  # steps before the estimate of the time left is shown
 _SMOOTHING = 0.9  # for tokens/s and loss: an average of about 10 steps
 
 
@@ -223,8 +222,7 @@ class Progress(contextlib.ExitStack):
     def _text(self, line: StepLine) -> str:
         num_done, rate = line.step - self._first, self._tokens_per_s
         elapsed_s, left = time.monotonic() - self._started_s, ""
-        is_settled = num_done >= _NUM_SETTLING or elapsed_s >= _SETTLING_S
-        if is_settled or line.step == self._last:
+        if num_done >= _NUM_SETTLING or line.step == self._last:
             left_s = round(elapsed_s / num_done * (self._last - line.step))
             clock = str(timedelta(seconds=left_s))
             left = f"  {clock.removeprefix('0:').removeprefix('0')} left"

@@ -6,9 +6,7 @@ whole steps, up to the end of the last one's commit.
 """
 
 import contextlib
-import os
 import resource
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -99,15 +97,15 @@ class StepTimer:
 
 
 def rss_bytes() -> int:
-    """Resident memory of this process now; its peak where the system says no more."""
-    return _now_bytes() or peak_rss_bytes()
+    """Resident memory of this process now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
 
 
 def peak_rss_bytes() -> int:
     """Returns the peak resident memory of this process."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return max(peak, _now_bytes())  # the kernel updates its peak only now and then
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return max(peak, rss_bytes())  # the kernel updates its peak only now and then
 
 
 def _device_bytes() -> int | None:
@@ -115,10 +113,3 @@ def _device_bytes() -> int | None:
     stats = [device.memory_stats() for device in jax.local_devices()]
     used = [one["bytes_in_use"] for one in stats if one and "bytes_in_use" in one]
     return sum(used) if used else None
-
-
-def _now_bytes() -> int:
-    with contextlib.suppress(OSError):
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE")
-    return 0
