@@ -226,6 +226,8 @@ def _of_processes(config: TrainConfig) -> _Problems:
             "leave it out, and export its checkpoints: jaxinf checkpoint export "
             f"{config.store} URL --checkpoint NAME"
         )
+    if config.mode == "memory":
+        yield "--distributed: --mode memory is one process; leave --distributed out"
     if not config.steps:
         yield "--distributed: --steps 0 runs in one process; leave --distributed out"
     if config.policy not in (None, "recompute", "keep"):

@@ -36,7 +36,7 @@ from jaxinf.streaming import (
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
 from jaxinf.train.devices import Devices
-from jaxinf.train.freezing import trained, with_zeros
+from jaxinf.train.freezing import trained
 from jaxinf.train.modes import named_flags, streamed_step
 from jaxinf.train.opening import open_run
 from jaxinf.train.optimizers import make_optimizer
@@ -142,7 +142,6 @@ def _program(config: TrainConfig, batch: Batch) -> tuple[int, float]:
         closed = jax.make_jaxpr(value_and_gradients)(params, batch)
         return program_bytes(closed), num_operations(closed)
     tx = make_optimizer(config)
-    tx = with_zeros(tx) if config.frozen else tx
     state = jax.eval_shape(tx.init, params)
 
     def step(params: PyTree, state: Any, batch: Any) -> Any:

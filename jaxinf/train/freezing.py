@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from jaxinf import compat
@@ -93,24 +92,6 @@ def train_others(
     return optax.multi_transform(
         {"trained": optimizer, "frozen": optax.set_to_zero()}, labels
     )
-
-
-def with_zeros(
-    optimizer: optax.GradientTransformation,
-) -> optax.GradientTransformation:
-    """Lets a plain optimizer take None for gradients; its updates have None there."""
-
-    def update(
-        updates: PyTree, state: Any, params: PyTree | None = None
-    ) -> tuple[PyTree, Any]:
-        def map_given(function: Callable[[Any, Any], Any], others: PyTree) -> PyTree:
-            return jax.tree.map(function, updates, others, is_leaf=lambda x: x is None)
-
-        whole = map_given(lambda g, p: jnp.zeros_like(p) if g is None else g, params)
-        whole, state = optimizer.update(whole, state, params)
-        return map_given(lambda g, u: None if g is None else u, whole), state
-
-    return optax.GradientTransformation(optimizer.init, update)
 
 
 def without_gradients(frozen: Frozen, params: PyTree) -> PyTree:

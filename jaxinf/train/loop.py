@@ -35,7 +35,14 @@ from jaxinf.train.data.rows import TrainingData
 from jaxinf.train.devices import connect, devices_of
 from jaxinf.train.evaluate import BEST, Best, Evaluation, Evaluator, best_of, num_tokens
 from jaxinf.train.loading import load, make_batches
-from jaxinf.train.metrics import JsonLines, MetricsLog, StepLine, sum_of_processes
+from jaxinf.train.metrics import (
+    JsonLines,
+    MetricsLog,
+    StepLine,
+    check_tracker,
+    sum_of_processes,
+    tracker,
+)
 from jaxinf.train.modes import (
     Done,
     Mode,
@@ -53,7 +60,6 @@ from jaxinf.train.optimizers import (
 from jaxinf.train.run_file import kept_in_store, text_of_run
 from jaxinf.train.signals import stop_number, stop_requests
 from jaxinf.train.timing import StepTimer, rss_bytes
-from jaxinf.train.trackers import check_tracker, tracker
 
 _TIMEOUT_S = 600.0  # for a process that is behind the others
 
@@ -166,7 +172,7 @@ class _Run:
         """Makes the store of a new run, or reads that of one to go on with."""
         config, devices = self._config, self._devices
         if store is None:
-            return in_memory(config, devices)
+            return in_memory(config)
         if config.mode == "stream":
             first = devices.joined(self._batches[0])
             return streamed(config, store, devices, first)

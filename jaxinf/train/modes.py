@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 from jaxinf_models import ModelConfig, deferred_params, make_model, split
 from optax.contrib import ScheduleFreeState
 
@@ -33,7 +32,7 @@ from jaxinf.streaming import StreamedStep, stream
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
 from jaxinf.train.devices import Devices, placed
-from jaxinf.train.freezing import check_source, with_zeros
+from jaxinf.train.freezing import check_source
 from jaxinf.train.lora import Lora, with_new
 from jaxinf.train.metrics import NO_TRAFFIC, Costs
 from jaxinf.train.opening import (
@@ -241,7 +240,7 @@ def _with_params(
 # --- all in memory, the baseline -----------------------------------------------------
 
 
-def in_memory(config: TrainConfig, devices: Devices) -> Mode:
+def in_memory(config: TrainConfig) -> Mode:
     """Trains by plain optax, which treats non-finite gradients like `smart_update`.
 
     Losses are the other modes' to the bit, as no jit computes an update and adds it.
@@ -250,7 +249,6 @@ def in_memory(config: TrainConfig, devices: Devices) -> Mode:
     if config.compression is not None:
         tx = optax.chain(make_clipping(config), sparsify(config.compression), tx)
     tx = optax.apply_if_finite(tx, max_consecutive_errors=2**31 - 1)
-    tx = with_zeros(tx) if config.frozen else tx
 
     def num_skipped(state: Any) -> int:
         if (num := int(state.total_notfinite)) and config.nonfinite == "error":
@@ -261,15 +259,8 @@ def in_memory(config: TrainConfig, devices: Devices) -> Mode:
             )
         return num
 
-    shapes = devices.shapes(config.abstract[1])
-    params = held_params(placed(first_params(config), shapes))
-    leaves, shardings = jax.tree.leaves(params), None
-    if isinstance(sharding := leaves[0].sharding, NamedSharding):
-        like = {leaf.shape: leaf.sharding for leaf in leaves}
-        whole = NamedSharding(sharding.mesh, PartitionSpec())
-        state = jax.eval_shape(tx.init, params)
-        shardings = jax.tree.map(lambda one: like.get(one.shape, whole), state)
-    state = jax.jit(tx.init, out_shardings=shardings)(params)
+    params = held_params(first_params(config))
+    state = jax.jit(tx.init)(params)
     return _with_params(
         *(config, tx, params, state, "split"),
         num_skipped=num_skipped,

@@ -24,7 +24,7 @@ import optax
 from jaxinf_models import score
 
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.freezing import trained, without_gradients
+from jaxinf.train.freezing import Frozen, trained, without_gradients
 from jaxinf.train.lora import model_of
 from jaxinf.typing import PyTree
 
@@ -57,12 +57,14 @@ def loss_of(config: TrainConfig, graphdef: Any) -> Callable[[PyTree, Any], jax.A
 def gradients_of(
     config: TrainConfig, graphdef: Any
 ) -> Callable[[PyTree, Any], tuple[jax.Array, PyTree]]:
-    """Returns the loss and its gradients; None for the gradients of frozen leaves.
+    """Returns the loss and its gradients.
 
+    The gradients of frozen leaves are None near storage, and zeros in memory.
     Micro-batches run one after another. Their gradients, in float32, are weighed by the
     learned tokens.
     """
-    frozen, micro_batches = config.frozen, config.micro_batches
+    frozen = Frozen() if config.mode == "memory" else config.frozen
+    micro_batches = config.micro_batches
     both = jax.value_and_grad(loss_of(config, graphdef))
 
     def of_part(params: PyTree, batch: Any) -> tuple[jax.Array, PyTree]:

@@ -5,7 +5,6 @@ import re
 import signal
 from pathlib import Path
 
-import numpy as np
 import pytest
 from families import LONG
 from processes import running
@@ -113,19 +112,6 @@ def test_a_batch_that_does_not_divide_is_refused(small, tmp_path):
         text = "--batch-size: expected a multiple of the 4 JAX devices"
         assert text in processes.output(0), processes
     assert not list(tmp_path.glob("store/**/jaxinf.json"))
-
-
-@pytest.mark.skipif(not LONG, reason="two runs more; JAXINF_FAULTS=long")
-@pytest.mark.parametrize("layout", [(), ("--fsdp",)])
-def test_the_losses_are_those_in_memory(small, tmp_path, layout):
-    arguments = (*small, "--steps", 4, *layout)
-    memory = ("--mode", "memory")
-    plain = trained(tmp_path, "plain", *memory, *arguments)
-    expected = [line["loss"] for line in plain]
-    for mode in ((), STREAM):
-        name = f"near-{len(mode)}"
-        near = trained(tmp_path, name, *arguments, *mode, "--store", tmp_path / name)
-        np.testing.assert_allclose([line["loss"] for line in near], expected, rtol=1e-6)
 
 
 def test_an_export_beside_several_processes_is_refused(small, tmp_path):

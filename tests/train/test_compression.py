@@ -51,7 +51,6 @@ def test_a_streamed_run_has_no_norm_of_error_feedback(run, tmp_path, capsys):
     assert run(*words, *compress, "--clip-norm", 0) == 0
 
 
-@pytest.mark.parametrize("mode", [("--mode", "memory"), ()])
 @pytest.mark.parametrize(
     ("compress", "message"),
     [
@@ -59,8 +58,8 @@ def test_a_streamed_run_has_no_norm_of_error_feedback(run, tmp_path, capsys):
         ("random:0.1", "--compress 'random:0.1': expected top_k:RATIO"),
     ],
 )
-def test_bad_compression(mode, compress, message, run, tmp_path, capsys):
-    where = mode or ("--store", tmp_path / "store")
+def test_bad_compression(compress, message, run, tmp_path, capsys):
+    where = ("--store", tmp_path / "store")
     assert run(*where, "--steps", 1, "--compress", compress) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "store").exists()

@@ -41,24 +41,6 @@ def test_resume_with_other_settings_is_refused(run, losses, tmp_path, capsys):
 
 
 @pytest.mark.long
-def test_resume_with_other_data_is_refused(run, tmp_path, capsys):
-    assert run("--store", tmp_path / "store", "--steps", 2) == 0
-    other = tmp_path / "other.txt"
-    other.write_text("something else entirely\n" * 100)
-    assert run("--store", tmp_path / "store", "--steps", 4, data=other) == 1
-    assert re.search(r"--data: the run has [\d,]+ rows", capsys.readouterr().err)
-
-
-@pytest.mark.long
-def test_resume_says_what_changes_from_here(run, tmp_path, capsys):
-    assert run("--store", tmp_path / "store", "--steps", 2) == 0
-    words = ("--steps", 3, "--learning-rate", "1e-3")
-    assert run("--store", tmp_path / "store", *words) == 0
-    expected = "changed from here on: learning_rate 0.002 -> 0.001"
-    assert expected in capsys.readouterr().out
-
-
-@pytest.mark.long
 def test_resume_of_another_programs_store_is_refused(run, tmp_path, capsys):
     assert run("--store", tmp_path / "store", "--steps", 2) == 0
     slot = (tmp_path / "store/current").resolve()

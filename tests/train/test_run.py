@@ -275,24 +275,6 @@ def test_a_model_of_a_size_of_ones_own(run, tmp_path, capsys):
 # --- optimizers and options -----------------------------------------------------------
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "words",
-    [
-        "adam --schedule cosine",
-        "sgd --learning-rate 0.1 --optimizer-args momentum=0 --clip-norm 0",
-        "lion --learning-rate 3e-4 --optimizer-args weight_decay=0.5",
-        "adagrad --learning-rate 0.05 --warmup-steps 0",
-    ],
-)
-def test_optimizers_agree_in_both_modes(run, losses, tmp_path, words):
-    common = ("--optimizer", *words.split(), "--steps", 5)
-    assert run("--mode", "memory", *common, "--log-dir", tmp_path / "memory") == 0
-    assert run("--store", tmp_path / "store", *common) == 0
-    memory, update = losses(tmp_path / "memory"), losses(tmp_path / "store-log")
-    np.testing.assert_allclose(memory, update, rtol=1e-4)
-
-
 # --- non-finite gradients -------------------------------------------------------------
 
 # A learning rate at which the second step's gradient is not finite.

@@ -67,36 +67,10 @@ def test_a_run_goes_on_in_other_modes(
 
 
 @pytest.mark.long
-def test_micro_batches_have_the_losses_of_the_whole(
-    run, losses, uninterrupted, tmp_path
-):
-    words = ("--store", tmp_path / "store", *STREAM, "--micro-batches", 2)
-    assert run(*words, "--steps", 3) == 0
-    found = losses(tmp_path / "store-log")
-    np.testing.assert_allclose(found, uninterrupted[:3], rtol=1e-4)
-
-
-@pytest.mark.long
-def test_evaluations_are_those_of_mode_update(run, tmp_path):
-    words = ("--steps", 4, "--eval-every", 2)
-    found = []
-    for mode in ((), STREAM):
-        where = tmp_path / f"store{len(found)}"
-        assert run("--store", where, *words, *mode) == 0
-        log = (tmp_path / f"store{len(found)}-log/validation.jsonl").read_text()
-        lines = [json.loads(line) for line in log.splitlines()]
-        found.append([line["loss"] for line in lines])
-        assert (where / "checkpoints/best").exists()
-    np.testing.assert_allclose(found[1], found[0], rtol=1e-4)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
     "words",
     [
-        ("--param-dtype", "bfloat16", "--dtype", "bfloat16"),
         ("--state", "int8", "--clip-norm", 0),
-        ("--optimizer", "sgd", "--learning-rate", 0.1),
         ("--durability", 3),
     ],
     ids=lambda words: words[1],

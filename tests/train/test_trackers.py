@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 
-from jaxinf.train.trackers import tracker
+from jaxinf.train.metrics import tracker
 
 
 def records(content):
