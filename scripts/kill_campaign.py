@@ -21,7 +21,7 @@ import statistics
 import struct
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,13 +90,9 @@ class Run:
     durability: Durability
     memory_bytes: int
     place: Path
-    num_kills: int = 0
-    num_stores: int = 0
-    num_losses: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
     lost: list[int] = field(default_factory=list)
-    phases: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     faults: list[str] = field(default_factory=list)
-    differing_bits: int = 0
 
     @property
     def store(self) -> Path:
@@ -113,7 +109,7 @@ class Run:
         shutil.rmtree(self.place, ignore_errors=True)
         for root in self.roots:
             root.mkdir(parents=True)
-        self.num_stores += 1
+        self.counts["stores"] += 1
 
 
 # --- the process that is killed ----------------------------------------------------
@@ -298,8 +294,7 @@ class Campaign:
             run.faults.append(f"a run ended with status {said.status}")
             run.start_over()
         elif killed:
-            run.num_kills += 1
-            run.phases[said.phase] += 1
+            run.counts.update(("kills", said.phase))
             self._examine(run, said)
         return killed or bool(said.status)
 
@@ -346,10 +341,10 @@ class Campaign:
         os.kill(pid, signal.SIGKILL)
 
     def _compare(self, run: Run, step: int, bits: int) -> None:
-        run.num_losses += 1
+        run.counts["losses"] += 1
         difference = bits ^ self.references[run.optimizer][step]
         if difference:
-            run.differing_bits += difference.bit_count()
+            run.counts["bits"] += difference.bit_count()
             run.faults.append(f"the loss of step {step} differs")
 
     def _examine(self, run: Run, said: Said) -> None:
@@ -369,20 +364,14 @@ class Campaign:
             run.lost.append(max(0, said.started + (said.started in said.losses) - step))
 
     def _report(self) -> bool:
-        head = ["state on, durability", "kills", *PHASES]
-        head += ["stores", "losses", "lost", "most"]
-        rows: list[list[object]] = [[*head, "bits"]]
+        columns = ("kills", *PHASES, "stores", "losses", "bits")
         for run in self.runs:
-            counts = [run.phases[phase] for phase in PHASES]
+            counts = ", ".join(f"{run.counts[name]} {name}" for name in columns)
             lost = statistics.fmean(run.lost) if run.lost else 0.0
-            numbers = [run.num_kills, *counts, run.num_stores, run.num_losses]
-            repeated = [f"{lost:.2f}", max(run.lost, default=0)]
-            rows.append([run.name, *numbers, *repeated, run.differing_bits])
-        for first, *others in rows:
-            print(f"{first:44}", *(f"{cell:>10}" for cell in others), sep="")
+            most = max(run.lost, default=0)
+            print(f"{run.name}: {counts}; {lost:.2f} steps lost, {most} at most")
         faults = [f"{run.name}: {fault}" for run in self.runs for fault in run.faults]
-        bits = sum(run.differing_bits for run in self.runs)
-        kills = sum(run.num_kills for run in self.runs)
+        kills, bits = (sum(r.counts[n] for r in self.runs) for n in ("kills", "bits"))
         print(f"{kills} kills, {bits} mismatching bits, {len(faults)} faults")
         for fault in faults:
             print(f"FAULT {fault}")

@@ -80,7 +80,7 @@ def test_a_small_table(few_files, tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [('{"version": 5, "run', "one that is cut"), ('{"version": 4}', "of version 5")],
+    [('{"version": 5, "run', "one that is cut"), ('{"version": 4}', "version 5")],
 )
 def test_results_that_cannot_be_gone_on_with(tmp_path, text, expected):
     file = tmp_path / "results.jsonl"
