@@ -262,7 +262,7 @@ def _shown(tree: PyTree) -> PyTree:
     """
 
     def stays(node: Any) -> bool:
-        is_other = isinstance(node, dict) and not _has(Stored, node)
+        is_other = isinstance(node, dict) and _first_stored(node) is None
         return is_other or isinstance(node, Stored)
 
     return jax.tree.map(
@@ -274,7 +274,7 @@ def _shown(tree: PyTree) -> PyTree:
 
 def _hidden(tree: PyTree) -> PyTree:
     """The reverse of `_shown`."""
-    if not _has(StoredArray, tree):
+    if not isinstance(_first_stored(tree), StoredArray):
         return tree
     return jax.tree.map(
         lambda leaf: leaf._node if isinstance(leaf, StoredArray) else leaf,
@@ -283,13 +283,21 @@ def _hidden(tree: PyTree) -> PyTree:
     )
 
 
-def _has(kind: type, tree: PyTree) -> bool:
-    """Whether there is a node of a class that JAX knows no leaves of."""
-
-    def is_one(node: Any) -> bool:
-        return isinstance(node, kind)
-
-    return any(map(is_one, jax.tree.leaves(tree, is_leaf=is_one)))
+def _first_stored(tree: PyTree) -> Stored | StoredArray | None:
+    """Returns one of a tree's stored arrays; JAX would visit all, at each step."""
+    nodes = [tree]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, Stored | StoredArray):
+            return node
+        if isinstance(node, dict):
+            nodes += node.values()
+        elif isinstance(node, list | tuple):
+            nodes += node
+        else:
+            children = jax.tree.leaves(node, is_leaf=lambda x, own=node: x is not own)
+            nodes += [child for child in children if child is not node]
+    return None
 
 
 def _typed(value: Any, like: jax.Array) -> jax.Array:
