@@ -22,6 +22,7 @@ from jaxinf.streaming.plan.choice import (
 )
 from jaxinf.streaming.plan.fit import cuts_of, plan_of
 from jaxinf.streaming.plan.leaving import evicted
+from jaxinf.streaming.plan.memory import check_mesh
 
 PROGRAM = ZOO["l2_penalty"](depth=8)
 
@@ -147,9 +148,7 @@ def test_in_memory_without_a_choice_or_with_one_that_does_not_fit(
     step.close()
 
 
-def test_on_several_devices_it_is_refused(open_store):
-    from jaxinf.streaming.plan.memory import check_mesh
-
+def test_on_several_devices_it_is_refused():
     mesh = jax.make_mesh((1,), ("x",))
     with pytest.raises(StreamError, match='policy="plan": not supported'):
         check_mesh(mesh, "plan")

@@ -9,7 +9,7 @@ cannot move in this time is recomputed instead, the cheapest bytes first, as far
 takes less time than the drives (the rule of SSDTrain, arXiv 2408.10013, section III,
 with measured times). Memory that a recomputed segment frees then keeps other values.
 
-Invariant: cuts and bits are those of every policy. The choice is made anew in each run.
+Invariant: the cuts stay, so bits do. The choice is made anew in each run.
 """
 
 from collections import Counter
