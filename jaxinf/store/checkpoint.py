@@ -41,19 +41,12 @@ _LOG = logging.getLogger("jaxinf")
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A checkpoint of a store.
-
-    Attributes:
-      name: name of its directory below ``checkpoints``.
-      step: number of its step.
-      committed_at: time of that step's commit; UTC.
-      own_bytes: bytes on the drives that its removal would free.
-    """
+    """A checkpoint of a store."""
 
     name: str
     step: int
-    committed_at: str
-    own_bytes: int
+    committed_at: str  # UTC
+    own_bytes: int  # that its removal would free on the drives
 
 
 def save_checkpoint(
@@ -67,13 +60,10 @@ def save_checkpoint(
 
     Args:
       directory: the store.
-      name: name of the checkpoint. By default it is the step's number, and Orbax's
-        CheckpointManager lists it.
+      name: name of the checkpoint, which is returned. By default it is the step's
+        number, and Orbax's CheckpointManager lists it.
       overwrite: whether a checkpoint of that name is replaced, unless it has this very
         step. It stays until the new one is complete and durable.
-
-    Returns:
-      The checkpoint's name.
 
     Raises:
       ValueError: the name is not valid, or is another step's number.
@@ -109,10 +99,8 @@ def save_checkpoint(
                     )
                 with contextlib.suppress(StoreFormatError):  # a damaged one is replaced
                     held = CommitRecord.read(path / "commit.json")
-                    if (held.step, held.committed_at) == (
-                        record.step,
-                        record.committed_at,
-                    ):
+                    is_same = held.committed_at == record.committed_at
+                    if is_same and held.step == record.step:
                         return name
             else:  # one that replaces another has its room
                 _check_space(directory, slot)

@@ -243,10 +243,8 @@ def existing_parent(path: Path) -> tuple[Path, int]:
 
 def required_bytes(directory: StoreDirectory) -> dict[Path, int]:
     """Returns the bytes of a new store on each CSD, with both slots."""
-    return {
-        directory.csd_directory(csd): 2 * num_bytes
-        for csd, num_bytes in enumerate(csd_bytes(directory.manifest))
-    }
+    held = enumerate(csd_bytes(directory.manifest))
+    return {directory.csd_directory(csd): 2 * num_bytes for csd, num_bytes in held}
 
 
 def check_space(directory: StoreDirectory, *, num_more: int = 0) -> None:

@@ -78,8 +78,6 @@ class StoreDirectory:
     """The files of one store. Thread-safe; locking between processes is `StoreLock`'s.
 
     Attributes:
-      path: the store's absolute path.
-      manifest: its manifest.
       lock: the writer's lock, if this process is the writer. While it is held, no other
         process changes the manifest or the store's files.
       published: the slots that this object has published and not written to since, so
@@ -133,8 +131,7 @@ class StoreDirectory:
     def data_paths(self, step: Path) -> list[Path]:
         """Returns the directories of a step's chunk files, one for each CSD.
 
-        Args:
-          step: a result of `step_path`, or the symlink to the committed slot.
+        The step is a result of `step_path`, or the symlink to the committed slot.
         """
         place = step.relative_to(self.path)
         if place == Path("current"):

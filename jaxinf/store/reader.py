@@ -68,19 +68,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Damage:
-    """A damaged chunk, document or link of a step.
+    """A damaged chunk, document or link of a step."""
 
-    Attributes:
-      step_path: the slot or the checkpoint.
-      file: the real file, even if it is missing.
-      what: leaf, state, chunk and CSD, or the document.
-      problem: the expected and the found value.
-    """
-
-    step_path: Path
-    file: Path
-    what: str
-    problem: str
+    step_path: Path  # the slot or the checkpoint
+    file: Path  # the real one, even if it is missing
+    what: str  # leaf, state, chunk and CSD, or the document
+    problem: str  # the expected and the found value
 
 
 def corrupt_chunk(
