@@ -134,7 +134,8 @@ def test_codes_are_not_finite_where_the_number_is_not(level, make):
     run = compile_kernel(TRACE, level=level).run
     out, params = np.zeros_like(values), np.zeros_like(values)
     assert not run(gradient=values, params=params, slots=[slot], out=out)
-    wanted.encode(values)
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        wanted.encode(values)
     assert slot.codes.tobytes() == wanted.codes.tobytes()
     if wanted.scales is not None:
         np.testing.assert_array_equal(slot.scales, wanted.scales)

@@ -365,7 +365,7 @@ for tx in (optax.chain(optax.clip(3.0), optax.scale(-0.1)), optax.adamw(1e-3)):
 def test_without_a_compiler_only_the_packages_kernels_run(run_python, tmp_path):
     result = run_python(REFUSED, CXX="none", PATH=os.fspath(tmp_path))
     refusal, origin = result.stdout.splitlines()
-    assert "not in this installation: expected a C++" in refusal
+    assert "was not compiled: expected a C++" in refusal
     assert "found none; install one, or run: pip install 'jaxinf[compiler]'" in refusal
     assert origin == "package"
 

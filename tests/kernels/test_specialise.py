@@ -79,7 +79,7 @@ def test_plain_adam_reads_and_writes_all_of_its_state():
 
 
 @pytest.mark.long
-def test_drive_bytes_of_accumulation_and_of_frozen_leaves(open_store):
+def test_bytes_written_of_accumulation_and_of_frozen_leaves(open_store):
     def bytes_of(tx, params, num_steps, store):
         tx = jaxinf.smart_update(tx, store)
         state = tx.init(params)
@@ -88,8 +88,7 @@ def test_drive_bytes_of_accumulation_and_of_frozen_leaves(open_store):
             updates, state = tx.update(params, state, params)
             params = optax.apply_updates(params, updates)
             store.wait(state)
-            traffic = store.metrics.traffic
-            per_step.append((traffic.drive_read_bytes, traffic.drive_write_bytes))
+            per_step.append(store.metrics.traffic.drive_write_bytes)
         assert all(
             bool((a == b).all())
             for a, b in zip(
@@ -104,13 +103,12 @@ def test_drive_bytes_of_accumulation_and_of_frozen_leaves(open_store):
     num = (1 << 20) + (1 << 13)
     accumulating = optax.MultiSteps(optax.adam(1e-2), 3)
     steps = bytes_of(accumulating, params, 4, open_store("accumulate"))
-    assert steps[1] == (4 * num, 4 * num)  # the accumulator alone
-    assert steps[2][1] == 16 * num
-    assert steps[3][1] == 4 * num
+    # The accumulator alone, or all; what is read is in memory, or not.
+    assert steps[1:] == [4 * num, 16 * num, 4 * num]
 
     frozen = optax.multi_transform(
         {"train": optax.adam(1e-2), "freeze": optax.set_to_zero()},
         {"big": "freeze", "small": "train"},
     )
     steps = bytes_of(frozen, params, 3, open_store("frozen"))
-    assert steps[1:] == [(8 << 13, 12 << 13)] * 2
+    assert steps[1:] == [12 << 13] * 2
