@@ -141,9 +141,13 @@ def connect(launch: str) -> None:
     began_s = time.monotonic()
     where = address or "the coordinator that the environment names"
     try:
-        if launch and int(numbers[1]):
-            _await(address)
-        jax.distributed.initialize(address or None, *map(int, numbers))
+        if launch:
+            num_processes, number = map(int, numbers)
+            if number:
+                _await(address)
+            jax.distributed.initialize(address, num_processes, number)
+        else:
+            jax.distributed.initialize()
     except (OSError, RuntimeError, ValueError) as error:
         expected = "a coordinator that all processes reach"
         if isinstance(error, OSError):

@@ -105,7 +105,8 @@ def plan_step(place, monkeypatch):
             step.load(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params))
             with compiling_for(target) as built, jax.default_device(target.devices[0]):
                 ready = step._trace(program.batch, params)
-                fitted = plan_within(step._sink(ready), ready, step._options.budgets)
+                sink = step._sink(ready, step._options)
+                fitted = plan_within(sink, ready, step._options.budgets)
         return fitted, built
 
     return make

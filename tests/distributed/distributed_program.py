@@ -162,7 +162,8 @@ def begin(given):
     for asked, action in ((given.kill, die), (given.hang, hang), (given.stop, stop)):
         if asked:
             point, number, *when = asked.split(":")
-            at_call(*POINTS[point], number, action, after=when == ["after"])
+            owner, name = POINTS[point]
+            at_call(owner, name, number, action, after=when == ["after"])
     if given.interrupt:  # within the step, by the thread that runs it
         at_call(StoreSink, "put", given.interrupt, interrupt)
     if given.distributed:

@@ -230,22 +230,22 @@ def compressed_fixture():
 
 @pytest.mark.parametrize("num", family([*SIZES, (1 << 20) + 1], short=SIZES))
 def test_sizes(dense, compressed, num):
-    for parts in (dense, compressed):
-        compare(*parts, make_chunk(*parts[:2], num))
+    for card, kernel, function in (dense, compressed):
+        compare(card, kernel, function, make_chunk(card, kernel, num))
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.001, 0.3, 1.0])
 def test_ratios_of_compression(compressed, ratio):
-    card, kernel, _ = compressed
+    card, kernel, function = compressed
     for num in (1, 16, 257, 5000):
         chunk = make_chunk(card, kernel, num, ratio=ratio)
-        compare(*compressed, chunk)
+        compare(card, kernel, function, chunk)
 
 
 def test_states_may_be_read_and_written_elsewhere(dense, compressed):
-    for parts in (dense, compressed):
-        chunk = make_chunk(*parts[:2], 5000)
-        compare(*parts, chunk, in_place=False)
+    for card, kernel, function in (dense, compressed):
+        chunk = make_chunk(card, kernel, 5000)
+        compare(card, kernel, function, chunk, in_place=False)
 
 
 @pytest.mark.hls

@@ -139,6 +139,7 @@ class Values:
             if away.value is None:  # the device reads it in place
                 put = jax.device_put(away.array, away.form.sharding)
                 away.value = jax.block_until_ready(put)
+            assert away.value is not None
             self._held[slot] = away.value
         return self._held[slot]
 

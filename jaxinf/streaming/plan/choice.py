@@ -12,7 +12,7 @@ with measured times). Memory that a recomputed segment frees then keeps other va
 Invariant: the cuts stay, so bits do. The choice is made anew in each run.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
@@ -52,7 +52,7 @@ def segments_to_recompute(plan: Plan, steps: Sequence[StepTimes]) -> frozenset[i
         return frozenset()
     byte_s = best.step_s / away_bytes  # drives that are waited for are always busy
     free_s = best.step_s - best.waited_s
-    freed, forward_s = freed_bytes(plan), Counter[int]()
+    freed, forward_s = freed_bytes(plan), defaultdict[int, float](float)
     for number, call in enumerate(plan.calls):
         direction, segment = _place(plan, number)
         if direction == "forward" and not call.is_repeat:

@@ -74,15 +74,18 @@ def sequence(
 
     for block in _blocks(programs, again, num_parts):
         starts.append(len(calls))
-        again: dict[Value, Slot] = {}  # what was recomputed for the next call
+        recomputed: dict[Value, Slot] = {}  # for the next call
         for program, part, is_repeat in block:
-            takes = [v.origin or again.get(v) or slots[part, v] for v in program.inputs]
+            takes = [
+                v.origin or recomputed.get(v) or slots[part, v] for v in program.inputs
+            ]
             outputs = () if is_repeat else enumerate(program.outputs)
             own = {i: targets[v] for i, v in outputs if v in targets}
             is_summed = program in sums and not is_repeat
             handed = {} if is_summed else own
             found = add((program, part, is_repeat), takes, handed)
-            again = dict(zip(program.outputs, found, strict=True)) if is_repeat else {}
+            outs = zip(program.outputs, found, strict=True)
+            recomputed = dict(outs) if is_repeat else {}
             if not is_repeat:
                 made = zip(program.outputs, found, strict=True)
                 slots |= {(part, value): slot for value, slot in made}
