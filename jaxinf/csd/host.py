@@ -26,7 +26,7 @@ from jaxinf.csd.base import (
 from jaxinf.csd.initial import states_as_slots
 from jaxinf.csd.sparse import run_sparse
 from jaxinf.errors import CsdError, UnsupportedTransformError
-from jaxinf.kernels import Call, Passage, compiled
+from jaxinf.kernels import KernelCall, Passage, compiled
 from jaxinf.native import transfers as native
 from jaxinf.program import Kernel
 from jaxinf.transfer import (
@@ -116,7 +116,7 @@ class _Repeated(NamedTuple):
 
     extents: tuple[Extent, ...]
     kernel: Kernel
-    call: Call
+    call: KernelCall
     writes: Sequence[bool]
 
     def is_of(self, extents: Sequence[Extent], kernel: Kernel, num_bytes: int) -> bool:
@@ -248,7 +248,7 @@ class HostCsd:
             return run_sparse(found.run, gradient=gradient, **arguments)
         is_finite = found.run(gradient=gradient, **arguments)
         if isinstance(extents, tuple) and not inputs.arrays:
-            call = Call(
+            call = KernelCall(
                 found.entry,
                 found.constants,
                 states=states,

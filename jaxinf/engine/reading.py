@@ -24,8 +24,8 @@ from jaxinf.errors import StoreError, StoreMismatchError
 from jaxinf.layout import Chunk, covers, scatter, target_view
 from jaxinf.program import leaf_infos
 from jaxinf.store import (
+    ChunkRun,
     LeafRecord,
-    Piece,
     Slot,
     StateRecord,
     StepReader,
@@ -136,7 +136,7 @@ def each_piece(
     leaf: int,
     dtype: np.dtype,
     chunks: Sequence[int],
-    visit: Callable[[Piece], None],
+    visit: Callable[[ChunkRun], None],
     state: int = 0,
     into: Callable[[Chunk], Array | None] = lambda _: None,
 ) -> None:
@@ -190,7 +190,7 @@ def _read_chunks(
             scatter(out, chunk, tuple(origin), 0, values.reshape(-1))
         return
 
-    def visit(piece: Piece) -> None:
+    def visit(piece: ChunkRun) -> None:
         if not np.may_share_memory(piece.values, out):
             scatter(out, piece.chunk, tuple(origin), piece.start, piece.values)
         opened.meters.add(link_up_bytes=piece.values.nbytes)

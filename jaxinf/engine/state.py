@@ -17,7 +17,7 @@ from jaxinf.engine.shape import SubgroupLayout
 from jaxinf.engine.update_tasks import gather_inputs, gather_run, rounding_of
 from jaxinf.layout import gather
 from jaxinf.program import Kernel
-from jaxinf.store import CommitRecord, Piece, ScalarState, StepReader, dtype_of
+from jaxinf.store import ChunkRun, CommitRecord, ScalarState, StepReader, dtype_of
 from jaxinf.transfer import Task, crc32c
 from jaxinf.typing import Array
 
@@ -120,7 +120,7 @@ def same_params(
         numbers = [n for n in numbers if checksum(n) != sums[record.places[n]]]
     differing: list[int] = []
 
-    def visit(piece: Piece) -> None:
+    def visit(piece: ChunkRun) -> None:
         given = gather(params, piece.chunk, start, piece.start, piece.values.size)
         if not same_values(piece.values, given, bound=bound):
             differing.append(piece.number)

@@ -4,7 +4,7 @@ Invariant: nothing here imports JAX or optax; a kernel is data that `jaxinf.prog
 extracted from an optimizer.
 """
 
-from jaxinf.kernels.calls import Call, Passage, stored_arrays
+from jaxinf.kernels.calls import KernelCall, Passage, stored_arrays
 from jaxinf.kernels.card import (
     STATUS_BYTES,
     CardArgument,
@@ -22,11 +22,11 @@ from jaxinf.kernels.specialise import scalars_used, specialise, state_read
 __all__ = [
     "ESTIMATES_BYTES",
     "STATUS_BYTES",
-    "Call",
     "CardArgument",
     "CardKernel",
     "CardStatus",
     "CompiledKernel",
+    "KernelCall",
     "Passage",
     "card_function",
     "card_kernel",

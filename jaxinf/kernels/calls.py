@@ -96,7 +96,7 @@ class EntryPoint:
         self.holding: Callable[..., int] = prototype(address)
 
 
-class Call:
+class KernelCall:
     """A kernel's call on arrays like those that it was made from. Thread-safe.
 
     The states, params and slots, lie at the same places of any buffer. It releases the

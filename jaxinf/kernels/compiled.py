@@ -14,7 +14,7 @@ from types import MappingProxyType
 import numpy as np
 
 from jaxinf.errors import CsdError, UnsupportedTransformError
-from jaxinf.kernels.calls import Call, EntryPoint, Passage
+from jaxinf.kernels.calls import EntryPoint, KernelCall, Passage
 from jaxinf.kernels.emitter import Source, UnsupportedKernelError, emit, header
 from jaxinf.kernels.lowering import lower
 from jaxinf.layout import CODE_BLOCK, CodedSlot
@@ -92,7 +92,7 @@ class CompiledKernel:
         if passage.given is not None:
             passage.given = np.ascontiguousarray(passage.given)
         gradient = np.ascontiguousarray(gradient)
-        call = Call(
+        call = KernelCall(
             self.entry, self.constants, states=(params, *slots), gradient=gradient,
             out=out, scalar_dtypes=self.kernel.scalar_dtypes, num_arrays=len(arrays),
         )  # fmt: skip

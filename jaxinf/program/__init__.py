@@ -46,7 +46,7 @@ from jaxinf.program.on_device import (
     kernel_function,
     split_params,
 )
-from jaxinf.program.passes import Part, Passes
+from jaxinf.program.passes import PassComputation, Passes
 from jaxinf.program.prologue import LeafInputs, key_data
 from jaxinf.program.standard import traced_kernels
 from jaxinf.program.state import (
@@ -90,7 +90,7 @@ __all__ = [
     "Node",
     "NonFinitePolicy",
     "Operand",
-    "Part",
+    "PassComputation",
     "Passes",
     "Result",
     "StateLayout",

@@ -32,7 +32,7 @@ MAX_PASSES = 3
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class PassComputation:
     """A computation of a pass: on one leaf, or before the pass on numbers alone.
 
     Attributes:
@@ -111,15 +111,15 @@ class Passes:
     params: Sequence[Value]
     recalled: Mapping[Value, tuple[int, StateSlot]]
     num_passes: int
-    parts: Mapping[tuple[int, int], Part]
-    before: Sequence[Part]
+    parts: Mapping[tuple[int, int], PassComputation]
+    before: Sequence[PassComputation]
     sliced: Set[int]
 
-    def part(self, number: int, leaf: int) -> Part | None:
+    def part(self, number: int, leaf: int) -> PassComputation | None:
         """Returns the computation of a pass on a leaf; None if there is none."""
         return self.parts.get((number, leaf))
 
-    def of_leaf(self, leaf: int) -> list[Part]:
+    def of_leaf(self, leaf: int) -> list[PassComputation]:
         """Returns what all passes compute of a leaf."""
         parts = (self.part(number, leaf) for number in range(self.num_passes))
         return [part for part in parts if part is not None]
@@ -173,7 +173,7 @@ def in_passes(
         for value in kernel.scalars
         if not flow.is_own(value, leaf, num_passes - 1)
     ]
-    before: list[Part] = []
+    before: list[PassComputation] = []
     done: set[Value] = set()
     for number in range(num_passes + 1):
         known = {
@@ -190,7 +190,7 @@ def in_passes(
         numbers = tuple(dict.fromkeys(outputs))
         scalars = tuple(dict.fromkeys(shared if number == num_passes - 1 else ()))
         given, nodes = division.needed((*numbers, *scalars), known.__contains__)
-        before.append(Part((), given, nodes, numbers, scalars))
+        before.append(PassComputation((), given, nodes, numbers, scalars))
         done.update(numbers)
     return Passes(
         prologue, gradients, params, recalled, num_passes, parts, before, sliced
@@ -271,7 +271,7 @@ class _Division:
 
     def parts(
         self, num_passes: int, exports: Mapping[Value, tuple[int, int]]
-    ) -> dict[tuple[int, int], Part]:
+    ) -> dict[tuple[int, int], PassComputation]:
         """Returns what each pass computes of each leaf."""
         flow, last = self.flow, num_passes - 1
         given: defaultdict[tuple[int, int], list[Value]] = defaultdict(list)
@@ -294,7 +294,7 @@ class _Division:
         exports: Sequence[Value],
         scalars: Sequence[Value],
         arrays: Sequence[Value],
-    ) -> Part:
+    ) -> PassComputation:
         outputs = (*exports, *scalars, *arrays)
 
         def is_own(value: Value) -> bool:
@@ -310,7 +310,7 @@ class _Division:
         takes_slices = own == (self.gradients[leaf],) and all(
             v in self.flow.gathered for v in outputs if v.constant is None
         )
-        return Part(
+        return PassComputation(
             own,
             tuple(value for value in given if not is_own(value)),
             nodes,

@@ -110,8 +110,8 @@ from jaxinf.store.owners import (
     read_owned,
 )
 from jaxinf.store.reader import (
+    ChunkRun,
     Damage,
-    Piece,
     PieceRuns,
     StepReader,
     corrupt_chunk,
@@ -147,6 +147,7 @@ __all__ = [
     "AverageChoice",
     "CarriedArray",
     "CheckpointInfo",
+    "ChunkRun",
     "Codecs",
     "CommitAction",
     "CommitRecord",
@@ -163,7 +164,6 @@ __all__ = [
     "Manifest",
     "MasterFormat",
     "Member",
-    "Piece",
     "PieceRuns",
     "ScalarState",
     "Shards",

@@ -50,7 +50,7 @@ _R = TypeVar("_R")
 
 
 @dataclass(frozen=True)
-class Piece:
+class ChunkRun:
     """A run of a chunk's elements.
 
     Attributes:
@@ -249,7 +249,7 @@ class StepReader:
 
     def pieces(
         self, leaf: LeafRecord, state: StateRecord, chunks: Iterable[int] | None = None
-    ) -> Iterator[Piece]:
+    ) -> Iterator[ChunkRun]:
         """Yields a state's elements, decoded; blocks.
 
         Args:
@@ -285,7 +285,7 @@ class StepReader:
         number: int,
         per_piece: int = 0,
         into: Callable[[Chunk], Array | None] = lambda _: None,
-    ) -> Iterator[Piece]:
+    ) -> Iterator[ChunkRun]:
         """Yields a chunk's elements as stored; blocks.
 
         Args:
@@ -329,7 +329,7 @@ class StepReader:
         start = 0
         for raw in pieces:
             values = raw.view(dtype_of(state.dtype))
-            yield Piece(number, chunk, start, values)
+            yield ChunkRun(number, chunk, start, values)
             start += values.size
 
     def _csd(self, leaf: LeafRecord, number: int) -> int:
@@ -390,7 +390,7 @@ class StepReader:
 class PieceRuns:
     """Regroups the elements of a chunk's pieces into runs of other lengths."""
 
-    def __init__(self, pieces: Iterator[Piece], dtype: np.dtype) -> None:
+    def __init__(self, pieces: Iterator[ChunkRun], dtype: np.dtype) -> None:
         self._pieces, self._dtype = pieces, dtype
         self._rest = np.empty(0, dtype)
 

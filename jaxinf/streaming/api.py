@@ -25,7 +25,7 @@ from jaxinf.streaming.in_memory import InMemoryStep
 from jaxinf.streaming.plan.calls import POLICIES, Policy
 from jaxinf.streaming.plan.group_step import GroupStep
 from jaxinf.streaming.plan.memory import store_memory_bytes
-from jaxinf.streaming.plan.options import DeviceUpdates, Options
+from jaxinf.streaming.plan.options import DeviceUpdates, StepOptions
 from jaxinf.streaming.streamed_step import StreamedStep
 from jaxinf.streaming.update.device_updates import check_device_updates
 from jaxinf.terminal import exact_bytes, format_bytes, given_bytes
@@ -225,7 +225,7 @@ def stream_function(
     return StreamedFunction(fn, owned, options, closes=closes, average=average)
 
 
-def _opened(store: Store | PathLikeStr, options: Options) -> Store:
+def _opened(store: Store | PathLikeStr, options: StepOptions) -> Store:
     if isinstance(store, Store):
         return store
     return open_store(store, memory_bytes=store_memory_bytes(options.memory_bytes))
@@ -235,7 +235,7 @@ def _options(
     memory_bytes: int | str | None,
     device_memory_bytes: int | str | None,
     **given: Any,
-) -> Options:
+) -> StepOptions:
     """Returns the options of a step; raises ValueError for one out of range."""
     if memory_bytes is None:
         memory_bytes = _half_of_free_memory()
@@ -243,7 +243,7 @@ def _options(
     device_bytes = None
     if device_memory_bytes is not None:
         device_bytes = given_bytes("device_memory_bytes", device_memory_bytes)
-    options = Options(host_bytes, device_bytes, **given)
+    options = StepOptions(host_bytes, device_bytes, **given)
     if options.policy not in POLICIES:
         raise ValueError(
             f"policy={options.policy!r}: expected one of {', '.join(POLICIES)}"

@@ -33,8 +33,8 @@ class StepThread:
     """Runs bodies on a thread of its own; one caller at a time."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[_Run | None] = SimpleQueue()
-        self._last: _Run | None = None
+        self._queue: SimpleQueue[_Body | None] = SimpleQueue()
+        self._last: _Body | None = None
         threading.Thread(
             target=_serve, args=(self._queue,), name="jaxinf-step", daemon=True
         ).start()
@@ -56,7 +56,7 @@ class StepThread:
                 "another; a step and its functions run one at a time, so call them "
                 "from one thread, or hold a lock"
             )
-        run = self._last = _Run(body)
+        run = self._last = _Body(body)
         try:
             self._queue.put(run)
             run.ending.wait()
@@ -73,7 +73,7 @@ class StepThread:
             self.run(lambda check: None)
 
 
-class _Run:
+class _Body:
     """A body to run, in the caller's context, and what it returned or raised."""
 
     def __init__(self, body: Callable[[Check], Any]) -> None:
@@ -121,7 +121,7 @@ class _Run:
             del error  # its traceback refers to this frame
 
 
-def _serve(queue: "SimpleQueue[_Run | None]") -> None:
+def _serve(queue: "SimpleQueue[_Body | None]") -> None:
     """Runs bodies until the last user of the queue is gone."""
     while (run := queue.get()) is not None:
         run.run()

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxinf.engine import Store, check_like, engine_of
 from jaxinf.errors import StreamError
 from jaxinf.streaming.plan.fit import Prepared, prepare_function
-from jaxinf.streaming.plan.options import Options
+from jaxinf.streaming.plan.options import StepOptions
 from jaxinf.streaming.program.trace import abstract, check_params
 from jaxinf.streaming.step import Step
 from jaxinf.streaming.update.sink import NoGradients
@@ -47,7 +47,7 @@ class StreamedFunction(Step):
         self,
         fn: Callable[..., Any],
         store: Store,
-        options: Options,
+        options: StepOptions,
         *,
         closes: bool = False,
         step: Step | None = None,
@@ -110,7 +110,7 @@ class StreamedFunction(Step):
         bits = {"is_deterministic": self._options.deterministic}
         return prepare_function(self._fn, self._tree(), batch, **bits)
 
-    def _sink(self, ready: Prepared, options: Options) -> NoGradients:
+    def _sink(self, ready: Prepared, options: StepOptions) -> NoGradients:
         beside_bytes = None
         if self._step_beside is not None:
             last = self._step_beside._last

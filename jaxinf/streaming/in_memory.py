@@ -17,7 +17,7 @@ import optax
 
 from jaxinf.errors import StreamError
 from jaxinf.streaming.plan.fit import Prepared
-from jaxinf.streaming.plan.options import Options
+from jaxinf.streaming.plan.options import StepOptions
 from jaxinf.streaming.planning import plan_step
 from jaxinf.streaming.program.initial import check_init_fn
 from jaxinf.streaming.program.meshes import mesh_text
@@ -44,7 +44,7 @@ class InMemoryStep(Step):
         self,
         loss_fn: Callable[..., Any],
         tx: optax.GradientTransformation,
-        options: Options,
+        options: StepOptions,
         scratch: PathLikeStr,
     ) -> None:
         super().__init__(options)
@@ -151,7 +151,7 @@ class InMemoryStep(Step):
             )
         return ready
 
-    def _sink(self, ready: Prepared, options: Options) -> OptaxSink:
+    def _sink(self, ready: Prepared, options: StepOptions) -> OptaxSink:
         is_own = options is self._options
         return self._trained if is_own else self._trained.like(options)
 

@@ -19,7 +19,7 @@ from jaxinf.streaming.plan.device import check_pinned
 from jaxinf.streaming.plan.fit import Prepared, cut_to_fit, plan_of
 from jaxinf.streaming.plan.leaving import least_bytes, plan_tiers
 from jaxinf.streaming.plan.memory import Division
-from jaxinf.streaming.plan.options import Options
+from jaxinf.streaming.plan.options import StepOptions
 from jaxinf.streaming.update.sink import Sink
 from jaxinf.terminal import exact_bytes
 from jaxinf.typing import JsonValue
@@ -156,7 +156,7 @@ def _check_fits(plan: Plan, division: Division) -> None:
 # --- a budget that works -------------------------------------------------------------
 
 
-def within(options: Options, plan: Callable[[Mapping[str, int]], _Plan]) -> _Plan:
+def within(options: StepOptions, plan: Callable[[Mapping[str, int]], _Plan]) -> _Plan:
     """Returns what `plan` makes of the budgets.
 
     Raises:

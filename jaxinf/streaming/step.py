@@ -32,7 +32,7 @@ from jaxinf.streaming.plan.choice import NUM_MEASURED, StepTimes, segments_to_re
 from jaxinf.streaming.plan.compiled import Measured
 from jaxinf.streaming.plan.fit import Prepared, prepare
 from jaxinf.streaming.plan.memory import DeviceLimit, return_freed_memory
-from jaxinf.streaming.plan.options import Options
+from jaxinf.streaming.plan.options import StepOptions
 from jaxinf.streaming.plan.reads import used_bytes
 from jaxinf.streaming.planning import plan_step
 from jaxinf.streaming.program.meshes import on_this_process, outside_mesh
@@ -112,7 +112,7 @@ class Step(ABC):
 
     _named = "a step"
 
-    def __init__(self, options: Options, step: "Step | None" = None) -> None:
+    def __init__(self, options: StepOptions, step: "Step | None" = None) -> None:
         return_freed_memory(collects=False)
         self._options, self._together = options, options.together
         self._thread = StepThread() if step is None else step._thread
@@ -247,10 +247,10 @@ class Step(ABC):
         )
 
     @abstractmethod
-    def _sink(self, ready: Prepared, options: Options) -> Sink:
+    def _sink(self, ready: Prepared, options: StepOptions) -> Sink:
         """Returns what takes the gradients of what was traced."""
 
-    def _count(self, ready: Prepared, params: PyTree, options: Options) -> Count:
+    def _count(self, ready: Prepared, params: PyTree, options: StepOptions) -> Count:
         """As `dry_run`, of what was traced."""
         return count(self._sink(ready, options), ready)
 

@@ -36,7 +36,7 @@ from jaxinf.streaming.count import Count, count
 from jaxinf.streaming.function import StreamedFunction
 from jaxinf.streaming.plan.fit import Prepared
 from jaxinf.streaming.plan.memory import check_mesh, return_freed_memory
-from jaxinf.streaming.plan.options import Options
+from jaxinf.streaming.plan.options import StepOptions
 from jaxinf.streaming.planning import plan_within, within
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.initial import (
@@ -75,7 +75,7 @@ class StreamedStep(Step):
         loss_fn: Callable[..., Any],
         tx: optax.GradientTransformation,
         store: Store,
-        options: Options,
+        options: StepOptions,
     ) -> None:
         super().__init__(options)
         self.store = store
@@ -251,11 +251,11 @@ class StreamedStep(Step):
         check_mesh(mesh, self._options.policy)
         check_processes(engine_of(self.store).group, mesh)
 
-    def _sink(self, ready: Prepared, options: Options) -> StoreSink:
+    def _sink(self, ready: Prepared, options: StepOptions) -> StoreSink:
         update, shape = self._optimizer(self._started()), engine_of(self.store).opened
         return StoreSink(self.store, ready, update, shape, options)
 
-    def _count(self, ready: Prepared, params: PyTree, options: Options) -> Count:
+    def _count(self, ready: Prepared, params: PyTree, options: StepOptions) -> Count:
         avals = self._started() if params is None else params
         engine = engine_of(self.store)
         _, description = self._described(avals, ready.gradient_pieces)

@@ -107,7 +107,7 @@ def train(
     batches = make_batches(config, data)
     report.say_config(console, config, data)
     with contextlib.ExitStack() as stack:
-        run = _Run(config, kept, data, batches, group, console, stack)
+        run = _TrainingRun(config, kept, data, batches, group, console, stack)
         _keep_config(run.step, config, run_file)
         signal_number = run.go()
         if run.step < config.steps:
@@ -118,7 +118,7 @@ def train(
         return run.end_exports()
 
 
-class _Run:
+class _TrainingRun:
     """A run on its way: its mode, its logs, and how far it is.
 
     Args:

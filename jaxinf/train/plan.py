@@ -52,7 +52,7 @@ class StepTime:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """A run, what it takes, and what there is.
 
     Attributes:
@@ -83,7 +83,7 @@ class Plan:
         return document | ({"time": asdict(self.time)} if self.time else {})
 
 
-def plan_run(config: TrainConfig, batch: Batch) -> Plan:
+def plan_run(config: TrainConfig, batch: Batch) -> RunPlan:
     """Plans a run; takes some seconds.
 
     Args:
@@ -104,9 +104,9 @@ def plan_run(config: TrainConfig, batch: Batch) -> Plan:
     }
     tiers = {name: pair for name, pair in found.items() if pair[0]}
     try:
-        return Plan(config, needs, tiers, step_time(config, needs, machine))
+        return RunPlan(config, needs, tiers, step_time(config, needs, machine))
     except ValueError as error:
-        return Plan(config, needs, tiers, missing=str(error))
+        return RunPlan(config, needs, tiers, missing=str(error))
 
 
 def _free_bytes(config: TrainConfig) -> float | None:
@@ -123,7 +123,7 @@ def _free_bytes(config: TrainConfig) -> float | None:
     return float(sum(free.values()))
 
 
-def plan_text(plan: Plan) -> str:
+def plan_text(plan: RunPlan) -> str:
     """Returns a plan for a terminal."""
     lines = _table([*_rows(plan)])
     for name, (needed, there) in plan.tiers.items():
@@ -133,7 +133,7 @@ def plan_text(plan: Plan) -> str:
     return "\n".join([*lines, "nothing was trained or written"])
 
 
-def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
+def _rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
     needs, time = plan.needs, plan.time
     for name, (needed, there) in plan.tiers.items():
         has = "" if there is None else f", there is {format_bytes(int(there))}"

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxinf.transfer.tasks import (
-    Batch,
     Compute,
     Limits,
     Load,
     Loads,
+    RequestSize,
     Resident,
     Room,
     Task,
@@ -47,7 +47,7 @@ class Drive:
     is_host: bool
     due: dict[Hashable, tuple[int, Task]] = field(default_factory=dict)
     to_write: deque[Resident] = field(default_factory=deque)
-    waiting: Batch = field(default_factory=Batch)
+    waiting: RequestSize = field(default_factory=RequestSize)
     num_moving: int = 0
 
 
@@ -191,7 +191,7 @@ class Queues:
         self.cancel_prefetches()
         for drive in self.drives:
             drive.to_write.clear()
-            drive.waiting = Batch()
+            drive.waiting = RequestSize()
             drive.room.waiting.clear()
         self.incomplete.clear()
         self.ready.clear()

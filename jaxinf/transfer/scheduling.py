@@ -8,10 +8,10 @@ Invariant: submitted tasks get memory in order, and before prefetches.
 
 from jaxinf.transfer.queues import Drive, Queues, Room
 from jaxinf.transfer.tasks import (
-    Batch,
     Compute,
     Load,
     Loads,
+    RequestSize,
     Resident,
     TaskGroup,
     Unit,
@@ -73,7 +73,7 @@ def _write(queues: Queues) -> Write | None:
     number = _drive_to_write(queues)
     if number is None:
         return None
-    batch = Batch()
+    batch = RequestSize()
     items: list[tuple[Resident, tuple[int, ...]]] = []
     for resident in queues.drives[number].to_write:
         num_taken = 0
@@ -118,7 +118,7 @@ def _load(queues: Queues) -> Load | None:
     """Returns a load for submitted tasks of one drive, for short ones together."""
     if not queues.incomplete:
         return None
-    number, batch = queues.incomplete[0].task.piece.drive, Batch()
+    number, batch = queues.incomplete[0].task.piece.drive, RequestSize()
     items: list[tuple[Resident, Loads]] = []
     for resident in queues.incomplete:
         if batch.is_full or resident.task.piece.drive != number:
@@ -135,7 +135,7 @@ def _admit(queues: Queues) -> bool:
     Returns:
       Whether anything has changed: a refusal is a reason to write.
     """
-    room, batch = _first_waiting(queues), Batch()
+    room, batch = _first_waiting(queues), RequestSize()
     if room is None:
         return False
     while room.waiting and not batch.is_full:
@@ -183,7 +183,7 @@ def _can_evict(room: Room) -> bool:
 def _prefetch(queues: Queues) -> Load | None:
     """Returns a prefetch of one long piece, or of short ones of a drive, in order."""
     while (number := _drive_to_prefetch(queues)) is not None:
-        drive, batch = queues.drives[number], Batch()
+        drive, batch = queues.drives[number], RequestSize()
         items: list[tuple[Resident, Loads]] = []
         while drive.due and not batch.is_full:
             key, (_, task) = next(iter(drive.due.items()))

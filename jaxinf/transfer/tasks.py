@@ -65,7 +65,7 @@ class Task:
 
 
 @dataclass
-class Batch:
+class RequestSize:
     """The total length of short states that move in one request."""
 
     num_bytes: int = 0

@@ -26,7 +26,7 @@ from jaxinf.streaming.plan import options as step_options
 from jaxinf.streaming.plan.compiled import compile_plan, measured
 from jaxinf.streaming.plan.fit import cut_to_fit, prepare, prepare_function
 from jaxinf.streaming.plan.leaving import least_bytes
-from jaxinf.streaming.plan.options import Options
+from jaxinf.streaming.plan.options import StepOptions
 from jaxinf.streaming.planning import plan_within
 from jaxinf.streaming.program.graph import aval_bytes
 from jaxinf.streaming.update.device_updates import UpdatePrograms
@@ -168,7 +168,9 @@ def test_an_update_in_memory(device):
     params = shapes_of(program_of("gpt2").params)
     state = jax.eval_shape(CLIPPED.init, params)
     with compiling_for(target) as built, jax.default_device(target.devices[0]):
-        update, add = OptaxSink(CLIPPED, Options(1 << 30), ".").functions(donates=True)
+        update, add = OptaxSink(CLIPPED, StepOptions(1 << 30), ".").functions(
+            donates=True
+        )
         update.lower(params, state, params).compile()
         add.lower(params, params).compile()
     check_built(built, device)

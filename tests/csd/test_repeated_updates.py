@@ -8,7 +8,7 @@ import pytest
 from csd_contract import CASES, Chunk
 
 from jaxinf.csd import Rounding, ScalarInputs, Update, parse_csd
-from jaxinf.kernels import Call
+from jaxinf.kernels import KernelCall
 from jaxinf.native import toolchain
 from jaxinf.transfer import crc32c
 
@@ -39,8 +39,8 @@ def pair(tmp_path, monkeypatch):
         checked.append(self)
         original(self, *arguments, **options)
 
-    original = Call.__init__
-    monkeypatch.setattr(Call, "__init__", init)
+    original = KernelCall.__init__
+    monkeypatch.setattr(KernelCall, "__init__", init)
     yield make
     # One chunk makes a call for each of four updates; the other for the first alone,
     # and once more to keep it.

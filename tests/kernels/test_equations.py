@@ -14,7 +14,7 @@ import pytest
 from jax import lax
 from reference_kernel import compute
 
-from jaxinf.kernels import Call, Passage
+from jaxinf.kernels import KernelCall, Passage
 from jaxinf.kernels.calls import EntryPoint
 from jaxinf.kernels.emitter import emit
 from jaxinf.kernels.lowering import lower
@@ -157,7 +157,7 @@ def test_each_equation_is_within_one_unit(name, record_property):
     scalars = [np.array(0.3).astype(dtype)[()] for dtype in kernel.scalar_dtypes]
     arrays = [numbers(rng).astype(dtype) for dtype in kernel.array_dtypes]
     out = np.empty(NUM, np.float32)
-    call = Call(
+    call = KernelCall(
         EntryPoint(function), source.constants, states=[params, *slots, *words],
         gradient=gradient, out=out, scalar_dtypes=kernel.scalar_dtypes,
         num_arrays=len(arrays),

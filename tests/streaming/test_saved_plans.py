@@ -20,7 +20,7 @@ from jaxinf.errors import BudgetError, JaxinfError, StoreFormatError, StreamErro
 from jaxinf.store import seal
 from jaxinf.streaming.plan.fit import cut_to_fit, prepare
 from jaxinf.streaming.plan.memory import divide
-from jaxinf.streaming.plan.options import Options
+from jaxinf.streaming.plan.options import StepOptions
 from jaxinf.streaming.planning import within
 from jaxinf.terminal import parse_bytes
 
@@ -237,7 +237,7 @@ def test_the_budget_that_is_named_works(few, policy):
         return cut_to_fit(ready, division.programs, policy)
 
     with pytest.raises(BudgetError) as refused:
-        within(Options(few), plan)
+        within(StepOptions(few), plan)
     assert len(budgets) <= 4
     works = parse_bytes(refused.value.works["memory_bytes"])
     assert plan({"memory_bytes": works})

@@ -40,42 +40,47 @@ class EmulatedXrt:
     """
 
     def __init__(self, *, has_contexts: bool = True) -> None:
-        self.xclBOSyncDirection = _Direction
-        self.xclbin, self.bo, self.kernel, self.run = _Xclbin, _Bo, _Kernel, _Run
-        self.device = _Device
+        self.xclBOSyncDirection = _EmulatedDirection
+        self.xclbin, self.bo, self.kernel, self.run = (
+            _EmulatedXclbin,
+            _EmulatedBo,
+            _EmulatedKernel,
+            _EmulatedRun,
+        )
+        self.device = _EmulatedDevice
         if has_contexts:
-            self.device, self.hw_context = _DeviceOfContexts, _Context
+            self.device, self.hw_context = _EmulatedDeviceOfContexts, _EmulatedContext
 
 
-class _Flags(enum.Enum):
+class _EmulatedFlags(enum.Enum):
     normal = 0
     p2p = 1
 
 
-class _Direction(enum.Enum):
+class _EmulatedDirection(enum.Enum):
     XCL_BO_SYNC_BO_TO_DEVICE = 0
     XCL_BO_SYNC_BO_FROM_DEVICE = 1
 
 
-class _Device:
+class _EmulatedDevice:
     def __init__(self, device: int | str) -> None:
         if isinstance(device, str):
             raise RuntimeError(f"Invalid device string '{device}'")
         self.lock = threading.Lock()
         self.free_bytes = DEVICE_BYTES
         self.unit = ThreadPoolExecutor(1, thread_name_prefix=f"card-{device}")
-        self.loaded: _Xclbin | None = None
+        self.loaded: _EmulatedXclbin | None = None
 
-    def load_xclbin(self, xclbin: "_Xclbin") -> int:
+    def load_xclbin(self, xclbin: "_EmulatedXclbin") -> int:
         self.loaded = xclbin
         return id(xclbin)
 
 
-class _DeviceOfContexts(_Device):
-    register_xclbin = _Device.load_xclbin
+class _EmulatedDeviceOfContexts(_EmulatedDevice):
+    register_xclbin = _EmulatedDevice.load_xclbin
 
 
-class _Xclbin:
+class _EmulatedXclbin:
     """A file of kernel names, one a line."""
 
     def __init__(self, path: str) -> None:
@@ -86,14 +91,14 @@ class _Xclbin:
             except (OSError, UnicodeDecodeError) as error:
                 raise RuntimeError(f"cannot read xclbin: {error}") from error
 
-    def get_kernels(self) -> "list[_Name]":
-        return [_Name(n) for n in (self._names or [_EXAMPLE])]
+    def get_kernels(self) -> "list[_EmulatedName]":
+        return [_EmulatedName(n) for n in (self._names or [_EXAMPLE])]
 
     def holds(self, name: str) -> bool:
         return self._names is None or name in self._names
 
 
-class _Name:
+class _EmulatedName:
     def __init__(self, name: str) -> None:
         self._name = name
 
@@ -101,16 +106,16 @@ class _Name:
         return self._name
 
 
-class _Context:
-    def __init__(self, device: _Device, uuid: int) -> None:
+class _EmulatedContext:
+    def __init__(self, device: _EmulatedDevice, uuid: int) -> None:
         assert uuid == id(device.loaded)
         self.device = device
 
 
-class _Memory:
+class _EmulatedMemory:
     """Memory of a card and the host's view of it, which is a copy without P2P."""
 
-    def __init__(self, device: _Device, num_bytes: int, *, p2p: bool) -> None:
+    def __init__(self, device: _EmulatedDevice, num_bytes: int, *, p2p: bool) -> None:
         with device.lock:
             if not 0 < num_bytes <= device.free_bytes:
                 raise MemoryError("std::bad_alloc")
@@ -130,13 +135,13 @@ class _Memory:
                 self._device.free_bytes += self._num_bytes
 
 
-class _Bo:
+class _EmulatedBo:
     """``bo(owner, size, flags, group)``, or ``bo(parent, size, offset)``."""
 
-    flags = _Flags
+    flags = _EmulatedFlags
 
     def __init__(self, owner: Any, num_bytes: int, *rest: Any) -> None:
-        if isinstance(owner, _Bo):
+        if isinstance(owner, _EmulatedBo):
             (self._start,) = rest
             self.memory = owner.memory
             if not 0 <= self._start <= self._start + num_bytes <= owner.num_bytes:
@@ -144,11 +149,13 @@ class _Bo:
             self._start += owner._start
         else:
             flags, bank = rest
-            if isinstance(owner, _Context):
+            if isinstance(owner, _EmulatedContext):
                 raise TypeError("bo: incompatible constructor arguments")
             if bank != 0:
                 raise RuntimeError(f"no memory bank {bank}")
-            self.memory = _Memory(owner, num_bytes, p2p=flags is _Flags.p2p)
+            self.memory = _EmulatedMemory(
+                owner, num_bytes, p2p=flags is _EmulatedFlags.p2p
+            )
             self._start = 0
         self.num_bytes = num_bytes
 
@@ -158,13 +165,13 @@ class _Bo:
     def map(self) -> memoryview:
         return self._part(self.memory.on_host).data
 
-    def sync(self, direction: _Direction, num_bytes: int, offset: int) -> None:
+    def sync(self, direction: _EmulatedDirection, num_bytes: int, offset: int) -> None:
         if not 0 <= offset <= offset + num_bytes <= self.num_bytes:
             raise RuntimeError("sync: Invalid argument")
         place = slice(offset, offset + num_bytes)
         host = self._part(self.memory.on_host)[place]
         card = self._part(self.memory.on_card)[place]
-        if direction is _Direction.XCL_BO_SYNC_BO_TO_DEVICE:
+        if direction is _EmulatedDirection.XCL_BO_SYNC_BO_TO_DEVICE:
             card[:] = host
         else:
             host[:] = card
@@ -176,11 +183,11 @@ class _Bo:
         return memory[self._start : self._start + self.num_bytes]
 
 
-class _Kernel:
+class _EmulatedKernel:
     """``kernel(device, uuid, name)``, or ``kernel(context, name)``."""
 
     def __init__(self, owner: Any, *rest: Any) -> None:
-        of_context = isinstance(owner, _Context)
+        of_context = isinstance(owner, _EmulatedContext)
         if len(rest) != (1 if of_context else 2):
             raise TypeError("kernel: incompatible constructor arguments")
         self.device = owner.device if of_context else owner
@@ -202,25 +209,25 @@ class _Kernel:
         """The compiled kernel; blocks while the compiler runs."""
         return card_function(self.card)
 
-    def __call__(self, *arguments: Any) -> "_Run":
-        run = _Run(self)
+    def __call__(self, *arguments: Any) -> "_EmulatedRun":
+        run = _EmulatedRun(self)
         for number, value in enumerate(arguments):
-            if isinstance(value, (_Bo, int)):
+            if isinstance(value, (_EmulatedBo, int)):
                 run.set_arg(number, value)
         run.start()
         return run
 
 
-class _Run:
+class _EmulatedRun:
     """``run(kernel)``. Arguments that are not set are zero, like a card's registers."""
 
-    def __init__(self, kernel: _Kernel) -> None:
+    def __init__(self, kernel: _EmulatedKernel) -> None:
         self._kernel = kernel
         self._arguments: list[Any] = [0] * len(kernel.card.arguments)
         self._future: Future[None] | None = None
 
     def set_arg(self, number: int, value: Any) -> None:
-        if not isinstance(value, _Bo):
+        if not isinstance(value, _EmulatedBo):
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError("set_arg(): incompatible function arguments")
             if not -(1 << 31) <= value < 1 << 31:
@@ -231,7 +238,9 @@ class _Run:
         self._future = self._kernel.device.unit.submit(self._execute)
 
     def _execute(self) -> None:
-        values = [a.address() if isinstance(a, _Bo) else a for a in self._arguments]
+        values = [
+            a.address() if isinstance(a, _EmulatedBo) else a for a in self._arguments
+        ]
         pointers = values[: len(self._kernel.card.pointers)]
         if not all(pointers):
             raise RuntimeError("a pointer was not set")

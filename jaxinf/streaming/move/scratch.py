@@ -37,7 +37,7 @@ PART_BYTES = 4 << 20
 THREADS_PER_DRIVE = 2
 
 
-class Part(NamedTuple):
+class ScratchRun(NamedTuple):
     """A run of a value's bytes, and its place on a drive.
 
     Attributes:
@@ -54,7 +54,7 @@ class Part(NamedTuple):
         return self.stop - self.start
 
 
-def place_bytes(parts: Sequence[Part]) -> int:
+def place_bytes(parts: Sequence[ScratchRun]) -> int:
     """Bytes of a value that are moved each way, and memory for it: whole pages."""
     return sum(page_ceil(part.num_bytes) for part in parts)
 
@@ -89,7 +89,7 @@ class Scratch:
         self._own = threading.local()  # a thread's memory to write a part from
         self._files: list[int] = []
 
-    def allocate(self, sizes: Iterable[int]) -> list[Sequence[Part]]:
+    def allocate(self, sizes: Iterable[int]) -> list[Sequence[ScratchRun]]:
         """Takes room for values of so many bytes; blocks. Called once.
 
         Returns:
@@ -104,7 +104,7 @@ class Scratch:
             parts = []
             for start in range(0, max(num_bytes, 1), PART_BYTES):
                 drive, stop = next(turns), min(start + PART_BYTES, num_bytes)
-                parts.append(Part(drive, ends[drive], start, stop))
+                parts.append(ScratchRun(drive, ends[drive], start, stop))
                 ends[drive] += page_ceil(stop - start)
             places.append(tuple(parts))
         try:
@@ -126,24 +126,24 @@ class Scratch:
     # --- moves ---------------------------------------------------------------------
 
     def start_write(
-        self, parts: Sequence[Part], value: Array | jax.Array, what: object = ""
+        self, parts: Sequence[ScratchRun], value: Array | jax.Array, what: object = ""
     ) -> Future[None]:
         """Starts to write a value, which may still be computed."""
 
-        def write(part: Part) -> None:
+        def write(part: ScratchRun) -> None:
             raw = raw_bytes(np.asarray(jax.block_until_ready(value)))
             self.write(part, raw, what)
 
         return self._start(write, parts)
 
     def start_read(
-        self, parts: Sequence[Part], out: Array, what: object = ""
+        self, parts: Sequence[ScratchRun], out: Array, what: object = ""
     ) -> Future[None]:
         """Starts to read a value into its memory, in whole pages."""
         return self._start(lambda part: self.read(part, out, what), parts)
 
     def _start(
-        self, move: Callable[[Part], None], parts: Sequence[Part]
+        self, move: Callable[[ScratchRun], None], parts: Sequence[ScratchRun]
     ) -> Future[None]:
         """Returns the future of a move; it ends when each of the parts has."""
         whole: Future[None] = Future()
@@ -172,7 +172,7 @@ class Scratch:
         for jobs in self._jobs:
             jobs.reset()
 
-    def write(self, part: Part, raw: Array, what: object = "") -> None:
+    def write(self, part: ScratchRun, raw: Array, what: object = "") -> None:
         """Writes a part of a value; blocks. Thread-safe.
 
         Args:
@@ -189,7 +189,7 @@ class Scratch:
         padded[length:] = 0
         self._move(write_from, part, padded, what)
 
-    def read(self, part: Part, out: Array, what: object = "") -> None:
+    def read(self, part: ScratchRun, out: Array, what: object = "") -> None:
         """Reads a part into the whole value's memory; blocks. Thread-safe.
 
         Args:
@@ -201,7 +201,7 @@ class Scratch:
         length = page_ceil(part.num_bytes)
         self._move(read_into, part, out[part.start : part.start + length], what)
 
-    def _move(self, call: Any, part: Part, memory: Array, what: object) -> None:
+    def _move(self, call: Any, part: ScratchRun, memory: Array, what: object) -> None:
         drive, kind = part.drive, "read" if call is read_into else "write"
         place = {"drive": self._drives[drive], "num_bytes": len(memory)}
         with span(kind, (self._content, what), **place):

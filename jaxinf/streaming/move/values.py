@@ -24,7 +24,7 @@ import numpy as np
 
 from jaxinf import compat
 from jaxinf.streaming.move.jobs import Jobs, MoveCounts, Uploads
-from jaxinf.streaming.move.scratch import Part, Scratch, place_bytes
+from jaxinf.streaming.move.scratch import Scratch, ScratchRun, place_bytes
 from jaxinf.streaming.plan.calls import Plan, Slot, Tiers
 from jaxinf.streaming.plan.leaving import NUM_COPIES
 from jaxinf.streaming.program.lifetimes import Stay, occupancy
@@ -52,7 +52,7 @@ class _Away:
     """
 
     slot: Slot
-    parts: Sequence[Part]
+    parts: Sequence[ScratchRun]
     form: jax.ShapeDtypeStruct
     value: jax.Array | None
     host: jax.Array | None = None
@@ -103,7 +103,7 @@ class Values:
         on_drive = tiers.on_drive if tiers else tuple(evictions)
         sizes = (lives[slot].num_bytes for slot in on_drive)
         places = zip(on_drive, self._scratch.allocate(sizes), strict=True)
-        self._places: Mapping[Slot, Sequence[Part]] = dict(places)
+        self._places: Mapping[Slot, Sequence[ScratchRun]] = dict(places)
         most_bytes = max(tiers.room, default=0) if tiers else 0
         if plan is not None and not tiers:
             most_bytes = _most_back(plan, self._places)
@@ -388,7 +388,7 @@ def _by_call(pairs: Iterable[tuple[Slot, int]]) -> Mapping[int, list[Slot]]:
     return found
 
 
-def _most_back(plan: Plan, places: Mapping[Slot, Sequence[Part]]) -> int:
+def _most_back(plan: Plan, places: Mapping[Slot, Sequence[ScratchRun]]) -> int:
     """The most memory, in whole pages, of values that have come back."""
     lives, evictions = plan.lives, plan.evictions
     stays = (

@@ -26,7 +26,7 @@ store's last step."""
 
 
 @dataclass(frozen=True)
-class Options:
+class StepOptions:
     """The arguments of `jaxinf.stream`, and where it runs.
 
     Attributes:
@@ -73,9 +73,9 @@ class Options:
         num_bytes = budgets.get("device_memory_bytes", limit.num_bytes)
         return replace(limit, num_bytes=num_bytes)
 
-    def of_function(self) -> "Options":
+    def of_function(self) -> "StepOptions":
         """Returns the options of a function without a gradient, in the same memory."""
-        return Options(
+        return StepOptions(
             self.memory_bytes,
             self.device_memory_bytes,
             has_aux=True,

@@ -49,7 +49,7 @@ from jaxinf.program import (
 )
 from jaxinf.store import CommitRecord
 from jaxinf.streaming.plan.memory import Division
-from jaxinf.streaming.plan.options import DeviceUpdates, Options
+from jaxinf.streaming.plan.options import DeviceUpdates, StepOptions
 from jaxinf.streaming.program.meshes import mesh_text
 from jaxinf.streaming.program.shards import PINNED
 from jaxinf.streaming.update.near_storage import Updates
@@ -118,7 +118,7 @@ class DeviceShare:
     """
 
     def __init__(
-        self, updates: Updates, store: Store, options: Options, mesh: Mesh | None
+        self, updates: Updates, store: Store, options: StepOptions, mesh: Mesh | None
     ) -> None:
         self._updates = updates
         self._asked = asked = options.device_updates

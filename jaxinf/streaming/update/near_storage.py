@@ -23,7 +23,7 @@ from jaxinf.streaming.move.spill import Waiting, file_bytes, waiting
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.fit import Prepared
 from jaxinf.streaming.plan.memory import Division, divide
-from jaxinf.streaming.plan.options import Options
+from jaxinf.streaming.plan.options import StepOptions
 from jaxinf.streaming.program.graph import Piece, aval_bytes
 from jaxinf.streaming.program.units import SHARED, StoreUnits, Unit, shared_bytes
 from jaxinf.transfer import ByteCounts
@@ -100,7 +100,7 @@ class Updates:
         ready: Prepared,
         program: UpdateProgram,
         shape: StoreShape,
-        options: Options,
+        options: StepOptions,
     ) -> "Updates":
         """Returns the updates of a step.
 
@@ -189,7 +189,7 @@ class Updates:
 
 
 def divided(
-    updates: Updates, ready: Prepared, budgets: Mapping[str, int], options: Options
+    updates: Updates, ready: Prepared, budgets: Mapping[str, int], options: StepOptions
 ) -> Division:
     """Divides the memory of budgets; raises BudgetError."""
     shape, units, waits = updates.shape, updates.units, updates.are_deferred

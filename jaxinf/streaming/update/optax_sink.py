@@ -26,7 +26,7 @@ from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.fit import Prepared
 from jaxinf.streaming.plan.memory import Division, divide_rest
-from jaxinf.streaming.plan.options import Options
+from jaxinf.streaming.plan.options import StepOptions
 from jaxinf.streaming.program.graph import Piece, aval_bytes
 from jaxinf.streaming.program.trace import Traced
 from jaxinf.streaming.update.sink import Sink
@@ -44,7 +44,10 @@ class OptaxSink(Sink):
     """
 
     def __init__(
-        self, tx: optax.GradientTransformation, options: Options, folder: PathLikeStr
+        self,
+        tx: optax.GradientTransformation,
+        options: StepOptions,
+        folder: PathLikeStr,
     ) -> None:
         super().__init__(options)
         self._tx, self._folder = tx, folder
@@ -60,7 +63,7 @@ class OptaxSink(Sink):
             state = jax.jit(self._tx.init)(params)
         self._trained, self._is_lent = (params, state), False
 
-    def like(self, options: Options) -> "OptaxSink":
+    def like(self, options: StepOptions) -> "OptaxSink":
         """Returns one to plan with other options."""
         return OptaxSink(self._tx, options, self._folder)
 

@@ -20,7 +20,7 @@ import numpy as np
 from jaxinf import compat
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import Engine, ParamsReader, SlotRequest
-from jaxinf.program import Part, Passes, UpdateProgram, Value, key_data
+from jaxinf.program import PassComputation, Passes, UpdateProgram, Value, key_data
 from jaxinf.streaming.plan.memory import READER_BYTES
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.keys import Keys
@@ -49,7 +49,7 @@ class PassRunner:
         self._program = program
         self._compiled: dict[Any, Any] = {}
         self._keys = Keys()
-        self._part_keys: dict[Part, str] = {}
+        self._part_keys: dict[PassComputation, str] = {}
         options = compat.deterministic_options(is_deterministic)
         self._jit = partial(jax.jit, compiler_options=options)
         self._between = [self._jit(part) for part in passes.before]
@@ -189,14 +189,14 @@ class PassRunner:
             dict(zip(part.scalars, found[num:], strict=True)),
         )
 
-    def _note(self, part: Part, found: Sequence[jax.Array]) -> None:
+    def _note(self, part: PassComputation, found: Sequence[jax.Array]) -> None:
         if part.leaf in self._given:
             found = part.gather([self._env[v] for v in part.exports], found)
         self._given.add(part.leaf)
         self._env.update(zip(part.exports, found, strict=True))
 
     def _run(
-        self, part: Part, gradient: jax.Array | Array, params: Array | None
+        self, part: PassComputation, gradient: jax.Array | Array, params: Array | None
     ) -> Sequence[jax.Array]:
         executable = self._executable(part, tuple(gradient.shape))
         arrays = [self._own(part.leaf, value, gradient, params) for value in part.own]
@@ -229,7 +229,7 @@ class PassRunner:
         self._engine.opened.recall(step, request, repeats=True)
         return jnp.asarray(array)
 
-    def _executable(self, part: Part, shape: tuple[int, ...]) -> Any:
+    def _executable(self, part: PassComputation, shape: tuple[int, ...]) -> Any:
         """Returns a part's program, compiled once for all leaves with equal ones."""
         if part not in self._part_keys:
             key = self._keys.program(part.inputs, part.nodes, part.outputs)
@@ -240,7 +240,9 @@ class PassRunner:
             self._compiled[key] = self._jit(part).lower(*avals).compile()
         return self._compiled[key]
 
-    def _avals(self, part: Part, shape: tuple[int, ...]) -> list[jax.ShapeDtypeStruct]:
+    def _avals(
+        self, part: PassComputation, shape: tuple[int, ...]
+    ) -> list[jax.ShapeDtypeStruct]:
         info = self._program.leaves[part.leaf].info
         avals = []
         for value in part.own:

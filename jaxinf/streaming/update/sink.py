@@ -24,7 +24,7 @@ from jaxinf.streaming.plan.memory import (
     divide_rest,
     reader_bytes,
 )
-from jaxinf.streaming.plan.options import Options
+from jaxinf.streaming.plan.options import StepOptions
 from jaxinf.streaming.plan.reads import Reading, plan_reads, staged_bytes
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.initial import BUFFERS_SHARE
@@ -59,7 +59,7 @@ class Sink(ABC):
 
     def __init__(
         self,
-        options: Options,
+        options: StepOptions,
         store: Store | None = None,
         units: StoreUnits | None = None,
     ) -> None:
@@ -196,7 +196,7 @@ class NoGradients(Sink):
         self,
         store: Store,
         ready: Prepared,
-        options: Options,
+        options: StepOptions,
         beside_bytes: int | None,
         *,
         average: bool,

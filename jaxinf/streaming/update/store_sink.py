@@ -35,7 +35,7 @@ from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.fit import Prepared
 from jaxinf.streaming.plan.kept import kept_cuts, streams_of
 from jaxinf.streaming.plan.memory import Division
-from jaxinf.streaming.plan.options import Options
+from jaxinf.streaming.plan.options import StepOptions
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.shards import (
     Gradient,
@@ -86,7 +86,7 @@ class StoreSink(Sink):
         ready: Prepared,
         program: UpdateProgram,
         shape: StoreShape,
-        options: Options,
+        options: StepOptions,
     ) -> None:
         self._updates = updates = Updates.of(ready, program, shape, options)
         super().__init__(options, store, updates.store_units)
