@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import optax
 
-from jaxinf.kernels.card import named_card_kernel
+from jaxinf.kernels.card_kernels import named_card_kernel
 from jaxinf.kernels.card_source import card_source
 from jaxinf.kernels.compiled import source_of, standard_kernels
 from jaxinf.native.toolchain import GENERATED, content_hash

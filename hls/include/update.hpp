@@ -113,7 +113,7 @@ stateless_beats:
   finite.write(all_finite);
 }
 
-// ---- the status block; jaxinf/kernels/card.py describes its words
+// ---- the status block; jaxinf/kernels/card_kernels.py describes its words
 
 template <int num_extents>
 void report(Words& finite, Words& valid, Words (&read)[num_extents],

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from jaxinf.cli.arguments import AnyPath, StorePath, Switch, option, whole_path
 from jaxinf.cli.looking import say_warning
-from jaxinf.cli.options import AnyPath, StorePath, Switch, option, whole_path
 from jaxinf.cli.terminal import make_table, show_progress
 from jaxinf.command_line import ByteSize, UsageError
 from jaxinf.exchange import (

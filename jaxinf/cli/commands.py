@@ -14,10 +14,10 @@ from typing import Any
 
 import tyro
 
+from jaxinf.cli.arguments import FLAGS
 from jaxinf.cli.checkpoints import Checkpoint
 from jaxinf.cli.doctor import Doctor
 from jaxinf.cli.inspection import Inspect
-from jaxinf.cli.options import FLAGS
 from jaxinf.cli.plan import Plan
 from jaxinf.cli.plan import main as plan
 from jaxinf.cli.report import Report

@@ -12,8 +12,8 @@ from typing import Annotated
 import tyro
 from rich.text import Text
 
+from jaxinf.cli.arguments import AnyPath, option
 from jaxinf.cli.host import Finding, look_at_cards, look_at_host
-from jaxinf.cli.options import AnyPath, option
 from jaxinf.cli.place import look_at_place
 from jaxinf.cli.probe import Bandwidth, measure_machine
 from jaxinf.cli.terminal import facts_table, heading, show_progress

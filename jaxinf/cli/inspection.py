@@ -33,8 +33,8 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from jaxinf.cli.arguments import StorePath, Switch
 from jaxinf.cli.looking import open_committed, over_members
-from jaxinf.cli.options import StorePath, Switch
 from jaxinf.cli.terminal import facts_table, heading, make_table
 from jaxinf.documents import DocumentError, decode
 from jaxinf.errors import StoreError

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import tyro
 
-from jaxinf.cli.options import FLAGS, Switch, option
+from jaxinf.cli.arguments import FLAGS, Switch, option
 from jaxinf.command_line import UsageError
 from jaxinf.terminal import make_console, printable
 from jaxinf.train.checks import check
@@ -21,10 +21,10 @@ from jaxinf.train.data.loader import Batch
 from jaxinf.train.data.rows import TrainingData
 from jaxinf.train.help import check_names, help_of
 from jaxinf.train.loading import load, make_batches
+from jaxinf.train.messages import say_config
 from jaxinf.train.optimizers import check_optimizer
-from jaxinf.train.plan import plan_run, plan_text
-from jaxinf.train.report import say_config
 from jaxinf.train.run_file import config_of
+from jaxinf.train.run_plan import plan_run, plan_text
 
 _PROG = "jaxinf plan"
 _FILES = {".toml": "--config", ".json": "--preset", "": "--from"}

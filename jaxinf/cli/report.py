@@ -17,7 +17,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import tyro
 
-from jaxinf.cli.options import AnyPath, option
+from jaxinf.cli.arguments import AnyPath, option
 from jaxinf.cli.run_logs import Columns, Logs, read_logs
 from jaxinf.command_line import UsageError
 from jaxinf.errors import JaxinfError

@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 
 import tyro
 
+from jaxinf.cli.arguments import AnyPath, Switch, option, whole_path
 from jaxinf.cli.checkpoints import Export
 from jaxinf.cli.looking import say_warning
-from jaxinf.cli.options import AnyPath, Switch, option, whole_path
 from jaxinf.cli.terminal import show_progress
 from jaxinf.command_line import ByteSize, UsageError
 from jaxinf.exchange import DEFAULT_MEMORY_BYTES, export_source, export_url_at, is_url

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from jaxinf.cli.arguments import StorePath, Switch, option
 from jaxinf.cli.looking import open_committed, over_members
-from jaxinf.cli.options import StorePath, Switch, option
 from jaxinf.cli.terminal import show_progress
 from jaxinf.store import (
     Damage,

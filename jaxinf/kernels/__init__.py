@@ -5,7 +5,7 @@ extracted from an optimizer.
 """
 
 from jaxinf.kernels.calls import KernelCall, Passage, stored_arrays
-from jaxinf.kernels.card import (
+from jaxinf.kernels.card_kernels import (
     STATUS_BYTES,
     CardArgument,
     CardKernel,

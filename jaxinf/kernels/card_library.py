@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxinf.kernels.card import CardKernel
+from jaxinf.kernels.card_kernels import CardKernel
 from jaxinf.kernels.card_source import card_source
 from jaxinf.native import cached_library, load_library, toolchain
 

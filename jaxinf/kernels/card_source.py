@@ -1,13 +1,13 @@
 """Card kernels as C++ for HLS: the stages of ``hls/include`` wired around a body.
 
-Invariant: the text depends only on the table of `jaxinf.kernels.card`, and contains no
-  arithmetic. That is in the body, which hosts and cards share.
+Invariant: the text depends only on the table of `jaxinf.kernels.card_kernels`, and has
+  no arithmetic. That is in the body, which hosts and cards share.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jaxinf.kernels.card import CARD_ALIGNMENT_BYTES, CardArgument, CardKernel
+from jaxinf.kernels.card_kernels import CARD_ALIGNMENT_BYTES, CardArgument, CardKernel
 
 _COSIM_ELEMENTS = 4096  # longest subgroup of a cosimulation, which needs depth=
 

@@ -27,7 +27,7 @@ from jaxinf.command_line import UsageError
 from jaxinf.engine import Store
 from jaxinf.processes import Group, all_processes
 from jaxinf.terminal import make_console
-from jaxinf.train import report, resume
+from jaxinf.train import messages, resume
 from jaxinf.train.checks import check
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch, Batches
@@ -105,13 +105,13 @@ def train(
     with console.status("reading the data"):
         config, data = load(config)
     batches = make_batches(config, data)
-    report.say_config(console, config, data)
+    messages.say_config(console, config, data)
     with contextlib.ExitStack() as stack:
         run = _TrainingRun(config, kept, data, batches, group, console, stack)
         _keep_config(run.step, config, run_file)
         signal_number = run.go()
         if run.step < config.steps:
-            report.say_stopped(console, config, run.step, command)
+            messages.say_stopped(console, config, run.step, command)
             run.end_exports(waits=False)
             return signal_number and 128 + signal_number
         run.report()
@@ -147,7 +147,7 @@ class _TrainingRun:
         resume.check_same(self._identity, group)
         self.step = self._first_step(self._store)
         _check_log_dir(config.logs)  # before the store is made
-        with report.saying_compilation(console):
+        with messages.saying_compilation(console):
             self._mode = self._begin(self._store)
         stack.callback(self._mode.close)
         self._num_updates = self._store.step if self._store else 0
@@ -204,14 +204,14 @@ class _TrainingRun:
                 f"already at step {first}, nothing to train: --steps is {last}"
             )
             return 0
-        with report.saying_compilation(console):  # so that no step's time has it
+        with messages.saying_compilation(console):  # so that no step's time has it
             step = self._mode.compile(self._devices.joined(self._batches[0]))
         if config.eval_every and self._best.step < 0:
             self._say_evaluation()
         coming = self._batches.starting_at(Batches.position_of(first))
         with (
             contextlib.closing(coming),
-            report.Progress(console, config, first) as progress,
+            messages.Progress(console, config, first) as progress,
             self._metrics.recording(functools.partial(self._complete, progress)),
             stop_requests(
                 lambda name: console.print(
@@ -260,7 +260,7 @@ class _TrainingRun:
         self._timer.ended(number, done.costs)
         return line
 
-    def _complete(self, progress: report.Progress, line: StepLine) -> None:
+    def _complete(self, progress: messages.Progress, line: StepLine) -> None:
         if not self._group.is_alone:
             total = sum_of_processes(self._group, line)
             if self._sums is not None and total is not None:
@@ -283,7 +283,7 @@ class _TrainingRun:
         return Evaluator(self._config, self._data, self._mode.function)
 
     def _say_evaluation(self) -> None:
-        text = report.describe(self._config, self.evaluate())
+        text = messages.describe(self._config, self.evaluate())
         self._console.print(f"step {self.step}: {text}")
 
     def evaluate(self) -> Evaluation:
@@ -310,8 +310,8 @@ class _TrainingRun:
 
     def report(self) -> None:
         """Evaluates a last time; prints that, and what the run has taken."""
-        self._console.print(report.describe(self._config, self.evaluate()))
-        report.say_results(self._console, self._config, self._store, self._idle_bytes)
+        self._console.print(messages.describe(self._config, self.evaluate()))
+        messages.say_results(self._console, self._config, self._store, self._idle_bytes)
 
     # --- exports -------------------------------------------------------------------
 
@@ -343,8 +343,8 @@ class _TrainingRun:
         failed = [f"{i.step}" for i in self._store.exports() if i.outcome == "failed"]
         if failed and waits:  # else the status is that of the signal
             text = f"exports of step {', '.join(failed)} failed: exit status"
-            self._console.print(f"{text} {report.EXPORT_FAILED}")
-        return report.EXPORT_FAILED if failed else 0
+            self._console.print(f"{text} {messages.EXPORT_FAILED}")
+        return messages.EXPORT_FAILED if failed else 0
 
 
 def _check_log_dir(logs: Path) -> None:

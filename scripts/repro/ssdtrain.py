@@ -44,7 +44,7 @@ import rok
 from throttled import Passage, Server, held_up
 
 from jaxinf.streaming.move.params import MemoryParams
-from jaxinf.streaming.move.scratch import Part, Scratch
+from jaxinf.streaming.move.scratch import Scratch, ScratchRun
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.compiled import Executables, measured
@@ -182,12 +182,12 @@ class SlowScratch(Scratch):
         self._drive = drive
         self._bytes_per_s = bytes_per_s if math.isfinite(bytes_per_s) else None
 
-    def write(self, part: Part, *arguments: Any, **named: Any) -> None:
+    def write(self, part: ScratchRun, *arguments: Any, **named: Any) -> None:
         """As `Scratch.write`."""
         with held_up(Passage(self._drive, part.num_bytes, self._bytes_per_s)):
             super().write(part, *arguments, **named)
 
-    def read(self, part: Part, *arguments: Any, **named: Any) -> None:
+    def read(self, part: ScratchRun, *arguments: Any, **named: Any) -> None:
         """As `Scratch.read`."""
         with held_up(Passage(self._drive, part.num_bytes, self._bytes_per_s)):
             super().read(part, *arguments, **named)

@@ -17,7 +17,7 @@ from jaxinf.csd.cards.runtime import LIBRARY, has_runtime, load_runtime
 from jaxinf.csd.cards.xclbin import kernel_names
 from jaxinf.csd.cards.xrt import NoCardMemory, XrtCard
 from jaxinf.errors import CsdError
-from jaxinf.kernels.card import CardArgument
+from jaxinf.kernels.card_kernels import CardArgument
 from jaxinf.native import toolchain
 
 SOURCE = Path(__file__).parent / "stub_xrt.cpp"

@@ -10,7 +10,7 @@ from covering import covering
 from families import family
 
 from jaxinf.kernels import compiled
-from jaxinf.kernels.card import CardKernel, card_kernel
+from jaxinf.kernels.card_kernels import CardKernel, card_kernel
 from jaxinf.kernels.card_library import card_function, card_library
 from jaxinf.kernels.compiled import standard_kernels
 from jaxinf.kernels.estimates import rsqrt_estimates

@@ -15,8 +15,8 @@ from small_pictures import write_pictures
 
 from jaxinf.terminal import make_console
 from jaxinf.train.config import TrainConfig
+from jaxinf.train.messages import Progress
 from jaxinf.train.metrics import StepLine
-from jaxinf.train.report import Progress
 
 STREAM = ("--mode", "stream", "--memory", "256MiB")
 FIELDS = ["fetched_drive_bytes", "fetched_memory_bytes", "spilled_memory_bytes"]

@@ -8,7 +8,7 @@ from swemu.build import INCLUDE, RuntimeUnavailable, build_xclbin, check_package
 from swemu.table import Kernel, units
 from swemu.xclbin import write_xclbin
 
-from jaxinf.kernels.card import CardArgument
+from jaxinf.kernels.card_kernels import CardArgument
 
 FIRST = Kernel(
     "first",

@@ -3,7 +3,7 @@
 from swemu.build import HERE
 from swemu.table import Kernel
 
-from jaxinf.kernels.card import CardArgument
+from jaxinf.kernels.card_kernels import CardArgument
 
 __all__ = ["ADAM", "CRASH", "KERNELS", "MEET", "SCALE", "SOURCES"]
 

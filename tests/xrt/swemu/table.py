@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from jaxinf.kernels.card import CardArgument
+from jaxinf.kernels.card_kernels import CardArgument
 
 __all__ = ["CardKernel", "Kernel", "Register", "Unit", "registers", "units"]
 
