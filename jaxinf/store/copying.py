@@ -137,6 +137,8 @@ def copy_step(
     try:
         _discard(staging, target, keeps=True)  # what an interrupted call has left
         try:
+            if source.held:
+                _check_exchange(staging)
             num_bytes = _make(source, manifests, staging, progress)
         except (JaxinfError, ValueError):
             _discard(staging, target)
@@ -247,6 +249,17 @@ def _check_target(source: CopySource, target: Path) -> None:
             f"{target}: expected nothing there, or an empty directory, or OLD itself, "
             f"and no mount point, found {', '.join(found)}; give another path"
         )
+
+
+def _check_exchange(staging: Path) -> None:
+    """Refuses a file system where the copy could not take OLD's place at the end."""
+    with translated("copy", staging):
+        first, second = staging / ".jaxinf-first", staging / ".jaxinf-second"
+        first.mkdir()
+        second.mkdir()
+        _exchange(first, second)
+        first.rmdir()
+        second.rmdir()
 
 
 # --- making it -----------------------------------------------------------------------

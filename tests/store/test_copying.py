@@ -28,6 +28,7 @@ from jaxinf.errors import (
     ProcessError,
     StoreCorruptError,
     StoreFormatError,
+    StoreIOError,
     StoreLockedError,
     StoreMismatchError,
     StoreSpaceError,
@@ -36,6 +37,7 @@ from jaxinf.store import (
     Shards,
     StoreDirectory,
     StoreLock,
+    copying,
     find_members,
     list_whole,
     pinned_step,
@@ -189,6 +191,14 @@ def test_too_little_room_or_damage_leaves_what_is_there(place, monkeypatch):
         copied(path, processes=3)
     assert not leftovers(path)
     assert (contents(path), grids_of(path)) == (expected, grids)
+
+
+def test_a_file_system_without_exchanges_is_refused_at_once(place, monkeypatch):
+    path = make(place)
+    monkeypatch.setattr(copying.ctypes, "CDLL", lambda *_, **__: None)
+    with pytest.raises(StoreIOError, match="exchanges two directories"):
+        copied(path, None, lambda *_: pytest.fail("it was copied"), processes=3)
+    assert not leftovers(path)
 
 
 def test_refusals(place):
