@@ -348,7 +348,11 @@ def export_source(url: str, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> CopySou
     carried = {one.chunk for one in commit.carry}
     if missing := sorted((chunks | carried) - set(listed)):
         get(missing[0])  # raises
-    small = dict(over(sorted(listed.keys() - chunks), get, _NUM_GETS))
+    small = {
+        name: content
+        for name, content in over(sorted(listed.keys() - chunks), get, _NUM_GETS)
+        if name in carried or BESIDE.fullmatch(name)  # others are only checked
+    }
 
     def read_pieces(
         _root: Path,
@@ -379,7 +383,7 @@ def export_source(url: str, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> CopySou
         place.where,
         [manifest],
         {"a": WholeStep(Path(place.where), manifest, commit, ())},
-        {name: small[name] for name in filter(BESIDE.fullmatch, small)},
+        {name: small[name] for name in small.keys() - carried},
         lambda step: StepReader(step.path, step.commit, read_pieces=read_pieces),
         has_links=False,
         read_carry=read_carried,

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -176,6 +177,24 @@ def test_damage_is_found_at_import_by_name(make_step, place, name):
     with pytest.raises((ExchangeError, StoreFormatError), match=message):
         copied(url, place / "made")
     assert not (place / "made/jaxinf.json").exists()
+
+
+def test_what_an_export_lists_beside_is_not_held_in_memory(make_step, place):
+    step, _ = make_step(leaves=FEW)
+    export_url(step, f"file://{place}/out")
+    more, raw = {}, bytes(1 << 20)
+    stamp = [len(raw), f"{crc32c(np.frombuffer(raw, np.uint8)):08x}"]
+    for number in range(32):
+        (place / f"out/more{number}").write_bytes(raw)
+        more[f"more{number}"] = stamp
+    edit(place / "out/export.json", lambda d: d["objects"].update(more))
+    tracemalloc.start()
+    try:
+        source = url_export.export_source(f"file://{place}/out")
+        held_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held_bytes < 4 << 20, source.where
 
 
 def test_places_that_are_refused_before_anything_is_written(make_step, place):
