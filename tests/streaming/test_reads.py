@@ -1,5 +1,7 @@
 """Params that updates take from memory, where a program has just read them."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -147,6 +149,39 @@ def test_a_step_is_given_up_while_a_read_waits_for_an_update():
     np.testing.assert_array_equal(params.take(unit(0)), np.ones((1, 1024)))
     params.free(unit(0))
     np.testing.assert_array_equal(params.get(1, Piece(1)), np.ones(1024))
+    params.close()
+
+
+class Held(Ones):
+    """Reads that end when they are let go, from the second one on."""
+
+    def __init__(self):
+        self.num_read, self.reached = 0, threading.Event()
+        self.goes_on = threading.Event()
+
+    def read(self, unit, shards):
+        self.num_read += 1
+        if self.num_read > 1:
+            self.reached.set()
+            assert self.goes_on.wait(60)
+        super().read(unit, shards)
+
+
+def test_a_step_is_given_up_while_a_read_has_no_room_on_the_device():
+    fetches = [Fetch(unit(0), 0, 0, gradient=3), Fetch(unit(1), 1, 1)]
+    reader = Held()
+    params = read_ahead(reader, fetches, PAGE_BYTES, host_bytes=2 * PAGE_BYTES)
+    params.begin()
+    params.get(0, Piece(0))  # the device has room for no other
+    assert reader.reached.wait(60)
+    threading.Timer(0.1, reader.goes_on.set).start()
+    params.stop()
+    params.begin()
+    for number in range(2):
+        found = params.get(number, Piece(number))
+        np.testing.assert_array_equal(found, np.ones(1024))
+        params.done(number)
+        params.free(unit(number))
     params.close()
 
 

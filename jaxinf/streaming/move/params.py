@@ -294,8 +294,9 @@ class StoreParams:
         """Ends a run; no program may be in flight. What is under way is waited for."""
         with self._changed:
             self._to_read.clear()
-            self._to_copy.clear()
         self._jobs.reset()
+        with self._changed:
+            self._to_copy.clear()  # also what was read meanwhile
         self._is_reading, self._error = False, None
         self._uploads.drop()
         with self._changed:
