@@ -123,6 +123,7 @@ class BudgetError(StreamError):
         self.problem = problem
         self.missing_bytes = missing_bytes
         self.otherwise = otherwise
+        self.works = works or {}
         by = f" by at least {missing_bytes} bytes" if missing_bytes > 0 else ""
         advice = f"raise {limit}{by}"
         if works:
