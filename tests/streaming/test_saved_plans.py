@@ -172,6 +172,21 @@ def test_a_plan_is_kept_with_the_first_commit_that_depends_on_it(streamed, open_
     )
 
 
+def test_another_loss_function_is_refused_within_a_run(streamed):
+    program, tx = ZOO["l2_penalty"](depth=2), optax.sgd(0.1)
+    step = streamed(program, tx)
+    step.load(program.params)
+    other = replace(program, loss=lambda p, b: 2 * program.loss(p, b))
+    beside = streamed(other, tx, store=step.store)
+    beside.load(program.params)
+    beside.compile(program.batch)
+    run(step, program, 1)
+    with pytest.raises(StreamError, match=r"another loss function .* replan=True"):
+        beside(program.batch)
+    assert step.store.step == 1
+    run(step, program, 1)
+
+
 def test_a_plan_that_does_not_fit_is_refused(streamed, open_store):
     program = ZOO["l2_penalty"](depth=2)
     step = streamed(program, optax.sgd(0.1))

@@ -25,6 +25,14 @@ def streams_of(ready: Prepared, cuts: Sequence[int]) -> Mapping[str, KeptPlan]:
     return {_name(ready.traced): own}
 
 
+def check_same(
+    store: Path, record: CommitRecord, streams: Mapping[str, KeptPlan]
+) -> None:
+    """Raises StreamError if the last step's record keeps others of the same names."""
+    if any(record.streams.get(name, own) != own for name, own in streams.items()):
+        raise StreamError(_of_another(store))
+
+
 def kept_cuts(
     store: Path, record: CommitRecord, ready: Prepared
 ) -> Sequence[int] | None:
@@ -52,11 +60,7 @@ def kept_cuts(
             f"rows, which this version of jaxinf does not cut; {_GO_ON}"
         )
     if kept.version != PLAN_VERSION or kept.fingerprint != ready.fingerprint:
-        raise StreamError(
-            f"{store}: the store was trained with another loss function for params and "
-            "batches of these shapes, with other shardings of these, or by another "
-            f"version of jaxinf or JAX; {_GO_ON}"
-        )
+        raise StreamError(_of_another(store))
     num_nodes = len(ready.lifetimes.forward)
     if kept.cuts[-1] != num_nodes:
         raise StoreFormatError(
@@ -64,6 +68,14 @@ def kept_cuts(
             f"{[*kept.cuts]}; the store was edited or damaged: {_GO_ON}"
         )
     return kept.cuts
+
+
+def _of_another(store: Path) -> str:
+    return (
+        f"{store}: the store was trained with another loss function for params and "
+        "batches of these shapes, with other shardings of these, or by another "
+        f"version of jaxinf or JAX; {_GO_ON}"
+    )
 
 
 def _mesh(ready: Prepared) -> dict[str, int]:

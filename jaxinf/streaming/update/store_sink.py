@@ -33,7 +33,7 @@ from jaxinf.streaming.move.spill import Spill, Waiting
 from jaxinf.streaming.move.stage import Handed, Stage, Work
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.fit import Prepared
-from jaxinf.streaming.plan.kept import kept_cuts, streams_of
+from jaxinf.streaming.plan.kept import check_same, kept_cuts, streams_of
 from jaxinf.streaming.plan.memory import Division
 from jaxinf.streaming.plan.options import StepOptions
 from jaxinf.streaming.program.graph import Piece
@@ -170,6 +170,8 @@ class StoreSink(Sink):
     def begin(self, extra_args: Mapping[str, Any], params: Params) -> None:
         self._fetched = params
         opened = self._engine.opened
+        if not self.options.replan:
+            check_same(self._engine.options.path, opened.finished, self._streams)
         self._step = opened.finished.step
         opened.assign(self._assignment)
         self._passes.begin(extra_args)
