@@ -243,11 +243,13 @@ class StoreParams:
         """Returns a part of the params for the call of that number; blocks."""
         unit = self._store_units.unit(piece)
         fetch = next(one for one in self._of_unit[unit] if one.last >= number)
+        read = self._reads[fetch]
         with self._together.holding():
-            return self._part(unit, piece, self._got(self._reads[fetch]))
-        # Others wait for the programs.
-        array = _on_host_devices(unit, unit.views(aligned(unit.held_bytes)))
-        return self._part(unit, piece, array)
+            return self._part(unit, piece, self._got(read))
+        # Others wait for the programs, and put a unit together once.
+        if read.value is None:
+            read.value = _on_host_devices(unit, unit.views(aligned(unit.held_bytes)))
+        return self._part(unit, piece, read.value)
 
     def _got(self, read: _Read) -> jax.Array:
         """Returns a unit; blocks until it is on the device.
