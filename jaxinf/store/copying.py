@@ -128,6 +128,11 @@ def copy_step(
     staging = _staging(target)
     manifests = _manifests(source, layout, target)
     _check_target(source, target)
+    if staging.is_symlink():  # what is there would be removed
+        raise StoreFormatError(
+            f"{staging}: expected nothing, or what an interrupted copy has left, found "
+            "a symlink; jaxinf made no such thing: find out who did, and remove it"
+        )
     if source.held and _is_same(source.parts, manifests):
         _discard(staging, target)
         return Copied(source.step.commit.step, 0)

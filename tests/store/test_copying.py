@@ -201,6 +201,17 @@ def test_a_file_system_without_exchanges_is_refused_at_once(place, monkeypatch):
     assert not leftovers(path)
 
 
+@pytest.mark.parametrize("target", ["run", "new"])
+def test_a_link_where_a_copy_begins_is_not_followed(place, target):
+    path = make(place)
+    (place / "own").mkdir()
+    (place / "own/file").touch()
+    (place / f".{target}.copying").symlink_to(place / "own")
+    with pytest.raises(StoreFormatError, match="found a symlink"):
+        copied(path, place / target, processes=2)
+    assert (place / "own/file").exists()
+
+
 def test_refusals(place):
     path = make(place)
     with pytest.raises(ValueError, match="processes=0: expected from 1"):
