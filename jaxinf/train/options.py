@@ -53,7 +53,9 @@ _MEMORY: Any = tyro.constructors.PrimitiveConstructorSpec(
 _LAUNCH: Any = tyro.constructors.PrimitiveConstructorSpec(
     nargs=(0, 1),
     metavar="[HOST:PORT,N,I]",
-    instance_from_str=lambda words: words[0] if words else "",
+    instance_from_str=lambda words: (
+        None if words[:1] == ["none"] else "".join(words[:1])
+    ),
     is_instance=lambda value: True,
     str_from_instance=lambda value: [value or ""],
 )

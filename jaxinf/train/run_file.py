@@ -91,7 +91,8 @@ def config_of(
         left, said = _left_of_store(given, names)
     if not left:
         return given, said
-    return tyro.cli(TrainConfig, prog=prog, args=[*_words(left), *words]), said
+    words = [*with_none(_words(left), TrainConfig), *words]
+    return tyro.cli(TrainConfig, prog=prog, args=words), said
 
 
 def read_run(path: Path) -> TrainConfig:
@@ -160,8 +161,8 @@ def _parsed(values: Mapping[str, Any], where: str) -> TrainConfig:
         with contextlib.redirect_stderr(said):
             return tyro.cli(TrainConfig, args=words)
     except SystemExit:
-        text = " ".join(re.sub("[│─╭╮╰╯]", " ", said.getvalue()).split())
-        text = text.removeprefix("Parsing error ").partition("For full helptext")[0]
+        text = " ".join(re.sub("[│─╭╮╰╯]|---+", " ", said.getvalue()).split())
+        text = re.split("Argument helptext|For full helptext", text)[0]
         raise UsageError(f"{where}: {text.strip()}") from None
     except ValueError as error:
         raise UsageError(f"{where}: {error}") from error
@@ -176,6 +177,8 @@ def _words(values: Mapping[str, Any]) -> list[str]:
             kind = "a number or a text" if is_switch else "true or false"
             raise ValueError(f"{name}: expected {kind}, found {shown(value)}")
         given = value if isinstance(value, list) else [value]
+        if isinstance(value, list) and not isinstance(default, tuple):
+            raise ValueError(f"{name}: expected one value, found {shown(value)}")
         if is_switch:
             words.append(f"--{name}" if value else f"--no-{name}")
         elif isinstance(default, tuple) and name != "csd-root":
@@ -187,7 +190,8 @@ def _words(values: Mapping[str, Any]) -> list[str]:
 
 def _text(name: str, value: Any) -> str:
     is_long = type(value) is int and not -(1 << 63) <= value < 1 << 63
-    if isinstance(value, str | int | float) and not is_long:
+    is_plain = isinstance(value, str | int | float) and not isinstance(value, bool)
+    if is_plain and not is_long:
         text = str(value)
         is_flag = isinstance(value, str) and text.startswith("-")
         if len(text) <= _MOST_CHARS and "\0" not in text and not is_flag:

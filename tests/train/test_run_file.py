@@ -152,6 +152,10 @@ def test_a_name_that_is_no_text_is_left_to_its_flag(read):
             "preset: expected a number of 64 bits, or",
         ),
         ("data = [['a']]", "data: expected a number of 64 bits, or"),
+        ("data = [true]", "data: expected a number of 64 bits, or"),
+        ("steps = [1, 2]", "steps: expected one value, found a list of 2"),
+        ("steps = []", "steps: expected one value, found a list of 0"),
+        ("state = 'fp16'", "run.toml: Invalid choice invalid choice 'fp16' for"),
         ("mode = 'streem'", "--mode"),
         ("memory = 'much'", "expected a number of bytes such as 1GiB"),
         (f"memory = '{'9' * 400}'", "expected a number of bytes such as 1GiB"),
@@ -344,7 +348,7 @@ def test_another_mode_drops_what_it_lacks(of_store):
         ({"steps": "ten"}, "--steps"),
         ({"mode": "x"}, "--mode"),
         ({"batch_size": 1 << 999}, "batch-size: expected a number of 64 bits, or"),
-        ({"memory": [[1]]}, "memory: expected a number of 64 bits, or"),
+        ({"memory": [[1]]}, "memory: expected one value, found a list of 1"),
         ({"data": ["a\0"]}, "data: expected a number of 64 bits, or"),
         ({"data": ["a", "--log-dir", "/x"]}, "begin with -, found '--log-dir'"),
         ({"freeze": ["-x"]}, "NUL, that does not begin with -"),
@@ -408,6 +412,14 @@ def test_none_takes_a_value_back(tmp_path):
     words += ["--seq_len", "None"]
     config, _ = config_of(words)
     assert dataclasses.replace(config, run_file=None) == TrainConfig()
+
+
+def test_none_in_a_file_is_none(tmp_path):
+    file = tmp_path / "run.toml"
+    names = ("tokenizer", "policy", "learning-rate", "memory", "distributed")
+    file.write_text("\n".join(f"{name} = 'none'" for name in names))
+    config, _ = config_of(["--config", str(file)])
+    assert dataclasses.replace(config, run_file=None) == read_run(file) == TrainConfig()
 
 
 @pytest.mark.long
