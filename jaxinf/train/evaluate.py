@@ -56,7 +56,7 @@ class Evaluation(NamedTuple):
 
 
 class Best(NamedTuple):
-    """The checkpoint named best; an infinite loss is none, or one that is not known."""
+    """The checkpoint named best; of one that stays, as its loss is not known, -inf."""
 
     step: int = -1
     loss: float = math.inf
@@ -71,19 +71,22 @@ def best_of(store: Store | None, group: Group) -> Best:
     """Returns the checkpoint named best, with its loss as the last commit has it.
 
     The commit that the checkpoint itself has cannot say it: an evaluation of the store
-    finds it again. Of a step that the run has left, as by a restore, nothing counts any
-    more; nor if processes of the group differ, of which some had replaced theirs when
-    they were killed.
+    finds it again. A later commit that does not say it leaves it unknown: the
+    checkpoint stays. Of a step that the run has left, as by a restore, nothing counts
+    any more; nor if processes of the group differ, of which some had replaced theirs
+    when they were killed.
     """
     if store is None or not store.exists:
         return Best()
     steps = [one.step for one in store.checkpoints() if one.name == BEST]
     said = store.payload.get("best") if isinstance(store.payload, Mapping) else None
-    own = Best()
-    if isinstance(said, Mapping) and [said.get("step")] == steps:
+    own, said = Best(), said if isinstance(said, Mapping) else {}
+    if steps and said.get("step", steps[0]) == steps[0]:
         loss = said.get("loss")
         if isinstance(loss, int | float) and abs(loss) <= sys.float_info.max:
             own = Best(steps[0], float(loss))
+        elif steps[0] != store.step:
+            own = Best(steps[0], -math.inf)
     found = group.gather("the best checkpoint", lambda: own)
     return own if {Best(*one) for one in found} == {own} else Best()
 

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
+import math
 import os
 import platform
 from collections.abc import Callable, Mapping
@@ -208,6 +209,12 @@ class _TrainingRun:
             step = self._mode.compile(self._devices.joined(self._batches[0]))
         if config.eval_every and self._best.step < 0:
             self._say_evaluation()
+        elif config.eval_every and self._best.loss == -math.inf:
+            console.print(
+                f"checkpoint {BEST} is of step {self._best.step}, whose loss is not "
+                "known: it stays as it is; for the best from here on, remove it first "
+                f"(jaxinf checkpoint remove {config.store} {BEST})"
+            )
         coming = self._batches.starting_at(Batches.position_of(first))
         with (
             contextlib.closing(coming),

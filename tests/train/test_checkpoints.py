@@ -1,6 +1,7 @@
 """The trainer keeps checkpoints, and restores them."""
 
 import json
+import math
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -119,10 +120,10 @@ def test_no_worse_step_replaces_the_best_with_other_logs(
     [
         ({"best": {"step": 2, "loss": 1.5}}, Best(2, 1.5)),
         ({"best": {"step": 1, "loss": 1.5}}, Best()),
-        ({"best": {"step": 2, "loss": "x"}}, Best()),
-        ({"best": {"step": 2, "loss": 10**400}}, Best()),
-        ({"best": 3}, Best()),
-        (None, Best()),
+        ({"best": {"step": 2, "loss": "x"}}, Best(2, -math.inf)),
+        ({"best": {"step": 2, "loss": 10**400}}, Best(2, -math.inf)),
+        ({"best": 3}, Best(2, -math.inf)),
+        (None, Best(2, -math.inf)),
     ],
 )
 def test_the_best_loss_is_what_a_later_commit_says(said, expected):
@@ -130,6 +131,8 @@ def test_the_best_loss_is_what_a_later_commit_says(said, expected):
     given = {"exists": True, "checkpoints": lambda: [held], "payload": said}
     alone = Group("alone")
     assert best_of(SimpleNamespace(step=4, **given), alone) == expected
+    here = best_of(SimpleNamespace(step=2, **given), alone)
+    assert here == (expected if math.isfinite(expected.loss) else Best())
     assert best_of(None, alone) == Best()
 
 
@@ -140,6 +143,19 @@ def test_processes_have_one_best():
         assert best_in_processes(steps, payload) == [expected] * 2
     for steps in ((10, 5), (5, 10)):
         assert best_in_processes(steps, payload) == [Best()] * 2
+
+
+@pytest.mark.long
+def test_a_checkpoint_named_best_of_unknown_loss_stays(config, tmp_path, capsys):
+    train(config(steps=1))
+    assert jaxinf_main(["checkpoint", "save", str(tmp_path / "store"), "best"]) == 0
+    train(config(steps=2))
+    record = tmp_path / "store/checkpoints/best/commit.json"
+    before = record.read_bytes()
+    train(config(steps=4, eval_every=1))
+    assert record.read_bytes() == before
+    said = " ".join(capsys.readouterr().out.split())
+    assert "checkpoint best is of step 1, whose loss is not known" in said
 
 
 def best_in_processes(steps, payload):
