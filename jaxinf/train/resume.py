@@ -16,6 +16,7 @@ from jaxinf.processes import Group
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch, Batches, batch_checksum
 from jaxinf.train.data.rows import TrainingData
+from jaxinf.train.lora import ALPHA
 from jaxinf.train.optimizers import resolved_settings
 from jaxinf.typing import JsonValue
 
@@ -26,6 +27,8 @@ _LOADER_VERSION = importlib.metadata.version(_LOADER)
 # Settings that decide batches, shapes or numbers: a run may not change them.
 _FIXED = ("seed", "batch_size", "seq_len", "model", "preset", "dtype", "param_dtype")
 _FIXED += ("task", "num_labels", "optimizer", "compress", "freeze", "lora")
+# Of runs that do not say it.
+_BEFORE: Mapping[str, JsonValue] = {"freeze": [], "lora": None}
 # Settings that a user may change in a run; a change is reported.
 _FREE = ("learning_rate", "weight_decay", "schedule", "warmup_steps")
 _FREE += ("clip_norm", "nonfinite", "optimizer_args")
@@ -169,7 +172,11 @@ def changes(
 
 def _read(payload: JsonValue, config: TrainConfig) -> dict[str, Any]:
     if isinstance(payload, Mapping) and payload.get("made_by") == MADE_BY:
-        return dict(payload)
+        held: dict[str, Any] = dict(payload)
+        settings = {**_BEFORE, **held["settings"]}
+        if (alpha := settings.get("lora_alpha", ALPHA)) != ALPHA:  # a flag of before
+            settings["lora"] = f"{settings['lora']},alpha={alpha:g}"
+        return held | {"settings": settings}
     raise StoreMismatchError(
         f"{config.store}: expected a run of jaxinf.train, found a store whose last "
         "commit does not say where in the data it was (another program made it); go on "

@@ -14,6 +14,7 @@ from jaxinf.command_line import UsageError
 from jaxinf.store import StoreDirectory, seal
 from jaxinf.train.freezing import check_source
 from jaxinf.train.lora import Lora
+from jaxinf.train.resume import _read
 
 
 @pytest.mark.long
@@ -38,6 +39,24 @@ def test_resume_with_other_settings_is_refused(run, losses, tmp_path, capsys):
         assert "another --store" in err
         assert "--from" not in err
     assert losses(tmp_path / "store-log") == before
+
+
+@pytest.mark.parametrize(
+    ("held", "own"),
+    [
+        ({}, {}),  # of a run from before these settings
+        ({"freeze": [], "lora": "8", "lora_alpha": 16.0}, {"lora": "8"}),
+        ({"freeze": [], "lora": "8", "lora_alpha": 32.0}, {"lora": "8,alpha=32"}),
+    ],
+)
+def test_settings_of_before_are_those_of_now(held, own):
+    payload = {"made_by": "jaxinf.train", "settings": held}
+    read = _read(payload, SimpleNamespace(store="s"))["settings"]
+    assert {name: read[name] for name in ("freeze", "lora")} == {
+        "freeze": [],
+        "lora": None,
+        **own,
+    }
 
 
 @pytest.mark.long
