@@ -5,5 +5,3 @@ output, everything else to standard error.
 """
 
 from jaxinf.cli.commands import main
-
-__all__ = ["main"]

@@ -12,17 +12,3 @@ from jaxinf.compress.blocks import (
 )
 from jaxinf.compress.topk import Selection, TopK, ValueDType, parse_compression, top_k
 from jaxinf.compress.wire import SparseGradient, SparseLeaf
-
-__all__ = [
-    "Selection",
-    "SparseGradient",
-    "SparseLeaf",
-    "SparsifyState",
-    "TopK",
-    "ValueDType",
-    "compress_leaf",
-    "dense_leaf",
-    "parse_compression",
-    "sparsify",
-    "top_k",
-]

@@ -22,27 +22,3 @@ from jaxinf.csd.cards.sysfs import card_of, list_cards
 from jaxinf.csd.host import HostCsd
 from jaxinf.csd.initial import initialise_states
 from jaxinf.csd.kinds import CSD_KINDS, CsdSpec, open_csds, parse_csd
-
-__all__ = [
-    "CSD_KINDS",
-    "Csd",
-    "CsdBuffer",
-    "CsdFleet",
-    "CsdSpec",
-    "Extent",
-    "GradientForm",
-    "HostCsd",
-    "KernelNeed",
-    "Rounding",
-    "ScalarInputs",
-    "Transfer",
-    "Update",
-    "UpdateOutcome",
-    "card_of",
-    "has_runtime",
-    "initialise_states",
-    "is_idle",
-    "list_cards",
-    "open_csds",
-    "parse_csd",
-]

@@ -18,26 +18,3 @@ from jaxinf.kernels.card_source import card_source
 from jaxinf.kernels.compiled import CompiledKernel, compiled, initialise
 from jaxinf.kernels.estimates import ESTIMATES_BYTES, rsqrt_estimates
 from jaxinf.kernels.specialise import scalars_used, specialise, state_read
-
-__all__ = [
-    "ESTIMATES_BYTES",
-    "STATUS_BYTES",
-    "CardArgument",
-    "CardKernel",
-    "CardStatus",
-    "CompiledKernel",
-    "KernelCall",
-    "Passage",
-    "card_function",
-    "card_kernel",
-    "card_library",
-    "card_source",
-    "compiled",
-    "initialise",
-    "named_card_kernel",
-    "rsqrt_estimates",
-    "scalars_used",
-    "specialise",
-    "state_read",
-    "stored_arrays",
-]

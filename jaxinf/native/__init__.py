@@ -5,11 +5,3 @@ Invariant: the same source gives the same bits with every compiler and level of 
 
 from jaxinf.native import libraries, toolchain, transfers
 from jaxinf.native.libraries import cached_library, load_library
-
-__all__ = [
-    "cached_library",
-    "libraries",
-    "load_library",
-    "toolchain",
-    "transfers",
-]

@@ -10,10 +10,3 @@ Invariant: optax and JAX meet the store here; lower layers know nothing of callb
 from jaxinf.optimizer.callback import check_device_configuration
 from jaxinf.optimizer.state import SmartUpdateState, StoredArray
 from jaxinf.optimizer.transform import smart_update
-
-__all__ = [
-    "SmartUpdateState",
-    "StoredArray",
-    "check_device_configuration",
-    "smart_update",
-]

@@ -5,11 +5,3 @@ Invariant: no collective of the devices is involved, and a group of one asks nob
 
 from jaxinf.processes.ending import end_unless, leave_deserted
 from jaxinf.processes.group import Group, all_processes, join_group
-
-__all__ = [
-    "Group",
-    "all_processes",
-    "end_unless",
-    "join_group",
-    "leave_deserted",
-]

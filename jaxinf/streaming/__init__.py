@@ -35,24 +35,3 @@ from jaxinf.streaming.plan.options import DeviceUpdates
 from jaxinf.streaming.program.initial import check_init
 from jaxinf.streaming.streamed_step import StreamedStep
 from jaxinf.streaming.update.near_storage import passes_for, trace_optimizer
-
-__all__ = [
-    "Count",
-    "DeviceLimit",
-    "DeviceUpdates",
-    "InMemoryStep",
-    "Needs",
-    "Plan",
-    "Policy",
-    "StreamedFunction",
-    "StreamedStep",
-    "check_init",
-    "num_operations",
-    "passes_for",
-    "program_bytes",
-    "store_memory_bytes",
-    "stream",
-    "stream_function",
-    "stream_in_memory",
-    "trace_optimizer",
-]
