@@ -6,10 +6,12 @@ device have ended, also if a step is given up.
 """
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any, TypeAlias
 
 import jax
@@ -46,18 +48,24 @@ class MoveCounts:
         return self.num_ready / self.num_got if self.num_got else 1.0
 
 
+_Job: TypeAlias = tuple[Callable[[], Any], Future[Any]]
+
+
 class Jobs:
     """A queue of jobs, and its threads, which start with the first job.
 
-    The threads end when this is closed, or nobody refers to it.
+    The threads end when this is closed, or nobody refers to it. A process does not wait
+    for them at its end, and a thread that outlives the main one may still use them,
+    neither of which holds for those of `concurrent.futures`.
 
     Attributes:
       changed: The lock of those who use them; notified when a job has ended.
     """
 
     def __init__(self, name: str, num_threads: int = 1) -> None:
-        self._name = name
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._name, self._num_threads = name, num_threads
+        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
         self._moves = set[Future[Any]]()
         self._is_closed = False
         self.changed = threading.Condition()
@@ -71,9 +79,12 @@ class Jobs:
         was dropped."""
         if self._is_closed:
             raise StoreClosedError(f"{self._name}: closed; make the function anew")
+        move: Future[Any] = Future()
         with self.changed:
-            move = self._threads.submit(job)
+            if not self._threads:
+                self._start()
             self._moves.add(move)
+            self._queue.put((job, move))
         move.add_done_callback(ended)
         move.add_done_callback(self._ended)  # the last
 
@@ -91,12 +102,35 @@ class Jobs:
         """Drops all jobs and ends the threads; idempotent."""
         self._is_closed = True
         self.reset()
-        self._threads.shutdown()
+        for _ in self._threads:
+            self._queue.put(None)
+        while self._threads:
+            self._threads.pop().join()
+
+    def _start(self) -> None:
+        for _ in range(self._num_threads):
+            what = {"args": (self._queue,), "name": self._name, "daemon": True}
+            thread = threading.Thread(target=_serve, **what)
+            thread.start()
+            self._threads.append(thread)
+            weakref.finalize(self, self._queue.put, None).atexit = False
 
     def _ended(self, move: Future[Any]) -> None:
         with self.changed:
             self._moves.discard(move)
             self.changed.notify_all()
+
+
+def _serve(queue: "SimpleQueue[_Job | None]") -> None:
+    """Runs jobs until there is None."""
+    while (found := queue.get()) is not None:
+        job, move = found
+        if move.set_running_or_notify_cancel():
+            try:
+                move.set_result(job())
+            except BaseException as error:
+                move.set_exception(error)
+        del found, job, move  # they hold values
 
 
 Pairs: TypeAlias = Sequence[tuple[Array | jax.Array, Any]]

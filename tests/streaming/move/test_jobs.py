@@ -1,5 +1,6 @@
 """Threads and their queue: order, and what a reset drops."""
 
+import gc
 import threading
 
 from jaxinf.streaming.move.jobs import Jobs
@@ -34,3 +35,33 @@ def test_a_reset_waits_for_a_job_and_drops_the_others():
     jobs.submit(lambda: ran.append("later"))
     jobs.close()
     assert ran[1:] in ([], ["later"])
+
+
+def test_threads_end_with_their_jobs_and_the_process():
+    jobs = Jobs("jaxinf-test-of-ends", 2)
+    jobs.submit(lambda: None)
+    own = [one for one in threading.enumerate() if one.name == "jaxinf-test-of-ends"]
+    del jobs
+    gc.collect()
+    for thread in own:
+        thread.join(60)
+    assert [thread.is_alive() for thread in own] == [False] * 2
+
+
+def test_a_thread_that_outlives_the_main_one_goes_on(run_python):
+    code = """
+import threading
+from jaxinf.streaming.move.jobs import Jobs
+
+def train():
+    threading.main_thread().join()
+    ran = threading.Event()
+    jobs.submit(ran.set)
+    print(ran.wait(60))
+    jobs.submit(threading.Event().wait)  # a drive that never answers
+
+jobs = Jobs("jaxinf-test")
+jobs.submit(lambda: None)
+threading.Thread(target=train).start()
+"""
+    assert run_python(code).stdout == "True\n"
