@@ -19,8 +19,8 @@ from jaxinf.command_line import ByteSize, UsageError
 from jaxinf.exchange import (
     DEFAULT_FILE_BYTES,
     DEFAULT_MEMORY_BYTES,
+    ExportOptions,
     ObjectStore,
-    Transit,
     export_adapters,
     export_huggingface,
     export_safetensors,
@@ -165,8 +165,10 @@ class Export:
                     "so the exported ones were not compared with the program's"
                 )
             with show_progress(f"step {number} to {where}") as progress:
-                transit = Transit(self.memory, progress, max_file_bytes=self.max_file)
-                content = self._write(source, where, transit)
+                options = ExportOptions(
+                    self.memory, progress, max_file_bytes=self.max_file
+                )
+                content = self._write(source, where, options)
         print(f"{where}: step {number}, {content}")
 
     def _checked(self) -> str:
@@ -190,12 +192,12 @@ class Export:
             )
         return str(whole_path(self.destination))
 
-    def _write(self, source: CopySource, where: str, transit: Transit) -> str:
+    def _write(self, source: CopySource, where: str, options: ExportOptions) -> str:
         """Writes the export; returns what it has."""
         step, destination = source.step, Path(where)
-        given: dict[str, Any] = {"average": self.average, "transit": transit}
+        given: dict[str, Any] = {"average": self.average, "options": options}
         if self.format == "zarr":
-            done = export_url(step, where, beside=source.beside, transit=transit)
+            done = export_url(step, where, beside=source.beside, options=options)
             return (
                 f"{done.num_objects} objects, {format_bytes(done.num_bytes)}; "
                 f"{done.num_kept} chunks were there already"

@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias
 from jaxinf.engine.options import StoreOptions
 from jaxinf.errors import ExchangeError, JaxinfError
 from jaxinf.exchange import (
-    Transit,
+    ExportOptions,
     check_exports,
     export_url,
     least_memory,
@@ -175,10 +175,10 @@ class Exports:
             with pin:
                 step.check()
                 memory_bytes = least_memory(step.manifest)
-                transit = Transit(memory_bytes, progress=note, stop=self._stop)
+                options = ExportOptions(memory_bytes, progress=note, stop=self._stop)
                 url = self._infos[self._step].url
                 beside = files_beside(self._path)
-                export_url(step, url, beside=beside, transit=transit)
+                export_url(step, url, beside=beside, options=options)
             self._note(self._step, "exported")
         except Exception as error:
             self._note_failure(error)

@@ -25,7 +25,7 @@ from jaxinf.engine.options import (
     StoreOptions,
 )
 from jaxinf.engine.store import Store, engine_of
-from jaxinf.processes import Group, all_processes, leave_deserted
+from jaxinf.processes import Group, all_processes, exit_if_peer_is_silent
 from jaxinf.store import member_name
 from jaxinf.terminal import given_bytes
 from jaxinf.typing import PathLikeStr
@@ -276,7 +276,7 @@ def _close_all() -> None:
             _fail_at_exit()
         if engine.health.error is not None:
             compat.forget_failed_tokens()
-    leave_deserted()
+    exit_if_peer_is_silent()
 
 
 def _fail_at_exit() -> None:

@@ -18,7 +18,7 @@ from jaxinf.exchange.params import (
     DEFAULT_MEMORY_BYTES,
     LORA_A,
     LORA_B,
-    Transit,
+    ExportOptions,
 )
 from jaxinf.exchange.read_params import read_params
 from jaxinf.exchange.safetensors_files import export_safetensors

@@ -15,8 +15,8 @@ from jaxinf.exchange.huggingface_config import Architecture, write_config
 from jaxinf.exchange.huggingface_families import FAMILIES
 from jaxinf.exchange.huggingface_source import HuggingFaceFolder
 from jaxinf.exchange.params import (
+    ExportOptions,
     ParamArray,
-    Transit,
     adapters,
     param_arrays,
     said_architecture,
@@ -37,7 +37,7 @@ def export_huggingface(
     dtype: str | None = None,
     like: Path | None = None,
     beside: Mapping[str, bytes] | None = None,
-    transit: Transit | None = None,
+    options: ExportOptions | None = None,
 ) -> None:
     """Writes a step's params as ``transformers`` loads them; blocks until durable.
 
@@ -55,7 +55,7 @@ def export_huggingface(
         even; by default that of the params on the JAX device.
       like: a folder of a model with these params, by default the commit says it.
       beside: further files by name: those of the tokenizer.
-      transit: how it moves; by default in 256 MiB.
+      options: how it moves; by default in 256 MiB.
 
     Raises:
       ExchangeError: the commit does not name its model, or the store has other leaves
@@ -69,7 +69,7 @@ def export_huggingface(
     tensors = _tensors(params, architecture, dtype)
     config = write_config(architecture, task, tensors[0].dtype.name)
     files = {**(beside or {}), "config.json": config}
-    write_tensors(destination, tensors, {"format": "pt"}, files, transit)
+    write_tensors(destination, tensors, {"format": "pt"}, files, options)
 
 
 def _architecture(step: WholeStep) -> tuple[Architecture, str]:
@@ -130,7 +130,7 @@ def export_adapters(
     *,
     average: bool = False,
     dtype: str | None = None,
-    transit: Transit | None = None,
+    options: ExportOptions | None = None,
 ) -> None:
     """Writes a step's adapters, and a new head of classes, in the form of PEFT.
 
@@ -140,7 +140,7 @@ def export_adapters(
     Args:
       step: the step to export, of ``jaxinf.train --lora``.
       destination: a directory that does not exist yet.
-      average, dtype, transit: as for `export_huggingface`.
+      average, dtype, options: as for `export_huggingface`.
 
     Raises:
       ExchangeError: the step has no adapters, or as for `export_huggingface`.
@@ -188,7 +188,7 @@ def export_adapters(
         tensors,
         {"format": "pt"},
         {"adapter_config.json": config},
-        replace(transit or Transit(), max_file_bytes=1 << 62),
+        replace(options or ExportOptions(), max_file_bytes=1 << 62),
         file_name="adapter_model.safetensors",
     )
 

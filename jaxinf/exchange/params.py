@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from jaxinf.errors import ExchangeError
-from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS, Portion, portions
+from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS, ChunkBox, portions
 from jaxinf.store import (
     MASTER_PARAMS,
     SCHEDULE_FREE,
@@ -39,7 +39,7 @@ LORA_A, LORA_B = "lora_a", "lora_b"
 
 
 @dataclass(frozen=True)
-class Transit:
+class ExportOptions:
     """How an export moves.
 
     Attributes:
@@ -58,7 +58,7 @@ class Transit:
 
 def stream(
     step: WholeStep, leaf: LeafRecord, state: StateRecord, max_elements: int
-) -> Iterator[tuple[Portion, Array]]:
+) -> Iterator[tuple[ChunkBox, Array]]:
     """Yields a leaf's state, decoded, portion by portion; blocks.
 
     Args:
@@ -117,7 +117,7 @@ class ParamArray:
         has_average = self.average and AVERAGE in self._states
         return self._states[AVERAGE if has_average else MASTER_PARAMS]
 
-    def stream(self, max_elements: int) -> Iterator[tuple[Portion, Array]]:
+    def stream(self, max_elements: int) -> Iterator[tuple[ChunkBox, Array]]:
         """Yields it portion by portion; raises as the function `stream`."""
         portions = self._averaged(max_elements)
         if self.adapter is None:
@@ -131,7 +131,7 @@ class ParamArray:
             added = a[rows] @ b[:, columns] * scale
             yield portion, values.astype(np.float32) + added
 
-    def _averaged(self, max_elements: int) -> Iterator[tuple[Portion, Array]]:
+    def _averaged(self, max_elements: int) -> Iterator[tuple[ChunkBox, Array]]:
         portions = stream(self.step, self.leaf, self._state, max_elements)
         b1, z = self.step.commit.schedule_free_b1, self._states.get(SCHEDULE_FREE)
         if b1 is None or z is None or self.average:

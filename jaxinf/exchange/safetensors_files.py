@@ -24,7 +24,7 @@ import safetensors
 
 from jaxinf.documents import encode, pattern, shown
 from jaxinf.errors import ExchangeError, StoreError
-from jaxinf.exchange.params import ParamArray, Transit, param_arrays
+from jaxinf.exchange.params import ExportOptions, ParamArray, param_arrays
 from jaxinf.exchange.sources import Blocks, SourceArray, within
 from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS, LeafGrid, box_runs, portions
 from jaxinf.store import WholeStep, check_free_space, dtype_of, read_foreign
@@ -184,7 +184,7 @@ class Tensor:
 def export_safetensors(
     step: WholeStep,
     destination: Path,
-    transit: Transit | None = None,
+    options: ExportOptions | None = None,
     *,
     average: bool = False,
 ) -> None:
@@ -196,7 +196,7 @@ def export_safetensors(
     Args:
       step: the step to export.
       destination: a directory that does not exist yet.
-      transit: how it moves; by default in 256 MiB.
+      options: how it moves; by default in 256 MiB.
       average: whether the params' average is written in their place.
 
     Raises:
@@ -210,7 +210,7 @@ def export_safetensors(
     params = param_arrays(step, average=average)
     tensors = [Tensor(param.name, param, param.dtype) for param in params]
     metadata = {"format": "flax", "step": str(step.commit.step)}
-    write_tensors(destination, tensors, metadata, {}, transit)
+    write_tensors(destination, tensors, metadata, {}, options)
 
 
 def write_tensors(
@@ -218,7 +218,7 @@ def write_tensors(
     tensors: Sequence[Tensor],
     metadata: Mapping[str, str],
     beside: Mapping[str, JsonValue | bytes],
-    transit: Transit | None,
+    options: ExportOptions | None,
     *,
     file_name: str = WEIGHTS_NAME,
 ) -> None:
@@ -229,23 +229,23 @@ def write_tensors(
       beside: further files by name, as JSON or bytes.
       file_name: name of the file, if one is enough.
     """
-    transit = transit or Transit()
-    if min(transit.max_file_bytes, transit.memory_bytes) < 1 << 20:
+    options = options or ExportOptions()
+    if min(options.max_file_bytes, options.memory_bytes) < 1 << 20:
         raise ValueError(
-            f"max_file_bytes={transit.max_file_bytes}, memory_bytes="
-            f"{transit.memory_bytes}: expected at least {1 << 20} each"
+            f"max_file_bytes={options.max_file_bytes}, memory_bytes="
+            f"{options.memory_bytes}: expected at least {1 << 20} each"
         )
     total_bytes = sum(tensor.num_bytes for tensor in tensors)
-    files = _divide(tensors, transit.max_file_bytes, file_name)
+    files = _divide(tensors, options.max_file_bytes, file_name)
     room_bytes = total_bytes + _HEADER_BYTES_AN_ARRAY * (len(tensors) + 8)
     with _new_directory(destination, room_bytes) as directory:
         done_bytes = 0
         for name, members in files.items():
-            path, memory_bytes = directory / name, transit.memory_bytes
+            path, memory_bytes = directory / name, options.memory_bytes
             for num_bytes in _write_file(path, members, metadata, memory_bytes):
                 done_bytes += num_bytes
-                if transit.progress is not None:
-                    transit.progress(done_bytes, total_bytes)
+                if options.progress is not None:
+                    options.progress(done_bytes, total_bytes)
         beside = dict(beside)
         if len(files) > 1:
             places = {t.name: name for name, held in files.items() for t in held}

@@ -22,7 +22,7 @@ from msgspec import Meta, structs
 from jaxinf.documents import Document
 from jaxinf.errors import ExchangeError, StoreCorruptError, StoreFormatError
 from jaxinf.exchange.object_store import ObjectStore, Stamp, is_url, stamp_of
-from jaxinf.exchange.params import DEFAULT_MEMORY_BYTES, Transit
+from jaxinf.exchange.params import DEFAULT_MEMORY_BYTES, ExportOptions
 from jaxinf.layout import scale_chunks
 from jaxinf.store import (
     BESIDE,
@@ -160,7 +160,7 @@ def export_url(
     url: str,
     *,
     beside: Mapping[str, bytes] | None = None,
-    transit: Transit | None = None,
+    options: ExportOptions | None = None,
 ) -> UrlReport:
     """Writes a step as objects below a URL; blocks until all have been read back.
 
@@ -172,7 +172,7 @@ def export_url(
       step: the step to export, with all chunks.
       url: a place with nothing else; see `ObjectStore`.
       beside: further files by name, which a copy from there puts into the store.
-      transit: how it moves; by default in 256 MiB.
+      options: how it moves; by default in 256 MiB.
 
     Raises:
       ExchangeError: the place cannot be used, or has another export or other objects.
@@ -186,10 +186,10 @@ def export_url(
             f"{step.path}: expected a whole step, found a member's part; give the path "
             "of the run"
         )
-    transit = transit or Transit()
-    place = ObjectStore(url, transit.stop)
+    options = options or ExportOptions()
+    place = ObjectStore(url, options.stop)
     chunks = list(_chunk_objects(step.manifest, step.commit))
-    num_threads = _num_at_once(step.manifest, transit.memory_bytes)
+    num_threads = _num_at_once(step.manifest, options.memory_bytes)
     documents = _documents(step, beside or {})
     commit = f"{stamp_of(documents['commit.json'])[1]:08x}"
     store_id, number = step.manifest.store_id, step.commit.step
@@ -204,7 +204,7 @@ def export_url(
         )
     place.put(BEGUN, seal(own))
     total_bytes, done_bytes, num_kept = sum(x.stamp[0] for x in chunks), 0, 0
-    with step.reader(transit.memory_bytes // _COPIES) as reader:
+    with step.reader(options.memory_bytes // _COPIES) as reader:
 
         def bring(chunk: _ChunkObject) -> bool:
             """Writes a chunk, unless it is there and right; returns whether it was."""
@@ -218,8 +218,8 @@ def export_url(
         for chunk, was_there in over(chunks, bring, num_threads):
             num_kept += was_there
             done_bytes += chunk.stamp[0]
-            if transit.progress is not None:
-                transit.progress(done_bytes, total_bytes)
+            if options.progress is not None:
+                options.progress(done_bytes, total_bytes)
     for name, value in documents.items():
         place.put(name, value)
     objects = {chunk.name: chunk.stamp for chunk in chunks}

@@ -21,7 +21,7 @@ from jaxinf.layout.grid import (
     covers,
     shared_grid,
 )
-from jaxinf.layout.portions import Portion, box_runs, portion_shape, portions
+from jaxinf.layout.portions import ChunkBox, box_runs, portion_shape, portions
 from jaxinf.layout.runs import gather, scatter, target_view
 from jaxinf.layout.subgroups import (
     Subgroup,

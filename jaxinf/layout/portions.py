@@ -14,7 +14,7 @@ from jaxinf.layout.grid import LeafGrid, box_slices, ravel
 
 
 @dataclass(frozen=True)
-class Portion:
+class ChunkBox:
     """A box of a leaf that lies in one chunk, without a gap.
 
     Attributes:
@@ -63,14 +63,14 @@ def portion_shape(grid: LeafGrid, max_elements: int) -> tuple[int, ...]:
     return tuple(result)
 
 
-def portions(grid: LeafGrid, max_elements: int) -> list[Portion]:
+def portions(grid: LeafGrid, max_elements: int) -> list[ChunkBox]:
     """Returns a leaf's portions by chunk, and within it in the order of the file."""
     result = []
     for box in LeafGrid(grid.shape, portion_shape(grid, max_elements)).chunks():
         both = list(map(divmod, box.start, grid.chunk_shape))
         chunk = ravel([index for index, _ in both], grid.grid_shape)
         offset = ravel([inside for _, inside in both], grid.chunk_shape)
-        result.append(Portion(chunk, box.start, box.extent, offset))
+        result.append(ChunkBox(chunk, box.start, box.extent, offset))
     return sorted(result, key=lambda p: (p.chunk, p.offset_elements))
 
 

@@ -89,7 +89,7 @@ def check_device_configuration() -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class GuardedHost:
+class HostCallback:
     """A host function whose exception stops the store.
 
     Attributes:
@@ -156,7 +156,7 @@ def _with_copies(host: Host, avals: PyTree, arguments: PyTree) -> PyTree:
 
 
 def call_host(
-    host: GuardedHost, avals: PyTree, arguments: PyTree, *, is_local: bool
+    host: HostCallback, avals: PyTree, arguments: PyTree, *, is_local: bool
 ) -> Any:
     """Calls the host from each device, or from the only one.
 
@@ -203,7 +203,7 @@ def _warn_of_gathering(num_devices: int) -> None:
 
 
 def call_owner(
-    host: GuardedHost,
+    host: HostCallback,
     avals: PyTree,
     arguments: PyTree,
     mesh: AnyMesh,
@@ -252,7 +252,7 @@ def _is_caller(mesh: AnyMesh, axes: tuple[str, ...]) -> jax.Array:
 
 
 def call_once(
-    host: GuardedHost, mesh: AnyMesh | None, arguments: PyTree, avals: PyTree
+    host: HostCallback, mesh: AnyMesh | None, arguments: PyTree, avals: PyTree
 ) -> Any:
     """Calls the host once in each process, with replicated arguments and results.
 
@@ -283,7 +283,7 @@ def call_once(
 
 
 def call_together(
-    host: GuardedHost, mesh: AnyMesh | None, arguments: PyTree, aval: PyTree
+    host: HostCallback, mesh: AnyMesh | None, arguments: PyTree, aval: PyTree
 ) -> jax.Array:
     """Calls the host once in each process, when all of its devices have come.
 
@@ -333,7 +333,7 @@ class _Meeting:
     get its results. Thread-safe.
     """
 
-    def __init__(self, host: GuardedHost, num_devices: int) -> None:
+    def __init__(self, host: HostCallback, num_devices: int) -> None:
         self._host, self._num_devices = host, num_devices
         self._changed = threading.Condition()
         self._group = _Group()

@@ -23,7 +23,7 @@ from jaxinf.engine import (
     engine_of,
 )
 from jaxinf.errors import StoreMismatchError
-from jaxinf.optimizer.callback import FAILED, GuardedHost, Host
+from jaxinf.optimizer.callback import FAILED, Host, HostCallback
 from jaxinf.optimizer.leaf_call import (
     FINITE,
     GO,
@@ -115,7 +115,7 @@ EXACT = -1.0
 _LOG = logging.getLogger("jaxinf")
 
 
-class HostSide:
+class HostFunctions:
     """Host functions over one store.
 
     Args:
@@ -157,7 +157,7 @@ class HostSide:
         """
         return self.engine.options.rewrites_steps and self.checks_finite
 
-    def guarded(self, host: Host, *, is_last: bool = False) -> GuardedHost:
+    def guarded(self, host: Host, *, is_last: bool = False) -> HostCallback:
         """Wraps a host function for a callback: its exception stops the store.
 
         Args:
@@ -167,7 +167,7 @@ class HostSide:
         report = health.fail_beside_others
         if is_last and not engine.group.is_alone:
             report = health.fail_unannounced
-        return GuardedHost(host, health.fail, report)
+        return HostCallback(host, health.fail, report)
 
     # --- callbacks -----------------------------------------------------------------
 

@@ -46,7 +46,7 @@ from jaxinf.optimizer.leaf_call import (
     traced_shardings,
 )
 from jaxinf.optimizer.state import SmartUpdateState, first_state
-from jaxinf.optimizer.wrapped import Wrapped, entering
+from jaxinf.optimizer.wrapped import OffloadedOptimizer, entering
 from jaxinf.program import InitProgram, LeafInputs, key_data, leaf_infos, trained
 from jaxinf.store import ScalarState
 from jaxinf.typing import Array, DeferredArray, PyTree
@@ -79,7 +79,9 @@ def run_prologue(
 class HostInit:
     """Host functions that make or resume the store."""
 
-    def __init__(self, wrapped: Wrapped, description: StoreDescription) -> None:
+    def __init__(
+        self, wrapped: OffloadedOptimizer, description: StoreDescription
+    ) -> None:
         self._wrapped, self._store = wrapped, wrapped.store
         self._description = description
         self._guard = threading.Lock()
@@ -194,7 +196,7 @@ _Made: TypeAlias = tuple[Sequence[jax.Array], Sequence[Any], Sequence[jax.Array]
 """The first scalar state, the result of `held_state`, each leaf's error feedback."""
 
 
-def init_state(wrapped: Wrapped, params: PyTree) -> SmartUpdateState:
+def init_state(wrapped: OffloadedOptimizer, params: PyTree) -> SmartUpdateState:
     params = entering("init", trained(params))
     leaves = jax.tree.leaves(params)
     is_known = all(
@@ -234,7 +236,7 @@ def _check_memory(params: PyTree, shardings: Sequence[Any]) -> None:
 
 
 def _init_eagerly(
-    wrapped: Wrapped,
+    wrapped: OffloadedOptimizer,
     description: StoreDescription,
     program: InitProgram,
     leaves: Sequence[Any],
@@ -315,7 +317,7 @@ def _part_of(array: jax.Array, index: tuple[slice, ...]) -> np.ndarray:
 
 
 def _init_traced(
-    wrapped: Wrapped,
+    wrapped: OffloadedOptimizer,
     description: StoreDescription,
     program: InitProgram,
     leaves: Sequence[jax.Array],

@@ -24,7 +24,7 @@ from jaxinf.csd import ScalarInputs
 from jaxinf.engine import KeptLeaf, LeafDescription, UpdateRequest
 from jaxinf.optimizer.callback import (
     AnyMesh,
-    GuardedHost,
+    HostCallback,
     call_host,
     call_owner,
     on_mesh,
@@ -276,7 +276,7 @@ Compress: TypeAlias = Callable[[LeafCall], LeafCall]
 
 
 def send(
-    host: GuardedHost,
+    host: HostCallback,
     call: HostCall,
     dtypes: Sequence[Any],
     compress: Compress | None = None,

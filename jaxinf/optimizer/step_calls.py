@@ -28,7 +28,7 @@ from jaxinf.compress import compress_leaf
 from jaxinf.engine import StoreDescription, replicas_differ
 from jaxinf.layout import LeafGrid
 from jaxinf.optimizer.callback import (
-    GuardedHost,
+    HostCallback,
     call_once,
     call_together,
     shares_memory,
@@ -47,7 +47,7 @@ from jaxinf.optimizer.leaf_call import (
     send,
 )
 from jaxinf.optimizer.state import SmartUpdateState
-from jaxinf.optimizer.wrapped import Wrapped
+from jaxinf.optimizer.wrapped import OffloadedOptimizer
 from jaxinf.program import StateSlot, key_data
 
 Sent = tuple[list[LeafResult], jax.Array]
@@ -63,7 +63,7 @@ class StepCalls:
       state: the state at the beginning of the step.
     """
 
-    wrapped: Wrapped
+    wrapped: OffloadedOptimizer
     description: StoreDescription
     shardings: tuple[NamedSharding, ...]
     state: SmartUpdateState
@@ -251,7 +251,7 @@ class StepCalls:
         ]
 
     def _send_gradients(
-        self, host: GuardedHost, call: HostCall, *, has_results: bool
+        self, host: HostCallback, call: HostCall, *, has_results: bool
     ) -> Sent:
         """Sends one call; compressed, if that is on, after the warm-up steps."""
         # Keeps XLA from fusing the gradients' computation with the selection.
@@ -303,7 +303,7 @@ class StepCalls:
         return found
 
     def _gates(self, gradients: Sequence[jax.Array | None]) -> list[jax.Array | None]:
-        """Returns whether each leaf may update; see `HostSide.looks_ahead`.
+        """Returns whether each leaf may update; see `HostFunctions.looks_ahead`.
 
         The host cannot tell whether a compressed gradient is finite.
         """

@@ -22,12 +22,12 @@ from jaxinf.engine import (
     open_store,
 )
 from jaxinf.optimizer.callback import check_device_configuration
-from jaxinf.optimizer.host_side import HostSide
+from jaxinf.optimizer.host_side import HostFunctions
 from jaxinf.optimizer.init import init_state
 from jaxinf.optimizer.leaf_call import on_one_mesh
 from jaxinf.optimizer.state import SmartUpdateState, placeholder_state
 from jaxinf.optimizer.update import run_update
-from jaxinf.optimizer.wrapped import OnExisting, UpdateDtype, Wrapped, align
+from jaxinf.optimizer.wrapped import OffloadedOptimizer, OnExisting, UpdateDtype, align
 from jaxinf.program import Average, NonFinitePolicy, averaged, check_nonfinite
 from jaxinf.typing import PathLikeStr, PyTree
 
@@ -106,9 +106,9 @@ def smart_update(
     check_compression(compress, engine_of(owned).options)
     if isinstance(tx, optax.MultiSteps):
         tx = tx.gradient_transformation()
-    wrapped = Wrapped(
+    wrapped = OffloadedOptimizer(
         averaged(tx, average),
-        HostSide(owned, nonfinite),
+        HostFunctions(owned, nonfinite),
         compress,
         on_one_mesh(jax.tree.leaves(shardings)),
         dict(extra_args or {}),
@@ -121,7 +121,7 @@ def smart_update(
     )
 
 
-def _init(wrapped: Wrapped, params: PyTree) -> SmartUpdateState:
+def _init(wrapped: OffloadedOptimizer, params: PyTree) -> SmartUpdateState:
     if compat.is_params_placeholder(params):
         feedback = params if wrapped.has_feedback else ()
         return placeholder_state(wrapped.tx.init(params), feedback)
@@ -131,7 +131,7 @@ def _init(wrapped: Wrapped, params: PyTree) -> SmartUpdateState:
     return init_state(wrapped, params)
 
 
-def _update_function(wrapped: Wrapped) -> Any:
+def _update_function(wrapped: OffloadedOptimizer) -> Any:
     """`update`, traced into the caller's computation or jitted by itself."""
 
     def traced(

@@ -26,7 +26,7 @@ from jaxinf.optimizer.host_side import COMMITTED, EXACT
 from jaxinf.optimizer.leaf_call import HostCall, grouped, traced_shardings
 from jaxinf.optimizer.state import SmartUpdateState, check_state, in_jax, next_state
 from jaxinf.optimizer.step_calls import StepCalls
-from jaxinf.optimizer.wrapped import Wrapped, entering
+from jaxinf.optimizer.wrapped import OffloadedOptimizer, entering
 from jaxinf.program import LeafInputs
 from jaxinf.typing import FLOAT_DTYPES, PyTree
 
@@ -83,7 +83,7 @@ def _rounded(value: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def run_update(
-    wrapped: Wrapped,
+    wrapped: OffloadedOptimizer,
     updates: PyTree,
     state: SmartUpdateState,
     params: PyTree | None,
@@ -173,7 +173,7 @@ def _or_zeros(
 
 
 def _check(
-    wrapped: Wrapped,
+    wrapped: OffloadedOptimizer,
     description: StoreDescription,
     shardings: tuple[NamedSharding, ...],
     state: SmartUpdateState,
@@ -206,7 +206,7 @@ def _check(
 
 
 def _device_params(
-    wrapped: Wrapped,
+    wrapped: OffloadedOptimizer,
     known: PyTree,
     params: PyTree | None,
     extra_args: Mapping[str, Any],

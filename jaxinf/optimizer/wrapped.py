@@ -32,7 +32,7 @@ from jaxinf.engine import (
     shard_counts,
     shard_holders,
 )
-from jaxinf.optimizer.host_side import HostSide
+from jaxinf.optimizer.host_side import HostFunctions
 from jaxinf.program import (
     Average,
     InitProgram,
@@ -174,7 +174,7 @@ UpdateDtype: TypeAlias = Literal["gradient", "float32"]
 
 
 @dataclass(frozen=True, eq=False)
-class Wrapped:
+class OffloadedOptimizer:
     """An optimizer and the store of its state.
 
     Attributes:
@@ -186,7 +186,7 @@ class Wrapped:
     """
 
     tx: optax.GradientTransformationExtraArgs
-    host: HostSide
+    host: HostFunctions
     compression: TopK | None
     given_shardings: tuple[NamedSharding, ...]
     example_args: Mapping[str, Any]

@@ -3,5 +3,5 @@
 Invariant: no collective of the devices is involved, and a group of one asks nobody.
 """
 
-from jaxinf.processes.ending import end_unless, leave_deserted
+from jaxinf.processes.ending import end_unless, exit_if_peer_is_silent
 from jaxinf.processes.group import Group, all_processes, join_group

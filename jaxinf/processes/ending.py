@@ -65,7 +65,7 @@ def end_process(group: Group, status: int) -> None:
     os._exit(status)
 
 
-def leave_deserted() -> None:
+def exit_if_peer_is_silent() -> None:
     """Ends this process with status 1 if another one is silent; called at its exit.
 
     JAX would wait for that one until its heartbeats count as missing, and abort then.

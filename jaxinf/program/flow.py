@@ -29,7 +29,7 @@ _FEW = 64
 
 
 @dataclass(frozen=True)
-class Flow:
+class PassAnalysis:
     """The passes in which values can be computed.
 
     Attributes:
@@ -76,7 +76,7 @@ def flow_of(
     gradients: Sequence[Value],
     late: Set[Value],
     sliced: Set[int],
-) -> Flow:
+) -> PassAnalysis:
     """Follows values through a prologue.
 
     Args:
@@ -86,7 +86,7 @@ def flow_of(
     Raises:
       UnsupportedTransformError: Arrays of several leaves meet.
     """
-    flow = Flow(dict(owners), {}, {}, {}, set(), set())
+    flow = PassAnalysis(dict(owners), {}, {}, {}, set(), set())
     for value in inputs:
         _put(flow, value, int(value in late))
     from_slices = {gradients[leaf] for leaf in sliced}
@@ -116,7 +116,7 @@ def flow_of(
     return flow
 
 
-def _put(flow: Flow, value: Value, stage: int) -> None:
+def _put(flow: PassAnalysis, value: Value, stage: int) -> None:
     """Notes a value whose owner is known."""
     flow.stages[value] = stage
     if value not in flow.owners:

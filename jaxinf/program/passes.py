@@ -21,7 +21,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxinf.errors import UnsupportedTransformError
-from jaxinf.program.flow import TOTALS, Flow, flow_of, is_light, is_one, too_much
+from jaxinf.program.flow import (
+    TOTALS,
+    PassAnalysis,
+    flow_of,
+    is_light,
+    is_one,
+    too_much,
+)
 from jaxinf.program.graph import Node, Value, bind, evaluate, prune
 from jaxinf.program.prologue import Prologue, as_scalar
 from jaxinf.program.split import origin_of
@@ -202,7 +209,7 @@ class _Division:
     """A prologue between its passes."""
 
     prologue: Prologue
-    flow: Flow
+    flow: PassAnalysis
     gradients: Sequence[Value]
     sliced: Set[int]
 

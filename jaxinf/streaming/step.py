@@ -82,7 +82,7 @@ class StreamMetrics:
     dispatched_s: float
 
 
-class Bound(NamedTuple):
+class BoundStep(NamedTuple):
     """What runs batches of one shape.
 
     Attributes:
@@ -118,8 +118,8 @@ class Step(ABC):
         self._thread = StepThread() if step is None else step._thread
         self._in_turn: list[Step] = [] if step is None else step._in_turn
         self._in_turn.append(self)
-        self._bound: dict[Any, Bound] = {}
-        self._last: Bound | None = None
+        self._bound: dict[Any, BoundStep] = {}
+        self._last: BoundStep | None = None
         self._num_skipped = 0
         self._waited_s = 0.0  # in the last step, for gradients and updates
         self._values: MoveCounts | None = None  # of the last step
@@ -295,7 +295,7 @@ class Step(ABC):
         with outside_mesh():
             return ready, self._sink(ready, self._options)
 
-    def _bind(self, ready: Prepared, sink: Sink) -> Bound:
+    def _bind(self, ready: Prepared, sink: Sink) -> BoundStep:
         """Plans, compiles, and takes the room of a step; blocks.
 
         What one process is refused, by its device or its drive, all are: none goes on
@@ -304,7 +304,7 @@ class Step(ABC):
         plan = plan_step(sink, ready)
         with ExitStack() as undone:
 
-            def made() -> Bound:
+            def made() -> BoundStep:
                 undone.callback(sink.close)
                 sink.open(plan, ready)
                 values = Values()
@@ -314,7 +314,7 @@ class Step(ABC):
                 runner = Runner(plan, self._options.executables, values)
                 params = sink.source(runner.plan)
                 undone.callback(params.close)
-                return Bound(runner.plan, runner, params, sink, [])
+                return BoundStep(runner.plan, runner, params, sink, [])
 
             bound = self._together.group.in_all("the room for a step", made)
             undone.pop_all()
@@ -322,7 +322,7 @@ class Step(ABC):
 
     # --- a run ---------------------------------------------------------------------
 
-    def _take_turn(self, key: Any) -> Bound:
+    def _take_turn(self, key: Any) -> BoundStep:
         """Returns what batches are bound to, and gives it the memory for reading."""
         bound = self._bound[key]
         for other in self._in_turn:
@@ -347,7 +347,7 @@ class Step(ABC):
         return self._thread.run(body)
 
     def _run(
-        self, bound: Bound, batch: PyTree, own_args: Mapping[str, Any], check: Check
+        self, bound: BoundStep, batch: PyTree, own_args: Mapping[str, Any], check: Check
     ) -> Results:
         plan, runner, params, sink, times = bound
         given = {**self._options.extra_args, **own_args}

@@ -54,7 +54,7 @@ from jaxinf.streaming.program.meshes import (
 )
 from jaxinf.streaming.program.trace import abstract, check_params
 from jaxinf.streaming.program.units import part_counts
-from jaxinf.streaming.step import Bound, Step
+from jaxinf.streaming.step import BoundStep, Step
 from jaxinf.streaming.update.near_storage import passes_for, trace_optimizer
 from jaxinf.streaming.update.store_sink import StoreSink
 from jaxinf.typing import JsonValue, PyTree
@@ -271,7 +271,7 @@ class StreamedStep(Step):
             self._update = params, made
         return self._update[1]
 
-    def _take_turn(self, key: Any) -> Bound:
+    def _take_turn(self, key: Any) -> BoundStep:
         engine_of(self.store).health.check()
         bound = super()._take_turn(key)
         engine, store_bytes = engine_of(self.store), bound.plan.store_bytes

@@ -20,9 +20,9 @@ from jaxinf.transfer.tasks import (
     Limits,
     Load,
     Loads,
+    MemoryQueue,
     RequestSize,
     Resident,
-    Room,
     Task,
     TaskGroup,
     Unit,
@@ -43,7 +43,7 @@ class Drive:
       num_moving: number of its loads and writes under way.
     """
 
-    room: Room
+    room: MemoryQueue
     is_host: bool
     due: dict[Hashable, tuple[int, Task]] = field(default_factory=dict)
     to_write: deque[Resident] = field(default_factory=deque)
@@ -85,7 +85,7 @@ class Queues:
         acquire: Callable[[Task], Any],
         limits: Limits,
     ) -> None:
-        rooms = {memory: Room() for memory, _ in drives}
+        rooms = {memory: MemoryQueue() for memory, _ in drives}
         self.rooms = [*rooms.values()]
         self.drives = [Drive(rooms[memory], is_host) for memory, is_host in drives]
         self.limits = limits

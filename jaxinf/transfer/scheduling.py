@@ -6,7 +6,7 @@
 Invariant: submitted tasks get memory in order, and before prefetches.
 """
 
-from jaxinf.transfer.queues import Drive, Queues, Room
+from jaxinf.transfer.queues import Drive, MemoryQueue, Queues
 from jaxinf.transfer.tasks import (
     Compute,
     Load,
@@ -150,7 +150,7 @@ def _admit(queues: Queues) -> bool:
     return True
 
 
-def _first_waiting(queues: Queues) -> Room | None:
+def _first_waiting(queues: Queues) -> MemoryQueue | None:
     """Returns the memory whose first waiting task is the next, and may fit."""
     first, first_number = None, 0
     for room in queues.rooms:
@@ -173,7 +173,7 @@ def _evict(queues: Queues) -> bool:
     return False
 
 
-def _can_evict(room: Room) -> bool:
+def _can_evict(room: MemoryQueue) -> bool:
     return bool(room.waiting and room.prefetched and not room.num_in_use)
 
 

@@ -222,7 +222,7 @@ class Limits:
 
 
 @dataclass(slots=True)
-class Room:
+class MemoryQueue:
     """A memory that drives share: the tasks that wait for it, and the pieces in it.
 
     Attributes:

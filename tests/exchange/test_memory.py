@@ -17,9 +17,9 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 if way == "copy_step":
     copy_step(exchange.export_source(url, 16 << 20), again, CopyLayout())
 elif way == "export_url":
-    exchange.export_url(step, url, transit=exchange.Transit(16 << 20))
+    exchange.export_url(step, url, options=exchange.ExportOptions(16 << 20))
 else:
-    exchange.export_safetensors(step, export, exchange.Transit(8 << 20))
+    exchange.export_safetensors(step, export, exchange.ExportOptions(8 << 20))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 

@@ -16,7 +16,7 @@ from jaxinf.errors import (
     StoreIOError,
     StoreSpaceError,
 )
-from jaxinf.exchange import Transit, export_safetensors, safetensors_files
+from jaxinf.exchange import ExportOptions, export_safetensors, safetensors_files
 from jaxinf.exchange.safetensors_files import read_safetensors
 
 
@@ -41,8 +41,8 @@ def read_all(directory):
 def test_stock_safetensors_reads_it(make_step, place, check_bits, num_csds):
     step, arrays = make_step(num_csds=num_csds)
     calls = []
-    transit = Transit(1 << 20, progress=lambda *call: calls.append(call))
-    export_safetensors(step, place / "export", transit)
+    options = ExportOptions(1 << 20, progress=lambda *call: calls.append(call))
+    export_safetensors(step, place / "export", options)
     check_bits(read_all(place / "export"), params_of(arrays))
     total_bytes = sum(a.nbytes for a in params_of(arrays).values())
     assert calls[-1] == (total_bytes, total_bytes)
@@ -50,7 +50,7 @@ def test_stock_safetensors_reads_it(make_step, place, check_bits, num_csds):
     with pytest.raises(FileExistsError, match=r"export: expected a name that is free"):
         export_safetensors(step, place / "export")
     with pytest.raises(ValueError, match=r"max_file_bytes=10, .* at least"):
-        export_safetensors(step, place / "other", Transit(max_file_bytes=10))
+        export_safetensors(step, place / "other", ExportOptions(max_file_bytes=10))
     assert [p.name for p in (place / "export").iterdir()] == ["model.safetensors"]
 
 
@@ -58,7 +58,7 @@ def test_stock_safetensors_reads_it(make_step, place, check_bits, num_csds):
 def test_several_files_and_their_index(make_step, place, check_bits):
     leaves = {(f"h{i}",): ((300, 300), (1, 1)) for i in range(8)}
     step, arrays = make_step(leaves=leaves)
-    export_safetensors(step, place / "export", Transit(max_file_bytes=1 << 20))
+    export_safetensors(step, place / "export", ExportOptions(max_file_bytes=1 << 20))
     files = sorted(p.name for p in (place / "export").glob("*.safetensors"))
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     assert len(files) > 2

@@ -20,7 +20,7 @@ from raw_stores import read_array
 
 from jaxinf.cli.commands import main
 from jaxinf.errors import ExchangeError, StoreFormatError
-from jaxinf.exchange import Transit, export_url, url_export
+from jaxinf.exchange import ExportOptions, export_url, url_export
 from jaxinf.store import CommitRecord, StoreDirectory, seal, verify_step
 from jaxinf.transfer import crc32c
 
@@ -56,7 +56,9 @@ def test_round_trip(make_step, place, num_csds):
     url = f"file://{place}/out/6"
     calls = []
     report = export_url(
-        step, url, transit=Transit(1 << 20, progress=lambda *call: calls.append(call))
+        step,
+        url,
+        options=ExportOptions(1 << 20, progress=lambda *call: calls.append(call)),
     )
     assert report.num_kept == 0
     assert calls[-1][0] == calls[-1][1] > 0
@@ -83,7 +85,7 @@ def test_round_trip(make_step, place, num_csds):
     assert [s.document for s in found.scalar_state] == [
         s.document for s in expected.scalar_state
     ]
-    again = export_url(step, url, transit=Transit(1 << 20))
+    again = export_url(step, url, options=ExportOptions(1 << 20))
     assert again.num_kept == len(chunks_of(old))
 
 
@@ -93,7 +95,7 @@ MANY = {("w",): ((24, 4096), (1, 1)), ("bias",): ((129,), (1,)), ("scale",): (()
 @pytest.mark.long
 def test_interrupted_at_random_bytes_it_goes_on(make_step, place):
     step, _ = make_step(num_csds=2, leaves=MANY)
-    export_url(step, f"file://{place}/whole", transit=Transit(1 << 20))
+    export_url(step, f"file://{place}/whole", options=ExportOptions(1 << 20))
     words = [
         sys.executable,
         KILLED,
@@ -210,7 +212,9 @@ def test_places_that_are_refused_before_anything_is_written(make_step, place):
     refused("gs://b/a", "gs://b/a: not a URL")
     refused("file:///", "found the root")
     refused("file:///dev/null/a", "cannot ")
-    refused(f"file://{place}/small", "expected at least", transit=Transit(1 << 10))
+    refused(
+        f"file://{place}/small", "expected at least", options=ExportOptions(1 << 10)
+    )
     assert not (place / "small").exists()
     (place / "other").mkdir()
     (place / "other/file").write_text("a user's")

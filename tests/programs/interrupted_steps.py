@@ -24,10 +24,10 @@ import pytest
 
 import jaxinf
 from jaxinf import interrupts
-from jaxinf.optimizer.host_side import HostSide
+from jaxinf.optimizer.host_side import HostFunctions
 
 PARAMS = {name: jnp.linspace(-1, 1, 3000).reshape(60, 50) for name in "abc"}
-COMMIT = HostSide.commit
+COMMIT = HostFunctions.commit
 
 
 def training(path):
@@ -138,7 +138,7 @@ class Interrupted:
                     time.sleep(0.001)
             return COMMIT(*arguments, **options)
 
-        HostSide.commit = commit
+        HostFunctions.commit = commit
         self.store, self.step, params, state = training(path)
         self.params, self.state = self.step(params, state)
 

@@ -13,7 +13,7 @@ import pytest
 from copies import copied
 
 from jaxinf.errors import ExchangeError
-from jaxinf.exchange import Transit, export_url
+from jaxinf.exchange import ExportOptions, export_url
 from jaxinf.store import StoreDirectory, step_of
 
 
@@ -36,7 +36,7 @@ def export(store, url, after=None):
             os.kill(os.getpid(), signal.SIGKILL)
 
     step = step_of(StoreDirectory.open(store), store / "current")
-    export_url(step, url, transit=Transit(1 << 20, progress=stop))
+    export_url(step, url, options=ExportOptions(1 << 20, progress=stop))
 
 
 def refuse(url, place):
