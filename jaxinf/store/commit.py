@@ -166,6 +166,8 @@ def check_carry(carry: Sequence[CarriedArray]) -> None:
 
 _Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**62 - 1)]
 _Length: TypeAlias = Annotated[int, Meta(ge=1, le=2**62 - 1)]
+_Axis: TypeAlias = Annotated[str, pattern(r"[^\0-\x1f\x7f]*", "an axis's name", 255)]
+_Mesh: TypeAlias = Annotated[dict[_Axis, _Length], Meta(max_length=64)]
 
 
 class KeptPlan(Document, frozen=True):
@@ -182,7 +184,9 @@ class KeptPlan(Document, frozen=True):
     version: _Count
     fingerprint: Annotated[str, Meta(max_length=256)]
     cuts: tuple[_Count, ...]
-    mesh: dict[str, _Length] = msgspec.field(default_factory=dict)
+    mesh: Annotated[dict[_Axis, _Length], Meta(max_length=64)] = msgspec.field(
+        default_factory=dict
+    )
     rows: dict[str, _Length] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:

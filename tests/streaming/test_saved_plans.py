@@ -124,6 +124,8 @@ def test_a_plan_of_another_program_is_refused(kept, kept_in, changes, problem):
     [
         ({"colour": "red"}, "expected no key 'colour'"),
         ({"cuts": [0, 5, 5]}, "numbers that rise from 0"),
+        ({"mesh": {"\x1b[2J": 2}}, "an axis's name"),
+        ({"mesh": {str(n): 2**61 for n in range(300)}}, "length <= 64"),
     ],
 )
 def test_a_damaged_plan_is_refused(kept, changes, problem):
