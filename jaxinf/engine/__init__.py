@@ -1,5 +1,17 @@
 """The engine: streams state through a fixed memory, step by step, and commits.
 
+Where a question is answered:
+
+    a user's calls                       store.py
+    how a path becomes an open store     open_stores.py, opening.py, opened.py
+    which step a run goes on from        binding.py
+    how a gradient becomes tasks         steps.py, update_tasks.py
+    in which order a commit is durable   opened.py (`publish`), steps.py (`_end_step`)
+    where a chunk's newest bytes are     chunks.py
+    which state stays in memory          shape.py (`staying`), transfer/cache.py
+    how leaves come back to JAX          reading.py
+    what happens after an error          failure.py
+
 Invariant: host memory does not grow with the model; a step is all or nothing.
 """
 

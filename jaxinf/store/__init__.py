@@ -1,5 +1,17 @@
 """The store on disk: format, slots, commit record, lock, snapshots, views.
 
+Where a question is answered:
+
+    what lies where on disk              directory.py, names.py
+    how a slot becomes a step            directory.py (`write_record`, `sync`, `flip`)
+    what a commit says                   commit.py
+    what a store holds                   manifest.py
+    how a stranger's document is read    documents.py; of paths: transfer/beneath.py
+    how chunks are read and verified     reader.py, verify.py
+    how a step is copied or recoded      copying.py, copy_chunks.py, formats.py
+    how a checkpoint is kept             checkpoint.py; of several members: members.py
+    what other zarr readers see          stock.py
+
 Invariant: at every instant the last committed step is complete on the drives
 (docs/format.md gives the reasons).
 """
