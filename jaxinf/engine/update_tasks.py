@@ -7,7 +7,7 @@ that the step builds. No result is returned or stored for params that differ fro
 store's. A caller's arrays are only read, and copied where a part is not contiguous.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 
 import numpy as np
@@ -16,21 +16,25 @@ from jaxinf.compress import SparseGradient, SparseLeaf
 from jaxinf.csd import Csd, CsdBuffer, Rounding, ScalarInputs, Update, is_idle
 from jaxinf.engine.divergence import diverged_error, same_values
 from jaxinf.engine.opened import OpenStore
-from jaxinf.engine.reading import StateReader
 from jaxinf.engine.requests import SlotRequest, Updater, UpdateRequest
 from jaxinf.engine.shape import StoreShape, SubgroupLayout
-from jaxinf.errors import NonFiniteScalarError, StoreMismatchError
-from jaxinf.kernels import scalars_used, specialise, state_read
-from jaxinf.layout import (
-    Chunk,
-    covers,
-    gather,
-    rounding_of_chunk,
-    scatter,
-    target_view,
+from jaxinf.errors import (
+    DivergedParamsError,
+    NonFiniteScalarError,
+    StoreMismatchError,
 )
+from jaxinf.kernels import scalars_used, specialise, state_read
+from jaxinf.layout import covers, gather, rounding_of_chunk, scatter, target_view
 from jaxinf.program import Kernel
-from jaxinf.store import ERROR_FEEDBACK, ScalarState, StoreDirectory, dtype_of
+from jaxinf.store import (
+    ERROR_FEEDBACK,
+    ChunkRun,
+    CommitRecord,
+    ScalarState,
+    StepReader,
+    StoreDirectory,
+    dtype_of,
+)
 from jaxinf.transfer import Task
 from jaxinf.typing import Array
 
@@ -198,7 +202,8 @@ class RequestedUpdate:
         if not same_values(stored, given, bound=self._inexact or 0.0):
             is_in_memory = self._opened.chunks.is_in_memory(layout, 0)
             if not is_read and not is_in_memory and self._is_unchanged(layout):
-                self._stored_chunk(layout)  # damage would explain it
+                for _ in self._stored_pieces(layout):  # damage would explain it
+                    pass
             name = self._opened.name(self._request.leaf)
             few = given[:3], stored[:3]
             raise diverged_error(name, *few, is_first=self._step == 1)
@@ -210,24 +215,32 @@ class RequestedUpdate:
         If it differs, zeros and denormals may be all that does.
         """
         if not self._opened.chunks.matches(layout, 0, checksum):
-            chunk, held = self._stored_chunk(layout)
             assert self._given is not None
-            origin, num = self._request.origin, chunk.num_elements
-            given = gather(self._given, chunk, origin, 0, num)
-            self._compare(layout, held, given, is_read=True)
+            differs: DivergedParamsError | None = None
+            for piece in self._stored_pieces(layout):
+                held, origin = piece.values, self._request.origin
+                given = gather(self._given, piece.chunk, origin, piece.start, held.size)
+                try:
+                    self._compare(layout, held, given, is_read=True)
+                except DivergedParamsError as error:
+                    differs = differs or error
+            if differs is not None:  # the chunk is not damaged
+                raise differs
 
-    def _stored_chunk(self, layout: SubgroupLayout) -> tuple[Chunk, Array]:
-        """Reads the master params of a subgroup's chunk, as stored.
+    def _stored_pieces(self, layout: SubgroupLayout) -> Iterator[ChunkRun]:
+        """Yields the master params of a subgroup's chunk, as stored.
 
         Raises:
-          StoreCorruptError: the chunk is damaged.
+          StoreCorruptError: the chunk is damaged; perhaps only after its last piece.
         """
-        directory, leaf = self._opened.directory, layout.subgroup.leaf
-        chunk = directory.chunks[leaf][layout.subgroup.chunk]
-        held = np.empty(chunk.extent, layout.extents[0].dtype)
-        with StateReader(self._opened) as reader:
-            reader.read(leaf, held, chunk.start, 0)
-        return chunk, held.reshape(-1)
+        opened, subgroup = self._opened, layout.subgroup
+        leaf = opened.directory.manifest.leaves[subgroup.leaf]
+        step = opened.directory.step_path(opened.chunks.source(layout, 0))
+        sums = opened.chunks.checksums()
+        newest = CommitRecord(step=0, scalar_state=(), checksums=sums)
+        own = {"directory": opened.directory, "meters": opened.meters}
+        with StepReader(step, newest, **own) as reader:
+            yield from reader.stored(leaf, leaf.states[0], subgroup.chunk)
 
 
 def recall_tasks(opened: OpenStore, request: SlotRequest) -> list[Task]:

@@ -1,6 +1,7 @@
 """Commits at every step, every k steps, or only on request."""
 
 import shutil
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -220,6 +221,23 @@ def test_params_that_differ_in_a_chunk_of_many_parts(tmp_path, change):
             return
         params["w"] = params["w"].at[40, 7].set(-0.0)
         tx.update(params, state, params)
+
+
+def test_params_of_which_zeros_differ_are_compared_in_pieces(tmp_path):
+    params = {"w": jnp.zeros((1024, 4096))}  # one chunk of 16 MiB
+    with jaxinf.open_store(tmp_path / "store", memory_bytes="64MiB") as store:
+        tx = jaxinf.smart_update(optax.sgd(0.0, momentum=0.9), store)
+        state = tx.init(params)
+        for sign in (1, -1):
+            given = {"w": sign * params["w"]}
+            tracemalloc.start()
+            try:
+                _, state = tx.update(params, state, given)
+                store.wait(state)
+                _, peak_bytes = tracemalloc.get_traced_memory()
+            finally:
+                tracemalloc.stop()
+            assert peak_bytes < 40 << 20
 
 
 def test_a_payload_for_a_step_that_is_ending_is_refused(drive):
