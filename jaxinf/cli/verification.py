@@ -110,6 +110,8 @@ def _print(path: Path, found: dict[str, list[Damage]], num_bytes: int) -> None:
             console.print(printable(f"    {damage.file}"))
     if any(found.values()):
         console.print(
-            "A run never uses damaged chunks. Check the drives (dmesg, smartctl), then "
-            f"go back to a clean checkpoint: jaxinf checkpoint restore {path} NAME"
+            "A run never uses damaged chunks. Check the drives (dmesg, smartctl). A "
+            f"copy has all links and documents anew: jaxinf store copy {path} NEW. If "
+            "chunks of the committed step are damaged, go back to a clean checkpoint: "
+            f"jaxinf checkpoint restore {path} NAME"
         )

@@ -60,6 +60,19 @@ def test_a_copy_makes_missing_files_of_the_spare_slot_again(place, jaxinf_says, 
     assert jaxinf_says("verify", new)[0] == 0
 
 
+def test_a_copy_makes_missing_links_again(place, jaxinf_says):
+    path, new = place / "store", place / "new"
+    (place / "drive").mkdir()
+    go_on(path, 3, csds=[place / "drive"])
+    for slot in "ab":
+        (path / "slots" / slot / "nu.w" / "c" / "0" / "0").unlink()
+    status, said = jaxinf_says("verify", path)
+    assert status == 1
+    assert f"store copy {path} NEW" in " ".join(said.split())
+    assert jaxinf_says("store", "copy", path, new)[0] == 0
+    assert jaxinf_says("verify", new)[0] == 0
+
+
 def test_members_whose_directories_were_exchanged_are_seen(place, jaxinf_says):
     go_on(place / "store", 2)
     copied(place / "store", processes=2)
