@@ -38,7 +38,8 @@ class StepThread:
         threading.Thread(
             target=_serve, args=(self._queue,), name="jaxinf-step", daemon=True
         ).start()
-        weakref.finalize(self, self._queue.put, None)
+        # Not at the end of the process: a last step may come after that.
+        weakref.finalize(self, self._queue.put, None).atexit = False
 
     def run(self, body: Callable[[Check], _T]) -> _T:
         """Returns what a body returns; blocks until it has ended.

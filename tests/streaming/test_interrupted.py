@@ -360,3 +360,13 @@ EVERY = int(os.environ.get("JAXINF_INTERRUPTS", "100"))
 def test_after_ctrl_c_at_any_line_the_next_step_runs(policy, parts, place, run_python):
     program = Path(__file__).parents[1] / "programs" / "interrupting.py"
     run_python(program, place, policy, parts, EVERY)
+
+
+def test_a_step_in_the_last_handler_of_a_process_ends(run_python):
+    code = """
+import atexit
+atexit.register(lambda: print(thread.run(lambda check: 3)))
+from jaxinf.streaming.ctrl_c import StepThread
+thread = StepThread()
+"""
+    assert run_python(code).stdout == "3\n"
