@@ -9,7 +9,7 @@ with those of an undisturbed run.
 
     python scripts/kill_campaign.py --directory /mnt/nvme0/tmp --kills 200
 
-Ends with a table, and exit status 1 if anything differed.
+Ends with a line for each kind of run, and exit status 1 if anything differed.
 """
 
 import itertools
