@@ -456,7 +456,7 @@ def test_a_store_alone_goes_on_with_its_run(run, losses, tmp_path, tiny, capsys)
 def test_a_store_at_step_0_has_its_run(run, tmp_path, tiny, capsys, monkeypatch):
     store = tmp_path / "s"
     with monkeypatch.context() as patch:
-        patch.setattr("jaxinf.train.loop._Run.go", lambda run: 2)  # a signal
+        patch.setattr("jaxinf.train.loop._TrainingRun.go", lambda run: 2)  # a signal
         assert run("--store", store, "--steps", 2, "--seed", 5) == 130
     with jaxinf.open_store(store) as opened:
         assert opened.step == 0
