@@ -5,22 +5,22 @@ Invariant: no code here depends on a particular command.
 
 import dataclasses
 import difflib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import tyro
 
-from jaxinf.terminal import format_bytes, parse_bytes
+from jaxinf.terminal import exact_bytes, parse_bytes
 
 ByteSize = tyro.constructors.PrimitiveConstructorSpec[int](
     nargs=1,
     metavar="BYTES",
-    instance_from_str=lambda words: parse_bytes(words[0]),
+    instance_from_str=lambda words: (
+        None if words[0].lower() == "none" else parse_bytes(words[0])  # type: ignore
+    ),
     is_instance=lambda value: isinstance(value, int | None),
-    str_from_instance=lambda value: [
-        "none" if value is None else format_bytes(value).replace(" ", "")
-    ],
+    str_from_instance=lambda value: ["none" if value is None else exact_bytes(value)],
 )
 """Annotates an ``int``, or None, that may be written as ``512MiB``."""
 
@@ -65,11 +65,6 @@ class Flag:
     constructor: Any = None
     is_positional: bool = False
 
-    def is_none(self, value: object) -> bool:
-        """Whether a value is the word ``none``, which tyro knows as ``None`` alone."""
-        may_be_none = self.field.default is None and self.constructor is None
-        return may_be_none and isinstance(value, str) and value.lower() == "none"
-
 
 def flags_of(command: Any) -> Iterator[Flag]:
     """Yields the fields that a command line can set, in their order."""
@@ -87,28 +82,6 @@ def flags_of(command: Any) -> Iterator[Flag]:
             specs[0] if specs else None,
             "Positional" in map(_mark, marks),
         )
-
-
-def with_none(
-    words: Sequence[str], command: Any, *, but: Collection[str] = ()
-) -> list[str]:
-    """Returns a command line in which ``none`` is written as tyro knows it.
-
-    Args:
-      but: flags of which it may be a name.
-    """
-    flags = {flag.name: flag for flag in flags_of(command) if flag.name not in but}
-    found, before = list[str](), ""
-    for word in words:
-        start, equals, value = word.partition("=")
-        if not (word.startswith("--") and equals):
-            start, value = before, word
-        flag = flags.get(start[2:].replace("_", "-"))
-        if start.startswith("--") and flag is not None and flag.is_none(value):
-            word = f"{start}=None" if equals else "None"
-        found.append(word)
-        before = word
-    return found
 
 
 def _unwrapped(hint: Any) -> tuple[Any, ...]:

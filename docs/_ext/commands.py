@@ -1,9 +1,8 @@
 """The directive `commands`: every command and flag of a program, from its parser.
 
 ``{commands} jaxinf.cli:main`` calls the program's function up to the place where it
-would read the command line, and writes a section for each command that it defines. A
-function that returns a parser is called as it is; each of the parser's groups becomes a
-section.
+would read the command line, and writes a section for each command that it defines, or
+the flags alone if there is one command.
 """
 
 import argparse
@@ -11,7 +10,6 @@ import importlib
 import re
 import warnings
 from collections.abc import Iterator
-from typing import Any
 from unittest import mock
 
 import tyro
@@ -27,8 +25,6 @@ class _Called(Exception):
 def parser_of(place: str) -> argparse.ArgumentParser:
     """Returns the parser of the program whose main function is at module:name."""
     module, _, name = place.partition(":")
-    if name == "make_parser":
-        return importlib.import_module(module).make_parser()
 
     def called(*definition: object, **how: object) -> None:
         raise _Called(definition, how)
@@ -76,15 +72,8 @@ class Commands(SphinxDirective):
         parser = parser_of(self.arguments[0])
         every = list(commands_of(parser))
         if every == [parser]:
-            return [self._group(one, parser.prog) for one in parser._action_groups]
+            return _flags(parser)
         return [self._section(one) for one in every]
-
-    def _group(self, group: Any, prog: str) -> nodes.section:
-        section = nodes.section(ids=[nodes.make_id(group.title)])
-        section += nodes.title(group.title, group.title.capitalize())
-        section += _listed(group._group_actions, prog)
-        self.state.document.note_implicit_target(section, section)
-        return section
 
     def _section(self, parser: argparse.ArgumentParser) -> nodes.section:
         section = nodes.section(ids=[nodes.make_id(parser.prog)])

@@ -3,8 +3,6 @@
 Invariant: no file made for a measurement is left behind.
 """
 
-import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -12,14 +10,12 @@ from typing import Annotated
 import tyro
 from rich.text import Text
 
-from jaxinf.cli.arguments import AnyPath, option
+from jaxinf.cli.arguments import AnyPath
 from jaxinf.cli.host import Finding, look_at_cards, look_at_host
 from jaxinf.cli.place import look_at_place
-from jaxinf.cli.probe import Bandwidth, measure_machine
 from jaxinf.cli.terminal import facts_table, heading, show_progress
-from jaxinf.command_line import ByteSize, UsageError
+from jaxinf.command_line import ByteSize
 from jaxinf.terminal import make_console, printable
-from jaxinf.train.machine import write_machine
 
 
 @dataclass(frozen=True)
@@ -37,24 +33,13 @@ class Doctor:
     ] = (Path(),)
     # Length of the temporary file; shorter if space is short. 0 measures nothing.
     size: Annotated[int, ByteSize] = 1 << 30
-    # Also measure programs, updates and commits, for some ten seconds, and write the
-    # eight numbers that jaxinf plan --machine FILE takes.
-    json: Annotated[AnyPath | None, option("FILE")] = None
 
     def run(self) -> int:
-        """Examines, and prints the findings; returns the exit status.
-
-        Raises:
-          UsageError: the rates cannot be measured, or the file cannot be written.
-        """
-        if self.json is not None:
-            _check_parent(self.json)
-        places, drives = [], dict[Path, Bandwidth]()
+        """Examines, and prints the findings; returns the exit status."""
+        places = []
         for path in [path.absolute() for path in self.paths]:
             with show_progress(f"measuring {printable(str(path))}") as progress:
                 places.append(look_at_place(path, self.size, progress))
-            if (speed := places[-1].bandwidth) is not None:
-                drives[path] = speed
         host = look_at_host()
         for one in (*places, host, *look_at_cards(list(self.paths))):
             _print(one)
@@ -64,35 +49,7 @@ class Doctor:
             verdict = "JAX cannot run here"
         style = "bold red" if verdict else "bold green"
         make_console().print(Text(f"\n{verdict or 'ready'}", style=style))
-        if self.json is not None and not verdict:
-            _write_machine(self.json, drives)
         return 1 if verdict else 0
-
-
-def _check_parent(file: Path) -> None:
-    """Refuses a place for the file before seconds are spent on measuring."""
-    try:
-        found = "" if file.parent.is_dir() else "none"
-    except OSError as error:
-        found = str(error.strerror)
-    if found:
-        raise UsageError(
-            f"--json {file}: expected a file in a directory that exists, found: "
-            f"{found}; mkdir -p {file.parent}"
-        )
-
-
-def _write_machine(file: Path, drives: Mapping[Path, Bandwidth]) -> None:
-    if not drives:
-        raise UsageError(
-            f"--json {file}: expected a directory whose bandwidth was measured, found "
-            "none: give one that can be written, and a --size above 0"
-        )
-    try:
-        write_machine(measure_machine(next(iter(drives)), [*drives.values()]), file)
-    except OSError as error:
-        raise UsageError(f"--json {file}: {error.strerror}") from None
-    make_console(sys.stderr).print(f"wrote {printable(str(file))}")
 
 
 def _print(found: Finding) -> None:

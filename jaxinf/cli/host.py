@@ -4,7 +4,6 @@ Invariant: nothing is changed; each problem has a remedy.
 """
 
 import contextlib
-import ctypes
 import os
 import platform
 from collections import Counter
@@ -21,8 +20,6 @@ from jaxinf.native import toolchain
 from jaxinf.optimizer import check_device_configuration
 from jaxinf.terminal import format_bytes
 
-_CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
-_CUDA_DRIVER = "libcuda.so.1"
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 _PACKAGES = ("jaxinf", "jax", "jaxlib", "optax", "flax", "tensorstore", "numpy")
 
@@ -50,9 +47,9 @@ class Finding:
         return not any(problem.is_fatal for problem in self.problems)
 
 
-def look_at_host(*, proc: Path = Path("/proc")) -> Finding:
+def look_at_host() -> Finding:
     """Examines the machine; starts JAX's clients, which may take seconds."""
-    cpu, memory = _first_entry(proc / "cpuinfo"), _first_entry(proc / "meminfo")
+    cpu, memory = map(_first_entry, ("/proc/cpuinfo", "/proc/meminfo"))
     isa = platform.machine()
     if isa == "x86_64":
         isa = toolchain.levels_of(cpu.get("flags", "").split())[0]
@@ -62,7 +59,6 @@ def look_at_host(*, proc: Path = Path("/proc")) -> Finding:
         found.problems.append(Problem(*foreign))
     if compiler is None:
         found.problems.append(_no_compiler())
-    found.problems += _missing_driver()
     total, left = (
         format_bytes(int(memory.get(name, "0 kB").removesuffix("kB")) * 1024)
         for name in ("MemTotal", "MemAvailable")
@@ -81,12 +77,9 @@ def look_at_host(*, proc: Path = Path("/proc")) -> Finding:
     return found
 
 
-def _first_entry(file: Path) -> Mapping[str, str]:
-    """Returns the first entry of a file of ``name: value``; none if it is missing."""
-    try:
-        lines = file.read_text().split("\n\n")[0].splitlines()
-    except OSError:
-        return {}
+def _first_entry(file: str) -> Mapping[str, str]:
+    """Returns the first entry of a file of ``name: value``."""
+    lines = Path(file).read_text().split("\n\n")[0].splitlines()
     pairs = (line.partition(":") for line in lines)
     return {key.strip(): value.strip() for key, _, value in pairs}
 
@@ -133,25 +126,9 @@ def _no_compiler() -> Problem:
     return Problem(f"no C++ compiler was found (looked for {where}): {without}", remedy)
 
 
-def _missing_driver() -> list[Problem]:
-    """Returns the problem of a CUDA plugin beside which JAX falls back to the CPU."""
-    plugin = next((name for name in _CUDA_PLUGINS if _version(name)), None)
-    try:
-        if plugin is not None:
-            ctypes.CDLL(_CUDA_DRIVER)
-    except OSError as error:
-        what = f"{plugin} is installed, and NVIDIA's driver is not found: {error}; "
-        what += "JAX uses the CPU, or fails if JAX_PLATFORMS names cuda"
-        remedy = "install the driver (nvidia-smi then lists the GPUs), or give them to "
-        remedy += "the container (docker run --gpus all)"
-        return [Problem(what, remedy)]
-    return []
-
-
 def _jax_devices(problems: list[Problem]) -> list[str]:
     import jax
 
-    is_set = _PREALLOCATE in os.environ
     os.environ.setdefault(_PREALLOCATE, "false")  # not all of an accelerator's memory
     devices: list[str] = []
     try:
@@ -167,9 +144,6 @@ def _jax_devices(problems: list[Problem]) -> list[str]:
         what = f"JAX found no device{where}: {first_line}"
         remedy = "set JAX_PLATFORMS=cpu, or install the jax build of your accelerator"
         problems.append(Problem(what, remedy, is_fatal=True))
-    finally:
-        if not is_set:
-            del os.environ[_PREALLOCATE]
     return devices
 
 

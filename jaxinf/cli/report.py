@@ -25,21 +25,15 @@ from jaxinf.terminal import format_bytes
 from jaxinf.transfer import write_bytes_atomically
 
 _MOST_RUNS = 16
-_INK = "#777777"  # 4.5:1 on white, and on black
 _COLOURS = ("#3b8ee0", "#e07b39", "#3aa35b", "#9a7fd1", "#c05656", "#b8901f", "#2aa5a0")
 _STYLE = """
-:root { color-scheme: light dark; --ink: #1d1f23; --ground: #ffffff; --line: #8884; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e2e4e8; --ground: #060708; } }
-body { color: var(--ink); background: var(--ground); margin: 0 auto; max-width: 44rem;
-  padding: 0 1rem 3rem; font: 1rem/1.5 system-ui, sans-serif; }
+:root { color-scheme: light dark; }
+body { margin: 0 auto; max-width: 44rem; padding: 1rem; font: 1rem/1.5 system-ui; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin: 2rem 0 .2rem; }
-p { margin: .2rem 0 .6rem; } section { break-inside: avoid; }
-div.table { overflow-x: auto; }
+p { margin: .2rem 0 .6rem; } section { break-inside: avoid; overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: .9rem; }
-td, th { border-bottom: 1px solid var(--line); padding: .25rem .8rem .25rem 0;
+td, th { border-bottom: 1px solid #8884; padding: .25rem .8rem .25rem 0;
   text-align: left; vertical-align: top; min-width: 5rem; overflow-wrap: anywhere; }
-@media print { :root { --ink: #000000; --ground: #ffffff; }
-  div.table { overflow: visible; } }
 """
 _DRAW = """
 const figures = %s;
@@ -146,20 +140,15 @@ def _page(runs: Mapping[str, Logs], figures: Sequence[_Figure], plotly_js: str) 
 
 
 def _table(name: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns a section, none without rows; a narrow screen can move it by keyboard."""
-    if not rows:
-        return ""
     top = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
     lines = "".join(
         f'<tr><th scope="row">{escape(row[0])}</th>'
         + "".join(f"<td>{escape(cell)}</td>" for cell in row[1:])
-        + "</tr>"
         for row in rows
     )
     return (
-        f'<section><h2>{escape(name)}</h2><div class="table" tabindex="0" '
-        f'role="region" aria-label="{escape(name)}"><table><thead><tr>{top}</tr>'
-        f"</thead><tbody>{lines}</tbody></table></div></section>"
+        f'<section tabindex="0"><h2>{escape(name)}</h2><table><thead><tr>{top}</thead>'
+        f"<tbody>{lines}</tbody></table></section>"
     )
 
 
@@ -192,7 +181,7 @@ def _summary(runs: Mapping[str, Logs]) -> list[list[str]]:
 
 # --- figures -------------------------------------------------------------------------
 
-_OVERLAP = (
+_PHASES = (
     "Seconds in which some thread read, wrote, updated or waited, or programs ran; "
     "they overlap. Dots: the whole step."
 )
@@ -200,56 +189,57 @@ _BYTES = (
     "In a step: read from drives (lines) and written (dashes); gradients to the "
     "drives' processors (dots), and results from them (both)."
 )
-_COMPARED: Sequence[tuple[str, str, str, Mapping[str, str]]] = (
-    ("Loss", "Of each step's batch, and held out (dots).", "nats", {"loss": "solid"}),
-    ("Throughput", "Tokens or images a second.", "a second", {"rate": "solid"}),
-    (
-        *("Bytes", _BYTES, "MiB"),
-        {"drive_read_bytes": "solid", "drive_write_bytes": "dash"}
-        | {"link_down_bytes": "dot", "link_up_bytes": "dashdot"},
-    ),
-)
-_OF_ONE = (
-    ("Phases of a step", _OVERLAP, "s", "phases."),
-    (
-        "Memory",
-        "By tier: the host's, of it buffers for state, the device's, drives.",
-        *("MiB", "memory."),
-    ),
-)
+_MOVED = {"drive_read_bytes": "solid", "drive_write_bytes": "dash"}
+_MOVED |= {"link_down_bytes": "dot", "link_up_bytes": "dashdot"}
+_MEMORY = "By tier: the host's, of it buffers for state, the device's, drives."
 
 
 def _figures(runs: Mapping[str, Logs]) -> Iterator[_Figure]:
     """Yields all figures, also those that have nothing to show."""
-    for title, text, unit, columns in _COMPARED:
-        traces = []
-        for (name, logs), colour in zip(runs.items(), cycle(_COLOURS)):
-            for column, dash in columns.items():
-                word = column.partition("_bytes")[0].replace("_", " ")
-                label = name if unit != "MiB" else f"{name} {word}"
-                traces += _line(logs.columns, column, label, colour, unit, dash)
-            if title == "Loss":
-                label = f"{name} held out"
-                traces += _line(logs.validation, "loss", label, colour, unit, "dots")
-        yield _Figure(title, text, unit, traces)
+    loss, rate, moved = list[Any](), list[Any](), list[Any]()
+    for (name, (columns, _, held_out, *_)), colour in zip(
+        runs.items(), cycle(_COLOURS)
+    ):
+        loss += _line(columns, "loss", name, colour)
+        loss += _line(held_out, "loss", f"{name} held out", colour, "dots")
+        rate += _line(columns, "rate", name, colour)
+        for column, dash in _MOVED.items():
+            word = column.partition("_bytes")[0].replace("_", " ")
+            moved += _line(columns, column, f"{name} {word}", colour, dash, 1 << 20)
+    yield _Figure("Loss", "Of each step's batch, and held out (dots).", "nats", loss)
+    yield _Figure("Throughput", "Tokens or images a second.", "a second", rate)
+    yield _Figure("Bytes", _BYTES, "MiB", moved)
     for name, logs in runs.items():
-        for title, text, unit, group in _OF_ONE:
-            traces = []
-            of_group = [column for column in logs.columns if column.startswith(group)]
-            for column, colour in zip(of_group, cycle(_COLOURS)):
-                label = column.removeprefix(group)
-                traces += _line(logs.columns, column, label, colour, unit)
-            if traces and unit == "s":
-                traces += _line(logs.columns, "step_s", "step", _INK, unit, "dot")
-            title += f": {name}" if len(runs) > 1 else ""
-            yield _Figure(title, text, unit, traces)
+        columns = logs.columns
+        of_run = f": {name}" if len(runs) > 1 else ""
+        phases = _lines(columns, "phases.")
+        if phases:
+            phases += _line(columns, "step_s", "step", "#777777", "dot")
+        yield _Figure(f"Phases of a step{of_run}", _PHASES, "s", phases)
+        tiers = _lines(columns, "memory.", 1 << 20)
+        yield _Figure(f"Memory{of_run}", _MEMORY, "MiB", tiers)
+
+
+def _lines(columns: Columns, group: str, unit: int = 1) -> list[dict[str, Any]]:
+    """Returns the lines of a group's columns."""
+    names = [column for column in columns if column.startswith(group)]
+    return [
+        line
+        for name, colour in zip(names, cycle(_COLOURS))
+        for line in _line(columns, name, name.removeprefix(group), colour, unit=unit)
+    ]
 
 
 def _line(
-    columns: Columns, name: str, label: str, colour: str, unit: str, dash: str = "solid"
+    columns: Columns,
+    name: str,
+    label: str,
+    colour: str,
+    dash: str = "solid",
+    unit: int = 1,
 ) -> list[dict[str, Any]]:
     """Returns the line, or dots, of a column; none if it has no number but 0."""
-    y = columns.get(name, np.zeros(0)) / (float(1 << 20) if unit == "MiB" else 1)
+    y = columns.get(name, np.zeros(0)) / unit
     if not np.nanmax(np.abs(y), initial=0) > 0:
         return []
     is_dots = dash == "dots" or len(y) == 1

@@ -5,9 +5,9 @@ Invariant: memory is bounded; what cannot be read is left out, and a note says s
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
 
@@ -15,7 +15,6 @@ from jaxinf.command_line import UsageError
 from jaxinf.typing import Array
 
 MOST_POINTS = 2000
-_MOST_READ = 16  # lines for a point, up to twice as many
 _MOST_COLUMNS = 64
 _LINE_BYTES = 1 << 20
 _DOCUMENT_BYTES = 1 << 20
@@ -26,23 +25,20 @@ _FIELDS = ("step", "loss", "tokens", "step_s", "rss_bytes", "drive_read_bytes")
 _FIELDS += ("drive_write_bytes", "link_down_bytes", "link_up_bytes")
 _GROUPS = ("phases", "memory")
 
-Columns: TypeAlias = Mapping[str, Array]
+Columns: TypeAlias = dict[str, Array]
+"""Values by name, float64, NaN where none is known: a field of ``metrics.jsonl``, of a
+group as ``phases.read``, and ``rate``, tokens a second."""
 
 
-@dataclass(frozen=True)
-class Logs:
+class Logs(NamedTuple):
     """What a log directory says.
 
-    Columns are of float64, NaN where no value is known: a field of `metrics.jsonl` or
-    `validation.jsonl`, of a group as ``phases.read``, and ``rate``, tokens a second. A
-    point is the mean of `per_point` steps, or of some of them. Settings are those of
-    `config.json`, with the versions of packages. Notes say what could not be read, and
-    what was left out.
+    Settings are those of ``config.json``, with the versions of packages; notes say what
+    could not be read, and what was left out.
     """
 
     columns: Columns
     num_steps: int
-    per_point: int
     validation: Columns
     settings: Mapping[str, str]
     notes: Sequence[str]
@@ -56,15 +52,12 @@ def read_logs(path: Path) -> Logs:
             "it is STORE-log by default, and the trainer's first lines name it"
         )
     notes: list[str] = []
-    columns, num_steps, per_point = _table(metrics, notes)
-    if not num_steps:
+    columns, num_steps = _table(metrics, notes)
+    if not columns:
         raise UsageError(f"{metrics}: expected a line for each step, found no step yet")
     if {"tokens", "step_s"} <= columns.keys():
         with np.errstate(divide="ignore", invalid="ignore"):
             columns["rate"] = columns["tokens"] / columns["step_s"]
-    if per_point > 1:
-        read = -(-per_point // max(1, per_point // _MOST_READ))
-        notes.append(f"a point: mean of {read} of {per_point} steps, of {num_steps:,}")
     if (path / "metrics.last.json").exists():
         notes.append("the run had not ended when this was written: it goes on, or died")
     held_out = path / "validation.jsonl"
@@ -72,48 +65,32 @@ def read_logs(path: Path) -> Logs:
     settings = _document(path / "config.json", notes)
     if isinstance(versions := settings.pop("versions", {}), dict):
         settings |= {f"version of {name}": one for name, one in versions.items()}
-    return Logs(
-        *(columns, num_steps, per_point, validation),
-        {_text(k): _text(v) for k, v in [*settings.items()][:_MOST_SETTINGS]},
-        notes,
-    )
+    shown = {_text(k): _text(v) for k, v in [*settings.items()][:_MOST_SETTINGS]}
+    return Logs(columns, num_steps, validation, shown, notes)
 
 
-# --- lines ---------------------------------------------------------------------------
-
-
-def _table(path: Path, notes: list[str]) -> tuple[dict[str, Array], int, int]:
-    """Returns columns of means, the number of lines, and how many a mean has."""
+def _table(path: Path, notes: list[str]) -> tuple[Columns, int]:
+    """Returns columns of the last line, and of others at equal distances; and the
+    number of lines."""
     with path.open("rb") as file:
         blocks = iter(lambda: file.read(1 << 20), b"")
         num_lines = sum(block.count(b"\n") for block in blocks)
-    per_point = max(1, -(-num_lines // MOST_POINTS))
-    num_points = -(-num_lines // per_point)
-    stride = max(1, per_point // _MOST_READ)
-    sums: dict[str, Array] = {}  # of each point: sum, count
-    num_rows = num_bad = 0
+    every, rows, number, num_bad = -(-num_lines // MOST_POINTS), list[Any](), 0, 0
     with path.open("rb") as file:
-        while line := file.readline(_LINE_BYTES):
-            if not line.endswith(b"\n") and len(line) < _LINE_BYTES:
-                notes.append(f"{path.name}: the last line is cut off")
-                break
-            if num_rows == num_lines:  # a run has written it since they were counted
-                break
-            values = {} if num_rows % stride else _values(line)
-            if values is None:
-                num_bad += 1
-                continue
-            for name, value in values.items():
-                if name in sums or len(sums) < _MOST_COLUMNS:
-                    added = sums.setdefault(name, np.zeros((2, num_points)))
-                    added[:, num_rows // per_point] += value, 1
-            num_rows += 1
+        while (line := file.readline(_LINE_BYTES)) and number < num_lines:
+            number += line.endswith(b"\n")
+            if (num_lines - number) % every == 0:
+                values = _values(line)
+                rows += [values] if values else []
+                num_bad += not values
+    if line and not line.endswith(b"\n"):
+        notes.append(f"{path.name}: the last line is cut off")
     if num_bad:
         notes.append(f"{path.name}: {num_bad} lines are no steps, and left out")
-    used = -(-num_rows // per_point)
-    with np.errstate(invalid="ignore"):  # 0 / 0 is NaN
-        means = {name: (sum_ / num)[:used] for name, (sum_, num) in sums.items()}
-    return means, num_rows, per_point
+    if every > 1:
+        notes.append(f"{path.name}: one of {every} lines is shown, of {num_lines:,}")
+    names = [*dict.fromkeys(chain.from_iterable(rows))][:_MOST_COLUMNS]
+    return {n: np.array([row.get(n, np.nan) for row in rows]) for n in names}, num_lines
 
 
 def _values(line: bytes) -> dict[str, float] | None:
@@ -133,9 +110,6 @@ def _values(line: bytes) -> dict[str, float] | None:
 
 def _is_number(value: Any) -> TypeGuard[float]:
     return type(value) in (int, float) and -1e300 < value < 1e300
-
-
-# --- documents -----------------------------------------------------------------------
 
 
 def _document(path: Path, notes: list[str]) -> dict[str, Any]:

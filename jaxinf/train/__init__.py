@@ -9,7 +9,7 @@ Where a question is answered:
     what a step is, in each mode         modes.py, step.py
     the loop                             loop.py
     where rows come from                 data/files.py, data/rows.py, data/texts.py
-    what `jaxinf plan` counts            run_plan.py, count.py
+    what `jaxinf plan` counts            count.py
 
 Invariant: no package below imports this one; a user's own loop can do all that it does.
 """

@@ -15,8 +15,8 @@ from jaxinf import compat
 from jaxinf.command_line import UsageError
 from jaxinf.errors import JaxinfError
 from jaxinf.terminal import printable
-from jaxinf.train.help import check_names, help_of, started_as
 from jaxinf.train.loop import train
+from jaxinf.train.messages import started_as
 from jaxinf.train.run_file import config_of
 
 
@@ -27,11 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
       arguments: the command line; by default that of the process.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
-    if text := help_of(words):
-        print(text, end="")
-        return 0
     try:
-        check_names(words)
         config, said = config_of(words)
         if said:
             print(printable(said), file=sys.stderr)

@@ -6,7 +6,7 @@ wrong, in words; the first of these is raised.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
 
@@ -35,11 +35,6 @@ _OF_THE_STORE = (
     "store elastic csd-root csd memory durability state ema checkpoint-every export-to"
 ).split()
 _OF_STREAMING = "device-memory device-updates".split()
-ONLY_IN: Mapping[str, Sequence[str]] = {
-    **dict.fromkeys(_OF_THE_STORE, ("update", "stream")),
-    **dict.fromkeys(_OF_STREAMING, ("stream",)),
-}
-"""Flags that some modes do not have."""
 
 
 def check(config: TrainConfig) -> TrainConfig:

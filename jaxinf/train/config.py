@@ -53,9 +53,6 @@ class TrainConfig(Options):
     # The number of classes, by the data. No flag.
     num_labels: Annotated[int | None, tyro.conf.Fixed, tyro.conf.Suppress] = None
 
-    # The machine's file that `jaxinf plan` is given. No flag.
-    machine: Annotated[Path | None, tyro.conf.Fixed, tyro.conf.Suppress] = None
-
     @property
     def held_out_share(self) -> float | None:
         """The share of `data` to hold out; None if `validation` names files."""
@@ -169,7 +166,7 @@ class TrainConfig(Options):
         return {n: _plain(getattr(self, n)) for n in names if n not in _NOT_OF_RUNS}
 
 
-_NOT_OF_RUNS = ("files", "run_file", "machine", "trace")
+_NOT_OF_RUNS = ("files", "run_file", "trace")
 
 
 def _plain(value: object) -> JsonValue:

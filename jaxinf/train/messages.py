@@ -6,12 +6,15 @@ taken for markup.
 """
 
 import contextlib
-import logging
 import math
+import shlex
+import shutil
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import jax
 from jaxinf_models import num_params
@@ -24,7 +27,6 @@ from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.rows import TrainingData
 from jaxinf.train.evaluate import Evaluation
 from jaxinf.train.freezing import trained
-from jaxinf.train.help import installed, near
 from jaxinf.train.metrics import StepLine, read_lines
 from jaxinf.train.optimizers import (
     num_warmup_steps,
@@ -121,13 +123,35 @@ def say_results(
         taken += f" of --memory {format_bytes(config.memory)}"
     idle = f"{format_bytes(idle_bytes)} of the process itself"
     said.append(f"memory  at most {taken}, beside {idle}")
-    jaxinf = installed("jaxinf")
+    jaxinf = _installed("jaxinf")
     if store is not None:
         said.append(f"store   {store.path}: step {store.step}; to look inside:")
-        said.append(f"  {jaxinf} inspect {near(store.path)}")
+        said.append(f"  {jaxinf} inspect {_near(store.path)}")
     said.append(f"logs    {logs}; to make a page of them:")
-    said.append(f"  {jaxinf} report {near(config.logs)}")
+    said.append(f"  {jaxinf} report {_near(config.logs)}")
     console.print("\n".join(said), markup=False, highlight=False)
+
+
+def started_as() -> str:
+    """Returns the command that started this process, as it runs when pasted."""
+    started = Path(sys.argv[0])
+    if started.name == "jaxinf":
+        return f"{_installed('jaxinf')} train"
+    module = "jaxinf train" if started.parent.name == "jaxinf" else "jaxinf.train"
+    return f"{_installed(Path(sys.executable).name)} -m {module}"
+
+
+def _installed(name: str) -> str:
+    """Returns what starts a program that is installed beside this Python."""
+    path = Path(sys.executable).with_name(name)
+    is_other = path.exists() and shutil.which(name) != str(path)
+    return _near(path) if is_other else name
+
+
+def _near(path: Path) -> str:
+    """Returns a path as a word of a shell, from here if it is below."""
+    here = Path.cwd()
+    return shlex.quote(str(path.relative_to(here) if here in path.parents else path))
 
 
 def say_stopped(console: Console, config: TrainConfig, step: int, command: str) -> None:
@@ -149,25 +173,11 @@ def describe(config: TrainConfig, found: Evaluation) -> str:
 
 @contextlib.contextmanager
 def saying_compilation(console: Console) -> Iterator[None]:
-    """Says how many programs the body compiles, before the time that it takes."""
-    log, said = logging.getLogger("jaxinf.compile"), list[float]()
-
-    def say(record: logging.LogRecord) -> bool:
-        if not said:  # variants of a plan are compiled, too
-            said.append(time.monotonic())
-            console.print(f"{record.getMessage()} …")
-        return False
-
-    level = log.level
-    log.setLevel(logging.INFO)
-    log.addFilter(say)
-    try:
-        yield
-    finally:
-        log.removeFilter(say)
-        log.setLevel(level)
-    if said:
-        console.print(f"ready after {time.monotonic() - said[0]:.1f} s")
+    """Says that the body compiles, before the time that it takes."""
+    began_s = time.monotonic()
+    console.print("compiling …")
+    yield
+    console.print(f"ready after {time.monotonic() - began_s:.1f} s")
 
 
 class Progress(contextlib.ExitStack):

@@ -116,11 +116,15 @@ def check_optimizer(config: TrainConfig) -> None:
             f"(--mode memory trains with it). {error}"
         ) from error
     except Exception as error:  # optax may raise anything for bad arguments
-        raise UsageError(
-            f"--optimizer {' '.join((config.optimizer, *config.optimizer_args))}: "
-            f"expected one that trains on gradients and params alone, optax says: "
-            f"{error}"
-        ) from error
+        raise _refused(config, error) from error
+
+
+def _refused(config: TrainConfig, error: Exception) -> UsageError:
+    return UsageError(
+        f"--optimizer {' '.join((config.optimizer, *config.optimizer_args))}: expected "
+        "arguments that optax takes, and an optimizer that trains on gradients and "
+        f"params alone; optax says: {error}"
+    )
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
@@ -139,20 +143,11 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
         options["weight_decay"] = decay
     if config.optimizer == "sgd":  # with 0 none is stored
         options["momentum"] = options.get("momentum", _MOMENTUM) or None
-    missing = [
-        f"{name}=…"
-        for name, parameter in parameters.items()
-        if parameter.default is parameter.empty and name not in (*options, *_RATES)
-    ]
-    if missing:
-        raise UsageError(
-            f"--optimizer-args: expected {' '.join(missing)} too, which optax has no "
-            f"default for in {config.optimizer}"
-        )
+    rate = _rate(config, next(iter(parameters.values())))
     try:
-        optimizer = chosen(_rate(config, next(iter(parameters.values()))), **options)
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"--optimizer {config.optimizer}: {error}") from error
+        optimizer = chosen(rate, **options)
+    except Exception as error:  # optax may raise anything for bad arguments
+        raise _refused(config, error) from error
     if config.clip_norm and config.compress is None:
         optimizer = optax.chain(make_clipping(config), optimizer)
     return train_others(config.frozen, optimizer)
@@ -208,33 +203,19 @@ def _options(
         elif key in options:
             problem = f"{key} is given twice"
         else:
-            options[key], kind, fits = _value(text, parameters[key])
-            problem = "" if fits else f"expected {kind}"
+            default, value = parameters[key].default, _literal(text)
+            if isinstance(default, bool) and not isinstance(value, bool):
+                problem = "expected true or false"
+            elif type(default) in (int, float) and type(value) not in (int, float):
+                problem = "expected a number"
+            elif type(default) is tuple:
+                value = tuple(_literal(part) for part in text.split(","))
+            elif type(value) is str and type(default) is not str and "dtype" not in key:
+                problem = "expected a number, true, false or none"
+            options[key] = value
         if problem:
             raise UsageError(f"--optimizer-args {word}: {problem}")
     return options
-
-
-def _value(text: str, parameter: inspect.Parameter) -> tuple[Any, str, bool]:
-    """Reads a value; returns it, what the argument takes, and whether it is that."""
-    default, value = parameter.default, _literal(text)
-    is_number = type(value) in (int, float)
-    if isinstance(default, bool):
-        return value, "true or false", isinstance(value, bool)
-    if parameter.annotation is int:
-        return value, "an integer", type(value) is int
-    if isinstance(default, int | float):
-        return value, "a number", is_number
-    if type(default) is tuple:
-        value = tuple(_literal(part) for part in text.split(","))
-        kind = f"{len(default)} values with commas between them"
-        return value, kind, len(value) == len(default)
-    if isinstance(default, str) or "dtype" in parameter.name:
-        return value, "a word", True
-    if default is None or default is parameter.empty:
-        fits = is_number or value in (None, True, False)
-        return value, "a number, true, false or none", fits
-    return value, "a program: it can only be set there", False
 
 
 def _literal(text: str) -> Any:

@@ -1,7 +1,7 @@
 """The trainer's flags.
 
 Invariant: a field exists only if it works. The comment above a field is its text in
-``--help``, where the fields are in groups.
+``--help``.
 """
 
 import dataclasses
@@ -11,28 +11,16 @@ from typing import Annotated, Any, Literal, TypeAlias
 import tyro
 from jaxinf_models import TaskName
 
+from jaxinf.command_line import ByteSize
 from jaxinf.engine import Durability
 from jaxinf.store import StateFormat
 from jaxinf.streaming import DeviceUpdates, Policy
-from jaxinf.terminal import exact_bytes, parse_bytes
 
 HELD_OUT_SHARE = 0.05
 
 ModelName: TypeAlias = Literal["gpt2", "bert", "t5", "vit", "bloom", "llama"]
 DTypeName: TypeAlias = Literal["float32", "bfloat16"]
 ScheduleName: TypeAlias = Literal["constant", "cosine", "linear", "wsd"]
-
-GROUPS = {
-    "run_file": "run",
-    "data": "data",
-    "model": "model",
-    "optimizer": "optimizer",
-    "memory": "memory and drives",
-    "durability": "commits and checkpoints",
-    "distributed": "several processes",
-    "log_dir": "output",
-}
-"""Titles of the groups of fields, by the first of each."""
 
 
 def _shown(metavar: str, default: str, *, name: str | None = None) -> Any:
@@ -41,20 +29,11 @@ def _shown(metavar: str, default: str, *, name: str | None = None) -> Any:
     return tyro.conf.arg(name=name, metavar=metavar, help_behavior_hint=hint)
 
 
-_MEMORY: Any = tyro.constructors.PrimitiveConstructorSpec(
-    nargs=1,
-    metavar="BYTES",
-    instance_from_str=lambda words: (
-        None if words[0].lower() == "none" else parse_bytes(words[0])
-    ),
-    is_instance=lambda value: True,
-    str_from_instance=lambda value: ["none" if value is None else exact_bytes(value)],
-)
 _LAUNCH: Any = tyro.constructors.PrimitiveConstructorSpec(
     nargs=(0, 1),
     metavar="[HOST:PORT,N,I]",
     instance_from_str=lambda words: (
-        None if words[:1] == ["none"] else "".join(words[:1])
+        None if words[:1] == ["None"] else "".join(words[:1])
     ),
     is_instance=lambda value: True,
     str_from_instance=lambda value: [value or ""],
@@ -208,12 +187,12 @@ class Options:
     # Host memory, such as 4GiB. In --mode update: of the buffers through which state
     # passes, with cards of each card. In --mode stream: of all but the process itself.
     memory: Annotated[
-        int | None, _MEMORY, _shown("BYTES", "512MiB; --mode stream needs it")
+        int | None, ByteSize, _shown("BYTES", "512MiB; --mode stream needs it")
     ] = None
 
     # For --mode stream: memory of the JAX device for params, activations and
     # temporaries; on a CPU the part of --memory for them.
-    device_memory: Annotated[int | None, _MEMORY, _shown("BYTES", "what is free")] = (
+    device_memory: Annotated[int | None, ByteSize, _shown("BYTES", "what is free")] = (
         None
     )
 

@@ -28,12 +28,11 @@ from typing import Any
 
 import tyro
 
-from jaxinf.command_line import UsageError, did_you_mean, flags_of, with_none
+from jaxinf.command_line import UsageError, did_you_mean, flags_of
 from jaxinf.documents import encode, shown
 from jaxinf.errors import JaxinfError
 from jaxinf.store import find_members, is_run, look_at_store
 from jaxinf.terminal import exact_bytes
-from jaxinf.train.checks import ONLY_IN
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.resume import MADE_BY
 from jaxinf.typing import JsonValue
@@ -61,6 +60,31 @@ _THE_RUN = {  # who gives one of these says what the run is
     *"batch-size seq-len optimizer lora freeze".split(),
 }
 _PLACES = ("data", "validation", "tokenizer", "from")  # that are read
+_OTHER_NAMES = {  # of other programs, and what to write instead
+    "lr": "--learning-rate",
+    "num-epochs num-train-epochs": "--epochs",
+    "max-steps num-steps max-iters": "--steps",
+    "gradient-accumulation-steps": "--micro-batches, the parts of a --batch-size",
+    "per-device-train-batch-size": "--batch-size, that of all devices together",
+    "output-dir out-dir": "--store for the state, --log-dir for logs",
+    "model-name-or-path": "--from DIR, or for new weights --model and --preset",
+    "dataset train-file": "--data PATH",
+    "max-length max-seq-length block-size": "--seq-len",
+    "weight-decay": "--optimizer-args weight_decay=0.1",
+    "lr-scheduler-type": "--schedule",
+    "max-grad-norm grad-clip": "--clip-norm",
+    "bf16 fp16": "--dtype bfloat16, for params --param-dtype, too",
+    "gradient-checkpointing remat": "--policy recompute",
+    "eval-steps eval-interval": "--eval-every",
+    "save-steps save-interval": "--checkpoint-every",
+    "resume resume-from-checkpoint": "--store alone, which resumes",
+    "restore": "jaxinf checkpoint restore STORE NAME before the run",
+    "report-to tensorboard wandb": "--track tensorboard",
+    "model-config": "--preset FILE.json",
+    "lora-alpha lora-r": "--lora RANK,alpha=A",
+    "num-processes nproc-per-node": "--distributed HOST:PORT,N,I",
+    "replan": "--elastic",
+}
 _MOST_NAMES = 8
 _MOST_BYTES = 1 << 20
 _MOST_CHARS = 4096  # of a text
@@ -78,10 +102,13 @@ def config_of(
       UsageError: names the file or the store, each wrong value, and what to do.
       SystemExit: the words are no command line; says why.
     """
-    words = with_none(words, TrainConfig, but=NOT_IN_FILES)
-    given = tyro.cli(TrainConfig, prog=prog, args=words)
     names = {w[2:].partition("=")[0] for w in words if w.startswith("--")}
     names = {name.replace("_", "-").removeprefix("no-") for name in names}
+    for others, answer in _OTHER_NAMES.items():
+        for name in names.intersection(others.split()):
+            raise UsageError(f"--{name}: not known; write {answer}")
+    words = _with_none(words)
+    given = tyro.cli(TrainConfig, prog=prog, args=words)
     left, said = dict[str, Any](), ""
     if given.run_file is not None:
         values = _document(given.run_file)
@@ -91,7 +118,7 @@ def config_of(
         left, said = _left_of_store(given, names)
     if not left:
         return given, said
-    words = [*with_none(_words(left), TrainConfig), *words]
+    words = [*_with_none(_words(left)), *words]
     return tyro.cli(TrainConfig, prog=prog, args=words), said
 
 
@@ -111,7 +138,14 @@ def _left(
     gone = names.union(*(_INSTEAD.get(name, ()) for name in names))
     if given.model_file is not None:
         gone.add("model")
+    if "mode" in names and given.mode != values.get("mode", TrainConfig.mode):
+        gone |= {"device-memory", "policy"}  # which another mode may not have
     return {name: value for name, value in values.items() if name not in gone}
+
+
+def _with_none(words: Sequence[str]) -> list[str]:
+    """Returns a command line in which ``none`` is written as tyro knows it."""
+    return [re.sub(r"(?i)^(--[\w-]+=)?none$", r"\1None", word) for word in words]
 
 
 def _flags() -> dict[str, dataclasses.Field[Any]]:
@@ -139,7 +173,7 @@ def _document(path: Path) -> dict[str, Any]:
         name = key.replace("_", "-")
         problem = ""
         if name not in flags:
-            near = did_you_mean(name, flags) or "--help-all lists them"
+            near = did_you_mean(name, flags) or "--help lists them"
             problem = f"{shown(key)}: no setting of a run's file; {near}"
         elif name in values:
             problem = f"{key}: set twice, once with - and once with _"
@@ -157,7 +191,7 @@ def _parsed(values: Mapping[str, Any], where: str) -> TrainConfig:
     """
     said = io.StringIO()
     try:
-        words = with_none(_words(values), TrainConfig)
+        words = _with_none(_words(values))
         with contextlib.redirect_stderr(said):
             return tyro.cli(TrainConfig, args=words)
     except SystemExit:
@@ -223,18 +257,8 @@ def _left_of_store(given: TrainConfig, names: set[str]) -> tuple[dict[str, Any],
         )
     document = {key.replace("_", "-"): value for key, value in held.items()}
     had = asked if isinstance(asked, list) else []
-    lost = {n: f"--{n}" for n in sorted(_KEPT - {*document}) if n in had}
-    if listed := [*_left(lost, names, given).values()]:
-        raise UsageError(
-            f"{store}: the run had {_briefly(listed)}, which no commit keeps: it is "
-            "too long, or JSON has no form for it; give it again. A pattern in quotes, "
-            "as --data 'corpus/*.txt', is kept"
-        )
-    kept = {name: value for name, value in document.items() if name in _KEPT}
-    left, no_mode = _left(kept, names, given), list[str]()
-    if "mode" in names:
-        no_mode = [n for n, v in left.items() if given.mode not in _modes(n, v)]
-        left = {name: value for name, value in left.items() if name not in no_mode}
+    left = {name: value for name, value in document.items() if name in _KEPT}
+    left = _left(left, names, given)
     config = _parsed(left, f"{store}: settings of the run, which flags replace")
     own = _settings(given)
     read = {n: left.get(n) for n in _PLACES} | {"preset": config.model_file}
@@ -242,10 +266,11 @@ def _left_of_store(given: TrainConfig, names: set[str]) -> tuple[dict[str, Any],
         "flags change": [
             f"--{n}" for n in sorted(names & _KEPT) if own.get(n) != document.get(n)
         ],
-        f"--mode {given.mode} has no": [f"--{name}" for name in no_mode],
         "it reads": [f"--{n} {_briefly(value)}" for n, value in read.items() if value],
         "give again, if you want them": [
-            f"--{n}" for n in _ASKED_AGAIN if n in had and n not in names
+            f"--{n}"
+            for n in (*_ASKED_AGAIN, *sorted(_KEPT))
+            if n in had and n not in names
         ],
         "ignored, for this version has no such flags": [
             shown(name) for name in sorted({*document} - _KEPT)
@@ -264,13 +289,6 @@ def _briefly(value: Any) -> str:
     return ", ".join(texts[:_MOST_NAMES]) + more
 
 
-def _modes(name: str, value: Any) -> Sequence[str]:
-    """Returns the modes that have a flag with a value."""
-    if name == "policy" and value not in ("recompute", "keep"):
-        return ("stream",)
-    return ONLY_IN.get(name, ("update", "stream", "memory"))
-
-
 def _payload_in(store: Path) -> tuple[Mapping[str, Any], str]:
     """Returns the payload of a store's last commit, and why it cannot be read."""
     try:
@@ -287,7 +305,7 @@ def _payload_in(store: Path) -> tuple[Mapping[str, Any], str]:
 def kept_in_store(config: TrainConfig) -> dict[str, JsonValue]:
     """Returns what the payload of a commit has of a run's settings.
 
-    Also the names of flags that it had and that are asked for again.
+    Also the names of flags that it had, and that no commit keeps.
     """
     found = _settings(config)
     if not config.steps:  # an import is no run of 0 steps

@@ -14,7 +14,6 @@ not reduce the gradients.
 Invariant: all divisions compute the same, up to rounding.
 """
 
-import logging
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
@@ -34,8 +33,6 @@ TrainStep: TypeAlias = Callable[..., tuple[PyTree, Any, tuple[jax.Array, Any]]]
 """``(params, state, batch) -> (params, state, (loss, norm))``; donates the first two.
 
 The norm is that of all gradients, float32; None where a step does not have it."""
-
-_LOG = logging.getLogger("jaxinf.compile")
 
 
 def loss_of(config: TrainConfig, graphdef: Any) -> Callable[[PyTree, Any], jax.Array]:
@@ -109,8 +106,6 @@ def compile_train_step(
       tx: The optimizer, in memory or near storage.
       example: Params, state and a batch; only their shapes count.
     """
-    num_programs = {"fused": 1, "halves": 2, "split": 3}[boundaries]
-    _LOG.info("compiling %d programs", num_programs)
     params, state, batch = example
     value_and_gradients = gradients_of(config, graphdef)
 

@@ -20,7 +20,7 @@ def test_help_is_readable(run):
         assert result.status == 0
         assert "usage: jaxinf" in result.out
     assert "--json" in run("inspect", "--help").out
-    assert "1.00GiB" in run("doctor", "--help").out
+    assert "1GiB" in run("doctor", "--help").out
 
 
 @pytest.mark.parametrize(

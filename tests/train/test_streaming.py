@@ -40,8 +40,7 @@ def test_a_run_goes_on_in_other_modes(
 ):
     where = ("--store", tmp_path / "store")
     assert run(*where, *STREAM, "--steps", 2) == 0
-    (said,) = re.findall(r"compiling (\d+) programs", capsys.readouterr().out)
-    assert int(said) > 1
+    assert "compiling …" in capsys.readouterr().out
     assert run(*where, *STREAM, "--steps", 4) == 0
     assert "resuming at step 2" in capsys.readouterr().out
     assert run(*where, "--mode", "update", "--steps", 6) == 0

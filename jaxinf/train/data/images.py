@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -32,17 +32,9 @@ ImageShape: TypeAlias = tuple[int, int, int]
 """Height, width, channels."""
 
 
-class _Picture(NamedTuple):
-    """One labelled image, not yet decoded.
-
-    Attributes:
-      identity: SHA-256 of class, name and length, so that no files are read at the
-        start.
-    """
-
-    path: Path
-    label: int
-    identity: bytes
+_Picture: TypeAlias = tuple[bytes, Path, int]
+"""The SHA-256 of class, name and length, so that no files are read at the start; where
+an image is, and the number of its class."""
 
 
 def load_images(options: TrainConfig, shape: ImageShape) -> TrainingData:
@@ -58,18 +50,16 @@ def load_images(options: TrainConfig, shape: ImageShape) -> TrainingData:
             "--data: expected images, in a folder for each class: this model takes no "
             "text"
         )
-    roots = [Path(name).expanduser() for name in options.data]
-    held_roots: list[Path] = []
-    if options.held_out_share is None:
-        held_roots = [Path(name).expanduser() for name in options.validation]
     classes: list[str] = []
-    train, held = _pictures(roots, classes), _pictures(held_roots, classes)
-    if not held:
-        if len(train) < 2:
-            raise DataError(
-                f"expected at least 2 images, to hold one out, got {len(train)}"
-            )
-        num_held = max(1, int(len(train) * (options.held_out_share or 0)))
+    train = _pictures(options.data, classes)
+    if (share := options.held_out_share) is None:
+        held = _pictures(options.validation, classes)
+    elif len(train) < 2:
+        raise DataError(
+            f"expected at least 2 images, to hold one out, got {len(train)}"
+        )
+    else:
+        num_held = max(1, int(len(train) * share))
         train, held = train[:-num_held], train[-num_held:]
     prints = [_fingerprint(part, shape) for part in (train, held)]
     return TrainingData(
@@ -88,14 +78,14 @@ def load_images(options: TrainConfig, shape: ImageShape) -> TrainingData:
     )
 
 
-def _pictures(roots: Sequence[Path], classes: list[str]) -> list[_Picture]:
+def _pictures(names: Sequence[str], classes: list[str]) -> list[_Picture]:
     """Returns the images of folders in an order that mixes their classes.
 
     Args:
       classes: the classes that the folders have to have; empty for any, which are set.
     """
     found = []
-    for root in roots:
+    for root in (Path(name).expanduser() for name in names):
         folders = sorted(path for path in root.glob("[!.]*") if path.is_dir())
         own = [folder.name for folder in folders]
         classes[:] = classes or own
@@ -114,7 +104,7 @@ def _pictures(roots: Sequence[Path], classes: list[str]) -> list[_Picture]:
                 f"{root}: expected images, in a folder for each class, found "
                 f"{len(folders)} folders and no image"
             )
-    return sorted(found, key=lambda picture: picture.identity)
+    return sorted(found, key=lambda picture: picture[0])
 
 
 def _picture(path: Path, label: int) -> _Picture:
@@ -124,19 +114,20 @@ def _picture(path: Path, label: int) -> _Picture:
             "class; move it elsewhere"
         )
     identity = f"{label}/{path.name} {path.stat().st_size}".encode()
-    return _Picture(path, label, hashlib.sha256(identity).digest())
+    return hashlib.sha256(identity).digest(), path, label
 
 
 def _fingerprint(pictures: Sequence[_Picture], shape: ImageShape) -> str:
-    parts = (repr(shape).encode(), *(picture.identity for picture in pictures))
+    parts = (repr(shape).encode(), *(identity for identity, *_ in pictures))
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 def _row(picture: _Picture, shape: ImageShape) -> Row:
-    pixels = _pixels(picture.path, shape).astype(np.float32) / np.float32(255)
+    _, path, label = picture
+    pixels = _pixels(path, shape).astype(np.float32) / np.float32(255)
     return {
         "images": pixels * np.float32(2) - np.float32(1),
-        "labels": np.array(picture.label, np.int32),
+        "labels": np.array(label, np.int32),
     }
 
 
