@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from jaxinf_models import MODELS, ModelFiles, abstract_params
 
-from jaxinf.command_line import UsageError, expand_home, flags_of
+from jaxinf.command_line import UsageError, expand_home
 from jaxinf.csd import parse_csd
 from jaxinf.errors import ExchangeError
 from jaxinf.exchange import ObjectStore
@@ -21,6 +21,7 @@ from jaxinf.train.data.errors import DataError
 from jaxinf.train.data.examples import field_map
 from jaxinf.train.freezing import check_frozen
 from jaxinf.train.lora import check_lora
+from jaxinf.train.options import FLAGS
 
 _Problems: TypeAlias = Iterator[str]
 
@@ -72,22 +73,21 @@ def _refuse(problems: _Problems) -> None:
 
 def _given(config: TrainConfig, why: str, *names: str) -> _Problems:
     """Yields a refusal for each flag that has another value than the default."""
-    flags = {flag.name: flag.field for flag in flags_of(TrainConfig)}
     for name in names:
-        if getattr(config, flags[name].name) != flags[name].default:
+        if getattr(config, FLAGS[name].name) != FLAGS[name].default:
             yield f"--{name}: {why}{'' if why.endswith(' or') else ';'} leave it out"
 
 
 def _of_values(config: TrainConfig) -> _Problems:
     """Each flag alone, and numbers that belong together."""
-    for flag in flags_of(TrainConfig):
-        value = getattr(config, flag.field.name)
+    for name, field in FLAGS.items():
+        value = getattr(config, field.name)
         for path in value if isinstance(value, tuple) else (value,):
             if isinstance(path, Path):
-                expand_home(path, f"--{flag.name}")
-        least = _AT_LEAST.get(flag.name)
+                expand_home(path, f"--{name}")
+        least = _AT_LEAST.get(name)
         if least is not None and isinstance(value, int | float) and not value >= least:
-            yield f"--{flag.name}: expected at least {least}, got {value}"
+            yield f"--{name}: expected at least {least}, got {value}"
     least_steps, also = (1, "; 0 imports what --from names")
     if config.source is not None:
         least_steps, also = 0, ""

@@ -289,3 +289,11 @@ class Options:
     # jax.profiler in LOG_DIR/trace; ui.perfetto.dev opens the perfetto_trace.json.gz
     # there.
     trace: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+
+
+FLAGS = {
+    {"run_file": "config", "source": "from"}.get(field.name)
+    or field.name.replace("_", "-"): field
+    for field in dataclasses.fields(Options)
+}
+"""Fields by the names of their flags."""

@@ -28,12 +28,13 @@ from typing import Any
 
 import tyro
 
-from jaxinf.command_line import UsageError, did_you_mean, flags_of
+from jaxinf.command_line import UsageError, did_you_mean
 from jaxinf.documents import encode, shown
 from jaxinf.errors import JaxinfError
 from jaxinf.store import find_members, is_run, look_at_store
 from jaxinf.terminal import exact_bytes
 from jaxinf.train.config import TrainConfig
+from jaxinf.train.options import FLAGS
 from jaxinf.train.resume import MADE_BY
 from jaxinf.typing import JsonValue
 
@@ -149,8 +150,7 @@ def _with_none(words: Sequence[str]) -> list[str]:
 
 
 def _flags() -> dict[str, dataclasses.Field[Any]]:
-    flags = {flag.name: flag.field for flag in flags_of(TrainConfig)}
-    return {name: field for name, field in flags.items() if name not in NOT_IN_FILES}
+    return {name: field for name, field in FLAGS.items() if name not in NOT_IN_FILES}
 
 
 # --- reading -------------------------------------------------------------------------

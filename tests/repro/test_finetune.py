@@ -35,7 +35,7 @@ def test_tasks_are_divided_by_file_and_have_no_example_twice(few_files, tmp_path
         keys = [tasks.key_of(r) for records in sides.values() for r in records]
         assert len({*keys}) == len(keys) > 100
         tokenizer = open_tokenizer(tmp_path / "one/gpt2")
-        encoded = tokenizer.encode([("", key) for key in keys], is_whole=False)
+        encoded = [tokenizer.encode("", key, is_whole=False) for key in keys]
         assert max(ids.size for ids in encoded) <= tasks.SEQ_LEN
         counts = Counter(r["label"] for r in sides["validation"])
         assert max(counts.values()) <= 4000 // len(counts)

@@ -17,7 +17,6 @@ from typing import Any
 
 import jaxinf
 from jaxinf.cli.commands import COMMANDS
-from jaxinf.command_line import Flag, flags_of
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.metrics import StepLine
 from jaxinf.typing import JsonValue
@@ -173,6 +172,34 @@ def _command_lines(program: str, command: Any) -> Iterator[str]:
                 yield from _wrapped(f"  --{flag.name}: {_flag(flag)}")
     for name, one in below.items():
         yield from _command_lines(f"{program} {name}", one)
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """A field; `constructor` makes its value of a text, if the type does not."""
+
+    field: dataclasses.Field[Any]
+    type: Any
+    name: str
+    constructor: Any
+    is_positional: bool
+
+
+def flags_of(command: Any) -> Iterator[Flag]:
+    """Yields the fields that a command line can set, in their order."""
+    hints = typing.get_type_hints(command, include_extras=True)
+    for field in dataclasses.fields(command):
+        hint = hints[field.name]
+        is_marked = typing.get_origin(hint) is typing.Annotated
+        kind, *marks = typing.get_args(hint) if is_marked else (hint,)
+        words = [getattr(mark, "__name__", "") or repr(mark) for mark in marks]
+        names = [name for mark in marks if (name := getattr(mark, "name", None))]
+        specs = [mark for mark in marks if hasattr(mark, "instance_from_str")]
+        if "Suppress" not in words:
+            yield Flag(
+                *(field, kind, (names or [field.name.replace("_", "-")])[0]),
+                *((specs or [None])[0], "Positional" in words),
+            )
 
 
 def _positional(flag: Flag) -> str:

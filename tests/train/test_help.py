@@ -5,12 +5,11 @@ import re
 import pytest
 
 from jaxinf.cli import main as jaxinf_main
-from jaxinf.command_line import flags_of
+from jaxinf.train import options
 from jaxinf.train.__main__ import main
-from jaxinf.train.config import TrainConfig
 from jaxinf.train.run_file import _OTHER_NAMES
 
-FLAGS = {f"--{flag.name}" for flag in flags_of(TrainConfig)}
+FLAGS = {f"--{name}" for name in options.FLAGS}
 
 
 @pytest.mark.parametrize("words", [["train", "--help"], ["train", "-h"]])

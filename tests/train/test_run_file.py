@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 import jaxinf
 from jaxinf.cli import main as jaxinf_main
-from jaxinf.command_line import UsageError, flags_of
+from jaxinf.command_line import UsageError
 from jaxinf.train import run_file
 from jaxinf.train.__main__ import main
 from jaxinf.train.config import TrainConfig
+from jaxinf.train.options import FLAGS
 from jaxinf.train.run_file import NOT_IN_FILES, config_of, read_run, text_of_run
 
 FULL = TrainConfig(
@@ -77,14 +78,13 @@ def test_any_value_reads_back(tmp_path_factory, text, number, whole):
 
 
 def test_every_flag_can_be_in_a_file(read):
-    defaults = {flag.name: flag for flag in flags_of(TrainConfig)}
     lines = [
         line.removeprefix("# ")
         for line in text_of_run(FULL).splitlines()
         if "=" in line
     ]
     named = {line.split(" =")[0] for line in lines}
-    assert named == {*defaults} - {*NOT_IN_FILES}
+    assert named == {*FLAGS} - {*NOT_IN_FILES}
     known = [line for line in lines if not line.endswith("=")]  # the rest are none
     read("\n".join(known))
 
@@ -293,9 +293,7 @@ def test_a_stores_word_leads_nowhere_else(of_store, name, mark):
 
 def test_each_flag_is_kept_or_leads_elsewhere():
     """A new flag is in neither, so that somebody decides."""
-    assert {flag.name for flag in flags_of(TrainConfig)} == run_file._KEPT | {
-        *ELSEWHERE
-    }
+    assert {*FLAGS} == run_file._KEPT | {*ELSEWHERE}
 
 
 def test_what_a_store_keeps_reads_back(of_store, tmp_path, monkeypatch):
@@ -303,15 +301,15 @@ def test_what_a_store_keeps_reads_back(of_store, tmp_path, monkeypatch):
     config = dataclasses.replace(FULL, data=("a*.txt",), lora="8:x", ema="0.5")
     payload = json.loads(json.dumps(held(**run_file.kept_in_store(config))))
     found, said = of_store(payload)
-    for flag in flags_of(TrainConfig):
-        expected = flag.field.default
-        if flag.name in run_file._KEPT:
-            expected = getattr(config, flag.field.name)
-        if flag.name == "data":
+    for name, field in FLAGS.items():
+        expected = field.default
+        if name in run_file._KEPT:
+            expected = getattr(config, field.name)
+        if name == "data":
             expected = (str(tmp_path / "a*.txt"),)
-        if flag.name == "store":
+        if name == "store":
             expected = HERE
-        assert getattr(found, flag.field.name) == expected, flag.name
+        assert getattr(found, field.name) == expected, name
     assert said == (
         f"settings of the run in s; it reads --data {tmp_path}/a*.txt, --tokenizer "
         "/a/tokenizer.json, --from /a/llama; give again, if you want them --csd"

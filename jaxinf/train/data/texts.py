@@ -10,7 +10,7 @@ like the rest.
 import dataclasses
 import hashlib
 from collections.abc import Iterator, Sequence
-from itertools import chain, islice, pairwise, zip_longest
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TypeAlias
 
@@ -39,7 +39,6 @@ from jaxinf.train.options import HELD_OUT_SHARE
 # A row of the longest example would otherwise take any memory.
 _MOST_USUAL_TOKENS = 1024
 _ROUNDED_TO = 16
-_EXAMPLES_AT_ONCE = 1024  # in each call of the tokenizer
 _SHOWN_CHARS, _SHOWN_RUNS, _SHOWN_CLASSES = 120, 8, 20
 
 _EXPECTED: dict[TaskName, tuple[ExampleKind, ...]] = {
@@ -98,8 +97,8 @@ def load_texts(
         halves = forms.split_tokens([part for (part,) in train], share)
         train, held = ([(part,) for part in half] for half in halves)
     else:  # at least one of several
-        num_held = max(int(len(train) > 1), int(len(train) * share))
-        train, held = train[: len(train) - num_held], train[len(train) - num_held :]
+        at = len(train) - max(int(len(train) > 1), int(len(train) * share))
+        train, held = train[:at], train[at:]
     rows = [
         _rows(reader, part, seq_len, name)
         for part, name in ((train, "train"), (held, "validation"))
@@ -227,13 +226,12 @@ class _Reader:
             tokenizer cannot read it.
         """
         found: _Examples = []
-        coming = self._examples(files, flag)
-        while group := list(islice(coming, _EXAMPLES_AT_ONCE)):
-            encoded = self._classified if self.kind == "labelled" else self._learned
-            for example, parts in zip(group, encoded(group, most), strict=True):
-                if not all(part.tokens.size for part in parts):
-                    raise DataError(f"{example.where}: expected text, found none")
-                found.append(parts)
+        for example in self._examples(files, flag):
+            encode = self._classified if example.kind == "labelled" else self._learned
+            parts = encode(example, most)
+            if not all(part.tokens.size for part in parts):
+                raise DataError(f"{example.where}: expected text, found none")
+            found.append(parts)
         if not found or self.first is None:
             raise DataError(
                 f"{flag}: expected {_MEANT[_EXPECTED[self.task][0]]}, found "
@@ -287,40 +285,29 @@ class _Reader:
             )
         return ""
 
-    def _learned(
-        self, group: Sequence[Example], most: int
-    ) -> Iterator[tuple[Encoded, ...]]:
-        """Yields examples whose last text is learned, behind a prompt if it has one."""
+    def _learned(self, example: Example, most: int) -> tuple[Encoded, ...]:
+        """Encodes an example whose last text is learned, behind a prompt if any."""
         learn_all, tokenizer = self.options.loss_on == "all", self.tokenizer
-        is_whole = self.is_apart or self.kind == "text"
-        own = [example for example in group if not example.messages]
-        prompts = [(e.where, e.texts[0]) for e in own if len(e.texts) == 2]
+        if example.messages:
+            assert isinstance(tokenizer, FolderTokenizer)
+            return (Encoded(*tokenizer.conversation(example, learn_all=learn_all)),)
+        where, (*prompts, text) = example.where, example.texts
+        is_whole = self.is_apart or not prompts
+        ids = tokenizer.encode(where, text, is_whole=is_whole)
+        if tokenizer.end is not None and not (is_whole and tokenizer.adds_end):
+            ids = np.append(ids, np.array([tokenizer.end], ids.dtype))
+        if not prompts:
+            return (Encoded(ids, all_of(ids)),)
         limit = most if self.is_apart else None
-        both = zip_longest(
-            tokenizer.encode(prompts, is_whole=True, most=limit),
-            tokenizer.encode([(e.where, e.texts[-1]) for e in own], is_whole=is_whole),
-        )
-        for example in group:
-            if example.messages:
-                assert isinstance(tokenizer, FolderTokenizer)
-                yield (Encoded(*tokenizer.conversation(example, learn_all=learn_all)),)
-                continue
-            prompt, ids = next(both)
-            if tokenizer.end is not None and not (is_whole and tokenizer.adds_end):
-                ids = np.append(ids, np.array([tokenizer.end], ids.dtype))
-            if prompt is None:
-                yield (Encoded(ids, all_of(ids)),)
-            elif self.is_apart:
-                yield Encoded(prompt, ~all_of(prompt)), Encoded(ids, all_of(ids))
-            else:
-                joined = np.concatenate([prompt, ids])
-                is_learned = learn_all | (np.arange(joined.size) >= prompt.size)
-                yield (Encoded(joined, is_learned),)
+        prompt = tokenizer.encode(where, prompts[0], is_whole=True, most=limit)
+        if self.is_apart:
+            return Encoded(prompt, ~all_of(prompt)), Encoded(ids, all_of(ids))
+        joined = np.concatenate([prompt, ids])
+        is_learned = learn_all | (np.arange(joined.size) >= prompt.size)
+        return (Encoded(joined, is_learned),)
 
-    def _classified(
-        self, group: Sequence[Example], most: int
-    ) -> Iterator[tuple[Encoded]]:
-        has_types, num_texts = self.num_types > 0, len(group[0].texts)
+    def _classified(self, example: Example, most: int) -> tuple[Encoded, ...]:
+        has_types, num_texts = self.num_types > 0, len(example.texts)
         need = num_texts + self.tokenizer.num_special(num_texts, has_types=has_types)
         if most < need:
             what = ("a text", "two texts")[num_texts - 1]
@@ -328,17 +315,16 @@ class _Reader:
                 f"--seq-len: expected at least {need} tokens, for {what} and its "
                 f"special tokens, got {most}"
             )
-        for one in group:
-            ids, types, num = self.tokenizer.classified(
-                one.where, one.texts, most=most, has_types=has_types
+        ids, types, num = self.tokenizer.classified(
+            example.where, example.texts, most=most, has_types=has_types
+        )
+        if types is not None and types.max() >= self.num_types:
+            raise DataError(
+                f"--tokenizer {self.tokenizer.name}: expected token types below "
+                f"{self.num_types}, as the model has, found {types.max()} in pairs "
+                "of texts"
             )
-            if types is not None and types.max() >= self.num_types:
-                raise DataError(
-                    f"--tokenizer {self.tokenizer.name}: expected token types below "
-                    f"{self.num_types}, as the model has, found {types.max()} in pairs "
-                    "of texts"
-                )
-            yield (Encoded(ids, all_of(ids), one.label, types, num),)
+        return (Encoded(ids, all_of(ids), example.label, types, num),)
 
     def ordered(self, encoded: _Examples, flag: str, seq_len: int) -> _Examples:
         """Numbers classes, leaves out what has no answer in a row, and sorts."""

@@ -18,9 +18,6 @@ from jaxinf.train.data.errors import DataError, refusing
 from jaxinf.train.data.examples import Example, Text
 from jaxinf.typing import Array
 
-Place: TypeAlias = tuple[str, Text]
-"""The place of a text, for errors, and the text."""
-
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.txt")
 TOKENIZER_FILES += ("sentencepiece.bpe.model", "vocab.json", "tekken.json")
 _BYTE_IDS = 257  # the bytes and the mask
@@ -43,9 +40,9 @@ class ByteTokenizer:
     adds_end = has_template = False
 
     def encode(
-        self, texts: Sequence[Place], *, is_whole: bool, most: int | None = None
-    ) -> list[Array]:
-        return [np.frombuffer(_as_bytes(*text), np.uint8)[:most] for text in texts]
+        self, where: str, text: Text, *, is_whole: bool, most: int | None = None
+    ) -> Array:
+        return np.frombuffer(_as_bytes(where, text), np.uint8)[:most]
 
     def num_special(self, num_texts: int, *, has_types: bool) -> int:
         return num_texts if has_types else 1
@@ -53,7 +50,7 @@ class ByteTokenizer:
     def classified(
         self, where: str, texts: Sequence[Text], *, most: int, has_types: bool
     ) -> tuple[Array, Array | None, int]:
-        parts = self.encode([(where, text) for text in texts], is_whole=False)
+        parts = [self.encode(where, text, is_whole=False) for text in texts]
         num_special = self.num_special(len(parts), has_types=has_types)
         sizes = [part.size for part in parts]
         num, room = sum(sizes) + num_special, most - num_special
@@ -132,24 +129,22 @@ class FolderTokenizer:
         self._dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
 
     def encode(
-        self, texts: Sequence[Place], *, is_whole: bool, most: int | None = None
-    ) -> list[Array]:
-        """Returns the ids of each text, uint8 to uint32 [n].
+        self, where: str, text: Text, *, is_whole: bool, most: int | None = None
+    ) -> Array:
+        """Returns the ids of a text, uint8 to uint32 [n].
 
         Args:
+          where: its place, for errors.
           is_whole: whether with the special tokens around a text.
           most: most tokens; more are cut, special ones kept.
 
         Raises:
-          DataError: a text cannot be read; names its place.
+          DataError: it cannot be read; names its place.
         """
-        if not texts:
-            return []
-        strings, is_cut = [_as_str(*text) for text in texts], most is not None
+        string, is_cut = _as_str(where, text), most is not None
         how = {"truncation": is_cut, "max_length": most, "add_special_tokens": is_whole}
-        with refusing(f"--tokenizer {self.name}: expected ids of {texts[0][0]}"):
-            found = self._tokenizer(strings, **how).input_ids
-        return [self._ids(ids) for ids in found]
+        with refusing(f"--tokenizer {self.name}: expected ids of {where}"):
+            return self._ids(self._tokenizer(string, **how).input_ids)
 
     def num_special(self, num_texts: int, *, has_types: bool) -> int:
         """Returns the number of special tokens around a text, or a pair."""

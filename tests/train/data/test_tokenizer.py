@@ -36,9 +36,10 @@ def both(request, tmp_path):
 
 def test_bytes():
     tokenizer = open_tokenizer(None)
-    ids = tokenizer.encode([("a", "aü"), ("b", b"\xff")], is_whole=True)
-    assert [i.tolist() for i in ids] == [[97, 0xC3, 0xBC], [255]]
-    assert tokenizer.decode(ids[0]).decode() == "aü"
+    ids = tokenizer.encode("a", "aü", is_whole=True)
+    assert ids.tolist() == [97, 0xC3, 0xBC]
+    assert tokenizer.encode("b", b"\xff", is_whole=True).tolist() == [255]
+    assert tokenizer.decode(ids).decode() == "aü"
     assert tokenizer.decode(np.array([65, 50000])) == b"A\xff"
     assert (tokenizer.end, tokenizer.vocab_size) == (0, 256)
 
@@ -53,11 +54,14 @@ def test_bytes_import_no_package_of_the_extra():
 
 def test_ids_of_texts(both):
     ours, theirs = both
-    places = [("a", text) for text in TEXTS]
+
+    def ids_of(**how):
+        return [ours.encode("a", text, **how).tolist() for text in TEXTS]
+
     for is_whole in (True, False):
-        found = [ids.tolist() for ids in ours.encode(places, is_whole=is_whole)]
-        assert found == theirs(TEXTS, add_special_tokens=is_whole).input_ids
-    found = [ids.tolist() for ids in ours.encode(places, is_whole=True, most=4)]
+        expected = theirs(TEXTS, add_special_tokens=is_whole).input_ids
+        assert ids_of(is_whole=is_whole) == expected
+    found = ids_of(is_whole=True, most=4)
     assert found == theirs(TEXTS, truncation=True, max_length=4).input_ids
     assert ours.adds_end == (theirs("one").input_ids[-1] == ours.end)
     for ids in found:
@@ -180,7 +184,7 @@ def test_truncation_and_padding_of_the_file_do_not_count(tmp_path):
     tokenizer.enable_truncation(2)
     tokenizer.enable_padding(length=9)
     tokenizer.save(str(path))
-    (ids,) = open_tokenizer(path).encode([("a", "one two one")], is_whole=True)
+    ids = open_tokenizer(path).encode("a", "one two one", is_whole=True)
     assert ids.tolist() == [1, 2, 1]
 
 
@@ -195,10 +199,10 @@ def test_fingerprint_tells_tokenizers_apart(tmp_path):
 def test_text_that_is_none(tmp_path):
     tokenizer = open_tokenizer(word_level(tmp_path, ["one"]))
     with pytest.raises(DataError, match=r"a.txt: expected UTF-8, found byte 0xff at"):
-        tokenizer.encode([("a.txt", b"one\xff")], is_whole=True)
+        tokenizer.encode("a.txt", b"one\xff", is_whole=True)
     for one in (tokenizer, ByteTokenizer()):
         with pytest.raises(DataError, match=r"a.jsonl:3: expected text, found surrog"):
-            one.encode([("a.jsonl:3", "\ud800")], is_whole=True)
+            one.encode("a.jsonl:3", "\ud800", is_whole=True)
 
 
 @pytest.mark.parametrize("content", [None, b"{}", b"not JSON", b"\xff"])
@@ -230,4 +234,4 @@ def test_a_tokenizer_that_panics(tmp_path):
     document["pre_tokenizer"] = {"type": "FixedLength", "length": 0}
     path.write_text(json.dumps(document))
     with pytest.raises(DataError, match="PanicException"):
-        open_tokenizer(path).encode([("a.txt", "nine")], is_whole=True)
+        open_tokenizer(path).encode("a.txt", "nine", is_whole=True)
