@@ -14,9 +14,7 @@ from jaxinf.terminal import exact_bytes, parse_bytes
 ByteSize = tyro.constructors.PrimitiveConstructorSpec[int](
     nargs=1,
     metavar="BYTES",
-    instance_from_str=lambda words: (
-        None if words[0].lower() == "none" else parse_bytes(words[0])  # type: ignore
-    ),
+    instance_from_str=lambda words: parse_bytes(words[0]),
     is_instance=lambda value: isinstance(value, int | None),
     str_from_instance=lambda value: ["none" if value is None else exact_bytes(value)],
 )

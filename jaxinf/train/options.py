@@ -15,6 +15,7 @@ from jaxinf.command_line import ByteSize
 from jaxinf.engine import Durability
 from jaxinf.store import StateFormat
 from jaxinf.streaming import DeviceUpdates, Policy
+from jaxinf.terminal import parse_bytes
 
 HELD_OUT_SHARE = 0.05
 
@@ -29,6 +30,12 @@ def _shown(metavar: str, default: str, *, name: str | None = None) -> Any:
     return tyro.conf.arg(name=name, metavar=metavar, help_behavior_hint=hint)
 
 
+_MEMORY: Any = dataclasses.replace(
+    ByteSize,
+    instance_from_str=lambda words: (  # type: ignore[arg-type]
+        None if words[0].lower() == "none" else parse_bytes(words[0])
+    ),
+)
 _LAUNCH: Any = tyro.constructors.PrimitiveConstructorSpec(
     nargs=(0, 1),
     metavar="[HOST:PORT,N,I]",
@@ -187,12 +194,12 @@ class Options:
     # Host memory, such as 4GiB. In --mode update: of the buffers through which state
     # passes, with cards of each card. In --mode stream: of all but the process itself.
     memory: Annotated[
-        int | None, ByteSize, _shown("BYTES", "512MiB; --mode stream needs it")
+        int | None, _MEMORY, _shown("BYTES", "512MiB; --mode stream needs it")
     ] = None
 
     # For --mode stream: memory of the JAX device for params, activations and
     # temporaries; on a CPU the part of --memory for them.
-    device_memory: Annotated[int | None, ByteSize, _shown("BYTES", "what is free")] = (
+    device_memory: Annotated[int | None, _MEMORY, _shown("BYTES", "what is free")] = (
         None
     )
 
