@@ -26,7 +26,7 @@ parts of that one jaxpr run.
 """
 
 from jaxinf.streaming.api import stream, stream_function, stream_in_memory
-from jaxinf.streaming.count import Count, Needs, num_operations, program_bytes
+from jaxinf.streaming.count import Count, Needs, program_bytes
 from jaxinf.streaming.function import StreamedFunction
 from jaxinf.streaming.in_memory import InMemoryStep
 from jaxinf.streaming.plan.calls import Plan, Policy

@@ -3,12 +3,10 @@
 Invariant: no program is run, nothing is written, and params are never made.
 """
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxinf import compat
 from jaxinf.compat import POINTWISE
 from jaxinf.program import Node, Value, graph_of
 from jaxinf.streaming.plan.calls import Plan
@@ -17,13 +15,12 @@ from jaxinf.streaming.plan.memory import NUM_STAGED
 from jaxinf.streaming.planning import plan_step
 from jaxinf.streaming.program.graph import Piece, aval_bytes, num_bytes
 from jaxinf.streaming.program.lifetimes import Stay, occupancy
-from jaxinf.streaming.program.programs import Program
 from jaxinf.streaming.update.sink import Sink, drive_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What a step takes at its peak, and what it moves and computes.
+    """What a step takes at its peak, and what it moves.
 
     Attributes:
       host_bytes: Memory of the host: programs, values, gradients that wait, params, and
@@ -35,7 +32,6 @@ class Needs:
         average.
       link_up_bytes, link_down_bytes: Bytes that a step copies to a JAX device with
         memory of its own, and from it; else 0.
-      operations: Floating-point operations of a step's programs.
     """
 
     host_bytes: int = 0
@@ -45,7 +41,6 @@ class Needs:
     drive_write_bytes: int = 0
     link_up_bytes: int = 0
     link_down_bytes: int = 0
-    operations: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +94,6 @@ def count(
         drive_write_bytes=traffic.drive_write_bytes,
         link_up_bytes=up,
         link_down_bytes=down,
-        operations=_step_operations(plan),
     )
 
 
@@ -175,43 +169,3 @@ def program_bytes(closed: Any) -> int:
     )
     peak = int(occupancy(len(graph.nodes), stays).max(initial=0))
     return peak + num_bytes((*graph.inputs, *graph.outputs))
-
-
-def _step_operations(plan: Plan) -> float:
-    own = {key: _of_program(one) for key, one in plan.programs.items()}
-    return sum(own[call.program.key] for call in plan.calls)
-
-
-def _of_program(program: Program) -> float:
-    nodes = ((one.name, one.inputs, one.outputs, one.params) for one in program.nodes)
-    return _operations(nodes)
-
-
-def num_operations(jaxpr: Any) -> float:
-    """Counts the floating-point operations of a jaxpr, closed or not."""
-    return _operations(
-        (eqn.primitive.name, eqn.invars, eqn.outvars, eqn.params)
-        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns
-    )
-
-
-def _operations(equations: Iterable[tuple[str, Any, Any, Mapping[str, Any]]]) -> float:
-    """Counts products of matrices and convolutions; others once for each element."""
-    found = 0.0
-    for name, inputs, outputs, params in equations:
-        num_made = sum(math.prod(getattr(one.aval, "shape", ())) for one in outputs)
-        inner = [*compat.inner_jaxprs(params)]
-        if name == "dot_general":
-            (axes, _), _ = params["dimension_numbers"]
-            terms = math.prod(inputs[0].aval.shape[axis] for axis in axes)
-            found += 2.0 * terms * num_made
-        elif name == "conv_general_dilated":
-            kernel = inputs[1].aval.shape
-            filters = kernel[params["dimension_numbers"].rhs_spec[0]]
-            found += 2.0 * num_made * math.prod(kernel) / max(1, filters)
-        elif inner:
-            times = params.get("length", 1)  # of a scan
-            found += times * sum(map(num_operations, inner))
-        else:
-            found += num_made
-    return found

@@ -99,18 +99,6 @@ def test_a_large_table_is_planned_as_a_whole(place):
     assert gradients == {Piece(0)}
 
 
-def test_operations_are_those_of_the_products():
-    def loss(params, batch):
-        return ((batch @ params["w"]) ** 2).mean()
-
-    step = jaxinf.stream_in_memory(loss, optax.sgd(1.0), memory_bytes="64MiB")
-    shapes = {"w": jax.ShapeDtypeStruct((256, 512), "float32")}
-    with step:
-        found = step.dry_run(jax.ShapeDtypeStruct((64, 256), "float32"), shapes)
-    products = 2 * 2 * 64 * 256 * 512  # forward, and the gradient of params
-    assert products < found.operations < 1.02 * products
-
-
 @pytest.mark.parametrize("name", ["gpt2_nano", "haiku", "scan_remat_reverse"])
 def test_a_whole_program_is_counted_to_within_a_third(name):
     program = ZOO[name]()
