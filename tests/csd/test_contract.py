@@ -1,11 +1,43 @@
-"""The contract of CSDs, on the kinds that every machine has."""
+"""The contract of CSDs, on the kinds that every machine has, and a release of pyxrt
+without contexts."""
+
+import functools
 
 import pytest
 from csd_contract import *  # noqa: F403 (tests and fixtures)
 
-from jaxinf.csd import parse_csd
+from jaxinf.csd import CSD_KINDS, parse_csd
+from jaxinf.csd.cards import smartssd
+from jaxinf.csd.cards.standin import EmulatedXrt
 
 
-@pytest.fixture(params=["host", "emulated"])
-def spec(request):
-    return parse_csd(request.param)
+@pytest.fixture(params=["host", "emulated", "older"])
+def spec(request, monkeypatch):
+    if request.param == "older":
+        runtime = functools.partial(EmulatedXrt, has_contexts=False)
+        monkeypatch.setattr(smartssd, "EmulatedXrt", runtime)
+    return parse_csd(request.param.replace("older", "emulated"))
+
+
+def test_kinds_have_names():
+    assert all(parse_csd(kind).kind == kind for kind in CSD_KINDS)
+    spec = parse_csd("emulated:buffers=2")
+    assert (spec.kind, spec.num_buffers) == ("emulated", 2)
+    assert not spec.takes_params
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gpu", "csd='gpu': expected one of 'host'"),
+        ("host:buffers=1", "buffers: expected no option"),
+        ("emulated:drive=1GB/s", "drive: expected buffers"),
+        ("emulated:buffers=0", "buffers=0: expected a number of subgroups"),
+        ("smartssd:drive=1GB/s", "drive: expected xclbin or devices"),
+        ("smartssd:devices=0", "devices=0: expected a number of devices"),
+        ("smartssd:devices=many", "devices=many: expected a number"),
+    ],
+)
+def test_other_kinds_and_options_are_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_csd(text, {})

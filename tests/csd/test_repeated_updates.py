@@ -5,7 +5,7 @@ The host keeps a call for extents that come as one tuple; a list is checked ever
 
 import numpy as np
 import pytest
-from csd_contract import CASES, Chunk
+from csd_contract import CASES, SIMPLE, Chunk, assert_same
 
 from jaxinf.csd import Rounding, ScalarInputs, Update, parse_csd
 from jaxinf.kernels import KernelCall
@@ -15,7 +15,6 @@ from jaxinf.transfer import crc32c
 HOST = parse_csd("host")
 PLAIN = [case for case in CASES if case.dtype == np.float32]
 SIZES = [1, 257, 8192, 8193]  # the last takes long enough to release the GIL
-
 
 pytestmark = pytest.mark.skipif(
     not toolchain.levels(), reason="no compiled kernel runs on this processor"
@@ -65,11 +64,6 @@ def update(chunk, step, *, given=None, tells):
     return outcome, out
 
 
-def assert_same(found, wanted):
-    for one, other in zip(found, wanted, strict=True):
-        np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
-
-
 @pytest.mark.parametrize("num_elements", SIZES)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bits_and_checksums(pair, case, num_elements):
@@ -101,3 +95,38 @@ def test_params_of_the_caller(pair, case):
             results.append([out, *chunk.states()])
             assert chunk.checksums() == [crc32c(state) for state in chunk.states()]
         assert_same(*results)
+
+
+def test_an_update_that_repeats_is_checked_like_the_first(tmp_path):
+    chunk = Chunk(HOST, tmp_path, SIMPLE, 1000).initialise()
+    chunk.extents = tuple(chunk.extents)
+    params = chunk.states()[0]
+
+    def run(gradient, out, buffer=chunk.buffer):
+        inputs = ScalarInputs()
+        given = Update(
+            chunk.extents, chunk.kernel, gradient, inputs, out, Rounding(0, 0)
+        )
+        chunk.csd.update(buffer, given)
+        return out
+
+    run(params, np.empty(1000, np.float32))
+    small = chunk.csd.acquire(4096)
+    for error, message, arguments in (
+        (ValueError, r"gradient: the kernel expects shape", (params[:999],)),
+        (TypeError, r"gradient: .* expects float32", (params.astype(np.float64),)),
+        (ValueError, r"expects shape", (params, np.empty(1000, np.float32), small)),
+        (
+            *(ValueError, "out: the kernel expects contiguous memory"),
+            (params.copy(), np.empty(2000, np.float32)[::2]),
+        ),
+    ):
+        given = arguments if arguments[1:] else (*arguments, np.empty(1000, "f4"))
+        with pytest.raises(error, match=message):
+            run(*given)
+    before = chunk.states()[1]
+    gradient = np.arange(2000, dtype=np.float32)[::2]
+    out = run(gradient, np.empty(1000, np.float32))
+    np.testing.assert_array_equal(out, -0.5 * (gradient + before / 2))
+    small.release()
+    chunk.close()

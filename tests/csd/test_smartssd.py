@@ -279,19 +279,6 @@ def test_what_the_cards_cannot_do_is_refused(runtime, tmp_path):
     fleet.check([need(optax.set_to_zero())])  # needs none
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("smartssd:drive=1GB/s", "drive: expected xclbin or devices"),
-        ("smartssd:devices=0", "devices=0: expected a number of devices"),
-        ("smartssd:devices=many", "devices=many: expected a number"),
-    ],
-)
-def test_options_that_are_none(text, message):
-    with pytest.raises(ValueError, match=message):
-        parse_csd(text, {})
-
-
 def test_options_come_before_the_environment():
     environ = {"JAXINF_XCLBIN": "/of/environment", "JAXINF_XRT_DEVICES": "3"}
     spec = parse_csd("smartssd", environ)

@@ -5,7 +5,6 @@ import statistics
 import pytest
 from k_sweep import (
     FITTED_PARAMS,
-    fit,
     fitted_rates,
     iteration,
     published_runs,
@@ -46,12 +45,3 @@ def test_every_second_subgroup_is_fastest_on_the_device():
         assert len(runs) > 5
         assert fastest(runs, lambda one: one.found.total) == 2
         assert fastest(runs, lambda one: iteration(RATES["a100"], one).total) == 2
-
-
-def test_runs_of_one_interval_do_not_tell_the_devices_rate():
-    runs = [one for one in RUNS if one.machine == "h100"]
-    with pytest.raises(ValueError, match="device: expected"):
-        fit(runs)
-    assert fit(runs, 0.7).device == 0.7
-    with pytest.raises(ValueError, match="up to 4 devices"):
-        fit([one._replace(data_parallel=8) for one in runs], 0.7)

@@ -1,12 +1,9 @@
 """Tasks for fine-tuning, divided by file, and a table of two of them, made small."""
 
-import json
 from collections import Counter
-from pathlib import Path
 
 import finetune_quality as quality
 import finetune_tasks as tasks
-import numpy as np
 import pytest
 
 from jaxinf.train.data.files import standard_library_files
@@ -76,32 +73,3 @@ def test_a_small_table(few_files, tmp_path, capsys, monkeypatch):
     table = capsys.readouterr().out
     assert "| inside | 1, pretrained, 4 | 2 % | 1 | " in table
     assert "2 runs" in table
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [('{"version": 5, "run', "one that is cut"), ('{"version": 4}', "version 5")],
-)
-def test_results_that_cannot_be_gone_on_with(tmp_path, text, expected):
-    file = tmp_path / "results.jsonl"
-    file.write_text(json.dumps({"version": 5}) + "\n" + text + "\n")
-    with pytest.raises(SystemExit, match=f"results.jsonl:2: .*{expected}"):
-        quality.read(Path(file))
-
-
-def test_intervals_are_paired():
-    """Files differ much more than two variants do on the same file."""
-    rng = np.random.default_rng(0)
-    files = [f"f{n}" for n in range(40)]
-    hard = rng.integers(10, 100, len(files))
-    base = {
-        s: {f: [int(n), 100] for f, n in zip(files, hard, strict=True)} for s in (0, 1)
-    }
-    less = {
-        s: {f: [n - 2, 100] for f, (n, _) in own.items()} for s, own in base.items()
-    }
-    mean, low, high = quality.interval(quality.difference(less, base))
-    assert mean == pytest.approx(-2) == low == high
-    mean, low, high = quality.interval(base)
-    assert mean == pytest.approx(hard.mean())
-    assert high - low > 5

@@ -4,13 +4,7 @@ import statistics
 
 import pytest
 from smart_infinity import (
-    A5000,
-    METHODS,
-    TESTBED,
-    Rate,
     Workload,
-    phases,
-    update_s,
 )
 from smart_infinity_figures import compare_with_paper, gflops_per_dollar
 
@@ -45,35 +39,7 @@ def test_figures_of_which_less_is_known(figure, worst):
     assert max(errors) <= worst
 
 
-def test_an_update_by_hand():
-    """Per param and CSD: 16 bytes read, 12 written, 16 through the kernel, 4 up."""
-    expected = 0.4 * (16 / 2.79 + 12 / 1.65 + 16 / 8.22) + 4 * 4 / 8
-    assert update_s(TESTBED, GPT2, "SU+O", 10) == pytest.approx(expected)
-
-
-def test_compression_costs_its_decompressor_and_the_choice():
-    names = {m: [p.name for p in phases(TESTBED, A5000, GPT2, m, 6)] for m in METHODS}
-    assert set(names["SU+O+C"]) - set(names["SU+O"]) == {"select", "decompress"}
-    assert set(names["SU"]) - set(names["SU+O"]) == {"buffers"}
-
-
 @pytest.mark.parametrize(("num_csds", "pays"), [(1, False), (4, False), (5, True)])
 def test_smartssds_pay_above_four(num_csds, pays):
     csds, base = (gflops_per_dollar(m, num_csds) for m in ("SU+O+C", "BASE"))
     assert (csds > base) == pays
-
-
-def test_every_rate_says_where_it_is_from():
-    for name, rate in {**vars(TESTBED), **vars(A5000)}.items():
-        assert isinstance(rate, Rate)
-        assert rate.source, name
-        assert (rate.basis == "fitted") == ("fitted" in rate.source), name
-
-
-@pytest.mark.parametrize(
-    ("method", "num_csds", "message"),
-    [("ZERO", 1, "expected one of BASE, SU"), ("SU", 0, "expected 1 or more")],
-)
-def test_refusals(method, num_csds, message):
-    with pytest.raises(ValueError, match=message):
-        phases(TESTBED, A5000, GPT2, method, num_csds)

@@ -15,12 +15,12 @@ from jaxinf.streaming.plan import memory
 def streamed(open_store: Callable[..., jaxinf.Store]) -> Callable[..., Any]:
     """Opens streamed steps on stores of small chunks."""
 
-    def make(program, tx, name="store", store=None, **options):
+    def make(program, tx, name="store", store=None, memory_bytes=256 << 20, **options):
         return jaxinf.stream(
             program.loss,
             tx,
             store or open_store(name, **CHUNKS),
-            memory_bytes=256 << 20,
+            memory_bytes=memory_bytes,
             has_aux=program.has_aux,
             **options,
         )

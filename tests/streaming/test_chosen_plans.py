@@ -1,7 +1,5 @@
 """policy="plan": what measured steps choose, and that it changes no bit."""
 
-from dataclasses import replace
-
 import jax
 import numpy as np
 import optax
@@ -10,7 +8,6 @@ from streaming import prepared
 from zoo import ZOO
 
 import jaxinf
-from jaxinf.errors import StreamError
 from jaxinf.streaming import planning
 from jaxinf.streaming import step as steps
 from jaxinf.streaming.plan import compiled, leaving
@@ -22,7 +19,6 @@ from jaxinf.streaming.plan.choice import (
 )
 from jaxinf.streaming.plan.fit import cuts_of, plan_of
 from jaxinf.streaming.plan.leaving import evicted
-from jaxinf.streaming.plan.memory import check_mesh
 
 PROGRAM = ZOO["l2_penalty"](depth=8)
 
@@ -71,14 +67,6 @@ def test_the_cheapest_bytes_are_recomputed_as_far_as_drives_are_slower(plan):
         name: 2 * freed[k] / away_bytes for name, k in zip(seconds, freed, strict=True)
     }
     assert not segments_to_recompute(plan, times(plan, 1.0, dear))
-
-
-def test_a_plan_with_recomputed_segments_frees_their_values(ready, plan):
-    again = frozenset(list(freed_bytes(plan))[::2])
-    chosen = plan_of(replace(ready, again=again), plan.cuts, "plan")
-    repeated = {call.program.name for call in chosen.calls if call.is_repeat}
-    assert repeated == {f"forward {k}" for k in again}
-    assert len(evicted(chosen, 0).evictions) < len(plan.evictions)
 
 
 def slow(step_s, waited_s, call_s):
@@ -146,9 +134,3 @@ def test_in_memory_without_a_choice_or_with_one_that_does_not_fit(
         step(PROGRAM.batch)
     assert not any(call.is_repeat for call in step.plan.calls)
     step.close()
-
-
-def test_on_several_devices_it_is_refused():
-    mesh = jax.make_mesh((1,), ("x",))
-    with pytest.raises(StreamError, match='policy="plan": not supported'):
-        check_mesh(mesh, "plan")

@@ -18,7 +18,6 @@ from jaxinf.streaming.plan.memory import DeviceLimit, divide
 pytestmark = pytest.mark.optimized("long")
 
 GIB = 1 << 30
-H100 = "NVIDIA H100 80GB HBM3"
 MIG = "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
 KINDS = ("device", "pinned_host", "unpinned_host")
 
@@ -26,8 +25,8 @@ KINDS = ("device", "pinned_host", "unpinned_host")
 class Device:
     """A device of a plugin, as far as JAX shows it."""
 
-    def __init__(self, number=0, kind=H100, kinds=KINDS, platform="gpu", **stats):
-        self.id, self.device_kind, self.platform = number, kind, platform
+    def __init__(self, kind="NVIDIA H100", kinds=KINDS, platform="gpu", **stats):
+        self.id, self.device_kind, self.platform = 0, kind, platform
         self._kinds, self.stats = kinds, stats
 
     def __repr__(self):
@@ -47,70 +46,75 @@ def reserved(monkeypatch):
     monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", raising=False)
 
 
-def test_the_default_is_what_a_device_has_free():
+def test_the_default_is_what_a_device_has_free(monkeypatch):
     device = Device(bytes_limit=3000, bytes_in_use=1000, pool_bytes=3000)
     expected = DeviceLimit(1800, is_host=False, spare_bytes=200, pool_factor=2)
     assert device_limit(device, None) == expected
-    given = DeviceLimit(5, is_host=False, pool_factor=2)
-    assert device_limit(device, 5) == given
+    assert device_limit(device, 5) == DeviceLimit(5, is_host=False, pool_factor=2)
     assert device_limit(Device(platform="tpu"), 5).pool_factor == 1
     assert device_limit(jax.devices("cpu")[0], None) == DeviceLimit()
+    filled = Device(bytes_limit=10 * GIB, bytes_in_use=0, pool_bytes=GIB)
+    with pytest.warns(UserWarning, match=r"1\.00 GiB of 10\.0 GiB; another process"):
+        assert device_limit(filled, None).num_bytes == int(0.9 * GIB)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    assert device_limit(filled, None).num_bytes == 9 * GIB
+    # The smallest device of a mesh counts.
+    devices = [Device(bytes_limit=n * GIB, bytes_in_use=0) for n in (80, 20)]
+    limits = [mesh_limit(*given) for given in ((devices, None), (devices, GIB))]
+    assert [one.num_bytes for one in limits] == [18 * GIB, GIB]
+
+
+def limit_of(**device):
+    return device_limit(Device(**device), None)
 
 
 @pytest.mark.parametrize(
-    ("device", "message"),
+    ("call", "message"),
     [
-        (Device(), "does not tell the size of its memory"),
+        (limit_of, "does not tell the size of its memory"),
         (
-            Device(kinds=("device",), bytes_limit=GIB),
+            lambda: limit_of(kinds=("device",), bytes_limit=GIB),
             r"'pinned_host'.* found device; upgrade",
         ),
         (
-            Device(kind=MIG, bytes_limit=GIB, bytes_in_use=GIB, pool_bytes=GIB),
+            lambda: limit_of(
+                kind=MIG, bytes_limit=GIB, bytes_in_use=GIB, pool_bytes=GIB
+            ),
             r"id=0\) \(NVIDIA.*MIG 1g\.10gb\) has nothing free of 1\.00 GiB.* Delete",
+        ),
+        (
+            lambda: check_pinned(Device(), 100 * GIB),
+            "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=100 before",
         ),
     ],
 )
-def test_devices_without_memory_to_plan_for(device, message):
+def test_what_cannot_be_planned_for_is_refused(call, message):
     with pytest.raises(StreamError, match=message):
-        device_limit(device, None)
-
-
-def test_a_device_that_another_process_has_filled():
-    device = Device(bytes_limit=10 * GIB, bytes_in_use=0, pool_bytes=GIB)
-    with pytest.warns(UserWarning, match=r"1\.00 GiB of 10\.0 GiB; another process"):
-        assert device_limit(device, None).num_bytes == int(0.9 * GIB)
-
-
-def test_memory_that_is_not_reserved(monkeypatch):
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    device = Device(bytes_limit=10 * GIB, bytes_in_use=0, pool_bytes=0)
-    assert device_limit(device, None).num_bytes == 9 * GIB
-    assert device_limit(device, GIB).num_bytes == GIB
-
-
-def test_the_smallest_device_of_a_mesh_counts():
-    devices = [
-        Device(0, bytes_limit=80 * GIB, bytes_in_use=0),
-        Device(1, "NVIDIA RTX 4090", bytes_limit=20 * GIB, bytes_in_use=0),
-    ]
-    assert mesh_limit(devices, None).num_bytes == 18 * GIB
-    assert mesh_limit(devices, GIB).num_bytes == GIB
-    assert mesh_limit(devices[:1], None).num_bytes == 72 * GIB
+        call()
 
 
 def test_pinned_memory_ends_where_xlas_pool_does(monkeypatch):
     check_pinned(Device(), 64 * GIB)
     check_pinned(Device(platform="tpu"), 100 * GIB)
     check_pinned(jax.devices("cpu")[0], 100 * GIB)
-    text = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=100 before"
-    with pytest.raises(StreamError, match=text):
-        check_pinned(Device(), 100 * GIB)
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "200")
     check_pinned(Device(), 100 * GIB)
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "64G")
     with pytest.raises(StreamError, match="'64G': expected a whole number"):
         check_pinned(Device(), GIB)
+
+
+def test_the_rounding_of_a_pool_is_planned():
+    given = {"memory_bytes": 1 << 30, "ring_bytes": 0, "gradient_bytes": 1 << 20}
+    one, two = (
+        divide(**given, device=DeviceLimit(GIB, is_host=False, pool_factor=factor))
+        for factor in (1, 2)
+    )
+    assert one.gradients == 2 * two.gradients
+    assert (one.staged, one.ring) == (two.staged, two.ring)
+    for with_values in (False, True):
+        pool_bytes = one.pool_bytes(with_values=with_values)
+        assert two.pool_bytes(with_values=with_values) == pool_bytes
 
 
 @pytest.fixture
@@ -128,80 +132,61 @@ def apart(monkeypatch):
     return put
 
 
-def step_of(store, **options):
-    program = ZOO["l2_penalty"]()
-    step = jaxinf.stream(
-        program.loss, optax.sgd(0.1), store, memory_bytes=256 << 20, **options
-    )
-    step.load(program.params, batch=program.batch)
-    return step, program.batch
+PROGRAM, TX = ZOO["l2_penalty"](), optax.sgd(0.1)
+OFFLOAD = {"memory_bytes": "200GiB", "policy": "offload"}
+
+
+def load(step):
+    step.load(PROGRAM.params, batch=PROGRAM.batch)
+    return step
 
 
 def test_a_kept_plan_on_a_fuller_device(open_store, apart):
     """A tenth of what is free is left when a step is planned, but not later."""
+
+    def stepped():
+        options = {"memory_bytes": 256 << 20}
+        with load(jaxinf.stream(PROGRAM.loss, TX, open_store(), **options)) as step:
+            step(PROGRAM.batch)
+        return step.plan
+
     apart(bytes_limit=GIB, bytes_in_use=0)
-    step, batch = step_of(open_store())
-    with step:
-        step(batch)
-        cuts, peak_bytes = step.plan.cuts, step.plan.peak_bytes
+    plan = stepped()
     # The largest gradients take an eighth; a bit less is left than was planned with.
-    free_bytes = int(0.97 * peak_bytes / 0.9 * 8 / 7)
+    free_bytes = int(0.97 * plan.peak_bytes / 0.9 * 8 / 7)
     apart(bytes_limit=GIB, bytes_in_use=GIB - free_bytes)
-    step, batch = step_of(open_store())
-    with step:
-        assert step.plan.cuts == cuts
-        step(batch)
+    assert stepped().cuts == plan.cuts
     apart(bytes_limit=GIB, bytes_in_use=GIB - free_bytes * 8 // 10)
     with pytest.raises(StreamError, match=r"that the store was trained with.*replan"):
-        step_of(open_store())
+        stepped()
 
 
-def test_the_rounding_of_a_pool_is_planned():
-    given = {"memory_bytes": 1 << 30, "ring_bytes": 0, "gradient_bytes": 1 << 20}
-    one, two = (
-        divide(**given, device=DeviceLimit(GIB, is_host=False, pool_factor=factor))
-        for factor in (1, 2)
-    )
-    assert one.gradients == 2 * two.gradients
-    assert (one.staged, one.ring) == (two.staged, two.ring)
-    for with_values in (False, True):
-        pool_bytes = one.pool_bytes(with_values=with_values)
-        assert two.pool_bytes(with_values=with_values) == pool_bytes
-    assert one.pool_bytes(with_values=True) == one.gradients + one.staged
+def step_of(path):
+    load(jaxinf.stream(PROGRAM.loss, TX, path / "new", **OFFLOAD))
 
 
-def makers(path):
-    """What is made on a device: a step with a store, one without, a function."""
-    program = ZOO["l2_penalty"]()
-    options = {"memory_bytes": "200GiB", "policy": "offload"}
-    stepped = jaxinf.stream(program.loss, optax.sgd(0.1), path / "new", **options)
-    yield lambda: stepped.load(program.params, batch=program.batch)
-    held = jaxinf.stream_in_memory(program.loss, optax.sgd(0.1), **options)
-    yield lambda: held.load(program.params, batch=program.batch)
-    step_of(path / "store", device_memory_bytes=GIB)[0].close()
-
-    def called():
-        function = jaxinf.stream_function(
-            program.loss, path / "store", memory_bytes="200GiB"
-        )
-        function.load(program.params)
-        function(program.batch)
-
-    yield called
+def in_memory(path):
+    load(jaxinf.stream_in_memory(PROGRAM.loss, TX, **OFFLOAD))
 
 
-@pytest.mark.parametrize(
-    "number", family(range(3), short=[2]), ids=["step", "in memory", "function"]
-)
-def test_steps_and_functions_look_at_the_device(place, apart, monkeypatch, number):
-    make = list(makers(place))[number]
+def function_of(path):
+    own = {"memory_bytes": 256 << 20, "device_memory_bytes": GIB}
+    load(jaxinf.stream(PROGRAM.loss, TX, path / "store", **own)).close()
+    f = jaxinf.stream_function(PROGRAM.loss, path / "store", memory_bytes="200GiB")
+    f.load(PROGRAM.params)
+    f(PROGRAM.batch)
+
+
+MAKERS = [step_of, in_memory, function_of]
+
+
+@pytest.mark.parametrize("make", family(MAKERS, short=[function_of]))
+def test_steps_and_functions_look_at_the_device(place, apart, monkeypatch, make):
     device = apart(bytes_limit=GIB, bytes_in_use=GIB)
     with pytest.raises(StreamError, match="nothing free"):
-        make()
-    if number == 2:
-        return  # no value of it leaves the device
-    make = list(makers(place / "again"))[number]
-    device.stats["bytes_in_use"] = 0
-    monkeypatch.setattr(step_options, "default_device", lambda: device)
-    with pytest.raises(StreamError, match="XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB="):
-        make()
+        make(place)
+    if make is not function_of:  # no value of it leaves the device
+        device.stats["bytes_in_use"] = 0
+        monkeypatch.setattr(step_options, "default_device", lambda: device)
+        with pytest.raises(StreamError, match="XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB="):
+            make(place / "again")

@@ -1,5 +1,6 @@
 """Micro-batches: bits of one part after another, losses of the whole, refusals."""
 
+import functools
 import itertools
 from dataclasses import replace
 
@@ -11,13 +12,13 @@ import pytest
 from streaming import (
     CHUNKS,
     assert_same_bits,
-    in_memory,
-    numbers,
-    run,
+    assert_same_states,
+    prepared,
     smallest_bytes,
     spill_beyond,
-    states,
+    trained,
 )
+from streaming import streamed as streamed_plan
 from zoo import ZOO, Program, normal
 
 import jaxinf
@@ -26,20 +27,13 @@ from jaxinf.errors import BudgetError, StreamError
 from jaxinf.streaming.micro_batches import first_part, parts_of, together
 from jaxinf.streaming.plan import compiled as running
 from jaxinf.streaming.plan import leaving
-from jaxinf.streaming.plan.fit import cut_to_fit, plan_of, prepare
-from jaxinf.streaming.plan.reads import fetches_of
+from jaxinf.streaming.plan.fit import cut_to_fit, plan_of
 from jaxinf.streaming.program.programs import make_programs
-from jaxinf.streaming.run import Runner
-from jaxinf.streaming.update.store_sink import StoreSink
 
 pytestmark = pytest.mark.optimized("long")
 
 ADAM = optax.adam(1e-2)
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), ADAM)
-
-
-def half(tree):
-    return jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), tree)
 
 
 def tied(width=32, depth=4, rows=12):
@@ -68,53 +62,29 @@ def tied(width=32, depth=4, rows=12):
 # --- programs ----------------------------------------------------------------------
 
 
-def part_by_part(program, ready, cuts, count, executables):
-    """Loss, aux and mean gradients, one part after another, summed by NumPy."""
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(program.params)]
-    sums, dtypes, results = {}, {}, []
-    runner = Runner(plan_of(ready, cuts), executables)
-
-    def add(piece, gradient):
-        array = np.asarray(gradient)
-        wide = array.astype(np.promote_types(array.dtype, np.float32))
-        sums[piece] = sums[piece] + wide if piece in sums else wide
-        dtypes[piece] = array.dtype
-
-    for part in parts_of(program.batch, count):
-        results.append(runner(part, in_memory(leaves), add))
-    means = {p: (total / count).astype(dtypes[p]) for p, total in sums.items()}
-    return together(results, [1.0] * len(results)), means
-
-
-def by_calls(program, plan, executables):
-    """The same by a plan's calls; each gradient comes once."""
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(program.params)]
-    means = {}
-
-    def hand_out(piece, gradient):
-        assert piece not in means
-        means[piece] = np.asarray(gradient)
-
-    found = Runner(plan, executables)(program.batch, in_memory(leaves), hand_out)
-    return found, means
-
-
-QUICK = {"equinox_mlp"}
 UNDIVIDED = ("nnx_batch_norm", "conv_batch_norm", "micro_batches")
 
 
+def mean(*parts):
+    """The mean of gradients, summed by NumPy in 32 bits at least."""
+    wide = [x.astype(np.promote_types(x.dtype, np.float32)) for x in parts]
+    return (functools.reduce(np.add, wide) / len(parts)).astype(parts[0].dtype)
+
+
 def assert_bits_of_one_part_after_another(program, count, policy):
-    part = first_part(program.batch, count)
-    ready = prepare(program.loss, program.params, part, has_aux=program.has_aux)
+    ready = prepared(replace(program, batch=first_part(program.batch, count)))
     cuts = cut_to_fit(ready, smallest_bytes(ready) * 5 // 4).cuts
-    executables = {}
-    expected = part_by_part(program, ready, cuts, count, executables)
+    plan, executables = plan_of(ready, cuts), {}
+    parts = [
+        streamed_plan(replace(program, batch=part), plan, executables)
+        for part in parts_of(program.batch, count)
+    ]
+    *results, gradients = zip(*parts, strict=True)
+    expected = together(list(zip(*results, strict=True)), [1.0] * count)
     plan = plan_of(replace(ready, num_parts=count), cuts, policy)
-    found = by_calls(program, plan, executables)
-    assert found[1].keys() == expected[1].keys()
-    means = [expected[1][piece] for piece in found[1]]
-    assert [x.dtype for x in found[1].values()] == [x.dtype for x in means]
-    assert_same_bits((found[0], [*found[1].values()]), (expected[0], means))
+    loss, aux, found = streamed_plan(program, plan, executables)
+    assert_same_bits((loss, aux), expected)
+    assert_same_bits(found, list(map(mean, *gradients)))
 
 
 @pytest.mark.long
@@ -128,123 +98,81 @@ def test_bits_are_those_of_one_part_after_another(name):
 
 def test_16_bit_gradients_add_up_in_32():
     program = tied()
-    program = replace(program, params=half(program.params))
-    assert_bits_of_one_part_after_another(program, 4, "recompute")
+    halves = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), program.params)
+    assert_bits_of_one_part_after_another(replace(program, params=halves), 4, "keep")
 
 
 def test_a_segment_runs_for_all_parts_before_the_next_one():
+    """As far as all wait at its end; then one part after another, for its scores."""
     program = tied()
-    ready = prepared(program, 3)
+    ready = prepared(replace(program, batch=first_part(program.batch, 3)))
+    ready = replace(ready, num_parts=3)
     plan = cut_to_fit(ready, smallest_bytes(ready) * 5 // 4)
-    calls, num_segments = plan.calls, len(plan.cuts) - 1
+    num_segments = len(plan.cuts) - 1
     early = make_programs(ready.lifetimes, plan.cuts, ready.keys).num_early
     assert 1 < early < num_segments
-    names = [
+    found = [
         (call.program.name, call.part)
-        for call in calls
+        for call in plan.calls
         if call.program.name.startswith("forward") and not call.is_repeat
     ]
-    expected = [(f"forward {k}", part) for k in range(early) for part in range(3)]
     late = range(early, num_segments)
-    expected += [(f"forward {k}", part) for part in range(3) for k in late]
-    assert names == expected
-    # Scores of one part at a time.
-    wide = [one for one in plan.lives.values() if one.aval.shape == (4, 512)]
-    assert wide
-    assert all(one.takers[-1] - one.made < 2 * len(late) + 2 for one in wide)
-    # A gradient is handed out once, and nothing is read between calls of a segment.
-    given = [piece for call in calls for piece, _ in call.gradients]
-    assert sorted(map(str, given)) == sorted(map(str, ready.gradient_pieces))
-    uses = [call.reads for call in calls]
-    reads = [fetch.unit for fetch in fetches_of(uses)]
-    assert max(map(reads.count, reads)) == 2
-
-
-def prepared(program, count):
-    part = first_part(program.batch, count)
-    ready = prepare(program.loss, program.params, part, has_aux=program.has_aux)
-    return replace(ready, num_parts=count)
+    order = [(k, part) for k in range(early) for part in range(3)]
+    order += [(k, part) for part in range(3) for k in late]
+    assert found == [(f"forward {k}", part) for k, part in order]
+    scores = [one for one in plan.lives.values() if one.aval.shape == (4, 512)]
+    assert scores
+    assert all(one.takers[-1] - one.made < 2 * len(late) + 2 for one in scores)
 
 
 # --- with a store ------------------------------------------------------------------
 
 
-def trained(step, program, num_steps=3):
-    """Loads the program's params and runs steps; returns losses, aux and states."""
-    step.load(program.params, batch=program.batch)
-    results = [step(program.batch) for _ in range(num_steps)]
-    step.store.wait()
-    return numbers(results), states(step.store)
-
-
-def assert_trained_alike(found, expected):
-    assert_same_bits(found[0], expected[0])
-    assert found[1].keys() == expected[1].keys()
-    for key, array in expected[1].items():
-        np.testing.assert_array_equal(found[1][key], array, err_msg=str(key))
-
-
 @pytest.fixture
-def trained_by(streamed):
-    """Returns a step after three steps on parts, and losses and states of recompute."""
+def step_of_parts(streamed):
+    """Returns a step after three steps on parts, which have the bits of recompute."""
 
     def make(program, tx, **options):
-        plain = streamed(program, tx, "plain", micro_batches=3)
-        expected = trained(plain, program)
-        plain.close()
+        with streamed(program, tx, "plain", micro_batches=3) as plain:
+            losses, expected = trained(plain, program)
         step = streamed(program, tx, "other", micro_batches=3, **options)
-        return step, trained(step, program), expected
+        found = trained(step, program)
+        assert found[0] == losses
+        assert_same_states(found[1], expected)
+        return step
 
     return make
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("tx", "options"),
-    [
-        (ADAM, {}),
-        (CLIPPED, {"policy": "keep"}),
-        (ADAM, {"policy": "offload"}),
-    ],
-    ids=["adam", "clipped", "offload"],
+    ("tx", "policy"), [(ADAM, "recompute"), (CLIPPED, "keep"), (ADAM, "offload")]
 )
 def test_a_step_moves_the_bytes_of_one_part(
-    tx, options, trained_by, streamed, monkeypatch
+    tx, policy, step_of_parts, streamed, monkeypatch
 ):
     spill_beyond(monkeypatch, 4096)
     program = tied()
-    step, found, expected = trained_by(program, tx, **options)
-    assert_trained_alike(found, expected)
-    assert "3 parts of a batch" in str(step.plan)
-    moved, planned = step.store.metrics.traffic, step.traffic
-    assert moved.drive_read_bytes == planned.drive_read_bytes
-    assert moved.drive_write_bytes == planned.drive_write_bytes
-    one = streamed(program, tx, "one", **options)
-    one.load(program.params, batch=first_part(program.batch, 3))
-    assert step.traffic == one.traffic
-    for made in (step, one):
-        made.close()
+    with step_of_parts(program, tx, policy=policy) as step:
+        assert "3 parts of a batch" in str(step.plan)
+        with streamed(program, tx, "one", policy=policy) as one:
+            one.load(program.params, batch=first_part(program.batch, 3))
+            assert step.traffic == one.traffic
 
 
 @pytest.mark.long
-def test_what_waits_may_be_on_a_drive(trained_by, monkeypatch):
+def test_what_waits_may_be_on_a_drive(step_of_parts, monkeypatch):
     monkeypatch.setattr(leaving, "SMALL_BYTES", 1)
-    program, tx = tied(), optax.sgd(0.1)
 
     def evicted(plan, budget_bytes):
         budget_bytes = 0 if plan.policy == "offload" else budget_bytes
         return leaving.evicted(plan, budget_bytes)
 
     monkeypatch.setattr(running, "evicted", evicted)
-    step, found, expected = trained_by(program, tx, policy="offload")
-    assert_trained_alike(found, expected)
-    plan = step.plan
+    plan = step_of_parts(tied(), optax.sgd(0.1), policy="offload").plan
     # Both what goes on forward, and a tied table's gradient.
     made = {plan.calls[one.written].program.name for one in plan.evictions.values()}
     assert {name.split()[0] for name in made} == {"forward", "backward"}
-    moved = step.store.metrics.traffic
-    assert moved.drive_read_bytes == step.traffic.drive_read_bytes
-    assert moved.drive_write_bytes == step.traffic.drive_write_bytes
 
 
 # --- losses of the whole batch -----------------------------------------------------
@@ -355,29 +283,6 @@ def test_too_little_memory_for_all_parts_is_answered_with_enough(open_store):
 def test_parts_that_cannot_be_are_refused(options, batch, error, message, after_one):
     with pytest.raises(error, match=message):
         after_one(batch, **{"micro_batches": 3} | options)
-
-
-def test_a_step_that_fails_leaves_the_store_at_the_step_before(streamed, monkeypatch):
-    program, steps = tied(), []
-    for name in ("plain", "store"):
-        steps.append(streamed(program, ADAM, name, micro_batches=2))
-        steps[-1].load(program.params, batch=program.batch)
-    expected = run(steps[0], program, 3)
-    step, found = steps[1], run(steps[1], program, 1)
-    put, calls = StoreSink.put, []
-
-    def failing(self, piece, gradient):
-        calls.append(piece)
-        if len(calls) == 2:
-            raise OSError("the drive is gone")
-        put(self, piece, gradient)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(StoreSink, "put", failing)
-        with pytest.raises(OSError, match="the drive is gone"):
-            step(program.batch)
-    assert step.store.step == 1
-    assert found + run(step, program, 2) == expected
 
 
 @pytest.mark.timeout(240)

@@ -1,66 +1,112 @@
-"""Values that wait on a drive: bits, memory as planned, traffic, failures."""
+"""Values that leave, for drives or by the host's memory: bits, memory, failures."""
 
 import errno
+import gc
 import os
+import threading
+import time
+import weakref
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from families import family
-from streaming import assert_same_bits, in_memory, prepared, smallest_bytes, streamed
-from zoo import ONLY_PLANNED, ZOO
+from golden_streams import edit, streams
+from streaming import (
+    assert_same_bits,
+    moved_as_planned,
+    prepared,
+    run,
+    smallest_bytes,
+    streamed,
+    trained,
+)
+from zoo import ONLY_PLANNED, ZOO, Program, normal
 
 import jaxinf
-from jaxinf.errors import StoreIOError, StoreSpaceError
+from jaxinf.errors import BudgetError, StoreIOError, StoreSpaceError, StreamError
 from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan import compiled, leaving
 from jaxinf.streaming.plan.compiled import measured
 from jaxinf.streaming.plan.fit import cut_to_fit, plan_of
-from jaxinf.streaming.plan.leaving import evicted, fitted, least_bytes
-from jaxinf.streaming.run import Runner
+from jaxinf.streaming.plan.leaving import evicted, fitted, least_bytes, plan_tiers
+from jaxinf.transfer.pages import page_ceil
 
 pytestmark = pytest.mark.optimized("long")
 
-CHUNKS = {"chunk_elements": 4096, "memory_bytes": 16 << 20}
 TX = optax.adam(1e-2)
+ENOUGH = 1 << 40
 
 
-def failing(patched, call, code, numbers):
-    """Lets calls of these numbers fail, on files that have no name."""
-    real, hits = getattr(os, call), []
-
-    def fail(fd, *args):
-        if "(deleted)" in os.readlink(f"/proc/self/fd/{fd}"):
-            hits.append(fd)
-            if len(hits) in numbers:
-                raise OSError(code, os.strerror(code))
-        return real(fd, *args)
-
-    patched.setattr(os, call, fail)
-
-
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def small_values_leave(monkeypatch):
     monkeypatch.setattr(leaving, "SMALL_BYTES", 1)
 
 
-def plans(ready, policies=("keep", "offload")):
+# --- plans ---------------------------------------------------------------------------
+
+
+def plans(program):
+    """Plans of one program: with all values in memory, and with some away."""
+    ready = prepared(program)
     cuts = cut_to_fit(ready, smallest_bytes(ready) * 3 // 2).cuts
-    return [plan_of(ready, cuts, policy) for policy in policies]
+    keep, offload = (plan_of(ready, cuts, policy) for policy in ("keep", "offload"))
+    return keep, measured(offload, executables := {}), executables
+
+
+def least_of(plan):
+    """The least memory of the host for values."""
+    try:
+        plan_tiers(plan, 0)
+    except BudgetError as error:
+        return error.missing_bytes
+    return 0
+
+
+def pinned_bytes():
+    """Pinned memory of the process, in whole pages of each array."""
+    arrays = [x for x in jax.live_arrays() if x.sharding.memory_kind == "pinned_host"]
+    return sum(page_ceil(array.nbytes) for array in arrays)
+
+
+class Watched(Values):
+    """Notes the most bytes of values, and of the host's copies, while a step runs."""
+
+    peak_bytes = most_pinned_bytes = 0
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.made = {}
+        gc.collect()
+        self.others = pinned_bytes()
+
+    def put(self, slots, outputs):
+        super().put(slots, outputs)
+        self.made |= zip(slots, map(weakref.ref, outputs), strict=True)
+        held_bytes = sum(value.nbytes for value in self._held.values())
+        self.peak_bytes = max(self.peak_bytes, held_bytes)
+
+    def before(self, number):
+        super().before(number)
+        for slots in (self._gone[n] for n in self._gone if n <= number):
+            for slot in slots:
+                assert self.made[slot]() is None, "it is still on the device"
+        pinned = pinned_bytes() - self.others
+        self.most_pinned_bytes = max(self.most_pinned_bytes, pinned)
 
 
 QUICK = ("custom_rules", "scan_remat_reverse")
 
 
+@pytest.mark.usefixtures("small_values_leave")
 @pytest.mark.parametrize("name", family(ZOO, short=QUICK, beyond=ONLY_PLANNED))
 def test_bits_are_those_of_keep(name, tmp_path):
     program = ZOO[name]()
-    keep, offload = plans(prepared(program))
-    executables = {}
+    keep, offload, executables = plans(program)
     expected = streamed(program, keep, executables)
-    offload = measured(offload, executables)
     least, most = least_bytes(offload), offload.most_bytes()
     for budget in {least, (least + most) // 2}:
         plan = evicted(offload, budget)
@@ -76,20 +122,67 @@ def test_bits_are_those_of_keep(name, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-class Watched(Values):
-    """Notes the most bytes of values in memory."""
-
-    peak_bytes = 0
-
-    def put(self, slots, outputs):
-        super().put(slots, outputs)
-        held_bytes = sum(value.nbytes for value in self._held.values())
-        self.peak_bytes = max(self.peak_bytes, held_bytes)
+NAMES = ("scan_remat_reverse", "custom_rules", "gpt2_nano", "linen_dropout")
 
 
+@pytest.mark.usefixtures("small_values_leave")
+@pytest.mark.parametrize("name", family(NAMES, short=NAMES[:1]))
+def test_bits_are_those_of_keep_by_way_of_the_host(name, tmp_path):
+    program = ZOO[name]()
+    keep, offload, executables = plans(program)
+    plan = evicted(offload, least_bytes(offload))
+    expected = streamed(program, keep, executables)
+    sizes = {slot: plan.lives[slot].num_bytes for slot in plan.evictions}
+    most, least = plan_tiers(plan, ENOUGH).host_bytes, least_of(plan)
+    for host_bytes in (most, least, (least + most) // 2):
+        tiers = plan_tiers(plan, host_bytes)
+        values = Watched(plan, Scratch([tmp_path]), tiers)
+        for _ in range(2):
+            found = streamed(program, plan, executables, values=values)
+            assert_same_bits(found, expected)
+        counts = values.counts()
+        on_drive = sum(sizes[slot] for slot in tiers.on_drive)
+        assert bool(on_drive) == (host_bytes < most)
+        assert counts.num_out_bytes == 2 * sum(sizes.values())
+        assert counts.num_written_bytes == 2 * on_drive
+        assert (counts.num_read_bytes == 2 * on_drive) == (not counts.num_forwarded)
+        assert max(values.most_pinned_bytes, tiers.host_bytes) <= host_bytes
+        values.close()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("small_values_leave")
+@pytest.mark.parametrize("names", [["write"], ["write", "read"]], ids=str)
+def test_bits_do_not_depend_on_a_slow_drive(names, tmp_path, monkeypatch):
+    """What is needed before it is written is forwarded; the host is not filled."""
+    program, drive = ZOO["l2_penalty"](depth=8), threading.Lock()
+    keep, offload, executables = plans(program)
+    plan = evicted(offload, least_bytes(offload))
+    least = least_of(plan)
+    tiers = plan_tiers(plan, least)
+    assert tiers.on_drive
+
+    def slow(move):
+        def moved(scratch, part, *arguments, **named):
+            with drive:
+                time.sleep(part.num_bytes / 1e5)
+            return move(scratch, part, *arguments, **named)
+
+        return moved
+
+    for name in names:
+        monkeypatch.setattr(Scratch, name, slow(getattr(Scratch, name)))
+    values = Watched(plan, Scratch([tmp_path]), tiers)
+    found = streamed(program, plan, executables, values=values)
+    assert_same_bits(found, streamed(program, keep, executables))
+    assert values.most_pinned_bytes <= least
+    values.close()
+
+
+@pytest.mark.usefixtures("small_values_leave")
 def test_memory_is_as_planned(tmp_path):
     program = ZOO["l2_penalty"](depth=8)
-    offload = measured(plans(prepared(program))[1], executables := {})
+    _, offload, executables = plans(program)
     plan = evicted(offload, least_bytes(offload))
     values = Watched(plan, Scratch([tmp_path]))
     streamed(program, plan, executables, values=values)
@@ -99,138 +192,214 @@ def test_memory_is_as_planned(tmp_path):
     values.close()
 
 
+@pytest.mark.usefixtures("small_values_leave")
 def test_the_value_needed_last_leaves_first():
-    plan = plans(prepared(ZOO["gpt2_nano"]()))[1]
+    plan = plans(ZOO["l2_penalty"](depth=8))[1]
     most = plan.most_bytes()
     assert not fitted(plan, most).evictions
     one = fitted(plan, most - 1).evictions
-    needed = {slot: eviction.needed for slot, eviction in one.items()}
     others = [
         life.takers[-1]
         for slot, life in plan.lives.items()
-        if slot not in needed and life.takers and life.made == 0
+        if slot not in one and life.takers and life.made == 0
     ]
-    assert needed
-    assert max(needed.values()) >= max(others)
-    everything = fitted(plan, 0).evictions
-    for eviction in (*one.values(), *everything.values()):
+    assert max(eviction.needed for eviction in one.values()) >= max(others)
+    for eviction in fitted(plan, 0).evictions.values():
         assert eviction.written + 2 <= eviction.gone < eviction.back <= eviction.needed
+    away = evicted(plan, least_bytes(plan))
+    on_drive = plan_tiers(away, least_of(away)).on_drive
+    stay = [e.needed for slot, e in away.evictions.items() if slot not in on_drive]
+    assert min(away.evictions[s].needed for s in on_drive) >= max(stay, default=0)
 
 
-@pytest.mark.parametrize("share", family([0.0, 0.3, 0.6, 1.0], short=[0.3, 1.0]))
-def test_values_come_back_in_the_order_of_use(share):
-    plan = plans(prepared(ZOO["l2_penalty"](depth=8)))[1]
-    least, most = least_bytes(plan), plan.most_bytes()
-    found = fitted(plan, int(least + share * (most - least)))
-    assert found.most_bytes() <= int(least + share * (most - least))
-    ordered = sorted(found.evictions.values(), key=lambda one: one.needed)
-    assert [one.back for one in ordered] == sorted(one.back for one in ordered)
-
-
-# --- with a store ------------------------------------------------------------------
+# --- steps on a CPU ------------------------------------------------------------------
 
 
 @pytest.fixture
-def everything_leaves(monkeypatch):
+def everything_leaves(small_values_leave, monkeypatch):
     """Lets every value leave that can, although the budget has room."""
     monkeypatch.setattr(compiled, "evicted", lambda plan, _: evicted(plan, 0))
 
 
-def opened(open_store, name, policy, program, tx=TX, **options):
-    step = jaxinf.stream(
-        program.loss,
-        tx,
-        open_store(name, **CHUNKS, **options),
-        memory_bytes=256 << 20,
-        policy=policy,
-    )
-    step.load(program.params, batch=program.batch)
-    return step
+@pytest.fixture
+def offloading(everything_leaves, open_store):
+    """Opens steps of a program by their policy."""
 
+    def make(program, policy, **options):
+        step = jaxinf.stream(
+            program.loss,
+            TX,
+            open_store(policy, chunk_elements=4096, memory_bytes=16 << 20, **options),
+            memory_bytes=256 << 20,
+            policy=policy,
+        )
+        step.load(program.params, batch=program.batch)
+        return step
 
-def losses(step, program, num_steps):
-    return [float(step(program.batch)[0]) for _ in range(num_steps)]
+    return make
 
 
 def assert_same_params(step, other, program):
-    found, expected = (s.store.params(like=program.params) for s in (step, other))
-    for one, two in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        np.testing.assert_array_equal(one, two)
-
-
-@pytest.mark.long
-def test_training_is_that_of_keep(open_store, everything_leaves, place):
-    program = ZOO["l2_penalty"]()
-    csds = [place / f"csd{i}" for i in range(2)]
-    for csd in csds:
-        csd.mkdir()
-    offload = opened(open_store, "offload", "offload", program, csds=csds)
-    keep = opened(open_store, "keep", "keep", program)
-    assert losses(offload, program, 3) == losses(keep, program, 3)
-    assert_same_params(offload, keep, program)
-    assert offload.metrics.offloaded_drive_bytes > 0
-    assert not keep.metrics.offloaded_drive_bytes
-    assert not (offload.store.path / "stream").exists()
-
-
-def test_the_meters_show_the_planned_traffic(open_store, everything_leaves):
-    program = ZOO["scan_remat_reverse"]()
-    step = opened(open_store, "store", "offload", program)
-    losses(step, program, 3)
-    assert step.metrics.offloaded_drive_bytes > 0
-    assert step.metrics.fetched_drive_bytes > 0
-    step.store.wait()
-    found, planned = step.store.metrics.traffic, step.traffic
-    assert found.drive_read_bytes == planned.drive_read_bytes
-    assert found.drive_write_bytes == planned.drive_write_bytes
+    assert_same_bits(*(s.store.params(like=program.params) for s in (step, other)))
 
 
 @pytest.mark.parametrize(
-    ("call", "code", "kind"),
-    family(
-        [
-            ("pwritev", errno.ENOSPC, StoreSpaceError),
-            ("pwritev", errno.EIO, StoreIOError),
-            ("preadv", errno.EIO, StoreIOError),
-        ],
-        short=[("pwritev", errno.EIO, StoreIOError)],
-    ),
+    ("name", "num_csds"),
+    family([("l2_penalty", 2), ("scan_remat_reverse", 0)], short=[("l2_penalty", 2)]),
 )
-def test_a_drive_that_fails_in_mid_step(
-    open_store, everything_leaves, monkeypatch, call, code, kind
-):
+def test_a_step_is_that_of_keep(name, num_csds, offloading, place):
+    program = ZOO[name]()
+    csds = [place / f"csd{i}" for i in range(num_csds)]
+    for csd in csds:
+        csd.mkdir()
+    offload = offloading(program, "offload", csds=csds)
+    keep = offloading(program, "keep")
+    assert run(offload, program, 3) == run(keep, program, 3)
+    assert_same_params(offload, keep, program)
+    assert offload.metrics.offloaded_drive_bytes > 0
+    assert offload.metrics.fetched_drive_bytes > 0
+    assert not keep.metrics.offloaded_drive_bytes
+    moved_as_planned(offload)
+
+
+FAILURES = [
+    ("pwritev", errno.EIO, StoreIOError),
+    ("pwritev", errno.ENOSPC, StoreSpaceError),
+    ("preadv", errno.EIO, StoreIOError),
+]
+
+
+@pytest.mark.parametrize(("call", "code", "kind"), family(FAILURES, short=FAILURES[:1]))
+def test_a_drive_that_fails_in_mid_step(offloading, monkeypatch, call, code, kind):
     program = ZOO["l2_penalty"]()
-    step = opened(open_store, "store", "offload", program)
-    kept = opened(open_store, "keep", "keep", program)
-    losses(step, program, 1)
+    step, kept = (offloading(program, policy) for policy in ("offload", "keep"))
+    run(step, program, 1)
     step.store.wait()
+    real, hits = getattr(os, call), []
+
+    def fail(fd, *args):
+        if "(deleted)" in os.readlink(f"/proc/self/fd/{fd}"):
+            hits.append(fd)
+            if len(hits) == (3 if call == "pwritev" else 1):
+                raise OSError(code, os.strerror(code))
+        return real(fd, *args)
+
     with monkeypatch.context() as patched:
-        failing(patched, call, code, [3 if call == "pwritev" else 1])
-        with pytest.raises(kind, match=r"store \(a file of activations\)"):
+        patched.setattr(os, call, fail)
+        with pytest.raises(kind, match=r"offload \(a file of activations\)"):
             step(program.batch)
     assert step.store.step == 1
-    losses(step, program, 2)
-    losses(kept, program, 3)
+    run(step, program, 2)
+    run(kept, program, 3)
     assert step.store.step == 3
     assert_same_params(step, kept, program)
 
 
-def test_runner_drops_values_of_a_step_that_failed(tmp_path):
-    program = ZOO["l2_penalty"]()
-    offload = measured(plans(prepared(program))[1], executables := {})
-    plan = evicted(offload, 0)
-    values = Values(plan, Scratch([tmp_path]))
-    runner = Runner(plan, executables, values=values)
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(program.params)]
+# --- steps on a device with memory of its own ----------------------------------------
 
-    def stop(piece, gradient):
-        raise KeyboardInterrupt
 
-    params = in_memory(leaves)
-    with pytest.raises(KeyboardInterrupt):
-        runner(program.batch, params, stop)
-    loss, _ = runner(program.batch, params, lambda piece, gradient: None)
-    assert float(loss) == pytest.approx(
-        float(program.loss(program.params, program.batch))
-    )
-    values.close()
+def wide(params, batch):
+    x = batch
+    for w in params["layers"]:
+        x = jnp.tanh(x @ w) + jnp.sin(x)
+    return jnp.mean(x**2)
+
+
+LAYERS = {"layers": [normal(i, 64, 64) / 8 for i in range(12)]}
+WIDE = Program(wide, LAYERS, normal(100, 2048, 64))  # values of 512 KiB
+DEVICE_BYTES = 9 << 19
+# What leaves has room on the host, or not.
+HOSTS = {"host": 64 << 20, "drives": 17 << 20}
+
+
+def opened(open_store, name, memory_bytes, device=DEVICE_BYTES, **options):
+    options = {"policy": "offload"} | options
+    options |= {"memory_bytes": memory_bytes, "device_memory_bytes": device}
+    store = open_store(name, chunk_elements=4096, memory_bytes=4 << 20)
+    return jaxinf.stream(wide, TX, store, **options)
+
+
+def kept(open_store, like, **options):
+    """A step with all values in memory, and the cuts of another one."""
+    options |= {"memory_bytes": 256 << 20, "device": 64 << 20, "policy": "keep"}
+    first = opened(open_store, "keep", **options)
+    first.load(LAYERS)
+    first.close()
+    like.store.wait()
+    record = first.store.path / "current/commit.json"
+    edit(record, streams=streams(like.store.path))
+    step = opened(open_store, "keep", **options)
+    step.load(LAYERS)
+    return step
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("own_memory")
+@pytest.mark.parametrize(("tier", "parts"), [("drives", 1), ("host", 2)])
+def test_training_is_that_of_keep(open_store, tier, parts):
+    step = opened(open_store, "step", HOSTS[tier], micro_batches=parts)
+    losses, _ = trained(step, WIDE)
+    if parts == 1:
+        assert step.metrics.offloaded_host_bytes > 0
+        assert (step.metrics.offloaded_drive_bytes > 0) == (tier == "drives")
+    keep = kept(open_store, step, micro_batches=parts)
+    assert losses == run(keep, WIDE, 3)
+    assert_same_params(step, keep, WIDE)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("own_memory")
+def test_without_a_store(place):
+    found = []
+    for own, memory_bytes, device_bytes in (
+        ("keep", 64 << 20, 64 << 20),
+        ("offload", HOSTS["drives"] - (5 << 20), DEVICE_BYTES),
+    ):
+        options = {"memory_bytes": memory_bytes, "device_memory_bytes": device_bytes}
+        options |= {"policy": own, "scratch": place}
+        with jaxinf.stream_in_memory(wide, TX, **options) as step:
+            step.load(LAYERS, batch=WIDE.batch)
+            found.append(run(step, WIDE, 8))
+            assert (step.traffic.drive_write_bytes > 0) == (own == "offload")
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-6)  # the cuts may differ
+    assert not list(place.iterdir())
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("own_memory")
+def test_a_host_that_is_too_small_is_named(open_store, place):
+    message = r"memory_bytes: it leaves \d+ bytes of the host for values .* expected "
+    message += r"2097152, .* 4 x the largest, .* memory_bytes=.* works"
+    options = {"memory_bytes": 9 << 20, "device_memory_bytes": DEVICE_BYTES}
+    options |= {"policy": "offload", "scratch": place}
+    for step in (
+        opened(open_store, "step", 15 << 20),
+        jaxinf.stream_in_memory(wide, TX, **options),
+    ):
+        with pytest.raises(StreamError, match=message):
+            step.load(LAYERS, batch=WIDE.batch)
+    assert not open_store("step").exists
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("own_memory")
+def test_a_step_that_is_interrupted(open_store, monkeypatch):
+    step = opened(open_store, "step", HOSTS["drives"])
+    step.load(LAYERS, batch=WIDE.batch)
+    found = run(step, WIDE, 1)
+    real, hits = Values.before, []
+
+    def stop(self, number):
+        real(self, number)
+        hits.append(number)
+        if len(hits) == len(step.plan.calls) // 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Values, "before", stop)
+        with pytest.raises(KeyboardInterrupt):
+            step(WIDE.batch)
+    found += run(step, WIDE, 2)
+    keep = kept(open_store, step)
+    assert found == run(keep, WIDE, 3)
+    assert_same_params(step, keep, WIDE)

@@ -5,9 +5,6 @@ import re
 from dataclasses import replace
 from functools import partial
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from golden_streams import edit, streams
@@ -18,50 +15,34 @@ import jaxinf
 from jaxinf.cli import main
 from jaxinf.errors import BudgetError, JaxinfError, StoreFormatError, StreamError
 from jaxinf.store import seal
-from jaxinf.streaming.plan.fit import cut_to_fit, prepare
-from jaxinf.streaming.plan.memory import divide
-from jaxinf.streaming.plan.options import StepOptions
-from jaxinf.streaming.planning import within
 from jaxinf.terminal import parse_bytes
 
-
-@pytest.mark.long
-def test_another_loss_function_is_refused_until_replanned(streamed):
-    program, tx = ZOO["l2_penalty"](depth=3), optax.sgd(0.1)
-    step = streamed(program, tx)
-    step.load(program.params)
-    run(step, program, 1)
-    step.close()
-    other = replace(program, loss=lambda p, b: 2 * program.loss(p, b))
-    again = streamed(other, tx)
-    again.load(program.params)
-    with pytest.raises(StreamError, match=r"another loss function .* replan=True"):
-        again(program.batch)
-    assert again.store.step == 1
-    again.close()
-    replanned = streamed(other, tx, replan=True)
-    replanned.load(program.params)
-    run(replanned, program, 1)
-    assert replanned.store.step == 2
+PROGRAM, SGD = ZOO["l2_penalty"](depth=3), optax.sgd(0.1)
+OTHER = replace(PROGRAM, loss=lambda p, b: 2 * PROGRAM.loss(p, b))
 
 
 @pytest.fixture
-def kept(streamed):
-    """A store with a step, its plan, and a function that opens it again."""
-    program = ZOO["l2_penalty"](depth=3)
+def opened(streamed):
+    """Opens a step with its params; also returns what makes a step."""
 
-    def opened(**options):
-        step = streamed(program, optax.sgd(0.1), **options)
+    def make(program=PROGRAM, **options):
+        step = streamed(program, SGD, **options)
         step.load(program.params)
         return step, partial(run, step, program, 1)
 
+    return make
+
+
+@pytest.fixture
+def kept(opened):
+    """A store with a step: its path, and the name and the plan that it keeps."""
     step, run_one = opened()
     run_one()
     step.close()
     ((name, plan),) = streams(step.store.path).items()
     assert tuple(plan["cuts"]) == step.plan.cuts
     assert not (step.store.path / "stream").exists()
-    return step.store.path, name, plan, opened
+    return step.store.path, name, plan
 
 
 def put(path, name, plan, kept_in):
@@ -78,8 +59,8 @@ IN = pytest.mark.parametrize("kept_in", ["record", "file"])
 
 
 @IN
-def test_a_kept_plan_is_used_whatever_would_be_chosen_now(kept, kept_in):
-    path, name, plan, opened = kept
+def test_a_kept_plan_is_used_whatever_would_be_chosen_now(kept, opened, kept_in):
+    path, name, plan = kept
     cuts = sorted({*plan["cuts"], 1, plan["cuts"][-1] - 1})
     put(path, name, plan | {"cuts": cuts}, kept_in)
     other = "0" * 32  # of another shape of batch
@@ -104,8 +85,8 @@ def test_a_kept_plan_is_used_whatever_would_be_chosen_now(kept, kept_in):
         ({"rows": {"table": 512}}, "was trained with 1 tables in blocks of rows"),
     ],
 )
-def test_a_plan_of_another_program_is_refused(kept, kept_in, changes, problem):
-    path, name, plan, opened = kept
+def test_a_plan_of_another_program_is_refused(kept, opened, kept_in, changes, problem):
+    path, name, plan = kept
     put(path, name, plan | changes, kept_in)
     step, run_one = opened()
     with pytest.raises(JaxinfError, match=f"{problem}.*replan=True"):
@@ -128,8 +109,8 @@ def test_a_plan_of_another_program_is_refused(kept, kept_in, changes, problem):
         ({"mesh": {str(n): 2**61 for n in range(300)}}, "length <= 64"),
     ],
 )
-def test_a_damaged_plan_is_refused(kept, changes, problem):
-    path, name, plan, opened = kept
+def test_a_damaged_plan_is_refused(kept, opened, changes, problem):
+    path, name, plan = kept
     put(path, name, plan | changes, "file")
     step, run_one = opened()
     with pytest.raises(StoreFormatError, match=rf"{name}.json.*{problem}.*replan=True"):
@@ -141,8 +122,8 @@ def test_a_damaged_plan_is_refused(kept, changes, problem):
         opened()
 
 
-def test_state_on_a_device_of_before_is_refused_until_replanned(kept):
-    path, _, _, opened = kept
+def test_state_on_a_device_of_before_is_refused_until_replanned(kept, opened):
+    path, *_ = kept
     edit(path / "current/commit.json", device_tier=1 << 20)
     with pytest.raises(StreamError, match=r"1048576 bytes of state .*replan=True"):
         opened()[1]()
@@ -153,15 +134,13 @@ def test_state_on_a_device_of_before_is_refused_until_replanned(kept):
     assert "device_tier" not in (path / "current/commit.json").read_text()
 
 
-def test_a_plan_is_kept_with_the_first_commit_that_depends_on_it(streamed, open_store):
-    program = ZOO["l2_penalty"](depth=2)
+def test_a_plan_is_kept_with_the_first_commit_that_depends_on_it(opened, open_store):
     store = open_store(**CHUNKS, durability=2)
-    step = streamed(program, optax.sgd(0.1), store=store)
-    step.load(program.params)
-    step.compile(program.batch)
-    run(step, program, 1)
+    step, run_one = opened(store=store)
+    step.compile(PROGRAM.batch)
+    run_one()
     assert not streams(store.path)
-    run(step, program, 1)
+    run_one()
     store.wait()
     assert [tuple(p["cuts"]) for p in streams(store.path).values()] == [step.plan.cuts]
     store.checkpoint("best")
@@ -174,48 +153,47 @@ def test_a_plan_is_kept_with_the_first_commit_that_depends_on_it(streamed, open_
     )
 
 
-def test_another_loss_function_is_refused_within_a_run(streamed):
-    program, tx = ZOO["l2_penalty"](depth=2), optax.sgd(0.1)
-    step = streamed(program, tx)
-    step.load(program.params)
-    other = replace(program, loss=lambda p, b: 2 * program.loss(p, b))
-    beside = streamed(other, tx, store=step.store)
-    beside.load(program.params)
-    beside.compile(program.batch)
-    run(step, program, 1)
+@pytest.mark.parametrize("within", [True, False], ids=["in a run", "later"])
+def test_another_loss_function_is_refused_until_replanned(opened, within):
+    step, run_one = opened()
+    beside = None
+    if within:
+        beside, run_other = opened(OTHER, store=step.store)
+        beside.compile(OTHER.batch)
+    run_one()
+    if not within:
+        step.close()
+        beside, run_other = opened(OTHER)
     with pytest.raises(StreamError, match=r"another loss function .* replan=True"):
-        beside(program.batch)
-    assert step.store.step == 1
-    run(step, program, 1)
+        run_other()
+    assert beside.store.step == 1
+    if within:
+        run_one()
+    beside.close()
+    step, run_one = opened(OTHER, replan=True)
+    run_one()
+    assert step.store.step == 2 + within
 
 
-def test_a_plan_that_does_not_fit_is_refused(streamed, open_store):
-    program = ZOO["l2_penalty"](depth=2)
-    step = streamed(program, optax.sgd(0.1))
-    step.load(program.params)
-    run(step, program, 1)
+def test_a_plan_that_does_not_fit_is_refused(opened):
+    step, run_one = opened()
+    run_one()
     # Half of what the plan takes, beside what the store's buffers do.
     too_little = step.store._engine.opened.limit_memory(0) + step.plan.peak_bytes // 2
     step.close()
-    less = jaxinf.stream(
-        program.loss, optax.sgd(0.1), open_store(**CHUNKS), memory_bytes=too_little
-    )
-    less.load(program.params)
+    less, run_one = opened(memory_bytes=too_little)
     message = r'memory_bytes="\d+MiB" works, or pass replan=True'
     with pytest.raises(StreamError, match=message):
-        less(program.batch)
+        run_one()
     assert less.store.step == 1
 
 
 @pytest.mark.long
 def test_a_refused_budget_names_one_that_works(open_store):
-    program = ZOO["l2_penalty"](depth=2)
-    store = open_store(**CHUNKS)
+    program, store = ZOO["l2_penalty"](depth=2), open_store(**CHUNKS)
 
     def start(memory_bytes):
-        step = jaxinf.stream(
-            program.loss, optax.sgd(0.1), store, memory_bytes=memory_bytes
-        )
+        step = jaxinf.stream(program.loss, SGD, store, memory_bytes=memory_bytes)
         if store.exists:
             step.load(program.params, batch=program.batch)
         else:
@@ -233,30 +211,3 @@ def test_a_refused_budget_names_one_that_works(open_store):
         assert "segments" in str(step.plan)
         assert step.metrics is None
         run(step, program, 1)
-
-
-@pytest.mark.parametrize(
-    ("few", "policy"), [(1 << 20, "recompute"), (64 << 20, "offload")]
-)
-def test_the_budget_that_is_named_works(few, policy):
-    def loss(params, batch):
-        for weight in params:
-            batch = jnp.tanh(batch @ weight)
-        return jnp.sum(batch)
-
-    weight = jax.ShapeDtypeStruct((2048, 2048), np.float32)
-    ready = prepare(loss, [weight] * 4, jax.ShapeDtypeStruct((64, 2048), np.float32))
-    budgets = []
-
-    def plan(limits):
-        budgets.append(limits["memory_bytes"])
-        division = divide(limits["memory_bytes"], 8 << 20, 16 << 20)
-        return cut_to_fit(ready, division.programs, policy)
-
-    with pytest.raises(BudgetError) as refused:
-        within(StepOptions(few), plan)
-    assert len(budgets) <= 4
-    works = parse_bytes(refused.value.works["memory_bytes"])
-    assert plan({"memory_bytes": works})
-    with pytest.raises(BudgetError):  # nor is it far from the smallest
-        plan({"memory_bytes": works * 2 // 3})

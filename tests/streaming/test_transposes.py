@@ -1,4 +1,4 @@
-"""Products of matrices whose result is transposed at once."""
+"""Products of matrices whose result is transposed at once are turned round."""
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,8 @@ from jaxinf.streaming.plan.fit import prepare
 pytestmark = pytest.mark.optimized
 
 
-def nodes_of(loss, params, batch):
-    return prepare(loss, params, batch).lifetimes.graph.nodes
-
-
 def transposed_products(nodes):
+    """The nodes that do nothing but transpose a product, if anything else reads it."""
     return [
         node
         for node in nodes
@@ -39,44 +36,35 @@ def test_a_gradient_is_not_transposed_after_its_product(precision):
         return jnp.sum(jnp.tanh(jnp.matmul(batch, params["w"], precision=precision)))
 
     params, batch = {"w": random(8, 6)}, random(4, 5, 8)
-    traced = jax.make_jaxpr(jax.grad(loss))(params, batch)
-    assert "transpose[" in str(traced)
-    nodes = nodes_of(loss, params, batch)
+    assert "transpose[" in str(jax.make_jaxpr(jax.grad(loss))(params, batch))
+    nodes = prepare(loss, params, batch).lifetimes.graph.nodes
     assert not any(node.name == "transpose" for node in nodes)
     shapes = [n.outputs[0].shape for n in nodes if n.name == "dot_general"]
     assert shapes == [(4, 5, 6), (8, 6)]
 
 
-def test_a_product_with_batch_axes_is_turned_round():
-    def loss(params, batch):
-        product = jnp.einsum("bik,bjk->bij", batch, params["w"])
-        return jnp.sum(jnp.tanh(product.transpose(0, 2, 1)) ** 2)
+def product_of(params, batch):
+    return jnp.einsum("bik,bjk->bij", batch, params["w"])
 
+
+def read_twice(params, batch):
+    product = batch[0, :4] @ params["w"][0].T
+    return jnp.sum(product * product.T)
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_turned"),
+    [
+        (lambda p, x: jnp.sum(jnp.tanh(product_of(p, x).transpose(0, 2, 1))), True),
+        (lambda p, x: jnp.sum(jnp.tanh(product_of(p, x).transpose(1, 0, 2))), False),
+        (read_twice, False),
+    ],
+    ids=["axes of the product", "a batch axis", "another use"],
+)
+def test_which_products_are_turned_round(loss, is_turned):
     params, batch = {"w": random(3, 4, 5)}, random(3, 6, 5)
-    ready = prepare(loss, params, batch)
-    assert not transposed_products(ready.lifetimes.graph.nodes)
-
-
-def test_other_permutations_stay():
-    def loss(params, batch):
-        product = jnp.einsum("bik,bjk->bij", batch, params["w"])
-        return jnp.sum(jnp.tanh(product.transpose(1, 0, 2)))
-
-    params, batch = {"w": random(3, 4, 5)}, random(3, 6, 5)
-    assert transposed_products(nodes_of(loss, params, batch))
-
-
-def test_a_product_that_is_read_as_it_is_stays():
-    def loss(params, batch):
-        product = batch @ params["w"]
-        return jnp.sum(product * product.T)
-
-    params, batch = {"w": random(4, 4)}, random(4, 4)
-    nodes = nodes_of(loss, params, batch)
-    first = next(node for node in nodes if node.name == "dot_general")
-    readers = [node.name for node in nodes if first.outputs[0] in node.inputs]
-    assert "transpose" in readers
-    assert len(readers) > 1
+    nodes = prepare(loss, params, batch).lifetimes.graph.nodes
+    assert bool(transposed_products(nodes)) == (not is_turned)
 
 
 @pytest.mark.parametrize("name", ["linen", "recurrent"])

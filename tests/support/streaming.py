@@ -5,6 +5,7 @@ import errno
 import gc
 import os
 import sys
+import threading
 import time
 
 import jax
@@ -16,28 +17,9 @@ from jaxinf.streaming.move.params import MemoryParams, StoreParams
 from jaxinf.streaming.move.spill import waiting
 from jaxinf.streaming.plan.fit import cuts_of, plan_of, prepare, segment_limits
 from jaxinf.streaming.plan.reads import Reading
-from jaxinf.streaming.program.units import StoreUnits
+from jaxinf.streaming.program.units import StoreUnits, Unit
 from jaxinf.streaming.run import Runner
 from jaxinf.streaming.update import near_storage
-
-__all__ = [
-    "CHUNKS",
-    "assert_near",
-    "assert_same_bits",
-    "bytes_held",
-    "in_memory",
-    "no_room_for_gradients",
-    "numbers",
-    "prepared",
-    "read_ahead",
-    "run",
-    "smallest_bytes",
-    "spill_beyond",
-    "states",
-    "streamed",
-    "until_it_waits",
-]
-
 
 CHUNKS = {"chunk_elements": 4096, "memory_bytes": 16 << 20}
 """Options of a store of small chunks."""
@@ -174,3 +156,63 @@ def until_it_waits(thread):
         waits = frame.f_code.co_name == "wait"
         before, place = place, (id(frame), frame.f_lasti) if waits else None
         count = count + 1 if waits and place == before else 0
+
+
+def unit(leaf):
+    """A leaf of one page."""
+    return Unit(leaf, (), (1024,), np.dtype(np.float32))
+
+
+class Numbers:
+    """A reader of units, which are filled with their leaf's number.
+
+    From the `num_free`-th read of all on, reads wait for `goes_on`.
+    """
+
+    version = 0, 0
+
+    def __init__(self, num_free=1 << 30):
+        self.read_leaves, self._num_free = [], num_free
+        self.reached, self.goes_on = threading.Event(), threading.Event()
+
+    def begin(self, num_first):
+        self.read_leaves.clear()
+
+    def read(self, unit, shards):
+        self._num_free -= 1
+        if self._num_free < 0:
+            self.reached.set()
+            assert self.goes_on.wait(60)
+        self.read_leaves.append(unit.leaf)
+        shards[0][...] = unit.leaf
+
+    def close(self):
+        pass
+
+
+def moved_as_planned(step, *names):
+    """Waits for a step's store, whose drives moved what was planned; returns that."""
+    step.store.wait()
+    moved, planned = step.store.metrics.traffic, step.traffic
+    for name in names or ("drive_read_bytes", "drive_write_bytes"):
+        assert getattr(moved, name) == getattr(planned, name), (moved, planned)
+    return planned
+
+
+def assert_same_states(found, expected):
+    """Compares what `states` returns, to the bit."""
+    assert found.keys() == expected.keys()
+    for key, array in expected.items():
+        one, other = np.asarray(found[key]), np.asarray(array)
+        assert (one.dtype, one.tobytes()) == (other.dtype, other.tobytes()), key
+
+
+def trained(step, program, num_steps=3):
+    """Loads a program's params and runs steps, whose drives move what is planned.
+
+    Returns their losses, and all states.
+    """
+    step.load(program.params, batch=program.batch)
+    losses = run(step, program, num_steps)
+    moved_as_planned(step)
+    return losses, states(step.store)

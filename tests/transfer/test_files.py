@@ -18,42 +18,39 @@ from jaxinf.transfer import (
     write_bytes_atomically,
 )
 
-_PAGE = 4096
+PAGE = 4096
 
 
 @pytest.mark.parametrize("logical", [0, 1, 4095, 4096, 4097, 1 << 20])
 @pytest.mark.parametrize("allocated", [0, 1, 4096, 4097])
 def test_allocation(any_dir, logical, allocated):
-    allocated = min(allocated, logical)
-    path = any_dir / "f"
+    allocated, path = min(allocated, logical), any_dir / "f"
     allocate_file(path, logical, allocated)
     status = path.stat()
     assert status.st_size == logical
-    rounded = allocated + -allocated % _PAGE
-    assert status.st_blocks * 512 == rounded
+    assert status.st_blocks * 512 == allocated + -allocated % PAGE
     assert not any(path.read_bytes())
+    with pytest.raises(StoreIOError, match=r"EEXIST\); remove the file first"):
+        allocate_file(path, 8192, 0)
+    assert path.stat().st_size == logical
 
 
-def test_allocation_beyond_the_drive_leaves_no_file(memory_dir):
-    # On a tmpfs the kernel refuses at once and fills nothing.
-    status = os.statvfs(memory_dir)
-    if status.f_blocks == 0:
-        pytest.skip("a tmpfs without a limit")
-    num_bytes = 2 * status.f_blocks * status.f_frsize
-    with pytest.raises(StoreSpaceError, match=r"allocation failed: .*; free space"):
-        allocate_file(memory_dir / "f", num_bytes, num_bytes)
-    assert not list(memory_dir.iterdir())
-
-
-def test_allocation_beyond_the_file_size_limit(tmp_path):
+def test_allocation_beyond_a_limit_leaves_no_file(memory_dir):
+    with pytest.raises(ValueError, match="within 10 bytes, found 11"):
+        allocate_file(memory_dir / "f", 10, 11)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (_PAGE, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE, limits[1]))
     try:
         with pytest.raises(StoreSpaceError, match="ulimit -f"):
-            allocate_file(tmp_path / "f", 2 * _PAGE, 2 * _PAGE)
+            allocate_file(memory_dir / "f", 2 * PAGE, 2 * PAGE)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert not list(tmp_path.iterdir())
+    # On a tmpfs the kernel refuses at once and fills nothing.
+    status = os.statvfs(memory_dir)
+    if num_bytes := 2 * status.f_blocks * status.f_frsize:
+        with pytest.raises(StoreSpaceError, match=r"allocation failed: .*; free space"):
+            allocate_file(memory_dir / "f", num_bytes, num_bytes)
+    assert not list(memory_dir.iterdir())
 
 
 def test_allocation_without_fallocate_is_sparse(tmp_path, monkeypatch):
@@ -65,31 +62,12 @@ def test_allocation_without_fallocate_is_sparse(tmp_path, monkeypatch):
     assert (tmp_path / "f").stat().st_size == 8192
 
 
-def test_allocation_never_touches_an_existing_file(tmp_path):
-    path = tmp_path / "f"
-    path.write_text("kept")
-    with pytest.raises(StoreIOError, match=r"EEXIST\); remove the file first"):
-        allocate_file(path, 8192, 0)
-    assert path.read_text() == "kept"
-
-
-def test_bad_allocation(tmp_path):
-    with pytest.raises(ValueError, match="within 10 bytes, found 11"):
-        allocate_file(tmp_path / "f", 10, 11)
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_new_file_replaces_the_old_one(any_dir):
     path = any_dir / "commit.json"
     write_bytes_atomically(path, b"one, long")
     write_bytes_atomically(path, b"two")
     assert path.read_bytes() == b"two"
     assert [entry.name for entry in any_dir.iterdir()] == ["commit.json"]
-
-
-def test_a_file_is_readable_as_the_umask_says(tmp_path):
-    path = tmp_path / "commit.json"
-    write_bytes_atomically(path, b"")
     umask = os.umask(0)
     os.umask(umask)
     assert path.stat().st_mode & 0o777 == 0o666 & ~umask
@@ -113,19 +91,21 @@ def test_failures_leave_no_temporary_file(tmp_path, monkeypatch):
     assert path.read_bytes() == b"one"
 
 
-def test_syncing(any_dir):
-    path = any_dir / "f"
+def test_syncing(any_dir, monkeypatch):
+    path, called = any_dir / "f", []
+    with pytest.raises(StoreIOError, match="ENOENT"):
+        fsync_file(path)
     path.write_text("x")
     fsync_file(path)
     fsync_directory(any_dir)
     sync_filesystem(any_dir)
-
-
-def test_sync_without_syncfs(memory_dir, monkeypatch):
-    called = []
+    for sync in (fsync_directory, sync_filesystem):
+        with pytest.raises(StoreIOError, match="ENOTDIR"):
+            sync(path)
+    # Without syncfs everything is synchronised.
     monkeypatch.setattr(ctypes, "CDLL", lambda *args, **kwargs: object())
     monkeypatch.setattr(os, "sync", lambda: called.append(True))
-    sync_filesystem(memory_dir)
+    sync_filesystem(any_dir)
     assert called
 
 
@@ -138,16 +118,6 @@ def test_a_failed_syncfs_is_raised(memory_dir, monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda *args, **kwargs: Library())
     with pytest.raises(StoreIOError, match=r"sync failed.*EIO\); check the drive"):
         sync_filesystem(memory_dir)
-
-
-def test_sync_failures(tmp_path):
-    path = tmp_path / "f"
-    with pytest.raises(StoreIOError, match="ENOENT"):
-        fsync_file(path)
-    path.write_text("x")
-    for sync in (fsync_directory, sync_filesystem):
-        with pytest.raises(StoreIOError, match="ENOTDIR"):
-            sync(path)
 
 
 def test_a_long_flush_is_progress_and_idleness_is_none(memory_dir, monkeypatch):

@@ -20,24 +20,16 @@ V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
 V2 = "memory.max", "memory.current", "inactive_file"
 
 
-def test_this_machine_has_some():
-    found = free_memory()
-    assert found is not None
-    assert found[0] > 0
-
-
-def test_a_system_that_says_nothing(tmp_path):
-    assert free_memory(proc=tmp_path, cgroups=tmp_path) is None
-    write(tmp_path / "meminfo", "MemTotal: 8 kB\n")  # an old kernel
-    assert free_memory(proc=tmp_path, cgroups=tmp_path) is None
-
-
 def test_the_least_counts(tmp_path):
     proc, groups = tmp_path / "proc", tmp_path / "groups"
 
     def found():
         return free_memory(proc=proc, cgroups=groups)
 
+    assert free_memory()[0] > 0  # of this machine
+    assert found() is None
+    write(proc / "meminfo", "MemTotal: 8 kB\n")  # an old kernel
+    assert found() is None
     write(proc / "meminfo", f"MemTotal: 99 kB\nMemAvailable: {8 << 20} kB\n")
     assert found() == (8 * GIB, "the machine")
     write(proc / "self/cgroup", "0::/pod/box\n")
@@ -53,9 +45,8 @@ def test_the_least_counts(tmp_path):
 
 def test_a_container_with_its_own_root(tmp_path):
     proc, groups = tmp_path / "proc", tmp_path / "groups"
-    write(
-        proc / "self/cgroup", "7:cpu,cpuacct:/x\n4:memory:/docker/of-the-host\n0::/\n"
-    )
+    text = "7:cpu,cpuacct:/x\n4:memory:/docker/of-the-host\n0::/\n"
+    write(proc / "self/cgroup", text)
     group(groups / "memory", 4 * GIB, GIB, 0, V1)
     assert free_memory(proc=proc, cgroups=groups)[0] == 3 * GIB
     group(groups / "memory/docker", 2 * GIB, GIB, 0, V1)

@@ -1,20 +1,24 @@
-"""Spans: sums by phase and drive, and pieces on demand."""
+"""Spans: sums by phase and drive, and pieces on demand; bytes are counted once."""
 
 import threading
 import time
 
 import pytest
 
+from jaxinf.transfer import ByteCounts, ByteMeters
 from jaxinf.transfer.spans import Timeline
 
 
 def test_a_drive_that_two_threads_use_is_busy_once():
-    timeline, both = Timeline(), threading.Barrier(2)
+    timeline, both, meters = Timeline(), threading.Barrier(2), ByteMeters()
+    before = meters.snapshot()
 
     def read():
         with timeline.span("read", drive="/a", num_bytes=4):
             both.wait()
             time.sleep(0.05)
+        for _ in range(500):
+            meters.add(drive_read_bytes=1)
 
     began_s = time.perf_counter()
     threads = [threading.Thread(target=read) for _ in range(2)]
@@ -26,6 +30,7 @@ def test_a_drive_that_two_threads_use_is_busy_once():
     assert 0.05 <= busy.phases["read"] <= wall_s
     assert timeline.stop() == []  # nothing was recorded
     assert timeline.take_busy().drives == {}
+    assert meters.snapshot() - before == ByteCounts(drive_read_bytes=1000)
 
 
 def test_what_is_under_way_counts_up_to_now():
