@@ -131,7 +131,7 @@ class UpdateRig:
             engine.initialise(self._description, [given])
         layout = self._init.layout
         named = [
-            ScalarState(path, np.zeros((), layout.avals[index].dtype))
+            ScalarState.of(path, np.zeros((), layout.avals[index].dtype))
             for path, index in zip(
                 self._description.scalar_paths, layout.scalar_indices, strict=True
             )
@@ -157,7 +157,7 @@ class UpdateRig:
             self.store._engine.opened.update(self.step_number, *requests)
         self._scalar_state = [np.asarray(value) for value in new]
         named = [
-            ScalarState(path, value)
+            ScalarState.of(path, value)
             for path, value in zip(
                 self._description.scalar_paths, self._scalar_state, strict=True
             )

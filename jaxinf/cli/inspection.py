@@ -135,7 +135,7 @@ def _leaf(directory: StoreDirectory, leaf: LeafRecord) -> dict[str, Any]:
 
 
 def _drives(directory: StoreDirectory) -> Iterator[dict[str, Any]]:
-    num_chunks = Counter(leaf.csds[chunk] for _, leaf, _, chunk in directory.held())
+    num_chunks = Counter(one.csd for one in directory.manifest.held())
     roots = directory.manifest.csds or (str(directory.path),)
     for csd, chunk_bytes in enumerate(csd_bytes(directory.manifest)):
         usage = shutil.disk_usage(directory.csd_directory(csd))

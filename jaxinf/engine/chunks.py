@@ -19,6 +19,7 @@ import numpy as np
 from jaxinf.engine.shape import SubgroupLayout
 from jaxinf.errors import StoreCorruptError, StoreFormatError
 from jaxinf.store import (
+    HeldChunk,
     Slot,
     StoreDirectory,
     corrupt_chunk,
@@ -75,7 +76,8 @@ class ChunkTable:
                     )
                 self._sums.extend([0] * len(leaf.held) if held is None else held)
                 self._lengths.extend(
-                    directory.state_bytes(number, chunk, state) for chunk in leaf.held
+                    HeldChunk(number, leaf, state, chunk).num_bytes
+                    for chunk in leaf.held
                 )
         self._is_working = bytearray(len(self._sums))
         self._is_shared = bytearray(len(self._sums))
@@ -307,18 +309,10 @@ class ChunkTable:
         when: str = "as written",
     ) -> StoreCorruptError:
         directory, name = self._directory, layout.states[state]
-        leaf, chunk = layout.subgroup.leaf, layout.subgroup.chunk
-        record = directory.manifest.leaves[leaf]
-        return corrupt_chunk(
-            directory.chunk_name(slot, leaf, chunk, name),
-            record,
-            name,
-            chunk,
-            expected,
-            found,
-            when=when,
-            store=str(directory.path),
-        )
+        at = layout.subgroup.leaf, layout.subgroup.chunk, name
+        file, one = directory.chunk_name(slot, *at), directory.held_chunk(*at)
+        where = {"when": when, "store": str(directory.path)}
+        return corrupt_chunk(file, one, expected, found, **where)
 
 
 @cache

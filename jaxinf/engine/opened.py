@@ -6,7 +6,6 @@ the first failure nothing more is written.
 
 import threading
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from pathlib import Path
 
 from jaxinf.csd import Csd, CsdFleet, open_csds
@@ -308,8 +307,7 @@ class OpenStore(StoreShape):
         self.chunks.share_unwritten()
         group, slot, directory = self.group, self.chunks.target, self.directory
         self._put_carried(slot)
-        record = replace(
-            self.finished,
+        record = self.finished.replace(
             checksums=self.chunks.checksums(),
             carried=(),
             commit="" if group.is_alone else f"{group.session}-{group.num_barriers}",

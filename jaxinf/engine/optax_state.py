@@ -164,7 +164,7 @@ def _given(
             stored.append((place.leaf, place.number, leaf))
         else:
             path = scalars[place.number].path
-            scalars[place.number] = ScalarState(path, np.array(leaf, expected))
+            scalars[place.number] = ScalarState.of(path, np.array(leaf, expected))
     return stored, scalars
 
 

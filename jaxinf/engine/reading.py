@@ -58,7 +58,7 @@ class StateReader:
             slots.append(chunks.committed)
         if chunks.has_working:
             slots.append(chunks.target)
-            record = replace(opened.finished, checksums=chunks.checksums())
+            record = opened.finished.replace(checksums=chunks.checksums())
         if memory_bytes is None:
             memory_bytes = opened.options.memory_bytes
         self._readers = {
@@ -153,7 +153,7 @@ def each_piece(
         if dtype_of(chosen.dtype) == dtype:
             pieces = reader.stored(record, chosen, number, into=into)
         else:
-            pieces = reader.pieces(record, chosen, [number])
+            pieces = reader.pieces(record, chosen, number)
         for piece in pieces:
             visit(replace(piece, values=piece.values.astype(dtype, copy=False)))
 

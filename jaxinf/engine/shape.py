@@ -23,6 +23,7 @@ from jaxinf.layout import (
 )
 from jaxinf.store import (
     ERROR_FEEDBACK,
+    HeldChunk,
     LeafRecord,
     StateRecord,
     StoreDirectory,
@@ -288,12 +289,11 @@ class StoreShape:
         Whole pages, but no more than the file has, whose end may be odd.
         """
         leaf, number = layout.subgroup.leaf, layout.subgroup.chunk
-        records, moved = self.directory.manifest.leaves[leaf].states, 0
+        record, moved = self.directory.manifest.leaves[leaf], 0
         for state in states:
             extent = layout.extents[state]
-            stored = self.directory.state_chunk(leaf, number, records[state])
-            left = stored.stored_elements * extent.dtype.itemsize
-            left -= extent.file_offset_bytes
+            held = HeldChunk(leaf, record, record.states[state], number)
+            left = held.file_bytes - extent.file_offset_bytes
             moved += min(page_ceil(extent.num_bytes), left)
         return moved
 

@@ -285,7 +285,7 @@ class StepEngine(OpenStore):
                     CarriedArray.of(path, value.shape, value.dtype.name, own)
                     for (path, value), own in zip(carry.items(), raw, strict=True)
                 ),
-                carried=raw,
+                carried=tuple(raw),
                 streams={**before.streams, **streams},
             )
             self._step, self._ending = None, Ending()

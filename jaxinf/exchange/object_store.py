@@ -69,10 +69,10 @@ class ObjectStore:
         found = self._result(f"read {name}", lambda: self._store.read(name))
         return found.value if found.state == "value" else None
 
-    def has(self, name: str, stamp: Stamp) -> bool:
-        """Whether an object can be read and has this stamp."""
+    def stamp(self, name: str) -> Stamp | None:
+        """Returns the stamp of an object that is read; None if there is none."""
         found = self.read(name)
-        return found is not None and stamp_of(found) == stamp
+        return None if found is None else stamp_of(found)
 
     def get(self, name: str, stamp: Stamp) -> bytes:
         """Returns an object of a known stamp."""

@@ -72,7 +72,7 @@ def stream(
     dtype = dtype_of(state.decoded().dtype)
     with step.reader() as reader:
         for chunk, members in groupby(every, key=lambda portion: portion.chunk):
-            runs = PieceRuns(reader.pieces(leaf, state, [chunk]), dtype)
+            runs = PieceRuns(reader.pieces(leaf, state, chunk), dtype)
             for portion in members:
                 yield portion, runs.take(portion.num_elements).reshape(portion.extent)
 

@@ -1,6 +1,6 @@
 """A committed step at a URL: raw zarr v3 chunks, and a manifest that comes last.
 
-      export-begun.json ─► chunks ─► documents ─► export.json
+      commit.json ─► chunks ─► other documents ─► export.json
 
 Invariant: memory stays within the budget. A chunk that is there and right is not
   written again, and no other is believed; `MANIFEST` is written when every other has
@@ -10,28 +10,25 @@ Invariant: memory stays within the budget. A chunk that is there and right is no
 
 import math
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
-from msgspec import Meta, structs
+from msgspec import Meta
 
 from jaxinf.documents import Document
 from jaxinf.errors import ExchangeError, StoreCorruptError, StoreFormatError
 from jaxinf.exchange.object_store import ObjectStore, Stamp, is_url, stamp_of
 from jaxinf.exchange.params import DEFAULT_MEMORY_BYTES, ExportOptions
-from jaxinf.layout import scale_chunks
 from jaxinf.store import (
     BESIDE,
     CommitRecord,
     CopySource,
+    HeldChunk,
     Id,
-    LeafRecord,
     Manifest,
-    StateRecord,
     StepReader,
     Sum,
     WholeStep,
@@ -43,16 +40,15 @@ from jaxinf.store import (
     read_document,
     seal,
     step_documents,
+    without_csds,
 )
 from jaxinf.transfer import BufferPool, crc32c, crc32c_combine
 from jaxinf.typing import Array
 
-BEGUN = "export-begun.json"
-"""The first object: whose export lies here."""
-
 MANIFEST = "export.json"
 """The last object."""
 
+_BEGUN = "commit.json"  # the first one: of which step an export is
 _PLACE = {"format": "jaxinf exports", "format_version": 1}
 _ROOT = "exports.json"
 _WHAT = "the manifest of an export"
@@ -71,8 +67,7 @@ class ExportManifest(Document, frozen=True):
 
     Attributes:
       commit: CRC-32C of the step's ``commit.json``.
-      objects: bytes and CRC-32C of each object by name, but for the two of the export
-        itself.
+      objects: bytes and CRC-32C of each object by name, but for this one.
     """
 
     format: Literal["jaxinf export"]
@@ -83,20 +78,15 @@ class ExportManifest(Document, frozen=True):
     objects: dict[Annotated[str, Meta(max_length=4096)], tuple[_Count, Sum]]
 
     @classmethod
-    def read(cls, place: ObjectStore, name: str) -> "ExportManifest | None":
-        """Reads `MANIFEST` or `BEGUN`; None if it is not there."""
-        raw, where = place.read(name), f"{place.where}: {name}"
+    def read(cls, place: ObjectStore) -> "ExportManifest | None":
+        """Reads `MANIFEST`; None if it is not there."""
+        raw, where = place.read(MANIFEST), f"{place.where}: {MANIFEST}"
         if raw is None:
             return None
         try:
             return read_document(where, cls, _WHAT, _REMEDY, raw=raw)
         except StoreFormatError as error:
             raise ExchangeError(str(error)) from error
-
-    @classmethod
-    def found(cls, place: ObjectStore) -> "ExportManifest | None":
-        """Reads what is at a place, complete or not."""
-        return cls.read(place, MANIFEST) or cls.read(place, BEGUN)
 
 
 def export_url_at(place: str) -> str | None:
@@ -111,26 +101,14 @@ class UrlReport(NamedTuple):
     """The result of an export to a URL.
 
     Attributes:
-      step: the step.
       num_objects: objects of the export.
       num_bytes: their bytes.
       num_kept: chunks that an earlier call had written already.
     """
 
-    step: int
     num_objects: int
     num_bytes: int
     num_kept: int
-
-
-class _ChunkObject(NamedTuple):
-    """A chunk as an object: its elements, and zeros up to the grid's chunk shape."""
-
-    leaf: LeafRecord
-    state: StateRecord
-    number: int
-    name: str
-    stamp: Stamp
 
 
 @lru_cache(maxsize=1024)
@@ -138,21 +116,13 @@ def _stamp_of_zeros(num_bytes: int) -> Stamp:
     return stamp_of(bytes(num_bytes))
 
 
-def _chunk_objects(manifest: Manifest, commit: CommitRecord) -> Iterator[_ChunkObject]:
-    """Yields the held chunks of a step, state by state in each leaf."""
-    for leaf in manifest.leaves:
-        grid = leaf.grid.chunks()
-        for state in leaf.states:
-            chunks = scale_chunks(leaf.grid, grid) if state.codec == "scale" else grid
-            name = leaf.array_name(state.name)
-            for place, number in enumerate(leaf.held):
-                chunk, checksum = chunks[number], int(commit.checksums[name][place])
-                num_bytes = chunk.stored_elements * state.itemsize
-                elements_bytes = chunk.num_elements * state.itemsize
-                padding, crc = _stamp_of_zeros(num_bytes - elements_bytes)
-                whole = crc32c_combine([(checksum, elements_bytes), (crc, padding)])
-                key = f"{name}/{chunk.key}"
-                yield _ChunkObject(leaf, state, number, key, (num_bytes, whole))
+def _chunk_objects(step: WholeStep) -> Iterator[tuple[HeldChunk, Stamp]]:
+    """Yields a step's chunks; as objects they have zeros up to the file's length."""
+    for one in step.manifest.held():
+        checksum = int(step.commit.checksums[one.array][one.leaf.places[one.chunk]])
+        padding, crc = _stamp_of_zeros(one.file_bytes - one.num_bytes)
+        whole = crc32c_combine([(checksum, one.num_bytes), (crc, padding)])
+        yield one, (one.file_bytes, whole)
 
 
 def export_url(
@@ -188,47 +158,45 @@ def export_url(
         )
     options = options or ExportOptions()
     place = ObjectStore(url, options.stop)
-    chunks = list(_chunk_objects(step.manifest, step.commit))
+    chunks = list(_chunk_objects(step))
     num_threads = _num_at_once(step.manifest, options.memory_bytes)
     documents = _documents(step, beside or {})
-    commit = f"{stamp_of(documents['commit.json'])[1]:08x}"
-    store_id, number = step.manifest.store_id, step.commit.step
-    own = ExportManifest("jaxinf export", 1, store_id, number, commit, {})
     there = place.names()
-    _check_free(place, there, own)
+    _check_free(place, there, step, documents[_BEGUN])
     if place.directory is not None:
-        check_free_space(
-            {place.directory: sum(x.stamp[0] for x in chunks if x.name not in there)},
-            "the export takes",
-            "free some, or export to another place",
-        )
-    place.put(BEGUN, seal(own))
-    total_bytes, done_bytes, num_kept = sum(x.stamp[0] for x in chunks), 0, 0
+        needed = sum(stamp[0] for one, stamp in chunks if one.name not in there)
+        remedy = "free some, or export to another place"
+        check_free_space({place.directory: needed}, "the export takes", remedy)
+    place.put(_BEGUN, documents[_BEGUN])
+    total_bytes, done_bytes, num_kept = sum(n for _, (n, _) in chunks), 0, 0
     with step.reader(options.memory_bytes // _COPIES) as reader:
 
-        def bring(chunk: _ChunkObject) -> bool:
+        def bring(chunk: tuple[HeldChunk, Stamp]) -> bool:
             """Writes a chunk, unless it is there and right; returns whether it was."""
-            if chunk.name in there and place.has(chunk.name, chunk.stamp):
+            one, stamp = chunk
+            if one.name in there and place.stamp(one.name) == stamp:
                 return True
-            pieces = reader.stored(chunk.leaf, chunk.state, chunk.number)
+            pieces = reader.stored(one.leaf, one.state, one.chunk)
             content = b"".join(piece.values.tobytes() for piece in pieces)
-            place.put(chunk.name, content.ljust(chunk.stamp[0], b"\0"))
+            place.put(one.name, content.ljust(stamp[0], b"\0"))
             return False
 
-        for chunk, was_there in over(chunks, bring, num_threads):
+        for (_, (num_bytes, _)), was_there in over(chunks, bring, num_threads):
             num_kept += was_there
-            done_bytes += chunk.stamp[0]
+            done_bytes += num_bytes
             if options.progress is not None:
                 options.progress(done_bytes, total_bytes)
     for name, value in documents.items():
-        place.put(name, value)
-    objects = {chunk.name: chunk.stamp for chunk in chunks}
+        if name != _BEGUN:
+            place.put(name, value)
+    objects = {one.name: stamp for one, stamp in chunks}
     objects |= {name: stamp_of(value) for name, value in documents.items()}
     place.check_all(objects, "they were written: try again")
     listed = {n: (num, f"{crc:08x}") for n, (num, crc) in objects.items()}
-    place.put(MANIFEST, seal(structs.replace(own, objects=listed)))
-    num_bytes = sum(length for length, _ in objects.values())
-    return UrlReport(own.step, len(objects) + 2, num_bytes, num_kept)
+    commit = listed[_BEGUN][1]
+    at = step.manifest.store_id, step.commit.step
+    place.put(MANIFEST, seal(ExportManifest("jaxinf export", 1, *at, commit, listed)))
+    return UrlReport(len(objects) + 1, sum(n for n, _ in objects.values()), num_kept)
 
 
 def least_memory(manifest: Manifest) -> int:
@@ -258,11 +226,9 @@ def _num_at_once(manifest: Manifest, memory_bytes: int) -> int:
 
 
 def _documents(step: WholeStep, beside: Mapping[str, bytes]) -> dict[str, bytes]:
-    leaves = [structs.replace(n, csds=(0,) * len(n.csds)) for n in step.manifest.leaves]
-    manifest = structs.replace(step.manifest, csds=(), leaves=tuple(leaves))
-    carry = step.commit.carry
+    manifest, carry = without_csds(step.manifest), step.commit.carry
     return {
-        **dict(step_documents(manifest, time.time_ns(), carry)),
+        **dict(step_documents(manifest, carry)),
         "jaxinf.json": seal(manifest.to_json()),
         "commit.json": seal(step.commit.to_json()),
         **beside,
@@ -270,22 +236,24 @@ def _documents(step: WholeStep, beside: Mapping[str, bytes]) -> dict[str, bytes]
     }
 
 
-def _check_free(place: ObjectStore, there: set[str], own: ExportManifest) -> None:
+def _check_free(
+    place: ObjectStore, there: set[str], step: WholeStep, record: bytes
+) -> None:
     """Refuses a place with another export, or with other objects."""
-    if there <= {BEGUN}:
-        return
-    found = ExportManifest.found(place)
-    if found is None:
+    export, store_id = ExportManifest.read(place), step.manifest.store_id
+    if export is not None:
+        found = f"step {export.step} of store {export.store_id}"
+        is_same = f"{stamp_of(record)[1]:08x}" == export.commit
+        is_same &= export.store_id == store_id
+    else:  # the first object may be torn
+        found = f"other objects, such as {min(there, default='')}"
+        begun = place.read(_BEGUN) if there else b""
+        is_same = begun is not None and record.startswith(begun)
+    if not is_same:
         raise ExchangeError(
-            f"{place.where}: expected nothing there, found other objects, such as "
-            f"{min(there)}; give another URL"
-        )
-    if structs.replace(found, objects={}) != own:
-        raise ExchangeError(
-            f"{place.where}: expected nothing, or the same export, interrupted; "
-            f"found step {found.step} of store {found.store_id}, exporting step "
-            f"{own.step} of {own.store_id}; give another URL, or go on with that "
-            "step (--checkpoint)"
+            f"{place.where}: expected nothing, or the same export, interrupted, found "
+            f"{found}, exporting step {step.commit.step} of store {store_id}; give "
+            "another URL, or go on with that step (--checkpoint)"
         )
 
 
@@ -304,12 +272,10 @@ def check_exports(url: str, step: int) -> None:
       step: the next step to be exported, of which there must be no export.
     """
     there = ObjectStore(url_of_step(url, step))
-    found = ExportManifest.found(there)
-    if found is not None:
+    if {MANIFEST, _BEGUN} & there.names():
         raise ExchangeError(
             f"{there.where}: expected nothing, as step {step} of this run is to be "
-            f"exported there, found step {found.step} of store {found.store_id}; give "
-            "another URL, or remove it"
+            "exported there, found an export; give another URL, or remove it"
         )
     ObjectStore(url).put(_ROOT, seal(_PLACE))
 
@@ -344,15 +310,16 @@ def export_source(url: str, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> CopySou
     manifest = Manifest.read(f"{place.where}: jaxinf.json", get("jaxinf.json"))
     commit = CommitRecord.read(where, get("commit.json"))
     commit.check_fits(where, manifest)
-    chunks = {chunk.name for chunk in _chunk_objects(manifest, commit)}
-    carried = {one.chunk for one in commit.carry}
-    if missing := sorted((chunks | carried) - set(listed)):
+    chunks, carried = {one.name for one in manifest.held()}, commit.carry
+    needed = chunks | {one.chunk for one in carried}
+    if missing := sorted(needed - listed.keys()):
         get(missing[0])  # raises
     small = {
         name: content
         for name, content in over(sorted(listed.keys() - chunks), get, _NUM_GETS)
-        if name in carried or BESIDE.fullmatch(name)  # others are only checked
+        if name in needed or BESIDE.fullmatch(name)  # others are only checked
     }
+    raw = [checked_carry(one, small.pop(one.chunk), place.where) for one in carried]
 
     def read_pieces(
         _root: Path,
@@ -376,35 +343,32 @@ def export_source(url: str, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> CopySou
         for offset in range(0, num_bytes, piece_bytes):
             yield content[offset : offset + piece_bytes]
 
-    def read_carried(step: WholeStep) -> list[bytes]:
-        return [checked_carry(x, small[x.chunk], place.where) for x in commit.carry]
+    def open_reader(step: WholeStep) -> StepReader:
+        return StepReader(step.path, step.commit, read_pieces=read_pieces)
 
     return CopySource(
         place.where,
         [manifest],
         {"a": WholeStep(Path(place.where), manifest, commit, ())},
-        {name: small[name] for name in small.keys() - carried},
-        lambda step: StepReader(step.path, step.commit, read_pieces=read_pieces),
+        small,
+        open_reader,
         has_links=False,
-        read_carry=read_carried,
+        read_carry=lambda _: raw,
         num_threads=_num_at_once(manifest, memory_bytes),
     )
 
 
 def _listed(place: ObjectStore) -> dict[str, Stamp]:
     """Returns bytes and CRC-32C of each object of a complete export, by name."""
-    export = ExportManifest.read(place, MANIFEST)
+    export = ExportManifest.read(place)
     if export is None:
-        begun = ExportManifest.read(place, BEGUN)
-        found = "nothing of one"
-        if begun is not None:
-            found = (
-                f"none, and {BEGUN} of step {begun.step}: the export was "
-                "interrupted, or the manifest is gone"
-            )
+        found, remedy = "nothing of one", "check the URL"
+        if place.names():
+            found = "none: the export was interrupted, or the manifest is gone"
+            remedy = _AGAIN
         raise ExchangeError(
             f"{place.where}: expected {MANIFEST}, which completes an export, found "
-            f"{found}; {_AGAIN if begun else 'check the URL'}"
+            f"{found}; {remedy}"
         )
     listed = {n: (b, int(crc, 16)) for n, (b, crc) in export.objects.items()}
     place.check_all(listed, f"they were removed: {_AGAIN}")

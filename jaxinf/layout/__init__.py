@@ -21,12 +21,6 @@ from jaxinf.layout.grid import (
     covers,
     shared_grid,
 )
-from jaxinf.layout.portions import ChunkBox, box_runs, portion_shape, portions
+from jaxinf.layout.portions import ChunkBox, box_runs, portions
 from jaxinf.layout.runs import gather, scatter, target_view
-from jaxinf.layout.subgroups import (
-    Subgroup,
-    assign_csds,
-    assign_owners,
-    reassign_csds,
-    subgroups,
-)
+from jaxinf.layout.subgroups import Subgroup, deal, deal_again, subgroups

@@ -7,9 +7,8 @@ page can be read directly.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -250,11 +249,12 @@ def scales_length(grid: LeafGrid) -> int:
     return -(-num_scales // _SCALES_A_PAGE) * _SCALES_A_PAGE
 
 
-def scale_chunks(grid: LeafGrid, chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
+@lru_cache(maxsize=1 << 12)
+def scale_chunks(grid: LeafGrid) -> tuple[Chunk, ...]:
     """The chunks of the scales' array, one for each chunk of the leaf, in its order."""
     length = scales_length(grid)
     found = []
-    for number, chunk in enumerate(chunks):
+    for number, chunk in enumerate(grid.chunks()):
         count = -(-chunk.num_elements // CODE_BLOCK)
         found.append(Chunk((number,), (number * length,), (count,), count, length))
     return tuple(found)

@@ -116,9 +116,9 @@ class LeafGrid:
         """
         return math.prod(self.chunk_shape) % CHUNK_ALIGNMENT_ELEMENTS == 0
 
-    def chunks(self) -> list[Chunk]:
+    def chunks(self) -> tuple[Chunk, ...]:
         """Returns all chunks, in C order of their grid index."""
-        return list(self._chunks)
+        return self._chunks
 
     @cached_property
     def _chunks(self) -> tuple[Chunk, ...]:

@@ -4,7 +4,7 @@ Invariant: the subgroups of a leaf partition its elements. Each lies in one chun
 so on one CSD, and starts on a page of its file in every dtype.
 """
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -67,71 +67,40 @@ def _cut(num_elements: int, max_units: int, unit: int) -> list[tuple[int, int]]:
     return [(a, b - a) for a, b in pairwise([*bounds, num_elements])]
 
 
-def assign_csds(chunk_bytes: Sequence[int], num_csds: int) -> list[int]:
-    """Assigns chunks to CSDs so that each has about as many bytes.
+def deal(
+    chunk_bytes: Sequence[int], num: int, holders: Sequence[Sequence[int]] = ()
+) -> list[int]:
+    """Deals chunks to CSDs, or to processes, so that each has about as many bytes.
 
-    Chunks are assigned in order of size, the largest first, each to the CSD with the
-    fewest bytes, and of several such to the one with the lowest index. Then chunks of
-    equal size are exchanged so that neighbours lie on different CSDs, as far as the
-    balance allows. A leaf is read in order, and so from all drives at once.
+    Chunks that only one may have come first. The others follow in order of size, the
+    largest first, each to the one with the fewest bytes, and of several such to that
+    with the lowest number. So neighbours of one size lie on different CSDs, and a leaf
+    is read from all drives at once.
 
     Args:
       chunk_bytes: bytes of each chunk.
-      num_csds: number of CSDs, at least 1.
+      num: number of CSDs or processes, at least 1.
+      holders: for each chunk those that may have it, at least one; by default all.
 
     Returns:
-      The CSD of each chunk; the same for the same arguments, everywhere.
+      The number of each chunk's; the same for the same arguments, everywhere.
     """
-    loads, result = [0] * num_csds, [0] * len(chunk_bytes)
-    largest_first = sorted(range(len(chunk_bytes)), key=lambda i: -chunk_bytes[i])
-    for num_bytes, group in groupby(largest_first, key=lambda i: chunk_bytes[i]):
-        positions = list(group)
-        counts = Counter([_add(loads, num_bytes) for _ in positions])
-        for position, csd in zip(positions, _spread(counts), strict=True):
-            result[position] = csd
+    loads, result = [0] * num, [0] * len(chunk_bytes)
+
+    def order(chunk: int) -> tuple[bool, int]:
+        return bool(holders) and len(holders[chunk]) > 1, -chunk_bytes[chunk]
+
+    for chunk in sorted(range(len(chunk_bytes)), key=order):
+        may = holders[chunk] if holders else range(num)
+        result[chunk] = best = min(may, key=lambda one: (loads[one], one))
+        loads[best] += chunk_bytes[chunk]
     return result
 
 
-def _add(loads: list[int], num_bytes: int) -> int:
-    """Adds a chunk to the CSD with the fewest bytes, and returns that."""
-    csd = loads.index(min(loads))
-    loads[csd] += num_bytes
-    return csd
-
-
-def assign_owners(
-    chunk_bytes: Sequence[int], holders: Sequence[Sequence[int]], num_processes: int
+def deal_again(
+    chunk_bytes: Sequence[int], held: Sequence[int | None], num: int
 ) -> list[int]:
-    """Deals chunks to the processes of a run, each to one of those that hold it.
-
-    Chunks that one process alone holds come first. The others follow in order of size,
-    the largest first, each to its holder with the fewest bytes, and of several such to
-    the one with the lowest number.
-
-    Args:
-      chunk_bytes: bytes of each chunk.
-      holders: for each chunk the processes whose JAX devices have it, at least one.
-      num_processes: number of processes.
-
-    Returns:
-      The owner of each chunk; the same for the same arguments, everywhere.
-    """
-    loads = [0] * num_processes
-    result = [0] * len(chunk_bytes)
-    order = sorted(
-        range(len(chunk_bytes)), key=lambda i: (len(holders[i]) > 1, -chunk_bytes[i])
-    )
-    for position in order:
-        owner = min(holders[position], key=lambda process: (loads[process], process))
-        result[position] = owner
-        loads[owner] += chunk_bytes[position]
-    return result
-
-
-def reassign_csds(
-    chunk_bytes: Sequence[int], held: Sequence[int | None], num_csds: int
-) -> list[int]:
-    """Reassigns chunks to other CSDs and moves few of them.
+    """Deals chunks anew and moves few of them.
 
     If the loads are balanced already, all chunks stay. Otherwise a chunk stays as long
     as its CSD has no more than its part; the others go, the largest first, to the CSD
@@ -140,19 +109,19 @@ def reassign_csds(
     Args:
       chunk_bytes: bytes of each chunk.
       held: each chunk's present CSD, by the new numbers; None if that CSD is removed.
-      num_csds: number of CSDs, at least 1.
+      num: number of CSDs, at least 1.
 
     Returns:
       The CSD of each chunk. The loads differ by no more than the largest chunk.
     """
-    loads, wanted = [0] * num_csds, sum(chunk_bytes) // num_csds
+    loads, wanted = [0] * num, sum(chunk_bytes) // num
     kept = [csd for csd in held if csd is not None]
     if len(kept) == len(held):
         for num_bytes, csd in zip(chunk_bytes, kept, strict=True):
             loads[csd] += num_bytes
         if max(loads) - min(loads) <= max(chunk_bytes, default=0):
             return kept
-    loads, result = [0] * num_csds, [-1] * len(chunk_bytes)
+    loads, result = [0] * num, [-1] * len(chunk_bytes)
     largest_first = sorted(range(len(chunk_bytes)), key=lambda i: -chunk_bytes[i])
     for num_bytes, group in groupby(largest_first, key=lambda i: chunk_bytes[i]):
         by_csd = defaultdict[int, list[int]](list)
@@ -169,25 +138,6 @@ def reassign_csds(
                 result[positions[number * len(positions) // num_kept]] = csd
     for position in largest_first:
         if result[position] < 0:
-            result[position] = _add(loads, chunk_bytes[position])
+            result[position] = csd = loads.index(min(loads))
+            loads[csd] += chunk_bytes[position]
     return result
-
-
-def _spread(counts: Counter[int]) -> list[int]:
-    """Orders CSDs in turn, so that equal ones are far apart, as long as possible.
-
-    Neighbours can differ while no CSD has more than half of the remaining chunks; a CSD
-    near that limit goes first.
-    """
-    turns = deque(sorted(counts))
-    order: list[int] = []
-    for left in range(counts.total(), 0, -1):
-        leader = max(turns, key=lambda csd: counts[csd])
-        forced = 2 * counts[leader] > left and order[-1:] != [leader]
-        csd = leader if forced else turns[0]
-        order.append(csd)
-        turns.remove(csd)
-        counts[csd] -= 1
-        if counts[csd]:
-            turns.append(csd)
-    return order

@@ -400,4 +400,4 @@ def named_scalars(
 ) -> list[ScalarState]:
     """Returns the optimizer's scalar state in the form of a commit."""
     pairs = zip(description.scalar_paths, scalars, strict=True)
-    return [ScalarState(path, value.copy()) for path, value in pairs]
+    return [ScalarState.of(path, value.copy()) for path, value in pairs]

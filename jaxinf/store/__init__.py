@@ -85,11 +85,13 @@ from jaxinf.store.formats import (
 from jaxinf.store.lock import Holder, StoreLock, lock_exclusively
 from jaxinf.store.manifest import (
     CODECS,
+    HeldChunk,
     LeafRecord,
     Manifest,
     Member,
     StateRecord,
     dtype_of,
+    without_csds,
 )
 from jaxinf.store.members import (
     CommitAction,

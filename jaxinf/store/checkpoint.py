@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import shutil
-import time
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator
@@ -106,9 +105,7 @@ def save_checkpoint(
                 _check_space(directory, slot)
             undo.callback(remove_step, directory, new)
             with translated("checkpoint", path):
-                now, carry = time.time_ns(), record.carry
-                make_place(directory, new, now, carry, source=slot, named=place)
-                link_carry(directory.step_path(slot), temporary, carry)
+                make_place(directory, new, record.carry, source=slot, named=place)
         with translated("checkpoint", path):
             directory.manifest.write(temporary / "jaxinf.json")
             record.write(temporary / "commit.json")
@@ -218,8 +215,8 @@ def restore_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
     target = directory.step_path(spare)
     _check_space(directory, None)
     directory.unpublish(spare)
-    for leaf, _, state, chunk in directory.held():
-        directory.link_chunk(place, spare, leaf, chunk, state.name)
+    for one in directory.manifest.held():
+        directory.link_chunk(place, spare, one.number, one.chunk, one.state.name)
     make_carry(target, directory.manifest, record.carry)
     link_carry(directory.step_path(place), target, record.carry)
     directory.sync()
@@ -294,10 +291,9 @@ def _set_aside(directory: StoreDirectory, name: str) -> str:
 def _own_bytes(directory: StoreDirectory, place: str) -> int:
     """Returns the bytes of files without other links."""
     total = 0
-    for leaf, _, state, number in directory.held():
-        file = directory.chunk_file(place, leaf, number, state.name)
+    for one in directory.manifest.held():
         with contextlib.suppress(FileNotFoundError):
-            status = file.stat()
+            status = directory.file_of(place, one).stat()
             total += 512 * status.st_blocks if status.st_nlink == 1 else 0
     return total
 
@@ -321,18 +317,17 @@ def _check_space(directory: StoreDirectory, pinned: Slot | None) -> None:
       pinned: the slot whose files are about to be linked to.
     """
     needs, shared_needs = defaultdict[Path, int](int), defaultdict[Path, int](int)
-    for leaf, record, state, number in directory.held():
-        files = [directory.chunk_file(slot, leaf, number, state.name) for slot in SLOTS]
+    for one in directory.manifest.held():
+        files = [directory.file_of(slot, one) for slot in SLOTS]
         found = [os.lstat(file) if file.exists() else None for file in files]
         num_files = sum(
             status is None or status.st_nlink > 1 or slot == pinned
             for slot, status in zip(SLOTS, found, strict=True)
         )
-        num_bytes = num_files * state.stored_bytes(directory.chunks[leaf][number])
         first, second = found
         is_shared = first and second and os.path.samestat(first, second)
         own = shared_needs if is_shared else needs  # no step writes a shared one
-        own[directory.csd_directory(record.csds[number])] += num_bytes
+        own[directory.csd_directory(one.csd)] += num_files * one.drive_bytes
     check_free_space(
         needs or shared_needs,  # unless all are, after a restore
         "with this checkpoint the steps to come need",

@@ -5,11 +5,11 @@ Invariant: a record read back is bit for bit the record written; floats travel a
 
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import re
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Self, TypeAlias
 
 import msgspec
 import numpy as np
@@ -37,7 +37,7 @@ from jaxinf.store.manifest import (
 )
 from jaxinf.store.names import array_name, check_leaf_paths
 from jaxinf.transfer import crc32c
-from jaxinf.typing import Array, JsonValue
+from jaxinf.typing import Array
 
 _WHAT = "the record of a committed step"
 _REMEDY = (
@@ -56,52 +56,41 @@ def schedule_free_params(params: Array, z: Array, b1: np.float32) -> Array:
     return (y - (np.float32(1) - b1) * z) / b1
 
 
-class ScalarDocument(Document, frozen=True):
-    """A scalar on disk: ``data``, and ``value`` for people, which is not read."""
+class ScalarState(Document, frozen=True):
+    """A value of the optax state that belongs to no leaf: a count, a hyperparameter.
+
+    Attributes:
+      path: its path in the optax state; see `jaxinf.store.names`.
+      dtype, shape: of the array.
+      data: the bits of its elements, in C order.
+      text: the value for people; it is not read.
+    """
 
     path: str
     dtype: Dtype
     shape: Lengths
     data: Annotated[str, pattern("(?:[0-9a-f]{2})*+", "bytes in hex digits")]
-    value: str = ""
-
-
-@dataclass(frozen=True)
-class ScalarState:
-    """A value of the optax state that belongs to no leaf: a count, a hyperparameter.
-
-    Attributes:
-      path: its path in the optax state; see `jaxinf.store.names`.
-      value: the array; small.
-    """
-
-    path: str
-    value: Array
-
-    @property
-    def document(self) -> ScalarDocument:
-        """Its form on disk."""
-        value = np.ascontiguousarray(self.value).reshape(np.shape(self.value))
-        text = str(value) if value.shape == () else ""
-        name, data = value.dtype.name, value.tobytes().hex()
-        return ScalarDocument(self.path, name, value.shape, data, text)
+    text: str = msgspec.field(default="", name="value")
 
     @classmethod
-    def of(cls, document: ScalarDocument) -> "ScalarState":
-        """Reads its form on disk.
+    def of(cls, path: str, value: Array) -> Self:
+        """Describes a small array."""
+        text = str(value) if np.shape(value) == () else ""
+        return cls(path, value.dtype.name, value.shape, value.tobytes().hex(), text)
 
-        Raises:
-          ValueError: the document contradicts itself.
-        """
-        path, dtype, shape = document.path, dtype_of(document.dtype), document.shape
-        data = bytes.fromhex(document.data)
-        if len(data) != math.prod(shape) * dtype.itemsize:
+    def __post_init__(self) -> None:
+        num_bytes = math.prod(self.shape) * dtype_of(self.dtype).itemsize
+        if len(self.data) != 2 * num_bytes:
             raise ValueError(
-                f"scalar {path}: expected {dtype} of shape {shape}, found "
-                f"{len(data)} bytes"
+                f"scalar {self.path}: expected {self.dtype} of shape {self.shape}, "
+                f"found {len(self.data) // 2} bytes"
             )
-        value = np.frombuffer(data, dtype).reshape(shape).copy()
-        return cls(path, value)
+
+    @property
+    def value(self) -> Array:
+        """A new array of these elements."""
+        found = np.frombuffer(bytearray.fromhex(self.data), dtype_of(self.dtype))
+        return found.reshape(self.shape)
 
 
 CARRY = "carry"
@@ -208,32 +197,14 @@ def plan_of_before(store: Path, name: str) -> KeptPlan | None:
 
 
 _Step: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]  # the state's is an int32
-_SUMS = pattern("(?:[0-9a-f]{8}(?: [0-9a-f]{8})*+)?", "checksums of 8 hex digits")
+_Every: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+_ALWAYS = ("step", "skipped_steps", "scalar_state", "payload", "committed_at")
+_ALWAYS += ("checksums",)
+"""Keys that a record has in any case, in their order; others have a value."""
 
 
-class _Record(Document, frozen=True):
-    format_version: Literal[3, 4]
-    step: _Step
-    skipped_steps: _Step
-    scalar_state: tuple[ScalarDocument, ...]
-    payload: Any
-    committed_at: Annotated[str, Meta(max_length=64)]
-    checksums: dict[Name, Annotated[str, _SUMS]]
-    commit: Annotated[
-        str, pattern("[0-9a-f]{32}-[0-9]{1,16}", "an id of a session and a number")
-    ] = ""
-    device_updates: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 0
-    inexact: dict[str, Sum] = msgspec.field(default_factory=dict)
-    steps_without_params: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 0
-    carry: tuple[CarriedArray, ...] = ()
-    streams: dict[Id, KeptPlan] = msgspec.field(default_factory=dict)
-    device_tier: Annotated[int, Meta(ge=1, le=2**62 - 1)] = 0  # of old
-    documents: dict[str, Sum] = msgspec.field(default_factory=dict)  # of old: not used
-
-
-@dataclass(frozen=True)
-class CommitRecord:
-    """The data of a committed step beside its chunks; see docs/format.md.
+class CommitRecord(Document, frozen=True, omit_defaults=False):
+    """``commit.json``: a committed step's data beside its chunks; see docs/format.md.
 
     Attributes:
       step: number of the step.
@@ -241,37 +212,48 @@ class CommitRecord:
       skipped_steps: number of steps skipped so far for a non-finite gradient.
       payload: the caller's data.
       checksums: CRC-32C of each chunk, uint32, by array name in grid order.
+      committed_at: time of the commit for people to read, UTC.
+      commit: in a member, the id of the commit, which all members' records have: a
+        session's and a number; empty in other stores.
+      device_updates: a JAX device computed every so many updates of subgroups; 0: none.
       inexact: leaves by name whose 16-bit params on the JAX device were not the rounded
         master after the step; with the greatest difference.
-      device_updates: a JAX device computed every so many updates of subgroups; 0: none.
       steps_without_params: number of the last steps whose update was given no params,
         so that they were not compared with the master.
       carry: arrays that the caller has given beside the optimizer's.
       streams: the cuts of programs by the digest of their leaves and batch, those of
         all steps so far.
-      device_tier: of old: bytes of state that stayed on a JAX device, which updated it.
-      carried: their bytes until they are committed; afterwards they are on the drive.
-      commit: in a member, the id of the commit, which all members' records have; empty
-        in other stores.
-      committed_at: time of the commit for people to read, UTC.
+      device_tier, documents: of old.
+      carried: the bytes of `carry` until they are committed; not in the document.
     """
 
-    step: int
-    scalar_state: Sequence[ScalarState]
-    skipped_steps: int = 0
-    payload: JsonValue = None
-    checksums: Mapping[str, Array] = field(default_factory=dict)
-    inexact: Mapping[str, float] = field(default_factory=dict)
-    device_updates: int = 0
-    steps_without_params: int = 0
-    carry: Sequence[CarriedArray] = ()
-    streams: Mapping[str, KeptPlan] = field(default_factory=dict)
-    device_tier: int = 0
-    carried: Sequence[bytes] = ()
-    commit: str = ""
-    committed_at: str = field(
+    step: _Step
+    scalar_state: tuple[ScalarState, ...]
+    skipped_steps: _Step = 0
+    payload: Any = None
+    checksums: dict[Name, np.ndarray] = msgspec.field(default_factory=dict)
+    committed_at: Annotated[str, Meta(max_length=64)] = msgspec.field(
         default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds")
     )
+    commit: Annotated[
+        str, pattern("(?:[0-9a-f]{32}-[0-9]{1,16})?", "an id of a session and a number")
+    ] = ""
+    device_updates: _Every = 0
+    inexact: dict[str, np.float32] = msgspec.field(default_factory=dict)
+    steps_without_params: _Every = 0
+    carry: tuple[CarriedArray, ...] = ()
+    streams: dict[Id, KeptPlan] = msgspec.field(default_factory=dict)
+    device_tier: Annotated[int, Meta(ge=1, le=2**62 - 1)] = 0
+    documents: dict[str, Sum] = msgspec.field(default_factory=dict)
+    carried: tuple[bytes, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len({scalar.path for scalar in self.scalar_state}) != len(self.scalar_state):
+            raise ValueError("two scalars of one path")
+
+    def replace(self, **changes: Any) -> "CommitRecord":
+        """Returns a record with other values of some attributes."""
+        return msgspec.structs.replace(self, **changes)
 
     @property
     def schedule_free_b1(self) -> np.float32 | None:
@@ -287,21 +269,15 @@ class CommitRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Returns its form on disk."""
-        own = {name: getattr(self, name) for name in _AS_THEY_ARE}
-        document = _Record(
-            **own,
-            format_version=MEMBER_VERSION if self.commit else FORMAT_VERSION,
-            scalar_state=tuple(scalar.document for scalar in self.scalar_state),
-            checksums={
-                name: sums.astype(">u4").tobytes().hex(" ", 4)
-                for name, sums in self.checksums.items()
-            },
-            inexact={
-                name: np.array(bound, ">f4").tobytes().hex()
-                for name, bound in self.inexact.items()
-            },
+        bounds = {name: np.float32(bound) for name, bound in self.inexact.items()}
+        own = self.replace(carried=(), inexact=bounds)
+        found = msgspec.to_builtins(own, enc_hook=_encoded)
+        version = MEMBER_VERSION if self.commit else FORMAT_VERSION
+        return (
+            {"format_version": version}
+            | {name: found[name] for name in _ALWAYS}
+            | {name: value for name, value in found.items() if value}
         )
-        return msgspec.to_builtins(document)
 
     def write(self, path: Path) -> None:
         """Writes the record; blocks until it is durable."""
@@ -315,25 +291,27 @@ class CommitRecord:
           StoreFormatError: the record is missing, damaged, edited, or of another
             format.
         """
-        held = read_document(
-            path, _Record, _WHAT, _REMEDY, check=_check_version, raw=raw
-        )
+        version = 0
+
+        def check(document: Any) -> None:
+            nonlocal version
+            if (found := version_of(document)) not in VERSIONS:
+                raise ValueError(
+                    f"format version {shown(found)}, expected {FORMAT_VERSION}"
+                )
+            version = document.pop("format_version")
+            if missing := [name for name in _ALWAYS if name not in document]:
+                raise ValueError(f"expected the key {missing[0]!r}, found none")
+            if "carried" in document:
+                raise ValueError("expected no key 'carried'")
+
+        hooks = {"check": check, "dec_hook": _decoded}
+        held = read_document(path, cls, _WHAT, _REMEDY, raw=raw, **hooks)
         with refusing(path, _WHAT, _REMEDY):
-            if bool(held.commit) != (held.format_version == MEMBER_VERSION):
-                raise ValueError(f"format {held.format_version}, commit {held.commit}")
-            scalars = tuple(map(ScalarState.of, held.scalar_state))
-            if len({scalar.path for scalar in scalars}) != len(scalars):
-                raise ValueError("two scalars of one path")
+            if bool(held.commit) != (version == MEMBER_VERSION):
+                raise ValueError(f"format {version}, commit {held.commit}")
             check_carry(held.carry)
-            return cls(
-                **{name: getattr(held, name) for name in _AS_THEY_ARE},
-                scalar_state=scalars,
-                checksums={
-                    name: np.frombuffer(bytes.fromhex(text), ">u4").astype(np.uint32)
-                    for name, text in held.checksums.items()
-                },
-                inexact={n: _bound(n, text) for n, text in held.inexact.items()},
-            )
+        return held
 
     def part(self, manifest: Manifest, commit: str = "") -> "CommitRecord":
         """Returns the record of a whole step as a store's that holds a part of it.
@@ -342,14 +320,9 @@ class CommitRecord:
           manifest: the store's.
           commit: the id of the commit, if it is a member.
         """
-        held = {
-            leaf.array_name(state.name): self.checksums[leaf.array_name(state.name)][
-                list(leaf.held)
-            ]
-            for leaf in manifest.leaves
-            for state in leaf.states
-        }
-        return replace(self, checksums=held, commit=commit)
+        sums = self.checksums
+        held = {name: sums[name][list(x.held)] for name, x, _ in manifest.arrays()}
+        return self.replace(checksums=held, commit=commit)
 
     def check_fits(self, path: Path | str, manifest: Manifest) -> None:
         """Refuses a record whose arrays or chunks are not the store's.
@@ -361,43 +334,40 @@ class CommitRecord:
         Raises:
           StoreFormatError: names the difference.
         """
-        arrays = {
-            leaf.array_name(state.name): leaf
-            for leaf in manifest.leaves
-            for state in leaf.states
-        }
         unknown = self.inexact.keys() - {leaf.name for leaf in manifest.leaves}
         if unknown:
             raise StoreFormatError(
                 f"{path}: inexact: expected leaves of jaxinf.json, found "
                 f"{', '.join(sorted(unknown))}; the two are not of one store: {_REMEDY}"
             )
-        for name in {**arrays, **self.checksums}:
-            expected = len(arrays[name].held) if name in arrays else 0
-            found = len(self.checksums.get(name, ()))
-            if found != expected or name not in arrays:
+        wanted = {name: len(leaf.held) for name, leaf, _ in manifest.arrays()}
+        for name in {**wanted, **self.checksums}:
+            expected, found = wanted.get(name), len(self.checksums.get(name, ()))
+            if found != expected:
                 raise StoreFormatError(
-                    f"{path}: array {name}: expected {expected} checksums, as "
+                    f"{path}: array {name}: expected {expected or 0} checksums, as "
                     f"jaxinf.json has chunks, found {found}; the two are not of one "
                     f"store: {_REMEDY}"
                 )
 
 
-_AS_THEY_ARE = ("step", "skipped_steps", "payload", "committed_at")
-_AS_THEY_ARE += ("commit", "device_updates", "steps_without_params", "carry")
-_AS_THEY_ARE += ("streams", "device_tier")
-"""Attributes of a record that are the same in its document."""
+_SUMS = re.compile("(?:[0-9a-f]{8}(?: [0-9a-f]{8})*+)?")
 
 
-def _check_version(document: Any) -> None:
-    if version_of(document) not in VERSIONS:
-        raise ValueError(
-            f"format version {shown(version_of(document))}, expected {FORMAT_VERSION}"
-        )
+def _encoded(value: Any) -> str:
+    """Checksums and bounds on disk: the hex digits of their bits."""
+    if isinstance(value, np.ndarray):
+        return value.astype(">u4").tobytes().hex(" ", 4)
+    return np.asarray(value, ">f4").tobytes().hex()
 
 
-def _bound(name: str, text: str) -> float:
-    bound = float(np.frombuffer(bytes.fromhex(text), ">f4")[0])
+def _decoded(kind: type, value: Any) -> Any:
+    if not isinstance(value, str) or not _SUMS.fullmatch(value):
+        raise ValueError(f"expected values of 8 hex digits, found {shown(value)}")
+    raw = bytes.fromhex(value)
+    if kind is np.ndarray:
+        return np.frombuffer(raw, ">u4").astype(np.uint32)
+    bound = np.float32(np.frombuffer(raw, ">f4")[0]) if len(raw) == 4 else np.nan
     if not 0 <= bound < math.inf:
-        raise ValueError(f"inexact {name}: expected a finite bound >= 0, found {bound}")
+        raise ValueError(f"expected a finite bound >= 0, found {shown(value)}")
     return bound

@@ -9,7 +9,7 @@ Invariant: old files are only read, and all of a chunk is verified before it cou
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import groupby, product
@@ -18,13 +18,13 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from jaxinf.layout import Chunk, CodedSlot, box_runs, portions, rounding_of_chunk
+from jaxinf.layout import CodedSlot, box_runs, portions, rounding_of_chunk
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.copy_source import CopySource
 from jaxinf.store.creation import existing_parent
-from jaxinf.store.directory import StoreDirectory, link_file
+from jaxinf.store.directory import StoreDirectory, allocate, link_file
 from jaxinf.store.formats import scalars_of
-from jaxinf.store.manifest import LeafRecord, StateRecord, dtype_of
+from jaxinf.store.manifest import HeldChunk, LeafRecord, StateRecord, dtype_of
 from jaxinf.store.names import MASTER_PARAMS
 from jaxinf.store.reader import (
     PIECE_BYTES,
@@ -52,42 +52,26 @@ class CopiedChunk:
     Attributes:
       part: the new store.
       place: slot ``a``, a checkpoint, or slot ``b``, which has room alone.
+      one: the chunk.
       how: ``"link"`` to `source`; ``"copy"`` of the same bytes, verified; ``"recode"``
         from the decoded values; ``"regrid"`` from chunks of another grid; ``"room"``.
-      source: a directory, and below it the file of the same bytes that is linked to.
+      source: the directory below which the file of the same bytes is linked to.
     """
 
     part: StoreDirectory
     place: str
-    leaf: int
-    chunk: int
-    state: StateRecord
+    one: HeldChunk
     how: _How
-    source: tuple[Path, str] | None = None
-
-    @property
-    def record(self) -> LeafRecord:
-        return self.part.manifest.leaves[self.leaf]
-
-    @property
-    def layout(self) -> Chunk:
-        return self.part.state_chunk(self.leaf, self.chunk, self.state)
+    source: Path | None = None
 
     @property
     def target(self) -> Path:
-        return self.part.chunk_file(self.place, self.leaf, self.chunk, self.state.name)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its elements."""
-        return self.layout.num_elements * self.state.itemsize
+        return self.part.file_of(self.place, self.one)
 
     @property
     def room_bytes(self) -> int:
         """Bytes that it takes on the drive; none if it is a link."""
-        if self.how == "link":
-            return 0
-        return self.state.stored_bytes(self.part.chunks[self.leaf][self.chunk])
+        return 0 if self.how == "link" else self.one.drive_bytes
 
 
 def copied_chunks(
@@ -98,26 +82,24 @@ def copied_chunks(
     steps = [(name, step.places) for name, step in source.steps.items()]
     for part in parts:
         for place, folders in [*steps, ("b", source.spares)]:
-            for number, leaf, state, chunk in part.held():
-                old, is_spare = source.whole.leaves[number], place == "b"
-                how, found = _way(old, leaf, state), None
+            for one in part.manifest.held():
+                old, is_spare = source.whole.leaves[one.number], place == "b"
+                how, folder = _way(old, one), None
                 if how == "copy" and source.has_links and folders:
-                    folder = folders[old.csds[chunk]]
-                    key = part.state_chunk(number, chunk, state).key
-                    found = folder, f"{leaf.array_name(state.name)}/{key}"
-                    root = part.csd_directory(leaf.csds[chunk])
-                    is_near = device(folder) == device(root)
-                    if is_near and ((folder / found[1]).exists() or not is_spare):
+                    folder = folders[old.csds[one.chunk]]
+                    is_near = device(folder) == device(part.csd_directory(one.csd))
+                    if is_near and (not is_spare or (folder / one.name).exists()):
                         how = "link"
                 if is_spare and how != "link":
                     how = "room"
-                yield CopiedChunk(part, place, number, chunk, state, how, found)
+                yield CopiedChunk(part, place, one, how, folder)
 
 
-def _way(old: LeafRecord, new: LeafRecord, state: StateRecord) -> _How:
-    if old.chunk_shape != new.chunk_shape:
+def _way(old: LeafRecord, one: HeldChunk) -> _How:
+    if old.chunk_shape != one.leaf.chunk_shape:
         return "regrid"
-    return "copy" if _arrays(old, state) == _arrays(new, state) else "recode"
+    is_same = _arrays(old, one.state) == _arrays(one.leaf, one.state)
+    return "copy" if is_same else "recode"
 
 
 def _arrays(leaf: LeafRecord, state: StateRecord) -> list[StateRecord]:
@@ -127,8 +109,8 @@ def _arrays(leaf: LeafRecord, state: StateRecord) -> list[StateRecord]:
 def room_needed(chunks: Sequence[CopiedChunk]) -> dict[Path, int]:
     """Returns bytes below each directory."""
     needs: dict[Path, int] = defaultdict(int)
-    for one in chunks:
-        needs[one.part.csd_directory(one.record.csds[one.chunk])] += one.room_bytes
+    for new in chunks:
+        needs[new.part.csd_directory(new.one.csd)] += new.room_bytes
     return needs
 
 
@@ -152,66 +134,65 @@ def make_steps(
       StoreCorruptError: an old chunk is damaged.
       StoreError: a drive failed or is full, or the source cannot be read.
     """
-    total_bytes, done_bytes, records = sum(one.num_bytes for one in chunks), 0, {}
-    new = chunks[0].part.manifest if chunks else source.whole
+    total_bytes = sum(new.one.num_bytes for new in chunks)
+    done_bytes, records, leaves = 0, dict[str, CommitRecord](), source.whole.leaves
+    manifest = chunks[0].part.manifest if chunks else source.whole
     for place in (*source.steps, "b"):
-        own = [one for one in chunks if one.place == place]
+        own = [new for new in chunks if new.place == place]
         step = source.steps.get(place, source.step)
         sums = dict[str, Array]()  # the right ones of chunks whose bytes stay
-        for leaf in new.leaves:
-            for name in (leaf.array_name(state.name) for state in leaf.states):
-                held = step.commit.checksums.get(name, ())
-                sums[name] = np.zeros(len(leaf.csds), np.uint32)
-                if len(held) == len(leaf.csds):
-                    sums[name][:] = held
+        for name, leaf, _ in manifest.arrays():
+            held = step.commit.checksums.get(name, ())
+            is_same = len(held) == len(leaf.csds)
+            sums[name] = np.array(held if is_same else [0] * len(leaf.csds), np.uint32)
         with source.open_reader(step) as reader:
-            make = partial(_make, source.whole.leaves, reader, step.commit.step)
-            for one, made in over(own, make, source.num_threads):
+            make = partial(_make, leaves, reader, step.commit.step)
+            for new, made in over(own, make, source.num_threads):
                 for name, checksum in made.items():
-                    sums[name][one.chunk] = checksum
-                done_bytes += one.num_bytes
+                    sums[name][new.one.chunk] = checksum
+                done_bytes += new.one.num_bytes
                 if progress is not None:
                     progress(done_bytes, total_bytes)
-            arrays = defaultdict[tuple[int, StateRecord], list[CopiedChunk]](list)
-            for one in own:
-                if one.how == "regrid":
-                    arrays[one.leaf, one.state].append(one)
-            for (leaf, state), group in arrays.items():
-                _regrid(reader, source.whole.leaves[leaf], state, group)
-                for one in group:
-                    checksum = file_checksum(one.target, one.num_bytes)
-                    sums[one.record.array_name(state.name)][one.chunk] = checksum
+            arrays = defaultdict[str, dict[int, CopiedChunk]](dict)
+            for new in own:
+                if new.how == "regrid":
+                    arrays[new.one.array][new.one.chunk] = new
+            for name, group in arrays.items():
+                _regrid(reader, leaves[next(iter(group.values())).one.number], group)
+                for number, new in group.items():
+                    checksum = file_checksum(new.target, new.one.num_bytes)
+                    sums[name][number] = checksum
         if place != "b":
-            scalars = scalars_of(step.commit, source.whole, new)
-            records[place] = replace(step.commit, checksums=sums, scalar_state=scalars)
+            scalars = tuple(scalars_of(step.commit, source.whole, manifest))
+            records[place] = step.commit.replace(checksums=sums, scalar_state=scalars)
     return records
 
 
 def _make(
-    leaves: Sequence[LeafRecord], reader: StepReader, step: int, one: CopiedChunk
+    leaves: Sequence[LeafRecord], reader: StepReader, step: int, new: CopiedChunk
 ) -> dict[str, int]:
     """Makes a chunk's file; returns checksums of new bytes, by array."""
-    with translated("copy", one.target):
-        if one.how == "link" and one.source is not None:
-            root, name = one.source
-            check_holds(root, name, 0)  # no link leads there
-            one.target.parent.mkdir(parents=True, exist_ok=True)
-            link_file(root / name, one.target)
-        elif one.how == "regrid":
-            _allocate(one)  # its boxes come from several chunks
-        elif one.how == "copy":
-            _allocate(one)
-            with opened_to_write(one.target) as fd:
-                for piece in reader.stored(leaves[one.leaf], one.state, one.chunk):
+    one = new.one
+    with translated("copy", new.target):
+        if new.how == "link" and new.source is not None:
+            check_holds(new.source, one.name, 0)  # no link leads there
+            new.target.parent.mkdir(parents=True, exist_ok=True)
+            link_file(new.source / one.name, new.target)
+        elif new.how == "regrid":
+            _allocate(new)  # its boxes come from several chunks
+        elif new.how == "copy":
+            _allocate(new)
+            with opened_to_write(new.target) as fd:
+                for piece in reader.stored(leaves[one.number], one.state, one.chunk):
                     _put(fd, piece.values, piece.start * one.state.itemsize)
-        elif one.how == "recode" and not one.state.is_beside:
-            return _recode(one, leaves[one.leaf], reader, step)
+        elif new.how == "recode" and not one.state.is_beside:
+            return _recode(new, leaves[one.number], reader, step)
     return {}
 
 
-def _allocate(one: CopiedChunk) -> None:
-    one.target.parent.mkdir(parents=True, exist_ok=True)
-    one.part.allocate(one.target, one.layout, one.state)
+def _allocate(new: CopiedChunk) -> None:
+    new.target.parent.mkdir(parents=True, exist_ok=True)
+    allocate(new.target, new.one)
 
 
 def _put(fd: int, values: Array, offset_bytes: int) -> None:
@@ -221,22 +202,22 @@ def _put(fd: int, values: Array, offset_bytes: int) -> None:
 
 
 def _recode(
-    one: CopiedChunk, old: LeafRecord, reader: StepReader, step: int
+    new: CopiedChunk, old: LeafRecord, reader: StepReader, step: int
 ) -> dict[str, int]:
     """Writes a state's array in its codec, and what is stored beside it."""
-    leaf = one.record
+    one, leaf = new.one, new.one.leaf
     first, *beside = states = _arrays(leaf, one.state)
-    files = [replace(one, state=state) for state in states]
+    files = [replace(new, one=one._replace(state=state)) for state in states]
     for file in files:
         _allocate(file)
     slots = [slot.name for slot in leaf.slots]
-    rounding = rounding_of_chunk(one.leaf, one.chunk, step)
+    rounding = rounding_of_chunk(one.number, one.chunk, step)
     key = rounding + slots.index(first.slot) & 0xFFFFFFFF
     held = _arrays(old, first)
     # An average begins as the master params.
     wanted = held[0] if held else old.state(MASTER_PARAMS)
-    found: dict[str, list[tuple[int, int]]] = {state.name: [] for state in states}
-    for piece in reader.pieces(old, wanted, [one.chunk]):
+    found: dict[str, list[tuple[int, int]]] = {file.one.array: [] for file in files}
+    for piece in reader.pieces(old, wanted, one.chunk):
         arrays = [np.ascontiguousarray(piece.values)]
         if first.codec:
             arrays = [
@@ -246,18 +227,19 @@ def _recode(
             rest = arrays[1] if beside else None
             CodedSlot.of(arrays[0], rest, key, piece.start).encode(piece.values)
         for file, data in zip(files, arrays, strict=True):
-            offset = file.state.num_elements(piece.start) * file.state.itemsize
+            state = file.one.state
             with opened_to_write(file.target) as fd:
-                _put(fd, data, offset)
-            found[file.state.name].append((crc32c(data), data.nbytes))
-    return {leaf.array_name(name): crc32c_combine(sums) for name, sums in found.items()}
+                _put(fd, data, state.num_elements(piece.start) * state.itemsize)
+            found[file.one.array].append((crc32c(data), data.nbytes))
+    return {name: crc32c_combine(sums) for name, sums in found.items()}
 
 
 def _regrid(
-    reader: StepReader, old: LeafRecord, state: StateRecord, new: Sequence[CopiedChunk]
+    reader: StepReader, old: LeafRecord, new: Mapping[int, CopiedChunk]
 ) -> None:
     """Moves an array's elements as they are stored to chunks of another grid."""
-    grid, by_number = new[0].record.grid, {one.chunk: one for one in new}
+    first = next(iter(new.values())).one
+    grid, state = first.leaf.grid, first.state
     every = portions(old.grid, PIECE_BYTES // 4)
     for number, members in groupby(every, key=lambda portion: portion.chunk):
         runs = PieceRuns(reader.stored(old, state, number), dtype_of(state.dtype))
@@ -266,20 +248,21 @@ def _regrid(
             bounds = zip(portion.start, portion.extent, grid.chunk_shape, strict=True)
             near = [range(a // size, -(-(a + n) // size)) for a, n, size in bounds]
             for index in product(*near):
-                one = by_number[int(np.ravel_multi_index(index, grid.grid_shape))]
-                with translated("write", one.target):
-                    _put_box(one, portion.start, values)
+                own = new[int(np.ravel_multi_index(index, grid.grid_shape))]
+                with translated("write", own.target):
+                    _put_box(own, portion.start, values)
 
 
-def _put_box(one: CopiedChunk, start: Sequence[int], values: Array) -> None:
+def _put_box(new: CopiedChunk, start: Sequence[int], values: Array) -> None:
     """Writes the part of a leaf's box, which begins at an index, that a chunk has."""
-    chunk = one.layout
+    chunk = new.one.layout
     first = np.maximum(start, chunk.start)
     last = np.minimum(np.add(start, values.shape), np.add(chunk.start, chunk.extent))
     begin, extent = first - start, last - first
     part = values[tuple(map(slice, begin, begin + extent))].reshape(-1)
     done, inside = 0, (first - chunk.start).tolist()
-    with opened_to_write(one.target) as fd:
-        for offset, length in box_runs(one.record.chunk_shape, inside, extent.tolist()):
+    with opened_to_write(new.target) as fd:
+        shape = new.one.leaf.chunk_shape
+        for offset, length in box_runs(shape, inside, extent.tolist()):
             _put(fd, part[done : done + length], offset * part.itemsize)
             done += length

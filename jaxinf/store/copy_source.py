@@ -10,14 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from msgspec.structs import replace
-
 from jaxinf.errors import StoreFormatError, StoreLockedError
 from jaxinf.store.checkpoint import check_arrays, checkpoint_names
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.creation import files_beside
 from jaxinf.store.directory import StoreDirectory, check_there, next_slot
-from jaxinf.store.manifest import Manifest
+from jaxinf.store.manifest import Manifest, without_csds
 from jaxinf.store.members import (
     all_members,
     find_whole,
@@ -188,8 +186,7 @@ def _of_directory(path: Path) -> CopySource:
     commit, manifest = path / "commit.json", Manifest.read(path / "jaxinf.json")
     if manifest.member is not None:
         raise StoreFormatError(f"{path}: {_PART}")
-    leaves = tuple(replace(n, csds=(0,) * len(n.csds)) for n in manifest.leaves)
-    manifest = replace(manifest, csds=(), leaves=leaves)
+    manifest = without_csds(manifest)
     step = WholeStep(path, manifest, CommitRecord.read(commit), (path,))
     step.check()
     beside = files_beside(path)

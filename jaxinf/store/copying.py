@@ -13,7 +13,6 @@ import ctypes
 import os
 import re
 import shutil
-import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -291,16 +290,16 @@ def _make(
     for part in parts:
         with translated("copy", part.path):
             begin_store(part)
-    records, timestamp_ns = make_steps(source, chunks, progress), time.time_ns()
+    records = make_steps(source, chunks, progress)
     for part in parts:
         with translated("copy", part.path):
-            make_place(part, "b", timestamp_ns)
+            make_place(part, "b")
             for name, content in source.beside.items():
                 (part.path / name).parent.mkdir(exist_ok=True)
                 write_bytes_atomically(part.path / name, content)
             for place, record in records.items():
                 root, carry = part.step_path(place), record.carry
-                make_place(part, place, timestamp_ns, carry)
+                make_place(part, place, carry)
                 make_carry(root, part.manifest, carry)
                 write_carry(root, carry, source.read_carry(source.steps[place]))
                 if place == "a":

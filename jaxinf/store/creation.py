@@ -8,7 +8,6 @@ import contextlib
 import os
 import re
 import shutil
-import time
 import uuid
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -18,9 +17,9 @@ from msgspec.structs import replace
 
 from jaxinf.documents import MOST_BYTES
 from jaxinf.errors import StoreFormatError, StoreSpaceError
-from jaxinf.layout import assign_csds, assign_owners, reassign_csds
+from jaxinf.layout import deal, deal_again
 from jaxinf.store.commit import CarriedArray, CommitRecord
-from jaxinf.store.directory import SLOTS, StoreDirectory, link_file
+from jaxinf.store.directory import SLOTS, StoreDirectory, allocate, link_file
 from jaxinf.store.manifest import (
     FORMAT_VERSION,
     MEMBER_VERSION,
@@ -30,7 +29,7 @@ from jaxinf.store.manifest import (
     held_by,
 )
 from jaxinf.store.owners import check_owners, check_places, make_csds
-from jaxinf.store.stock import create_documents, make_folder
+from jaxinf.store.stock import create_documents, link_carry, make_folder
 from jaxinf.terminal import format_bytes
 from jaxinf.transfer import (
     PAGE_BYTES,
@@ -98,11 +97,11 @@ def _deal(manifest: Manifest, held: Manifest | None = None) -> Manifest:
     sizes = [num_bytes for _, num_bytes in _held_bytes(manifest)]
     num_csds, roots = max(1, len(manifest.csds)), manifest.csds
     if held is None:
-        found = assign_csds(sizes, num_csds)
+        found = deal(sizes, num_csds)
     else:
         kept = [roots.index(n) if n in roots else None for n in held.csds] or [None]
         before = [kept[csd] for csd, _ in _held_bytes(held)]
-        found = reassign_csds(sizes, before, num_csds)
+        found = deal_again(sizes, before, num_csds)
     csds, leaves = iter(found), []
     for leaf in manifest.leaves:
         places = tuple(-1 if csd < 0 else next(csds) for csd in leaf.csds)
@@ -124,7 +123,7 @@ def deal_to_members(
     for leaf, own in zip(manifest.leaves, holders, strict=True):
         places += chunk_holders(leaf, leaf.shard_counts, own)
         chunk_bytes += leaf.chunk_bytes
-    owners = iter(assign_owners(chunk_bytes, places, member.count))
+    owners = iter(deal(chunk_bytes, member.count, places))
     by_leaf = [[next(owners) for _ in leaf.csds] for leaf in manifest.leaves]
     return member_of(manifest, member, by_leaf)
 
@@ -165,8 +164,8 @@ def chunk_holders(
 def csd_bytes(manifest: Manifest) -> list[int]:
     """Returns the bytes of each CSD's chunks, in one slot."""
     found = [0] * max(1, len(manifest.csds))
-    for csd, num_bytes in _held_bytes(manifest):
-        found[csd] += num_bytes
+    for one in manifest.held():
+        found[one.csd] += one.drive_bytes
     return found
 
 
@@ -284,7 +283,7 @@ def create_store(directory: StoreDirectory) -> None:
     with translated("creation", directory.path):
         begin_store(directory)
         for slot in SLOTS:
-            make_place(directory, slot, time.time_ns())
+            make_place(directory, slot)
     directory.sync()
     fsync_directory(directory.path)
 
@@ -299,7 +298,6 @@ def begin_store(directory: StoreDirectory) -> None:
 def make_place(
     directory: StoreDirectory,
     place: str,
-    timestamp_ns: int,
     carry: Sequence[CarriedArray] = (),
     *,
     source: str | None = None,
@@ -312,33 +310,33 @@ def make_place(
 
     Args:
       carry: arrays that the step carries.
-      source: the step whose files the chunks are links to; by default they have room.
+      source: the step whose files are linked to, those that it carries, too; by
+        default chunks have room.
       named: the name that the place gets when it is complete.
     """
     is_item = place.startswith("checkpoints/")
     step, made, manifest = directory.step_path(place), set[str](), directory.manifest
     held = None if source is None else directory.step_path(source)
-    options = {"is_item": is_item, "source": held}
-    create_documents(step, manifest, timestamp_ns, carry, **options)
+    create_documents(step, manifest, carry, is_item=is_item, source=held)
     csds = range(directory.num_csds)
     roots = [str(directory.data_path(place, csd)) for csd in csds]
     targets = [str(directory.data_path(named or place, csd)) for csd in csds]
     # A store has tens of thousands, and a `Path` costs as much as a file.
-    for number, leaf, state, chunk in directory.held():
-        layout, csd = directory.state_chunk(number, chunk, state), leaf.csds[chunk]
-        key = f"{leaf.array_name(state.name)}/{layout.key}"
-        file, name = f"{roots[csd]}/{key}", f"{step}/{key}"
+    for one in manifest.held():
+        key = one.name
+        file, name = f"{roots[one.csd]}/{key}", f"{step}/{key}"
         make_folder(os.path.dirname(file), made)
         if not os.path.lexists(file):
             if source is None:
-                directory.allocate(file, layout, state)
+                allocate(file, one)
             else:
-                old = directory.chunk_file(source, number, chunk, state.name)
-                link_file(old, Path(file))
+                link_file(directory.file_of(source, one), Path(file))
         if manifest.csds:
             make_folder(os.path.dirname(name), made)
             if not os.path.lexists(name):
-                os.symlink(f"{targets[csd]}/{key}", name)
+                os.symlink(f"{targets[one.csd]}/{key}", name)
+    if held is not None:
+        link_carry(held, step, carry)
 
 
 def discard_store(directory: StoreDirectory) -> None:

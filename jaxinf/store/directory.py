@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from jaxinf.errors import StoreFormatError, StoreIOError
-from jaxinf.layout import Chunk, scale_chunks
+from jaxinf.layout import Chunk
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.lock import StoreLock, lock_exclusively
-from jaxinf.store.manifest import LeafRecord, Manifest, StateRecord
+from jaxinf.store.manifest import HeldChunk, Manifest
 from jaxinf.transfer import (
     allocate_file,
     check_holds,
@@ -36,9 +36,6 @@ from jaxinf.typing import PathLikeStr
 
 Slot: TypeAlias = Literal["a", "b"]
 SLOTS: tuple[Slot, Slot] = ("a", "b")
-
-HeldChunk: TypeAlias = tuple[int, LeafRecord, StateRecord, int]
-"""A chunk's file: number and record of the leaf, the state, number of the chunk."""
 
 _ORDINARY_BYTES = 1 << 28  # 16 times the usual size of a chunk
 
@@ -92,7 +89,7 @@ class StoreDirectory:
         self.lock = lock
         self.published: set[Slot] = set()
         self._replace_lock = threading.Lock()
-        self._chunk_files: dict[tuple[str, int, int, str], tuple[Path, int]] = {}
+        self._chunk_files: dict[tuple[str, int, int, str], Path] = {}
         self._checked: set[Path] = set()
 
     @classmethod
@@ -140,25 +137,6 @@ class StoreDirectory:
             place = place.relative_to("slots")
         return [self.data_path(str(place), csd) for csd in range(self.num_csds)]
 
-    @cached_property
-    def chunks(self) -> tuple[tuple[Chunk, ...], ...]:
-        """The chunks of every leaf, in grid order."""
-        return tuple(tuple(leaf.grid.chunks()) for leaf in self.manifest.leaves)
-
-    def state_chunk(self, leaf: int, chunk: int, state: StateRecord) -> Chunk:
-        """Returns the chunk of a state's array for a chunk of the leaf."""
-        is_scale = state.codec == "scale"
-        return (self._scale_chunks if is_scale else self.chunks)[leaf][chunk]
-
-    @cached_property
-    def _scale_chunks(self) -> tuple[tuple[Chunk, ...], ...]:
-        pairs = zip(self.manifest.leaves, self.chunks, strict=True)
-        return tuple(scale_chunks(leaf.grid, chunks) for leaf, chunks in pairs)
-
-    def state_bytes(self, leaf: int, chunk: int, state: StateRecord) -> int:
-        """Returns the bytes of a state's elements in a chunk, without padding."""
-        return self.state_chunk(leaf, chunk, state).num_elements * state.itemsize
-
     def check_layout(self) -> None:
         """Refuses links, pipes and devices in the places of the store's own names."""
         for name in _FOLDERS:
@@ -180,39 +158,42 @@ class StoreDirectory:
                 if is_slot:  # snapshots come and go, each under a name of its own
                     self._checked.add(folder)
 
+    @cached_property
+    def chunks(self) -> tuple[tuple[Chunk, ...], ...]:
+        """The chunks of every leaf, in grid order."""
+        return tuple(leaf.grid.chunks() for leaf in self.manifest.leaves)
+
+    def held_chunk(self, leaf: int, chunk: int, state: str) -> HeldChunk:
+        """Returns a chunk of a state's array, by numbers and the state's name."""
+        record = self.manifest.leaves[leaf]
+        return HeldChunk(leaf, record, record.state(state), chunk)
+
     def chunk_name(self, place: str, leaf: int, chunk: int, state: str) -> Path:
         """Returns a chunk's name in the store: its file, or with CSDs a link to it."""
-        record = self.manifest.leaves[leaf]
-        layout = self.state_chunk(leaf, chunk, record.state(state))
-        name = self.step_path(place) / record.array_name(state) / layout.key
+        name = self.step_path(place) / self.held_chunk(leaf, chunk, state).name
         self._check_folder(self.path, name.parent, is_slot=place in SLOTS)
         return name
 
     def chunk_file(self, place: str, leaf: int, chunk: int, state: str) -> Path:
         """Returns a chunk's real file, on its CSD."""
-        return self._known_chunk(place, leaf, chunk, state)[0]
-
-    def _known_chunk(
-        self, place: str, leaf: int, chunk: int, state: str
-    ) -> tuple[Path, int]:
-        """Returns a chunk's file and its length; every step asks for those of slots."""
         known = self._chunk_files.get((place, leaf, chunk, state))
-        if known is not None:
+        if known is not None:  # every step asks for those of slots
             return known
-        record = self.manifest.leaves[leaf]
-        csd, stored = record.csds[chunk], record.state(state)
-        layout = self.state_chunk(leaf, chunk, stored)
-        file = self.data_path(place, csd) / record.array_name(state) / layout.key
-        is_slot = place in SLOTS
-        self._check_folder(self.csd_directory(csd), file.parent, is_slot=is_slot)
+        file = self.file_of(place, self.held_chunk(leaf, chunk, state))
+        if place in SLOTS:
+            self._chunk_files[place, leaf, chunk, state] = file
+        return file
+
+    def file_of(self, place: str, one: HeldChunk) -> Path:
+        """Returns a chunk's real file, on its CSD."""
+        file = self.data_path(place, one.csd) / one.name
+        root = self.csd_directory(one.csd)
+        self._check_folder(root, file.parent, is_slot=place in SLOTS)
         with translated("look", file), contextlib.suppress(FileNotFoundError):
             # The opener refuses links.
             if not stat.S_ISLNK((status := os.lstat(file)).st_mode):
                 check_regular(file, status)
-        found = file, layout.stored_elements * stored.itemsize
-        if is_slot:
-            self._chunk_files[place, leaf, chunk, state] = found
-        return found
+        return file
 
     @property
     def num_csds(self) -> int:
@@ -285,11 +266,10 @@ class StoreDirectory:
         It reads no data, and looks at no chunk of ordinary size: its reader reports
         whether it is missing, too short, or not a file.
         """
-        for number, leaf, state, chunk in self.held():
-            if math.prod(leaf.chunk_shape) * state.itemsize > _ORDINARY_BYTES:
-                file = self.chunk_file(place, number, chunk, state.name)
-                num_bytes = self.state_bytes(number, chunk, state)
-                check_holds(file.parent, file.name, num_bytes)
+        for one in self.manifest.held():
+            if math.prod(one.leaf.chunk_shape) * one.state.itemsize > _ORDINARY_BYTES:
+                file = self.file_of(place, one)
+                check_holds(file.parent, file.name, one.num_bytes)
 
     # Each of the following refuses to go on if another process may hold the store's
     # lock, too.
@@ -349,20 +329,19 @@ class StoreDirectory:
           keeps: whether a new file gets the old one's content; otherwise the caller
             must write the whole chunk.
         """
-        file, num_bytes = self._known_chunk(place, leaf, chunk, state)
+        one = self.held_chunk(leaf, chunk, state)
+        file = self.chunk_file(place, leaf, chunk, state)
         with self._replace_lock:
             status = _status(file)
             if status.st_nlink > 1:
-                record = self.manifest.leaves[leaf].state(state)
-                with self._replacement(leaf, chunk, file) as temporary:
+                with self._replacement(one.csd, file) as temporary:
                     if keeps:
                         shutil.copyfile(file, temporary, follow_symlinks=False)
                     else:
-                        layout = self.state_chunk(leaf, chunk, record)
-                        self.allocate(temporary, layout, record)
-            elif status.st_size != num_bytes:
+                        allocate(temporary, one)
+            elif status.st_size != one.file_bytes:
                 with translated("allocation", file):
-                    os.truncate(file, num_bytes)
+                    os.truncate(file, one.file_bytes)
         return file
 
     def link_chunk(
@@ -375,27 +354,21 @@ class StoreDirectory:
             # A file with a single link is not in the other slot.
             if _status(old).st_nlink > 1 and new.exists() and old.samefile(new):
                 return
-            with self._replacement(leaf, chunk, new) as temporary:
+            csd = self.manifest.leaves[leaf].csds[chunk]
+            with self._replacement(csd, new) as temporary:
                 link_file(old, temporary)
 
     @contextlib.contextmanager
-    def _replacement(self, leaf: int, chunk: int, file: Path) -> Iterator[Path]:
+    def _replacement(self, csd: int, file: Path) -> Iterator[Path]:
         """Yields a temporary name; the file that the body makes there replaces `file`.
 
         Of these names there is one a CSD, since one file is replaced at a time.
         """
-        csd = self.manifest.leaves[leaf].csds[chunk]
         temporary = self.csd_directory(csd) / _REPLACEMENT
         with translated("replacement", file):
             temporary.unlink(missing_ok=True)
             yield temporary
             temporary.rename(file)
-
-    def allocate(self, file: PathLikeStr, chunk: Chunk, state: StateRecord) -> None:
-        """Makes a chunk's file, and preallocates room for its elements."""
-        logical_bytes = chunk.stored_elements * state.itemsize
-        allocated_bytes = page_ceil(chunk.num_elements * state.itemsize)
-        allocate_file(file, logical_bytes, min(allocated_bytes, logical_bytes))
 
     def prune_replacements(self) -> None:
         """Removes the leftovers of replaced chunk files, after a crash."""
@@ -404,12 +377,11 @@ class StoreDirectory:
             with translated("removal", temporary):
                 temporary.unlink(missing_ok=True)
 
-    def held(self) -> Iterator[HeldChunk]:
-        """Yields the file of each chunk in a slot."""
-        for number, leaf in enumerate(self.manifest.leaves):
-            for state in leaf.states:
-                for chunk in leaf.held:
-                    yield number, leaf, state, chunk
+
+def allocate(file: PathLikeStr, one: HeldChunk) -> None:
+    """Makes a chunk's file, and preallocates room for its elements."""
+    allocated_bytes = min(page_ceil(one.num_bytes), one.file_bytes)
+    allocate_file(file, one.file_bytes, allocated_bytes)
 
 
 def _status(file: Path) -> os.stat_result:

@@ -93,6 +93,7 @@ def read_document(
     remedy: str,
     *,
     check: Callable[[Any], None] = lambda document: None,
+    dec_hook: Callable[[type, Any], Any] | None = None,
     raw: bytes | None = None,
 ) -> _Kind:
     """Reads a document and its seal.
@@ -101,6 +102,7 @@ def read_document(
       path: path of the file; a link is not followed.
       what: the expected document, for the error.
       check: refuses JSON of another kind or version, whatever its seal is.
+      dec_hook: makes values of types that msgspec does not know.
       raw: its bytes, if they are no file's.
 
     Raises:
@@ -114,7 +116,7 @@ def read_document(
         check(document)
         _check_seal(path, raw, what, remedy)
         del document["crc32c"]
-        return convert(document, kind)
+        return convert(document, kind, dec_hook=dec_hook)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import structs
 
 from jaxinf.errors import StoreMismatchError
-from jaxinf.layout import choose_grid, reassign_csds
+from jaxinf.layout import choose_grid, deal_again
 from jaxinf.store.commit import CommitRecord, ScalarState
 from jaxinf.store.creation import chunk_holders, is_unfinished
 from jaxinf.store.manifest import (
@@ -123,7 +123,10 @@ def scalars_of(
     kept = [scalar for scalar in record.scalar_state if scalar.path not in own]
     if AVERAGE not in manifest.state_names:
         return kept
-    return [*kept, *(ScalarState(path, np.array(zero)) for path, zero in own.items())]
+    return [
+        *kept,
+        *(ScalarState.of(path, np.array(zero)) for path, zero in own.items()),
+    ]
 
 
 def coded_leaf(leaf: LeafRecord, codecs: Codecs) -> LeafRecord:
@@ -220,7 +223,7 @@ def divided_leaves(
             present += [n if 0 <= n < count else None for n in before]
             before = None
         found.append((new, before))
-    dealt = iter(reassign_csds(sizes, present, count))
+    dealt = iter(deal_again(sizes, present, count))
     return [
         structs.replace(new, owners=tuple(own or (next(dealt) for _ in new.csds)))
         for new, own in found

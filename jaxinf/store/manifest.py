@@ -6,10 +6,10 @@ does not parse is a `StoreFormatError`; nothing is guessed.
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import ml_dtypes
 import msgspec
@@ -19,7 +19,14 @@ from msgspec.structs import replace
 
 from jaxinf.documents import Document, one_of, shown
 from jaxinf.errors import StoreFormatError
-from jaxinf.layout import CODE_BLOCK, Chunk, LeafGrid, scales_length, shared_grid
+from jaxinf.layout import (
+    CODE_BLOCK,
+    Chunk,
+    LeafGrid,
+    scale_chunks,
+    scales_length,
+    shared_grid,
+)
 from jaxinf.store.documents import (
     Dtype,
     Id,
@@ -207,6 +214,11 @@ class LeafRecord(Document, frozen=True, kw_only=True, dict=True, gc=True):
         chunks = self.grid.chunks()
         return [sum(one.stored_bytes(chunk) for one in self.states) for chunk in chunks]
 
+    def chunks(self, state: StateRecord) -> Sequence[Chunk]:
+        """Returns the chunks of a state's array, one for each of the leaf's grid."""
+        is_scale = state.codec == "scale"
+        return scale_chunks(self.grid) if is_scale else self.grid.chunks()
+
     @cached_property
     def held(self) -> Sequence[int]:
         """Numbers of the chunks that this store holds, in grid order."""
@@ -226,6 +238,62 @@ class LeafRecord(Document, frozen=True, kw_only=True, dict=True, gc=True):
             return range(len(self.csds))
         found = {number: place for place, number in enumerate(self.held)}
         return tuple(found.get(number, -1) for number in range(len(self.csds)))
+
+
+class HeldChunk(NamedTuple):
+    """A chunk's file in each step of a store.
+
+    Attributes:
+      number: number of the leaf.
+      leaf, state: of which it is.
+      chunk: its number in the leaf's grid.
+    """
+
+    number: int
+    leaf: LeafRecord
+    state: StateRecord
+    chunk: int
+
+    @property
+    def layout(self) -> Chunk:
+        """Its place in the state's array."""
+        return self.leaf.chunks(self.state)[self.chunk]
+
+    @property
+    def csd(self) -> int:
+        """The CSD that holds it."""
+        return self.leaf.csds[self.chunk]
+
+    @property
+    def array(self) -> str:
+        """The directory of the state's array, relative to a step."""
+        return self.leaf.array_name(self.state.name)
+
+    @property
+    def name(self) -> str:
+        """Its file, relative to a step."""
+        return f"{self.array}/{self.layout.key}"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        return self.layout.num_elements * self.state.itemsize
+
+    @property
+    def file_bytes(self) -> int:
+        """Length of its file, with the padding that other readers need."""
+        return self.layout.stored_elements * self.state.itemsize
+
+    @property
+    def drive_bytes(self) -> int:
+        """Bytes that it takes on the drive: whole pages."""
+        return self.state.stored_bytes(self.leaf.grid.chunks()[self.chunk])
+
+    def __str__(self) -> str:
+        return (
+            f"leaf {self.leaf.name}, {self.state.name}, chunk {self.chunk} of "
+            f"{len(self.leaf.csds)}, on CSD {self.csd}"
+        )
 
 
 class Member(Document, frozen=True):
@@ -295,22 +363,30 @@ class Manifest(
     @cached_property
     def num_held_params(self) -> int:
         """Elements of the chunks that this store holds."""
-        if self.member is None:
-            return self.num_params
-        chunks = [(leaf, leaf.grid.chunks()) for leaf in self.leaves]
-        return sum(own[n].num_elements for leaf, own in chunks for n in leaf.held)
+        return sum(
+            leaf.grid.chunks()[number].num_elements
+            for leaf in self.leaves
+            for number in leaf.held
+        )
+
+    def arrays(self) -> Iterator[tuple[str, LeafRecord, StateRecord]]:
+        """Yields the name of each array in a step, its leaf and its state."""
+        for leaf in self.leaves:
+            for state in leaf.states:
+                yield leaf.array_name(state.name), leaf, state
+
+    def held(self) -> Iterator[HeldChunk]:
+        """Yields the chunks that this store holds, by array."""
+        for number, leaf in enumerate(self.leaves):
+            for state in leaf.states:
+                for chunk in leaf.held:
+                    yield HeldChunk(number, leaf, state, chunk)
 
     @property
     def state_names(self) -> tuple[str, ...]:
         """Every state's name, the master params first."""
         names = dict.fromkeys(s.name for leaf in self.leaves for s in leaf.states)
         return tuple(names) or (MASTER_PARAMS,)
-
-    @property
-    def decoded(self) -> "Manifest":
-        """Returns the same store without codecs."""
-        leaves = [replace(leaf, states=leaf.slots) for leaf in self.leaves]
-        return replace(self, leaves=tuple(leaves))
 
     @cached_property
     def common(self) -> dict[str, Any]:
@@ -381,6 +457,12 @@ class Manifest(
                 return held
             leaves = [held_by(leaf, leaf.owners, member) for leaf in held.leaves]
             return replace(held, leaves=tuple(leaves))
+
+
+def without_csds(manifest: Manifest) -> Manifest:
+    """Returns a store's manifest whose chunks are all in one place."""
+    leaves = (replace(leaf, csds=(0,) * len(leaf.csds)) for leaf in manifest.leaves)
+    return replace(manifest, csds=(), leaves=tuple(leaves))
 
 
 def held_by(leaf: LeafRecord, owners: Sequence[int], member: Member) -> LeafRecord:

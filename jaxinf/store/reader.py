@@ -22,12 +22,17 @@ from jaxinf.layout import (
     SCALES_ALIGNMENT_ELEMENTS,
     Chunk,
     CodedSlot,
-    scale_chunks,
     scatter,
 )
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.directory import StoreDirectory
-from jaxinf.store.manifest import LeafRecord, Manifest, StateRecord, dtype_of
+from jaxinf.store.manifest import (
+    HeldChunk,
+    LeafRecord,
+    Manifest,
+    StateRecord,
+    dtype_of,
+)
 from jaxinf.transfer import (
     MACHINE_MEMORY_BYTES,
     PAGE_BYTES,
@@ -78,9 +83,7 @@ class Damage:
 
 def corrupt_chunk(
     file: Path,
-    leaf: LeafRecord,
-    state: str,
-    chunk: int,
+    one: HeldChunk,
     expected: int | None,
     found: int,
     *,
@@ -95,11 +98,10 @@ def corrupt_chunk(
     """
     wanted = "none" if expected is None else f"{expected:08x}"
     return StoreCorruptError(
-        f"{os.path.realpath(file)}: leaf {leaf.name}, {state}, chunk {chunk} of "
-        f"{len(leaf.csds)}, on CSD {leaf.csds[chunk]}: expected CRC-32C {wanted} "
-        f"{when}, found {found:08x}; nothing was made of it. Check the drive (dmesg, "
-        f'smartctl), see "jaxinf verify {store}" for all that is damaged, and restore '
-        "a checkpoint or a backup"
+        f"{os.path.realpath(file)}: {one}: expected CRC-32C {wanted} {when}, found "
+        f"{found:08x}; nothing was made of it. Check the drive (dmesg, smartctl), see "
+        f'"jaxinf verify {store}" for all that is damaged, and restore a checkpoint or '
+        "a backup"
     )
 
 
@@ -221,13 +223,11 @@ class StepReader:
     ) -> None:
         self._read_pieces = read_pieces or stored_pieces
         self._places = places or [step]
+        self._drives = list(map(str, self._places))
         if directory is not None:
             self._places = directory.data_paths(step)
-
-        self._drives = [
-            str(self._places[n] if directory is None else directory.csd_directory(n))
-            for n in range(len(self._places))
-        ]
+            csds = range(directory.num_csds)
+            self._drives = [str(directory.csd_directory(csd)) for csd in csds]
         self._sums = (record or CommitRecord.read(step / "commit.json")).checksums
         self._meters = meters
         self.num_threads = max(1, min(_MOST_THREADS, memory_bytes // (2 * PIECE_BYTES)))
@@ -239,7 +239,6 @@ class StepReader:
         )
         # An element has 8 bytes at most; its scale or remainder may add as much.
         self._pool = BufferPool(16 * self.num_threads * self._piece_elements)
-        self._chunks: dict[tuple[tuple[str, ...], bool], Sequence[Chunk]] = {}
 
     def __enter__(self) -> "StepReader":
         return self
@@ -248,35 +247,30 @@ class StepReader:
         self._pool.close()
 
     def pieces(
-        self, leaf: LeafRecord, state: StateRecord, chunks: Iterable[int] | None = None
+        self, leaf: LeafRecord, state: StateRecord, number: int
     ) -> Iterator[ChunkRun]:
-        """Yields a state's elements, decoded; blocks.
+        """Yields a chunk's elements of a state, decoded; blocks.
 
         Args:
           state: one of the leaf's states. Scales and remainders are yielded as stored,
             in chunks of their own array.
-          chunks: numbers of the chunks to read, in this order; by default all.
+          number: number of the chunk.
 
         Raises:
-          StoreCorruptError: a chunk is damaged; raised before its last piece.
-          StoreIOError: a chunk is missing, too short, or the drive failed.
+          StoreCorruptError: the chunk is damaged; raised before its last piece.
+          StoreIOError: it is missing, too short, or the drive failed.
         """
-        is_coded = state.codec and not state.is_beside
-        beside = leaf.beside(state) if is_coded else None
-        for number in leaf.held if chunks is None else chunks:
-            found = self.stored(leaf, state, number)
-            if not is_coded:
-                yield from found
-                continue
-            others = itertools.repeat(None)
-            if beside is not None:  # its scales or remainders, both to the last piece
-                per_piece = beside.num_elements(self._piece_elements)
-                others = self.stored(leaf, beside, number, per_piece)
-            for piece, rest in zip(found, others, strict=beside is not None):
-                coded = CodedSlot.of(
-                    piece.values, None if rest is None else rest.values
-                )
-                yield replace(piece, values=coded.decode())
+        found = self.stored(leaf, state, number)
+        if not state.codec or state.is_beside:
+            yield from found
+            return
+        others = itertools.repeat(None)
+        if beside := leaf.beside(state):  # scales or remainders, to the last piece
+            per_piece = beside.num_elements(self._piece_elements)
+            others = self.stored(leaf, beside, number, per_piece)
+        for piece, rest in zip(found, others, strict=beside is not None):
+            coded = CodedSlot.of(piece.values, None if rest is None else rest.values)
+            yield replace(piece, values=coded.decode())
 
     def stored(
         self,
@@ -299,31 +293,28 @@ class StepReader:
         Raises:
           StoreCorruptError, StoreIOError: as for `pieces`.
         """
-        chunk = self._chunks_of(leaf, state)[number]
-        target = into(chunk)
-        name = leaf.array_name(state.name)
-        root, key = self._places[self._csd(leaf, number)], f"{name}/{chunk.key}"
-        sums = self._sums.get(name, ())
-        place = leaf.places[number]
+        one = HeldChunk(-1, leaf, state, number)
+        chunk, place = one.layout, leaf.places[number]
+        target, csd = into(chunk), self._place(one)
         assert place >= 0, f"leaf {leaf.name}: chunk {number} is another member's"
+        sums = self._sums.get(one.array, ())
         expected = int(sums[place]) if place < len(sums) else None
 
         def check(found: int) -> None:
             if found != expected:
-                raise corrupt_chunk(
-                    root / key, leaf, state.name, number, expected, found
-                )
+                file = self._places[csd] / one.name
+                raise corrupt_chunk(file, one, expected, found)
 
         pieces = self._read_pieces(
-            root,
-            key,
-            chunk.num_elements * state.itemsize,
+            self._places[csd],
+            one.name,
+            one.num_bytes,
             self._pool,
             check,
             piece_bytes=(per_piece or self._piece_elements) * state.itemsize,
             meters=self._meters,
-            drive=self._drives[self._csd(leaf, number)],
-            what=name,
+            drive=self._drives[csd],
+            what=one.array,
             target=None if target is None else target.view(np.uint8),
         )
         start = 0
@@ -332,15 +323,8 @@ class StepReader:
             yield ChunkRun(number, chunk, start, values)
             start += values.size
 
-    def _csd(self, leaf: LeafRecord, number: int) -> int:
-        return leaf.csds[number] if len(self._places) > 1 else 0
-
-    def _chunks_of(self, leaf: LeafRecord, state: StateRecord) -> Sequence[Chunk]:
-        key = leaf.path, state.codec == "scale"
-        if key not in self._chunks:
-            chunks = leaf.grid.chunks()
-            self._chunks[key] = scale_chunks(leaf.grid, chunks) if key[1] else chunks
-        return self._chunks[key]
+    def _place(self, one: HeldChunk) -> int:
+        return one.csd if len(self._places) > 1 else 0
 
     def read(self, leaf: LeafRecord, state: StateRecord) -> Array:
         """Reads a whole array in the leaf's shape, coded states as float32; blocks.
@@ -361,12 +345,8 @@ class StepReader:
     def read_held(self, leaf: LeafRecord, state: StateRecord) -> Array:
         """As `read`, with zeros for the chunks that other members hold."""
         for number in leaf.held:  # check before memory is allocated
-            chunk = self._chunks_of(leaf, state)[number]
-            check_holds(
-                self._places[self._csd(leaf, number)],
-                f"{leaf.array_name(state.name)}/{chunk.key}",
-                chunk.num_elements * state.itemsize,
-            )
+            one = HeldChunk(-1, leaf, state, number)
+            check_holds(self._places[self._place(one)], one.name, one.num_bytes)
         dtype = dtype_of(state.decoded().dtype)
         needed = leaf.grid.num_elements * dtype.itemsize
         if needed > MACHINE_MEMORY_BYTES:
@@ -379,7 +359,7 @@ class StepReader:
         origin = (0,) * len(leaf.shape)
 
         def take(number: int) -> None:
-            for piece in self.pieces(leaf, state, [number]):
+            for piece in self.pieces(leaf, state, number):
                 scatter(out, piece.chunk, origin, piece.start, piece.values)
 
         for _ in over(leaf.held, take, self.num_threads):
@@ -405,9 +385,6 @@ class PieceRuns:
             self._rest = self._rest[part.size :]
             done += part.size
         return out
-
-
-# --- for other readers -------------------------------------------------------------
 
 
 def find_leaf(manifest: Manifest, state: str, leaf: str) -> LeafRecord:

@@ -11,7 +11,6 @@ docs/format.md, "Hard links".
 import contextlib
 import errno
 import shutil
-import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +32,6 @@ from jaxinf.store.lock import LockFile, lock_exclusively
 from jaxinf.store.manifest import FORMAT_VERSION, Manifest
 from jaxinf.store.owners import current_store
 from jaxinf.store.reader import StepReader
-from jaxinf.store.stock import link_carry
 from jaxinf.transfer import translated
 
 _CANNOT_PIN = {
@@ -105,8 +103,7 @@ def pinned_step(directory: StoreDirectory) -> Iterator[WholeStep]:
             owner.hold()
             live = directory.step_path(slot)
             carry = CommitRecord.read(live / "commit.json").carry
-            make_place(directory, place, time.time_ns(), carry, source=slot)
-            link_carry(live, root, carry)
+            make_place(directory, place, carry, source=slot)
             link_file(live / "commit.json", root / "commit.json")
         yield step_of(directory, root)
 
@@ -181,7 +178,7 @@ def joined_step(steps: Sequence[WholeStep]) -> WholeStep:
         member=None,
         format_version=FORMAT_VERSION,
     )
-    commit = replace(first.commit, checksums=sums, commit="", inexact=bounds)
+    commit = first.commit.replace(checksums=sums, commit="", inexact=bounds)
     places = tuple(place for one in steps for place in one.places)
     return WholeStep(first.path, manifest, commit, places)
 

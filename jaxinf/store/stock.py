@@ -9,6 +9,7 @@ never written. A store whose steps carry nothing has no file of it.
 
 import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -85,7 +86,6 @@ def tree_document(manifest: Manifest, carry: Sequence[CarriedArray] = ()) -> byt
 
 def step_documents(
     manifest: Manifest,
-    timestamp_ns: int,
     carry: Sequence[CarriedArray] = (),
     *,
     is_item: bool = False,
@@ -93,25 +93,22 @@ def step_documents(
     """Yields the documents by which other tools read a step's chunks, by name.
 
     Args:
-      timestamp_ns: the time that they say.
       carry: arrays that the step carries, which have documents of their own.
       is_item: whether the tree is the item of a checkpoint, as Orbax's managers expect,
         rather than the checkpoint itself.
     """
-    for leaf in manifest.leaves:
-        for state in leaf.states:
-            shape, chunk_shape = map(tuple, leaf.array_grid(state))
-            content = array_document(shape, chunk_shape, state.dtype)
-            yield f"{leaf.array_name(state.name)}/zarr.json", content
+    for name, leaf, state in manifest.arrays():
+        shape, chunk_shape = map(tuple, leaf.array_grid(state))
+        yield f"{name}/zarr.json", array_document(shape, chunk_shape, state.dtype)
     group = {"zarr_format": 3, "node_type": "group", "attributes": {}}
     yield "zarr.json", encode(group)
     yield "_METADATA", tree_document(manifest, carry)
+    now = time.time_ns()
     checkpoint = {
         "item_handlers": {_ITEM: ORBAX_HANDLER} if is_item else ORBAX_HANDLER,
         "metrics": {},
         "performance_metrics": {},
-        _TIMES[0]: timestamp_ns,
-        _TIMES[1]: timestamp_ns,
+        **dict.fromkeys(_TIMES, now),
         "custom_metadata": {},
     }
     yield "_CHECKPOINT_METADATA", encode(checkpoint)
@@ -121,7 +118,6 @@ def step_documents(
 def create_documents(
     step: Path,
     manifest: Manifest,
-    timestamp_ns: int,
     carry: Sequence[CarriedArray] = (),
     *,
     is_item: bool = False,
@@ -133,7 +129,7 @@ def create_documents(
     """
     made: set[str] = set()
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-    for name, content in step_documents(manifest, timestamp_ns, carry, is_item=is_item):
+    for name, content in step_documents(manifest, carry, is_item=is_item):
         make_folder(os.path.dirname(f"{step}/{name}"), made)
         if source is not None and not (is_item and name == "_CHECKPOINT_METADATA"):
             check_holds(source, name, 0)  # no link leads there
@@ -160,7 +156,7 @@ def document_problems(
     Spelling and times of documents may differ.
     """
     own = [(one.document, _carried_document(one)) for one in carry]
-    for name, expected in (*step_documents(manifest, 0, carry, is_item=is_item), *own):
+    for name, expected in (*step_documents(manifest, carry, is_item=is_item), *own):
         try:
             found = read_beneath(step, name, MOST_BYTES)
             if found != expected and _content(found) != _content(expected):
@@ -201,7 +197,7 @@ def make_folder(folder: str, made: set[str]) -> None:
 
 def orbax_links(manifest: Manifest, carry: Sequence[CarriedArray]) -> dict[str, str]:
     """Returns a checkpoint's links, by which Orbax's managers find its only item."""
-    names = [n.array_name(s.name) for n in manifest.leaves for s in n.states]
+    names = [name for name, _, _ in manifest.arrays()]
     names += ["_METADATA", *(one.name for one in carry)]
     return {**{f"{_ITEM}/{name}": f"../{name}" for name in names}, _STATE: _ITEM}
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from jaxinf.errors import StoreError, StoreFormatError
 from jaxinf.store.checkpoint import stray_checkpoints
 from jaxinf.store.commit import CarriedArray, CommitRecord
-from jaxinf.store.directory import SLOTS, HeldChunk, StoreDirectory
-from jaxinf.store.manifest import Manifest
+from jaxinf.store.directory import SLOTS, StoreDirectory
+from jaxinf.store.manifest import HeldChunk, Manifest
 from jaxinf.store.members import member_name
 from jaxinf.store.reader import PIECE_BYTES, Damage, file_checksum, over
 from jaxinf.store.stock import document_problems, orbax_links
@@ -23,10 +23,7 @@ from jaxinf.typing import ProgressCallback
 
 def step_bytes(directory: StoreDirectory) -> int:
     """Returns the bytes of state in one committed step, without padding."""
-    return sum(
-        directory.state_bytes(number, chunk, state)
-        for number, _, state, chunk in directory.held()
-    )
+    return sum(one.num_bytes for one in directory.manifest.held())
 
 
 def verify_step(
@@ -53,34 +50,27 @@ def verify_step(
     place = _place(directory, step_path)
     damages = [*_link_damages(directory, place, record.carry)] if place else []
     damages += _documents(directory, step_path, place, record)
-    chunks = list[HeldChunk]()
-    for number, leaf in enumerate(directory.manifest.leaves):
-        for state in leaf.states:
-            name = leaf.array_name(state.name)
-            if (found := len(record.checksums.get(name, ()))) == len(leaf.held):
-                chunks += [(number, leaf, state, chunk) for chunk in leaf.held]
-            else:
-                problem = f"expected {len(leaf.held)} checksums, found {found}"
-                what = f"leaf {leaf.name}, {state.name}"
-                damages.append(Damage(step_path, record_path, what, problem))
+    for name, leaf, state in directory.manifest.arrays():
+        if (found := len(record.checksums.get(name, ()))) != len(leaf.held):
+            problem = f"expected {len(leaf.held)} checksums, found {found}"
+            what = f"leaf {leaf.name}, {state.name}"
+            damages.append(Damage(step_path, record_path, what, problem))
     seen, total, done = {} if seen is None else seen, step_bytes(directory), 0
     with closing(BufferPool(num_threads * PIECE_BYTES)) as pool:
 
         def verify(one: HeldChunk) -> Damage | None:
-            number, leaf, state, chunk = one
-            csd, name = leaf.csds[chunk], leaf.array_name(state.name)
-            root = directory.data_path(place, csd) if place else step_path
-            file = root / name / directory.state_chunk(number, chunk, state).key
-            expected = int(record.checksums[name][leaf.places[chunk]])
-            problem = _problem(directory, root, file, one, expected, seen, pool)
-            what = f"leaf {leaf.name}, {state.name}, chunk {chunk} of "
-            what += f"{len(leaf.csds)}, on CSD {csd}"
-            return Damage(step_path, file, what, problem) if problem else None
+            sums, number = record.checksums.get(one.array, ()), one.leaf.places
+            if len(sums) != len(one.leaf.held):
+                return None  # said above
+            root = directory.data_path(place, one.csd) if place else step_path
+            expected = int(sums[number[one.chunk]])
+            problem = _problem(root, one, expected, seen, pool)
+            file = root / one.name
+            return Damage(step_path, file, str(one), problem) if problem else None
 
-        for (number, _, state, chunk), damage in over(chunks, verify, num_threads):
-            if damage is not None:
-                damages.append(damage)
-            done += directory.state_bytes(number, chunk, state)
+        for one, damage in over(directory.manifest.held(), verify, num_threads):
+            damages += [damage] if damage is not None else []
+            done += one.num_bytes
             if progress is not None:
                 progress(done, total)
     return damages
@@ -97,37 +87,32 @@ def _place(directory: StoreDirectory, step_path: Path) -> str | None:
 
 
 def _problem(
-    directory: StoreDirectory,
     root: Path,
-    file: Path,
     one: HeldChunk,
     expected: int,
     seen: dict[tuple[int, int], int],
     pool: BufferPool,
 ) -> str | None:
-    number, _, state, chunk = one
-    layout = directory.state_chunk(number, chunk, state)
-    num_bytes = layout.num_elements * state.itemsize
-    file_bytes = layout.stored_elements * state.itemsize  # stock readers need as much
     try:
-        fd = open_beneath(root, file.relative_to(root))
+        fd = open_beneath(root, one.name)
         try:
             status = os.fstat(fd)
         finally:
             os.close(fd)
-        if status.st_size < num_bytes:
-            return f"truncated: expected {num_bytes} bytes, found {status.st_size}"
+        if status.st_size < one.num_bytes:
+            return f"truncated: expected {one.num_bytes} bytes, found {status.st_size}"
         inode = (status.st_dev, status.st_ino)
         if (found := seen.get(inode)) is None:
-            found = seen[inode] = file_checksum(file, num_bytes, pool)
+            found = file_checksum(root / one.name, one.num_bytes, pool)
+            seen[inode] = found
     except FileNotFoundError:
         return "expected a chunk file, found none"
     except (StoreError, OSError) as error:
         return str(error)
     if found != expected:
         return f"expected CRC-32C {expected:08x}, found {found:08x}"
-    if status.st_size != file_bytes:
-        return f"expected a file of {file_bytes} bytes, found {status.st_size}"
+    if status.st_size != one.file_bytes:  # stock readers need as much
+        return f"expected a file of {one.file_bytes} bytes, found {status.st_size}"
     return None
 
 
@@ -147,17 +132,13 @@ def _link_damages(
     if place.startswith("checkpoints/"):
         links = orbax_links(directory.manifest, carry)
     pairs = [(step_path / name, target) for name, target in links.items()]
-    for number, leaf, state, chunk in directory.held():
-        if not directory.manifest.csds:
-            break
+    for one in directory.manifest.held() if directory.manifest.csds else ():
         try:
-            at = place, number, chunk, state.name
-            pair = directory.chunk_name(*at), str(directory.chunk_file(*at))
-            pairs.append(pair)
+            at = place, one.number, one.chunk, one.state.name
+            pairs.append((directory.chunk_name(*at), str(directory.chunk_file(*at))))
         except StoreError as error:
-            what = f"leaf {leaf.name}, {state.name}"
-            array = step_path / leaf.array_name(state.name)
-            yield Damage(step_path, array, what, str(error))
+            what = f"leaf {one.leaf.name}, {one.state.name}"
+            yield Damage(step_path, step_path / one.array, what, str(error))
     for link, expected in pairs:
         try:
             found = f"one to {os.readlink(link)}"

@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-from dataclasses import replace
 
 import jax.numpy as jnp
 import optax
@@ -143,9 +142,9 @@ def test_a_step_that_one_member_is_still_to_flip_to_is_not_given_up(store, capsy
     copied(store, run, processes=2, checkpoints=True)
     members = [StoreDirectory.open(path) for path in find_members(run)]
     for one in members:  # killed when all have met, and one has flipped and kept it
-        for leaf, _, state, number in one.held():
+        for leaf, _, state, number in one.manifest.held():
             one.link_chunk("a", "b", leaf, number, state.name)
-        record = replace(one.read_record("a"), step=4, commit=f"{4:032}-4")
+        record = one.read_record("a").replace(step=4, commit=f"{4:032}-4")
         one.write_record("b", record)
     members[0].flip("b")
     save_checkpoint(members[0], "four")
@@ -164,7 +163,7 @@ def test_members_without_a_common_step_go_back_to_a_checkpoint(store, capsys):
     copied(store, run, processes=2, checkpoints=True)
     one = StoreDirectory.open(find_members(run)[1])  # restored from a backup
     record = one.read_record("a")
-    one.write_record("a", replace(record, step=9, commit=f"{9:032}-9"))
+    one.write_record("a", record.replace(step=9, commit=f"{9:032}-9"))
     words = ["checkpoint", "restore", str(run), "x"]
     assert main(words) == 1
     advice = f"jaxinf {' '.join(words[:3])} NAME --discard-current"

@@ -82,8 +82,7 @@ CASES += [("trace", use) for use in ALL]
 def test_a_flipped_bit_is_refused(drive, capsys, place, state, use, leaf, where):
     driver = drive(leaves=LEAVES).init()
     number = list(LEAVES).index(leaf)
-    record = driver.opened.directory.manifest.leaves[number].state(state)
-    last = driver.opened.directory.state_bytes(number, 0, record) - 1
+    last = driver.opened.directory.held_chunk(number, 0, state).num_bytes - 1
     driver.close()
     flip(driver, leaf, state, 0 if where == "first" else last)
     driver = drive(leaves=LEAVES)

@@ -11,7 +11,7 @@ from copies import copied
 import jaxinf
 from jaxinf.errors import ExchangeError
 from jaxinf.exchange import ObjectStore
-from jaxinf.store import StoreDirectory
+from jaxinf.store import HeldChunk, StoreDirectory
 
 LEAVES = {"w": ((6, 1024), "float32"), "half": ((33, 257), "bfloat16")}
 
@@ -25,7 +25,7 @@ def chunks_of(step, manifest):
     return {
         (leaf.name, state.name, chunk): directory.chunk_file(
             place, number, chunk, state.name
-        ).read_bytes()[: directory.state_bytes(number, chunk, state)]
+        ).read_bytes()[: HeldChunk(number, leaf, state, chunk).num_bytes]
         for number, leaf in enumerate(directory.manifest.leaves)
         for state in leaf.states
         for chunk in leaf.held

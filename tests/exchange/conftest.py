@@ -68,8 +68,10 @@ def make_step(place: Path) -> Callable[..., tuple[WholeStep, dict]]:
             directory, "a", partial(any_bits, np.random.default_rng(0))
         )
         scalars = (
-            ScalarState("[0].count", np.asarray(7, np.int32)),
-            ScalarState("[1]['rate']", np.asarray([0.1, np.nan], ml_dtypes.bfloat16)),
+            ScalarState.of("[0].count", np.asarray(7, np.int32)),
+            ScalarState.of(
+                "[1]['rate']", np.asarray([0.1, np.nan], ml_dtypes.bfloat16)
+            ),
         )
         record = CommitRecord(7, scalars, 2, {"seed": 3}, checksums)
         directory.publish("a", record)

@@ -45,9 +45,7 @@ def test_round_trip(make_step, place, check_bits, num_csds, num_new_csds):
     for root in roots:
         root.mkdir()
     calls = []
-    report = copied(
-        kept, place / "again", lambda *call: calls.append(call), roots=roots
-    )
+    copied(kept, place / "again", lambda *call: calls.append(call), roots=roots)
     directory = StoreDirectory.open(place / "again")
     again, found = read_step(directory)
     check_bits(found, arrays)
@@ -60,7 +58,6 @@ def test_round_trip(make_step, place, check_bits, num_csds, num_new_csds):
             new = place / "again/current" / file.relative_to(step.path)
             assert file.is_dir() or new.read_bytes() == file.read_bytes()
     assert dict(directory.manifest.kernels) == dict(step.manifest.kernels)
-    assert report.step == 7
     # The other slot has room for as much.
     assert calls[-1][0] == calls[-1][1] == 2 * sum(a.nbytes for a in arrays.values())
 

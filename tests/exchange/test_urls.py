@@ -21,7 +21,7 @@ from raw_stores import read_array
 from jaxinf.cli.commands import main
 from jaxinf.errors import ExchangeError, StoreFormatError
 from jaxinf.exchange import ExportOptions, export_url, url_export
-from jaxinf.store import CommitRecord, StoreDirectory, seal, verify_step
+from jaxinf.store import CommitRecord, HeldChunk, StoreDirectory, seal, verify_step
 from jaxinf.transfer import crc32c
 
 KILLED = Path(__file__).parents[1] / "programs/killed_export.py"
@@ -45,8 +45,9 @@ def chunks_of(path, place="current"):
         for state in leaf.states:
             for chunk in leaf.held:
                 file = directory.chunk_file("a", number, chunk, state.name)
-                num_bytes = directory.state_bytes(number, chunk, state)
-                found[leaf.name, state.name, chunk] = file.read_bytes()[:num_bytes]
+                held = HeldChunk(number, leaf, state, chunk)
+                raw = file.read_bytes()[: held.num_bytes]
+                found[leaf.name, state.name, chunk] = raw
     return found
 
 
@@ -82,9 +83,7 @@ def test_round_trip(make_step, place, num_csds):
         CommitRecord.read(p / "current/commit.json") for p in (made, old)
     )
     assert found.payload == expected.payload
-    assert [s.document for s in found.scalar_state] == [
-        s.document for s in expected.scalar_state
-    ]
+    assert found.scalar_state == expected.scalar_state
     again = export_url(step, url, options=ExportOptions(1 << 20))
     assert again.num_kept == len(chunks_of(old))
 
@@ -220,7 +219,7 @@ def test_places_that_are_refused_before_anything_is_written(make_step, place):
     (place / "other/file").write_text("a user's")
     refused(f"file://{place}/other", "found other objects, such as file")
     export_url(step, f"file://{place}/out")
-    later = replace(step, commit=replace(step.commit, step=9))
+    later = replace(step, commit=step.commit.replace(step=9))
     refused(f"file://{place}/out", "found step 7 of store", step=later)
     (place / "out/export.json").unlink()
     refused(f"file://{place}/out", "exporting step 9", step=later)

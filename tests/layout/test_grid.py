@@ -72,7 +72,7 @@ def test_scalar_and_empty_leaves():
     (chunk,) = LeafGrid((), ()).chunks()
     assert (chunk.key, chunk.num_elements, chunk.stored_elements) == ("c", 1, 1)
     empty = LeafGrid((0, 5), (1, 4096))
-    assert (empty.grid_shape, empty.num_chunks, empty.chunks()) == ((0, 1), 0, [])
+    assert (empty.grid_shape, empty.num_chunks, empty.chunks()) == ((0, 1), 0, ())
 
 
 @pytest.mark.parametrize(

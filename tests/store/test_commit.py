@@ -10,7 +10,6 @@ from hypothesis.extra import numpy as hnp
 from jaxinf.documents import decode, encode
 from jaxinf.errors import StoreFormatError
 from jaxinf.store import CommitRecord, ScalarState
-from jaxinf.store.commit import ScalarDocument
 from jaxinf.store.documents import write_document
 
 DTYPES = [
@@ -45,8 +44,8 @@ def test_scalars_keep_their_bits(data):
     if dtype.kind == "b":
         raw = bytes(byte & 1 for byte in raw)
     value = np.frombuffer(raw, dtype).reshape(shape)
-    raw = encode(ScalarState("#0/.x", value).document)
-    back = ScalarState.of(decode(raw, ScalarDocument))
+    raw = encode(ScalarState.of("#0/.x", value))
+    back = decode(raw, ScalarState)
     assert back.path == "#0/.x"
     assert same_bits(back.value, value)
 

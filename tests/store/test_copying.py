@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -256,7 +255,7 @@ def test_members_at_different_steps_go_to_the_common_one(place):
         shutil.rmtree(part.step_path("b"))
         shutil.copytree(part.step_path("a"), part.step_path("b"))
         record = part.read_record("b")
-        part.write_record("b", replace(record, step=2, commit=f"{'0' * 32}-7"))
+        part.write_record("b", record.replace(step=2, commit=f"{'0' * 32}-7"))
     parts[1].flip("b")
     copied(path, processes=3)
     for part in find_members(path):

@@ -125,7 +125,7 @@ class Driver:
         return rounded
 
     def scalars(self, step):
-        return [ScalarState("#0/.n", np.array(step, np.int32))]
+        return [ScalarState.of("#0/.n", np.array(step, np.int32))]
 
     def part(self, number, gradient=1.0):
         """Makes a callback's request for a leaf at the present step."""

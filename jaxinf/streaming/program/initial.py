@@ -196,7 +196,7 @@ def initial_inputs(
     scalars, inputs = jax.jit(compute)()
     paths = map(encode_path, program.layout.scalar_keys)
     state = [
-        ScalarState(path, np.array(key_data(value)))
+        ScalarState.of(path, np.array(key_data(value)))
         for path, value in zip(paths, scalars, strict=True)
     ]
     return state, {

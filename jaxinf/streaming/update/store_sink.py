@@ -224,7 +224,7 @@ class StoreSink(Sink):
         if kept:
             opened.update(self._step, *kept)
         held = zip(opened.finished.scalar_state, self._passes.finish(), strict=True)
-        scalars = [ScalarState(old.path, new) for old, new in held]
+        scalars = [ScalarState.of(old.path, new) for old, new in held]
         num_skipped = opened.finished.skipped_steps + self._num_skipped
         kept = {"carry": self._carried, "streams": self._streams}
         opened.finish(self._step, scalars, num_skipped, **kept)
