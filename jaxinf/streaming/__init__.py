@@ -31,7 +31,6 @@ from jaxinf.streaming.function import StreamedFunction
 from jaxinf.streaming.in_memory import InMemoryStep
 from jaxinf.streaming.plan.calls import Plan, Policy
 from jaxinf.streaming.plan.memory import DeviceLimit, store_memory_bytes
-from jaxinf.streaming.plan.options import DeviceUpdates
 from jaxinf.streaming.program.initial import check_init
 from jaxinf.streaming.streamed_step import StreamedStep
 from jaxinf.streaming.update.near_storage import passes_for, trace_optimizer

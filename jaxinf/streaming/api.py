@@ -25,7 +25,7 @@ from jaxinf.streaming.in_memory import InMemoryStep
 from jaxinf.streaming.plan.calls import POLICIES, Policy
 from jaxinf.streaming.plan.group_step import GroupStep
 from jaxinf.streaming.plan.memory import store_memory_bytes
-from jaxinf.streaming.plan.options import DeviceUpdates, StepOptions
+from jaxinf.streaming.plan.options import StepOptions
 from jaxinf.streaming.streamed_step import StreamedStep
 from jaxinf.streaming.update.device_updates import check_device_updates
 from jaxinf.terminal import exact_bytes, format_bytes, given_bytes
@@ -52,7 +52,7 @@ def stream(
     compress: TopK | None = None,
     extra_args: Mapping[str, Any] | None = None,
     deterministic: bool = True,
-    device_updates: DeviceUpdates = None,
+    device_updates: int | None = None,
     carry: Callable[[PyTree], PyTree] | None = None,
 ) -> StreamedStep:
     """Makes a training step for a model that need not fit in memory.
@@ -104,10 +104,9 @@ def stream(
         ``XLA_FLAGS`` has precedence. Nothing changes elsewhere (docs/accelerators.md).
       device_updates: The JAX device computes the updates of every so many subgroups of
         the optimizer's state, while the host computes the others; 1 for all that it
-        can, 0 for none, ``"auto"`` for as many as save time, as is measured when steps
-        are planned. Their copies take a fixed part of the device's memory. By default
-        as in the store's last step, and none in a new store (docs/streaming.md,
-        "Updates on the device").
+        can, 0 for none. Their copies take a fixed part of the device's memory. By
+        default as in the store's last step, and none in a new store
+        (docs/streaming.md, "Updates on the device").
       carry: With `has_aux`, ``carry(aux)`` gives a tree of arrays that are committed
         with the step, 64 MiB at most: batch statistics, typed keys, counters.
         `Store.carried` returns them.

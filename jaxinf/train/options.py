@@ -14,7 +14,7 @@ from jaxinf_models import TaskName
 from jaxinf.command_line import ByteSize
 from jaxinf.engine import Durability
 from jaxinf.store import StateFormat
-from jaxinf.streaming import DeviceUpdates, Policy
+from jaxinf.streaming import Policy
 from jaxinf.terminal import parse_bytes
 
 HELD_OUT_SHARE = 0.05
@@ -232,10 +232,10 @@ class Options:
     micro_batches: int = 1
 
     # For --mode stream: the JAX device computes the updates of every so many parts of
-    # the optimizer's state, and the host the others; 0: the host all. auto: as many as
-    # save time, as was measured, or none (docs/streaming.md).
+    # the optimizer's state, and the host the others; 0: the host all
+    # (docs/streaming.md).
     device_updates: Annotated[
-        DeviceUpdates, _shown("{INT,auto}", "as in the store's last step, or 0")
+        int | None, _shown("INT", "as in the store's last step, or 0")
     ] = None
 
     # --- commits and checkpoints ------------------------------------------------------

@@ -3,9 +3,8 @@
 One step after another is made with each choice, in turns: the host alone, and the
 device with every k-th subgroup. State stays in memory, so drives are no bound. The
 host's kernels, the device's, and each way of the link are token buckets; all else is as
-in a run. The model takes the slower side's time, and the choice that
-``device_updates="auto"`` makes of these rates is printed, too. It is of the updates
-alone, from the first gradient to the end of the step.
+in a run. The model takes the slower side's time. It is of the updates alone, from the
+first gradient to the end of the step.
 
     python scripts/repro/device_updates.py --store /mnt/nvme0/tmp
 """
@@ -26,7 +25,7 @@ from throttled import Server
 import jaxinf
 from jaxinf.csd import HostCsd
 from jaxinf.streaming.update import device_updates
-from jaxinf.streaming.update.device_updates import DeviceUpdater, interval
+from jaxinf.streaming.update.device_updates import DeviceUpdater
 from jaxinf.streaming.update.store_sink import StoreSink
 
 STATE_BYTES = 12
@@ -159,13 +158,8 @@ def main() -> None:
         for every, seconds in whole.items()
     ]
     best = min(rows, key=lambda row: row["found_s"])["every"]
-    document = {
-        "choice": interval(1 / arguments.host, 0.0, slowest),
-        "fastest": best,
-        "rows": rows,
-    }
     if arguments.json:
-        print(json.dumps(document))
+        print(json.dumps({"fastest": best, "rows": rows}))
         return
     for row in rows:
         print(
@@ -174,7 +168,7 @@ def main() -> None:
             f"{row['updates_s']:.3f} s, {row['updates_s'] / row['model_s']:.2f} of the "
             f"model's {row['model_s']:.3f} s"
         )
-    print(f"chosen by rates: {document['choice']}; fastest here: {best}")
+    print(f"fastest here: {best}")
 
 
 if __name__ == "__main__":

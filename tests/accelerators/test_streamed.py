@@ -29,7 +29,7 @@ from jaxinf.streaming.plan.leaving import least_bytes
 from jaxinf.streaming.plan.options import StepOptions
 from jaxinf.streaming.planning import plan_within
 from jaxinf.streaming.program.graph import aval_bytes
-from jaxinf.streaming.update.device_updates import UpdatePrograms
+from jaxinf.streaming.update.device_updates import DeviceUpdater
 from jaxinf.streaming.update.optax_sink import OptaxSink
 
 every = pytest.mark.every
@@ -181,7 +181,9 @@ def test_an_update_in_memory(device):
 @pytest.mark.parametrize("device", DEVICES + OTHERS)
 def test_updates_on_the_device(device):
     """State takes the memory of the old one, and params that are not split."""
-    target, programs = Target(device), UpdatePrograms()
+    target = Target(device)
+    jit = StepOptions(1 << 30).jit
+    programs = DeviceUpdater(jax.devices()[0], is_host=True, jit=jit)
     kernel = standard_kernels()["adamw"]
     wide = of_shape(1 << 20, dtype=jnp.float32)
     halves = tuple(of_shape(1 << 20, dtype=d) for d in (jnp.bfloat16, jnp.int16))
@@ -190,7 +192,7 @@ def test_updates_on_the_device(device):
         for params in ((wide,), halves):
             programs.widen.lower(wide, params).compile()
             programs.add[len(params) > 1].lower(wide, wide).compile()
-        programs.update(kernel).lower(wide, wide, [wide, wide], scalars).compile()
+        programs.program(kernel).lower(wide, wide, [wide, wide], scalars).compile()
     check_built(built, device)
     assert [one.donated[0] for one in built][:5] == [0, 1, 0, 0, 2]
     room = 2 * 12 + 16  # bytes a param, as `room_bytes`

@@ -14,7 +14,7 @@ from zoo import ZOO
 from jaxinf.errors import StreamError
 from jaxinf.streaming.plan.memory import DeviceLimit, divide
 from jaxinf.streaming.plan.reads import Fetch
-from jaxinf.streaming.program import shards
+from jaxinf.streaming.program import units
 from jaxinf.streaming.program.graph import Piece
 
 pytestmark = pytest.mark.optimized
@@ -147,14 +147,14 @@ def test_a_gradient_that_is_read_before_its_copy_has_ended_is_noticed(
     same_bits, monkeypatch, way, waits
 ):
     """Each copy of a gradient ends when somebody waits for it, and no earlier."""
-    (tx, options), arrived = GRADIENTS[way], shards.arrived
+    (tx, options), arrived = GRADIENTS[way], units.arrived
 
     def given(late):
         def read(copy):
             early = late.before_its_end(copy)
             return arrived(copy) if waits else early
 
-        monkeypatch.setattr(shards, "arrived", read)
+        monkeypatch.setattr(units, "arrived", read)
 
     noticed = pytest.raises(AssertionError)
     with contextlib.nullcontext() if waits else noticed:

@@ -10,8 +10,7 @@ from families import family
 from streaming import assert_same_bits, numbers, prepared, smallest_bytes, streamed
 from zoo import ZOO
 
-from jaxinf.streaming.move.scratch import Scratch
-from jaxinf.streaming.move.spill import Spill, waiting
+from jaxinf.streaming.move.scratch import Scratch, Spill, waiting
 from jaxinf.streaming.plan.fit import cut_to_fit, plan_of
 from jaxinf.streaming.program.graph import aval_bytes
 

@@ -14,7 +14,7 @@ import pytest
 
 from jaxinf.store import StoreDirectory
 from jaxinf.streaming.move.params import MemoryParams, StoreParams
-from jaxinf.streaming.move.spill import waiting
+from jaxinf.streaming.move.scratch import waiting
 from jaxinf.streaming.plan.fit import cuts_of, plan_of, prepare, segment_limits
 from jaxinf.streaming.plan.reads import Reading
 from jaxinf.streaming.program.units import StoreUnits, Unit

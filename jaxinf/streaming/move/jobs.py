@@ -6,18 +6,19 @@ device have ended, also if a step is given up.
 """
 
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
 import jax
 
 from jaxinf.errors import StoreClosedError
-from jaxinf.streaming.program.shards import PINNED
+from jaxinf.streaming.program.units import PINNED
 from jaxinf.transfer import span
 from jaxinf.typing import Array
 
@@ -48,89 +49,131 @@ class MoveCounts:
         return self.num_ready / self.num_got if self.num_got else 1.0
 
 
-_Job: TypeAlias = tuple[Callable[[], Any], Future[Any]]
-
-
 class Jobs:
-    """A queue of jobs, and its threads, which start with the first job.
+    """Queues of jobs, and their threads, which start with the first job of each.
 
+    What waits is bounded in bytes, but one job is always accepted. After a job's error
+    no other begins, and who waits gets that error, until `reset`.
     The threads end when this is closed, or nobody refers to it. A process does not wait
     for them at its end, and a thread that outlives the main one may still use them,
     neither of which holds for those of `concurrent.futures`.
 
+    Args:
+      capacity_bytes: Bytes of jobs that may wait or be under way.
+
     Attributes:
       changed: The lock of those who use them; notified when a job has ended.
+      error: The first error since `reset`.
     """
 
-    def __init__(self, name: str, num_threads: int = 1) -> None:
-        self._name, self._num_threads = name, num_threads
-        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        self._moves = set[Future[Any]]()
-        self._is_closed = False
+    def __init__(self, name: str, capacity_bytes: int = 1) -> None:
+        self._name, self._capacity_bytes = name, max(1, capacity_bytes)
+        self._used_bytes = 0
+        self._queues: dict[Hashable, SimpleQueue[Callable[[], None] | None]] = {}
+        self._threads: list[tuple[threading.Thread, SimpleQueue[Any]]] = []
+        self._num_left = 0
+        self._is_dropping = self._is_closed = False
+        self.error: BaseException | None = None
         self.changed = threading.Condition()
 
     def submit(
         self,
-        job: Callable[[], Any],
-        ended: Callable[[Future[Any]], None] = lambda move: None,
-    ) -> None:
-        """Adds a job; at its end `ended` is called, with a cancelled future if the job
-        was dropped."""
-        if self._is_closed:
-            raise StoreClosedError(f"{self._name}: closed; make the function anew")
-        move: Future[Any] = Future()
+        job: Callable[[], None],
+        queue: Hashable = "",
+        num_threads: int = 1,
+        num_bytes: int = 0,
+    ) -> float:
+        """Adds a job to a queue, which has so many threads from its first one on.
+
+        Args:
+          num_bytes: What it holds until its end. It blocks while there is no room.
+
+        Returns:
+          The seconds that it waited for room.
+
+        Raises:
+          BaseException: If it has bytes, the first error of a job.
+        """
+        num_bytes, waited_s = min(num_bytes, self._capacity_bytes), 0.0
+        if num_bytes:
+            most = self._capacity_bytes - num_bytes
+            waited_s = self.wait_for(lambda: self._used_bytes <= most)
         with self.changed:
-            if not self._threads:
-                self._start()
-            self._moves.add(move)
-            self._queue.put((job, move))
-        move.add_done_callback(ended)
-        move.add_done_callback(self._ended)  # the last
+            if self._is_closed:
+                raise StoreClosedError(f"{self._name}: closed; make the function anew")
+            if queue not in self._queues:
+                self._start(queue, num_threads)
+            self._num_left += 1
+            self._used_bytes += num_bytes
+            self._queues[queue].put(partial(self._run, [job], num_bytes))
+        return waited_s
+
+    def wait_for(self, is_done: Callable[[], bool]) -> float:
+        """Blocks until a condition holds, with the lock; returns the seconds.
+
+        Raises:
+          BaseException: The first error of a job.
+        """
+        began_s = time.perf_counter()
+        with self.changed:
+            self.changed.wait_for(lambda: self.error is not None or is_done())
+            if self.error is not None:
+                raise self.error
+        return time.perf_counter() - began_s
+
+    def end(self) -> None:
+        """Blocks until all jobs have ended; raises as `wait_for`."""
+        self.wait_for(lambda: not self._num_left)
+
+    def fail(self, error: BaseException) -> None:
+        with self.changed:
+            self.error = self.error or error
+            self.changed.notify_all()
 
     def reset(self) -> None:
-        """Drops jobs that have not begun; blocks until all others have ended.
-
-        Its user sees to it that the end of a job submits no other.
-        """
+        """Drops jobs that have not begun; blocks until all others have ended."""
         with self.changed:
-            for move in [*self._moves]:
-                move.cancel()
-            self.changed.wait_for(lambda: not self._moves)
+            self._is_dropping = True
+            self.changed.wait_for(lambda: not self._num_left)
+            self._is_dropping, self.error = False, None
 
     def close(self) -> None:
         """Drops all jobs and ends the threads; idempotent."""
-        self._is_closed = True
         self.reset()
-        for _ in self._threads:
-            self._queue.put(None)
+        self._is_closed = True
+        for _, queue in self._threads:
+            queue.put(None)
         while self._threads:
-            self._threads.pop().join()
+            self._threads.pop()[0].join()
 
-    def _start(self) -> None:
-        for _ in range(self._num_threads):
-            what = {"args": (self._queue,), "name": self._name, "daemon": True}
+    def _start(self, queue: Hashable, num_threads: int) -> None:
+        own = self._queues[queue] = SimpleQueue()
+        for _ in range(num_threads):
+            what = {"args": (own,), "name": self._name, "daemon": True}
             thread = threading.Thread(target=_serve, **what)
             thread.start()
-            self._threads.append(thread)
-            weakref.finalize(self, self._queue.put, None).atexit = False
+            self._threads.append((thread, own))
+            weakref.finalize(self, own.put, None).atexit = False
 
-    def _ended(self, move: Future[Any]) -> None:
+    def _run(self, held: list[Callable[[], None]], num_bytes: int) -> None:
+        job = held.pop()
+        try:
+            if not self._is_dropping and self.error is None:
+                job()
+        except BaseException as error:
+            self.fail(error)
+        del job  # it holds values
         with self.changed:
-            self._moves.discard(move)
+            self._num_left -= 1
+            self._used_bytes -= num_bytes
             self.changed.notify_all()
 
 
-def _serve(queue: "SimpleQueue[_Job | None]") -> None:
+def _serve(queue: "SimpleQueue[Callable[[], None] | None]") -> None:
     """Runs jobs until there is None."""
-    while (found := queue.get()) is not None:
-        job, move = found
-        if move.set_running_or_notify_cancel():
-            try:
-                move.set_result(job())
-            except BaseException as error:
-                move.set_exception(error)
-        del found, job, move  # they hold values
+    while (run := queue.get()) is not None:
+        run()
+        del run  # it refers to the jobs
 
 
 Pairs: TypeAlias = Sequence[tuple[Array | jax.Array, Any]]
@@ -144,40 +187,31 @@ class Uploads:
     """Copies tensors in order to devices that have memory of their own, on threads.
 
     Args:
-      failed: Takes an error, on a thread.
+      jobs: Have a queue for them.
       is_registered: Whether the device copies from the host's memory as it is;
         otherwise each array is pinned on its way.
       pinned_bytes: Memory for what is pinned; one tensor at a time always has room.
     """
 
     def __init__(
-        self,
-        failed: Callable[[BaseException], None],
-        *,
-        is_registered: bool,
-        pinned_bytes: int = 0,
+        self, jobs: Jobs, *, is_registered: bool, pinned_bytes: int = 0
     ) -> None:
-        self._failed, self._pinned_bytes = failed, pinned_bytes
+        self._jobs, self._pinned_bytes = jobs, pinned_bytes
         self._is_registered = is_registered
-        # A copy to new memory of the device waits for programs that were enqueued
-        # before it. So all that waits is started at once, and two calls are under way
-        # where nothing else limits them.
-        self._jobs = Jobs("jaxinf-uploads", 2 if is_registered else 1)
         self._waiting: deque[tuple[Pairs, Ended, object]] = deque()
 
     def start(self, pairs: Pairs, ended: Ended, what: object) -> None:
         """Starts to copy a tensor."""
+        # A copy to new memory of the device waits for programs that were enqueued
+        # before it. So all that waits is started at once, and two calls are under way
+        # where nothing else limits them.
         with self._jobs.changed:
             self._waiting.append((pairs, ended, what))
-            self._jobs.submit(self._copy)
+            self._jobs.submit(self._copy, "uploads", 2 if self._is_registered else 1)
 
     def drop(self) -> None:
-        """Drops what has not begun; blocks until the rest has ended."""
-        self._jobs.reset()
+        """Drops what waits; its jobs were dropped."""
         self._waiting.clear()
-
-    def close(self) -> None:
-        self._jobs.close()
 
     def _copy(self) -> None:
         """Copies what waits, by one call as far as pinned memory allows."""
@@ -194,11 +228,7 @@ class Uploads:
         pairs = [pair for own, _, _ in batch for pair in own]
         num_bytes = sum(source.nbytes for source, _ in pairs)
         with span("back", batch[0][2], num_bytes=num_bytes):
-            try:
-                begun = deque(self._begun(pairs))
-            except BaseException as error:
-                self._failed(error)
-                return
+            begun = deque(self._begun(pairs))
             del pairs
             while batch:
                 own, ended, _ = batch.popleft()
@@ -206,7 +236,7 @@ class Uploads:
                 try:
                     ended(jax.block_until_ready(copies))
                 except BaseException as error:
-                    self._failed(error)
+                    self._jobs.fail(error)
                 del own, ended, copies  # they hold memory
 
     def _begun(self, pairs: Pairs) -> list[jax.Array]:

@@ -8,7 +8,6 @@ Invariant: reads are of the store's last finished step. A buffer is read into on
 no program, no copy and no update can still read it.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -83,11 +82,7 @@ class StoreReader:
         return self._engine.num_replaced, self._engine.opened.finished.step
 
     def begin(self, num_first: int) -> None:
-        """Begins a step; there is no commit before it ends.
-
-        Args:
-          num_first: Number of units that have room when it begins.
-        """
+        """Begins a step, with room for so many units; no commit before it ends."""
         self.close()
         self._reader = self._open(self._engine.opened)
         self._num_left = num_first
@@ -99,9 +94,9 @@ class StoreReader:
         Chunks that another process holds are zeros.
         """
         reader, opened = self._reader, self._engine.opened
-        assert reader is not None
+        assert reader is not None, "a step has begun"
         name = opened.directory.manifest.leaves[unit.leaf].name
-        with span("fetch", (name, *unit.place[1:]), num_bytes=unit.num_bytes):
+        with span("fetch", (name, *unit.index), num_bytes=unit.num_bytes):
             parts = shards if unit.is_divided else [np.zeros(unit.shape, unit.dtype)]
             for box, part in zip(unit.boxes, parts, strict=True):
                 if unit.is_shared:
@@ -186,18 +181,17 @@ class StoreParams:
         registry = compat.memory_registry(device) if self._has_link else None
         num_bytes = reading.host_bytes if self._has_link else reading.room_bytes
         self._pool = BufferPool(max(num_bytes or 0, PAGE_BYTES), registry=registry)
+        self._jobs = Jobs("jaxinf-fetch")
+        self._changed = self._jobs.changed
         self._uploads = Uploads(
-            self._fail,
+            self._jobs,
             is_registered=registry is not None,
             pinned_bytes=reading.largest_bytes,
         )
-        self._jobs = Jobs("jaxinf-fetch")
-        self._changed = self._jobs.changed
         self._reads: dict[Fetch, _Read] = {}
         self._to_read: deque[_Read] = deque()
         self._is_reading = False
         self._to_copy: deque[_Read] = deque()
-        self._error: BaseException | None = None  # nothing is read after it
         self._of_unit: dict[Unit, list[Fetch]] = {}  # in order
         self._ends: dict[int, list[Fetch]] = {}  # by their last call
         for fetch in reading.fetches:
@@ -247,8 +241,9 @@ class StoreParams:
         with self._together.holding():
             return self._part(unit, piece, self._got(read))
         # Others wait for the programs, and put a unit together once.
-        if read.value is None:
-            read.value = _on_host_devices(unit, unit.views(aligned(unit.held_bytes)))
+        if not read.is_complete:
+            read.value = unit.on_devices(unit.views(aligned(unit.held_bytes)))
+            read.is_complete = True
         return self._part(unit, piece, read.value)
 
     def _got(self, read: _Read) -> jax.Array:
@@ -260,21 +255,18 @@ class StoreParams:
         unit, counts = read.fetch.unit, self.counts
         counts.num_got += 1
         counts.num_ready += read.is_there
-        began_s = time.perf_counter()
-        with span("wait", "jaxinf-fetch"), self._changed:
-            self._changed.wait_for(lambda: read.is_there or self._error is not None)
-            counts.waited_s += time.perf_counter() - began_s
-        if not read.is_there and self._error is not None:
-            raise self._error
+        if not read.is_there:
+            with span("wait", "jaxinf-fetch"):
+                counts.waited_s += self._jobs.wait_for(lambda: read.is_there)
         if read.value is None:
-            read.value = _on_host_devices(unit, read.shards)
+            read.value = unit.on_devices(read.shards)
         elif unit.is_shared and self._has_link and not read.is_complete:
             read.value = put_together(read.value, donates=True)
         read.is_complete = True
         return read.value
 
     def _part(self, unit: Unit, piece: Piece, array: jax.Array) -> jax.Array:
-        part = self._store_units.part(unit, piece)
+        part = unit.part(piece)
         if not part.index and not part.rows:
             return array
         if unit.sharding is None:
@@ -297,10 +289,9 @@ class StoreParams:
         with self._changed:
             self._to_read.clear()
         self._jobs.reset()
-        with self._changed:
-            self._to_copy.clear()  # also what was read meanwhile
-        self._is_reading, self._error = False, None
+        self._to_copy.clear()  # also what was read meanwhile
         self._uploads.drop()
+        self._is_reading = False
         with self._changed:
             for read in [*self._reads.values()]:
                 if not (read.is_there and read.fetch.stays):
@@ -347,7 +338,6 @@ class StoreParams:
         self.stop()
         self.rest()
         self._jobs.close()
-        self._uploads.close()
         self._pool.close()
 
     # --- memory --------------------------------------------------------------------
@@ -397,24 +387,21 @@ class StoreParams:
             self._device_bytes -= unit.num_bytes
             read.has_room = True
             pairs = unit.places(read.shards, SingleDeviceSharding(self._device))
-            self._uploads.start(pairs, partial(self._copied, read), unit.place)
+            self._uploads.start(pairs, partial(self._copied, read), unit.index)
 
     def _read_on(self) -> None:
         """Reads units as long as there is memory; on a thread."""
-        try:
-            while (read := self._next()) is not None:
-                unit = read.fetch.unit
-                self._reader.read(unit, read.shards)
-                with self._changed:
-                    self.counts.num_read_bytes += unit.num_bytes
-                    if self._has_link:
-                        self._to_copy.append(read)
-                    else:
-                        read.is_there = True
-                    self._settle(read)
-                    self._go_on()
-        except BaseException as error:
-            self._fail(error)
+        while (read := self._next()) is not None:
+            unit = read.fetch.unit
+            self._reader.read(unit, read.shards)
+            with self._changed:
+                self.counts.num_read_bytes += unit.num_bytes
+                if self._has_link:
+                    self._to_copy.append(read)
+                else:
+                    read.is_there = True
+                self._settle(read)
+                self._go_on()
 
     def _next(self) -> _Read | None:
         """Returns the next read, with memory; None if there is none now."""
@@ -433,18 +420,6 @@ class StoreParams:
             read.value, read.is_there = read.fetch.unit.of_parts(copies), True
             self._settle(read)
             self._go_on()
-
-    def _fail(self, error: BaseException) -> None:
-        with self._changed:
-            self._error = self._error or error
-            self._changed.notify_all()
-
-
-def _on_host_devices(unit: Unit, shards: Sequence[Array]) -> jax.Array:
-    """Puts shards on devices that read them in place; see `Unit.put_together`."""
-    if unit.is_shared:
-        return unit.put_together(shards)
-    return unit.on_devices(shards)
 
 
 Params: TypeAlias = MemoryParams | StoreParams

@@ -2,16 +2,18 @@
 
     value ─► parts of up to 4 MiB ─► drive 0, drive 1, …, drive 0, …
 
-Invariant: the files have no name, so they disappear with the process, however it ends,
-and runs that share a folder never meet. They are never synced.
+Invariant: what waits comes back with its bits. The files have no name, so they
+disappear with the process, however it ends, and runs that share a folder never meet.
+They are never synced.
 """
 
 import itertools
+import math
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +22,7 @@ import jax
 import numpy as np
 
 from jaxinf.streaming.move.jobs import Jobs
+from jaxinf.streaming.program.graph import Piece
 from jaxinf.transfer import (
     ByteMeters,
     aligned,
@@ -71,6 +74,9 @@ class Scratch:
       folders: A folder on each drive; none if there is no value to hold.
       content: What the files hold, for errors.
       num_threads: Number of each drive's threads.
+
+    Attributes:
+      jobs: Has a queue for each drive, and others of who uses it.
     """
 
     def __init__(
@@ -83,9 +89,9 @@ class Scratch:
     ) -> None:
         self._folders = [Path(folder) for folder in folders]
         self._meters = ByteMeters() if meters is None else meters
-        self._content = content
-        self._drives = [str(folder) for folder in self._folders]
-        self._jobs = [Jobs(f"jaxinf-{content}", num_threads) for _ in folders]
+        self._content, self._num_threads = content, num_threads
+        self.jobs = Jobs(f"jaxinf-{content}")
+        self._forms: dict[Sequence[ScratchRun], tuple[Any, Any]] = {}
         self._own = threading.local()  # a thread's memory to write a part from
         self._files: list[int] = []
 
@@ -126,51 +132,61 @@ class Scratch:
     # --- moves ---------------------------------------------------------------------
 
     def start_write(
-        self, parts: Sequence[ScratchRun], value: Array | jax.Array, what: object = ""
-    ) -> Future[None]:
-        """Starts to write a value, which may still be computed."""
+        self,
+        parts: Sequence[ScratchRun],
+        value: Array | jax.Array,
+        what: object = "",
+        ended: Callable[[], None] = lambda: None,
+    ) -> Set[ScratchRun]:
+        """Starts to write a value, which may still be computed.
+
+        Args:
+          ended: Called when all of it is there, on a thread with the lock of `jobs`.
+
+        Returns:
+          The parts that have still to be written.
+        """
 
         def write(part: ScratchRun) -> None:
             raw = raw_bytes(np.asarray(jax.block_until_ready(value)))
             self.write(part, raw, what)
 
-        return self._start(write, parts)
+        self._forms[parts] = value.shape, value.dtype
+        return self._start(write, parts, ended)
+
+    def array(self, parts: Sequence[ScratchRun], memory: Array) -> Array:
+        """Returns what was written there, in the memory that it was read into."""
+        shape, dtype = self._forms[parts]
+        return np.frombuffer(memory, dtype, math.prod(shape)).reshape(shape)
 
     def start_read(
-        self, parts: Sequence[ScratchRun], out: Array, what: object = ""
-    ) -> Future[None]:
-        """Starts to read a value into its memory, in whole pages."""
-        return self._start(lambda part: self.read(part, out, what), parts)
+        self,
+        parts: Sequence[ScratchRun],
+        out: Array,
+        what: object = "",
+        ended: Callable[[], None] = lambda: None,
+    ) -> Set[ScratchRun]:
+        """As `start_write`, into a value's memory, in whole pages."""
+        return self._start(lambda part: self.read(part, out, what), parts, ended)
 
     def _start(
-        self, move: Callable[[ScratchRun], None], parts: Sequence[ScratchRun]
-    ) -> Future[None]:
-        """Returns the future of a move; it ends when each of the parts has."""
-        whole: Future[None] = Future()
-        found, guard = list[BaseException | None](), threading.Lock()
+        self,
+        move: Callable[[ScratchRun], None],
+        parts: Sequence[ScratchRun],
+        ended: Callable[[], None],
+    ) -> Set[ScratchRun]:
+        left = {*parts}
 
-        def ended(moved: Future[None]) -> None:
-            if moved.cancelled():
-                whole.cancel()
-                return
-            with guard:
-                found.append(moved.exception())
-                is_last = len(found) == len(parts)
-            if not is_last:
-                return
-            if (error := next(filter(None, found), None)) is not None:
-                whole.set_exception(error)
-            else:
-                whole.set_result(None)
+        def run(part: ScratchRun) -> None:
+            move(part)
+            with self.jobs.changed:
+                left.remove(part)
+                if not left:
+                    ended()
 
         for part in parts:
-            self._jobs[part.drive].submit(partial(move, part), ended)
-        return whole
-
-    def drop(self) -> None:
-        """Drops moves that have not begun; blocks until the others have ended."""
-        for jobs in self._jobs:
-            jobs.reset()
+            self.jobs.submit(partial(run, part), part.drive, self._num_threads)
+        return left
 
     def write(self, part: ScratchRun, raw: Array, what: object = "") -> None:
         """Writes a part of a value; blocks. Thread-safe.
@@ -203,7 +219,7 @@ class Scratch:
 
     def _move(self, call: Any, part: ScratchRun, memory: Array, what: object) -> None:
         drive, kind = part.drive, "read" if call is read_into else "write"
-        place = {"drive": self._drives[drive], "num_bytes": len(memory)}
+        place = {"drive": str(self._folders[drive]), "num_bytes": len(memory)}
         with span(kind, (self._content, what), **place):
             call(
                 f"/proc/self/fd/{self._files[drive]}",
@@ -216,8 +232,7 @@ class Scratch:
 
     def close(self) -> None:
         """Ends the threads and closes the files, which removes them; idempotent."""
-        for jobs in self._jobs:
-            jobs.close()
+        self.jobs.close()
         files, self._files = self._files, []
         for file in files:
             os.close(file)
@@ -229,3 +244,117 @@ class Scratch:
 def raw_bytes(value: Array) -> Array:
     """Returns the bytes of an array, `uint8`; a copy if it is not contiguous."""
     return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+
+
+# --- gradients that wait ------------------------------------------------------------
+
+
+class Waiting(NamedTuple):
+    """Gradients that wait for the last one of a step.
+
+    Attributes:
+      capacity_bytes: Memory for those that stay there.
+      on_drive: The others, which go to a drive, and their bytes.
+      num_reads: Number of times that each is read again.
+    """
+
+    capacity_bytes: int
+    on_drive: Mapping[Piece, int]
+    num_reads: int = 1
+
+
+def waiting(
+    sizes: Mapping[Piece, int], capacity_bytes: int, num_reads: int = 1
+) -> Waiting:
+    """Chooses the gradients that wait in memory: in their order, as there is room."""
+    left_bytes, on_drive = capacity_bytes, dict[Piece, int]()
+    for piece, num_bytes in sizes.items():
+        if num_bytes > left_bytes:
+            on_drive[piece] = num_bytes
+        else:
+            left_bytes -= num_bytes
+    return Waiting(capacity_bytes, on_drive, num_reads)
+
+
+def file_bytes(planned: Waiting) -> int:
+    """Returns the bytes of all that go to the file, in whole pages."""
+    return sum(map(page_ceil, planned.on_drive.values()))
+
+
+class Spill:
+    """Holds gradients until they are dropped. Used from one thread at a time.
+
+    An array that it returns stays valid for as long as someone refers to it.
+
+    Args:
+      scratch: Files for gradients that go to drives, closed with this.
+
+    Attributes:
+      kept_bytes: The most bytes in memory since `reset`.
+      written_bytes: Bytes written to the file since then, in whole pages.
+    """
+
+    def __init__(self, scratch: Scratch, planned: Waiting) -> None:
+        self._scratch, self.planned = scratch, planned
+        own = planned.on_drive
+        self._places = dict(zip(own, scratch.allocate(own.values()), strict=True))
+        self._held: dict[Piece, jax.Array | Array | None] = {}  # None on a drive
+        self.reset()
+
+    def put(self, key: Piece, value: jax.Array | Array) -> None:
+        """Takes a gradient; blocks while it is written.
+
+        Raises:
+          StoreSpaceError, StoreIOError: The drive is full, or failed.
+        """
+        assert key not in self._held, "a gradient leaves once"
+        if key not in self._places:
+            self._held[key] = value
+            self._held_bytes += value.nbytes
+            self.kept_bytes = max(self.kept_bytes, self._held_bytes)
+            return
+        parts, array = self._places[key], np.asarray(value, order="C")
+        left = self._scratch.start_write(parts, array, key)
+        self._scratch.jobs.wait_for(lambda: not left)
+        self._held[key] = None
+        self.written_bytes += place_bytes(parts)
+
+    def read(self, *, removes: bool = False) -> Iterator[tuple[Piece, Array]]:
+        """Yields all gradients, in the order in which they came; reads ahead.
+
+        Args:
+          removes: Whether to drop each, so that it is read for the last time.
+        """
+        keys = [*self._held]
+        to_read = deque(key for key in keys if key in self._places)
+        sizes = {key: place_bytes(self._places[key]) for key in to_read}
+        # One is read while another is used.
+        room_bytes = 2 * max(sizes.values(), default=0)
+        begun: deque[tuple[Array, Set[ScratchRun]]] = deque()
+        for key in keys:
+            while to_read and sizes[to_read[0]] <= room_bytes:
+                first = to_read.popleft()
+                parts, memory = self._places[first], aligned(sizes[first])
+                begun.append((memory, self._scratch.start_read(parts, memory, first)))
+                room_bytes -= sizes[first]
+            value = self._held.pop(key) if removes else self._held[key]
+            if value is not None:
+                self._held_bytes -= value.nbytes if removes else 0
+                yield key, np.asarray(value)
+                continue
+            memory, left = begun.popleft()
+            self._scratch.jobs.wait_for(lambda left=left: not left)
+            yield key, self._scratch.array(self._places[key], memory)
+            del memory
+            room_bytes += sizes[key]
+
+    def reset(self) -> None:
+        """Drops all gradients."""
+        self._scratch.jobs.reset()
+        self._held.clear()
+        self._held_bytes = self.written_bytes = self.kept_bytes = 0
+
+    def close(self) -> None:
+        """Drops everything, and the file; idempotent."""
+        self.reset()
+        self._scratch.close()

@@ -11,25 +11,22 @@ any time is what the plan says, however slow the drives are: what still has to b
 written is waited for, or comes back from the host's memory and is not read.
 """
 
-import math
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
-import numpy as np
 
 from jaxinf import compat
-from jaxinf.streaming.move.jobs import Jobs, MoveCounts, Uploads
+from jaxinf.streaming.move.jobs import MoveCounts, Uploads
 from jaxinf.streaming.move.scratch import Scratch, ScratchRun, place_bytes
 from jaxinf.streaming.plan.calls import Plan, Slot, Tiers
 from jaxinf.streaming.plan.leaving import NUM_COPIES
 from jaxinf.streaming.program.lifetimes import Stay, occupancy
 from jaxinf.streaming.program.meshes import default_device
-from jaxinf.streaming.program.shards import PINNED
+from jaxinf.streaming.program.units import PINNED
 from jaxinf.transfer import PAGE_BYTES, Buffer, BufferPool, span
 from jaxinf.typing import Array
 
@@ -40,7 +37,6 @@ class _Away:
 
     Attributes:
       parts: Its place on drives; none if it stays on the host.
-      form: Its shape and dtype.
       value: On the device, until it is on the host, and when it is back.
       host: On the host, until it is written, and back if it comes from there.
       memory: Memory of the host that it is read into.
@@ -53,7 +49,7 @@ class _Away:
 
     slot: Slot
     parts: Sequence[ScratchRun]
-    form: jax.ShapeDtypeStruct
+    sharding: Any
     value: jax.Array | None
     host: jax.Array | None = None
     memory: Buffer | None = None
@@ -68,14 +64,6 @@ class _Away:
     def num_bytes(self) -> int:
         """Memory that it takes on its way, in whole pages."""
         return place_bytes(self.parts)
-
-    @property
-    def array(self) -> Array:
-        """The array in the memory that it was read into."""
-        assert self.memory is not None, "it was read"
-        shape, dtype = self.form.shape, self.form.dtype
-        flat = np.frombuffer(self.memory.array, dtype, math.prod(shape))
-        return flat.reshape(shape)
 
 
 class Values:
@@ -109,9 +97,8 @@ class Values:
             most_bytes = _most_back(plan, self._places)
         registry = compat.memory_registry(default_device()) if tiers else None
         self._pool = BufferPool(max(most_bytes, PAGE_BYTES), registry=registry)
-        self._uploads = Uploads(self._fail, is_registered=registry is not None)
-        self._copies, self._reads = (Jobs("jaxinf-activations") for _ in range(2))
-        self._changed = self._copies.changed
+        self._jobs, self._changed = self._scratch.jobs, self._scratch.jobs.changed
+        self._uploads = Uploads(self._jobs, is_registered=registry is not None)
         in_order = sorted(evictions.items(), key=lambda item: item[1].needed)
         first_gone = sorted(in_order, key=lambda item: item[1].gone)
         self._leaving = _by_call((slot, one.written) for slot, one in first_gone)
@@ -135,9 +122,9 @@ class Values:
         """
         if slot not in self._held:
             away = self._away[slot]
-            self._await(lambda: away.is_back)
+            self._wait_for(lambda: away.is_back)
             if away.value is None:  # the device reads it in place
-                put = jax.device_put(away.array, away.form.sharding)
+                put = jax.device_put(self._array(away), away.sharding)
                 away.value = jax.block_until_ready(put)
             assert away.value is not None
             self._held[slot] = away.value
@@ -153,7 +140,7 @@ class Values:
                 self._read_bytes = self._tiers.room[number]
                 self._go_on()
         for slot in self._gone.get(number, ()):
-            self._await(partial(self._is_gone, self._away[slot]))
+            self._wait_for(partial(self._is_gone, self._away[slot]))
             del self._held[slot]
         for slot in self._back.get(number, ()):
             self._come_back(self._away[slot])
@@ -175,7 +162,7 @@ class Values:
         """Frees memory that the call of that number was the last to read; may block."""
         for slot in self._ends.get(number, ()):
             away = self._away[slot]
-            self._await(lambda one=away: one.is_written)
+            self._wait_for(lambda one=away: one.is_written)
             with self._changed:
                 away.value = None
                 self._free(away)
@@ -184,19 +171,15 @@ class Values:
 
     def reset(self) -> None:
         """Drops everything; no call may be under way. Blocks until no value moves."""
-        with self._changed:
-            self._held.clear()
-            self._to_copy.clear()
-            self._to_read.clear()
-        self._copies.reset()
-        self._reads.reset()
-        self._scratch.drop()
+        self._jobs.reset()
+        self._held.clear()
+        self._to_copy.clear()
+        self._to_read.clear()
         self._uploads.drop()
         for away in self._away.values():
             away.value = away.host = None
             self._free(away)
         self._away.clear()
-        self._error: BaseException | None = None  # nothing goes on after it
         tiers = self._tiers
         self._way_bytes = tiers.leaving_bytes if tiers else 0
         self._read_bytes, self._back_bytes = self._pool.capacity_bytes, 0
@@ -212,17 +195,13 @@ class Values:
     def close(self) -> None:
         """Frees memory and files, and ends the threads; idempotent."""
         self.reset()
-        self._copies.close()
-        self._reads.close()
-        self._uploads.close()
-        self._pool.close()
         self._scratch.close()
+        self._pool.close()
 
     # --- out -----------------------------------------------------------------------
 
     def _leave(self, slot: Slot, value: jax.Array) -> None:
-        form = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding)
-        away = _Away(slot, self._places.get(slot, ()), form, value)
+        away = _Away(slot, self._places.get(slot, ()), value.sharding, value)
         with self._changed:
             self._away[slot] = away
             if self._tiers:
@@ -237,37 +216,29 @@ class Values:
 
     def _copy_out(self, away: _Away) -> None:
         """Copies a value to the host; on a thread."""
-        try:
-            value = jax.block_until_ready(away.value)
-            pinned = away.form.sharding.with_memory_kind(PINNED)
-            with span("out", away.slot, num_bytes=value.nbytes):
-                host = jax.block_until_ready(jax.device_put(value, pinned))
-            del value
-            with self._changed:
-                self._counts.num_out_bytes += host.nbytes
-            self._write(away, host)
-        except BaseException as error:
-            self._fail(error)
+        value = jax.block_until_ready(away.value)
+        pinned = away.sharding.with_memory_kind(PINNED)
+        with span("out", away.slot, num_bytes=value.nbytes):
+            host = jax.block_until_ready(jax.device_put(value, pinned))
+        del value
+        with self._changed:
+            self._counts.num_out_bytes += host.nbytes
+        self._write(away, host)
 
     def _write(self, away: _Away, host: jax.Array) -> None:
         """Starts to write a value, in place of which the host has it."""
 
-        def written(future: Future[None]) -> None:
-            if not self._has_ended(future):
-                return
-            with self._changed:
-                self._counts.num_written_bytes += host_bytes
-                away.is_written = True
-                self._settle(away)
+        def written() -> None:
+            self._counts.num_written_bytes += host_bytes
+            away.is_written = True
+            self._settle(away)
 
         host_bytes = host.nbytes
         with self._changed:
             away.host, away.value = host, None
             away.is_written = not away.parts
             self._changed.notify_all()
-        if away.parts:
-            moves = self._scratch.start_write(away.parts, host, away.slot)
-            moves.add_done_callback(written)
+        self._scratch.start_write(away.parts, host, away.slot, written)
 
     def _settle(self, away: _Away) -> None:
         """Frees a value's memory on its way to drives once nothing needs it there."""
@@ -301,7 +272,7 @@ class Values:
             if num_bytes > self._way_bytes:
                 break
             self._way_bytes -= num_bytes
-            self._copies.submit(partial(self._copy_out, self._to_copy.popleft()))
+            self._jobs.submit(partial(self._copy_out, self._to_copy.popleft()), "out")
         while self._to_read and (away := self._away.get(self._to_read[0])) is not None:
             if not away.is_forwarded:
                 room_bytes = self._read_bytes - self._back_bytes
@@ -309,29 +280,21 @@ class Values:
                     break
                 away.has_room = True
                 self._back_bytes += away.num_bytes
-                self._reads.submit(partial(self._read, away))
+                self._jobs.submit(partial(self._read, away), "in")
             self._to_read.popleft()
         self._changed.notify_all()
 
     def _read(self, away: _Away) -> None:
         """Starts to read a value, for which there is room; on a thread."""
 
-        def read(future: Future[None]) -> None:
-            if not self._has_ended(future):
-                return
-            with self._changed:
-                self._counts.num_read_bytes += away.array.nbytes
-                away.is_read, away.is_back = True, not self._tiers
-                self._upload(away)
-                self._go_on()
+        def read() -> None:
+            self._counts.num_read_bytes += self._array(away).nbytes
+            away.is_read, away.is_back = True, not self._tiers
+            self._upload(away)
+            self._go_on()
 
-        try:
-            away.memory = self._pool.acquire(away.num_bytes)
-            memory = away.memory.array
-            moves = self._scratch.start_read(away.parts, memory, away.slot)
-            moves.add_done_callback(read)
-        except BaseException as error:
-            self._fail(error)
+        away.memory = self._pool.acquire(away.num_bytes)
+        self._scratch.start_read(away.parts, away.memory.array, away.slot, read)
 
     def _upload(self, away: _Away) -> None:
         """Copies a value to the device, if it is due and on the host."""
@@ -345,8 +308,13 @@ class Values:
                 self._free(away)
                 self._settle(away)
 
-        source = away.array if away.host is None else away.host
-        self._uploads.start([(source, away.form.sharding)], ended, away.slot)
+        source = self._array(away) if away.host is None else away.host
+        self._uploads.start([(source, away.sharding)], ended, away.slot)
+
+    def _array(self, away: _Away) -> Array:
+        """Returns a value in the memory that it was read into."""
+        assert away.memory is not None, "it was read"
+        return self._scratch.array(away.parts, away.memory.array)
 
     def _free(self, away: _Away) -> None:
         """Frees the memory that a value was read into."""
@@ -357,28 +325,9 @@ class Values:
             away.memory.release()
             away.memory = None
 
-    # --- errors, and waiting -------------------------------------------------------
-
-    def _has_ended(self, move: Future[None]) -> bool:
-        """Whether a move was not dropped, and has not failed."""
-        if move.cancelled():
-            return False
-        if (error := move.exception()) is not None:
-            self._fail(error)
-        return error is None
-
-    def _fail(self, error: BaseException) -> None:
-        with self._changed:
-            self._error = self._error or error
-            self._changed.notify_all()
-
-    def _await(self, is_done: Callable[[], bool]) -> None:
-        began_s = time.perf_counter()
-        with span("wait", "jaxinf-activations"), self._changed:
-            self._changed.wait_for(lambda: is_done() or self._error is not None)
-            self._counts.waited_s += time.perf_counter() - began_s
-            if self._error is not None:
-                raise self._error
+    def _wait_for(self, is_done: Callable[[], bool]) -> None:
+        with span("wait", "jaxinf-activations"):
+            self._counts.waited_s += self._jobs.wait_for(is_done)
 
 
 def _by_call(pairs: Iterable[tuple[Slot, int]]) -> Mapping[int, list[Slot]]:

@@ -232,7 +232,7 @@ class Plan:
     def digest(self) -> str:
         """What processes that run its programs together must have in common."""
         read = self.reading.fetches
-        fetches = [(*x.unit.place, x.first, x.last, x.stays) for x in read]
+        fetches = [(x.unit.leaf, *x.unit.index, x.first, x.last, x.stays) for x in read]
         text = repr((self.traced.mesh, self.cuts, fetches))
         return hashlib.sha256(text.encode()).hexdigest()
 

@@ -12,7 +12,7 @@ from typing import Any
 from jaxinf.errors import StreamError
 from jaxinf.streaming.plan import memory
 from jaxinf.streaming.plan.memory import DeviceLimit
-from jaxinf.streaming.program.shards import PINNED
+from jaxinf.streaming.program.units import PINNED
 from jaxinf.terminal import format_bytes
 
 PINNED_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"

@@ -5,11 +5,13 @@ Invariant: values are checked before they come here.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from functools import cached_property, partial
+from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
+from jaxinf import compat
 from jaxinf.compress import TopK
 from jaxinf.program import Average, NonFinitePolicy
 from jaxinf.streaming.plan.calls import Policy, may_leave
@@ -19,10 +21,6 @@ from jaxinf.streaming.plan.group_step import GroupStep
 from jaxinf.streaming.plan.memory import DeviceLimit
 from jaxinf.streaming.program.meshes import default_device
 from jaxinf.typing import PyTree
-
-DeviceUpdates: TypeAlias = int | Literal["auto"] | None
-"""The device computes every so many subgroups, 0 for none; None for as many as in the
-store's last step."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class StepOptions:
     compress: TopK | None = None
     extra_args: Mapping[str, Any] = field(default_factory=dict)
     deterministic: bool = True
-    device_updates: DeviceUpdates = None
+    device_updates: int | None = None
     carry: Callable[[PyTree], PyTree] | None = None
     together: GroupStep = field(default_factory=GroupStep)
     executables: Executables = field(default_factory=dict)
@@ -63,6 +61,12 @@ class StepOptions:
         """The limit of the JAX device's memory."""
         own = self.device_memory_bytes
         return self.other_limit or device_limit(self.device, own)
+
+    @property
+    def jit(self) -> Any:
+        """`jax.jit` with the options of compilation."""
+        own = compat.deterministic_options(self.deterministic)
+        return partial(jax.jit, compiler_options=own)
 
     def limit_within(
         self, budgets: Mapping[str, int], mesh: Mesh | None = None

@@ -5,7 +5,7 @@
 
 `lifetimes` orders the nodes and says what a cut costs; `keys` tells which programs are
 equal. `initial` makes the first params. Where params and gradients are: `meshes`,
-`units`, `shards`.
+`units`.
 
 Invariant: the user's function is never changed; the parts of its one jaxpr run.
 """

@@ -1,33 +1,64 @@
-"""The parts of params that programs read, in a store's leaves.
+"""The parts of params that programs read, in a store's leaves, and of gradients.
 
     memory   [ shard 0 | shard 1 | … ]      devices 0 … read shard 0 in place,
               each on an aligned address     so replicas take no memory of their own
 
 Invariant: a unit consists of whole chunks of the store, so it is read, updated and held
-alone; on several devices in its distinct shards.
+alone; on several devices in its distinct shards. Replicas of a shard have the same
+bits, so one of them is enough.
 """
 
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxinf.engine import has_shared_parts, put_together, shard_counts
 from jaxinf.streaming.program.graph import Piece, piece_sharding
-from jaxinf.streaming.program.shards import Box
 from jaxinf.transfer import page_ceil
 from jaxinf.typing import Array
+
+PINNED = "pinned_host"
+"""The kind of memory of the host from and to which devices copy."""
 
 SHARED = "putting params of several processes together"
 
 # A leaf with smaller slices is one unit: they are not worth chunks of their own.
 MIN_SLICE_BYTES = 256 << 10
 _ALIGNED_BYTES = 64  # XLA's CPU client copies arrays at other addresses
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of an array."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, index: Sequence[slice], shape: Sequence[int]) -> "Box":
+        ranges = [s.indices(n) for s, n in zip(index, shape, strict=True)]
+        return cls(
+            tuple(first for first, _, _ in ranges),
+            tuple(end - first for first, end, _ in ranges),
+        )
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> "Box":
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The part as an index into the array."""
+        return tuple(
+            slice(first, first + length)
+            for first, length in zip(self.start, self.shape, strict=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -56,7 +87,11 @@ class Unit:
     def _hash(self) -> int:
         return hash((self.leaf, self.index, self.shape))
 
-    # Its parts.
+    def part(self, piece: Piece) -> Piece:
+        """Returns the piece of the unit's array for a piece of the leaf."""
+        return Piece(piece.leaf, piece.index[len(self.index) :], piece.rows)
+
+    # Its parts, and their places in the leaf.
 
     @property
     def whole(self) -> Box:
@@ -88,13 +123,6 @@ class Unit:
     def is_shared(self) -> bool:
         """Whether several processes have a shard, of whose chunks each has some."""
         return self.sharding is not None and has_shared_parts(self.sharding, self.shape)
-
-    # Its place in the leaf.
-
-    @property
-    def place(self) -> tuple[int, ...]:
-        """Its leaf, and where it begins there: units of a step differ in it."""
-        return (self.leaf, *self.index)
 
     def origin_of(self, box: Box) -> tuple[int, ...]:
         """Index in the leaf of a part's first element."""
@@ -174,23 +202,23 @@ class Unit:
         )
 
     def on_devices(self, shards: Sequence[Array]) -> jax.Array:
-        """Puts its shards on their devices, which read them in place; blocks."""
-        places = self.places(shards)
-        return self.of_parts([jax.device_put(shard, place) for shard, place in places])
+        """Puts its shards on their devices, which read them in place; blocks.
 
-    def put_together(self, shards: Sequence[Array]) -> jax.Array:
-        """As `on_devices`, of shards of which each process has some chunks; blocks.
-
-        All processes call it alike. Devices read the shards in place, which are filled.
-
-        Args:
-          shards: Of this process, with zeros where others hold the chunks.
+        Of a shared unit all processes call it alike, each with zeros where others hold
+        the chunks; its shards are then filled.
         """
-        array = jax.block_until_ready(put_together(self.on_devices(shards)))
+        array = self._in_place(shards)
+        if not self.is_shared:
+            return array
+        array = jax.block_until_ready(put_together(array))
         found = {Box.of(s.index, self.shape): s.data for s in array.addressable_shards}
         for box, shard in zip(self.shards, shards, strict=True):
             np.copyto(shard, np.asarray(found[box]))
-        return self.on_devices(shards)
+        return self._in_place(shards)
+
+    def _in_place(self, shards: Sequence[Array]) -> jax.Array:
+        places = self.places(shards)
+        return self.of_parts([jax.device_put(shard, place) for shard, place in places])
 
 
 def _aligned(num_bytes: int) -> int:
@@ -222,11 +250,6 @@ class StoreUnits:
         if key not in self._units:
             self._units[key] = self._find(*key)
         return self._units[key]
-
-    @staticmethod
-    def part(unit: Unit, piece: Piece) -> Piece:
-        """Returns the piece of the unit's array for a piece of the leaf."""
-        return Piece(piece.leaf, piece.index[len(unit.index) :], piece.rows)
 
     def _find(self, leaf: int, index: tuple[int, ...]) -> Unit:
         aval, depth = self._leaves[leaf], len(index)
@@ -270,3 +293,122 @@ def part_counts(
             depth -= 1
         counts.append((*shape[:depth], *shard_counts(aval.sharding, shape)[depth:]))
     return counts
+
+
+# --- gradients, by this process's shards ----------------------------------------------
+
+
+def arrived(copy: jax.Array) -> Array:
+    """Returns what was copied to the host, in place; blocks until the copy has ended.
+
+    No other function reads a gradient on its way.
+    """
+    return np.asarray(copy)
+
+
+class ShardedGradient:
+    """A gradient by shards: one replica of each in this process.
+
+    Args:
+      array: The gradient. Its other replicas may be freed.
+      copies: Whether to start a copy to pinned memory of the host, which is read in
+        place; nothing here holds the device's memory then.
+
+    Attributes:
+      on_device: The gradient, if it stays there.
+    """
+
+    def __init__(
+        self, array: jax.Array, *, copies: bool = False, stays: bool = False
+    ) -> None:
+        self.shape: tuple[int, ...] = array.shape
+        self.dtype = np.dtype(array.dtype)
+        self.on_device = array if stays else None
+        self._parts: dict[Box, jax.Array] = {}
+        for shard in array.addressable_shards:
+            self._parts.setdefault(Box.of(shard.index, self.shape), shard.data)
+        if copies:
+            parts = list(self._parts.values())
+            pinned = [part.sharding.with_memory_kind(PINNED) for part in parts]
+            on_host = jax.device_put(parts, pinned)
+            self._parts = dict(zip(self._parts, on_host, strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self._parts.values())
+
+    def parts(self, boxes: Sequence[Box]) -> tuple[Array, ...] | None:
+        """Returns the shards as they are, if these are the boxes; blocks."""
+        if self._parts.keys() != set(boxes):
+            return None
+        return tuple(arrived(self._parts[box]) for box in boxes)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        """Gathers the whole, with zeros for shards of other processes; blocks."""
+        del copy  # one shard that is the whole is not copied, others are
+        whole = self._parts.get(Box.whole(self.shape))
+        if whole is not None:
+            return np.asarray(arrived(whole), dtype)
+        array = np.zeros(self.shape, self.dtype if dtype is None else dtype)
+        for box, part in self._parts.items():
+            array[box.slices] = arrived(part)
+        return array
+
+
+Gradient: TypeAlias = jax.Array | Array | ShardedGradient
+"""A gradient on one device, on the host, or by shards."""
+
+
+def shards_of(gradient: Gradient, boxes: Sequence[Box]) -> Sequence[Array]:
+    """Returns parts of an array; copies none if they are its own shards. Blocks.
+
+    Args:
+      boxes: Parts of it, each element at most once.
+    """
+    if isinstance(gradient, jax.Array):
+        gradient = handed_out(gradient)
+    if isinstance(gradient, ShardedGradient):
+        found = gradient.parts(boxes)
+        if found is not None:
+            return found
+    array = np.asarray(gradient)
+    whole = Box.whole(array.shape)
+    return [array if box == whole else array[box.slices] for box in boxes]
+
+
+def gathered(gradient: jax.Array | Array) -> jax.Array | Array:
+    """Returns a gradient with all shards in every process; all call it."""
+    sharding = getattr(gradient, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
+        return gradient
+    return _gather(NamedSharding(sharding.mesh, PartitionSpec()))(gradient)
+
+
+@cache
+def _gather(sharding: NamedSharding) -> Any:
+    return jax.jit(lambda array: array, out_shardings=sharding)
+
+
+def handed_out(
+    gradient: jax.Array | Array, *, copies: bool = False, stays: bool = False
+) -> Gradient:
+    """Returns a program's gradient without the replicas on other devices.
+
+    Args:
+      copies: Whether to start its copy to the host.
+      stays: Whether one on a single device stays there, too.
+    """
+    if not isinstance(gradient, jax.Array):
+        return gradient
+    is_alone = len(gradient.devices()) == 1
+    if is_alone and not copies:
+        return gradient
+    return ShardedGradient(gradient, copies=copies, stays=stays and is_alone)
+
+
+def whole(gradient: Gradient) -> jax.Array | Array:
+    """Returns a gradient as one array: on its device if it is there, or gathered."""
+    if not isinstance(gradient, ShardedGradient):
+        return gradient
+    on_device = gradient.on_device
+    return np.asarray(gradient) if on_device is None else on_device

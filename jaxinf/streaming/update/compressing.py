@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinf import compat
 from jaxinf.compress import SparseLeaf, TopK, compress_leaf
 from jaxinf.engine import Engine, StoreShape, keeps_feedback, read_feedback
 from jaxinf.layout import LeafGrid
@@ -23,21 +22,15 @@ class Compressor:
     """Compresses gradients of units.
 
     Args:
-      is_deterministic: Whether it selects the same elements in each run.
+      jit: `jax.jit` with the options of compilation.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        compression: TopK,
-        shape: StoreShape,
-        *,
-        is_deterministic: bool = True,
+        self, engine: Engine, compression: TopK, shape: StoreShape, jit: Any
     ) -> None:
-        self._engine, self._compression = engine, compression
+        self._engine, self._compression, self._jit = engine, compression, jit
         self._leaves = shape.directory.manifest.leaves
         self._has_feedback = keeps_feedback(compression)
-        self._options = compat.deterministic_options(is_deterministic)
         self._compiled: dict[Any, Any] = {}
 
     def compile(self, units: Iterable[Unit]) -> int:
@@ -78,6 +71,5 @@ class Compressor:
             def select(gradient: jax.Array, feedback: jax.Array | None = None) -> Any:
                 return compress_leaf(gradient, grid, self._compression, feedback)
 
-            jitted = jax.jit(select, compiler_options=self._options)
-            self._compiled[key] = jitted.lower(*avals).compile()
+            self._compiled[key] = self._jit(select).lower(*avals).compile()
         return self._compiled[key]

@@ -6,26 +6,36 @@ refused is refused before a store is made or changed.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import optax
 
 from jaxinf.csd import is_idle
-from jaxinf.engine import StoreShape, SubgroupLayout, can_take, moved_states
+from jaxinf.engine import (
+    Store,
+    StoreShape,
+    SubgroupLayout,
+    can_take,
+    engine_of,
+    moved_states,
+)
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.layout import Subgroup
-from jaxinf.program import Kernel, Passes, UpdateProgram, trace_update
+from jaxinf.program import Passes, UpdateProgram, trace_update
 from jaxinf.store import MASTER_PARAMS, StoreDirectory
-from jaxinf.streaming.move.scratch import PART_BYTES
-from jaxinf.streaming.move.spill import Waiting, file_bytes, waiting
+from jaxinf.streaming.move.scratch import PART_BYTES, Waiting, file_bytes, waiting
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.fit import Prepared
+from jaxinf.streaming.plan.kept import kept_cuts
 from jaxinf.streaming.plan.memory import Division, divide
 from jaxinf.streaming.plan.options import StepOptions
 from jaxinf.streaming.program.graph import Piece, aval_bytes
 from jaxinf.streaming.program.units import SHARED, StoreUnits, Unit, shared_bytes
+from jaxinf.streaming.update.compressing import Compressor
+from jaxinf.streaming.update.device_updates import device_share, without_share
+from jaxinf.streaming.update.passes import PassRunner
+from jaxinf.streaming.update.sink import Sink
 from jaxinf.transfer import ByteCounts
 from jaxinf.typing import PyTree
 
@@ -75,67 +85,65 @@ def passes_for(
 # --- its updates ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Updates:
-    """An optimizer, its passes over gradients, and the store's chunks.
+class NearStorageSink(Sink):
+    """What the updates of a step take. Making it compiles their programs.
+
+    Args:
+      store: The store; it is bound to the optimizer when a step runs.
+      ready: The loss function, traced for the batch.
+      program: The optimizer.
+      shape: The store's chunks; it need not be there.
 
     Attributes:
-      store_units: How the store moves parts of params.
-      units: Those that have gradients.
+      passes: The optimizer's passes over gradients, which `runner` computes.
+      compressor: Compresses gradients; None if they are sent whole.
+      share: The updates that the JAX device computes.
+      trained: Units that have gradients.
       idle: Leaves that stay as they are, whose gradients need not wait.
       gradient_bytes: Bytes of each gradient, 0 for those of `idle` leaves.
     """
 
-    program: UpdateProgram
-    passes: Passes
-    shape: StoreShape
-    store_units: StoreUnits
-    units: frozenset[Unit]
-    idle: frozenset[int]
-    gradient_bytes: Mapping[Piece, int]
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
+        store: Store,
         ready: Prepared,
         program: UpdateProgram,
         shape: StoreShape,
         options: StepOptions,
-    ) -> "Updates":
-        """Returns the updates of a step.
-
-        Args:
-          ready: The loss function, traced for the batch.
-          shape: The store's chunks; it need not be there.
-        """
+    ) -> None:
         pieces, params = ready.gradient_pieces, ready.traced.params
         is_alone = options.together.group.is_alone
-        passes = passes_for(program, pieces, is_alone=is_alone)
+        self.passes = passes = passes_for(program, pieces, is_alone=is_alone)
 
         def can_move(leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:
             return leaf not in passes.whole and shape.divides(leaf, origin, extent)
 
         undivided = range(len(params)) if options.compress else passes.computed
-        store_units = StoreUnits(params, can_move, undivided)
-        units = frozenset(map(store_units.unit, pieces))
+        self.store_units = StoreUnits(params, can_move, undivided)
+        super().__init__(options, store, self.store_units)
+        self.engine, self.program, self.shape = engine_of(store), program, shape
+        self.num_drives = max(1, shape.directory.num_csds)
+        self.trained = frozenset(map(self.store_units.unit, pieces))
         later = range(min(1, passes.num_passes - 1), passes.num_passes)
-        idle = frozenset(
+        self.idle = frozenset(
             number
             for number, leaf in enumerate(program.leaves)
             if is_idle(leaf.kernel) and not any(passes.part(n, number) for n in later)
         )
-        sizes = {
-            piece: 0 if piece.leaf in idle else aval_bytes(value.aval)
+        self.gradient_bytes: Mapping[Piece, int] = {
+            piece: 0 if piece.leaf in self.idle else aval_bytes(value.aval)
             for piece, value in ready.lifetimes.graph.gradients.items()
         }
-        return cls(program, passes, shape, store_units, units, idle, sizes)
-
-    def layouts(self, unit: Unit) -> Sequence[SubgroupLayout]:
-        return self.shape.layouts(unit.leaf, unit.origin, unit.extent)
-
-    @property
-    def kernels(self) -> Sequence[Kernel]:
-        return [leaf.kernel for leaf in self.program.leaves]
+        self.runner = PassRunner(self.engine, program, passes, options.jit)
+        self._numbers_bytes = self.runner.compile(self._arrivals(params))
+        self.compressor: Compressor | None = None
+        if options.compress is not None:
+            own = self.engine, options.compress, shape, options.jit
+            self.compressor = Compressor(*own)
+            compressing_bytes = self.compressor.compile(self.trained)
+            self._numbers_bytes = max(self._numbers_bytes, compressing_bytes)
+        kernels = [leaf.kernel for leaf in program.leaves]
+        self.share = device_share(shape, kernels, store, options, ready.traced.mesh)
 
     @property
     def are_deferred(self) -> bool:
@@ -147,21 +155,52 @@ class Updates:
         """Bytes of the largest gradient."""
         return max(self.gradient_bytes.values(), default=0)
 
-    def arrivals(self, params: Sequence[Any]) -> Mapping[int, Set[tuple[int, ...]]]:
-        """Returns the shapes in which each leaf's gradients are given to the passes."""
-        found: dict[int, set[tuple[int, ...]]] = {}
-        for piece in self.gradient_bytes:
-            shape, depth = params[piece.leaf].shape, len(piece.index)
-            if piece.leaf not in self.passes.whole:
-                shape = (*(1,) * depth, *shape[depth:])
-            found.setdefault(piece.leaf, set()).add(shape)
-        return found
+    def divided(self, ready: Prepared, budgets: Mapping[str, int]) -> Division:
+        shape, units, waits = self.shape, self.trained, self.are_deferred
+        division = divide(
+            budgets["memory_bytes"] - shape.export_bytes,
+            shape.least_memory_bytes,
+            max((unit.num_bytes for unit in units), default=0),
+            self.options.limit_within(budgets, ready.traced.mesh),
+        )
+        # One unit that is read, and one that is updated, whose gradient may wait whole.
+        read = {self.store_units.unit(piece) for piece in ready.lifetimes.sizes}
+        apart = [unit for unit in read if unit.is_apart]
+        undivided = [unit.whole_bytes for unit in apart if not unit.is_divided]
+        updated = [unit.whole_bytes for unit in apart] if waits else undivided
+        num_bytes = max(undivided, default=0) + 2 * max(updated, default=0)
+        purpose = "moving shards of params that are not stored alone"
+        division = division.without(num_bytes, purpose)
+        division = division.without(shared_bytes(units), SHARED)
+        # Of threads that write a gradient that waits, beside one's own.
+        num_bytes = min((self.num_drives - 1) * PART_BYTES, self.largest_bytes)
+        purpose = "writing gradients to several drives at once"
+        division = division.without(num_bytes if waits else 0, purpose)
+        division = without_share(division, shape, self.share, self.largest_bytes)
+        purpose = "computing numbers of its gradients"
+        return division.without(self._numbers_bytes, purpose, is_on_device=True)
+
+    def kept_cuts(self, ready: Prepared) -> Sequence[int] | None:
+        if self.engine.commit is None:
+            return None
+        return kept_cuts(self.engine.options.path, self.engine.opened.finished, ready)
+
+    def is_frozen(self, unit: Unit) -> bool:
+        return is_idle(self.program.leaves[unit.leaf].kernel)
+
+    def takes_read(self, unit: Unit) -> bool:
+        if not unit.is_divided or self.are_deferred:
+            return False
+        passes, leaf = self.passes, unit.leaf
+        if not can_take(self.shape, leaf, unit.dtype):
+            return False  # they are not what is stored
+        part = passes.part(passes.num_passes - 1, leaf)
+        if part is not None and passes.params[leaf] in part.own:
+            return True
+        return any(_PARAMS in loads for _, loads, _ in self._moved(unit))
 
     def waiting(self, plan: Plan) -> Waiting | None:
-        """Returns the gradients that wait for the last one; None if none does.
-
-        Parts of a leaf that the passes need as a whole wait together.
-        """
+        """As `Sink.waiting`; parts of a leaf that a pass needs whole wait together."""
         if not self.are_deferred:
             return None
         sizes: dict[Piece, int] = {}
@@ -173,46 +212,91 @@ class Updates:
         room_bytes = plan.division.gradients // 2
         return waiting(sizes, room_bytes, max(1, self.passes.num_passes - 1))
 
-    def takes_read(self, unit: Unit) -> bool:
-        """Whether a unit's update can take params that were read for a program."""
-        if not unit.is_divided or self.are_deferred:
-            return False
-        passes, leaf = self.passes, unit.leaf
-        if not can_take(self.shape, leaf, unit.dtype):
-            return False  # they are not what is stored
-        part = passes.part(passes.num_passes - 1, leaf)
-        if part is not None and passes.params[leaf] in part.own:
-            return True
-        kernel = self.program.leaves[leaf].kernel
-        loads = (moved_states(kernel, layout)[0] for layout in self.layouts(unit))
-        return any(_PARAMS in own for own in loads)
+    def _arrivals(self, params: Sequence[Any]) -> Mapping[int, Set[tuple[int, ...]]]:
+        """Returns the shapes in which each leaf's gradients are given to the passes."""
+        found: dict[int, set[tuple[int, ...]]] = {}
+        for piece in self.gradient_bytes:
+            shape, depth = params[piece.leaf].shape, len(piece.index)
+            if piece.leaf not in self.passes.whole:
+                shape = (*(1,) * depth, *shape[depth:])
+            found.setdefault(piece.leaf, set()).add(shape)
+        return found
 
+    # --- the bytes that they move --------------------------------------------------
 
-def divided(
-    updates: Updates, ready: Prepared, budgets: Mapping[str, int], options: StepOptions
-) -> Division:
-    """Divides the memory of budgets; raises BudgetError."""
-    shape, units, waits = updates.shape, updates.units, updates.are_deferred
-    division = divide(
-        budgets["memory_bytes"] - shape.export_bytes,
-        shape.least_memory_bytes,
-        max((unit.num_bytes for unit in units), default=0),
-        options.limit_within(budgets, ready.traced.mesh),
-    )
-    # One unit that is read, and one that is updated, whose gradient may wait whole.
-    read = {updates.store_units.unit(piece) for piece in ready.lifetimes.sizes}
-    apart = [unit for unit in read if unit.is_apart]
-    undivided = [unit.whole_bytes for unit in apart if not unit.is_divided]
-    updated = [unit.whole_bytes for unit in apart] if waits else undivided
-    num_bytes = max(undivided, default=0) + 2 * max(updated, default=0)
-    purpose = "moving shards of params that are not stored alone"
-    division = division.without(num_bytes, purpose)
-    division = division.without(shared_bytes(units), SHARED)
-    num_drives = max(1, shape.directory.num_csds)
-    # Of threads that write a gradient that waits, beside one's own.
-    num_bytes = min((num_drives - 1) * PART_BYTES, updates.largest_bytes)
-    purpose = "writing gradients to several drives at once"
-    return division.without(num_bytes if waits else 0, purpose)
+    def traffic(self, plan: Plan) -> ByteCounts:
+        reading, shape = plan.reading, self.shape
+        moved = {
+            layout.subgroup
+            for unit in self.trained
+            for layout, loads, stores in self._moved(unit)
+            if loads or stores
+        }
+        there = shape.staying(plan.store_bytes, moved)
+        given = {one.unit for one in reading.fetches if one.gradient is not None}
+        own = [
+            self._moved_bytes(unit, there, has_params=unit in given)
+            for unit in self.trained
+        ]
+        read = sum(num_bytes for num_bytes, _ in own) + sum(
+            shape.file_bytes(layout, [_PARAMS])
+            for fetch in reading.repeated
+            for layout, _, _ in self._moved(fetch.unit)
+        )
+        waits, away_bytes = self.waiting(plan), plan.away_bytes
+        wait_bytes = 0 if waits is None else file_bytes(waits)
+        num_reads = 1 if waits is None else waits.num_reads
+        return ByteCounts(
+            drive_read_bytes=read + away_bytes + num_reads * wait_bytes,
+            drive_write_bytes=sum(n for _, n in own) + away_bytes + wait_bytes,
+        )
+
+    def _moved(
+        self, unit: Unit
+    ) -> list[tuple[SubgroupLayout, frozenset[int], tuple[int, ...]]]:
+        """Returns the subgroups of a unit, and the states that an update moves."""
+        kernel = self.program.leaves[unit.leaf].kernel
+        layouts = self.shape.layouts(unit.leaf, unit.origin, unit.extent)
+        return [(layout, *moved_states(kernel, layout)) for layout in layouts]
+
+    def _moved_bytes(
+        self, unit: Unit, there: frozenset[Subgroup], *, has_params: bool
+    ) -> tuple[int, int]:
+        """Returns bytes of state that a unit's update reads and writes.
+
+        Args:
+          there: What stays in memory.
+          has_params: Whether it takes params that are in memory.
+        """
+        shape, names = self.shape, self._read_by_passes(unit, has_params=has_params)
+        every = shape.options.steps_per_commit or math.inf
+        read, written = 0, 0.0
+        for layout, loads, stores in self._moved(unit):
+            if layout.feedback is not None:  # compression reads it by itself
+                read += shape.file_bytes(layout, [layout.feedback])
+            if layout.subgroup not in there:
+                loads -= {_PARAMS} if has_params else set()
+                read += shape.file_bytes(layout, loads)
+                read += shape.file_bytes(layout, map(layout.slots.index, names))
+                written += shape.file_bytes(layout, stores)
+                continue
+            if MASTER_PARAMS in names:  # they are read as programs read params
+                read += shape.file_bytes(layout, [_PARAMS])
+            for state in stores:
+                by_commits = shape.options.rewrites_steps and state != _PARAMS
+                num_bytes = shape.file_bytes(layout, [state])
+                written += num_bytes / every if by_commits else num_bytes
+        return read, round(written)
+
+    def _read_by_passes(self, unit: Unit, *, has_params: bool) -> list[str]:
+        """Returns the states that passes over a gradient read, each time."""
+        passes, found = self.passes, list[str]()
+        for part in passes.of_leaf(unit.leaf):
+            own = (v for v in part.own if v in passes.recalled)
+            found += [passes.recalled[v][1].name for v in own]
+            if passes.params[unit.leaf] in part.own and not has_params:
+                found.append(MASTER_PARAMS)
+        return found
 
 
 def drive_folders(directory: StoreDirectory) -> list[Path]:
@@ -220,77 +304,3 @@ def drive_folders(directory: StoreDirectory) -> list[Path]:
     if not directory.manifest.csds:
         return [directory.path]
     return [directory.csd_directory(number) for number in range(directory.num_csds)]
-
-
-# --- the bytes that they move --------------------------------------------------------
-
-
-def traffic(updates: Updates, plan: Plan) -> ByteCounts:
-    """See `Sink.traffic`."""
-    reading, shape = plan.reading, updates.shape
-    moved = {
-        layout.subgroup
-        for unit in updates.units
-        for layout in updates.layouts(unit)
-        if any(moved_states(updates.program.leaves[unit.leaf].kernel, layout))
-    }
-    there = shape.staying(plan.store_bytes, moved)
-    given = {one.unit for one in reading.fetches if one.gradient is not None}
-    own = [
-        _moved_bytes(updates, unit, there, has_params=unit in given)
-        for unit in updates.units
-    ]
-    read = sum(num_bytes for num_bytes, _ in own) + sum(
-        shape.file_bytes(layout, [_PARAMS])
-        for fetch in reading.repeated
-        for layout in updates.layouts(fetch.unit)
-    )
-    waits, away_bytes = updates.waiting(plan), plan.away_bytes
-    wait_bytes = 0 if waits is None else file_bytes(waits)
-    num_reads = 1 if waits is None else waits.num_reads
-    return ByteCounts(
-        drive_read_bytes=read + away_bytes + num_reads * wait_bytes,
-        drive_write_bytes=sum(n for _, n in own) + away_bytes + wait_bytes,
-    )
-
-
-def _moved_bytes(
-    updates: Updates, unit: Unit, there: frozenset[Subgroup], *, has_params: bool
-) -> tuple[int, int]:
-    """Returns bytes of state that a unit's update reads and writes.
-
-    Args:
-      there: What stays in memory.
-      has_params: Whether it takes params that are in memory.
-    """
-    shape, kernel = updates.shape, updates.program.leaves[unit.leaf].kernel
-    names = _read_by_passes(updates, unit, has_params=has_params)
-    every = shape.options.steps_per_commit or math.inf
-    read, written = 0, 0.0
-    for layout in updates.layouts(unit):
-        loads, stores = moved_states(kernel, layout)
-        if layout.feedback is not None:  # compression reads it by itself
-            read += shape.file_bytes(layout, [layout.feedback])
-        if layout.subgroup not in there:
-            loads -= {_PARAMS} if has_params else set()
-            read += shape.file_bytes(layout, loads)
-            read += shape.file_bytes(layout, map(layout.slots.index, names))
-            written += shape.file_bytes(layout, stores)
-            continue
-        if MASTER_PARAMS in names:  # they are read as programs read params
-            read += shape.file_bytes(layout, [_PARAMS])
-        for state in stores:
-            by_commits = shape.options.rewrites_steps and state != _PARAMS
-            num_bytes = shape.file_bytes(layout, [state])
-            written += num_bytes / every if by_commits else num_bytes
-    return read, round(written)
-
-
-def _read_by_passes(updates: Updates, unit: Unit, *, has_params: bool) -> list[str]:
-    """Returns the states that passes over a unit's gradient read, each time."""
-    passes, found = updates.passes, list[str]()
-    for part in passes.of_leaf(unit.leaf):
-        found += [passes.recalled[v][1].name for v in part.own if v in passes.recalled]
-        if passes.params[unit.leaf] in part.own and not has_params:
-            found.append(MASTER_PARAMS)
-    return found

@@ -6,14 +6,12 @@ reused.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxinf import compat
 from jaxinf.errors import StreamError
 from jaxinf.program import (
     effect_of_nonfinite,
@@ -51,7 +49,6 @@ class OptaxSink(Sink):
     ) -> None:
         super().__init__(options)
         self._tx, self._folder = tx, folder
-        self._compiler_options = compat.deterministic_options(options.deterministic)
         self._trained: tuple[PyTree, PyTree] | None = None
         self._is_lent = False
         self._compiled: dict[bool, tuple[Any, Any]] = {}
@@ -84,7 +81,7 @@ class OptaxSink(Sink):
           donates: Whether they reuse the memory of state and params.
         """
         if donates not in self._compiled:
-            jit = partial(jax.jit, compiler_options=self._compiler_options)
+            jit = self.options.jit
             self._compiled[donates] = (
                 jit(self._tx.update, donate_argnums=(0, 1) if donates else (0,)),
                 jit(optax.apply_updates, donate_argnums=(0,) if donates else ()),

@@ -10,14 +10,12 @@ of jitted optax; of a leaf in slices, the slices' numbers are combined.
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinf import compat
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import Engine, ParamsReader, SlotRequest
 from jaxinf.program import PassComputation, Passes, UpdateProgram, Value, key_data
@@ -33,7 +31,7 @@ class PassRunner:
 
     Args:
       passes: Its passes, for gradients in the pieces that will arrive.
-      is_deterministic: Whether they have the same bits in each run.
+      jit: `jax.jit` with the options of compilation.
     """
 
     def __init__(
@@ -41,17 +39,13 @@ class PassRunner:
         engine: Engine,
         program: UpdateProgram,
         passes: Passes,
-        *,
-        is_deterministic: bool = True,
+        jit: Any = jax.jit,
     ) -> None:
         self.passes = passes
-        self._engine = engine
-        self._program = program
+        self._engine, self._program, self._jit = engine, program, jit
         self._compiled: dict[Any, Any] = {}
         self._keys = Keys()
         self._part_keys: dict[PassComputation, str] = {}
-        options = compat.deterministic_options(is_deterministic)
-        self._jit = partial(jax.jit, compiler_options=options)
         self._between = [self._jit(part) for part in passes.before]
         self._env: dict[Value, Any] = {}
         self._kernel_scalars: dict[Value, Array] = {}
@@ -59,14 +53,6 @@ class PassRunner:
         self._given: set[int] = set()
         self._number = 0
         self._reader: ParamsReader | None = None
-
-    @property
-    def num_passes(self) -> int:
-        return self.passes.num_passes
-
-    def looks_at(self, leaf: int) -> bool:
-        """Whether a pass computes something of a leaf's gradient."""
-        return bool(self.passes.of_leaf(leaf))
 
     def looks_first(self, leaf: int) -> bool:
         """Whether the first pass computes something of each of a leaf's gradients."""
@@ -151,7 +137,7 @@ class PassRunner:
 
     def finish(self) -> list[Array]:
         """Returns the new scalar state, after the last pass."""
-        new, _ = self._computed_before(self.num_passes)
+        new, _ = self._computed_before(self.passes.num_passes)
         self.close()
         return [
             np.array(key_data(new[value]) if value.constant is None else value.constant)
@@ -198,36 +184,28 @@ class PassRunner:
     def _run(
         self, part: PassComputation, gradient: jax.Array | Array, params: Array | None
     ) -> Sequence[jax.Array]:
+        leaf, opened = part.leaf, self._engine.opened
         executable = self._executable(part, tuple(gradient.shape))
-        arrays = [self._own(part.leaf, value, gradient, params) for value in part.own]
+        info, arrays = self._program.leaves[leaf].info, []
+        origin = (0,) * len(info.shape)
+        for value in part.own:
+            if value is self.passes.gradients[leaf]:
+                array = gradient
+            elif value in self.passes.recalled:
+                _, slot = self.passes.recalled[value]
+                array = aligned_array(info.shape, slot.dtype)
+                request = SlotRequest(leaf, slot.name, origin, array)
+                opened.recall(opened.finished.step, request, repeats=True)
+            elif params is not None:
+                array = params.reshape(info.shape)
+            else:
+                array = aligned_array(info.shape, info.dtype)
+                if self._reader is None:
+                    self._reader = ParamsReader(opened, READER_BYTES)
+                self._reader.read(leaf, array, origin)
+            arrays.append(jnp.asarray(array))
         numbers = [self._env[value] for value in part.numbers]
         return jax.block_until_ready(executable(*arrays, *numbers))
-
-    def _own(
-        self,
-        leaf: int,
-        value: Value,
-        gradient: jax.Array | Array,
-        params: Array | None,
-    ) -> Any:
-        """Returns an own input of a leaf's part."""
-        if value is self.passes.gradients[leaf]:
-            return jnp.asarray(gradient)
-        info = self._program.leaves[leaf].info
-        if value is self.passes.params[leaf]:
-            if params is not None:
-                return jnp.asarray(params.reshape(info.shape))
-            array = aligned_array(info.shape, info.dtype)
-            if self._reader is None:
-                self._reader = ParamsReader(self._engine.opened, READER_BYTES)
-            self._reader.read(leaf, array, (0,) * array.ndim)
-            return jnp.asarray(array)
-        _, slot = self.passes.recalled[value]
-        array = aligned_array(info.shape, slot.dtype)
-        request = SlotRequest(leaf, slot.name, (0,) * array.ndim, array)
-        step = self._engine.opened.finished.step
-        self._engine.opened.recall(step, request, repeats=True)
-        return jnp.asarray(array)
 
     def _executable(self, part: PassComputation, shape: tuple[int, ...]) -> Any:
         """Returns a part's program, compiled once for all leaves with equal ones."""
@@ -243,15 +221,14 @@ class PassRunner:
     def _avals(
         self, part: PassComputation, shape: tuple[int, ...]
     ) -> list[jax.ShapeDtypeStruct]:
-        info = self._program.leaves[part.leaf].info
-        avals = []
-        for value in part.own:
-            if value is self.passes.gradients[part.leaf]:
-                avals.append(jax.ShapeDtypeStruct(shape, info.dtype))
-            elif value in self.passes.recalled:
-                dtype = self.passes.recalled[value][1].dtype
-                avals.append(jax.ShapeDtypeStruct(info.shape, dtype))
-            else:
-                avals.append(jax.ShapeDtypeStruct(info.shape, info.dtype))
-        numbers = (jax.ShapeDtypeStruct(v.shape, v.dtype) for v in part.numbers)
-        return [*avals, *numbers]
+        info, recalled = self._program.leaves[part.leaf].info, self.passes.recalled
+        gradient = self.passes.gradients[part.leaf]
+        own = [
+            (
+                shape if value is gradient else info.shape,
+                recalled[value][1].dtype if value in recalled else info.dtype,
+            )
+            for value in part.own
+        ]
+        numbers = [(value.shape, value.dtype) for value in part.numbers]
+        return [jax.ShapeDtypeStruct(*form) for form in (*own, *numbers)]

@@ -14,8 +14,7 @@ import numpy as np
 from jaxinf.engine import Store, engine_of
 from jaxinf.errors import StreamError
 from jaxinf.streaming.move.params import Params, StoreParams, StoreReader
-from jaxinf.streaming.move.scratch import Scratch
-from jaxinf.streaming.move.spill import Waiting, file_bytes
+from jaxinf.streaming.move.scratch import Scratch, Waiting, file_bytes
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.fit import Prepared
 from jaxinf.streaming.plan.memory import (
@@ -51,8 +50,10 @@ class Sink(ABC):
       num_drives: Number of drives that values may wait on.
       average: Whether the store's average is read.
       are_frozen: Whether params that stay are the same after a step of the store.
+      waited_s: Time that gradients of the last step waited for room.
     """
 
+    waited_s = 0.0
     num_drives = 1
     average = False
     are_frozen = True
@@ -172,11 +173,6 @@ class Sink(ABC):
 
     def close(self) -> None:
         """Frees memory and files; idempotent."""
-
-    @property
-    def waited_s(self) -> float:
-        """Time that gradients of the last step waited for room."""
-        return 0.0
 
     @property
     def spilled_bytes(self) -> tuple[int, int]:

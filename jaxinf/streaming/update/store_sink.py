@@ -8,144 +8,69 @@ Invariant: the store advances by one step if every gradient arrived and was fini
   whole.
 """
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from threading import Lock
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
-from jaxinf.csd import ScalarInputs, is_idle
+from jaxinf.csd import ScalarInputs
 from jaxinf.engine import (
     KeptLeaf,
-    Store,
-    StoreShape,
     UpdateRequest,
     carried_leaves,
     check_carried,
-    engine_of,
 )
-from jaxinf.program import UpdateProgram, effect_of_nonfinite, refused_gradient
-from jaxinf.store import KeptPlan, ScalarState
+from jaxinf.program import NonFinitePolicy, effect_of_nonfinite, refused_gradient
+from jaxinf.store import ScalarState
+from jaxinf.streaming.move.jobs import Jobs
 from jaxinf.streaming.move.params import Params
-from jaxinf.streaming.move.scratch import THREADS_PER_DRIVE, Scratch
-from jaxinf.streaming.move.spill import Spill, Waiting
-from jaxinf.streaming.move.stage import Handed, Stage, Work
+from jaxinf.streaming.move.scratch import THREADS_PER_DRIVE, Scratch, Spill
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.fit import Prepared
-from jaxinf.streaming.plan.kept import check_same, kept_cuts, streams_of
-from jaxinf.streaming.plan.memory import Division
-from jaxinf.streaming.plan.options import StepOptions
+from jaxinf.streaming.plan.kept import check_same, streams_of
 from jaxinf.streaming.program.graph import Piece
-from jaxinf.streaming.program.shards import (
+from jaxinf.streaming.program.units import (
     Gradient,
+    Unit,
     gathered,
     handed_out,
     shards_of,
     whole,
 )
-from jaxinf.streaming.program.units import Unit
-from jaxinf.streaming.update.compressing import Compressor
-from jaxinf.streaming.update.device_updates import NUM_UNDER_WAY, DeviceShare
-from jaxinf.streaming.update.near_storage import (
-    Updates,
-    divided,
-    drive_folders,
-    traffic,
-)
-from jaxinf.streaming.update.passes import PassRunner
-from jaxinf.streaming.update.sink import Sink, is_finite, on_host
-from jaxinf.transfer import ByteCounts
+from jaxinf.streaming.update.device_updates import NUM_UNDER_WAY
+from jaxinf.streaming.update.near_storage import NearStorageSink, drive_folders
+from jaxinf.streaming.update.sink import is_finite, on_host
 from jaxinf.typing import Array, PyTree
 
-# Gradients up to this long share a call of the engine.
+Handed: TypeAlias = tuple[Piece, Gradient]
+"""A piece of a leaf and its gradient."""
+
+# Gradients up to this long share a call of the engine, if several wait.
 _SHORT_BYTES = 1 << 20
 _NO_PARAMS = np.empty(0, np.float32)
 
 
-class StoreSink(Sink):
-    """The optimizer's side of a streamed step. Making it compiles its programs.
+class StoreSink(NearStorageSink):
+    """The optimizer's side of a streamed step.
 
     Gradients are deferred if the optimizer needs numbers of all of them, such as their
     norm, or if a step overwrites one that is not committed. Updates then start when all
     have arrived, and with them all reads of params are over.
 
-    Args:
-      store: The store; it is bound to the optimizer when this is used.
-      ready: The loss function, traced for the batch.
-      program: The optimizer.
-      shape: The store's chunks; it need not be there.
-
     Attributes:
       spill: Holds gradients until the last one arrives; None if none waits.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        ready: Prepared,
-        program: UpdateProgram,
-        shape: StoreShape,
-        options: StepOptions,
-    ) -> None:
-        self._updates = updates = Updates.of(ready, program, shape, options)
-        super().__init__(options, store, updates.store_units)
-        self._engine, self._program = engine_of(store), program
-        self.num_drives = max(1, shape.directory.num_csds)
-        bits = {"is_deterministic": options.deterministic}
-        self._passes = PassRunner(self._engine, program, updates.passes, **bits)
-        arrivals = updates.arrivals(ready.traced.params)
-        self._numbers_bytes = self._passes.compile(arrivals)
-        self._compressor: Compressor | None = None
-        if options.compress is not None:
-            own = self._engine, options.compress, shape
-            self._compressor = Compressor(*own, **bits)
-            compressing_bytes = self._compressor.compile(updates.units)
-            self._numbers_bytes = max(self._numbers_bytes, compressing_bytes)
-        self._device = DeviceShare(updates, store, options, ready.traced.mesh)
-        self._nonfinite = effect_of_nonfinite(
-            options.nonfinite, is_guarded=program.is_guarded
-        )
-        self._kept = set[Unit]()
-        self._carried: Mapping[tuple[str, ...], Array] = {}
-        self._streams: Mapping[str, KeptPlan] = {}
-        # Units of which parts are missing, and the parts that are there.
-        self._parts: dict[Unit, tuple[Array, set[Piece]]] = {}
-        self._bad: list[str] = []
-        self._step = self._num_skipped = 0
-        self.spill: Spill | None = None
-        self._stage = Stage("jaxinf-updates", 1, _SHORT_BYTES)
-        self._fetched: Params
-
-    # --- what it takes -------------------------------------------------------------
-
-    def divided(self, ready: Prepared, budgets: Mapping[str, int]) -> Division:
-        division = divided(self._updates, ready, budgets, self.options)
-        purpose = "computing numbers of its gradients"
-        return self._device.without(division).without(
-            self._numbers_bytes, purpose, is_on_device=True
-        )
-
-    def kept_cuts(self, ready: Prepared) -> Sequence[int] | None:
-        if self._engine.commit is None:
-            return None
-        where = self._engine.options.path, self._engine.opened.finished
-        return kept_cuts(*where, ready)
-
-    def is_frozen(self, unit: Unit) -> bool:
-        return is_idle(self._program.leaves[unit.leaf].kernel)
-
-    def takes_read(self, unit: Unit) -> bool:
-        return self._updates.takes_read(unit)
-
-    def waiting(self, plan: Plan) -> Waiting | None:
-        return self._updates.waiting(plan)
-
-    def traffic(self, plan: Plan) -> ByteCounts:
-        return traffic(self._updates, plan)
+    spill: Spill | None = None
+    waited_s = 0.0
+    _num_skipped = 0  # since the last commit
 
     def scratch(self, content: str) -> Scratch:
-        opened = self._engine.opened
+        opened = self.engine.opened
         num_threads = 1 if content == "gradients" else THREADS_PER_DRIVE
         how = {"content": content, "num_threads": num_threads}
         return Scratch(drive_folders(opened.directory), opened.meters, **how)
@@ -154,47 +79,51 @@ class StoreSink(Sink):
 
     def open(self, plan: Plan, ready: Prepared) -> None:
         self._streams = streams_of(ready, plan.cuts)
+        self._carried: Mapping[tuple[str, ...], Array] = {}
         division, waits = plan.division, self.waiting(plan)
-        room_bytes, num_threads = division.gradients, 1
+        room_bytes, self._num_threads = division.gradients, 1
         if waits is not None:
-            self.spill = Spill(self.scratch("gradients"), waits)
             room_bytes -= waits.capacity_bytes
         room_bytes = min(room_bytes, division.leaving)
-        self._assignment = self._device.assignment(division.gradients)
-        if self._assignment.updater is not None:
-            num_threads = NUM_UNDER_WAY
-            room_bytes += (num_threads - 1) * self._updates.largest_bytes
-        how = room_bytes, _SHORT_BYTES, num_threads
-        self._stage = Stage("jaxinf-updates", *how)
+        if self.share.updater is not None:
+            self._num_threads = NUM_UNDER_WAY
+            room_bytes += (NUM_UNDER_WAY - 1) * self.largest_bytes
+        self._jobs, self._in_order = Jobs("jaxinf-updates", room_bytes), Lock()
+        self._waiting: deque[Handed] = deque()
+        if waits is not None:
+            self.spill = Spill(self.scratch("gradients"), waits)
 
     def begin(self, extra_args: Mapping[str, Any], params: Params) -> None:
         self._fetched = params
-        opened = self._engine.opened
+        opened = self.engine.opened
         if not self.options.replan:
-            check_same(self._engine.options.path, opened.finished, self._streams)
+            check_same(self.engine.options.path, opened.finished, self._streams)
         self._step = opened.finished.step
-        opened.assign(self._assignment)
-        self._passes.begin(extra_args)
-        self._parts, self._bad = {}, []
-        self._kept.clear()
-        self._stage.waited_s = 0.0
+        opened.assign(self.share)
+        self.runner.begin(extra_args)
+        # Units of which parts are missing, and the parts that are there.
+        self._parts: dict[Unit, tuple[Array, set[Piece]]] = {}
+        self._bad: list[str] = []
+        self._kept = set[Unit]()
+        self.waited_s = 0.0
+        self._action = self._update
         if self.spill is not None:
             self.spill.reset()
-        self._stage.start(self._update if self.spill is None else self._defer)
+            self._action = self._defer
 
     def put(self, piece: Piece, gradient: jax.Array | Array) -> None:
-        is_looked_at = self._passes.looks_at(piece.leaf)
-        if piece.leaf in self._updates.idle:
-            self._kept.add(self._updates.store_units.unit(piece))
+        is_looked_at = bool(self.passes.of_leaf(piece.leaf))
+        if piece.leaf in self.idle:
+            self._kept.add(self.store_units.unit(piece))
             if not is_looked_at:
                 return
         if is_looked_at and not self._together.group.is_alone:  # whole, in all
             gradient = gathered(gradient)
         with self._together.holding():
-            stays = self.spill is not None and self._passes.looks_first(piece.leaf)
+            stays = self.spill is not None and self.runner.looks_first(piece.leaf)
             copies = not self.options.limit.is_host
             own = handed_out(gradient, copies=copies, stays=stays)
-            self._stage.put(piece, own)
+            self._hand_on(piece, own)
 
     def finish(
         self,
@@ -203,13 +132,13 @@ class StoreSink(Sink):
         check: Callable[[], None],
     ) -> bool:
         self._agree(partial(self._end_all, results))
-        self._passes.give(extra_args)
+        self.runner.give(extra_args)
         spill = self.spill
         if spill is not None and not self._is_refused:
             self._agree(lambda: self._update_deferred(spill, check))
         if self._is_refused:
-            self._passes.close()
-            self._engine.opened.abandon()
+            self.runner.close()
+            self.engine.opened.abandon()
             if self._nonfinite == "skip":
                 self._num_skipped += 1
                 return False
@@ -217,13 +146,13 @@ class StoreSink(Sink):
         assert not self._parts, "every part of a unit has its gradient"
         kept = [  # leaves that stay as they are
             KeptLeaf(unit.leaf, unit.origin_of(box), unit.extent_of(box))
-            for unit in sorted(self._kept, key=lambda unit: unit.place)
+            for unit in sorted(self._kept, key=lambda unit: (unit.leaf, unit.index))
             for box in unit.boxes
         ]
-        opened = self._engine.opened
+        opened = self.engine.opened
         if kept:
             opened.update(self._step, *kept)
-        held = zip(opened.finished.scalar_state, self._passes.finish(), strict=True)
+        held = zip(opened.finished.scalar_state, self.runner.finish(), strict=True)
         scalars = [ScalarState.of(old.path, new) for old, new in held]
         num_skipped = opened.finished.skipped_steps + self._num_skipped
         kept = {"carry": self._carried, "streams": self._streams}
@@ -233,15 +162,11 @@ class StoreSink(Sink):
 
     def abandon(self) -> None:
         """Abandons the step without a commit."""
-        self._stage.abandon()
+        self._drop_waiting()
         if self.spill is not None:
             self.spill.reset()
-        self._passes.close()
-        self._engine.opened.abandon()
-
-    @property
-    def waited_s(self) -> float:
-        return self._stage.waited_s
+        self.runner.close()
+        self.engine.opened.abandon()
 
     @property
     def spilled_bytes(self) -> tuple[int, int]:
@@ -250,12 +175,18 @@ class StoreSink(Sink):
 
     def close(self) -> None:
         """Frees the files of gradients that wait, and ends the thread."""
-        self._stage.close()
-        self._passes.close()
+        self._drop_waiting()
+        self._jobs.close()
+        self.runner.close()
         if self.spill is not None:
             self.spill.close()
 
     # --- the end of a step ---------------------------------------------------------
+
+    @property
+    def _nonfinite(self) -> NonFinitePolicy:
+        is_guarded = self.program.is_guarded
+        return effect_of_nonfinite(self.options.nonfinite, is_guarded=is_guarded)
 
     @property
     def _is_refused(self) -> bool:
@@ -271,11 +202,11 @@ class StoreSink(Sink):
         self._bad = self._together.agree(refusing)
 
     def _end_all(self, results: PyTree) -> None:
-        self._stage.end()
+        self._jobs.end()
         if (carry := self.options.carry) is not None:
             carried = carried_leaves(carry(results[1]))
-            names = self._engine.opened.directory.manifest.state_names
-            check_carried(self._engine, carried, names)
+            names = self.engine.opened.directory.manifest.state_names
+            check_carried(self.engine, carried, names)
             self._carried = {path: on_host(x) for path, x in carried.items()}
 
     def _update_deferred(self, spill: Spill, check: Callable[[], None]) -> None:
@@ -283,46 +214,74 @@ class StoreSink(Sink):
 
         Writes over an uncommitted step are not interrupted.
         """
-        for number in range(1, self._passes.num_passes):
-            self._passes.advance()
-            if number == self._passes.num_passes - 1:
-                break
+        for _ in range(2, self.passes.num_passes):
+            self.runner.advance()
             for piece, gradient in spill.read():
                 check()
-                self._passes.add(piece, gradient)
+                self.runner.add(piece, gradient)
+        if self.passes.num_passes > 1:
+            self.runner.advance()
         check()
-        overwrites = self._engine.opened.num_uncommitted > 0
-        self._stage.start(self._update)
+        overwrites = self.engine.opened.num_uncommitted > 0
+        self._action = self._update
         for piece, gradient in spill.read(removes=True):
-            self._stage.put(piece, gradient)
+            self._hand_on(piece, gradient)
             if not overwrites:
                 check()
-        self._stage.end()
+        self._jobs.end()
 
-    # --- gradients, on threads -----------------------------------------------------
+    # --- gradients on their way to an action, which works on them on threads ---------
+
+    def _hand_on(self, piece: Piece, gradient: Gradient) -> None:
+        """Passes a gradient on, in order; blocks while too many wait."""
+        self._waiting.append((piece, gradient))
+        own = self._num_threads, gradient.nbytes
+        self.waited_s += self._jobs.submit(self._pass_on, "", *own)
+
+    def _drop_waiting(self) -> None:
+        self._jobs.reset()
+        self._waiting.clear()
+
+    def _pass_on(self) -> None:
+        """Works on the next gradients, unless another job took them; on a thread."""
+        with self._in_order:
+            taken = self._next() if self._jobs.error is None else []
+            work = self._action(taken) if taken else None
+            del taken
+        if work is not None:  # it may run beside that of other gradients
+            work()
+
+    def _next(self) -> list[Handed]:
+        """Takes a gradient, or several short ones."""
+        taken = [self._waiting.popleft()] if self._waiting else []
+        while taken and self._waiting and taken[-1][1].nbytes <= _SHORT_BYTES:
+            if self._waiting[0][1].nbytes > _SHORT_BYTES:
+                break
+            taken.append(self._waiting.popleft())
+        return taken
 
     def _defer(self, taken: Sequence[Handed]) -> None:
         assert self.spill is not None
         # An update that overwrites a step cannot be undone if a later one is refused.
-        is_checked = self._engine.options.rewrites_steps
+        is_checked = self.engine.options.rewrites_steps
         for piece, handed in taken:
-            if piece.leaf in self._passes.passes.whole:
-                unit = self._updates.store_units.unit(piece)
+            if piece.leaf in self.passes.whole:
+                unit = self.store_units.unit(piece)
                 complete = self._gathered(unit, piece, handed)
                 if complete is None:
                     continue
                 piece, handed = Piece(unit.leaf), np.asarray(complete)
-            self._passes.add(piece, whole(handed))
+            self.runner.add(piece, whole(handed))
             array = np.asarray(handed)  # it need not stay on the device
             if is_checked and not is_finite(array):
                 self._bad.append(self._name(piece.leaf))
-            if piece.leaf not in self._updates.idle:
+            if piece.leaf not in self.idle:
                 self.spill.put(piece, array)
 
-    def _update(self, taken: Sequence[Handed]) -> Work | None:
+    def _update(self, taken: Sequence[Handed]) -> Callable[[], None] | None:
         asked: dict[Unit, list[UpdateRequest]] = {}
         for piece, gradient in taken:
-            unit = self._updates.store_units.unit(piece)
+            unit = self.store_units.unit(piece)
             complete = self._gathered(unit, piece, gradient)
             if complete is None:
                 continue
@@ -335,7 +294,7 @@ class StoreSink(Sink):
 
     def _run(self, asked: Mapping[Unit, Sequence[UpdateRequest]]) -> None:
         requests = [request for own in asked.values() for request in own]
-        finite = self._engine.opened.update(self._step, *requests)
+        finite = self.engine.opened.update(self._step, *requests)
         for unit in asked:
             self._fetched.free(unit)
         pairs = zip(requests, finite, strict=True)
@@ -345,7 +304,7 @@ class StoreSink(Sink):
         self, unit: Unit, piece: Piece, gradient: Gradient
     ) -> Gradient | None:
         """Returns the gradient of a unit; None while some of its parts are missing."""
-        part = self._updates.store_units.part(unit, piece)
+        part = unit.part(piece)
         if not part.index:
             return gradient
         if unit not in self._parts:
@@ -366,14 +325,14 @@ class StoreSink(Sink):
             part = part.reshape(unit.extent_of(box))
             given = None if params is None else params[number]
             if not number:  # a unit in parts has none but scalars, the same for all
-                inputs = self._passes.inputs(unit.leaf, part, given)
+                inputs = self.runner.inputs(unit.leaf, part, given)
             sent, feedback = part, None
-            if self._compressor is not None:
-                sent, feedback = self._compressor(unit, part, self._step)
+            if self.compressor is not None:
+                sent, feedback = self.compressor(unit, part, self._step)
             requests.append(
                 UpdateRequest(
                     leaf=unit.leaf,
-                    kernel=self._program.leaves[unit.leaf].kernel,
+                    kernel=self.program.leaves[unit.leaf].kernel,
                     origin=unit.origin_of(box),
                     gradient=sent,
                     inputs=inputs,
@@ -387,9 +346,9 @@ class StoreSink(Sink):
 
     def _is_held(self, gradient: Gradient) -> bool:
         """Whether a gradient refuses the step, which the CSDs could not tell."""
-        if self._compressor is None or self._nonfinite == "allow":
+        if self.compressor is None or self._nonfinite == "allow":
             return False
         return not is_finite(np.asarray(gradient))
 
     def _name(self, leaf: int) -> str:
-        return self._program.leaves[leaf].info.name
+        return self.program.leaves[leaf].info.name
