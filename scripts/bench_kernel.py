@@ -5,12 +5,13 @@ the cache.
 """
 
 import argparse
-import json
 import statistics
-import time
-from collections.abc import Callable
+import timeit
 from functools import partial
+from pathlib import Path
+from typing import Any
 
+import bench
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -47,35 +48,21 @@ def run_of(kernel: CompiledKernel, num: int, *, coded: bool) -> partial[object]:
     )
 
 
-def usual_s(run: Callable[[], object], num_runs: int) -> float:
-    """Returns the median time of some runs, of a second at most, after a first one."""
-    run()
-    times: list[float] = []
-    while len(times) < num_runs and sum(times) < 1:
-        began_s = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - began_s)
-    return statistics.median(times)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--elements", type=int, default=4 << 20)
-    parser.add_argument("--repetitions", type=int, default=21)
-    given = parser.parse_args()
+def measure(given: argparse.Namespace, _: Path) -> dict[str, Any]:
+    """Runs both."""
     kernel = compiled(trace_update(optax.adamw(1e-3), jnp.zeros(8)).leaves[0].kernel)
     plain = run_of(kernel, given.elements, coded=False)
-    int8_s = usual_s(run_of(kernel, SHORT, coded=True), 10 * given.repetitions)
-    plain_s = usual_s(plain, given.repetitions)
-    result = {
+    coded, count = run_of(kernel, SHORT, coded=True), given.repetitions
+    int8_s = statistics.median(timeit.repeat(coded, number=1, repeat=10 * count))
+    plain_s = statistics.median(timeit.repeat(plain, number=1, repeat=count))
+    return {
         "elements": given.elements,
         "level": kernel.level,
         "origin": kernel.origin,
         "melements_per_s": round(given.elements / plain_s / 1e6, 1),
         "int8_ns_per_element": round(int8_s / SHORT * 1e9, 2),
     }
-    print(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":
-    main()
+    bench.run(__doc__, measure, needs_store=False, elements=4 << 20, repetitions=21)

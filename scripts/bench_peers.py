@@ -1,11 +1,11 @@
 """jaxinf beside DeepSpeed and plain optax, each in a process of its own.
 
-All train a GPT-2 by AdamW in float32 on the processor, in turns: `update` is the update
-alone, `step` a whole step. In a turn each runs a step that does not count and then
---steps that do. Without an environment for DeepSpeed it is left out.
+All train a GPT-2 by AdamW in float32 on the processor, in turns: `--what update` is the
+update alone, `step` a whole step. In a turn each runs a step that does not count and
+then --steps that do. Without an environment for DeepSpeed it is left out.
 
     python scripts/bench_peers.py --store DIR --deepspeed-python DS/bin/python \\
-        --what update step --preset small
+        --what step --preset small
 
     step            seconds, the median of the turns, and the fastest and the slowest
     flush           seconds that a flush of the drive takes after a turn: a commit of
@@ -15,229 +15,165 @@ alone, `step` a whole step. In a turn each runs a step that does not count and t
     time, bytes,    a contender's over those of the first, the median of the turns' own
     memory          ratios; then an interval that has the median with 95 % confidence
 
-DeepSpeed compiles its C++ when it first runs, which takes minutes (TORCH_EXTENSIONS_DIR
-says where it is kept); it needs the headers of libaio.
+--anew starts each in each turn, if they do not fit into memory together. DeepSpeed
+compiles its C++ when it first runs, which takes minutes (TORCH_EXTENSIONS_DIR says
+where it is kept); it needs the headers of libaio.
 """
 
 import argparse
 import dataclasses
-import itertools
 import json
-import os
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import bench
 from jaxinf_models import PRESETS, num_params
-from ratios import interval, pairwise
-
-from jaxinf.terminal import parse_bytes
 
 HERE = Path(__file__).resolve().parent
-FIGURES = ("step_s", "flush_s", "read_bytes", "written_bytes", "peak_bytes")
+RATIOS = {"step_s": "time", "moved_bytes": "bytes", "peak_bytes": "memory"}
 
 
-@dataclass(frozen=True)
-class Case:
-    """What is compared.
-
-    Attributes:
-      what: ``"update"`` or ``"step"``.
-      preset: the model's.
-      micro_batches: parts of a batch.
-    """
-
-    what: str
-    preset: str
-    micro_batches: int
-
-    def title(self, arguments: argparse.Namespace) -> str:
-        """Names it for people."""
-        batch = ""
-        if self.what == "step":
-            size = f"{arguments.batch_size} x {arguments.seq_len}"
-            batch = f", {self.micro_batches} parts of {size}"
-        return f"{self.what}, GPT-2 {self.preset}{batch}"
-
-
-@dataclass(frozen=True)
-class Program:
-    """A contender: its Python and script, and what it is given."""
-
-    python: str
-    script: str
-    given: Mapping[str, Any]
-
-
-class Running:
-    """A contender's process, at rest until it is asked for steps.
-
-    Args:
-      program: what it runs.
-      place: an empty directory on the drive, for its files.
-    """
-
-    def __init__(self, program: Program, place: Path) -> None:
-        place.mkdir(exist_ok=True)
-        given = json.dumps({**program.given, "place": str(place)})
-        command = [program.python, str(HERE / program.script), given]
-        self._log = place / "log"
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
+@contextmanager
+def running(
+    python: str, script: str, given: Mapping[str, Any], place: Path
+) -> Iterator[subprocess.Popen[str]]:
+    """A contender's process, whose files are in `place`; it is ended after the body."""
+    place.mkdir(parents=True)
+    words = json.dumps({**given, "place": str(place)})
+    with (place / "log").open("w") as log:
+        process = subprocess.Popen(
+            [python, str(HERE / script), words],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+        )  # fmt: skip
+    with process:
         try:
-            self.about = self._answer()
-        except BaseException:
-            self.close()
-            raise
+            yield process
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
-    def turn(self, num_steps: int) -> dict[str, float]:
-        """Runs steps; returns their figures."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{num_steps}\n")
-        self._process.stdin.flush()
-        return self._answer()
 
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            code = self._process.wait()
-            tail = "\n".join(self._log.read_text().splitlines()[-20:])
-            raise SystemExit(
-                f"bench_peers: {self._process.args} ended with {code}:\n{tail}"
-            )
+def answer(process: subprocess.Popen[str], place: Path) -> dict[str, Any]:
+    """Returns what a contender says next."""
+    assert process.stdout is not None
+    if line := process.stdout.readline():
         return json.loads(line)
-
-    def close(self) -> None:
-        """Ends the process."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
+    tail = "\n".join((place / "log").read_text().splitlines()[-20:])
+    code = process.wait()
+    raise SystemExit(f"bench_peers: {process.args} ended with {code}:\n{tail}")
 
 
-def programs(case: Case, arguments: argparse.Namespace) -> dict[str, Program]:
-    """Returns the contenders by name; the others are compared with the first."""
-    config = PRESETS[case.preset]
+def contenders(arguments: argparse.Namespace) -> dict[str, tuple[str, str, Any]]:
+    """Returns Python, script and words by name; others are compared with the first."""
+    config = PRESETS[arguments.preset]
     given = {
         "params": num_params(config),
-        "preset": case.preset,
-        "shape": dataclasses.asdict(config, dict_factory=whole_numbers),
-        "micro_batches": case.micro_batches,
+        "preset": arguments.preset,
+        # What are whole numbers is the model's shape.
+        "shape": {
+            name: value
+            for name, value in dataclasses.asdict(config).items()
+            if type(value) is int
+        },
         "policy": "keep",
         "state": "fp32",
         "durability": "step",
-        "memory": arguments.memory,
-        **{name: getattr(arguments, name) for name in ("batch_size", "seq_len")},
     }
+    for name in ("micro_batches", "batch_size", "seq_len", "memory"):
+        given[name] = getattr(arguments, name)
 
-    def jax(contender: str, **own: Any) -> Program:
+    def ours(contender: str, **own: Any) -> tuple[str, str, Any]:
         own = {**given, **own, "contender": contender}
-        return Program(sys.executable, "peers_jax.py", own)
+        return sys.executable, "peers_jax.py", own
 
-    def deepspeed(**own: Any) -> Program:
-        own = {**given, **own, "contender": f"deepspeed {case.what}"}
-        return Program(arguments.deepspeed_python, "peers_torch.py", own)
+    def deepspeed(**own: Any) -> tuple[str, str, Any]:
+        own = {**given, **own, "contender": f"deepspeed {arguments.what}"}
+        return arguments.deepspeed_python, "peers_torch.py", own
 
-    found: dict[str, Program] = {}
-    if case.what == "update":
-        found["jaxinf"] = jax("update")
-        found["jaxinf, not flushed"] = jax("update", durability="checkpoint")
-        found["jaxinf, int8"] = jax("update", state="int8")
-        found["jaxinf, int8, not flushed"] = jax(
-            "update", state="int8", durability="checkpoint"
-        )
+    found = {}
+    if arguments.what == "update":
+        for state, name in (("fp32", "jaxinf"), ("int8", "jaxinf, int8")):
+            found[name] = ours("update", state=state)
+            own = {"state": state, "durability": "checkpoint"}
+            found[f"{name}, not flushed"] = ours("update", **own)
         if arguments.deepspeed_python:
             found["DeepSpeed"] = deepspeed()
-    for policy in arguments.policy if case.what == "step" else ():
-        found[f"jaxinf, {policy}"] = jax("step", policy=policy)
+    for policy in arguments.policy if arguments.what == "step" else ():
+        found[f"jaxinf, {policy}"] = ours("step", policy=policy)
         if arguments.deepspeed_python:
             found[f"DeepSpeed, {policy}"] = deepspeed(policy=policy)
-    found["optax in memory"] = jax(f"{case.what} in memory")
+    found["optax in memory"] = ours(f"{arguments.what} in memory")
     return found
 
 
-def whole_numbers(fields: list[tuple[str, Any]]) -> dict[str, int]:
-    """Returns the fields that are whole numbers: the model's shape."""
-    return {name: value for name, value in fields if type(value) is int}
-
-
-def measure(
-    case: Case, arguments: argparse.Namespace, place: Path
-) -> dict[str, dict[str, Any]]:
-    """Runs all contenders in turns; returns each one's turns, and what it says."""
-    found = programs(case, arguments)
-    turns: dict[str, list[dict[str, float]]] = {name: [] for name in found}
+def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
+    """Runs all contenders in turns."""
+    programs = contenders(arguments)
+    turns: dict[str, list[dict[str, float]]] = {name: [] for name in programs}
     about: dict[str, dict[str, Any]] = {}
     with ExitStack() as stack:
-        running: dict[str, Running] = {}
+        processes = {}
         for turn in range(arguments.turns):
-            for number, (name, program) in enumerate(found.items()):
-                if name not in running:
-                    folder = place / f"{number}-{turn}"
-                    running[name] = Running(program, folder)
-                    stack.callback(running[name].close)
-                    about[name] = running[name].about
-                turns[name].append(running[name].turn(arguments.steps))
+            for number, (name, program) in enumerate(programs.items()):
+                where = place / f"{number}-{turn if arguments.anew else 0}"
+                if name not in processes:
+                    process = stack.enter_context(running(*program, where))
+                    processes[name] = process
+                    about[name] = answer(process, where)
+                process = processes[name]
+                assert process.stdin is not None
+                process.stdin.write(f"{arguments.steps}\n")
+                process.stdin.flush()
+                turns[name].append(answer(process, where))
                 if arguments.anew:
-                    running.pop(name).close()
+                    del processes[name]
+                    stack.close()
             shown = (f"{name} {own[-1]['step_s']:.2f} s" for name, own in turns.items())
             print(f"turn {turn + 1}: {', '.join(shown)}", file=sys.stderr)
-    return {name: {**about[name], "turns": own} for name, own in turns.items()}
-
-
-def figures(found: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Returns medians of each contender, and its ratios to the first."""
-    first = by_figure(next(iter(found.values())))
-    result = {}
-    for name, one in found.items():
-        own = by_figure(one)
-        result[name] = {
-            **{key: value for key, value in one.items() if key != "turns"},
-            **{key: statistics.median(values) for key, values in own.items()},
-            "step_s_spread": [min(own["step_s"]), max(own["step_s"])],
-            "turns": len(own["step_s"]),
+    first = by_figure(next(iter(turns.values())))
+    found: dict[str, Any] = {}
+    for name, own in turns.items():
+        columns, params = by_figure(own), about[name]["params"]
+        found[name] = {
+            **about[name],
+            **{key: statistics.median(values) for key, values in columns.items()},
+            "step_s_spread": [min(columns["step_s"]), max(columns["step_s"])],
+            "turns": len(own),
         }
-        for ratio in ("step_s", "moved", "peak_bytes"):
-            ratios = pairwise(own[ratio], first[ratio]) if all(first[ratio]) else []
-            if ratios:
-                middle = statistics.median(ratios)
-                result[name][f"{ratio}_ratio"] = [middle, *interval(ratios)]
-    return result
+        for key in ("read_bytes", "written_bytes", "moved_bytes"):
+            found[name][key] /= params
+        for key in RATIOS:
+            if all(first[key]):
+                found[name] |= bench.ratios(f"{key}_ratio", columns[key], first[key])
+    size = f"{arguments.micro_batches} x {arguments.batch_size} x {arguments.seq_len}"
+    title = f"{arguments.what}, GPT-2 {arguments.preset}"
+    title += f", {size}" if arguments.what == "step" else ""
+    return {"case": title, "load_average": bench.load_average(), **found}
 
 
-def by_figure(one: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Returns a contender's figures of all turns; bytes of drives are a param's."""
-    own = {key: [float(turn[key]) for turn in one["turns"]] for key in FIGURES}
-    for key in ("read_bytes", "written_bytes"):
-        own[key] = [value / one["params"] for value in own[key]]
-    moved = zip(own["read_bytes"], own["written_bytes"], strict=True)
-    return {**own, "moved": [read + written for read, written in moved]}
+def by_figure(turns: list[dict[str, float]]) -> dict[str, list[float]]:
+    """Returns the figures of all turns by name."""
+    for one in turns:
+        one["moved_bytes"] = one["read_bytes"] + one["written_bytes"]
+    return {key: [one[key] for one in turns] for key in turns[0]}
 
 
-def table(title: str, found: Mapping[str, dict[str, Any]]) -> Iterator[str]:
-    """Yields the lines of a table in Markdown."""
-    columns = "step, s | flush, s | read, written | peak, GB | time | bytes | memory"
-    yield f"| {title} | {columns} |"
-    yield "|---|---|---|---|---|---|---|---|"
-    for name, one in found.items():
+def show(found: dict[str, Any]) -> None:
+    """Prints a table in Markdown."""
+    title, _, *names = found
+    columns = ("step, s", "flush, s", "read, written", "peak, GB", *RATIOS.values())
+    print(f"| {found[title]} | {' | '.join(columns)} |\n{'|---' * 8}|")
+    for name in names:
+        one = found[name]
         low, high = one["step_s_spread"]
         cells = [
             name,
@@ -246,68 +182,32 @@ def table(title: str, found: Mapping[str, dict[str, Any]]) -> Iterator[str]:
             f"{one['read_bytes']:.1f}, {one['written_bytes']:.1f}",
             f"{one['peak_bytes'] / 1e9:.2f}",
         ]
-        for ratio in ("step_s", "moved", "peak_bytes"):
-            middle, low, high = one.get(f"{ratio}_ratio", (None,) * 3)
-            text = (
-                f"{middle:.2f} ({low:.2f} to {high:.2f})" if middle is not None else ""
-            )
+        for key in RATIOS:
+            text = ""
+            if (middle := one.get(f"{key}_ratio")) is not None:
+                low, high = one[f"{key}_ratio_interval"]
+                text = f"{middle:.2f} ({low:.2f} to {high:.2f})"
             cells.append(text)
-        yield f"| {' | '.join(cells)} |"
-
-
-def cases(arguments: argparse.Namespace) -> list[Case]:
-    """Returns all that is to be compared; an update has no parts of a batch."""
-    axes = (arguments.what, arguments.preset, arguments.micro_batches)
-    found = itertools.starmap(Case, itertools.product(*axes))
-    whole = (
-        dataclasses.replace(c, micro_batches=1) if c.what == "update" else c
-        for c in found
-    )
-    return list(dict.fromkeys(whole))
-
-
-def main() -> None:
-    """Prints a table of each case, or with --json a line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--store", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--deepspeed-python", metavar="PYTHON", help="has deepspeed")
-    parser.add_argument(
-        "--what", nargs="+", choices=("update", "step"), default=["update", "step"]
-    )
-    parser.add_argument("--preset", nargs="+", choices=[*PRESETS], default=["small"])
-    parser.add_argument("--micro-batches", nargs="+", type=int, default=[1])
-    parser.add_argument("--batch-size", type=int, default=4, help="of a part")
-    parser.add_argument("--seq-len", type=int, default=256)
-    parser.add_argument(
-        "--policy", nargs="+", choices=("keep", "recompute"), default=["keep"],
-        help="of activations, for jaxinf's step and DeepSpeed's",
-    )  # fmt: skip
-    parser.add_argument(
-        "--memory", type=parse_bytes, default=4 << 30, help="of jaxinf's step"
-    )
-    parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=1, help="counted in a turn")
-    parser.add_argument(
-        "--anew", action="store_true",
-        help="start each in each turn, if they do not fit into memory together",
-    )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="a line of each case")
-    arguments = parser.parse_args()
-    arguments.store.mkdir(parents=True, exist_ok=True)
-    for case in cases(arguments):
-        with tempfile.TemporaryDirectory(
-            dir=arguments.store, prefix="bench-peers-"
-        ) as place:
-            found = figures(measure(case, arguments, Path(place)))
-        title = case.title(arguments)
-        if arguments.json:
-            load = round(os.getloadavg()[0], 2)
-            print(json.dumps({"case": title, "load_average": load, **found}))
-        else:
-            print(*table(title, found), sep="\n", end="\n\n", flush=True)
+        print(f"| {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":
-    main()
+    bench.run(
+        __doc__,
+        measure,
+        show,
+        deepspeed_python={"metavar": "PYTHON", "help": "has deepspeed"},
+        what={"choices": ("update", "step"), "default": "update"},
+        preset={"choices": [*PRESETS], "default": "small"},
+        micro_batches=1,
+        batch_size={"type": int, "default": 4, "help": "of a part"},
+        seq_len=256,
+        policy={
+            "nargs": "+", "choices": ("keep", "recompute"), "default": ["keep"],
+            "help": "of activations, for jaxinf's step and DeepSpeed's",
+        },
+        memory=bench.SIZE | {"default": 4 << 30, "help": "of jaxinf's step"},
+        turns=8,
+        steps={"type": int, "default": 1, "help": "counted in a turn"},
+        anew=bench.FLAG,
+    )  # fmt: skip

@@ -15,39 +15,28 @@ step of each turn does not count; it pays for work that another has left over.
 """
 
 import argparse
-import json
-import os
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+import bench
 import jax
-from bench_train import Trainer, batch, optimizer
+from bench_train import OPTIONS, Trainer, batch, optimizer
 from flax import nnx
 from jaxinf_models import GPT2, PRESETS, abstract_params, loss, split
-from ratios import interval, pairwise
 
 import jaxinf
 from jaxinf.streaming import StreamedStep
 from jaxinf.streaming.plan.calls import Policy
-from jaxinf.terminal import parse_bytes
 
 DRAIN_S = 0.5
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 
 class Streamed:
-    """A streamed model in training.
-
-    Args:
-      arguments: of the program.
-      store: where it is; several may share one.
-      policy: of `jaxinf.stream`.
-    """
+    """A streamed model in training; several may share a store."""
 
     def __init__(
         self, arguments: argparse.Namespace, store: jaxinf.Store, policy: Policy
@@ -86,10 +75,29 @@ class Streamed:
         self.drive_bytes = drive_bytes(self.step.store)
 
     def _step(self, data: Any) -> float:
-        """Seconds of a step."""
         began = time.perf_counter()
         self.step(data)
         return time.perf_counter() - began
+
+    def figures(self, update_s: list[float], update_bytes: int) -> dict[str, Any]:
+        """Returns the figures, beside those of `smart_update`."""
+        plan = self.step.plan
+        assert plan is not None
+        shares = zip(self.dispatched_s, self.seconds, strict=True)
+        return bench.rounded(
+            {
+                "step_s": statistics.median(self.seconds),
+                **bench.ratios("ratio", self.seconds, update_s),
+                "drive_bytes": self.drive_bytes,
+                "bytes_ratio": self.drive_bytes / update_bytes,
+                "dispatch_share": statistics.median(a / b for a, b in shares),
+                "first_step_s": self.first_s,
+                "calls": len(plan.calls),
+                "programs": len(plan.programs),
+                "peak_bytes": plan.peak_bytes,
+                "offloaded_bytes": self.offloaded_bytes,
+            }
+        )
 
 
 def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
@@ -102,38 +110,32 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
         policy: Streamed(arguments, store, policy) for policy in arguments.policy
     }
     for turn in range(arguments.reps):
-        update.turn(arguments, 2 * turn)
+        update.turn(arguments, 2 * turn, 1)
         update_store.wait()
         time.sleep(DRAIN_S)  # what is read ahead would be in the other's time
         for one in streamed.values():
             one.turn(arguments, 2 * turn)
             time.sleep(DRAIN_S)
-        show_pair(turn, update, streamed)
+        times = {name: f"{one.seconds[-1]:.2f} s" for name, one in streamed.items()}
+        # So that a run that is ended has shown some.
+        print(f"update {update.seconds[-1]:.2f} s, {times}", file=sys.stderr)
+    update_bytes = drive_bytes(update_store)
     found = {
         "preset": arguments.preset,
         "batch": f"{arguments.batch_size} x {arguments.seq_len}",
         "micro_batches": arguments.micro_batches,
         "clip_norm": arguments.clip_norm,
         "memory_bytes": arguments.memory,
-        "load_average": round(os.getloadavg()[0], 2),
+        "load_average": bench.load_average(),
         "pairs": arguments.reps,
         "update_step_s": round(statistics.median(update.seconds), 4),
-        "update_drive_bytes": drive_bytes(update_store),
+        "update_drive_bytes": update_bytes,
     }
     for name, one in streamed.items():
-        found[name] = figures(one, update.seconds, found["update_drive_bytes"])
-    for one in streamed.values():
+        found[name] = one.figures(update.seconds, update_bytes)
         one.step.close()
     update_store.close()
     return found
-
-
-def show_pair(turn: int, update: Trainer, streamed: Mapping[str, Streamed]) -> None:
-    """Prints the last counted steps, so that a run that is ended has shown some."""
-    times = {"update": update.seconds[-1]}
-    times |= {name: one.seconds[-1] for name, one in streamed.items()}
-    text = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in times.items())
-    print(f"pair {turn + 1}: {text}", file=sys.stderr)
 
 
 def drive_bytes(store: jaxinf.Store) -> int:
@@ -143,60 +145,14 @@ def drive_bytes(store: jaxinf.Store) -> int:
     return counts.drive_read_bytes + counts.drive_write_bytes
 
 
-def figures(
-    streamed: Streamed, update_s: Sequence[float], update_bytes: int
-) -> dict[str, Any]:
-    """Returns the figures of one policy."""
-    plan = streamed.step.plan
-    assert plan is not None
-    ratios = pairwise(streamed.seconds, update_s)
-    shares = pairwise(streamed.dispatched_s, streamed.seconds)
-    return {
-        "step_s": round(statistics.median(streamed.seconds), 4),
-        "ratio": round(statistics.median(ratios), 4),
-        "ratio_interval": [round(one, 4) for one in interval(ratios)],
-        "drive_bytes": streamed.drive_bytes,
-        "bytes_ratio": round(streamed.drive_bytes / update_bytes, 4),
-        "dispatch_share": round(statistics.median(shares), 5),
-        "first_step_s": round(streamed.first_s, 2),
-        "calls": len(plan.calls),
-        "programs": len(plan.programs),
-        "peak_bytes": plan.peak_bytes,
-        "offloaded_bytes": streamed.offloaded_bytes,
-    }
-
-
-def main() -> None:
-    """Prints the figures, or with --json one line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--store", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--preset", choices=[*PRESETS], default="small")
-    parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--seq-len", type=int, default=256)
-    parser.add_argument(
-        "--memory", type=parse_bytes, default=4 << 30, help="of the streamed step"
-    )
-    parser.add_argument(
-        "--ring", type=parse_bytes, default=1 << 30, help="of the other's store"
-    )
-    parser.add_argument(
-        "--policy", nargs="+", choices=POLICIES, default=POLICIES, help="by default all"
-    )
-    parser.add_argument("--micro-batches", type=int, default=1, help="parts of a batch")
-    parser.add_argument("--clip-norm", type=float, default=0.0, help="0: none")
-    parser.add_argument("--reps", type=int, default=10, help="pairs of steps")
-    parser.add_argument("--json", action="store_true", help="one line")
-    arguments = parser.parse_args()
-    arguments.steps = 1
-    arguments.store.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-        dir=arguments.store, prefix="bench-stream-"
-    ) as place:
-        result = measure(arguments, Path(place))
-    print(json.dumps(result, indent=None if arguments.json else 1))
-
-
 if __name__ == "__main__":
-    main()
+    bench.run(
+        __doc__,
+        measure,
+        **OPTIONS,
+        memory=bench.SIZE | {"default": 4 << 30, "help": "of the streamed step"},
+        ring=bench.SIZE | {"default": 1 << 30, "help": "of the other's store"},
+        policy={"nargs": "+", "choices": POLICIES, "default": POLICIES},
+        micro_batches=1,
+        reps=10,
+    )

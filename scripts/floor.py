@@ -11,20 +11,20 @@ import mmap
 import os
 import shutil
 import subprocess
-import threading
 import time
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
-ENGINES = ("libaio", "io_uring")
-DEPTHS = (4, 8, 16, 32)
-BLOCKS_MIB = (4, 16)
+FIO = [("libaio", 16, "16m"), ("io_uring", 16, "16m"), ("io_uring", 32, "4m")]
+"""Engine, depth and block size."""
+
 HUGE_BYTES = 2 << 20
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A run of whole pages of a file, to be read or written."""
 
     file: Path
@@ -32,8 +32,7 @@ class Piece:
     num_bytes: int
 
 
-@dataclass(frozen=True)
-class Transfer:
+class Transfer(NamedTuple):
     """The reads and writes of a step for a subgroup."""
 
     reads: tuple[Piece, ...]
@@ -50,13 +49,13 @@ def moved_bytes(transfers: Sequence[Transfer]) -> tuple[int, int]:
 
 def carried_s(transfers: Sequence[Transfer], num_workers: int) -> float:
     """Returns seconds if each worker reads a subgroup and then writes it."""
-    return _run([_Lane(transfers)] * num_workers)
+    return _run([deque(transfers)] * num_workers)
 
 
 def split_s(transfers: Sequence[Transfer], num_workers: int) -> float:
     """Returns seconds if half of the workers read and the others write."""
-    readers = _Lane([Transfer(t.reads, ()) for t in transfers])
-    writers = _Lane([Transfer((), t.writes) for t in transfers])
+    readers = deque(Transfer(t.reads, ()) for t in transfers)
+    writers = deque(Transfer((), t.writes) for t in transfers)
     half = max(1, num_workers // 2)
     return _run([readers] * half + [writers] * max(1, num_workers - half))
 
@@ -64,51 +63,17 @@ def split_s(transfers: Sequence[Transfer], num_workers: int) -> float:
 LOOPS = {"loop, carried": carried_s, "loop, split": split_s}
 
 
-class _Lane:
-    """Transfers that some workers take in turn."""
-
-    def __init__(self, transfers: Sequence[Transfer]) -> None:
-        self._left = iter(transfers)
-        self._lock = threading.Lock()
-        pieces = [p.num_bytes for t in transfers for p in (*t.reads, *t.writes)]
-        self.longest_bytes = max(pieces, default=mmap.PAGESIZE)
-
-    def next(self) -> Transfer | None:
-        """Returns a transfer that no worker has taken."""
-        with self._lock:
-            return next(self._left, None)
-
-
-def _run(lanes: Sequence[_Lane]) -> float:
+def _run(lanes: Sequence[deque[Transfer]]) -> float:
     """Runs one worker for each lane; returns the seconds until all are done."""
-    errors: list[BaseException] = []
-
-    def work(lane: _Lane, buffer: mmap.mmap) -> None:
-        try:
-            while (transfer := lane.next()) is not None:
-                for piece in transfer.reads:
-                    _move(piece, buffer, writes=False)
-                for piece in transfer.writes:
-                    _move(piece, buffer, writes=True)
-        except BaseException as error:
-            errors.append(error)
-
-    buffers = [_buffer(lane.longest_bytes) for lane in lanes]
-    workers = [
-        threading.Thread(target=work, args=pair)
-        for pair in zip(lanes, buffers, strict=True)
-    ]
-    began = time.perf_counter()
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    seconds = time.perf_counter() - began
-    for buffer in buffers:
-        buffer.close()
-    if errors:
-        raise errors[0]
-    return seconds
+    pieces = [p.num_bytes for lane in lanes for t in lane for way in t for p in way]
+    longest = max(pieces, default=mmap.PAGESIZE)
+    with contextlib.ExitStack() as stack:
+        buffers = [stack.enter_context(_buffer(longest)) for _ in lanes]
+        workers = stack.enter_context(ThreadPoolExecutor(len(lanes)))
+        began = time.perf_counter()
+        for _ in workers.map(_move_all, lanes, buffers):
+            pass
+        return time.perf_counter() - began
 
 
 def _buffer(num_bytes: int) -> mmap.mmap:
@@ -122,17 +87,26 @@ def _buffer(num_bytes: int) -> mmap.mmap:
     return buffer
 
 
-def _move(piece: Piece, buffer: mmap.mmap, *, writes: bool) -> None:
-    flags = os.O_WRONLY if writes else os.O_RDONLY
-    call = os.pwritev if writes else os.preadv
+def _move_all(lane: deque[Transfer], buffer: mmap.mmap) -> None:
+    """Moves what no other worker of the lane has taken."""
+    with contextlib.suppress(IndexError):
+        while True:
+            reads, writes = lane.popleft()
+            for piece in reads:
+                _move(piece, buffer, os.O_RDONLY)
+            for piece in writes:
+                _move(piece, buffer, os.O_WRONLY)
+
+
+def _move(piece: Piece, buffer: mmap.mmap, flags: int) -> None:
+    call = os.pwritev if flags == os.O_WRONLY else os.preadv
     fd = os.open(piece.file, flags | os.O_DIRECT | os.O_CLOEXEC)
     try:
         with memoryview(buffer) as view:
             done = 0
             while done < piece.num_bytes:
-                part = view[done : piece.num_bytes]
-                moved = call(fd, [part], piece.offset_bytes + done)
-                part.release()
+                with view[done : piece.num_bytes] as part:
+                    moved = call(fd, [part], piece.offset_bytes + done)
                 if moved <= 0:
                     raise OSError(f"{piece.file}: ended at {piece.offset_bytes + done}")
                 done += moved
@@ -140,53 +114,32 @@ def _move(piece: Piece, buffer: mmap.mmap, *, writes: bool) -> None:
         os.close(fd)
 
 
-@dataclass(frozen=True)
-class FioJob:
-    """One way to let fio move a step's mix of reads and writes."""
-
-    engine: str
-    depth: int
-    block_mib: int
-
-    @property
-    def name(self) -> str:
-        """The name in reports."""
-        return f"fio {self.engine}, depth {self.depth}, {self.block_mib} MiB"
-
-
-def fio_jobs() -> list[FioJob]:
-    """Returns all jobs to try; none if fio is not installed."""
-    if shutil.which("fio") is None:
-        return []
-    return [
-        FioJob(engine, depth, block)
-        for engine in ENGINES
-        for depth in DEPTHS
-        for block in BLOCKS_MIB
-    ]
-
-
-def fio_bytes_per_s(
-    job: FioJob, file: Path, file_bytes: int, read_share: float, seconds: float
-) -> float | None:
-    """Returns bytes a second, reads and writes together; None if fio cannot run it.
+def fio_s(
+    file: Path, transfers: Sequence[Transfer], seconds: float
+) -> dict[str, float]:
+    """Returns the seconds of a step's bytes with fio, by way; empty without fio.
 
     Args:
-      job: the job.
       file: its file; fio lays it out the first time, and it is kept.
-      file_bytes: length of the file.
-      read_share: share of reads in the bytes, from 0 to 1.
-      seconds: duration, without the layout.
+      transfers: those of a step.
+      seconds: duration of each run, without the layout; 0 for none.
     """
-    command = [
-        "fio", "--name=floor", f"--filename={file}", f"--size={file_bytes}",
-        "--direct=1", "--rw=rw", f"--rwmixread={round(100 * read_share)}",
-        f"--ioengine={job.engine}", f"--iodepth={job.depth}",
-        f"--bs={job.block_mib}m", "--time_based", f"--runtime={seconds}",
-        "--fallocate=none", "--overwrite=1", "--output-format=json",
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return None
-    found = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
-    return float(found["read"]["bw_bytes"] + found["write"]["bw_bytes"])
+    read, written = moved_bytes(transfers)
+    found = {}
+    for engine, depth, block in FIO if seconds and shutil.which("fio") else ():
+        command = [
+            "fio", "--name=floor", f"--filename={file}",
+            f"--size={min(2 << 30, max(64 << 20, read + written))}", "--direct=1",
+            "--rw=rw", f"--rwmixread={round(100 * read / (read + written))}",
+            f"--ioengine={engine}", f"--iodepth={depth}", f"--bs={block}",
+            "--time_based", f"--runtime={seconds}", "--fallocate=none",
+            "--overwrite=1", "--output-format=json",
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode == 0:  # some systems have no io_uring
+            one = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+            rate = one["read"]["bw_bytes"] + one["write"]["bw_bytes"]
+            if rate:
+                name = f"fio {engine}, depth {depth}, {block}"
+                found[name] = (read + written) / rate
+    return found

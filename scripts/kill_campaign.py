@@ -12,6 +12,7 @@ with those of an undisturbed run.
 Ends with a line for each kind of run, and exit status 1 if anything differed.
 """
 
+import argparse
 import itertools
 import os
 import random
@@ -21,8 +22,9 @@ import statistics
 import struct
 import sys
 import time
+import traceback
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,12 +32,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
 
 import jaxinf
 from jaxinf.engine import shape
 from jaxinf.engine.options import Durability
-from jaxinf.errors import StoreCorruptError
 from jaxinf.layout import choose
 from jaxinf.store import StoreDirectory, checkpoint_names, verify_step
 
@@ -56,23 +56,6 @@ OPTIMIZERS = {
         optax.clip_by_global_norm(0.5), optax.adamw(_SCHEDULE, weight_decay=0.1)
     ),
 }
-
-
-@dataclass(frozen=True)
-class Options:
-    """Kills training runs at random instants, and compares later steps bit for bit.
-
-    Attributes:
-      directory: directory for the stores, on the drive to test.
-      kills: number of processes to kill.
-      num_steps: number of steps of a store before it is made anew.
-      seed: seed of the instants, which also depend on the machine.
-    """
-
-    directory: Path
-    kills: int = 200
-    num_steps: int = 40
-    seed: int = 0
 
 
 @dataclass
@@ -100,6 +83,17 @@ class Run:
         return self.place / "store"
 
     @property
+    def is_made(self) -> bool:
+        """Whether it has a committed step."""
+        return (self.store / "current").is_symlink()
+
+    @property
+    def step(self) -> int:
+        """The step that the store opens at; 0 if none is committed yet."""
+        with jaxinf.open_store(self.store) as store:
+            return store.step
+
+    @property
     def roots(self) -> list[Path]:
         """Its CSD roots."""
         return [self.place / f"csd{number}" for number in range(self.num_csds)]
@@ -110,6 +104,15 @@ class Run:
         for root in self.roots:
             root.mkdir(parents=True)
         self.counts["stores"] += 1
+
+    def damages(self) -> Iterator[str]:
+        """Compares the committed step and the checkpoints with their checksums."""
+        if self.is_made:
+            directory = StoreDirectory.open(self.store)
+            names = checkpoint_names(directory)
+            for name in ("current", *(f"checkpoints/{name}" for name in names)):
+                for damage in verify_step(directory, self.store / name):
+                    yield f"{damage.what}: {damage.problem}"
 
 
 # --- the process that is killed ----------------------------------------------------
@@ -139,10 +142,9 @@ def loss_of(params, x, y):
     return jnp.mean((x @ params[-1]["w"] + params[-1]["b"] - y) ** 2)
 
 
-def train(run: Run, until: int, restore: str | None, say) -> None:
+def train(run: Run, until: int, restore: str | None, say: Callable[..., None]) -> None:
     """Trains a store from its last commit or a checkpoint; reports by `say`."""
-    is_made = (run.store / "current").is_symlink()
-    say("restoring" if restore else "opening" if is_made else "creating", 0)
+    say("restoring" if restore else "opening" if run.is_made else "creating", 0)
     store = jaxinf.open_store(
         run.store,
         csds=run.roots,
@@ -193,11 +195,9 @@ def start(run: Run, until: int, restore: str | None = None) -> tuple[int, int]:
 
         train(run, until, restore, say)
         status = 0
+    except BaseException:
+        traceback.print_exc()
     finally:
-        if status:
-            import traceback
-
-            traceback.print_exc()
         os._exit(status)
 
 
@@ -210,7 +210,7 @@ class Said:
 
     Attributes:
       losses: bits of the losses by step.
-      held, may_hold: first and last step that the store may be at.
+      held: the first step that the store may be at.
       phase: the last phase that began.
       started: the last step that began.
       status: exit status in the form of ``os.waitstatus_to_exitcode``.
@@ -218,7 +218,6 @@ class Said:
 
     losses: dict[int, int] = field(default_factory=dict)
     held: int = -1
-    may_hold: int = -1
     phase: str = "opening"
     started: int = -1
     status: int = 0
@@ -231,82 +230,49 @@ class Campaign:
       options: the command line's options.
     """
 
-    def __init__(self, options: Options):
-        self.options = options
+    def __init__(self, options: argparse.Namespace):
+        self.num_steps: int = options.num_steps
         self.random = random.Random(options.seed)
         self.durations: dict[str, list[float]] = defaultdict(lambda: [0.5])
-        self.runs = list(_runs(options.directory))
         self.references: dict[str, dict[int, int]] = {}
-
-    def run(self) -> bool:
-        """Runs the campaign; returns whether there was no error."""
         for name in OPTIMIZERS:
-            self.references[name] = self._reference(name)
-        for run in self.runs:
+            place = options.directory / "reference"
+            run = Run("", name, 0, "step", MEMORY["enough"], place)
             run.start_over()
-        began = time.monotonic()
-        for number in range(self.options.kills):
-            run = self.runs[number % len(self.runs)]
-            while not self._attempt(run):
-                pass
-            if (number + 1) % 10 == 0 or number + 1 == self.options.kills:
-                elapsed = time.monotonic() - began
-                print(f"{number + 1} kills, {elapsed:.0f} s", flush=True)
-        for run in self.runs:
-            self._listen(*start(run, self.options.num_steps), run, None)
-        return self._report()
+            said = self.listen(run, None, self.num_steps)
+            shutil.rmtree(run.place)
+            if said.status or len(said.losses) != self.num_steps:
+                raise SystemExit(f"the undisturbed run ended with {said.status}")
+            self.references[name] = said.losses
 
-    def _reference(self, optimizer: str) -> dict[int, int]:
-        run = Run(
-            "reference",
-            optimizer,
-            0,
-            "step",
-            MEMORY["enough"],
-            self.options.directory / "reference",
-        )
-        run.start_over()
-        said = self._listen(*start(run, self.options.num_steps), None, None)
-        shutil.rmtree(run.place)
-        if said.status or len(said.losses) != self.options.num_steps:
-            raise SystemExit(f"the undisturbed run ended with status {said.status}")
-        return said.losses
-
-    def _attempt(self, run: Run) -> bool:
+    def attempt(self, run: Run) -> bool:
         """Starts a process and kills it; returns whether that was before its end."""
         phase = self.random.choice(PHASES)
-        before, restore = _step_of(run), None
-        if before >= self.options.num_steps or phase == "creating":
+        before, restore = run.step, None
+        if before >= self.num_steps or phase == "creating":
             run.start_over()
             before = 0
         at = before
         if phase == "restoring":
-            restore = self._checkpoint_of(run)
+            names = checkpoint_names(StoreDirectory.open(run.store)) if at else []
+            restore = self.random.choice(names) if names else None
             phase, at = ("step", at) if restore is None else (phase, int(restore))
-        elif phase == "opening" and not (run.store / "current").is_symlink():
+        elif phase == "opening" and not run.is_made:
             phase = "creating"
-        until = min(self.options.num_steps, at + self.random.randint(1, 8))
-        said = self._listen(*start(run, until, restore), run, phase)
-        said.held = max(said.held, min(before, at))
-        said.may_hold = max(before, at, said.started + 1)
-        killed = said.status == -signal.SIGKILL
-        if said.status and not killed:
+        until = min(self.num_steps, at + self.random.randint(1, 8))
+        said = self.listen(run, phase, until, restore)
+        if said.status == -signal.SIGKILL:
+            run.counts.update(("kills", said.phase))
+            held = max(said.held, min(before, at))
+            self.examine(run, said, held, max(before, at, said.started + 1))
+        elif said.status:
             run.faults.append(f"a run ended with status {said.status}")
             run.start_over()
-        elif killed:
-            run.counts.update(("kills", said.phase))
-            self._examine(run, said)
-        return killed or bool(said.status)
+        return bool(said.status)
 
-    def _checkpoint_of(self, run: Run) -> str | None:
-        """Returns a checkpoint to restore, or None if there is none."""
-        if not (run.store / "current").is_symlink():
-            return None
-        names = checkpoint_names(StoreDirectory.open(run.store))
-        return self.random.choice(names) if names else None
-
-    def _listen(self, pid: int, fd: int, run: Run | None, phase: str | None) -> Said:
+    def listen(self, run: Run, phase: str | None, *how: int | str | None) -> Said:
         """Reads a process's messages until its end; kills it in a phase."""
+        pid, fd = start(run, *how)  # type: ignore[arg-type]
         said, kill_at, count = Said(), None, self.random.randint(1, 4)
         last = time.monotonic()
         with os.fdopen(fd) as lines:
@@ -317,8 +283,7 @@ class Campaign:
                 last = now
                 if word == "loss":
                     said.losses[int(numbers[0])] = int(numbers[1])
-                    if run is not None:
-                        self._compare(run, int(numbers[0]), int(numbers[1]))
+                    self.compare(run, int(numbers[0]), int(numbers[1]))
                 elif word == "held":
                     said.held = max(said.held, int(numbers[0]))
                 elif word != "closed":
@@ -329,56 +294,40 @@ class Campaign:
                 if word == phase and kill_at is None:
                     count -= 1
                     if count < 0 or word != "step":
+                        # During the usual time of the phase, or a little later.
+                        usual_s = statistics.median(self.durations[word][-20:])
+                        time.sleep(self.random.random() * 2 * usual_s)
                         kill_at = now
-                        self._kill_later(pid, word)
+                        os.kill(pid, signal.SIGKILL)
         said.status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         return said
 
-    def _kill_later(self, pid: int, phase: str) -> None:
-        """Kills a process during the usual time of a phase, or a little later."""
-        usual_s = statistics.median(self.durations[phase][-20:])
-        time.sleep(self.random.random() * 2 * usual_s)
-        os.kill(pid, signal.SIGKILL)
-
-    def _compare(self, run: Run, step: int, bits: int) -> None:
+    def compare(self, run: Run, step: int, bits: int) -> None:
+        """Compares a loss with that of the undisturbed run, if it is over."""
         run.counts["losses"] += 1
-        difference = bits ^ self.references[run.optimizer][step]
+        difference = bits ^ self.references.get(run.optimizer, {}).get(step, bits)
         if difference:
             run.counts["bits"] += difference.bit_count()
             run.faults.append(f"the loss of step {step} differs")
 
-    def _examine(self, run: Run, said: Said) -> None:
+    def examine(self, run: Run, said: Said, held: int, may_hold: int) -> None:
         """Opens the store of a killed process and verifies it."""
         try:
-            step = _step_of(run)
-            _verify(run)
+            step, damages = run.step, [*run.damages()]
         except Exception as error:
-            run.faults.append(f"{type(error).__name__}: {error}")
+            damages = [f"{type(error).__name__}: {error}"]
+        if damages:
+            run.faults += damages
             run.start_over()
             return
-        if not said.held <= step <= said.may_hold:
-            run.faults.append(
-                f"opened at step {step}, expected {said.held} to {said.may_hold}"
-            )
+        if not held <= step <= may_hold:
+            run.faults.append(f"opened at step {step}, expected {held} to {may_hold}")
         if said.started >= 0:
             run.lost.append(max(0, said.started + (said.started in said.losses) - step))
 
-    def _report(self) -> bool:
-        columns = ("kills", *PHASES, "stores", "losses", "bits")
-        for run in self.runs:
-            counts = ", ".join(f"{run.counts[name]} {name}" for name in columns)
-            lost = statistics.fmean(run.lost) if run.lost else 0.0
-            most = max(run.lost, default=0)
-            print(f"{run.name}: {counts}; {lost:.2f} steps lost, {most} at most")
-        faults = [f"{run.name}: {fault}" for run in self.runs for fault in run.faults]
-        kills, bits = (sum(r.counts[n] for r in self.runs) for n in ("kills", "bits"))
-        print(f"{kills} kills, {bits} mismatching bits, {len(faults)} faults")
-        for fault in faults:
-            print(f"FAULT {fault}")
-        return not faults
 
-
-def _runs(directory: Path) -> Iterator[Run]:
+def runs(directory: Path) -> Iterator[Run]:
+    """Yields a run for each kind of memory, durability, drives and optimizer."""
     cases = itertools.product(MEMORY, ("step", 4, "checkpoint"), (1, 3), OPTIMIZERS)
     for number, (memory, durability, num_csds, optimizer) in enumerate(cases):
         name = f"{memory} memory, {durability}, {num_csds} CSDs, {optimizer}"
@@ -386,28 +335,45 @@ def _runs(directory: Path) -> Iterator[Run]:
         yield Run(name, optimizer, num_csds, durability, MEMORY[memory], place)
 
 
-def _step_of(run: Run) -> int:
-    """Returns the step that a store opens at; 0 if none is committed yet."""
-    with jaxinf.open_store(run.store) as store:
-        return store.step
+def report(all_runs: list[Run]) -> int:
+    """Prints what was found; returns the exit status."""
+    columns = ("kills", *PHASES, "stores", "losses", "bits")
+    for run in all_runs:
+        counts = ", ".join(f"{run.counts[name]} {name}" for name in columns)
+        lost = statistics.fmean(run.lost) if run.lost else 0.0
+        most = max(run.lost, default=0)
+        print(f"{run.name}: {counts}; {lost:.2f} steps lost, {most} at most")
+    faults = [f"{run.name}: {fault}" for run in all_runs for fault in run.faults]
+    kills, bits = (sum(run.counts[n] for run in all_runs) for n in ("kills", "bits"))
+    print(f"{kills} kills, {bits} mismatching bits, {len(faults)} faults")
+    for fault in faults:
+        print(f"FAULT {fault}")
+    return int(bool(faults))
 
 
-def _verify(run: Run) -> None:
-    """Compares the committed step and the checkpoints with their checksums."""
-    if not (run.store / "current").is_symlink():
-        return
-    directory = StoreDirectory.open(run.store)
-    damages = verify_step(directory, run.store / "current")
-    for name in checkpoint_names(directory):
-        damages += verify_step(directory, run.store / "checkpoints" / name)
-    if damages:
-        raise StoreCorruptError("; ".join(f"{d.what}: {d.problem}" for d in damages))
-
-
-def main(options: Options) -> int:
+def main() -> int:
+    """Runs the campaign."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--directory", type=Path, required=True, help="on the drive")
+    parser.add_argument("--kills", type=int, default=200, help="processes to kill")
+    parser.add_argument("--num-steps", type=int, default=40, help="of a store")
+    parser.add_argument("--seed", type=int, default=0, help="of the instants")
+    options = parser.parse_args()
     options.directory.mkdir(parents=True, exist_ok=True)
-    return 0 if Campaign(options).run() else 1
+    campaign, all_runs = Campaign(options), [*runs(options.directory)]
+    for run in all_runs:
+        run.start_over()
+    began = time.monotonic()
+    for number in range(options.kills):
+        while not campaign.attempt(all_runs[number % len(all_runs)]):
+            pass
+        if (number + 1) % 10 == 0 or number + 1 == options.kills:
+            elapsed = time.monotonic() - began
+            print(f"{number + 1} kills, {elapsed:.0f} s", flush=True)
+    for run in all_runs:
+        campaign.listen(run, None, options.num_steps)
+    return report(all_runs)
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Options, description=__doc__)))
+    sys.exit(main())

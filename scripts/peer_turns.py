@@ -14,81 +14,62 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 NUM_WARM_UP = 2
 """Steps before the first turn: they compile, and write both slots of a store."""
 
 
-class Contender(Protocol):
+class Contender(NamedTuple):
     """A program in training.
 
     Attributes:
       about: what it is: `params`, and versions.
+      step: runs a step; returns the seconds that count.
+      rest: blocks until what the last step has left to do is done.
     """
 
     about: dict[str, Any]
-
-    def step(self) -> float:
-        """Runs a step; returns the seconds that count."""
-        ...
-
-    def rest(self) -> None:
-        """Blocks until what the last step has left to do is done."""
-        ...
+    step: Callable[[], float]
+    rest: Callable[[], object] = lambda: None
 
 
 def serve(make: Callable[[dict[str, Any]], Contender]) -> None:
-    """Runs steps as they are asked for on stdin.
+    """Runs steps of what `make` makes of the program's argument, as stdin asks.
 
     The first step of a turn does not count in seconds: it pays for what others left
     over. In bytes all count, as each turn reads what the one before it has left.
-
-    Args:
-      make: makes the contender, from the program's argument.
     """
-    answers = os.fdopen(os.dup(1), "w")
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-
-    def answer(found: dict[str, Any]) -> None:
-        answers.write(json.dumps(found) + "\n")
-        answers.flush()
-
     contender = make(json.loads(sys.argv[1]))
     for _ in range(NUM_WARM_UP):
         contender.step()
     contender.rest()
-    answer(contender.about)
+    answers.write(json.dumps(contender.about) + "\n")
     for line in sys.stdin:
         before = moved_bytes()
         seconds = [contender.step() for _ in range(int(line) + 1)]
         contender.rest()
         after, began = moved_bytes(), time.perf_counter()
         os.sync()  # nobody pays for what another has left in the drive's cache
-        flush_s = time.perf_counter() - began
-        read, written = (b - a for a, b in zip(before, after, strict=True))
-        answer(
-            {
-                "step_s": sum(seconds[1:]) / int(line),
-                "flush_s": flush_s,
-                "read_bytes": read / len(seconds),
-                "written_bytes": written / len(seconds),
-                "peak_bytes": peak_bytes(),
-            }
-        )
+        found = {
+            "step_s": sum(seconds[1:]) / int(line),
+            "flush_s": time.perf_counter() - began,
+            "read_bytes": (after[0] - before[0]) / len(seconds),
+            "written_bytes": (after[1] - before[1]) / len(seconds),
+            "peak_bytes": _kernel_says("status", "VmHWM") << 10,
+        }
+        answers.write(json.dumps(found) + "\n")
     answers.close()
     os._exit(0)  # libraries of peers leave threads and processes to wait for
 
 
 def moved_bytes() -> tuple[int, int]:
     """Returns bytes that this process has had read from drives, and written."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    counts = dict(line.split(": ") for line in lines)
-    return int(counts["read_bytes"]), int(counts["write_bytes"])
+    return _kernel_says("io", "read_bytes"), _kernel_says("io", "write_bytes")
 
 
-def peak_bytes() -> int:
-    """Returns the most memory that this process has had, from its beginning."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    [line] = [line for line in lines if line.startswith("VmHWM:")]
-    return int(line.split()[1]) * 1024
+def _kernel_says(file: str, name: str) -> int:
+    lines = Path("/proc/self", file).read_text().splitlines()
+    return next(int(x.split()[1]) for x in lines if x.startswith(f"{name}:"))

@@ -23,123 +23,104 @@ import jaxinf
 REST_S = 0.5
 
 
-class Update:
-    """jaxinf's update alone, of arrays in memory."""
+def update(given: dict[str, Any]) -> Contender:
+    """jaxinf's update alone; a step ends when it is committed, or else written.
 
-    def __init__(self, given: dict[str, Any]) -> None:
-        path = Path(given["place"]) / "store"
-        options = {name: given[name] for name in ("state", "durability")}
-        self._rig = UpdateRig(path, given["params"], **options)
-        self.about = {"params": given["params"], **_versions()}
+    At rest it waits for reading ahead, which the memory budget ends.
+    """
+    options = {name: given[name] for name in ("state", "durability")}
+    rig = UpdateRig(Path(given["place"]) / "store", given["params"], **options)
 
-    def step(self) -> float:
-        """A step ends when it is committed, or without commits when it is written."""
-        began = time.perf_counter()
-        self._rig.step()
-        self._rig.store._engine.join()
-        return time.perf_counter() - began
+    def step() -> None:
+        rig.step()
+        rig.store._engine.join()
 
-    def rest(self) -> None:
-        """Waits for reading ahead, which the memory budget ends."""
-        time.sleep(REST_S)
+    return Contender(_about(given["params"]), _timed(step), lambda: time.sleep(REST_S))
 
 
-class UpdateInMemory:
+def update_in_memory(given: dict[str, Any]) -> Contender:
     """A jitted update of optax alone, which reuses the memory of params and state."""
+    tx = optax.adamw(1e-3)
+    sizes = np.full(-(-given["params"] // (1 << 24)), 1 << 24)
+    sizes[-1] -= sizes.sum() - given["params"]
+    gradients = [jnp.full(size, 1e-3) for size in sizes]
+    params = [jnp.full(size, 0.5) for size in sizes]
+    held = params, tx.init(params)
 
-    def __init__(self, given: dict[str, Any]) -> None:
-        tx = optax.adamw(1e-3)
-        sizes = np.full(-(-given["params"] // (1 << 24)), 1 << 24)
-        sizes[-1] -= sizes.sum() - given["params"]
-        self._params = [jnp.full(size, 0.5) for size in sizes]
-        self._gradients = [jnp.full(size, 1e-3) for size in sizes]
-        self._state = tx.init(self._params)
-        self.about = {"params": given["params"], **_versions()}
+    def new(params: Any, state: Any, gradients: Any) -> Any:
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
 
-        def update(params: Any, state: Any, gradients: Any) -> Any:
-            updates, state = tx.update(gradients, state, params)
-            return optax.apply_updates(params, updates), state
+    jitted = jax.jit(new, donate_argnums=(0, 1))
 
-        self._update = jax.jit(update, donate_argnums=(0, 1))
+    def step() -> None:
+        nonlocal held
+        held = jax.block_until_ready(jitted(*held, gradients))
 
-    def step(self) -> float:
-        """A step ends when the new params are there."""
-        began = time.perf_counter()
-        self._params, self._state = jax.block_until_ready(
-            self._update(self._params, self._state, self._gradients)
-        )
-        return time.perf_counter() - began
-
-    def rest(self) -> None:
-        """Nothing is left."""
+    return Contender(_about(given["params"]), _timed(step))
 
 
-class Streamed:
-    """A whole step of jaxinf; params and state are on the drive."""
+def streamed(given: dict[str, Any]) -> Contender:
+    """A whole step of jaxinf; params and state are on the drive.
 
-    def __init__(self, given: dict[str, Any]) -> None:
-        loss_fn, init, self._data = _model(given)
-        self._step = jaxinf.stream(
-            loss_fn,
-            optax.adamw(3e-4),
-            Path(given["place"]) / "store",
-            memory_bytes=given["memory"],
-            policy=given["policy"],
-            micro_batches=given["micro_batches"],
-        )
-        self._step.init(init, batch=self._data)
-        self.about = {"params": num_params(PRESETS[given["preset"]]), **_versions()}
+    A step pays for what the step before has left, such as its commit.
+    """
+    loss_fn, init, data = _model(given)
+    step = jaxinf.stream(
+        loss_fn,
+        optax.adamw(3e-4),
+        Path(given["place"]) / "store",
+        memory_bytes=given["memory"],
+        policy=given["policy"],
+        micro_batches=given["micro_batches"],
+    )
+    step.init(init, batch=data)
 
-    def step(self) -> float:
-        """It pays for what the step before has left, such as its commit."""
-        began = time.perf_counter()
-        self._step(self._data)
-        return time.perf_counter() - began
-
-    def rest(self) -> None:
-        """Waits for the commit, and for reading ahead, which the budget ends."""
-        self._step.store.wait()
+    def rest() -> None:
+        step.store.wait()
         time.sleep(REST_S)
 
+    return Contender(_about(given["params"]), _timed(lambda: step(data)), rest)
 
-class InMemory:
+
+def in_memory(given: dict[str, Any]) -> Contender:
     """A whole step of JAX and optax in one jit, in memory."""
+    loss_fn, init, data = _model(given)
+    tx, num_parts = optax.adamw(3e-4), given["micro_batches"]
+    params = jax.jit(init)()
+    held = params, tx.init(params)
+    parts = jax.tree.map(lambda a: a.reshape(num_parts, -1, a.shape[1]), data)
 
-    def __init__(self, given: dict[str, Any]) -> None:
-        loss_fn, init, data = _model(given)
-        tx, num_parts = optax.adamw(3e-4), given["micro_batches"]
-        self._params = jax.jit(init)()
-        self._state = tx.init(self._params)
-        self._data = jax.tree.map(lambda a: a.reshape(num_parts, -1, a.shape[1]), data)
-        self.about = {"params": num_params(PRESETS[given["preset"]]), **_versions()}
+    def new(params: Any, state: Any, parts: Any) -> Any:
+        def add(total: Any, part: Any) -> Any:
+            _, gradients = jax.value_and_grad(loss_fn)(params, part)
+            return jax.tree.map(jnp.add, total, gradients), None
 
-        def step(params: Any, state: Any, parts: Any) -> Any:
-            def add(total: Any, part: Any) -> Any:
-                found, gradients = jax.value_and_grad(loss_fn)(params, part)
-                return jax.tree.map(jnp.add, total, gradients), found
+        if num_parts == 1:
+            first = jax.tree.map(lambda a: a[0], parts)
+            _, gradients = jax.value_and_grad(loss_fn)(params, first)
+        else:
+            total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), parts)
+            gradients = jax.tree.map(lambda g: g / num_parts, total)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
 
-            if num_parts == 1:
-                part = jax.tree.map(lambda a: a[0], parts)
-                losses, gradients = jax.value_and_grad(loss_fn)(params, part)
-            else:
-                zeros = jax.tree.map(jnp.zeros_like, params)
-                total, losses = jax.lax.scan(add, zeros, parts)
-                gradients = jax.tree.map(lambda g: g / num_parts, total)
-            updates, state = tx.update(gradients, state, params)
-            return optax.apply_updates(params, updates), state, losses
+    jitted = jax.jit(new, donate_argnums=(0, 1))
 
-        self._step = jax.jit(step, donate_argnums=(0, 1))
+    def step() -> None:
+        nonlocal held
+        held = jax.block_until_ready(jitted(*held, parts))
 
-    def step(self) -> float:
-        """A step ends when the new params are there."""
+    return Contender(_about(given["params"]), _timed(step))
+
+
+def _timed(step: Callable[[], object]) -> Callable[[], float]:
+    def seconds() -> float:
         began = time.perf_counter()
-        self._params, self._state, _ = jax.block_until_ready(
-            self._step(self._params, self._state, self._data)
-        )
+        step()
         return time.perf_counter() - began
 
-    def rest(self) -> None:
-        """Nothing is left."""
+    return seconds
 
 
 def _model(given: dict[str, Any]) -> tuple[Any, Any, dict[str, np.ndarray]]:
@@ -154,21 +135,22 @@ def _model(given: dict[str, Any]) -> tuple[Any, Any, dict[str, np.ndarray]]:
     def init() -> Any:
         return split(GPT2(config, rngs=nnx.Rngs(0)))[1]
 
+    given["params"] = num_params(config)
     shape = given["micro_batches"] * given["batch_size"], given["seq_len"] + 1
     tokens = np.random.default_rng(0).integers(config.vocab_size, size=shape)
     tokens = tokens.astype(np.int32)
     return loss_fn, init, {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
-def _versions() -> dict[str, str]:
-    return {name: version(name) for name in ("jax", "optax")}
+def _about(params: int) -> dict[str, Any]:
+    return {"params": params, **{name: version(name) for name in ("jax", "optax")}}
 
 
-CONTENDERS: dict[str, Callable[[dict[str, Any]], Contender]] = {
-    "update": Update,
-    "update in memory": UpdateInMemory,
-    "step": Streamed,
-    "step in memory": InMemory,
+CONTENDERS = {
+    "update": update,
+    "update in memory": update_in_memory,
+    "step": streamed,
+    "step in memory": in_memory,
 }
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from peer_turns import serve
+from peer_turns import Contender, serve
 
 NUM_CORES = len(os.sched_getaffinity(0))
 os.environ.setdefault("OMP_NUM_THREADS", str(NUM_CORES))
@@ -170,9 +170,6 @@ class DeepSpeed:
             self._engine.step()
         return time.perf_counter() - began
 
-    def rest(self) -> None:
-        """Nothing is left: a step waits for its writes."""
-
 
 def _keep_dtype() -> None:
     """Keeps the params of a model float32 as they are divided.
@@ -212,5 +209,11 @@ def _parts(given: dict[str, Any], *, is_whole: bool) -> list[tuple[torch.Tensor,
     return [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in tokens]
 
 
+def contender(given: dict[str, Any]) -> Contender:
+    """DeepSpeed; at rest nothing is left, as a step waits for its writes."""
+    made = DeepSpeed(given)
+    return Contender(made.about, made.step)
+
+
 if __name__ == "__main__":
-    serve(DeepSpeed)
+    serve(contender)

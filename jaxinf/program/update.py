@@ -350,8 +350,8 @@ def _state_leaves(state: PyTree, layout: StateLayout) -> list[jax.Array]:
     if treedef != layout.treedef:
         raise UnsupportedTransformError(
             "optimizer state: expected the structure that tx.init gives, found another "
-            f"after tx.update: {layout.treedef} against {treedef}; a transformation "
-            "must keep its state's structure"
+            f"structure after tx.update: {layout.treedef} against {treedef}; a "
+            "transformation must keep its state's structure"
         )
     for (path, leaf), aval in zip(leaves, layout.avals, strict=True):
         found = (jnp.shape(leaf), jnp.result_type(leaf))

@@ -17,10 +17,11 @@ of a file are not independent.
 import argparse
 import json
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import finetune_tasks as tasks
 import jax
@@ -40,11 +41,7 @@ from jaxinf.train.modes import held_params
 from jaxinf.train.optimizers import make_clipping, make_optimizer
 from jaxinf.train.step import compile_train_step
 
-VERSION = 5  # of a line of the results; another one is of other runs
-LAYERS = 4
-RATE = 5e-4
 FEEDBACK = ",error_feedback=true"
-STARTS = ("pretrained", "scratch")
 RATIOS = (0.1, 0.02, 0.01)
 BATCH_SIZE = 16
 EVALUATED_AT_ONCE = 64
@@ -60,8 +57,7 @@ MODEL: dict[str, Any] = {
 """As config.json of Hugging Face: 3.7 M params, most in leaves of 64 Ki or more."""
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """One run of the table, and the key of its line.
 
     Attributes:
@@ -77,28 +73,20 @@ class Run:
     variant: str
     seed: int
     steps: int
-    layers: int = LAYERS
+    layers: int
     start: str = "pretrained"
-
-
-def variants(more: str = FEEDBACK) -> tuple[str, ...]:
-    """Returns dense, and top-k of so many bytes."""
-    return ("dense", *(f"top_k:{ratio}{more}" for ratio in RATIOS))
 
 
 def part(name: str, num_seeds: int, steps: int, layers: int) -> Iterator[Run]:
     """Yields the runs of a part, seed by seed: one that is stopped has whole pairs."""
-    first = tasks.TASKS[0]
-    chosen: dict[str, list[dict[str, Any]]] = {
-        "tasks": [{"task": t, "variant": v} for t in tasks.TASKS for v in variants()],
-        "scratch": [{"variant": v, "start": "scratch"} for v in variants()],
-        "without-feedback": [
-            {"variant": v, "start": s} for v in variants("") for s in STARTS
-        ],
-    }
+    more = "" if name == "without-feedback" else FEEDBACK
+    variants = ["dense", *(f"top_k:{ratio}{more}" for ratio in RATIOS)]
+    starts = {"tasks": ["pretrained"], "scratch": ["scratch"]}
     for seed in range(num_seeds):
-        usual = Run(first, "dense", seed, steps, layers)
-        yield from (replace(usual, **changes) for changes in chosen[name])
+        for task in tasks.TASKS if name == "tasks" else tasks.TASKS[:1]:
+            for variant in variants:
+                for start in starts.get(name, ["pretrained", "scratch"]):
+                    yield Run(task, variant, seed, steps, layers, start)
 
 
 PARTS = ("pretraining", "tasks", "scratch", "without-feedback")
@@ -145,7 +133,7 @@ def config_of(place: Path, run: Run) -> TrainConfig:
         seq_len=tasks.SEQ_LEN,
         batch_size=BATCH_SIZE,
         steps=run.steps,
-        learning_rate=RATE,
+        learning_rate=5e-4,
         optimizer_args=("weight_decay=0",),
         warmup_steps=min(30, run.steps // 10),
         schedule="linear",
@@ -155,17 +143,11 @@ def config_of(place: Path, run: Run) -> TrainConfig:
 
 
 class Task:
-    """The data of a task and the programs of its runs, which share compilations.
-
-    Args:
-      config: a dense run of it.
-    """
+    """The data of a task and the programs of its runs, which share compilations."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.config, self.data = load(check(config))
         self._graphdef, _ = abstract_params(self.config.model_config)
-        held = self.data.validation
-        self.rows = [held[number] for number in range(len(held))]
         self._steps: dict[Any, Any] = {}
 
         @jax.jit
@@ -176,31 +158,32 @@ class Task:
 
         self._is_right = is_right
 
-    def right(self, params: Any) -> np.ndarray:
-        """Returns whether each row that is held out is right: bool [rows]."""
-        found = []
-        for start in range(0, len(self.rows), EVALUATED_AT_ONCE):
-            rows = self.rows[start : start + EVALUATED_AT_ONCE]
-            filled = [*rows, *rows[:1] * (EVALUATED_AT_ONCE - len(rows))]
-            batch = {k: np.stack([row[k] for row in filled]) for k in rows[0]}
-            found.append(np.asarray(self._is_right(params, batch))[: len(rows)])
-        return np.concatenate(found)
-
-    def in_order(self, held: Sequence[Any], right: np.ndarray) -> np.ndarray:
-        """Returns what is said of rows in the order of their records."""
-        tokenizer, found = self.data.tokenizer, {}
+    def right(self, params: Any) -> dict[bytes, bool]:
+        """Returns whether each example that is held out is right, by its text."""
+        tokenizer, held, found = self.data.tokenizer, self.data.validation, {}
         assert tokenizer is not None
-        for row, one in zip(self.rows, right, strict=True):
-            tokens = np.asarray(row["tokens"])
-            text = tokenizer.decode(tokens[tokens >= len(tasks.SPECIAL_TOKENS)])
-            found[text] = one
-        return np.array([found[tasks.key_of(record)] for record in held])
+        rows = [held[number] for number in range(len(held))]
+        for start in range(0, len(rows), EVALUATED_AT_ONCE):
+            own = rows[start : start + EVALUATED_AT_ONCE]
+            filled = [*own, *own[:1] * (EVALUATED_AT_ONCE - len(own))]
+            batch = {k: np.stack([row[k] for row in filled]) for k in own[0]}
+            for row, one in zip(own, self._is_right(params, batch), strict=False):
+                tokens = np.asarray(row["tokens"])
+                text = tokenizer.decode(tokens[tokens >= len(tasks.SPECIAL_TOKENS)])
+                found[text] = bool(one)
+        return found
 
     def train(self, config: TrainConfig) -> Any:
         """Trains a run of the task as `--mode memory` does; returns the params."""
         config = replace(check(config), num_labels=self.config.num_labels)
         config = replace(config, seq_len=self.config.seq_len)
-        params = _first_params(config)
+        if config.source is not None:
+            assert config.files is not None
+            deferred = config.files, config.model_config, config.seed
+            params = held_params(deferred_params(*deferred))
+        else:
+            params = split(make_model(config.model_config, rngs=nnx.Rngs(config.seed)))
+            params = params[1]
         tx = make_optimizer(config)
         if config.compression is not None:
             tx = optax.chain(make_clipping(config), sparsify(config.compression), tx)
@@ -211,35 +194,11 @@ class Task:
             self._steps[key] = compile_train_step(
                 config, self._graphdef, tx, "halves", *made
             )
-        step = self._steps[key]
         coming = batches.starting_at(batches.position_of(0))
         for _ in range(config.steps):
-            params, state, _ = step(params, state, next(coming))
+            params, state, _ = self._steps[key](params, state, next(coming))
         coming.close()
         return params
-
-
-def by_file(held: Sequence[Any], right: np.ndarray) -> dict[str, list[int]]:
-    """Returns numbers of right and of all examples, by file.
-
-    Args:
-      held: the records that are held out.
-      right: bool, whether each of them is right.
-    """
-    found: dict[str, list[int]] = {}
-    for record, one in zip(held, right, strict=True):
-        counts = found.setdefault(record["file"], [0, 0])
-        counts[0], counts[1] = counts[0] + int(one), counts[1] + 1
-    return found
-
-
-def _first_params(config: TrainConfig) -> Any:
-    if config.source is not None:
-        assert config.files is not None
-        return held_params(
-            deferred_params(config.files, config.model_config, config.seed)
-        )
-    return split(make_model(config.model_config, rngs=nnx.Rngs(config.seed)))[1]
 
 
 def measure(arguments: argparse.Namespace) -> None:
@@ -248,7 +207,7 @@ def measure(arguments: argparse.Namespace) -> None:
     place.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(place / "programs"))
     results = place / "results.jsonl"
-    done = [line["run"] for line in read(results)]
+    done = [Run(**line["run"]) for line in read(results)]
     tasks.make(place / "tasks", arguments.most)
     end_s = time.monotonic() + 60 * arguments.minutes
     if arguments.part == "pretraining":
@@ -256,46 +215,31 @@ def measure(arguments: argparse.Namespace) -> None:
         return
     made: dict[tuple[str, str], Task] = {}
     for run in part(arguments.part, arguments.seeds, arguments.steps, arguments.layers):
-        if asdict(run) in done:
+        if run in done:
             continue
         if time.monotonic() > end_s:
             return
         key = run.task, run.start
-        dense = config_of(place, replace(run, variant="dense"))
-        task = made[key] = made.get(key) or Task(dense)
+        if key not in made:
+            made[key] = Task(config_of(place, run._replace(variant="dense")))
         began_s = time.monotonic()
-        found = task.right(task.train(config_of(place, run)))
-        held = tasks.read_task(place / "tasks", run.task, "validation")
-        right = by_file(held, task.in_order(held, found))
+        found = made[key].right(made[key].train(config_of(place, run)))
+        right: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        for record in tasks.read_task(place / "tasks", run.task, "validation"):
+            right[record["file"]][0] += found[tasks.key_of(record)]
+            right[record["file"]][1] += 1
         seconds = round(time.monotonic() - began_s, 1)
-        line = {"version": VERSION, "run": asdict(run), "right": right}
+        line = {"run": run._asdict(), "right": right, "seconds": seconds}
         with results.open("a") as file:
-            file.write(json.dumps(line | {"seconds": seconds}) + "\n")
-        share = sum(r for r, _ in right.values()) / sum(n for _, n in right.values())
-        print(f"{run}: {100 * share:.2f} % right, {seconds} s", flush=True)
+            file.write(json.dumps(line) + "\n")
+        share = 100 * sum(found.values()) / len(found)
+        print(f"{run}: {share:.2f} % right, {seconds} s", flush=True)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a results file.
-
-    Raises:
-      SystemExit: a line is cut, or of another version of this script.
-    """
-    found = []
+    """Returns the lines of a results file."""
     text = path.read_text() if path.exists() else ""
-    for number, line in enumerate(text.splitlines(), 1):
-        try:
-            found.append(json.loads(line))
-            is_known = found[-1]["version"] == VERSION
-        except (ValueError, KeyError, TypeError):
-            is_known = False
-        if not is_known:
-            raise SystemExit(
-                f"{path}:{number}: expected a line of version {VERSION} of this "
-                "script, found another or one that is cut; delete it, and its run is "
-                "done again"
-            )
-    return found
+    return [json.loads(line) for line in text.splitlines()]
 
 
 # --- the table ---------------------------------------------------------------------
@@ -317,16 +261,13 @@ def difference(found: Counts, base: Counts) -> Counts:
 
 def together(several: Sequence[Counts]) -> Counts:
     """Returns the sums of several tasks, by the seeds that all have."""
-    seeds = set.intersection(*(set(counts) for counts in several))
-    files = {file for counts in several for own in counts.values() for file in own}
-    return {
-        seed: {
-            file: [sum(pair) for pair in zip(*found, strict=True)]
-            for file in files
-            if (found := [c[seed][file] for c in several if file in c[seed]])
-        }
-        for seed in seeds
-    }
+    sums: Counts = {}
+    for seed in set.intersection(*(set(counts) for counts in several)):
+        own = sums[seed] = defaultdict(lambda: [0, 0])
+        for counts in several:
+            for file, (right, size) in counts[seed].items():
+                own[file] = [own[file][0] + right, own[file][1] + size]
+    return sums
 
 
 def interval(counts: Counts, num_draws: int = 2000) -> tuple[float, float, float]:
@@ -349,15 +290,6 @@ def interval(counts: Counts, num_draws: int = 2000) -> tuple[float, float, float
     return 100 * float(mean), 100 * float(low), 100 * float(high)
 
 
-def shown(variant: str) -> str:
-    """Returns a variant's name for people."""
-    if variant == "dense":
-        return variant
-    ratio = float(variant.removeprefix("top_k:").removesuffix(FEEDBACK))
-    without = "" if variant.endswith(FEEDBACK) else ", no feedback"
-    return f"{100 * ratio:g} %{without}"
-
-
 def say(arguments: argparse.Namespace) -> None:
     """Prints what is right, the differences to dense, and those of all tasks."""
     lines = read(arguments.place / "results.jsonl")
@@ -368,21 +300,20 @@ def say(arguments: argparse.Namespace) -> None:
         own.setdefault(run.variant, {})[run.seed] = line["right"]
     print("| task | layers, start, steps | variant | seeds | right, % | less dense |")
     print("|---|---|---|---|---|---|")
-    less: dict[tuple[Any, ...], list[Counts]] = {}
+    less: dict[str, list[Counts]] = {}
     for (task, *setting), own in found.items():
         for variant, counts in own.items():
             mean, low, high = interval(counts)
             cells = [f"{mean:.2f} [{low:.2f}, {high:.2f}]", ""]
             points = difference(counts, own.get("dense", {}))
+            where = ", ".join(map(str, setting))
             if variant != "dense" and points:
                 cells[1] = _less(points)
-                less.setdefault((*setting, variant), []).append(points)
-            named = (task, ", ".join(map(str, setting)), shown(variant), len(counts))
-            print(f"| {' | '.join(map(str, (*named, *cells)))} |")
-    print()
-    for (*setting, variant), several in less.items():
+                less.setdefault(f"{where}, {variant}", []).append(points)
+            named = (task, where, variant, len(counts), *cells)
+            print(f"| {' | '.join(map(str, named))} |")
+    for named, several in less.items():
         if len(several) > 1 and (counts := together(several)):
-            named = ", ".join(map(str, (*setting, shown(variant))))
             print(f"{len(several)} tasks, {named}: less dense {_less(counts)}")
     seconds = sum(line["seconds"] for line in lines)
     print(f"{len(lines)} runs, {seconds / 60:.0f} minutes")
@@ -403,7 +334,7 @@ def main(words: Sequence[str] | None = None) -> None:
     runs.add_argument("--minutes", type=float, default=80, help="to begin runs in")
     runs.add_argument("--seeds", type=int, default=3)
     runs.add_argument("--steps", type=int, default=300)
-    runs.add_argument("--layers", type=int, default=LAYERS, help="4 are 3.7 M params")
+    runs.add_argument("--layers", type=int, default=4, help="4 are 3.7 M params")
     runs.add_argument("--pretraining-steps", type=int, default=2500)
     runs.add_argument("--most", type=int, help="examples of each side of a task")
     runs.set_defaults(call=measure)

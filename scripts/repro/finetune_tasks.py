@@ -13,33 +13,25 @@ They are chosen in rounds, one of each file in a round, so that few files are no
 of a task; all classes have as many, or all that they have. The same Python makes the
 same files. `pretraining.txt` is the text of the files that are trained on. The
 tokenizer has the pairs of bytes (BPE) that are frequent in it.
-
-    python scripts/repro/finetune_tasks.py runs/tasks
 """
 
-import argparse
 import ast
 import hashlib
 import json
 import re
-import sys
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxinf.train.data.files import standard_library_files
 
-WORDS = ("self", "if", "return", "None", "not", "for")
-WORDS += ("raise", "is", "or", "len", "isinstance", "False")
-STATEMENTS = ("if", "self", "return", "else", "raise", "for", "try", "except", "elif")
-OPERATORS = ("[", ":", " = ", " == ", " + ", " is ", " in ", " and ", " or ", " for ")
-
+WORDS = "self if return None not for raise is or len isinstance False".split()
 CHOICES = {
     "next": WORDS,
-    "statement": STATEMENTS,
-    "operator": OPERATORS,
+    "statement": "if self return else raise for try except elif".split(),
+    "operator": "[,:, = , == , + , is , in , and , or , for ".split(","),
     "inside": WORDS,
 }
 """What follows, by task; a label is a place in it."""
@@ -67,20 +59,17 @@ _PLACES = {
 Record = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Function:
+class Function(NamedTuple):
     """A function of the library.
 
     Attributes:
       file: its module's path in the library.
       text: its source, from `def` on, as it is in the file.
-      doc: its docstring, as in the file; empty if it has none.
       code: its source without the docstring, not indented.
     """
 
     file: str
     text: str
-    doc: str
     code: str
 
 
@@ -100,18 +89,13 @@ def functions() -> Iterator[Function]:
         name = path.relative_to(root).as_posix()
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):
-                yield _function(name, lines, node)
-
-
-def _function(name: str, lines: Sequence[str], node: ast.FunctionDef) -> Function:
-    own = code = lines[node.lineno - 1 : node.end_lineno]
-    doc = ast.get_docstring(node, clean=False) or ""
-    if doc:
-        first = node.body[0]
-        start, end = first.lineno - node.lineno, (first.end_lineno or 0) - node.lineno
-        code = [*own[:start], *own[end + 1 :]]
-    text = "\n".join(own).lstrip()
-    return Function(name, text, doc, textwrap.dedent("\n".join(code)))
+                own = code = lines[node.lineno - 1 : node.end_lineno]
+                if ast.get_docstring(node, clean=False):
+                    start = node.body[0].lineno - node.lineno
+                    end = (node.body[0].end_lineno or 0) - node.lineno
+                    code = [*own[:start], *own[end + 1 :]]
+                text = "\n".join(own).lstrip()
+                yield Function(name, text, textwrap.dedent("\n".join(code)))
 
 
 def _hash(*parts: object) -> int:
@@ -165,18 +149,12 @@ def _texts(record: Record) -> list[str]:
 def examples(
     found: Sequence[Function], task: str, fits: Callable[[Record], bool]
 ) -> dict[str, list[Record]]:
-    """Returns the examples of a task by side, each of them once; at most `_MOST`.
-
-    Args:
-      found: the functions.
-      task: of `TASKS`.
-      fits: whether an example is short enough.
-    """
+    """Returns the examples of a task that fit, by side, each of them once."""
     by_side: dict[str, dict[bytes, Record]] = {side: {} for side in _MOST}
-    seen: dict[bytes, int] = {}
+    seen: Counter[bytes] = Counter()
     for record in _made(found, task):
         key = key_of(record)
-        seen[key] = seen.get(key, 0) + 1
+        seen[key] += 1
         by_side[side_of(record["file"])].setdefault(key, record)
     return {
         side: _shares([r for key, r in own.items() if seen[key] == 1 and fits(r)], side)
@@ -187,16 +165,16 @@ def examples(
 def _shares(records: Sequence[Record], side: str) -> list[Record]:
     """Chooses examples in rounds, one of each file, and as many of each class."""
     share = _MOST[side] // len({record["label"] for record in records})
-    taken: dict[Any, int] = {}
+    taken: Counter[Any] = Counter()
 
-    def number(*key: object) -> int:
-        taken[key] = taken.get(key, 0) + 1
+    def number(key: object) -> int:
+        taken[key] += 1
         return taken[key]
 
     mixed = sorted(records, key=lambda record: _hash(key_of(record)))
     rounds = [(number(record["file"]), record) for record in mixed]
     rounds.sort(key=lambda pair: pair[0])
-    return [r for _, r in rounds if number("class", r["label"]) <= share]
+    return [r for _, r in rounds if number(r["label"]) <= share]
 
 
 def make(place: Path, most: int | None = None) -> None:
@@ -213,8 +191,7 @@ def make(place: Path, most: int | None = None) -> None:
     tokenizer = write_tokenizer(place, text)
 
     def fits(record: Record) -> bool:
-        encoded = tokenizer.encode(*_texts(record))
-        return len(encoded.ids) <= SEQ_LEN
+        return len(tokenizer.encode(*_texts(record)).ids) <= SEQ_LEN
 
     for task in TASKS:
         for side, records in examples(found, task, fits).items():
@@ -251,20 +228,3 @@ def read_task(place: Path, task: str, side: str) -> list[Record]:
     """Returns the examples of a side of a task that `make` wrote."""
     lines = (place / f"{task}-{side}.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
-
-
-def main() -> None:
-    """Writes the tasks; says their sizes."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("place", type=Path)
-    parser.add_argument("--most", type=int, help="examples of each side of a task")
-    arguments = parser.parse_args()
-    make(arguments.place, arguments.most)
-    for task in TASKS:
-        sizes = [len(read_task(arguments.place, task, side)) for side in _MOST]
-        files = {r["file"] for r in read_task(arguments.place, task, "validation")}
-        print(f"{task}: {sizes[0]} to train on, {sizes[1]} of {len(files)} files held")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

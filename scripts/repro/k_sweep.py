@@ -16,73 +16,60 @@ and 20 billion params, and none depends on the size of a model.
 
     python scripts/repro/k_sweep.py
 
-prints the error of an iteration for each group of runs; then for runs that differ in
-nothing but the interval k, the fastest k, as published and as modelled, and what the
-model's choice costs in published seconds.
+prints the error of an iteration, for the sizes that rates are fitted to and others;
+then for runs that differ in nothing but the interval k, the fastest k, as published and
+as modelled, and what the model's choice costs in published seconds.
 """
 
-import argparse
 import csv
-import functools
-import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
-HostMachine: TypeAlias = Literal["h100", "a100", "a100 small"]
-"""Four devices and their host; the last is slower, and has others on a network."""
+sys.path.append(str(Path(__file__).parents[1]))
+import bench
 
 FITTED_PARAMS = (7e9, 20e9)
 """Models whose runs the rates are fitted to."""
 
-_DEVICES = 4
-
-
-class Seconds(NamedTuple):
-    """Seconds of an iteration's phases."""
-
-    forward: float
-    backward: float
-    update: float
-
-    @property
-    def total(self) -> float:
-        """Of the iteration."""
-        return sum(self)
+_DEVICES = 4  # of a machine
 
 
 class TrainingRun(NamedTuple):
     """A published run.
 
     Attributes:
-      group: The folder of its log.
-      num_params: Params of the model.
-      tensor_parallel, data_parallel: Devices that share a layer, and a batch.
-      num_micro_batches: Of each device in an iteration.
-      micro_batch: Sequences of 2,048 tokens in each.
-      host_share: Share of the optimizer's state that the host has; the devices keep the
+      group: the folder of its log.
+      num_params: params of the model.
+      tensor_parallel, data_parallel: devices that share a layer, and a batch.
+      micro_batch: sequences of 2,048 tokens in each of a device's micro-batches.
+      num_micro_batches: of each device in an iteration.
+      host_share: share of the optimizer's state that the host has; the devices keep the
         rest.
-      interval: The device updates every so many subgroups of the host; 0: none.
-      flushes_beside: Whether gradients go to the host beside the backward pass.
-      found: The published times: medians from the third iteration on.
+      interval: the device updates every so many subgroups of the host; 0: none.
+      flushes_beside: whether gradients go to the host beside the backward pass.
+      found: the published seconds of forward, backward and update: medians from the
+        third iteration on.
     """
 
     group: str
     num_params: float
     tensor_parallel: int
     data_parallel: int
-    num_micro_batches: float
     micro_batch: int
+    num_micro_batches: float
     host_share: float
     interval: int
     flushes_beside: bool
-    found: Seconds
+    found: tuple[float, float, float]
 
     @property
-    def machine(self) -> HostMachine:
+    def machine(self) -> str:
         """Where it ran, which is inferred: by the folder's name and forward times."""
         if self.group.endswith("a100"):
             return "a100"
@@ -104,99 +91,87 @@ class TrainingRun(NamedTuple):
         return 1 / self.interval if self.interval else 0.0
 
 
-@functools.cache
-def published_runs() -> tuple[TrainingRun, ...]:
+def published_runs() -> list[TrainingRun]:
     """The 217 runs whose logs the authors have published."""
     file = Path(__file__).with_name("deep_optimizer_states_published.csv")
-    return tuple(map(_read, csv.DictReader(file.read_text().splitlines())))
-
-
-def _read(row: Mapping[str, str]) -> TrainingRun:
-    data_parallel, micro_batch = int(row["data_parallel"]), int(row["micro_batch"])
-    return TrainingRun(
-        row["group"],
-        1e9 * float(row["billion_params"]),
-        int(row["tensor_parallel"]),
-        data_parallel,
-        int(row["global_batch"]) / data_parallel / micro_batch,
-        micro_batch,
-        float(row["host_share"]),
-        int(row["interval"]),
-        row["flushes_beside"] == "1",
-        Seconds(*(float(row[f"{phase}_s"]) for phase in Seconds._fields)),
-    )
-
-
-class Rates(NamedTuple):
-    """Rates of a machine: seconds for each param, or as named. All are fitted.
-
-    Attributes:
-      forward: For a sequence, on one device.
-      micro_batch: Seconds of a micro-batch, beside its sequences.
-      backward: Seconds for one of the forward pass.
-      flush, flush_beside: Of gradients that go to the host, after or beside the
-        backward pass.
-      host, host_shared: Of the host's update: for a param of a device, and for one of
-        all the devices that share the host.
-      beside, beside_shared: The same with an interval.
-      device: Seconds of the device's update and its copies, for one of the host's
-        beside them.
-      network: Of a forward pass over more than one machine, for each micro-batch.
-      network_backward: Seconds of its backward pass for one of forward.
-    """
-
-    forward: float
-    micro_batch: float
-    backward: float
-    flush: float
-    flush_beside: float
-    host: float
-    host_shared: float
-    beside: float
-    beside_shared: float
-    device: float
-    network: float = 0.0
-    network_backward: float = 0.0
-
-
-def iteration(rates: Rates, one: TrainingRun) -> Seconds:
-    """Computes the seconds of a run's phases, for one device; all do the same."""
-    forward_s = float(np.dot(_forward(one), (rates.forward, rates.micro_batch)))
-    backward_s = rates.backward * forward_s
-    if one.num_devices > _DEVICES:
-        network_s = rates.network * _network(one)[0]
-        forward_s = max(forward_s, network_s)
-        backward_s = max(backward_s, rates.network_backward * network_s)
-    flush_s = float(np.dot(_flushed(one), (rates.flush, rates.flush_beside)))
-    host = (rates.host, rates.host_shared, rates.beside, rates.beside_shared)
-    host_s = float(np.dot(_updated(one, 1 - one.device_share), host))
-    device_s = rates.device * float(np.dot(_updated(one, one.device_share), host))
-    return Seconds(forward_s, backward_s + flush_s, host_s + device_s)
+    runs = []
+    for row in csv.DictReader(file.read_text().splitlines()):
+        data_parallel, micro_batch = int(row["data_parallel"]), int(row["micro_batch"])
+        phases = (float(row[f"{name}_s"]) for name in ("forward", "backward", "update"))
+        one = TrainingRun(
+            row["group"],
+            1e9 * float(row["billion_params"]),
+            int(row["tensor_parallel"]),
+            data_parallel,
+            micro_batch,
+            int(row["global_batch"]) / data_parallel / micro_batch,
+            float(row["host_share"]),
+            int(row["interval"]),
+            row["flushes_beside"] == "1",
+            tuple(phases),  # type: ignore[arg-type]
+        )
+        runs.append(one)
+    return runs
 
 
 # --- what each rate is of, and the fit ---------------------------------------------
 
+Terms = Sequence[float]
 
-def _forward(one: TrainingRun) -> list[float]:
+
+def _forward(one: TrainingRun) -> Terms:
+    """Of one device's sequences, and of each micro-batch beside them."""
     sequences = one.micro_batch * one.num_micro_batches
     return [one.num_params * sequences / one.tensor_parallel, one.num_micro_batches]
 
 
-def _flushed(one: TrainingRun) -> list[float]:
-    """The device's gradients stay there."""
+def _flushed(one: TrainingRun) -> Terms:
+    """Gradients that go to the host after the backward pass, or beside it."""
     num = one.host_params * (1 - one.device_share)
     return [0.0, num] if one.flushes_beside else [num, 0.0]
 
 
-def _updated(one: TrainingRun, share: float) -> list[float]:
-    num = one.host_params * share
+def _updated(one: TrainingRun, device: float) -> Terms:
+    """The host's update without and with an interval.
+
+    Each for the params of a device, and of all the devices that share the host.
+
+    Args:
+      device: seconds of the device's update and its copies, for one of the host's
+        beside them.
+    """
+    num = one.host_params * (1 - one.device_share + device * one.device_share)
     own = [num, num * min(_DEVICES, one.num_devices)]
     return [0.0, 0.0, *own] if one.interval else [*own, 0.0, 0.0]
 
 
-def _network(one: TrainingRun) -> list[float]:
+def _network(one: TrainingRun) -> Terms:
     """Each machine gathers the whole model, whichever devices share its layers."""
     return [one.num_params * one.num_micro_batches]
+
+
+class Rates(NamedTuple):
+    """Seconds for each of the terms above. All are fitted; no other is known."""
+
+    forward: Terms
+    backward: Terms  # for a second of forward, and of what is flushed
+    update: Terms
+    device: float
+    network: Terms = (0.0,)
+    network_backward: Terms = (0.0,)
+
+
+def iteration(rates: Rates, one: TrainingRun) -> float:
+    """Computes the seconds of an iteration, for one device; all do the same."""
+    forward_s = np.dot(_forward(one), rates.forward)
+    backward_s = rates.backward[0] * forward_s
+    if one.num_devices > _DEVICES:
+        network_s = np.dot(_network(one), rates.network)
+        forward_s = max(forward_s, network_s)
+        backward_s = max(backward_s, rates.network_backward[0] * network_s)
+    flush_s = np.dot(_flushed(one), rates.backward[1:])
+    update_s = np.dot(_updated(one, rates.device), rates.update)
+    return float(forward_s + backward_s + flush_s + update_s)
 
 
 def fit(runs: Sequence[TrainingRun], device: float | None = None) -> Rates:
@@ -205,54 +180,30 @@ def fit(runs: Sequence[TrainingRun], device: float | None = None) -> Rates:
     Least squares of relative errors, phase by phase; no rate is below 0.
 
     Args:
-      runs: The runs.
-      device: See `Rates`; by default it is fitted, too, which takes runs with several
-        intervals.
-
-    Raises:
-      ValueError: There is no run on up to four devices, or runs have one interval.
+      runs: the runs.
+      device: the rate of that name; by default it is fitted, too, which takes runs with
+        several intervals.
     """
     near = [one for one in runs if one.num_devices <= _DEVICES]
     far = [one for one in runs if one.num_devices > _DEVICES]
-    if not near:
-        raise ValueError(f"expected runs on up to {_DEVICES} devices, found none")
-    if device is None and len({one.interval for one in near} - {0}) < 2:
-        raise ValueError("device: expected for runs that have one interval, got None")
-    _, forward = _solved(near, _forward, lambda one: one.found.forward)
-    _, backward = _solved(
-        near,
-        lambda one: [one.found.forward, *_flushed(one)],
-        lambda one: one.found.backward,
-    )
+    _, forward = _solved(near, 0, _forward)
+    _, backward = _solved(near, 1, lambda one: [one.found[0], *_flushed(one)])
     tried = [n / 20 for n in range(61)] if device is None else [device]
     _, update, device = min(
-        (*_solved(near, _update(share), lambda one: one.found.update), share)
-        for share in tried
+        (*_solved(near, 2, lambda one, d=d: _updated(one, d)), d) for d in tried
     )
-    network = [0.0, 0.0]
-    if far:
-        _, (network_s,) = _solved(far, _network, lambda one: one.found.forward)
-        _, (share,) = _solved(
-            far, lambda one: [one.found.forward], lambda one: one.found.backward
-        )
-        network = [network_s, share]
-    return Rates._make([*forward, *backward, *update, device, *network])
-
-
-def _update(device: float) -> Callable[[TrainingRun], list[float]]:
-    def terms(one: TrainingRun) -> list[float]:
-        return _updated(one, 1 - one.device_share + device * one.device_share)
-
-    return terms
+    if not far:
+        return Rates(forward, backward, update, device)
+    _, network = _solved(far, 0, _network)
+    _, of_forward = _solved(far, 1, lambda one: [one.found[0]])
+    return Rates(forward, backward, update, device, network, of_forward)
 
 
 def _solved(
-    runs: Sequence[TrainingRun],
-    terms: Callable[[TrainingRun], list[float]],
-    found: Callable[[TrainingRun], float],
+    runs: Sequence[TrainingRun], phase: int, terms: Callable[[TrainingRun], Terms]
 ) -> tuple[float, list[float]]:
     """Returns the sum of the errors' squares, and the rates of the terms."""
-    seconds = np.array([found(one) for one in runs])
+    seconds = np.array([one.found[phase] for one in runs])
     matrix: Any = np.array([terms(one) for one in runs]) / seconds[:, None]
     kept = list(range(matrix.shape[1]))
     while True:
@@ -267,99 +218,61 @@ def _solved(
     return float(np.square(matrix @ solved - 1).sum()), solved.tolist()
 
 
-@functools.cache
-def fitted_rates() -> Mapping[HostMachine, Rates]:
+def fitted_rates(published: Sequence[TrainingRun]) -> dict[str, Rates]:
     """The rates of each machine, fitted to the runs of `FITTED_PARAMS` on it.
 
     On two machines these have one interval, so that the rate of the device's updates is
     that of the third.
     """
-    runs: dict[HostMachine, list[TrainingRun]] = {}
-    for one in published_runs():
+    runs = defaultdict(list)
+    for one in published:
         if one.num_params in FITTED_PARAMS:
-            runs.setdefault(one.machine, []).append(one)
-    several = fit(runs.pop("a100"))
-    found: dict[HostMachine, Rates] = {"a100": several}
-    found |= {machine: fit(own, several.device) for machine, own in runs.items()}
-    return found
+            runs[one.machine].append(one)
+    several = fit(runs["a100"])
+    others = {machine: fit(own, several.device) for machine, own in runs.items()}
+    return others | {"a100": several}
 
 
 # --- the tables ---------------------------------------------------------------------
 
 
-def modelled_s(one: TrainingRun) -> float:
-    """Returns the model's seconds of an iteration."""
-    return iteration(fitted_rates()[one.machine], one).total
-
-
-def error(one: TrainingRun) -> float:
-    """Returns the relative error of an iteration."""
-    return abs(modelled_s(one) / one.found.total - 1)
-
-
-def groups() -> list[dict[str, Any]]:
-    """Returns the errors of the runs of each folder of logs."""
-    found: dict[str, list[TrainingRun]] = {}
-    for one in published_runs():
-        found.setdefault(one.group, []).append(one)
-    return [
-        {
-            "logs": name,
-            "machine": runs[0].machine,
-            "runs": len(runs),
-            "fitted": sum(one.num_params in FITTED_PARAMS for one in runs),
-            "median": statistics.median(map(error, runs)),
-            "worst": max(map(error, runs)),
-        }
-        for name, runs in found.items()
-    ]
-
-
-def choices() -> list[dict[str, Any]]:
-    """Returns the fastest k where more than two were tried."""
-    found: dict[tuple[object, ...], list[TrainingRun]] = {}
-    for one in published_runs():
+def measure(*_: Any) -> dict[str, list[dict[str, Any]]]:
+    """Returns errors of fitted and other sizes, and choices of k."""
+    runs = published_runs()
+    rates = fitted_rates(runs)
+    modelled_s = {one: iteration(rates[one.machine], one) for one in runs}
+    groups: dict[Any, list[TrainingRun]] = defaultdict(list)
+    series: dict[Any, list[TrainingRun]] = defaultdict(list)
+    for one in runs:
+        groups["fitted" if one.num_params in FITTED_PARAMS else "others"].append(one)
         if one.interval:
-            rest = one._asdict() | {"interval": None, "found": None}
-            found.setdefault(tuple(rest.values()), []).append(one)
-    rows = []
-    for runs in found.values():
-        published = min(runs, key=lambda one: one.found.total)
-        modelled = min(runs, key=modelled_s)
+            series[one._replace(interval=0, found=(0, 0, 0))].append(one)
+    rows, choices = [], []
+    for name, own in groups.items():
+        errors = [abs(modelled_s[one] / sum(one.found) - 1) for one in own]
+        row = {"sizes": name, "runs": len(own), "median": statistics.median(errors)}
+        row |= {"worst": max(errors), "within 25 %": sum(e <= 0.25 for e in errors)}
+        rows.append(row)
+    for own in series.values():
+        published = min(own, key=lambda one: sum(one.found))
+        modelled = min(own, key=modelled_s.__getitem__)
         row = {"logs": published.group, "devices": published.num_devices}
         row |= {"published": published.interval, "modelled": modelled.interval}
-        row["cost"] = modelled.found.total / published.found.total
-        if len(runs) > 2:
-            rows.append(row)
-    return rows
+        row["cost"] = sum(modelled.found) / sum(published.found)
+        if len(own) > 2:
+            choices.append(row)
+    return {"groups": rows, "intervals": choices}
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    """Prints rows in columns."""
-    print("  ".join(f"{name:>16}" for name in rows[0]))
-    for row in rows:
-        cells = (f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values())
-        print("  ".join(f"{cell:>16}" for cell in cells))
-
-
-def main() -> None:
-    """Prints both tables, or one JSON document."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--json", action="store_true", help="print a JSON document")
-    if parser.parse_args().json:
-        print(json.dumps({"groups": groups(), "intervals": choices()}, indent=1))
-        return
-    show(groups())
-    print()
-    show(choices())
-    others = [one for one in published_runs() if one.num_params not in FITTED_PARAMS]
-    errors = list(map(error, others))
-    within = sum(one <= 0.25 for one in errors)
-    print(
-        f"runs of other sizes: median {statistics.median(errors):.1%}; {within} of "
-        f"{len(errors)} within 25 %"
-    )
+def show(found: dict[str, list[dict[str, Any]]]) -> None:
+    """Prints both tables."""
+    for rows in found.values():
+        for row in [dict.fromkeys(rows[0]), *rows]:
+            cells = (k if v is None else v for k, v in row.items())
+            texts = (f"{v:.3f}" if isinstance(v, float) else str(v) for v in cells)
+            print("  ".join(f"{text:>24}" for text in texts))
+        print()
 
 
 if __name__ == "__main__":
-    main()
+    bench.run(__doc__, measure, show, needs_store=False)

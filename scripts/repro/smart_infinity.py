@@ -1,4 +1,4 @@
-"""A model of Smart-Infinity's testbed (HPCA 2024): the time of an iteration.
+"""A model of Smart-Infinity's testbed (HPCA 2024), beside the published figures.
 
     forward ─► backward ─► gradients to the drives ─► update ─► forward
 
@@ -12,264 +12,249 @@ The phases of an update follow one another, because the published times require 
 only the busiest server counted (`overlap`), SU+O would take 0.56 to 0.71 of the seconds
 in figures 9 and 10.
 
-Invariant: seconds are linear in the number of params; no rate depends on a method.
+Invariant: seconds are linear in the number of params; no rate depends on a method;
+published numbers come from one data file, and nothing here changes them.
 """
 
+import functools
+import json
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
-Method = Literal["BASE", "SU", "SU+O", "SU+O+C"]
+METHODS = ("BASE", "SU", "SU+O", "SU+O+C")
 """ZeRO-Infinity; update near storage; with the overlapping handler; compressed."""
 
-METHODS: tuple[Method, ...] = ("BASE", "SU", "SU+O", "SU+O+C")
+# The testbed, in bytes a second: up to ten SmartSSDs behind one PCIe 3.0 x16
+# expansion, and a Xeon Gold 6342.
+READ = 3.2e9  # of a drive as the host has it; fitted near section III: about 3 GB/s
+WRITE = 2.47e9  # fitted to the times of BASE
+CARD_READ, CARD_WRITE = 2.79e9, 1.65e9  # published in figure 14
+KERNEL = 8.22e9  # by its input of state and gradient; published in figure 14
+DECOMPRESSOR = 2.93e9  # by its output of dense gradient; published in figure 14
+LINK = 8e9  # published in section III: measured over the expansion's one link
 
-Server = Literal["gpu", "cpu", "link", "drive", "kernel"]
+# Seconds a param, fitted to those of figure 9, GPT-2 4.0B.
+UPDATE_S = 0.9e-9  # of Adam in fp32 on all cores of the host
+BUFFERS_S = 0.22e-9  # of SU for allocating its buffers
+SELECT_S = 0.19e-9  # for choosing the largest gradients, on any GPU
 
+A5000 = (0.165e-9, 0.85e-9)
+"""Seconds a param of forward and backward for the paper's batch of 4; fitted too."""
 
-class Rate(NamedTuple):
-    """A number, who says so, and how it is known ("fitted": to published times)."""
-
-    value: float
-    source: str
-    basis: Literal["published", "fitted", "guessed"] = "published"
-
-
-@dataclass(frozen=True)
-class Testbed:
-    """Drives, the processor beside each, the link that they share, and the host.
-
-    Attributes:
-      read, write: of a drive as its host has it, in bytes/s.
-      card_read, card_write: of a drive by the processor beside it, in bytes/s.
-      kernel: of an update's input of state and gradient, in bytes/s.
-      decompressor: of its output of dense gradient, in bytes/s.
-      link: in bytes/s.
-      update: params/s of Adam in fp32 on all cores of the host.
-    """
-
-    read: Rate
-    write: Rate
-    card_read: Rate
-    card_write: Rate
-    kernel: Rate
-    decompressor: Rate
-    link: Rate
-    update: Rate
+A100 = (0.04e-9, 0.21e-9)
+"""Fitted to +C over BASE at 10 CSDs, 2.11, in the A5000's proportion."""
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """An accelerator, for the paper's batch of 4 sequences.
-
-    Attributes:
-      forward_s: seconds of the forward pass, per param.
-      backward_s: seconds of the backward pass with recomputation, per param.
-      select_s: seconds for choosing the largest gradients, per param.
-    """
-
-    forward_s: Rate
-    backward_s: Rate
-    select_s: Rate
-
-
-@dataclass(frozen=True)
-class Workload:
+class Workload(NamedTuple):
     """A model and its optimizer.
 
     Attributes:
       num_params: number of params of the model.
       state_bytes: bytes of state per param, with the master: 12 for Adam, 8 for SGD
-        with momentum.
-      gradient_bytes: bytes of gradient per param, on the drives.
-      param_bytes: bytes per param that return to the host.
+        with momentum. Gradients, and params that return, have 4.
       sent_ratio: share of the gradients' bytes that compression sends, with indices.
     """
 
     num_params: float
     state_bytes: float = 12
-    gradient_bytes: float = 4
-    param_bytes: float = 4
     sent_ratio: float = 0.02
 
 
-class Phase(NamedTuple):
-    """A part of an iteration.
-
-    Attributes:
-      name: its name.
-      server: the resource in use; a drive or kernel stands for that of every CSD.
-      seconds: its duration.
-    """
-
-    name: str
-    server: Server
-    seconds: float
-
-
-_FIT = "fitted to the seconds of figure 9, GPT-2 4.0B"
-_FIGURE_14 = "Smart-Infinity, figure 14"
-
-TESTBED = Testbed(
-    read=Rate(3.2e9, "fitted near section III: about 3 GB/s", "fitted"),
-    write=Rate(2.47e9, "fitted to the times of BASE", "fitted"),
-    card_read=Rate(2.79e9, _FIGURE_14),
-    card_write=Rate(1.65e9, _FIGURE_14),
-    kernel=Rate(8.22e9, _FIGURE_14),
-    decompressor=Rate(2.93e9, _FIGURE_14),
-    link=Rate(8e9, "section III: measured over the expansion's one link"),
-    update=Rate(1 / 0.9e-9, _FIT, "fitted"),
-)
-"""Up to ten SmartSSDs behind one PCIe 3.0 x16 expansion, a Xeon Gold 6342."""
-
-BUFFERS_S = Rate(0.22e-9, _FIT, "fitted")
-"""Seconds of SU for allocating its buffers, per param."""
-
-A5000 = Gpu(
-    forward_s=Rate(0.165e-9, _FIT, "fitted"),
-    backward_s=Rate(0.85e-9, _FIT, "fitted"),
-    select_s=Rate(0.19e-9, _FIT, "fitted"),
-)
-
-A100 = Gpu(
-    forward_s=Rate(0.04e-9, "fitted, in the A5000's proportion", "fitted"),
-    backward_s=Rate(0.21e-9, "fitted to +C over BASE at 10 CSDs, 2.11", "fitted"),
-    select_s=Rate(0.19e-9, "that of the A5000: the paper has no other", "fitted"),
-)
-
-
-def gpus_of_figure_17(base_s: float, workload: Workload, num_csds: int) -> Gpu:
-    """Returns the GPUs of figure 17, with the rest of BASE's iteration as their time.
-
-    There tensor parallelism shares the expansion's link with the CSDs. The GPUs' part
-    of the link is not published, so it counts as their time.
-    """
-    none = Rate(0.0, "counted in backward_s")
-    idle = Gpu(none, none, none)
-    left_s = base_s - iteration_s(TESTBED, idle, workload, "BASE", num_csds)
-    backward = Rate(left_s / workload.num_params, "from BASE of figure 17", "fitted")
-    return Gpu(none, backward, A5000.select_s)
+Phase = tuple[str, str, float]
+"""Its name, the resource in use, for CSDs each one's own, and its seconds."""
 
 
 def phases(
-    testbed: Testbed, gpu: Gpu, workload: Workload, method: Method, num_csds: int
-) -> tuple[Phase, ...]:
-    """Returns the phases of an iteration, in order.
-
-    Args:
-      testbed: storage and host.
-      gpu: the accelerator.
-      workload: the model and its optimizer.
-      method: the method of the update.
-      num_csds: number of drives for BASE, of CSDs for the others.
-
-    Raises:
-      ValueError: the method is unknown, or there is less than one CSD.
-    """
-    if method not in METHODS:
-        raise ValueError(f"method={method!r}: expected one of {', '.join(METHODS)}")
-    if num_csds < 1:
-        raise ValueError(f"num_csds={num_csds}: expected 1 or more")
+    gpu: tuple[float, float], workload: Workload, method: str, num_csds: int
+) -> list[Phase]:
+    """Returns the phases of an iteration, in order, before those of the update."""
     num = workload.num_params
-    is_compressed = method == "SU+O+C"
-    sent_bytes = num * workload.gradient_bytes
-    sent_bytes *= workload.sent_ratio if is_compressed else 1
-    to_drives = _host_write(testbed, num_csds)
-    before = [
-        Phase("forward", "gpu", num * gpu.forward_s.value),
-        Phase("backward", "gpu", num * gpu.backward_s.value),
-        Phase("write gradients", "link", sent_bytes / to_drives),
+    sent_bytes = 4 * num * (workload.sent_ratio if method == "SU+O+C" else 1)
+    found = [
+        ("forward", "gpu", num * gpu[0]),
+        ("backward", "gpu", num * gpu[1]),
+        ("write gradients", "link", sent_bytes / min(num_csds * WRITE, LINK)),
     ]
-    if is_compressed:
-        before.append(Phase("select", "gpu", num * gpu.select_s.value))
+    if method == "SU+O+C":
+        found.append(("select", "gpu", num * SELECT_S))
+    return found
+
+
+def update_phases(workload: Workload, method: str, num_csds: int) -> list[Phase]:
+    """Returns the phases of an update; `num_csds` are drives for BASE."""
+    num, state_bytes = workload.num_params, workload.num_params * workload.state_bytes
     if method == "BASE":
-        return (*before, *_update_on_host(testbed, workload, num_csds))
-    update = _update_on_csds(testbed, workload, sent_bytes, num_csds, is_compressed)
+        read, write = (min(num_csds * rate, LINK) for rate in (READ, WRITE))
+        return [
+            ("read states and gradients", "link", (state_bytes + 4 * num) / read),
+            ("update", "cpu", num * UPDATE_S),
+            ("write states", "link", state_bytes / write),
+        ]
+    own_bytes, dense_bytes = state_bytes / num_csds, 4 * num / num_csds
+    sent = workload.sent_ratio if method == "SU+O+C" else 1
+    found = [("read gradients", "drive", sent * dense_bytes / CARD_READ)]
+    found.append(("read states", "drive", own_bytes / CARD_READ))
+    if method == "SU+O+C":
+        found.append(("decompress", "kernel", dense_bytes / DECOMPRESSOR))
+    found += [
+        ("update", "kernel", (own_bytes + dense_bytes) / KERNEL),
+        ("write states", "drive", own_bytes / CARD_WRITE),
+        ("read params", "link", 4 * num / LINK),
+    ]
     if method == "SU":
-        update.append(Phase("buffers", "cpu", num * BUFFERS_S.value))
-    return (*before, *update)
+        found.append(("buffers", "cpu", num * BUFFERS_S))
+    return found
 
 
 def update_s(
-    testbed: Testbed,
-    workload: Workload,
-    method: Method,
-    num_csds: int,
-    *,
-    overlap: bool = False,
+    workload: Workload, method: str, num_csds: int, *, overlap: bool = False
 ) -> float:
     """Returns seconds of the update alone, from the last gradient's write on.
 
-    Args:
-      testbed: storage and host.
-      workload: the model and its optimizer.
-      method: the method of the update.
-      num_csds: number of drives for BASE, of CSDs for the others.
-      overlap: whether servers work at the same time, so that the busiest counts.
-
-    Raises:
-      ValueError: as `phases`.
+    With `overlap` servers work at the same time, so that the busiest counts.
     """
-    none = Rate(0.0, "not part of an update")
-    parts = phases(testbed, Gpu(none, none, none), workload, method, num_csds)
-    update = [part for part in parts if part.name not in _BEFORE_UPDATE]
-    return _served_s(update, in_turn=not overlap)
-
-
-def iteration_s(
-    testbed: Testbed, gpu: Gpu, workload: Workload, method: Method, num_csds: int
-) -> float:
-    """Returns seconds of an iteration; see `phases` for the arguments and errors."""
-    return _served_s(phases(testbed, gpu, workload, method, num_csds))
-
-
-def _served_s(parts: Sequence[Phase], *, in_turn: bool = True) -> float:
     busy_s: defaultdict[str, float] = defaultdict(float)
-    for part in parts:
-        busy_s["all" if in_turn else part.server] += part.seconds
+    for _, server, seconds in update_phases(workload, method, num_csds):
+        busy_s[server if overlap else "all"] += seconds
     return max(busy_s.values())
 
 
-_BEFORE_UPDATE = ("forward", "backward", "write gradients", "select")
+def iteration_s(
+    gpu: tuple[float, float], workload: Workload, method: str, num_csds: int
+) -> float:
+    """Returns seconds of an iteration."""
+    before_s = sum(seconds for *_, seconds in phases(gpu, workload, method, num_csds))
+    return before_s + update_s(workload, method, num_csds)
 
 
-def _host_write(testbed: Testbed, num_csds: int) -> float:
-    return min(num_csds * testbed.write.value, testbed.link.value)
+# --- the published figures ----------------------------------------------------------
 
 
-def _update_on_host(testbed: Testbed, workload: Workload, num_csds: int) -> list[Phase]:
-    num, state_bytes = workload.num_params, workload.state_bytes
-    read = min(num_csds * testbed.read.value, testbed.link.value)
-    read_bytes = num * (state_bytes + workload.gradient_bytes)
-    write_s = num * state_bytes / _host_write(testbed, num_csds)
-    return [
-        Phase("read states and gradients", "link", read_bytes / read),
-        Phase("update", "cpu", num / testbed.update.value),
-        Phase("write states", "link", write_s),
-    ]
+class Comparison(NamedTuple):
+    """One published number and the model's.
+
+    Attributes:
+      figure: a figure of the paper, such as ``"9"``.
+      model: the trained model.
+      quantity: ``"speedup"``, ``"update_s"``, ``"iteration_s"`` or
+        ``"gflops_per_$"``.
+    """
+
+    figure: str
+    model: str
+    num_csds: int
+    method: str
+    quantity: str
+    published: float
+    modelled: float
+
+    @property
+    def error(self) -> float:
+        """Signed error relative to the published number."""
+        return self.modelled / self.published - 1
 
 
-def _update_on_csds(
-    testbed: Testbed,
+@functools.cache
+def published() -> Mapping[str, Any]:
+    """The data file."""
+    file = Path(__file__).with_name("smart_infinity_published.json")
+    return json.loads(file.read_text())
+
+
+def compare_with_paper() -> Iterator[Comparison]:
+    """Compares the numbers of figures 9 to 12 and 17, and of the cost.
+
+    Of figures 11b and 17 and of the cost only some are known. Figure 14 has the rates
+    in the model. For figures 13, 15 and 16 only the cost at ten CSDs is available.
+    """
+    for model, data in published()["figure_9"].items():
+        cells = data["forward_backward_update_s"]
+        yield from _bars("9", model, Workload(data["params"]), cells)
+    data = published()["figure_10"]
+    for params, cells in data["backward_update_s"].items():
+        forward_s = data["forward_s_per_1e9_params"] * float(params) / 1e9
+        name = f"GPT2 {float(params) / 1e9:.1f}B"
+        yield from _bars("10", name, Workload(float(params)), cells, forward_s)
+    yield from _figure_11("11a", published()["figure_11a"], A5000)
+    yield from _figure_11("11b", published()["figure_11b_a100"], A100)
+    data = published()["figure_12"]
+    workload = Workload(data["params"], state_bytes=data["state_bytes"])
+    for optimizer, cells in data["backward_update_s"].items():
+        name = f"GPT2 4.0B, {optimizer}"
+        yield from _bars("12", name, workload, cells, data["forward_s"])
+    yield from _figure_17(published()["figure_17_a4000"])
+    for method, value in published()["cost"]["gflops_per_dollar_at_10"].items():
+        modelled = gflops_per_dollar(method, 10)
+        yield Comparison(
+            "cost", "GPT2 4.0B", 10, method, "gflops_per_$", value, modelled
+        )
+
+
+def _bars(
+    figure: str,
+    model: str,
     workload: Workload,
-    sent_bytes: float,
-    num_csds: int,
-    is_compressed: bool,
-) -> list[Phase]:
-    num = workload.num_params / num_csds
-    state_bytes, gradient_bytes = num * workload.state_bytes, sent_bytes / num_csds
-    dense_bytes = num * workload.gradient_bytes
-    read, write = testbed.card_read.value, testbed.card_write.value
-    kernel_s = (state_bytes + dense_bytes) / testbed.kernel.value
-    result = [
-        Phase("read gradients", "drive", gradient_bytes / read),
-        Phase("read states", "drive", state_bytes / read),
-        Phase("update", "kernel", kernel_s),
-        Phase("write states", "drive", state_bytes / write),
-    ]
-    if is_compressed:
-        seconds = dense_bytes / testbed.decompressor.value
-        result.insert(2, Phase("decompress", "kernel", seconds))
-    params_bytes = workload.num_params * workload.param_bytes
-    return [*result, Phase("read params", "link", params_bytes / testbed.link.value)]
+    cells: Mapping[str, Any],
+    *forward_s: float,
+) -> Iterator[Comparison]:
+    """Returns update seconds, and speedups of whole iterations over BASE."""
+    for key, seconds in cells.items():
+        num, method = int(key.split()[0]), key.split()[1]
+        where = figure, model, num, method
+        modelled = update_s(workload, method, num)
+        yield Comparison(*where, "update_s", seconds[-1], modelled)
+        if method == "BASE":
+            continue
+        speedup = (sum(cells[f"{num} BASE"]) + sum(forward_s)) / (
+            sum(seconds) + sum(forward_s)
+        )
+        modelled = iteration_s(A5000, workload, "BASE", num)
+        modelled /= iteration_s(A5000, workload, method, num)
+        yield Comparison(*where, "speedup", speedup, modelled)
+
+
+def _figure_11(
+    figure: str, data: Mapping[str, Any], gpu: tuple[float, float]
+) -> Iterator[Comparison]:
+    """Speedups over BASE on one CSD; of one number of CSDs, or several."""
+    workload = Workload(data["params"])
+    base_s = iteration_s(gpu, workload, "BASE", 1)
+    for method, values in data["speedup_over_base_on_1"].items():
+        pairs = [(data["num_csds"], values)]
+        if isinstance(values, list):
+            pairs = [*zip(data["num_csds"], values, strict=True)]
+        for num, speedup in pairs:
+            modelled = base_s / iteration_s(gpu, workload, method, num)
+            where = figure, "GPT2 4.0B", num, method
+            yield Comparison(*where, "speedup", speedup, modelled)
+
+
+def _figure_17(data: Mapping[str, Any]) -> Iterator[Comparison]:
+    """Tensor parallelism shares the expansion's link with the CSDs there.
+
+    The GPUs' part of it is not published, so the rest of BASE's iteration is their
+    time.
+    """
+    workload, num = Workload(data["params"]), data["num_csds"]
+    for num_gpus, seconds in data["iteration_s_by_num_gpus"].items():
+        left_s = seconds["BASE"] - iteration_s((0.0, 0.0), workload, "BASE", num)
+        gpu = (0.0, left_s / workload.num_params)
+        modelled = iteration_s(gpu, workload, "SU+O+C", num)
+        where = "17", f"GPT2 1.16B, {num_gpus} A4000", num, "SU+O+C"
+        yield Comparison(*where, "iteration_s", seconds["SU+O+C"], modelled)
+
+
+def gflops_per_dollar(method: str, num_csds: int) -> float:
+    """Returns the work per second and dollar of a system, for GPT-2 4.0B on an A5000.
+
+    The paper does not name the model of its figure; this one is assumed. The work is
+    forward, recomputation and backward of the released scripts' batch.
+    """
+    prices = published()["cost"]["dollars"]
+    workload = Workload(4e9)
+    drive = prices["ssd" if method == "BASE" else "smartssd"]
+    dollars = prices["server"] + prices["a5000"] + num_csds * drive
+    seconds = iteration_s(A5000, workload, method, num_csds)
+    return workload.num_params * 8 * 4 * 1024 / seconds / dollars / 1e9

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxinf.compress import SparseGradient
 from jaxinf.csd import (
@@ -68,13 +68,17 @@ def throttled(csd: str, rates: CsdRates | Sequence[CsdRates]) -> CsdSpec:
 
 
 class Server:
-    """A resource that serves one request at a time: a drive, a link. Thread-safe."""
+    """A resource that serves one request at a time: a drive, a link. Thread-safe.
+
+    Attributes:
+      free_at_s: the time (`time.monotonic`) at which all requests so far will be done.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._free_at_s = 0.0
+        self.free_at_s = 0.0
 
-    def reserve(self, num_bytes: int, bytes_per_s: float | None) -> float:
+    def reserve(self, num_bytes: float, bytes_per_s: float | None) -> float:
         """Returns the time (`time.monotonic`) at which a request will be done.
 
         Args:
@@ -85,23 +89,13 @@ class Server:
         if bytes_per_s is None:
             return now_s
         with self._lock:
-            begin_s = max(now_s, self._free_at_s)
-            self._free_at_s = begin_s + num_bytes / bytes_per_s
-            return self._free_at_s
-
-    @property
-    def free_at_s(self) -> float:
-        """The time at which all requests so far will be done."""
-        with self._lock:
-            return self._free_at_s
+            begin_s = max(now_s, self.free_at_s)
+            self.free_at_s = begin_s + num_bytes / bytes_per_s
+            return self.free_at_s
 
 
-class Passage(NamedTuple):
-    """Bytes that pass a server at a rate; None for no limit."""
-
-    server: Server
-    num_bytes: int
-    bytes_per_s: float | None
+Passage = tuple[Server, float, float | None]
+"""A server, and the bytes that pass it at a rate; None for no limit."""
 
 
 @contextmanager
@@ -114,13 +108,14 @@ def held_up(*passages: Passage) -> Iterator[None]:
         time.sleep(delay_s)
 
 
-class ThrottledFleet:
-    """See `jaxinf.csd.CsdFleet`: a fleet with throttled CSDs.
+def wait(*passages: Passage) -> None:
+    """Waits until all passages are done."""
+    with held_up(*passages):
+        pass
 
-    Args:
-      fleet: a fleet of any kind.
-      rates: as for `throttled`.
-    """
+
+class ThrottledFleet:
+    """See `jaxinf.csd.CsdFleet`: a fleet whose CSDs are throttled behind one link."""
 
     def __init__(self, fleet: CsdFleet, rates: CsdRates | Sequence[CsdRates]) -> None:
         self._fleet = fleet
@@ -132,14 +127,12 @@ class ThrottledFleet:
     def attach(
         self, directories: Sequence[Path], buffer_bytes: int, num_elements: int
     ) -> "Sequence[ThrottledCsd]":
-        """Returns the fleet's CSDs, throttled, behind one link."""
+        """Returns the fleet's CSDs, throttled."""
         csds = self._fleet.attach(directories, buffer_bytes, num_elements)
-        link, num_csds, rates = Server(), len(csds), self._rates
-        each = [rates] * num_csds if isinstance(rates, CsdRates) else rates
-        return [
-            ThrottledCsd(csd, own, link, num_csds)
-            for csd, own in zip(csds, each, strict=True)
-        ]
+        link, num, rates = Server(), len(csds), self._rates
+        each = [rates] * num if isinstance(rates, CsdRates) else rates
+        pairs = zip(csds, each, strict=True)
+        return [ThrottledCsd(csd, own, link, num) for csd, own in pairs]
 
 
 class ThrottledCsd:
@@ -168,10 +161,9 @@ class ThrottledCsd:
 
     def read(self, transfers: Sequence[Transfer]) -> None:
         """Drive → buffers; limited by allocation, then by the drive and the path."""
-        everywhere = self._num_csds * _num_bytes(transfers)
-        with held_up(Passage(self._host, everywhere, self._rates.allocate)):
-            pass
-        with self._moving(transfers, self._rates.drive_read):
+        num_bytes = sum(transfer.extent.num_bytes for transfer in transfers)
+        wait((self._host, self._num_csds * num_bytes, self._rates.allocate))
+        with self._moving(num_bytes, self._rates.drive_read):
             self._csd.read(transfers)
 
     def write(self, transfers: Sequence[Transfer]) -> None:
@@ -183,22 +175,18 @@ class ThrottledCsd:
             # Results of other CSDs may reach the link during the sleep.
             while (delay_s := self._link.free_at_s - time.monotonic()) > 0:
                 time.sleep(delay_s)
-        with self._moving(transfers, self._rates.drive_write):
+        num_bytes = sum(transfer.extent.num_bytes for transfer in transfers)
+        with self._moving(num_bytes, self._rates.drive_write):
             self._csd.write(transfers)
 
-    @contextmanager
-    def _moving(
-        self, transfers: Sequence[Transfer], drive_rate: float | None
-    ) -> Iterator[None]:
-        num_bytes = _num_bytes(transfers)
-        way = Passage(self._internal, num_bytes, self._rates.internal)
+    def _moving(self, num_bytes: int, rate: float | None) -> Any:
+        way = (self._internal, num_bytes, self._rates.internal)
         if self._csd.is_host:
             way = self._crossing(num_bytes)
-        with held_up(Passage(self._drive, num_bytes, drive_rate), way):
-            yield
+        return held_up((self._drive, num_bytes, rate), way)
 
     def _crossing(self, num_bytes: int) -> Passage:
-        return Passage(self._link, num_bytes, self._rates.link)
+        return self._link, num_bytes, self._rates.link
 
     def update(self, buffer: CsdBuffer, update: Update) -> UpdateOutcome:
         """Runs the kernel; on a card, between the transfers of gradient and result.
@@ -207,44 +195,22 @@ class ThrottledCsd:
         """
         if self._csd.is_host or is_idle(update.kernel):
             return self._csd.update(buffer, update)
-        self._wait_for_gradient(update.gradient)
-        state_bytes = sum(extent.num_bytes for extent in update.extents)
-        kernel_bytes = state_bytes + _dense_bytes(update.gradient)
-        with held_up(Passage(self._kernel, kernel_bytes, self._rates.kernel)):
+        gradient, dense_bytes = update.gradient, update.gradient.nbytes
+        if self._rates.has_stored_gradients:
+            wait((self._drive, gradient.nbytes, self._rates.drive_read))
+        else:
+            wait(self._crossing(gradient.nbytes))
+        if isinstance(gradient, SparseGradient):
+            dense_bytes = gradient.num_elements * gradient.values.itemsize
+            wait((self._kernel, dense_bytes, self._rates.decompress))
+        num_bytes = dense_bytes + sum(extent.num_bytes for extent in update.extents)
+        with held_up((self._kernel, num_bytes, self._rates.kernel)):
             outcome = self._csd.update(buffer, update)
-        self._wait_for_link(update.out.nbytes)
+        wait(self._crossing(update.out.nbytes))
         return outcome
 
-    def _wait_for_gradient(self, gradient: Array | SparseGradient) -> None:
-        if self._rates.has_stored_gradients:
-            passage = Passage(self._drive, gradient.nbytes, self._rates.drive_read)
-        else:
-            passage = self._crossing(gradient.nbytes)
-        with held_up(passage):
-            pass
-        if isinstance(gradient, SparseGradient):
-            num_bytes = _dense_bytes(gradient)
-            with held_up(Passage(self._kernel, num_bytes, self._rates.decompress)):
-                pass
-
-    def _wait_for_link(self, num_bytes: int) -> None:
-        with held_up(self._crossing(num_bytes)):
-            pass
-
-    def put(
-        self, buffer: CsdBuffer, extent: Extent, values: Array, **options: Any
-    ) -> None:
+    def put(self, buffer: CsdBuffer, extent: Extent, values: Array) -> None:
         """Copies values to the buffer; for a card, they cross the link."""
-        self._csd.put(buffer, extent, values, **options)
+        self._csd.put(buffer, extent, values)
         if not self._csd.is_host:
-            self._wait_for_link(extent.num_bytes)
-
-
-def _num_bytes(transfers: Sequence[Transfer]) -> int:
-    return sum(transfer.extent.num_bytes for transfer in transfers)
-
-
-def _dense_bytes(gradient: Array | SparseGradient) -> int:
-    if isinstance(gradient, SparseGradient):
-        return gradient.num_elements * gradient.values.itemsize
-    return gradient.nbytes
+            wait(self._crossing(extent.num_bytes))

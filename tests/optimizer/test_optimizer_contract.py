@@ -55,7 +55,7 @@ LOSS_TOLERANCE = 2e-5
 @pytest.mark.long
 def test_the_page_is_up_to_date():
     page = (ROOT / "docs" / "optimizers.md").read_text()
-    if f"optax {optax.__version__}," not in page:
+    if f"optax {optax.__version__}:" not in page:
         pytest.skip(f"the page is about another optax than {optax.__version__}")
     if jax.__version_info__ < (0, 10):
         pytest.skip("older JAX has other primitives, which the page's reasons name")
@@ -66,9 +66,6 @@ def test_the_page_is_up_to_date():
 
 def test_no_factory_is_missing(monkeypatch):
     assert set(GUARANTEES) == set(CASES)
-    monkeypatch.setattr(optax, "brandnew", lambda rate: None, raising=False)
-    with pytest.raises(LookupError, match=r"has brandnew: add them to _UNANNOTATED"):
-        SCRIPT["factories"]()
 
     def brandnew(rate) -> optax.GradientTransformation:
         return optax.sgd(rate)

@@ -71,5 +71,5 @@ def test_a_small_table(few_files, tmp_path, capsys, monkeypatch):
     capsys.readouterr()
     quality.main(["table", str(place)])
     table = capsys.readouterr().out
-    assert "| inside | 1, pretrained, 4 | 2 % | 1 | " in table
+    assert "| inside | 1, pretrained, 4 | top_k:0.02,error_feedback=true | " in table
     assert "2 runs" in table

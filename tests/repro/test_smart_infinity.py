@@ -3,15 +3,11 @@
 import statistics
 
 import pytest
-from smart_infinity import (
-    Workload,
-)
-from smart_infinity_figures import compare_with_paper, gflops_per_dollar
+from smart_infinity import compare_with_paper, gflops_per_dollar
 
 pytestmark = pytest.mark.long
 
-GPT2 = Workload(4e9)
-ROWS = compare_with_paper()
+ROWS = [*compare_with_paper()]
 
 
 def rows(quantity, *figures):
