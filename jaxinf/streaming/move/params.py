@@ -242,7 +242,7 @@ class StoreParams:
             return self._part(unit, piece, self._got(read))
         # Others wait for the programs, and put a unit together once.
         if not read.is_complete:
-            read.value = unit.on_devices(unit.views(aligned(unit.held_bytes)))
+            read.value = unit.on_devices(unit.views(aligned(unit.page_bytes)))
             read.is_complete = True
         return self._part(unit, piece, read.value)
 

@@ -146,13 +146,8 @@ class Scratch:
         Returns:
           The parts that have still to be written.
         """
-
-        def write(part: ScratchRun) -> None:
-            raw = raw_bytes(np.asarray(jax.block_until_ready(value)))
-            self.write(part, raw, what)
-
         self._forms[parts] = value.shape, value.dtype
-        return self._start(write, parts, ended)
+        return self._start(self.write, parts, value, what, ended)
 
     def array(self, parts: Sequence[ScratchRun], memory: Array) -> Array:
         """Returns what was written there, in the memory that it was read into."""
@@ -167,18 +162,20 @@ class Scratch:
         ended: Callable[[], None] = lambda: None,
     ) -> Set[ScratchRun]:
         """As `start_write`, into a value's memory, in whole pages."""
-        return self._start(lambda part: self.read(part, out, what), parts, ended)
+        return self._start(self.read, parts, out, what, ended)
 
     def _start(
         self,
-        move: Callable[[ScratchRun], None],
+        move: Callable[..., None],
         parts: Sequence[ScratchRun],
+        array: Array | jax.Array,
+        what: object,
         ended: Callable[[], None],
     ) -> Set[ScratchRun]:
         left = {*parts}
 
         def run(part: ScratchRun) -> None:
-            move(part)
+            move(part, array, what)
             with self.jobs.changed:
                 left.remove(part)
                 if not left:
@@ -188,18 +185,17 @@ class Scratch:
             self.jobs.submit(partial(run, part), part.drive, self._num_threads)
         return left
 
-    def write(self, part: ScratchRun, raw: Array, what: object = "") -> None:
+    def write(
+        self, part: ScratchRun, value: Array | jax.Array, what: object = ""
+    ) -> None:
         """Writes a part of a value; blocks. Thread-safe.
-
-        Args:
-          raw: The whole value, `uint8`, contiguous.
 
         Raises:
           StoreSpaceError, StoreIOError: The drive is full, or failed.
         """
         if not hasattr(self._own, "memory"):
             self._own.memory = aligned(PART_BYTES)
-        length = part.num_bytes
+        raw, length = raw_bytes(np.asarray(value)), part.num_bytes
         padded = self._own.memory[: page_ceil(length)]
         padded[:length] = raw[part.start : part.stop]
         padded[length:] = 0

@@ -160,20 +160,15 @@ class Unit:
         return sum(map(self._bytes_of, self._of_devices.values()))
 
     @cached_property
-    def held_bytes(self) -> int:
-        """Bytes in the host's memory, where each of several shards is aligned."""
-        if len(self.shards) == 1:
-            return self.num_bytes
-        return sum(_aligned(self._bytes_of(box)) for box in self.shards)
-
-    @cached_property
     def page_bytes(self) -> int:
-        return page_ceil(max(self.held_bytes, 1))
+        """Bytes in the host's memory, where each of several shards is aligned."""
+        held_bytes = sum(_aligned(self._bytes_of(box)) for box in self.shards)
+        return page_ceil(max(held_bytes, 1))
 
     # Its arrays.
 
     def views(self, memory: Array) -> tuple[Array, ...]:
-        """Returns the arrays of its shards in `held_bytes` from a page on."""
+        """Returns the arrays of its shards in `page_bytes` from a page on."""
         found, first = [], 0
         for box in self.shards:
             end = first + self._bytes_of(box)
