@@ -12,13 +12,10 @@ by the program's next call.
 import functools
 import os
 import threading
-import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
 _WAIT_S = 0.1
-PATIENCE_S = 1.0
-"""Seconds after a Ctrl-C in which another one is taken for the same."""
 
 
 class Ending:
@@ -63,21 +60,14 @@ class _Work:
         self.ending.reach()
 
 
-_KEPT: list[tuple[float, BaseException]] = []
-"""At most one interrupt, with the time at which it came."""
+_KEPT: list[BaseException] = []
+"""At most one interrupt."""
 
 
-def run_whole(
-    function: Callable[[], None], give_up: Callable[[BaseException], None]
-) -> None:
+def run_whole(function: Callable[[], None]) -> None:
     """Runs the function of a callback to its end; blocks.
 
     In the main thread it is run by another one. An interrupt is kept for `raise_kept`.
-
-    Args:
-      give_up: gets an interrupt that comes a second or more after a kept one, of this
-        callback or an earlier one: the function may wait for a drive that never
-        answers. It lets the function end soon; the interrupt is then raised.
     """
     if threading.get_ident() != threading.main_thread().ident:
         function()
@@ -87,45 +77,25 @@ def run_whole(
     except RuntimeError:  # the process may have no more threads
         function()
         return
-    work, given_up = _Work(function), None
-    came: list[BaseException] = []
+    work, came = _Work(function), list[BaseException]()
     while True:
         try:
             while not work.ending.is_reached:
-                given_up = _take(came, give_up) or given_up
+                _KEPT.extend(came[: not _KEPT])
                 queue.put(work)  # perhaps again, but none runs twice
                 work.ending.wait()
             break
         except BaseException as interrupt:
             came += [interrupt]  # no more: another interrupt here would get out
-    _KEPT.extend((time.monotonic(), one) for one in came[:1] if not _KEPT)
-    if given_up is not None:
-        _KEPT.clear()
-    if error := work.error or given_up:
-        raise error
-
-
-def _take(
-    came: list[BaseException], give_up: Callable[[BaseException], None]
-) -> BaseException | None:
-    """Keeps an interrupt, or gives up; returns the interrupt that it gave up for."""
-    given_up = None
-    while came:
-        if not _KEPT:
-            _KEPT.append((time.monotonic(), came[0]))
-        elif time.monotonic() - _KEPT[0][0] >= PATIENCE_S:
-            give_up(came[0])
-            given_up = came[0]
-        del came[0]
-    return given_up
+    _KEPT.extend(came[: not _KEPT])
+    if work.error is not None:
+        raise work.error
 
 
 def raise_kept() -> None:
     """Raises an interrupt that came during a callback, once, in the main thread."""
     if _KEPT and threading.get_ident() == threading.main_thread().ident:
-        _, interrupt = _KEPT[0]
-        _KEPT.clear()
-        raise interrupt.with_traceback(None)
+        raise _KEPT.pop().with_traceback(None)
 
 
 @functools.cache

@@ -105,7 +105,7 @@ class HostCallback:
     def raising(self, outs: PyTree, arguments: PyTree) -> None:
         """As a callback that may fail the computation, which one JAX device allows."""
         try:
-            run_whole(partial(self._stopping, outs, arguments), self.stop)
+            run_whole(partial(self._stopping, outs, arguments))
             return
         except BaseException as error:
             told = copy.copy(error)
@@ -125,7 +125,7 @@ class HostCallback:
         For int32 they are `FAILED`.
         """
         try:
-            run_whole(partial(self.host, outs, arguments), self.report)
+            run_whole(partial(self.host, outs, arguments))
         except BaseException as error:
             self.report(error)
             for out in jax.tree.leaves(outs):

@@ -56,12 +56,9 @@ def check(config: TrainConfig) -> TrainConfig:
     elif config.model_file is not None:
         files = ModelFiles.of_config(config.model_file)
         config = dataclasses.replace(config, files=files)
-    _refuse(_of_model(config))
-    _refuse(_of_data(config))
     _ = config.average  # refuses an --ema that does not parse
-    _refuse(_of_mode(config))
-    _refuse(_of_compression(config))
-    _refuse(_of_processes(config))
+    for problems in (_of_model, _of_data, _of_mode, _of_compression, _of_processes):
+        _refuse(problems(config))
     _refuse(_of_places(config))
     return config
 

@@ -5,6 +5,7 @@ combinations without a meaning.
 """
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -163,15 +164,8 @@ class TrainConfig(Options):
     def to_json(self) -> dict[str, JsonValue]:
         """All fields of the run as JSON, paths as text."""
         names = [field.name for field in dataclasses.fields(self)]
-        return {n: _plain(getattr(self, n)) for n in names if n not in _NOT_OF_RUNS}
+        document = {n: getattr(self, n) for n in names if n not in _NOT_OF_RUNS}
+        return json.loads(json.dumps(document, default=str))
 
 
 _NOT_OF_RUNS = ("files", "run_file", "trace")
-
-
-def _plain(value: object) -> JsonValue:
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    return str(value)

@@ -155,7 +155,7 @@ class _TrainingRun:
         self._learning_rate = learning_rates(config)
         self._timer = StepTimer(config, self.step)
         stack.callback(self._timer.close)
-        self._best, self._num_exports_said = best_of(self._store, group), 0
+        self._best = best_of(self._store, group)
         self._open_logs(config.logs)
 
     def _first_step(self, store: Store | None) -> int:
@@ -229,7 +229,6 @@ class _TrainingRun:
                 if stopped := stop_number(self._group, self.step + 1, requests):
                     break
                 progress.step(self._one_step(step, next(coming)))
-                self._say_exports()
                 every, is_last = config.checkpoint_every, self.step == last
                 if every and (self.step % every == 0 or is_last):
                     self._keep()
@@ -321,35 +320,28 @@ class _TrainingRun:
 
     # --- exports -------------------------------------------------------------------
 
-    def _say_exports(self) -> None:
-        """Says which steps have been exported since the last call."""
-        infos = self._store.exports() if self._store else ()
-        for info in infos[self._num_exports_said :]:
-            if info.outcome == "under way":
-                break
-            self._num_exports_said += 1
-            if info.outcome == "exported":
-                self._console.print(f"step {info.step}: exported to {info.url}")
-
     def end_exports(self, *, waits: bool = True) -> int:
         """Waits for the export under way, or gives it up; returns the exit status.
 
         Ctrl-C ends the wait, and gives it up. The store logs exports that fail.
         """
-        if self._store is None:
+        store, console = self._store, self._console
+        if store is None:
             return 0
-        self._store.wait()  # for the last step, which may be due
-        under_way = [i for i in self._store.exports() if i.outcome == "under way"]
+        store.wait()  # for the last step, which may be due
         with contextlib.suppress(KeyboardInterrupt):  # it is given up, and logged
-            if under_way and waits:
-                step = f"the export of step {under_way[0].step}"
-                self._console.print(f"waiting for {step}; Ctrl-C gives it up")
-            self._store.end_export(waits=waits)
-        self._say_exports()
-        failed = [f"{i.step}" for i in self._store.exports() if i.outcome == "failed"]
+            if waits and any(one.outcome == "under way" for one in store.exports()):
+                console.print("waiting for an export; Ctrl-C gives it up")
+            store.end_export(waits=waits)
+        failed = list[str]()
+        for info in store.exports():
+            if info.outcome == "exported":
+                console.print(f"step {info.step}: exported to {info.url}")
+            elif info.outcome == "failed":
+                failed.append(f"{info.step}")
         if failed and waits:  # else the status is that of the signal
             text = f"exports of step {', '.join(failed)} failed: exit status"
-            self._console.print(f"{text} {messages.EXPORT_FAILED}")
+            console.print(f"{text} {messages.EXPORT_FAILED}")
         return messages.EXPORT_FAILED if failed else 0
 
 

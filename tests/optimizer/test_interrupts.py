@@ -16,6 +16,6 @@ def test_after_each_of_sixty_interrupts_the_run_goes_on(run_python, tmp_path, fo
 
 @pytest.mark.long
 def test_interrupts_in_a_callback(run_python, tmp_path):
-    """The first waits for its end, a second ends it, a program's handler stays."""
-    checks = ["first_waits", "same_waits", "second_ends_it"]
-    assert run_python(PROGRAM, tmp_path, *checks).stdout.split() == checks
+    """It waits for the callback's end, and a program's handler stays."""
+    said = run_python(PROGRAM, tmp_path, "first_waits").stdout
+    assert said.split() == ["first_waits"]
