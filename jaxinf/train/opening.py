@@ -20,7 +20,7 @@ from jaxinf.store import required_bytes
 from jaxinf.streaming import store_memory_bytes
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.devices import Devices
-from jaxinf.train.resume import first_payload
+from jaxinf.train.resume import describe_architecture, first_payload
 from jaxinf.typing import JsonValue
 
 _NUM_KEPT = 3  # checkpoints
@@ -83,9 +83,10 @@ def begin(config: TrainConfig, store: Store, make: Callable[[], _Made]) -> _Made
     ours = first_payload(config)["architecture"]
     if theirs not in (None, ours):
         raise StoreMismatchError(
-            f"{store.path}: the store was made with {theirs!r:.500}, this command has "
-            f"{ours!r:.500}; give the --from, or the --model, --preset, --task and "
-            "--lora that made it, or another --store"
+            f"{store.path}: the store was made with "
+            f"{describe_architecture(theirs)}, this command has "
+            f"{describe_architecture(ours)}; give the --from, or the --model, "
+            "--preset, --task and --lora that made it, or another --store"
         )
     with refused_as_usage():
         made = make()

@@ -224,6 +224,19 @@ def _check_batch(
     )
 
 
+def describe_architecture(architecture: JsonValue) -> str:
+    """Describes the model of a payload in a line; its fields may be anything."""
+    if not isinstance(architecture, Mapping):
+        return repr(architecture)
+    fields = architecture.get("fields")
+    sizes = fields if isinstance(fields, Mapping) else {}
+    shown = ("num_layers", "num_features", "vocab_size")
+    listed = ", ".join(f"{name} {sizes[name]!r}" for name in shown if name in sizes)
+    adapted = ", with adapters" if "lora_alpha" in architecture else ""
+    task = architecture.get("task")
+    return f"{architecture.get('model')!r} for {task!r} ({listed}){adapted}"
+
+
 def _data_line(data: Mapping[str, Any]) -> str:
     train, validation = data["rows"]
     return (

@@ -276,7 +276,7 @@ def test_an_imported_model_is_that_of_a_command_without_it(place, text, capsys):
     assert train("--from", place / "hf", *common, "--steps", 0) == 0
     assert train(*common, "--model", "gpt2", "--steps", 1) == 1
     error = capsys.readouterr().err
-    assert "the store was made with {'model': 'llama', 'task': 'causal-lm'" in error
+    assert "the store was made with 'llama' for 'causal-lm' (num_layers" in error
     assert "this command has 'gpt2' for 'causal-lm'" in error
     assert train(*common, "--steps", 1) == 0
 
