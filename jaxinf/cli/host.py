@@ -13,7 +13,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxinf.cli.probe import Bandwidth
 from jaxinf.csd import card_of, has_runtime, list_cards
 from jaxinf.errors import CsdError, DeviceConfigurationError
 from jaxinf.native import toolchain
@@ -39,7 +38,6 @@ class Finding:
     title: str
     facts: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
-    bandwidth: Bandwidth | None = None
 
     @property
     def is_usable(self) -> bool:

@@ -1,7 +1,11 @@
 """What `jaxinf doctor` says of one directory: its file system and bandwidth.
 
+    write  ─►  fsync  ─►  read  ─►  mixed: each thread reads a block, then writes one
+
 Invariant: a failure becomes a `Problem` of that directory and does not affect others;
-tests run in a temporary directory that is removed at the end.
+tests run in a temporary directory that is removed at the end. The file that is measured
+has no name, so it disappears however the process ends; each phase ends after a few
+seconds, however slow the drive is.
 """
 
 import fcntl
@@ -9,16 +13,27 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from jaxinf.cli.host import Finding, Problem
-from jaxinf.cli.probe import measure_bandwidth
 from jaxinf.errors import StoreError
+from jaxinf.store import over
 from jaxinf.terminal import format_bytes, format_count, format_rate
-from jaxinf.transfer import supports_direct
-from jaxinf.typing import ProgressCallback
+from jaxinf.transfer import (
+    PAGE_BYTES,
+    BufferPool,
+    allocate_file,
+    fsync_file,
+    read_into,
+    supports_direct,
+    write_from,
+)
+from jaxinf.typing import Array, ProgressCallback
 
 _ADAM_STORED_BYTES = 24
 """Bytes of a param with Adam in fp32: three states of 4 bytes in two slots."""
@@ -29,6 +44,9 @@ _ADAM_STEP_BYTES = 20
 The params come with the gradients where they are in the host's memory, as on a CPU."""
 
 _SHARE_OF_FREE = 4  # the temporary file takes at most a quarter of the free space
+_NUM_THREADS = 4
+_BLOCK_BYTES = 16 << 20
+_MOST_S = 20.0  # of all phases of a drive together
 
 
 class Mount(NamedTuple):
@@ -91,7 +109,6 @@ def _examine(
         facts["bandwidth"] += f" ({how}, {format_bytes(speed.moved_bytes)} moved)"
         params = format_count(speed.mixed / _ADAM_STEP_BYTES)
         facts["means"] = f"{params} params/s with Adam in fp32"
-        place.bandwidth = speed
 
 
 def _refusal(has: Callable[[Path], bool], scratch: Path) -> str | None:
@@ -146,3 +163,97 @@ _ABILITIES: dict[str, tuple[Callable[[Path], bool], str, bool]] = {
     "locks": (_can_lock, "file locks (flock): two runs could write at once", True),
 }
 """What is tried, what is lost without it, and whether a store needs it."""
+
+
+# --- bandwidth ------------------------------------------------------------------------
+
+
+class Bandwidth(NamedTuple):
+    """Bytes per second of a file system, until durable.
+
+    Attributes:
+      moved_bytes: that it moved, in all phases.
+      mixed: of reads and writes in equal parts.
+    """
+
+    moved_bytes: int
+    read: float
+    write: float
+    mixed: float
+
+
+def measure_bandwidth(
+    scratch: Path, file_bytes: int, progress: ProgressCallback
+) -> Bandwidth:
+    """Measures with direct I/O, by at most three times the file's length; blocks.
+
+    Args:
+      file_bytes: length of the temporary file; cut to an even number of blocks, of
+        which each thread has at least two.
+
+    Raises:
+      ValueError: the file is too short to measure with.
+      StoreError: no room, or the drive failed.
+    """
+    block_bytes = min(_BLOCK_BYTES, file_bytes // (2 * _NUM_THREADS))
+    block_bytes -= block_bytes % PAGE_BYTES
+    if block_bytes <= 0:
+        raise ValueError(
+            f"a file of {file_bytes} bytes is too short to measure with; give at least "
+            f"{2 * _NUM_THREADS * PAGE_BYTES} bytes"
+        )
+    half = file_bytes // (2 * block_bytes)
+    file_bytes, moved_bytes, rates = 2 * half * block_bytes, 0, dict[str, float]()
+    arrays, path = _random_arrays(block_bytes), scratch / "data"
+    allocate_file(path, file_bytes, file_bytes)
+    with path.open("rb") as nameless:
+        path.unlink()
+        file = f"/proc/self/fd/{nameless.fileno()}"
+
+        def read(block: int, array: Array) -> int:
+            read_into(file, array, block * block_bytes, block_bytes)
+            return block_bytes
+
+        def write(block: int, array: Array) -> int:
+            write_from(file, array, block * block_bytes, block_bytes)
+            return block_bytes
+
+        def mixed(block: int, array: Array) -> int:
+            return read(block, array) + write(half + block, array)
+
+        for transfer, num_blocks in (write, 2 * half), (read, 2 * half), (mixed, half):
+            began_s, before = time.perf_counter(), moved_bytes
+            for done in _moved(transfer, num_blocks, arrays):
+                moved_bytes += done
+                progress(moved_bytes, 3 * file_bytes)
+            if transfer is not read:
+                fsync_file(file)
+            took_s = time.perf_counter() - began_s
+            rates[transfer.__name__] = (moved_bytes - before) / took_s
+    return Bandwidth(moved_bytes, **rates)
+
+
+def _random_arrays(block_bytes: int) -> list[Array]:
+    """Returns an array for each thread, of bytes that no drive can compress."""
+    pool, rng = BufferPool(_NUM_THREADS * block_bytes), np.random.default_rng()
+    arrays = [pool.acquire(block_bytes).array for _ in range(_NUM_THREADS)]
+    for array in arrays:
+        array[:] = np.frombuffer(rng.bytes(block_bytes), np.uint8)
+    return arrays
+
+
+def _moved(
+    transfer: Callable[[int, Array], int], num_blocks: int, arrays: Sequence[Array]
+) -> Iterator[int]:
+    """Yields the bytes of each block that threads have moved, for seconds at most."""
+    until_s, idle = time.perf_counter() + _MOST_S / 3, [*arrays]
+
+    def one(block: int) -> int:
+        if block >= _NUM_THREADS and time.perf_counter() > until_s:
+            return 0
+        array = idle.pop()
+        num_bytes = transfer(block, array)
+        idle.append(array)
+        return num_bytes
+
+    yield from (done for _, done in over(range(num_blocks), one, _NUM_THREADS))
