@@ -193,7 +193,7 @@ class Progress(contextlib.ExitStack):
         self._unit = "images" if config.takes_images else "tokens"
         self._started_s = self._shown_s = time.monotonic()
         self._tokens_per_s = self._loss = 0.0
-        self._drive = self._stream = ""
+        self._drive = ""
         self._live: Status | None = None
         if console.is_terminal and not console.is_dumb_terminal:
             self._live = self.enter_context(console.status(""))
@@ -204,13 +204,6 @@ class Progress(contextlib.ExitStack):
             read = line.drive_read_bytes / line.step_s / 1e9
             written = line.drive_write_bytes / line.step_s / 1e9
             self._drive = f"  drive {read:.2f} GB/s read {written:.2f} written"
-        if line.stream is not None:
-            waited = ", ".join(
-                f"{name} {line.stream[f'waited_{name}_s']:.1f}"
-                for name in ("params", "device", "updates")
-            )
-            hit_rate = line.stream["prefetch_hit_rate"]
-            self._stream = f"  prefetched {hit_rate:.0%}  waited s: {waited}"
 
     def step(self, line: StepLine) -> None:
         """Adds a step; shows it at once on a terminal, otherwise every few seconds."""
@@ -240,5 +233,5 @@ class Progress(contextlib.ExitStack):
         return (
             f"step {line.step}/{self._last}{left}  loss {self._loss:.3f}  {speed} "
             f"{self._unit}/s  memory {format_bytes(line.rss_bytes or 0)}"
-            f"{self._drive}{self._stream}"
+            f"{self._drive}"
         )

@@ -13,11 +13,6 @@ from jaxinf_models.t5 import T5Config
 from jaxinf_models.vit import ViTConfig
 from small_pictures import write_pictures
 
-from jaxinf.terminal import make_console
-from jaxinf.train.config import TrainConfig
-from jaxinf.train.messages import Progress
-from jaxinf.train.metrics import StepLine
-
 STREAM = ("--mode", "stream", "--memory", "256MiB")
 FIELDS = ["fetched_drive_bytes", "fetched_memory_bytes", "spilled_memory_bytes"]
 FIELDS += ["spilled_drive_bytes", "offloaded_drive_bytes", "offloaded_host_bytes"]
@@ -149,16 +144,3 @@ def test_a_memory_too_small_is_refused_before_a_step(run, tmp_path, capsys):
     assert not (tmp_path / "store").exists()
     (works,) = re.findall(r"--memory (\d+MiB) works", told)
     assert run(*words, "--memory", works) == 0
-
-
-def test_waiting_times_are_shown(capsys):
-    shown = Progress(make_console(), TrainConfig(steps=2), 0)
-    waited = {"waited_params_s": 1.25, "waited_device_s": 2.5, "waited_updates_s": 0}
-    streamed = {"prefetch_hit_rate": 0.5, **waited}
-    line = StepLine(1, 2.0, 16, 40.0, stream=streamed)
-    shown.step(line)
-    shown.costs(line)
-    shown.step(StepLine(2, 2.0, 16, 40.0))
-    _, last = capsys.readouterr().out.splitlines()
-    assert "prefetched 50%  waited s: params 1.2, device 2.5, updates 0.0" in last
-    assert last.index("0:00 left") < last.index("0.4 tokens/s") < 40
