@@ -105,7 +105,7 @@ def test_every_model_streams(run, losses, tmp_path, model):
         data.write_text("".join(lines))
     if model == "vit":
         data = write_pictures(tmp_path / "images")
-        words = ["--seq-len", TrainConfig.seq_len]
+        words = ["--seq-len", "none"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(MODELS[model].presets, "nano", TINY[model])
         words += ["--model", model, "--steps", 3]
