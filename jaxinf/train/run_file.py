@@ -41,6 +41,7 @@ from jaxinf.typing import JsonValue
 NOT_IN_FILES = ("config", "trace")
 """Flags of one start of a run, not of the run."""
 
+_IN_FILES = {name: field for name, field in FLAGS.items() if name not in NOT_IN_FILES}
 _KEPT = {
     *"data validation tokenizer fields loss-on batch-size seq-len model preset".split(),
     *"from task freeze lora dtype param-dtype optimizer optimizer-args".split(),
@@ -108,19 +109,22 @@ def config_of(
     for others, answer in _OTHER_NAMES.items():
         for name in names.intersection(others.split()):
             raise UsageError(f"--{name}: not known; write {answer}")
-    words = _with_none(words)
-    given = tyro.cli(TrainConfig, prog=prog, args=words)
-    left, said = dict[str, Any](), ""
-    if given.run_file is not None:
-        values = _document(given.run_file)
-        _parsed(values, f"--config {given.run_file}")
-        left = _left(values, names, given)
+    given, base, said = _of_words(words, prog), TrainConfig(), ""
+    if (path := given.run_file) is not None:
+        values, where = _document(path), f"--config {path}"
+        _parsed(values, where)  # also those that flags replace
+        base = _parsed(_left(values, names, given), where)
     elif given.store is not None:
-        left, said = _left_of_store(given, names)
-    if not left:
-        return given, said
-    words = [*_with_none(_words(left)), *words]
-    return tyro.cli(TrainConfig, prog=prog, args=words), said
+        base, said = _of_store(given, names)
+    fields = [FLAGS[name].name for name in names if name in FLAGS]
+    own = {field: getattr(given, field) for field in fields}
+    return dataclasses.replace(base, **own), said
+
+
+def _of_words(words: Sequence[str], prog: str | None = None) -> TrainConfig:
+    """Reads a command line, in which ``none`` may stand for None."""
+    words = [re.sub(r"(?i)^(--[\w-]+=)?none$", r"\1None", word) for word in words]
+    return tyro.cli(TrainConfig, prog=prog, args=words)
 
 
 def read_run(path: Path) -> TrainConfig:
@@ -144,15 +148,6 @@ def _left(
     return {name: value for name, value in values.items() if name not in gone}
 
 
-def _with_none(words: Sequence[str]) -> list[str]:
-    """Returns a command line in which ``none`` is written as tyro knows it."""
-    return [re.sub(r"(?i)^(--[\w-]+=)?none$", r"\1None", word) for word in words]
-
-
-def _flags() -> dict[str, dataclasses.Field[Any]]:
-    return {name: field for name, field in FLAGS.items() if name not in NOT_IN_FILES}
-
-
 # --- reading -------------------------------------------------------------------------
 
 
@@ -168,7 +163,7 @@ def _document(path: Path) -> dict[str, Any]:
             f"--config {path}: expected a file with a run's settings in TOML, such as "
             f"steps = 100 in a line, found: {error}"
         ) from error
-    flags, values = _flags(), dict[str, Any]()
+    flags, values = _IN_FILES, dict[str, Any]()
     for key, value in found.items():
         name = key.replace("_", "-")
         problem = ""
@@ -191,9 +186,9 @@ def _parsed(values: Mapping[str, Any], where: str) -> TrainConfig:
     """
     said = io.StringIO()
     try:
-        words = _with_none(_words(values))
+        words = _words(values)
         with contextlib.redirect_stderr(said):
-            return tyro.cli(TrainConfig, args=words)
+            return _of_words(words)
     except SystemExit:
         text = " ".join(re.sub("[│─╭╮╰╯]|---+", " ", said.getvalue()).split())
         text = re.split("Argument helptext|For full helptext", text)[0]
@@ -204,7 +199,7 @@ def _parsed(values: Mapping[str, Any], where: str) -> TrainConfig:
 
 def _words(values: Mapping[str, Any]) -> list[str]:
     """Returns values as a command line in which none of them is taken for a flag."""
-    words, flags = list[str](), _flags()
+    words, flags = list[str](), _IN_FILES
     for name, value in values.items():
         default, is_switch = flags[name].default, isinstance(value, bool)
         if is_switch != isinstance(default, bool):
@@ -239,7 +234,7 @@ def _text(name: str, value: Any) -> str:
 # --- what a store keeps --------------------------------------------------------------
 
 
-def _left_of_store(given: TrainConfig, names: set[str]) -> tuple[dict[str, Any], str]:
+def _of_store(given: TrainConfig, names: set[str]) -> tuple[TrainConfig, str]:
     """Returns the settings of a store's run that flags leave, and what to say of them.
 
     Args:
@@ -250,7 +245,7 @@ def _left_of_store(given: TrainConfig, names: set[str]) -> tuple[dict[str, Any],
     held, asked = payload.get("run"), payload.get("run_had")
     if not isinstance(held, Mapping):
         if payload.get("made_by") != MADE_BY or names & _THE_RUN:
-            return {}, problem
+            return TrainConfig(), problem
         raise UsageError(
             f"{store}: expected the settings of its run in its last commit, found "
             "none; give --config FILE, or its own --data, --model and all others"
@@ -277,9 +272,8 @@ def _left_of_store(given: TrainConfig, names: set[str]) -> tuple[dict[str, Any],
         ],
     }
     parts = [f"{what} {_briefly(which)}" for what, which in found.items() if which]
-    if not left and not parts:
-        return {}, ""
-    return left, "; ".join([f"settings of the run in {store}", *parts])
+    said = "; ".join([f"settings of the run in {store}", *parts])
+    return config, said if left or parts else ""
 
 
 def _briefly(value: Any) -> str:
@@ -336,7 +330,7 @@ def text_of_run(config: TrainConfig) -> str:
         "",
     ]
     changed = _settings(config)
-    for name, field in _flags().items():
+    for name, field in _IN_FILES.items():
         mark = "" if name in changed else "# "
         value = changed.get(name, _plain(config, name, field.name))
         text = "" if value is None else _toml(value)
@@ -350,7 +344,7 @@ def _settings(config: TrainConfig) -> dict[str, JsonValue]:
     """Returns what differs from the defaults, as it stands in a file."""
     return {
         name: _plain(config, name, field.name)
-        for name, field in _flags().items()
+        for name, field in _IN_FILES.items()
         if getattr(config, field.name) != field.default
     }
 
