@@ -105,7 +105,8 @@ def _values(line: bytes) -> dict[str, float] | None:
     for group in _GROUPS:
         if isinstance(inner := document.get(group), dict):
             found |= {f"{group}.{name[:80]}": value for name, value in inner.items()}
-    return {name: value for name, value in found.items() if _is_number(value)}
+    known = [(name, value) for name, value in found.items() if _is_number(value)]
+    return dict(known[:_MOST_COLUMNS])
 
 
 def _is_number(value: Any) -> TypeGuard[float]:

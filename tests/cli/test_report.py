@@ -132,6 +132,12 @@ def test_damaged_logs_are_shown_as_far_as_they_go(log_dir):
         file.write(b"x" * (3 << 20) + b"\n")
         file.write(line_of(7).encode()[:40])
     (log_dir / "metrics.last.json").write_text("{}")
+    many = {f"{n}": 1 for n in range(50_000)}  # columns, of which few are kept
+    with (log_dir / "metrics.jsonl").open("r+b") as file:
+        before = file.read()
+        file.seek(0)
+        file.write(line_of(1, phases=many).encode() + before)
+    assert len(run_logs.read_logs(log_dir).columns) <= 64
     config = {"steps": 5, "versions": {"jaxinf": "99.0.0"}}
     (log_dir / "config.json").write_text(json.dumps(config))
     reported(log_dir)
