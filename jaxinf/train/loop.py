@@ -148,7 +148,8 @@ class _TrainingRun:
         resume.check_same(self._identity, group)
         self.step = self._first_step(self._store)
         _check_log_dir(config.logs)  # before the store is made
-        self._mode = self._begin(self._store)
+        with console.status("making or reading the store"):
+            self._mode = self._begin(self._store)
         stack.callback(self._mode.close)
         self._num_updates = self._store.step if self._store else 0
         self._num_kept_updates = -1  # at the last checkpoint
