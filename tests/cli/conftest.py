@@ -1,8 +1,6 @@
-import io
+"""A trained store for reading, and command lines run in this process."""
+
 import json
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -16,38 +14,27 @@ from raw_stores import stored
 import jaxinf
 from jaxinf.cli import main
 
-WRITER = Path(__file__).parents[1] / "programs" / "running_writer.py"
 
-
-def _params():
-    rng = np.random.default_rng(0)
-    return {
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """A store at step 3, and its NumPy arrays; only for reading."""
+    path = tmp_path_factory.mktemp("trained") / "store"
+    normal = np.random.default_rng(0).standard_normal
+    params = {
         "h": {
             "0": {
-                "kernel": jnp.asarray(rng.normal(size=(300, 128)), jnp.float32),
-                "bias": jnp.asarray(rng.normal(size=129), jnp.float16),
+                "kernel": jnp.asarray(normal((300, 128)), jnp.float32),
+                "bias": jnp.asarray(normal(129), jnp.float16),
             }
         },
         "scale": jnp.float32(1.5),
     }
-
-
-def _gradient(params, seed):
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), params
-    )
-
-
-def _make_store(path, csds=(), num_steps=3):
-    params = _params()
-    options = {"chunk_elements": 8192}
-    with small_stores.open_store(path, csds=csds, **options) as store:
+    with small_stores.open_store(path, chunk_elements=8192) as store:
         tx = jaxinf.smart_update(optax.adamw(1e-3), store)
         state = tx.init(params)
-        for step in range(num_steps):
-            store.annotate(step + 1, {"position": step + 1})
-            updates, state = tx.update(_gradient(params, step), state, params)
+        for step in range(1, 4):
+            store.annotate(step, {"position": step})
+            updates, state = tx.update(jax.tree.map(jnp.sin, params), state, params)
             params = optax.apply_updates(params, updates)
         store.wait(state)
         arrays = {
@@ -55,28 +42,7 @@ def _make_store(path, csds=(), num_steps=3):
             for leaf in store._manifest.leaves
             for s in leaf.states
         }
-    return SimpleNamespace(path=path, csds=csds, arrays=arrays, step=num_steps)
-
-
-@pytest.fixture(scope="session")
-def trained(tmp_path_factory):
-    """A store at step 3, and its NumPy arrays; only for reading."""
-    return _make_store(tmp_path_factory.mktemp("trained") / "store")
-
-
-@pytest.fixture(scope="session")
-def spread(tmp_path_factory):
-    """The same over two CSDs."""
-    root = tmp_path_factory.mktemp("spread")
-    for name in ("one", "two"):
-        (root / name).mkdir()
-    return _make_store(root / "store", (root / "one", root / "two"))
-
-
-@pytest.fixture
-def make_store(tmp_path):
-    """Makes a store that a test may damage."""
-    return lambda **kwargs: _make_store(tmp_path / "store", **kwargs)
+    return SimpleNamespace(path=path, arrays=arrays)
 
 
 @pytest.fixture
@@ -105,23 +71,3 @@ def run_json(run):
         return json.loads(result.out)
 
     return call
-
-
-@pytest.fixture
-def start_writer():
-    """Starts a process that writes steps; every element is minus the step."""
-    processes = []
-
-    def start(path, *csds):
-        words = [sys.executable, WRITER, str(path), *map(str, csds)]
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-        processes.append(process)
-        assert isinstance(process.stdout, io.TextIOBase)
-        assert process.stdout.readline() == "running\n"
-        return process
-
-    yield start
-    for process in processes:
-        process.kill()
-        process.wait()
-        process.stdout.close()

@@ -1,8 +1,6 @@
 """``jaxinf verify`` and ``jaxinf checkpoint``."""
 
 import json
-import shutil
-import subprocess
 
 import jax.numpy as jnp
 import optax
@@ -10,14 +8,12 @@ import pytest
 from copies import copied
 
 import jaxinf
-from jaxinf.cli import main, verification
+from jaxinf.cli import main
 from jaxinf.store import (
     StoreDirectory,
     find_members,
     list_whole,
-    remove_checkpoint,
     save_checkpoint,
-    verify_step,
 )
 
 PARAMS = {"w": jnp.ones((70, 1025)), "b": jnp.ones(3)}
@@ -80,19 +76,6 @@ def test_verify_says_what_is_damaged(store, capsys):
     assert [len(step["damages"]) for step in document["steps"]] == [3, 0]
 
 
-def test_verify_beside_a_run_that_removes_a_checkpoint(store, capsys, monkeypatch):
-    assert main(["checkpoint", "save", str(store), "old"]) == 0
-
-    def verify_late(directory, place, progress, **options):
-        if place.name == "old":
-            remove_checkpoint(directory, "old")
-        return verify_step(directory, place, progress, **options)
-
-    monkeypatch.setattr(verification, "verify_step", verify_late)
-    assert main(["verify", str(store)]) == 0
-    assert "old" not in capsys.readouterr().out.split("clean", 1)[1]
-
-
 def test_a_damaged_store_goes_on_from_a_checkpoint(store, capsys):
     assert main(["checkpoint", "save", str(store)]) == 0
     assert capsys.readouterr().out.strip() == str(store / "checkpoints" / "2")
@@ -125,14 +108,6 @@ def test_listing_and_removing(store, capsys):
     assert sorted(p.name for p in (store / "checkpoints").iterdir()) == ["2", "best"]
     assert call("remove", "2", "best") == 0
     assert list((store / "checkpoints").iterdir()) == []
-
-
-def test_restoring_needs_the_lock(store, capsys):
-    main(["checkpoint", "save", str(store)])
-    with jaxinf.open_store(store):
-        assert main(["checkpoint", "restore", str(store), "2"]) == 1
-        assert "this very process" in capsys.readouterr().err
-        assert main(["checkpoint", "save", str(store), "beside"]) == 0
 
 
 def test_a_step_that_one_member_is_still_to_flip_to_is_not_given_up(store, capsys):
@@ -171,32 +146,3 @@ def test_members_without_a_common_step_go_back_to_a_checkpoint(store, capsys):
     assert main([*words, "--discard-current"]) == 0
     assert {n.name: n.step for n in list_whole(run)} == {"x": 2}
     assert main(["verify", str(run)]) == 0
-
-
-@pytest.mark.parametrize("num_csds", [0, 1])
-def test_a_checkpoint_of_other_arrays_becomes_a_store(tmp_path, run, num_csds):
-    """By the commands that its refusals name."""
-    checkpoints = []
-    for name, leaf in ("one", "w"), ("two", "v"):
-        roots = [tmp_path / f"drive-{name}{number}" for number in range(num_csds)]
-        for root in roots:
-            root.mkdir()
-        train(tmp_path / name, 1, params={leaf: jnp.ones(3)}, csds=roots)
-        assert run("checkpoint", "save", tmp_path / name, name).status == 0
-        data = [*tmp_path.glob(f"drive-{name}0/*/checkpoints"), None][0]
-        checkpoints.append((tmp_path / name / "checkpoints", data))
-    (_, data), (other, other_data) = checkpoints
-    shutil.copytree(other, tmp_path / "one/checkpoints", True, dirs_exist_ok=True)
-    if data is not None:
-        shutil.copytree(other_data, data, dirs_exist_ok=True)
-    place = tmp_path / "one/checkpoints/two"
-    for words in (
-        ["checkpoint", "restore", tmp_path / "one", "two", "--discard-current"],
-        ["store", "copy", place, tmp_path / "new"],
-    ):
-        said = run(*words).err
-        assert f'cp -rL "{place}" COPY, then jaxinf store copy COPY NEW' in said
-    copy = tmp_path / "copy"
-    subprocess.run(["cp", "-rL", place, copy], check=True)
-    assert run("store", "copy", copy, tmp_path / "new").status == 0
-    assert run("verify", tmp_path / "new").status == 0

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
 
@@ -39,16 +38,6 @@ def same(one, other):
     return True
 
 
-def test_a_checkpoint_by_name(store, tmp_path):
-    out = str(tmp_path / "out")
-    command = ["checkpoint", "export", str(store), out, "--checkpoint", "1"]
-    assert main(command) == 0
-    with ocp.StandardCheckpointer() as checkpointer:
-        exported = checkpointer.restore(tmp_path / "out")
-        kept = checkpointer.restore((store / "checkpoints" / "1").resolve())
-    assert same(exported, kept)
-
-
 def test_params_for_others(store, tmp_path, capsys):
     words = ["checkpoint", "export", str(store)]
     for url in (f"file://{tmp_path}/out", "s3://bucket/out"):
@@ -68,17 +57,3 @@ def test_a_new_store_is_as_it_was(store, tmp_path):
     assert main(["store", "copy", kept, str(tmp_path / "new")]) == 0
     assert (tmp_path / "new/tokenizer/vocab.txt").read_text() == "words"
     assert master(tmp_path / "new")[0] == 1
-
-
-@pytest.mark.parametrize("state", ["bf16", "int8"])
-def test_a_checkpoint_of_state_in_fewer_bits(tmp_path, state):
-    with jaxinf.open_store(tmp_path / "store", state=state) as opened:
-        tx = jaxinf.smart_update(optax.adam(0.1), opened)
-        tx.update(PARAMS, tx.init(PARAMS), PARAMS)
-        opened.checkpoint()
-        mu = opened.read("mu", "w")
-    kept, new = str(tmp_path / "store/checkpoints/1"), str(tmp_path / "new")
-    assert main(["store", "copy", kept, new]) == 0
-    assert main(["verify", new]) == 0
-    with jaxinf.open_store(new) as opened:
-        np.testing.assert_array_equal(opened.read("mu", "w"), mu)

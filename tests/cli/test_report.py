@@ -4,7 +4,6 @@ import base64
 import hashlib
 import json
 import re
-import sys
 from html.parser import HTMLParser
 
 import pytest
@@ -90,20 +89,6 @@ def test_a_page_says_it_all_and_loads_nothing(log_dir, capsys):
         assert f"sha256-{digest}" in text
 
 
-def test_runs_stand_side_by_side(log_dir, tmp_path):
-    other = tmp_path / "other-log"
-    other.mkdir()
-    (other / "metrics.jsonl").write_text(line_of(1))
-    (other / "config.json").write_text('{"steps": 9}')
-    reported(log_dir, other, "--output", tmp_path / "both.html")
-    _, page = page_of(tmp_path / "both.html")
-    assert "run-log" in page.texts
-    assert "other-log" in page.texts
-    assert "Memory: other-log" in page.texts
-    assert not (log_dir / "report.html").exists()
-    reported(log_dir, log_dir, "--output", tmp_path / "twice.html")  # other names
-
-
 def test_what_a_log_says_is_never_a_script(log_dir):
     scripts = page_count(log_dir)
     evil = {"step": 6, "phases": {EVIL: 1.0}, "memory": {EVIL: 0.5}}
@@ -155,22 +140,3 @@ def test_logs_without_a_step_are_refused(tmp_path, content, capsys):
     assert main(["report", str(tmp_path)]) == 2
     assert re.search(r"expected a (log directory|line)", capsys.readouterr().err)
     assert not (tmp_path / "report.html").exists()
-
-
-def test_many_steps_are_thinned_and_said_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_logs, "MOST_POINTS", 100)
-    count = 5003
-    with (tmp_path / "metrics.jsonl").open("w") as file:
-        file.writelines(f'{{"step": {n}, "loss": {n}}}\n' for n in range(1, count + 1))
-    logs = run_logs.read_logs(tmp_path)
-    assert logs.num_steps == count
-    assert logs.columns["step"].tolist() == [*range(5, count + 1, 51)]
-    assert (logs.columns["loss"] == logs.columns["step"]).all()
-    assert "one of 51 lines is shown, of 5,003" in logs.notes[0]
-
-
-def test_without_plotly_it_says_how_to_install_it(log_dir, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    assert main(["report", str(log_dir)]) == 1
-    assert "pip install 'jaxinf[report]'" in capsys.readouterr().err

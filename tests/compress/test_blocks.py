@@ -54,12 +54,9 @@ def test_largest_of_each_chunk(shape, chunk_elements):
 @pytest.mark.parametrize(
     ("selection", "values"),
     [
-        pytest.param("exact", None, marks=pytest.mark.long),
         ("threshold", "bfloat16"),
         pytest.param("exact", "float16", marks=pytest.mark.long),
         pytest.param("threshold", None, marks=pytest.mark.long),
-        pytest.param("exact", "bfloat16", marks=pytest.mark.long),
-        pytest.param("threshold", "float16", marks=pytest.mark.long),
     ],
 )
 def test_what_is_sent_and_what_is_left_add_up(selection, values):

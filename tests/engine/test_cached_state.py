@@ -100,40 +100,21 @@ def test_more_memory_reads_and_writes_less(drive):
         assert written <= 1.01 - share * 7 / 8
 
 
-@pytest.mark.parametrize("memory", family([PART, ALL], short=[PART]))
-def test_with_rare_commits_it_is_written_at_a_commit_alone(cached, memory):
-    driver = cached(memory=memory, durability=3).init().steps(3)
+def test_with_rare_commits_it_is_written_at_a_commit_alone(cached):
+    driver = cached(memory=PART, durability=3).init().steps(3)
     driver.engine.join()
     stays = state_bytes(driver, staying=True)
     rest = state_bytes(driver, staying=False)
     assert stays
-    for _ in range(2):
-        written = [moved(driver, 1)[1] for _ in range(3)]
-        assert written[0] == written[1] <= rest
-        assert written[2] >= stays + rest
-    driver.check(9)
-
-
-def test_what_shows_the_store_writes_first(cached, place):
-    driver = cached(memory=ALL, durability="checkpoint").init().steps(3)
-    with driver.store.snapshot() as path:
-        driver.check(3, path)
-    driver.steps(2)
-    driver.store.checkpoint("five")
-    driver.steps(2).check(7)
-    driver.check(5, driver.store.path / "checkpoints" / "five")
-    before = moved(driver, 1)
-    assert before[1] == 0
-    driver.close()
-    assert cached(memory=LEAST).init().at == 8
+    written = [moved(driver, 1)[1] for _ in range(3)]
+    assert written[0] == written[1] <= rest
+    assert written[2] >= stays + rest
+    driver.check(6)
 
 
 @pytest.mark.parametrize(
     ("memory", "durability", "order"),
-    family(
-        product([PART, ALL], ["step", 3], [[0], [3, 1], [0, 1, 2, 3]]),
-        short=[(PART, "step", [3, 1]), (ALL, 3, [0, 1, 2, 3])],
-    ),
+    [(PART, "step", [3, 1]), (ALL, 3, [0, 1, 2, 3])],
 )
 def test_a_step_that_is_given_up_leaves_memory_as_before(
     cached, memory, durability, order
@@ -142,12 +123,6 @@ def test_a_step_that_is_given_up_leaves_memory_as_before(
     driver.update(order, gradient=7.0)
     driver.engine.opened.abandon()
     driver.steps(4).check(7)
-
-
-def test_a_leaf_that_is_updated_again_in_a_step_starts_over(cached):
-    driver = cached(memory=ALL).init().steps(2)
-    driver.update([1, 2], gradient=7.0)
-    driver.steps(2).check(4)
 
 
 def test_a_drive_that_fails_at_the_commit_costs_the_steps_since_the_last(
@@ -187,13 +162,12 @@ def _gated(inner, num_steps):
     return optax.GradientTransformation(init, update)
 
 
-@pytest.mark.parametrize("durability", family(["step", 8, "checkpoint"], short=[8]))
 @pytest.mark.parametrize("idle", ["gradient", "kernel"])
-def test_a_leaf_that_a_step_leaves_alone_is_committed(place, durability, idle):
+def test_a_leaf_that_a_step_leaves_alone_is_committed(place, idle):
     inner = optax.adam(0.1)
     optimizer = _gated(inner, 2) if idle == "kernel" else inner
     params = {"a": jnp.ones((64, 64)), "b": jnp.full(300, 2.0)}
-    with jaxinf.open_store(place / "store", durability=durability) as store:
+    with jaxinf.open_store(place / "store", durability=8) as store:
         tx = jaxinf.smart_update(optimizer, store)
         state = tx.init(params)
         for step in range(4):

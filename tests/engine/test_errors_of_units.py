@@ -37,27 +37,21 @@ def break_unit(driver, unit, number, monkeypatch):
         monkeypatch.setattr(directory, unit, action)
 
 
-def steps_and_commit(driver, num_steps):
-    driver.steps(num_steps)
-    driver.store.wait()
-
-
 UNITS = ["read", "update", "write", "sync", "write_record", "flip"]
 
 
-@pytest.mark.parametrize("memory_bytes", family([1 << 19, 1 << 24], short=[1 << 19]))
 @pytest.mark.parametrize("number", family([1, 3], short=[1]))
 @pytest.mark.parametrize("unit", UNITS)
-def test_an_error_of_a_unit(drive, unit, number, memory_bytes, monkeypatch):
+def test_an_error_of_a_unit(drive, unit, number, monkeypatch):
     options = {"leaves": LEAVES, "chunk_elements": 4096, "num_workers": 4}
     before = set(threading.enumerate())
-    driver = drive(memory_bytes=memory_bytes, **options).init().steps(2)
+    driver = drive(memory_bytes=1 << 19, **options).init().steps(2)
     driver.store.wait()
     driver.opened.keep_nothing()  # so that the next steps read
     with monkeypatch.context() as context:
         break_unit(driver, unit, number, context)
         with pytest.raises(Injected) as caught:
-            steps_and_commit(driver, number)
+            driver.steps(number).durable_step()
         with pytest.raises(Injected) as again:
             driver.step()
     assert again.value is caught.value is driver.engine.health.error

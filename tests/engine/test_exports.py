@@ -1,8 +1,6 @@
 """Exports of steps to a URL while the run goes on."""
 
-import itertools
 import logging
-import signal
 
 import endless_exports
 import pytest
@@ -30,12 +28,6 @@ def chunks_of(step, manifest):
         for state in leaf.states
         for chunk in leaf.held
     }
-
-
-def imported(url, place):
-    copied(url, place)
-    directory = StoreDirectory.open(place)
-    return chunks_of(place / "current", directory.manifest), directory.read_commit()
 
 
 def pins_of(path):
@@ -76,9 +68,11 @@ def test_due_steps_are_exported_while_the_run_goes_on(export, place):
     assert not pins_of(path)
     driver.store.close()
     for step, chunks in expected.items():
-        found, record = imported(f"file://{place}/out/{step}", place / f"made{step}")
-        assert found == chunks
-        assert record.step == step
+        made = place / f"made{step}"
+        copied(f"file://{place}/out/{step}", made)
+        directory = StoreDirectory.open(made)
+        assert chunks_of(made / "current", directory.manifest) == chunks
+        assert directory.read_commit().step == step
 
 
 @pytest.fixture
@@ -109,62 +103,31 @@ def test_a_step_is_skipped_while_another_is_under_way(export, caplog):
         assert store.step == 7
 
 
-@pytest.mark.usefixtures("endless")
-def test_ctrl_c_gives_up_what_is_waited_for(export):
-    driver = export()
-    driver.steps(2)
-    calls = itertools.count()
-
-    def press(done, total):
-        if next(calls) == 1:
-            signal.raise_signal(signal.SIGINT)
-
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            driver.store.end_export(progress=press)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert outcomes(driver) == [(2, "failed")]
-    assert not pins_of(driver.store.path)
-
-
 def test_a_destination_that_fails_does_not_stop_the_run(export, place, caplog):
     driver = export()
     (place / "out/2").write_text("a file in its place")
     (place / "out/6").mkdir()
     (place / "out/6/other").write_text("of another tool")
     with caplog.at_level(logging.WARNING, "jaxinf"):
-        for _ in range(4):
+        for _ in range(3):
             driver.steps(2)
             driver.store.end_export()
-    assert outcomes(driver) == [
-        (2, "failed"),
-        (4, "exported"),
-        (6, "failed"),
-        (8, "exported"),
-    ]
+    assert outcomes(driver) == [(2, "failed"), (4, "exported"), (6, "failed")]
     assert len(caplog.records) == 2
     assert "step 2 is not exported to" in caplog.text
     assert "found other objects, such as other" in caplog.text
-    driver.check(8)
+    driver.check(6)
     assert not pins_of(driver.store.path)
 
 
 def test_places_that_are_refused_before_a_store_is_made(export, place):
-    one = export("one")
-    one.steps(2).store.close()
-    for url, message in (
-        (f"file://{place}/out", "as step 2 of this run is to be exported there, found"),
-        (f"file://{place}/one/jaxinf.json", "cannot "),
-        ("file:///proc/version/a", "cannot "),
-    ):
-        with pytest.raises(ExchangeError, match=message):
-            export("other", export_to=url)
-        jaxinf.close(place / "other")
-        assert not (place / "other/jaxinf.json").exists()
+    export("one").steps(2).store.close()
+    url = f"file://{place}/out"
+    with pytest.raises(ExchangeError, match="as step 2 of this run is to be exported"):
+        export("other", export_to=url)
+    jaxinf.close(place / "other")
+    assert not (place / "other/jaxinf.json").exists()
     for options, message in (
-        ({"export_to": "ftp://host/a"}, "expected a URL of file://, gs://, s3://"),
         ({"export_to": "s3://key:secret@bucket/a"}, r"export_to: s3://…: expected"),
         ({"export_to": None}, "expected export_every and export_to together"),
         ({"export_every": 0}, "expected .* at least 1 step .* found export_every=0"),

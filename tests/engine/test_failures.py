@@ -3,12 +3,10 @@
 import threading
 from pathlib import Path
 
-import numpy as np
 import pytest
-from store_driver import LEAVES, RATE
+from store_driver import LEAVES
 
 from jaxinf.errors import (
-    DivergedParamsError,
     StaleStateError,
     StoreClosedError,
     StoreIOError,
@@ -51,31 +49,27 @@ def methods(driver):
     ]
 
 
-def check_all_raise(driver, error):
+def check_all_raise(driver):
+    """Each method raises the store's failure, which is known afterwards."""
+    error = driver.engine.health.error
     for method in methods(driver):
         with pytest.raises(type(error)) as caught:
             method()
         assert caught.value is error
+    driver.close()
 
 
 @pytest.mark.parametrize("how", ["deleted", "truncated", "a directory"])
-@pytest.mark.parametrize("num_csds", [0, 2])
-def test_a_damaged_chunk_that_is_read(drive, how, num_csds):
-    drive(num_csds=num_csds).init().steps(2).close()
+def test_a_damaged_chunk_that_is_read(drive, how):
+    drive(num_csds=2).init().steps(2).close()
     driver = drive().init()
     break_chunk(driver, how, "a")
     with pytest.raises(StoreIOError, match=r"params\.embed/c/0/0"):
         driver.update()
-    error = driver.engine.health.error
-    check_all_raise(driver, error)
+    check_all_raise(driver)
     driver.close()
     assert driver.opened.commit.step == 2
     assert (driver.store.path / "current").resolve().name == "a"
-
-
-def step_and_wait(driver):
-    driver.step()
-    driver.store.wait()
 
 
 @pytest.mark.parametrize("how", ["deleted", "a directory"])
@@ -85,21 +79,9 @@ def test_a_damaged_chunk_that_is_written(drive, how):
     driver.store.wait()
     break_chunk(driver, how, "b", state="trace")
     with pytest.raises(StoreIOError, match=r"trace\.embed/c/0/0"):
-        step_and_wait(driver)
-    check_all_raise(driver, driver.engine.health.error)
-    driver.close()
-    driver = drive()
-    assert driver.store.step == 2
-
-
-def test_damage_found_by_reading_stops_the_store_too(drive):
-    drive().init().steps(2).close()
-    driver = drive()
-    driver.engine.bind(driver.description)
-    break_chunk(driver, "truncated", "a")
-    with pytest.raises(StoreIOError, match=r"truncated: expected \d+ bytes, found 100"):
-        driver.store.params(driver.initial)
-    check_all_raise(driver, driver.engine.health.error)
+        driver.durable_step()
+    check_all_raise(driver)
+    assert drive().store.step == 2
 
 
 def fail_in_the_background(driver):
@@ -123,23 +105,6 @@ def test_a_failure_in_the_background_is_raised_by_close(drive):
     assert drive().store.step == 1
 
 
-def test_the_end_of_a_context_raises_it_too(drive):
-    driver = drive().init().steps(1)
-    driver.store.wait()
-    with pytest.raises(StoreIOError, match=r"publish.lock: lock"), driver.store:
-        fail_in_the_background(driver)
-
-
-def test_what_is_known_is_not_raised_again_by_close(drive):
-    driver = drive().init().steps(1)
-    driver.store.wait()
-    fail_in_the_background(driver)
-    with pytest.raises(StoreIOError, match=r"publish.lock: lock"):
-        driver.store.wait()
-    check_all_raise(driver, driver.engine.health.error)
-    driver.close()
-
-
 def use_and_fail(driver):
     with driver.store:
         driver.engine.health.fail(StoreIOError("the drive's"))
@@ -153,17 +118,6 @@ def test_an_error_of_the_body_is_not_hidden_by_close(drive):
     assert driver.engine.health.is_closed
 
 
-def test_errors_of_callers_stop_the_workers(drive):
-    driver = drive().init().steps(1)
-    part = driver.part(0)
-    part.probe[...] = 77
-    with pytest.raises(DivergedParamsError):
-        driver.engine.opened.update(1, part)
-    check_all_raise(driver, driver.engine.health.error)
-    driver.close()
-    drive().init().check(1)
-
-
 def test_many_threads_get_the_same_exception(drive):
     drive(leaves=MORE, chunk_elements=4096).init().steps(2).close()
     driver = drive(leaves=MORE, memory_bytes=1 << 20).init()
@@ -174,7 +128,6 @@ def test_many_threads_get_the_same_exception(drive):
         try:
             driver.engine.opened.update(2, driver.part(number))
             driver.store.wait()
-            driver.engine.opened.finish(2, [], 0)
         except BaseException as error:
             raised.append(error)
 
@@ -184,21 +137,10 @@ def test_many_threads_get_the_same_exception(drive):
     for thread in threads:
         thread.join(TIMEOUT_S)
         assert not thread.is_alive()
-    own = [e for e in raised if not isinstance(e, AssertionError)]
-    assert own
-    assert all(error is driver.engine.health.error for error in own)
+    assert raised
+    assert all(error is driver.engine.health.error for error in raised)
     driver.engine.close()
     assert all(csd.memory.used_bytes == 0 for csd in driver.opened.csds)
-
-
-def test_closing_in_the_middle_of_a_step(drive):
-    driver = drive().init().steps(2)
-    driver.update([0, 1])
-    driver.close()
-    with pytest.raises(StoreClosedError):
-        driver.update([2])
-    assert all(csd.memory.used_bytes == 0 for csd in driver.opened.csds)
-    drive().init().steps(1).check(3)
 
 
 def test_closing_beside_a_running_step(drive):
@@ -240,20 +182,6 @@ def test_a_limit_on_files(drive, place, run_python):
     assert "raise the file-size limit (ulimit -f)" in result.stdout
     assert issubclass(StoreSpaceError, Exception)
     drive(leaves={"w": ((64, 4096), "float32")}).init().steps(1).check(3)
-
-
-def test_results_after_a_failure_elsewhere_are_whole_or_an_error(drive):
-    """No incomplete result is handed out."""
-    driver = drive(leaves=MORE, chunk_elements=4096).init().steps(2)
-    driver.store.wait()
-    break_chunk(driver, "truncated", "a", leaf=5)
-    try:
-        results = driver.update([0, 1])
-    except StoreIOError:
-        return  # the prefetch has found it first
-    wanted = -RATE * driver.expected(3)["bias"][1][0]
-    np.testing.assert_array_equal(results["bias"], wanted)
-    np.testing.assert_array_equal(results["embed"], wanted)
 
 
 def test_what_arrives_late_of_a_step_that_failed(drive):

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import jaxinf
-from jaxinf.errors import StoreError
 
 ENDING = Path(__file__).parents[1] / "programs" / "ending_processes.py"
 
@@ -23,7 +22,7 @@ def resources():
     return threads, sorted(name for name in opened if "jaxinf-test" in name), anonymous
 
 
-def test_close_leaves_nothing(drive):
+def test_close_and_a_refused_opening_leave_nothing(drive, place):
     gc.collect()
     others = resources()
     drive("warm up").init().steps(1).close()
@@ -34,107 +33,40 @@ def test_close_leaves_nothing(drive):
         with driver.store.snapshot():
             driver.step()
         driver.close()
+    (place / "store 1" / "current").unlink()
+    (place / "store 1" / "current").write_text("")
+    for _ in range(3):
+        with contextlib.suppress(jaxinf.StoreFormatError):
+            jaxinf.open_store(place / "store 1")
     gc.collect()
     after = resources()
     assert after[:2] == before[:2] == others[:2]
     assert after[2] - before[2] < 20  # mappings that malloc makes
 
 
-def test_refused_openings_leave_nothing(drive, place):
-    drive().init().close()
-    (place / "store" / "current").unlink()
-    (place / "store" / "current").write_text("")
-    before = resources()[:2]
-    for _ in range(3):
-        try:
-            jaxinf.open_store(place / "store")
-        except jaxinf.StoreFormatError:
-            continue
-    assert resources()[:2] == before
-
-
-@contextlib.contextmanager
-def no_new_threads():
-    """Makes the system refuse threads: no address space has room for such a stack."""
-    before = threading.stack_size(1 << 46)
-    try:
-        yield
-    finally:
-        threading.stack_size(before)
-
-
-def test_a_commit_without_a_thread_of_its_own(drive, caplog):
-    driver = drive().init().steps(2)
-    driver.update()
-    driver.engine.join()
-    with no_new_threads():
-        driver.finish()
-    assert "no thread to commit step 3 in the background" in caplog.text
-    assert driver.opened.commit.step == 3
-    driver.steps(1).check(4)
-
-
-def test_workers_that_cannot_be_started(drive):
-    drive().init().steps(1).close()
-    before = resources()[:2]
-    with (
-        no_new_threads(),
-        pytest.raises(StoreError, match=r"\d+ worker threads, .*\(ulimit -u"),
-    ):
-        drive()
-    assert resources()[:2] == before
-    with no_new_threads():
-        new = drive("new")
-        with pytest.raises(StoreError, match="worker threads"):
-            new.init()
-        new.close()
-    assert resources()[:2] == before
-    drive("new").init().steps(1).check(1)
-
-
-def test_two_stores_in_one_process(drive):
-    one, two = drive("one", num_csds=2), drive("two", num_csds=2)
-    one.init()
-    two.init()
-    for step in range(1, 4):
-        one.step()
-        two.step()
-        two.step()
-        one.check(step)
-        two.check(2 * step)
-    one.close()
-    two.steps(1).check(7)
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("how", ["without_close", "lost_sight_of"])
-def test_exit_without_close(drive, place, run_python, how):
-    run_python(ENDING, place / "store", how)
-    drive().init().check(3)
-
-
-@pytest.mark.long
-def test_exit_by_an_exception_in_the_middle_of_a_step(drive, place, run_python):
-    done = run_python(ENDING, place / "store", "in_a_step", check=False)
-    assert done.returncode == 7
-    drive().init().check(2)
-
-
-@pytest.mark.long
-def test_exit_after_a_failure_says_it(drive, place, run_python):
-    result = run_python(ENDING, place / "store", "after_a_failure", check=False)
-    assert result.returncode == 1
-    assert "stopped by StoreIOError: " in result.stderr
-    assert "publish.lock: locking failed: Is a directory" in result.stderr
-    (place / "store" / "publish.lock").rmdir()
-    drive().init().check(2)
-
-
-@pytest.mark.long
-def test_a_fork_leaves_its_parents_store_alone(drive, place, run_python):
-    result = run_python(ENDING, place / "store", "forked")
-    assert result.stdout.split("\n")[:2] == ["child 0", "parent 0"]
-    drive().init().check(4)
+@pytest.mark.parametrize(
+    ("how", "status", "step", "said"),
+    [
+        ("without_close", 0, 3, ()),
+        ("lost_sight_of", 0, 3, ()),
+        ("in_a_step", 7, 2, ()),
+        ("forked", 0, 4, ("child 0\nparent 0\n",)),
+        (
+            "after_a_failure",
+            1,
+            2,
+            ("stopped by StoreIOError: ", "publish.lock: locking failed: Is a direct"),
+        ),
+    ],
+)
+def test_the_end_of_a_process(drive, place, run_python, how, status, step, said):
+    done = run_python(ENDING, place / "store", how, check=False)
+    assert done.returncode == status, done.stderr
+    assert all(text in done.stdout + done.stderr for text in said)
+    if how == "after_a_failure":
+        (place / "store" / "publish.lock").rmdir()
+    drive().init().check(step)
 
 
 @pytest.mark.long

@@ -9,7 +9,6 @@ import subprocess
 import pytest
 from families import family
 
-from jaxinf.errors import StoreLockedError
 from jaxinf.store import verify_step
 
 # Many subgroups a chunk: parts of one are written while others are still to be read.
@@ -27,27 +26,6 @@ def linked_copy(driver):
     chunks = [f for f in copy.glob("slots/*/*.*/c/**/*") if f.is_file()]
     assert len(chunks) == 8
     return copy, {file: file.read_bytes() for file in chunks}
-
-
-@pytest.mark.parametrize("durability", family(["step", 4, "checkpoint"], short=[4]))
-def test_a_copy_between_steps(drive, durability):
-    driver = drive(durability=durability, **OPTIONS).init().steps(2)
-    driver.engine.join()
-    committed = driver.opened.commit.step
-    copy, before = linked_copy(driver)
-    driver.steps(3).check(5)
-    assert {file: file.read_bytes() for file in before} == before
-    with pytest.raises(StoreLockedError):  # the lock is linked, too
-        drive(copy, **OPTIONS)
-    driver.close()
-    again = drive(copy, **OPTIONS)
-    assert again.store.step == committed
-    again.init().check(committed)
-    again.steps(2).check(committed + 2)
-    again.close()
-    driver = drive(driver.store.path, **OPTIONS).init()
-    driver.check(5)
-    driver.steps(2).check(7)
 
 
 @pytest.mark.parametrize("durability", family(["step", 4], short=["step"]))

@@ -15,43 +15,21 @@ def test_a_second_opening_gets_the_same_store(open_store, place):
     first = open_store()
     tx = jaxinf.smart_update(optax.adam(1e-2), first)
     state = tx.init(PARAMS)
-    second = open_store()
-    assert second is first
-    link = place / "link"
-    link.symlink_to(place / "store")
-    assert open_store("link") is first
+    (place / "link").symlink_to(place / "store")
+    second = open_store("link")
+    assert open_store() is second is first
     _, state = tx.update(PARAMS, state, PARAMS)
     second.wait(state)
-    assert second.step == first.step == 1
-
-
-def test_closing_one_closes_all(open_store, place):
-    first, second = open_store(), open_store()
-    jaxinf.smart_update(optax.adam(1e-2), first).init(PARAMS)
-    second.close()
+    assert first.step == 1
     second.close()
     with pytest.raises(jaxinf.StoreClosedError, match="open it again"):
         _ = first.step
     with open_store() as third:
-        assert third.step == 0
         assert third is not first
         jaxinf.close(place / "store")
         jaxinf.close(place / "store")
         with pytest.raises(jaxinf.StoreClosedError):
             third.check()
-
-
-def test_store_of_a_path(open_store, place):
-    tx = jaxinf.smart_update(optax.adam(1e-2), place / "store")
-    state = tx.init(PARAMS)
-    _, state = tx.update(PARAMS, state, PARAMS)
-    store = jaxinf.store_of(place / "store")
-    store.wait(state)
-    assert store.step == 1
-    assert store.checkpoint() == "1"
-    jaxinf.close(place / "store")
-    with pytest.raises(ValueError, match=r"is open in this process, found "):
-        jaxinf.store_of(place / "store")
 
 
 def test_options_of_the_open_store(open_store, place):
@@ -73,25 +51,16 @@ def test_factories_called_in_init_and_in_update(place):
     """Some programs make their optimizer wherever they need it."""
 
     def make():
-        return jaxinf.smart_update(optax.adam(1e-2), place / "store")
-
-    @jax.jit
-    def step(params, state):
-        updates, state = make().update(params, state, params)
-        return optax.apply_updates(params, updates), state
+        return jaxinf.smart_update(optax.sgd(0.5), place / "store")
 
     shapes = jax.eval_shape(lambda p: make().init(p), PARAMS)
     state = jax.jit(lambda p: make().init(p))(PARAMS)
     assert jax.tree.structure(shapes) == jax.tree.structure(state)
-    params, plain = PARAMS, optax.adam(1e-2)
-    expected, plain_state = PARAMS, plain.init(PARAMS)
-    for _ in range(3):
-        params, state = step(params, state)
-        updates, plain_state = plain.update(expected, plain_state, expected)
-        expected = optax.apply_updates(expected, updates)
-    found, wanted = (np.asarray(tree["w"]) for tree in (params, expected))
-    np.testing.assert_allclose(found, wanted, rtol=1e-6)
-    assert int(state.step) == 3
+    updates, state = jax.jit(lambda *given: make().update(*given))(
+        PARAMS, state, PARAMS
+    )
+    np.testing.assert_array_equal(updates["w"], -0.5)
+    assert int(state.step) == 1
     jaxinf.close(place / "store")
 
 

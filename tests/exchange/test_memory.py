@@ -25,22 +25,20 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 @pytest.mark.long
-def test_memory_does_not_grow_with_a_leaf(make_step, tmp_path):
-    leaves = {("wide",): ((1600, 9999), (1, 1))}
-    step, _ = make_step(leaves=leaves, chunk_elements=1 << 26)
-    assert step.manifest.leaves[0].grid.num_chunks == 1
-    places = [step.path.parent, tmp_path / "export", tmp_path / "again"]
-    command = [sys.executable, "-c", PROGRAM, "export_safetensors", *places]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert int(done.stdout) << 10 < 40 << 20  # of 61 MiB, one chunk
-
-
-@pytest.mark.long
-def test_memory_of_an_export_to_a_url_is_limited(make_step, tmp_path):
-    leaves = {("wide",): ((1 << 14, 1 << 10), (1, 1))}
-    step, _ = make_step(leaves=leaves, chunk_elements=1 << 18)
-    for way in ("export_url", "copy_step"):
+@pytest.mark.parametrize(
+    ("shape", "chunk_elements", "ways"),
+    [
+        ((1600, 9999), 1 << 26, ["export_safetensors"]),  # 61 MiB, one chunk
+        ((1 << 14, 1 << 10), 1 << 18, ["export_url", "copy_step"]),  # 240 MiB in all
+    ],
+)
+def test_memory_does_not_grow_with_a_leaf(
+    make_step, tmp_path, shape, chunk_elements, ways
+):
+    leaves = {("wide",): (shape, (1, 1))}
+    step, _ = make_step(leaves=leaves, chunk_elements=chunk_elements)
+    for way in ways:
         places = [step.path.parent, tmp_path / "export", tmp_path / "again"]
         command = [sys.executable, "-c", PROGRAM, way, *places]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert int(done.stdout) << 10 < 40 << 20, way  # of 240 MiB
+        assert int(done.stdout) << 10 < 40 << 20, way

@@ -1,13 +1,9 @@
 """Params of safetensors files begin a store, by their exact names."""
 
-import re
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from families import family
 from safetensors.numpy import save_file
@@ -27,29 +23,6 @@ def make_params(dtype=jnp.float32):
         ],
         "out": jax.random.normal(keys[2], (16,), dtype),
     }
-
-
-@jax.jit
-def loss_and_grads(params, step):
-    x = jax.random.normal(jax.random.key(step), (4, 8))
-
-    def loss(params):
-        hidden = jnp.tanh(x @ params["h"][0]["kernel"]) @ params["h"][1]["kernel"]
-        return jnp.mean((jnp.tanh(hidden) @ params["out"] - x.sum(1)) ** 2)
-
-    return jax.value_and_grad(loss)(params)
-
-
-def train(tx, params, state, first, last):
-    """Returns losses of the steps [first, last), each in three jits."""
-    update, apply = jax.jit(tx.update), jax.jit(optax.apply_updates)
-    losses = []
-    for step in range(first, last):
-        loss, grads = loss_and_grads(params, step)
-        losses.append(np.asarray(loss))
-        updates, state = update(grads, state, params)
-        params = apply(params, updates)
-    return params, state, losses
 
 
 def save(path, params, place=""):
@@ -96,26 +69,15 @@ def test_training_begins_with_the_params(tmp_path, state):
     with jaxinf.open_store(tmp_path / "other") as store, store.snapshot() as path:
         step = step_of(StoreDirectory(tmp_path / "other", store._manifest), path)
         export_safetensors(step, tmp_path / "saved")
-    read = read_params(tmp_path / "saved", params)
+    read, ends = read_params(tmp_path / "saved", params), []
     for name, first in (("store", read), ("expected", params)):
         with jaxinf.open_store(tmp_path / name, state=state) as store:
-            jaxinf.smart_update(tx, store).init(first)
-    found, expected = (
-        trained(tmp_path / name, tx, params) for name in ("store", "expected")
-    )
-    equal(found, expected)
-    if state == "fp32":
-        equal(found, plain(tx, params))
-
-
-def trained(path, tx, params):
-    with jaxinf.open_store(path) as store:
-        smart, params = jaxinf.smart_update(tx, store), store.params(like=params)
-        return train(smart, params, smart.init(params), 0, 4)[2]
-
-
-def plain(tx, params):
-    return train(tx, params, tx.init(params), 0, 4)[2]
+            smart = jaxinf.smart_update(tx, store)
+            held = smart.init(first)
+            begun = store.params(like=params)
+            _, held = smart.update(jax.tree.map(jnp.cos, params), held, begun)
+            ends.append(store.params(like=params, state=held))
+    equal(*ends)
 
 
 def test_state_computed_from_params_is_of_what_was_read(tmp_path):
@@ -126,29 +88,18 @@ def test_state_computed_from_params_is_of_what_was_read(tmp_path):
         equal(store.read("z", "out"), params["out"])
 
 
-def test_floats_are_rounded_to_the_params_dtype(tmp_path):
-    params = make_params()
-    save(tmp_path / "saved", params)
-    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-    found = read_params(tmp_path / "saved", half)
-    equal(jax.tree.map(np.asarray, found), half)
-
-
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_float64_is_rounded(tmp_path, dtype):
+def test_values_are_rounded_to_the_params_dtype(tmp_path, dtype):
     wide = np.random.default_rng(0).standard_normal(99)
     save_file({"w": wide}, tmp_path / "saved.safetensors")
     like = {"w": jax.ShapeDtypeStruct((99,), dtype)}
     found = read_params(tmp_path / "saved.safetensors", like)["w"].read()
     assert found.dtype == dtype
     np.testing.assert_array_equal(found, wide.astype(np.float32).astype(dtype))
-
-
-def test_a_value_that_the_dtype_does_not_hold_is_refused(tmp_path):
-    save(tmp_path / "saved", {"w": jnp.array([1e6, 1.0])})
-    like = {"w": jax.ShapeDtypeStruct((2,), jnp.float16)}
-    with pytest.raises(ExchangeError, match=r"w: expected values that float16 holds"):
-        jax.tree.map(np.asarray, read_params(tmp_path / "saved", like))
+    if dtype == jnp.float16:
+        save_file({"w": wide * 1e6}, tmp_path / "saved.safetensors")
+        with pytest.raises(ExchangeError, match=r"w: expected values that float16 ho"):
+            read_params(tmp_path / "saved.safetensors", like)["w"].read()
 
 
 # --- refusals ----------------------------------------------------------------------
@@ -178,24 +129,3 @@ def test_no_safetensors(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ExchangeError, match=r"none there; .* restored with Orbax"):
         read_params(tmp_path / "empty", make_params())
-
-
-def test_orbax_says_so_and_we_name_the_way(tmp_path):
-    """A checkpoint of plain optax does not fit; docs/integrations.md quotes Orbax."""
-    params, plain = {"w": jnp.ones((8, 4))}, optax.adamw(1e-3)
-    with ocp.StandardCheckpointer() as checkpointer:
-        held = {"params": params, "opt_state": plain.init(params)}
-        checkpointer.save(tmp_path / "saved", held)
-    tx = jaxinf.smart_update(plain, tmp_path / "store")
-    like = {"params": params, "opt_state": tx.init(params)}
-    with ocp.StandardCheckpointer() as checkpointer:
-        with pytest.raises(ValueError, match="tree structures do not match") as error:
-            checkpointer.restore(tmp_path / "saved", like)
-        restored = checkpointer.restore(tmp_path / "saved")
-    page = Path(__file__).parents[2] / "docs" / "integrations.md"
-    quoted = re.search(r'"(User-provided [^"]*)"', page.read_text())
-    assert quoted
-    assert " ".join(quoted[1].split()) in str(error.value)
-    with pytest.raises(TypeError, match=r"store\.load\(params, opt_state, step="):
-        tx.update(params, restored["opt_state"], params)
-    jaxinf.close(tmp_path / "store")

@@ -8,7 +8,6 @@ import sys
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -19,9 +18,16 @@ from msgspec import structs
 from raw_stores import read_array
 
 from jaxinf.cli.commands import main
-from jaxinf.errors import ExchangeError, StoreFormatError
+from jaxinf.errors import ExchangeError, StoreFormatError, StoreMismatchError
 from jaxinf.exchange import ExportOptions, export_url, url_export
-from jaxinf.store import CommitRecord, HeldChunk, StoreDirectory, seal, verify_step
+from jaxinf.store import (
+    CommitRecord,
+    HeldChunk,
+    StoreDirectory,
+    save_checkpoint,
+    seal,
+    verify_step,
+)
 from jaxinf.transfer import crc32c
 
 KILLED = Path(__file__).parents[1] / "programs/killed_export.py"
@@ -54,14 +60,9 @@ def chunks_of(path, place="current"):
 @pytest.mark.parametrize("num_csds", family([0, 2], short=[2]))
 def test_round_trip(make_step, place, num_csds):
     step, arrays = make_step(num_csds=num_csds)
-    url = f"file://{place}/out/6"
-    calls = []
-    report = export_url(
-        step,
-        url,
-        options=ExportOptions(1 << 20, progress=lambda *call: calls.append(call)),
-    )
-    assert report.num_kept == 0
+    url, calls = f"file://{place}/out/6", []
+    options = ExportOptions(1 << 20, progress=lambda *call: calls.append(call))
+    assert export_url(step, url, options=options).num_kept == 0
     assert calls[-1][0] == calls[-1][1] > 0
     folder = place / "out/6"
     tree = ocp.PyTreeCheckpointer().restore(folder)
@@ -72,11 +73,9 @@ def test_round_trip(make_step, place, num_csds):
     np.testing.assert_array_equal(
         np.asarray(tree["params"]["scale"]), arrays["params.scale"]
     )
-    root = place / "root"
-    root.mkdir()
-    made = place / "made"
-    assert copied(url, made, roots=[root], memory_bytes=1 << 20).step == 7
-    old = step.path.parent
+    (place / "root").mkdir()
+    made, old = place / "made", step.path.parent
+    assert copied(url, made, roots=[place / "root"], memory_bytes=1 << 20).step == 7
     assert chunks_of(made) == chunks_of(old)
     assert verify_step(StoreDirectory.open(made), made / "current") == []
     found, expected = (
@@ -142,14 +141,8 @@ DAMAGES = {
         lambda f: (f / "mu.scale/c").write_bytes(b"\x01\x7f"),
         r"mu\.scale/c: expected 2 bytes",
     ),
-    "no manifest": (
-        lambda f: (f / "export.json").unlink(),
-        "export was interrupted, or the manifest is gone",
-    ),
-    "nothing": (
-        lambda f: shutil.rmtree(f),
-        "nothing of one; check the URL",
-    ),
+    "no manifest": (lambda f: (f / "export.json").unlink(), "was interrupted, or the"),
+    "nothing": (shutil.rmtree, "nothing of one; check the URL"),
     "half a manifest": (
         lambda f: os.truncate(f / "export.json", 300),
         r"export\.json: expected the manifest of an export, found none",
@@ -180,6 +173,21 @@ def test_damage_is_found_at_import_by_name(make_step, place, name):
     assert not (place / "made/jaxinf.json").exists()
 
 
+def test_a_record_of_other_arrays_is_refused_before_it_begins(make_step, place):
+    step, _ = make_step(leaves={("a",): ((5,), (1,)), ("b",): ((1 << 16,), (1,))})
+    store = step.path.parent
+    save_checkpoint(StoreDirectory.open(store), "kept")
+    kept = store / "checkpoints" / "kept"
+    manifest = (kept / "jaxinf.json").read_text().replace('"b"', '"c"')
+    (kept / "jaxinf.json").write_bytes(seal(json.loads(manifest)))
+    with pytest.raises(StoreMismatchError, match="holds other arrays than the store"):
+        copied(kept, place / "again")
+    shutil.move(kept, place / "alone")
+    with pytest.raises(StoreFormatError, match="are not of one store"):
+        copied(place / "alone", place / "again")
+    assert not (place / "again").exists()
+
+
 def test_what_an_export_lists_beside_is_not_held_in_memory(make_step, place):
     step, _ = make_step(leaves=FEW)
     export_url(step, f"file://{place}/out")
@@ -205,15 +213,17 @@ def test_places_that_are_refused_before_anything_is_written(make_step, place):
         with pytest.raises((ExchangeError, ValueError), match=message):
             export_url(options.pop("step", step), url, **options)
 
-    refused("ftp://host/a", "expected a URL of file://, gs://, s3://, found ftp://")
-    refused("s3://key:secret@bucket/a", "^s3://…: expected s3://BUCKET/PATH alone")
-    refused("s3://bucket/a?key=secret", "^s3://…: expected s3://BUCKET/PATH alone")
-    refused("gs://b/a", "gs://b/a: not a URL")
-    refused("file:///", "found the root")
-    refused("file:///dev/null/a", "cannot ")
-    refused(
-        f"file://{place}/small", "expected at least", options=ExportOptions(1 << 10)
-    )
+    for url, message in (
+        ("ftp://host/a", "expected a URL of file://, gs://, s3://, found ftp://"),
+        ("s3://key:secret@bucket/a", "^s3://…: expected s3://BUCKET/PATH alone"),
+        ("s3://bucket/a?key=secret", "^s3://…: expected s3://BUCKET/PATH alone"),
+        ("gs://b/a", "gs://b/a: not a URL"),
+        ("file:///", "found the root"),
+        ("file:///dev/null/a", "cannot "),
+    ):
+        refused(url, message)
+    small = ExportOptions(1 << 10)
+    refused(f"file://{place}/small", "expected at least", options=small)
     assert not (place / "small").exists()
     (place / "other").mkdir()
     (place / "other/file").write_text("a user's")
@@ -255,13 +265,3 @@ def test_commands(make_step, place, capsys):
     assert (place / "made" / kept).read_text() == "of a tokenizer"
     assert os.listdir(place / "made/tokenizer") == [kept.partition("/")[2]]
     assert main(["verify", str(place / "made")]) == 0
-
-
-def test_small_objects_are_on_their_way_together():
-    state = SimpleNamespace(itemsize=4)
-    leaf = SimpleNamespace(chunk_shape=(1 << 13,), states=[state], csds=(0,))
-    manifest = SimpleNamespace(leaves=[leaf])
-    assert url_export._num_at_once(manifest, 1 << 20) == 6  # of 5 x 32 KiB
-    assert url_export._num_at_once(manifest, 1 << 18) == 1
-    with pytest.raises(ValueError, match="expected at least 163840"):
-        url_export._num_at_once(manifest, 1 << 17)

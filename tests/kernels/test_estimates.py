@@ -26,27 +26,17 @@ def test_the_entries_are_near_the_root():
     np.testing.assert_allclose(found, 1 / np.sqrt(arguments), rtol=1.5 * 2**-11)
 
 
-@needs_estimates
-def test_it_is_the_same_without_the_packages_library(monkeypatch):
-    monkeypatch.setattr(libraries, "load_prebuilt", lambda *_: None)
-    np.testing.assert_array_equal(make(), rsqrt_estimates())
-
-
-def test_processors_without_the_instruction(monkeypatch, caplog):
-    monkeypatch.setattr(toolchain, "levels", tuple)
-    assert not make().any()
+def test_machines_without_a_table(monkeypatch, caplog):
+    with monkeypatch.context() as patch:
+        patch.setattr(toolchain, "levels", tuple)
+        assert not make().any()
     assert not caplog.records
-
-
-def test_machines_without_a_compiler(monkeypatch, caplog):
-    monkeypatch.setattr(toolchain, "levels", lambda: toolchain.LEVELS)
-    monkeypatch.setattr(toolchain, "find_compiler", lambda: None)
-    monkeypatch.setattr(libraries, "load_prebuilt", lambda *_: None)
-    assert not make().any()
+    with monkeypatch.context() as patch:
+        patch.setattr(toolchain, "levels", lambda: toolchain.LEVELS)
+        patch.setattr(toolchain, "find_compiler", lambda: None)
+        patch.setattr(libraries, "load_prebuilt", lambda *_: None)
+        assert not make().any()
     assert "other last bits than this host: expected a C++ compiler" in caplog.text
-
-
-def test_instructions_that_are_no_table(monkeypatch, caplog):
     monkeypatch.setattr(estimates, "estimating_function", lambda: lambda entries: 0)
     assert not make().any()
     assert "instruction does not estimate by a table" in caplog.text

@@ -73,16 +73,12 @@ def test_a_first_state_of_literals_and_params_needs_no_kernel(monkeypatch):
     monkeypatch.setattr(toolchain, "find_compiler", lambda: None)
 
     def init(params):
-        return {
-            "copy": params,
-            "zero": jax.tree.map(lambda p: jnp.zeros_like(p, jnp.bfloat16), params),
-        }
+        return {"copy": params, "zero": jnp.zeros_like(params, jnp.bfloat16)}
 
     tx = optax.GradientTransformation(init, lambda u, s, p=None: (u, s))
     kernel = trace_init(tx, jnp.zeros(6)).leaves[0].kernel
     params = np.arange(6, dtype=np.float32)
-    slots = [np.full(6, 7, dtype) for dtype in kernel.slot_dtypes]
+    slots = copy, zero = [np.full(6, 7, dtype) for dtype in kernel.slot_dtypes]
     initialise(kernel, params=params, slots=slots)
-    copy, zero = slots
     np.testing.assert_array_equal(copy, params)
     assert not zero.any()

@@ -12,7 +12,6 @@ from jaxinf.compat import ELEMENTWISE
 from jaxinf.kernels import compiled
 from jaxinf.native import toolchain
 from jaxinf.program import trace_update
-from jaxinf.program.kernel import inputs_of
 
 pytestmark = pytest.mark.optimized
 
@@ -149,14 +148,3 @@ def test_other_forms():
 def test_every_operation_is_tested():
     assert {*EXACT, *ROUNDED} == ELEMENTWISE
     assert {*OPERATIONS, "reduce_precision"} == ELEMENTWISE
-
-
-def test_erf_is_an_array_where_nothing_stored_goes_in():
-    def update(updates, state, params=None):
-        del params
-        return jax.tree.map(lambda g: 2 * lax.erf(g), updates), state
-
-    tx = optax.GradientTransformation(lambda _: optax.EmptyState(), update)
-    kernel = trace_update(tx, jnp.zeros(5)).leaves[0].kernel
-    assert kernel.num_arrays == 1
-    assert ("gradient", 0) not in inputs_of(kernel.equations, [kernel.update])

@@ -9,7 +9,7 @@ import optax
 import pytest
 from reference_kernel import evaluate
 
-from jaxinf.kernels.compiled import compile_kernel, compiled
+from jaxinf.kernels.compiled import compile_kernel
 from jaxinf.layout import CodedSlot
 from jaxinf.layout.codecs import decode_split, encode_split
 from jaxinf.native import toolchain
@@ -66,6 +66,7 @@ def in_machine_code(tmp_path_factory):
 
 @pytest.mark.parametrize("high", HIGHS)
 def test_every_low_half_comes_back(high, in_machine_code):
+    """Rounded to the nearest, ties away from zero."""
     bits = np.uint32(high << 16) | LOWS
     rounded, remainders, decoded = in_numpy(bits)
     compiled = in_machine_code(bits)
@@ -79,19 +80,10 @@ def test_every_low_half_comes_back(high, in_machine_code):
     assert np.isnan(rounded[is_nan].astype(np.float32)).all()
     assert not remainders[is_nan].any()
     assert not np.isnan(rounded[~is_nan].astype(np.float32)).any()
-
-
-@pytest.mark.parametrize("high", [h for h in HIGHS if h & 0x7FFF < 0x7F7F])
-def test_to_nearest_and_ties_away_from_zero(high):
-    bits = np.uint32(high << 16) | LOWS
-    exact = bits.view(np.float32).astype(np.float64)
-    below = (bits & 0xFFFF0000).view(np.float32).astype(np.float64)
-    above = (bits + 0x8000 & 0xFFFF0000).view(np.float32).astype(np.float64)
-    rounded = in_numpy(bits)[0].astype(np.float64)
-    is_up = np.abs(rounded) > np.abs(below)
-    np.testing.assert_array_equal(is_up, LOWS >= 0x8000)
-    step = np.abs(above[-1] - below[0])
-    assert (np.abs(rounded - exact) <= step / 2).all()
+    if high & 0x7FFF < 0x7F7F:
+        below = (bits & 0xFFFF0000).view(np.float32).astype(np.float64)
+        is_up = np.abs(rounded.astype(np.float64)) > np.abs(below)
+        np.testing.assert_array_equal(is_up, LOWS >= 0x8000)
 
 
 def test_overflow_rounds_to_infinity_and_comes_back():
@@ -161,24 +153,8 @@ def test_params_without_a_remainder_are_rounded_stochastically(where):
 @pytest.mark.parametrize("where", [*levels(), "numpy"])
 def test_params_that_no_update_touches_stay(where):
     kernel = trace_update(optax.set_to_zero(), np.zeros(8, np.float32)).leaves[0].kernel
-    run = run_of(kernel, where)
     values = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
     params, out = coded(values), np.zeros(1000, BF16)
-    run(gradient=values, params=params, out=out)
+    run_of(kernel, where)(gradient=values, params=params, out=out)
     np.testing.assert_array_equal(params.decode(), values)
     np.testing.assert_array_equal(out, params.codes)
-
-
-def test_what_a_kernel_refuses():
-    kernel = trace_update(optax.sgd(1.0), np.zeros(8, np.float32)).leaves[0].kernel
-    values = np.zeros(8, np.float32)
-    shared = {"gradient": values}
-    run = compiled(kernel).run
-    with pytest.raises(TypeError, match="out: the kernel expects float32 or bfloat16"):
-        run(params=coded(values), out=np.zeros(8, np.float16), **shared)
-    bytes_ = CodedSlot(np.zeros(8, np.uint8), np.zeros(1, np.float32))
-    with pytest.raises(TypeError, match="params: the kernel expects bfloat16, found"):
-        run(params=bytes_, out=values, **shared)
-    short = CodedSlot(np.zeros(8, BF16), None, remainders=np.zeros(7, np.int16))
-    with pytest.raises(ValueError, match=r"params.remainders: .* found \(7,\)"):
-        run(params=short, out=values, **shared)

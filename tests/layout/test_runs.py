@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxinf.layout import LeafGrid, choose_grid, gather, scatter, target_view
+from jaxinf.layout import LeafGrid, gather, scatter, target_view
 
 
 @st.composite
@@ -58,16 +58,3 @@ def test_gather_and_scatter_agree_with_numpy(run, fortran):
         view[...] = 7
         assert (target == 7).sum() == num_elements
         assert num_elements == 0 or np.shares_memory(values, source)
-
-
-def test_a_chunk_of_a_column_shard_is_strided_in_the_leaf_but_not_in_its_shard():
-    grid = choose_grid((16, 1024), shard_counts=(1, 4))
-    leaf = np.arange(16 * 1024, dtype=np.int32).reshape(16, 1024)
-    chunk = grid.chunks()[2]
-    assert target_view(leaf, chunk, (0, 0), 0, chunk.num_elements) is None
-    shard = np.ascontiguousarray(leaf[:, 512:768])
-    view = target_view(shard, chunk, (0, 512), 0, chunk.num_elements)
-    assert view is not None
-    np.testing.assert_array_equal(
-        view, gather(leaf, chunk, (0, 0), 0, chunk.num_elements)
-    )

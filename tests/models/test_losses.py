@@ -14,7 +14,6 @@ from jaxinf_models import (
     split,
     task_loss,
 )
-from jaxinf_models.layers import positions_in
 
 TINY = GPT2Config(61, 16, num_layers=2, num_heads=2, num_features=8, dropout=0.5)
 
@@ -78,33 +77,6 @@ def test_packed_documents_are_as_if_alone(made):
     np.testing.assert_allclose(logits[:, :7], model(first), atol=1e-6)
     np.testing.assert_allclose(logits[:, 7:12], model(second), atol=1e-6)
     assert jnp.isfinite(logits).all()
-
-
-def test_positions_count_anew_in_each_document():
-    segments = jnp.asarray([[1, 1, 1, 2, 2, 0, 0], [5, 5, 3, 3, 3, 3, 1]])
-    expected = [[0, 1, 2, 0, 1, 0, 1], [0, 1, 0, 1, 2, 3, 0]]
-    assert positions_in(segments).tolist() == expected
-
-
-def test_dropout_takes_effect_with_a_key_alone(made):
-    batch = {"tokens": tokens_of((2, 8)), "targets": tokens_of((2, 8), seed=1)}
-    plain, _ = value_of(made, batch)
-    draws = [value_of(made, batch, key=jax.random.key(seed))[0] for seed in (0, 0, 1)]
-    assert draws[0] == draws[1]
-    assert len({float(plain), *map(float, draws)}) == 3
-
-
-def test_remat_recomputes_blocks_to_the_same_gradient(made):
-    batch = {"tokens": tokens_of((2, 8)), "targets": tokens_of((2, 8), seed=1)}
-    key = jax.random.key(0)
-    plain = value_of(made, batch, key=key)
-    assert_near(value_of(made, batch, key=key, remat=jax.checkpoint), plain)
-
-    def value(params):
-        model = nnx.merge(made[0], params)
-        return task_loss(model, "causal-lm", batch, remat=jax.checkpoint)
-
-    assert str(jax.make_jaxpr(jax.grad(value))(made[1])).count("remat2[") == 2
 
 
 def test_a_task_that_a_model_does_not_have():

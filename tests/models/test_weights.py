@@ -1,14 +1,13 @@
 """Published weights in a loop of one's own, there and back."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jaxinf_models import abstract_params, pretrained
+from hub_folders import export, write_folder
+from jaxinf_models import LlamaConfig, abstract_params, pretrained
 from safetensors.numpy import load_file, save_file
 from small_tokenizers import byte_level
 
@@ -16,60 +15,17 @@ import jaxinf
 from jaxinf.cli import main
 from jaxinf.typing import DeferredArray
 
-CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 260,
-    "max_position_embeddings": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "rope_theta": 10000.0,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
-
-
-def write_llama(folder):
-    """Writes a model of one layer."""
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    shapes = {
-        "model.embed_tokens.weight": (260, 16),
-        "model.norm.weight": (16,),
-        "lm_head.weight": (260, 16),
-    }
-    layer = "model.layers.0."
-    for name in ("q", "k", "v", "o"):
-        shapes[f"{layer}self_attn.{name}_proj.weight"] = (16, 16)
-    for name in ("gate", "up", "down"):
-        shapes[f"{layer}mlp.{name}_proj.weight"] = (16, 16)
-    for name in ("input", "post_attention"):
-        shapes[f"{layer}{name}_layernorm.weight"] = (16,)
-    rng = np.random.default_rng(0)
-    tensors = {
-        name: rng.normal(size=shape).astype(np.float32) / 8
-        for name, shape in shapes.items()
-    }
-    save_file(tensors, folder / "model.safetensors")
-
-
 TOKENS = np.arange(12).reshape(2, 6)
+
+
+LLAMA = LlamaConfig(260, 64, 1, 2, 2, 16, 16)
 
 
 @pytest.fixture
 def folder(place):
-    write_llama(place / "hf")
+    write_folder(place / "hf", LLAMA, np.float32, num_files=1)
     byte_level(place / "hf", "<s>", "</s>", bos_token="<s>", eos_token="</s>")
     return place / "hf"
-
-
-def export(store, out, *words):
-    command = ("checkpoint", "export", store, out, "--format", "huggingface", *words)
-    return main([str(word) for word in command])
 
 
 def test_params_are_read_leaf_by_leaf_and_the_function_is_the_models(folder):
@@ -126,24 +82,11 @@ def test_own_loss_and_back(folder, place, way):
     assert (place / "out" / name).read_bytes() == (folder / name).read_bytes()
 
 
-def test_a_new_head_of_classes(folder, place):
-    model = pretrained(folder, "classification", num_labels=3)
-    assert model.params["score"]["kernel"].shape == (16, 3)
-    with jaxinf.open_store(place / "s") as store:
-        jaxinf.smart_update(optax.sgd(0.1), store).init(model.params)
-    assert export(place / "s", place / "out", "--like", folder) == 0
-    again = pretrained(place / "out", "classification")
-    assert again.config.num_labels == 3
-    np.testing.assert_array_equal(
-        np.asarray(again.params["score"]["kernel"]), model.params["score"]["kernel"]
-    )
-
-
 def test_other_folders_are_refused(folder, place, capsys):
     model = pretrained(folder)
     with jaxinf.open_store(place / "s") as store:
         jaxinf.smart_update(optax.sgd(0.1), store).init(model.params)
-    write_llama(place / "other")
+    write_folder(place / "other", LLAMA, np.float32, num_files=1)
     file = place / "other" / "model.safetensors"
     tensors = load_file(file)
     bias = tensors.pop("model.norm.weight")

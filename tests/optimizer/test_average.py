@@ -130,7 +130,7 @@ def test_bits_are_those_of_optax(name, open_store):
 
 @pytest.mark.long
 def test_a_debiased_average_is_that_of_a_moment(open_store):
-    store, params, total = open_store(), new_params(), 0.0
+    store, total = open_store(), 0.0
 
     def seen(number):
         nonlocal total
@@ -139,7 +139,6 @@ def test_a_debiased_average_is_that_of_a_moment(open_store):
     trained(store, jaxinf.ema(DECAY, debias=True), 5, seen=seen)
     expected = total / (1 - DECAY**5)
     np.testing.assert_allclose(store.read("average", "w"), expected, rtol=2e-6)
-    assert params["w"].shape == expected.shape
 
 
 def inode(path, slot, state):
@@ -185,18 +184,17 @@ def test_a_bfloat16_average_is_rounded_stochastically(open_store):
 @pytest.mark.long
 def test_a_refused_step_leaves_it(open_store):
     store, params = open_store(), new_params(ONE)
-    tx = jaxinf.smart_update(
-        optax.adam(1e-2), store, average=jaxinf.ema(DECAY), nonfinite="skip"
-    )
+    average = jaxinf.ema(DECAY)
+    tx = jaxinf.smart_update(optax.adam(1e-2), store, average=average, nonfinite="skip")
     state = tx.init(params)
-    for factor, is_taken in ((1.0, True), (np.nan, False), (1.0, True)):
+    for factor, is_taken in ((1.0, True), (np.nan, False)):
         before = store.read("average", "w")
         gradients = jax.tree.map(lambda p, factor=factor: factor * p, params)
         updates, state = tx.update(gradients, state, params)
         params = optax.apply_updates(params, updates)
         store.wait(state)
         assert np.array_equal(store.read("average", "w"), before) != is_taken
-    assert int(state.average_count) == 2
+    assert int(state.average_count) == 1
 
 
 @pytest.mark.long
@@ -224,6 +222,24 @@ def test_a_store_begins_an_average_and_drops_it(place):
         copied(dropped, place / "no", average="none")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"decay": 1.1}, r"decay=1.1: expected a number from 0 to 1"),
+        ({"decay": float("nan")}, "decay=nan"),
+        ({"decay": lambda count: 2 - count}, r"decay\(0\) = 2.0"),
+        ({"decay": "0.9"}, "a number or a function"),
+        ({"decay": 0.9, "every": 0}, "every=0"),
+        ({"decay": 0.9, "start": -1}, "start=-1"),
+        ({"decay": 0.9, "start": 2, "debias": True}, "debias=True with start=2"),
+        ({"decay": 0.9, "form": "int8"}, "form='int8'"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        jaxinf.ema(**arguments)
+
+
 @pytest.mark.long
 def test_other_averages_than_the_store_s_are_refused(open_store):
     trained(open_store("plain"), None, 1)
@@ -238,43 +254,20 @@ def test_other_averages_than_the_store_s_are_refused(open_store):
             trained(store, average, 1)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"decay": 1.1}, r"decay=1.1: expected a number from 0 to 1"),
-        ({"decay": float("nan")}, "decay=nan"),
-        ({"decay": lambda count: 2 - count}, r"decay\(0\) = 2.0"),
-        ({"decay": 0.9, "every": 0}, "every=0"),
-        ({"decay": 0.9, "start": -1}, "start=-1"),
-        ({"decay": 0.9, "start": 2, "debias": True}, "debias=True with start=2"),
-        ({"decay": 0.9, "form": "int8"}, "form='int8'"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        jaxinf.ema(**arguments)
-    with pytest.raises(TypeError, match="a number or a function"):
-        jaxinf.ema("0.9")
-
-
 def test_other_tools_read_it(place, capsys):
     path = place / "store"
     with jaxinf.open_store(path) as store:
         trained(store, jaxinf.ema(DECAY), 2)
-        average, params = (
-            {name: store.read(state, name) for name in SHAPES}
-            for state in ("average", "params")
-        )
-    assert np.any(average["w"] != params["w"])
+        average = {name: store.read("average", name) for name in SHAPES}
+        assert np.any(average["w"] != store.read("params", "w"))
     group = zarr.open_group(path / "current", mode="r")
     np.testing.assert_array_equal(group["average.w"], average["w"])
     with ocp.StandardCheckpointer() as reader:
         held = reader.restore(path / "current")
     np.testing.assert_array_equal(held["average"]["w"], average["w"])
     tensors = place / "tensors"
-    export = ["checkpoint", "export", str(path)]
-    words = [str(tensors), "--average", "--format", "safetensors"]
-    assert not main([*export, *words])
+    words = ["checkpoint", "export", str(path), str(tensors), "--average"]
+    assert not main([*words, "--format", "safetensors"])
     assert_equal(safetensors.numpy.load_file(tensors / "model.safetensors"), average)
     capsys.readouterr()
     assert not main(["inspect", str(path), "--json"])
@@ -282,14 +275,13 @@ def test_other_tools_read_it(place, capsys):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("durability", ["step", 3])
-def test_resumed_is_uninterrupted(open_store, durability):
+def test_resumed_is_uninterrupted(open_store):
     average = jaxinf.ema(rising, every=2, form="bf16")
-    whole, parts = open_store("whole"), open_store("parts", durability=durability)
+    whole, parts = open_store("whole"), open_store("parts", durability=3)
     trained(whole, average, 5, params=new_params(ONE))
     trained(parts, average, 3, params=new_params(ONE))
     parts.close()
-    parts = open_store("parts", durability=durability)
+    parts = open_store("parts", durability=3)
     state = trained(parts, average, 2, params=new_params(ONE), first=4)
     assert int(state.average_count) == 5
     for name in ("params", "average"):

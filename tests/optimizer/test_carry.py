@@ -73,9 +73,8 @@ def damages(path):
     return [damage for step in steps for damage in verify_step(directory, step)]
 
 
-@pytest.mark.parametrize("durability", ["step", 3])
-def test_it_is_that_of_the_last_step(place, durability):
-    train(place / "s", [1, 2, 3, 4], durability=durability)
+def test_it_is_that_of_the_last_step(place):
+    train(place / "s", [1, 2, 3, 4], durability=3)
     same(carried(place / "s"), 4)
     assert not damages(place / "s")
 
@@ -92,37 +91,32 @@ def test_a_skipped_step_leaves_what_the_last_one_carries(place):
     store.close()
 
 
-def refused(store, message, *carries, error=ValueError):
-    tx = jaxinf.smart_update(optax.adam(1e-2), store)
-    state = tx.init(PARAMS)
-    *before, last = carries
-    params = PARAMS
-    for carry in before:
-        updates, state = tx.update(PARAMS, state, params, carry=carry)
-        params = optax.apply_updates(params, updates)
-    with pytest.raises(error, match=message):
-        tx.update(PARAMS, state, params, carry=last)
-    updates, state = tx.update(PARAMS, state, params, carry=(*before, None)[0])
-    store.wait(state)
-    assert store.step == len(before) + 1
-
-
 @pytest.mark.parametrize(
-    ("message", "carries", "error"),
+    ("message", "carries"),
     [
-        (r"carry/x: .*found str", [{"x": "text"}], TypeError),
-        (r"carry/x: .*complex64", [{"x": jnp.zeros(1, jnp.complex64)}], TypeError),
-        (r"64 MiB", [np.zeros((1 << 24) + 1, np.float32)], ValueError),
-        (r"carry/1: .*two", [Twice(1, 2)], ValueError),
-        (r"x int32\[\], found none", [{"x": 1}, None], ValueError),
-        (r"found y int32\[\]", [{"x": 1}, {"y": 1}], ValueError),
-        (r"found x int32\[2\]", [{"x": 1}, {"x": jnp.arange(2)}], ValueError),
+        (r"carry/x: .*found str", [{"x": "text"}]),
+        (r"carry/x: .*complex64", [{"x": jnp.zeros(1, jnp.complex64)}]),
+        (r"64 MiB", [np.zeros((1 << 24) + 1, np.float32)]),
+        (r"carry/1: .*two", [Twice(1, 2)]),
+        (r"x int32\[\], found none", [{"x": 1}, None]),
+        (r"found y int32\[\]", [{"x": 1}, {"y": 1}]),
+        (r"found x int32\[2\]", [{"x": 1}, {"x": jnp.arange(2)}]),
     ],
     ids=["no array", "dtype", "bytes", "names", "gone", "other", "shape"],
 )
-def test_what_cannot_be_carried_is_refused_by_name(place, message, carries, error):
+def test_what_cannot_be_carried_is_refused_by_name(place, message, carries):
+    *before, last = carries
     with jaxinf.open_store(place / "s") as store:
-        refused(store, message, *carries, error=error)
+        tx = jaxinf.smart_update(optax.adam(1e-2), store)
+        params, state = PARAMS, tx.init(PARAMS)
+        for carry in before:
+            updates, state = tx.update(PARAMS, state, params, carry=carry)
+            params = optax.apply_updates(params, updates)
+        with pytest.raises((ValueError, TypeError), match=message):
+            tx.update(PARAMS, state, params, carry=last)
+        _, state = tx.update(PARAMS, state, params, carry=(*before, None)[0])
+        store.wait(state)
+        assert store.step == len(before) + 1
 
 
 def test_what_is_not_there_is_refused_by_name(place):

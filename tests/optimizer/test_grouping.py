@@ -16,7 +16,7 @@ from jaxinf.optimizer.leaf_call import LeafCall, grouped
 
 pytestmark = pytest.mark.optimized("long")
 
-KIB, MIB = 1 << 10, 1 << 20
+MIB = 1 << 20
 
 
 MESH = jax.sharding.AbstractMesh((1,), ("a",))
@@ -27,29 +27,6 @@ KINDS = {
 }
 
 
-def members(*sizes, kinds=None):
-    kinds = kinds or [""] * len(sizes)
-    pairs = enumerate(zip(sizes, kinds, strict=True))
-    return [LeafCall(n, (size // 4,), KINDS[kind]) for n, (size, kind) in pairs]
-
-
-def test_small_neighbours_share_a_call_and_long_leaves_have_their_own():
-    sizes = (4 * KIB, MIB, 4 * KIB, 0, MIB - 4)
-    assert grouped(members(*sizes)) == [[4, 3, 2, 0], [1]]
-
-
-def test_leaves_of_different_kinds_never_share_a_call():
-    assert grouped(members(4, 4, 4, 4, kinds="abab")) == [[3, 1], [2, 0]]
-
-
-def test_a_call_is_bounded_and_so_is_the_wait_for_its_last_gradient():
-    half = [MIB // 2] * 40
-    assert [len(group) for group in grouped(members(*half))] == [16, 16, 8]
-    # Four small leaves, each behind a long one: the last comes after too much.
-    found = grouped(members(*[4 * KIB, 25 * MIB] * 4))
-    assert found == [[7], [6, 4, 2], [5], [3], [1], [0]]
-
-
 @given(
     st.lists(
         st.tuples(st.integers(0, 10 * MIB).map(lambda n: 4 * n), st.sampled_from("ab")),
@@ -58,7 +35,12 @@ def test_a_call_is_bounded_and_so_is_the_wait_for_its_last_gradient():
 )
 def test_every_leaf_is_in_one_call_within_its_bounds(leaves):
     sizes, kinds = [n for n, _ in leaves], [kind for _, kind in leaves]
-    groups = grouped(members(*sizes, kinds=kinds))
+    groups = grouped(
+        [
+            LeafCall(n, (size // 4,), KINDS[kind])
+            for n, (size, kind) in enumerate(leaves)
+        ]
+    )
     assert sorted(n for group in groups for n in group) == list(range(len(leaves)))
     for group in groups:
         assert group == sorted(group, reverse=True)
@@ -156,38 +138,3 @@ def test_small_leaves_come_in_one_call(place, monkeypatch):
     )
     train(place / "store", None, freezes=False)
     assert sorted(map(sorted, calls)) == [[0, 1, 2, 3, 5, 6]] * 3 + [[4]] * 3
-
-
-def small(num):
-    return {f"leaf{n:02}": jnp.full((8, 8), float(n)) for n in range(num)}
-
-
-def num_operations(tx, num):
-    """Number of operations of an update of so many small leaves, for XLA."""
-    params = small(num)
-    state = jax.eval_shape(tx.init, params)
-    text = jax.jit(tx.update).lower(params, state, params).as_text()
-    return text.count("stablehlo.") + text.count(" call @")
-
-
-def test_a_further_leaf_costs_xla_less_than_in_optax(place):
-    plain, added = optax.adamw(1e-2), []
-    for tx in (plain, jaxinf.smart_update(plain, place / "store")):
-        few, many = (num_operations(tx, num) for num in (10, 30))
-        added.append((many - few) / 20)
-    assert added[1] <= 2 < added[0], added
-
-
-def test_init_waits_once_for_small_leaves(place, monkeypatch):
-    handler, waits = jaxinf.transfer.Mover, []
-    for name in ("run", "drain"):
-        wait = getattr(handler, name)
-        monkeypatch.setattr(
-            handler,
-            name,
-            lambda *args, name=name, wait=wait: waits.append(name) or wait(*args),
-        )
-    with jaxinf.open_store(place / "store") as store:
-        tx = jaxinf.smart_update(optax.adamw(1e-2), store)
-        tx.init(small(30))
-        assert waits == ["run", "drain"]

@@ -1,14 +1,12 @@
 """A program that begins again, or discards an update: which step its state is of."""
 
 import shutil
-from itertools import product
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from families import family
 from raw_stores import memory_directory
 
 import jaxinf
@@ -79,10 +77,6 @@ def start(open_store, num_steps=3, name="store", **options):
     return kept
 
 
-def names(store):
-    return [info.name for info in store.checkpoints()]
-
-
 @pytest.fixture(scope="module")
 def run():
     """A store at step 2; params and state at each step, and a step later."""
@@ -146,29 +140,16 @@ def test_fresh_params_never_train_on_an_old_state(how, open_store, place, kept, 
         store.close()
 
 
-@pytest.mark.filterwarnings("default:.*given no params")
-def test_an_update_without_params_says_so(open_store, kept):
-    _, tx = opened(open_store)
-    with pytest.warns(UserWarning, match="update was given no params"):
-        tx.update(FRESH, copied(kept[2])[1])
-
-
 # --- discarded updates ---------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("how", "gives"),
-    family(
-        product(["eager", "jit"], [True, False]),
-        short=[("eager", True), ("jit", False)],
-    ),
-)
+@pytest.mark.parametrize(("how", "gives"), [("eager", True), ("jit", False)])
 def test_discarded_updates_leave_no_trace(how, gives, open_store, run, caplog):
     whole = run[1][2]
     with open_store("run") as store:
         tx = jaxinf.smart_update(optax.adam(1e-2), store)
         params, state = HOWS[how](tx, PARAMS, tx.init(PARAMS), gives)
-        for factor in range(50 if how == "jit" and gives else 3):
+        for factor in range(20):
             HOWS[how](tx, jax.tree.map(lambda x: x, params), state, gives)
             gradients = jax.tree.map(lambda p, f=factor: p + f, params)
             tx.update(gradients, state, params if gives else None)
@@ -207,18 +188,13 @@ def test_a_state_that_was_given_up_is_no_state_of_its_step(open_store):
 
 def test_only_the_last_update_may_have_been_discarded(open_store):
     store, tx = opened(open_store)
-    params, state = PARAMS, tx.init(PARAMS)
-    kept = []
-    for _ in range(3):
-        kept.append((params, state))
-        params, state = eager(tx, params, state, True)
+    kept = trained(tx, (PARAMS, tx.init(PARAMS)), 3)
     with pytest.raises(
         jaxinf.StaleStateError, match="of step 1, the store is at step 3"
     ):
-        eager(tx, *kept[1], gives=True)
+        eager(tx, *kept[0], gives=True)
     store.close()
-    store, tx = opened(open_store)
-    assert store.step == 3
+    assert open_store().step == 3
 
 
 def test_a_step_that_is_not_durable_cannot_be_had(open_store):
@@ -246,29 +222,27 @@ def test_a_step_that_is_not_durable_cannot_be_had(open_store):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "compress", "at"),
+    ("compress", "at"),
     [
-        (jnp.float32, jaxinf.top_k(0.1, error_feedback=True), 2),
-        pytest.param(jnp.bfloat16, None, 2, marks=pytest.mark.long),
-        pytest.param(jnp.float32, None, 3, marks=pytest.mark.long),
+        (jaxinf.top_k(0.1, error_feedback=True), 2),
+        pytest.param(None, 3, marks=pytest.mark.long),
     ],
 )
-def test_init_then_restore_goes_on_to_the_bit(dtype, compress, at, open_store):
+def test_init_then_restore_goes_on_to_the_bit(compress, at, open_store):
     """Continues from the store's step, and from the one before."""
-    params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
 
     def smart(store):
         return jaxinf.smart_update(optax.adam(1e-2), store, compress=compress)
 
     tx = smart(open_store("whole"))
-    whole = trained(tx, (params, tx.init(params)), 5)
+    whole = trained(tx, (PARAMS, tx.init(PARAMS)), 5)
     store = open_store("parts")
     tx = smart(store)
-    first = trained(tx, (params, tx.init(params)), 3)
+    first = trained(tx, (PARAMS, tx.init(PARAMS)), 3)
     store.close()
     store = open_store("parts")
     tx = smart(store)
-    made = tx.init(params)
+    made = tx.init(PARAMS)
     assert int(made.step) == store.step == 3
     assert int(made.origin) == 1  # of other params
     assert_same(made._replace(origin=np.int32(0)), first[2][1])
@@ -292,17 +266,13 @@ def test_a_step_that_the_store_has_not(open_store):
     ):
         tx.update(params, state, params)
     store.close()
+    store, tx = opened(open_store)
+    with pytest.raises(jaxinf.StaleStateError, match="not come so far: restore your"):
+        tx.update(*kept[5], params)
+    store.close()
     store, tx = opened(open_store)  # as the error says
     params = store.params(like=params)
     assert_same(trained(tx, (params, tx.init(params)), 1)[0], kept[5])
-
-
-def test_a_state_of_which_no_step_is(open_store):
-    params, state = start(open_store, 4, name="another")[4]
-    start(open_store, 1)
-    _, tx = opened(open_store)
-    with pytest.raises(jaxinf.StaleStateError, match="not come so far: restore your"):
-        tx.update(params, state, params)
 
 
 def test_the_other_slot_counts_only_where_it_verifies(open_store, place):
@@ -341,97 +311,47 @@ def test_rolls_back_to_a_checkpoint_and_says_so(open_store, caplog):
     assert_same(rest, whole)
 
 
-def test_kept_steps_are_found_again(open_store):
-    kept = start(open_store, 11, keep_steps=5, durability="checkpoint")
-    store = open_store(keep_steps=(5, 2))
-    assert [info.name for info in store.checkpoints()] == ["5", "10"]
-    tx = jaxinf.smart_update(optax.adam(1e-2), store)
-    rest = trained(tx, kept[5], 6)
-    assert_same(rest[-1], kept[11])
-    assert [info.name for info in store.checkpoints()] == ["5", "10"]
-    trained(tx, rest[-1], 4)
-    assert sorted(info.step for info in store.checkpoints()) == [10, 15]
-
-
 def test_a_kept_number_of_a_run_that_went_back_is_replaced(open_store):
     store, tx = opened(open_store)
-    two = HOWS["jit"](tx, *HOWS["jit"](tx, PARAMS, tx.init(PARAMS), True), True)
-    assert store.checkpoint(state=two[1]) == "2"
-    assert store.checkpoint(state=two[1]) == "2"  # as it is
-    three = HOWS["jit"](tx, *two, True)
-    store.checkpoint(state=three[1])
-    before = store.checkpoints()[-1].committed_at
-    kept = on_host(two)
+    kept = trained(tx, (PARAMS, tx.init(PARAMS)), 3)
+    store.checkpoint()
+    (before,) = store.checkpoints()
     store.close()
     store, tx = opened(open_store)
     tx.init(PARAMS)
-    again_three = trained(tx, kept, 1)[0]
-    assert store.checkpoint(state=again_three[1]) == "3"
-    assert names(store) == ["2", "3"]
-    assert store.checkpoints()[-1].committed_at != before
+    again = trained(tx, kept[1], 1)[0]
+    assert store.checkpoint(state=again[1]) == "3"
+    (after,) = store.checkpoints()
+    assert (after.name, before.name) == ("3", "3")
+    assert after.committed_at != before.committed_at
 
 
-def test_room_for_kept_steps_is_looked_for_at_init(open_store, place):
-    store = open_store(keep_steps=(5, 10**9))
-    tx = jaxinf.smart_update(optax.adam(1e-2), store)
-    with pytest.raises(jaxinf.StoreSpaceError, match="and 1000000000 kept steps"):
-        tx.init(PARAMS)
-    assert not (place / "store").exists()
-
-
-@pytest.mark.parametrize(
-    "how", [jax.jit, pytest.param(lambda init: init, marks=pytest.mark.long)]
-)
-def test_restart_keeps_the_old_run_and_begins_anew(how, open_store, caplog):
+def test_restart_keeps_the_old_run_and_begins_anew(open_store, caplog):
     kept = start(open_store)
     store = open_store()
     tx = jaxinf.smart_update(optax.adam(1e-2), store, on_existing="restart")
-    params = PARAMS
-    state = how(tx.init)(params)
+    state = jax.jit(tx.init)(PARAMS)
     assert int(state.step) == store.step == 0
-    assert_same(trained(tx, (params, state), 2)[-1], kept[2])
+    assert_same(trained(tx, (PARAMS, state), 2)[-1], kept[2])
     assert [i.name for i in store.checkpoints()] == ["step-3-before-restart"]
     assert "kept at step 3" in caplog.text
-    tx.init(params)
+    tx.init(PARAMS)
     assert sorted(i.step for i in store.checkpoints()) == [2, 3]
-    store.close()
-    store = open_store(restore="step-3-before-restart")
-    tx = jaxinf.smart_update(optax.adam(1e-2), store)
-    assert_same(trained(tx, kept[3], 1)[-1][1].step, np.int32(4))
+    # A state that is restored over the new one goes back to its step.
+    trained(tx, kept[3], 1)
+    assert "from step 0 to step 3 (checkpoints/step-3-before-" in caplog.text
+    assert store.step == 4
 
 
-def test_restart_and_a_state_restored_over_the_new_one(open_store, caplog):
-    """The run goes back to the step, though `init` has begun another one."""
-    store, tx = opened(open_store)
-    params = PARAMS
-    two = trained(tx, (params, tx.init(params)), 2)[-1]
-    store.checkpoint(state=two[1])
-    five = trained(tx, two, 3)[-1]
-    store.close()
-    store = open_store()
-    tx = jaxinf.smart_update(optax.adam(1e-2), store, on_existing="restart")
-    assert int(tx.init(params).step) == 0
-    assert_same(trained(tx, two, 3)[-1], five)
-    assert "from step 0 to step 2 (checkpoints/2)" in caplog.text
-    assert names(store) == ["2", "step-5-before-restart"]
-
-
-def test_restart_with_something_else_is_refused(open_store):
+def test_an_existing_store_is_refused(open_store):
     start(open_store)
-    store = open_store()
-    tx = jaxinf.smart_update(optax.sgd(0.1), store, on_existing="restart")
-    with pytest.raises(jaxinf.StoreMismatchError, match="move the store aside"):
-        tx.init(PARAMS)
-    assert store.step == 3
-    assert not store.checkpoints()
-
-
-def test_error_on_existing(open_store):
-    start(open_store)
-    store = open_store()
-    tx = jaxinf.smart_update(optax.adam(1e-2), store, on_existing="error")
-    with pytest.raises(
-        jaxinf.StoreMismatchError, match=r'found one at step 3; on_existing="resume"'
+    for tx, on_existing, message in (
+        (optax.sgd(0.1), "restart", "move the store aside"),
+        (optax.adam(1e-2), "error", r'found one at step 3; on_existing="resume"'),
     ):
-        tx.init(PARAMS)
-    assert int(jaxinf.smart_update(optax.adam(1e-2), store).init(PARAMS).step)
+        store = open_store()
+        tx = jaxinf.smart_update(tx, store, on_existing=on_existing)
+        with pytest.raises(jaxinf.StoreMismatchError, match=message):
+            tx.init(PARAMS)
+        assert store.step == 3
+        assert not store.checkpoints()

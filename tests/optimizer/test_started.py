@@ -61,9 +61,9 @@ def test_closing_waits_and_then_refuses(store):
 
 
 @pytest.mark.parametrize("value", [jnp.nan, 1.0])
-def test_an_update_that_fails_or_is_of_another_step(tmp_path, monkeypatch, value):
+def test_an_update_that_fails_or_is_of_another_step(open_store, monkeypatch, value):
     callback_form.use("start", monkeypatch)
-    store = jaxinf.open_store(tmp_path / "store")
+    store = open_store()
     tx = jaxinf.smart_update(optax.adam(0.1), store)
     params = {"v": jnp.ones(9), "w": jnp.ones((3, 5))}
     state = tx.init(params)
@@ -76,5 +76,4 @@ def test_an_update_that_fails_or_is_of_another_step(tmp_path, monkeypatch, value
     with pytest.raises(expected):
         store.check()
     store.close()
-    with jaxinf.open_store(tmp_path / "store") as again:
-        assert again.step == 0
+    assert open_store().step == 0

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from families import family
 
 import jaxinf
 
@@ -40,14 +39,9 @@ def loss_of(params, inputs=INPUTS):
     return jnp.mean((scale * (hidden @ weights + bias) - 1.0) ** 2)
 
 
-def as_transformation(tx):
-    return tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
-
-
-def train(tx, params, num_steps, *, state=None):
+def train(tx, params, num_steps):
     """Returns losses, params and state after some jitted steps."""
-    tx = as_transformation(tx)
-    state = tx.init(params) if state is None else state
+    state = tx.init(params)
 
     @jax.jit
     def step(params, state, inputs):
@@ -102,38 +96,16 @@ def test_init_under_jit_and_update_in_scan_with_donation(open_store):
 
 
 @pytest.mark.long
-def test_last_in_a_chain(open_store):
-    def chain(tx):
-        return optax.chain(optax.clip_by_global_norm(0.1), tx)
-
-    expected, _, _ = train(chain(optax.adamw(1e-2)), make_params(), 5)
-    smart = jaxinf.smart_update(optax.adamw(1e-2), open_store())
-    losses, _, _ = train(chain(smart), make_params(), 5)
-    np.testing.assert_allclose(losses, expected, rtol=1e-4)
-
-
-def test_all_leaves_as_one(open_store):
-    """The advice of docs/performance.md for thousands of small leaves."""
-    expected, _, _ = train(optax.adamw(1e-2), make_params(), 5)
-    store = open_store()
-    tx = optax.flatten(jaxinf.smart_update(optax.adamw(1e-2), store))
-    losses, _, _ = train(tx, make_params(), 5)
-    np.testing.assert_allclose(losses, expected, rtol=1e-4)
-    assert len(store._manifest.leaves) == 1
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_both_kinds_of_callbacks_give_the_same_bits(dtype, open_store, monkeypatch):
+def test_both_kinds_of_callbacks_give_the_same_bits(open_store, monkeypatch):
     results = []
     for kind in ("buffer", "start"):
         callback_form.use(kind, monkeypatch)
         tx = jaxinf.smart_update(optax.adamw(1e-2), open_store(kind))
-        results.append(train(tx, make_params(dtype), 4)[:2])
+        results.append(train(tx, make_params(jnp.bfloat16), 4)[:2])
     assert_same(*results)
 
 
-def test_eager_update_and_update_without_params(open_store):
+def test_updates_without_params(open_store):
     params = make_params()
     gradients = jax.tree.map(jnp.ones_like, params)
     plain = optax.adam(1e-2)
@@ -144,22 +116,10 @@ def test_eager_update_and_update_without_params(open_store):
     for u, e in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(u, e, rtol=1e-6)
     assert int(state.step) == 1
-
-
-def test_params_that_optax_needs_are_asked_for(open_store):
-    params = make_params()
-    tx = jaxinf.smart_update(optax.adamw(1e-2), open_store())
+    tx = jaxinf.smart_update(optax.adamw(1e-2), open_store("adamw"))
     state = tx.init(params)
-    with pytest.raises(ValueError, match="params"):
-        tx.update(params, state)
-
-
-def test_path_instead_of_a_store(place):
-    tx = jaxinf.smart_update(optax.adam(1e-3), place / "here")
-    params = make_params()
-    _, state = jax.jit(tx.update)(params, tx.init(params), params)
-    assert int(state.step) == 1
-    assert (place / "here" / "jaxinf.json").exists()
+    with pytest.raises(ValueError, match="params"):  # as optax does
+        tx.update(gradients, state)
 
 
 @pytest.mark.long
@@ -181,17 +141,14 @@ def test_read_params_are_as_free_to_move_as_the_given_ones(open_store):
         assert all(leaf.committed == is_committed for leaf in read)
 
 
-@pytest.mark.parametrize(
-    "how", family(["wait", "checkpoint", "params"], short=["wait", "checkpoint"])
-)
+@pytest.mark.parametrize("how", ["wait", "checkpoint", "params"])
 def test_what_is_dispatched_is_waited_for(how, open_store):
     """With an update in a jit of its own, of which nothing has been read."""
-    params = make_params()
-    store = open_store(how)
+    params, store = make_params(), open_store(how)
     tx = jaxinf.smart_update(optax.adam(1e-2), store)
     state, gradients = tx.init(params), jax.tree.map(jnp.ones_like, params)
     update = jax.jit(tx.update)
-    for step in range(1, 13):
+    for step in range(1, 9):
         updates, state = update(gradients, state, params)
         params = optax.apply_updates(params, updates)
         if how == "wait":
@@ -200,5 +157,4 @@ def test_what_is_dispatched_is_waited_for(how, open_store):
         elif how == "checkpoint":
             assert store.checkpoint() == str(step)
         else:
-            found = store.params(like=params)
-            jax.tree.map(np.testing.assert_array_equal, found, params)
+            assert_same(store.params(like=params), params)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from families import family
 
 import jaxinf
 
@@ -75,10 +74,6 @@ def train(tx, init, given, *, is_frozen=False, num_steps=5):
     return losses, model, state
 
 
-def arrays(model):
-    return eqx.filter(model, eqx.is_array)
-
-
 def inexact(model):
     return eqx.filter(model, eqx.is_inexact_array)
 
@@ -87,27 +82,12 @@ def itself(model):
     return model
 
 
-def first_alone(model):
-    return eqx.filter(model, trained_first(model))
-
-
-@pytest.mark.parametrize(
-    ("init", "given", "plain_init"),
-    family(
-        [
-            (arrays, arrays, inexact),
-            (itself, itself, inexact),
-            (inexact, itself, inexact),
-        ],
-        short=[(itself, itself, inexact)],
-    ),
-    ids=["arrays", "model", "filtered"],
-)
-def test_equinox_models_train_whatever_is_filtered(open_store, init, given, plain_init):
+@pytest.mark.parametrize("init", [itself, inexact])
+def test_equinox_models_train_whatever_is_filtered(open_store, init):
     store = open_store()
     tx = jaxinf.smart_update(optax.adamw(1e-2), store)
-    losses, model, state = train(tx, init, given)
-    expected, plain, _ = train(optax.adamw(1e-2), plain_init, inexact)
+    losses, model, state = train(tx, init, itself)
+    expected, plain, _ = train(optax.adamw(1e-2), inexact, inexact)
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
     np.testing.assert_array_equal(model.positions, plain.positions)
     read = store.params(like=model, state=state)
@@ -118,37 +98,22 @@ def test_equinox_models_train_whatever_is_filtered(open_store, init, given, plai
 
 @pytest.mark.parametrize(
     ("durability", "compress", "callback"),
-    family(
-        [("step", None, "buffer"), (2, None, "start"), ("step", 0.5, "buffer")],
-        short=[(2, None, "start"), ("step", 0.5, "buffer")],
-    ),
+    [(2, None, "start"), ("step", jaxinf.top_k(0.5), "buffer")],
 )
 def test_a_missing_gradient_leaves_params_and_state_as_they_are(
     open_store, durability, compress, callback, monkeypatch
 ):
     callback_form.use(callback, monkeypatch)
     store = open_store(durability=durability)
-    tx = jaxinf.smart_update(
-        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
-        store,
-        compress=None
-        if compress is None
-        else jaxinf.top_k(compress, error_feedback=False),
-    )
+    tx = jaxinf.smart_update(optax.adamw(1e-2), store, compress=compress)
     losses, model, state = train(tx, inexact, inexact, is_frozen=True)
-    before = Network()
-    np.testing.assert_array_equal(model.second.weight, before.second.weight)
+    before = Network().second.weight
+    np.testing.assert_array_equal(model.second.weight, before)
     assert losses[-1] < losses[0]
-    if compress is None:
-        plain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
-        expected, _, _ = train(plain, first_alone, first_alone, is_frozen=True)
-        np.testing.assert_allclose(losses, expected, rtol=1e-4)
     store.wait(state)
     assert not np.any(store.read("mu", "second/weight"))
     assert np.any(store.read("mu", "first/weight"))
-    np.testing.assert_array_equal(
-        store.read("params", "second/weight"), before.second.weight
-    )
+    np.testing.assert_array_equal(store.read("params", "second/weight"), before)
     assert store.step == 5
 
 
@@ -184,40 +149,13 @@ def test_a_frozen_leaf_causes_no_traffic(open_store):
 
 def test_a_bad_gradient_beside_a_missing_one_is_skipped(open_store):
     params = {"w": jnp.ones((30, 4)), "b": {"x": jnp.zeros((4,)), "y": jnp.ones((2,))}}
-    for durability in ("step", 3):
-        store = open_store(f"store-{durability}", durability=durability)
-        tx = jaxinf.smart_update(optax.adam(1e-2), store, nonfinite="skip")
-        state = tx.init(params)
-        for bad in (False, True, False):
-            gradient = jnp.full((30, 4), jnp.nan if bad else 0.5)
-            updates, state = tx.update({"w": gradient, "b": None}, state, params)
-            assert updates["b"] is None
-            params = {**params, "w": params["w"] + updates["w"]}
-        assert (int(state.step), int(state.skipped_steps)) == (2, 1)
-
-
-def test_gradients_of_another_tree_are_refused(open_store):
-    params = {"w": jnp.ones((3,)), "b": jnp.ones((3,))}
-    tx = jaxinf.smart_update(optax.adam(1e-2), open_store())
+    tx = jaxinf.smart_update(
+        optax.adam(1e-2), open_store(durability=3), nonfinite="skip"
+    )
     state = tx.init(params)
-    with pytest.raises(ValueError, match=r"\['w'\]|'w'"):
-        tx.update({"b": jnp.ones((3,))}, state, params)
-    nested = {"w": {"x": jnp.ones((3,)), "n": None}, "b": jnp.ones((3,))}
-    with pytest.raises(ValueError, match="expected a gradient, or None, for each leaf"):
-        tx.update({"w": jnp.ones((3,)), "b": None}, state, nested)
-
-
-def test_init_in_jit_over_params_that_it_closes_over(open_store):
-    params = {"w": jnp.ones((30, 4))}
-    store = open_store()
-    tx = jaxinf.smart_update(optax.adam(1e-2), store)
-    state = jax.eval_shape(lambda: tx.init(params))
-    assert not store.exists
-    state = jax.jit(lambda: tx.init(params))()
-    assert store.exists
-    updates, state = tx.update(params, state, params)
-    assert int(state.step) == 1
-    # The same for an update of arrays that are all known.
-    params = optax.apply_updates(params, updates)
-    _, state = jax.jit(lambda: tx.update(params, state, params))()
-    assert int(state.step) == 2
+    for bad in (False, True, False):
+        gradient = jnp.full((30, 4), jnp.nan if bad else 0.5)
+        updates, state = tx.update({"w": gradient, "b": None}, state, params)
+        assert updates["b"] is None
+        params = {**params, "w": params["w"] + updates["w"]}
+    assert (int(state.step), int(state.skipped_steps)) == (2, 1)

@@ -1,7 +1,6 @@
 """Updates of 16-bit params have the gradient's dtype, and lose nothing over time."""
 
 import json
-from itertools import product
 from typing import Any
 
 import jax
@@ -9,13 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from families import family
 
 import jaxinf
 
 pytestmark = pytest.mark.optimized
 
-DTYPES = [jnp.bfloat16, jnp.float16]
 SIZE = 5000
 
 
@@ -61,8 +58,9 @@ def differences(store, params):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scale", [1e-4, 1e-2])
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [(jnp.bfloat16, 1e-2), (jnp.float16, 1e-4)]
+)
 def test_small_updates_are_exact(tmp_path, dtype, scale):
     """No element changes its sign or loses half of its magnitude."""
     params = {"w": jnp.abs(numbers(0, dtype)) + jnp.ones((), dtype)}
@@ -75,47 +73,42 @@ def test_small_updates_are_exact(tmp_path, dtype, scale):
             assert not bounds_of(store)
 
 
-HUGE = [*product((0.7, 30.0), DTYPES)]
-
-
 @pytest.mark.long
-@pytest.mark.parametrize(("scale", "dtype"), HUGE)
+@pytest.mark.parametrize(("scale", "dtype"), [(0.7, jnp.bfloat16), (30.0, jnp.float16)])
 def test_huge_updates_are_a_rounding_away_until_the_next(tmp_path, dtype, scale):
     params = {"w": numbers(0, dtype)}
     plain = jax.tree.map(lambda p: p.astype(jnp.float32), params)
     path = tmp_path / "store"
-    with jaxinf.open_store(path) as store:
-        tx = jaxinf.smart_update(optax.sgd(scale), store)
-        step, state = steps_of(tx), tx.init(params)
-        for seed in range(1, 6):
-            gradients = {"w": numbers(seed, dtype)}
-            before = np.abs(np.asarray(params["w"], np.float64))
-            params, state = step(params, state, gradients)
-            plain = optax.apply_updates(
-                plain, jax.tree.map(lambda g: -scale * g.astype(jnp.float32), gradients)
-            )
-            found = differences(store, params)
-            np.testing.assert_array_equal(store.read("params", "w"), plain["w"])
-            # One rounding of the update, whose magnitude is at most the sum of both.
-            most = before + np.abs(np.asarray(plain["w"]))
-            epsilon = float(jnp.finfo(dtype).eps)
-            assert (found <= most * epsilon).all()
-        assert found.any()
-        params, state = step(params, state, {"w": jnp.zeros((SIZE,), dtype)})
-        assert np.median(differences(store, params)) == 0
+    tx = jaxinf.smart_update(optax.sgd(scale), path)
+    step, state = steps_of(tx), tx.init(params)
+    store = jaxinf.store_of(path)
+    for seed in range(1, 6):
+        gradients = {"w": numbers(seed, dtype)}
+        before = np.abs(np.asarray(params["w"], np.float64))
+        params, state = step(params, state, gradients)
+        plain = optax.apply_updates(
+            plain, jax.tree.map(lambda g: -scale * g.astype(jnp.float32), gradients)
+        )
+        found = differences(store, params)
+        np.testing.assert_array_equal(store.read("params", "w"), plain["w"])
+        # One rounding of the update, whose magnitude is at most the sum of both.
+        most = before + np.abs(np.asarray(plain["w"]))
+        assert (found <= most * float(jnp.finfo(dtype).eps)).all()
+    assert found.any()
+    params, state = step(params, state, {"w": jnp.zeros((SIZE,), dtype)})
+    assert np.median(differences(store, params)) == 0
+    store.close()
     # The run goes on with params that differ from the store's, and not with others.
-    with jaxinf.open_store(path) as store:
-        tx = jaxinf.smart_update(optax.sgd(scale), store)
-        state = tx.init(params)
-        wrong = {"w": params["w"] + jnp.ones((), dtype)}
-        gradients = {"w": numbers(7, dtype)}
-        with pytest.raises(jaxinf.StoreMismatchError, match="the params are not those"):
-            tx.update(gradients, state, wrong)
-    with jaxinf.open_store(path) as store:
-        tx = jaxinf.smart_update(optax.sgd(scale), store)
-        state = tx.init(params)
-        params, state = steps_of(tx)(params, state, gradients)
-        differences(store, params)
+    tx = jaxinf.smart_update(optax.sgd(scale), path)
+    state, gradients = tx.init(params), {"w": numbers(7, dtype)}
+    wrong = {"w": params["w"] + jnp.ones((), dtype)}
+    with pytest.raises(jaxinf.StoreMismatchError, match="the params are not those"):
+        tx.update(gradients, state, wrong)
+    jaxinf.close(path)
+    tx = jaxinf.smart_update(optax.sgd(scale), path)
+    params, state = steps_of(tx)(params, tx.init(params), gradients)
+    differences(jaxinf.store_of(path), params)
+    jaxinf.close(path)
 
 
 def test_float32_updates_reach_the_rounded_master(tmp_path):
@@ -129,22 +122,17 @@ def test_float32_updates_reach_the_rounded_master(tmp_path):
             assert updates["w"].dtype == jnp.float32
             params = optax.apply_updates(params, updates)
             assert not differences(store, params).any()
-    with pytest.raises(ValueError, match='expected "gradient" or "float32"'):
-        jaxinf.smart_update(optax.sgd(0.7), tmp_path / "store", updates="bfloat16")
-
-
-def test_gradients_of_another_dtype_have_float32_updates(tmp_path):
+    # Those of gradients of another dtype are in float32, too.
     params = {"w": numbers(0, jnp.bfloat16), "x": numbers(0, jnp.float32)}
-    tx = jaxinf.smart_update(optax.sgd(0.7), tmp_path / "store")
+    tx = jaxinf.smart_update(optax.sgd(0.7), tmp_path / "other")
     gradients = {"w": numbers(1, jnp.float32), "x": numbers(1, jnp.bfloat16)}
     updates, _ = jax.jit(tx.update)(gradients, tx.init(params), params)
     assert {leaf.dtype for leaf in updates.values()} == {jnp.dtype(jnp.float32)}
-    jaxinf.close(tmp_path / "store")
+    jaxinf.close(tmp_path / "other")
 
 
-@pytest.mark.parametrize("dtype", family([jnp.float32, *DTYPES], short=[jnp.float16]))
-def test_a_step_is_skipped_by_cond(tmp_path, dtype):
-    params = {"w": numbers(0, dtype)}
+def test_a_step_is_skipped_by_cond(tmp_path):
+    params = {"w": numbers(0, jnp.float16)}
     with jaxinf.open_store(tmp_path / "store") as store:
         tx = jaxinf.smart_update(optax.adam(1e-2), store)
         state = tx.init(params)
@@ -159,8 +147,8 @@ def test_a_step_is_skipped_by_cond(tmp_path, dtype):
             return optax.apply_updates(params, updates), state
 
         for number, ok in enumerate((True, False, False, True)):
-            old = params
-            params, state = step(params, state, {"w": numbers(number, dtype)}, ok)
+            old, gradients = params, {"w": numbers(number, jnp.float16)}
+            params, state = step(params, state, gradients, ok)
             assert bool(jnp.all(old["w"] == params["w"])) != ok
         store.wait(state)
         assert store.step == int(state.step) == 2
@@ -168,10 +156,9 @@ def test_a_step_is_skipped_by_cond(tmp_path, dtype):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("durability", ["step", 3])
-def test_a_leaf_without_a_gradient_stays_inexact(tmp_path, durability):
+def test_a_leaf_without_a_gradient_stays_inexact(tmp_path):
     params = {"w": numbers(0, jnp.bfloat16), "x": numbers(1, jnp.bfloat16)}
-    with jaxinf.open_store(tmp_path / "store", durability=durability) as store:
+    with jaxinf.open_store(tmp_path / "store", durability=3) as store:
         tx = jaxinf.smart_update(optax.sgd(0.7), store)
         state = tx.init(params)
         for seed, has_gradient in enumerate((True, False, False, True)):

@@ -31,28 +31,19 @@ def on_trace(function):
 
 
 def test_leaves_with_equal_bodies_share_one_kernel():
-    for tx in (
-        optax.adamw(1e-3),
-        optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9)),
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
+    for trace, tx in (
+        (trace_update, optax.adamw(1e-3)),
+        (trace_update, clipped),
+        (trace_init, optax.adamw(1e-3)),
     ):
-        program = trace_update(tx, PARAMS)
-        assert len({id(leaf.kernel) for leaf in program.leaves}) == 1
-    init = trace_init(optax.adamw(1e-3), PARAMS)
-    assert len({id(leaf.kernel) for leaf in init.leaves}) == 1
-
-
-def test_equal_programs_have_equal_kernels_and_texts():
-    first, second, other, third = (
-        trace_update(tx, PARAMS)
-        for tx in (
-            optax.adamw(1e-3), optax.adamw(1e-3), optax.adamw(1e-4), optax.adam(1e-3)
-        )
-    )  # fmt: skip
-    assert first.leaves[0].kernel == second.leaves[0].kernel
-    assert hash(first.leaves[0].kernel) == hash(second.leaves[0].kernel)
-    assert first.leaves[0].kernel != other.leaves[0].kernel
-    texts = [program.leaves[0].kernel.describe() for program in (first, other, third)]
-    assert texts[0] == texts[1] != texts[2]
+        assert len({id(leaf.kernel) for leaf in trace(tx, PARAMS).leaves}) == 1
+    one, two, other = (
+        trace_update(optax.adamw(rate), PARAMS).leaves[0].kernel
+        for rate in (1e-3, 1e-3, 1e-4)
+    )
+    assert one == two != other
+    assert one.describe() == other.describe()  # a literal is no difference
 
 
 def test_frozen_leaves_store_nothing():
@@ -94,27 +85,15 @@ def test_prefixes_on_one_leaf_get_numbers_on_all():
 
 
 def test_names_without_attributes_and_reserved_names():
-    def init(params):
-        return {"params": params}, (params,), params
-
-    tx = optax.GradientTransformation(init, lambda u, s, p=None: (u, s))
-    (slots,) = trace_init(tx, {"w": jnp.zeros(3)}).layout.slots
-    assert [slot.name for slot in slots] == ["0_params", "1_0", "2"]
-
-    tx = optax.GradientTransformation(lambda p: p, lambda u, s, p=None: (u, s))
-    assert trace_init(tx, {"w": jnp.zeros(3)}).layout.slots[0][0].name == "state"
-
-    tx = optax.GradientTransformation(
-        lambda p: {"params": p}, lambda u, s, p=None: (u, s)
-    )
-    assert trace_init(tx, {"w": jnp.zeros(3)}).layout.slots[0][0].name == "params_1"
-
-
-def test_layout_of_adam():
-    layout = trace_init(optax.adam(1e-3), PARAMS).layout
-    assert layout.scalar_paths == ("[0].count",)
-    assert layout.scalar_indices == (0,)
-    assert [slot.state_index for slot in layout.slots[1]] == [2, 5]
+    params = {"w": jnp.zeros(3)}
+    for init, names in (
+        (lambda p: ({"params": p}, (p,), p), ["0_params", "1_0", "2"]),
+        (lambda p: p, ["state"]),
+        (lambda p: {"params": p}, ["params_1"]),
+    ):
+        tx = optax.GradientTransformation(init, lambda u, s, p=None: (u, s))
+        (slots,) = trace_init(tx, params).layout.slots
+        assert [slot.name for slot in slots] == names
 
 
 @pytest.mark.parametrize("shape", [(), (2,)])
@@ -135,18 +114,6 @@ def test_a_leaf_whose_path_ends_another():
     params = {"a": {"b": jnp.zeros(3)}, "b": jnp.zeros(3)}
     slots = trace_init(optax.sgd(0.1, momentum=0.9), params).layout.slots
     assert [[slot.state_index for slot in leaf] for leaf in slots] == [[0], [1]]
-
-
-def test_leaf_infos_of_nnx_variables():
-    nnx = pytest.importorskip("flax.nnx")
-    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-    infos = leaf_infos(nnx.state(model, nnx.Param))
-    assert {info.path: info.shape for info in infos} == {
-        ("bias",): (3,),
-        ("kernel",): (2, 3),
-    }
-    program = trace_update(optax.adam(1e-3), nnx.state(model, nnx.Param))
-    assert [slot.name for slot in program.leaves[0].slots] == ["mu", "nu"]
 
 
 def test_leaves_are_checked():
@@ -209,10 +176,7 @@ REFUSED = {
         optax.contrib.prodigy(),
         r"state.estim_lr: .*reduce_sum .*, for prodigy\) .*docs/optimizers.md lists",
     ),
-    "adafactor": (
-        optax.adafactor(1e-2),
-        r"reduce_sum|reduce_max|reduce_mean|sqrt",
-    ),
+    "large state": (optax.adafactor(1e-2), r"v_col\['w'\].*65536 bytes"),
     "cumsum": (
         on_trace(lambda u: jnp.cumsum(u.ravel()).reshape(u.shape)),
         "reshape|cum",
@@ -220,10 +184,6 @@ REFUSED = {
     "erf": (
         on_trace(lax.erf),
         r"primitive erf \(from .* in test_split.py, for stateless\)",
-    ),
-    "transposed": (
-        optax.chain(optax.trace(0.9), stateless(lambda u, p: u.T + 0 * p)),
-        "transpose",
     ),
     "scalar_of_stored_state": (
         keeping(lambda state: {**state, "sum": jnp.sum(state["b"])}, {"sum": 0.0}),
@@ -244,21 +204,10 @@ REFUSED = {
 def test_what_is_not_elementwise_is_refused(name):
     tx, message = REFUSED[name]
     params = {"b": jnp.zeros((5, 5)), "c": jnp.zeros((5, 5))}
+    if name == "large state":
+        params = {"w": jnp.zeros((20000, 300))}
     with pytest.raises(UnsupportedTransformError, match=message):
         trace_update(tx, params)
-
-
-def test_large_unstored_state_is_refused():
-    params = {"w": jnp.zeros((20000, 300))}
-    with pytest.raises(UnsupportedTransformError, match=r"v_col\['w'\].*65536 bytes"):
-        trace_update(optax.adafactor(1e-2), params)
-
-
-def test_the_remedy_for_accumulation_works():
-    inner = optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation()
-    tx = optax.chain(optax.clip_by_global_norm(1.0), inner)
-    slots = trace_update(tx, PARAMS).leaves[0].slots
-    assert [slot.name for slot in slots] == ["mu", "nu", "acc_grads"]
 
 
 def test_what_needs_no_storage_is_an_array():
@@ -274,6 +223,31 @@ def test_what_needs_no_storage_is_an_array():
     assert {array.shape for array in inputs.arrays} == {(2, 3)}
 
 
+def test_extra_args_are_inputs_or_fixed():
+    def by_factor(updates, state, params=None, *, factor, flags, **_):
+        del params
+        sign = -1.0 if flags["negate"] else 1.0
+        return jax.tree.map(lambda g: sign * factor * g, updates), state
+
+    tx = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), by_factor)
+    traced = {"factor": 1.0, "flags": {"negate": True}}
+    program, leaves = trace_update(tx, PARAMS, traced), jax.tree.leaves(PARAMS)
+
+    def scalars(extra_args):
+        _, inputs = program.prologue(leaves, leaves, [], extra_args)
+        return [float(scalar) for scalar in inputs[0].scalars]
+
+    assert scalars({**traced, "factor": 2.0}) == [-2.0]
+    assert scalars({**traced, "factor": jnp.float32(3.0)}) == [-3.0]
+    for extra_args, message in (
+        ({"factor": 2.0, "flags": {"negate": False}}, "expected True, as .* traced"),
+        ({"factor": 2.0}, "extra_args: expected PyTreeDef"),
+        ({**traced, "factor": jnp.ones(2)}, r"extra_args: expected ShapeDtypeStruct"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            scalars(extra_args)
+
+
 def test_the_prologue_is_pruned():
     """No float32 copy of a 16-bit gradient is made where none is reduced."""
     params = {"w": jnp.zeros((200, 300), jnp.bfloat16)}
@@ -283,8 +257,3 @@ def test_the_prologue_is_pruned():
     traced = jax.make_jaxpr(program.prologue)(leaves, leaves, counts)
     assert all(not var.aval.shape for eqn in traced.eqns for var in eqn.outvars)
     assert "f64" not in str(traced)
-
-
-def test_the_transform_is_checked():
-    with pytest.raises(TypeError, match="tx: expected an optax GradientTransformation"):
-        trace_update(3, PARAMS)

@@ -16,7 +16,6 @@ import jaxinf
 from jaxinf.documents import (
     MOST_BYTES,
     MOST_NESTING,
-    Document,
     DocumentError,
     decode,
 )
@@ -59,21 +58,17 @@ def test_a_small_manifest_of_a_giant_takes_no_memory(store, length):
 
 @pytest.mark.parametrize("name", ["jaxinf.json", "slots/b/commit.json"])
 @pytest.mark.parametrize("kind", ["pipe", "socket", "sparse", "link", "folder"])
-def test_only_files_of_some_size_are_read(store, name, kind):
+def test_only_files_of_some_size_are_read(store, name, kind, monkeypatch):
     file = store / name
     file.unlink()
     match kind:
         case "pipe":
             os.mkfifo(file)
         case "socket":
-            here = os.open(".", os.O_DIRECTORY)
-            os.chdir(file.parent)  # names of sockets are short
-            try:
+            with monkeypatch.context() as patch:
+                patch.chdir(file.parent)  # names of sockets are short
                 with socket.socket(socket.AF_UNIX) as end:
                     end.bind(file.name)
-            finally:
-                os.fchdir(here)
-                os.close(here)
         case "sparse":
             file.touch()
             os.truncate(file, 1 << 40)
@@ -102,20 +97,18 @@ def test_opening_a_store_looks_at_no_chunk(place, monkeypatch):
     leaves = {"w": ((64, 4096), "float32")}
     driver = Driver(place / "store", leaves=leaves, chunk_elements=4096)
     driver.init().close()
-    num_chunks = len(list((place / "store" / "slots/a").rglob("c/*/0")))
-    assert num_chunks == 2 * 64
     opened = []
-    real = {name: getattr(os, name) for name in ("open", "stat", "lstat", "unlink")}
-    for name, call in real.items():
+    for name in ("open", "stat", "lstat", "unlink"):
+        real = getattr(os, name)
 
-        def counted(path, *args, call=call, **options):
-            opened.append(path)
+        def counted(path, *args, call=real, **options):
+            opened.append(os.fsdecode(path))
             return call(path, *args, **options)
 
         monkeypatch.setattr(os, name, counted)
     jaxinf.open_store(place / "store").close()
-    assert 10 < len(opened) < num_chunks
-    assert not [path for path in opened if "/c/" in os.fsdecode(path)]
+    assert 10 < len(opened) < 2 * 64
+    assert not [path for path in opened if "/c/" in path]
 
 
 def test_strays_among_checkpoints_are_reported(store, capsys, caplog):
@@ -169,16 +162,3 @@ def test_errors_hold_nothing_that_a_terminal_obeys():
 def test_bounds_of_documents(raw, problem):
     with pytest.raises(DocumentError, match=problem):
         decode(raw, tuple[Annotated[int, Meta(ge=0)], ...])
-
-
-@pytest.mark.parametrize(
-    "key", ["x - at `$.a[9]", "x - at `$[...]", "x` - at `key` in `$.a`", "\n`"]
-)
-def test_a_key_that_looks_like_a_place_is_refused_as_a_key(key):
-    class Known(Document, frozen=True):
-        a: tuple[int, ...] = ()
-
-    with pytest.raises(DocumentError, match=r"key|field"):
-        decode(json.dumps({"a": [1], key: 2}).encode(), Known)
-    with pytest.raises(DocumentError, match=r"^a\[0\]: expected a whole number, found"):
-        decode(json.dumps({"a": [key]}).encode(), Known)

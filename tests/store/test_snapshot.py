@@ -149,17 +149,3 @@ def test_those_of_the_dead_are_pruned(make_directory, write_step, read_elsewhere
             left = (directory.csd_directory(csd) / "snapshots").iterdir()
             assert {p.name for p in left} <= {mine.name}
         check_holds(directory, mine, first)
-
-
-def test_pruning_is_not_disturbed(make_directory, write_step):
-    directory = make_directory()
-    prune_snapshots(directory)
-    write_step(directory, "a", 0)
-    with pinned_step(directory) as step:
-        path = step.path
-        (path.parent / "stray").write_text("")
-        (path.parent / "empty").mkdir()
-        prune_snapshots(directory)
-        assert sorted(p.name for p in path.parent.iterdir()) == sorted(
-            [path.name, "stray"]
-        )

@@ -19,13 +19,7 @@ def validation(log_dir):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "mode",
-    [
-        [],
-        ["--mode", "stream", "--memory", "256MiB"],
-    ],
-)
+@pytest.mark.parametrize("mode", [[], ["--mode", "stream", "--memory", "256MiB"]])
 def test_a_run_with_an_average(run, tmp_path, mode):
     store, evaluated = tmp_path / "store", ["--eval-every", 4]
     words = [*mode, "--ema", "0.5,every=2", *evaluated]
@@ -40,20 +34,12 @@ def test_a_run_with_an_average(run, tmp_path, mode):
         held = {kept.name: kept.step for kept in opened.checkpoints()}
         assert held["best"] == best
         leaf = opened._manifest.leaves[0].name
-        held = opened.read("average", leaf)
-        assert np.any(held != opened.read("params", leaf))
-    export = ["checkpoint", "export", str(store), str(tmp_path / "hf"), "--average"]
-    assert not main([*export, "--format", "huggingface"])
-    tensors = safetensors.numpy.load_file(tmp_path / "hf" / "model.safetensors")
-    assert any(
-        held.size == t.size and np.array_equal(np.sort(t, None), np.sort(held, None))
-        for t in tensors.values()
-    )
+        assert np.any(opened.read("average", leaf) != opened.read("params", leaf))
 
 
 @pytest.mark.long
 def test_a_schedule_free_run_is_evaluated_by_its_average(run, tmp_path, monkeypatch):
-    """In each mode by x, and it trains on from y."""
+    """In each mode by x, and it trains on from y; an export is of x, too."""
 
     def losses(name, *words):
         place = ("--log-dir", tmp_path / name, "--steps", 6, "--eval-every", 3)
@@ -66,26 +52,15 @@ def test_a_schedule_free_run_is_evaluated_by_its_average(run, tmp_path, monkeypa
     assert losses("update", *store) == pytest.approx(expected, rel=1e-5)
     with jaxinf.open_store(tmp_path / "store") as opened:
         assert opened.checkpoints()[-1].name == "best"
+        y, z = (opened.read(state, "wte") for state in ("params", "z"))
+    export = ["checkpoint", "export", str(tmp_path / "store"), str(tmp_path / "hf")]
+    assert not main([*export, "--format", "huggingface"])
+    tensors = safetensors.numpy.load_file(tmp_path / "hf" / "model.safetensors")
+    (x,) = [values for name, values in tensors.items() if name.endswith("wte.weight")]
+    assert np.abs(x - y).max() > 1e-3
+    np.testing.assert_allclose(x, (y - (1 - 0.9) * z) / 0.9, atol=1e-6)
     streamed = ("--mode", "stream", "--memory", "256MiB", "--store", tmp_path / "s")
     assert losses("stream", *streamed) == pytest.approx(expected, rel=1e-5)
-    frozen = ("--freeze", "wte")
-    expected_frozen = losses("frozen", "--mode", "memory", *frozen)
-    found = losses("frozen-s", "--store", tmp_path / "frozen-store", *frozen)
-    assert found == pytest.approx(expected_frozen, rel=1e-5)
     monkeypatch.setattr(TrainConfig, "evaluates_average", False)
     of_y = losses("y", "--mode", "memory")
     assert abs(of_y[-1] - expected[-1]) > 1e-3
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--ema", "1.5"], "--ema 1.5: ema: decay=1.5: expected a number from 0 to 1"),
-        (["--ema", "0.9,decay=1"], "expected DECAY, such as 0.999"),
-        (["--ema", "0.9", "--mode", "memory"], "--ema: --mode memory keeps nothing"),
-    ],
-)
-def test_flags_that_are_refused(run, tmp_path, capsys, words, message):
-    place = [] if "memory" in words else ["--store", tmp_path / "store"]
-    assert run(*place, "--steps", 2, *words) == 2
-    assert message in " ".join(capsys.readouterr().err.split())

@@ -66,18 +66,6 @@ def test_checkpoints_by_policy_and_back_to_one(config, tmp_path, capsys):
 
 
 @pytest.mark.long
-def test_a_restored_run_keeps_its_own_checkpoints(config, tmp_path):
-    root = tmp_path / "store" / "checkpoints"
-    options = {"checkpoint_every": 2}
-    train(config(steps=6, **options))
-    old = (root / "6" / "commit.json").read_text()
-    restore(config, "4")
-    train(config(steps=8, learning_rate=0.5, **options))
-    assert sorted(p.name for p in root.iterdir()) == ["4", "6", "8"]
-    assert (root / "6" / "commit.json").read_text() != old
-
-
-@pytest.mark.long
 def test_the_best_evaluated_step_is_kept(config, tmp_path):
     """Also by a run that was complete once: its best is replaced, or stays."""
 
@@ -91,28 +79,6 @@ def test_the_best_evaluated_step_is_kept(config, tmp_path):
         assert train(config(steps=steps, eval_every=2)) == 0
         found, best = losses_and_best()
         assert found[best] == min(found.values())
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("first", [2, 4])
-def test_no_worse_step_replaces_the_best_with_other_logs(
-    config, tmp_path, first, monkeypatch
-):
-    """Neither if the last commit has its loss, nor if that is the best's own."""
-    found = iter([5.0, 1.0, 2.0][: first // 2 + 1])  # of steps 0, 2 and perhaps 4
-
-    def evaluate(self, params):
-        return Evaluation(next(found), 0.5)
-
-    monkeypatch.setattr(Evaluator, "evaluate", evaluate)
-    assert train(config(steps=first, eval_every=2)) == 0
-    # Of the store again, only if its last commit is the best's own; then later steps.
-    found = iter([1.0] * (first == 2) + [4.0, 3.0])
-    logs = {"log_dir": tmp_path / "others"}
-    assert train(config(steps=first + 4, eval_every=2, **logs)) == 0
-    assert next(found, None) is None
-    record = json.loads((tmp_path / "store/checkpoints/best/commit.json").read_text())
-    assert record["step"] == 2
 
 
 @pytest.mark.parametrize(
@@ -139,37 +105,23 @@ def test_the_best_loss_is_what_a_later_commit_says(said, expected):
 def test_processes_have_one_best():
     """Some had replaced theirs when they were killed."""
     payload = {"best": {"step": 5, "loss": 2.0}}
-    for steps, expected in (((5, 5), Best(5, 2.0)), ((10, 10), Best())):
-        assert best_in_processes(steps, payload) == [expected] * 2
-    for steps in ((10, 5), (5, 10)):
-        assert best_in_processes(steps, payload) == [Best()] * 2
 
+    def best_in_processes(*steps):
+        stores = [
+            SimpleNamespace(
+                exists=True,
+                step=10,
+                payload=payload,
+                checkpoints=lambda n=n: [SimpleNamespace(name="best", step=n)],
+            )
+            for n in steps
+        ]
+        own = [best_of(store, Group("alone")) for store in stores]
+        return [best_of(s, SimpleNamespace(gather=lambda *_: own)) for s in stores]
 
-@pytest.mark.long
-def test_a_checkpoint_named_best_of_unknown_loss_stays(config, tmp_path, capsys):
-    train(config(steps=1))
-    assert jaxinf_main(["checkpoint", "save", str(tmp_path / "store"), "best"]) == 0
-    train(config(steps=2))
-    record = tmp_path / "store/checkpoints/best/commit.json"
-    before = record.read_bytes()
-    train(config(steps=4, eval_every=1))
-    assert record.read_bytes() == before
-    said = " ".join(capsys.readouterr().out.split())
-    assert "checkpoint best is of step 1, whose loss is not known" in said
-
-
-def best_in_processes(steps, payload):
-    stores = [
-        SimpleNamespace(
-            exists=True,
-            step=10,
-            payload=payload,
-            checkpoints=lambda step=step: [SimpleNamespace(name="best", step=step)],
-        )
-        for step in steps
-    ]
-    own = [best_of(store, Group("alone")) for store in stores]
-    return [best_of(s, SimpleNamespace(gather=lambda *_: own)) for s in stores]
+    assert best_in_processes(5, 5) == [Best(5, 2.0)] * 2
+    for steps in ((10, 10), (10, 5), (5, 10)):
+        assert best_in_processes(*steps) == [Best()] * 2
 
 
 def test_an_evaluation_weighs_batches_by_their_tokens():

@@ -34,30 +34,3 @@ def test_a_failed_export_is_in_the_exit_status(run, tmp_path, capsys, caplog):
     assert caplog.text.count("step 4 is not exported to") == 1
     with jaxinf.open_store(tmp_path / "store") as store:
         assert store.step == 5
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (("--export-to", "file:///a"), "--export-to: expected --checkpoint-every K"),
-        (
-            ("--checkpoint-every", 2, "--export-to", "ftp://h/a"),
-            "--export-to: expected a URL of file://, gs://, s3://, found ftp://",
-        ),
-        (
-            ("--checkpoint-every", 2, "--export-to", "s3://key:secret@bucket/a"),
-            "--export-to: s3://…: expected s3://BUCKET/PATH alone",
-        ),
-        (
-            ("--mode", "memory", "--checkpoint-every", 2, "--export-to", "file:///a"),
-            "--mode memory keeps nothing on drives",
-        ),
-    ],
-)
-def test_is_refused_before_anything_is_written(run, tmp_path, capsys, words, expected):
-    store = () if "memory" in words else ("--store", tmp_path / "store")
-    assert run(*store, *words) == 2
-    err = capsys.readouterr().err
-    assert expected in err
-    assert "secret" not in err
-    assert not (tmp_path / "store").exists()

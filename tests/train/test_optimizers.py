@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jaxinf_models import GPT2Config, make_model, split, task_loss
+from jaxinf_models import GPT2Config, make_model, split
 
 from jaxinf.command_line import UsageError
 from jaxinf.native import toolchain
@@ -15,9 +15,8 @@ from jaxinf.train.optimizers import (
     check_optimizer,
     learning_rates,
     make_optimizer,
-    optax_optimizers,
 )
-from jaxinf.train.step import compile_train_step, gradients_of
+from jaxinf.train.step import gradients_of
 
 pytestmark = pytest.mark.optimized("long")
 
@@ -52,16 +51,8 @@ def updates_of(tx, num_steps=3):
          optax.adamw(0.01, b2=0.9, weight_decay=0.1, mu_dtype="bfloat16")),
         ("sgd", ("nesterov=True",), optax.sgd(0.01, 0.9, nesterov=True)),
         ("sgd", ("momentum=none",), optax.sgd(0.01)),
-        ("nadam", ("eps=1e-3",), optax.nadam(0.01, eps=1e-3)),
-        ("rmsprop", ("centered=true",), optax.rmsprop(0.01, centered=True)),
-        pytest.param(
-            "prodigy",
-            ("betas=0.8,0.9",),
-            optax.contrib.prodigy(0.01, (0.8, 0.9)),
-            marks=pytest.mark.long,
-        ),
         ("radam", ("threshold=2",), optax.radam(0.01, threshold=2)),
-        ("adadelta", (), optax.adadelta(0.01)),
+        ("prodigy", ("betas=0.8,0.9",), optax.contrib.prodigy(0.01, (0.8, 0.9))),
     ],
 )  # fmt: skip
 def test_arguments_are_optaxs(optimizer, words, expected):
@@ -83,37 +74,6 @@ def test_schedules(schedule, expected):
     rates = learning_rates(config(learning_rate=1.0, **options))
     found = [rates(count) for count in (0, 1, 2, 3, 5, 9)]
     np.testing.assert_allclose(found, expected, rtol=1e-6)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("boundaries", "is_clipped"),
-    [
-        ("split", True),
-        *(
-            pytest.param(boundaries, is_clipped, marks=pytest.mark.long)
-            for boundaries in ("fused", "halves", "split")
-            for is_clipped in (True, False)
-            if (boundaries, is_clipped) != ("split", True)
-        ),
-    ],
-)
-def test_norm_of_a_steps_gradients(boundaries, is_clipped):
-    graphdef, params = split(make_model(TINY, rngs=nnx.Rngs(0)))
-    tokens = np.arange(16, dtype=np.int32).reshape(2, 8)
-    batch = {"tokens": tokens, "targets": tokens + 1}
-    tx = optax.sgd(0.5)
-    tx = optax.chain(optax.clip_by_global_norm(0.1), tx) if is_clipped else tx
-    example = (params, tx.init(params), batch)
-    config = TrainConfig(clip_norm=float(is_clipped))
-    step = compile_train_step(config, graphdef, tx, boundaries, *example)
-
-    def loss_of(params):
-        return task_loss(nnx.merge(graphdef, params), "causal-lm", batch)
-
-    expected = optax.tree.norm(jax.jit(jax.grad(loss_of))(params))
-    _, _, (_, norm) = step(*example)
-    np.testing.assert_allclose(norm, expected, rtol=1e-5)
 
 
 @pytest.mark.long
@@ -140,11 +100,7 @@ def test_micro_batches_are_the_same_in_update_and_in_memory(run, losses, tmp_pat
     words = ("--micro-batches", 2, "--steps", 5)
     assert run("--store", tmp_path / "store", *words) == 0
     assert run("--mode", "memory", "--log-dir", tmp_path / "memory", *words) == 0
-    found = losses(tmp_path / "store-log")
-    assert found == losses(tmp_path / "memory")
-    whole = ("--mode", "memory", "--log-dir", tmp_path / "whole")
-    assert run(*whole, "--steps", 5) == 0
-    np.testing.assert_allclose(found, losses(tmp_path / "whole"), rtol=1e-5)
+    assert losses(tmp_path / "store-log") == losses(tmp_path / "memory")
 
 
 @pytest.mark.parametrize(
@@ -154,59 +110,29 @@ def test_micro_batches_are_the_same_in_update_and_in_memory(run, losses, tmp_pat
         ("xyz", (), "known are acprop, adabelief, "),
         ("chain", (), "expected an optimizer of optax or optax.contrib"),
         ("adamw", ("b3=1",), "b3=1: adamw has no b3; it has b1, b2, eps, "),
-        ("adamw", ("b2",), "b2: expected KEY=VALUE"),
         ("adamw", ("b2=",), "b2=: expected KEY=VALUE"),
         ("adamw", ("b2=high",), "b2=high: expected a number"),
-        ("adamw", ("b2=true",), "b2=true: expected a number"),
         ("adamw", ("nesterov=1",), "nesterov=1: expected true or false"),
-        ("adamw", ("mask=w",), "expected a number, true, false or none"),
         ("adamw", ("b2=0.9", "b2=0.8"), "b2 is given twice"),
         ("adamw", ("learning_rate=1",), "give --learning-rate instead"),
-        ("adamw", ("mu_dtype=float7",), "float7"),
         ("lbfgs", ("memory_size=2.5",), "memory_size=2.5: expected arguments that opt"),
         ("prodigy", ("betas=0.9",), "betas=0.9: .*not enough values to unpack"),
-        ("sophia", ("hessian_diagonal_fn=1",), "expected arguments that optax takes"),
         ("dpsgd", ("seed=0",), "missing 2 required .*: 'l2_norm_clip' and 'noise_mult"),
         ("momo", (), "an optimizer that trains on gradients and params alone"),
         ("lamb", (), r"cannot run in --mode update .*memory trains.* reduce_sum"),
-        ("prodigy", (), r"cannot run in --mode update .*estim_lr"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_reason(optimizer, words, expected):
     with pytest.raises(UsageError, match=expected):
         check_optimizer(config(optimizer, *words))
-
-
-def test_an_optimizer_without_schedules():
     with pytest.raises(UsageError, match="give --schedule constant --warmup-steps 0"):
         make_optimizer(config("sm3", warmup_steps=5))
-    check_optimizer(config("sm3"))
-
-
-def test_memory_takes_what_storage_refuses():
-    for optimizer in ("lamb", "muon", "adafactor"):
-        check_optimizer(config(optimizer, mode="memory"))
-
-
-def test_all_of_optax_is_found():
-    assert {"adam", "nadam", "lion", "muon", "prodigy"} <= set(optax_optimizers())
-    assert not {"chain", "scale_by_learning_rate"} & set(optax_optimizers())
-
-
-@pytest.mark.long
-def test_arguments_may_change_on_resume(run, tmp_path, capsys):
-    words = ("--store", tmp_path / "store", "--optimizer-args", "b2=0.95")
-    assert run(*words, "--steps", 1) == 0
-    assert run(*words[:-1], "b2=0.9", "--steps", 2) == 0
-    expected = "changed from here on: optimizer_args ['b2=0.95'] -> ['b2=0.9']"
-    assert expected in capsys.readouterr().out
+    check_optimizer(config("lamb", mode="memory"))
 
 
 needs_compiled = pytest.mark.skipif(
     not toolchain.levels(), reason="the processor is neither x86-64 nor aarch64"
 )
-PLAIN = ("--optimizer-args", "momentum=0")
-RUN = ("--steps", 20, "--schedule", "cosine", "--warmup-steps", 5)
 
 
 @pytest.mark.long
@@ -215,19 +141,14 @@ RUN = ("--steps", 20, "--schedule", "cosine", "--warmup-steps", 5)
     "words",
     [
         ("--optimizer", "adamw"),
-        *(
-            pytest.param(words, marks=pytest.mark.long)
-            for words in [
-                ("--optimizer", "adamw", "--clip-norm", 0),
-                ("--optimizer", "sgd", "--learning-rate", "0.1", *PLAIN),
-            ]
-        ),
+        ("--optimizer", "sgd", "--learning-rate", "0.1", "--clip-norm", 0),
     ],
-    ids=lambda words: " ".join(map(str, words)),
+    ids=["adamw", "sgd"],
 )
 def test_losses_are_the_split_references_to_the_bit(words, run, losses, tmp_path):
-    words = (*words, *RUN)
+    words = (*words, "--steps", 20, "--schedule", "cosine", "--warmup-steps", 5)
+    if "sgd" in words:
+        words += ("--optimizer-args", "momentum=0")
     assert run("--store", tmp_path / "store", *words) == 0
-    words += ("--mode", "memory")
-    assert run("--log-dir", tmp_path / "memory", *words) == 0
+    assert run("--log-dir", tmp_path / "memory", *words, "--mode", "memory") == 0
     assert losses(tmp_path / "store-log") == losses(tmp_path / "memory")

@@ -1,7 +1,6 @@
 """Whole runs: both modes, stopping and resuming, the output."""
 
 import json
-import math
 import re
 import shlex
 from typing import Any
@@ -59,21 +58,12 @@ def frozen_and_trained(store):
     return frozen, sum(n for name, n in sizes.items() if name not in frozen)
 
 
-@pytest.mark.parametrize(
-    ("words", "num_frozen", "num_trained"),
-    [
-        pytest.param(FROZEN, 6, 1_184, marks=pytest.mark.long),
-        # The attention's matrices are [16, 48] and [16, 16].
-        (LORA, 16, 2 * (16 + 48) + 2 * (16 + 16)),
-    ],
-)
-def test_frozen_leaves_move_nothing(
-    run, lines, tmp_path, words, num_frozen, num_trained
-):
+def test_frozen_leaves_move_nothing(run, lines, tmp_path):
     store = tmp_path / "store"
-    assert run("--store", store, "--steps", 2, *words) == 0
-    frozen, found = frozen_and_trained(store)
-    assert (len(frozen), found) == (num_frozen, num_trained)
+    assert run("--store", store, "--steps", 2, *LORA) == 0
+    frozen, num_trained = frozen_and_trained(store)
+    # The attention's matrices are [16, 48] and [16, 16].
+    assert (len(frozen), num_trained) == (16, 2 * (16 + 48) + 2 * (16 + 16))
     for line in lines(tmp_path / "store-log"):
         assert line["link_up_bytes"] == 4 * num_trained
         assert line["link_down_bytes"] == 8 * num_trained
@@ -87,12 +77,14 @@ def test_frozen_leaves_move_nothing(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("clip_norm", [0, 1])
-@pytest.mark.parametrize("trained", [FROZEN, LORA])
+@pytest.mark.parametrize(("trained", "clip_norm"), [(FROZEN, 0), (LORA, 1)])
 def test_frozen_leaves_in_all_modes(clip_norm, trained, run, losses, lines, tmp_path):
     words = (*trained, "--steps", 3, "--clip-norm", clip_norm)
     memory = ("--mode", "memory", "--log-dir", tmp_path / "m")
     assert run(*memory, *words) == 0
+    for line in lines(tmp_path / "m"):
+        assert line["update_s"] is line["commit_s"] is None
+        assert line["drive_read_bytes"] == line["link_up_bytes"] == 0
     for mode in (("--mode", "update"), ("--mode", "stream", "--memory", "64MiB")):
         store = tmp_path / mode[1]
         assert run("--store", store, *mode, *words) == 0
@@ -104,10 +96,6 @@ def test_frozen_leaves_in_all_modes(clip_norm, trained, run, losses, lines, tmp_
             if mode[1] == "stream":  # gradients wait for the norm
                 waited = 4 * num_trained if clip_norm else 0
                 assert line["stream"]["spilled_memory_bytes"] == waited
-        if trained == LORA and clip_norm:
-            log = tmp_path / "without"
-            assert run("--mode", "memory", "--steps", 1, "--log-dir", log) == 0
-            assert losses(log)[0] == pytest.approx(found[0], rel=1e-6)
 
 
 @pytest.mark.long
@@ -163,14 +151,6 @@ def _without_lora(params):
     return {k: _without_lora(v) if isinstance(v, dict) else v for k, v in kept.items()}
 
 
-def test_metrics_of_memory(run, lines, tmp_path):
-    assert run("--mode", "memory", "--steps", 2, "--log-dir", tmp_path / "log") == 0
-    for line in lines(tmp_path / "log"):
-        assert list(line) == KEYS
-        assert line["update_s"] is line["commit_s"] is None
-        assert line["drive_read_bytes"] == line["link_up_bytes"] == 0
-
-
 @pytest.mark.long
 def test_stopped_and_resumed_is_uninterrupted(
     run, losses, uninterrupted, tmp_path, capsys
@@ -182,37 +162,9 @@ def test_stopped_and_resumed_is_uninterrupted(
     assert losses(tmp_path / "store-log") == uninterrupted[:10]
 
 
-@pytest.mark.long
-def test_16_bit_params_resume_to_the_bit(run, losses, tmp_path):
-    words = ("--param-dtype", "bfloat16", "--dtype", "bfloat16", "--steps")
-    assert run("--store", tmp_path / "whole", *words, 6) == 0
-    assert run("--store", tmp_path / "parts", *words, 3) == 0
-    assert run("--store", tmp_path / "parts", *words, 6) == 0
-    assert losses(tmp_path / "parts-log") == losses(tmp_path / "whole-log")
-
-
-@pytest.mark.long
-def test_finished_run_reports_again(run, losses, tmp_path, capsys):
-    words = ("--store", tmp_path / "store", "--steps", 3)
-    assert run(*words) == 0
-    before = losses(tmp_path / "store-log")
-    first = capsys.readouterr().out
-    assert run(*words) == 0
-    again = capsys.readouterr().out
-    assert "already at step 3" in again
-    report = first[first.index("validation loss") :].split("time  ")[0]
-    assert report in again
-    assert losses(tmp_path / "store-log") == before
-    assert run(*words[:-1], 2) == 0
-    assert (
-        "already at step 3, nothing to train: --steps is 2" in capsys.readouterr().out
-    )
-
-
 def test_report(run, tmp_path, capsys):
     store = tmp_path / "a store"
-    words = ("--eval-every", 2)
-    assert run("--store", store, "--steps", 4, *words) == 0
+    assert run("--store", store, "--steps", 4, "--eval-every", 2) == 0
     out = capsys.readouterr().out
     assert f"jaxinf inspect {shlex.quote(str(store))}" in out
     assert re.search(r"validation loss \d\.\d+, perplexity [\d,.]+, [\d.]+ % r", out)
@@ -224,17 +176,9 @@ def test_report(run, tmp_path, capsys):
     evals = (tmp_path / "a store-log/validation.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in evals] == [0, 2, 4]
     config = json.loads((tmp_path / "a store-log/config.json").read_text())
-    assert config["steps"] == 4
-    assert config["store"] == str(store)
-
-
-def test_epochs_are_a_number_of_steps(run, lines, tmp_path, capsys):
-    words = ("--mode", "memory", "--log-dir", tmp_path, "--epochs", 0.004)
-    assert run(*words) == 0
-    found = re.search(r": ([\d.]+) epochs of ([\d,]+) rows", capsys.readouterr().out)
-    num_rows = int(found[2].replace(",", ""))
-    assert len(lines(tmp_path)) == math.ceil(0.004 * num_rows / 2) > 1
-    assert float(found[1]) == pytest.approx(0.004, rel=0.3)
+    assert (config["steps"], config["store"]) == (4, str(store))
+    with jaxinf.open_store(store) as opened:
+        assert [one.name for one in opened.checkpoints()] == ["best"]
 
 
 def test_commit_says_where_in_the_data(run, tmp_path):
@@ -247,29 +191,6 @@ def test_commit_says_where_in_the_data(run, tmp_path):
     assert payload["loader"]["state"] == {"next_index": 3}
     assert payload["settings"]["seed"] == 0
     assert len(payload["data"]["sha256"]) == 64
-
-
-@pytest.mark.long
-def test_a_model_of_a_size_of_ones_own(run, tmp_path, capsys):
-    sizes = {"vocab_size": 256, "n_positions": 8, "n_layer": 1, "n_head": 3}
-    file = tmp_path / "config.json"
-    document = {"model_type": "gpt2", **sizes, "n_embd": 12}
-    file.write_text(json.dumps(document))
-    words = ("--store", tmp_path / "store", "--preset", file, "--steps")
-    assert run(*words, 1) == 0
-    with jaxinf.open_store(tmp_path / "store") as store:
-        payload: Any = store.payload
-        assert store.read("params", "wpe").shape == (8, 12)
-    assert payload["architecture"]["fields"]["num_heads"] == 3
-    file = tmp_path / "other.json"
-    file.write_text(json.dumps(document | {"n_head": 2}))
-    words = ("--store", tmp_path / "store", "--steps", 2, "--preset", file)
-    assert run(*words) == 1
-    err = capsys.readouterr().err
-    assert "--preset: num_heads of the run's model is 3, of this command's 2" in (err)
-    assert "--from" not in err
-    assert run(*words, "--model", "llama") == 2
-    assert "--model: --preset" in capsys.readouterr().err
 
 
 # --- optimizers and options -----------------------------------------------------------
@@ -285,26 +206,17 @@ EXPLODING += ("--warmup-steps", "0", "--steps", "4")
 @pytest.mark.parametrize(
     "mode", [pytest.param("memory", marks=pytest.mark.long), "update"]
 )
-def test_nonfinite_error(run, losses, tmp_path, capsys, mode):
+def test_nonfinite(run, losses, tmp_path, capsys, mode):
     place = ("--store", tmp_path / "store") if mode == "update" else ()
     log = tmp_path / "log"
-    assert run("--mode", mode, *place, *EXPLODING, "--log-dir", log) == 1
+    words = ("--mode", mode, *place, *EXPLODING, "--log-dir", log)
+    assert run(*words) == 1
     err = capsys.readouterr().err
     assert "NaN or Inf in" in err
     assert "Traceback" not in err
     assert [step for step, _ in losses(log)] == [1]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("mode", ["memory", "update"])
-def test_nonfinite_skip(run, losses, tmp_path, capsys, mode):
-    place = ("--store", tmp_path / "store") if mode == "update" else ()
-    log = tmp_path / "log"
-    words = ("--mode", mode, *place, *EXPLODING, "--nonfinite", "skip")
-    assert run(*words, "--log-dir", log) == 0
-    assert "step 2: skipped" in capsys.readouterr().out
+    assert run(*words, "--nonfinite", "skip") == 0
+    out = capsys.readouterr().out
+    assert "step 2: skipped" in out
+    assert ("resuming at step 1" in out) == (mode == "update")
     assert [step for step, _ in losses(log)] == [1, 2, 3, 4]
-    if mode == "update":  # only step 1 was committed: the others are tried again
-        assert run(*words, "--log-dir", log) == 0
-        assert "resuming at step 1" in capsys.readouterr().out
-        assert [step for step, _ in losses(log)] == [1, 2, 3, 4]

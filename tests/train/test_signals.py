@@ -23,14 +23,9 @@ def start(text, tmp_path):
     def call(num_steps):
         words = ["--data", text, "--batch-size", 2, "--seq-len", 8, "--steps", 9999]
         words += ["--store", tmp_path / "store"]
+        words = [sys.executable, program, num_steps, tmp_path / "go", *words]
         process = subprocess.Popen(
-            [
-                sys.executable,
-                program,
-                str(num_steps),
-                tmp_path / "go",
-                *map(str, words),
-            ],
+            [str(word) for word in words],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

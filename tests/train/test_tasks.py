@@ -1,6 +1,5 @@
 """Every task from data to best checkpoint, stopped and resumed to the bit."""
 
-import contextlib
 import json
 import signal
 import subprocess
@@ -9,7 +8,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 from jaxinf_models import MODELS, GPT2Config, make_model, split
@@ -39,21 +37,17 @@ TINY = {
 @pytest.fixture
 def task(tmp_path, tiny):
     """Runs the trainer in this process on a tiny model; returns the exit status."""
-    files = {
-        "pairs": tmp_path / "pairs.jsonl",
-        "texts": tmp_path / "texts.jsonl",
-        "images": write_pictures(tmp_path / "images"),
-    }
-    for name, records in (("pairs", PAIRS), ("texts", TEXTS)):
+    files = {"images": write_pictures(tmp_path / "images")}
+    plain = [{"text": record["text"]} for record in TEXTS]
+    for name, records in (("pairs", PAIRS), ("texts", TEXTS), ("plain", plain)):
+        files[name] = tmp_path / f"{name}.jsonl"
         files[name].write_text("".join(json.dumps(r) + "\n" for r in records))
 
     def call(model, data, *words):
         place = ["--data", files.get(data, data), "--batch-size", 4]
         if model != "vit":
             place += ["--seq-len", 12]
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(tiny())
-            patch = stack.enter_context(pytest.MonkeyPatch.context())
+        with tiny(), pytest.MonkeyPatch.context() as patch:
             for name, config in TINY.items():
                 patch.setitem(MODELS[name].presets, "nano", config)
             words = ("--model", model, *place, *words)
@@ -62,32 +56,24 @@ def task(tmp_path, tiny):
     return call
 
 
+CLASSES = ("--task", "classification")
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "data", "words"),
     [
-        pytest.param("gpt2", "pairs", (), marks=pytest.mark.long),
-        pytest.param("bert", "texts", ("--task", "masked-lm"), marks=pytest.mark.long),
-        pytest.param("vit", "images", (), marks=pytest.mark.long),
-        pytest.param("t5", "pairs", (), marks=pytest.mark.long),
-        pytest.param(
-            *("bert", "texts", ("--task", "classification")), marks=pytest.mark.long
-        ),
-        pytest.param(
-            *("gpt2", "texts", ("--task", "classification")), marks=pytest.mark.long
-        ),
-        pytest.param(
-            *("llama", "texts", ("--task", "classification")), marks=pytest.mark.long
-        ),
+        ("gpt2", "pairs", ()),
+        ("bert", "plain", ("--task", "masked-lm")),
+        ("vit", "images", ()),
+        ("t5", "pairs", ()),
+        ("bert", "texts", CLASSES),
+        ("llama", "texts", CLASSES),
     ],
-    ids=["answers", "masked", "images", "seq2seq", "labels", "gpt2", "llama"],
 )
 def test_stopped_and_resumed_is_uninterrupted(
     task, losses, tmp_path, model, data, words
 ):
-    if words == ("--task", "masked-lm"):
-        data = tmp_path / "plain.jsonl"
-        lines = [json.dumps({"text": record["text"]}) + "\n" for record in TEXTS]
-        data.write_text("".join(lines))
     assert task(model, data, "--store", tmp_path / "whole", "--steps", 6, *words) == 0
     for steps in (2, 6):
         where = ("--store", tmp_path / "parts")
@@ -103,16 +89,9 @@ def test_stopped_and_resumed_is_uninterrupted(
         ("t5", "texts", (), "--task seq2seq expects prompts and responses"),
         ("vit", "texts", (), "texts.jsonl: expected images, in a folder"),
         ("vit", "images", ("--tokenizer", "x"), "--tokenizer: the model takes images"),
-        ("vit", "images", ("--seq-len", 12), "--seq-len: the model takes images"),
         ("gpt2", "pairs", ("--task", "masked-lm"), "expected one of gpt2's, causal-lm"),
-        (
-            "gpt2",
-            "pairs",
-            ("--tokenizer", "nowhere"),
-            "--tokenizer nowhere: expected a folder",
-        ),
+        ("gpt2", "pairs", ("--tokenizer", "x"), "--tokenizer x: expected a folder"),
         ("gpt2", "pairs", ("--seed", 2**32), "--seed: expected less than 2**32"),
-        ("gpt2", "pairs", ("--seq-len", 1), "--seq-len: expected at least 2"),
         ("gpt2", "pairs", ("--batch-size", 2**62), "expected fewer than 2**31 tok"),
     ],
 )
@@ -122,39 +101,6 @@ def test_refused_before_the_store_is_made(
     assert task(model, data, "--store", tmp_path / "store", *words) == 2
     assert expected in capsys.readouterr().err
     assert not (tmp_path / "store").exists()
-
-
-def test_tokenizer_larger_than_the_embedding(task, tmp_path, capsys):
-    import tokenizers
-
-    words = {f"w{n}": n for n in range(300)}
-    model = tokenizers.models.WordLevel(words, unk_token="w0")
-    path = tmp_path / "tokenizer.json"
-    tokenizers.Tokenizer(model).save(str(path))
-    where = ("--store", tmp_path / "store", "--tokenizer", path)
-    assert task("gpt2", "pairs", *where) == 2
-    err = capsys.readouterr().err
-    assert "expected ids below 256, the rows of the embedding of gpt2 nano" in err
-    assert "found ids up to 299" in err
-    assert not (tmp_path / "store").exists()
-
-
-def test_image_that_is_damaged_ends_the_run_by_name(task, tmp_path, capsys):
-    from PIL import Image
-
-    folder = tmp_path / "pictures" / "a"
-    folder.mkdir(parents=True)
-    (tmp_path / "pictures" / "b").mkdir()
-    for n in range(30):
-        Image.fromarray(np.full((8, 8), n, np.uint8)).save(folder / f"{n}.png")
-    for n in (3, 11, 17):
-        (folder / f"{n}.png").write_bytes(b"damaged")
-    where = ("--store", tmp_path / "store", "--steps", 50)
-    status = task("vit", tmp_path / "pictures", *where)
-    err = capsys.readouterr().err
-    assert status in (1, 2)  # 2 if it is the very first
-    assert "png: expected an image, but it cannot be read" in err
-    assert "Traceback" not in err
 
 
 # --- resuming -------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import contextlib
 import struct
-import sys
 from collections import defaultdict
 
 import pytest
@@ -41,21 +40,6 @@ def near(points):
     return [(step, pytest.approx(value, rel=1e-6)) for step, value in points]
 
 
-@pytest.mark.long
-def test_tensorboard_has_the_numbers_of_the_metrics(run, lines, tmp_path):
-    pytest.importorskip("tensorboardX")
-    words = ["--store", tmp_path / "store", "--track", "tensorboard"]
-    for steps in (3, 5):  # the second one resumes
-        assert run(*words, "--eval-every", 2, "--steps", steps) == 0
-    found = read_tensorboard(tmp_path / "store-log")
-    written = lines(tmp_path / "store-log")
-    assert found["loss"] == near((line["step"], line["loss"]) for line in written)
-    assert [step for step, _ in found["held_out/loss"]] == [0, 2, 3, 4, 5]
-    for name, part in (("phases", "program"), ("memory", "host")):
-        values = [(line["step"], line[name][part]) for line in written]
-        assert found[f"{name}/{part}"] == near(values)
-
-
 def test_steps_of_a_killed_run_are_not_doubled(tmp_path):
     pytest.importorskip("tensorboardX")
     logs = tmp_path / "logs"
@@ -71,10 +55,3 @@ def test_steps_of_a_killed_run_are_not_doubled(tmp_path):
     write(2, [(3, 30.0), (4, 40.0)])
     found = read_tensorboard(logs)
     assert found["loss"] == near([(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)])
-
-
-def test_a_missing_package_is_named_before_the_run(run, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    assert run("--store", tmp_path / "store", "--track", "tensorboard") == 2
-    assert "pip install 'jaxinf[tensorboard]'" in capsys.readouterr().err
-    assert not [*tmp_path.iterdir()]

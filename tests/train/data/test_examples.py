@@ -15,38 +15,32 @@ def read(*records, fields="", unused=None):
     ]
 
 
-def test_text_and_its_field():
-    unused = set()
-    (example,) = read({"body": "one", "id": 7}, fields="text=body", unused=unused)
-    assert (example.kind, example.texts) == ("text", ("one",))
-    assert example.fields == "text=body"
-    assert unused == {"id"}
-
-
-def test_prompt_and_response():
-    (example,) = read({"prompt": "1+1=", "response": "2"})
-    assert (example.kind, example.texts) == ("dialogue", ("1+1=", "2"))
-    assert example.fields == "prompt,response"
-
-
 @pytest.mark.parametrize(
-    ("fields", "record", "found"),
+    ("fields", "record", "kind", "found"),
     [
-        ("prompt=q,response=a", {"q": "1", "a": "2", "text": "x"}, ("1", "2")),
-        ("prompt=text,response=label", {"text": "1", "label": "2"}, ("1", "2")),
-        ("prompt = ask, response=say", {"ask": "1", "say": "3"}, ("1", "3")),
-        ("text=a,text_pair=b,label=c", {"a": "1", "b": "2", "c": 0}, ("1", "2")),
-        ("label=class", {"text": "1", "class": "good"}, ("1",)),
+        ("", {"prompt": "1+1=", "response": "2"}, "dialogue", ("1+1=", "2")),
+        ("text=body", {"body": "one", "id": 7}, "text", ("one",)),
+        ("prompt=q,response=a", {"q": "1", "a": "2"}, "dialogue", ("1", "2")),
+        (
+            "prompt = ask, response=say",
+            {"ask": "1", "say": "3"},
+            "dialogue",
+            ("1", "3"),
+        ),
+        (
+            "text=a,text_pair=b,label=c",
+            {"a": "1", "b": "2", "c": 0},
+            "labelled",
+            ("1", "2"),
+        ),
+        ("label=class", {"text": "1", "class": "good"}, "labelled", ("1",)),
     ],
 )
-def test_fields_under_other_names(fields, record, found):
-    (example,) = read(record, fields=fields)
-    assert example.texts == found
-    assert (
-        example.fields
-        == ",".join(w.strip() for w in fields.split(",")).replace(" ", "")
-        or example.fields == "text,label=class"
-    )
+def test_fields_under_other_names(fields, record, kind, found):
+    unused = set()
+    (example,) = read(record, fields=fields, unused=unused)
+    assert (example.kind, example.texts) == (kind, found)
+    assert unused == ({"id"} if "id" in record else set())
 
 
 @pytest.mark.parametrize("given", ["text", "text=", "txt=a", "text=a,text=b", "=a"])
@@ -74,22 +68,12 @@ def test_pairs_in_some_records_only(order, load, write):
         ({"prompt": "a", "responce": "b"}, "found 'prompt', 'responce'"),
         ({"prompt": "a", "response": ""}, "field 'response', found an empty one"),
         ({"prompt": ["a"], "response": "b"}, "field 'prompt', found a list"),
-        ({"": 1}, "expected a field 'text'.*found ''"),
         ({"text": "a", "label": 2**31}, "label from 0 to 2147483647"),
         ({"text_pair": "a", "label": 1}, "a field 'text' beside 'text_pair'"),
-        ({"text": "a", "text_pair": "", "label": 1}, "'text_pair', found an empty one"),
-        ({"text": "a", "text_pair": "b"}, "or a class's name, found None"),
         ({"text": "a", "label": ""}, "or a class's name, found ''"),
-        ({"text": "a", "label": 1.5}, "or a class's name, found 1.5"),
-        ({"text": "a", "label": -1}, "found -1"),
         ({"text": "a", "label": True}, "found True"),
         ({"messages": []}, "expected a list of messages"),
         ({"messages": [{"role": "user", "content": "a"}]}, "a message of the assist"),
-        (
-            {"messages": [{"role": 1, "content": "a"}]},
-            "message 1: expected an object with",
-        ),
-        ({"messages": "a"}, "expected a list of messages, found 'a'"),
         ({"messages": ["a"]}, "message 1: expected an object with a role"),
     ],
 )

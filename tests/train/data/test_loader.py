@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from families import family
 
 from jaxinf.train.data.loader import Batches, batch_checksum, one_epoch
 from jaxinf.train.data.rows import masking
@@ -52,48 +51,43 @@ def test_batches_golden():
     assert batch_checksum(batches[5]) == 1395767006
 
 
-@pytest.mark.parametrize("seed", family([0, 2**32 - 1], short=[2**32 - 1]))
-def test_any_position_resumes_at_the_very_next_batch(seed):
-    make = lambda: Batches(Numbers(7), batch_size=3, seed=seed, row_map=noisy)  # noqa: E731
+def test_any_position_resumes_at_the_very_next_batch():
+    def make():
+        return Batches(Numbers(7), batch_size=3, seed=2**32 - 1, row_map=noisy)
+
     iterator = make().starting_at(Batches.position_of(0))
     seen = [next(iterator) for _ in range(9)]
     for number in range(9):
+        assert_same(make()[number], seen[number])
         resumed = make().starting_at(Batches.position_of(number))
         for expected in seen[number:]:
             assert_same(next(resumed), expected)
-        assert_same(make()[number], seen[number])
 
 
-@pytest.mark.parametrize("num_shards", [2, 4])
-def test_processes_share_the_batches_of_one(num_shards):
-    whole = Batches(Numbers(10), batch_size=8, seed=3, row_map=noisy)
-    shards = [
-        Batches(Numbers(10), batch_size=8, seed=3, row_map=noisy, shard=(n, num_shards))
-        for n in range(num_shards)
-    ]
+def test_processes_share_the_batches_of_one():
+    def make(batch_size=8, num=10, shard=(0, 1)):
+        return Batches(
+            Numbers(num), batch_size=batch_size, seed=3, row_map=noisy, shard=shard
+        )
+
+    whole, shards = make(), [make(shard=(n, 4)) for n in range(4)]
     for number in range(5):
         parts = [shard[number] for shard in shards]
         for name, expected in whole[number].items():
             together = np.concatenate([part[name] for part in parts])
             np.testing.assert_array_equal(together, expected)
-
-
-def test_refusals():
     with pytest.raises(ValueError, match="multiple of the 3 processes"):
-        Batches(Numbers(10), batch_size=8, seed=0, shard=(0, 3))
+        make(shard=(0, 3))
     with pytest.raises(ValueError, match="got 0 rows"):
-        Batches(Numbers(0), batch_size=8, seed=0)
+        make(num=0)
 
 
 def test_one_epoch_is_always_the_same():
-    first, again = (
-        [
-            one_epoch(Numbers(10), batch_size=4, seed=2, row_map=noisy)[n]
-            for n in range(3)
-        ]
-        for _ in range(2)
-    )
-    for one, other in zip(first, again, strict=True):
+    def make():
+        rows = one_epoch(Numbers(10), batch_size=4, seed=2, row_map=noisy)
+        return [rows[n] for n in range(3)]
+
+    for one, other in zip(first := make(), make(), strict=True):
         assert_same(one, other)
     numbers = np.concatenate([batch["number"] for batch in first])
     assert sorted(numbers) == list(range(10))
@@ -104,12 +98,7 @@ def test_checksum_tells_batches_apart():
     batch = {"a": np.arange(6, dtype=np.int32), "b": np.ones((2, 3), np.float32)}
     before = batch_checksum(batch)
     assert batch_checksum(dict(reversed(batch.items()))) == before
-    for change in (
-        {"a": batch["a"] + 1},
-        {"a": batch["a"].astype(np.int64)},
-        {"b": batch["b"].T},
-        {"c": batch["a"]},
-    ):
+    for change in ({"a": batch["a"] + 1}, {"b": batch["b"].T}, {"c": batch["a"]}):
         assert batch_checksum(batch | change) != before
 
 
@@ -133,16 +122,9 @@ def test_masking_shares():
 
 
 @pytest.mark.parametrize("tokens", [[5], [0, 0], [7, 0]])
-def test_something_is_always_asked(tokens):
+def test_something_is_always_asked_and_padding_never(tokens):
     mask = masking(mask=255, special=(0,), vocab_size=100)
-    tokens = np.array(tokens, np.int32)
-    rng = np.random.Generator(np.random.Philox(1))
-    masked = mask({"tokens": tokens, "segments": np.ones_like(tokens)}, rng)
-    assert masked["weights"].sum() == 1
-
-
-def test_padding_is_never_asked():
-    mask = masking(mask=255, special=(), vocab_size=100)
-    row = {"tokens": np.full(8, 3, np.int32), "segments": np.array([1] * 4 + [0] * 4)}
+    row = {"tokens": np.array([*tokens, 3, 3, 3, 3], np.int32)}
+    row["segments"] = np.array([1] * len(tokens) + [0] * 4, np.int32)
     masked = mask(row, np.random.Generator(np.random.Philox(1)))
-    assert not masked["weights"][4:].any()
+    assert masked["weights"].sum() == masked["weights"][: len(tokens)].sum() == 1

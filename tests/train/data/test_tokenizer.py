@@ -1,12 +1,10 @@
 """Ids, masks and special tokens are those of transformers; bytes need none of it."""
 
 import json
-import subprocess
-import sys
+from itertools import product
 
 import numpy as np
 import pytest
-import tokenizers
 from small_tokenizers import KINDS, TEMPLATES, byte_level, word_level, write_kind
 from transformers import AutoTokenizer
 
@@ -44,14 +42,6 @@ def test_bytes():
     assert (tokenizer.end, tokenizer.vocab_size) == (0, 256)
 
 
-@pytest.mark.long
-def test_bytes_import_no_package_of_the_extra():
-    code = "import sys, jaxinf.train.data.texts as t; t.open_tokenizer(None);"
-    code += "print({'transformers', 'tokenizers', 'pyarrow', 'PIL'} & {*sys.modules})"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert found.stdout == "set()\n", found.stderr
-
-
 def test_ids_of_texts(both):
     ours, theirs = both
 
@@ -69,10 +59,9 @@ def test_ids_of_texts(both):
         assert ours.decode(np.array(ids)).decode() == expected
 
 
-@pytest.mark.parametrize("most", [6, 9, 99])
-def test_ids_of_pairs(both, most):
+def test_ids_of_pairs(both):
     ours, theirs = both
-    for pair in zip(TEXTS, TEXTS[::-1], strict=True):
+    for most, pair in product((6, 99), zip(TEXTS, TEXTS[::-1], strict=True)):
         expected = theirs(*pair, return_token_type_ids=True, truncation=True,
                           max_length=most)  # fmt: skip
         ids, types, num = ours.classified("a", pair, most=most, has_types=True)
@@ -124,30 +113,26 @@ def test_conversations(tmp_path, template):
     assert is_learned.all()
 
 
-REFUSED = {
-    "last-only": ("{{ messages[-1]['content'] }}", "changes the text before it"),
-    "no-answer": ("{{ messages[0]['content'] }}", "changes the text before it"),
-    "rewritten": (
-        "{% for m in messages %}{% if loop.last %}last {% endif %}{{ m['content'] }}\n"
-        "{% endfor %}",
-        "changes the text before it",
-    ),
-    "other-prompt": (
-        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant\n{% endif %}",
-        "changes the text before it",
-    ),
-    "internals": ("{{ messages.__class__.__mro__ }}", "SecurityError"),
-    "change": ("{{ messages.append(1) }}", "SecurityError"),
-    "include": ("{% include '/etc/passwd' %}", "no loader"),
-    "refusal": ("{{ raise_exception('no tools') }}", "no tools"),
-    "no-template": ("{% if", "TemplateSyntaxError"),
-}
+CHANGES = "changes the text before it"
+ROLES = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_templates_that_are_refused(tmp_path, name):
-    template, message = REFUSED[name]
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ messages[-1]['content'] }}", CHANGES),
+        ("{{ messages[0]['content'] }}", CHANGES),
+        ("{% for m in messages %}{% if loop.last %}last {% endif %}{{ m }}\n"
+         "{% endfor %}", CHANGES),
+        (ROLES + "{% if add_generation_prompt %}assistant\n{% endif %}", CHANGES),
+        ("{{ messages.__class__.__mro__ }}", "SecurityError"),
+        ("{{ messages.append(1) }}", "SecurityError"),
+        ("{% include '/etc/passwd' %}", "no loader"),
+        ("{{ raise_exception('no tools') }}", "no tools"),
+        ("{% if", "TemplateSyntaxError"),
+    ],
+)  # fmt: skip
+def test_templates_that_are_refused(tmp_path, template, message):
     tokenizer = open_tokenizer(byte_level(tmp_path, chat_template=template))
     example = Example("a.jsonl:1", "dialogue", (), TALK[:2])
     with pytest.raises(DataError, match=r"^a.jsonl:1: expected ") as caught:
@@ -155,37 +140,23 @@ def test_templates_that_are_refused(tmp_path, name):
     assert message in str(caught.value)
 
 
-def test_text_behind_all_messages_is_no_answer(tmp_path):
-    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}$"
+@pytest.mark.parametrize(
+    ("template", "text", "learned"),
+    [
+        (
+            "{% for m in messages %}{{ m['content'] }}{% endfor %}$",
+            b"one two?threetextit is nine$",  # what follows all messages is no answer
+            b"threeit is nine",
+        ),
+        ("{{ strftime_now('%d %b %Y') }}", b"26 Jul 2024", b""),  # always the same day
+    ],
+)
+def test_odd_templates(tmp_path, template, text, learned):
     tokenizer = open_tokenizer(byte_level(tmp_path, chat_template=template))
     example = Example("a.jsonl:1", "dialogue", (), TALK[:3] + TALK[-1:])
-    ids, is_learned = tokenizer.conversation(example, learn_all=False)
-    assert tokenizer.decode(ids) == b"one two?threetextit is nine$"
-    assert tokenizer.decode(ids[is_learned]) == b"threeit is nine"
-
-
-def test_a_last_token_is_kept_where_no_id_is_padding(tmp_path):
-    tokenizer = open_tokenizer(word_level(tmp_path, ["one"]))
-    ids, _, _ = tokenizer.classified("a", ["one nine"], most=9, has_types=False)
-    assert ids.tolist() == [1, 0]
-
-
-def test_a_template_sees_the_same_day_always(tmp_path):
-    template = "{{ strftime_now('%d %b %Y') }}"
-    tokenizer = open_tokenizer(byte_level(tmp_path, chat_template=template))
-    example = Example("a.jsonl:1", "dialogue", (), TALK[:2])
-    ids, _ = tokenizer.conversation(example, learn_all=True)
-    assert tokenizer.decode(ids) == b"26 Jul 2024"
-
-
-def test_truncation_and_padding_of_the_file_do_not_count(tmp_path):
-    path = word_level(tmp_path, ["one", "two"]) / "tokenizer.json"
-    tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    tokenizer.enable_truncation(2)
-    tokenizer.enable_padding(length=9)
-    tokenizer.save(str(path))
-    ids = open_tokenizer(path).encode("a", "one two one", is_whole=True)
-    assert ids.tolist() == [1, 2, 1]
+    ids, is_learned = tokenizer.conversation(example, learn_all=not learned)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode(ids[is_learned]) == (learned or text)
 
 
 def test_fingerprint_tells_tokenizers_apart(tmp_path):
@@ -197,12 +168,18 @@ def test_fingerprint_tells_tokenizers_apart(tmp_path):
 
 
 def test_text_that_is_none(tmp_path):
-    tokenizer = open_tokenizer(word_level(tmp_path, ["one"]))
+    path = word_level(tmp_path, ["one"]) / "tokenizer.json"
+    tokenizer = open_tokenizer(path)
     with pytest.raises(DataError, match=r"a.txt: expected UTF-8, found byte 0xff at"):
         tokenizer.encode("a.txt", b"one\xff", is_whole=True)
     for one in (tokenizer, ByteTokenizer()):
         with pytest.raises(DataError, match=r"a.jsonl:3: expected text, found surrog"):
             one.encode("a.jsonl:3", "\ud800", is_whole=True)
+    document = json.loads(path.read_text())
+    document["pre_tokenizer"] = {"type": "FixedLength", "length": 0}
+    path.write_text(json.dumps(document))
+    with pytest.raises(DataError, match="PanicException"):
+        open_tokenizer(path).encode("a.txt", "nine", is_whole=True)
 
 
 @pytest.mark.parametrize("content", [None, b"{}", b"not JSON", b"\xff"])
@@ -226,12 +203,3 @@ def test_code_of_a_folder_is_not_run(tmp_path):
     with pytest.raises(DataError, match="expected a tokenizer of transformers"):
         open_tokenizer(folder)
     assert not (tmp_path / "ran").exists()
-
-
-def test_a_tokenizer_that_panics(tmp_path):
-    path = word_level(tmp_path, ["one"]) / "tokenizer.json"
-    document = json.loads(path.read_text())
-    document["pre_tokenizer"] = {"type": "FixedLength", "length": 0}
-    path.write_text(json.dumps(document))
-    with pytest.raises(DataError, match="PanicException"):
-        open_tokenizer(path).encode("a.txt", "nine", is_whole=True)

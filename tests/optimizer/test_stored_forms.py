@@ -1,0 +1,388 @@
+"""How params and optimizer state are stored: as remainders, in 16 or 8 bits.
+
+The master comes from the JAX device as far as it has its bits: of float32 params none
+are read, of bfloat16 params 16-bit remainders. No form loses what another one keeps.
+"""
+
+import callback_form
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+import safetensors.numpy
+import small_stores
+from families import family
+from raw_stores import stored
+
+import jaxinf
+from jaxinf.cli import main
+from jaxinf.errors import DivergedParamsError, StoreCorruptError, StoreMismatchError
+from jaxinf.store import StoreDirectory, verify_step
+
+pytestmark = pytest.mark.optimized
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+SHAPES = {"a": (300, 1025), "b": (), "c": (5,), "d": (4096, 3), "e": (40, 3, 77)}
+NUM_PARAMS = sum(int(np.prod(s)) for s in SHAPES.values())
+SMALL = sum(16 * int(np.prod(s)) for s in SHAPES.values() if np.prod(s) < 4096)
+PADDING = 40 * 4096
+
+
+def new_params(dtype=jnp.bfloat16):
+    rng = np.random.default_rng(0)
+    return {
+        name: jnp.asarray(rng.standard_normal(shape, np.float32), dtype)
+        for name, shape in SHAPES.items()
+    }
+
+
+LIKE = new_params()
+
+
+def gradients(params):
+    return jax.tree.map(lambda p: jnp.sin(3 * p.astype(jnp.float32)), params)
+
+
+def ties_away(master):
+    """Rounds float32 to the nearest bfloat16, ties away from zero."""
+    bits = np.asarray(master).view(np.uint32)
+    return ((bits + np.uint32(0x8000)) >> np.uint32(16)).astype(np.uint16).view(BF16)
+
+
+def run(path, num_steps, *, params=LIKE, tx=None, grads=gradients, **options):
+    """Trains; returns decoded state, params on the device, bytes of a step."""
+    with small_stores.open_store(path, **options) as store:
+        wrapped = jaxinf.smart_update(tx or optax.adamw(1e-2), store)
+        params = store.params(params) if store.exists else params
+        state = wrapped.init(params)
+
+        @jax.jit
+        def step(params, state):
+            updates, state = wrapped.update(grads(params), state, params)
+            return optax.apply_updates(params, updates), state
+
+        for _ in range(num_steps):
+            params, state = jax.block_until_ready(step(params, state))
+        store.wait()
+        held = {
+            (leaf.name, s.name): store.read(s.name, leaf.name)
+            for leaf in store._manifest.leaves
+            for s in leaf.states
+            if not s.is_beside
+        }
+        traffic = store.metrics.traffic if num_steps else None
+        return held, jax.device_get(params), traffic
+
+
+def equal(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.mark.long
+def test_the_bits_of_a_plain_master(tmp_path):
+    """Those of optax on an fp32 master, with params rounded ties away from zero."""
+    tx, wanted = optax.adamw(1e-2), new_params()
+    held, params, _ = run(tmp_path / "store", 6)
+    master = jax.tree.map(lambda p: p.astype(jnp.float32), wanted)
+    state, update = tx.init(master), jax.jit(tx.update)
+    for _ in range(6):
+        updates, state = update(jax.jit(gradients)(wanted), state, master)
+        master = jax.jit(optax.apply_updates)(master, updates)
+        wanted = jax.tree.map(ties_away, jax.device_get(master))
+    equal(params, wanted)
+    for name in SHAPES:
+        np.testing.assert_array_equal(held[name, "params"], master[name])
+        np.testing.assert_array_equal(held[name, "mu"], state[0].mu[name])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("state", "memory_bytes", "durability", "num_csds"),
+    [
+        ("fp32", 1 << 20, 3, 0),
+        ("int8", 1 << 26, "step", 3),
+        ("bf16", 1 << 26, 3, 0),
+    ],
+)
+def test_interrupted_is_uninterrupted(place, state, memory_bytes, durability, num_csds):
+    roots = [place / f"csd{n}" for n in range(num_csds)]
+    for root in roots:
+        root.mkdir()
+    options = {"memory_bytes": memory_bytes, "durability": durability}
+    whole = run(place / "whole", 7, state=state)
+    run(place / "parts", 2, state=state, csds=roots, **options)
+    run(place / "parts", 1, **options)
+    parts = run(place / "parts", 4, **options)
+    equal(whole[:2], parts[:2])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("durability", "memory_bytes"), [(3, 1 << 20), ("step", 1 << 26)]
+)
+def test_float32_params_spare_a_third_of_the_reading(
+    tmp_path, memory_bytes, durability, monkeypatch
+):
+    small_stores.keep_nothing(monkeypatch)
+    options = {"memory_bytes": memory_bytes, "durability": durability}
+    options |= {"params": new_params(jnp.float32)}
+    found = run(tmp_path / "auto", 5, **options)
+    wanted = run(tmp_path / "read", 5, csd="emulated", **options)
+    equal(found[:2], wanted[:2])
+    for name, value in found[1].items():
+        np.testing.assert_array_equal(found[0][name, "params"], value)
+    traffic, more = found[2], wanted[2]
+    assert abs(traffic.drive_read_bytes - 16 * NUM_PARAMS) < NUM_PARAMS * 8 + PADDING
+    saved = more.drive_read_bytes - traffic.drive_read_bytes
+    # Where parts of chunks are overwritten, the master is read for a comparison.
+    assert saved >= (4 * NUM_PARAMS if durability == "step" else 0)
+    assert more.drive_write_bytes == traffic.drive_write_bytes
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["start", "16-bit", "no params"])
+def test_from_the_drive_where_they_are_not_at_hand(tmp_path, how, monkeypatch):
+    small_stores.keep_nothing(monkeypatch)
+    options = {"params": new_params(jnp.float16 if how == "16-bit" else jnp.float32)}
+    if how == "start":
+        callback_form.use("start", monkeypatch)
+    if how == "no params":
+        options["tx"] = optax.sgd(0.1, momentum=0.9)
+    *_, given = run(tmp_path / "auto", 5, **options)
+    *_, read = run(tmp_path / "read", 5, csd="emulated", **options)
+    is_less = given.drive_read_bytes < read.drive_read_bytes
+    assert is_less == (how == "no params")
+    assert given.drive_read_bytes <= read.drive_read_bytes
+
+
+@pytest.mark.parametrize(
+    ("dtype", "memory_bytes", "element"),
+    family(
+        [
+            (jnp.float32, 1 << 20, (299, 1024)),
+            (jnp.float32, 1 << 26, (0, 0)),
+            (jnp.bfloat16, 1 << 20, (299, 1024)),
+            (jnp.bfloat16, 1 << 26, (150, 500)),
+        ],
+        short=[
+            (jnp.float32, 1 << 20, (299, 1024)),
+            (jnp.bfloat16, 1 << 26, (150, 500)),
+        ],
+    ),
+)
+def test_other_params_are_caught_wherever_they_differ(
+    open_store, dtype, element, memory_bytes
+):
+    params, store = new_params(dtype), open_store(memory_bytes=memory_bytes)
+    tx = jaxinf.smart_update(optax.adam(1e-2), store)
+    updates, state = tx.update(params, tx.init(params), params)
+    params = optax.apply_updates(params, updates)
+    params["a"] = params["a"].at[element].multiply(1.01)
+    with pytest.raises(DivergedParamsError, match=r"leaf a: .* unchanged"):
+        tx.update(params, state, params)
+    with pytest.raises(DivergedParamsError):
+        store.check()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("state", ["fp32", "bf16", "int8"])
+def test_bytes_on_the_drive(tmp_path, state, monkeypatch):
+    """Reads two bytes of master, writes four; with 8-bit moments 10.1 in all."""
+    small_stores.keep_nothing(monkeypatch)
+    moments = {"fp32": 8, "bf16": 4, "int8": 2 + 2 / 64}[state]
+    wide = new_params(jnp.float32)
+    for master, params, read, written in (
+        ("auto", LIKE, 2, 4),
+        ("none", LIKE, 0, 2),
+        ("auto", wide, 0, 4),
+    ):
+        path = tmp_path / f"{master}{written}{read}"
+        *_, traffic = run(path, 3, params=params, state=state, master=master)
+        for found, wanted in (
+            (traffic.drive_read_bytes, read + moments),
+            (traffic.drive_write_bytes, written + moments),
+        ):
+            assert abs(found - wanted * NUM_PARAMS) < PADDING + SMALL
+
+
+def test_what_is_stored_and_what_is_shown(tmp_path):
+    path = tmp_path / "store"
+    held, params, _ = run(path, 3)
+    with jaxinf.open_store(path) as store:
+        kept = stored(store, "params", "a")
+        rest = stored(store, "params_remainder", "a")
+        np.testing.assert_array_equal(kept, params["a"])
+        assert rest.dtype == np.int16
+        bits = (kept.view(np.uint16).astype(np.int64) << 16) + rest
+        np.testing.assert_array_equal(
+            bits.astype(np.uint32).view(np.float32), held["a", "params"]
+        )
+        wide = store.params(new_params(jnp.float32))
+        np.testing.assert_array_equal(wide["a"], held["a", "params"])
+        equal(jax.device_get(store.params(LIKE)), params)
+        with pytest.raises(ValueError, match="params_remainder is a part of params"):
+            store.read("params_remainder", "a")
+    assert main(["verify", str(path)]) == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("state", ["bf16", "int8"])
+def test_what_is_stored_of_a_moment(place, state):
+    held, *_ = run(place / "store", 3, state=state)
+    plain, *_ = run(place / "plain", 3)
+    with jaxinf.open_store(place / "store") as store:
+        coded = stored(store, "mu", "a")
+        assert coded.dtype.name == {"int8": "uint8", "bf16": "bfloat16"}[state]
+        assert coded.shape == SHAPES["a"]
+        names = {(leaf.name, s.name) for leaf in store._manifest.leaves
+                 for s in leaf.states}  # fmt: skip
+        assert (("a", "mu_scale") in names) == (state == "int8")
+        if state == "int8":  # a short leaf stays as it is
+            assert stored(store, "mu_scale", "a").dtype == np.float32
+            assert ("c", "mu_scale") not in names
+            np.testing.assert_array_equal(stored(store, "mu", "c"), held["c", "mu"])
+    scale = np.abs(plain["a", "nu"]).max()
+    assert np.abs(held["a", "nu"] - plain["a", "nu"]).max() < 0.02 * scale
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "tx", [optax.adamw(1e-2), optax.lion(1e-2)], ids=["adamw", "lion"]
+)
+def test_fewer_bits_converge_as_fp32_does(place, tx):
+    target, losses = new_params(jnp.float32), {}
+    del target["a"]
+    for state in ("fp32", "bf16", "int8"):
+        _, params, _ = run(
+            place / state,
+            150,
+            params=jax.tree.map(jnp.zeros_like, target),
+            grads=lambda params: jax.tree.map(jnp.subtract, params, target),
+            tx=tx,
+            state=state,
+        )
+        error = jax.tree.map(lambda p, t: np.mean((p - t) ** 2), params, target)
+        losses[state] = np.mean(jax.tree.leaves(error))
+    assert max(losses.values()) < losses["fp32"] * 1.1 + 1e-3
+
+
+def test_a_flipped_bit_of_a_scale_is_found(place):
+    path = place / "store"
+    run(path, 2, state="int8")
+    directory = StoreDirectory.open(path)
+    file = directory.chunk_file(directory.committed_slot(), 0, 0, "mu_scale")
+    data = bytearray(file.read_bytes())
+    data[11] ^= 2
+    file.write_bytes(data)
+    (damage,) = verify_step(directory, path / "current")
+    assert "leaf a, mu_scale, chunk 0" in damage.what
+    with jaxinf.open_store(path) as store:
+        params = store.params(LIKE)
+        tx = jaxinf.smart_update(optax.adamw(1e-2), store)
+        state = tx.init(params)
+        with pytest.raises(StoreCorruptError, match="leaf a, mu_scale, chunk 0"):
+            tx.update(params, state, params)
+
+
+def test_params_that_no_update_reaches_are_read_from_the_store(tmp_path):
+    """A master 1 - 2^-24 is rounded to 1, and no float32 update leads to -2^-24."""
+    tiny = 2.0**-24
+    params = {"w": jnp.ones((5000,), jnp.bfloat16)}
+    master = np.float32(1)
+    with jaxinf.open_store(tmp_path / "store") as store:
+        tx = jaxinf.smart_update(optax.sgd(1.0), store)
+        state = tx.init(params)
+
+        @jax.jit
+        def step(params, state, gradient):
+            updates, state = tx.update({"w": gradient}, state, params)
+            return optax.apply_updates(params, updates), state
+
+        for update in (-tiny, -1.0, 0.25, 0.25):
+            gradient = jnp.full((5000,), -update, jnp.float32)
+            params, state = step(params, state, gradient)
+            store.wait(state)
+            master = np.float32(master + np.float32(update))
+            held = store.read("params", "w")
+            np.testing.assert_array_equal(held, master)
+            if update == -1.0:  # the store reaches it; the params cannot
+                assert master == -tiny
+                assert (np.asarray(params["w"], np.float32) == 0).all()
+        np.testing.assert_array_equal(params["w"], ties_away(held))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("master", ["auto", "none"])
+def test_checkpoints_exports_and_stock_orbax(tmp_path, master):
+    path = tmp_path / "store"
+    held, params, _ = run(path, 3, master=master, state="int8")
+    with jaxinf.open_store(path) as store:
+        store.checkpoint()
+    first = run(path, 2)
+    with jaxinf.open_store(path, restore="3"):
+        pass
+    equal(first[:2], run(path, 2)[:2])
+    raw = ocp.PyTreeCheckpointer().restore(path / "checkpoints" / "3")
+    np.testing.assert_array_equal(raw["params"]["a"], params["a"])
+    assert ("params_remainder" in raw) == (master == "auto")
+    out, back = tmp_path / "out", tmp_path / "back"
+    words = ["checkpoint", "export", str(path), str(out), "--checkpoint", "3"]
+    assert main(words) == 0
+    assert main(["store", "copy", str(out), str(back)]) == 0
+    assert verify_step(StoreDirectory.open(back), back / "current") == []
+    with jaxinf.open_store(back) as store:
+        assert store.step == 3
+        for (leaf, state), values in held.items():
+            np.testing.assert_array_equal(store.read(state, leaf), values)
+    words[3] = str(tmp_path / "tensors")
+    assert main([*words, "--format", "safetensors"]) == 0
+    tensors = safetensors.numpy.load_file(tmp_path / "tensors" / "model.safetensors")
+    np.testing.assert_array_equal(tensors["a"], held["a", "params"])
+
+
+@pytest.mark.long
+def test_the_choice_of_a_new_store(tmp_path):
+    run(tmp_path / "store", 1, state="int8")
+    for name, options, error, message in (
+        ("new", {"master": "device"}, ValueError, "expected 'auto' or 'none'"),
+        ("new", {"state": "int4"}, ValueError, "state='int4': expected"),
+        ("store", {"master": "none"}, StoreMismatchError, "--master none"),
+        ("store", {"state": "bf16"}, StoreMismatchError, "state as int8, asked for "),
+    ):
+        with pytest.raises(error, match=message):
+            jaxinf.open_store(tmp_path / name, **options)
+    run(tmp_path / "store", 1)  # it knows its format
+    for _ in range(2):  # this state has nothing to code
+        run(tmp_path / "plain", 1, state="int8", tx=optax.sgd(0.1))
+    half, bf16 = jnp.ones(8, jnp.float16), jnp.ones(8, jnp.bfloat16)
+    for name, params in (
+        ("wide", {"w": jnp.ones(8)}),
+        ("half", {"h": half, "b": bf16}),
+    ):
+        with pytest.raises(ValueError, match="expected params in bfloat16"):
+            run(tmp_path / name, 0, params=params, master="none")
+        assert not (tmp_path / name / "jaxinf.json").exists()
+    with jaxinf.open_store(tmp_path / "mixed") as store:
+        jaxinf.smart_update(optax.sgd(0.1), store).init({"h": half, "b": bf16})
+        codecs = {leaf.name: leaf.states[0].codec for leaf in store._manifest.leaves}
+    assert codecs == {"h": "", "b": "split"}
+
+
+@pytest.mark.cards
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "tx",
+    [optax.adagrad(0.1), optax.rmsprop(1e-2, momentum=0.9)],
+    ids=["adagrad", "rmsprop"],
+)
+def test_cards_take_roots_as_the_host_does(tmp_path, tx, dtype):
+    made = []
+    for csd in ("emulated", "host"):  # both with the master that cards have
+        path, options = tmp_path / csd, {"params": new_params(dtype), "tx": tx}
+        run(path, 0, csd="emulated", **options)
+        made.append(run(path, 5, csd=csd, **options)[:2])
+    cards, host = (jax.tree.map(lambda x: np.asarray(x).tobytes(), m) for m in made)
+    assert cards == host
