@@ -111,60 +111,67 @@ def test_a_file_system_without_direct_io(drive, monkeypatch):
 # --- reads of the host -------------------------------------------------------------
 
 
+@pytest.fixture
+def written(tmp_path):
+    """Makes chunks that are on their drive."""
+    made = []
+
+    def make(*arguments, **options):
+        root = tmp_path / f"{len(made)}"
+        made.append(Chunk(EMULATED, root, *arguments, **options).initialise())
+        made[-1].write()
+        return made[-1]
+
+    yield make
+    for chunk in made:
+        chunk.close()
+
+
 def read_for_host(chunk):
+    chunk.buffer.state.array[:] = 0xEE  # which no kernel has seen
     for extent, file in zip(chunk.extents, chunk.files, strict=True):
         chunk.csd.read([Transfer(chunk.buffer, extent, file, for_host=True)])
+    assert (chunk.buffer.state.array == 0xEE).all()
 
 
 @pytest.mark.parametrize("num_elements", [1, 5000])
-def test_the_host_reads_the_file_and_not_the_card(tmp_path, num_elements):
-    chunk = Chunk(EMULATED, tmp_path, num_elements=num_elements).initialise()
-    chunk.write()
+def test_the_host_reads_the_file_and_not_the_card(written, num_elements):
+    chunk = written(num_elements=num_elements)
     wanted = chunk.states()
-    chunk.buffer.state.array[:] = 0xEE  # which no kernel has seen
     read_for_host(chunk)
     for extent, state in zip(chunk.extents, wanted, strict=True):
         view = chunk.csd.view(chunk.buffer, extent)
         np.testing.assert_array_equal(view, state)
         assert not np.shares_memory(view, chunk.buffer.state.array)
         assert chunk.csd.checksum(chunk.buffer, extent) is None
-    assert (chunk.buffer.state.array == 0xEE).all()
     chunk.read()  # for a kernel: the card has it again
     np.testing.assert_array_equal(chunk.states()[0], wanted[0])
-    chunk.close()
 
 
-def test_a_frozen_leaf_is_read_by_the_host(tmp_path):
-    case = Case("frozen", tx=optax.set_to_zero())
-    chunk = Chunk(EMULATED, tmp_path, case).initialise()
-    chunk.write()
-    chunk.buffer.state.array[:] = 0xEE
+def test_a_frozen_leaf_is_read_by_the_host(written):
+    chunk = written(Case("frozen", tx=optax.set_to_zero()))
     read_for_host(chunk)
     outcome, out = chunk.update()
     assert outcome.is_finite
     np.testing.assert_array_equal(out, 0)
     assert (chunk.buffer.state.array == 0xEE).all()
-    chunk.close()
 
 
-def test_a_kernel_takes_what_was_read_for_the_host(tmp_path):
+def test_a_kernel_takes_what_was_read_for_the_host(written):
     """State was prefetched for a step that changes nothing, and another step came."""
-    chunks = [Chunk(EMULATED, tmp_path / name).initialise() for name in ("a", "b")]
     results = []
-    for chunk, read in zip(chunks, (Chunk.read, read_for_host), strict=True):
-        chunk.write()
+    for read in (Chunk.read, read_for_host):
+        chunk = written()
         read(chunk)
         outcome, out = chunk.update()
         assert len(outcome.read_checksums) == len(chunk.extents)
         results.append([out, *chunk.states()])
-        chunk.close()
     for one, other in zip(*results, strict=True):
         np.testing.assert_array_equal(one, other)
 
 
-def test_what_the_host_puts_is_written(tmp_path):
-    chunk = Chunk(EMULATED, tmp_path, num_elements=1500).initialise()
-    chunk.write()
+def test_what_the_host_puts_is_written(written):
+    chunk = written(num_elements=1500)
     read_for_host(chunk)
     extent, file = chunk.extents[0], chunk.files[0]
     values = np.arange(1500, dtype=np.float32)
@@ -173,7 +180,6 @@ def test_what_the_host_puts_is_written(tmp_path):
     np.testing.assert_array_equal(chunk.csd.view(chunk.buffer, extent), values)
     chunk.csd.write([Transfer(chunk.buffer, extent, file)])
     np.testing.assert_array_equal(np.fromfile(file, np.float32)[:1500], values)
-    chunk.close()
 
 
 # --- memory and workers ------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Cards that are found, checked and refused, with a handmade sysfs and a stand-in."""
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -62,6 +63,14 @@ class Sysfs:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
+    def volume(self, name, *drives):
+        """A volume over drives."""
+        volume = self.path / f"devices/virtual/block/{name}"
+        (volume / "slaves").mkdir(parents=True)
+        for number, drive in enumerate(drives):
+            (volume / "slaves" / f"nvme{number}n1").symlink_to(drive)
+        return volume
+
     def mount(self, root, device):
         number = os.stat(root).st_dev
         link = self.path / f"dev/block/{os.major(number)}:{os.minor(number)}"
@@ -88,6 +97,10 @@ def switch(number):
     return drive, card
 
 
+def address_of(root, sysfs):
+    return card_of(root, list_cards(sysfs.path), sysfs.path).address
+
+
 def test_the_card_beside_a_drive(sysfs, tmp_path):
     for number in (0x40, 0x50, 0x60):
         drive, card = switch(number)
@@ -96,12 +109,10 @@ def test_the_card_beside_a_drive(sysfs, tmp_path):
         if number == 0x50:
             sysfs.mount(tmp_path, device)
     cards = list_cards(sysfs.path)
-    addresses = [f"0000:{n}:0b.1" for n in (40, 50, 60)]
-    assert [c.address for c in cards] == addresses
+    assert [c.address for c in cards] == [f"0000:{n}:0b.1" for n in (40, 50, 60)]
     assert {c.firmware for c in cards} == {"xilinx_u2_gen3x4_xdma_gc_base_2"}
     found = card_of(tmp_path, cards, sysfs.path)
-    assert found.address == "0000:50:0b.1"
-    assert found.p2p == "on"
+    assert (found.address, found.p2p) == ("0000:50:0b.1", "on")
     assert found.p2p_remedy == ""
     check_p2p(tmp_path, found)
 
@@ -110,38 +121,28 @@ def test_a_volume_over_one_drive_and_a_namespace_with_multipath(sysfs, tmp_path)
     drive, card = switch(0x40)
     device = sysfs.drive(*drive)
     sysfs.card(*card)
-    volume = sysfs.path / "devices/virtual/block/dm-0"
-    (volume / "slaves").mkdir(parents=True)
-    (volume / "slaves/nvme0n1").symlink_to(device)
-    sysfs.mount(tmp_path, volume)
-    cards = list_cards(sysfs.path)
-    assert card_of(tmp_path, cards, sysfs.path).address == "0000:40:0b.1"
+    sysfs.mount(tmp_path, sysfs.volume("dm-0", device))
+    assert address_of(tmp_path, sysfs) == "0000:40:0b.1"
 
     subsystem = sysfs.path / "devices/virtual/nvme-subsystem/nvme-subsys0"
     (subsystem / "nvme0n1").mkdir(parents=True)
     (subsystem / "nvme0").symlink_to(device.parent)
     sysfs.mount(tmp_path, subsystem / "nvme0n1")
-    assert card_of(tmp_path, cards, sysfs.path).address == "0000:40:0b.1"
+    assert address_of(tmp_path, sysfs) == "0000:40:0b.1"
 
 
 def test_roots_that_have_no_card(sysfs, tmp_path):
     (one, card), (two, _) = switch(0x40), switch(0x50)
     sysfs.card(*card)
-    cards = list_cards(sysfs.path)
     with pytest.raises(CsdError, match=r"on no block device \(tmpfs, network"):
-        card_of(tmp_path, cards, sysfs.path)
+        address_of(tmp_path, sysfs)
     sysfs.mount(tmp_path, sysfs.drive(*two))
-    with pytest.raises(CsdError, match="a card beside its drive") as error:
-        card_of(tmp_path, cards, sysfs.path)
-    assert two[-1] in str(error.value)
-    assert "cards of this machine: 0000:40:0b.1" in str(error.value)
-    volume = sysfs.path / "devices/virtual/block/md0"
-    (volume / "slaves").mkdir(parents=True)
-    for name, drive in (("a", one), ("b", two)):
-        (volume / "slaves" / name).symlink_to(sysfs.drive(*drive))
-    sysfs.mount(tmp_path, volume)
+    message = rf"a card beside its drive.*{two[-1]}.*of this machine: 0000:40:0b\.1"
+    with pytest.raises(CsdError, match=message):
+        address_of(tmp_path, sysfs)
+    sysfs.mount(tmp_path, sysfs.volume("md0", sysfs.drive(*one), sysfs.drive(*two)))
     with pytest.raises(CsdError, match=r"expected a file system on one NVMe drive"):
-        card_of(tmp_path, cards, sysfs.path)
+        address_of(tmp_path, sysfs)
 
 
 @pytest.mark.parametrize(
@@ -158,9 +159,8 @@ def test_p2p_that_is_off(sysfs, tmp_path, config, named, remedy):
     sysfs.card(*switch(0x40)[1], p2p="0", config=config)
     [card] = list_cards(sysfs.path)
     assert card.p2p == named
-    with pytest.raises(CsdError, match=f"found it {named}; ") as error:
+    with pytest.raises(CsdError, match=f"found it {named}; .*{re.escape(remedy)}"):
         check_p2p(tmp_path, card)
-    assert remedy in str(error.value)
 
 
 def test_a_driver_that_does_not_say(sysfs, tmp_path):
@@ -238,19 +238,24 @@ def test_no_runtime(tmp_path, monkeypatch):
         opened("smartssd:xclbin=x", [tmp_path])
 
 
-def test_no_card_and_two_roots_on_one(runtime, tmp_path, monkeypatch):
-    monkeypatch.setattr(smartssd, "list_cards", list)
-    with pytest.raises(CsdError, match="found none that XRT's driver serves"):
-        opened("smartssd", [tmp_path])
-    card = CardInfo("0000:40:0b.1", "", "on", ())
-    monkeypatch.setattr(smartssd, "list_cards", lambda: [card])
-    monkeypatch.setattr(smartssd, "card_of", lambda root, cards: card)
-    with pytest.raises(CsdError, match=r"are on one drive \(card 0000:40:0b\.1\)"):
-        opened("smartssd", [tmp_path, tmp_path / "b"])
-    off = CardInfo("0000:40:0b.1", "", "off", ())
-    monkeypatch.setattr(smartssd, "card_of", lambda root, cards: off)
-    with pytest.raises(CsdError, match="--p2p enable"):
-        opened("smartssd", [tmp_path])
+CARD, OFF = (CardInfo("0000:40:0b.1", "", p2p, ()) for p2p in ("on", "off"))
+
+
+@pytest.mark.parametrize(
+    ("cards", "roots", "message"),
+    [
+        ([], "a", "found none that XRT's driver serves"),
+        ([CARD], "ab", r"are on one drive \(card 0000:40:0b\.1\)"),
+        ([OFF], "a", "--p2p enable"),
+    ],
+)
+def test_no_card_and_two_roots_on_one(
+    runtime, tmp_path, monkeypatch, cards, roots, message
+):
+    monkeypatch.setattr(smartssd, "list_cards", lambda: cards)
+    monkeypatch.setattr(smartssd, "card_of", lambda root, cards: cards[0])
+    with pytest.raises(CsdError, match=message):
+        opened("smartssd", [tmp_path / root for root in roots])
 
 
 def test_no_xclbin(runtime, tmp_path, monkeypatch):
@@ -262,20 +267,27 @@ def test_no_xclbin(runtime, tmp_path, monkeypatch):
         opened("smartssd:devices=1", [tmp_path])
 
 
-def test_what_the_cards_cannot_do_is_refused(runtime, tmp_path):
+@pytest.mark.parametrize(
+    ("needs", "message"),
+    [
+        ([need(optax.lion(0.1), ("", ""))], "no kernel jaxinf_lion_f32_update_f32"),
+        ([need(dtype=np.float16)], "has no kernel jaxinf_sgd_f16_f16_f32"),
+        (
+            [need(), need(sent=ml_dtypes.bfloat16)],
+            "has no kernel jaxinf_sgd_bf16_update_f32_topk",
+        ),
+        ([need(optax.adadelta(0.1), ("", "", ""))], r"layer/w: .*no kernel for"),
+        (
+            [need(optax.adam(0.1), ("", "bf16", "int8"))],
+            r"leaf layer/w: .*as bf16, int8; use csd=",
+        ),
+        ([need(codecs=("bf16",))], "found params as bf16"),
+    ],
+)
+def test_what_the_cards_cannot_do_is_refused(runtime, tmp_path, needs, message):
     fleet = opened("smartssd:devices=1", [tmp_path])
-    with pytest.raises(CsdError, match="has no kernel jaxinf_lion_f32_update_f32"):
-        fleet.check([need(optax.lion(0.1), ("", ""))])
-    with pytest.raises(CsdError, match="has no kernel jaxinf_sgd_f16_f16_f32"):
-        fleet.check([need(dtype=np.float16)])
-    with pytest.raises(CsdError, match="has no kernel jaxinf_sgd_bf16_update_f32_topk"):
-        fleet.check([need(), need(sent=ml_dtypes.bfloat16)])
-    with pytest.raises(UnsupportedTransformError, match=r"layer/w: .*no kernel for"):
-        fleet.check([need(optax.adadelta(0.1), ("", "", ""))])
-    with pytest.raises(CsdError, match=r"leaf layer/w: .*as bf16, int8; use csd="):
-        fleet.check([need(optax.adam(0.1), ("", "bf16", "int8"))])
-    with pytest.raises(CsdError, match="found params as bf16"):
-        fleet.check([need(codecs=("bf16",))])
+    with pytest.raises((CsdError, UnsupportedTransformError), match=message):
+        fleet.check(needs)
     fleet.check([need(optax.set_to_zero())])  # needs none
 
 

@@ -14,50 +14,41 @@ from jaxinf import compat, processes
 from jaxinf.errors import ProcessError
 
 
-class Board:
-    """The keys of a coordination service."""
-
-    def __init__(self):
-        self.keys, self.changed = {}, threading.Condition()
-
-
 class Service:
-    """The coordination service as one process sees it."""
+    """The coordination service as one process sees it, over keys that all share."""
 
-    def __init__(self, board, process, num_processes):
-        self.board, self.process, self.num_processes = board, process, num_processes
+    def __init__(self, keys, changed, process, num_processes):
+        self.keys, self.changed = keys, changed
+        self.process, self.num_processes = process, num_processes
 
     def put(self, key, value, limit_s, *, again=False):
-        with self.board.changed:
-            assert again or key not in self.board.keys, key
-            self.board.keys[key] = value
-            self.board.changed.notify_all()
+        with self.changed:
+            assert again or key not in self.keys, key
+            self.keys[key] = value
+            self.changed.notify_all()
 
     def get(self, key, timeout_s):
-        with self.board.changed:
-            self.board.changed.wait_for(lambda: key in self.board.keys, timeout_s)
-            return self.board.keys.get(key)
+        with self.changed:
+            self.changed.wait_for(lambda: key in self.keys, timeout_s)
+            return self.keys.get(key)
 
     def below(self, folder, limit_s):
-        with self.board.changed:
-            return {
-                k: v
-                for k, v in self.board.keys.items()
-                if k[: len(folder) + 1] == f"{folder}/"
-            }
+        with self.changed:
+            return {k: v for k, v in self.keys.items() if k.startswith(f"{folder}/")}
 
     def remove(self, folder, limit_s):
-        with self.board.changed:
+        with self.changed:
             for key in self.below(folder, limit_s):
-                del self.board.keys[key]
+                del self.keys[key]
 
 
 @pytest.fixture
 def groups(monkeypatch):
     monkeypatch.setattr(processes.group, "LIMIT_S", 0.3)
     monkeypatch.setattr(processes.group, "SLICE_S", 0.05)
-    board = Board()
-    return [processes.Group("run", Service(board, n, 3), "id") for n in range(3)]
+    keys, changed = {}, threading.Condition()
+    services = [Service(keys, changed, n, 3) for n in range(3)]
+    return [processes.Group("run", one, "id") for one in services]
 
 
 def in_each(groups, action):
@@ -116,20 +107,16 @@ def test_one_alone_asks_nobody():
 
 def test_all_have_the_values_of_all(groups):
     for n in range(3):
-        found = in_each(
-            groups, lambda group, n=n: group.gather("x", lambda: [n, group.number])
-        )
+        found = in_each(groups, lambda g, n=n: g.gather("x", lambda: [n, g.number]))
         assert found == [[[n, 0], [n, 1], [n, 2]]] * 3
-        assert in_each(groups, lambda group: group.barrier("x")) == [None] * 3
-        found = in_each(groups, lambda group: group.first("x", lambda: group.number))
-        assert found == [0] * 3
-    assert len(groups[0].service.board.keys) < 15  # what all have read is removed
+        assert in_each(groups, lambda g: g.barrier("x")) == [None] * 3
+        assert in_each(groups, lambda g: g.first("x", lambda: g.number)) == [0] * 3
+    assert len(groups[0].service.keys) < 15  # what all have read is removed
 
 
-def test_other_values_are_refused_with_both(groups):
+def test_other_values_and_other_calls_are_refused_with_both(groups):
     found = in_each(
-        groups,
-        lambda group: group.agree("the word", lambda: f"a{group.number // 2}", "do"),
+        groups, lambda g: g.agree("the word", lambda: f"a{g.number // 2}", "do")
     )
     text = (
         "run: expected the word to be the same in all 3 processes, found "
@@ -137,6 +124,9 @@ def test_other_values_are_refused_with_both(groups):
     )
     assert list(map(str, found)) == [text] * 3
     assert found[0].processes == (2,)
+    found = in_each(groups, lambda g: g.gather(f"x{g.number // 2}", int))
+    assert "process 2: it makes another call, x1" in str(found[0])
+    assert "process 0: it makes another call, x0" in str(found[2])
 
 
 @pytest.mark.parametrize("call", ["gather", "first", "in_all"])
@@ -145,21 +135,11 @@ def test_an_error_of_one_is_raised_in_all(groups, call):
         if group.number == 0:
             raise OSError("no room")
 
-    found = in_each(
-        groups, lambda group: getattr(group, call)("x", lambda: make(group))
-    )
+    found = in_each(groups, lambda g: getattr(g, call)("x", lambda: make(g)))
     assert isinstance(found[0], OSError)
     for one in found[1:]:
         assert isinstance(one, ProcessError)
-        assert str(one).endswith(
-            "process of the run failed: process 0: OSError: no room"
-        )
-
-
-def test_another_call_is_named(groups):
-    found = in_each(groups, lambda group: group.gather(f"x{group.number // 2}", int))
-    assert "process 2: it makes another call, x1" in str(found[0])
-    assert "process 0: it makes another call, x0" in str(found[2])
+        assert str(one).endswith("of the run failed: process 0: OSError: no room")
 
 
 @pytest.mark.parametrize(
@@ -179,9 +159,8 @@ def test_one_that_is_silent_is_named_within_the_limit(groups, call):
 
 
 def test_none_goes_on_that_comes_to_a_barrier_too_late(groups):
-    assert isinstance(
-        in_each(groups[:2], lambda group: group.barrier("x"))[0], ProcessError
-    )
+    for one in in_each(groups[:2], lambda group: group.barrier("x")):
+        assert isinstance(one, ProcessError)
     with pytest.raises(ProcessError, match="it waited for process 2 in vain"):
         groups[2].barrier("x")
     assert {*processes.group.deserted} >= {*groups[:2]}
@@ -189,31 +168,20 @@ def test_none_goes_on_that_comes_to_a_barrier_too_late(groups):
     assert not processes.group.deserted  # all are there again
 
 
-def reporting(group, number):
-    """Has a process report progress all the time."""
-    groups_part = group
-
-    def report():
-        for n in range(20):
-            groups_part.say("progress", n, again=True)
-            time.sleep(0.05)
-        if number is not None:
-            groups_part.gather("x", int)
-
-    thread = threading.Thread(target=report)
-    thread.start()
-    return thread
-
-
 def test_progress_extends_the_wait_for_that_process_alone(groups):
-    threads = [reporting(group, group.number) for group in groups[1:]]
-    assert groups[0].gather("x", int) == [0, 0, 0]
-    for thread in threads:
-        thread.join()
-    thread = reporting(groups[1], None)
-    with pytest.raises(ProcessError, match="found none of process 2"):
-        groups[0].hear("y", 2)
-    thread.join()
+    def report(group, then):
+        for n in range(20):
+            group.say("progress", n, again=True)
+            time.sleep(0.05)
+        return then(group)
+
+    with ThreadPoolExecutor(2) as others:
+        for group in groups[1:]:
+            others.submit(report, group, lambda group: group.gather("x", int))
+        assert groups[0].gather("x", int) == [0, 0, 0]
+        others.submit(report, groups[1], lambda group: None)
+        with pytest.raises(ProcessError, match="found none of process 2"):
+            groups[0].hear("y", 2)
 
 
 def test_the_others_wait_as_long_as_the_first_works(groups):
@@ -228,13 +196,11 @@ def test_one_that_failed_or_left_is_not_waited_for(groups, monkeypatch):
     monkeypatch.setattr(processes.group, "LIMIT_S", 600)
     groups[2].fail(OSError("no drive"))
     groups[1].leave()
-    with pytest.raises(ProcessError, match="process 2: OSError: no drive"):
-        groups[0].hear("x", 2)
-    with pytest.raises(ProcessError, match="no drive"):
-        groups[0].barrier("x")
+    for call in (lambda: groups[0].hear("x", 2), lambda: groups[0].barrier("x")):
+        with pytest.raises(ProcessError, match="process 2: OSError: no drive"):
+            call()
     assert "OSError: no drive" in str(groups[0].failure_of_others(3))
-    other = processes.Group("run", groups[1].service, "other")
+    mine, other = (processes.Group("run", g.service, "other") for g in groups[:2])
     other.leave()
-    mine = processes.Group("run", groups[0].service, "other")
     with pytest.raises(ProcessError, match="process 1: it closed the store"):
         mine.hear("x", 1)

@@ -1,5 +1,6 @@
 """Streaming on four devices: functions that `tests/streaming/test_sharded.py` runs."""
 
+import re
 from unittest import mock
 
 import jax
@@ -12,7 +13,13 @@ from cases import serve
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded import SPECS, make, trained
-from streaming import assert_near, assert_same_bits, read_ahead
+from streaming import (
+    Numbers,
+    assert_near,
+    assert_same_bits,
+    moved_as_planned,
+    read_ahead,
+)
 from zoo import ZOO
 
 import jaxinf
@@ -52,23 +59,8 @@ def on_one_device(one, tx=ADAM, num_steps=3):
     return losses, params
 
 
-def assert_moves_as_planned(step):
-    step.store.wait()
-    found, planned = step.store.metrics.traffic, step.traffic
-    assert found.drive_read_bytes == planned.drive_read_bytes, (found, planned)
-    assert found.drive_write_bytes == planned.drive_write_bytes, (found, planned)
-
-
 def loudness(part):
     return jnp.sum(part["x"][:2] ** 2)
-
-
-def refusal(call, *args, **kwargs):
-    try:
-        call(*args, **kwargs)
-    except StreamError as error:
-        return str(error)
-    raise AssertionError("not refused")
 
 
 def named_shardings(one):
@@ -84,7 +76,7 @@ def training(place, kind):
             with one.entered():
                 step.load(one.params, batch=one.batch)
             losses[policy] = trained(step, one, 2)
-            assert_moves_as_planned(step)
+            moved_as_planned(step)
         with opened(place, policy) as store:
             step = streamed(one, store, policy=policy)
             step.load(one.params)
@@ -129,7 +121,7 @@ def options(place, name):
             step.load(one.params, batch=one.batch)
         losses = trained(step, one, 3)
         if "durability" not in of_store:  # whose plan is of a mean step
-            assert_moves_as_planned(step)
+            moved_as_planned(step)
         found = store.params(like=one.params)
     with opened(place, name + "_one", **of_store) as store:
         alone = {**options, "memory_bytes": MEMORY_BYTES}
@@ -177,18 +169,10 @@ def replicas(place):
     unit = units.Unit(0, (), shape, np.dtype(np.float32), there)
     expected = np.arange(16 * 50, dtype=np.float32).reshape(shape)
 
-    class Expected:
-        version = 0, 0
-
-        def begin(self, num_first):
-            pass
-
+    class Expected(Numbers):
         def read(self, unit, shards):
             for box, shard in zip(unit.shards, shards, strict=True):
                 shard[...] = expected[box.slices]
-
-        def close(self):
-            pass
 
     params = read_ahead(Expected(), [Fetch(unit, 0, 0, gradient=0)], 4 * 4096)
     params.begin()
@@ -257,17 +241,17 @@ def other_devices(place):
         step.close()
         step = on(name, other, then[0], None)
         before = step.store.step
-        text = refusal(step, then[1])
         mesh = "4 devices (data=2, model=2)"
         had, has = ("one device", mesh) if name == "grown" else (mesh, "one device")
-        assert f"the store was trained on {had}, found arrays on {has}" in text, text
-        assert "pass replan=True" in text
+        text = f"the store was trained on {had}, found arrays on {has}"
+        with pytest.raises(StreamError, match=f"{re.escape(text)}.*pass replan=True"):
+            step(then[1])
         step.store.wait()
         assert step.store.step == before == 2
         step.close()
         step = on(name, other, *then, replan=True)
         losses += [float(step(then[1])[0]) for _ in range(2)]
-        assert_moves_as_planned(step)
+        moved_as_planned(step)
         np.testing.assert_allclose(losses, expected, rtol=1e-5)
         step.close()
         step = on(name, other, *then)  # the plan is kept
@@ -288,32 +272,36 @@ def refused(place):
     odd = {name: there(array[:2], one.mesh) for name, array in host_batch.items()}
     half = jax.make_mesh((2,), ("data",), axis_types=auto, devices=jax.devices()[2:])
     halved = jax.device_put(host_batch, NamedSharding(half, P()))
-    both = "found down on 4 devices (data=2, model=2) and x on 4 devices (data=4"
-    rows = "parts that divide over the mesh, found 1 rows of x"
-    offload = 'policy="offload": not supported yet on'
-    store = opened(place, "refused")
-    for options, batch, text in [
-        ({"policy": "offload"}, one.batch, offload),
-        ({}, moved, both),
-        ({"micro_batches": 2}, odd, rows),
+    store, own = opened(place, "refused"), one.params
+    for options, params, batch, text in [
+        ({"policy": "offload"}, own, one.batch, 'policy="offload": not supported yet'),
+        (
+            *({}, own, moved),
+            "found down on 4 devices (data=2, model=2) and x on 4 devices (data=4",
+        ),
+        (
+            *({"micro_batches": 2}, own, odd),
+            "parts that divide over the mesh, found 1 rows of x",
+        ),
+        (
+            *({"device_updates": 2}, own, one.batch),
+            "device_updates: expected one device, found 4",
+        ),
+        (
+            *({}, host_params, halved),
+            "expected a function on the mesh of its arguments, 2 devices (data=2)",
+        ),
     ]:
         step = streamed(one, store, **options)
-        found = refusal(step.load, one.params, batch=batch)
-        assert text in found, found
-    step = streamed(one, store, device_updates=2)
-    found = refusal(step.load, one.params, batch=one.batch)
-    assert "device_updates: expected one device, found 4" in found, found
-    step = streamed(one, store)
-    found = refusal(step.load, host_params, batch=halved)
-    text = "expected a function on the mesh of its arguments, 2 devices (data=2)"
-    assert text in found, found
-    found = refusal(step.init, lambda: host_params, shardings=SPECS)
-    assert "expected a NamedSharding for each leaf" in found, found
+        with pytest.raises(StreamError, match=re.escape(text)):
+            step.load(params, batch=batch)
+    with pytest.raises(StreamError, match="expected a NamedSharding for each leaf"):
+        streamed(one, store).init(lambda: host_params, shardings=SPECS)
     in_memory = jaxinf.stream_in_memory(
         one.loss, optax.sgd(0.1), memory_bytes=MEMORY_BYTES
     )
-    found = refusal(in_memory.load, one.params, batch=one.batch)
-    assert "without a store" in found, found
+    with pytest.raises(StreamError, match="without a store"):
+        in_memory.load(one.params, batch=one.batch)
     assert not store.exists
 
     # A mesh that only the loss function sets: all arrays are replicated on it.
@@ -364,7 +352,7 @@ def zoo(place, name):
             step = jaxinf.stream(program.loss, optax.sgd(0.1), store, **options)
             step.load(tree, batch=of)
             losses = [float(step(of)[0]) for _ in range(3)]
-            assert_moves_as_planned(step)
+            moved_as_planned(step)
             found.append((losses, store.params(like=program.params)))
     one, keep, recompute = found
     assert keep[0] == recompute[0]

@@ -335,33 +335,11 @@ def one_jit(run: Run) -> None:
     run.losses.update(enumerate(map(float, values), first))
 
 
-def minimise(run: Run) -> None:
-    """The state is in the carry of a `while_loop`; no checkpoints."""
-    tx = run.near(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)))
-    params, first = run.resumed(first_params())
-    state = tx.init(params)
-
-    @jax.jit
-    def steps(params, state, batches):
-        def one(carry):
-            number, params, state, values = carry
-            params, state, value = step_of(tx)(params, state, batches[number])
-            return number + 1, params, state, values.at[number].set(value)
-
-        start = jnp.int32(0), params, state, jnp.zeros(EVERY)
-        return jax.lax.while_loop(lambda carry: carry[0] < EVERY, one, start)[1:]
-
-    for number in range(first, NUM_STEPS, EVERY):
-        batches = [run.batch(n) for n in range(number, number + EVERY)]
-        params, state, values = steps(params, state, jnp.stack(batches))
-        run.losses.update(enumerate(map(float, values), number))
-
-
 KEEPING = (manager, sharded, flow, nnx_scan)
 """Those for which the store keeps the steps that they save, by itself."""
 
 STYLES: dict[str, Callable[[Run], None]] = {
-    one.__name__: one for one in (*KEEPING, imagenet, frozen, one_jit, minimise)
+    one.__name__: one for one in (*KEEPING, imagenet, frozen, one_jit)
 }
 
 

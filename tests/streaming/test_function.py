@@ -18,45 +18,41 @@ from jaxinf.errors import (
     StoreMismatchError,
     StreamError,
 )
-from jaxinf.streaming.plan import memory
 
 pytestmark = pytest.mark.optimized("long")
 
-MEMORY_BYTES = 256 << 20
-CHUNKS = {"chunk_elements": 4096, "memory_bytes": 16 << 20}
-ADAM = optax.adam(1e-2)
+MEMORY = {"memory_bytes": 256 << 20}
+SMALL = ZOO["l2_penalty"](depth=2)
 
 
-def started(program, store, **options):
-    """A step of a new store."""
-    step = jaxinf.stream(
-        program.loss,
-        ADAM,
-        store,
-        memory_bytes=MEMORY_BYTES,
-        has_aux=program.has_aux,
-        **options,
-    )
-    step.load(program.params, batch=program.batch)
-    return step
+@pytest.fixture
+def started(streamed):
+    """Opens a step on a new store."""
+
+    def make(program=SMALL):
+        step = streamed(program, optax.adam(1e-2))
+        step.load(program.params, batch=program.batch)
+        return step
+
+    return make
 
 
 def assert_near(found, expected):
     assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for one, other in zip(
-        jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
-    ):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        *(found, expected),
+    )
 
 
-def test_outputs_are_those_of_one_jit(open_store):
+def test_outputs_are_those_of_one_jit(started):
     program = ZOO["scan_nested"]()
-    step = started(program, open_store(**CHUNKS))
+    step = started(program)
 
     def fn(params, batch):
         return {"loss": program.loss(params, batch), "batch": batch, "three": 3}
 
-    f = jaxinf.stream_function(fn, step.store, memory_bytes=MEMORY_BYTES)
+    f = jaxinf.stream_function(fn, step.store, **MEMORY)
     f.load(program.params)
     for _ in range(2):
         step(program.batch)
@@ -71,62 +67,48 @@ def test_outputs_are_those_of_one_jit(open_store):
     step(program.batch)  # the store is still open
 
 
-def deep(params, batch):
-    for i in range(64):
-        batch = batch + jnp.tanh(batch @ params[f"layer{i}"]["w"])
-    return batch
-
-
-DEEP = {f"layer{i}": {"w": normal(i, 128, 128) / 30} for i in range(64)}
-
-
 @pytest.mark.long
-def test_params_larger_than_memory_in_a_store_given_by_its_path(open_store):
-    with started(ZOO["l2_penalty"](depth=2), open_store("other", **CHUNKS)):
-        pass
-    store = open_store("store", **CHUNKS)
-    step = jaxinf.stream(
-        lambda params, batch: jnp.sum(deep(params, batch)),
-        optax.sgd(0.1),
-        store,
-        memory_bytes=MEMORY_BYTES,
-    )
-    batch = normal(100, 8, 128)
-    step.load(DEEP, batch=batch)
-    step.close()
-    with jaxinf.stream_function(deep, store.path, memory_bytes=2 << 20) as f:
-        assert sum(leaf.nbytes for leaf in jax.tree.leaves(DEEP)) >= 4 << 20
-        np.testing.assert_allclose(f(batch), deep(DEEP, batch), rtol=1e-4, atol=1e-4)
-        assert f.plan is not None
+def test_params_larger_than_memory_in_a_store_given_by_its_path(place):
+    def deep(params, batch):
+        for i in range(64):
+            batch = batch + jnp.tanh(batch @ params[f"layer{i}"]["w"])
+        return batch
+
+    params = {f"layer{i}": {"w": normal(i, 128, 128) / 30} for i in range(64)}
+    batch, path = normal(100, 8, 128), place / "store"
+
+    def loss(params, batch):
+        return jnp.sum(deep(params, batch))
+
+    with jaxinf.stream(loss, optax.sgd(0.1), path, **MEMORY) as step:
+        step.load(params, batch=batch)
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(params)) >= 4 << 20
+    with jaxinf.stream_function(deep, path, memory_bytes=2 << 20) as f:
+        np.testing.assert_allclose(f(batch), deep(params, batch), rtol=1e-4, atol=1e-4)
         assert f.plan.peak_bytes < 2 << 20
-        path = f.store.path
     jaxinf.open_store(path).close()  # the lock is free
 
 
-def test_a_function_reads_the_last_finished_step(open_store):
-    program = ZOO["l2_penalty"](depth=2)
-    step = started(program, open_store(**CHUNKS))
-    alone = jaxinf.stream_function(program.loss, step.store, memory_bytes=MEMORY_BYTES)
-    alone.load(program.params)
-    shared = step.function(program.loss)
-    for f in (alone, shared):
-        losses = [float(step(program.batch)[0])]
-        found = float(f(program.batch))
+def test_a_function_reads_the_last_finished_step(started):
+    step = started()
+    alone = jaxinf.stream_function(SMALL.loss, step.store, **MEMORY)
+    alone.load(SMALL.params)
+    for f in (alone, step.function(SMALL.loss)):
+        step(SMALL.batch)
+        found = float(f(SMALL.batch))
         assert f.metrics.fetched_drive_bytes > 0
-        f(program.batch)
+        f(SMALL.batch)
         if f is alone:  # what it has read is still there
             assert f.metrics.fetched_drive_bytes == 0
-        losses.append(float(step(program.batch)[0]))
-        np.testing.assert_allclose(found, losses[1], rtol=1e-6)
+        np.testing.assert_allclose(found, float(step(SMALL.batch)[0]), rtol=1e-6)
 
 
 @pytest.mark.long
-def test_a_function_waits_for_the_updates_of_a_step(open_store, monkeypatch):
-    program = ZOO["l2_penalty"](depth=2)
-    step = started(program, open_store(**CHUNKS))
-    f, may_write, write = step.function(program.loss), threading.Event(), HostCsd.write
-    step(program.batch)
-    before = float(f(program.batch))
+def test_a_function_waits_for_the_updates_of_a_step(started, monkeypatch):
+    step = started()
+    f, may_write, write = step.function(SMALL.loss), threading.Event(), HostCsd.write
+    step(SMALL.batch)
+    before = float(f(SMALL.batch))
     step.store.wait()
 
     def late(*args, **options):
@@ -134,44 +116,35 @@ def test_a_function_waits_for_the_updates_of_a_step(open_store, monkeypatch):
         return write(*args, **options)
 
     monkeypatch.setattr(HostCsd, "write", late)
-    step(program.batch)
+    step(SMALL.batch)
     threading.Timer(0.5, may_write.set).start()
-    found = float(f(program.batch))
+    found = float(f(SMALL.batch))
     assert may_write.is_set()
-    assert found == float(f(program.batch)) != before
+    assert found == float(f(SMALL.batch)) != before
 
 
-def test_functions_of_a_step_read_in_its_memory_in_turn(open_store):
-    program = ZOO["l2_penalty"](depth=3)
-    step = started(program, open_store(**CHUNKS))
-    step(program.batch)
-    one, other = step.function(program.loss), step.function(program.loss)
-    half = jax.tree.map(lambda leaf: np.asarray(leaf)[:1], program.batch)
-
-    for run, batch in (
-        (one, program.batch),
-        (other, program.batch),
-        (other, half),
-        (one, half),
-        (step, program.batch),
-    ):
-        run(batch)
-        step.store.wait()
-        (held_bytes,) = bytes_held()  # what ran before has given its memory up
-        assert held_bytes <= MEMORY_BYTES
-        assert run.plan.peak_bytes <= step.plan.peak_bytes
+def test_functions_of_a_step_read_in_its_memory_in_turn(started):
+    step = started()
+    step(SMALL.batch)
+    one, other = step.function(SMALL.loss), step.function(SMALL.loss)
+    half = jax.tree.map(lambda leaf: np.asarray(leaf)[:1], SMALL.batch)
+    for run in (one, other, step):
+        for batch in (SMALL.batch, half)[: 1 + (run is not step)]:
+            run(batch)
+            step.store.wait()
+            (held_bytes,) = bytes_held()  # what ran before has given its memory up
+            assert held_bytes <= MEMORY["memory_bytes"]
+            assert run.plan.peak_bytes <= step.plan.peak_bytes
 
 
-def test_the_batch_of_a_function_is_in_its_memory(open_store):
-    program = ZOO["l2_penalty"](depth=2)
-    step = started(program, open_store(**CHUNKS))
-    step(program.batch)
-    past = np.zeros(MEMORY_BYTES // 4, np.float32)
-    f = step.function(lambda p, b: jnp.sum(b))
+def test_what_takes_more_than_its_memory_is_refused(started):
+    step = started()
+    step(SMALL.batch)
+    past = np.zeros(MEMORY["memory_bytes"] // 4, np.float32)
     with pytest.raises(StreamError, match=r"and constants takes \d+; .* works"):
-        f(past)
+        step.function(lambda p, b: jnp.sum(b))(past)
     f = jaxinf.stream_function(lambda p, b: p, step.store, memory_bytes=4096)
-    f.load(program.params)
+    f.load(SMALL.params)
     with pytest.raises(StreamError, match=r'memory_bytes="\d+MiB" works'):
         f(np.float32(1))
 
@@ -182,12 +155,11 @@ def test_another_tree_is_refused(open_store):
     def fn(params, batch):
         return sum(jnp.sum(leaf) for leaf in params) * batch
 
-    store = open_store(**CHUNKS)
-    step = jaxinf.stream(fn, optax.sgd(0.1), store, memory_bytes=MEMORY_BYTES)
-    f = jaxinf.stream_function(fn, store, memory_bytes=MEMORY_BYTES)
+    store = open_store()
+    f = jaxinf.stream_function(fn, store, **MEMORY)
     with pytest.raises(StoreFormatError, match=r"empty until tx.init has run"):
         f(np.float32(1))
-    step.load(params)
+    jaxinf.stream(fn, optax.sgd(0.1), store, **MEMORY).load(params)
     with pytest.raises(StreamError, match=r"no nested dicts; tell their tree first"):
         f(np.float32(1))
     with pytest.raises(StoreMismatchError, match="`like` has other leaves"):
@@ -196,21 +168,17 @@ def test_another_tree_is_refused(open_store):
     np.testing.assert_allclose(f(np.float32(1)), fn(params, 1), rtol=1e-5)
 
 
-def test_on_a_device_with_memory_of_its_own(open_store, monkeypatch):
-    program = ZOO["l2_penalty"](depth=2)
-    step = started(program, open_store(**CHUNKS))
-    expected = float(step(program.batch)[0])
+def test_on_a_device_with_memory_of_its_own(started, request):
+    step = started()
+    expected = float(step(SMALL.batch)[0])
     step.close()
-    monkeypatch.setattr(memory, "device_is_host", lambda device: False)
-    f = jaxinf.stream_function(
-        program.loss,
-        open_store(**CHUNKS),
-        memory_bytes=MEMORY_BYTES,
-        device_memory_bytes=64 << 20,
-    )
-    f.load(program.params)
-    found = [float(f(program.batch)) for _ in range(2)]
-    assert found[0] == found[1]
-    assert found[0] != expected  # the params of the step after
-    one_jit = jax.jit(program.loss)(f.store.params(like=program.params), program.batch)
+    request.getfixturevalue("own_memory")
+    options = {**MEMORY, "device_memory_bytes": 64 << 20}
+    f = jaxinf.stream_function(SMALL.loss, step.store.path, **options)
+    f.load(SMALL.params)
+    found = [float(f(SMALL.batch)) for _ in range(2)]
+    assert found[0] == found[1] != expected  # the params of the step after
+    params = f.store.params(like=SMALL.params)
+    one_jit = jax.jit(SMALL.loss)(params, SMALL.batch)
     np.testing.assert_allclose(found[0], one_jit, rtol=1e-5)
+    f.close()

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from families import family
-from streaming import assert_near, in_memory, smallest_bytes
+from hypothesis import given
+from hypothesis import strategies as st
+from streaming import assert_near, in_memory, prepared, smallest_bytes
 from zoo import ZOO, normal
 
 from jaxinf.errors import StreamError
@@ -16,6 +18,7 @@ from jaxinf.streaming.plan.memory import Division
 from jaxinf.streaming.plan.reads import plan_reads
 from jaxinf.streaming.program.cut import choose_cuts
 from jaxinf.streaming.program.graph import Piece
+from jaxinf.streaming.program.lifetimes import Stay, fill, occupancy
 from jaxinf.streaming.program.units import StoreUnits
 from jaxinf.streaming.run import Runner
 
@@ -25,29 +28,46 @@ DEEP = ("linen", "linen_scan_remat_dropout", "gpt2_nano", "haiku", "equinox_mlp"
 DEEP += ("l2_penalty", "stack_by_index")
 
 
-def prepared(name, **options):
-    program = ZOO[name](**options)
-    return prepare(program.loss, program.params, program.batch, has_aux=program.has_aux)
-
-
 def cut_in_blocks(name, depth):
     """Makes a plan whose segments are blocks of the model."""
-    ready = prepared(name, depth=depth)
+    ready = prepared(ZOO[name](depth=depth))
     return cut_to_fit(ready, smallest_bytes(ready) * 5 // 4)
+
+
+def pieces_of(plan):
+    """The parts of params that calls read, and those whose gradients they make."""
+    read = [piece for call in plan.calls for piece in call.reads]
+    return read, [piece for call in plan.calls for piece, _ in call.gradients]
 
 
 @pytest.mark.parametrize("name", family(DEEP, short=DEEP[-2:]))
 def test_more_equal_blocks_need_no_more_programs(name):
-    first = prepared(name, depth=12).lifetimes
+    first = prepared(ZOO[name](depth=12)).lifetimes
     limit_bytes = first.piece_bytes(first.sizes) // 6  # a little more than a block's
     plans = []
     for depth in (12, 24, 48):
-        ready = prepared(name, depth=depth)
+        ready = prepared(ZOO[name](depth=depth))
         cuts = choose_cuts(ready.lifetimes, ready.tokens, limit_bytes)
         plans.append(plan_of(ready, cuts))
     assert len({len(plan.programs) for plan in plans}) == 1
     few, more, most = (len(plan.calls) for plan in plans)
     assert few < more < most
+
+
+CALLS = st.integers(0, 7)
+
+
+@given(st.lists(st.tuples(CALLS, CALLS, st.integers(1, 5))), st.integers(0, 12))
+def test_what_stays_fits_and_nothing_else_would(drawn, capacity):
+    """Params and values stay between calls as far as there is memory, in this order."""
+    stays = [Stay(min(a, b), max(a, b), n, i) for i, (a, b, n) in enumerate(drawn)]
+    occupied = np.zeros(7, np.int64)
+    added = fill(occupied, stays, capacity)
+    assert occupied.tolist() == occupancy(7, added).tolist()
+    assert occupied.max() <= capacity
+    for stay in (one for one in stays if one not in added):
+        during = occupied[stay.start : stay.stop]
+        assert during.max(initial=0) + stay.num_bytes > capacity
 
 
 def test_recomputing_holds_no_scores():
@@ -81,8 +101,7 @@ def test_recomputing_holds_no_scores():
 def test_a_stack_is_fetched_and_handed_out_a_layer_at_a_time(name):
     depth = 6
     plan = cut_in_blocks(name, depth)
-    fetched = [piece for call in plan.calls for piece in call.reads]
-    given = [piece for call in plan.calls for piece, _ in call.gradients]
+    fetched, given = pieces_of(plan)
     shapes = [leaf.shape for leaf in plan.traced.params]
     stacks = {i for i, shape in enumerate(shapes) if shape[0] == depth}
     assert stacks
@@ -122,15 +141,15 @@ def test_gradients_do_not_wait_for_the_end(name):
 
 
 def test_rows_of_a_table_are_fetched_alone():
-    ready = prepared("gpt2_nano")
+    ready = prepared(ZOO["gpt2_nano"]())
     plan = cut_to_fit(ready, smallest_bytes(ready) * 2)
     wpe = plan.traced.names.index("wpe")
-    rows = {p for call in plan.calls for p in call.reads if p.leaf == wpe}
+    rows = {piece for piece in pieces_of(plan)[0] if piece.leaf == wpe}
     assert rows <= {Piece(wpe), Piece(wpe, rows=(0, 16))}
 
 
 def test_a_budget_below_the_largest_equation_is_refused():
-    ready = prepared("tied_and_unused")
+    ready = prepared(ZOO["tied_and_unused"]())
     smallest = smallest_bytes(ready)
     too_little = smallest // 2
     missing = smallest - too_little
@@ -140,12 +159,8 @@ def test_a_budget_below_the_largest_equation_is_refused():
     assert cut_to_fit(ready, smallest).peak_bytes <= smallest
 
 
-def loss_of(params, batch):
-    return jnp.sum(params["w"] * batch)
-
-
-GOOD = {"w": np.ones(3, np.float32)}
-BATCH = np.ones(3, np.float32)
+ONES = np.ones(3, np.float32)
+GOOD = {"w": ONES}
 
 
 def test_large_closed_over_arrays_are_warned_of():
@@ -156,7 +171,7 @@ def test_large_closed_over_arrays_are_warned_of():
         return jnp.sum(table @ jnp.resize(batch, 600))
 
     def loss(params, batch):
-        return inner(batch) * loss_of(params, batch)
+        return inner(batch) * jnp.sum(params["w"] * batch)
 
     line = inner.__wrapped__.__code__.co_firstlineno + 2
     found = (
@@ -164,14 +179,14 @@ def test_large_closed_over_arrays_are_warned_of():
         "in the batch: step"
     )
     with pytest.warns(UserWarning, match=found):
-        ready = prepare(loss, GOOD, BATCH)
+        ready = prepare(loss, GOOD, ONES)
     plan = cut_to_fit(ready, smallest_bytes(ready))
-    found, _ = Runner(plan)(BATCH, in_memory([GOOD["w"]]), lambda *_: None)
-    assert float(found) == pytest.approx(float(loss(GOOD, BATCH)))
+    found, _ = Runner(plan)(ONES, in_memory([ONES]), lambda *_: None)
+    assert float(found) == pytest.approx(float(loss(GOOD, ONES)))
 
 
 def test_a_plan_prints_its_segments():
-    ready = prepared("linen_scan", depth=12)
+    ready = prepared(ZOO["linen_scan"](depth=12))
     limit_bytes = ready.lifetimes.piece_bytes(ready.lifetimes.sizes) // 6
     plan = plan_of(ready, choose_cuts(ready.lifetimes, ready.tokens, limit_bytes))
     units = StoreUnits(plan.traced.params, lambda *_: True)
@@ -193,7 +208,7 @@ def test_a_plan_prints_its_segments():
 
 def test_an_expensive_equation_is_never_run_by_two_programs():
     """Matrix products belong to one segment; only cheap ones are computed again."""
-    ready = prepared("linen", depth=3)
+    ready = prepared(ZOO["linen"](depth=3))
     plan = cut_to_fit(ready, smallest_bytes(ready))
     programs = {call.program: None for call in plan.calls}
     heavy = [n for p in programs for n in p.nodes if n.name == "dot_general"]

@@ -283,8 +283,9 @@ def test_sparse_gradients_are_dense_ones_with_zeros(chunks, num_selected):
         assert not tested.update(gradient=sparse)[0].is_finite
 
 
-@pytest.mark.parametrize("place", [0, 2500, 4999])
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    ("place", "value"), [(0, np.nan), (2500, np.inf), (4999, -np.inf)]
+)
 def test_non_finite_gradients_are_seen(chunks, place, value):
     for chunk in chunks():
         chunk.initialise()

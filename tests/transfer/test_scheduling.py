@@ -206,31 +206,6 @@ def test_held_prefetches_begin_later_and_submitted_tasks_do_not_wait():
     assert kinds(rig.run()) == ["Load"]
 
 
-def test_a_prefetch_gives_its_memory_up_as_a_last_way():
-    rig = Rig(memory_bytes=(2 * layout(0, SHORT).num_bytes, 0))
-    rig.queues.prefetch([task(layout(n, SHORT)) for n in (0, 3)])
-    rig.run()
-    assert rig.free_bytes[0] == 0
-    group = rig.submit(task(layout(6, SHORT)), task(layout(0, SHORT)))
-    rig.run()
-    assert not group.num_waiting
-    assert rig.loads[layout(0, SHORT).subgroup, (0, "a")] == 1
-
-
-def test_submitters_compute_what_the_host_has_loaded():
-    rig = Rig()
-    rig.queues.prefetch([task(layout(n, SHORT)) for n in (0, 2)])
-    rig.run()
-    on_host, on_card = task(layout(0, SHORT)), task(layout(2, SHORT))
-    group = rig.submit(on_card, on_host)
-    assert next_own(rig.queues, TaskGroup()) is None
-    unit = next_own(rig.queues, group)
-    assert (unit.is_own, unit.resident.task) == (True, on_host)
-    assert next_own(rig.queues, group) is None
-    rig.queues.end(unit)
-    assert group.num_waiting == 1
-
-
 def test_nothing_begins_after_a_stop():
     rig = Rig()
     rig.submit(*(task(layout(n, LONG)) for n in range(6)))

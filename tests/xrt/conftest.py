@@ -9,23 +9,13 @@ import functools
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from swemu.build import (
-    NUM_DEVICES,
-    Runtime,
-    RuntimeUnavailable,
-    build_runtime,
-    build_xclbin,
-)
+from swemu.build import NUM_DEVICES, Runtime, RuntimeUnavailable, build_runtime
 from swemu.isolation import Isolation
 from swemu.sandbox import Sandbox
-from swemu.table import units
-from xrt_card import Card
-from xrt_kernels import KERNELS, SOURCES
 
 HERE = Path(__file__).parent
 BUILD = os.environ.get("JAXINF_TEST_XRT", "")
@@ -68,43 +58,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     return True
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A process of pytest-xdist sends its counts to the one that reports."""
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["xrt"] = ISOLATION.counts
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    for name, number in getattr(node, "workeroutput", {}).get("xrt", {}).items():
-        ISOLATION.counts[name] += number
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    counts = ISOLATION.counts
-    if counts["sessions"]:
-        terminalreporter.write_line(
-            f"xrt: {counts['sessions']} process sessions; found in them when they had "
-            f"ended: {counts['processes']} processes, {counts['files']} files"
-        )
-
-
 @pytest.fixture
 def runtime() -> Runtime:
     return the_runtime()
-
-
-@pytest.fixture
-def xclbin() -> Path:
-    """The tests' own kernels, two compute units of each."""
-    compute_units = units(KERNELS, per_kernel=2)
-    return build_xclbin(Path(BUILD).resolve(), compute_units, SOURCES)
-
-
-@pytest.fixture
-def open_card(xclbin: Path) -> Callable[..., Card]:
-    """Opens a card by its number, with the tests' kernels."""
-    return lambda index=0: Card(index, xclbin)
 
 
 @pytest.fixture

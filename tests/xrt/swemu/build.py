@@ -3,7 +3,7 @@
     cd tests/xrt && python -m swemu.build DIRECTORY
 
 makes in DIRECTORY a private XRT prefix with a repaired libxrt_swemu, the device model
-where XRT looks for it, the ``pyxrt`` module, and a description of four devices.
+where XRT looks for it, and a description of four devices.
 Invariant: everything is written below DIRECTORY, under a name that depends on all
 inputs; a directory with that name is complete.
 """
@@ -14,7 +14,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -62,11 +61,6 @@ class Runtime:
         model = "data/emulation/unified/cpu_em/generic_pcie/model/genericpciemodel"
         return self.vitis / model
 
-    @property
-    def python(self) -> Path:
-        """The value of ``PYTHONPATH``, with ``pyxrt``."""
-        return self.directory / "python"
-
 
 def build_runtime(directory: Path) -> Runtime:
     """Builds all parts in a directory below `directory`, unless they are there.
@@ -76,14 +70,12 @@ def build_runtime(directory: Path) -> Runtime:
     """
     libraries = check_packages()
     sources = [path for path in HERE.rglob("*") if path.suffix in (".cpp", ".hpp")]
-    sources = [path for path in sources if path.parent.name != "kernels"]
     inputs = [Path(__file__), *sorted(sources)]
 
     def build(target: Path) -> None:
         runtime = Runtime(target)
         with ThreadPoolExecutor() as pool:
             parts = [
-                pool.submit(_build_binding, runtime),
                 pool.submit(_build_prefix, runtime, libraries),
                 pool.submit(_build_model, runtime),
             ]
@@ -182,12 +174,8 @@ def check_packages() -> Path:
                 f"libxrt_swemu the repair is made for; found: {found}. On Debian 12: "
                 f"apt-get install {' '.join(PACKAGES)} uuid-dev"
             )
-    for header, package in {
-        "/usr/include/uuid/uuid.h": "uuid-dev",
-        f"{sysconfig.get_paths()['include']}/Python.h": "python3-dev",
-    }.items():
-        if not Path(header).exists():
-            raise RuntimeUnavailable(f"{header} is missing: apt-get install {package}")
+    if not Path("/usr/include/uuid/uuid.h").exists():
+        raise RuntimeUnavailable("uuid/uuid.h is missing: apt-get install uuid-dev")
     return Path("/usr/lib") / _output(["g++", "-print-multiarch"])
 
 
@@ -201,22 +189,6 @@ def _build_model(runtime: Runtime) -> None:
     sources = sorted((HERE / "model").glob("*.cpp"))
     compile_cpp(
         ["-O2", "-Wall", "-Wextra", "-pthread", *sources, "-ldl", "-o", runtime.model]
-    )
-
-
-def _build_binding(runtime: Runtime) -> None:
-    import pybind11
-
-    runtime.python.mkdir()
-    suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    includes = [pybind11.get_include(), sysconfig.get_paths()["include"], INCLUDE]
-    compile_cpp(
-        [
-            *("-O0", "-shared", "-fPIC", "-fvisibility=hidden"),
-            *(option for path in includes for option in ("-isystem", path)),
-            HERE / "binding" / "pyxrt.cpp",
-            *("-lxrt_coreutil", "-luuid", "-o", runtime.python / f"pyxrt{suffix}"),
-        ]
     )
 
 

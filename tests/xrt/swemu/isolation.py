@@ -25,14 +25,9 @@ LIMIT_S, LIMIT_EACH_S = 100.0, 20.0
 
 
 class Isolation:
-    """Tests of a run, by function.
-
-    Attributes:
-      counts: number of process sessions, and of processes and files that they left.
-    """
+    """Tests of a run, by function."""
 
     def __init__(self):
-        self.counts = {"sessions": 0, "processes": 0, "files": 0}
         self._reports: dict[str, list[pytest.TestReport]] = {}
 
     def run(self, item: pytest.Item, runtime: Runtime) -> None:
@@ -60,9 +55,6 @@ class Isolation:
             finally:
                 leftovers = sandbox.close()
             reports = _reports(items, file, finished)
-        self.counts["sessions"] += 1
-        self.counts["processes"] += len(leftovers.processes)
-        self.counts["files"] += len(leftovers.files)
         if problem := _problem(leftovers, finished):
             last = items[-1]
             reports[last.nodeid].append(_failure(last, "teardown", problem))

@@ -30,44 +30,42 @@ def test_memory_for_a_long_value_begins_on_a_huge_page():
         assert not memory.any()
 
 
-def moved(scratch, place, value):
-    """Writes and reads a value."""
-    out = aligned(place_bytes(place))
+def write(scratch, place, value):
     for part in place:
         scratch.write(part, raw_bytes(value))
+
+
+def read(scratch, place):
+    out = aligned(place_bytes(place))
     for part in place:
         scratch.read(part, out)
-    return out[: value.nbytes]
+    return out
 
 
 @pytest.mark.parametrize("num_drives", [1, 3])
 def test_values_come_back(tmp_path, num_drives):
+    """All are written before one is read: places do not overlap, nor do runs' files."""
     folders = [tmp_path / str(i) for i in range(num_drives)]
     for folder in folders:
         folder.mkdir()
     meters = ByteMeters()
-    scratch = Scratch(folders, meters)
+    scratch, beside = Scratch(folders, meters), Scratch(folders)
     rng = np.random.default_rng(0)
     values = [rng.integers(0, 256, size).astype(np.uint8) for size in SIZES]
-    places = scratch.allocate(value.nbytes for value in values)
+    places = scratch.allocate(SIZES)
     for value, place in zip(values, places, strict=True):
-        np.testing.assert_array_equal(moved(scratch, place, value), value)
+        write(scratch, place, value)
+    (other,) = beside.allocate([9000])
+    write(beside, other, np.ones(9000, np.uint8))
+    beside.close()
+    for value, place in zip(values, places, strict=True):
+        np.testing.assert_array_equal(read(scratch, place)[: value.nbytes], value)
     counts = meters.snapshot()
     assert counts.drive_write_bytes == sum(page_ceil(size) for size in SIZES)
     assert counts.drive_read_bytes == counts.drive_write_bytes
     assert {part.drive for place in places for part in place} == set(range(num_drives))
     assert not any(list(folder.iterdir()) for folder in folders)
     scratch.close()
-    scratch.close()
-
-
-def test_places_do_not_overlap(tmp_path):
-    scratch = Scratch([tmp_path, tmp_path])
-    ends = [0, 0]
-    for parts in scratch.allocate(SIZES):
-        for part in parts:
-            assert part.offset_bytes == ends[part.drive]
-            ends[part.drive] += page_ceil(part.stop - part.start)
     scratch.close()
 
 
@@ -80,21 +78,13 @@ def test_without_files_that_have_no_name(tmp_path, monkeypatch):
         return real_open(path, flags, *args, **options)
 
     monkeypatch.setattr(os, "open", refuse)
-    scratch = Scratch([tmp_path])
-    (place,) = scratch.allocate([5000])
-    value = np.arange(5000, dtype=np.uint8)
-    np.testing.assert_array_equal(moved(scratch, place, value), value)
-    assert not list(tmp_path.iterdir())
-    scratch.close()
+    test_values_come_back(tmp_path, 1)
 
 
-def test_a_missing_folder_is_named(tmp_path):
-    scratch = Scratch([tmp_path / "none"])
+def test_what_cannot_be_written_is_named(tmp_path, monkeypatch):
     with pytest.raises(StoreIOError, match=r"none \(a file of activations\): making"):
-        scratch.allocate([1])
+        Scratch([tmp_path / "none"]).allocate([1])
 
-
-def test_a_full_drive_is_named(tmp_path, monkeypatch):
     def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -109,12 +99,12 @@ def test_a_full_drive_is_named(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwritev", full)
         with pytest.raises(StoreSpaceError, match=r"activations\): write at byte 0"):
-            moved(scratch, place, np.zeros(1, np.uint8))
-    moved(scratch, place, np.zeros(1, np.uint8))
+            write(scratch, place, np.zeros(1, np.uint8))
+    write(scratch, place, np.zeros(1, np.uint8))
     scratch.close()
 
 
-KILLED = Path(__file__).parents[2] / "programs" / "killed_scratch.py"
+KILLED = Path(__file__).parents[1] / "programs" / "killed_scratch.py"
 
 
 @pytest.mark.long
@@ -122,17 +112,3 @@ def test_a_killed_process_leaves_nothing(tmp_path, run_python):
     done = run_python(KILLED, str(tmp_path), check=False)
     assert done.returncode == -signal.SIGKILL
     assert not list(tmp_path.iterdir())
-
-
-def test_two_runs_share_a_folder(tmp_path):
-    one, other = Scratch([tmp_path]), Scratch([tmp_path])
-    values = [np.full(9000, number, np.uint8) for number in (1, 2)]
-    places = []
-    for scratch, value in zip((one, other), values, strict=True):
-        places += scratch.allocate([value.nbytes])
-        np.testing.assert_array_equal(moved(scratch, places[-1], value), value)
-    one.close()
-    out = aligned(place_bytes(places[1]))
-    other.read(places[1][0], out)
-    np.testing.assert_array_equal(out[:9000], values[1])
-    other.close()
