@@ -159,11 +159,6 @@ class Export:
         with store_source(store, self.checkpoint) as source:
             step, number = source.step, source.step.commit.step
             say_warning(store, step)
-            if steps := step.commit.steps_without_params:
-                make_console(sys.stderr).print(
-                    f"warning: {store}: the last {steps} updates were given no params, "
-                    "so the exported ones were not compared with the program's"
-                )
             with show_progress(f"step {number} to {where}") as progress:
                 options = ExportOptions(
                     self.memory, progress, max_file_bytes=self.max_file

@@ -4,7 +4,7 @@ Where a question is answered:
 
     a user's calls                       store.py
     how a path becomes an open store     open_stores.py, opening.py, opened.py
-    which step a run goes on from        binding.py
+    whose params a step may use         binding.py
     how a gradient becomes tasks         steps.py, update_tasks.py
     in which order a commit is durable   opened.py (`publish`), steps.py (`_end_step`)
     where a chunk's newest bytes are     chunks.py
@@ -23,7 +23,6 @@ from jaxinf.engine.description import (
     describe,
     keeps_feedback,
 )
-from jaxinf.engine.divergence import warn_of_unseen
 from jaxinf.engine.engine import Engine
 from jaxinf.engine.exports import ExportInfo
 from jaxinf.engine.failure import check_announced

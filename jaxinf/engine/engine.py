@@ -13,7 +13,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
-from jaxinf.engine.binding import Binding
+from jaxinf.engine.binding import RESTART, Binding
 from jaxinf.engine.description import (
     StoreDescription,
     check_division,
@@ -21,9 +21,8 @@ from jaxinf.engine.description import (
     kernel_needs,
 )
 from jaxinf.engine.dispatched import wait_for_dispatched
-from jaxinf.engine.divergence import RESTART
 from jaxinf.engine.opened import StoreRun
-from jaxinf.engine.opening import begin_anew, create, open_place, plan, roll_back
+from jaxinf.engine.opening import begin_anew, create, open_place, plan
 from jaxinf.engine.optax_state import load_step
 from jaxinf.engine.options import StoreOptions
 from jaxinf.engine.shape import StoreShape
@@ -61,12 +60,12 @@ class Engine(StoreRun):
 
     Attributes:
       path_lock: held while a store of its path opens or closes.
-      binding: the run's binding to a step of the store, made by its first step.
+      binding: the run's binding to the store's step, made by its first update.
       shardings: for each leaf, the sharding of the params in the last `init`, on one
         mesh; empty if they are not sharded.
       carried: names, shapes and dtypes of what its steps carry; None before the first.
       num_replaced: how often what it holds was replaced, other than by a step: made
-        anew, loaded, or rolled back.
+        anew, or loaded.
 
     Raises:
       StoreError: as `jaxinf.open_store` documents.
@@ -81,9 +80,8 @@ class Engine(StoreRun):
         self.num_replaced = 0
         self._bound: list[StoreDescription] = []
         self._guard, self.path_lock = threading.RLock(), path_lock
-        self._is_restarted = False
         self._on_close: list[Callable[[], None]] = []
-        self.binding = Binding(lambda: self.opened, self._roll_back)
+        self.binding = Binding(lambda: self.opened)
         self.health.listen(self._tell_others)
         self._opened: StepEngine | None = open_place(self)
 
@@ -280,18 +278,8 @@ class Engine(StoreRun):
                     step,
                     name,
                 )
-            self._is_restarted = True
             self._opened = begin_anew(self, opened)
             self._bound = [description]
-
-    def _roll_back(self, place: str) -> None:
-        """Makes another step of the store the committed one."""
-        given_up = self.opened.commit
-        self._opened = roll_back(self, self.opened, place)
-        self.num_replaced += 1
-        step = self.opened.commit.step
-        payload = given_up.payload if given_up.step == step + 1 else None
-        self.annotations.go_on_from(step, payload)
 
     def initialise(
         self, description: StoreDescription, given: Sequence[FirstParams]
@@ -304,11 +292,7 @@ class Engine(StoreRun):
         """Commits step 0; every leaf must have been initialised."""
         finish_initialisation(self.opened, scalars)
         self.num_replaced += 1
-        if self._is_restarted:  # the program may restore a state over the new one
-            self.binding.release()
-        else:
-            self.binding.begin_anew()
-        self._is_restarted = False
+        self.binding.at = 0
 
     @property
     def layout(self) -> StateLayout:
@@ -343,7 +327,7 @@ class Engine(StoreRun):
             opened.abandon()
             load_step(opened, layout, params, state, step)
             self.num_replaced += 1
-            self.binding.release()
+            self.binding.at = None
 
     # --- steps under way -------------------------------------------------------------
 

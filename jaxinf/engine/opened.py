@@ -73,17 +73,10 @@ class Annotations:
             self._payloads = {s: p for s, p in self._payloads.items() if s > step}
         return payload
 
-    def go_on_from(self, step: int, payload: JsonValue = None) -> None:
-        """Notes the step that the store is at; -1 before its first.
-
-        Args:
-          payload: that of the step after it, if that was given up and is likely to be
-            run again; it does not replace a newer one.
-        """
+    def go_on_from(self, step: int) -> None:
+        """Notes the step that the store is at; -1 before its first."""
         with self._guard:
             self._last = step
-            if payload is not None:
-                self._payloads.setdefault(step + 1, payload)
 
 
 class StoreRun:

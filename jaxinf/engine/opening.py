@@ -201,28 +201,6 @@ def _open_locked(run: StoreRun, lock: StoreLock) -> StepEngine | None:
     return StepEngine(run, directory, commit)
 
 
-def roll_back(run: StoreRun, opened: OpenStore, place: str) -> StepEngine:
-    """Makes another step the committed one; under the lock, between two steps.
-
-    Args:
-      place: the other slot, just verified, or ``checkpoints/NAME``.
-
-    Returns:
-      The store, opened at that step.
-    """
-    directory = opened.directory
-    if place in SLOTS:
-        commit = directory.read_record(place)
-        directory.sync()  # chunks that were read may not be durable yet
-        directory.publish(place, commit)
-    else:
-        with lock_exclusively(directory.path / "checkpoints.lock"):
-            name = place.removeprefix("checkpoints/")
-            commit = restore_checkpoint(directory, name)
-    opened.close()
-    return StepEngine(run, directory, commit)
-
-
 def begin_anew(run: StoreRun, opened: OpenStore) -> StepEngine:
     """Opens the store as a new one, which waits for initial states.
 

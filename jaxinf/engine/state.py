@@ -1,4 +1,4 @@
-"""Whole leaves on their way into a store: its first state, and comparisons.
+"""The first state of a new store, made of whole leaves.
 
 Invariant: memory holds no more of a leaf than the caller's own array and the buffers.
 """
@@ -10,15 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxinf.csd import Csd, CsdBuffer, ScalarInputs, initialise_states
-from jaxinf.engine.divergence import same_values
 from jaxinf.engine.opened import OpenStore
-from jaxinf.engine.reading import each_piece
 from jaxinf.engine.shape import SubgroupLayout
 from jaxinf.engine.update_tasks import gather_inputs, gather_run, rounding_of
-from jaxinf.layout import gather
 from jaxinf.program import Kernel
-from jaxinf.store import ChunkRun, CommitRecord, ScalarState, StepReader, dtype_of
-from jaxinf.transfer import Task, crc32c
+from jaxinf.store import CommitRecord, ScalarState
+from jaxinf.transfer import Task
 from jaxinf.typing import Array
 
 
@@ -87,43 +84,3 @@ def finish_initialisation(opened: OpenStore, scalars: Sequence[ScalarState]) -> 
     payload = opened.annotations.take(0)
     opened.finished = CommitRecord(step=0, scalar_state=tuple(scalars), payload=payload)
     opened.publish()
-
-
-def same_params(
-    opened: OpenStore,
-    commit: CommitRecord,
-    reader: StepReader,
-    leaf: int,
-    params: Array,
-    origin: Sequence[int],
-) -> bool:
-    """Whether params equal a step's master params, rounded to their dtype.
-
-    Chunks with exactly the params' bits are compared by checksum, others are read. A
-    leaf that the record calls inexact may differ by as much as it says.
-
-    Args:
-      params: the leaf or one shard of it, in its own dtype; only read.
-      origin: index in the leaf of the array's first element.
-    """
-    record = opened.directory.manifest.leaves[leaf]
-    numbers = opened.chunks_of(leaf, origin, params.shape)
-    bound, start = commit.inexact.get(record.name, 0.0), tuple(origin)
-    if dtype_of(record.states[0].dtype) == params.dtype:
-        sums = commit.checksums[record.array_name(record.states[0].name)]
-
-        def checksum(number: int) -> int:
-            chunk = opened.directory.chunks[leaf][number]
-            run = gather(params, chunk, start, 0, chunk.num_elements)
-            return crc32c(np.ascontiguousarray(run))
-
-        numbers = [n for n in numbers if checksum(n) != sums[record.places[n]]]
-    differing: list[int] = []
-
-    def visit(piece: ChunkRun) -> None:
-        given = gather(params, piece.chunk, start, piece.start, piece.values.size)
-        if not same_values(piece.values, given, bound=bound):
-            differing.append(piece.number)
-
-    each_piece(opened, reader, leaf, params.dtype, numbers, visit)
-    return not differing

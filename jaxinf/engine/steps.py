@@ -19,7 +19,7 @@ from functools import partial
 from types import MappingProxyType
 
 from jaxinf.csd import CsdFleet
-from jaxinf.engine.divergence import stale_state
+from jaxinf.engine.binding import stale_state
 from jaxinf.engine.opened import OpenStore, StoreRun
 from jaxinf.engine.requests import KeptLeaf, SlotRequest, UpdateRequest
 from jaxinf.engine.update_tasks import (
@@ -233,7 +233,6 @@ class StepEngine(OpenStore):
         skipped_steps: int,
         inexact: Mapping[int, float] = MappingProxyType({}),
         *,
-        is_compared: bool = True,
         carry: Mapping[tuple[str, ...], Array] = MappingProxyType({}),
         streams: Mapping[str, KeptPlan] = MappingProxyType({}),
     ) -> None:
@@ -247,7 +246,6 @@ class StepEngine(OpenStore):
           inexact: leaves whose 16-bit params at the caller differ in bits from
             `UpdateRequest.out`, and the greatest difference. The next step does not
             use the caller's.
-          is_compared: whether the caller's params, if it has any, were given.
           carry: further arrays by path, which are copied.
           streams: the cuts of the programs that have computed it.
 
@@ -277,9 +275,6 @@ class StepEngine(OpenStore):
                 skipped_steps=skipped_steps,
                 payload=self.annotations.take(step),
                 inexact=still | {self.name(n): bound for n, bound in inexact.items()},
-                steps_without_params=(
-                    0 if is_compared else before.steps_without_params + 1
-                ),
                 device_updates=self.assignment.every,
                 carry=tuple(
                     CarriedArray.of(path, value.shape, value.dtype.name, own)
@@ -398,7 +393,7 @@ class StepEngine(OpenStore):
                 self.join()
             self.health.check()
             if step != self.finished.step:
-                raise stale_state(self.options.path, step, self.finished.step)
+                raise stale_state(self, step)
             if step == LAST_STEP:
                 raise StoreError(
                     f"{self.options.path}: expected a step to follow, found step "

@@ -19,7 +19,6 @@ from jaxinf.engine.dispatched import (
     wait_for_callbacks,
     wait_for_dispatched,
 )
-from jaxinf.engine.divergence import warn_of_unseen
 from jaxinf.engine.engine import Engine
 from jaxinf.engine.exports import ExportInfo
 from jaxinf.engine.opened import OpenStore
@@ -157,7 +156,6 @@ class Store:
         places = [place for place, leaf in enumerate(leaves) if is_trained(leaf)]
         with self._at_last_step(state) as opened:
             check_like(opened, trained(like))
-            warn_of_unseen(self.path, opened.finished.steps_without_params)
             for number, place in enumerate(places):
                 states = opened.averaged(number) if average else (0,)
                 leaves[place] = read_leaf(opened, number, leaves[place], *states)

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxinf.compress import SparseGradient, SparseLeaf
 from jaxinf.csd import Csd, CsdBuffer, Rounding, ScalarInputs, Update, is_idle
-from jaxinf.engine.divergence import diverged_error, same_values
+from jaxinf.engine.binding import diverged_error, same_values
 from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.requests import SlotRequest, Updater, UpdateRequest
 from jaxinf.engine.shape import StoreShape, SubgroupLayout

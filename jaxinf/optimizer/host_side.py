@@ -171,22 +171,20 @@ class HostFunctions:
 
     # --- callbacks -----------------------------------------------------------------
 
-    def must_bind(
-        self, description: StoreDescription, out: Array, state: tuple[Array, Array]
-    ) -> None:
+    def must_bind(self, description: StoreDescription, out: Array, step: Array) -> None:
         """Callback before a step: tells whether params must be compared with the store.
 
         Args:
-          out: the result and, unless that is `UNBOUND`, the new state's origin.
+          step: the state's.
         """
-        engine, (step, origin) = self.engine, map(int, state)
+        engine = self.engine
         engine.bind(description)
-        is_bound = engine.binding.is_at(step, origin)
+        is_bound = engine.binding.at == int(step)
         if not is_bound:
             engine.opened.abandon()  # a step whose computation ended before its commit
             engine.wait()
-            engine.binding.begin(step, origin)
-        out[...] = BOUND if is_bound else UNBOUND, engine.binding.origin
+            engine.binding.begin(int(step))
+        out[...] = BOUND if is_bound else UNBOUND
 
     def compare(self, outs: HostResult, call: HostCall) -> None:
         """Callback before the first step: compares params with the store's."""
@@ -206,7 +204,6 @@ class HostFunctions:
 
         Args:
           description: the description of the store.
-          out: as for `must_bind`.
           found: the state's step; statuses of the comparisons; for each leaf whether
             the JAX devices have different replicas of it.
         """
@@ -220,9 +217,8 @@ class HostFunctions:
                 "had read an old copy. Take the params from the store, params = "
                 "store.params(like=params), in every process"
             )
-        binding = self.engine.binding
-        binding.finish()
-        out[...] = BOUND, binding.origin
+        self.engine.binding.finish()
+        out[...] = BOUND
 
     def _clear_parts(self, outs: HostResult, call: HostCall) -> None:
         """Writes zeros into results of which other processes fill a part."""
@@ -350,7 +346,6 @@ class HostFunctions:
         verdict: Array,
         arguments: tuple[Array, Array, Array, Array, Sequence[Array], Sequence[Array]],
         *,
-        is_compared: bool,
         paths: Sequence[tuple[str, ...]],
     ) -> None:
         """Callback: ends the step when every leaf has been updated.
@@ -358,7 +353,6 @@ class HostFunctions:
         Args:
           order: leaves in the order of the statuses.
           measured: leaves in the order of the differences.
-          is_compared: whether the update was given params.
           arguments: step and skipped steps of the state; for each leaf the status; for
             each with 16-bit params the greatest difference of the updated ones from the
             store's, or `EXACT`; the new scalar state; the arrays to carry.
@@ -377,7 +371,6 @@ class HostFunctions:
                 bad = [leaf.name for leaf, own in pairs if own == NON_FINITE]
                 error = refused_gradient(bad, int(step), self.store.path)
                 raise self._known_to_all(error)
-            engine.binding.advance(int(step))
             verdict[...] = SKIPPED
         else:
             named = named_scalars(description, scalars)
@@ -388,10 +381,9 @@ class HostFunctions:
                 named,
                 int(skipped),
                 leaves,
-                is_compared=is_compared,
                 carry=dict(zip(paths, carried, strict=True)),
             )
-            engine.binding.advance(int(step) + 1)
+            engine.binding.at = int(step) + 1
             verdict[...] = COMMITTED
 
 

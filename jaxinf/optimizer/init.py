@@ -27,7 +27,6 @@ from jaxinf.engine import (
     local_shards,
     read_feedback,
     read_leaf,
-    warn_of_unseen,
 )
 from jaxinf.errors import StoreMismatchError
 from jaxinf.optimizer.callback import FAILED, call_once
@@ -110,7 +109,7 @@ class HostInit:
                 if self._wrapped.on_existing == "restart":
                     engine.restart(self._description)
         is_new = engine.bind(self._description, may_create=True)
-        if is_first and not is_new and engine.binding.has_advanced:
+        if is_first and not is_new and engine.binding.at:
             raise StoreMismatchError(
                 f"{path}: expected the first init on this open store, "
                 "found one after steps of its own: it would keep moments and counts, "
@@ -160,7 +159,7 @@ class HostInit:
         """Commits step 0 of a new store; returns the beginning of the run's state.
 
         Returns:
-          Step, skipped steps, origin (see `SmartUpdateState`) and scalar state.
+          Step, skipped steps and scalar state.
         """
         engine = self._wrapped.engine
         is_new = self.begin()
@@ -168,12 +167,10 @@ class HostInit:
         if is_new:
             engine.finish_initialisation(named_scalars(self._description, scalars))
         else:
-            engine.binding.release()
-            unseen = engine.opened.finished.steps_without_params
-            warn_of_unseen(self._store.path, unseen)
+            engine.binding.at = None
         commit = engine.opened.finished
         self._check_scalars(scalars, commit.scalar_state)
-        counters = (commit.step, commit.skipped_steps, int(not is_new))
+        counters = (commit.step, commit.skipped_steps)
         held = [scalar.value for scalar in commit.scalar_state]
         return [*(np.array(n, np.int32) for n in counters), *held]
 
@@ -353,6 +350,6 @@ def _init_traced(
         wrapped.host.guarded(host.finish),
         mesh,
         (jnp.concatenate(statuses), scalars),
-        [counter, counter, counter, *avals],
+        [counter, counter, *avals],
     )
     return initial, held, feedback

@@ -15,7 +15,6 @@ from jaxinf import compat
 from jaxinf.engine import StoreDescription, check_announced
 from jaxinf.errors import StaleStateError, StoreError
 from jaxinf.interrupts import raise_kept
-from jaxinf.optimizer.callback import FAILED
 from jaxinf.optimizer.host_side import COMMITTED, SKIPPED
 from jaxinf.program import InitProgram
 from jaxinf.store import leaf_name
@@ -99,7 +98,6 @@ class _NoAttribute(StoreError, AttributeError):
 class _Fields(NamedTuple):
     step: jax.Array
     skipped_steps: jax.Array
-    origin: jax.Array
     optimizer: PyTree
     error_feedback: PyTree = ()
 
@@ -110,10 +108,6 @@ class SmartUpdateState(_Fields):
     Attributes:
       step: int32, the store's committed step that this state belongs to.
       skipped_steps: int32, steps skipped for a non-finite gradient.
-      origin: int32, the origin of the state: 0, an update, or the `init` of a new
-        store. 1, an `init` on a store with steps: the next update must be given params,
-        so that they can be compared. More: an update after the store went back, since
-        another one was discarded.
       optimizer: optax's own state, with a `StoredArray` in the place of each stored
         array; counts and hyperparameters are there to read (and hyperparameters to
         set). Its attributes are this state's, too: `state.hyperparams`,
@@ -126,11 +120,10 @@ class SmartUpdateState(_Fields):
         cls,
         step: jax.Array,
         skipped_steps: jax.Array,
-        origin: jax.Array,
         optimizer: PyTree,
         error_feedback: PyTree = (),
     ) -> "SmartUpdateState":
-        fields = step, skipped_steps, origin, _hidden(optimizer), error_feedback
+        fields = step, skipped_steps, _hidden(optimizer), error_feedback
         return tuple.__new__(cls, fields)
 
     @classmethod
@@ -139,14 +132,14 @@ class SmartUpdateState(_Fields):
 
     @property
     def optimizer(self) -> PyTree:  # pyright: ignore
-        return _shown(self[3])
+        return _shown(self[2])
 
     def __getattr__(self, name: str) -> Any:
         # Not for protocols, which would take the state for what the optimizer's is.
-        if not name.startswith("_") and hasattr(self[3], name):
-            return _shown(getattr(self[3], name))
+        if not name.startswith("_") and hasattr(self[2], name):
+            return _shown(getattr(self[2], name))
         raise AttributeError(
-            f"neither {type(self).__name__} nor the {type(self[3]).__name__} in "
+            f"neither {type(self).__name__} nor the {type(self[2]).__name__} in "
             f"it has the attribute {name!r}; optax.tree_utils.tree_get(state, {name!r})"
             " finds what lies deeper"
         )
@@ -166,7 +159,7 @@ compat.register_checked(SmartUpdateState, _check)
 
 def in_jax(state: SmartUpdateState) -> PyTree:
     """Returns optax's state as JAX sees it, whose leaves are the scalar state."""
-    return state[3]
+    return state[2]
 
 
 def first_state(
@@ -181,7 +174,7 @@ def first_state(
       initial: its scalar state, for the types.
     """
     compat.register_with_flax(StoredArray)
-    step, skipped, origin, *scalars = held
+    step, skipped, *scalars = held
     layout = program.layout
     leaves: list[Any] = [None] * layout.treedef.num_leaves
     for leaf in program.leaves:
@@ -193,7 +186,6 @@ def first_state(
     return SmartUpdateState(
         jnp.asarray(step, jnp.int32),
         jnp.asarray(skipped, jnp.int32),
-        jnp.asarray(origin, jnp.int32),
         jax.tree.unflatten(layout.treedef, leaves),
         feedback,
     )
@@ -202,7 +194,6 @@ def first_state(
 def next_state(
     state: SmartUpdateState,
     verdict: jax.Array,
-    origin: jax.Array,
     old: Sequence[jax.Array],
     new: Sequence[jax.Array],
 ) -> SmartUpdateState:
@@ -220,7 +211,6 @@ def next_state(
     return SmartUpdateState(
         state.step + is_committed.astype(jnp.int32),
         state.skipped_steps + (verdict == SKIPPED).astype(jnp.int32),
-        jnp.where(verdict == FAILED, state.origin, origin),
         optimizer.unflatten(kept[:num]),
         jax.tree.structure(state.error_feedback).unflatten(kept[num:]),
     )
@@ -229,7 +219,7 @@ def next_state(
 def placeholder_state(optimizer: PyTree, feedback: PyTree) -> SmartUpdateState:
     """Makes the state with placeholders that ``optax.tree.map_params`` looks at."""
     zero = jnp.int32(0)
-    return SmartUpdateState(zero, zero, zero, optimizer, feedback)
+    return SmartUpdateState(zero, zero, optimizer, feedback)
 
 
 def check_state(

@@ -78,7 +78,7 @@ class StepCalls:
 
         Args:
           gradients: the leaves' gradients; None for a leaf that stays as it is.
-          params: the leaves' params, or empty if they are not available.
+          params: the leaves' params.
           feedback: the leaves' error feedback, or empty.
         """
         calls = []
@@ -92,7 +92,7 @@ class StepCalls:
                 feedback=feedback[number] if feedback else None,
                 gate=gate,
             )
-            if params and gradient is not None:
+            if gradient is not None:
                 known = params[number]
                 if self._gives(known):
                     call = replace(call, params=known)
@@ -101,41 +101,36 @@ class StepCalls:
             calls.append(call)
         return calls
 
-    def bind(self, params: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def bind(self, params: Sequence[jax.Array]) -> jax.Array:
         """Compares params with the store, unless the state is the last step's.
 
         Then this is one call without arrays. No collective comes before the
         comparison has ended, which takes as long as to read all params.
 
-        Args:
-          params: the leaves' params; empty if they are not available.
-
         Returns:
-          int32, ready when leaves may be updated; and the new state's origin.
+          int32, ready when leaves may be updated.
         """
         host, mesh = self.wrapped.host, mesh_of(self.shardings)
-        result = jax.ShapeDtypeStruct((2,), np.int32)
+        result = jax.ShapeDtypeStruct((), np.int32)
         must_bind = host.guarded(partial(host.must_bind, self.description))
-        state = self.state.step, self.state.origin
-        found = call_together(must_bind, mesh, state, result)
+        found = call_together(must_bind, mesh, self.state.step, result)
 
         def compared() -> jax.Array:
             leaves = [replace(self._named(n), params=p) for n, p in enumerate(params)]
-            statuses, compare = [found[:1]], host.guarded(host.compare)
+            statuses, compare = [found[None]], host.guarded(host.compare)
             for group in grouped(leaves):
                 call = HostCall(tuple(leaves[n] for n in group))
                 _, own = send(compare, call, [None] * len(group), shares=False)
                 statuses.append(own)
             differing = [jnp.zeros(0, jnp.int32)]
             if mesh is not None and jax.process_count() > 1:
-                pairs = zip(params, self.shardings, strict=bool(params))
+                pairs = zip(params, self.shardings, strict=True)
                 differing += [replicas_differ(*p).astype(np.int32)[None] for p in pairs]
             bind = host.guarded(partial(host.bind, self.description))
             given = jnp.concatenate(statuses), jnp.concatenate(differing)
             return call_together(bind, mesh, (self.state.step, *given), result)
 
-        flag, origin = lax.cond(found[0] == UNBOUND, compared, lambda: found)
-        return flag, origin
+        return lax.cond(found == UNBOUND, compared, lambda: found)
 
     def recall(
         self,
@@ -203,7 +198,6 @@ class StepCalls:
         inexact: Mapping[int, jax.Array],
         scalars: Sequence[jax.Array],
         *,
-        is_compared: bool,
         carried: Mapping[tuple[str, ...], jax.Array],
     ) -> jax.Array:
         """Ends the step; returns an int32: committed, skipped or failed.
@@ -211,7 +205,6 @@ class StepCalls:
         Args:
           statuses: those of `run`.
           inexact: of leaves with 16-bit params, the differences that `change` returns.
-          is_compared: whether the update was given params.
           carried: further arrays to commit, as `carried_leaves` returns.
         """
         commit = partial(
@@ -219,7 +212,6 @@ class StepCalls:
             self.description,
             [leaf.number for call in reversed(calls) for leaf in call.leaves],
             list(inexact),
-            is_compared=is_compared,
             paths=tuple(carried),
         )
         return call_once(

@@ -67,10 +67,9 @@ def smart_update(
         around the optimizer, otherwise ``"error"``.
       on_existing: the action of `init` on a store that has steps. ``"resume"`` returns
         the state of the store's last step. A program may also restore params and state
-        from its own checkpoint: the first `update` compares params and step with the
-        store, which goes back to that step if it still has it. ``"restart"`` keeps the
-        existing run as a checkpoint and starts anew, with the same leaves and
-        optimizer. ``"error"`` raises.
+        of that step from its own checkpoint, which the first `update` compares with the
+        store's. ``"restart"`` keeps the existing run as a checkpoint and starts anew,
+        with the same leaves and optimizer. ``"error"`` raises.
       shardings: tree of ``NamedSharding`` like the params, for when `init` runs under
         ``jit`` or ``eval_shape``; by default those of the params that `init` is given.
       extra_args: example values for a transformation whose `update` needs extra
@@ -84,11 +83,11 @@ def smart_update(
     Returns:
       The transformation. Its `init` makes the store, or gives the state of one that
       agrees with the optimizer and the tree; only one leaf of type
-      `jaxinf.typing.DeferredArray` at a time is in memory. Its `update` returns
-      updates to be applied unchanged with ``optax.apply_updates``. For fp32 params they
-      are fp32; for others see `updates`. With ``carry=tree`` it commits further arrays
-      with the step, 64 MiB at most: batch statistics, typed keys, counters;
-      `Store.carried` returns them.
+      `jaxinf.typing.DeferredArray` at a time is in memory. Its `update` needs the
+      params, and returns updates to be applied unchanged with ``optax.apply_updates``.
+      For fp32 params they are fp32; for others see `updates`. With ``carry=tree`` it
+      commits further arrays with the step, 64 MiB at most: batch statistics, typed
+      keys, counters; `Store.carried` returns them.
 
     Raises:
       UnsupportedTransformError: from `init` and `update`, if `tx` is not elementwise.
@@ -135,7 +134,7 @@ def _update_function(wrapped: OffloadedOptimizer) -> Any:
     """`update`, traced into the caller's computation or jitted by itself."""
 
     def traced(
-        arrays: tuple[PyTree, SmartUpdateState, PyTree | None],
+        arrays: tuple[PyTree, SmartUpdateState, PyTree],
         dynamic: Mapping[str, Any],
         carry: PyTree,
         static: tuple[tuple[str, Any], ...],
@@ -162,6 +161,12 @@ def _update_function(wrapped: OffloadedOptimizer) -> Any:
                 "params, opt_state, step=…), state = tx.init(params) "
                 "(docs/checkpoints.md)"
             )
+        if params is None:
+            raise ValueError(
+                f"{wrapped.store.path}: update: expected the params, as each step "
+                "compares them with the store's, found none; give them: "
+                "tx.update(grads, state, params)"
+            )
         check_device_configuration()
         wrapped.check()
         gradients, trained, put_back = align(updates, params)
@@ -174,13 +179,6 @@ def _update_function(wrapped: OffloadedOptimizer) -> Any:
             dynamic = {k: v for k, v in extra_args.items() if not callable(v)}
             static = tuple((k, v) for k, v in extra_args.items() if callable(v))
             made, state = run(arrays, dynamic, carry, static, shardings)
-        if params is None:
-            warnings.warn(
-                f"{wrapped.store.path}: update was given no params. Whether they are "
-                "those of the store, and whether updates are applied unchanged, cannot "
-                "be seen. Give them: tx.update(grads, state, params)",
-                stacklevel=2,
-            )
         return put_back(made), state
 
     def run(*arguments: Any) -> tuple[PyTree, SmartUpdateState]:

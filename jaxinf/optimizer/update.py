@@ -32,7 +32,7 @@ from jaxinf.typing import FLOAT_DTYPES, PyTree
 
 
 def change(
-    result: jax.Array | None, params: jax.Array | None, dtype: DTypeLike
+    result: jax.Array | None, params: jax.Array, dtype: DTypeLike
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Returns the update for a host's result, and the difference that it leaves.
 
@@ -54,7 +54,6 @@ def change(
     """
     if result is None or result.dtype == jnp.float32:
         return result, None
-    assert params is not None
     new, old = result.astype(jnp.float32), params.astype(jnp.float32)
     update = _rounded(new - old, dtype)
     reached = _rounded(old + update, result.dtype)
@@ -86,7 +85,7 @@ def run_update(
     wrapped: OffloadedOptimizer,
     updates: PyTree,
     state: SmartUpdateState,
-    params: PyTree | None,
+    params: PyTree,
     extra_args: Mapping[str, Any],
     shardings: tuple[NamedSharding, ...],
     carry: PyTree,
@@ -96,7 +95,7 @@ def run_update(
     Args:
       updates: a tree like the params, with None for a leaf that stays as it is.
       state: the state of `init`, or of the last step.
-      params: the params, all of them trained; None if they are not available.
+      params: the params, all of them trained.
       shardings: of the params' leaves; empty for one JAX device.
       carry: a tree of arrays that are committed with the step.
     """
@@ -105,28 +104,26 @@ def run_update(
         "update", (updates, state, params, dict(extra_args), named)
     )
     carried = dict(named)
-    known = updates if params is None else params
-    treedef = jax.tree.structure(known)
+    on_device, treedef = jax.tree.flatten(params)
     gradients = treedef.flatten_up_to(updates)
     if not shardings:
-        shardings = traced_shardings(jax.tree.leaves(known))
-    init, program = wrapped.trace(known, extra_args)
+        shardings = traced_shardings(on_device)
+    init, program = wrapped.trace(params, extra_args)
     description = wrapped.describe(init, program, shardings)
     _check(wrapped, description, shardings, state, gradients)
     names = {state.name for leaf in description.leaves for state in leaf.states}
     check_carried(wrapped.engine, carried, names)
-    on_device = _device_params(wrapped, known, params, extra_args)
     old = jax.tree.leaves(in_jax(state))
     feedback = jax.tree.leaves(state.error_feedback)
     prologue = partial(
         program.prologue,
         _or_zeros(gradients, description),
-        _or_zeros(on_device or [None] * len(gradients), description),
+        on_device,
         old,
         extra_args,
     )
     step = StepCalls(wrapped, description, shardings, state)
-    bound, origin = step.bind(on_device)
+    bound = step.bind(on_device)
     leaves = step.leaf_calls(gradients, on_device, feedback)
     recalled: list[jax.Array] = []
     if program.recall is not None:
@@ -145,22 +142,20 @@ def run_update(
         for group in grouped(leaves)
     ]
     results, statuses = step.run(calls)
-    known_params = on_device or [None] * len(results)
     changes = [
         change(one.array, p, wrapped.update_dtype(g, p))
-        for one, p, g in zip(results, known_params, gradients, strict=True)
+        for one, p, g in zip(results, on_device, gradients, strict=True)
     ]
     verdict = step.commit(
         calls,
         statuses,
         {n: own for n, (_, own) in enumerate(changes) if own is not None},
         new,
-        is_compared=params is not None,
         carried=carried,
     )
     left = [one.feedback for one in results][: len(feedback)]
     updates = treedef.unflatten(_applied(verdict, [update for update, _ in changes]))
-    return updates, next_state(state, verdict, origin, [*old, *feedback], [*new, *left])
+    return updates, next_state(state, verdict, [*old, *feedback], [*new, *left])
 
 
 def _or_zeros(
@@ -203,29 +198,6 @@ def _check(
     if wrapped.engine.commit is not None:  # refuses it while it is traced
         wrapped.engine.bind(description)
         wrapped.check_shards(description, shardings)
-
-
-def _device_params(
-    wrapped: OffloadedOptimizer,
-    known: PyTree,
-    params: PyTree | None,
-    extra_args: Mapping[str, Any],
-) -> list[jax.Array]:
-    """Returns the params' leaves; none if the optimizer does not need them.
-
-    Raises:
-      ValueError: params are missing but needed by optax or for 16-bit params.
-    """
-    if params is not None:
-        return jax.tree.leaves(params)
-    if any(leaf.dtype != jnp.float32 for leaf in jax.tree.leaves(known)):
-        raise ValueError(
-            "16-bit params must be given to update, tx.update(grads, state, "
-            "params), because it returns the difference to them"
-        )
-    tx = wrapped.tx
-    jax.eval_shape(lambda g: tx.update(g, tx.init(g), None, **extra_args), known)
-    return []
 
 
 def _applied(

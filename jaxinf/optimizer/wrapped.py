@@ -47,14 +47,14 @@ from jaxinf.typing import PyTree
 
 
 def align(
-    updates: PyTree, params: PyTree | None
-) -> tuple[PyTree, PyTree | None, Callable[[PyTree], PyTree]]:
+    updates: PyTree, params: PyTree
+) -> tuple[PyTree, PyTree, Callable[[PyTree], PyTree]]:
     """Lines up gradients and params by the optimizer's leaves.
 
     Args:
-      updates: the gradients. Where params are given, None may stand for that of a leaf
-        or of a subtree, which has no update then.
-      params: the params; None if they are not available.
+      updates: the gradients. None may stand for that of a leaf or of a subtree, which
+        has no update then.
+      params: the params.
 
     Returns:
       Gradients, None where there is none, and params, each a tree of the optimizer's
@@ -64,11 +64,8 @@ def align(
       ValueError: the gradients' tree is not the params'.
     """
     flat, treedef = jax.tree.flatten(updates, is_leaf=lambda x: x is None)
-    if params is None:
-        parts = [(x, [] if x is None else [x]) for x in flat]
-    else:
-        pairs = _pairs(flat, treedef, params)
-        parts = [(g, jax.tree.leaves(part)) for g, part in pairs]
+    pairs = _pairs(flat, treedef, params)
+    parts = [(g, jax.tree.leaves(part)) for g, part in pairs]
 
     def put_back(made: PyTree) -> PyTree:
         updates = iter(jax.tree.leaves(made))
@@ -82,8 +79,6 @@ def align(
                 found.append(jax.tree.map(jnp.zeros_like, leaves[0]))
         return treedef.unflatten(found)
 
-    if params is None:
-        return trained(updates), None, put_back
     known = trained(params)
     leaves = [g for g, part in parts for leaf in part if is_trained(leaf)]
     return jax.tree.structure(known).unflatten(leaves), known, put_back
@@ -215,11 +210,9 @@ class OffloadedOptimizer:
         """
         return self.given_shardings or self.engine.shardings
 
-    def update_dtype(
-        self, gradient: jax.Array | None, params: jax.Array | None
-    ) -> np.dtype:
+    def update_dtype(self, gradient: jax.Array | None, params: jax.Array) -> np.dtype:
         """Returns the dtype of a leaf's update, if its params are of 16 bits."""
-        if self.updates == "float32" or gradient is None or params is None:
+        if self.updates == "float32" or gradient is None:
             return np.dtype(np.float32)
         is_own = gradient.dtype == params.dtype
         return gradient.dtype if is_own else np.dtype(np.float32)

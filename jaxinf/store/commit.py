@@ -218,12 +218,10 @@ class CommitRecord(Document, frozen=True, omit_defaults=False):
       device_updates: a JAX device computed every so many updates of subgroups; 0: none.
       inexact: leaves by name whose 16-bit params on the JAX device were not the rounded
         master after the step; with the greatest difference.
-      steps_without_params: number of the last steps whose update was given no params,
-        so that they were not compared with the master.
       carry: arrays that the caller has given beside the optimizer's.
       streams: the cuts of programs by the digest of their leaves and batch, those of
         all steps so far.
-      device_tier, documents: of old.
+      steps_without_params, device_tier, documents: of old.
       carried: the bytes of `carry` until they are committed; not in the document.
     """
 

@@ -7,38 +7,19 @@ import optax
 import pytest
 
 import jaxinf
-from jaxinf.cli import main
 
 pytestmark = pytest.mark.optimized
 
 PARAMS = {"w": jnp.linspace(-1.0, 1.0, 64)}
 
 
-def take_steps(tx, params, state, num_steps, *, give=True):
+def take_steps(tx, params, state, num_steps):
     update = jax.jit(tx.update)
     for n in range(num_steps):
         gradients = jax.tree.map(lambda p, n=n: (p * 0.37 + n).astype(p.dtype), params)
-        updates, state = update(gradients, state, *((params,) if give else ()))
+        updates, state = update(gradients, state, params)
         params = jax.jit(optax.apply_updates)(params, updates)
     return params, state
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_params_that_were_never_compared_come_with_a_warning(open_store, place, capsys):
-    """From the store, and from an export of it."""
-    store = open_store()
-    tx = jaxinf.smart_update(optax.adam(1e-2), store)
-    state = tx.init(jax.tree.map(jnp.zeros_like, PARAMS))
-    params, state = take_steps(tx, PARAMS, state, 2, give=False)
-    store.wait(state)
-    with pytest.warns(UserWarning, match="params"):
-        store.params(params)
-    store.close()
-    words = ("checkpoint", "export", place / "store", place / "out")
-    words = (*words, "--format", "safetensors")
-    assert main([str(word) for word in words]) == 0
-    said = " ".join(capsys.readouterr().err.split())
-    assert "the last 2 updates were given no params" in said
 
 
 def test_a_state_that_is_a_plain_tuple_compiles(open_store, caplog):

@@ -1,4 +1,4 @@
-"""A program that begins again, or discards an update: which step its state is of."""
+"""A program that begins again: which step its state is of."""
 
 import shutil
 
@@ -10,9 +10,6 @@ import pytest
 from raw_stores import memory_directory
 
 import jaxinf
-from jaxinf.store import StoreDirectory
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*given no params")
 
 PARAMS = {"w": jnp.linspace(-1, 1, 77).reshape(7, 11), "b": jnp.linspace(0, 2, 11)}
 FRESH = jax.tree.map(jnp.cos, PARAMS)
@@ -24,23 +21,22 @@ def opened(open_store, name="store", **options):
     return store, jaxinf.smart_update(optax.adam(1e-2), store)
 
 
-def eager(tx, params, state, gives):
-    gradients = jax.tree.map(jnp.sin, params)
-    updates, state = tx.update(gradients, state, params if gives else None)
+def eager(tx, params, state):
+    updates, state = tx.update(jax.tree.map(jnp.sin, params), state, params)
     return optax.apply_updates(params, updates), state
 
 
-def scanned(tx, params, state, gives):
+def scanned(tx, params, state):
     def step(carry, _):
-        return eager(tx, carry[0], carry[1], gives), None
+        return eager(tx, *carry), None
 
     return jax.jit(lambda carry: jax.lax.scan(step, carry, None, 1)[0])((params, state))
 
 
 HOWS = {
     "eager": eager,
-    "jit": jax.jit(eager, static_argnums=(0, 3)),
-    "donated": jax.jit(eager, static_argnums=(0, 3), donate_argnums=(1, 2)),
+    "jit": jax.jit(eager, static_argnums=0),
+    "donated": jax.jit(eager, static_argnums=0, donate_argnums=(1, 2)),
     "scan": scanned,
 }
 
@@ -62,7 +58,7 @@ def trained(tx, run, num_steps):
     """Returns params and state after each of some jitted steps."""
     kept = []
     for _ in range(num_steps):
-        run = HOWS["jit"](tx, *run, True)
+        run = HOWS["jit"](tx, *run)
         kept.append(on_host(run))
     return kept
 
@@ -77,6 +73,10 @@ def start(open_store, num_steps=3, name="store", **options):
     return kept
 
 
+def names(store):
+    return [info.name for info in store.checkpoints()]
+
+
 @pytest.fixture(scope="module")
 def run():
     """A store at step 2; params and state at each step, and a step later."""
@@ -84,10 +84,10 @@ def run():
         tx = jaxinf.smart_update(optax.adam(1e-2), store)
         kept = [(PARAMS, tx.init(PARAMS))]
         for _ in range(2):
-            kept.append(HOWS["jit"](tx, *kept[-1], True))
+            kept.append(HOWS["jit"](tx, *kept[-1]))
         store.wait(kept[-1][1])
         shutil.copytree(path / "store", path / "kept", symlinks=True)
-        after = HOWS["jit"](tx, *kept[-1], True)
+        after = HOWS["jit"](tx, *kept[-1])
         yield path / "kept", on_host(kept), on_host(after)
 
 
@@ -104,118 +104,61 @@ def after(run):
     return run[2]
 
 
-def refused(open_store, place, how, params, message, *, gives):
-    """Updates from the state of `init`, which must write nothing."""
-    store, tx = opened(open_store)
-    state = tx.init(params)
-    assert int(state.origin) == 1
-    record = (place / "store" / "current" / "commit.json").read_bytes()
-    with pytest.raises(REFUSED, match=message):
-        jax.block_until_ready(HOWS[how](tx, copied(params), state, gives))
-    with pytest.raises(jaxinf.StoreMismatchError, match=message):
-        store.check()
-    store.close()
-    assert (place / "store" / "current" / "commit.json").read_bytes() == record
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["eager", "donated", "scan", "jit"])
 def test_fresh_params_never_train_on_an_old_state(how, open_store, place, kept, after):
     """A run is fresh, takes the store's params, or restores its own."""
-    said = (
-        r"no params, and the state of an init that found step 2 .*store\.params\(like"
-    )
-    refused(open_store, place, how, FRESH, said, gives=False)
-    refused(open_store, place, how, FRESH, "the params are not those", gives=True)
     store, tx = opened(open_store)
+    state = tx.init(FRESH)
+    record = (place / "store" / "current" / "commit.json").read_bytes()
+    said = "the params are not those"
+    with pytest.raises(REFUSED, match=said):
+        jax.block_until_ready(HOWS[how](tx, copied(FRESH), state))
+    with pytest.raises(jaxinf.StoreMismatchError, match=said):
+        store.check()
+    store.close()
+    assert (place / "store" / "current" / "commit.json").read_bytes() == record
+    store, tx = opened(open_store)
+    store.checkpoint("two")
     state = tx.init(store.params(like=FRESH))
-    found = HOWS[how](tx, store.params(like=FRESH), state, True)
+    found = HOWS[how](tx, store.params(like=FRESH), state)
     assert_same(on_host(found), after)
     store.close()
-    for gives in (False, True):
-        store, tx = opened(open_store)
-        assert int(tx.init(FRESH).origin) == 1
-        found = HOWS[how](tx, *copied(kept[2]), gives)
-        assert_same(on_host(found), after)
-        store.close()
+    store, tx = opened(open_store, restore="two")
+    tx.init(FRESH)
+    found = HOWS[how](tx, *copied(kept[2]))
+    assert_same(on_host(found), after)
 
 
-# --- discarded updates ---------------------------------------------------------
-
-
-@pytest.mark.parametrize(("how", "gives"), [("eager", True), ("jit", False)])
-def test_discarded_updates_leave_no_trace(how, gives, open_store, run, caplog):
-    whole = run[1][2]
-    with open_store("run") as store:
-        tx = jaxinf.smart_update(optax.adam(1e-2), store)
-        params, state = HOWS[how](tx, PARAMS, tx.init(PARAMS), gives)
-        for factor in range(20):
-            HOWS[how](tx, jax.tree.map(lambda x: x, params), state, gives)
-            gradients = jax.tree.map(lambda p, f=factor: p + f, params)
-            tx.update(gradients, state, params if gives else None)
-        store.annotate(3, "the third")
-        params, state = HOWS[how](tx, params, state, gives)
-        assert_same(on_host((params, state._replace(origin=jnp.int32(0)))), whole)
-        store.wait(state)
-        assert store.step == 2
-        third, state = HOWS[how](tx, params, state, gives)
-        store.wait(state)
-        assert store.payload == "the third"
-        assert_same(store.params(like=params), third)
-    assert caplog.text.count("the result of the last update was discarded") == 1
-    assert "update was given no params" not in caplog.text  # they were not restored
-    assert "rolled back" not in caplog.text
-
-
-def test_a_state_that_was_given_up_is_no_state_of_its_step(open_store):
-    """The first of two updates is kept, and the second is discarded."""
+def test_an_update_without_params_is_refused(open_store):
     store, tx = opened(open_store)
     state = tx.init(PARAMS)
-    _, first = eager(tx, PARAMS, state, False)
-    eager(tx, FRESH, state, False)
-    for stale, said in (
-        (first, r"a step 1 that was given up: .* made another step 1\. Go on with"),
-        (state._replace(step=state.step + 7), "of step 7, the store is at step 2"),
-    ):
-        with pytest.raises(jaxinf.StaleStateError, match=said):
-            tx.update(FRESH, stale)
-        store.close()
-        store, tx = opened(open_store)
-        params = store.params(like=PARAMS)
-        eager(tx, params, tx.init(params), True)
-    assert store.step == 3
+    with pytest.raises(ValueError, match=r"give them: tx\.update\(grads, state, p"):
+        tx.update(FRESH, state)
+    assert store.step == 0
+    eager(tx, PARAMS, state)
 
 
-def test_only_the_last_update_may_have_been_discarded(open_store):
-    store, tx = opened(open_store)
-    kept = trained(tx, (PARAMS, tx.init(PARAMS)), 3)
-    with pytest.raises(
-        jaxinf.StaleStateError, match="of step 1, the store is at step 3"
-    ):
-        eager(tx, *kept[0], gives=True)
-    store.close()
-    assert open_store().step == 3
+# --- a state that is not the last ----------------------------------------------
 
 
-def test_a_step_that_is_not_durable_cannot_be_had(open_store):
-    """Of three steps one is committed, and later ones are written over each other."""
-    store, tx = opened(open_store, durability=3)
-    params, state = PARAMS, tx.init(PARAMS)
-    for number in range(4):
-        if number in (0, 3):
-            eager(tx, params, state, True)
-        params, state = eager(tx, params, state, True)
-    last = eager(tx, params, state, True)
-    with pytest.raises(
-        jaxinf.StaleStateError,
-        match=r"is of step 4; the store has step 5, the current one; step 3, its other "
-        r"slot\. An update whose result is discarded .*durability='step'",
-    ):
-        eager(tx, params, state, True)
-    store.close()
-    store = open_store()
-    assert store.step == 5
-    assert_same(store.params(like=PARAMS), last[0])
+@pytest.mark.parametrize(
+    ("how", "durability"), [("eager", "step"), ("jit", "step"), ("jit", 3)]
+)
+def test_a_state_before_the_last_is_refused(how, durability, open_store, run):
+    """The result of an update was discarded; what it made is the store's step."""
+    store, tx = opened(open_store, name="run", durability=durability)
+    first = HOWS[how](tx, PARAMS, tx.init(PARAMS))
+    second = on_host(HOWS[how](tx, *first))
+    said = r"is of step 1, the store is at step 2\. Each call .* a step.*compile\(\)"
+    with pytest.raises((jaxinf.StaleStateError, *REFUSED), match=said):
+        jax.block_until_ready(HOWS[how](tx, *first))
+    with pytest.raises(jaxinf.StaleStateError, match=said):
+        store.check()
+    store, tx = opened(open_store, name="run")  # as the error says
+    params = store.params(like=PARAMS)
+    assert_same(on_host(params), second[0])
+    assert_same(on_host(HOWS[how](tx, params, tx.init(params))), run[2])
 
 
 # --- a program with checkpoints of its own -------------------------------------
@@ -229,23 +172,22 @@ def test_a_step_that_is_not_durable_cannot_be_had(open_store):
     ],
 )
 def test_init_then_restore_goes_on_to_the_bit(compress, at, open_store):
-    """Continues from the store's step, and from the one before."""
+    """Continues from the store's step, and from a kept one."""
 
     def smart(store):
         return jaxinf.smart_update(optax.adam(1e-2), store, compress=compress)
 
     tx = smart(open_store("whole"))
     whole = trained(tx, (PARAMS, tx.init(PARAMS)), 5)
-    store = open_store("parts")
+    store = open_store("parts", keep_steps=1)
     tx = smart(store)
     first = trained(tx, (PARAMS, tx.init(PARAMS)), 3)
     store.close()
-    store = open_store("parts")
+    store = open_store("parts", restore=str(at) if at < 3 else None)
     tx = smart(store)
     made = tx.init(PARAMS)
-    assert int(made.step) == store.step == 3
-    assert int(made.origin) == 1  # of other params
-    assert_same(made._replace(origin=np.int32(0)), first[2][1])
+    assert int(made.step) == store.step == at
+    assert_same(made, first[at - 1][1])
     rest = trained(tx, first[at - 1], 5 - at)
     assert store.step == 5
     assert_same(rest[-1], whole[-1])
@@ -259,10 +201,9 @@ def test_a_step_that_the_store_has_not(open_store):
     params, state = kept[1]
     with pytest.raises(
         jaxinf.StaleStateError,
-        match="is of step 1; the store has step 4, the current one; "
-        r"step 3, its other slot\. The store is ahead, .*open it again: "
-        r"params = store\.params\(like=params\), state = tx\.init\(params\); .*"
-        r"store\.checkpoint\(state=state\) beside .*keep_steps= set to its interval",
+        match="is of step 1, the store is at step 4.*open it again: "
+        r"params = store\.params\(like=params\), state = tx\.init\(params\)\. .*"
+        r"store\.checkpoint\(state=state\) before .*open the store with restore=",
     ):
         tx.update(params, state, params)
     store.close()
@@ -275,54 +216,38 @@ def test_a_step_that_the_store_has_not(open_store):
     assert_same(trained(tx, (params, tx.init(params)), 1)[0], kept[5])
 
 
-def test_the_other_slot_counts_only_where_it_verifies(open_store, place):
-    kept = start(open_store, 4)
-    directory = StoreDirectory.open(place / "store")
-    slot = directory.committed_slot()
-    other = directory.chunk_file("b" if slot == "a" else "a", 1, 0, "mu")
-    held = other.read_bytes()
-    other.write_bytes(b"\1" + held[1:])
+def test_a_kept_step_is_named_and_gone_on_from(open_store):
+    store, tx = opened(open_store, keep_steps=(2, 0))
+    kept = trained(tx, (PARAMS, tx.init(PARAMS)), 5)
+    assert names(store) == ["2", "4"]
+    store.close()
     store, tx = opened(open_store)
-    params, state = kept[3]
     with pytest.raises(
-        jaxinf.StaleStateError, match=r"overwritten in part \(leaf w, mu, chunk 0"
+        jaxinf.StaleStateError, match=r"That step is kept: .*\(…, restore='2'\)"
     ):
-        tx.update(params, state, params)
-    store.close()
-    assert directory.committed_slot() == slot
-    other.write_bytes(held)
-    store, tx = opened(open_store)
-    trained(tx, kept[3], 1)
-    assert store.step == 4
-
-
-def test_rolls_back_to_a_checkpoint_and_says_so(open_store, caplog):
-    store, tx = opened(open_store)
-    params = PARAMS
-    first = trained(tx, (params, tx.init(params)), 2)
-    store.checkpoint("mine", state=first[-1][1])
-    whole = trained(tx, first[-1], 4)
-    store.close()
-    store, tx = opened(open_store)
-    tx.init(params)
-    rest = trained(tx, first[-1], 4)
-    assert "rolled back from step 6 to step 2 (checkpoints/mine)" in caplog.text
-    assert store.step == 6
-    assert_same(rest, whole)
+        eager(tx, *kept[1])
+    store, tx = opened(open_store, restore="2", keep_steps=(2, 2))
+    tx.init(PARAMS)
+    assert_same(trained(tx, kept[1], 3)[-1], kept[4])
+    assert names(store) == ["2", "4"]
+    trained(tx, kept[4], 1)
+    assert names(store) == ["4", "6"]
 
 
 def test_a_kept_number_of_a_run_that_went_back_is_replaced(open_store):
     store, tx = opened(open_store)
-    kept = trained(tx, (PARAMS, tx.init(PARAMS)), 3)
+    state = tx.init(PARAMS)
+    store.checkpoint("first", state=state)
+    kept = [(PARAMS, on_host(state)), *trained(tx, (PARAMS, state), 1)]
     store.checkpoint()
-    (before,) = store.checkpoints()
+    before = store.checkpoints()[-1]
     store.close()
-    store, tx = opened(open_store)
+    store, tx = opened(open_store, restore="first")
     tx.init(PARAMS)
-    again = trained(tx, kept[1], 1)[0]
-    assert store.checkpoint(state=again[1]) == "3"
-    (after,) = store.checkpoints()
-    assert (after.name, before.name) == ("3", "3")
+    again = trained(tx, kept[0], 1)[0]
+    assert store.checkpoint(state=again[1]) == "1"
+    after = store.checkpoints()[-1]
+    assert (after.name, before.name) == ("1", "1")
     assert after.committed_at != before.committed_at
 
 
@@ -337,10 +262,8 @@ def test_restart_keeps_the_old_run_and_begins_anew(open_store, caplog):
     assert "kept at step 3" in caplog.text
     tx.init(PARAMS)
     assert sorted(i.step for i in store.checkpoints()) == [2, 3]
-    # A state that is restored over the new one goes back to its step.
-    trained(tx, kept[3], 1)
-    assert "from step 0 to step 3 (checkpoints/step-3-before-" in caplog.text
-    assert store.step == 4
+    with pytest.raises(REFUSED[1], match="restore='step-3-before-restart'"):
+        trained(tx, kept[3], 1)
 
 
 def test_an_existing_store_is_refused(open_store):

@@ -203,34 +203,31 @@ def failure(place, how, repeats):
 
 
 def restart(place):
-    """Goes back to params of the program's own, and prints why others are refused."""
+    """Goes on from params of the program's own, and prints why others are refused."""
     mesh = four_devices()
 
-    def opened():
-        store = jaxinf.open_store(place + "/store")
+    def opened(restore=None):
+        store = jaxinf.open_store(place + "/store", restore=restore)
         return store, smart(store)
 
     store, tx = opened()
     params = on(mesh, make(0))
     two = steps(tx, params, tx.init(params), mesh, range(1, 3))
+    store.checkpoint(state=two[1])
     own = jax.tree.map(np.asarray, two)
     whole = steps(tx, *two, mesh, range(3, 4))
     store.wait(whole[1])
     whole = jax.tree.map(np.asarray, whole[0])
     store.close()
 
-    store, tx = opened()
+    store, tx = opened("2")
     state = tx.init(on(mesh, make(7)))
-    assert int(state.origin) == int(jax.jit(tx.init)(on(mesh, make(7))).origin) == 1
     devices = set(mesh.devices.flat)
     assert all(leaf.sharding.device_set == devices for leaf in jax.tree.leaves(state))
     state = jax.tree.map(lambda x, old: jax.device_put(x, old.sharding), own[1], state)
-    for seed in (5, 6):  # discarded; the second comes while the first is under way
-        steps(tx, on(mesh, own[0]), state, mesh, (seed,))
     rest, state = steps(tx, on(mesh, own[0]), state, mesh, range(3, 4))
     store.wait(state)
     assert store.step == 3
-    assert int(state.origin) == 3
     jax.tree.map(np.testing.assert_array_equal, whole, jax.tree.map(np.asarray, rest))
     store.close()
 

@@ -51,7 +51,8 @@ class Run:
 
     Attributes:
       place: an empty directory, or one with a checkpoint.
-      store: where `near` puts the state; None for plain optax.
+      is_plain: whether it is run with plain optax.
+      store: where `near` puts the state, once a program has opened it.
       mesh: the devices; None for one.
       kill: called with the number of a step before it begins.
       resumes: whether a program without checkpoints takes its params from the store.
@@ -59,28 +60,39 @@ class Run:
     """
 
     place: Path
+    is_plain: bool = False
     store: jaxinf.Store | None = None
     mesh: Any = None
     kill: Callable[[int], None] = lambda number: None
     resumes: bool = True
     losses: dict[int, float] = field(default_factory=dict)
 
-    def near(self, tx: Any, **options: Any) -> Any:
-        """The optimizer's line."""
-        return (
-            tx if self.store is None else jaxinf.smart_update(tx, self.store, **options)
-        )
+    def near(self, tx: Any, first: int = 0, **options: Any) -> Any:
+        """The lines of the store and the optimizer.
 
-    def keep(self, state: Any) -> None:
-        """Keeps the store's step beside what the program saves."""
-        if self.store is not None:
-            self.store.checkpoint(state=state)
+        Args:
+          first: the step of the program's own checkpoint; 0 for none.
+        """
+        if self.is_plain:
+            return tx
+        return jaxinf.smart_update(tx, self.opened(first), **options)
+
+    def opened(self, first: int = 0) -> jaxinf.Store:
+        if self.store is None:
+            restore = f"own-{first}" if first else None
+            self.store = jaxinf.open_store(self.place.parent / "store", restore=restore)
+        return self.store
+
+    def keep(self, state: Any, number: int) -> None:
+        """Keeps the store's step before the program saves its own."""
+        if not self.is_plain:
+            self.opened().checkpoint(f"own-{number}", state=state, overwrite=True)
 
     def resumed(self, params: Any) -> tuple[Any, int]:
         """Params and step of a program that has no checkpoints of its own."""
-        if self.store is None or not (self.resumes and self.store.exists):
+        if self.is_plain or not (self.resumes and self.opened().exists):
             return params, 0
-        return self.store.params(like=params), self.store.step
+        return self.opened().params(like=params), self.opened().step
 
     def batch(self, number: int) -> jax.Array:
         """The batch of a step, divided among the devices."""
@@ -128,7 +140,7 @@ def manager(run: Run) -> None:
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
     with ocp.CheckpointManager(run.place / "steps", options=options) as steps:
         first = steps.latest_step() or 0
-        tx = run.near(tx, on_existing="resume" if first else "restart")
+        tx = run.near(tx, first, on_existing="resume" if first else "restart")
         state, step = tx.init(params), jax.jit(step_of(tx))
         if first:
             like = ocp.args.StandardRestore({"params": params, "state": state})
@@ -138,13 +150,18 @@ def manager(run: Run) -> None:
             params, state, loss = step(params, state, run.batch(number))
             run.losses[number] = float(loss)
             if (number + 1) % EVERY == 0:
+                run.keep(state, number + 1)
                 kept = {"params": params, "state": state}
                 steps.save(number + 1, args=ocp.args.StandardSave(kept))
 
 
 def sharded(run: Run) -> None:
     """Params and state donated, and sharded by `jit`; saved as flat NumPy arrays."""
-    tx, params = run.near(optax.adamw(1e-2)), first_params()
+    first, file = 0, run.place / "run.npz"
+    if file.exists():
+        kept = np.load(file)
+        first, flat = int(kept["step"]), [kept[f"{n}"] for n in range(len(kept) - 1)]
+    tx, params = run.near(optax.adamw(1e-2), first), first_params()
     if run.mesh is not None:
         params = jax.device_put(params, NamedSharding(run.mesh, PartitionSpec("d")))
     state = tx.init(params)
@@ -157,16 +174,14 @@ def sharded(run: Run) -> None:
     placed = jax.tree.map(place_of, (params, state))
     params, state = jax.device_put((params, state), placed)
     step = jax.jit(step_of(tx), donate_argnums=(0, 1), out_shardings=(*placed, None))
-    first, file = 0, run.place / "run.npz"
-    if file.exists():
-        kept = np.load(file)
-        first, flat = int(kept["step"]), [kept[f"{n}"] for n in range(len(kept) - 1)]
+    if first:
         like = jax.tree.structure((params, state))
         params, state = jax.device_put(like.unflatten(flat), placed)
     for number in range(first, NUM_STEPS):
         params, state, loss = step(params, state, run.batch(number))
         run.losses[number] = float(loss)
         if (number + 1) % EVERY == 0:
+            run.keep(state, number + 1)
             flat = {f"{n}": x for n, x in enumerate(jax.tree.leaves((params, state)))}
             np.savez(file, step=number + 1, **flat)
 
@@ -189,19 +204,23 @@ class Scaled(TrainState):
 
 def imagenet(run: Run) -> None:
     """A `TrainState` with a loss scale that begins too high, so steps are skipped."""
-    network, file = Normalised(), run.place / "train.msgpack"
+    network, files = Normalised(), run.place / "train"
+    files.mkdir(exist_ok=True)
+    first = max((int(path.name) for path in files.iterdir()), default=0)
     train = Scaled.create(
         apply_fn=network.apply,
         tx=run.near(
             optax.sgd(0.1, momentum=0.9, nesterov=True),
+            first,
             nonfinite="skip",
-            on_existing="resume" if file.exists() else "restart",
+            on_existing="resume" if first else "restart",
         ),
         dynamic_scale=DynamicScale(scale=3e38),
         **network.init(jax.random.key(0), ROWS),
     )
-    if file.exists():
-        train = flax.serialization.from_bytes(train, file.read_bytes())
+    if first:
+        raw = (files / f"{first}").read_bytes()
+        train = flax.serialization.from_bytes(train, raw)
 
     @jax.jit
     def step(train, rows):
@@ -223,8 +242,9 @@ def imagenet(run: Run) -> None:
         train, value = step(train, run.batch(number))
         run.losses[number] = float(value)
         if (number + 1) % EVERY == 0:
-            run.keep(train.opt_state)
-            file.write_bytes(flax.serialization.to_bytes(train))
+            run.keep(train.opt_state, number + 1)
+            raw = flax.serialization.to_bytes(train)
+            (files / f"{number + 1}").write_bytes(raw)
 
 
 def frozen(run: Run) -> None:
@@ -256,20 +276,19 @@ def frozen(run: Run) -> None:
 
 
 def flow(run: Run) -> None:
-    """An evaluation calls the step and drops its result; pickled.
-
-    The evaluation is a step of the store, too, until the next one discards it.
-    """
-    tx = run.near(optax.adamw(1e-2, b1=0.9, b2=0.99))
-    params, first, file = first_params(), 0, run.place / "run.pickle"
-    state, step = tx.init(params), jax.jit(step_of(tx))
+    """Params and state are pickled."""
+    first, file, kept = 0, run.place / "run.pickle", None
     if file.exists():
-        first, params, state = pickle.loads(file.read_bytes())
+        first, *kept = pickle.loads(file.read_bytes())
+    tx, params = run.near(optax.adamw(1e-2, b1=0.9, b2=0.99), first), first_params()
+    state, step = tx.init(params), jax.jit(step_of(tx))
+    if kept is not None:
+        params, state = kept
     for number in range(first, NUM_STEPS):
         params, state, loss = step(params, state, run.batch(number))
         run.losses[number] = float(loss)
         if (number + 1) % EVERY == 0:
-            assert np.isfinite(step(params, state, run.batch(number))[2])
+            run.keep(state, number + 1)
             kept = jax.tree.map(np.asarray, (params, state))
             file.write_bytes(pickle.dumps((number + 1, *kept)))
 
@@ -287,11 +306,11 @@ class Network(nnx.Module):
 
 def nnx_scan(run: Run) -> None:
     """NNX with its parts as the carry of a scan over batches; Orbax."""
-    model = Network(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, run.near(optax.adamw(1e-2)), wrt=nnx.Param)
-    graph, parts = nnx.split((model, optimizer))
     kept = [run.place / f"{n}" for n in range(NUM_STEPS + 1)]
     first = max((n for n, path in enumerate(kept) if path.exists()), default=0)
+    model, tx = Network(nnx.Rngs(0)), run.near(optax.adamw(1e-2), first)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    graph, parts = nnx.split((model, optimizer))
 
     @jax.jit
     def train(parts, batches):
@@ -311,6 +330,7 @@ def nnx_scan(run: Run) -> None:
             batches = [run.batch(n) for n in range(number, number + EVERY)]
             parts, values = train(parts, jnp.stack(batches))
             run.losses.update(enumerate(map(float, values), number))
+            run.keep(parts, number + EVERY)
             checkpointer.save(kept[number + EVERY], parts)
             checkpointer.wait_until_finished()
 
@@ -335,22 +355,16 @@ def one_jit(run: Run) -> None:
     run.losses.update(enumerate(map(float, values), first))
 
 
-KEEPING = (manager, sharded, flow, nnx_scan)
-"""Those for which the store keeps the steps that they save, by itself."""
-
 STYLES: dict[str, Callable[[Run], None]] = {
-    one.__name__: one for one in (*KEEPING, imagenet, frozen, one_jit)
+    one.__name__: one
+    for one in (manager, sharded, flow, nnx_scan, imagenet, frozen, one_jit)
 }
 
 
 def run_style(style: str, place: Path, *, plain=False, **options) -> dict[int, float]:
     """Runs a program up to its end, or to its interruption; returns its losses."""
     (place / "own").mkdir(parents=True, exist_ok=True)
-    run = Run(place / "own", **options)
-    if not plain:
-        # One that saves in the background may have only the last but one as a whole.
-        keep = {"keep_steps": (EVERY, 3)} if STYLES[style] in KEEPING else {}
-        run.store = jaxinf.open_store(place / "store", **keep)
+    run = Run(place / "own", is_plain=plain, **options)
     try:
         STYLES[style](run)
     except Killed:

@@ -147,15 +147,3 @@ def test_what_stays_is_read_again_after_the_store_was_replaced(replace, open_sto
         assert f(batch) == step(batch)[0] == 3 * 2048
         step(batch)
         assert step.metrics.fetched_drive_bytes == batch.nbytes  # the base stays
-
-
-def test_a_function_reads_again_after_a_step_was_done_again(open_store):
-    store, params = open_store(), {"w": jnp.ones(2048)}
-    tx = jaxinf.smart_update(optax.sgd(1.0), store)
-    first = tx.init(params)
-    with jaxinf.stream_function(lambda p, b: jnp.sum(p["w"]) * b, store, **MEMORY) as f:
-        for gradient in (1, 3):  # the first result is discarded
-            given = {"w": jnp.full(2048, gradient, jnp.float32)}
-            jax.block_until_ready(tx.update(given, first, params))
-            assert store.step == 1
-            assert f(np.float32(1)) == 2048 * (1 - gradient)

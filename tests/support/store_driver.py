@@ -101,7 +101,7 @@ class Driver:
             self.engine.finish_initialisation(self.scalars(0))
         self.at = self.store.step
         if not is_new:
-            self.engine.binding.release()
+            self.engine.binding.at = None
             self.bind(self.at)
         return self
 
