@@ -162,6 +162,8 @@ class Engine(StoreRun):
             if self.health.is_closed:
                 return
             self.health.is_closed = True
+        if sys.exception() is not None:
+            self.exports.stop.set()
         self.group.leave()
         with contextlib.ExitStack() as stack:
             stack.callback(self.release)
@@ -169,13 +171,13 @@ class Engine(StoreRun):
                 stack.callback(self._opened.close)
             for action in reversed(self._on_close):
                 stack.callback(action)
-            stack.callback(self._end_export)
             if self._opened is not None:
-                self._opened.end()
-
-    def _end_export(self) -> None:
-        is_well = self.health.error is None and sys.exception() is None
-        self.exports.close(waits=is_well)
+                try:
+                    self._opened.end()
+                except KeyboardInterrupt:
+                    self.exports.stop.set()
+                    self._opened.end()
+                    raise
 
     def disown(self) -> None:
         """Ends the use of the store in a forked child; the parent keeps it."""

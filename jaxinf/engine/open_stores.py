@@ -104,9 +104,10 @@ def open_store(
         last n (by default 2) stay, and with n = 0 all. A new store is made if there is
         room for 2 + n states. By default none is made, and all stay.
       export_every, export_to: each step that is a multiple of the first is exported
-        to ``URL/STEP`` (``file://``, ``gs://``, ``s3://``) in a thread beside training;
-        docs/checkpoints.md, "Exports beside training". `Store.exports` shows what came
-        of it. Some five times the largest chunk of `memory_bytes` is theirs.
+        to ``URL/STEP`` (``file://``, ``gs://``, ``s3://``) after its commit, for which
+        the next update waits; docs/checkpoints.md, "Exports beside training".
+        `Store.exports` shows what came of it. Some five times the largest chunk of
+        `memory_bytes` is theirs.
 
     In a program of several processes (`jax.distributed.initialize`), all open one path,
     and each has its member of the run in it, ``path/process-00000`` and so on; or each
@@ -266,7 +267,7 @@ def _close_all() -> None:
         engine = engine_of(store)
         try:
             if getattr(sys, "last_value", None) is not None:  # it ends by an exception
-                engine.exports.end(waits=False)
+                engine.exports.stop.set()
             store.close()
             if engine.health.is_unreported:
                 engine.health.check()

@@ -426,8 +426,6 @@ class StepEngine(OpenStore):
             if self.options.keeps(record.step):
                 made = save_checkpoint(self.directory, overwrite=True)
                 remove_surplus(self.directory, self.options.num_kept, made)
-            if self.options.exports(record.step):
-                self.exports.begin(self.directory, record.step)
             traffic = self.meters.snapshot()
             moved = {s: x for s, x in ended.updated.items() if x.loads or x.stores}
             moved_bytes = sum([task.piece.num_bytes for task in moved.values()])
@@ -446,6 +444,8 @@ class StepEngine(OpenStore):
             if not self.health.is_closed:
                 # A step that reads slots first would take what was read ahead.
                 self._prefetch({} if ended.repeats else ended.updated)
+            if self.options.exports(record.step):
+                self.exports.run(self.directory, record.step)
         except BaseException as error:
             self.health.fail(error)
         finally:

@@ -39,7 +39,7 @@ from jaxinf.store import (
     remove_checkpoint,
     save_checkpoint,
 )
-from jaxinf.typing import Array, JsonValue, ProgressCallback, PyTree
+from jaxinf.typing import Array, JsonValue, PyTree
 
 _LOG = logging.getLogger("jaxinf")
 
@@ -351,26 +351,9 @@ class Store:
         """
         remove_checkpoint(self._engine.directory, name)
 
-    # --- exports -------------------------------------------------------------------
-
     def exports(self) -> list[ExportInfo]:
-        """Returns the steps due for export since it was opened; does not block."""
-        return self._engine.exports.infos()
-
-    def end_export(
-        self, *, waits: bool = True, progress: ProgressCallback | None = None
-    ) -> None:
-        """Waits for the export under way, or gives it up.
-
-        Args:
-          waits: whether it waits. Ctrl-C then gives the export up, and is raised.
-          progress: called from time to time with the bytes done and those in all.
-
-        Raises:
-          BaseException: the exception that stopped the store.
-        """
-        self._engine.join()
-        self._engine.exports.end(waits=waits, progress=progress)
+        """Returns the steps that were exported, or failed to be; does not block."""
+        return list(self._engine.exports.infos)
 
     # --- control -------------------------------------------------------------------
 
@@ -413,9 +396,8 @@ class Store:
         Closing waits for steps under way, commits, and releases the lock. JAX computes
         asynchronously, so it waits until all dispatched steps have arrived. Ctrl-C ends
         that wait, and steps that have not arrived are lost. A step that has begun but
-        whose update is not finished is abandoned. An export under way is waited for;
-        it is given up by Ctrl-C, or if the store has failed or an exception is being
-        handled.
+        whose update is not finished is abandoned. An export under way is waited for; it
+        is given up by Ctrl-C, or if an exception is being handled.
 
         Raises:
           StoreError: it was called in a JAX callback; the store stays open.

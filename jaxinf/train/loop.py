@@ -113,7 +113,6 @@ def train(
         signal_number = run.go()
         if run.step < config.steps:
             messages.say_stopped(console, config, run.step, command)
-            run.end_exports(waits=False)
             return signal_number and 128 + signal_number
         run.report()
         return run.end_exports()
@@ -321,29 +320,21 @@ class _TrainingRun:
 
     # --- exports -------------------------------------------------------------------
 
-    def end_exports(self, *, waits: bool = True) -> int:
-        """Waits for the export under way, or gives it up; returns the exit status.
-
-        Ctrl-C ends the wait, and gives it up. The store logs exports that fail.
-        """
+    def end_exports(self) -> int:
+        """Waits for the last export; returns the exit status."""
         store, console = self._store, self._console
         if store is None:
             return 0
         store.wait()  # for the last step, which may be due
-        with contextlib.suppress(KeyboardInterrupt):  # it is given up, and logged
-            if waits and any(one.outcome == "under way" for one in store.exports()):
-                console.print("waiting for an export; Ctrl-C gives it up")
-            store.end_export(waits=waits)
-        failed = list[str]()
         for info in store.exports():
-            if info.outcome == "exported":
+            if not info.problem:
                 console.print(f"step {info.step}: exported to {info.url}")
-            elif info.outcome == "failed":
-                failed.append(f"{info.step}")
-        if failed and waits:  # else the status is that of the signal
-            text = f"exports of step {', '.join(failed)} failed: exit status"
-            console.print(f"{text} {messages.EXPORT_FAILED}")
-        return messages.EXPORT_FAILED if failed else 0
+        failed = [f"{info.step}" for info in store.exports() if info.problem]
+        if not failed:
+            return 0
+        text = f"exports of step {', '.join(failed)} failed: exit status"
+        console.print(f"{text} {messages.EXPORT_FAILED}")
+        return messages.EXPORT_FAILED
 
 
 def _check_log_dir(logs: Path) -> None:

@@ -1,8 +1,9 @@
 """Exports of steps to a URL while the run goes on."""
 
 import logging
+import signal
+import threading
 
-import endless_exports
 import pytest
 from copies import copied
 
@@ -35,23 +36,20 @@ def pins_of(path):
 
 
 def outcomes(driver):
-    return [(info.step, info.outcome) for info in driver.store.exports()]
+    driver.store.wait()
+    return [(info.step, not info.problem) for info in driver.store.exports()]
 
 
 @pytest.fixture
 def export(drive, place):
     """Makes a run that exports every second step."""
-    made = []
 
     def make(name="store", **options):
         options = {"export_to": f"file://{place}/out", "export_every": 2} | options
         options = {"leaves": LEAVES, "chunk_elements": 4096} | options
-        made.append(drive(name, **options).init())
-        return made[-1]
+        return drive(name, **options).init()
 
-    yield make
-    for driver in made:  # a test that failed left one that never ends
-        driver.engine.exports.end(waits=False)
+    return make
 
 
 def test_due_steps_are_exported_while_the_run_goes_on(export, place):
@@ -60,11 +58,10 @@ def test_due_steps_are_exported_while_the_run_goes_on(export, place):
     for step in range(1, 6):
         driver.step()
         if step % 2 == 0:
-            driver.store.end_export()
             name = driver.store.checkpoint()
             kept = path / "checkpoints" / name
             expected[step] = chunks_of(kept, driver.opened.directory.manifest)
-    assert outcomes(driver) == [(2, "exported"), (4, "exported")]
+    assert outcomes(driver) == [(2, True), (4, True)]
     assert not pins_of(path)
     driver.store.close()
     for step, chunks in expected.items():
@@ -75,32 +72,38 @@ def test_due_steps_are_exported_while_the_run_goes_on(export, place):
         assert directory.read_commit().step == step
 
 
-@pytest.fixture
-def endless(monkeypatch):
-    monkeypatch.setattr(ObjectStore, "put", endless_exports.put)
+@pytest.mark.parametrize("how", ["Ctrl-C", "an exception"])
+def test_an_export_that_does_not_end_is_given_up(export, monkeypatch, how):
+    """A chunk never reaches its place until then."""
+    put, under_way = ObjectStore.put, threading.Event()
 
+    def endless(self, name, value):
+        if "/c/" in f"{name}/" and self._stop is not None:
+            under_way.set()
+            self._stop.wait()
+        put(self, name, value)
 
-@pytest.mark.usefixtures("endless")
-def test_a_step_is_skipped_while_another_is_under_way(export, caplog):
-    driver = export()
-    with caplog.at_level(logging.WARNING, "jaxinf"):
-        driver.steps(5).store.wait()
-    assert outcomes(driver) == [(2, "under way"), (4, "skipped")]
-    assert "step 4 is not exported, since an earlier one is still under" in caplog.text
-    assert len(pins_of(driver.store.path)) == 1
-    driver.store.end_export(waits=False)
-    assert outcomes(driver) == [(2, "failed"), (4, "skipped")]
-    assert driver.store.exports()[0].problem.endswith("out/2: it was given up")
-    assert not pins_of(driver.store.path)
-    driver.steps(2).store.wait()
-    assert outcomes(driver)[2:] == [(6, "under way")]
+    monkeypatch.setattr(ObjectStore, "put", endless)
+    driver = export().steps(2)
+    assert under_way.wait(60)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        raise RuntimeError("the program's")
-    except RuntimeError:
-        driver.store.close()  # gives it up
+        if how == "Ctrl-C":
+            interrupt = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
+            interrupt.start()
+            driver.store.close()
+        else:
+            with driver.store:
+                raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        pass
+    finally:
+        signal.signal(signal.SIGINT, before)
+    [info] = driver.store.exports()
+    assert info.problem.endswith("out/2: it was given up")
     assert not pins_of(driver.store.path)
     with jaxinf.open_store(driver.store.path) as store:
-        assert store.step == 7
+        assert store.step == 2
 
 
 def test_a_destination_that_fails_does_not_stop_the_run(export, place, caplog):
@@ -109,10 +112,8 @@ def test_a_destination_that_fails_does_not_stop_the_run(export, place, caplog):
     (place / "out/6").mkdir()
     (place / "out/6/other").write_text("of another tool")
     with caplog.at_level(logging.WARNING, "jaxinf"):
-        for _ in range(3):
-            driver.steps(2)
-            driver.store.end_export()
-    assert outcomes(driver) == [(2, "failed"), (4, "exported"), (6, "failed")]
+        driver.steps(8)
+        assert outcomes(driver) == [(2, False), (4, True), (6, False), (8, True)]
     assert len(caplog.records) == 2
     assert "step 2 is not exported to" in caplog.text
     assert "found other objects, such as other" in caplog.text
@@ -143,8 +144,7 @@ def test_its_memory_is_a_part_of_the_stores(export, drive, place):
     least = 2 * 4 * 8 * 4096
     memory = {"memory_bytes": need + least + 1024}
     driver = export("one", **options, **memory).steps(2)
-    driver.store.end_export()
-    assert outcomes(driver) == [(2, "exported")]
+    assert outcomes(driver) == [(2, True)]
     assert driver.store.peak_memory_bytes <= least + 1024
     beside = {"export_to": f"file://{place}/two-out"}
     with pytest.raises(ValueError, match=rf"beside the {need} of exports"):

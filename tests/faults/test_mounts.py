@@ -53,7 +53,7 @@ def test_an_export_to_a_read_only_or_full_place(mount_tmpfs, drive, place):
         drive(place / "refused", **options).init()
     remount(out, "rw")
     driver = drive(place / "store", **options).init().steps(2)
-    driver.store.end_export()
+    driver.store.wait()
     [info] = driver.store.exports()
     assert re.match(r"StoreSpaceError: .*/out: the export takes", info.problem)
     driver.steps(1).check(3)

@@ -2,18 +2,15 @@
 
     python paused_trainer.py NUMBER FILE WORD...
 
-It takes so many batches, says so, and takes the next one when the file is there. Its
-exports do not end.
+It takes so many batches, says so, and takes the next one when the file is there.
 """
 
 import sys
 import time
 from pathlib import Path
 
-import endless_exports
 from jaxinf_models import PRESETS, GPT2Config
 
-from jaxinf.exchange import ObjectStore
 from jaxinf.train.__main__ import main
 from jaxinf.train.data.loader import Batches
 
@@ -34,7 +31,6 @@ def pausing(number, file):
 
 
 if __name__ == "__main__":
-    ObjectStore.put = endless_exports.put
     tiny = GPT2Config(256, 16, num_layers=1, num_heads=2, num_features=16)
     PRESETS["nano"] = tiny
     program, number, file, *words = sys.argv
