@@ -18,7 +18,6 @@ Invariant: at every instant the last committed step is complete on the drives
 
 from jaxinf.store.checkpoint import (
     CheckpointInfo,
-    check_pinnable,
     checkpoint_names,
     find_checkpoint,
     list_checkpoints,

@@ -301,15 +301,6 @@ def _own_bytes(directory: StoreDirectory, place: str) -> int:
 # --- room ----------------------------------------------------------------------------
 
 
-def check_pinnable(directory: StoreDirectory) -> None:
-    """Refuses to pin the committed step if later steps would have no room beside it.
-
-    Raises:
-      StoreSpaceError: says how much is needed.
-    """
-    _check_space(directory, directory.need_slot())
-
-
 def _check_space(directory: StoreDirectory, pinned: Slot | None) -> None:
     """Refuses if later steps would have no room to replace the linked files.
 
