@@ -39,13 +39,17 @@ _MOST_PAYLOAD_BYTES = 16 << 20  # the record must stay within the limit of a doc
 
 
 class Annotations:
-    """The caller's payloads for the commits of future steps. Thread-safe."""
+    """The caller's payloads for the commits of future steps. Thread-safe.
+
+    Attributes:
+      last: the last finished step; -1 before step 0.
+    """
 
     def __init__(self, path: Path) -> None:
+        self.last = -1
         self._path = path
         self._guard = threading.Lock()
         self._payloads: dict[int, JsonValue] = {}
-        self._last = -1  # the last finished step
 
     def set(self, step: int, payload: JsonValue) -> None:
         """Keeps a payload for the commit of a step that has not finished.
@@ -57,26 +61,19 @@ class Annotations:
         raw = encode({"payload": payload})  # nested as it will be in the record
         payload = parse_json(raw, most_bytes=_MOST_PAYLOAD_BYTES)["payload"]
         with self._guard:
-            if step <= self._last:
+            if step <= self.last:
                 raise ValueError(
                     f"{self._path}: annotate(step={step}): expected a step still to be "
-                    f"committed, the store is at step {self._last}; annotate before "
+                    f"committed, the store is at step {self.last}; annotate before "
                     "the update"
                 )
             self._payloads[step] = payload
 
     def take(self, step: int) -> JsonValue:
-        """Returns the payload of the step that ends now, and drops earlier ones."""
+        """Returns the payload of the step that ends now."""
         with self._guard:
-            self._last = step
-            payload = self._payloads.pop(step, None)
-            self._payloads = {s: p for s, p in self._payloads.items() if s > step}
-        return payload
-
-    def go_on_from(self, step: int) -> None:
-        """Notes the step that the store is at; -1 before its first."""
-        with self._guard:
-            self._last = step
+            self.last = step
+            return self._payloads.pop(step, None)
 
 
 class StoreRun:
@@ -161,7 +158,7 @@ class OpenStore(StoreShape):
         self.exports, self.annotations = run.exports, run.annotations
         self.is_new = commit is None
         self.commit = self.finished = commit or CommitRecord(step=0, scalar_state=())
-        self.annotations.go_on_from(-1 if commit is None else commit.step)
+        self.annotations.last = -1 if commit is None else commit.step
         self.assignment = Assignment()
         self.health.note = self._note
         self._carries: dict[Slot, tuple[CarriedArray, ...]] = {}

@@ -6,7 +6,7 @@ steps. In a run of several processes all call alike what returns whole arrays.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -25,9 +25,7 @@ from jaxinf.layout import Chunk, covers, scatter, target_view
 from jaxinf.program import leaf_infos
 from jaxinf.store import (
     ChunkRun,
-    LeafRecord,
     Slot,
-    StateRecord,
     StepReader,
     dtype_of,
     leaf_name,
@@ -224,35 +222,60 @@ def check_like(opened: OpenStore, like: PyTree, what: str = "`like`") -> None:
         )
 
 
-def read_array(opened: OpenStore, leaf: LeafRecord, state: StateRecord) -> Array:
-    """Returns a leaf's whole state of the committed step, decoded; blocks."""
-    group, directory = opened.group, opened.directory
-    path = directory.step_path(opened.chunks.committed)
-    memory_bytes = opened.options.memory_bytes
-    own = {"directory": directory, "meters": opened.meters}
-    with StepReader(path, opened.commit, memory_bytes=memory_bytes, **own) as reader:
-        if group.is_alone:
-            return reader.read(leaf, state)
-        part = group.in_all(f"read {leaf.name}", lambda: reader.read_held(leaf, state))
-        return gathered_whole(part)
+def read_array(opened: OpenStore, number: int, dtype: np.dtype, *states: int) -> Array:
+    """Returns a leaf's whole committed state, or its average; blocks."""
+    record = opened.directory.manifest.leaves[number]
+    whole = partial(
+        _read_box, opened, number, dtype, states, [0] * len(record.shape), record.shape
+    )
+    part = opened.group.in_all(f"read {record.name}", whole)
+    return part if opened.group.is_alone else gathered_whole(part)
+
+
+def _read_box(
+    opened: OpenStore,
+    number: int,
+    dtype: np.dtype,
+    states: Sequence[int],
+    origin: Sequence[int],
+    extent: Sequence[int],
+) -> Array:
+    """Reads a box of a leaf, with zeros for what other processes hold."""
+    is_whole = opened.directory.manifest.leaves[number].is_whole
+    out = (np.empty if is_whole else np.zeros)(extent, dtype)
+    with StateReader(opened) as reader:
+        reader.read(number, out, origin, *states)
+    return out
 
 
 def read_leaf(opened: OpenStore, number: int, like: Any, *states: int) -> jax.Array:
     """Reads a leaf's committed state, or its average, onto JAX devices; blocks.
 
+    In a run of several processes all call it. Where the holders of shards own their
+    chunks, each shard is put together by itself; otherwise the leaf is in the memory of
+    every host for a while.
+
     Args:
       like: the leaf's shape, the wanted dtype and, optionally, a sharding.
     """
     shape, dtype = tuple(like.shape), np.dtype(like.dtype)
-
-    def read_box(origin: Sequence[int], extent: Sequence[int]) -> np.ndarray:
-        is_whole = opened.directory.manifest.leaves[number].is_whole
-        out = (np.empty if is_whole else np.zeros)(extent, dtype)
-        with StateReader(opened) as reader:
-            reader.read(number, out, origin, *states)
-        return out
-
-    whole = cache(lambda: read_box([0] * len(shape), shape))
+    sharding = getattr(like, "sharding", None)
+    read_box = partial(_read_box, opened, number, dtype, states)
+    whole = cache(lambda: read_array(opened, number, dtype, *states))
+    if not opened.group.is_alone:
+        is_global = isinstance(sharding, NamedSharding)
+        is_global = is_global and isinstance(sharding.mesh, Mesh)
+        if is_global and _fits(opened, number, sharding, shape):
+            what = f"params of {opened.name(number)}"
+            parts = partial(own_parts, sharding, shape, read_box)
+            return put_together(opened.group.in_all(what, parts))
+        held = whole()
+        if not is_global:
+            return jax.device_put(held, sharding)
+        return jax.make_array_from_callback(shape, sharding, held.__getitem__)
+    # As uncommitted as `like`; otherwise a jitted step would be compiled again.
+    if sharding is None or not getattr(like, "committed", True):
+        return jax.device_put(whole())
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
@@ -263,39 +286,7 @@ def read_leaf(opened: OpenStore, number: int, like: Any, *states: int) -> jax.Ar
         )
         return read_box(*box) if opened.divides(number, *box) else whole()[index]
 
-    sharding = getattr(like, "sharding", None)
-    if not opened.group.is_alone:
-        return _read_parts(opened, number, shape, sharding, read_box)
-    # As uncommitted as `like`; otherwise a jitted step would be compiled again.
-    if sharding is None or not getattr(like, "committed", True):
-        return jax.device_put(read(tuple(slice(None) for _ in shape)))
     return jax.make_array_from_callback(shape, sharding, read)
-
-
-def _read_parts(
-    opened: OpenStore,
-    number: int,
-    shape: tuple[int, ...],
-    sharding: Any,
-    read_box: Callable[[Sequence[int], Sequence[int]], np.ndarray],
-) -> jax.Array:
-    """Reads a leaf whose chunks several processes hold; all call it.
-
-    Where the shards' holders own their chunks, each shard is put together by
-    itself; otherwise the leaf is in the memory of every host for a while.
-    """
-    in_all = opened.group.in_all
-    what = f"params of {opened.directory.manifest.leaves[number].name}"
-    is_global = isinstance(sharding, NamedSharding)
-    is_global = is_global and isinstance(sharding.mesh, Mesh)
-    if is_global and _fits(opened, number, sharding, shape):
-        own = in_all(what, lambda: own_parts(sharding, shape, read_box))
-        return put_together(own)
-    part = in_all(what, lambda: read_box([0] * len(shape), shape))
-    whole = gathered_whole(part)
-    if sharding is None or not is_global:
-        return jax.device_put(whole, sharding)
-    return jax.make_array_from_callback(shape, sharding, whole.__getitem__)
 
 
 def _fits(

@@ -161,12 +161,13 @@ class StepEngine(OpenStore):
             if bad and self.num_uncommitted and not under_way.updated:
                 self.wait()  # otherwise the overwritten steps would be lost
                 raise nan_scalar_error(self, step + 1, bad, ())
-            for one in updates:
+            for one in requests:
                 # It may have been kept by a computation that failed elsewhere.
                 under_way.kept.pop((one.leaf, one.origin), None)
-            for one in requests:
                 if isinstance(one, KeptLeaf):
-                    self._keep_leaf(under_way, one)
+                    layouts = self.layouts(one.leaf, one.origin, one.shape)
+                    num = sum([layout.subgroup.num_elements for layout in layouts])
+                    under_way.kept[one.leaf, one.origin] = num
             inexact = self.finished.inexact
             found = [
                 RequestedUpdate(
@@ -188,19 +189,6 @@ class StepEngine(OpenStore):
         if not all(finite):
             under_way.is_finite = False
         return finite
-
-    def _keep_leaf(self, under_way: _Step, kept: KeptLeaf) -> None:
-        layouts = self.layouts(kept.leaf, kept.origin, kept.shape)
-        subgroups = [layout.subgroup for layout in layouts]
-        if not under_way.updated.keys().isdisjoint(subgroups):
-            self.abandon()
-            raise StoreError(
-                f"{self.options.path}: leaf {self.name(kept.leaf)}: expected an update "
-                f"of step {self.finished.step + 1}, as before, found that it is to "
-                "stay as it is; the step is given up: run it again"
-            )
-        num = sum([one.num_elements for one in subgroups])
-        under_way.kept[kept.leaf, kept.origin] = num
 
     def recall(self, step: int, *requests: SlotRequest, repeats: bool = False) -> None:
         """Reads slots before the step's first update; blocks until every `out` is full.
@@ -283,20 +271,10 @@ class StepEngine(OpenStore):
                 carried=tuple(raw),
                 streams={**before.streams, **streams},
             )
-            self._step, self._ending = None, Ending()
-            end = partial(self._end_step, record, ended, time.monotonic(), self._ending)
-            thread = threading.Thread(target=end, name="jaxinf-commit", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:  # the process has reached its limit
-                _LOG.warning(
-                    "%s: no thread to commit step %s in the background (%s); it is "
-                    "committed at once, and JAX waits. Raise the limit (ulimit -u)",
-                    self.options.path,
-                    step,
-                    error,
-                )
-                end()
+            ending = Ending()
+            end = partial(self._end_step, record, ended, time.monotonic(), ending)
+            threading.Thread(target=end, name="jaxinf-commit", daemon=True).start()
+            self._step, self._ending = None, ending
 
     def abandon(self) -> None:
         """Abandons the step without a commit; it may start over."""

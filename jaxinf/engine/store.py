@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxinf.engine.carry import read_carried
 from jaxinf.engine.dispatched import (
@@ -33,6 +34,7 @@ from jaxinf.store import (
     CommitRecord,
     Manifest,
     checkpoint_names,
+    dtype_of,
     find_leaf,
     list_checkpoints,
     pinned_step,
@@ -232,7 +234,10 @@ class Store:
                 f"leaf {leaf}: {state} is a part of {chosen.slot}; read that"
             )
         with self._at_last_step() as opened:
-            return read_array(opened, record, chosen)
+            number = self._manifest.leaves.index(record)
+            dtype = np.float32 if chosen.codec else dtype_of(chosen.dtype)
+            state_number = record.states.index(chosen)
+            return read_array(opened, number, np.dtype(dtype), state_number)
 
     def load(self, params: PyTree, opt_state: PyTree, *, step: int) -> None:
         """Makes params and an optax state the store's step, in one commit; blocks.

@@ -1,8 +1,8 @@
 """The optax transformation, and how a jitted update calls the host.
 
-    transform ─► wrapped: one trace ─► init, update ─► step_calls: calls of a step
-                                                          │ leaf_call: what crosses
-    engine ◄─ host_side: host functions ◄═ callback ◄─────┘
+    transform ─► wrapped: one trace ─► init, update: the calls of a step
+                                              │ leaf_call: what crosses
+    engine ◄─ host_side: host functions ◄═ callback
 
 Invariant: optax and JAX meet the store here; lower layers know nothing of callbacks.
 """

@@ -341,11 +341,11 @@ class HostFunctions:
     def commit(
         self,
         description: StoreDescription,
-        order: Sequence[int],
-        measured: Sequence[int],
         verdict: Array,
         arguments: tuple[Array, Array, Array, Array, Sequence[Array], Sequence[Array]],
         *,
+        order: Sequence[int],
+        measured: Sequence[int],
         paths: Sequence[tuple[str, ...]],
     ) -> None:
         """Callback: ends the step when every leaf has been updated.

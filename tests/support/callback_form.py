@@ -7,14 +7,14 @@ import os
 
 import pytest
 
-from jaxinf.optimizer import callback, step_calls
+from jaxinf.optimizer import callback, update
 
 __all__ = ["use", "use_given"]
 
 
 def use(form: str, patch: pytest.MonkeyPatch) -> None:
     """Has each call of the host take a form: ``buffer`` or ``start``."""
-    for module in (callback, step_calls):
+    for module in (callback, update):
         patch.setattr(module, "shares_memory", lambda: form == "buffer")
 
 

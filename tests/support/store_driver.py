@@ -6,6 +6,7 @@ it.
 """
 
 import os
+from dataclasses import replace
 
 import numpy as np
 import optax
@@ -13,16 +14,10 @@ import small_stores
 
 import jaxinf
 from jaxinf.csd import ScalarInputs
-from jaxinf.engine import (
-    FirstParams,
-    LeafDescription,
-    StoreDescription,
-    UpdateRequest,
-    engine_of,
-)
+from jaxinf.engine import FirstParams, UpdateRequest, describe, engine_of
 from jaxinf.layout.codecs import encode_split
 from jaxinf.program import trace_init, trace_update
-from jaxinf.store import ScalarState, StateRecord, StepReader, StoreDirectory
+from jaxinf.store import ScalarState, StepReader, StoreDirectory
 
 LEAVES = {
     "bias": ((129,), "float32"),
@@ -35,24 +30,11 @@ RATE = np.float32(0.5)
 TX = optax.sgd(0.5, momentum=0.5)
 
 
-def describe(params, tx=TX):
+def described(params, tx=TX):
     """Makes the description that `smart_update` would give a store."""
     init, update = trace_init(tx, params), trace_update(tx, params, {})
-    leaves = []
-    for leaf, first in zip(update.leaves, init.leaves, strict=True):
-        slots = [StateRecord(slot.name, slot.dtype.name) for slot in leaf.slots]
-        leaves.append(
-            LeafDescription(
-                path=leaf.info.path,
-                shape=leaf.info.shape,
-                dtype=leaf.info.dtype.name,
-                states=(StateRecord("params", "float32"), *slots),
-                kernel=leaf.kernel,
-                init_kernel=first.kernel,
-                shard_counts=(1,) * len(leaf.info.shape),
-            )
-        )
-    return StoreDescription(tuple(leaves), ("#0/.n",))
+    counts = [(1,) * len(leaf.info.shape) for leaf in update.leaves]
+    return replace(describe(update, init, counts), scalar_paths=("#0/.n",))
 
 
 class Driver:
@@ -75,7 +57,7 @@ class Driver:
             params[name] = values.reshape(shape).astype(jaxinf.store.dtype_of(dtype))
         self.initial = params
         self._known = 0, self._first()
-        self.description = describe(params, tx)
+        self.description = described(params, tx)
         options.setdefault("csd", os.environ.get("JAXINF_TEST_CSD", "host"))
         self.store = small_stores.open_store(path, **options)
         self.at = 0
