@@ -7,6 +7,7 @@ Invariant: everything on disk is checked before anything is written, and nothing
 written without the store's lock. Nothing here is thread-safe.
 """
 
+import contextlib
 import fnmatch
 import logging
 from pathlib import Path
@@ -136,7 +137,6 @@ def open_place(run: StoreRun) -> StepEngine | None:
         if group.is_alone:
             _check_restorable(run)
             return None
-    opened: list[StepEngine | None] = []
 
     def hold() -> JsonValue:
         if not is_there(path):
@@ -144,23 +144,25 @@ def open_place(run: StoreRun) -> StepEngine | None:
         run.lock = StoreLock(path)
         return None if group.is_alone else held_summary(path, group, options.restore)
 
-    def recover() -> None:
-        if run.lock is not None:
+    with contextlib.ExitStack() as undo:
+        undo.callback(run.release)
+        step = check_members(path, group.gather("open_store", hold))
+
+        def recover() -> StepEngine | None:
+            if run.lock is None:
+                return None
             if not group.is_alone:
                 directory = StoreDirectory.open(path)
                 directory.lock = run.lock
                 to_step([directory], step)
-            opened.append(_open_locked(run, run.lock))
+            opened = _open_locked(run, run.lock)
+            if opened is not None:
+                undo.callback(opened.close)
+            return opened
 
-    try:
-        step = check_members(path, group.gather("open_store", hold))
-        group.gather("open_store", recover)
-    except BaseException:
-        for one in filter(None, opened):
-            one.close()
-        run.release()
-        raise
-    return opened[0] if opened else None
+        opened = group.in_all("open_store", recover)
+        undo.pop_all()
+    return opened
 
 
 def _check_restorable(run: StoreRun) -> None:
@@ -232,7 +234,7 @@ def create(
       StoreError: nothing was written; as `jaxinf.smart_update` documents.
       CsdError: a CSD cannot run the optimizer.
     """
-    group, path, made = run.group, run.options.path, list[StepEngine]()
+    group, path = run.group, run.options.path
     if group.is_alone and run.lock is None and is_there(path):
         found = open_place(run)
         if found is not None:
@@ -241,17 +243,17 @@ def create(
     def summary() -> JsonValue:
         return planned_summary(plan(run, description).manifest, run.options)
 
-    def make() -> None:
-        made.append(_create(run, description, uses_budget=uses_budget))
+    with contextlib.ExitStack() as undo:
 
-    check_plans(path, group.gather("init", summary))
-    try:
-        group.gather("init", make)
-    except BaseException:
-        for opened in made:
-            opened.close()
-        raise
-    return made[0]
+        def make() -> StepEngine:
+            opened = _create(run, description, uses_budget=uses_budget)
+            undo.callback(opened.close)
+            return opened
+
+        check_plans(path, group.gather("init", summary))
+        opened = group.in_all("init", make)
+        undo.pop_all()
+    return opened
 
 
 def _create(
@@ -267,8 +269,8 @@ def _create(
     shape = StoreShape(options, directory)
     if uses_budget:
         shape.check_memory()
-    fleet = open_fleet(shape, run.meters)
-    try:
+    with contextlib.ExitStack() as undo:
+        fleet = undo.enter_context(contextlib.closing(open_fleet(shape, run.meters)))
         fleet.check(kernel_needs(description, directory.manifest))
         if run.lock is None:
             _check_place(path)
@@ -276,14 +278,12 @@ def _create(
                 path.mkdir(parents=True, exist_ok=True)
                 run.lock = StoreLock(path)
             if is_there(path):  # another process has made the store
-                fleet.close()
+                undo.close()
                 run.release()
                 return create(run, description, uses_budget=uses_budget)
         directory.lock = run.lock
         create_store(directory)
-    except BaseException:
-        fleet.close()
-        raise
+        undo.pop_all()
     return StepEngine(run, directory, None, fleet)
 
 

@@ -140,33 +140,28 @@ def check_processes(group: Group, mesh: Any) -> None:
     Raises:
       DeviceConfigurationError: says what to change; nothing was written.
     """
-    if jax.process_count() == 1:
+    count, found = jax.process_count(), set[int]()
+    if count == 1:
         return
-    count, path, found = jax.process_count(), group.where, set[int]()
     if isinstance(mesh, Mesh):
         found = {device.process_index for device in mesh.devices.flat}
     if group.is_alone and (mesh is None or found == {jax.process_index()}):
         return
     if group.is_alone:
         raise DeviceConfigurationError(
-            f"{path}: the params are on a mesh of several processes, and the "
+            f"{group.where}: the params are on a mesh of several processes, and the "
             "store is this process's alone: each gave a path of its own, or it was "
             "opened before jax.distributed.initialize. Call that first, and then "
             "open_store with one path in all processes"
         )
-    if not isinstance(mesh, Mesh):
+    if missing := sorted(set(range(count)) - found):
+        where = "none" if not found else f"none of process {str(missing)[1:-1]}"
         raise DeviceConfigurationError(
-            f"{path}: expected params on a mesh of all {count} processes, found "
-            f"{'none' if mesh is None else 'a mesh of shapes alone'}; put them on one "
-            "first (jax.device_put with a NamedSharding, PartitionSpec() for "
+            f"{group.where}: expected params on a mesh with devices of all {count} "
+            f"processes, as each has its member of the store, found {where}; put them "
+            "on one (jax.device_put with a NamedSharding, PartitionSpec() for "
             "replicated ones), or give shardings=…. To train alone in each process, "
             "give each a path of its own"
-        )
-    if missing := sorted(set(range(count)) - found):
-        raise DeviceConfigurationError(
-            f"{path}: expected a mesh with devices of all {count} processes, as "
-            "each has its member of the store, found none of process "
-            f"{', '.join(map(str, missing))}"
         )
 
 

@@ -15,7 +15,7 @@ import copy
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, TypeAlias
 
@@ -318,14 +318,6 @@ def on_mesh(
     )(arguments)
 
 
-@dataclass(eq=False)
-class _Group:
-    """The calls that meet: results to fill, and arguments."""
-
-    calls: list[tuple[PyTree, PyTree]] = field(default_factory=list)
-    is_over: bool = False
-
-
 class _Meeting:
     """A host function that the last of a process's devices to call it runs.
 
@@ -334,25 +326,20 @@ class _Meeting:
     """
 
     def __init__(self, host: HostCallback, num_devices: int) -> None:
-        self._host, self._num_devices = host, num_devices
-        self._changed = threading.Condition()
-        self._group = _Group()
+        self._host = host
+        self._calls: list[tuple[PyTree, PyTree]] = []  # results to fill, and arguments
+        self._barrier = threading.Barrier(num_devices, self._run)
 
     def __call__(self, outs: PyTree, arguments: PyTree) -> None:
-        with self._changed:
-            group = self._group
-            group.calls.append((outs, arguments))
-            if len(group.calls) < self._num_devices:
-                self._changed.wait_for(lambda: group.is_over)
-                return
-            self._group = _Group()
-        given = [arguments for _, arguments in group.calls]
+        self._calls.append((outs, arguments))
+        self._barrier.wait()
+
+    def _run(self) -> None:
+        calls, self._calls = self._calls, []
+        outs, given = calls[0][0], [arguments for _, arguments in calls]
         self._host.reporting(outs, jax.tree.map(_greatest, *given))
-        for others, _ in group.calls:
+        for others, _ in calls[1:]:
             jax.tree.map(np.copyto, others, outs)
-        with self._changed:
-            group.is_over = True
-            self._changed.notify_all()
 
 
 def _greatest(*arrays: Any) -> Any:

@@ -6,7 +6,6 @@ started updates take no more memory than the store's budget, except for a single
 one; every started update ends, fetched or not.
 """
 
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -112,8 +111,6 @@ COMMITTED, SKIPPED = 0, 1
 EXACT = -1.0
 """In place of a difference: params equal the store's to the bit."""
 
-_LOG = logging.getLogger("jaxinf")
-
 
 class HostFunctions:
     """Host functions over one store.
@@ -126,7 +123,6 @@ class HostFunctions:
         self.store = store
         self._nonfinite: NonFinitePolicy | None = nonfinite
         self._started = StartedUpdates(store)
-        self._has_spoilt = False
 
     @property
     def engine(self) -> Engine:
@@ -276,34 +272,6 @@ class HostFunctions:
         if requests:
             is_finite = self.engine.opened.update(int(call.step), *requests)
             outs.statuses[places] = np.where(is_finite, FINITE, NON_FINITE)
-            if not self.checks_finite:
-                bad = [n for n, ok in zip(places, is_finite, strict=True) if not ok]
-                self._note_spoilt(description, call, outs, bad)
-
-    def _note_spoilt(
-        self,
-        description: StoreDescription,
-        call: HostCall,
-        outs: HostResult,
-        places: Sequence[int],
-    ) -> None:
-        """Says once that an optimizer has let NaN or Inf through to the params."""
-        pairs = ((call.leaves[n].number, outs.arrays[n]) for n in places)
-        names = [
-            description.leaves[number].name
-            for number, out in pairs
-            if out is not None and not np.isfinite(out).all()
-        ]
-        if names and not self._has_spoilt:
-            self._has_spoilt = True
-            _LOG.warning(
-                "%s: step %d: NaN or Inf of the gradient got into leaf %s and is "
-                "committed, as the optimizer lets it through; go back to a checkpoint "
-                "of before (open_store(…, restore=NAME)). This is said once",
-                self.store.path,
-                int(call.step) + 1,
-                names[0],
-            )
 
     def start(
         self, description: StoreDescription, outs: HostResult, call: HostCall

@@ -67,14 +67,14 @@ def _described(is_partly_frozen):
 def small_driver(path, *, is_partly_frozen=False, **options):
     """A driver of the small store."""
     kind = FrozenDriver if is_partly_frozen else Driver
-    traced = store_driver.describe
+    traced = store_driver.described
     description = _described(is_partly_frozen)
-    store_driver.describe = lambda params, tx: description
+    store_driver.described = lambda params, tx: description
     try:
         options = {"memory_bytes": 1 << 20} | options
         return kind(path, LEAVES, num_workers=1, **options)
     finally:
-        store_driver.describe = traced
+        store_driver.described = traced
 
 
 class RecordedRun:
