@@ -68,7 +68,7 @@ def test_stored_arrays_have_optax_s_names_and_shapes(open_store):
         assert not hasattr(state, protocol)
     # JAX holds nothing of them: three counters of ours, one of optax.
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state))
-    assert len(jax.tree.leaves(state)) == 4
+    assert len(jax.tree.leaves(state)) == 3
     changed = optax.tree_utils.tree_set(state, count=jnp.int32(7))
     assert jax.tree.structure(changed) == jax.tree.structure(state)
     assert int(optax.tree_utils.tree_get(changed, "count")) == 7
