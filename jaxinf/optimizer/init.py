@@ -51,30 +51,6 @@ from jaxinf.store import ScalarState
 from jaxinf.typing import Array, DeferredArray, PyTree
 
 
-def run_prologue(
-    program: InitProgram, leaves: Sequence[Any]
-) -> tuple[list[jax.Array], list[LeafInputs]]:
-    """`InitProgram.prologue`, compiled; reads only the deferred leaves that it needs.
-
-    Args:
-      leaves: the params' leaves, deferred or not.
-    """
-    needed = {n: leaves[n] for n in program.needed_params}
-    given = {
-        n: np.asarray(leaf) if isinstance(leaf, DeferredArray) else leaf
-        for n, leaf in needed.items()
-    }
-
-    def run(given: dict[int, Any]) -> Any:
-        # Leaves that are not needed are only shapes, which XLA drops.
-        stand_ins = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
-        return program.prologue(
-            [given.get(n, other) for n, other in enumerate(stand_ins)]
-        )
-
-    return jax.jit(run)(given)
-
-
 class HostInit:
     """Host functions that make or resume the store."""
 
@@ -241,7 +217,7 @@ def _init_eagerly(
     engine = wrapped.engine
     host = HostInit(wrapped, description)
     is_new = host.begin()
-    initial, inputs = run_prologue(program, leaves)
+    initial, inputs = program.compute(leaves)
     if is_new:
         for given in _first_params(leaves, inputs):
             engine.initialise(description, given)

@@ -167,6 +167,28 @@ class InitProgram:
         read = self.prologue.read
         return [n for n, v in enumerate(self.prologue.inputs) if v in read]
 
+    def compute(
+        self, leaves: Sequence[Any]
+    ) -> tuple[list[jax.Array], list[LeafInputs]]:
+        """Returns what the prologue makes, compiled; reads only what it needs.
+
+        Args:
+          leaves: The params' leaves, deferred or not; shapes of those not needed.
+        """
+        needed = {n: leaves[n] for n in self.needed_params}
+        given = {
+            n: leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+            for n, leaf in needed.items()
+        }
+
+        def run(given: dict[int, Any]) -> Any:
+            # Leaves that are not needed are only shapes, which XLA drops.
+            stand_ins = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
+            own = [given.get(n, other) for n, other in enumerate(stand_ins)]
+            return self.prologue(own)
+
+        return jax.jit(run)(given)
+
 
 def trace_update(
     tx: optax.GradientTransformation | optax.MultiSteps,

@@ -147,13 +147,14 @@ class Jobs:
             self._threads.pop()[0].join()
 
     def _start(self, queue: Hashable, num_threads: int) -> None:
-        own = self._queues[queue] = SimpleQueue()
+        own: SimpleQueue[Any] = SimpleQueue()
         for _ in range(num_threads):
             what = {"args": (own,), "name": self._name, "daemon": True}
             thread = threading.Thread(target=_serve, **what)
             thread.start()
             self._threads.append((thread, own))
             weakref.finalize(self, own.put, None).atexit = False
+        self._queues[queue] = own
 
     def _run(self, held: list[Callable[[], None]], num_bytes: int) -> None:
         job = held.pop()

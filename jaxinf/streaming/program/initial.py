@@ -187,20 +187,14 @@ def initial_inputs(
       UnsupportedTransformError: The state depends on params.
     """
     check_init(program)
-
-    def compute() -> Any:
-        stand_ins = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
-        scalars, inputs = program.prologue(stand_ins)
-        return scalars, [one.scalars for one in inputs]
-
-    scalars, inputs = jax.jit(compute)()
+    scalars, inputs = program.compute(leaves)
     paths = map(encode_path, program.layout.scalar_keys)
     state = [
         ScalarState.of(path, np.array(key_data(value)))
         for path, value in zip(paths, scalars, strict=True)
     ]
     return state, {
-        leaf: ScalarInputs(tuple(np.asarray(scalar) for scalar in own))
+        leaf: ScalarInputs(tuple(map(np.asarray, own.scalars)))
         for leaf, own in enumerate(inputs)
     }
 

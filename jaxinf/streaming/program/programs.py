@@ -253,11 +253,13 @@ def lowered(
     inputs: Sequence[Any] = (),
     outputs: Sequence[Any] = (),
 ) -> Any:
-    function = jax.jit(
-        function_of(program),
-        donate_argnums=tuple(donated),
-        out_shardings=list(outputs) or None,
-    )
+    def run(*args: jax.Array) -> list[jax.Array]:
+        env: dict[Value, Any] = dict(zip(program.inputs, args, strict=True))
+        return evaluate(program.nodes, program.outputs, env)
+
+    run.__name__ = program.name.replace(" ", "_")
+    options = {"donate_argnums": tuple(donated), "out_shardings": [*outputs] or None}
+    function = jax.jit(run, **options)
     pairs = zip(program.inputs, inputs or [None] * len(program.inputs), strict=True)
     return function.lower(*(struct(value.aval, own) for value, own in pairs))
 
@@ -306,7 +308,6 @@ def bytes_beside(program: Program, executable: Any) -> int:
     """Returns the memory that a program takes beside its inputs and outputs.
 
     Temporaries, as XLA reports them; and what a TPU adds to arrays to fill its tiles.
-
     """
     memory = executable.memory_analysis()
     if jax.default_backend() == "cpu":
@@ -366,14 +367,3 @@ def _emit(
         else:
             order.setdefault(node)
             stack.pop()
-
-
-def function_of(program: Program) -> Callable[..., list[jax.Array]]:
-    """Returns a program as a function that JAX can trace."""
-
-    def run(*args: jax.Array) -> list[jax.Array]:
-        env: dict[Value, Any] = dict(zip(program.inputs, args, strict=True))
-        return evaluate(program.nodes, program.outputs, env)
-
-    run.__name__ = program.name.replace(" ", "_")
-    return run
