@@ -34,7 +34,6 @@ class StreamedFunction(Step):
       store: The store.
       options: Memory.
       closes: Whether `close` closes the store.
-      step: The step whose memory it has, if there is one.
       average: Whether its params are the store's average.
 
     Attributes:
@@ -50,13 +49,11 @@ class StreamedFunction(Step):
         options: StepOptions,
         *,
         closes: bool = False,
-        step: Step | None = None,
         average: bool = False,
     ) -> None:
-        super().__init__(options, step)
+        super().__init__(options)
         self.store = store
         self._fn, self._closes, self._average = fn, closes, average
-        self._step_beside = step
         self._params: PyTree | None = None
 
     def load(self, params: PyTree) -> None:
@@ -111,12 +108,7 @@ class StreamedFunction(Step):
         return prepare_function(self._fn, self._tree(), batch, **bits)
 
     def _sink(self, ready: Prepared, options: StepOptions) -> NoGradients:
-        beside_bytes = None
-        if self._step_beside is not None:
-            last = self._step_beside._last
-            beside_bytes = 0 if last is None else last.plan.store_bytes
-        what = self.store, ready, options, beside_bytes
-        return NoGradients(*what, average=self._average)
+        return NoGradients(self.store, ready, options, average=self._average)
 
     def _join(self) -> None:
         if self._average:

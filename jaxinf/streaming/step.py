@@ -107,17 +107,14 @@ class Step(ABC):
 
     Args:
       options: What batches of all shapes have in common.
-      step: The step whose memory a function has, if there is one. They run in turns.
     """
 
     _named = "a step"
 
-    def __init__(self, options: StepOptions, step: "Step | None" = None) -> None:
+    def __init__(self, options: StepOptions) -> None:
         return_freed_memory(collects=False)
         self._options, self._together = options, options.together
-        self._thread = StepThread() if step is None else step._thread
-        self._in_turn: list[Step] = [] if step is None else step._in_turn
-        self._in_turn.append(self)
+        self._thread = StepThread()
         self._bound: dict[Any, BoundStep] = {}
         self._last: BoundStep | None = None
         self._num_skipped = 0
@@ -209,6 +206,12 @@ class Step(ABC):
         ready = self._trace(batch, params)
         with outside_mesh():
             return self._count(ready, params, options)
+
+    def rest(self) -> None:
+        """Frees the memory for reading params until the next call."""
+        self._thread.settle()
+        if self._last is not None:
+            self._last.params.rest()
 
     def close(self) -> None:
         """Frees memory and files; closes a store that is its own. Idempotent."""
@@ -325,9 +328,8 @@ class Step(ABC):
     def _take_turn(self, key: Any) -> BoundStep:
         """Returns what batches are bound to, and gives it the memory for reading."""
         bound = self._bound[key]
-        for other in self._in_turn:
-            if other._last is not None and other._last is not bound:
-                other._last.params.rest()
+        if self._last is not None and self._last is not bound:
+            self._last.params.rest()
         self._last = bound
         return bound
 

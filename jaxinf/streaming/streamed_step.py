@@ -33,7 +33,6 @@ from jaxinf.errors import StreamError
 from jaxinf.program import UpdateProgram, averaged, trace_init
 from jaxinf.store import required_bytes
 from jaxinf.streaming.count import Count, count
-from jaxinf.streaming.function import StreamedFunction
 from jaxinf.streaming.plan.fit import Prepared
 from jaxinf.streaming.plan.memory import check_mesh, return_freed_memory
 from jaxinf.streaming.plan.options import StepOptions
@@ -57,7 +56,7 @@ from jaxinf.streaming.program.units import part_counts
 from jaxinf.streaming.step import BoundStep, Step
 from jaxinf.streaming.update.near_storage import passes_for, trace_optimizer
 from jaxinf.streaming.update.store_sink import StoreSink
-from jaxinf.typing import JsonValue, PyTree
+from jaxinf.typing import PyTree
 
 _MakeLeaves: TypeAlias = Callable[[int], Iterable[Iterable[Shard]]]
 """Returns the shards of each leaf, made in so many bytes."""
@@ -83,7 +82,6 @@ class StreamedStep(Step):
         self._params: PyTree | None = None
         self._update: tuple[PyTree, UpdateProgram] | None = None  # of these params
         self._ready: Prepared | None = None  # traced by `init`, bound at its end
-        self._functions: list[StreamedFunction] = []
 
     # --- params --------------------------------------------------------------------
 
@@ -174,25 +172,13 @@ class StreamedStep(Step):
         """
         return self._call(batch, extra_args)
 
-    def function(
-        self, fn: Callable[..., Any], *, average: bool = False
-    ) -> StreamedFunction:
-        """Makes a function of the params without a gradient, in this step's memory.
-
-        Args:
-          fn: ``fn(params, batch)`` returns any pytree. Traced: no side effects.
-          average: Whether it is a function of the params' average instead.
-
-        Returns:
-          As `jaxinf.stream` without an optimizer; closed with this step.
-        """
-        made = StreamedFunction(
-            fn, self.store, self._options.of_function(), step=self, average=average
-        )
-        if self._params is not None:
-            made.load(self._params)
-        self._functions.append(made)
-        return made
+    def rest(self) -> None:
+        """Also frees the store's buffers; waits for the updates of the last step."""
+        super().rest()
+        engine = engine_of(self.store)
+        if self._last is not None:
+            engine.join()
+            engine.opened.limit_memory(0)
 
     # --- control -------------------------------------------------------------------
 
@@ -201,27 +187,9 @@ class StreamedStep(Step):
         """Number of steps skipped for a non-finite gradient, with ``"skip"``."""
         return self._num_skipped
 
-    def annotate(self, payload: JsonValue) -> None:
-        """Sets the caller's payload for the commit of the next step.
-
-        Blocks until the last step has ended.
-
-        Args:
-          payload: JSON: position in the data, random seeds, ….
-
-        Raises:
-          ValueError, TypeError: It is not JSON.
-        """
-        engine = engine_of(self.store)
-        engine.join()
-        self.store.annotate(engine.opened.finished.step + 1, payload)
-
     def __exit__(self, *error: Any) -> None:
         """Finishes the commit in flight and closes the store, as `close` does."""
         try:
-            self._thread.settle()
-            for function in self._functions:
-                function.close()
             super().__exit__(*error)
         finally:
             self.store.__exit__(*error)

@@ -28,7 +28,7 @@ from jaxinf.compress import sparsify
 from jaxinf.engine import Store
 from jaxinf.errors import NonFiniteGradientError, StreamError
 from jaxinf.optimizer import smart_update
-from jaxinf.streaming import StreamedStep, stream
+from jaxinf.streaming import StreamedFunction, StreamedStep, stream, stream_function
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
 from jaxinf.train.devices import Devices, placed
@@ -317,9 +317,12 @@ def streamed(config: TrainConfig, store: Store, devices: Devices, first: Batch) 
                 begin(config, store, make)
         undone.pop_all()
     number, skipped, drive_bytes = store.step, step.num_skipped, stored_bytes(store)
+    functions: list[StreamedFunction] = []  # in the step's memory, in turns with it
 
     def run(batch: Batch) -> Done:
         nonlocal number, skipped
+        for made in functions:
+            made.rest()
         loss, _ = jax.block_until_ready(step(batch))
         before, skipped = skipped, step.num_skipped
         is_skipped = skipped > before
@@ -333,15 +336,29 @@ def streamed(config: TrainConfig, store: Store, devices: Devices, first: Batch) 
         return run
 
     def function(fn: Callable[[PyTree, Any], Any]) -> Callable[[PyTree, Any], Any]:
-        made = step.function(fn, average=config.evaluates_average)
+        assert config.memory is not None
+        made = stream_function(
+            fn,
+            store,
+            memory_bytes=config.memory,
+            device_memory_bytes=config.device_memory,
+            average=config.evaluates_average,
+        )
+        made.load(like)
+        functions.append(made)
 
         def call(params: PyTree, inputs: Any) -> Any:
+            step.rest()
             with named_flags():
                 return devices.whole(made(devices.spread(inputs)))
 
         return call
 
-    return Mode(compile=compile, function=function, is_joint=True, close=step.close)
+    def close() -> None:
+        for made in (*functions, step):
+            made.close()
+
+    return Mode(compile=compile, function=function, is_joint=True, close=close)
 
 
 def streamed_step(config: TrainConfig, store: Store) -> StreamedStep:

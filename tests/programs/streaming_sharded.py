@@ -156,7 +156,8 @@ def other_sizes(place):
         step = streamed(one, store)
         step.load(one.params, batch=one.batch)
         trained(step, one, 1)
-        function = step.function(one.loss)
+        function = jaxinf.stream_function(one.loss, store, memory_bytes=MEMORY_BYTES)
+        function.load(one.params)
         function(one.batch)
         for made in (step, function):
             assert made._last.plan.division.programs <= 8 << 20
@@ -199,13 +200,15 @@ def function(place):
         step = streamed(one, store)
         step.load(one.params, batch=one.batch)
         trained(step, one, 1)
-        shared = step.function(outputs)
-        found = shared(one.batch)
-        assert shared.metrics.fetched_drive_bytes > 0
+        beside = jaxinf.stream_function(outputs, store, memory_bytes=MEMORY_BYTES)
+        beside.load(one.params)
+        found = beside(one.batch)
+        assert beside.metrics.fetched_drive_bytes > 0
         params = store.params(like=one.params)
         expected = jax.jit(outputs)(params, one.batch)
         np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-6)
         np.testing.assert_allclose(found["first"], expected["first"], atol=1e-5)
+        beside.close()
         step.close()
     with opened(place, "function") as store:
         alone = jaxinf.stream_function(outputs, store, memory_bytes=MEMORY_BYTES)

@@ -89,24 +89,28 @@ def test_params_larger_than_memory_in_a_store_given_by_its_path(place):
     jaxinf.open_store(path).close()  # the lock is free
 
 
+def of_store(store, fn=SMALL.loss):
+    f = jaxinf.stream_function(fn, store, **MEMORY)
+    f.load(SMALL.params)
+    return f
+
+
 def test_a_function_reads_the_last_finished_step(started):
     step = started()
-    alone = jaxinf.stream_function(SMALL.loss, step.store, **MEMORY)
-    alone.load(SMALL.params)
-    for f in (alone, step.function(SMALL.loss)):
+    f = of_store(step.store)
+    for _ in range(2):
         step(SMALL.batch)
         found = float(f(SMALL.batch))
         assert f.metrics.fetched_drive_bytes > 0
-        f(SMALL.batch)
-        if f is alone:  # what it has read is still there
-            assert f.metrics.fetched_drive_bytes == 0
+        f(SMALL.batch)  # what it has read is still there
+        assert f.metrics.fetched_drive_bytes == 0
         np.testing.assert_allclose(found, float(step(SMALL.batch)[0]), rtol=1e-6)
 
 
 @pytest.mark.long
 def test_a_function_waits_for_the_updates_of_a_step(started, monkeypatch):
     step = started()
-    f, may_write, write = step.function(SMALL.loss), threading.Event(), HostCsd.write
+    f, may_write, write = of_store(step.store), threading.Event(), HostCsd.write
     step(SMALL.batch)
     before = float(f(SMALL.batch))
     step.store.wait()
@@ -123,18 +127,20 @@ def test_a_function_waits_for_the_updates_of_a_step(started, monkeypatch):
     assert found == float(f(SMALL.batch)) != before
 
 
-def test_functions_of_a_step_read_in_its_memory_in_turn(started):
+def test_batches_of_each_shape_read_in_one_memory(started):
     step = started()
     step(SMALL.batch)
-    one, other = step.function(SMALL.loss), step.function(SMALL.loss)
-    half = jax.tree.map(lambda leaf: np.asarray(leaf)[:1], SMALL.batch)
-    for run in (one, other, step):
-        for batch in (SMALL.batch, half)[: 1 + (run is not step)]:
-            run(batch)
-            step.store.wait()
-            (held_bytes,) = bytes_held()  # what ran before has given its memory up
-            assert held_bytes <= MEMORY["memory_bytes"]
-            assert run.plan.peak_bytes <= step.plan.peak_bytes
+    f, half = of_store(step.store), jax.tree.map(lambda x: x[:1], SMALL.batch)
+    step.rest()
+    for batch in (SMALL.batch, half, SMALL.batch):
+        f(batch)
+        (held_bytes,) = bytes_held()  # what ran before has given its memory up
+        assert held_bytes <= MEMORY["memory_bytes"]
+    f.rest()
+    assert not bytes_held()
+    step(SMALL.batch)
+    step.store.wait()
+    assert step.store.step == 2
 
 
 def test_what_takes_more_than_its_memory_is_refused(started):
@@ -142,7 +148,7 @@ def test_what_takes_more_than_its_memory_is_refused(started):
     step(SMALL.batch)
     past = np.zeros(MEMORY["memory_bytes"] // 4, np.float32)
     with pytest.raises(StreamError, match=r"and constants takes \d+; .* works"):
-        step.function(lambda p, b: jnp.sum(b))(past)
+        of_store(step.store, lambda p, b: jnp.sum(b))(past)
     f = jaxinf.stream_function(lambda p, b: p, step.store, memory_bytes=4096)
     f.load(SMALL.params)
     with pytest.raises(StreamError, match=r'memory_bytes="\d+MiB" works'):

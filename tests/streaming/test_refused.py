@@ -185,7 +185,6 @@ def test_a_full_drive_refuses_the_step_while_gradients_are_spilled(begun, monkey
     [
         lambda step, batch: jax.jit(lambda batch: step(batch)[0])(batch),
         lambda step, batch: jax.grad(lambda x: x * step(batch)[0])(1.0),
-        lambda step, batch: jax.jit(step.function(lambda p, b: b))(batch),
     ],
 )
 def test_a_call_inside_a_traced_function_is_refused(traced, begun):
@@ -208,7 +207,7 @@ def test_a_step_under_way_in_another_thread_is_not_joined(begun, monkeypatch):
     with ThreadPoolExecutor(1) as other:
         under_way = other.submit(step, SMALL.batch)
         assert begun_reading.wait(60)
-        for call in (step, step.function(SMALL.loss), step.compile):
+        for call in (step, step.compile):
             with pytest.raises(StreamError, match="found a step under way in another"):
                 call(SMALL.batch)
         ends.set()

@@ -194,7 +194,9 @@ def test_a_commit_has_the_payload_of_its_step(streamed):
     step = streamed(program, SGD)
     step.load(program.params)
     for number in range(1, 5):
-        step.annotate({"batch": number})  # while the step before may still be written
+        step.store.annotate(
+            number, {"batch": number}
+        )  # while the step before may still be written
         step(program.batch)
     step.store.wait()
     assert (step.store.step, step.store.payload) == (4, {"batch": 4})

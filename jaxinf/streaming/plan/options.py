@@ -77,17 +77,6 @@ class StepOptions:
         num_bytes = budgets.get("device_memory_bytes", limit.num_bytes)
         return replace(limit, num_bytes=num_bytes)
 
-    def of_function(self) -> "StepOptions":
-        """Returns the options of a function without a gradient, in the same memory."""
-        return StepOptions(
-            self.memory_bytes,
-            self.device_memory_bytes,
-            has_aux=True,
-            policy="keep",
-            deterministic=self.deterministic,
-            together=self.together,
-        )
-
     @property
     def may_leave(self) -> bool:
         """Whether values may be on a drive for a part of a step."""

@@ -5,7 +5,6 @@ Invariant: a step that is abandoned, or refused, leaves params as they were.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -26,7 +25,6 @@ from jaxinf.streaming.plan.memory import (
 from jaxinf.streaming.plan.options import StepOptions
 from jaxinf.streaming.plan.reads import Reading, plan_reads, staged_bytes
 from jaxinf.streaming.program.graph import Piece
-from jaxinf.streaming.program.initial import BUFFERS_SHARE
 from jaxinf.streaming.program.meshes import on_this_process
 from jaxinf.streaming.program.trace import Traced
 from jaxinf.streaming.program.units import SHARED, StoreUnits, Unit, shared_bytes
@@ -35,8 +33,6 @@ from jaxinf.typing import Array, PyTree
 
 # Elements whose finiteness is looked at together: it takes memory.
 _RUN_ELEMENTS = 1 << 18
-# A function of a step reads so much less ahead, for what its compilation takes.
-_OWN_SHARE = 6
 
 
 class Sink(ABC):
@@ -181,19 +177,13 @@ class Sink(ABC):
 
 
 class NoGradients(Sink):
-    """The sink of a function without a gradient. Until a step, all params may stay.
-
-    Args:
-      beside_bytes: Memory of the store's buffers for the step whose memory it has, 0 if
-        none has run; None if it has its own.
-    """
+    """The sink of a function without a gradient. Until a step, all params may stay."""
 
     def __init__(
         self,
         store: Store,
         ready: Prepared,
         options: StepOptions,
-        beside_bytes: int | None,
         *,
         average: bool,
     ) -> None:
@@ -203,31 +193,19 @@ class NoGradients(Sink):
             opened.averaged(0)  # or refuses
         units = StoreUnits(ready.traced.params, opened.divides)
         super().__init__(options, store, units)
-        self.average, self._beside_bytes = average, beside_bytes
+        self.average = average
         self._export_bytes = opened.export_bytes
 
     def divided(self, ready: Prepared, budgets: Mapping[str, int]) -> Division:
         assert self.units is not None
-        memory_bytes = budgets["memory_bytes"]
-        if (beside_bytes := self._beside_bytes) is not None:
-            if not beside_bytes or memory_bytes != self.options.memory_bytes:
-                beside_bytes = max(beside_bytes, memory_bytes // BUFFERS_SHARE)
-            memory_bytes -= beside_bytes
         limit = self.options.limit_within(budgets, ready.traced.mesh)
-        own_bytes = memory_bytes - self._export_bytes
+        own_bytes = budgets["memory_bytes"] - self._export_bytes
         division = divide_rest(own_bytes - reader_bytes(own_bytes), limit)
         units = {self.units.unit(piece) for piece in ready.lifetimes.sizes}
         return division.without(
             max((u.whole_bytes for u in units if not u.is_divided), default=0),
             "reading shards of params that are not stored alone",
         ).without(shared_bytes(units), SHARED)
-
-    def reading(self, plan: Plan, division: Division) -> Reading:
-        if self._beside_bytes is not None and self.options.limit.is_host:
-            # A step's own programs stay in memory beside those of its functions.
-            less = division.programs - self.options.memory_bytes // _OWN_SHARE
-            division = replace(division, programs=max(plan.peak_bytes, less))
-        return super().reading(plan, division)
 
     def is_frozen(self, unit: Unit) -> bool:
         return True
