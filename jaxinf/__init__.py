@@ -33,8 +33,6 @@ from jaxinf.errors import (
 from jaxinf.optimizer import SmartUpdateState, smart_update
 from jaxinf.program import Average, ema
 from jaxinf.streaming import (
-    InMemoryStep,
-    StreamedFunction,
     StreamedStep,
     stream,
     stream_function,
@@ -50,7 +48,6 @@ __all__ = [
     "DeviceConfigurationError",
     "DivergedParamsError",
     "ExchangeError",
-    "InMemoryStep",
     "JaxinfError",
     "NonFiniteGradientError",
     "NonFiniteScalarError",
@@ -68,7 +65,6 @@ __all__ = [
     "StoreMismatchError",
     "StoreSpaceError",
     "StreamError",
-    "StreamedFunction",
     "StreamedStep",
     "TopK",
     "UnsupportedTransformError",

@@ -9,16 +9,18 @@
 
 Where a question is answered:
 
-    how memory becomes cuts             plan/fit.py, planning.py
+    how memory becomes cuts             plan/fit.py
+    what memory is for, and a budget that works   plan/memory.py, plan/budget.py
     how calls and parts are ordered     plan/order.py
     which values leave, and to where    plan/leaving.py
     what is recomputed instead          plan/choice.py
     which params are read when          plan/reads.py
     how params come to a call           move/params.py
     how values leave and come back      move/values.py
-    where a gradient becomes an update  update/store_sink.py, update/optax_sink.py
+    where a gradient becomes an update  update/store_sink.py, in_memory.py
     which cuts a store keeps            plan/kept.py
-    how processes begin and end alike   plan/group_step.py
+    how processes begin and end alike   alike.py
+    where params and state are          in_store.py, in_memory.py, function.py
     what happens after Ctrl-C           ctrl_c.py
 
 Invariant: a user's loss function is traced with its gradient and never changed; the
@@ -27,10 +29,8 @@ parts of that one jaxpr run.
 
 from jaxinf.streaming.api import stream, stream_function, stream_in_memory
 from jaxinf.streaming.count import Count, Needs, program_bytes
-from jaxinf.streaming.function import StreamedFunction
-from jaxinf.streaming.in_memory import InMemoryStep
 from jaxinf.streaming.plan.calls import Plan, Policy
 from jaxinf.streaming.plan.memory import DeviceLimit, store_memory_bytes
 from jaxinf.streaming.program.initial import check_init
-from jaxinf.streaming.streamed_step import StreamedStep
+from jaxinf.streaming.step import StreamedStep
 from jaxinf.streaming.update.near_storage import passes_for, trace_optimizer

@@ -6,7 +6,6 @@ Invariant: an option that has no effect is refused by name.
 import logging
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import optax
@@ -20,13 +19,13 @@ from jaxinf.engine import (
 )
 from jaxinf.processes import all_processes
 from jaxinf.program import Average, NonFinitePolicy, check_nonfinite
-from jaxinf.streaming.function import StreamedFunction
-from jaxinf.streaming.in_memory import InMemoryStep
+from jaxinf.streaming.function import ReadStore
+from jaxinf.streaming.in_memory import InMemory
+from jaxinf.streaming.in_store import InStore
+from jaxinf.streaming.plan.budget import Options
 from jaxinf.streaming.plan.calls import POLICIES, Policy
-from jaxinf.streaming.plan.group_step import GroupStep
 from jaxinf.streaming.plan.memory import store_memory_bytes
-from jaxinf.streaming.plan.options import StepOptions
-from jaxinf.streaming.streamed_step import StreamedStep
+from jaxinf.streaming.step import StreamedStep
 from jaxinf.streaming.update.device_updates import check_device_updates
 from jaxinf.terminal import exact_bytes, format_bytes, given_bytes
 from jaxinf.transfer import MACHINE_MEMORY_BYTES, free_memory
@@ -139,8 +138,7 @@ def stream(
     check_compression(compress, engine_of(owned).options)
     is_compressed = compress is not None
     check_device_updates(device_updates, owned, is_compressed=is_compressed)
-    options = replace(options, together=GroupStep(engine_of(owned)))
-    return StreamedStep(loss_fn, tx, owned, options)
+    return StreamedStep(loss_fn, InStore(tx, owned, options), options)
 
 
 def stream_in_memory(
@@ -156,7 +154,7 @@ def stream_in_memory(
     nonfinite: NonFinitePolicy | None = None,
     scratch: PathLikeStr | None = None,
     deterministic: bool = True,
-) -> InMemoryStep:
+) -> StreamedStep:
     """Makes a training step whose params and optax state are in memory.
 
     Only the activations are streamed; `tx` is any optax transformation, unchanged.
@@ -169,7 +167,7 @@ def stream_in_memory(
         folder for temporary files, which some systems have in memory.
 
     Returns:
-      The step: `InMemoryStep.init` or `InMemoryStep.load` first, then call it.
+      The step: `StreamedStep.init` or `StreamedStep.load` first, then call it.
 
     Raises:
       ValueError: An argument is out of range, or has no effect.
@@ -184,8 +182,8 @@ def stream_in_memory(
         weights=weights,
         deterministic=deterministic,
     )
-    folder = scratch or tempfile.gettempdir()
-    return InMemoryStep(loss_fn, tx, options, folder)
+    home = InMemory(tx, options, scratch or tempfile.gettempdir())
+    return StreamedStep(loss_fn, home, options)
 
 
 def stream_function(
@@ -196,7 +194,7 @@ def stream_function(
     device_memory_bytes: int | str | None = None,
     average: bool = False,
     deterministic: bool = True,
-) -> StreamedFunction:
+) -> StreamedStep:
     """Makes a function of a store's params, for evaluation and generation.
 
     Args:
@@ -206,7 +204,8 @@ def stream_function(
       average: Whether it is a function of the params' average instead.
 
     Returns:
-      ``f(batch)``, which returns the outputs for the params of the last finished step.
+      ``f(batch)``, which returns the outputs for the params of the last finished step;
+      `StreamedStep.load` tells it the params' tree, if that is not nested dicts.
 
     Raises:
       ValueError: An argument is out of range.
@@ -219,12 +218,11 @@ def stream_function(
         deterministic=deterministic,
     )
     owned = _opened(store, options)
-    closes = owned is not store
-    options = replace(options, together=GroupStep(engine_of(owned)))
-    return StreamedFunction(fn, owned, options, closes=closes, average=average)
+    home = ReadStore(owned, closes=owned is not store, average=average)
+    return StreamedStep(fn, home, options)
 
 
-def _opened(store: Store | PathLikeStr, options: StepOptions) -> Store:
+def _opened(store: Store | PathLikeStr, options: Options) -> Store:
     if isinstance(store, Store):
         return store
     return open_store(store, memory_bytes=store_memory_bytes(options.memory_bytes))
@@ -234,7 +232,7 @@ def _options(
     memory_bytes: int | str | None,
     device_memory_bytes: int | str | None,
     **given: Any,
-) -> StepOptions:
+) -> Options:
     """Returns the options of a step; raises ValueError for one out of range."""
     if memory_bytes is None:
         memory_bytes = _half_of_free_memory()
@@ -242,7 +240,7 @@ def _options(
     device_bytes = None
     if device_memory_bytes is not None:
         device_bytes = given_bytes("device_memory_bytes", device_memory_bytes)
-    options = StepOptions(host_bytes, device_bytes, **given)
+    options = Options(host_bytes, device_bytes, **given)
     if options.policy not in POLICIES:
         raise ValueError(
             f"policy={options.policy!r}: expected one of {', '.join(POLICIES)}"

@@ -4,18 +4,17 @@ Invariant: no program is run, nothing is written, and params are never made.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxinf.compat import POINTWISE
 from jaxinf.program import Node, Value, graph_of
+from jaxinf.streaming.move.scratch import file_bytes
 from jaxinf.streaming.plan.calls import Plan
-from jaxinf.streaming.plan.fit import Prepared
 from jaxinf.streaming.plan.memory import NUM_STAGED
-from jaxinf.streaming.planning import plan_step
 from jaxinf.streaming.program.graph import Piece, aval_bytes, num_bytes
 from jaxinf.streaming.program.lifetimes import Stay, occupancy
-from jaxinf.streaming.update.sink import Sink, drive_bytes
+from jaxinf.streaming.update.sink import Sink
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,25 +55,15 @@ class Count(Needs):
     now_bytes: int
 
 
-def count(
-    sink: Sink,
-    ready: Prepared,
-    store_bytes: int = 0,
-    now_bytes: int = 0,
-) -> Count:
-    """Plans a step and counts; blocks.
+def count(plan: Plan, sink: Sink, store_bytes: int = 0, now_bytes: int = 0) -> Count:
+    """Counts what a plan's steps take and move.
 
     Args:
-      sink: Made for programs that are not run.
       store_bytes: Bytes of the store with both slots.
-
-    Raises:
-      BudgetError: A budget is too small; names one that works.
-      StreamError: The program cannot be cut to fit, or the saved plan is another's.
+      now_bytes: Bytes of the store that is there.
     """
-    plan = plan_step(sink, ready)
-    traffic, (host_bytes, device_bytes) = plan.traffic, _memory(sink, plan)
-    assert traffic is not None, "it was counted"
+    traffic, last = sink.traffic(plan), sink.waiting(plan)
+    host_bytes, device_bytes = _memory(sink, plan)
     up = down = 0
     if device_bytes:
         away = sum(plan.lives[slot].num_bytes for slot in plan.evictions)
@@ -84,11 +73,12 @@ def count(
             for call in plan.calls
             for i in {i for _, i in call.gradients}
         )
+    waiting_bytes = plan.away_bytes + (0 if last is None else file_bytes(last))
     return Count(
-        plan=plan.without_graph(),
+        plan=replace(plan, traffic=traffic).without_graph(),
         host_bytes=host_bytes,
         device_bytes=device_bytes,
-        disk_bytes=store_bytes + drive_bytes(sink, plan),
+        disk_bytes=store_bytes + waiting_bytes,
         now_bytes=now_bytes,
         drive_read_bytes=traffic.drive_read_bytes,
         drive_write_bytes=traffic.drive_write_bytes,
@@ -99,23 +89,23 @@ def count(
 
 def _memory(sink: Sink, plan: Plan) -> tuple[int, int]:
     """Returns the memory of the host at a step's peak, and of a device with its own."""
-    reading, division, tiers = plan.reading, plan.division, plan.tiers
+    reading, memory, tiers = plan.reading, plan.memory, plan.tiers
     programs = plan.peak_bytes + plan.resident_bytes
-    if sink.options.limit.is_host:  # where gradients wait in the programs' memory
+    if not memory.staged:  # where gradients wait in the programs' memory
         last = sink.waiting(plan)
         if last is not None:
-            most = _most_bytes(sink, plan, last.on_drive)
+            most = _most_bytes(plan, last.on_drive)
             programs = max(programs, most + plan.resident_bytes)
-        spare = max(0, division.programs - plan.peak_bytes)
+        spare = max(0, memory.programs - plan.peak_bytes)
         ahead = max(0, spare - reading.unused_bytes)
-        return programs + ahead + division.ring, 0
-    pinned = division.gradients + (0 if tiers is None else tiers.host_bytes)
+        return programs + ahead + memory.ring, 0
+    pinned = memory.gradients + (0 if tiers is None else tiers.host_bytes)
     params = NUM_STAGED * reading.largest_bytes
-    host_bytes = division.ring + division.pool_factor * pinned + params
-    return host_bytes, programs + division.leaving
+    host_bytes = memory.ring + memory.pool_factor * pinned + params
+    return host_bytes, programs + memory.leaving
 
 
-def _most_bytes(sink: Sink, plan: Plan, on_drive: Mapping[Piece, int]) -> int:
+def _most_bytes(plan: Plan, on_drive: Mapping[Piece, int]) -> int:
     """Memory of programs at their most, with gradients that wait for the last one."""
     most = held = 0
     for call, own_bytes in zip(plan.calls, plan.call_bytes(), strict=True):

@@ -1,168 +1,219 @@
-"""A streamed step without a store: params and optax's state are in memory.
+"""Params and optax's state in memory, for a streamed step without a store.
 
     batch ─► programs, one after another ─► gradients ─► optax's update
               values that backward needs may wait on a drive
 
 Invariant: updates have the bits of jitted optax on the same gradients. A step that ends
-  early leaves params and state as they were.
+  early leaves params and state as they were. Memory that was handed out is not reused.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
 from jaxinf.errors import StreamError
-from jaxinf.streaming.plan.fit import Prepared
-from jaxinf.streaming.plan.options import StepOptions
-from jaxinf.streaming.planning import plan_step
+from jaxinf.program import (
+    effect_of_nonfinite,
+    is_guarded,
+    path_name,
+    refused_gradient,
+)
+from jaxinf.streaming.home import Home
+from jaxinf.streaming.move.params import Hold, MemoryParams, Params
+from jaxinf.streaming.move.scratch import Scratch, writing_bytes
+from jaxinf.streaming.plan.budget import Budget, Options, within
+from jaxinf.streaming.plan.calls import Plan
+from jaxinf.streaming.plan.fit import Ordered
+from jaxinf.streaming.plan.memory import Claims
+from jaxinf.streaming.program.graph import Piece, aval_bytes
 from jaxinf.streaming.program.initial import check_init_fn
 from jaxinf.streaming.program.meshes import mesh_text
 from jaxinf.streaming.program.trace import abstract, check_params
-from jaxinf.streaming.step import Step
-from jaxinf.streaming.update.optax_sink import OptaxSink
-from jaxinf.typing import PathLikeStr, PyTree
+from jaxinf.streaming.update.sink import Agree, Sink
+from jaxinf.typing import Array, PathLikeStr, PyTree
 
 
-class InMemoryStep(Step):
-    """Made by `jaxinf.stream_in_memory`; also a context manager. Not thread-safe.
+class InMemory(Home, Sink):
+    """Params and the state of any optax optimizer, and the sink of their gradients.
 
-    ``loss, aux = step(batch)`` runs one step; aux is None without `has_aux`. Params
-    come by `load` or `init`, and leave by `params`.
+    It holds gradients whole or in slices of stacks until a step has all. The update and
+    the addition are each a jit.
 
     Args:
-      loss_fn: The loss function.
-      tx: Any optax optimizer.
-      options: Memory, policy and so on.
-      scratch: A folder on a drive for values of ``"offload"``.
+      folder: On a drive, for values of ``"offload"``.
     """
 
     def __init__(
-        self,
-        loss_fn: Callable[..., Any],
-        tx: optax.GradientTransformation,
-        options: StepOptions,
-        scratch: PathLikeStr,
+        self, tx: optax.GradientTransformation, options: Options, folder: PathLikeStr
     ) -> None:
-        super().__init__(options)
-        self._loss_fn = loss_fn
-        self._trained = OptaxSink(tx, options, scratch)
+        self._tx, self._options, self._folder = tx, options, folder
+        self._trained: tuple[PyTree, PyTree] | None = None
+        self._is_lent = False
+        self._compiled: dict[bool, tuple[Any, Any]] = {}
+        self._held: dict[int, dict[tuple[int, ...], jax.Array]] = {}
 
-    def init(
-        self, init_fn: Callable[..., PyTree], *args: Any, batch: PyTree = None
-    ) -> None:
-        """Makes params with jitted `init_fn`, and the optimizer's first state.
-
-        Args:
-          init_fn: ``init_fn(*args)`` returns the params.
-          args: Its arguments, such as a random key.
-          batch: Not needed; as with a store, a loss function that no plan can fit in
-            memory is refused before params are made.
-
-        Raises:
-          StreamError: `init_fn` is not a function, or the loss function cannot be
-            streamed.
-        """
-        check_init_fn(init_fn)
-        self._check(jax.eval_shape(init_fn, *args), batch)
-        self._trained.load(jax.jit(init_fn)(*args), None)
-        if batch is not None:
-            self.compile(batch)
-
-    def load(
-        self, params: PyTree, *, state: PyTree = None, batch: PyTree = None
-    ) -> None:
-        """Copies params, and the optimizer's state if there is one.
-
-        Args:
-          params: Tree of arrays.
-          state: From `state`, or from ``tx.init``; by default the first one.
-          batch: As for `init`.
-
-        Raises:
-          StreamError: A leaf is not an array of floating-point numbers, or the loss
-            function cannot be streamed.
-        """
-        self._check(params, batch)
-        own = partial(jax.tree.map, lambda leaf: jnp.array(leaf, copy=True))
-        self._trained.load(own(params), None if state is None else own(state))
-        if batch is not None:
-            self.compile(batch)
-
-    def params(self, like: PyTree = None) -> PyTree:
-        """Returns the params, which later steps leave alone.
-
-        Args:
-          like: Tree of arrays, or of shapes and dtypes, that gives each leaf its dtype
-            and sharding; by default they are those of the params.
-
-        Raises:
-          ValueError: `like` has other leaves or shapes than the params.
-        """
-        self._thread.settle()
-        params = self._trained.lend()[0]
-        return params if like is None else _formed(params, like)
-
-    def state(self) -> PyTree:
-        """Returns optax's state, which later steps leave alone."""
-        self._thread.settle()
-        return self._trained.lend()[1]
+    # --- params and state ----------------------------------------------------------
 
     @property
-    def num_skipped(self) -> int:
-        """Number of steps skipped for a non-finite gradient, with ``"skip"``."""
-        return self._num_skipped
+    def _current(self) -> tuple[PyTree, PyTree]:
+        """Params and state; the next update may reuse their memory."""
+        if self._trained is None:
+            raise StreamError("jaxinf.stream: call step.init or step.load first")
+        return self._trained
 
-    def __call__(self, batch: PyTree) -> tuple[jax.Array, PyTree]:
-        """Runs one step.
+    @property
+    def avals(self) -> PyTree:
+        return abstract(self._current[0])
 
-        Returns:
-          The loss, and aux; None without `has_aux`.
+    def first(
+        self, init_fn: Callable[..., PyTree], args: Sequence[Any], shardings: PyTree
+    ) -> tuple[PyTree, Any]:
+        check_init_fn(init_fn)
+        avals = jax.eval_shape(init_fn, *args)
+        check_params(avals)
+        return avals, lambda: (jax.jit(init_fn)(*args), None)
 
-        Raises:
-          NonFiniteGradientError: The step was refused.
-        """
-        return self._call(batch)
+    def given(
+        self, params: PyTree, state: PyTree, shardings: PyTree
+    ) -> tuple[PyTree, Any]:
+        own = partial(jax.tree.map, lambda leaf: jnp.array(leaf, copy=True))
+        return abstract(params), lambda: (own(params), own(state))
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._bound.clear()  # params stay, and another step makes room anew
+    def start(
+        self,
+        avals: PyTree,
+        make: Callable[[], tuple[PyTree, PyTree]],
+        ready: Ordered | None,
+        budget: Budget,
+        plan: Callable[[Ordered, Sink, Budget], Plan],
+    ) -> None:
+        if ready is not None:
+            within(budget, partial(plan, ready, self.sink(ready)), advises=True)
+        params, state = make()
+        if state is None:
+            state = jax.jit(self._tx.init)(params)
+        self._trained, self._is_lent = (params, state), False
 
-    # --- what configures it --------------------------------------------------------
+    def params(self, like: PyTree) -> PyTree:
+        self._is_lent = True  # no update reuses its memory from now on
+        params = self._current[0]
+        if like is None:
+            return params
 
-    def _check(self, params: PyTree, batch: PyTree) -> None:
-        check_params(params)
-        if batch is not None:
-            plan_step(self._trained, self._trace(batch, abstract(params)))
+        def formed(leaf: jax.Array, to: Any) -> jax.Array:
+            return jax.device_put(leaf.astype(to.dtype), getattr(to, "sharding", None))
 
-    def _trace(self, batch: PyTree, params: PyTree = None) -> Prepared:
-        if params is None:
-            params = abstract(self._trained.params)
-        ready = self._prepared(self._loss_fn, params, batch)
-        if ready.traced.mesh is not None:
+        return jax.tree.map(formed, params, like)
+
+    def state(self) -> PyTree:
+        self._is_lent = True
+        return self._current[1]
+
+    # --- a step's plan -------------------------------------------------------------
+
+    def check_mesh(self, mesh: Mesh | None) -> None:
+        if mesh is not None:
             raise StreamError(
                 "jaxinf.stream: expected arrays on one device, found "
-                f"{mesh_text(ready.traced.mesh)}, which streaming does not use without "
-                "a store; give a store, or put all arrays on one device "
+                f"{mesh_text(mesh)}, which streaming does not use without a store; "
+                "give a store, or put all arrays on one device "
                 "(jax.device_put(x, jax.devices()[0]))"
             )
-        return ready
 
-    def _sink(self, ready: Prepared, options: StepOptions) -> OptaxSink:
-        is_own = options is self._options
-        return self._trained if is_own else self._trained.like(options)
+    def sink(self, ready: Ordered, avals: PyTree = None) -> Sink:
+        traced = ready.traced
+        params = traced.params_tree.unflatten(traced.params)
+        state = jax.tree.leaves(jax.eval_shape(self._tx.init, params))
+        params_bytes = sum(map(aval_bytes, traced.params))
+        held_bytes = 2 * params_bytes + sum(map(aval_bytes, state))  # with gradients
+        self.claims = Claims(held_bytes=held_bytes, writing_bytes=writing_bytes(1))
+        return self
+
+    def source(self, plan: Plan, sink: Sink, hold: Hold) -> Params:
+        return MemoryParams(lambda: jax.tree.leaves(self._current[0]))
+
+    def scratch(self) -> Scratch:
+        return Scratch([self._folder], content="activations")
+
+    # --- a step --------------------------------------------------------------------
+
+    def begin(self, extra_args: Mapping[str, Any], params: Params) -> None:
+        super().begin(extra_args, params)
+        self.abandon()
+
+    def put(self, piece: Piece, gradient: jax.Array | Array) -> None:
+        own = self._held.setdefault(piece.leaf, {})
+        own[piece.index] = jnp.asarray(gradient)
+
+    def finish(
+        self,
+        extra_args: Mapping[str, Any],
+        results: PyTree,
+        check: Callable[[], None],
+        agree: Agree,
+    ) -> bool:
+        params, state = self._current
+        paths, tree = jax.tree_util.tree_flatten_with_path(params)
+        taken = {id(leaf) for leaf in jax.tree.leaves(results)}
+        gradients = [self._taken(leaf, taken) for leaf in range(len(paths))]
+        guarded = is_guarded(state)
+        policy = effect_of_nonfinite(self._options.nonfinite, is_guarded=guarded)
+        if policy != "allow":
+            finite = zip(paths, _are_finite(gradients), strict=True)
+            bad = [path_name(path) for (path, _), is_finite in finite if not is_finite]
+            if bad and policy == "error":
+                raise refused_gradient(bad)
+            if bad:
+                return False
+        update, add = self.functions(donates=not self._is_lent)
+        updates, state = update(tree.unflatten(gradients), state, params)
+        self._trained, self._is_lent = (add(params, updates), state), False
+        return True
+
+    def functions(self, *, donates: bool) -> tuple[Any, Any]:
+        """Returns the update and the addition, as jits.
+
+        Args:
+          donates: Whether they reuse the memory of state and params.
+        """
+        if donates not in self._compiled:
+            jit = self._options.jit
+            self._compiled[donates] = (
+                jit(self._tx.update, donate_argnums=(0, 1) if donates else (0,)),
+                jit(optax.apply_updates, donate_argnums=(0,) if donates else ()),
+            )
+        return self._compiled[donates]
+
+    def abandon(self) -> None:
+        self._held.clear()
+
+    def close(self, *error: Any) -> None:
+        """Params stay; another step makes room anew."""
+
+    def _taken(self, leaf: int, taken: set[int]) -> jax.Array:
+        """Returns and drops the gradient of a leaf.
+
+        The update reuses its memory, so it is none of the arrays that were taken.
+        """
+        own = self._held.pop(leaf)
+        for _ in range(len(next(iter(own)))):
+            rows: dict[tuple[int, ...], list[jax.Array]] = {}
+            for index in sorted(own):
+                rows.setdefault(index[:-1], []).append(own[index])
+            own = {index: jnp.stack(parts) for index, parts in rows.items()}
+        whole = own[()]
+        if id(whole) in taken:
+            whole = jnp.copy(whole)
+        taken.add(id(whole))
+        return whole
 
 
-def _formed(params: PyTree, like: PyTree) -> PyTree:
-    """Returns params with the dtypes and shardings of a tree of the same shapes."""
-    held, asked = (jax.tree.map(jnp.shape, tree) for tree in (params, like))
-    if held != asked:
-        raise ValueError(f"like: expected the shapes {held}, found {asked}")
-    return jax.tree.map(
-        lambda x, to: jax.device_put(x.astype(to.dtype), getattr(to, "sharding", None)),
-        params,
-        like,
-    )
+@jax.jit
+def _are_finite(gradients: Sequence[jax.Array]) -> list[jax.Array]:
+    """Whether each has neither NaN nor Inf."""
+    return [jnp.all(jnp.isfinite(gradient)) for gradient in gradients]

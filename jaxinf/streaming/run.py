@@ -16,7 +16,7 @@ import numpy as np
 from jax.dtypes import result_type
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinf.streaming.micro_batches import parts_of, together
+from jaxinf.streaming.batches import parts_of, together
 from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.calls import Plan, Slot
@@ -24,7 +24,6 @@ from jaxinf.streaming.plan.compiled import (
     Executables,
     compile_plan,
     const_sharding,
-    measured,
 )
 from jaxinf.streaming.program.graph import Batch, Const, Number, Origin, Piece, Seed
 from jaxinf.transfer import add_span, span
@@ -71,7 +70,7 @@ class Runner:
         self.dispatched_s = self.waited_s = self._ended_s = 0.0
         executables = {} if executables is None else executables
         self._executables = compile_plan(plan, executables)
-        self.plan = measured(plan, executables).without_graph()
+        self.plan = plan.without_graph()
         self.call_s = [0.0] * len(plan.calls)
         self._in_flight: deque[_InFlight] = deque()
         self._numbers: dict[int, jax.Array] = {}

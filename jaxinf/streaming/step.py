@@ -5,123 +5,174 @@
                                   a source         a sink
 
 Invariant: a run that ends early leaves nothing under way. A function and a step in
-memory are steps with another source and sink.
+memory are steps whose params have another home.
 """
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, Self
 
 import jax
-import numpy as np
-from jax.dtypes import result_type
+from jax.sharding import Mesh
 
+from jaxinf.engine import Store
+from jaxinf.errors import StreamError
+from jaxinf.processes import Group
+from jaxinf.streaming import alike
+from jaxinf.streaming.batches import first_part, shares_of
+from jaxinf.streaming.bound import BoundStep, StreamMetrics, bind
 from jaxinf.streaming.count import Count, count
 from jaxinf.streaming.ctrl_c import Check, StepThread, check_not_traced
-from jaxinf.streaming.micro_batches import first_part, shares_of
+from jaxinf.streaming.home import Home
 from jaxinf.streaming.move.jobs import MoveCounts
-from jaxinf.streaming.move.params import Params
-from jaxinf.streaming.move.values import Values
+from jaxinf.streaming.plan.budget import Budget, Options, within
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.choice import NUM_MEASURED, StepTimes, segments_to_recompute
-from jaxinf.streaming.plan.compiled import Measured
-from jaxinf.streaming.plan.fit import Prepared, prepare
+from jaxinf.streaming.plan.compiled import Executables, Measured
+from jaxinf.streaming.plan.device import limit_of
+from jaxinf.streaming.plan.fit import Ordered, plan_within, prepare
 from jaxinf.streaming.plan.memory import DeviceLimit, return_freed_memory
-from jaxinf.streaming.plan.options import StepOptions
-from jaxinf.streaming.plan.reads import used_bytes
-from jaxinf.streaming.planning import plan_step
 from jaxinf.streaming.program.meshes import on_this_process, outside_mesh
 from jaxinf.streaming.program.trace import abstract, check_params
-from jaxinf.streaming.run import Runner
 from jaxinf.streaming.update.sink import Sink
 from jaxinf.transfer import ByteCounts
 from jaxinf.typing import PyTree
 
-Results: TypeAlias = tuple[Any, PyTree]
-"""The loss, None for a function, and aux."""
 
+class StreamedStep:
+    """A step, or a function's calls; also a context manager. Not thread-safe.
 
-@dataclass(frozen=True)
-class StreamMetrics:
-    """Traffic and waiting times of a step.
-
-    Attributes:
-      fetched_memory_bytes: Bytes of params that a program found in memory, because a
-        program before it had used them, in this step or an earlier one.
-      spilled_memory_bytes, spilled_drive_bytes: Bytes of gradients that waited for the
-        last one, in memory and in a file.
-      offloaded_drive_bytes: Bytes of activations that were on a drive meanwhile,
-        written once and read once.
-      offloaded_host_bytes: Bytes of activations that left a device with memory of its
-        own for the host, those on drives included.
-      prefetch_hit_rate: Share of the reads that had ended when a program asked.
-      waited_params_s: Time that programs waited for params.
-      waited_values_s: Time that the host waited for activations to be written or read.
-      waited_device_s: Time that the host waited for programs.
-      waited_updates_s: Time that the step waited for the store: for the commit of the
-        step before, for room for gradients, and for updates after the last gradient.
-      dispatched_s: Time that the host took to hand programs to the device.
+    Made by `jaxinf.stream`, `stream_in_memory` and `stream_function`.
+    ``loss, aux = step(batch)`` runs one step, and with a store starts its commit; aux
+    is None without `has_aux`. ``outputs = f(batch)`` are those of a function for the
+    params of the store's last finished step, and no step may run meanwhile.
     """
 
-    fetched_drive_bytes: int
-    fetched_memory_bytes: int
-    spilled_memory_bytes: int
-    spilled_drive_bytes: int
-    offloaded_drive_bytes: int
-    offloaded_host_bytes: int
-    prefetch_hit_rate: float
-    waited_params_s: float
-    waited_values_s: float
-    waited_device_s: float
-    waited_updates_s: float
-    dispatched_s: float
-
-
-class BoundStep(NamedTuple):
-    """What runs batches of one shape.
-
-    Attributes:
-      times: The steps that ``policy="plan"`` has measured.
-    """
-
-    plan: Plan
-    runner: Runner
-    params: Params
-    sink: Sink
-    times: list[StepTimes]
-
-    def close(self) -> None:
-        """Frees memory and files; idempotent."""
-        self.runner.values.close()
-        self.params.close()
-        self.sink.close()
-
-
-class Step(ABC):
-    """A step or a function; also a context manager. Not thread-safe.
-
-    Args:
-      options: What batches of all shapes have in common.
-    """
-
-    _named = "a step"
-
-    def __init__(self, options: StepOptions) -> None:
+    def __init__(self, fn: Callable[..., Any], home: Home, options: Options) -> None:
         return_freed_memory(collects=False)
-        self._options, self._together = options, options.together
+        self._fn, self._home, self._options = fn, home, options
+        engine = home.engine
+        self._group = Group("jaxinf.stream") if engine is None else engine.group
+        self._group.may_hang = False  # it comes to the step's end
+        self._hold = partial(alike.holding, self._group, errors := [])
+        self._errors: list[BaseException] = errors  # of this process, in a step
         self._thread = StepThread()
+        self._executables: Executables = {}
+        self._limits: dict[Mesh | None, DeviceLimit] = {}
         self._bound: dict[Any, BoundStep] = {}
         self._last: BoundStep | None = None
-        self._num_skipped = 0
-        self._waited_s = 0.0  # in the last step, for gradients and updates
-        self._values: MoveCounts | None = None  # of the last step
+        self._ready: Ordered | None = None  # traced by `init`, bound at its end
         weights = options.weights
         self._weights = None if weights is None else jax.jit(weights)
+
+    # --- params --------------------------------------------------------------------
+
+    @property
+    def store(self) -> Store:
+        """The store of the params.
+
+        Raises:
+          StreamError: They are in memory.
+        """
+        if self._home.store is None:
+            raise StreamError("step.store: params and state are in memory")
+        return self._home.store
+
+    def init(
+        self,
+        init_fn: Callable[..., PyTree],
+        *args: Any,
+        batch: PyTree = None,
+        shardings: PyTree = None,
+    ) -> None:
+        """Makes the first params, leaf by leaf in a new store; resumes one that is not.
+
+        Args:
+          init_fn: ``init_fn(*args)`` returns the params. For a store it is traced, and
+            computed only if that is new, one leaf at a time, with the bits of jitted
+            `init_fn`.
+          args: Its arguments, such as a random key.
+          batch: Arrays, or shapes and dtypes, of a batch. With it a new store's chunks
+            suit the program: each slice of stacked layers has its own. Its steps are
+            planned and compiled here, before anything is written.
+          shardings: Tree of ``NamedSharding`` like the params, for several devices.
+
+        Raises:
+          StoreMismatchError: The store holds another tree or optimizer.
+          BudgetError: With `batch`, memory does not suffice for a step, or for making
+            a leaf; names a budget that does. Nothing is written.
+          StreamError: `init_fn` is not a function, or the loss function cannot be
+            streamed; nothing is written.
+        """
+        self._start(*self._home.first(init_fn, args, shardings), batch)
+
+    def load(
+        self,
+        params: PyTree,
+        *,
+        state: PyTree = None,
+        batch: PyTree = None,
+        shardings: PyTree = None,
+    ) -> None:
+        """Makes the first step from given params, or resumes a store.
+
+        A function is told the tree of its params, if that is not made of nested dicts
+        alone; values are not used.
+
+        Args:
+          params: Tree of arrays; memory-mapped ones are read leaf by leaf. Those on
+            several devices say how the store's leaves are sharded over them.
+          state: The optimizer's state, for a step in memory; by default the first one.
+          batch: As for `init`.
+          shardings: As for `init`, for arrays that are not on the devices yet.
+
+        Raises:
+          StoreMismatchError: The store holds another tree or optimizer.
+          BudgetError: As for `init`.
+          StreamError: A leaf is not an array of floating-point numbers, or the loss
+            function cannot be streamed; nothing is written.
+        """
+        check_params(params)
+        self._start(*self._home.given(params, state, shardings), batch)
+
+    def _start(self, avals: PyTree, make: Any, batch: PyTree) -> None:
+        budget = Budget(self._options.memory_bytes, self._options.device_memory_bytes)
+        try:
+            if batch is not None:
+                self._ready = self._trace(batch, avals)
+                budget = self._budget(self._ready)
+            with outside_mesh():
+                self._home.start(avals, make, self._ready, budget, self._plan_within)
+            if batch is not None:
+                self.compile(batch)
+        finally:
+            self._ready = None
+
+    def params(self, like: PyTree = None) -> PyTree:
+        """Returns the params that the next call reads; blocks until they are read.
+
+        Later steps leave them alone.
+
+        Args:
+          like: Tree of arrays, or of shapes and dtypes, that gives each leaf its dtype
+            and sharding; by default that of `init` or `load`.
+
+        Raises:
+          StoreMismatchError: `like` is another tree than the store's.
+          StreamError: There are none before `init` and `load`.
+          BaseException: The exception that stopped the store.
+        """
+        self._thread.settle()
+        return self._home.params(like)
+
+    def state(self) -> PyTree:
+        """Returns optax's state of a step in memory, which later steps leave alone."""
+        self._thread.settle()
+        return self._home.state()
+
+    # --- control -------------------------------------------------------------------
 
     def compile(self, batch: PyTree) -> Plan:
         """Plans and compiles for batches like this one; otherwise the first run does.
@@ -152,29 +203,14 @@ class Step(ABC):
         return None if self._last is None else self._last.plan.traffic
 
     @property
+    def num_skipped(self) -> int:
+        """Number of steps skipped for a non-finite gradient, with ``"skip"``."""
+        return self._home.num_skipped
+
+    @property
     def metrics(self) -> StreamMetrics | None:
         """Metrics of the last step; None before the first."""
-        if self._last is None or self._values is None:
-            return None
-        plan, runner, params, sink, _ = self._last
-        counts, values, found = params.counts, self._values, 0
-        if sink.units is not None:
-            used = used_bytes(plan.calls, sink.units)
-            found = max(0, used - counts.num_read_bytes)
-        return StreamMetrics(
-            fetched_drive_bytes=counts.num_read_bytes,
-            fetched_memory_bytes=found,
-            spilled_memory_bytes=sink.spilled_bytes[0],
-            spilled_drive_bytes=sink.spilled_bytes[1],
-            offloaded_drive_bytes=values.num_written_bytes,
-            offloaded_host_bytes=values.num_out_bytes,
-            prefetch_hit_rate=counts.hit_rate,
-            waited_params_s=counts.waited_s,
-            waited_values_s=values.waited_s,
-            waited_device_s=runner.waited_s,
-            waited_updates_s=self._waited_s,
-            dispatched_s=runner.dispatched_s,
-        )
+        return None if self._last is None else self._last.metrics
 
     def dry_run(
         self,
@@ -201,20 +237,32 @@ class Step(ABC):
         self._thread.settle()
         if params is not None:
             check_params(params)
-            params = abstract(params)
-        options = replace(self._options, executables=Measured(), other_limit=device)
-        ready = self._trace(batch, params)
+        avals = self._home.avals if params is None else abstract(params)
+        ready = self._trace(batch, avals)
         with outside_mesh():
-            return self._count(ready, params, options)
+            sink = self._home.sink(ready, avals)
+            how = {
+                "executables": Measured(),
+                "kept": partial(self._home.kept_cuts, ready),
+            }
+            plan = self._plan(ready, sink, self._budget(ready, device), **how)
+            return count(plan, sink, *self._home.disk_bytes(sink))
 
     def rest(self) -> None:
-        """Frees the memory for reading params until the next call."""
+        """Frees params and the store's buffers until the next call.
+
+        Blocks until the updates of the last step are done.
+        """
         self._thread.settle()
         if self._last is not None:
             self._last.params.rest()
+            self._home.rest()
 
     def close(self) -> None:
-        """Frees memory and files; closes a store that is its own. Idempotent."""
+        """Frees memory and files; finishes the commit in flight. Idempotent.
+
+        It closes the store, but not that of a function, which may have a step.
+        """
         self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
@@ -226,57 +274,70 @@ class Step(ABC):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._thread.settle()
-        for bound in self._bound.values():
-            bound.close()
-
-    # --- what configures it --------------------------------------------------------
-
-    @abstractmethod
-    def _trace(self, batch: PyTree, params: PyTree = None) -> Prepared:
-        """Traces the function for batches like this one, by default of its params."""
-
-    def _prepared(
-        self, loss_fn: Callable[..., Any], params: PyTree, batch: PyTree
-    ) -> Prepared:
-        options = self._options
-        return prepare(
-            loss_fn,
-            params,
-            first_part(batch, options.micro_batches),
-            has_aux=options.has_aux,
-            num_parts=options.micro_batches,
-            is_deterministic=options.deterministic,
-        )
-
-    @abstractmethod
-    def _sink(self, ready: Prepared, options: StepOptions) -> Sink:
-        """Returns what takes the gradients of what was traced."""
-
-    def _count(self, ready: Prepared, params: PyTree, options: StepOptions) -> Count:
-        """As `dry_run`, of what was traced."""
-        return count(self._sink(ready, options), ready)
-
-    def _join(self) -> None:
-        """Waits for the updates of the step before; there are none by default."""
+        try:
+            self._thread.settle()
+            for bound in self._bound.values():
+                bound.close()
+            if self._home.store is None:
+                self._bound.clear()  # another step makes room anew
+        finally:
+            self._home.close(kind, error, trace)
 
     # --- batches of one shape ------------------------------------------------------
+
+    def _trace(self, batch: PyTree, avals: PyTree) -> Ordered:
+        """Traces the function for batches like this one."""
+        options = self._options
+        ready = prepare(
+            self._fn,
+            avals,
+            first_part(batch, options.micro_batches),
+            has_loss=self._home.has_loss,
+            has_aux=options.has_aux,
+            is_deterministic=options.deterministic,
+        )
+        self._home.check_mesh(ready.traced.mesh)
+        return ready
+
+    def _budget(self, ready: Ordered, device: DeviceLimit | None = None) -> Budget:
+        """Returns the memory of a step, on a device whose own was looked at once."""
+        mesh, own_bytes = ready.traced.mesh, self._options.device_memory_bytes
+        if device is None:
+            if mesh not in self._limits:
+                self._limits[mesh] = limit_of(mesh, own_bytes)
+            device = self._limits[mesh]
+        return Budget(self._options.memory_bytes, own_bytes, device)
+
+    def _plan_within(
+        self, ready: Ordered, sink: Sink, budget: Budget, **how: Any
+    ) -> Plan:
+        how = {"executables": self._executables, "group": self._group, **how}
+        return plan_within(ready, sink.claims, self._options, budget, **how)
+
+    def _plan(self, ready: Ordered, sink: Sink, budget: Budget, **how: Any) -> Plan:
+        plan = partial(self._plan_within, ready, sink, **how)
+        return within(budget, plan, advises=self._group.is_alone)
 
     def _key(self, batch: PyTree) -> Any:
         """Binds batches of this shape unless they are, and returns their key."""
         leaves, tree = jax.tree.flatten(abstract(batch))
         key = (tree, *((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
-        times, chosen = self._choose(key)
+        times, again = self._choose(key)
         if key not in self._bound:
-            what = f"the trace of {self._named}"
-            trace = partial(self._traced, batch, **chosen)
-            traced = self._together.group.in_all(what, trace)
+            what = f"the trace of {self._home.what}"
+            ready, sink, budget = self._group.in_all(what, partial(self._traced, batch))
+            how = {"kept": partial(self._home.kept_cuts, ready), **again}
+            # What one process is refused, by its device or its drive, all are: none
+            # goes on to a step, where it would wait for the others.
             with outside_mesh():
-                self._bound[key] = self._bind(*traced)._replace(times=times)
+                plan = self._plan(ready, sink, budget, **how)
+                own = plan, ready, sink, self._home, self._executables, self._hold
+                made = partial(bind, *own, times)
+                self._bound[key] = self._group.in_all("the room for a step", made)
             return_freed_memory()  # of planning and compilation
         return key
 
-    def _choose(self, key: Any) -> tuple[list[StepTimes], Mapping[str, Any]]:
+    def _choose(self, key: Any) -> tuple[list[StepTimes], dict[str, Any]]:
         """Unbinds batches of this shape if segments are to be recomputed from now on.
 
         Returns:
@@ -289,41 +350,54 @@ class Step(ABC):
         bound.times.append(bound.times[-1])  # it is chosen once
         if not again:
             return bound.times, {}
-        self._last = None
+        cuts, self._last = bound.plan.cuts, None
         self._bound.pop(key).close()
-        return bound.times, {"cuts": bound.plan.cuts, "again": again}
+        return bound.times, {"kept": lambda: cuts, "again": again}
 
-    def _traced(self, batch: PyTree, **chosen: Any) -> tuple[Prepared, Sink]:
-        ready = replace(self._trace(batch), **chosen)
+    def _traced(self, batch: PyTree) -> tuple[Ordered, Sink, Budget]:
+        ready, self._ready = self._ready, None
+        if ready is None:
+            ready = self._trace(batch, self._home.avals)
         with outside_mesh():
-            return ready, self._sink(ready, self._options)
-
-    def _bind(self, ready: Prepared, sink: Sink) -> BoundStep:
-        """Plans, compiles, and takes the room of a step; blocks.
-
-        What one process is refused, by its device or its drive, all are: none goes on
-        to a step, where it would wait for the others.
-        """
-        plan = plan_step(sink, ready)
-        with ExitStack() as undone:
-
-            def made() -> BoundStep:
-                undone.callback(sink.close)
-                sink.open(plan, ready)
-                values = Values()
-                if plan.is_offloaded:
-                    values = Values(plan, sink.scratch("activations"), plan.tiers)
-                undone.callback(values.close)
-                runner = Runner(plan, self._options.executables, values)
-                params = sink.source(runner.plan)
-                undone.callback(params.close)
-                return BoundStep(runner.plan, runner, params, sink, [])
-
-            bound = self._together.group.in_all("the room for a step", made)
-            undone.pop_all()
-        return bound
+            return ready, self._home.sink(ready), self._budget(ready)
 
     # --- a run ---------------------------------------------------------------------
+
+    def __call__(
+        self, batch: PyTree, extra_args: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs one step; blocks until all its gradients are handed out.
+
+        Args:
+          batch: As the loss function takes it.
+          extra_args: This step's values of `stream`'s `extra_args`.
+
+        Returns:
+          The loss, and aux, None without `has_aux`. Of a function its outputs.
+
+        Raises:
+          ValueError: `extra_args` has other names or shapes than `stream`'s.
+          NonFiniteGradientError: The step was refused; the store stays where it was.
+          BaseException: The exception that stopped the store.
+        """
+        check_not_traced(batch, extra_args)
+        self._thread.settle()
+        key = self._key(batch)
+
+        def body(check: Check) -> tuple[Any, PyTree]:
+            def held_check() -> None:
+                with self._hold():
+                    check()
+
+            with outside_mesh():
+                return self._run(
+                    self._take_turn(key), batch, extra_args or {}, held_check
+                )
+
+        loss, aux = self._thread.run(body)
+        if not self._home.has_loss:
+            return aux
+        return loss, aux if self._options.has_aux else None
 
     def _take_turn(self, key: Any) -> BoundStep:
         """Returns what batches are bound to, and gives it the memory for reading."""
@@ -331,65 +405,51 @@ class Step(ABC):
         if self._last is not None and self._last is not bound:
             self._last.params.rest()
         self._last = bound
+        self._home.take_turn(bound.plan)
         return bound
-
-    def _call(
-        self, batch: PyTree, extra_args: Mapping[str, Any] | None = None
-    ) -> Results:
-        check_not_traced(batch, extra_args)
-        self._thread.settle()
-        key = self._key(batch)
-
-        def body(check: Check) -> Results:
-            bound = self._take_turn(key)
-            noting = self._together.noting(check)
-            with outside_mesh():
-                return self._run(bound, batch, extra_args or {}, noting)
-
-        return self._thread.run(body)
 
     def _run(
         self, bound: BoundStep, batch: PyTree, own_args: Mapping[str, Any], check: Check
-    ) -> Results:
-        plan, runner, params, sink, times = bound
+    ) -> tuple[Any, PyTree]:
+        runner, params, sink = bound.runner, bound.params, bound.sink
         given = {**self._options.extra_args, **own_args}
 
         def prepare() -> None:
             began_s = time.perf_counter()
-            self._join()
-            self._waited_s = time.perf_counter() - began_s
+            self._home.join()
+            bound.waited_s = time.perf_counter() - began_s
             params.counts = MoveCounts()
             runner.values.counts()
             sink.begin(given, params)
 
+        def put(*gradient: Any) -> None:
+            with self._hold():
+                sink.put(*gradient)
+
+        self._errors.clear()
         shares = shares_of(batch, self._options.micro_batches, self._weights)
-        self._together.begin(self._named, _form(batch), prepare)
+        engine = self._home.engine
+        alike.begin(self._group, engine, self._home.what, batch, prepare)
         try:
             try:
                 began_s = time.perf_counter()
                 params.begin()
-                results: Results = runner(batch, params, sink.put, check, shares)
+                results = runner(batch, params, put, check, shares)
                 step_s = time.perf_counter() - began_s
             finally:
                 params.stop()  # no program reads them any more
-            self._values = values = runner.values.counts()
-            if plan.policy == "plan" and plan.evictions and len(times) < NUM_MEASURED:
-                waited_s = values.waited_s + params.counts.waited_s
-                times.append(StepTimes(step_s, waited_s, [*runner.call_s]))
-            self._waited_s += sink.waited_s
-            loss, aux = results
+            bound.values = runner.values.counts()
+            bound.measure(step_s)
+            bound.waited_s += sink.waited_s
             began_s = time.perf_counter()
             if "value" in given and "value" not in own_args:
-                given["value"] = on_this_process(loss)
-            self._num_skipped += not sink.finish(given, results, check)
-            self._waited_s += time.perf_counter() - began_s
+                assert results[0] is not None, "a function has no arguments"
+                given["value"] = on_this_process(results[0])
+            agree = partial(alike.agree, engine, self._errors)
+            is_done = sink.finish(given, results, check, agree)
+            self._home.num_skipped += self._home.has_loss and not is_done
+            bound.waited_s += time.perf_counter() - began_s
         except BaseException:
             sink.abandon()
             raise
-        return loss, aux if self._options.has_aux else None
-
-
-def _form(batch: PyTree) -> str:
-    leaves, tree = jax.tree.flatten(batch)
-    shapes = [(str(result_type(leaf)), np.shape(leaf)) for leaf in leaves]
-    return f"{tree} {shapes}"
+        return results

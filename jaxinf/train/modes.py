@@ -28,7 +28,7 @@ from jaxinf.compress import sparsify
 from jaxinf.engine import Store
 from jaxinf.errors import NonFiniteGradientError, StreamError
 from jaxinf.optimizer import smart_update
-from jaxinf.streaming import StreamedFunction, StreamedStep, stream, stream_function
+from jaxinf.streaming import StreamedStep, stream, stream_function
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
 from jaxinf.train.devices import Devices, placed
@@ -317,7 +317,7 @@ def streamed(config: TrainConfig, store: Store, devices: Devices, first: Batch) 
                 begin(config, store, make)
         undone.pop_all()
     number, skipped, drive_bytes = store.step, step.num_skipped, stored_bytes(store)
-    functions: list[StreamedFunction] = []  # in the step's memory, in turns with it
+    functions: list[StreamedStep] = []  # in the step's memory, in turns with it
 
     def run(batch: Batch) -> Done:
         nonlocal number, skipped

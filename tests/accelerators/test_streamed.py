@@ -21,16 +21,15 @@ from zoo import ZOO, Program
 
 import jaxinf
 from jaxinf.kernels.compiled import standard_kernels
+from jaxinf.streaming.in_memory import InMemory
 from jaxinf.streaming.plan import device as planned_device
-from jaxinf.streaming.plan import options as step_options
+from jaxinf.streaming.plan import fit
+from jaxinf.streaming.plan.budget import Options
 from jaxinf.streaming.plan.compiled import compile_plan, measured
-from jaxinf.streaming.plan.fit import cut_to_fit, prepare, prepare_function
+from jaxinf.streaming.plan.fit import cut_to_fit, prepare
 from jaxinf.streaming.plan.leaving import least_bytes
-from jaxinf.streaming.plan.options import StepOptions
-from jaxinf.streaming.planning import plan_within
 from jaxinf.streaming.program.graph import aval_bytes
 from jaxinf.streaming.update.device_updates import DeviceUpdater
-from jaxinf.streaming.update.optax_sink import OptaxSink
 
 every = pytest.mark.every
 DEVICES = ["h100", "v5e"]
@@ -88,7 +87,8 @@ def plan_step(place, monkeypatch):
 
     def make(name, device, tx=CLIPPED, share=2, **options):
         program, target = program_of(name), Target(device)
-        monkeypatch.setattr(step_options, "default_device", lambda: target.devices[0])
+        for module in (fit, planned_device):
+            monkeypatch.setattr(module, "default_device", lambda: target.devices[0])
         # The devices of a topology have no memories.
         monkeypatch.setattr(planned_device, "_check_kinds", lambda device: None)
         step = jaxinf.stream(
@@ -105,8 +105,8 @@ def plan_step(place, monkeypatch):
             step.load(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params))
             with compiling_for(target) as built, jax.default_device(target.devices[0]):
                 ready = step._trace(program.batch, params)
-                sink = step._sink(ready, step._options)
-                fitted = plan_within(sink, ready, step._options.budgets)
+                sink = step._home.sink(ready)
+                fitted = step._plan_within(ready, sink, step._budget(ready))
         return fitted, built
 
     return make
@@ -168,9 +168,7 @@ def test_an_update_in_memory(device):
     params = shapes_of(program_of("gpt2").params)
     state = jax.eval_shape(CLIPPED.init, params)
     with compiling_for(target) as built, jax.default_device(target.devices[0]):
-        update, add = OptaxSink(CLIPPED, StepOptions(1 << 30), ".").functions(
-            donates=True
-        )
+        update, add = InMemory(CLIPPED, Options(1 << 30), ".").functions(donates=True)
         update.lower(params, state, params).compile()
         add.lower(params, params).compile()
     check_built(built, device)
@@ -182,7 +180,7 @@ def test_an_update_in_memory(device):
 def test_updates_on_the_device(device):
     """State takes the memory of the old one, and params that are not split."""
     target = Target(device)
-    jit = StepOptions(1 << 30).jit
+    jit = Options(1 << 30).jit
     programs = DeviceUpdater(jax.devices()[0], is_host=True, jit=jit)
     kernel = standard_kernels()["adamw"]
     wide = of_shape(1 << 20, dtype=jnp.float32)
@@ -203,7 +201,7 @@ def test_updates_on_the_device(device):
 def test_a_function(device):
     """The same programs, without a gradient."""
     program, target = program_of("gpt2"), Target(device)
-    ready = prepare_function(program.loss, program.params, program.batch)
+    ready = prepare(program.loss, program.params, program.batch, has_loss=False)
     with compiling_for(target) as built, jax.default_device(target.devices[0]):
         plan = cut_to_fit(ready, 3 * smallest_bytes(ready) // 2)
         executables = {}

@@ -25,7 +25,6 @@ from zoo import ZOO
 import jaxinf
 from jaxinf.errors import StreamError
 from jaxinf.streaming.plan import device, memory
-from jaxinf.streaming.plan import options as step_options
 from jaxinf.streaming.plan.memory import DeviceLimit
 from jaxinf.streaming.plan.reads import Fetch
 from jaxinf.streaming.program import units
@@ -149,7 +148,6 @@ def other_sizes(place):
 
     with (
         mock.patch.object(memory, "device_is_host", return_value=False),
-        mock.patch.object(step_options, "device_limit", limit),
         mock.patch.object(device, "device_limit", limit),
         opened(place, "store") as store,
     ):
@@ -160,7 +158,7 @@ def other_sizes(place):
         function.load(one.params)
         function(one.batch)
         for made in (step, function):
-            assert made._last.plan.division.programs <= 8 << 20
+            assert made.plan.memory.programs <= 8 << 20
 
 
 def replicas(place):

@@ -8,9 +8,9 @@ from streaming import prepared
 from zoo import ZOO
 
 import jaxinf
-from jaxinf.streaming import planning
+from jaxinf.streaming import bound
 from jaxinf.streaming import step as steps
-from jaxinf.streaming.plan import compiled, leaving
+from jaxinf.streaming.plan import fit, leaving
 from jaxinf.streaming.plan.choice import (
     NUM_MEASURED,
     StepTimes,
@@ -26,7 +26,7 @@ PROGRAM = ZOO["l2_penalty"](depth=8)
 @pytest.fixture(autouse=True)
 def everything_leaves(monkeypatch):
     monkeypatch.setattr(leaving, "SMALL_BYTES", 1)
-    monkeypatch.setattr(compiled, "evicted", lambda plan, _: evicted(plan, 0))
+    monkeypatch.setattr(fit, "evicted", lambda plan, _: evicted(plan, 0))
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def slow(step_s, waited_s, call_s):
 
 @pytest.mark.parametrize("num_parts", [1, 2])
 def test_losses_and_params_are_those_of_keep(open_store, monkeypatch, num_parts):
-    monkeypatch.setattr(steps, "StepTimes", slow)
+    monkeypatch.setattr(bound, "StepTimes", slow)
     found = {}
     for policy in ("keep", "plan"):
         step = jaxinf.stream(
@@ -112,16 +112,16 @@ def test_losses_and_params_are_those_of_keep(open_store, monkeypatch, num_parts)
 def test_in_memory_without_a_choice_or_with_one_that_does_not_fit(
     monkeypatch, tmp_path, is_slow
 ):
-    monkeypatch.setattr(steps, "StepTimes", slow)
+    monkeypatch.setattr(bound, "StepTimes", slow)
     if not is_slow:
         monkeypatch.setattr(steps, "segments_to_recompute", lambda *_: frozenset())
-    most = planning.least_bytes
+    most = fit.least_bytes
 
     def least_bytes(plan):
         """Of plans with repeated calls, more than there is."""
         return most(plan) + (any(call.is_repeat for call in plan.calls) << 40)
 
-    monkeypatch.setattr(planning, "least_bytes", least_bytes)
+    monkeypatch.setattr(fit, "least_bytes", least_bytes)
     step = jaxinf.stream_in_memory(
         PROGRAM.loss,
         optax.sgd(0.1),

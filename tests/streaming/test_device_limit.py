@@ -10,9 +10,9 @@ from zoo import ZOO
 
 import jaxinf
 from jaxinf.errors import StreamError
-from jaxinf.streaming.plan import memory
-from jaxinf.streaming.plan import options as step_options
-from jaxinf.streaming.plan.device import check_pinned, device_limit, mesh_limit
+from jaxinf.streaming.plan import device as planned_device
+from jaxinf.streaming.plan import fit, memory
+from jaxinf.streaming.plan.device import check_pinned, device_limit
 from jaxinf.streaming.plan.memory import DeviceLimit, divide
 
 pytestmark = pytest.mark.optimized("long")
@@ -60,7 +60,8 @@ def test_the_default_is_what_a_device_has_free(monkeypatch):
     assert device_limit(filled, None).num_bytes == 9 * GIB
     # The smallest device of a mesh counts.
     devices = [Device(bytes_limit=n * GIB, bytes_in_use=0) for n in (80, 20)]
-    limits = [mesh_limit(*given) for given in ((devices, None), (devices, GIB))]
+    mesh = SimpleNamespace(local_devices=devices)
+    limits = [planned_device.limit_of(mesh, given) for given in (None, GIB)]
     assert [one.num_bytes for one in limits] == [18 * GIB, GIB]
 
 
@@ -112,9 +113,6 @@ def test_the_rounding_of_a_pool_is_planned():
     )
     assert one.gradients == 2 * two.gradients
     assert (one.staged, one.ring) == (two.staged, two.ring)
-    for with_values in (False, True):
-        pool_bytes = one.pool_bytes(with_values=with_values)
-        assert two.pool_bytes(with_values=with_values) == pool_bytes
 
 
 @pytest.fixture
@@ -125,7 +123,7 @@ def apart(monkeypatch):
     def put(**stats):
         found = Device(**stats)
         monkeypatch.setattr(
-            step_options, "device_limit", lambda _, given: device_limit(found, given)
+            planned_device, "device_limit", lambda _, given: device_limit(found, given)
         )
         return found
 
@@ -187,6 +185,6 @@ def test_steps_and_functions_look_at_the_device(place, apart, monkeypatch, make)
         make(place)
     if make is not function_of:  # no value of it leaves the device
         device.stats["bytes_in_use"] = 0
-        monkeypatch.setattr(step_options, "default_device", lambda: device)
+        monkeypatch.setattr(fit, "default_device", lambda: device)
         with pytest.raises(StreamError, match="XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB="):
             make(place / "again")

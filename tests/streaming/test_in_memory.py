@@ -49,10 +49,6 @@ def test_updates_are_those_of_jitted_optax():
         params = add(params, updates)
     assert_same_bits(step.params(), params)
     assert_same_bits(step.state(), state)
-    half = jax.tree.map(lambda x: x.astype("bfloat16"), params)
-    assert_same_bits(step.params(like=half), half)
-    with pytest.raises(ValueError, match="like: expected the shapes"):
-        step.params(like=jax.tree.leaves(params))
 
 
 @pytest.mark.long

@@ -24,8 +24,8 @@ from zoo import ZOO, Program, normal
 import jaxinf
 from jaxinf.engine.steps import StepEngine
 from jaxinf.errors import BudgetError, StreamError
-from jaxinf.streaming.micro_batches import first_part, parts_of, together
-from jaxinf.streaming.plan import compiled as running
+from jaxinf.streaming.batches import first_part, parts_of, together
+from jaxinf.streaming.plan import fit as running
 from jaxinf.streaming.plan import leaving
 from jaxinf.streaming.plan.fit import cut_to_fit, plan_of
 from jaxinf.streaming.program.programs import make_programs
@@ -81,7 +81,7 @@ def assert_bits_of_one_part_after_another(program, count, policy):
     ]
     *results, gradients = zip(*parts, strict=True)
     expected = together(list(zip(*results, strict=True)), [1.0] * count)
-    plan = plan_of(replace(ready, num_parts=count), cuts, policy)
+    plan = plan_of(ready, cuts, policy, count)
     loss, aux, found = streamed_plan(program, plan, executables)
     assert_same_bits((loss, aux), expected)
     assert_same_bits(found, list(map(mean, *gradients)))
@@ -106,8 +106,8 @@ def test_a_segment_runs_for_all_parts_before_the_next_one():
     """As far as all wait at its end; then one part after another, for its scores."""
     program = tied()
     ready = prepared(replace(program, batch=first_part(program.batch, 3)))
-    ready = replace(ready, num_parts=3)
-    plan = cut_to_fit(ready, smallest_bytes(ready) * 5 // 4)
+    budget_bytes = smallest_bytes(ready, num_parts=3) * 5 // 4
+    plan = cut_to_fit(ready, budget_bytes, num_parts=3)
     num_segments = len(plan.cuts) - 1
     early = make_programs(ready.lifetimes, plan.cuts, ready.keys).num_early
     assert 1 < early < num_segments

@@ -29,11 +29,11 @@ def prepared(program):
     return prepare(program.loss, program.params, program.batch, has_aux=program.has_aux)
 
 
-def smallest_bytes(ready, policy="recompute"):
-    """Returns the smallest budget that `ready.plan` accepts by estimates."""
+def smallest_bytes(ready, policy="recompute", num_parts=1):
+    """Returns the smallest budget that `cut_to_fit` accepts by estimates."""
     usual, large = segment_limits(ready)
     cuts = {cuts_of(ready, limit) for limit in (*usual, *large)}
-    return min(plan_of(ready, one, policy).peak_bytes for one in cuts)
+    return min(plan_of(ready, one, policy, num_parts).peak_bytes for one in cuts)
 
 
 def in_memory(leaves):

@@ -10,6 +10,7 @@ no program, no copy and no update can still read it.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -22,12 +23,17 @@ from jax.sharding import SingleDeviceSharding
 from jaxinf import compat
 from jaxinf.engine import Engine, ParamsReader, put_together
 from jaxinf.streaming.move.jobs import Jobs, MoveCounts, Uploads
-from jaxinf.streaming.plan.group_step import GroupStep
+from jaxinf.streaming.plan.calls import Plan
+from jaxinf.streaming.plan.memory import READER_BYTES
 from jaxinf.streaming.plan.reads import Fetch, Reading
 from jaxinf.streaming.program.graph import Piece, piece_sharding
+from jaxinf.streaming.program.meshes import default_device
 from jaxinf.streaming.program.units import StoreUnits, Unit
 from jaxinf.transfer import PAGE_BYTES, Buffer, BufferPool, aligned, span
 from jaxinf.typing import Array
+
+Hold: TypeAlias = Callable[[], AbstractContextManager[None]]
+"""Keeps an error of its context until all processes agree."""
 
 
 class MemoryParams:
@@ -158,6 +164,7 @@ class StoreParams:
     Args:
       reading: The reads of each run. Of a device with memory of its own, `host_bytes`
         are for buffers; what is pinned is taken beside it.
+      hold: Keeps an error of its context, until the processes of the run agree.
       are_frozen: Whether what stays is the same after a step of the store.
     """
 
@@ -167,14 +174,14 @@ class StoreParams:
         reader: StoreReader,
         reading: Reading,
         device: Any,
-        together: GroupStep | None = None,
+        hold: Hold = nullcontext,
         *,
         are_frozen: bool = True,
     ) -> None:
         self.counts = MoveCounts()
         self._reading, self._are_frozen = reading, are_frozen
         self._version: tuple[int, int] | None = None  # of what stays
-        self._together = together or GroupStep()
+        self._hold = hold
         self._store_units, self._reader, self._device = store_units, reader, device
         self._has_link = reading.host_bytes is not None
         self._device_bytes = reading.room_bytes  # that are free, of one with its own
@@ -201,6 +208,23 @@ class StoreParams:
         self._updates = {
             fetch.unit: fetch for fetch in reading.fetches if fetch.gradient is not None
         }
+
+    @classmethod
+    def of(
+        cls,
+        engine: Engine,
+        plan: Plan,
+        store_units: StoreUnits | None,
+        hold: Hold,
+        *,
+        average: bool = False,
+        are_frozen: bool = True,
+    ) -> "StoreParams":
+        """Makes the params of a plan; with `average` they are the store's average."""
+        assert store_units is not None, "params are read from a store"
+        reader = StoreReader(engine, READER_BYTES, average=average)
+        what = store_units, reader, plan.reading, default_device(), hold
+        return cls(*what, are_frozen=are_frozen)
 
     # --- a step --------------------------------------------------------------------
 
@@ -238,7 +262,7 @@ class StoreParams:
         unit = self._store_units.unit(piece)
         fetch = next(one for one in self._of_unit[unit] if one.last >= number)
         read = self._reads[fetch]
-        with self._together.holding():
+        with self._hold():
             return self._part(unit, piece, self._got(read))
         # Others wait for the programs, and put a unit together once.
         if not read.is_complete:

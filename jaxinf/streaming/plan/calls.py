@@ -12,7 +12,7 @@ from functools import cache, cached_property
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
-from jaxinf.streaming.plan.memory import Division
+from jaxinf.streaming.plan.memory import Memory
 from jaxinf.streaming.plan.reads import Reading
 from jaxinf.streaming.plan.report import plan_text
 from jaxinf.streaming.program.graph import Origin, Piece
@@ -120,11 +120,10 @@ class Plan:
       output_bytes: On several devices, the bytes of each call's outputs in one memory;
         None for one device.
       evictions: Values that are on a drive for a time.
-      lenders: Values whose memory outputs may reuse; None for all at their last use
-        that are never on a drive.
+      lenders: Values whose memory outputs may reuse at their last use; None for all.
       resident: Parts of params that are in memory in any case, and do not count.
       resident_bytes: Memory of params that stay between steps, in addition.
-      division: The memory, without that of values that wait on the host.
+      memory: The memory, without that of values that wait on the host.
       tiers: Where values wait; None if the device's memory is the host's.
       reading: The reads of params; none if all are in memory.
       traffic: What a step moves on drives; None if it was not counted.
@@ -143,7 +142,7 @@ class Plan:
     lenders: frozenset[Slot] | None = None
     resident: frozenset[Piece] = frozenset()
     resident_bytes: int = 0
-    division: Division = field(default_factory=Division)
+    memory: Memory = field(default_factory=Memory)
     tiers: Tiers | None = None
     reading: Reading = field(default_factory=Reading)
     traffic: ByteCounts | None = None
@@ -171,7 +170,6 @@ class Plan:
         No call takes such an input later, and no one else holds it.
         """
         kept = {call.makes[i] for call in self.calls for _, i in call.gradients}
-        kept.update(self.evictions)  # no call frees a result
         found: dict[str, set[int]] = {}
         for call in self.calls:
             lent = {*call.frees} - kept
@@ -220,7 +218,7 @@ class Plan:
     @property
     def store_bytes(self) -> int:
         """Memory for the store's buffers."""
-        return self.division.ring + self.reading.unused_bytes
+        return self.memory.ring + self.reading.unused_bytes
 
     @property
     def away_bytes(self) -> int:

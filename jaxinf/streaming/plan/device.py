@@ -6,12 +6,14 @@ is written, and no memory is taken.
 
 import os
 import warnings
-from collections.abc import Iterable
 from typing import Any
+
+from jax.sharding import Mesh
 
 from jaxinf.errors import StreamError
 from jaxinf.streaming.plan import memory
 from jaxinf.streaming.plan.memory import DeviceLimit
+from jaxinf.streaming.program.meshes import default_device
 from jaxinf.streaming.program.units import PINNED
 from jaxinf.terminal import format_bytes
 
@@ -69,12 +71,13 @@ def device_limit(device: Any, num_bytes: int | None) -> DeviceLimit:
     )
 
 
-def mesh_limit(devices: Iterable[Any], num_bytes: int | None) -> DeviceLimit:
-    """Returns the limit for each device of a mesh: that of the smallest.
+def limit_of(mesh: Mesh | None, num_bytes: int | None) -> DeviceLimit:
+    """Returns the limit for the JAX device, or for each of a mesh: of the smallest.
 
     Raises:
       StreamError: As `device_limit`, of any of them.
     """
+    devices = [default_device()] if mesh is None else mesh.local_devices
     limits = [device_limit(device, num_bytes) for device in devices]
     return min(limits, key=lambda limit: limit.num_bytes or 0)
 

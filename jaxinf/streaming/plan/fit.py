@@ -1,28 +1,38 @@
-"""How memory becomes cuts: the plan with segments of a size that fits.
+"""How memory becomes cuts, and cuts a plan: segments of a size that fits.
 
-    bytes of a segment: powers of two ─► cuts ─► calls ─► peak memory ─ fits? ─► plan
+    memory, less what else a step takes
+      ─► bytes of a segment: powers of two ─► cuts ─► calls ─► peak memory ─ fits?
+      ─► values that leave ─► reads of params
 
 Invariant: the same jaxpr and the same cuts give the same programs, in every process.
+What a step takes stays within its budgets, in all processes alike.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import chain
 from typing import Any
 
-from jaxinf.errors import BudgetError
+from jaxinf.errors import BudgetError, StreamError
+from jaxinf.processes import Group
+from jaxinf.streaming.plan.budget import Budget, Options
 from jaxinf.streaming.plan.calls import Plan, Policy, may_leave
-from jaxinf.streaming.plan.leaving import least_bytes
+from jaxinf.streaming.plan.compiled import Executables, measured
+from jaxinf.streaming.plan.device import check_pinned
+from jaxinf.streaming.plan.leaving import evicted, least_bytes, plan_tiers
+from jaxinf.streaming.plan.memory import Claim, Claims, Memory, memory_within, without
 from jaxinf.streaming.plan.order import lenders_of, sequence
+from jaxinf.streaming.plan.reads import plan_reads, staged_bytes
 from jaxinf.streaming.plan.report import largest_text
 from jaxinf.streaming.program.cut import choose_cuts, segment_bytes
-from jaxinf.streaming.program.graph import Piece, aval_bytes, build_graph
+from jaxinf.streaming.program.graph import aval_bytes, build_graph
 from jaxinf.streaming.program.keys import Keys, stable_digest
 from jaxinf.streaming.program.lifetimes import Lifetimes, ordered
+from jaxinf.streaming.program.meshes import default_device
 from jaxinf.streaming.program.programs import make_programs, sum_programs
 from jaxinf.streaming.program.trace import Traced, trace, trace_function
-from jaxinf.typing import PyTree
+from jaxinf.typing import JsonValue, PyTree
 
 PLAN_VERSION = 2
 """Changed whenever equal cuts would give other programs, and so other bits."""
@@ -33,23 +43,17 @@ _MAX_HALVINGS = 14
 
 
 @dataclass(frozen=True, repr=False)  # it has all nodes
-class Prepared:
-    """A traced loss function, ready to be cut.
+class Ordered:
+    """A traced function, whose nodes are ordered and can be cut.
 
     Attributes:
-      traced: The loss function, for a part of a batch if there are several.
-      keys: Their texts, and what is made of the graph but once.
-      num_parts: Number of parts of a batch that its programs run for in turn.
-      cuts: Those that its steps have had; None to choose them.
-      again: Segments that ``policy="plan"`` recomputes.
+      traced: The function, of a part of a batch if there are several.
+      keys: Texts of the nodes, and what is made of the graph but once.
     """
 
     traced: Traced
     lifetimes: Lifetimes
     keys: Keys
-    num_parts: int = 1
-    cuts: Sequence[int] | None = None
-    again: frozenset[int] = frozenset()
 
     @cached_property
     def tokens(self) -> list[str]:
@@ -75,70 +79,203 @@ class Prepared:
             specs = [str(a.sharding.spec) for a in (*traced.params, *traced.batch)]
         return stable_digest(chain(lines, origins, [targets], traced.names, specs))
 
-    @property
-    def gradient_pieces(self) -> tuple[Piece, ...]:
-        """Parts of params whose gradients are handed out."""
-        return tuple(self.lifetimes.graph.gradients)
-
-    @property
-    def given_bytes(self) -> int:
-        """Bytes of the batch, and of the arrays that the loss function closed over."""
-        batch_bytes = self.num_parts * sum(map(aval_bytes, self.traced.batch))
-        return batch_bytes + sum(map(aval_bytes, self.traced.consts))
-
 
 def prepare(
-    loss_fn: Callable[..., Any],
-    params: PyTree,
-    batch: PyTree,
-    *,
-    has_aux: bool = False,
-    num_parts: int = 1,
-    is_deterministic: bool = True,
-) -> Prepared:
-    """Traces `loss_fn` and orders its nodes; raises the errors of `trace`.
-
-    Args:
-      batch: A part of a batch, if there are several.
-      is_deterministic: Whether its programs have the same bits in each run.
-    """
-    traced = trace(loss_fn, params, batch, has_aux=has_aux)
-    return _prepared(traced, num_parts, is_deterministic=is_deterministic)
-
-
-def prepare_function(
     fn: Callable[..., Any],
     params: PyTree,
     batch: PyTree,
     *,
+    has_loss: bool = True,
+    has_aux: bool = False,
     is_deterministic: bool = True,
-) -> Prepared:
-    """As `prepare`, of a function without a gradient."""
-    traced = trace_function(fn, params, batch)
-    return _prepared(traced, is_deterministic=is_deterministic)
+) -> Ordered:
+    """Traces a function and orders its nodes; raises the errors of `trace`.
 
-
-def _prepared(
-    traced: Traced, num_parts: int = 1, *, is_deterministic: bool
-) -> Prepared:
+    Args:
+      batch: A part of a batch, if there are several.
+      has_loss: Whether its gradient is computed, too.
+      is_deterministic: Whether its programs have the same bits in each run.
+    """
+    if has_loss:
+        traced = trace(fn, params, batch, has_aux=has_aux)
+    else:
+        traced = trace_function(fn, params, batch)
     traced = replace(traced, is_deterministic=is_deterministic)
-    return Prepared(traced, ordered(build_graph(traced)), Keys(), num_parts)
+    return Ordered(traced, ordered(build_graph(traced)), Keys())
+
+
+# --- a step's plan --------------------------------------------------------------------
+
+
+def plan_within(
+    ready: Ordered,
+    claims: Claims,
+    options: Options,
+    budget: Budget,
+    *,
+    group: Group,
+    executables: Executables,
+    kept: Callable[[], Sequence[int] | None] = lambda: None,
+    again: frozenset[int] = frozenset(),
+) -> Plan:
+    """Plans a step within a budget; compiles its programs, and blocks.
+
+    Args:
+      ready: The function, traced for a part of a batch.
+      group: The processes, which plan together.
+      executables: Programs compiled before; new ones are added.
+      kept: Returns the cuts on which bits depend from before; None if there are none.
+      again: Segments that ``policy="plan"`` recomputes.
+
+    Raises:
+      BudgetError: The budget is too small.
+      StreamError: The program cannot be cut, or processes have kept other cuts.
+    """
+    memory, cuts = _memory_of_all(ready, claims, options, budget, group, kept)
+    made = list[Plan]()
+
+    def plan() -> JsonValue:
+        how = options.policy, options.micro_batches, again
+        made.append(_planned(ready, claims, memory, cuts, how, executables))
+        return None if group.is_alone else made[0].digest
+
+    remedy = "give all the same options, and the same versions of packages"
+    group.agree("the plan of a step", plan, remedy)
+    return made[0]
+
+
+def _memory_of_all(
+    ready: Ordered,
+    claims: Claims,
+    options: Options,
+    budget: Budget,
+    group: Group,
+    kept: Callable[[], Sequence[int] | None],
+) -> tuple[Memory, Sequence[int] | None]:
+    """Returns the memory that all processes have, and the cuts that one has kept.
+
+    Raises:
+      StreamError: They have kept others.
+    """
+    own, limit = list[Memory](), budget.limit
+
+    def divided() -> JsonValue:
+        traced, num_bytes = ready.traced, budget.memory_bytes
+        given_bytes = options.micro_batches * sum(map(aval_bytes, traced.batch))
+        given_bytes += sum(map(aval_bytes, traced.consts))
+        given = Claim(given_bytes, "holding its batch and constants", True)
+        memory = memory_within(num_bytes, limit, claims, given)
+        pinned_bytes = memory.pool_factor * memory.gradients
+        pinned_bytes += options.may_leave * memory.staged
+        check_pinned(default_device(), pinned_bytes)
+        if options.may_leave:
+            purpose = "writing its values to drives"
+            memory = without(memory, claims.writing_bytes, purpose)
+        own.append(memory)
+        return [memory.programs, memory.staged, memory.spare, kept()]
+
+    told = group.gather("the memory of a step", divided)
+    programs, staged, spare = (min(one[n] for one in told) for n in range(3))
+    found = {tuple(cuts) for *_, cuts in told if cuts is not None}
+    if len(found) > 1:
+        raise StreamError(
+            "jaxinf.stream: expected one plan that all processes' stores keep, found "
+            f"{len(found)}; pass replan=True for another one (bits then "
+            "differ from here on)"
+        )
+    memory = replace(own[0], programs=programs, staged=staged, spare=spare)
+    return memory, found.pop() if found else None
+
+
+def _planned(
+    ready: Ordered,
+    claims: Claims,
+    memory: Memory,
+    cuts: Sequence[int] | None,
+    how: tuple[Policy, int, frozenset[int]],
+    executables: Executables,
+) -> Plan:
+    policy, num_parts, again = how
+    held_bytes = claims.held_bytes
+    if held_bytes > memory.programs:
+        raise BudgetError(
+            memory.limit,
+            "expected room for params, gradients and optax's state, "
+            f"{held_bytes} bytes, found {memory.programs}",
+            held_bytes - memory.programs + 1,
+            ", or give a store, which keeps the state on drives",
+        )
+
+    def measure(plan: Plan) -> Plan:
+        plan = measured(_with_params(plan, claims), executables)
+        return replace(plan, peak_bytes=held_bytes + least_bytes(plan))
+
+    if cuts is None:
+        what = ready, memory.programs, policy, measure, memory.limit
+        plan = cut_to_fit(*what, num_parts=num_parts)
+    else:
+        plan = measure(plan_of(ready, cuts, policy, num_parts, again))
+        if again and plan.peak_bytes > memory.programs:
+            plan = measure(plan_of(ready, cuts, policy, num_parts))
+        _check_fits(plan, memory)
+    programs = max(memory.programs, plan.peak_bytes)  # of a kept plan, with the spare
+    memory = replace(memory, programs=programs - held_bytes)
+    plan = replace(plan, peak_bytes=plan.peak_bytes - held_bytes)
+    host_bytes, tiers = memory.staged, None
+    if plan.is_offloaded:
+        passing = 0 if claims.units is None else staged_bytes(claims.units, plan)
+        host_bytes = (host_bytes - passing) // memory.pool_factor
+        plan = evicted(plan, memory.programs)
+    if memory.staged:
+        tiers = plan_tiers(plan, host_bytes)
+        if claims.units is not None:
+            pool_bytes = memory.pool_factor * tiers.host_bytes
+            memory = without(memory, pool_bytes, "keeping values")
+    reading = plan_reads(plan, claims, memory)
+    return replace(plan, memory=memory, tiers=tiers, reading=reading)
+
+
+def _with_params(plan: Plan, claims: Claims) -> Plan:
+    """Returns the plan with the params that are in memory anyway."""
+    if claims.units is not None:
+        return plan
+    pieces = {piece for call in plan.calls for piece in call.reads}
+    # A part of a leaf is copied for its calls.
+    whole = frozenset(p for p in pieces if not p.index and not p.rows)
+    params_bytes = sum(map(aval_bytes, plan.traced.params))
+    return replace(plan, resident=whole, resident_bytes=params_bytes)
+
+
+def _check_fits(plan: Plan, memory: Memory) -> None:
+    """Refuses kept cuts that need more memory than there is: BudgetError."""
+    most_bytes = memory.programs + memory.spare
+    if plan.peak_bytes > most_bytes:
+        raise BudgetError(
+            memory.limit,
+            f"it leaves {most_bytes} bytes for the plan that the store was trained "
+            f"with, which takes {plan.peak_bytes}",
+            plan.peak_bytes - most_bytes,
+            ", or pass replan=True for another plan (bits then differ from here on)",
+        )
 
 
 # --- memory ─► cuts ─► a plan ---------------------------------------------------------
 
 
 def cut_to_fit(
-    ready: Prepared,
+    ready: Ordered,
     budget_bytes: int,
     policy: Policy = "recompute",
     measure: Callable[[Plan], Plan] = lambda plan: plan,
     limit: str = "memory_bytes",
+    *,
+    num_parts: int = 1,
 ) -> Plan:
     """Cuts the program so that a step's memory fits.
 
     Args:
       budget_bytes: Memory for a step's programs.
+      num_parts: Number of parts of a batch that its programs run for in turn.
       measure: Returns the plan with its `peak_bytes` measured; by default they are
         estimated. It is called for plans that would fit without temporaries.
 
@@ -149,10 +286,10 @@ def cut_to_fit(
     # Cuts, and so bits, do not depend on the number of parts.
     # Those of "plan" are of segments that are worth to be recomputed.
     like: Policy = "recompute" if policy == "plan" else policy
-    alone = cache(partial(plan_of, replace(ready, num_parts=1), policy=like))
-    is_alone = ready.num_parts == 1 and like == policy
+    alone = cache(partial(plan_of, ready, policy=like))
+    is_alone = num_parts == 1 and like == policy
     for cuts in dict.fromkeys(_cuts_to_try(ready, budget_bytes, like, alone)):
-        plan = alone(cuts) if is_alone else plan_of(ready, cuts, policy)
+        plan = alone(cuts) if is_alone else plan_of(ready, cuts, policy, num_parts)
         none = dict.fromkeys(plan.programs, 0)
         if least_bytes(replace(plan, temp_bytes=none)) <= budget_bytes:
             plan = measure(plan)
@@ -171,15 +308,25 @@ def cut_to_fit(
     )
 
 
-def plan_of(ready: Prepared, cuts: Sequence[int], policy: Policy = "recompute") -> Plan:
-    """Returns the plan of given cuts, without values that leave."""
-    graph, num_parts = ready.lifetimes.graph, ready.num_parts
+def plan_of(
+    ready: Ordered,
+    cuts: Sequence[int],
+    policy: Policy = "recompute",
+    num_parts: int = 1,
+    again: Container[int] = (),
+) -> Plan:
+    """Returns the plan of given cuts, without values that leave.
+
+    Args:
+      again: Segments that are recomputed; all with ``"recompute"``.
+    """
+    graph = ready.lifetimes.graph
     programs = make_programs(ready.lifetimes, cuts, ready.keys)
     sums = sum_programs(programs, graph, num_parts, ready.keys)
-    again = range(len(cuts)) if policy == "recompute" else ready.again
+    again = range(len(cuts)) if policy == "recompute" else again
     calls, results = sequence(graph, programs, again, sums, num_parts)
     leaves = may_leave(policy, num_parts)
-    lenders = lenders_of(calls, programs, sums, may_leave=leaves)
+    lenders = lenders_of(calls, programs, may_leave=leaves)
     if ready.traced.mesh is not None:  # shardings of values are not known yet
         lenders = frozenset()
     what = ready.traced, tuple(cuts), policy, calls, results, num_parts
@@ -188,7 +335,7 @@ def plan_of(ready: Prepared, cuts: Sequence[int], policy: Policy = "recompute") 
 
 
 def _cuts_to_try(
-    ready: Prepared, budget_bytes: int, policy: Policy, alone: Callable[..., Plan]
+    ready: Ordered, budget_bytes: int, policy: Policy, alone: Callable[..., Plan]
 ) -> Iterator[tuple[int, ...]]:
     """Yields cuts of ever smaller segments, those of a third of the budget first.
 
@@ -212,7 +359,7 @@ def _cuts_to_try(
     yield from map(cut, chain(usual, large))
 
 
-def segment_limits(ready: Prepared) -> tuple[list[int], list[int]]:
+def segment_limits(ready: Ordered) -> tuple[list[int], list[int]]:
     """Returns bytes of segments to try, descending: up to those of params, and more."""
     lifetimes = ready.lifetimes
     bits = lifetimes.piece_bytes(lifetimes.sizes).bit_length()
@@ -224,7 +371,7 @@ def segment_limits(ready: Prepared) -> tuple[list[int], list[int]]:
     ]
 
 
-def cuts_of(ready: Prepared, limit_bytes: int) -> tuple[int, ...]:
+def cuts_of(ready: Ordered, limit_bytes: int) -> tuple[int, ...]:
     """Returns the cuts for segments of so many bytes; what was cut once is kept."""
     return ready.keys.once(
         ("cuts", limit_bytes),

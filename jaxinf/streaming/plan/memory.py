@@ -6,13 +6,12 @@ Invariant: the sum of the parts never exceeds the whole.
 import contextlib
 import ctypes
 import gc
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from jax.sharding import Mesh
-
-from jaxinf.errors import BudgetError, StreamError
-from jaxinf.streaming.program.meshes import mesh_text
+from jaxinf.errors import BudgetError
+from jaxinf.streaming.program.units import StoreUnits, Unit
 from jaxinf.transfer import page_ceil
 
 READER_BYTES = 16 << 20
@@ -47,9 +46,44 @@ class DeviceLimit:
     pool_factor: int = 1
 
 
+class Claim(NamedTuple):
+    """Bytes of the host, or of a JAX device with memory of its own, and their use."""
+
+    num_bytes: int
+    purpose: str
+    is_on_device: bool = False
+
+
 @dataclass(frozen=True)
-class Division:
-    """Bytes of memory.
+class Claims:
+    """What a step takes beside its programs, and how its params are read.
+
+    Attributes:
+      units: How params are read from the store; None if they are in memory.
+      frozen: Leaves that no update changes, so that they may stay from step to step.
+      handed: Units whose updates can take what was read for a program.
+      ring_bytes: The store's least buffers for updates; None if there are none.
+      gradient_bytes: Size of the largest unit whose gradient is handed out.
+      export_bytes: Memory for exports.
+      held_bytes: What stays beside the programs from step to step.
+      others: What else it takes.
+      writing_bytes: What writing values to drives takes, if they may leave.
+    """
+
+    units: StoreUnits | None = None
+    frozen: Set[int] = frozenset()
+    handed: Set[Unit] = frozenset()
+    ring_bytes: int | None = None
+    gradient_bytes: int = 0
+    export_bytes: int = 0
+    held_bytes: int = 0
+    others: Sequence[Claim] = ()
+    writing_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of a step, in bytes.
 
     Attributes:
       ring: The store's buffers.
@@ -72,32 +106,47 @@ class Division:
     spare: int = 0
     pool_factor: int = 1
 
-    def pool_bytes(self, *, with_values: bool) -> int:
-        """The most that a pool of pinned memory takes of the host."""
-        return self.pool_factor * self.gradients + with_values * self.staged
 
-    def without(
-        self, num_bytes: int, purpose: str, *, is_on_device: bool = False
-    ) -> "Division":
-        """Returns the same with less of the host's memory for the programs.
+def memory_within(
+    memory_bytes: int, limit: DeviceLimit, claims: Claims, *claimed: Claim
+) -> Memory:
+    """Returns what a step has for its programs, and for all else.
 
-        Args:
-          purpose: What takes them, for errors.
-          is_on_device: Whether the device's memory is meant instead.
+    Args:
+      claimed: What is taken beside `claims`.
 
-        Raises:
-          BudgetError: Nothing is left for them.
-        """
-        part = "staged" if self.staged and not is_on_device else "programs"
-        held_bytes = getattr(self, part)
-        if num_bytes >= held_bytes:
-            raise BudgetError(
-                "memory_bytes" if part == "staged" else self.limit,
-                f"it leaves {held_bytes} bytes for the program, and {purpose} takes "
-                f"{num_bytes}",
-                num_bytes - held_bytes + 1,
-            )
-        return replace(self, **{part: held_bytes - num_bytes})
+    Raises:
+      BudgetError: Nothing is left for the programs.
+    """
+    own_bytes = memory_bytes - claims.export_bytes
+    if claims.ring_bytes is not None:
+        found = divide(own_bytes, claims.ring_bytes, claims.gradient_bytes, limit)
+    else:
+        reads_bytes = 0 if claims.units is None else reader_bytes(own_bytes)
+        found = divide_rest(own_bytes - reads_bytes, limit)
+    for claim in (*claims.others, *claimed):
+        found = without(found, *claim)
+    return found
+
+
+def without(
+    memory: Memory, num_bytes: int, purpose: str, is_on_device: bool = False
+) -> Memory:
+    """Returns the same with less of the host's, or the device's, for the programs.
+
+    Raises:
+      BudgetError: Nothing is left for them.
+    """
+    part = "staged" if memory.staged and not is_on_device else "programs"
+    held_bytes = getattr(memory, part)
+    if num_bytes >= held_bytes:
+        raise BudgetError(
+            "memory_bytes" if part == "staged" else memory.limit,
+            f"it leaves {held_bytes} bytes for the program, and {purpose} takes "
+            f"{num_bytes}",
+            num_bytes - held_bytes + 1,
+        )
+    return replace(memory, **{part: held_bytes - num_bytes})
 
 
 def reader_bytes(memory_bytes: int) -> int:
@@ -110,29 +159,6 @@ def store_memory_bytes(memory_bytes: int) -> int:
     return max(_MIN_STORE_BYTES, memory_bytes // _RING_SHARE)
 
 
-def check_mesh(mesh: Mesh | None, policy: str) -> None:
-    """Refuses what does not run on several devices.
-
-    Args:
-      mesh: The devices; None for one.
-
-    Raises:
-      StreamError: Names it.
-    """
-    if mesh is not None and policy not in ("recompute", "keep"):
-        raise StreamError(
-            f'policy="{policy}": not supported yet on several devices, found '
-            f'{mesh_text(mesh)}; use "recompute" or "keep"'
-        )
-
-
-def num_together(mesh: Mesh | None) -> int:
-    """Returns the number of this process's devices that share one limited memory."""
-    if mesh is None or not device_is_host(mesh.devices.flat[0]):
-        return 1
-    return len(mesh.local_devices)
-
-
 def device_is_host(device: Any) -> bool:
     """Whether a JAX device computes in the host's memory."""
     return device.platform == "cpu"
@@ -143,7 +169,7 @@ def divide(
     ring_bytes: int,
     gradient_bytes: int,
     device: DeviceLimit = DeviceLimit(),
-) -> Division:
+) -> Memory:
     """Divides the memory.
 
     Args:
@@ -187,22 +213,22 @@ def divide_rest(
     ring: int = 0,
     gradients: int = 0,
     leaving: int = 0,
-) -> Division:
+) -> Memory:
     """Gives what is left of the memory to programs, within the device's limit.
 
     Args:
-      ring, gradients, leaving: As for `Division`; `leaving` is in the device's memory.
+      ring, gradients, leaving: As for `Memory`; `leaving` is in the device's memory.
     """
     limit, most = "device_memory_bytes", device.num_bytes
     if most is not None and not device.is_host:
         spare, programs = device.spare_bytes, most - leaving
-        return Division(
+        return Memory(
             *(ring, gradients, programs, rest_bytes, leaving, limit, spare),
             pool_factor=device.pool_factor,
         )
     if most is None or most >= rest_bytes:
         limit, most = "memory_bytes", rest_bytes
-    return Division(ring, gradients, most, 0, leaving, limit)
+    return Memory(ring, gradients, most, 0, leaving, limit)
 
 
 def return_freed_memory(*, collects: bool = True) -> None:

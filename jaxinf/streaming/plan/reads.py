@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from jaxinf.errors import BudgetError
-from jaxinf.streaming.plan.memory import NUM_STAGED, Division
+from jaxinf.streaming.plan.memory import NUM_STAGED, Claims, Memory
 from jaxinf.streaming.program.lifetimes import Stay, fill, occupancy
 from jaxinf.streaming.program.units import StoreUnits, Unit
 from jaxinf.transfer import PAGE_BYTES
@@ -90,36 +90,27 @@ class Reading(NamedTuple):
         return max((fetch.unit.page_bytes for fetch in self.fetches), default=0)
 
 
-def plan_reads(
-    plan: "Plan",
-    store_units: StoreUnits,
-    division: Division,
-    can_take: Callable[[Unit], bool],
-    is_frozen: Callable[[Unit], bool] = lambda unit: False,
-) -> Reading:
-    """Plans the reads of a step.
-
-    Args:
-      can_take: Whether the update of a unit can take params that were read for a
-        program.
-      is_frozen: Whether no update changes a unit.
+def plan_reads(plan: "Plan", claims: Claims, memory: Memory) -> Reading:
+    """Plans the reads of a step; none if its params are in memory.
 
     Raises:
       BudgetError: The host has no room for params on their way to the device.
     """
-    calls, is_staged = plan.calls, division.staged > 0
+    calls, store_units, is_staged = plan.calls, claims.units, memory.staged > 0
+    if store_units is None:
+        return Reading()
     fetches = fetches_of(map(store_units.unit, call.reads) for call in calls)
-    spare = max(0, division.programs - plan.peak_bytes)
+    spare = max(0, memory.programs - plan.peak_bytes)
     held = held_bytes(fetches, len(calls))
     room = int(held.max(initial=0)) + spare
-    fetches = keep_between(fetches, held, spare, is_frozen)
+    fetches = keep_between(fetches, held, spare, lambda x: x.leaf in claims.frozen)
     limit, largest = room - spare // 4, Reading(fetches).largest_bytes
     if is_staged:
-        limit, held = division.staged - NUM_STAGED * largest, np.zeros_like(held)
+        limit, held = memory.staged - NUM_STAGED * largest, np.zeros_like(held)
         if limit < 0:
             raise BudgetError(
                 "memory_bytes",
-                f"it leaves {division.staged} bytes for params on their way to the "
+                f"it leaves {memory.staged} bytes for params on their way to the "
                 f"device, which take {NUM_STAGED} x {largest}",
                 -limit,
             )
@@ -128,10 +119,10 @@ def plan_reads(
         for number, call in enumerate(calls)
         for piece, _ in call.gradients
     }
-    what = fetches, gradients, can_take, held, limit
+    what = fetches, gradients, claims.handed.__contains__, held, limit
     fetches = hand_over(*what, is_staged=is_staged)
     if is_staged:
-        return Reading(fetches, room, division.staged - largest)
+        return Reading(fetches, room, memory.staged - largest)
     used = min(room, sum(fetch.unit.page_bytes for fetch in fetches))
     return Reading(fetches, used, unused_bytes=room - used)
 

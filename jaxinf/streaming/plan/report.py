@@ -1,16 +1,15 @@
-"""A plan as text for a terminal.
+"""A plan as text for a terminal: a loop over its calls.
 
 Invariant: neighbouring segments that run the same programs share a line.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxinf.streaming.program.graph import Piece, aval_bytes
 from jaxinf.streaming.program.meshes import mesh_text
-from jaxinf.streaming.program.trace import Traced
 from jaxinf.terminal import format_bytes
 
 _MOST_NAMES = 3
@@ -21,13 +20,14 @@ _TITLES += ("values leaving", "params read", "params")
 
 def plan_text(plan: Any) -> str:
     """The calls of a `Plan`, those of neighbouring segments in a line."""
-    traced, calls = plan.traced, plan.calls
-    held_bytes = sum(aval_bytes(leaf) for leaf in traced.params)
+    traced = plan.traced
     read_bytes = sum(one.unit.num_bytes for one in plan.reading.repeated)
     away_bytes = sum(plan.lives[slot].num_bytes for slot in plan.evictions)
+    kept_bytes = sum(one.num_bytes for one in plan.reading.never_again)
     head = (
-        f"{len(traced.names)} leaves of {format_bytes(held_bytes)}; "
-        f"{len(plan.cuts) - 1} segments, {len(calls)} calls of "
+        f"{len(traced.names)} leaves of "
+        f"{format_bytes(sum(map(aval_bytes, traced.params)))}; "
+        f"{len(plan.cuts) - 1} segments, {len(plan.calls)} calls of "
         f"{len(plan.programs)} programs a step ({plan.policy}); "
         f"{format_bytes(read_bytes)} of params read, {format_bytes(away_bytes)} of "
         f"values that leave, {format_bytes(plan.peak_bytes)} of memory"
@@ -41,7 +41,6 @@ def plan_text(plan: Any) -> str:
         head += f"; {plan.num_parts} parts of a batch"
     if traced.mesh is not None:
         head += f"; on {mesh_text(traced.mesh)}"
-    kept_bytes = sum(one.num_bytes for one in plan.reading.never_again)
     if stay_bytes := plan.resident_bytes + kept_bytes:
         head += f"; {format_bytes(stay_bytes)} of params stay from step to step"
     lines = [_TITLES, *_lines(plan)]
@@ -66,69 +65,52 @@ def largest_text(plan: Any, sizes: Mapping[Piece, int]) -> str:
     return f"{named}; the largest value between programs has {value_bytes} bytes"
 
 
-class _Row(NamedTuple):
-    """Neighbouring calls of one segment, in one direction."""
-
-    direction: str
-    segment: str
-    numbers: Sequence[int]
-    programs: str
-    read_bytes: int
-    left_bytes: int
-    names: Sequence[str]
-
-    @property
-    def alike(self) -> Any:
-        return self.direction, self.programs, self.read_bytes, self.left_bytes
-
-
-def _rows(plan: Any) -> Iterator[_Row]:
+def _segments(plan: Any) -> Iterator[tuple[tuple[Any, ...], str, list[int]]]:
+    """Yields what a segment's calls run, read and lose; its number; and the calls."""
     numbers = {key: str(number) for number, key in enumerate(plan.programs, 1)}
     left, read = Counter[int](), Counter[int]()
     for one in plan.reading.repeated:
         read[one.first] += one.unit.num_bytes
     for slot, one in plan.evictions.items():
         left[one.written] += plan.lives[slot].num_bytes
-    places, before = [], ("", "")
+    places, place = [], ("", "")
     for call in plan.calls:
         direction, _, segment = call.program.name.partition(" ")
-        if not call.program.is_sum:
-            before = "backward" if call.is_repeat else direction, segment
-        places.append(before)
+        if not call.program.is_sum:  # which is of the segment before it
+            place = "backward" if call.is_repeat else direction, segment
+        places.append(place)
     for (direction, segment), group in groupby(range(len(places)), places.__getitem__):
         own = list(group)
-        calls = [plan.calls[n] for n in own]
-        yield _Row(
-            direction,
-            segment,
-            own,
-            " ".join(dict.fromkeys(numbers[one.program.key] for one in calls)),
-            sum(read[n] for n in own),
-            sum(left[n] for n in own),
-            list(dict.fromkeys(_part(plan.traced, p) for c in calls for p in c.reads)),
-        )
+        keys = dict.fromkeys(numbers[plan.calls[n].program.key] for n in own)
+        left_bytes, read_bytes = (sum(one[n] for n in own) for one in (left, read))
+        yield (direction, " ".join(keys), left_bytes, read_bytes), segment, own
 
 
 def _lines(plan: Any) -> Iterator[tuple[str, ...]]:
     """Yields a line for each run of segments that are called alike."""
     memory_bytes = plan.call_bytes()
-    for _, group in groupby(_rows(plan), lambda row: row.alike):
+    for alike, group in groupby(_segments(plan), lambda one: one[0]):
+        direction, programs, *moved = alike
         rows = list(group)
-        first, last = rows[0], rows[-1]
-        own = range(first.numbers[0], last.numbers[-1] + 1)
+        names = [
+            list(
+                dict.fromkeys(_name(plan, p) for n in own for p in plan.calls[n].reads)
+            )
+            for _, _, own in rows
+        ]
         each = " each" if len(rows) > 1 else ""
-        text = ", ".join(first.names[:_MOST_NAMES])
-        if len(first.names) > _MOST_NAMES:
-            text += f", {len(first.names) - _MOST_NAMES} more"
-        if each and last.names:
-            text += f" … {last.names[-1]}"
+        text = ", ".join(names[0][:_MOST_NAMES])
+        if len(names[0]) > _MOST_NAMES:
+            text += f", {len(names[0]) - _MOST_NAMES} more"
+        if each and names[-1]:
+            text += f" … {names[-1][-1]}"
+        first, last = rows[0][2][0], rows[-1][2][-1]
         yield (
-            _range(own[0], own[-1]),
-            f"{first.direction} {_range(first.segment, last.segment)}",
-            first.programs,
-            format_bytes(max(memory_bytes[n] for n in own)),
-            f"{format_bytes(first.left_bytes)}{each}" if first.left_bytes else "",
-            f"{format_bytes(first.read_bytes)}{each}" if first.read_bytes else "",
+            _range(first, last),
+            f"{direction} {_range(rows[0][1], rows[-1][1])}",
+            programs,
+            format_bytes(max(memory_bytes[first : last + 1])),
+            *(f"{format_bytes(n)}{each}" if n else "" for n in moved),
             text,
         )
 
@@ -137,8 +119,9 @@ def _range(first: Any, last: Any) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
-def _part(traced: Traced, piece: Piece) -> str:
-    return f"{traced.names[piece.leaf].rsplit('/', 1)[0]}{_index_text(piece)}"
+def _name(plan: Any, piece: Piece) -> str:
+    name = plan.traced.names[piece.leaf].rsplit("/", 1)[0]
+    return f"{name}{_index_text(piece)}"
 
 
 def _index_text(piece: Piece) -> str:

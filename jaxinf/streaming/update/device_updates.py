@@ -39,9 +39,10 @@ from jaxinf.program import (
     split_params,
 )
 from jaxinf.store import CommitRecord
-from jaxinf.streaming.plan.memory import Division
-from jaxinf.streaming.plan.options import StepOptions
-from jaxinf.streaming.program.meshes import mesh_text
+from jaxinf.streaming.plan import memory
+from jaxinf.streaming.plan.budget import Options
+from jaxinf.streaming.plan.memory import Claim
+from jaxinf.streaming.program.meshes import default_device, mesh_text
 from jaxinf.streaming.program.units import PINNED
 from jaxinf.terminal import format_bytes
 from jaxinf.transfer import crc32c
@@ -90,7 +91,7 @@ def device_share(
     shape: StoreShape,
     kernels: Sequence[Kernel],
     store: Store,
-    options: StepOptions,
+    options: Options,
     mesh: Mesh | None,
 ) -> Assignment:
     """Returns the subgroups of a run whose updates the device computes.
@@ -114,8 +115,9 @@ def device_share(
             f"device_updates: expected one device, found {where}; leave it out, or, "
             "if the store's last step had it, give 0 for it and replan=True"
         )
-    where = {"is_host": options.limit.is_host}
-    updater = DeviceUpdater(options.device, **where, jit=options.jit)
+    device = default_device()
+    is_host = memory.device_is_host(device)
+    updater = DeviceUpdater(device, is_host=is_host, jit=options.jit)
     found = assigned(shape, kernels, updater, every)
     if not found.subgroups:
         raise StreamError(
@@ -127,19 +129,16 @@ def device_share(
     return found
 
 
-def without_share(
-    division: Division, shape: StoreShape, share: Assignment, gradient_bytes: int
-) -> Division:
-    """Returns memory without what updates on the device take there, and here.
+def claims_of_share(
+    shape: StoreShape, share: Assignment, gradient_bytes: int
+) -> list[Claim]:
+    """Returns what updates on the device take there, and here.
 
     Args:
       gradient_bytes: Bytes of the largest gradient.
-
-    Raises:
-      BudgetError: Nothing is left for the programs.
     """
     if share.updater is None:
-        return division
+        return []
     layouts = (
         layout
         for leaf in {subgroup.leaf for subgroup in share.subgroups}
@@ -148,13 +147,14 @@ def without_share(
         if layout.subgroup in share.subgroups
     )
     rooms_bytes = NUM_ROOMS * max(map(room_bytes, layouts))
-    purpose = "updates on the device"
-    return division.without(rooms_bytes, purpose, is_on_device=True).without(
-        (NUM_UNDER_WAY - 1) * gradient_bytes, "gradients of updates under way"
-    )
+    under_way_bytes = (NUM_UNDER_WAY - 1) * gradient_bytes
+    return [
+        Claim(rooms_bytes, "updates on the device", is_on_device=True),
+        Claim(under_way_bytes, "gradients of updates under way"),
+    ]
 
 
-def _interval(store: Store, options: StepOptions) -> int:
+def _interval(store: Store, options: Options) -> int:
     """Returns k, that of the last step by default; 0 for no updates on the device."""
     every, last = options.device_updates, _last_step(store)
     if last is None:

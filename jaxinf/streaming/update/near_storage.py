@@ -24,16 +24,21 @@ from jaxinf.errors import UnsupportedTransformError
 from jaxinf.layout import Subgroup
 from jaxinf.program import Passes, UpdateProgram, trace_update
 from jaxinf.store import MASTER_PARAMS, StoreDirectory
-from jaxinf.streaming.move.scratch import PART_BYTES, Waiting, file_bytes, waiting
+from jaxinf.streaming.move.scratch import (
+    PART_BYTES,
+    Waiting,
+    file_bytes,
+    waiting,
+    writing_bytes,
+)
+from jaxinf.streaming.plan.budget import Options
 from jaxinf.streaming.plan.calls import Plan
-from jaxinf.streaming.plan.fit import Prepared
-from jaxinf.streaming.plan.kept import kept_cuts
-from jaxinf.streaming.plan.memory import Division, divide
-from jaxinf.streaming.plan.options import StepOptions
+from jaxinf.streaming.plan.fit import Ordered
+from jaxinf.streaming.plan.memory import Claim, Claims
 from jaxinf.streaming.program.graph import Piece, aval_bytes
 from jaxinf.streaming.program.units import SHARED, StoreUnits, Unit, shared_bytes
 from jaxinf.streaming.update.compressing import Compressor
-from jaxinf.streaming.update.device_updates import device_share, without_share
+from jaxinf.streaming.update.device_updates import claims_of_share, device_share
 from jaxinf.streaming.update.passes import PassRunner
 from jaxinf.streaming.update.sink import Sink
 from jaxinf.transfer import ByteCounts
@@ -106,13 +111,14 @@ class NearStorageSink(Sink):
     def __init__(
         self,
         store: Store,
-        ready: Prepared,
+        ready: Ordered,
         program: UpdateProgram,
         shape: StoreShape,
-        options: StepOptions,
+        options: Options,
     ) -> None:
-        pieces, params = ready.gradient_pieces, ready.traced.params
-        is_alone = options.together.group.is_alone
+        self.engine, self.options = engine_of(store), options
+        pieces, params = tuple(ready.lifetimes.graph.gradients), ready.traced.params
+        is_alone = self.engine.group.is_alone
         self.passes = passes = passes_for(program, pieces, is_alone=is_alone)
 
         def can_move(leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:
@@ -120,9 +126,7 @@ class NearStorageSink(Sink):
 
         undivided = range(len(params)) if options.compress else passes.computed
         self.store_units = StoreUnits(params, can_move, undivided)
-        super().__init__(options, store, self.store_units)
-        self.engine, self.program, self.shape = engine_of(store), program, shape
-        self.num_drives = max(1, shape.directory.num_csds)
+        self.program, self.shape = program, shape
         self.trained = frozenset(map(self.store_units.unit, pieces))
         later = range(min(1, passes.num_passes - 1), passes.num_passes)
         self.idle = frozenset(
@@ -135,15 +139,16 @@ class NearStorageSink(Sink):
             for piece, value in ready.lifetimes.graph.gradients.items()
         }
         self.runner = PassRunner(self.engine, program, passes, options.jit)
-        self._numbers_bytes = self.runner.compile(self._arrivals(params))
+        numbers_bytes = self.runner.compile(self._arrivals(params))
         self.compressor: Compressor | None = None
         if options.compress is not None:
             own = self.engine, options.compress, shape, options.jit
             self.compressor = Compressor(*own)
             compressing_bytes = self.compressor.compile(self.trained)
-            self._numbers_bytes = max(self._numbers_bytes, compressing_bytes)
+            numbers_bytes = max(numbers_bytes, compressing_bytes)
         kernels = [leaf.kernel for leaf in program.leaves]
         self.share = device_share(shape, kernels, store, options, ready.traced.mesh)
+        self.claims = self._claims(ready, numbers_bytes)
 
     @property
     def are_deferred(self) -> bool:
@@ -155,40 +160,41 @@ class NearStorageSink(Sink):
         """Bytes of the largest gradient."""
         return max(self.gradient_bytes.values(), default=0)
 
-    def divided(self, ready: Prepared, budgets: Mapping[str, int]) -> Division:
+    def _claims(self, ready: Ordered, numbers_bytes: int) -> Claims:
+        """Returns what it takes; `numbers_bytes` are of programs beside updates."""
         shape, units, waits = self.shape, self.trained, self.are_deferred
-        division = divide(
-            budgets["memory_bytes"] - shape.export_bytes,
-            shape.least_memory_bytes,
-            max((unit.num_bytes for unit in units), default=0),
-            self.options.limit_within(budgets, ready.traced.mesh),
-        )
         # One unit that is read, and one that is updated, whose gradient may wait whole.
         read = {self.store_units.unit(piece) for piece in ready.lifetimes.sizes}
         apart = [unit for unit in read if unit.is_apart]
         undivided = [unit.whole_bytes for unit in apart if not unit.is_divided]
         updated = [unit.whole_bytes for unit in apart] if waits else undivided
-        num_bytes = max(undivided, default=0) + 2 * max(updated, default=0)
-        purpose = "moving shards of params that are not stored alone"
-        division = division.without(num_bytes, purpose)
-        division = division.without(shared_bytes(units), SHARED)
+        apart_bytes = max(undivided, default=0) + 2 * max(updated, default=0)
+        num_drives = max(1, shape.directory.num_csds)
         # Of threads that write a gradient that waits, beside one's own.
-        num_bytes = min((self.num_drives - 1) * PART_BYTES, self.largest_bytes)
-        purpose = "writing gradients to several drives at once"
-        division = division.without(num_bytes if waits else 0, purpose)
-        division = without_share(division, shape, self.share, self.largest_bytes)
-        purpose = "computing numbers of its gradients"
-        return division.without(self._numbers_bytes, purpose, is_on_device=True)
+        threads_bytes = min((num_drives - 1) * PART_BYTES, self.largest_bytes)
+        writing = "writing gradients to several drives at once"
+        numbers = "computing numbers of its gradients"
+        others = (
+            Claim(apart_bytes, "moving shards of params that are not stored alone"),
+            Claim(shared_bytes(units), SHARED),
+            Claim(threads_bytes if waits else 0, writing),
+            *claims_of_share(shape, self.share, self.largest_bytes),
+            Claim(numbers_bytes, numbers, is_on_device=True),
+        )
+        leaves = enumerate(self.program.leaves)
+        return Claims(
+            self.store_units,
+            frozenset(number for number, leaf in leaves if is_idle(leaf.kernel)),
+            frozenset(filter(self._takes_read, units)),
+            ring_bytes=shape.least_memory_bytes,
+            gradient_bytes=max((unit.num_bytes for unit in units), default=0),
+            export_bytes=shape.export_bytes,
+            others=others,
+            writing_bytes=writing_bytes(num_drives),
+        )
 
-    def kept_cuts(self, ready: Prepared) -> Sequence[int] | None:
-        if self.engine.commit is None:
-            return None
-        return kept_cuts(self.engine.options.path, self.engine.opened.finished, ready)
-
-    def is_frozen(self, unit: Unit) -> bool:
-        return is_idle(self.program.leaves[unit.leaf].kernel)
-
-    def takes_read(self, unit: Unit) -> bool:
+    def _takes_read(self, unit: Unit) -> bool:
+        """Whether a unit's update can take what was read for a program."""
         if not unit.is_divided or self.are_deferred:
             return False
         passes, leaf = self.passes, unit.leaf
@@ -209,7 +215,7 @@ class NearStorageSink(Sink):
                 is_whole = piece.leaf in self.passes.whole
                 key = Piece(piece.leaf) if is_whole else piece
                 sizes[key] = sizes.pop(key, 0) + self.gradient_bytes[piece]
-        room_bytes = plan.division.gradients // 2
+        room_bytes = plan.memory.gradients // 2
         return waiting(sizes, room_bytes, max(1, self.passes.num_passes - 1))
 
     def _arrivals(self, params: Sequence[Any]) -> Mapping[int, Set[tuple[int, ...]]]:

@@ -30,7 +30,7 @@ from jaxinf.streaming.move.jobs import Jobs
 from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.scratch import THREADS_PER_DRIVE, Scratch, Spill
 from jaxinf.streaming.plan.calls import Plan
-from jaxinf.streaming.plan.fit import Prepared
+from jaxinf.streaming.plan.fit import Ordered
 from jaxinf.streaming.plan.kept import check_same, streams_of
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.units import (
@@ -43,7 +43,7 @@ from jaxinf.streaming.program.units import (
 )
 from jaxinf.streaming.update.device_updates import NUM_UNDER_WAY
 from jaxinf.streaming.update.near_storage import NearStorageSink, drive_folders
-from jaxinf.streaming.update.sink import is_finite, on_host
+from jaxinf.streaming.update.sink import Agree, is_finite, on_host
 from jaxinf.typing import Array, PyTree
 
 Handed: TypeAlias = tuple[Piece, Gradient]
@@ -69,7 +69,7 @@ class StoreSink(NearStorageSink):
     waited_s = 0.0
     _num_skipped = 0  # since the last commit
 
-    def scratch(self, content: str) -> Scratch:
+    def scratch(self, content: str = "activations") -> Scratch:
         opened = self.engine.opened
         num_threads = 1 if content == "gradients" else THREADS_PER_DRIVE
         how = {"content": content, "num_threads": num_threads}
@@ -77,14 +77,15 @@ class StoreSink(NearStorageSink):
 
     # --- a step --------------------------------------------------------------------
 
-    def open(self, plan: Plan, ready: Prepared) -> None:
+    def open(self, plan: Plan, ready: Ordered) -> None:
         self._streams = streams_of(ready, plan.cuts)
         self._carried: Mapping[tuple[str, ...], Array] = {}
-        division, waits = plan.division, self.waiting(plan)
-        room_bytes, self._num_threads = division.gradients, 1
+        memory, waits = plan.memory, self.waiting(plan)
+        self._copies = memory.staged > 0  # from a device with memory of its own
+        room_bytes, self._num_threads = memory.gradients, 1
         if waits is not None:
             room_bytes -= waits.capacity_bytes
-        room_bytes = min(room_bytes, division.leaving)
+        room_bytes = min(room_bytes, memory.leaving)
         if self.share.updater is not None:
             self._num_threads = NUM_UNDER_WAY
             room_bytes += (NUM_UNDER_WAY - 1) * self.largest_bytes
@@ -117,25 +118,24 @@ class StoreSink(NearStorageSink):
             self._kept.add(self.store_units.unit(piece))
             if not is_looked_at:
                 return
-        if is_looked_at and not self._together.group.is_alone:  # whole, in all
+        if is_looked_at and not self.engine.group.is_alone:  # whole, in all
             gradient = gathered(gradient)
-        with self._together.holding():
-            stays = self.spill is not None and self.runner.looks_first(piece.leaf)
-            copies = not self.options.limit.is_host
-            own = handed_out(gradient, copies=copies, stays=stays)
-            self._hand_on(piece, own)
+        stays = self.spill is not None and self.runner.looks_first(piece.leaf)
+        own = handed_out(gradient, copies=self._copies, stays=stays)
+        self._hand_on(piece, own)
 
     def finish(
         self,
         extra_args: Mapping[str, Any],
         results: PyTree,
         check: Callable[[], None],
+        agree: Agree,
     ) -> bool:
-        self._agree(partial(self._end_all, results))
+        self._agree(agree, partial(self._end_all, results))
         self.runner.give(extra_args)
         spill = self.spill
         if spill is not None and not self._is_refused:
-            self._agree(lambda: self._update_deferred(spill, check))
+            self._agree(agree, lambda: self._update_deferred(spill, check))
         if self._is_refused:
             self.runner.close()
             self.engine.opened.abandon()
@@ -192,14 +192,14 @@ class StoreSink(NearStorageSink):
     def _is_refused(self) -> bool:
         return bool(self._bad) and self._nonfinite != "allow"
 
-    def _agree(self, action: Callable[[], None]) -> None:
+    def _agree(self, agree: Agree, action: Callable[[], None]) -> None:
         """Runs the rest of what is under way, and agrees on gradients that refuse."""
 
         def refusing() -> list[str]:
             action()
             return self._bad
 
-        self._bad = self._together.agree(refusing)
+        self._bad = agree(refusing)
 
     def _end_all(self, results: PyTree) -> None:
         self._jobs.end()

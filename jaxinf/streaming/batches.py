@@ -1,5 +1,7 @@
 """Micro-batches: a batch in equal parts, and what their results are together.
 
+The order in which programs run for the parts is that of `plan/order.py`.
+
 Invariant: parts have one shape, so the programs of one serve all.
 """
 

@@ -1,0 +1,261 @@
+"""Params and the optimizer's state of a step in a store, made leaf by leaf.
+
+    batch ─► programs, one after another ─► loss
+              ▲ params read ahead   │ gradients, each as soon as it is complete
+              └──────── store ◄─────┘ updated near storage; one commit a step
+
+Invariant: a step writes updates to the slot that is not committed. So a crash at any
+  point leaves the last committed step. A chunk that a step overwrites in place is
+  written after the step's last read of it. Of a new store, nothing is written before
+  its leaves and the program are known to fit.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from jaxinf.csd import ScalarInputs
+from jaxinf.engine import (
+    FirstParams,
+    Store,
+    StoreDescription,
+    StoreShape,
+    check_processes,
+    describe,
+    distinct_shards,
+    engine_of,
+    part_holders,
+)
+from jaxinf.errors import StreamError
+from jaxinf.program import UpdateProgram, averaged, trace_init
+from jaxinf.store import required_bytes
+from jaxinf.streaming.home import Home
+from jaxinf.streaming.move.params import Hold, Params, StoreParams
+from jaxinf.streaming.plan.budget import Budget, Options, within
+from jaxinf.streaming.plan.calls import Plan
+from jaxinf.streaming.plan.fit import Ordered
+from jaxinf.streaming.plan.kept import kept_cuts
+from jaxinf.streaming.plan.memory import return_freed_memory
+from jaxinf.streaming.program.graph import Piece
+from jaxinf.streaming.program.initial import (
+    BUFFERS_SHARE,
+    Shard,
+    initial_inputs,
+    trace_params,
+)
+from jaxinf.streaming.program.meshes import (
+    mesh_of,
+    mesh_text,
+    on_mesh,
+    sharded_like,
+    without_shardings,
+)
+from jaxinf.streaming.program.trace import abstract, check_params
+from jaxinf.streaming.program.units import part_counts
+from jaxinf.streaming.update.near_storage import passes_for, trace_optimizer
+from jaxinf.streaming.update.sink import Sink
+from jaxinf.streaming.update.store_sink import StoreSink
+from jaxinf.typing import PyTree
+
+_MakeLeaves: TypeAlias = Callable[[int], Iterable[Iterable[Shard]]]
+"""Returns the shards of each leaf, made in so many bytes."""
+
+
+class InStore(Home):
+    """A store that a step reads, updates and commits.
+
+    Args:
+      tx: The optimizer.
+    """
+
+    def __init__(
+        self, tx: optax.GradientTransformation, store: Store, options: Options
+    ) -> None:
+        self.store, self.engine = store, engine_of(store)
+        self._store, self._engine = store, self.engine
+        self._tx, self._options = averaged(tx, options.average), options
+        self._avals: PyTree | None = None
+        self._update: tuple[PyTree, UpdateProgram] | None = None  # of these params
+
+    # --- params --------------------------------------------------------------------
+
+    @property
+    def avals(self) -> PyTree:
+        if self._avals is None:
+            raise StreamError(
+                "jaxinf.stream: call step.init or step.load first; with a store that "
+                "has a step they resume it"
+            )
+        return self._avals
+
+    def first(
+        self, init_fn: Callable[..., PyTree], args: Sequence[Any], shardings: PyTree
+    ) -> tuple[PyTree, _MakeLeaves]:
+        maker = trace_params(init_fn, *args)
+        return sharded_like(maker.avals, shardings), maker.compile
+
+    def given(
+        self, params: PyTree, state: PyTree, shardings: PyTree
+    ) -> tuple[PyTree, _MakeLeaves]:
+        if state is not None:
+            raise ValueError("state: use store.load(params, state, step=…) instead")
+        leaves = jax.tree.leaves(params)
+        avals = sharded_like(abstract(params), shardings)
+        return avals, lambda _: map(distinct_shards, leaves)
+
+    def params(self, like: PyTree) -> PyTree:
+        return self._store.params(self.avals if like is None else like)
+
+    # --- a step --------------------------------------------------------------------
+
+    def check_mesh(self, mesh: Mesh | None) -> None:
+        policy = self._options.policy
+        if mesh is not None and policy not in ("recompute", "keep"):
+            raise StreamError(
+                f'policy="{policy}": not supported yet on several devices, found '
+                f'{mesh_text(mesh)}; use "recompute" or "keep"'
+            )
+        check_processes(self._engine.group, mesh)
+
+    def sink(self, ready: Ordered, avals: PyTree = None) -> StoreSink:
+        if avals is None:
+            avals, shape = self.avals, self._engine.opened
+        else:
+            pieces = tuple(ready.lifetimes.graph.gradients)
+            shape = self._engine.shape(self._described(avals, pieces)[1])
+        return self._sink(ready, avals, shape)
+
+    def _sink(self, ready: Ordered, avals: PyTree, shape: StoreShape) -> StoreSink:
+        update = self._optimizer(avals)
+        return StoreSink(self._store, ready, update, shape, self._options)
+
+    def source(self, plan: Plan, sink: Sink, hold: Hold) -> Params:
+        return StoreParams.of(self._engine, plan, sink.claims.units, hold)
+
+    def kept_cuts(self, ready: Ordered) -> Sequence[int] | None:
+        if self._options.replan or self._engine.commit is None:
+            return None
+        return kept_cuts(self._store.path, self._engine.opened.finished, ready)
+
+    def disk_bytes(self, sink: Sink) -> tuple[int, int]:
+        assert isinstance(sink, StoreSink)
+        num_bytes = sum(required_bytes(sink.shape.directory).values())
+        return num_bytes, num_bytes * (self._engine.commit is not None)
+
+    def take_turn(self, plan: Plan) -> None:
+        engine = self._engine
+        engine.health.check()
+        if plan.store_bytes != engine.opened.memory_bytes:
+            engine.join()
+            engine.opened.limit_memory(plan.store_bytes)
+
+    def join(self) -> None:
+        self._engine.join()
+
+    def rest(self) -> None:
+        self._engine.join()
+        self._engine.opened.limit_memory(0)
+
+    def close(self, *error: Any) -> None:
+        self._store.__exit__(*error)
+
+    def _optimizer(self, avals: PyTree) -> UpdateProgram:
+        if self._update is None or self._update[0] is not avals:
+            plain = without_shardings(avals)
+            made = trace_optimizer(self._tx, plain, self._options.extra_args)
+            self._update = avals, made
+        return self._update[1]
+
+    # --- the first step of a store -------------------------------------------------
+
+    def start(
+        self,
+        avals: PyTree,
+        make: _MakeLeaves,
+        ready: Ordered | None,
+        budget: Budget,
+        plan: Callable[[Ordered, Sink, Budget], Plan],
+    ) -> None:
+        engine = self._engine
+        check_params(avals)
+        self.check_mesh(mesh_of(avals))
+        pieces = () if ready is None else tuple(ready.lifetimes.graph.gradients)
+        first, description = self._described(avals, pieces)
+        plain = jax.tree.leaves(without_shardings(avals))
+        scalars, inputs = initial_inputs(first, plain)
+        made: Iterator[Iterable[Shard]] = iter(())
+        if engine.commit is None:
+            fits = None
+            if ready is not None:
+                what = ready, avals, engine.shape(description)
+                of_all = "the optimizer's programs"
+                sink = engine.group.in_all(of_all, partial(self._sink, *what))
+                fits = partial(plan, ready, sink)
+            fitting = partial(self._fitting, make, fits)
+            made = within(budget, fitting, advises=engine.group.is_alone)
+        self._avals = avals
+        if engine.bind(description, may_create=True, uses_budget=False):
+            for leaf, own in inputs.items():
+                self._write_leaf(description, leaf, made, own)
+            engine.finish_initialisation(scalars)
+        self.num_skipped = engine.opened.finished.skipped_steps
+        return_freed_memory()  # of traces and of the first params
+
+    def _fitting(
+        self,
+        make: _MakeLeaves,
+        plan: Callable[[Budget], Plan] | None,
+        budget: Budget,
+    ) -> Iterator[Iterable[Shard]]:
+        """Returns the leaves to be made, if they and the program fit in a budget."""
+        host_bytes = budget.memory_bytes
+        num_bytes = min(budget.device_memory_bytes or host_bytes, host_bytes)
+        made = self._engine.group.in_all("the first params", lambda: make(num_bytes))
+        if plan is not None:
+            plan(budget)
+        return iter(made)
+
+    def _described(
+        self, avals: PyTree, pieces: Sequence[Piece]
+    ) -> tuple[Any, StoreDescription]:
+        """Returns the optimizer's first state, traced, and the store for a program.
+
+        Args:
+          avals: Shapes, dtypes and shardings of the params.
+
+        Raises:
+          UnsupportedTransformError: The optimizer needs too much of all leaves.
+        """
+        options, update = self._options, self._optimizer(avals)
+        is_alone = self._engine.group.is_alone
+        passes_for(update, pieces, is_alone=is_alone)
+        held, holders = jax.tree.leaves(avals), list[Any]()
+        first = trace_init(self._tx, without_shardings(avals))
+        counts = part_counts(held, pieces)
+        if not is_alone:  # the processes that have each part of each leaf
+            pairs = zip(on_mesh(held, mesh_of(avals)), counts, strict=True)
+            holders = [part_holders(x.sharding, x.shape, own) for x, own in pairs]
+        how = {"average": options.average, "compression": options.compress}
+        return first, describe(update, first, counts, holders=holders, **how)
+
+    def _write_leaf(
+        self,
+        description: StoreDescription,
+        leaf: int,
+        made: Iterator[Iterable[Shard]],
+        inputs: ScalarInputs,
+    ) -> None:
+        """Makes the next leaf, and writes its params and first state; blocks."""
+        opened = self._engine.opened
+        opened.mover.drain()
+        opened.fleet.limit_memory(0)  # idle buffers leave the leaf their memory
+        shards = next(made)
+        opened.limit_memory(self._options.memory_bytes // BUFFERS_SHARE)
+        for index, shard in shards:
+            origin = [dim.start or 0 for dim in index]
+            first = FirstParams(leaf, shard, origin, inputs)
+            self._engine.initialise(description, [first])
