@@ -6,7 +6,6 @@ taken for markup.
 """
 
 import contextlib
-import math
 import shlex
 import shutil
 import statistics
@@ -40,8 +39,6 @@ EXPORT_FAILED = 3
 
 _NUM_FIRST = 2  # steps that read and compile anew
 _PLAIN_INTERVAL_S = 5.0
-_NUM_SETTLING = 2  # steps before the estimate of the time left is shown
-_SMOOTHING = 0.9  # for tokens/s and loss: an average of about 10 steps
 
 
 def say_config(console: Console, config: TrainConfig, data: TrainingData) -> None:
@@ -192,7 +189,6 @@ class Progress(contextlib.ExitStack):
         self._console, self._first, self._last = console, first, config.steps
         self._unit = "images" if config.takes_images else "tokens"
         self._started_s = self._shown_s = time.monotonic()
-        self._tokens_per_s = self._loss = 0.0
         self._drive = ""
         self._live: Status | None = None
         if console.is_terminal and not console.is_dumb_terminal:
@@ -207,31 +203,19 @@ class Progress(contextlib.ExitStack):
 
     def step(self, line: StepLine) -> None:
         """Adds a step; shows it at once on a terminal, otherwise every few seconds."""
-        assert line.loss is not None
-        assert line.tokens and line.step_s  # noqa: PT018
-        # A plain mean until there are enough steps for a moving average.
-        weight = min(_SMOOTHING, 1 - 1 / (line.step - self._first))
-        rate = line.tokens / line.step_s
-        self._tokens_per_s += (1 - weight) * (rate - self._tokens_per_s)
-        if math.isfinite(line.loss):
-            self._loss += (1 - weight) * (line.loss - self._loss)
-        now_s, is_end = time.monotonic(), line.step in (self._first + 1, self._last)
-        if self._live is not None:
-            self._live.update(self._text(line))
-        if is_end or (now_s - self._shown_s >= _PLAIN_INTERVAL_S and not self._live):
-            self._shown_s = now_s
-            self._console.print(self._text(line))
-
-    def _text(self, line: StepLine) -> str:
-        num_done, rate = line.step - self._first, self._tokens_per_s
-        elapsed_s, left = time.monotonic() - self._started_s, ""
-        if num_done >= _NUM_SETTLING or line.step == self._last:
-            left_s = round(elapsed_s / num_done * (self._last - line.step))
-            clock = str(timedelta(seconds=left_s))
-            left = f"  {clock.removeprefix('0:').removeprefix('0')} left"
+        now_s, num_done = time.monotonic(), line.step - self._first
+        left_s = (now_s - self._started_s) / num_done * (self._last - line.step)
+        left = str(timedelta(seconds=round(left_s))).removeprefix("0:")
+        rate = (line.tokens or 0) / (line.step_s or 1)
         speed = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
-        return (
-            f"step {line.step}/{self._last}{left}  loss {self._loss:.3f}  {speed} "
-            f"{self._unit}/s  memory {format_bytes(line.rss_bytes or 0)}"
+        text = (
+            f"step {line.step}/{self._last}  {left} left  loss {line.loss:.3f}  "
+            f"{speed} {self._unit}/s  memory {format_bytes(line.rss_bytes or 0)}"
             f"{self._drive}"
         )
+        if self._live is not None:
+            self._live.update(text)
+        is_end = line.step in (self._first + 1, self._last)
+        if is_end or (now_s - self._shown_s >= _PLAIN_INTERVAL_S and not self._live):
+            self._shown_s = now_s
+            self._console.print(text)
