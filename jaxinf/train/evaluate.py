@@ -91,48 +91,35 @@ def best_of(store: Store | None, group: Group) -> Best:
     return own if {Best(*one) for one in found} == {own} else Best()
 
 
-class Evaluator:
-    """Evaluates params of one model on the held-out data.
+def evaluator(
+    config: TrainConfig,
+    data: TrainingData,
+    function: Callable[[Callable[[PyTree, Any], Any]], Callable[..., Any]],
+) -> Callable[[PyTree], Evaluation]:
+    """Returns a function of params: their means over the same batches in every call.
 
     Args:
       function: makes a function of params and inputs that is compiled when it is
         called.
     """
+    (graphdef, _), alpha = config.abstract, config.lora_alpha
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        data: TrainingData,
-        function: Callable[[Callable[[PyTree, Any], Any]], Callable[..., Any]],
-    ) -> None:
-        self._config, self._data = config, data
-        (graphdef, _), alpha = config.abstract, config.lora_alpha
+    def scores(params: PyTree, batch: Any) -> Scores:
+        return score(model_of(graphdef, params, alpha), config.task_name, batch)
 
-        def scores(params: PyTree, batch: Any) -> Scores:
-            return score(model_of(graphdef, params, alpha), config.task_name, batch)
+    scored, how = function(scores), {"seed": config.seed, "row_map": data.row_map}
+    batches = one_epoch(data.validation, batch_size=config.batch_size, **how)
+    size = num_params(config.model_config) * num_tokens(batches[0])
+    fitting = min(max(_LOSS_BUDGET / size, _MIN_BATCHES), _MAX_BATCHES)
+    num_batches = min(int(fitting), len(batches))
 
-        self._score = function(scores)
-        self._batches = one_epoch(
-            data.validation,
-            batch_size=config.batch_size,
-            seed=config.seed,
-            row_map=data.row_map,
-        )
-
-    def evaluate(self, params: PyTree) -> Evaluation:
-        """Returns means over the same batches in every call."""
-        total = np.zeros(3)
-        for number in range(self._num_batches()):
-            batch = self._batches[number]
-            total += np.array(self._score(params, batch), np.float64)
+    def evaluate(params: PyTree) -> Evaluation:
+        found = (scored(params, batches[number]) for number in range(num_batches))
+        total = sum((np.array(one, np.float64) for one in found), np.zeros(3))
         loss, weight, correct = total
         return Evaluation(float(loss / weight), float(correct / weight))
 
-    def _num_batches(self) -> int:
-        most = len(self._batches)
-        size = num_params(self._config.model_config) * num_tokens(self._batches[0])
-        fitting = min(max(_LOSS_BUDGET / size, _MIN_BATCHES), _MAX_BATCHES)
-        return min(int(fitting), most)
+    return evaluate
 
 
 def num_tokens(batch: Batch) -> int:

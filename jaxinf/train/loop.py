@@ -34,7 +34,7 @@ from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch, Batches
 from jaxinf.train.data.rows import TrainingData
 from jaxinf.train.devices import connect, devices_of
-from jaxinf.train.evaluate import BEST, Best, Evaluation, Evaluator, best_of, num_tokens
+from jaxinf.train.evaluate import BEST, Best, Evaluation, best_of, evaluator, num_tokens
 from jaxinf.train.loading import load, make_batches
 from jaxinf.train.metrics import (
     JsonLines,
@@ -61,6 +61,7 @@ from jaxinf.train.optimizers import (
 from jaxinf.train.run_file import kept_in_store, text_of_run
 from jaxinf.train.signals import stop_number, stop_requests
 from jaxinf.train.timing import StepTimer, rss_bytes
+from jaxinf.typing import PyTree
 
 _TIMEOUT_S = 600.0  # for a process that is behind the others
 
@@ -283,9 +284,9 @@ class _TrainingRun:
     # --- evaluation ----------------------------------------------------------------
 
     @functools.cached_property
-    def _evaluator(self) -> Evaluator:
+    def _evaluator(self) -> Callable[[PyTree], Evaluation]:
         """Made at the first evaluation, in the memory that training has left then."""
-        return Evaluator(self._config, self._data, self._mode.function)
+        return evaluator(self._config, self._data, self._mode.function)
 
     def _say_evaluation(self) -> None:
         text = messages.describe(self._config, self.evaluate())
@@ -295,7 +296,7 @@ class _TrainingRun:
         """Evaluates the params; once a step it logs that, and keeps the best so far."""
         self._timer.forget()
         params = self._devices.whole(self._mode.params())
-        evaluate = functools.partial(self._evaluator.evaluate, params)
+        evaluate = functools.partial(self._evaluator, params)
         if self._mode.is_joint:
             found = evaluate()
         else:

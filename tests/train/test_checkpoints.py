@@ -11,8 +11,9 @@ from flax import nnx
 
 from jaxinf.cli import main as jaxinf_main
 from jaxinf.processes import Group
+from jaxinf.train import evaluate
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.evaluate import Best, Evaluation, Evaluator, best_of
+from jaxinf.train.evaluate import Best, Evaluation, best_of
 from jaxinf.train.loop import train
 from jaxinf.train.lora import model_of
 
@@ -124,14 +125,15 @@ def test_processes_have_one_best():
         assert best_in_processes(*steps) == [Best()] * 2
 
 
-def test_an_evaluation_weighs_batches_by_their_tokens():
-    scores = {"long": (90.0, 30.0, 15.0), "short": (2.0, 2.0, 1.0)}
-    given = SimpleNamespace(
-        _num_batches=lambda: 2,
-        _batches=["long", "short"],
-        _score=lambda params, batch: scores[batch],
+def test_an_evaluation_weighs_batches_by_their_tokens(monkeypatch):
+    scores = iter([(90.0, 30.0, 15.0), (2.0, 2.0, 1.0)])
+    batches = [{"tokens": np.zeros((1, 4))}] * 2
+    monkeypatch.setattr(evaluate, "one_epoch", lambda *_, **__: batches)
+    data = SimpleNamespace(validation=None, row_map=None)
+    found = evaluate.evaluator(
+        TrainConfig(), data, lambda function: lambda params, batch: next(scores)
     )
-    assert Evaluator.evaluate(given, None) == Evaluation(92 / 32, 16 / 32)
+    assert found(None) == Evaluation(92 / 32, 16 / 32)
 
 
 def test_adapters_are_added_with_their_scale():
