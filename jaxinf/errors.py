@@ -138,22 +138,5 @@ class BudgetError(StreamError):
         )
 
 
-class AssignmentError(StreamError):
-    """A run would share its updates with the JAX device otherwise than its last step.
-
-    Args:
-      recorded: the last step's `device_updates`.
-      found: what the run was asked for.
-    """
-
-    def __init__(self, store: str, recorded: int, found: int) -> None:
-        super().__init__(
-            f"{store}: its last step was computed with device_updates={recorded}, "
-            f"found device_updates={found}; leave it out to go on as before, or give "
-            "replan=True to go on with another choice (bits on an accelerator then "
-            "differ from here on)"
-        )
-
-
 class UnsupportedTransformError(JaxinfError):
     """An optax transformation cannot be updated near storage."""

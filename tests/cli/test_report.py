@@ -122,7 +122,7 @@ def test_damaged_logs_are_shown_as_far_as_they_go(log_dir):
         before = file.read()
         file.seek(0)
         file.write(line_of(1, phases=many).encode() + before)
-    assert len(run_logs.read_logs(log_dir).columns) <= 64
+    assert len(run_logs.read_logs(log_dir).columns) < 70
     config = {"steps": 5, "versions": {"jaxinf": "99.0.0"}}
     (log_dir / "config.json").write_text(json.dumps(config))
     reported(log_dir)

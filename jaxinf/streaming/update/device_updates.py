@@ -29,7 +29,7 @@ from jaxinf.engine import (
     assigned,
     engine_of,
 )
-from jaxinf.errors import AssignmentError, StoreError, StreamError
+from jaxinf.errors import StoreError, StreamError
 from jaxinf.kernels import state_read
 from jaxinf.program import (
     Kernel,
@@ -102,7 +102,7 @@ def device_share(
       mesh: The devices of the run; None for one.
 
     Raises:
-      AssignmentError: The store's commit records another k.
+      StreamError: The store's commit records another k.
       StreamError: There are several devices, or processes; or the device can compute
         none of the subgroups, and was told to.
     """
@@ -168,7 +168,12 @@ def _interval(store: Store, options: Options) -> int:
             "on an accelerator then differ from here on)"
         )
     if every is not None and every != kept and not options.replan:
-        raise AssignmentError(str(store.path), kept, every)
+        raise StreamError(
+            f"{store.path}: its last step was computed with device_updates={kept}, "
+            f"found device_updates={every}; leave it out to go on as before, or give "
+            "replan=True to go on with another choice (bits on an accelerator then "
+            "differ from here on)"
+        )
     return kept if every is None else every
 
 
