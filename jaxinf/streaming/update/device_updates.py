@@ -102,9 +102,8 @@ def device_share(
       mesh: The devices of the run; None for one.
 
     Raises:
-      StreamError: The store's commit records another k.
-      StreamError: There are several devices, or processes; or the device can compute
-        none of the subgroups, and was told to.
+      StreamError: The store's commit records another k; there are several devices, or
+        processes; or the device can compute none of the subgroups, and was told to.
     """
     every = _interval(store, options)
     if not every:
