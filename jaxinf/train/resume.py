@@ -124,14 +124,6 @@ def resume_step(
     """
     held, settings = _read(payload, config), own["settings"]
     step, loader = held["step"], held.get("loader")
-    name = loader.get("name") if isinstance(loader, Mapping) else None
-    if name != _LOADER:
-        raise StoreMismatchError(
-            f"{config.store}: the run in this store is at step {step} of "
-            f"{name or 'a loader without a name'}, whose batches this version cannot "
-            "go on with; finish the run with the version that began it, or give "
-            "another --store"
-        )
     differences = [
         f"{_flag(name)}: the run has {held['settings'].get(name)}, this command "
         f"{settings[name]}"
@@ -152,7 +144,7 @@ def resume_step(
             f"with other settings:\n  {listed}\nGive the run's own to go on with it, "
             "or another --store to begin a new run"
         )
-    _check_batch(config, step, held["loader"], batches)
+    _check_batch(config, step, loader if isinstance(loader, Mapping) else {}, batches)
     return step
 
 
@@ -213,14 +205,14 @@ def _check_batch(
     number, count = loader.get("shard", batches.shard)
     if 0 <= number < count and config.batch_size % count == 0:
         part = batches.share((number, count))[step - 1]
-        if batch_checksum(part) == loader["batch_crc32c"]:
+        if batch_checksum(part) == loader.get("batch_crc32c"):
             return
     raise StoreMismatchError(
         f"{config.store}: expected the batch of step {step} to be the one that the run "
         "saw, found another, of the same data: a package that makes batches has "
-        f"changed. The run had grain {loader['version']}, here is {_LOADER_VERSION}; "
-        "transformers, pillow and numpy may differ too. Install the run's own to go on "
-        "with it"
+        f"changed. The run had {loader.get('name')} {loader.get('version')}, here is "
+        f"{_LOADER} {_LOADER_VERSION}; transformers, pillow and numpy may differ too. "
+        "Install the run's own to go on with it, or give another --store"
     )
 
 

