@@ -150,7 +150,7 @@ def _moved(config: TrainConfig) -> dict[str, int]:
         for layout in shape.layouts(number, (0,) * leaf.ndim, leaf.shape)
     ]
     staying = shape.staying(
-        shape.options.memory_bytes - shape.export_bytes,
+        shape.memory_bytes,
         {layout.subgroup for layout, _, *states in moved if any(states)},
     )
     often = shape.options.steps_per_commit or config.steps

@@ -249,9 +249,9 @@ class Options:
     # on from one after: jaxinf checkpoint restore STORE NAME.
     checkpoint_every: int = 0
 
-    # Export these steps beside training: a URL of file://, gs:// or s3://, with a
-    # folder for each. One that is due while another is under way is skipped. If an
-    # export fails, training goes on, and the exit status is 3.
+    # Export these steps to a URL of file://, gs:// or s3://, with a folder for each.
+    # The next update waits for it. If an export fails, training goes on, and the exit
+    # status is 3.
     export_to: Annotated[str | None, _shown("URL", "none")] = None
 
     # --- several processes ------------------------------------------------------------
