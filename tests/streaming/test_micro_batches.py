@@ -25,7 +25,7 @@ import jaxinf
 from jaxinf.engine.steps import StepEngine
 from jaxinf.errors import BudgetError, StreamError
 from jaxinf.streaming.batches import first_part, parts_of, together
-from jaxinf.streaming.plan import fit as running
+from jaxinf.streaming.plan import compiled as running
 from jaxinf.streaming.plan import leaving
 from jaxinf.streaming.plan.fit import cut_to_fit, plan_of
 from jaxinf.streaming.program.programs import make_programs

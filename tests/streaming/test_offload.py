@@ -29,7 +29,7 @@ import jaxinf
 from jaxinf.errors import BudgetError, StoreIOError, StoreSpaceError, StreamError
 from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.move.values import Values
-from jaxinf.streaming.plan import fit, leaving
+from jaxinf.streaming.plan import compiled, leaving
 from jaxinf.streaming.plan.compiled import measured
 from jaxinf.streaming.plan.fit import cut_to_fit, plan_of
 from jaxinf.streaming.plan.leaving import evicted, fitted, least_bytes, plan_tiers
@@ -218,7 +218,7 @@ def test_the_value_needed_last_leaves_first():
 @pytest.fixture
 def everything_leaves(small_values_leave, monkeypatch):
     """Lets every value leave that can, although the budget has room."""
-    monkeypatch.setattr(fit, "evicted", lambda plan, _: evicted(plan, 0))
+    monkeypatch.setattr(compiled, "evicted", lambda plan, _: evicted(plan, 0))
 
 
 @pytest.fixture

@@ -120,7 +120,8 @@ class Plan:
       output_bytes: On several devices, the bytes of each call's outputs in one memory;
         None for one device.
       evictions: Values that are on a drive for a time.
-      lenders: Values whose memory outputs may reuse at their last use; None for all.
+      lenders: Values whose memory outputs may reuse; None for all at their last use
+        that are never on a drive.
       resident: Parts of params that are in memory in any case, and do not count.
       resident_bytes: Memory of params that stay between steps, in addition.
       memory: The memory, without that of values that wait on the host.
@@ -170,6 +171,7 @@ class Plan:
         No call takes such an input later, and no one else holds it.
         """
         kept = {call.makes[i] for call in self.calls for _, i in call.gradients}
+        kept.update(self.evictions)  # no call frees a result
         found: dict[str, set[int]] = {}
         for call in self.calls:
             lent = {*call.frees} - kept

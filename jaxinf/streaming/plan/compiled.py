@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinf.streaming.plan import memory
 from jaxinf.streaming.plan.calls import Call, Plan, Slot
+from jaxinf.streaming.plan.leaving import evicted
 from jaxinf.streaming.program.graph import (
     Batch,
     Const,
@@ -83,9 +84,11 @@ def compile_plan(plan: Plan, executables: Executables) -> Sequence[Any]:
 def measured(plan: Plan, executables: Executables) -> Plan:
     """Returns the plan with what XLA says that its programs take; blocks.
 
-    Those of all devices that share the host's memory, or of one with its own.
+    Those of all devices that share the host's memory, or of one with its own. Where
+    values may leave, the temporaries are those of programs to which all lend memory.
     """
-    compiled, temps = compile_plan(plan, executables), dict[str, int]()
+    variant = replace(plan, lenders=None) if plan.is_offloaded else plan
+    compiled, temps = compile_plan(variant, executables), dict[str, int]()
     num_devices, outputs = _num_together(plan.traced.mesh), None
     for call, executable in zip(plan.calls, compiled, strict=True):
         own = bytes_beside(call.program, executable) * num_devices
@@ -101,6 +104,27 @@ def measured(plan: Plan, executables: Executables) -> Plan:
             for call, executable in zip(plan.calls, compiled, strict=True)
         ]
     return replace(plan, temp_bytes=temps, output_bytes=outputs)
+
+
+def offloaded(plan: Plan, executables: Executables, budget_bytes: int) -> Plan:
+    """Returns the plan with as few values on a drive as the budget allows; blocks.
+
+    A program is compiled anew where its outputs may reuse other values' memory, and may
+    then take other temporaries. Those of the largest variant count.
+    """
+    temps, before = measured(plan, executables).temp_bytes, None
+    found = plan
+    while temps != before:
+        before = temps
+        found = evicted(replace(plan, temp_bytes=temps), budget_bytes)
+        own = measured(found, executables).temp_bytes
+        assert temps is not None, "they were measured"
+        assert own is not None, "and these"
+        temps = {key: max(own[key], num_bytes) for key, num_bytes in temps.items()}
+        found = replace(found, temp_bytes=temps)
+        if found.most_bytes() <= budget_bytes:
+            break
+    return replace(found, peak_bytes=found.most_bytes())
 
 
 def _num_together(mesh: Mesh | None) -> int:

@@ -18,9 +18,9 @@ from jaxinf.errors import BudgetError, StreamError
 from jaxinf.processes import Group
 from jaxinf.streaming.plan.budget import Budget, Options
 from jaxinf.streaming.plan.calls import Plan, Policy, may_leave
-from jaxinf.streaming.plan.compiled import Executables, measured
+from jaxinf.streaming.plan.compiled import Executables, measured, offloaded
 from jaxinf.streaming.plan.device import check_pinned
-from jaxinf.streaming.plan.leaving import evicted, least_bytes, plan_tiers
+from jaxinf.streaming.plan.leaving import least_bytes, plan_tiers
 from jaxinf.streaming.plan.memory import Claim, Claims, Memory, memory_within, without
 from jaxinf.streaming.plan.order import lenders_of, sequence
 from jaxinf.streaming.plan.reads import plan_reads, staged_bytes
@@ -225,7 +225,7 @@ def _planned(
     if plan.is_offloaded:
         passing = 0 if claims.units is None else staged_bytes(claims.units, plan)
         host_bytes = (host_bytes - passing) // memory.pool_factor
-        plan = evicted(plan, memory.programs)
+        plan = offloaded(plan, executables, memory.programs)
     if memory.staged:
         tiers = plan_tiers(plan, host_bytes)
         if claims.units is not None:
@@ -326,7 +326,7 @@ def plan_of(
     again = range(len(cuts)) if policy == "recompute" else again
     calls, results = sequence(graph, programs, again, sums, num_parts)
     leaves = may_leave(policy, num_parts)
-    lenders = lenders_of(calls, programs, may_leave=leaves)
+    lenders = lenders_of(calls, programs, sums, may_leave=leaves)
     if ready.traced.mesh is not None:  # shardings of values are not known yet
         lenders = frozenset()
     what = ready.traced, tuple(cuts), policy, calls, results, num_parts

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from jaxinf.program import Graph, Value
 from jaxinf.streaming.plan.calls import Call, Slot
@@ -172,20 +172,15 @@ def _with_lives(
 
 
 def lenders_of(
-    calls: Sequence[Call], programs: Programs, *, may_leave: bool
+    calls: Sequence[Call], programs: Programs, sums: Sums, *, may_leave: bool
 ) -> frozenset[Slot] | None:
     """Returns the values whose memory outputs may reuse; None for all.
 
-    Where values may leave, those lend that need not: gradients, or, of several parts,
-    those that are added up at once, and sums.
+    Others may leave, and then lend nothing, so memory is planned without that.
     """
     if not may_leave:
         return None
-    makers, found = {one for one in programs.backward if one}, set[Any]()
-    sums = [call for call in calls if call.program.is_sum]
-    for call in sums:
-        num = len(call.makes)
-        found.update(call.makes, call.takes[num : 2 * num])
-    for call in () if sums else calls:
-        found.update(call.makes if call.program in makers else ())
-    return frozenset(one for one in found if isinstance(one, Slot))
+    makers = set[Program]() if sums else {one for one in programs.backward if one}
+    makers |= {program for own in sums.values() for program in own}
+    made = (call.makes for call in calls if call.program in makers)
+    return frozenset(slot for own in made for slot in own if slot is not None)
