@@ -5,7 +5,6 @@ must agree with, and nothing about the places of files. Nothing is written here,
 refusal names both sides and a remedy.
 """
 
-import dataclasses
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,10 +31,9 @@ from jaxinf.program import (
     UpdateProgram,
 )
 from jaxinf.store import (
-    CODECS,
     ERROR_FEEDBACK,
     MASTER_PARAMS,
-    Codecs,
+    Formats,
     LeafRecord,
     Manifest,
     Member,
@@ -49,7 +47,7 @@ from jaxinf.store import (
     encode_path,
     lay_out,
     leaf_name,
-    store_codecs,
+    store_formats,
 )
 from jaxinf.typing import AVERAGE
 
@@ -153,8 +151,8 @@ class StoreDescription:
             device; empty for none.
           member: this process's part in a run of several processes.
         """
-        codecs = Codecs(codec, master, self.average)
-        leaves = [coded_leaf(leaf, codecs) for leaf in self.contents.leaves]
+        formats = Formats(codec, master, self.average)
+        leaves = [coded_leaf(leaf, formats) for leaf in self.contents.leaves]
         chunk_shapes = [
             choose_grid(leaf.shape, shard_counts=leaf.shard_counts or None).chunk_shape
             for leaf in leaves
@@ -242,7 +240,7 @@ def kernel_needs(description: StoreDescription, held: Manifest) -> list[KernelNe
 
 def check_form(options: StoreOptions, manifest: Manifest) -> None:
     """Refuses a store on other CSDs, or in another format, than is asked for."""
-    path, wanted, found = options.path, options.state, store_codecs(manifest)
+    path, wanted, found = options.path, options.state, store_formats(manifest)
     given = tuple(str(root) for root in options.csds)
     if given and given != manifest.csds:
         raise StoreMismatchError(
@@ -250,16 +248,14 @@ def check_form(options: StoreOptions, manifest: Manifest) -> None:
             f"{list(manifest.csds) or 'the store itself'}, given were "
             f"{list(given)}; leave csds out when opening an existing store"
         )
-    asked = dataclasses.replace(found, state=wanted if wanted in CODECS else "")
-    if wanted is not None and any(
-        leaf != coded_leaf(leaf, asked) for leaf in manifest.leaves
-    ):
+    asked = Formats(wanted)
+    if any(leaf != coded_leaf(leaf, asked) for leaf in manifest.leaves):
         raise StoreMismatchError(
-            f"{path}: the store holds its state as {found.state or 'fp32'}, asked for "
+            f"{path}: the store holds its state as {found.state}, asked for "
             f"was state={wanted!r}; leave it out, or make a store of the other kind "
             f'from this one ("jaxinf store copy {path} NEW --state {wanted}")'
         )
-    if options.master == "none" and found.master != "bf16":
+    if options.master == "none" and found.master != "none":
         raise StoreMismatchError(
             f"{path}: the store has master params, asked for was master='none'; leave "
             "it out, or make a store without from this one "
@@ -323,11 +319,10 @@ def _check_average(directory: StoreDirectory, description: StoreDescription) -> 
     path, held = directory.path, directory.manifest
     names = {state.name for leaf in description.leaves for state in leaf.states}
     asked = (description.average or "fp32") if AVERAGE in names else "none"
-    found = "none"
-    if AVERAGE in held.state_names:
-        found = store_codecs(held).average or "fp32"
-        coded = (coded_leaf(leaf, Codecs(average="bf16")) for leaf in held.leaves)
-        if asked != "none" and not any(leaf.state(AVERAGE).codec for leaf in coded):
+    found = store_formats(held).average or "none"
+    if "none" not in (asked, found):
+        coded = (coded_leaf(leaf, Formats(average="bf16")) for leaf in held.leaves)
+        if not any(leaf.state(AVERAGE).codec for leaf in coded):
             found = asked  # no leaf is large enough for fewer bits
     if found != asked and held.leaves:
         raise StoreMismatchError(

@@ -33,7 +33,6 @@ from jaxinf.engine.steps import StepEngine
 from jaxinf.errors import StoreFormatError
 from jaxinf.processes import Group, join_group
 from jaxinf.store import (
-    CODECS,
     SLOTS,
     Member,
     StoreDirectory,
@@ -301,7 +300,7 @@ def plan(
         member = Member(group.session, group.number, group.count)
     manifest = description.manifest(
         [str(root) for root in options.csds] or held_roots,
-        options.state if options.state in CODECS else "",
+        options.state or "fp32",
         master_codec(options, description),
         member,
     )

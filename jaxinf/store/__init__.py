@@ -71,7 +71,6 @@ from jaxinf.store.documents import (
 )
 from jaxinf.store.formats import (
     AverageChoice,
-    Codecs,
     Formats,
     MasterFormat,
     Shards,
@@ -79,7 +78,7 @@ from jaxinf.store.formats import (
     coded_leaf,
     is_divided_for,
     num_processes,
-    store_codecs,
+    store_formats,
 )
 from jaxinf.store.lock import Holder, StoreLock, lock_exclusively
 from jaxinf.store.manifest import (

@@ -163,7 +163,7 @@ def make_steps(
                     checksum = file_checksum(new.target, new.one.num_bytes)
                     sums[name][number] = checksum
         if place != "b":
-            scalars = tuple(scalars_of(step.commit, source.whole, manifest))
+            scalars = scalars_of(step.commit, source.whole, manifest)
             records[place] = step.commit.replace(checksums=sums, scalar_state=scalars)
     return records
 
