@@ -11,18 +11,16 @@ Invariant: files are only read, one portion of an array at a time, and every chu
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from jaxinf.errors import ExchangeError
-from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS, ChunkBox, portions
+from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS, ChunkBox
 from jaxinf.store import (
     MASTER_PARAMS,
     SCHEDULE_FREE,
     LeafRecord,
-    PieceRuns,
     StateRecord,
     WholeStep,
     dtype_of,
@@ -68,13 +66,8 @@ def stream(
       StoreCorruptError: a chunk is damaged; raised before its last portion.
       StoreIOError: a chunk is missing or too short, or the drive failed.
     """
-    every = portions(leaf.grid, max_elements)
-    dtype = dtype_of(state.decoded().dtype)
     with step.reader() as reader:
-        for chunk, members in groupby(every, key=lambda portion: portion.chunk):
-            runs = PieceRuns(reader.pieces(leaf, state, chunk), dtype)
-            for portion in members:
-                yield portion, runs.take(portion.num_elements).reshape(portion.extent)
+        yield from reader.boxes(leaf, state, max_elements)
 
 
 @dataclass(frozen=True)

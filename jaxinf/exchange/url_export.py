@@ -29,14 +29,12 @@ from jaxinf.store import (
     HeldChunk,
     Id,
     Manifest,
-    StepReader,
     Sum,
     WholeStep,
     carry_files,
     check_free_space,
     checked_carry,
     over,
-    read_carry,
     read_document,
     seal,
     step_documents,
@@ -232,7 +230,7 @@ def _documents(step: WholeStep, beside: Mapping[str, bytes]) -> dict[str, bytes]
         "jaxinf.json": seal(manifest.to_json()),
         "commit.json": seal(step.commit.to_json()),
         **beside,
-        **carry_files(carry, read_carry(step.path, carry)),
+        **carry_files(carry, step.read_carry()),
     }
 
 
@@ -343,17 +341,13 @@ def export_source(url: str, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> CopySou
         for offset in range(0, num_bytes, piece_bytes):
             yield content[offset : offset + piece_bytes]
 
-    def open_reader(step: WholeStep) -> StepReader:
-        return StepReader(step.path, step.commit, read_pieces=read_pieces)
-
+    of_url = {"read_pieces": read_pieces, "carried": raw}
     return CopySource(
         place.where,
         [manifest],
-        {"a": WholeStep(Path(place.where), manifest, commit, ())},
+        {"a": WholeStep(Path(place.where), manifest, commit, (), **of_url)},
         small,
-        open_reader,
         has_links=False,
-        read_carry=lambda _: raw,
         num_threads=_num_at_once(manifest, memory_bytes),
     )
 

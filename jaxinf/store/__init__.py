@@ -124,7 +124,6 @@ from jaxinf.store.owners import (
 from jaxinf.store.reader import (
     ChunkRun,
     Damage,
-    PieceRuns,
     StepReader,
     corrupt_chunk,
     file_checksum,

@@ -12,13 +12,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import groupby, product
+from itertools import product
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 import numpy as np
 
-from jaxinf.layout import CodedSlot, box_runs, portions, rounding_of_chunk
+from jaxinf.layout import CodedSlot, box_runs, rounding_of_chunk
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.copy_source import CopySource
 from jaxinf.store.creation import existing_parent
@@ -28,7 +28,6 @@ from jaxinf.store.manifest import HeldChunk, LeafRecord, StateRecord, dtype_of
 from jaxinf.store.names import MASTER_PARAMS
 from jaxinf.store.reader import (
     PIECE_BYTES,
-    PieceRuns,
     StepReader,
     file_checksum,
     over,
@@ -145,7 +144,7 @@ def make_steps(
             held = step.commit.checksums.get(name, ())
             is_same = len(held) == len(leaf.csds)
             sums[name] = np.array(held if is_same else [0] * len(leaf.csds), np.uint32)
-        with source.open_reader(step) as reader:
+        with step.reader() as reader:
             make = partial(_make, leaves, reader, step.commit.step)
             for new, made in over(own, make, source.num_threads):
                 for name, checksum in made.items():
@@ -240,17 +239,13 @@ def _regrid(
     """Moves an array's elements as they are stored to chunks of another grid."""
     first = next(iter(new.values())).one
     grid, state = first.leaf.grid, first.state
-    every = portions(old.grid, PIECE_BYTES // 4)
-    for number, members in groupby(every, key=lambda portion: portion.chunk):
-        runs = PieceRuns(reader.stored(old, state, number), dtype_of(state.dtype))
-        for portion in members:
-            values = runs.take(portion.num_elements).reshape(portion.extent)
-            bounds = zip(portion.start, portion.extent, grid.chunk_shape, strict=True)
-            near = [range(a // size, -(-(a + n) // size)) for a, n, size in bounds]
-            for index in product(*near):
-                own = new[int(np.ravel_multi_index(index, grid.grid_shape))]
-                with translated("write", own.target):
-                    _put_box(own, portion.start, values)
+    for box, values in reader.boxes(old, state, PIECE_BYTES // 4, decoded=False):
+        bounds = zip(box.start, box.extent, grid.chunk_shape, strict=True)
+        near = [range(a // size, -(-(a + n) // size)) for a, n, size in bounds]
+        for index in product(*near):
+            own = new[int(np.ravel_multi_index(index, grid.grid_shape))]
+            with translated("write", own.target):
+                _put_box(own, box.start, values)
 
 
 def _put_box(new: CopiedChunk, start: Sequence[int], values: Array) -> None:

@@ -6,7 +6,7 @@ Invariant: the steps do not change while they are copied: they are pinned, or th
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,6 @@ from jaxinf.store.members import (
     of_one_commit,
 )
 from jaxinf.store.owners import look_at_store
-from jaxinf.store.reader import StepReader
 from jaxinf.store.steps import (
     WholeStep,
     joined_step,
@@ -34,17 +33,11 @@ from jaxinf.store.steps import (
     readable_step,
     step_of,
 )
-from jaxinf.store.stock import read_carry
 
 _PART = (
     "expected a whole step, found a member's part; export the checkpoint of the run: "
     "jaxinf checkpoint export RUN DEST --checkpoint NAME"
 )
-
-
-def _read_carry(step: WholeStep) -> list[bytes]:
-    """Returns what a step of a store carries."""
-    return read_carry(step.path, step.commit.carry)
 
 
 @dataclass(frozen=True)
@@ -56,9 +49,7 @@ class CopySource:
       parts: the manifests of the members by number, or of the store alone.
       steps: the committed step as slot ``a``, and checkpoints as ``checkpoints/NAME``.
       beside: what belongs to a store beside its steps, by the names of files.
-      open_reader: returns the reader of one.
       has_links: whether chunks may be linked to: they are a store's.
-      read_carry: returns the arrays that one carries.
       num_threads: number of chunks that may be in memory at once.
       spares: directories of the other slot's chunks by CSD, of a store that is held.
       dropped: checkpoints that are not of all members.
@@ -69,9 +60,7 @@ class CopySource:
     parts: Sequence[Manifest]
     steps: Mapping[str, WholeStep]
     beside: Mapping[str, bytes]
-    open_reader: Callable[[WholeStep], StepReader] = WholeStep.reader
     has_links: bool = True
-    read_carry: Callable[[WholeStep], list[bytes]] = _read_carry
     num_threads: int = 4
     spares: Sequence[Path] = ()
     dropped: tuple[str, ...] = ()

@@ -301,7 +301,7 @@ def _make(
                 root, carry = part.step_path(place), record.carry
                 make_place(part, place, carry)
                 make_carry(root, part.manifest, carry)
-                write_carry(root, carry, source.read_carry(source.steps[place]))
+                write_carry(root, carry, source.steps[place].read_carry())
                 if place == "a":
                     part.sync()
                 else:

@@ -21,7 +21,9 @@ from jaxinf.errors import StoreCorruptError, StoreError
 from jaxinf.layout import (
     SCALES_ALIGNMENT_ELEMENTS,
     Chunk,
+    ChunkBox,
     CodedSlot,
+    portions,
     scatter,
 )
 from jaxinf.store.commit import CommitRecord
@@ -323,6 +325,34 @@ class StepReader:
             yield ChunkRun(number, chunk, start, values)
             start += values.size
 
+    def boxes(
+        self,
+        leaf: LeafRecord,
+        state: StateRecord,
+        most_elements: int,
+        *,
+        decoded: bool = True,
+    ) -> Iterator[tuple[ChunkBox, Array]]:
+        """Yields a leaf's state in boxes of so many elements, chunk by chunk; blocks.
+
+        Raises:
+          StoreCorruptError, StoreIOError: as for `pieces`; before a chunk's last box.
+        """
+        read = self.pieces if decoded else self.stored
+        dtype = dtype_of((state.decoded() if decoded else state).dtype)
+        every = portions(leaf.grid, most_elements)
+        for number, boxes in itertools.groupby(every, key=lambda box: box.chunk):
+            pieces, rest = read(leaf, state, number), np.empty(0, dtype)
+            for box in boxes:
+                out, done = np.empty(box.num_elements, dtype), 0
+                while done < out.size:
+                    if not rest.size:
+                        rest = next(pieces).values
+                    part = rest[: out.size - done]
+                    out[done : done + part.size] = part
+                    rest, done = rest[part.size :], done + part.size
+                yield box, out.reshape(box.extent)
+
     def _place(self, one: HeldChunk) -> int:
         return one.csd if len(self._places) > 1 else 0
 
@@ -364,26 +394,6 @@ class StepReader:
 
         for _ in over(leaf.held, take, self.num_threads):
             pass
-        return out
-
-
-class PieceRuns:
-    """Regroups the elements of a chunk's pieces into runs of other lengths."""
-
-    def __init__(self, pieces: Iterator[ChunkRun], dtype: np.dtype) -> None:
-        self._pieces, self._dtype = pieces, dtype
-        self._rest = np.empty(0, dtype)
-
-    def take(self, num: int) -> Array:
-        """Returns the next elements in a new array."""
-        out, done = np.empty(num, self._dtype), 0
-        while done < num:
-            if not self._rest.size:
-                self._rest = next(self._pieces).values
-            part = self._rest[: num - done]
-            out[done : done + part.size] = part
-            self._rest = self._rest[part.size :]
-            done += part.size
         return out
 
 

@@ -12,7 +12,7 @@ import contextlib
 import errno
 import shutil
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,7 +32,9 @@ from jaxinf.store.lock import LockFile, lock_exclusively
 from jaxinf.store.manifest import FORMAT_VERSION, Manifest
 from jaxinf.store.owners import current_store
 from jaxinf.store.reader import StepReader
+from jaxinf.store.stock import read_carry
 from jaxinf.transfer import translated
+from jaxinf.typing import Array
 
 _CANNOT_PIN = {
     *(errno.EACCES, errno.EDQUOT, errno.EMLINK, errno.ENOENT, errno.ENOSPC),
@@ -52,6 +54,8 @@ class WholeStep:
       commit: the step's record, of a run with the checksums of all members.
       places: directories that have chunks in a slot's layout.
       warning: why chunks may change nevertheless; else empty.
+      read_pieces: reads its chunks, if they are no files; see `StepReader`.
+      carried: what it carries, if that is in no file.
     """
 
     path: Path
@@ -59,6 +63,8 @@ class WholeStep:
     commit: CommitRecord
     places: tuple[Path, ...]
     warning: str = ""
+    read_pieces: Callable[..., Iterator[Array]] | None = None
+    carried: Sequence[bytes] | None = None
 
     def check(self) -> None:
         """Raises StoreFormatError if the record is not of the store's arrays."""
@@ -66,8 +72,14 @@ class WholeStep:
 
     def reader(self, memory_bytes: int = 32 << 20) -> StepReader:
         """Makes a reader of its chunks, with so much memory for pieces."""
-        options = {"places": self.places, "memory_bytes": memory_bytes}
-        return StepReader(self.path, self.commit, **options)
+        options = {"places": self.places, "read_pieces": self.read_pieces}
+        return StepReader(self.path, self.commit, memory_bytes=memory_bytes, **options)
+
+    def read_carry(self) -> Sequence[bytes]:
+        """Returns the arrays that it carries; raises as `jaxinf.store.read_carry`."""
+        if self.carried is not None:
+            return self.carried
+        return read_carry(self.path, self.commit.carry)
 
 
 def step_of(directory: StoreDirectory, path: Path) -> WholeStep:
