@@ -125,17 +125,17 @@ class StoreDirectory:
             return self.step_path(place)
         return self.csd_directory(csd) / place
 
-    def data_paths(self, step: Path) -> list[Path]:
-        """Returns the directories of a step's chunk files, one for each CSD.
+    def place_of(self, step: Path) -> str:
+        """Reverses `step_path`; the step may be the symlink to the committed slot."""
+        place = str(step.relative_to(self.path))
+        if place == "current":
+            return self.committed_slot() or SLOTS[0]
+        return place.removeprefix("slots/")
 
-        The step is a result of `step_path`, or the symlink to the committed slot.
-        """
-        place = step.relative_to(self.path)
-        if place == Path("current"):
-            place = Path("slots") / (self.committed_slot() or SLOTS[0])
-        if place.parts[0] == "slots":
-            place = place.relative_to("slots")
-        return [self.data_path(str(place), csd) for csd in range(self.num_csds)]
+    def data_paths(self, step: Path) -> list[Path]:
+        """Returns the directories of a step's chunk files, one for each CSD."""
+        place = self.place_of(step)
+        return [self.data_path(place, csd) for csd in range(self.num_csds)]
 
     def check_layout(self) -> None:
         """Refuses links, pipes and devices in the places of the store's own names."""

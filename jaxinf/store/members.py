@@ -151,11 +151,20 @@ def all_members(path: Path) -> list[StoreDirectory]:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[list[StoreDirectory]]:
+def hold_members(path: Path, *, moves: bool = True) -> Iterator[list[StoreDirectory]]:
     """Makes this process the only writer of all members while the context lasts.
+
+    Args:
+      moves: whether members at different steps go to the common one, as at the start
+        of their run.
 
     Yields:
       The stores, read under their locks; notes on their CSDs name them as the owners.
+
+    Raises:
+      StoreLockedError: a run has them open.
+      ProcessError: a member cannot be seen, or they have no step in common.
+      StoreError: a member is damaged.
     """
     is_alone, members = not is_run(path), list[StoreDirectory]()
     with contextlib.ExitStack() as stack:
@@ -175,22 +184,8 @@ def _locked(path: Path) -> Iterator[list[StoreDirectory]]:
                 )
             claim_csds(directory)
             members.append(directory)
-        yield members
-
-
-@contextlib.contextmanager
-def hold_members(path: Path) -> Iterator[list[StoreDirectory]]:
-    """Makes this process the only writer of all members while the context lasts.
-
-    Members that were at different steps go to the common one, as a run of them does.
-
-    Raises:
-      StoreLockedError: a run has them open.
-      ProcessError: a member cannot be seen, or they have no step in common.
-      StoreError: a member is damaged.
-    """
-    with _locked(path) as members:
-        to_step(members, _common_step(path, members))
+        if moves:
+            to_step(members, _common_step(path, members))
         yield members
 
 
@@ -355,7 +350,7 @@ def restore_whole(
       StoreSpaceError: the drives have too little room.
       StoreLockedError, ProcessError: as `hold_members`.
     """
-    with _locked(path) as members:
+    with hold_members(path, moves=False) as members:
         find_whole(members, name)
         step = None
         try:

@@ -49,32 +49,26 @@ def check_leaf_paths(paths: Iterable[Sequence[str]], states: Iterable[str]) -> N
     seen: dict[str, Sequence[str]] = {}
     for path in paths:
         name = array_name("", path)
-        if not _is_unicode(name):
+        try:
+            num_bytes = longest + len(name.encode())
+        except UnicodeEncodeError:
             raise ValueError(
                 f"leaf {leaf_name(path)!a}: expected keys that UTF-8 can write, "
                 "found half of a surrogate pair; rename the key in the params tree"
-            )
+            ) from None
         if name in seen:
             raise ValueError(
                 f"leaves {list(seen[name])} and {list(path)} would both be stored as "
                 f"'params{name}'; rename one of them so that joining their keys with "
                 "'.' tells them apart"
             )
-        if longest + len(name.encode()) > _MAX_NAME_BYTES:
+        if num_bytes > _MAX_NAME_BYTES:
             raise ValueError(
-                f"leaf {leaf_name(path)}: its array name takes "
-                f"{longest + len(name.encode())} bytes, a file name has at most "
-                f"{_MAX_NAME_BYTES}; shorten the keys of the params tree"
+                f"leaf {leaf_name(path)}: its array name takes {num_bytes} bytes, a "
+                f"file name has at most {_MAX_NAME_BYTES}; shorten the keys of the "
+                "params tree"
             )
         seen[name] = path
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 # --- paths of scalars in the optimizer's state ---------------------------------------

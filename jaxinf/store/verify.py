@@ -47,7 +47,8 @@ def verify_step(
         record = CommitRecord.read(record_path)
     except StoreFormatError as error:
         return [Damage(step_path, record_path, "commit record", str(error))]
-    place = _place(directory, step_path)
+    is_own = step_path.is_relative_to(directory.path)  # or a copy elsewhere
+    place = directory.place_of(step_path) if is_own else None
     damages = [*_link_damages(directory, place, record.carry)] if place else []
     damages += _documents(directory, step_path, place, record)
     for name, leaf, state in directory.manifest.arrays():
@@ -74,16 +75,6 @@ def verify_step(
             if progress is not None:
                 progress(done, total)
     return damages
-
-
-def _place(directory: StoreDirectory, step_path: Path) -> str | None:
-    """Returns the step's place in the store; None for a copy elsewhere."""
-    if not step_path.is_relative_to(directory.path):
-        return None
-    parts = step_path.relative_to(directory.path).parts
-    if parts == ("current",):
-        return directory.committed_slot()
-    return parts[1] if parts[:1] == ("slots",) else "/".join(parts)
 
 
 def _problem(
