@@ -54,7 +54,7 @@ class Save:
 
 @dataclass(frozen=True)
 class List:
-    """Show the checkpoints: step, time, and the bytes that removing each would free."""
+    """Show the checkpoints, their steps and their times."""
 
     store: StorePath
     # Print one JSON document instead.
@@ -76,11 +76,10 @@ class List:
                 printable(info.name),
                 str(info.step),
                 printable(info.committed_at),
-                format_bytes(info.own_bytes),
             )
             for info in found
         ]
-        columns = ("name", "step", "committed", "own bytes")
+        columns = ("name", "step", "committed")
         console.print(make_table(columns, rows, ("step",)))
 
 

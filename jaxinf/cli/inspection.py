@@ -10,7 +10,7 @@ device), ``num_elements``, ``num_chunks`` (of each state), ``chunk_shape``,
 ``num_bytes`` (of all states), ``states``: ``name``, ``dtype``, ``codec``,
 ``num_bytes``, ``array`` (a directory that zarr and tensorstore open); ``state_bytes``
 (of each state, in one slot), ``disk_bytes`` (of both slots), ``checkpoints``: ``name``,
-``step``, ``committed_at``, ``own_bytes`` (that removing it would free); ``drives``:
+``step``, ``committed_at``; ``drives``:
 ``root``, ``num_chunks`` and ``chunk_bytes`` (of one slot), ``free_bytes``,
 ``total_bytes`` (of its file system); ``writer``: null, or ``pid``, ``host``,
 ``command`` of the process of this machine that has the store open.

@@ -15,7 +15,6 @@ from jaxinf.cli.terminal import show_progress
 from jaxinf.command_line import ByteSize, UsageError
 from jaxinf.exchange import DEFAULT_MEMORY_BYTES, export_source, export_url_at, is_url
 from jaxinf.store import (
-    AverageChoice,
     Copied,
     CopyLayout,
     Formats,
@@ -49,9 +48,6 @@ class Store:
     # Format of the master of bfloat16 params: float32, the params with 16-bit
     # remainders, or no separate master.
     master: Annotated[MasterFormat | None, option("{fp32,split,none}")] = None
-    # Format of the params' average; one that OLD does not have begins as a copy of the
-    # params, and none drops it.
-    average: Annotated[AverageChoice | None, option("{fp32,bf16,none}")] = None
     # A CSD root of NEW; repeat it for all. {process} is its number.
     csd_root: Annotated[
         tyro.conf.UseAppendAction[tuple[AnyPath, ...]], option("DIR")
@@ -93,7 +89,7 @@ class Store:
     def _layout(self) -> CopyLayout:
         roots = [str(root) for root in self.csd_root]
         return CopyLayout(
-            Formats(self.state, self.master, self.average),
+            Formats(self.state, self.master),
             tuple(roots),
             self.processes,
         )

@@ -327,9 +327,9 @@ def _check_average(directory: StoreDirectory, description: StoreDescription) -> 
     if found != asked and held.leaves:
         raise StoreMismatchError(
             f"{path}: expected an average of the params in the form {asked!r}, found "
-            f"{found!r}; give smart_update(…, average=) as the store was made, or make "
-            f'another from it: "jaxinf store copy {path} NEW --average {asked}" (one '
-            "that begins is a copy of the params)"
+            f"{found!r}; give smart_update(…, average=) as the store was made, or load "
+            "its params and state into a new store (store.load), whose average begins "
+            "as a copy of the params"
         )
 
 

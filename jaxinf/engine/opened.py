@@ -202,8 +202,7 @@ class OpenStore(StoreShape):
         path = self.directory.path
         raise StoreMismatchError(
             f"{path}: expected an average of the params, found {', '.join(states)}; "
-            f'"jaxinf store copy {path} NEW --average fp32" begins one, or leave '
-            "average=True out"
+            "leave average=True out"
         )
 
     def begin_slot(self) -> None:

@@ -70,7 +70,6 @@ from jaxinf.store.documents import (
     write_document,
 )
 from jaxinf.store.formats import (
-    AverageChoice,
     Formats,
     MasterFormat,
     Shards,

@@ -45,7 +45,6 @@ class CheckpointInfo:
     name: str
     step: int
     committed_at: str  # UTC
-    own_bytes: int  # that its removal would free on the drives
 
 
 def save_checkpoint(
@@ -134,12 +133,11 @@ def list_checkpoints(directory: StoreDirectory) -> list[CheckpointInfo]:
         path = directory.path / "checkpoints" / name
         try:
             record = CommitRecord.read(path / "commit.json")
-            own_bytes = _own_bytes(directory, f"checkpoints/{name}")
         except StoreError as error:
             if path.exists():  # otherwise another process has just removed it
                 _LOG.warning("%s: no checkpoint that can be read: %s", path, error)
             continue
-        found.append(CheckpointInfo(name, record.step, record.committed_at, own_bytes))
+        found.append(CheckpointInfo(name, record.step, record.committed_at))
     return sorted(found, key=lambda info: (info.step, info.name))
 
 
@@ -286,16 +284,6 @@ def _set_aside(directory: StoreDirectory, name: str) -> str:
     with translated("removal", directory.path / "checkpoints" / name):
         _rename(directory, f"checkpoints/{name}", gone)
     return gone
-
-
-def _own_bytes(directory: StoreDirectory, place: str) -> int:
-    """Returns the bytes of files without other links."""
-    total = 0
-    for one in directory.manifest.held():
-        with contextlib.suppress(FileNotFoundError):
-            status = directory.file_of(place, one).stat()
-            total += 512 * status.st_blocks if status.st_nlink == 1 else 0
-    return total
 
 
 # --- room ----------------------------------------------------------------------------

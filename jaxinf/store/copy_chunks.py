@@ -23,9 +23,7 @@ from jaxinf.store.commit import CommitRecord
 from jaxinf.store.copy_source import CopySource
 from jaxinf.store.creation import existing_parent
 from jaxinf.store.directory import StoreDirectory, allocate, link_file
-from jaxinf.store.formats import scalars_of
 from jaxinf.store.manifest import HeldChunk, LeafRecord, StateRecord, dtype_of
-from jaxinf.store.names import MASTER_PARAMS
 from jaxinf.store.reader import (
     PIECE_BYTES,
     StepReader,
@@ -162,8 +160,7 @@ def make_steps(
                     checksum = file_checksum(new.target, new.one.num_bytes)
                     sums[name][number] = checksum
         if place != "b":
-            scalars = scalars_of(step.commit, source.whole, manifest)
-            records[place] = step.commit.replace(checksums=sums, scalar_state=scalars)
+            records[place] = step.commit.replace(checksums=sums)
     return records
 
 
@@ -212,11 +209,8 @@ def _recode(
     slots = [slot.name for slot in leaf.slots]
     rounding = rounding_of_chunk(one.number, one.chunk, step)
     key = rounding + slots.index(first.slot) & 0xFFFFFFFF
-    held = _arrays(old, first)
-    # An average begins as the master params.
-    wanted = held[0] if held else old.state(MASTER_PARAMS)
     found: dict[str, list[tuple[int, int]]] = {file.one.array: [] for file in files}
-    for piece in reader.pieces(old, wanted, one.chunk):
+    for piece in reader.pieces(old, _arrays(old, first)[0], one.chunk):
         arrays = [np.ascontiguousarray(piece.values)]
         if first.codec:
             arrays = [

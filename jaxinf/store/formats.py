@@ -1,8 +1,7 @@
 """The forms of a store that a copy may change: codecs, grids, owners of chunks.
 
-Invariant: a leaf with other codecs has the same slots; only an average comes or goes. A
-  grid that shards do not cut stays, and chunks stay with their owners as far as loads
-  allow.
+Invariant: a leaf with other codecs has the same slots. A grid that shards do not cut
+  stays, and chunks stay with their owners as far as loads allow.
 """
 
 import math
@@ -11,21 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-import numpy as np
 from msgspec import structs
 
 from jaxinf.errors import StoreMismatchError
 from jaxinf.layout import choose_grid, deal_again
-from jaxinf.store.commit import CommitRecord, ScalarState
 from jaxinf.store.creation import chunk_holders, is_unfinished
 from jaxinf.store.manifest import LeafRecord, Manifest, StateRecord
 from jaxinf.store.members import find_members
-from jaxinf.store.names import ERROR_FEEDBACK, MASTER_PARAMS, encode_path
-from jaxinf.typing import AVERAGE, AVERAGE_SCALARS
+from jaxinf.store.names import ERROR_FEEDBACK, MASTER_PARAMS
+from jaxinf.typing import AVERAGE
 
 StateFormat: TypeAlias = Literal["fp32", "bf16", "int8"]
 MasterFormat: TypeAlias = Literal["fp32", "split", "none"]
-AverageChoice: TypeAlias = Literal["fp32", "bf16", "none"]
 
 _CODEC_OF = {"fp32": "", "none": "bf16"}  # others are codecs themselves
 _MIN_CODED_ELEMENTS = 4096
@@ -40,56 +36,30 @@ class Formats:
       state: of the optimizer's float32 state, except in small leaves.
       master: of the master of params that are bfloat16 on the JAX device: ``"split"``,
         the params with 16-bit remainders; ``"none"``, the params alone.
-      average: of the params' average, except in small leaves; it begins as the master
-        params if there is none, and ``"none"`` drops it.
+      average: of the params' average, except in small leaves.
     """
 
     state: StateFormat | None = None
     master: MasterFormat | None = None
-    average: AverageChoice | None = None
+    average: str | None = None
 
     def of(self, held: Manifest, where: str) -> Manifest:
         """Returns a manifest with these formats, whose places are as before.
 
         Raises:
-          ValueError: no leaf is bfloat16, or there is no average to drop.
+          ValueError: no leaf is bfloat16.
         """
-        if self.average == "none" and AVERAGE not in held.state_names:
-            raise ValueError(
-                f"{where}: average='none': expected a store with an average of the "
-                "params, found none; leave it out"
-            )
         if self.master and all(leaf.dtype != "bfloat16" for leaf in held.leaves):
             raise ValueError(
                 f"{where}: master={self.master!r}: expected params that are "
                 "bfloat16 on the JAX device, found none; their master has one "
                 "form: leave it out"
             )
-        leaves = []
-        for leaf in held.leaves:
-            states = [n for n in leaf.states if not self.average or n.slot != AVERAGE]
-            if self.average not in (None, "none"):  # behind those of the optimizer
-                place = sum(state.name != ERROR_FEEDBACK for state in states)
-                states.insert(place, StateRecord(AVERAGE, "float32"))
-            plain = structs.replace(leaf, states=tuple(states))
-            leaves.append(coded_leaf(plain, self))
-        return structs.replace(held, leaves=tuple(leaves))
+        leaves = tuple(coded_leaf(leaf, self) for leaf in held.leaves)
+        return structs.replace(held, leaves=leaves)
 
 
 AS_IT_IS = Formats()
-
-
-def scalars_of(
-    record: CommitRecord, held: Manifest, manifest: Manifest
-) -> tuple[ScalarState, ...]:
-    """Returns the scalar state of a step in other formats: an average's comes last."""
-    if (AVERAGE in held.state_names) == (AVERAGE in manifest.state_names):
-        return record.scalar_state
-    own = {encode_path((("field", name),)): kind(0) for name, kind in AVERAGE_SCALARS}
-    kept = [scalar for scalar in record.scalar_state if scalar.path not in own]
-    if AVERAGE in manifest.state_names:
-        kept += [ScalarState.of(path, np.array(zero)) for path, zero in own.items()]
-    return tuple(kept)
 
 
 def coded_leaf(leaf: LeafRecord, formats: Formats) -> LeafRecord:

@@ -9,7 +9,7 @@ import contextlib
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
@@ -291,20 +291,16 @@ def save_whole(path: Path, name: str | None = None) -> list[Path]:
 def list_whole(path: Path) -> list[CheckpointInfo]:
     """Returns the checkpoints that all members have of one commit, by step and name.
 
-    Their own bytes are those of all members.
-
     Raises:
       ProcessError, StoreError: as `save_whole`.
     """
     members = all_members(path)
-    lists = [{info.name: info for info in list_checkpoints(one)} for one in members]
-    found = []
-    for name, info in lists[0].items():
-        infos = [by_name[name] for by_name in lists if name in by_name]
-        if len(infos) == len(lists) and is_of_all(members, name):
-            own_bytes = sum(one.own_bytes for one in infos)
-            found.append(replace(info, own_bytes=own_bytes))
-    return found
+    kept = [{*checkpoint_names(one)} for one in members]
+    return [
+        info
+        for info in list_checkpoints(members[0])
+        if all(info.name in names for names in kept) and is_of_all(members, info.name)
+    ]
 
 
 def is_of_all(members: Sequence[StoreDirectory], name: str) -> bool:

@@ -102,7 +102,7 @@ def test_listing_and_removing(store, capsys):
     names = [c["name"] for c in json.loads(capsys.readouterr().out)]
     assert names == ["2", "best"]
     assert call("list") == 0
-    assert "own bytes" in capsys.readouterr().out
+    assert "committed" in capsys.readouterr().out
     assert call("remove", "2", "none") == 1
     assert "expected a checkpoint 'none'" in capsys.readouterr().err
     assert sorted(p.name for p in (store / "checkpoints").iterdir()) == ["2", "best"]

@@ -57,10 +57,7 @@ def test_saving_copies_nothing_and_removing_gives_the_space_back(drive, place):
     driver.store.checkpoint()
     assert driver.opened.meters.snapshot().drive_write_bytes == written
     assert blocks_below(place) - used < 1 << 18
-    assert [info.own_bytes for info in driver.store.checkpoints()] == [0]
     driver.steps(2).store.wait()
-    (info,) = driver.store.checkpoints()
-    assert info.own_bytes >= 2 * (4 << 20)
     driver.store.checkpoint()
     driver.steps(2).store.wait()
     assert blocks_below(place) - used > 8 << 20

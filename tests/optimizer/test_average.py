@@ -12,13 +12,11 @@ import pytest
 import safetensors.numpy
 import small_stores
 import zarr
-from copies import copied
 from raw_stores import stored
 
 import jaxinf
 from jaxinf.cli import main
 from jaxinf.errors import StoreMismatchError
-from jaxinf.store import StoreDirectory, verify_step
 
 pytestmark = pytest.mark.optimized
 
@@ -197,29 +195,11 @@ def test_a_refused_step_leaves_it(open_store):
     assert int(state.average_count) == 1
 
 
-@pytest.mark.long
-def test_a_store_begins_an_average_and_drops_it(place):
-    plain, begun, dropped = place / "plain", place / "begun", place / "dropped"
-    with jaxinf.open_store(plain) as store:
-        trained(store, None, 2)
-        kernels = store._manifest.kernels
-        with pytest.raises(StoreMismatchError, match=r"store copy .*--average"):
-            store.params(like(new_params()), average=True)
-    assert not main(["store", "copy", str(plain), str(begun), "--average", "fp32"])
-    with jaxinf.open_store(begun) as store:
-        assert_equal(store.read("average", "w"), store.read("params", "w"))
-        state = trained(store, jaxinf.ema(DECAY, every=2), 1)
-        assert int(state.average_count) == 1
-        assert int(state.step) == 3
-        assert store._manifest.kernels == kernels
-        held = store.params(new_params())
-    copied(begun, dropped, average="none")
-    with jaxinf.open_store(dropped) as store:
-        assert_equal(store.params(new_params()), held)
-        trained(store, None, 1)
-    assert verify_step(StoreDirectory.open(begun), begun / "current") == []
-    with pytest.raises(ValueError, match="expected a store with an average"):
-        copied(dropped, place / "no", average="none")
+def test_a_store_without_an_average_says_so(open_store):
+    store = open_store("plain")
+    trained(store, None, 1)
+    with pytest.raises(StoreMismatchError, match="expected an average of the params"):
+        store.params(like(new_params()), average=True)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +226,7 @@ def test_other_averages_than_the_store_s_are_refused(open_store):
     trained(open_store("bf16"), jaxinf.ema(DECAY, form="bf16"), 1)
     for name, average, message in (
         ("plain", jaxinf.ema(DECAY), "in the form .fp32., found .none."),
-        ("bf16", None, "found .bf16.; .*--average none"),
+        ("bf16", None, "found .bf16.; .*store.load"),
         ("bf16", jaxinf.ema(DECAY), "found .bf16.; give smart_update"),
     ):
         store = open_store(name)
