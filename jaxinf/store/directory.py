@@ -89,7 +89,7 @@ class StoreDirectory:
         self.lock = lock
         self.published: set[Slot] = set()
         self._replace_lock = threading.Lock()
-        self._chunk_files: dict[tuple[str, int, int, str], Path] = {}
+        self._chunk_files: dict[tuple[str, int, int, str], tuple[Path, int]] = {}
         self._checked: set[Path] = set()
 
     @classmethod
@@ -176,13 +176,20 @@ class StoreDirectory:
 
     def chunk_file(self, place: str, leaf: int, chunk: int, state: str) -> Path:
         """Returns a chunk's real file, on its CSD."""
+        return self._known_file(place, leaf, chunk, state)[0]
+
+    def _known_file(
+        self, place: str, leaf: int, chunk: int, state: str
+    ) -> tuple[Path, int]:
+        """Returns a chunk's file and its length; every step asks for those of slots."""
         known = self._chunk_files.get((place, leaf, chunk, state))
-        if known is not None:  # every step asks for those of slots
+        if known is not None:
             return known
-        file = self.file_of(place, self.held_chunk(leaf, chunk, state))
+        one = self.held_chunk(leaf, chunk, state)
+        found = self.file_of(place, one), one.file_bytes
         if place in SLOTS:
-            self._chunk_files[place, leaf, chunk, state] = file
-        return file
+            self._chunk_files[place, leaf, chunk, state] = found
+        return found
 
     def file_of(self, place: str, one: HeldChunk) -> Path:
         """Returns a chunk's real file, on its CSD."""
@@ -329,19 +336,19 @@ class StoreDirectory:
           keeps: whether a new file gets the old one's content; otherwise the caller
             must write the whole chunk.
         """
-        one = self.held_chunk(leaf, chunk, state)
-        file = self.chunk_file(place, leaf, chunk, state)
+        file, num_bytes = self._known_file(place, leaf, chunk, state)
         with self._replace_lock:
             status = _status(file)
             if status.st_nlink > 1:
+                one = self.held_chunk(leaf, chunk, state)
                 with self._replacement(one.csd, file) as temporary:
                     if keeps:
                         shutil.copyfile(file, temporary, follow_symlinks=False)
                     else:
                         allocate(temporary, one)
-            elif status.st_size != one.file_bytes:
+            elif status.st_size != num_bytes:
                 with translated("allocation", file):
-                    os.truncate(file, one.file_bytes)
+                    os.truncate(file, num_bytes)
         return file
 
     def link_chunk(
