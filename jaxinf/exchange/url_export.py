@@ -270,7 +270,7 @@ def check_exports(url: str, step: int) -> None:
       step: the next step to be exported, of which there must be no export.
     """
     there = ObjectStore(url_of_step(url, step))
-    if {MANIFEST, _BEGUN} & there.names():
+    if any(there.read(name) is not None for name in (MANIFEST, _BEGUN)):
         raise ExchangeError(
             f"{there.where}: expected nothing, as step {step} of this run is to be "
             "exported there, found an export; give another URL, or remove it"
@@ -357,7 +357,7 @@ def _listed(place: ObjectStore) -> dict[str, Stamp]:
     export = ExportManifest.read(place)
     if export is None:
         found, remedy = "nothing of one", "check the URL"
-        if place.names():
+        if place.read(_BEGUN) is not None:
             found = "none: the export was interrupted, or the manifest is gone"
             remedy = _AGAIN
         raise ExchangeError(

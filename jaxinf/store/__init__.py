@@ -67,7 +67,6 @@ from jaxinf.store.documents import (
     read_document,
     read_foreign,
     seal,
-    write_document,
 )
 from jaxinf.store.formats import (
     Formats,
@@ -125,7 +124,6 @@ from jaxinf.store.reader import (
     Damage,
     StepReader,
     corrupt_chunk,
-    file_checksum,
     find_leaf,
     over,
 )
