@@ -5,10 +5,11 @@ alone, not on a run's memory, workers, CSDs or mesh.
 """
 
 from jaxinf.compress.blocks import (
+    SparseGradient,
+    SparseLeaf,
     SparsifyState,
     compress_leaf,
     dense_leaf,
     sparsify,
 )
 from jaxinf.compress.topk import Selection, TopK, ValueDType, parse_compression, top_k
-from jaxinf.compress.wire import SparseGradient, SparseLeaf

@@ -1,12 +1,18 @@
 """Divides a leaf's gradient, chunk by chunk, into elements to send and the rest.
 
+    magnitudes ─► threshold (counted, not sorted) ─► a bit an element ─► indices, values
+
 Invariant: the chunks are the store's, in its order; one chunk's result depends on no
-other chunk. ``optax.chain(sparsify(c), tx)`` gives the optimizer the same gradients as
+other chunk. `select` returns exactly `k` different indices in ascending order, relative
+to the chunk; NaN counts as larger than Inf, and Inf as larger than all other values.
+``optax.chain(sparsify(c), tx)`` gives the optimizer the same gradients as
 ``smart_update(tx, store, compress=c)``: bit for bit if they are float32, otherwise
 rounded to their own dtype.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -16,11 +22,187 @@ import numpy as np
 import optax
 from jax import lax
 
-from jaxinf.compress.select import select
-from jaxinf.compress.topk import TopK
-from jaxinf.compress.wire import SparseLeaf
+from jaxinf.compress.topk import Selection, TopK
 from jaxinf.layout import Chunk, LeafGrid, choose_grid
-from jaxinf.typing import PyTree
+from jaxinf.typing import Array, PyTree
+
+
+@dataclass(frozen=True)
+class SparseGradient:
+    """A run of a gradient with few elements that are not zero.
+
+    Attributes:
+      indices: ``(k,)`` int32, ascending, below `num_elements`.
+      values: ``(k,)`` float32, bfloat16 or float16.
+      num_elements: length of the run.
+    """
+
+    indices: Array
+    values: Array
+    num_elements: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the link."""
+        return self.indices.nbytes + self.values.nbytes
+
+    def part(self, start: int, stop: int) -> "SparseGradient":
+        """Returns the elements from `start` to `stop`, with indices from `start` on."""
+        if (start, stop) == (0, self.num_elements):
+            return self
+        first, last = np.searchsorted(self.indices, (start, stop))
+        indices = self.indices[first:last] - np.int32(start)
+        return SparseGradient(indices, self.values[first:last], stop - start)
+
+    def put_into(self, dense: Array) -> None:
+        """Writes the values at their indices; other elements do not change.
+
+        Args:
+          dense: ``(num_elements,)`` of the values' dtype.
+        """
+        dense[self.indices] = self.values
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("indices", "values"),
+    meta_fields=("shape", "counts", "lengths"),
+)
+@dataclass(frozen=True)
+class SparseLeaf:
+    """A leaf's gradient, or a shard's, as a JAX device sends it; a pytree.
+
+    Its arrays are JAX's on the JAX device and NumPy's on the host.
+
+    Attributes:
+      shape: shape of the leaf or the shard.
+      indices: ``(k,)`` int32: those of the first chunk, then of the second, ….
+      values: ``(k,)``, in the same order.
+      counts: number of elements sent of each chunk.
+      lengths: length of each chunk at the time of the compression.
+    """
+
+    shape: tuple[int, ...]
+    indices: Any
+    values: Any
+    counts: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the link."""
+        return self.indices.nbytes + self.values.nbytes
+
+    @cached_property
+    def _ends(self) -> Array:
+        return np.cumsum(self.counts)
+
+    def chunk(self, number: int) -> SparseGradient:
+        """Returns the elements sent of a chunk, by its number in the leaf or shard."""
+        last = int(self._ends[number])
+        own = slice(last - self.counts[number], last)
+        return SparseGradient(self.indices[own], self.values[own], self.lengths[number])
+
+
+# Low bits of the threshold that stay undecided: 2**15 of 2**23 is 0.4 %.
+_TOLERANCE = 1 << 15
+# Shorter blocks are sorted, because a threshold would be no faster.
+_MIN_SEARCHED = 1 << 14
+_NUM_SAMPLED = 1 << 13
+_WORD = 32
+_LARGEST = 0x7FFFFFFF
+
+
+def select(block: jax.Array, k: int, selection: Selection) -> jax.Array:
+    """Returns indices of the `k` largest magnitudes, to the chosen precision.
+
+    The bits of non-negative floats, as integers, have the order of the floats. So a
+    threshold is found by bisecting an interval of integers, with one count in each
+    step: a few passes over memory instead of a sort.
+
+    Args:
+      block: ``(n,)`` float32.
+
+    Returns:
+      ``(k,)`` int32, rising.
+    """
+    if selection == "exact" or block.size < _MIN_SEARCHED:
+        return jnp.sort(lax.top_k(jnp.abs(block), k)[1])
+    padding = -block.size % _WORD
+    magnitudes = lax.bitcast_convert_type(jnp.abs(block), jnp.int32)
+    magnitudes = jnp.minimum(magnitudes, _LARGEST - 1)
+    low, high = _threshold(magnitudes, k)
+    # -1 is below every threshold.
+    magnitudes = jnp.pad(magnitudes, (0, padding), constant_values=-1)
+    above = _packed(magnitudes >= high)
+    near = _packed((magnitudes >= low) & (magnitudes < high))
+    num_above = jnp.sum(lax.population_count(above).astype(jnp.int32))
+    chosen = above | _first_bits(near, k - num_above)
+    return _positions(chosen, jnp.arange(k, dtype=jnp.int32))
+
+
+def _threshold(magnitudes: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """Finds bounds: fewer than `k` elements from `high` on, at least `k` from `low`.
+
+    They are closer than the tolerance. A sample gives the starting point; it affects
+    only the number of counts.
+    """
+    stride = magnitudes.size // _NUM_SAMPLED
+    sample = jnp.sort(magnitudes[:: max(1, stride)])
+    share = sample.size * k / magnitudes.size
+    ranks = [int(0.8 * share) - 8, int(1.2 * share) + 8]
+
+    def narrowed(bounds: tuple[jax.Array, jax.Array], at: jax.Array) -> tuple:
+        low, high = bounds
+        enough = jnp.sum(magnitudes >= at, dtype=jnp.int32) >= k
+        return jnp.where(enough, at, low), jnp.where(enough, high, at)
+
+    def halved(bounds: tuple[jax.Array, jax.Array]) -> tuple:
+        return narrowed(bounds, bounds[0] + (bounds[1] - bounds[0]) // 2)
+
+    bounds = (jnp.int32(0), jnp.int32(_LARGEST))
+    for rank in ranks:
+        if 0 <= rank < sample.size:
+            guess = jnp.clip(sample[sample.size - 1 - rank], *bounds)
+            bounds = narrowed(bounds, guess)
+    return lax.while_loop(lambda b: b[1] - b[0] > _TOLERANCE, halved, bounds)
+
+
+def _packed(flags: jax.Array) -> jax.Array:
+    """Packs 32 flags into a word, the first in the lowest bit."""
+    bits = flags.reshape(-1, _WORD).astype(jnp.uint32)
+    return jnp.sum(bits << jnp.arange(_WORD, dtype=jnp.uint32), 1, dtype=jnp.uint32)
+
+
+def _first_bits(words: jax.Array, number: jax.Array) -> jax.Array:
+    """Clears all set bits after the first `number`, which is at least 1."""
+    last = _positions(words, (number - 1)[None])[0]
+    starts = jnp.arange(words.size, dtype=jnp.int32) * _WORD
+    kept = jnp.clip(last + 1 - starts, 0, _WORD).astype(jnp.uint32)
+    all_bits = jnp.uint32(0xFFFFFFFF)
+    shift = jnp.minimum(_WORD - kept, _WORD - 1)  # a shift by 32 is undefined
+    return jnp.where(kept == 0, jnp.uint32(0), words & (all_bits >> shift))
+
+
+def _positions(words: jax.Array, ranks: jax.Array) -> jax.Array:
+    """Returns the positions of the set bits with these numbers, counted from 0."""
+    counts = lax.population_count(words).astype(jnp.int32)
+    ends = jnp.cumsum(counts)
+    chosen = jnp.searchsorted(ends, ranks, side="right").astype(jnp.int32)
+    chosen = jnp.minimum(chosen, words.size - 1)
+    left = ranks - (ends[chosen] - counts[chosen])
+    word, position = words[chosen], jnp.zeros_like(ranks)
+    for width in (16, 8, 4, 2, 1):  # choose the half that has the bit
+        lower = word & jnp.uint32((1 << width) - 1)
+        in_lower = lax.population_count(lower).astype(jnp.int32)
+        is_upper = left >= in_lower
+        left = jnp.where(is_upper, left - in_lower, left)
+        word = jnp.where(is_upper, word >> width, lower)
+        position += jnp.where(is_upper, width, 0)
+    return chosen * _WORD + position
+
+
+# --- of a leaf -----------------------------------------------------------------------
 
 
 def compress_leaf(

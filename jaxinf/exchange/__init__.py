@@ -12,7 +12,6 @@ from jaxinf.exchange.huggingface_config import (
 )
 from jaxinf.exchange.huggingface_export import export_adapters, export_huggingface
 from jaxinf.exchange.huggingface_source import HuggingFaceFolder
-from jaxinf.exchange.object_store import ObjectStore, is_url
 from jaxinf.exchange.params import (
     DEFAULT_FILE_BYTES,
     DEFAULT_MEMORY_BYTES,
@@ -20,18 +19,15 @@ from jaxinf.exchange.params import (
     LORA_B,
     ExportOptions,
 )
-from jaxinf.exchange.read_params import read_params
-from jaxinf.exchange.safetensors_files import export_safetensors
-from jaxinf.exchange.tokenizer_files import (
-    keep_tokenizer,
-    kept_tokenizer,
-    tokenizer_files,
-)
+from jaxinf.exchange.safetensors_files import export_safetensors, read_params
+from jaxinf.exchange.sources import keep_tokenizer, kept_tokenizer, tokenizer_files
 from jaxinf.exchange.url_export import (
+    ObjectStore,
     check_exports,
     export_source,
     export_url,
     export_url_at,
+    is_url,
     least_memory,
     url_of_step,
 )

@@ -21,6 +21,12 @@ from jaxinf.layout.grid import (
     covers,
     shared_grid,
 )
-from jaxinf.layout.portions import ChunkBox, box_runs, portions
-from jaxinf.layout.runs import gather, scatter, target_view
+from jaxinf.layout.runs import (
+    ChunkBox,
+    box_runs,
+    gather,
+    portions,
+    scatter,
+    target_view,
+)
 from jaxinf.layout.subgroups import Subgroup, deal, deal_again, subgroups

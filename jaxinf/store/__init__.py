@@ -2,30 +2,20 @@
 
 Where a question is answered:
 
-    what lies where on disk              directory.py, names.py
+    what lies where on disk              directory.py
     how a slot becomes a step            directory.py (`write_record`, `sync`, `flip`)
     what a commit says                   commit.py
     what a store holds                   manifest.py
-    how a stranger's document is read    documents.py; of paths: transfer/beneath.py
+    names; a stranger's documents        documents.py; paths: transfer/beneath.py
     how chunks are read and verified     reader.py, verify.py
     how a step is copied or recoded      copying.py, copy_chunks.py, formats.py
-    how a checkpoint is kept             checkpoint.py; of several members: members.py
+    how a step is kept or pinned         steps.py; of several members: members.py
     what other zarr readers see          stock.py
 
 Invariant: at every instant the last committed step is complete on the drives
 (docs/format.md gives the reasons).
 """
 
-from jaxinf.store.checkpoint import (
-    CheckpointInfo,
-    checkpoint_names,
-    find_checkpoint,
-    list_checkpoints,
-    prune_leftovers,
-    remove_checkpoint,
-    restore_checkpoint,
-    save_checkpoint,
-)
 from jaxinf.store.commit import (
     CARRY,
     SCHEDULE_FREE,
@@ -62,8 +52,14 @@ from jaxinf.store.directory import (
     other_slot,
 )
 from jaxinf.store.documents import (
+    ERROR_FEEDBACK,
+    MASTER_PARAMS,
     Id,
     Sum,
+    check_leaf_paths,
+    encode_key,
+    encode_path,
+    leaf_name,
     read_document,
     read_foreign,
     seal,
@@ -105,14 +101,6 @@ from jaxinf.store.members import (
     save_whole,
     to_step,
 )
-from jaxinf.store.names import (
-    ERROR_FEEDBACK,
-    MASTER_PARAMS,
-    check_leaf_paths,
-    encode_key,
-    encode_path,
-    leaf_name,
-)
 from jaxinf.store.owners import (
     check_unclaimed,
     claim_csds,
@@ -128,10 +116,18 @@ from jaxinf.store.reader import (
     over,
 )
 from jaxinf.store.steps import (
+    CheckpointInfo,
     WholeStep,
+    checkpoint_names,
+    find_checkpoint,
+    list_checkpoints,
     pinned_step,
+    prune_leftovers,
     prune_snapshots,
     readable_step,
+    remove_checkpoint,
+    restore_checkpoint,
+    save_checkpoint,
     step_of,
 )
 from jaxinf.store.stock import (

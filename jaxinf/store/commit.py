@@ -23,6 +23,8 @@ from jaxinf.store.documents import (
     Lengths,
     Name,
     Sum,
+    array_name,
+    check_leaf_paths,
     read_document,
     refusing,
     write_document,
@@ -35,7 +37,6 @@ from jaxinf.store.manifest import (
     dtype_of,
     version_of,
 )
-from jaxinf.store.names import array_name, check_leaf_paths
 from jaxinf.transfer import crc32c
 from jaxinf.typing import Array
 
@@ -60,7 +61,7 @@ class ScalarState(Document, frozen=True):
     """A value of the optax state that belongs to no leaf: a count, a hyperparameter.
 
     Attributes:
-      path: its path in the optax state; see `jaxinf.store.names`.
+      path: its path in the optax state; see `jaxinf.store.documents`.
       dtype, shape: of the array.
       data: the bits of its elements, in C order.
       text: the value for people; it is not read.

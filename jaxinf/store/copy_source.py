@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxinf.errors import StoreFormatError, StoreLockedError
-from jaxinf.store.checkpoint import check_arrays, checkpoint_names
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.creation import files_beside
 from jaxinf.store.directory import StoreDirectory, check_there, next_slot
@@ -27,6 +26,8 @@ from jaxinf.store.members import (
 from jaxinf.store.owners import look_at_store
 from jaxinf.store.steps import (
     WholeStep,
+    check_arrays,
+    checkpoint_names,
     joined_step,
     pinned_step,
     prune_snapshots,

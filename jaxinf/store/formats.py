@@ -15,9 +15,9 @@ from msgspec import structs
 from jaxinf.errors import StoreMismatchError
 from jaxinf.layout import choose_grid, deal_again
 from jaxinf.store.creation import chunk_holders, is_unfinished
+from jaxinf.store.documents import ERROR_FEEDBACK, MASTER_PARAMS
 from jaxinf.store.manifest import LeafRecord, Manifest, StateRecord
 from jaxinf.store.members import find_members
-from jaxinf.store.names import ERROR_FEEDBACK, MASTER_PARAMS
 from jaxinf.typing import AVERAGE
 
 StateFormat: TypeAlias = Literal["fp32", "bf16", "int8"]

@@ -28,21 +28,19 @@ from jaxinf.layout import (
     shared_grid,
 )
 from jaxinf.store.documents import (
+    MASTER_PARAMS,
     Dtype,
     Id,
     Lengths,
     Name,
     Roots,
-    read_document,
-    refusing,
-    write_document,
-)
-from jaxinf.store.names import (
-    MASTER_PARAMS,
     array_name,
     check_leaf_paths,
     encode_key,
     leaf_name,
+    read_document,
+    refusing,
+    write_document,
 )
 from jaxinf.transfer import page_ceil
 

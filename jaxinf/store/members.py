@@ -19,15 +19,6 @@ from jaxinf.errors import (
     StoreLockedError,
     StoreMismatchError,
 )
-from jaxinf.store.checkpoint import (
-    CheckpointInfo,
-    checkpoint_names,
-    find_checkpoint,
-    list_checkpoints,
-    remove_checkpoint,
-    restore_checkpoint,
-    save_checkpoint,
-)
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.directory import StoreDirectory, next_slot
 from jaxinf.store.lock import StoreLock, lock_exclusively
@@ -37,7 +28,17 @@ from jaxinf.store.owners import (
     look_at_store,
     read_owned,
 )
-from jaxinf.store.steps import WholeStep, step_of
+from jaxinf.store.steps import (
+    CheckpointInfo,
+    WholeStep,
+    checkpoint_names,
+    find_checkpoint,
+    list_checkpoints,
+    remove_checkpoint,
+    restore_checkpoint,
+    save_checkpoint,
+    step_of,
+)
 
 _MEMBER = re.compile(r"process-\d{5,}")
 _NUM_ATTEMPTS = 20

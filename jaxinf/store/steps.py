@@ -1,17 +1,22 @@
-"""A committed step that is read: of a store, or of all members of a run.
+"""A store's steps: the committed one, pinned ones, and those that are kept.
 
-     member 0:  a b . .  ─┐
-     member 1:  . . c d  ─┴─► manifest of a b c d, checksums of all, their directories
+      pin       current slot ──links──► snapshots/ID, while it is read
+      save      current slot ──links──► checkpoints/NAME
+      restore   checkpoints/NAME ──links──► spare slot ──publish──► current
 
 Invariant: a step is of one commit in all members, and its files are only read. One that
-is pinned by hard links is the same, bit for bit, until it is released; see
-docs/format.md, "Hard links".
+is pinned by hard links is the same, bit for bit, until it is released; a listed
+checkpoint is complete and durable: the writer replaces every file that has a second
+link. See docs/format.md, "Hard links".
 """
 
 import contextlib
 import errno
+import logging
+import os
 import shutil
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,20 +25,21 @@ import numpy as np
 from msgspec import structs
 
 from jaxinf.errors import (
+    StoreError,
     StoreFormatError,
     StoreIOError,
     StoreMismatchError,
     StoreSpaceError,
 )
 from jaxinf.store.commit import CommitRecord
-from jaxinf.store.creation import make_place
-from jaxinf.store.directory import StoreDirectory, link_file
+from jaxinf.store.creation import check_free_space, make_place
+from jaxinf.store.directory import SLOTS, Slot, StoreDirectory, link_file, other_slot
 from jaxinf.store.lock import LockFile, lock_exclusively
 from jaxinf.store.manifest import FORMAT_VERSION, Manifest
 from jaxinf.store.owners import current_store
-from jaxinf.store.reader import StepReader
-from jaxinf.store.stock import read_carry
-from jaxinf.transfer import translated
+from jaxinf.store.reader import Damage, StepReader
+from jaxinf.store.stock import link_carry, make_carry, read_carry
+from jaxinf.transfer import fsync_directory, translated
 from jaxinf.typing import Array
 
 _CANNOT_PIN = {
@@ -217,3 +223,289 @@ def prune_snapshots(directory: StoreDirectory) -> None:
                 with contextlib.closing(owner), contextlib.suppress(BlockingIOError):
                     owner.hold(waits=False)
                     remove_step(directory, f"snapshots/{entry.name}")
+
+
+_MAX_NAME_BYTES = 200
+_LEFTOVERS = (".new-", ".gone-")
+_STRAY = (
+    "expected checkpoints alone, found something else, which jaxinf did not put there; "
+    "remove it"
+)
+_LOG = logging.getLogger("jaxinf")
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A checkpoint of a store."""
+
+    name: str
+    step: int
+    committed_at: str  # UTC
+
+
+def save_checkpoint(
+    directory: StoreDirectory, name: str | None = None, *, overwrite: bool = False
+) -> str:
+    """Keeps the committed step; any process may do so beside a running writer.
+
+    Blocks until the checkpoint is durable. It takes time and space only for the links.
+    From the next steps on, the step's data is on the drives twice; the room for that is
+    checked first.
+
+    Args:
+      directory: the store.
+      name: name of the checkpoint, which is returned. By default it is the step's
+        number, and Orbax's CheckpointManager lists it.
+      overwrite: whether a checkpoint of that name is replaced, unless it has this very
+        step. It stays until the new one is complete and durable.
+
+    Raises:
+      ValueError: the name is not valid, or is another step's number.
+      StoreMismatchError: there is a checkpoint of that name.
+      StoreSpaceError: the drives have too little room; nothing was made.
+      StoreFormatError: no step is committed yet; or as `jaxinf.store.read_owned`.
+      StoreIOError: the store cannot be written to.
+    """
+    if name is not None:
+        _check_name(name)
+    new = f"checkpoints/.new-{uuid.uuid4().hex}"
+    with _managed(directory) as directory, contextlib.ExitStack() as undo:
+        temporary = directory.step_path(new)
+        with lock_exclusively(directory.publish_lock):
+            slot = directory.need_slot()
+            record = directory.read_record(slot)
+            name = str(record.step) if name is None else name
+            if name.isdecimal() and name != str(record.step):
+                raise ValueError(
+                    f"checkpoint name {name!r}: a number is the name of that step's "
+                    f"checkpoint, and the store is at step {record.step}; give a name "
+                    "with a letter"
+                )
+            place = f"checkpoints/{name}"
+            path = directory.step_path(place)
+            if is_there := os.path.lexists(path):
+                if not overwrite or name not in checkpoint_names(directory):
+                    raise StoreMismatchError(
+                        f"{directory.path}: there is a checkpoint {name!r} already; "
+                        "give another name, or replace it (store.checkpoint(name, "
+                        "overwrite=True)), or remove it (jaxinf checkpoint remove "
+                        f'"{directory.path}" {name})'
+                    )
+                with contextlib.suppress(StoreFormatError):  # a damaged one is replaced
+                    held = CommitRecord.read(path / "commit.json")
+                    is_same = held.committed_at == record.committed_at
+                    if is_same and held.step == record.step:
+                        return name
+            else:  # one that replaces another has its room
+                _check_space(directory, slot)
+            undo.callback(remove_step, directory, new)
+            with translated("checkpoint", path):
+                make_place(directory, new, record.carry, source=slot, named=place)
+        with translated("checkpoint", path):
+            directory.manifest.write(temporary / "jaxinf.json")
+            record.write(temporary / "commit.json")
+            directory.sync()
+            gone = _set_aside(directory, name) if is_there else None
+            _rename(directory, new, place, appears=True)
+        undo.pop_all()
+        if gone is not None:
+            remove_step(directory, gone)
+    return name
+
+
+def checkpoint_names(directory: StoreDirectory) -> list[str]:
+    """Returns the names of all checkpoints without opening them."""
+    found = (directory.path / "checkpoints").glob("[!.]*")
+    return sorted(one.name for one in found if one.is_dir() and not one.is_symlink())
+
+
+def list_checkpoints(directory: StoreDirectory) -> list[CheckpointInfo]:
+    """Returns all checkpoints, by step and then by name; reads only their records.
+
+    A checkpoint whose record cannot be read is left out, with a warning.
+    """
+    found = []
+    for name in checkpoint_names(directory):
+        path = directory.path / "checkpoints" / name
+        try:
+            record = CommitRecord.read(path / "commit.json")
+        except StoreError as error:
+            if path.exists():  # otherwise another process has just removed it
+                _LOG.warning("%s: no checkpoint that can be read: %s", path, error)
+            continue
+        found.append(CheckpointInfo(name, record.step, record.committed_at))
+    return sorted(found, key=lambda info: (info.step, info.name))
+
+
+def stray_checkpoints(directory: StoreDirectory) -> list[Damage]:
+    """Returns other entries among the checkpoints."""
+    root, names = directory.path / "checkpoints", set(checkpoint_names(directory))
+    return [
+        Damage(root, entry, f"checkpoints/{entry.name}", _STRAY)
+        for entry in sorted(root.glob("*"))
+        if entry.name not in names and not entry.name.startswith(_LEFTOVERS)
+    ]
+
+
+def find_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
+    """Returns a checkpoint's record.
+
+    Raises:
+      ValueError: there is no checkpoint of that name; lists the existing ones.
+      StoreFormatError: its record cannot be read.
+    """
+    names = checkpoint_names(directory)
+    if name not in names:
+        held = ", ".join(names) or "none"
+        raise ValueError(
+            f"{directory.path}: expected a checkpoint {name!r}; there are: {held}"
+        )
+    return CommitRecord.read(directory.step_path(f"checkpoints/{name}") / "commit.json")
+
+
+def check_arrays(directory: StoreDirectory, name: str) -> None:
+    """Refuses a checkpoint of other arrays than the store's.
+
+    Raises:
+      StoreMismatchError: it is one; says how to make a store of it.
+    """
+    root = directory.step_path(f"checkpoints/{name}")
+    if Manifest.read(root / "jaxinf.json").leaves != directory.manifest.leaves:
+        raise StoreMismatchError(
+            f"{root}: the checkpoint holds other arrays than the store does now; make "
+            f'a store of it: cp -rL "{root}" COPY, then jaxinf store copy COPY NEW'
+        )
+    directory.read_record(f"checkpoints/{name}")
+
+
+def remove_checkpoint(directory: StoreDirectory, name: str) -> None:
+    """Removes a checkpoint, damaged or not; blocks until its removal is durable.
+
+    Raises:
+      ValueError: there is no checkpoint of that name.
+      StoreFormatError: as `jaxinf.store.read_owned`; nothing was removed.
+    """
+    with _managed(directory) as directory:
+        if name not in checkpoint_names(directory):
+            find_checkpoint(directory, name)  # raises
+        remove_step(directory, _set_aside(directory, name))
+
+
+def restore_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
+    """Makes a checkpoint the committed step; returns its record.
+
+    The caller is the store's writer and holds the lock of the checkpoints, too. The
+    links replace the content of the spare slot. The step committed before then becomes
+    the spare one, until the next step is written.
+
+    Raises:
+      ValueError: there is no such checkpoint.
+      StoreMismatchError: its tree differs from the store's.
+      StoreSpaceError: the drives have too little room; nothing was changed.
+    """
+    record, place = find_checkpoint(directory, name), f"checkpoints/{name}"
+    check_arrays(directory, name)
+    spare = other_slot(directory.need_slot())
+    target = directory.step_path(spare)
+    _check_space(directory, None)
+    directory.unpublish(spare)
+    for one in directory.manifest.held():
+        directory.link_chunk(place, spare, one.number, one.chunk, one.state.name)
+    make_carry(target, directory.manifest, record.carry)
+    link_carry(directory.step_path(place), target, record.carry)
+    directory.sync()
+    directory.publish(spare, record)
+    return record
+
+
+def prune_leftovers(directory: StoreDirectory) -> None:
+    """Removes checkpoints whose creation or removal was interrupted by a crash.
+
+    The caller holds the lock of the checkpoints.
+    """
+    root = directory.path / "checkpoints"
+    if not root.is_dir():
+        return
+    names = {name for name in os.listdir(root) if not name.startswith(_LEFTOVERS)}
+    own = [directory.csd_directory(n) for n in range(len(directory.manifest.csds))]
+    for folder in [root, *(data / "checkpoints" for data in own)]:
+        for name in os.listdir(folder) if folder.is_dir() else ():
+            if name not in names:
+                with translated("removal", folder / name):
+                    shutil.rmtree(folder / name)
+
+
+# --- inside ------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _managed(directory: StoreDirectory) -> Iterator[StoreDirectory]:
+    """Locks the checkpoints; yields the store as read then, without leftovers."""
+    root = directory.path / "checkpoints"
+    with (
+        translated("checkpoint", root),
+        lock_exclusively(directory.path / "checkpoints.lock"),
+    ):
+        directory = current_store(directory)
+        root.mkdir(exist_ok=True)
+        prune_leftovers(directory)
+        yield directory
+
+
+def _check_name(name: str) -> None:
+    is_plain = name.isprintable() and "/" not in name and not name.startswith(".")
+    if not name or not is_plain or len(name.encode()) > _MAX_NAME_BYTES:
+        raise ValueError(
+            f"checkpoint name {name!r}: expected a file name that does not start with "
+            f"a dot, without slashes, of at most {_MAX_NAME_BYTES} bytes"
+        )
+
+
+def _rename(
+    directory: StoreDirectory, old: str, new: str, *, appears: bool = False
+) -> None:
+    """Renames a checkpoint, on CSDs too; one that appears is complete before."""
+    csds = range(len(directory.manifest.csds))
+    pairs = [(directory.data_path(old, n), directory.data_path(new, n)) for n in csds]
+    own = [(directory.step_path(old), directory.step_path(new))]
+    for source, target in pairs + own if appears else own + pairs:
+        if source.exists():
+            source.rename(target)
+            fsync_directory(source.parent)
+
+
+def _set_aside(directory: StoreDirectory, name: str) -> str:
+    """Takes a checkpoint from the list; returns the place of what is to be removed."""
+    gone = f"checkpoints/.gone-{uuid.uuid4().hex}"
+    with translated("removal", directory.path / "checkpoints" / name):
+        _rename(directory, f"checkpoints/{name}", gone)
+    return gone
+
+
+# --- room ----------------------------------------------------------------------------
+
+
+def _check_space(directory: StoreDirectory, pinned: Slot | None) -> None:
+    """Refuses if later steps would have no room to replace the linked files.
+
+    Args:
+      pinned: the slot whose files are about to be linked to.
+    """
+    needs, shared_needs = defaultdict[Path, int](int), defaultdict[Path, int](int)
+    for one in directory.manifest.held():
+        files = [directory.file_of(slot, one) for slot in SLOTS]
+        found = [os.lstat(file) if file.exists() else None for file in files]
+        num_files = sum(
+            status is None or status.st_nlink > 1 or slot == pinned
+            for slot, status in zip(SLOTS, found, strict=True)
+        )
+        first, second = found
+        is_shared = first and second and os.path.samestat(first, second)
+        own = shared_needs if is_shared else needs  # no step writes a shared one
+        own[directory.csd_directory(one.csd)] += num_files * one.drive_bytes
+    check_free_space(
+        needs or shared_needs,  # unless all are, after a restore
+        "with this checkpoint the steps to come need",
+        "free some, or remove another checkpoint (jaxinf checkpoint "
+        f'list "{directory.path}")',
+    )

@@ -22,8 +22,8 @@ from jaxinf.documents import MOST_BYTES, DocumentError, encode, parse_json
 from jaxinf.errors import StoreCorruptError, StoreError
 from jaxinf.store.commit import CARRY, CarriedArray
 from jaxinf.store.directory import link_file
+from jaxinf.store.documents import encode_key
 from jaxinf.store.manifest import Manifest, dtype_of
-from jaxinf.store.names import encode_key
 from jaxinf.transfer import (
     check_holds,
     crc32c,

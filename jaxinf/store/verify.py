@@ -10,12 +10,12 @@ from contextlib import closing
 from pathlib import Path
 
 from jaxinf.errors import StoreError, StoreFormatError
-from jaxinf.store.checkpoint import stray_checkpoints
 from jaxinf.store.commit import CarriedArray, CommitRecord
 from jaxinf.store.directory import SLOTS, StoreDirectory
 from jaxinf.store.manifest import HeldChunk, Manifest
 from jaxinf.store.members import member_name
 from jaxinf.store.reader import PIECE_BYTES, Damage, file_checksum, over
+from jaxinf.store.steps import stray_checkpoints
 from jaxinf.store.stock import document_problems, orbax_links
 from jaxinf.transfer import BufferPool, open_beneath
 from jaxinf.typing import ProgressCallback

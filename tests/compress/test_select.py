@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from families import family
 
-from jaxinf.compress.select import select
+from jaxinf.compress.blocks import select
 
 pytestmark = pytest.mark.optimized("long")
 

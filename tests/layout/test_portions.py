@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinf.layout import LeafGrid, box_runs, choose_grid, portions
-from jaxinf.layout.portions import portion_shape
+from jaxinf.layout.runs import portion_shape
 
 SHAPES = st.lists(st.integers(0, 9), max_size=4).map(tuple)
 

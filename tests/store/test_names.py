@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxinf import compat
 from jaxinf.store import check_leaf_paths, encode_path, leaf_name
-from jaxinf.store.names import array_name, encode_key
+from jaxinf.store.documents import array_name, encode_key
 
 KEYS = st.text(st.characters(blacklist_categories=("Cs",)))
 
