@@ -71,13 +71,15 @@ def coded_leaf(leaf: LeafRecord, formats: Formats) -> LeafRecord:
             continue
         own = {MASTER_PARAMS: formats.master, AVERAGE: formats.average}
         wanted, state = own.get(held.name, formats.state), held.decoded()
-        codec = held.codec if wanted is None else _CODEC_OF.get(wanted, wanted)
         if held.name == MASTER_PARAMS:
-            is_plain = leaf.dtype != "bfloat16"
+            may_change = leaf.dtype == "bfloat16"
         else:
-            may_be_coded = state.dtype == "float32" and state.name not in _NEVER_CODED
-            is_plain = is_small or not may_be_coded
-        stored += state.coded(codec) if codec and not is_plain else (state,)
+            is_plain = state.dtype != "float32" or state.name in _NEVER_CODED
+            may_change = not (is_small or is_plain)
+        codec = held.codec
+        if wanted is not None:
+            codec = _CODEC_OF.get(wanted, wanted) if may_change else ""
+        stored += state.coded(codec) if codec else (state,)
     return structs.replace(leaf, states=tuple(stored))
 
 
