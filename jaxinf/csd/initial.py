@@ -67,7 +67,7 @@ def states_as_slots(
         if extent.codec:
             has_more = extent.codec in ("int8", "split")
             beside = next(coming)[0] if has_more else None
-            slots.append(CodedSlot.of(values, beside, key, rounding.first))
+            slots.append(CodedSlot(values, beside, key, rounding.first))
         else:
             slots.append(values)
     return slots

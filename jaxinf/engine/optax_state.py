@@ -263,7 +263,7 @@ def _encoded(
     if not codec:
         return [np.ascontiguousarray(values, extents[0].dtype)]
     arrays = [np.empty(extent.num_elements, extent.dtype) for extent in extents]
-    slot = CodedSlot.of(*arrays, key=None)
+    slot = CodedSlot(*arrays, key=None)
     for start in range(0, values.size, _PIECE_ELEMENTS):
         stop = min(start + _PIECE_ELEMENTS, values.size)
         slot.part(start, stop).encode(values[start:stop].astype(np.float32))

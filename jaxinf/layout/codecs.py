@@ -32,65 +32,55 @@ class CodedSlot:
     """The stored form of a kernel's float32 slot, or of the master params.
 
     Attributes:
-      codes: ``(n,)``: uint8 with `scales`, bfloat16 without.
-      scales: float32, one for each 256 codes; None for bfloat16.
+      codes: ``(n,)``: uint8 with scales, bfloat16 without.
+      beside: the array that is stored beside the codes: float32 scales, one for each
+        256 of them; or ``(n,)`` int16 remainders, the differences that rounding to
+        them left, so that decoding is exact. None if only the codes are stored,
+        rounded stochastically.
       key: seed of the random bits that decide the rounding; None to round to nearest,
         which gives decoded values their codes again.
       first: number of the first element in its chunk.
-      remainders: ``(n,)`` int16, the differences that rounding to `codes` left, so that
-        decoding is exact. None if only the codes are stored, rounded stochastically.
     """
 
     codes: Array
-    scales: Array | None
+    beside: Array | None = None
     key: int | None = 0
     first: int = 0
-    remainders: Array | None = None
-
-    @classmethod
-    def of(
-        cls,
-        codes: Array,
-        beside: Array | None = None,
-        key: int | None = 0,
-        first: int = 0,
-    ) -> "CodedSlot":
-        """From the arrays of a store: codes, and their scales or remainders."""
-        if beside is not None and beside.dtype == np.int16:
-            return cls(codes, None, key, first, beside)
-        return cls(codes, beside, key, first)
 
     @property
-    def beside(self) -> Array | None:
-        """The array stored beside the codes."""
-        return self.scales if self.remainders is None else self.remainders
+    def remainders(self) -> Array | None:
+        """The array beside, if it is that of remainders."""
+        is_rest = self.beside is not None and self.beside.dtype == np.int16
+        return self.beside if is_rest else None
+
+    @property
+    def scales(self) -> Array | None:
+        """The array beside, if it is that of scales."""
+        return self.beside if self.remainders is None else None
 
     def decode(self) -> Array:
         """``(n,)`` float32; of int8 codes, denormals flushed to zero."""
-        if self.remainders is not None:
-            return decode_split(self.codes, self.remainders)
-        if self.scales is None:
+        if self.beside is None:
             return self.codes.astype(np.float32)
-        return decode_int8(self.codes, self.scales)
+        decode = decode_int8 if self.remainders is None else decode_split
+        return decode(self.codes, self.beside)
 
     def encode(self, values: Array) -> None:
         """Stores ``(n,)`` float32."""
-        if self.remainders is not None:
-            encode_split(values, self.codes, self.remainders)
-        elif self.scales is None:
+        if self.beside is None:
             self.codes[...] = encode_bf16(values, self.key, self.first)
+        elif self.remainders is None:
+            encode_int8(values, self.codes, self.beside, self.key, self.first)
         else:
-            encode_int8(values, self.codes, self.scales, self.key, self.first)
+            encode_split(values, self.codes, self.beside)
 
     def part(self, start: int, stop: int) -> "CodedSlot":
         """Elements of it; `start` is a multiple of 256."""
-        scales, remainders = self.scales, self.remainders
-        if scales is not None:
-            scales = scales[start // CODE_BLOCK : -(-stop // CODE_BLOCK)]
-        if remainders is not None:
-            remainders = remainders[start:stop]
-        codes, first = self.codes[start:stop], self.first + start
-        return CodedSlot(codes, scales, self.key, first, remainders)
+        size = CODE_BLOCK if self.remainders is None else 1
+        beside = self.beside
+        if beside is not None:
+            beside = beside[start // size : -(-stop // size)]
+        return CodedSlot(self.codes[start:stop], beside, self.key, self.first + start)
 
 
 def encode_int8(

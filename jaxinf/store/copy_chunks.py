@@ -218,7 +218,7 @@ def _recode(
                 for state in states
             ]
             rest = arrays[1] if beside else None
-            CodedSlot.of(arrays[0], rest, key, piece.start).encode(piece.values)
+            CodedSlot(arrays[0], rest, key, piece.start).encode(piece.values)
         for file, data in zip(files, arrays, strict=True):
             state = file.one.state
             with opened_to_write(file.target) as fd:

@@ -271,7 +271,7 @@ class StepReader:
             per_piece = beside.num_elements(self._piece_elements)
             others = self.stored(leaf, beside, number, per_piece)
         for piece, rest in zip(found, others, strict=beside is not None):
-            coded = CodedSlot.of(piece.values, None if rest is None else rest.values)
+            coded = CodedSlot(piece.values, None if rest is None else rest.values)
             yield replace(piece, values=coded.decode())
 
     def stored(

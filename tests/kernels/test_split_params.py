@@ -103,7 +103,7 @@ def run_of(kernel, where):
 def coded(values, remainders=True):
     """Returns master params in the form of a kernel's argument."""
     rest = np.zeros(values.size, np.int16) if remainders else None
-    slot = CodedSlot(np.zeros(values.size, BF16), None, 5, 0, rest)
+    slot = CodedSlot(np.zeros(values.size, BF16), rest, 5)
     slot.encode(values)
     return slot
 

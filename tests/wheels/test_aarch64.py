@@ -45,7 +45,7 @@ def numbers(rng):
 
 def split(values):
     rest = np.zeros(NUM, np.int16)
-    slot = CodedSlot(np.zeros(NUM, ml_dtypes.bfloat16), None, 5, 0, rest)
+    slot = CodedSlot(np.zeros(NUM, ml_dtypes.bfloat16), rest, 5)
     slot.encode(values)
     return slot
 
