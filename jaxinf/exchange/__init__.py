@@ -10,8 +10,11 @@ from jaxinf.exchange.huggingface_config import (
     read_config_file,
     write_config,
 )
-from jaxinf.exchange.huggingface_export import export_adapters, export_huggingface
-from jaxinf.exchange.huggingface_source import HuggingFaceFolder
+from jaxinf.exchange.huggingface_folder import (
+    HuggingFaceFolder,
+    export_adapters,
+    export_huggingface,
+)
 from jaxinf.exchange.params import (
     DEFAULT_FILE_BYTES,
     DEFAULT_MEMORY_BYTES,

@@ -27,7 +27,6 @@ from jaxinf.store.commit import (
     plan_of_before,
     schedule_free_params,
 )
-from jaxinf.store.copy_source import CopySource, store_source
 from jaxinf.store.copying import Copied, CopyLayout, copy_step, left_by_copy
 from jaxinf.store.creation import (
     BESIDE,
@@ -87,6 +86,7 @@ from jaxinf.store.manifest import (
 )
 from jaxinf.store.members import (
     CommitAction,
+    CopySource,
     HeldSteps,
     StepId,
     agreed_step,
@@ -99,6 +99,7 @@ from jaxinf.store.members import (
     remove_whole,
     restore_whole,
     save_whole,
+    store_source,
     to_step,
 )
 from jaxinf.store.owners import (

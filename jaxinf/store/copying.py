@@ -27,7 +27,6 @@ from jaxinf.errors import (
     StoreMismatchError,
 )
 from jaxinf.store.copy_chunks import copied_chunks, make_steps, room_needed
-from jaxinf.store.copy_source import CopySource, check_unread
 from jaxinf.store.creation import (
     begin_store,
     check_free_space,
@@ -45,7 +44,7 @@ from jaxinf.store.formats import (
 )
 from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.manifest import Manifest, Member
-from jaxinf.store.members import find_members, member_name
+from jaxinf.store.members import CopySource, check_unread, find_members, member_name
 from jaxinf.store.owners import check_owners, check_places, claim_csds
 from jaxinf.store.stock import make_carry, write_carry
 from jaxinf.transfer import fsync_directory, translated, write_bytes_atomically

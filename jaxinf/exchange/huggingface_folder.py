@@ -1,0 +1,392 @@
+"""A Hugging Face checkpoint folder, read, and written of a step's params or adapters.
+
+Invariant: only headers are read until a leaf is requested, which is then read piece by
+  piece; no file outside the folder is opened, but for the blobs of a hub's cache.
+  Import and export use the same table of names and axes, so that an imported checkpoint
+  is exported to the bit.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxinf.errors import ExchangeError
+from jaxinf.exchange.huggingface_config import (
+    Architecture,
+    read_config_file,
+    write_config,
+)
+from jaxinf.exchange.huggingface_families import FAMILIES, Family
+from jaxinf.exchange.params import (
+    ExportOptions,
+    ParamArray,
+    adapters,
+    param_arrays,
+    said_architecture,
+)
+from jaxinf.exchange.safetensors_files import (
+    Tensor,
+    is_safetensors,
+    read_safetensors,
+    write_tensors,
+)
+from jaxinf.exchange.sources import SourceArray, TensorLeaf, listed, within
+from jaxinf.store import WholeStep, dtype_of
+from jaxinf.typing import FLOAT_DTYPES
+
+_MAX_LINES = 20
+_LAYERS = ("num_layers", "num_decoder_layers")
+# Counts that shape no tensor, or not in every checkpoint, and their limits.
+_FREE = {"num_positions": 1 << 31, "window": 1 << 31, "max_distance": 1 << 31}
+_FREE |= {"num_labels": 1 << 16}
+
+_OF_CLASSES = ("classifier.", "score.")
+
+
+@dataclass(frozen=True)
+class HuggingFaceFolder:
+    """A checkpoint whose headers have been read.
+
+    Attributes:
+      path: the folder.
+      architecture: the architecture in its config.json.
+      tensors: the tensors by name.
+    """
+
+    path: Path
+    architecture: Architecture
+    tensors: Mapping[str, SourceArray]
+
+    @classmethod
+    def read(cls, path: Path) -> "HuggingFaceFolder":
+        """Reads config.json, the index and the headers, of this folder alone."""
+        if not path.is_dir():
+            found = "a file" if path.exists() else "nothing"
+            raise ExchangeError(
+                f"{path}: expected a Hugging Face checkpoint folder, found {found}; "
+                "check the path"
+            )
+        architecture = read_config_file(within(path, "config.json"))
+        if not is_safetensors(path):
+            raise ExchangeError(
+                f"{path}: expected weights as safetensors, found none; weights of "
+                "other formats are not read: save them with save_pretrained"
+            )
+        return cls(path, architecture, read_safetensors(path))
+
+    def check_counts(self) -> None:
+        """Refuses a config with larger counts than its tensors can have.
+
+        Laying out such a model could otherwise take forever.
+        """
+        largest = max((math.prod(x.shape) for x in self.tensors.values()), default=0)
+        limits: dict[str, int] = dict.fromkeys(_LAYERS, len(self.tensors))
+        limits |= _FREE
+        for name, count in self.architecture.fields.items():
+            most = limits.get(name, largest)
+            if type(count) is int and count > most:
+                raise ExchangeError(
+                    f"{self.path / 'config.json'}: {name} of {count}, expected at most "
+                    f"{most} for tensors as they are here; give the config.json that "
+                    "belongs to the weights"
+                )
+
+    def leaves(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: np.dtype[Any],
+        *,
+        compares: bool = True,
+    ) -> dict[str, TensorLeaf | None]:
+        """Finds each leaf of a model; reads tied tensors to compare them.
+
+        Args:
+          shapes: shapes of the model's leaves by path, keys joined by ``/``.
+          dtype: dtype of the returned leaves.
+          compares: whether tied tensors are read.
+
+        Returns:
+          Leaves by path; None for a leaf of a new head, if the checkpoint's head is for
+          another task.
+
+        Raises:
+          ExchangeError: tensors are missing, too many, or of other shapes, or tied ones
+            differ; lists all.
+        """
+        family = self.architecture.family
+        tensors = {path: family.find(path) for path in shapes}
+        names = {path: name for path, (name, _) in tensors.items()}
+        expected = set(names.values())
+        found = {
+            _full_name(name, family, expected): array
+            for name, array in self.tensors.items()
+        }
+        tied = {
+            alias: name
+            for alias, name in family.tied.items()
+            if alias not in expected
+            and name in expected
+            and "score/kernel" not in shapes  # it has no output table
+        }
+        problems: list[str] = []
+        for alias, name in tied.items():
+            if alias in found and name not in found:
+                found[name] = found.pop(alias)
+            elif alias in found and compares and not _same(found[alias], found[name]):
+                problems.append(
+                    f"{alias}: expected the values of {name}, with which the config "
+                    "says that it is tied, found others"
+                )
+        wanted = {  # shapes there
+            path: tuple(shapes[path][a] for a in np.argsort(axes)) or shapes[path]
+            for path, (_, axes) in tensors.items()
+        }
+        new = _new_heads(family, names, wanted, found)
+        leaves: dict[str, TensorLeaf | None] = {}
+        for path, (name, axes) in tensors.items():
+            array = None if path in new else found.get(name)
+            if path not in new and (problem := _problem(array, wanted[path])):
+                problems.append(f"{name}: {problem}")
+            leaves[path] = array and TensorLeaf(array, axes, dtype)
+        problems += [
+            f"{name}: not a tensor of this model"
+            for name in found
+            if name not in expected and name not in tied and not family.is_unused(name)
+        ]
+        if problems:
+            raise ExchangeError(
+                f"{self.path}: expected the tensors of its config.json, found:"
+                f"{listed(problems, _MAX_LINES)}\nNothing was written; copy the "
+                "checkpoint anew, or give the config.json that belongs to it"
+            )
+        return leaves
+
+
+def _full_name(name: str, family: Family, expected: set[str]) -> str:
+    """Returns the family's name of a tensor; files have older or bare names, too."""
+    name = name.replace("LayerNorm.gamma", "LayerNorm.weight")
+    name = name.replace("LayerNorm.beta", "LayerNorm.bias")
+    if name in expected or family.is_unused(name):
+        return name
+    full = family.prefix + name
+    return full if full in expected or family.is_unused(full) else name
+
+
+def _new_heads(
+    family: Family,
+    names: Mapping[str, str],
+    wanted: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, SourceArray],
+) -> set[str]:
+    """Returns the leaves of heads that the checkpoint lacks."""
+
+    def is_other(path: str) -> bool:
+        """Whether a head's leaf is missing, or of another number of classes."""
+        name, ours = names[path], wanted[path]
+        array = found.get(name)
+        if array is None:  # a language model's table is missed, unless it has classes
+            return path != "lm_head" or "score.weight" in found
+        is_of_classes = name.startswith(_OF_CLASSES) and ours[1:] == array.shape[1:]
+        return is_of_classes and ours != array.shape
+
+    new: set[str] = set()
+    for head in family.heads:
+        below = [p for p in names if p.startswith(head) and p not in new]
+        if all(map(is_other, below)):
+            new |= set(below)
+    return new
+
+
+def _problem(array: SourceArray | None, shape: tuple[int, ...]) -> str | None:
+    if array is None:
+        return "missing"
+    if array.shape != shape:
+        return f"expected shape {list(shape)}, found {list(array.shape)}"
+    if array.dtype not in FLOAT_DTYPES:
+        return f"expected float32, bfloat16 or float16, found {array.dtype}"
+    return None
+
+
+def _same(a: SourceArray, b: SourceArray) -> bool:
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    pairs = zip(a.blocks(), b.blocks(), strict=True)
+    return all(x.tobytes() == y.tobytes() for (_, x), (_, y) in pairs)
+
+
+_CLASS_HEADS = ("score/kernel", "classifier/kernel", "head/classifier/kernel")
+_PEFT_TASKS = {"causal-lm": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}
+_PEFT_TASKS |= {"classification": "SEQ_CLS"}
+
+
+def export_huggingface(
+    step: WholeStep,
+    destination: Path,
+    *,
+    average: bool = False,
+    dtype: str | None = None,
+    like: Path | None = None,
+    beside: Mapping[str, bytes] | None = None,
+    options: ExportOptions | None = None,
+) -> None:
+    """Writes a step's params as ``transformers`` loads them; blocks until durable.
+
+    Adapters of ``jaxinf.train --lora`` are added to their matrices.
+
+    The step's commit must name the model: `jaxinf.train` writes it into the payload, as
+    ``architecture``. For params of `jaxinf_models.pretrained` in a loop of one's own
+    give the folder that they came from.
+
+    Args:
+      step: the step to export.
+      destination: a directory that does not exist yet.
+      average: whether the params' average is written in their place.
+      dtype: dtype of the tensors: float32, bfloat16 or float16, rounded to nearest
+        even; by default that of the params on the JAX device.
+      like: a folder of a model with these params, by default the commit says it.
+      beside: further files by name: those of the tokenizer.
+      options: how it moves; by default in 256 MiB.
+
+    Raises:
+      ExchangeError: the commit does not name its model, or the store has other leaves
+        than that model.
+      FileExistsError, ValueError, StoreError: as for `export_safetensors`.
+    """
+    params = param_arrays(step, average=average)
+    architecture, task = (
+        _architecture(step) if like is None else _architecture_like(params, like)
+    )
+    tensors = _tensors(params, architecture, dtype)
+    config = write_config(architecture, task, tensors[0].dtype.name)
+    files = {**(beside or {}), "config.json": config}
+    write_tensors(destination, tensors, {"format": "pt"}, files, options)
+
+
+def _architecture(step: WholeStep) -> tuple[Architecture, str]:
+    """Returns the model that the commit says, and its head's task."""
+    said = said_architecture(step)
+    if said.get("model") not in FAMILIES:
+        raise ExchangeError(
+            f"{step.path}: expected a step of jaxinf.train, whose commit says which "
+            "model it is of, found none that says so; give the folder that its params "
+            "came from (--like FOLDER), or export it as safetensors"
+        )
+    fields, extra = (
+        value if isinstance(value, Mapping) else {}
+        for value in (said.get("fields"), said.get("extra"))
+    )
+    model, kind = str(said["model"]), str(said.get("model_type", ""))
+    return Architecture(model, fields, kind, extra), str(said.get("task"))
+
+
+def _architecture_like(
+    params: Sequence[ParamArray], folder: Path
+) -> tuple[Architecture, str]:
+    """Returns the model of a folder, if these are its params, and its head's task."""
+    found = HuggingFaceFolder.read(folder)
+    architecture = found.architecture
+    _tensors(params, architecture, None)  # refuses other leaves
+    shapes = {param.path: tuple(param.leaf.shape) for param in params}
+    found.leaves(shapes, np.dtype(np.float32), compares=False)
+    heads = [shapes[head] for head in _CLASS_HEADS if head in shapes]
+    if not heads:
+        classes = architecture.family.classes
+        return architecture, next(task for task in classes if task != "classification")
+    fields = {**architecture.fields, "num_labels": heads[0][1]}
+    return replace(architecture, fields=fields), "classification"
+
+
+def _tensors(
+    params: Sequence[ParamArray], architecture: Architecture, dtype: str | None
+) -> list[Tensor]:
+    tensors = []
+    for param in params:
+        try:
+            name, axes = architecture.family.find(param.path)
+        except KeyError as error:
+            raise ExchangeError(
+                f"{param.step.path}: leaf {param.leaf.name} is none of a "
+                f"{architecture.model}'s, which the commit says this is"
+            ) from error
+        held = dtype_of(dtype or param.leaf.dtype)
+        axes = tuple(int(a) for a in np.argsort(axes))
+        tensors.append(Tensor(name, param, held, axes))
+    return tensors
+
+
+def export_adapters(
+    step: WholeStep,
+    destination: Path,
+    *,
+    average: bool = False,
+    dtype: str | None = None,
+    options: ExportOptions | None = None,
+) -> None:
+    """Writes a step's adapters, and a new head of classes, in the form of PEFT.
+
+    The folder has ``adapter_config.json`` and ``adapter_model.safetensors``. Blocks
+    until it is durable.
+
+    Args:
+      step: the step to export, of ``jaxinf.train --lora``.
+      destination: a directory that does not exist yet.
+      average, dtype, options: as for `export_huggingface`.
+
+    Raises:
+      ExchangeError: the step has no adapters, or as for `export_huggingface`.
+      FileExistsError, ValueError, StoreError: as for `export_huggingface`.
+    """
+    architecture, task = _architecture(step)
+    parts = adapters(step, average=average)
+    if not parts:
+        raise ExchangeError(
+            f"{step.path}: expected a step of jaxinf.train --lora, found no adapters "
+            "in it; export its params"
+        )
+    family, (first, _, alpha) = architecture.family, next(iter(parts.values()))
+    tensors, layers = [], []
+    for path, (a, b, _) in parts.items():
+        layers.append(_module(family.find("/".join((*path, "kernel")))[0]))
+        for param, theirs in ((a, "lora_A"), (b, "lora_B")):
+            held = dtype_of(dtype or param.leaf.dtype)
+            tensors.append(Tensor(f"{layers[-1]}.{theirs}.weight", param, held, (1, 0)))
+    heads = family.heads if task == "classification" else ()
+    params = param_arrays(step, average=average)
+    heads_params = [param for param in params if param.path.startswith(heads)]
+    whole = _tensors(heads_params, architecture, dtype)
+    payload = step.commit.payload
+    base = payload.get("base") if isinstance(payload, Mapping) else None
+    config = {
+        "peft_type": "LORA",
+        # PEFT's wrapper of classes is for tokens.
+        "task_type": None if architecture.model == "vit" else _PEFT_TASKS.get(task),
+        "base_model_name_or_path": base if isinstance(base, str) else None,
+        "r": first.leaf.shape[1],
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": not family.transposed,
+        "target_modules": sorted(layers),
+        "modules_to_save": sorted({_module(t.name) for t in whole}) or None,
+        "inference_mode": True,
+    }
+    tensors = [
+        replace(t, name=f"base_model.model.{t.name}") for t in (*tensors, *whole)
+    ]
+    write_tensors(
+        destination,
+        tensors,
+        {"format": "pt"},
+        {"adapter_config.json": config},
+        replace(options or ExportOptions(), max_file_bytes=1 << 62),
+        file_name="adapter_model.safetensors",
+    )
+
+
+def _module(tensor: str) -> str:
+    """Returns the module of a tensor, such as that of ``score.weight``."""
+    return tensor.rpartition(".")[0]
