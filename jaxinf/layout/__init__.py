@@ -4,7 +4,6 @@ Invariant: every element of a leaf lies in exactly one chunk and in exactly one
 subgroup, and the elements of a chunk are a contiguous prefix of its file.
 """
 
-from jaxinf.layout.choose import choose_grid
 from jaxinf.layout.codecs import (
     CODE_BLOCK,
     SCALES_ALIGNMENT_ELEMENTS,
@@ -18,6 +17,7 @@ from jaxinf.layout.grid import (
     DEFAULT_CHUNK_ELEMENTS,
     Chunk,
     LeafGrid,
+    choose_grid,
     covers,
     shared_grid,
 )

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxinf.layout.choose import divisors
-from jaxinf.layout.grid import Chunk, LeafGrid, box_slices, ravel
+from jaxinf.layout.grid import Chunk, LeafGrid, box_slices, divisors, ravel
 from jaxinf.typing import Array
 
 
