@@ -1,4 +1,4 @@
-"""The chunk grid of a leaf: the block in each zarr chunk file, and the choice of a grid.
+"""The chunk grid of a leaf: the block in each zarr chunk file; and its choice.
 
 Invariant: the real elements of a chunk are the first `Chunk.num_elements` of its file
 in C order; a `LeafGrid` that violates this cannot be made. A chosen chunk shape is (1,
