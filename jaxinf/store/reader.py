@@ -77,7 +77,6 @@ class ChunkRun:
 class Damage:
     """A damaged chunk, document or link of a step."""
 
-    step_path: Path  # the slot or the checkpoint
     file: Path  # the real one, even if it is missing
     what: str  # leaf, state, chunk and CSD, or the document
     problem: str  # the expected and the found value

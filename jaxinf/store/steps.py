@@ -341,7 +341,7 @@ def stray_checkpoints(directory: StoreDirectory) -> list[Damage]:
     """Returns other entries among the checkpoints."""
     root, names = directory.path / "checkpoints", set(checkpoint_names(directory))
     return [
-        Damage(root, entry, f"checkpoints/{entry.name}", _STRAY)
+        Damage(entry, f"checkpoints/{entry.name}", _STRAY)
         for entry in sorted(root.glob("*"))
         if entry.name not in names and not entry.name.startswith(_LEFTOVERS)
     ]

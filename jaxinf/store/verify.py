@@ -47,7 +47,7 @@ def verify_step(
         record = CommitRecord.read(record_path)
         record.check_fits(record_path, directory.manifest)
     except StoreFormatError as error:
-        return [Damage(step_path, record_path, "commit record", str(error))]
+        return [Damage(record_path, "commit record", str(error))]
     is_own = step_path.is_relative_to(directory.path)  # or a copy elsewhere
     place = directory.place_of(step_path) if is_own else None
     damages = [*_link_damages(directory, place, record.carry)] if place else []
@@ -59,8 +59,7 @@ def verify_step(
             root = directory.data_path(place, one.csd) if place else step_path
             expected = int(record.checksums[one.array][one.leaf.places[one.chunk]])
             problem = _problem(root, one, expected, seen, pool)
-            file = root / one.name
-            return Damage(step_path, file, str(one), problem) if problem else None
+            return Damage(root / one.name, str(one), problem) if problem else None
 
         for one, damage in over(directory.manifest.held(), verify, num_threads):
             damages += [damage] if damage is not None else []
@@ -111,29 +110,26 @@ def _link_damages(
     directory: StoreDirectory, place: str, carry: Sequence[CarriedArray] = ()
 ) -> Iterator[Damage]:
     """Yields links of a step that are missing or have a wrong target."""
-    step_path = directory.step_path(place)
-    links = dict[str, str]()
+    step_path, links = directory.step_path(place), dict[str, str]()
     if place.startswith("checkpoints/"):
         links = orbax_links(directory.manifest, carry)
-    pairs = [(step_path / name, target) for name, target in links.items()]
     for one in directory.manifest.held() if directory.manifest.csds else ():
         try:
-            at = place, one.number, one.chunk, one.state.name
-            pairs.append((directory.chunk_name(*at), str(directory.chunk_file(*at))))
+            directory.chunk_name(place, one.number, one.chunk, one.state.name)
+            links[one.name] = str(directory.file_of(place, one))
         except StoreError as error:
             what = f"leaf {one.leaf.name}, {one.state.name}"
-            yield Damage(step_path, step_path / one.array, what, str(error))
-    for link, expected in pairs:
+            yield Damage(step_path / one.array, what, str(error))
+    for name, expected in links.items():
         try:
-            found = f"one to {os.readlink(link)}"
+            found = f"one to {os.readlink(step_path / name)}"
         except FileNotFoundError:
             found = "nothing"
         except OSError:
             found = "another file"
         if found != f"one to {expected}":
             problem = f"expected a symbolic link to {expected}, found {found}"
-            what = f"link {link.relative_to(step_path)}"
-            yield Damage(step_path, link, what, problem)
+            yield Damage(step_path / name, f"link {name}", problem)
 
 
 def _documents(
@@ -146,21 +142,20 @@ def _documents(
     if member not in (None, path.name) and path.name.startswith("process-"):
         problem = f"expected this member of a run in {member}, found it in {path.name}"
         problem += "; were directories of members exchanged? Rename them back"
-        yield Damage(step_path, path / "jaxinf.json", "member", problem)
-    is_item = (step_path / "orbax.checkpoint").is_file()
-    if place is not None:
-        is_item = place.startswith("checkpoints/")
-    found = [*document_problems(step_path, manifest, record.carry, is_item=is_item)]
+        yield Damage(path / "jaxinf.json", "member", problem)
+    has_mark = (step_path / "orbax.checkpoint").is_file()
+    is_item = has_mark if place is None else place.startswith("checkpoints/")
+    found = dict(document_problems(step_path, manifest, record.carry, is_item=is_item))
     if is_item:
         try:
             held = Manifest.read(step_path / "jaxinf.json")
             if (held.store_id, held.leaves) != (manifest.store_id, manifest.leaves):
                 problem = "expected the arrays of this store, found another manifest"
-                found.append(("jaxinf.json", problem))
+                found["jaxinf.json"] = problem
         except StoreFormatError as error:
-            found.append(("jaxinf.json", str(error)))
-        if not (step_path / "orbax.checkpoint").is_file():
+            found["jaxinf.json"] = str(error)
+        if not has_mark:
             problem = "expected the file by which Orbax knows a checkpoint, found none"
-            found.append(("orbax.checkpoint", problem))
-    for name, problem in found:
-        yield Damage(step_path, step_path / name, name, problem)
+            found["orbax.checkpoint"] = problem
+    for name, problem in found.items():
+        yield Damage(step_path / name, name, problem)
