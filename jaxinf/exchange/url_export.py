@@ -98,11 +98,6 @@ class ObjectStore:
         found = self._result(f"read {name}", lambda: self._store.read(name))
         return found.value if found.state == "value" else None
 
-    def stamp(self, name: str) -> Stamp | None:
-        """Returns the stamp of an object that is read; None if there is none."""
-        found = self.read(name)
-        return None if found is None else stamp_of(found)
-
     def get(self, name: str, stamp: Stamp) -> bytes:
         """Returns an object of a known stamp."""
         found = self.read(name)
@@ -338,7 +333,7 @@ def export_url(
         def bring(chunk: tuple[HeldChunk, Stamp]) -> bool:
             """Writes a chunk, unless it is there and right; returns whether it was."""
             one, stamp = chunk
-            if one.name in there and place.stamp(one.name) == stamp:
+            if one.name in there and stamp_of(place.read(one.name) or b"") == stamp:
                 return True
             pieces = reader.stored(one.leaf, one.state, one.chunk)
             content = b"".join(piece.values.tobytes() for piece in pieces)

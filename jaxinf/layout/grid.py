@@ -111,14 +111,6 @@ class LeafGrid:
         """Elements of the leaf."""
         return math.prod(self.shape)
 
-    @property
-    def aligned(self) -> bool:
-        """Whether the chunk files are whole pages in every dtype down to 8 bits.
-
-        False for 0-d leaves, and where shard boundaries leave no aligned grid.
-        """
-        return math.prod(self.chunk_shape) % CHUNK_ALIGNMENT_ELEMENTS == 0
-
     def chunks(self) -> tuple[Chunk, ...]:
         """Returns all chunks, in C order of their grid index."""
         return self._chunks
@@ -226,7 +218,7 @@ def choose_grid(
         4 Mi.
 
     Returns:
-      A grid whose chunks hold a multiple of 4,096 elements each (`LeafGrid.aligned`),
+      A grid whose chunks hold a multiple of 4,096 elements each,
       except for 0-d leaves and where shard boundaries leave no such grid with few
       files. Chunks along the cut dimension are about the same size.
 

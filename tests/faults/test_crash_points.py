@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from raw_stores import memory_directory
 from recorded_run import Mixture, RecordedRun, small_driver
 
-from jaxinf.store import checkpoint
+from jaxinf.store import steps
 
 NUM_EXAMPLES = 5000 if LONG else 100
 
@@ -98,14 +98,14 @@ def replaced(driver, mark):
     mark(0, "best of 0")
     driver.durable_step()
     mark(1, "best of 0")
-    set_aside = checkpoint._set_aside
+    set_aside = steps._set_aside
 
     def marked(*arguments):
         gone = set_aside(*arguments)
         mark(1)
         return gone
 
-    with mock.patch.object(checkpoint, "_set_aside", marked):
+    with mock.patch.object(steps, "_set_aside", marked):
         driver.store.checkpoint("best", overwrite=True)
     mark(1, "best of 1")
     driver.durable_step()

@@ -76,7 +76,7 @@ def test_grid_obeys_the_rules(sharded, max_elements):
         if count > 1:
             assert shard[dim] % grid.chunk_shape[dim] == 0
     if all(count == 1 for count in counts):
-        assert grid.aligned
+        assert math.prod(grid.chunk_shape) % CHUNK_ALIGNMENT_ELEMENTS == 0
 
 
 def test_bad_shard_counts():
