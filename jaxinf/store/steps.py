@@ -47,6 +47,13 @@ _CANNOT_PIN = {
     *(errno.EOPNOTSUPP, errno.EPERM, errno.EROFS),
 }
 _OWNER_LOCK = "owner.lock"
+_MAX_NAME_BYTES = 200
+_LEFTOVERS = (".new-", ".gone-")
+_STRAY = (
+    "expected checkpoints alone, found something else, which jaxinf did not put there; "
+    "remove it"
+)
+_LOG = logging.getLogger("jaxinf")
 
 
 @dataclass(frozen=True)
@@ -225,13 +232,7 @@ def prune_snapshots(directory: StoreDirectory) -> None:
                     remove_step(directory, f"snapshots/{entry.name}")
 
 
-_MAX_NAME_BYTES = 200
-_LEFTOVERS = (".new-", ".gone-")
-_STRAY = (
-    "expected checkpoints alone, found something else, which jaxinf did not put there; "
-    "remove it"
-)
-_LOG = logging.getLogger("jaxinf")
+# --- checkpoints ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
