@@ -36,10 +36,10 @@ import optax
 import jaxinf
 from jaxinf.engine import shape
 from jaxinf.engine.options import Durability
-from jaxinf.layout import choose
+from jaxinf.layout import grid
 from jaxinf.store import StoreDirectory, checkpoint_names, verify_step
 
-choose.DEFAULT_CHUNK_ELEMENTS = 4096  # so little data has several
+grid.DEFAULT_CHUNK_ELEMENTS = 4096  # so little data has several
 shape._QUICK_BYTES = 0  # so little memory holds a part of the state
 SIZES = (32, 256, 256, 8)
 SCHEDULE_STEPS = 40

@@ -32,13 +32,13 @@ from throttled import CsdRates, throttled
 import jaxinf
 from jaxinf.compress import compress_leaf
 from jaxinf.csd import CsdSpec
-from jaxinf.layout import choose
+from jaxinf.layout import grid
 
 sys.path.append(str(Path(__file__).parents[1]))
 import bench
 from update_rig import UpdateRig
 
-CHUNK_ELEMENTS = choose.DEFAULT_CHUNK_ELEMENTS = 1 << 16  # a card has many
+CHUNK_ELEMENTS = grid.DEFAULT_CHUNK_ELEMENTS = 1 << 16  # a card has many
 OVERLAP = "overlap"
 NAMES = [*METHODS, OVERLAP]
 PUBLISHED = ("9", "GPT2 4.0B", "update_s")

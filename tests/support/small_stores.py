@@ -8,9 +8,9 @@ from typing import Any
 
 import jaxinf
 from jaxinf.engine import options, shape
-from jaxinf.layout import choose
+from jaxinf.layout import grid
 
-_CHUNK_ELEMENTS = choose.DEFAULT_CHUNK_ELEMENTS
+_CHUNK_ELEMENTS = grid.DEFAULT_CHUNK_ELEMENTS
 _QUICK_BYTES = shape._QUICK_BYTES
 _WORKERS = options.LEAST_WORKERS, options.WORKERS_A_DRIVE
 
@@ -18,7 +18,7 @@ _WORKERS = options.LEAST_WORKERS, options.WORKERS_A_DRIVE
 def reset(*, chunk_elements: int | None = None, num_workers: int | None = None) -> None:
     """Sets the longest chunk of new stores and the number of workers, or neither."""
     longest = chunk_elements or _CHUNK_ELEMENTS
-    choose.DEFAULT_CHUNK_ELEMENTS = shape.DEFAULT_CHUNK_ELEMENTS = longest
+    grid.DEFAULT_CHUNK_ELEMENTS = shape.DEFAULT_CHUNK_ELEMENTS = longest
     # So small a store leaves memory for a part of its state, as a large one does.
     shape._QUICK_BYTES = _QUICK_BYTES if chunk_elements is None else 0
     workers = _WORKERS if num_workers is None else (num_workers, 0)
