@@ -28,7 +28,6 @@ from jaxinf.transfer import (
     check_regular,
     fsync_directory,
     open_beneath,
-    page_ceil,
     sync_filesystem,
     translated,
 )
@@ -387,8 +386,7 @@ class StoreDirectory:
 
 def allocate(file: PathLikeStr, one: HeldChunk) -> None:
     """Makes a chunk's file, and preallocates room for its elements."""
-    allocated_bytes = min(page_ceil(one.num_bytes), one.file_bytes)
-    allocate_file(file, one.file_bytes, allocated_bytes)
+    allocate_file(file, one.file_bytes, min(one.drive_bytes, one.file_bytes))
 
 
 def _status(file: Path) -> os.stat_result:

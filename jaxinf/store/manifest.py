@@ -121,10 +121,6 @@ class StateRecord(Document, frozen=True, array_like=True):
             return -(-num_leaf_elements // CODE_BLOCK)
         return num_leaf_elements
 
-    def stored_bytes(self, chunk: Chunk) -> int:
-        """Returns the bytes of a chunk's file in one slot on the drive: whole pages."""
-        return page_ceil(self.num_elements(chunk.num_elements) * self.itemsize)
-
     def coded(self, codec: str) -> tuple["StateRecord", ...]:
         """Returns the arrays that store this state with a codec."""
         if codec == "bf16":
@@ -209,8 +205,10 @@ class LeafRecord(Document, frozen=True, kw_only=True, dict=True, gc=True):
     @property
     def chunk_bytes(self) -> list[int]:
         """Bytes of each chunk on the drive, all states together."""
-        chunks = self.grid.chunks()
-        return [sum(one.stored_bytes(chunk) for one in self.states) for chunk in chunks]
+        return [
+            sum(HeldChunk(-1, self, state, number).drive_bytes for state in self.states)
+            for number in range(self.grid.num_chunks)
+        ]
 
     def chunks(self, state: StateRecord) -> Sequence[Chunk]:
         """Returns the chunks of a state's array, one for each of the leaf's grid."""
@@ -242,7 +240,7 @@ class HeldChunk(NamedTuple):
     """A chunk's file in each step of a store.
 
     Attributes:
-      number: number of the leaf.
+      number: number of the leaf; -1 where it does not matter.
       leaf, state: of which it is.
       chunk: its number in the leaf's grid.
     """
@@ -285,7 +283,7 @@ class HeldChunk(NamedTuple):
     @property
     def drive_bytes(self) -> int:
         """Bytes that it takes on the drive: whole pages."""
-        return self.state.stored_bytes(self.leaf.grid.chunks()[self.chunk])
+        return page_ceil(self.num_bytes)
 
     def __str__(self) -> str:
         return (
