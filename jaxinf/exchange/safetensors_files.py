@@ -27,9 +27,16 @@ from jaxinf.documents import encode, pattern, shown
 from jaxinf.errors import ExchangeError, StoreError
 from jaxinf.exchange.params import ExportOptions, ParamArray, param_arrays
 from jaxinf.exchange.sources import Blocks, SourceArray, TensorLeaf, listed, within
-from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS, LeafGrid, box_runs, portions
+from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS, LeafGrid, portions
 from jaxinf.program import leaf_infos, with_leaves
-from jaxinf.store import WholeStep, check_free_space, dtype_of, encode_key, read_foreign
+from jaxinf.store import (
+    WholeStep,
+    check_free_space,
+    dtype_of,
+    encode_key,
+    read_foreign,
+    write_box,
+)
 from jaxinf.transfer import (
     check_regular,
     fsync_directory,
@@ -341,14 +348,7 @@ def _write_file(
                 if tensor.axes:
                     start = tuple(start[a] for a in tensor.axes)
                     values = np.ascontiguousarray(values.transpose(tensor.axes))
-                memory = values.reshape(-1).view(np.uint8).data
-                for place, length in box_runs(tensor.shape, start, values.shape):
-                    num_bytes = length * tensor.dtype.itemsize
-                    at = offset_bytes + place * tensor.dtype.itemsize
-                    done = 0
-                    while done < num_bytes:
-                        done += os.pwrite(fd, memory[done:num_bytes], at + done)
-                    memory = memory[num_bytes:]
+                write_box(fd, tensor.shape, start, values, offset_bytes)
                 yield values.nbytes
             offset_bytes += tensor.num_bytes
         os.fsync(fd)

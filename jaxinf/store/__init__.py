@@ -27,6 +27,7 @@ from jaxinf.store.commit import (
     plan_of_before,
     schedule_free_params,
 )
+from jaxinf.store.copy_chunks import write_box
 from jaxinf.store.copying import Copied, CopyLayout, copy_step, left_by_copy
 from jaxinf.store.creation import (
     BESIDE,

@@ -191,6 +191,27 @@ def _allocate(new: CopiedChunk) -> None:
     allocate(new.target, new.one)
 
 
+def write_box(
+    fd: int,
+    shape: Sequence[int],
+    start: Sequence[int],
+    values: Array,
+    offset_bytes: int = 0,
+) -> None:
+    """Writes a box of an array into its file, where it lies in C order; blocks.
+
+    Args:
+      shape: of the array, which begins at `offset_bytes`.
+      start: index of the box's first element.
+      values: the box.
+    """
+    flat, done = values.reshape(-1), 0
+    for place, length in box_runs(shape, start, values.shape):
+        part = flat[done : done + length]
+        _put(fd, part, offset_bytes + place * flat.itemsize)
+        done += length
+
+
 def _put(fd: int, values: Array, offset_bytes: int) -> None:
     memory, done = values.reshape(-1).view(np.uint8).data, 0
     while done < len(memory):
@@ -248,10 +269,6 @@ def _put_box(new: CopiedChunk, start: Sequence[int], values: Array) -> None:
     first = np.maximum(start, chunk.start)
     last = np.minimum(np.add(start, values.shape), np.add(chunk.start, chunk.extent))
     begin, extent = first - start, last - first
-    part = values[tuple(map(slice, begin, begin + extent))].reshape(-1)
-    done, inside = 0, (first - chunk.start).tolist()
+    part, inside = values[tuple(map(slice, begin, begin + extent))], first - chunk.start
     with opened_to_write(new.target) as fd:
-        shape = new.one.leaf.chunk_shape
-        for offset, length in box_runs(shape, inside, extent.tolist()):
-            _put(fd, part[done : done + length], offset * part.itemsize)
-            done += length
+        write_box(fd, new.one.leaf.chunk_shape, inside.tolist(), part)
