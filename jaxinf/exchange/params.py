@@ -54,22 +54,6 @@ class ExportOptions:
     max_file_bytes: int = DEFAULT_FILE_BYTES
 
 
-def stream(
-    step: WholeStep, leaf: LeafRecord, state: StateRecord, max_elements: int
-) -> Iterator[tuple[ChunkBox, Array]]:
-    """Yields a leaf's state, decoded, portion by portion; blocks.
-
-    Args:
-      state: not that of scales or remainders of another state.
-
-    Raises:
-      StoreCorruptError: a chunk is damaged; raised before its last portion.
-      StoreIOError: a chunk is missing or too short, or the drive failed.
-    """
-    with step.reader() as reader:
-        yield from reader.boxes(leaf, state, max_elements)
-
-
 @dataclass(frozen=True)
 class ParamArray:
     """A param of a step, or its average if that is asked for; nothing is read yet.
@@ -111,7 +95,7 @@ class ParamArray:
         return self._states[AVERAGE if has_average else MASTER_PARAMS]
 
     def stream(self, max_elements: int) -> Iterator[tuple[ChunkBox, Array]]:
-        """Yields it portion by portion; raises as the function `stream`."""
+        """Yields it portion by portion; raises as `StepReader.boxes`."""
         portions = self._averaged(max_elements)
         if self.adapter is None:
             yield from portions
@@ -125,12 +109,12 @@ class ParamArray:
             yield portion, values.astype(np.float32) + added
 
     def _averaged(self, max_elements: int) -> Iterator[tuple[ChunkBox, Array]]:
-        portions = stream(self.step, self.leaf, self._state, max_elements)
+        portions = self.step.boxes(self.leaf, self._state, max_elements)
         b1, z = self.step.commit.schedule_free_b1, self._states.get(SCHEDULE_FREE)
         if b1 is None or z is None or self.average:
             yield from portions
             return
-        others = stream(self.step, self.leaf, z, max_elements)
+        others = self.step.boxes(self.leaf, z, max_elements)
         for (portion, y), (_, values) in zip(portions, others, strict=True):
             yield portion, schedule_free_params(y, values, b1)
 

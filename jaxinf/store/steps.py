@@ -31,11 +31,12 @@ from jaxinf.errors import (
     StoreMismatchError,
     StoreSpaceError,
 )
+from jaxinf.layout import ChunkBox
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.creation import check_free_space, make_place
 from jaxinf.store.directory import SLOTS, Slot, StoreDirectory, link_file, other_slot
 from jaxinf.store.lock import LockFile, lock_exclusively
-from jaxinf.store.manifest import FORMAT_VERSION, Manifest
+from jaxinf.store.manifest import FORMAT_VERSION, LeafRecord, Manifest, StateRecord
 from jaxinf.store.owners import current_store
 from jaxinf.store.reader import Damage, StepReader
 from jaxinf.store.stock import link_carry, make_carry, read_carry
@@ -87,6 +88,13 @@ class WholeStep:
         """Makes a reader of its chunks, with so much memory for pieces."""
         options = {"places": self.places, "read_pieces": self.read_pieces}
         return StepReader(self.path, self.commit, memory_bytes=memory_bytes, **options)
+
+    def boxes(
+        self, leaf: LeafRecord, state: StateRecord, most_elements: int
+    ) -> Iterator[tuple[ChunkBox, Array]]:
+        """Yields a leaf's state, decoded; see `StepReader.boxes`."""
+        with self.reader() as reader:
+            yield from reader.boxes(leaf, state, most_elements)
 
     def read_carry(self) -> Sequence[bytes]:
         """Returns the arrays that it carries; raises as `jaxinf.store.read_carry`."""
