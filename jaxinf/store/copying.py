@@ -188,15 +188,14 @@ def _manifests(source: CopySource, layout: CopyLayout, target: Path) -> list[Man
     shapes, owners = [n.chunk_shape for n in leaves], [n.owners for n in leaves]
     run, found = uuid.uuid4().hex, []
     for number in range(count):
+        before, parts = None, source.parts  # chunks stay on their drives if they may
+        if count == len(parts) == 1:
+            is_same = [leaf.chunk_shape for leaf in parts[0].leaves] == shapes
+            before = parts[0] if is_same else None
         roots = _roots(source, layout, number)
+        made = lay_out(contents, shapes, roots, held=before)
         if count > 1:
-            made = lay_out(contents, shapes, roots)
             made = member_of(made, Member(run, number, count), owners)
-        else:  # chunks stay on their drives if they may
-            before = source.parts[0] if len(source.parts) == 1 else None
-            if before and [leaf.chunk_shape for leaf in before.leaves] != shapes:
-                before = None
-            made = lay_out(contents, shapes, roots, held=before)
         found.append(made)
     names = _names(count)
     for name, made in zip(names, found, strict=True):
