@@ -141,8 +141,9 @@ class StreamedStep:
         budget = Budget(self._options.memory_bytes, self._options.device_memory_bytes)
         try:
             if batch is not None:
-                self._ready = self._trace(batch, avals)
-                budget = self._budget(self._ready)
+                ready = self._ready = self._trace(batch, avals)
+                what = "the memory of the device"
+                budget = self._group.in_all(what, lambda: self._budget(ready))
             with outside_mesh():
                 self._home.start(avals, make, self._ready, budget, self._plan_within)
             if batch is not None:
@@ -254,10 +255,7 @@ class StreamedStep:
             self._home.rest()
 
     def close(self) -> None:
-        """Frees memory and files; finishes the commit in flight. Idempotent.
-
-        It closes the store, but not that of a function.
-        """
+        """Frees memory and files, and ends a step's store. Idempotent."""
         self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
