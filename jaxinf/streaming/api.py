@@ -6,6 +6,7 @@ Invariant: an option that has no effect is refused by name.
 import logging
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import optax
@@ -26,7 +27,7 @@ from jaxinf.streaming.plan.budget import Options
 from jaxinf.streaming.plan.calls import POLICIES, Policy
 from jaxinf.streaming.plan.memory import store_memory_bytes
 from jaxinf.streaming.step import StreamedStep
-from jaxinf.streaming.update.device_updates import check_device_updates
+from jaxinf.streaming.update.device_updates import device_interval
 from jaxinf.terminal import exact_bytes, format_bytes, given_bytes
 from jaxinf.transfer import MACHINE_MEMORY_BYTES, free_memory
 from jaxinf.typing import PathLikeStr, PyTree
@@ -129,15 +130,15 @@ def stream(
         compress=compress,
         extra_args=dict(extra_args or {}),
         deterministic=deterministic,
-        device_updates=device_updates,
         carry=carry,
     )
     if carry is not None and not has_aux:
         raise ValueError("carry: expected a loss with aux, found none; has_aux=True")
     owned = _opened(store, options)
     check_compression(compress, engine_of(owned).options)
-    is_compressed = compress is not None
-    check_device_updates(device_updates, owned, is_compressed=is_compressed)
+    how = {"replan": replan, "is_compressed": compress is not None}
+    every = device_interval(device_updates, owned, **how)
+    options = replace(options, device_updates=every)
     return StreamedStep(loss_fn, InStore(tx, owned, options), options)
 
 

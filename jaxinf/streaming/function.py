@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxinf.engine import Store, check_like, engine_of
 from jaxinf.errors import StreamError
 from jaxinf.streaming.home import Home
-from jaxinf.streaming.move.params import Hold, Params, StoreParams
+from jaxinf.streaming.move.params import Hold, Params, StoreParams, StoreReader
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.fit import Ordered
 from jaxinf.streaming.plan.memory import Claim, Claims
@@ -82,8 +82,9 @@ class ReadStore(Home):
         return Sink(Claims(store_units, frozen, **how))
 
     def source(self, plan: Plan, sink: Sink, hold: Hold) -> Params:
-        how = {"average": self._average, "are_frozen": False}
-        return StoreParams.of(self._engine, plan, sink.claims.units, hold, **how)
+        reader = StoreReader(self._engine, average=self._average)
+        what = sink.claims.units, reader, plan.reading, hold
+        return StoreParams(*what, are_frozen=False)
 
     def join(self) -> None:
         if self._average:

@@ -34,7 +34,7 @@ from jaxinf.errors import StreamError
 from jaxinf.program import UpdateProgram, averaged, trace_init
 from jaxinf.store import required_bytes
 from jaxinf.streaming.home import Home
-from jaxinf.streaming.move.params import Hold, Params, StoreParams
+from jaxinf.streaming.move.params import Hold, Params, StoreParams, StoreReader
 from jaxinf.streaming.plan.budget import Budget, Options, within
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.fit import Ordered
@@ -134,7 +134,8 @@ class InStore(Home):
         return StoreSink(self._store, ready, update, shape, self._options)
 
     def source(self, plan: Plan, sink: Sink, hold: Hold) -> Params:
-        return StoreParams.of(self._engine, plan, sink.claims.units, hold)
+        reader = StoreReader(self._engine)
+        return StoreParams(sink.claims.units, reader, plan.reading, hold)
 
     def kept_cuts(self, ready: Ordered) -> Sequence[int] | None:
         if self._options.replan or self._engine.commit is None:

@@ -60,7 +60,6 @@ def read_ahead(reader, fetches, room_bytes, host_bytes=None):
         StoreUnits(leaves, lambda *_: True),
         reader,
         Reading(tuple(fetches), room_bytes, host_bytes),
-        jax.devices()[0],
     )
 
 

@@ -23,7 +23,6 @@ from jax.sharding import SingleDeviceSharding
 from jaxinf import compat
 from jaxinf.engine import Engine, ParamsReader, put_together
 from jaxinf.streaming.move.jobs import Jobs, MoveCounts, Uploads
-from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.memory import READER_BYTES
 from jaxinf.streaming.plan.reads import Fetch, Reading
 from jaxinf.streaming.program.graph import Piece, piece_sharding
@@ -68,14 +67,11 @@ class StoreReader:
     programs wait for params first.
 
     Args:
-      memory_bytes: Memory for reads, beside the units.
+      average: Whether they are of the params' average.
     """
 
-    def __init__(
-        self, engine: Engine, memory_bytes: int, *, average: bool = False
-    ) -> None:
-        self._engine = engine
-        self._open = partial(ParamsReader, memory_bytes=memory_bytes, average=average)
+    def __init__(self, engine: Engine, *, average: bool = False) -> None:
+        self._engine, self._average = engine, average
         self._num_left = 0  # of the first
         self._reader: ParamsReader | None = None
 
@@ -90,7 +86,8 @@ class StoreReader:
     def begin(self, num_first: int) -> None:
         """Begins a step, with room for so many units; no commit before it ends."""
         self.close()
-        self._reader = self._open(self._engine.opened)
+        own = self._engine.opened, READER_BYTES
+        self._reader = ParamsReader(*own, average=self._average)
         self._num_left = num_first
         self._engine.opened.mover.hold_prefetches(num_first > 0)
 
@@ -170,10 +167,9 @@ class StoreParams:
 
     def __init__(
         self,
-        store_units: StoreUnits,
+        store_units: StoreUnits | None,
         reader: StoreReader,
         reading: Reading,
-        device: Any,
         hold: Hold = nullcontext,
         *,
         are_frozen: bool = True,
@@ -182,10 +178,12 @@ class StoreParams:
         self._reading, self._are_frozen = reading, are_frozen
         self._version: tuple[int, int] | None = None  # of what stays
         self._hold = hold
-        self._store_units, self._reader, self._device = store_units, reader, device
+        assert store_units is not None, "params are read from a store"
+        self._store_units, self._reader = store_units, reader
+        self._device = default_device()
         self._has_link = reading.host_bytes is not None
         self._device_bytes = reading.room_bytes  # that are free, of one with its own
-        registry = compat.memory_registry(device) if self._has_link else None
+        registry = compat.memory_registry(self._device) if self._has_link else None
         num_bytes = reading.host_bytes if self._has_link else reading.room_bytes
         self._pool = BufferPool(max(num_bytes or 0, PAGE_BYTES), registry=registry)
         self._jobs = Jobs("jaxinf-fetch")
@@ -208,23 +206,6 @@ class StoreParams:
         self._updates = {
             fetch.unit: fetch for fetch in reading.fetches if fetch.gradient is not None
         }
-
-    @classmethod
-    def of(
-        cls,
-        engine: Engine,
-        plan: Plan,
-        store_units: StoreUnits | None,
-        hold: Hold,
-        *,
-        average: bool = False,
-        are_frozen: bool = True,
-    ) -> "StoreParams":
-        """Makes the params of a plan; with `average` they are the store's average."""
-        assert store_units is not None, "params are read from a store"
-        reader = StoreReader(engine, READER_BYTES, average=average)
-        what = store_units, reader, plan.reading, default_device(), hold
-        return cls(*what, are_frozen=are_frozen)
 
     # --- a step --------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ class Options:
     compress: TopK | None = None
     extra_args: Mapping[str, Any] = field(default_factory=dict)
     deterministic: bool = True
-    device_updates: int | None = None
+    device_updates: int = 0
     carry: Callable[[PyTree], PyTree] | None = None
 
     @property

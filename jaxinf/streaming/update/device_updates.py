@@ -38,7 +38,6 @@ from jaxinf.program import (
     kernel_function,
     split_params,
 )
-from jaxinf.store import CommitRecord
 from jaxinf.streaming.plan import memory
 from jaxinf.streaming.plan.budget import Options
 from jaxinf.streaming.plan.memory import Claim
@@ -58,11 +57,15 @@ NUM_UNDER_WAY = 4
 # --- which subgroups -----------------------------------------------------------------
 
 
-def check_device_updates(every: Any, store: Store, *, is_compressed: bool) -> None:
-    """Refuses a k that is none, or a store whose updates the host cannot give away.
+def device_interval(
+    every: Any, store: Store, *, replan: bool, is_compressed: bool
+) -> int:
+    """Returns k, that of the store's last step by default; 0 for no updates there.
 
     Raises:
-      ValueError: Names the remedy.
+      ValueError: It is no number, or the host cannot give updates away; names the
+        remedy.
+      StreamError: The store's commit records another.
     """
     is_number = isinstance(every, int) and not isinstance(every, bool) and every >= 0
     if not (every is None or is_number):
@@ -70,11 +73,27 @@ def check_device_updates(every: Any, store: Store, *, is_compressed: bool) -> No
             f"device_updates={every!r}: expected None or a number: the device computes "
             "every so many subgroups, and with 0 none"
         )
-    csd, last = engine_of(store).options.csd, _last_step(store)
-    remedy = "leave device_updates out"
-    if every is None and last is not None and last.device_updates:
-        every = last.device_updates
-        remedy = "give 0 for device_updates and replan=True"
+    engine, remedy = engine_of(store), "leave device_updates out"
+    csd, kept = engine.options.csd, 0
+    last = None if engine.commit is None else engine.opened.finished
+    if last is not None and last.step:
+        kept = last.device_updates
+        if last.device_tier and not replan:
+            raise StreamError(
+                f"{store.path}: its last step was computed with {last.device_tier} "
+                "bytes of state on the JAX device, which this version of jaxinf does "
+                "not do; pass replan=True to go on with all state in the store (bits "
+                "on an accelerator then differ from here on)"
+            )
+        if every is not None and every != kept and not replan:
+            raise StreamError(
+                f"{store.path}: its last step was computed with device_updates={kept}, "
+                f"found device_updates={every}; leave it out to go on as before, or "
+                "give replan=True to go on with another choice (bits on an accelerator "
+                "then differ from here on)"
+            )
+    if every is None and kept:
+        every, remedy = kept, "give 0 for device_updates and replan=True"
     if every and csd.has_cards:
         raise ValueError(
             f'device_updates={every!r}: on csd="{csd.kind}" cards update state, '
@@ -85,30 +104,32 @@ def check_device_updates(every: Any, store: Store, *, is_compressed: bool) -> No
             f"device_updates={every!r}: the host updates with compressed gradients; "
             f"{remedy}, or leave compress out"
         )
+    return every or 0
 
 
 def device_share(
     shape: StoreShape,
     kernels: Sequence[Kernel],
-    store: Store,
     options: Options,
     mesh: Mesh | None,
+    *,
+    is_alone: bool,
 ) -> Assignment:
     """Returns the subgroups of a run whose updates the device computes.
 
     Args:
       kernels: The update of each leaf.
-      store: The store, which may be empty.
+      is_alone: Whether the run has one process.
       mesh: The devices of the run; None for one.
 
     Raises:
-      StreamError: The store's commit records another k; there are several devices, or
-        processes; or the device can compute none of the subgroups, and was told to.
+      StreamError: There are several devices, or processes; or the device can compute
+        none of the subgroups, and was told to.
     """
-    every = _interval(store, options)
+    every = options.device_updates
     if not every:
         return Assignment()
-    if mesh is not None or not engine_of(store).group.is_alone:
+    if mesh is not None or not is_alone:
         where = "several processes" if mesh is None else mesh_text(mesh)
         raise StreamError(
             f"device_updates: expected one device, found {where}; leave it out, or, "
@@ -151,37 +172,6 @@ def claims_of_share(
         Claim(rooms_bytes, "updates on the device", is_on_device=True),
         Claim(under_way_bytes, "gradients of updates under way"),
     ]
-
-
-def _interval(store: Store, options: Options) -> int:
-    """Returns k, that of the last step by default; 0 for no updates on the device."""
-    every, last = options.device_updates, _last_step(store)
-    if last is None:
-        return every or 0
-    kept = last.device_updates
-    if last.device_tier and not options.replan:
-        raise StreamError(
-            f"{store.path}: its last step was computed with {last.device_tier} "
-            "bytes of state on the JAX device, which this version of jaxinf does "
-            "not do; pass replan=True to go on with all state in the store (bits "
-            "on an accelerator then differ from here on)"
-        )
-    if every is not None and every != kept and not options.replan:
-        raise StreamError(
-            f"{store.path}: its last step was computed with device_updates={kept}, "
-            f"found device_updates={every}; leave it out to go on as before, or give "
-            "replan=True to go on with another choice (bits on an accelerator then "
-            "differ from here on)"
-        )
-    return kept if every is None else every
-
-
-def _last_step(store: Store) -> CommitRecord | None:
-    """Returns the record of a store's last step; None if it has had none."""
-    engine = engine_of(store)
-    if engine.commit is None or not engine.opened.finished.step:
-        return None
-    return engine.opened.finished
 
 
 # --- an update on the device ---------------------------------------------------------

@@ -147,7 +147,8 @@ class NearStorageSink(Sink):
             compressing_bytes = self.compressor.compile(self.trained)
             numbers_bytes = max(numbers_bytes, compressing_bytes)
         kernels = [leaf.kernel for leaf in program.leaves]
-        self.share = device_share(shape, kernels, store, options, ready.traced.mesh)
+        own = shape, kernels, options, ready.traced.mesh
+        self.share = device_share(*own, is_alone=is_alone)
         self.claims = self._claims(ready, numbers_bytes)
 
     @property
