@@ -23,7 +23,7 @@ TESTS = """
     tests/streaming/test_streamed.py tests/streaming/test_running.py
     tests/streaming/test_saved_plans.py tests/streaming/test_refused.py tests/program
     tests/kernels/test_operations.py tests/train/test_run.py
-    tests/distributed/test_training.py tests/store/test_stock_readers.py
+    tests/distributed/test_bits.py tests/store/test_stock_readers.py
     tests/exchange/test_urls.py
 """.split()
 BITS = "tests/kernels/test_bits.py"  # which older releases need not have

@@ -74,18 +74,6 @@ def test_bits_and_checksums(num, dtype, codec, monkeypatch):
         np.testing.assert_array_equal(a, b)
 
 
-def test_a_value_that_is_not_finite_is_told():
-    num = 3000
-    sent = SparseGradient(
-        np.array([5, 2999], np.int32), np.array([1, np.inf], np.float32), num
-    )
-    params, out, mu, nu = np.zeros((4, num), np.float32)
-    assert not run_sparse(
-        compiled(KERNEL).run, gradient=sent, params=params, slots=[mu, nu],
-        scalars=SCALARS, arrays=[], out=out, passage=Passage(),
-    )  # fmt: skip
-
-
 def test_parts():
     sent = SparseGradient(
         np.array([0, 7, 8, 99], np.int32), np.arange(4, dtype=np.float32), 100

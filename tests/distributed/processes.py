@@ -12,9 +12,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 from families import LONG
-
-__all__ = ["PROGRAM", "Processes", "free_port", "losses", "run_alone", "running"]
 
 PROGRAM = Path(__file__).with_name("distributed_program.py")
 _TIMEOUT_S = 600 if LONG else 150
@@ -129,6 +128,13 @@ def running(place: Path, *arguments: object, **options) -> Iterator[Processes]:
         found.kill()
 
 
+def ran(place: Path, *arguments: object, **options) -> Processes:
+    """Returns processes that have ended well; at the end none of them is left."""
+    with running(place, *arguments, **options) as found:
+        assert found.wait() == [0] * len(found.all), found
+    return found
+
+
 def run_alone(*arguments: object, num_devices: int) -> str:
     """Runs the program in one process with all devices; returns its output."""
     result = subprocess.run(
@@ -148,3 +154,20 @@ def losses(output: str) -> dict[int, str]:
     return {
         int(step): bits for step, bits in re.findall(r"^loss (\d+) (\w+)", output, re.M)
     }
+
+
+def line(output: str, name: str) -> str:
+    """Returns what a program has printed behind a name."""
+    found = re.search(rf"^{name} (.*)", output, re.M)
+    assert found, output
+    return found[1]
+
+
+def assert_nearly(found: dict[int, str], expected: dict[int, str]) -> None:
+    """Compares losses of sums in another order."""
+    assert found.keys() == expected.keys()
+    values = [
+        np.array([int(bits, 16) for _, bits in sorted(one.items())], "u4").view("f4")
+        for one in (found, expected)
+    ]
+    np.testing.assert_allclose(*values, rtol=1e-6)

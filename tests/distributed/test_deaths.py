@@ -6,7 +6,7 @@ import time
 
 import pytest
 from families import LONG
-from processes import losses, running
+from processes import losses, ran, running
 from shim import built_shim
 
 pytestmark = pytest.mark.optimized("long")
@@ -63,9 +63,8 @@ def test_a_process_that_is_stopped_is_named_and_nothing_is_half_committed(
         assert seconds_to_end(processes, victim) not in (0, None), processes
     place = tmp_path / "second"
     place.mkdir()
-    with running(place, *arguments, "--more", 2) as after:
-        assert after.wait() == [0, 0], after
-        found = [losses(output) for output in after.outputs()]
+    after = ran(place, *arguments, "--more", 2)
+    found = [losses(output) for output in after.outputs()]
     assert found[0] == found[1]
     assert 2 <= min(found[0]) <= 4, after
     assert all(bits == expected[step] for step, bits in found[0].items()), after
@@ -131,8 +130,7 @@ def test_a_process_that_was_stopped_writes_nothing_that_counts(alone, tmp_path):
                 assert f"locked by process {processes.all[1].pid}" in output, refused
         processes.all[1].send_signal(signal.SIGCONT)
         assert seconds_to_end(processes, 1) not in (0, None)
-    with running(place, *arguments) as after:
-        assert after.wait() == [0, 0], after
-        for output in after.outputs():
-            for step, bits in losses(output).items():
-                assert bits == expected[step], after
+    after = ran(place, *arguments)
+    for output in after.outputs():
+        for step, bits in losses(output).items():
+            assert bits == expected[step], after

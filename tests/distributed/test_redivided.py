@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 from killed_copies import contents
-from processes import losses, run_alone, running
+from processes import losses, ran, run_alone, running
 
 from jaxinf.cli.commands import main
 
@@ -17,18 +17,14 @@ pytestmark = pytest.mark.optimized("long")
 def test_losses_go_on(alone, tmp_path, layout):
     path, expected = tmp_path / "run", losses(alone("--layout", layout, "--steps", 6))
     words, found = (path, "--layout", layout), {}
-    with running(tmp_path, *words, "--steps", 2) as processes:
-        assert processes.wait() == [0, 0], processes
-        found |= losses(processes.output(0))
+    found |= losses(ran(tmp_path, *words, "--steps", 2).output(0))
     with running(tmp_path, *words, "--more", 1, count=1) as processes:
         assert processes.wait() != [0]
         assert "jaxinf store copy" in processes.output(0)
     assert main(["store", "copy", str(path), str(path), "--processes", "1"]) == 0
     found |= losses(run_alone(*words, "--more", 2, num_devices=2))
     options = ("--options", '{"divide": true}')
-    with running(tmp_path, *words, "--more", 2, *options) as processes:
-        assert processes.wait() == [0, 0], processes
-        found |= losses(processes.output(0))
+    found |= losses(ran(tmp_path, *words, "--more", 2, *options).output(0))
     assert found == expected
     assert len(found) == 6
     assert main(["verify", str(path)]) == 0
@@ -38,15 +34,12 @@ def test_losses_go_on(alone, tmp_path, layout):
 def test_a_run_is_made_again_from_an_export(alone, tmp_path):
     path, made = tmp_path / "run", tmp_path / "made"
     expected = losses(alone("--layout", "mixed", "--steps", 6))
-    with running(tmp_path, path, "--layout", "mixed", "--steps", 2) as processes:
-        assert processes.wait() == [0, 0], processes
+    ran(tmp_path, path, "--layout", "mixed", "--steps", 2)
     url = f"file://{tmp_path}/export"
     assert main(["checkpoint", "export", str(path), url]) == 0
     shutil.rmtree(path / "process-00001")  # a drive is lost
     assert main(["store", "copy", url, str(made), "--processes", "2"]) == 0
-    with running(tmp_path, made, "--layout", "mixed", "--more", 4) as processes:
-        assert processes.wait() == [0, 0], processes
-        found = losses(processes.output(0))
+    found = losses(ran(tmp_path, made, "--layout", "mixed", "--more", 4).output(0))
     assert found == {step: expected[step] for step in range(2, 6)}
 
 
@@ -54,8 +47,7 @@ def test_a_run_is_made_again_from_an_export(alone, tmp_path):
 def test_a_mesh_that_cuts_chunks_has_a_new_grid(tmp_path):
     """In four processes, in one, or in two with two devices each: the same losses."""
     path, words, found = tmp_path / "run", ("--layout", "fsdp"), []
-    with running(tmp_path, path, *words, "--steps", 2) as processes:
-        assert processes.wait() == [0, 0], processes
+    ran(tmp_path, path, *words, "--steps", 2)
     expected = contents(path)
     with running(tmp_path, path, *words, "--more", 1, num_devices=2) as processes:
         assert 0 not in processes.wait(), processes
@@ -71,10 +63,9 @@ def test_a_mesh_that_cuts_chunks_has_a_new_grid(tmp_path):
             found.append(losses(run_alone(*more, num_devices=4)))
             continue
         shape = {"count": count, "num_devices": 4 // count}
-        with running(tmp_path, *more, **shape) as processes:
-            assert processes.wait() == [0] * count, processes
-            assert "leaves with a new grid" in processes.output(0)
-            found.append(losses(processes.output(0)))
+        processes = ran(tmp_path, *more, **shape)
+        assert "leaves with a new grid" in processes.output(0)
+        found.append(losses(processes.output(0)))
     assert len(found[0]) == 2
     assert found[0] == found[1]
     # Four devices of one process are summed in another order than four processes.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from families import LONG
-from processes import running
+from processes import ran, running
 
 from jaxinf.cli.commands import main as cli
 from jaxinf.train.__main__ import main
@@ -41,10 +41,9 @@ def trained(place, name, *arguments, count=2, num_devices=1, evaluations=(1,)):
     place.mkdir()
     options = {"program": TRAINER, "count": count, "num_devices": num_devices}
     arguments = ("--log-dir", place / "logs", *arguments)
-    with running(place, *arguments, **options) as processes:
-        assert processes.wait() == [0] * count, processes
-        said = processes.output(0).count("validation loss")
-        assert said in evaluations, processes
+    processes = ran(place, *arguments, **options)
+    said = processes.output(0).count("validation loss")
+    assert said in evaluations, processes
     return lines(place / "logs" / "metrics.jsonl")
 
 

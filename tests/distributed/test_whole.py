@@ -9,7 +9,7 @@ import orbax.checkpoint as ocp
 import pytest
 import tensorstore
 import zarr
-from processes import running
+from processes import ran
 
 from jaxinf.cli.commands import main
 
@@ -20,9 +20,7 @@ pytestmark = pytest.mark.optimized("long")
 def trained(tmp_path_factory):
     place = tmp_path_factory.mktemp("whole")
     arguments = (place / "run", "--layout", "mixed", "--steps", 2, "--print-sums")
-    with running(place, *arguments) as processes:
-        assert processes.wait() == [0, 0], processes
-        return place / "run", processes.output(0)
+    return place / "run", ran(place, *arguments).output(0)
 
 
 def test_stock_readers_open_an_export_of_the_whole(trained, tmp_path, capsys):
@@ -95,10 +93,9 @@ def test_checkpoints_of_the_whole_are_listed_restored_and_removed(trained, capsy
     step = listed()["early"]
     losses = []
     for _ in range(2):
-        with running(run.parent, *arguments) as processes:
-            assert processes.wait() == [0, 0], processes
-            assert f"at {step}\n" in processes.output(1)
-            losses.append(re.findall("^loss.*", processes.output(0), re.M))
+        processes = ran(run.parent, *arguments)
+        assert f"at {step}\n" in processes.output(1)
+        losses.append(re.findall("^loss.*", processes.output(0), re.M))
         flip_as_a_kill_would(run / "process-00001")
         before = [link.readlink() for link in sorted(run.glob("*/current"))]
         assert main(["checkpoint", "restore", str(run), "early"]) == 1

@@ -275,14 +275,6 @@ def test_other_bodies(body):
 # ---- 1 / sqrt(x): from the host's table of estimates
 
 
-@pytest.mark.parametrize("num", SIZES)
-def test_adagrad(num):
-    kernel = KERNELS["adagrad"]
-    card = variant(kernel)
-    chunk = make_chunk(card, kernel, num)
-    compare(card, kernel, card_function(card), chunk)
-
-
 @pytest.mark.parametrize("body", ["adagrad", "rmsprop"])
 def test_roots_of_special_values(body):
     """Without a gradient, the root's argument is the slot itself."""

@@ -45,11 +45,6 @@ def times(plan, waited_share, seconds):
     return [StepTimes(1.0, waited_share, own)] * NUM_MEASURED
 
 
-def test_nothing_is_recomputed_while_drives_keep_up(plan):
-    assert plan.evictions
-    assert not segments_to_recompute(plan, times(plan, 0.01, {}))
-
-
 def test_the_cheapest_bytes_are_recomputed_as_far_as_drives_are_slower(plan):
     freed = freed_bytes(plan)
     assert len(freed) > 3

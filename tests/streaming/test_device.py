@@ -12,7 +12,6 @@ from streaming import Numbers, assert_same_states, read_ahead, trained, unit
 from zoo import ZOO
 
 from jaxinf.errors import StreamError
-from jaxinf.streaming.plan.memory import DeviceLimit, divide
 from jaxinf.streaming.plan.reads import Fetch
 from jaxinf.streaming.program import units
 from jaxinf.streaming.program.graph import Piece
@@ -188,17 +187,3 @@ def test_a_device_that_is_too_small_is_named(is_host, streamed, request):
         trained(step, program)
     enough = streamed(program, optax.sgd(0.1), device_memory_bytes=64 << 20)
     trained(enough, program)
-
-
-def test_memory_is_divided_between_host_and_device():
-    own = divide(1 << 30, 0, 1 << 20, DeviceLimit(256 << 20, is_host=False))
-    alone = divide(1 << 30, 0, 1 << 20)
-    assert own.staged == alone.programs
-    assert own.programs + own.leaving == 256 << 20
-    assert own.limit == "device_memory_bytes"
-    limited = divide(1 << 30, 0, 1 << 20, DeviceLimit(1 << 20))
-    assert (limited.programs, limited.staged) == (1 << 20, 0)
-    with pytest.raises(StreamError, match=r"on their way to the device \(\d+ bytes\)"):
-        divide(64 << 20, 0, 15 << 20, DeviceLimit(1 << 30, is_host=False))
-    with pytest.raises(StreamError, match="device_memory_bytes: expected room"):
-        divide(1 << 30, 0, 1 << 20, DeviceLimit(1024, is_host=False))

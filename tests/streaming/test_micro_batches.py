@@ -62,7 +62,7 @@ def tied(width=32, depth=4, rows=12):
 # --- programs ----------------------------------------------------------------------
 
 
-UNDIVIDED = ("nnx_batch_norm", "conv_batch_norm", "micro_batches")
+UNDIVIDED = ("conv_batch_norm", "micro_batches")
 
 
 def mean(*parts):

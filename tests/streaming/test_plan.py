@@ -16,7 +16,7 @@ from jaxinf.errors import StreamError
 from jaxinf.streaming.plan.fit import cut_to_fit, plan_of, prepare
 from jaxinf.streaming.plan.memory import Claims, Memory
 from jaxinf.streaming.plan.reads import plan_reads
-from jaxinf.streaming.program.cut import choose_cuts
+from jaxinf.streaming.program.cut import Run, choose_cuts, find_runs
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.lifetimes import Stay, fill, occupancy
 from jaxinf.streaming.program.units import StoreUnits
@@ -52,6 +52,12 @@ def test_more_equal_blocks_need_no_more_programs(name):
     assert len({len(plan.programs) for plan in plans}) == 1
     few, more, most = (len(plan.calls) for plan in plans)
     assert few < more < most
+
+
+def test_runs_of_equal_parts_are_found_between_other_things():
+    tokens = *"x", *("ab" * 6), *"y", *("abcdc" * 4), *"z"
+    assert find_runs(tokens) == [Run(1, 2, 12), Run(14, 5, 20)]
+    assert find_runs(tuple("abcabc")) == find_runs(()) == []  # twice is no run
 
 
 CALLS = st.integers(0, 7)

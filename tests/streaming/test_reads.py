@@ -62,6 +62,15 @@ def test_a_step_is_given_up_while_a_read_has_no_room_on_the_device():
     assert_step(params)
 
 
+def test_the_last_read_before_the_gradient_serves_the_update():
+    calls = [(0, 0, 0), (1, 1, 1), (0, 3, 4), (1, 6, 6)]
+    fetches = [Fetch(unit(leaf), *first_and_last) for leaf, *first_and_last in calls]
+    made = {unit(0): 4, unit(1): 5}
+    held = reads.held_bytes(fetches, 8)
+    found = reads.hand_over(fetches, made, lambda unit: True, held, 1 << 20)
+    assert [fetch.gradient for fetch in found] == [None, 5, 4, None]
+
+
 @pytest.mark.parametrize(
     "name",
     family(["half_precision_loss", "stack_by_index"], short=["half_precision_loss"]),

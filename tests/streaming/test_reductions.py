@@ -8,7 +8,7 @@ import pytest
 
 from jaxinf import compat
 from jaxinf.streaming.plan.fit import prepare
-from jaxinf.streaming.program.programs import compiler_options, sums_large_products
+from jaxinf.streaming.program.programs import sums_large_products
 
 pytestmark = pytest.mark.optimized
 
@@ -48,21 +48,6 @@ def test_an_option_that_is_unknown_or_the_users_is_left_alone(monkeypatch):
         assert compat.without_library_reductions() is None
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_experimental_ynn_fusion_type=")
     assert compat.without_library_reductions() is None
-
-
-@pytest.mark.parametrize(
-    ("platform", "is_wanted", "flags", "expected"),
-    [
-        ("gpu", True, "", {"xla_gpu_deterministic_ops": True}),
-        ("gpu", False, "", None),
-        ("gpu", True, "--xla_gpu_deterministic_ops=false", None),
-        ("tpu", True, "", None),
-    ],
-)
-def test_bits_of_each_run(monkeypatch, platform, is_wanted, flags, expected):
-    monkeypatch.setattr(jax, "default_backend", lambda: platform)
-    monkeypatch.setenv("XLA_FLAGS", flags)
-    assert compiler_options([], is_deterministic=is_wanted) == expected
 
 
 @pytest.mark.long

@@ -22,14 +22,6 @@ from jaxinf.transfer.pool import aligned
 SIZES = [0, 1, 1023, 4095, 4096, 4097, PART_BYTES - 1, 2 * PART_BYTES + 5]
 
 
-def test_memory_for_a_long_value_begins_on_a_huge_page():
-    for num_bytes, boundary in ((0, 4096), (5000, 4096), (8 << 20, 2 << 20)):
-        memory = aligned(num_bytes)
-        assert memory.ctypes.data % boundary == 0
-        assert len(memory) == max(page_ceil(num_bytes), 4096)
-        assert not memory.any()
-
-
 def write(scratch, place, value):
     for part in place:
         scratch.write(part, raw_bytes(value))

@@ -164,43 +164,6 @@ def linen_scan_remat_dropout(depth: int = 4) -> Program:
     return _linen(Scanned(depth, dropout=0.1, remat=True))
 
 
-# NNX: batch norm and dropout, whose state is in the batch and comes back as aux.
-
-
-class Normalised(nnx.Module):
-    def __init__(self, depth: int, rngs: nnx.Rngs):
-        self.layers = nnx.List(
-            [nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(depth)]
-        )
-        self.norms = nnx.List([nnx.BatchNorm(WIDTH, rngs=rngs) for _ in range(depth)])
-        self.dropout = nnx.Dropout(0.1, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for layer, norm in zip(self.layers, self.norms, strict=True):
-            x = x + self.dropout(nnx.relu(norm(layer(x))))
-        return x
-
-
-@program
-def nnx_batch_norm(depth: int = 3) -> Program:
-    model = Normalised(depth, nnx.Rngs(0))
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-    pure = nnx.to_pure_dict(rest)
-
-    def loss(params: Any, batch: Any) -> Any:
-        state = jax.tree.map(lambda x: x, rest)
-        nnx.replace_by_pure_dict(state, batch["state"])
-        weights = nnx.state(model, nnx.Param)
-        nnx.replace_by_pure_dict(weights, params)
-        merged = nnx.merge(graphdef, weights, state)
-        out = merged(batch["x"])
-        _, _, new = nnx.split(merged, nnx.Param, ...)
-        return mean_square(out, batch["y"]), nnx.to_pure_dict(new)
-
-    batch = {**rows(), "state": pure}
-    return Program(loss, nnx.to_pure_dict(params), batch, has_aux=True)
-
-
 # Equinox, Haiku.
 
 
