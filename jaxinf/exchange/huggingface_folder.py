@@ -218,6 +218,8 @@ def _same(a: SourceArray, b: SourceArray) -> bool:
     return all(x.tobytes() == y.tobytes() for (_, x), (_, y) in pairs)
 
 
+# --- written --------------------------------------------------------------------------
+
 _CLASS_HEADS = ("score/kernel", "classifier/kernel", "head/classifier/kernel")
 _PEFT_TASKS = {"causal-lm": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}
 _PEFT_TASKS |= {"classification": "SEQ_CLS"}

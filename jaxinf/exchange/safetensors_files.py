@@ -354,6 +354,8 @@ def _write_file(
         os.fsync(fd)
 
 
+# --- params by their names ------------------------------------------------------------
+
 _MAX_LINES = 40
 
 

@@ -1,6 +1,8 @@
-"""Arrays of another tool's checkpoint, read block by block.
+"""Another tool's checkpoint: its arrays, read block by block, and its tokenizer.
 
-Invariant: no element is read before `SourceArray.blocks` is iterated.
+Invariant: no element is read before `SourceArray.blocks` is iterated. Of a tokenizer,
+  only files with known names are copied, whole and without a change; none is read by a
+  link out of its folder.
 """
 
 import math
@@ -109,6 +111,8 @@ def within(folder: Path, name: str) -> Path:
         )
     return path
 
+
+# --- tokenizers: folder of weights ─► STORE/tokenizer/ ─► an export -------------------
 
 _OF_TOKENIZERS = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),

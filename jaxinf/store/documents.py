@@ -170,6 +170,8 @@ def _crc(raw: bytes) -> int:
     return crc32c(np.frombuffer(raw, np.uint8))
 
 
+# --- names ----------------------------------------------------------------------------
+
 MASTER_PARAMS = "params"
 """The state that holds the fp32 master params."""
 

@@ -412,6 +412,8 @@ def remove_whole(path: Path, names: Sequence[str]) -> None:
             remove_checkpoint(one, name)
 
 
+# --- what a copy begins with ----------------------------------------------------------
+
 _PART = (
     "expected a whole step, found a member's part; export the checkpoint of the run: "
     "jaxinf checkpoint export RUN DEST --checkpoint NAME"
