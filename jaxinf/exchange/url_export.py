@@ -14,6 +14,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
@@ -23,7 +24,7 @@ import tensorstore
 from msgspec import Meta
 
 from jaxinf.documents import Document
-from jaxinf.errors import ExchangeError, StoreCorruptError, StoreFormatError
+from jaxinf.errors import ExchangeError, StoreFormatError
 from jaxinf.exchange.params import DEFAULT_MEMORY_BYTES, ExportOptions
 from jaxinf.store import (
     BESIDE,
@@ -44,8 +45,7 @@ from jaxinf.store import (
     without_csds,
 )
 from jaxinf.terminal import format_bytes
-from jaxinf.transfer import BufferPool, crc32c, crc32c_combine
-from jaxinf.typing import Array
+from jaxinf.transfer import PAGE_BYTES, crc32c, crc32c_combine
 
 _SCHEMES = ("file", "gs", "s3")
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)
@@ -270,17 +270,22 @@ class UrlReport(NamedTuple):
     num_kept: int
 
 
-@lru_cache(maxsize=1024)
-def _stamp_of_zeros(num_bytes: int) -> Stamp:
-    return stamp_of(bytes(num_bytes))
+@lru_cache(maxsize=4096)
+def _crc_of_zeros(num_bytes: int) -> int:
+    """Returns their CRC-32C; a stranger's manifest may say any number."""
+    if num_bytes <= PAGE_BYTES:
+        return stamp_of(bytes(num_bytes))[1]
+    halves = num_bytes // 2, num_bytes - num_bytes // 2
+    return crc32c_combine([(_crc_of_zeros(half), half) for half in halves])
 
 
 def _chunk_objects(step: WholeStep) -> Iterator[tuple[HeldChunk, Stamp]]:
     """Yields a step's chunks; as objects they have zeros up to the file's length."""
     for one in step.manifest.held():
         checksum = int(step.commit.checksums[one.array][one.leaf.places[one.chunk]])
-        padding, crc = _stamp_of_zeros(one.file_bytes - one.num_bytes)
-        whole = crc32c_combine([(checksum, one.num_bytes), (crc, padding)])
+        padding = one.file_bytes - one.num_bytes
+        rest = _crc_of_zeros(padding), padding
+        whole = crc32c_combine([(checksum, one.num_bytes), rest])
         yield one, (one.file_bytes, whole)
 
 
@@ -469,44 +474,29 @@ def export_source(url: str, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> CopySou
     manifest = Manifest.read(f"{place.where}: jaxinf.json", get("jaxinf.json"))
     commit = CommitRecord.read(where, get("commit.json"))
     commit.check_fits(where, manifest)
-    chunks, carried = {one.name for one in manifest.held()}, commit.carry
-    needed = chunks | {one.chunk for one in carried}
+    step = WholeStep(Path(place.where), manifest, commit, (), fetch=get)
+    chunks = {one.name: stamp for one, stamp in _chunk_objects(step)}
+    for name, stamp in chunks.items():
+        if listed.get(name, stamp) != stamp:
+            raise ExchangeError(
+                f"{place.where}: {name}: expected the CRC-32C that its commit.json "
+                f"says, found another in {MANIFEST}; {_AGAIN}"
+            )
+    needed = chunks.keys() | {one.chunk for one in commit.carry}
     if missing := sorted(needed - listed.keys()):
         get(missing[0])  # raises
     small = {
         name: content
-        for name, content in over(sorted(listed.keys() - chunks), get, _NUM_GETS)
+        for name, content in over(sorted(listed.keys() - chunks.keys()), get, _NUM_GETS)
         if name in needed or BESIDE.fullmatch(name)  # others are only checked
     }
-    raw = [checked_carry(one, small.pop(one.chunk), place.where) for one in carried]
-
-    def read_pieces(
-        _root: Path,
-        name: str,
-        num_bytes: int,
-        _pool: BufferPool,
-        check: Callable[[int], object],
-        *,
-        piece_bytes: int,
-        **_options: Any,
-    ) -> Iterator[Array]:
-        """Reads a chunk's object as `stored_pieces` reads its file."""
-        content = np.frombuffer(get(name), np.uint8)[:num_bytes]
-        try:
-            check(crc32c(content) if num_bytes else 0)
-        except StoreCorruptError as error:
-            raise ExchangeError(
-                f"{place.where}: {name}: expected the CRC-32C that its commit.json "
-                f"says, found another ({error}); {_AGAIN}"
-            ) from None
-        for offset in range(0, num_bytes, piece_bytes):
-            yield content[offset : offset + piece_bytes]
-
-    of_url = {"read_pieces": read_pieces, "carried": raw}
+    carried = [
+        checked_carry(one, small.pop(one.chunk), place.where) for one in commit.carry
+    ]
     return CopySource(
         place.where,
         [manifest],
-        {"a": WholeStep(Path(place.where), manifest, commit, (), **of_url)},
+        {"a": replace(step, carried=carried)},
         small,
         has_links=False,
         num_threads=_num_at_once(manifest, memory_bytes),

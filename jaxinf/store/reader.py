@@ -205,7 +205,8 @@ class StepReader:
       places: directories of chunks by CSD, in place of those of a store.
       memory_bytes: approximate memory for the pieces read at a time.
       meters: counts the bytes read.
-      read_pieces: reads chunks, as `stored_pieces` does; for those that are no files.
+      fetch: returns a chunk's bytes by its name in a step, and perhaps more; for those
+        that are no files.
 
     Raises:
       StoreFormatError: the step has no readable record.
@@ -220,10 +221,9 @@ class StepReader:
         places: Sequence[Path] = (),
         memory_bytes: int = 8 * PIECE_BYTES,
         meters: ByteMeters | None = None,
-        read_pieces: Callable[..., Iterator[Array]] | None = None,
+        fetch: Callable[[str], bytes] | None = None,
     ) -> None:
-        self._read_pieces = read_pieces or stored_pieces
-        self._places = places or [step]
+        self._fetch, self._places = fetch, places or [step]
         self._drives = list(map(str, self._places))
         if directory is not None:
             self._places = directory.data_paths(step)
@@ -306,18 +306,25 @@ class StepReader:
                 file = self._places[csd] / one.name
                 raise corrupt_chunk(file, one, expected, found)
 
-        pieces = self._read_pieces(
-            self._places[csd],
-            one.name,
-            one.num_bytes,
-            self._pool,
-            check,
-            piece_bytes=(per_piece or self._piece_elements) * state.itemsize,
-            meters=self._meters,
-            drive=self._drives[csd],
-            what=one.array,
-            target=None if target is None else target.view(np.uint8),
-        )
+        piece_bytes = (per_piece or self._piece_elements) * state.itemsize
+        if self._fetch is None:
+            pieces = stored_pieces(
+                self._places[csd],
+                one.name,
+                one.num_bytes,
+                self._pool,
+                check,
+                piece_bytes=piece_bytes,
+                meters=self._meters,
+                drive=self._drives[csd],
+                what=one.array,
+                target=None if target is None else target.view(np.uint8),
+            )
+        else:
+            content = np.frombuffer(self._fetch(one.name), np.uint8)[: one.num_bytes]
+            check(crc32c(content) if content.size else 0)
+            starts = range(0, content.size, piece_bytes)
+            pieces = (content[start : start + piece_bytes] for start in starts)
         start = 0
         for raw in pieces:
             values = raw.view(dtype_of(state.dtype))

@@ -68,7 +68,7 @@ class WholeStep:
       commit: the step's record, of a run with the checksums of all members.
       places: directories that have chunks in a slot's layout.
       warning: why chunks may change nevertheless; else empty.
-      read_pieces: reads its chunks, if they are no files; see `StepReader`.
+      fetch: returns its chunks' bytes by name, if they are no files.
       carried: what it carries, if that is in no file.
     """
 
@@ -77,7 +77,7 @@ class WholeStep:
     commit: CommitRecord
     places: tuple[Path, ...]
     warning: str = ""
-    read_pieces: Callable[..., Iterator[Array]] | None = None
+    fetch: Callable[[str], bytes] | None = None
     carried: Sequence[bytes] | None = None
 
     def check(self) -> None:
@@ -86,7 +86,7 @@ class WholeStep:
 
     def reader(self, memory_bytes: int = 32 << 20) -> StepReader:
         """Makes a reader of its chunks, with so much memory for pieces."""
-        options = {"places": self.places, "read_pieces": self.read_pieces}
+        options = {"places": self.places, "fetch": self.fetch}
         return StepReader(self.path, self.commit, memory_bytes=memory_bytes, **options)
 
     def boxes(
