@@ -14,7 +14,6 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
@@ -37,7 +36,6 @@ from jaxinf.store import (
     WholeStep,
     carry_files,
     check_free_space,
-    checked_carry,
     over,
     read_document,
     seal,
@@ -488,15 +486,12 @@ def export_source(url: str, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> CopySou
     small = {
         name: content
         for name, content in over(sorted(listed.keys() - chunks.keys()), get, _NUM_GETS)
-        if name in needed or BESIDE.fullmatch(name)  # others are only checked
+        if BESIDE.fullmatch(name)  # others are only checked
     }
-    carried = [
-        checked_carry(one, small.pop(one.chunk), place.where) for one in commit.carry
-    ]
     return CopySource(
         place.where,
         [manifest],
-        {"a": replace(step, carried=carried)},
+        {"a": step},
         small,
         has_links=False,
         num_threads=_num_at_once(manifest, memory_bytes),

@@ -134,7 +134,6 @@ from jaxinf.store.steps import (
 )
 from jaxinf.store.stock import (
     carry_files,
-    checked_carry,
     make_carry,
     read_carry,
     step_documents,

@@ -68,8 +68,7 @@ class WholeStep:
       commit: the step's record, of a run with the checksums of all members.
       places: directories that have chunks in a slot's layout.
       warning: why chunks may change nevertheless; else empty.
-      fetch: returns its chunks' bytes by name, if they are no files.
-      carried: what it carries, if that is in no file.
+      fetch: returns the bytes of a chunk by its name, if they are no files.
     """
 
     path: Path
@@ -78,7 +77,6 @@ class WholeStep:
     places: tuple[Path, ...]
     warning: str = ""
     fetch: Callable[[str], bytes] | None = None
-    carried: Sequence[bytes] | None = None
 
     def check(self) -> None:
         """Raises StoreFormatError if the record is not of the store's arrays."""
@@ -98,9 +96,7 @@ class WholeStep:
 
     def read_carry(self) -> Sequence[bytes]:
         """Returns the arrays that it carries; raises as `jaxinf.store.read_carry`."""
-        if self.carried is not None:
-            return self.carried
-        return read_carry(self.path, self.commit.carry)
+        return read_carry(self.path, self.commit.carry, self.fetch)
 
 
 def step_of(directory: StoreDirectory, path: Path) -> WholeStep:

@@ -10,7 +10,7 @@ never written. A store whose steps carry nothing has no file of it.
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -245,29 +245,32 @@ def link_carry(source: Path, target: Path, carry: Sequence[CarriedArray]) -> Non
             link_file(source / name, target / name)
 
 
-def read_carry(step: Path, carry: Sequence[CarriedArray]) -> list[bytes]:
-    """Returns the arrays of a step.
+def read_carry(
+    step: Path,
+    carry: Sequence[CarriedArray],
+    fetch: Callable[[str], bytes] | None = None,
+) -> list[bytes]:
+    """Returns the arrays of a step, whose chunks are fetched if they are no files.
 
     Raises:
       StoreCorruptError: one differs from its checksum.
       StoreError: one is missing, or cannot be read.
     """
-    return [
-        checked_carry(one, read_beneath(step, one.chunk, one.num_bytes), step)
-        for one in carry
-    ]
-
-
-def checked_carry(one: CarriedArray, raw: bytes, where: object) -> bytes:
-    """Returns an array that was read; refuses one that differs from its checksum."""
-    found = crc32c(np.frombuffer(raw, np.uint8))
-    if len(raw) != one.num_bytes or f"{found:08x}" != one.crc32c:
-        raise StoreCorruptError(
-            f"{where}: {one.chunk}: expected {one.num_bytes} bytes with CRC-32C "
-            f"{one.crc32c}, found {len(raw)} with {found:08x}; restore a checkpoint or "
-            "a backup"
-        )
-    return raw
+    values = []
+    for one in carry:
+        if fetch is None:
+            raw = read_beneath(step, one.chunk, one.num_bytes)
+        else:
+            raw = fetch(one.chunk)
+        found = crc32c(np.frombuffer(raw, np.uint8))
+        if len(raw) != one.num_bytes or f"{found:08x}" != one.crc32c:
+            raise StoreCorruptError(
+                f"{step}: {one.chunk}: expected {one.num_bytes} bytes with CRC-32C "
+                f"{one.crc32c}, found {len(raw)} with {found:08x}; restore a "
+                "checkpoint or a backup"
+            )
+        values.append(raw)
+    return values
 
 
 def carry_files(
