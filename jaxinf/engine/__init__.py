@@ -23,7 +23,7 @@ from jaxinf.engine.description import (
     describe,
     keeps_feedback,
 )
-from jaxinf.engine.engine import Engine
+from jaxinf.engine.engine import Engine, FirstParams
 from jaxinf.engine.exports import ExportInfo
 from jaxinf.engine.failure import check_announced
 from jaxinf.engine.open_stores import close, open_store, store_of
@@ -60,7 +60,6 @@ from jaxinf.engine.sharding import (
     shard_holders,
     sum_bits,
 )
-from jaxinf.engine.state import FirstParams
 from jaxinf.engine.steps import StepMetrics
 from jaxinf.engine.store import Store, engine_of
 from jaxinf.engine.update_tasks import can_take, moved_states

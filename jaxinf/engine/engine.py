@@ -8,11 +8,14 @@ import contextlib
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
+import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxinf.csd import Csd, CsdBuffer, ScalarInputs, initialise_states
 from jaxinf.engine.binding import RESTART, Binding
 from jaxinf.engine.description import (
     StoreDescription,
@@ -21,13 +24,13 @@ from jaxinf.engine.description import (
     kernel_needs,
 )
 from jaxinf.engine.dispatched import wait_for_dispatched
-from jaxinf.engine.opened import StoreRun
+from jaxinf.engine.opened import OpenStore, StoreRun
 from jaxinf.engine.opening import begin_anew, create, open_place, plan
 from jaxinf.engine.optax_state import load_step
 from jaxinf.engine.options import StoreOptions
-from jaxinf.engine.shape import StoreShape
-from jaxinf.engine.state import FirstParams, finish_initialisation, initialise
+from jaxinf.engine.shape import StoreShape, SubgroupLayout
 from jaxinf.engine.steps import StepEngine
+from jaxinf.engine.update_tasks import gather_inputs, gather_run, rounding_of
 from jaxinf.errors import (
     StaleStateError,
     StoreClosedError,
@@ -36,7 +39,7 @@ from jaxinf.errors import (
 )
 from jaxinf.layout import choose_grid
 from jaxinf.processes import Group, end_unless
-from jaxinf.program import StateLayout
+from jaxinf.program import Kernel, StateLayout
 from jaxinf.store import (
     CarriedArray,
     CommitRecord,
@@ -45,7 +48,8 @@ from jaxinf.store import (
     checkpoint_names,
     save_checkpoint,
 )
-from jaxinf.typing import PyTree
+from jaxinf.transfer import Task
+from jaxinf.typing import Array, PyTree
 
 _LOG = logging.getLogger("jaxinf")
 
@@ -53,6 +57,22 @@ _ONE_EACH = (
     ". If these are two models that train in one process, give each its own: one store "
     "per init, smart_update(tx, other_path)"
 )
+
+
+class FirstParams(NamedTuple):
+    """The params of a leaf of a new store, or of a shard of it.
+
+    Attributes:
+      leaf: its number.
+      params: in their own dtype; only read.
+      origin: index in the leaf of the array's first element.
+      inputs: inputs of the initial state beside the params.
+    """
+
+    leaf: int
+    params: Array
+    origin: Sequence[int]
+    inputs: ScalarInputs
 
 
 class Engine(StoreRun):
@@ -286,13 +306,28 @@ class Engine(StoreRun):
     def initialise(
         self, description: StoreDescription, given: Sequence[FirstParams]
     ) -> None:
-        """Makes the master params and initial state of leaves or shards; blocks."""
+        """Makes master params and initial states of a new store's leaves; blocks."""
+        opened, held, tasks = self.opened, list(given), []
         kernels = [leaf.init_kernel for leaf in description.leaves]
-        initialise(self.opened, kernels, given)
+        for place, one in enumerate(given):
+            for layout in opened.layouts(one.leaf, one.origin, one.params.shape):
+                compute = partial(_first_state, opened, kernels, held, place, layout)
+                stores = tuple(range(len(layout.states)))
+                tasks.append(Task(layout, compute, stores=stores))
+        opened.mover.run(tasks)
+        held.clear()  # a worker keeps a reference to its last task
 
     def finish_initialisation(self, scalars: Sequence[ScalarState]) -> None:
         """Commits step 0; every leaf must have been initialised."""
-        finish_initialisation(self.opened, scalars)
+        opened = self.opened
+        opened.mover.drain()
+        self.health.check()
+        opened.chunks.end_step()
+        assert opened.chunks.is_all_written
+        opened.finished = CommitRecord(
+            step=0, scalar_state=tuple(scalars), payload=self.annotations.take(0)
+        )
+        opened.publish()
         self.num_replaced += 1
         self.binding.at = 0
 
@@ -350,3 +385,25 @@ class Engine(StoreRun):
         """Prevents steps from beginning and committing while the context lasts."""
         with self._opened.paused() if self._opened else contextlib.nullcontext():
             yield
+
+
+def _first_state(
+    opened: OpenStore,
+    kernels: Sequence[Kernel],
+    held: Sequence[FirstParams],
+    place: int,
+    layout: SubgroupLayout,
+    csd: Csd,
+    buffer: CsdBuffer,
+    tells: Collection[int],
+) -> None:
+    del tells
+    leaf, params, origin, inputs = held[place]
+    chunk = gather_run(opened.directory, layout, params, origin)
+    own = gather_inputs(opened.directory, layout, inputs, origin)
+    extents, rounding = layout.kernel_extents, rounding_of(layout, 0)
+    initialise_states(csd, buffer, extents, kernels[leaf], chunk, own, rounding)
+    if layout.feedback is not None:
+        extent = layout.extents[layout.feedback]
+        csd.put(buffer, extent, np.zeros(extent.num_elements, extent.dtype))
+    opened.meters.add(link_down_bytes=chunk.nbytes)

@@ -22,7 +22,6 @@ from jaxinf.csd import ScalarInputs
 from jaxinf.engine import (
     FirstParams,
     StoreDescription,
-    check_processes,
     distinct_shards,
     local_shards,
     read_feedback,
@@ -181,7 +180,6 @@ def init_state(wrapped: OffloadedOptimizer, params: PyTree) -> SmartUpdateState:
         wrapped.engine.shardings = on_one_mesh(seen)
     shardings = wrapped.shardings or (() if is_known else traced_shardings(leaves))
     program, update = wrapped.trace(params, wrapped.example_args)
-    check_processes(wrapped.engine.group, mesh_of(shardings))
     description = wrapped.describe(program, update, shardings)
     if compat.is_tracing() or not is_known:
         initial, held, left = _init_traced(

@@ -264,24 +264,23 @@ class OffloadedOptimizer:
         update: UpdateProgram,
         shardings: tuple[NamedSharding, ...],
     ) -> StoreDescription:
-        """Describes the store that the optimizer needs."""
-        counts = [
-            shard_counts(shardings[number] if shardings else None, leaf.info.shape)
-            for number, leaf in enumerate(update.leaves)
+        """Describes the store that the optimizer needs.
+
+        Raises:
+          DeviceConfigurationError: the mesh is not one of all processes of the run.
+        """
+        group = self.engine.group
+        check_processes(group, shardings[0].mesh if shardings else None)
+        places = shardings or [None] * len(update.leaves)
+        pairs = [
+            (sharding, leaf.info.shape)
+            for sharding, leaf in zip(places, update.leaves, strict=True)
         ]
-        holders: list[tuple[tuple[int, ...], ...]] = []
-        if not self.engine.group.is_alone:
-            mesh = shardings[0].mesh if shardings else None
-            check_processes(self.engine.group, mesh)
-            holders = [
-                shard_holders(shardings[number], leaf.info.shape)
-                for number, leaf in enumerate(update.leaves)
-            ]
         return describe(
             update,
             init,
-            counts,
-            holders=holders,
+            [shard_counts(*pair) for pair in pairs],
+            holders=() if group.is_alone else [shard_holders(*pair) for pair in pairs],
             average=self.average,
             compression=self.compression,
         )

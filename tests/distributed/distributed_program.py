@@ -28,10 +28,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxinf
-import jaxinf.engine.engine
 import jaxinf.engine.opening
 import jaxinf.engine.store
-from jaxinf.engine import divide_for
+from jaxinf.engine import Engine, divide_for
 from jaxinf.engine.steps import StepEngine
 from jaxinf.processes import Group, group
 from jaxinf.store import StoreDirectory
@@ -39,7 +38,7 @@ from jaxinf.streaming.update.store_sink import StoreSink
 
 POINTS = {
     "create": (jaxinf.engine.opening, "create_store"),
-    "initialise": (jaxinf.engine.engine, "initialise"),
+    "initialise": (Engine, "initialise"),
     "unpublish": (StoreDirectory, "unpublish"),
     "update": (StepEngine, "update"),
     "sync": (StoreDirectory, "sync"),
