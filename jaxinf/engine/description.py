@@ -46,7 +46,6 @@ from jaxinf.store import (
     dtype_of,
     encode_path,
     lay_out,
-    leaf_name,
     store_formats,
 )
 from jaxinf.typing import AVERAGE
@@ -59,36 +58,36 @@ class LeafDescription:
     """One leaf, its states and its kernels.
 
     Attributes:
-      path, shape, dtype: of the params leaf on the JAX device.
-      states: the fp32 master params, then the kernel's slots in its order, then the
-        error feedback if gradients are compressed with it.
+      record: without chunks and codecs. Its states are the fp32 master params, then the
+        kernel's slots in its order, then the error feedback if gradients are compressed
+        with it.
       kernel: the update.
       init_kernel: the initial state.
-      shard_counts: shards of the leaf along each dimension, 1 where not sharded.
-      gradients: the forms of its gradients; empty for dense ones of its dtype.
+      gradients: the forms of its gradients.
       holders: the processes that have each shard, as `shard_holders`; empty in a run of
         one process.
     """
 
-    path: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: str
-    states: tuple[StateRecord, ...]
+    record: LeafRecord
     kernel: Kernel
     init_kernel: Kernel
-    shard_counts: tuple[int, ...]
-    gradients: tuple[GradientForm, ...] = ()
-    holders: tuple[tuple[int, ...], ...] = ()
+    gradients: tuple[GradientForm, ...]
+    holders: tuple[tuple[int, ...], ...]
 
     @property
     def device_dtype(self) -> np.dtype:
         """Dtype of the params on the JAX device."""
-        return dtype_of(self.dtype)
+        return dtype_of(self.record.dtype)
 
     @property
     def name(self) -> str:
         """The leaf's keys joined by ``/``."""
-        return leaf_name(self.path)
+        return self.record.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return self.record.shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,30 +107,15 @@ class StoreDescription:
     layout: StateLayout | None = None
 
     def __post_init__(self) -> None:
-        names = {state.name for leaf in self.leaves for state in leaf.states}
-        check_leaf_paths([leaf.path for leaf in self.leaves], names)
+        names = {state.name for leaf in self.leaves for state in leaf.record.states}
+        check_leaf_paths([leaf.record.path for leaf in self.leaves], names)
 
     @cached_property
     def contents(self) -> Manifest:
         """The contents of the store without any codec."""
-        kernels = dict.fromkeys(leaf.kernel.identity for leaf in self.leaves)
-        ids = {text: f"k{number}" for number, text in enumerate(kernels)}
-        leaves = [
-            LeafRecord(
-                path=leaf.path,
-                shape=leaf.shape,
-                dtype=leaf.dtype,
-                kernel=ids[leaf.kernel.identity],
-                states=leaf.states,
-                chunk_shape=(),
-                shard_counts=leaf.shard_counts,
-                csds=(),
-            )
-            for leaf in self.leaves
-        ]
         return Manifest.of_contents(
-            kernels={key: text for text, key in ids.items()},
-            leaves=leaves,
+            kernels={x.record.kernel: x.kernel.identity for x in self.leaves},
+            leaves=[leaf.record for leaf in self.leaves],
             created_by={name: version(name) for name in ("jaxinf", "jax", "optax")},
         )
 
@@ -192,26 +176,29 @@ def describe(
     """
     if compression is not None:
         _check_compressed(compression, update)
+    kernels = dict.fromkeys(leaf.kernel.identity for leaf in update.leaves)
+    ids = {text: f"k{number}" for number, text in enumerate(kernels)}
     leaves = []
     held_by = holders or [()] * len(update.leaves)
     of_each = zip(update.leaves, init.leaves, shard_counts, held_by, strict=True)
     for leaf, first, counts, held in of_each:
-        slots = [StateRecord(slot.name, slot.dtype.name) for slot in leaf.slots]
+        info = leaf.info
+        states = [StateRecord(MASTER_PARAMS, "float32")]
+        states += [StateRecord(slot.name, slot.dtype.name) for slot in leaf.slots]
         if keeps_feedback(compression):
-            slots.append(StateRecord(ERROR_FEEDBACK, "float32"))
-        leaves.append(
-            LeafDescription(
-                path=leaf.info.path,
-                shape=leaf.info.shape,
-                dtype=leaf.info.dtype.name,
-                states=(StateRecord(MASTER_PARAMS, "float32"), *slots),
-                kernel=leaf.kernel,
-                init_kernel=first.kernel,
-                shard_counts=counts,
-                gradients=_gradient_forms(compression, leaf.info.dtype),
-                holders=held,
-            )
+            states.append(StateRecord(ERROR_FEEDBACK, "float32"))
+        record = LeafRecord(
+            path=info.path,
+            shape=info.shape,
+            dtype=info.dtype.name,
+            kernel=ids[leaf.kernel.identity],
+            states=tuple(states),
+            chunk_shape=(),
+            shard_counts=counts,
+            csds=(),
         )
+        forms = _gradient_forms(compression, info.dtype)
+        leaves.append(LeafDescription(record, leaf.kernel, first.kernel, forms, held))
     paths = tuple(map(encode_path, init.layout.scalar_keys))
     codec = "" if average is None else average._codec
     return StoreDescription(tuple(leaves), paths, codec, init.layout)
@@ -229,7 +216,7 @@ def kernel_needs(description: StoreDescription, held: Manifest) -> list[KernelNe
                 if not state.is_beside and state.name != ERROR_FEEDBACK
             ),
             dtype=leaf.device_dtype,
-            gradients=leaf.gradients or (GradientForm(leaf.device_dtype),),
+            gradients=leaf.gradients,
         )
         for leaf, record in zip(description.leaves, held.leaves, strict=True)
     ]
@@ -271,7 +258,7 @@ def master_codec(options: StoreOptions, description: StoreDescription) -> str:
     """
     if options.master != "none":
         return "split" if options.csd.codes_params else ""
-    dtypes = {leaf.dtype for leaf in description.leaves}
+    dtypes = {leaf.record.dtype for leaf in description.leaves}
     if "bfloat16" not in dtypes or "float16" in dtypes:
         raise ValueError(
             f"{options.path}: master='none': expected params in bfloat16 (float32 "
@@ -317,8 +304,8 @@ def check_same(
 def _check_average(directory: StoreDirectory, description: StoreDescription) -> None:
     """Refuses a store with another average than is asked for, or none, or one."""
     path, held = directory.path, directory.manifest
-    names = {state.name for leaf in description.leaves for state in leaf.states}
-    asked = (description.average or "fp32") if AVERAGE in names else "none"
+    is_asked = AVERAGE in description.contents.state_names
+    asked = (description.average or "fp32") if is_asked else "none"
     found = store_formats(held).average or "none"
     if "none" not in (asked, found):
         coded = (coded_leaf(leaf, Formats(average="bf16")) for leaf in held.leaves)
@@ -343,7 +330,7 @@ def check_division(directory: StoreDirectory, description: StoreDescription) -> 
                 f"{directory.path}: expected params on a mesh of all processes of the "
                 "run, found none; put them on one"
             )
-        places = chunk_holders(record, leaf.shard_counts, leaf.holders)
+        places = chunk_holders(record, leaf.record.shard_counts, leaf.holders)
         for number, holders in enumerate(places):
             if record.owners[number] not in holders:
                 raise StoreMismatchError(

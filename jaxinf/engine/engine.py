@@ -163,9 +163,8 @@ class Engine(StoreRun):
         """The shape of a leaf's chunks, in the existing or future store."""
         if self._opened is not None:
             return self._opened.directory.manifest.leaves[leaf].chunk_shape
-        one = description.leaves[leaf]
-        counts = one.shard_counts or None
-        return choose_grid(one.shape, shard_counts=counts).chunk_shape
+        one = description.leaves[leaf].record
+        return choose_grid(one.shape, shard_counts=one.shard_counts).chunk_shape
 
     # --- its end ---------------------------------------------------------------------
 

@@ -100,8 +100,7 @@ def run_update(
     init, program = wrapped.trace(params, extra_args)
     description = wrapped.describe(init, program, shardings)
     _check(wrapped, description, shardings, state, gradients)
-    names = {state.name for leaf in description.leaves for state in leaf.states}
-    check_carried(wrapped.engine, carried, names)
+    check_carried(wrapped.engine, carried, description.contents.state_names)
     old = jax.tree.leaves(in_jax(state))
     feedback = jax.tree.leaves(state.error_feedback)
     pairs = zip(gradients, on_device, strict=True)

@@ -1,5 +1,6 @@
 """Opening and making stores: refused cases with their messages, and accepted ones."""
 
+import dataclasses
 import json
 import shutil
 import threading
@@ -8,6 +9,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from msgspec import structs
 from raw_stores import stored
 from store_driver import Driver
 
@@ -69,7 +71,8 @@ def test_no_space(place, drive):
     small = driver.description
     # Its params are never made: only the description counts.
     wide = {"shape": (1 << 20, 1 << 20), "shard_counts": (1, 1)}
-    huge = type(small.leaves[0])(**vars(small.leaves[0]) | wide)
+    record = structs.replace(small.leaves[0].record, **wide)
+    huge = dataclasses.replace(small.leaves[0], record=record)
     description = type(small)((huge,), small.scalar_paths)
     with pytest.raises(StoreSpaceError, match="free some, or choose another directory"):
         driver.engine.bind(description, may_create=True)
