@@ -117,7 +117,7 @@ def test_a_destination_that_fails_does_not_stop_the_run(export, place, caplog):
     assert len(caplog.records) == 2
     assert "step 2 is not exported to" in caplog.text
     assert "found other objects, such as other" in caplog.text
-    driver.check(6)
+    driver.check(8)
     assert not pins_of(driver.store.path)
 
 

@@ -264,6 +264,8 @@ def test_restart_keeps_the_old_run_and_begins_anew(open_store, caplog):
     assert sorted(i.step for i in store.checkpoints()) == [2, 3]
     with pytest.raises(REFUSED[1], match="restore='step-3-before-restart'"):
         trained(tx, kept[3], 1)
+    with pytest.raises(jaxinf.StaleStateError):
+        store.check()
 
 
 def test_an_existing_store_is_refused(open_store):
