@@ -251,17 +251,13 @@ class Waiting(NamedTuple):
     Attributes:
       capacity_bytes: Memory for those that stay there.
       on_drive: The others, which go to a drive, and their bytes.
-      num_reads: Number of times that each is read again.
     """
 
     capacity_bytes: int
     on_drive: Mapping[Piece, int]
-    num_reads: int = 1
 
 
-def waiting(
-    sizes: Mapping[Piece, int], capacity_bytes: int, num_reads: int = 1
-) -> Waiting:
+def waiting(sizes: Mapping[Piece, int], capacity_bytes: int) -> Waiting:
     """Chooses the gradients that wait in memory: in their order, as there is room."""
     left_bytes, on_drive = capacity_bytes, dict[Piece, int]()
     for piece, num_bytes in sizes.items():
@@ -269,7 +265,7 @@ def waiting(
             on_drive[piece] = num_bytes
         else:
             left_bytes -= num_bytes
-    return Waiting(capacity_bytes, on_drive, num_reads)
+    return Waiting(capacity_bytes, on_drive)
 
 
 def file_bytes(planned: Waiting) -> int:

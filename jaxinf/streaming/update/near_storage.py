@@ -6,7 +6,6 @@ refused is refused before a store is made or changed.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
-from pathlib import Path
 from typing import Any
 
 import optax
@@ -23,7 +22,7 @@ from jaxinf.engine import (
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.layout import Subgroup
 from jaxinf.program import Passes, UpdateProgram, trace_update
-from jaxinf.store import MASTER_PARAMS, StoreDirectory
+from jaxinf.store import MASTER_PARAMS
 from jaxinf.streaming.move.scratch import (
     PART_BYTES,
     Waiting,
@@ -216,8 +215,7 @@ class NearStorageSink(Sink):
                 is_whole = piece.leaf in self.passes.whole
                 key = Piece(piece.leaf) if is_whole else piece
                 sizes[key] = sizes.pop(key, 0) + self.gradient_bytes[piece]
-        room_bytes = plan.memory.gradients // 2
-        return waiting(sizes, room_bytes, max(1, self.passes.num_passes - 1))
+        return waiting(sizes, plan.memory.gradients // 2)
 
     def _arrivals(self, params: Sequence[Any]) -> Mapping[int, Set[tuple[int, ...]]]:
         """Returns the shapes in which each leaf's gradients are given to the passes."""
@@ -252,7 +250,7 @@ class NearStorageSink(Sink):
         )
         waits, away_bytes = self.waiting(plan), plan.away_bytes
         wait_bytes = 0 if waits is None else file_bytes(waits)
-        num_reads = 1 if waits is None else waits.num_reads
+        num_reads = max(1, self.passes.num_passes - 1)
         return ByteCounts(
             drive_read_bytes=read + away_bytes + num_reads * wait_bytes,
             drive_write_bytes=sum(n for _, n in own) + away_bytes + wait_bytes,
@@ -304,10 +302,3 @@ class NearStorageSink(Sink):
             if passes.params[unit.leaf] in part.own and not has_params:
                 found.append(MASTER_PARAMS)
         return found
-
-
-def drive_folders(directory: StoreDirectory) -> list[Path]:
-    """Returns a folder on each of a store's drives, for what waits there."""
-    if not directory.manifest.csds:
-        return [directory.path]
-    return [directory.csd_directory(number) for number in range(directory.num_csds)]

@@ -42,7 +42,7 @@ from jaxinf.streaming.program.units import (
     whole,
 )
 from jaxinf.streaming.update.device_updates import NUM_UNDER_WAY
-from jaxinf.streaming.update.near_storage import NearStorageSink, drive_folders
+from jaxinf.streaming.update.near_storage import NearStorageSink
 from jaxinf.streaming.update.sink import Agree, is_finite, on_host
 from jaxinf.typing import Array, PyTree
 
@@ -73,7 +73,10 @@ class StoreSink(NearStorageSink):
         opened = self.engine.opened
         num_threads = 1 if content == "gradients" else THREADS_PER_DRIVE
         how = {"content": content, "num_threads": num_threads}
-        return Scratch(drive_folders(opened.directory), opened.meters, **how)
+        directory, folders = opened.directory, [opened.directory.path]
+        if directory.manifest.csds:  # on each of the store's drives
+            folders = [*map(directory.csd_directory, range(directory.num_csds))]
+        return Scratch(folders, opened.meters, **how)
 
     # --- a step --------------------------------------------------------------------
 
