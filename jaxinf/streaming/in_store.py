@@ -43,7 +43,6 @@ from jaxinf.streaming.plan.memory import return_freed_memory
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.initial import (
     BUFFERS_SHARE,
-    Shard,
     initial_inputs,
     trace_params,
 )
@@ -61,8 +60,8 @@ from jaxinf.streaming.update.sink import Sink
 from jaxinf.streaming.update.store_sink import StoreSink
 from jaxinf.typing import PyTree
 
-_MakeLeaves: TypeAlias = Callable[[int], Iterable[Iterable[Shard]]]
-"""Returns the shards of each leaf, made in so many bytes."""
+_MakeLeaves: TypeAlias = Callable[[int], Iterable[Any]]
+"""Returns the leaves in order, made in so many bytes."""
 
 
 class InStore(Home):
@@ -105,7 +104,7 @@ class InStore(Home):
             raise ValueError("state: use store.load(params, state, step=…) instead")
         leaves = jax.tree.leaves(params)
         avals = sharded_like(abstract(params), shardings)
-        return avals, lambda _: map(distinct_shards, leaves)
+        return avals, lambda _: leaves
 
     def params(self, like: PyTree) -> PyTree:
         return self._store.params(self.avals if like is None else like)
@@ -188,7 +187,7 @@ class InStore(Home):
         first, description = self._described(avals, pieces)
         plain = jax.tree.leaves(without_shardings(avals))
         scalars, inputs = initial_inputs(first, plain)
-        made: Iterator[Iterable[Shard]] = iter(())
+        made: Iterator[Any] = iter(())
         if engine.commit is None:
             fits = None
             if ready is not None:
@@ -200,7 +199,7 @@ class InStore(Home):
             made = within(budget, fitting, advises=engine.group.is_alone)
         self._avals = avals
         if engine.bind(description, may_create=True, uses_budget=False):
-            for leaf, own in inputs.items():
+            for leaf, own in enumerate(inputs):
                 self._write_leaf(description, leaf, made, own)
             engine.finish_initialisation(scalars)
         self.num_skipped = engine.opened.finished.skipped_steps
@@ -211,7 +210,7 @@ class InStore(Home):
         make: _MakeLeaves,
         plan: Callable[[Budget], Plan] | None,
         budget: Budget,
-    ) -> Iterator[Iterable[Shard]]:
+    ) -> Iterator[Any]:
         """Returns the leaves to be made, if they and the program fit in a budget."""
         host_bytes = budget.memory_bytes
         num_bytes = min(budget.device_memory_bytes or host_bytes, host_bytes)
@@ -247,14 +246,14 @@ class InStore(Home):
         self,
         description: StoreDescription,
         leaf: int,
-        made: Iterator[Iterable[Shard]],
+        made: Iterator[Any],
         inputs: ScalarInputs,
     ) -> None:
         """Makes the next leaf, and writes its params and first state; blocks."""
         opened = self._engine.opened
         opened.mover.drain()
         opened.fleet.limit_memory(0)  # idle buffers leave the leaf their memory
-        shards = next(made)
+        shards = distinct_shards(next(made))
         opened.limit_memory(self._options.memory_bytes // BUFFERS_SHARE)
         for index, shard in shards:
             origin = [dim.start or 0 for dim in index]

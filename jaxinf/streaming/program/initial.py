@@ -5,9 +5,9 @@ memory.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,9 +36,6 @@ from jaxinf.typing import Array, PyTree
 BUFFERS_SHARE = 4
 """Part of the memory that a store's buffers take while a leaf is written."""
 
-Shard: TypeAlias = tuple[tuple[slice, ...], Array]
-"""A part of a leaf: its index, and its numbers."""
-
 
 @dataclass(frozen=True)
 class LeafMaker:
@@ -56,7 +53,7 @@ class LeafMaker:
             [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in self.outputs]
         )
 
-    def compile(self, memory_bytes: int) -> Iterator[list[Shard]]:
+    def compile(self, memory_bytes: int) -> Iterator[Array]:
         """Compiles the programs of all leaves; blocks.
 
         Args:
@@ -64,8 +61,8 @@ class LeafMaker:
             part of it while a leaf is written.
 
         Returns:
-          An iterator that computes the leaves in order, each as one shard; the caller
-          may drop each before the next.
+          An iterator that computes the leaves in order; the caller may drop each before
+          the next.
 
         Raises:
           BudgetError: A leaf needs more; names it and the bytes.
@@ -92,11 +89,11 @@ class LeafMaker:
                     "(step.load)",
                 )
 
-        def made(program: Program) -> Shard:
+        def made(program: Program) -> Array:
             (leaf,) = executables[program.key](*map(self._argument, program.inputs))
-            return (slice(None),) * leaf.ndim, np.asarray(leaf)
+            return np.asarray(leaf)
 
-        return ([made(one)] for one in programs)
+        return map(made, programs)
 
     def _argument(self, value: Value) -> Any:
         match value.origin:
@@ -180,7 +177,7 @@ def _is_integer(avals: Sequence[Any]) -> bool:
 
 def initial_inputs(
     program: InitProgram, leaves: Sequence[jax.ShapeDtypeStruct]
-) -> tuple[list[ScalarState], Mapping[int, ScalarInputs]]:
+) -> tuple[list[ScalarState], list[ScalarInputs]]:
     """Returns the first scalar state, and the inputs of each leaf's initial state.
 
     Raises:
@@ -193,10 +190,7 @@ def initial_inputs(
         ScalarState.of(path, np.array(key_data(value)))
         for path, value in zip(paths, scalars, strict=True)
     ]
-    return state, {
-        leaf: ScalarInputs(tuple(map(np.asarray, own.scalars)))
-        for leaf, own in enumerate(inputs)
-    }
+    return state, [ScalarInputs(tuple(map(np.asarray, own.scalars))) for own in inputs]
 
 
 def check_init(program: InitProgram) -> None:
