@@ -1,15 +1,16 @@
-"""The first hour on an accelerator: what works there, how fast, and with which bits.
+"""The first minutes on an accelerator: what works there, how fast, with which bits.
 
 Runs in this order, from what everything rests on to what takes long:
 
-    contract, transform, streaming    tests, on the device
     link                              rates of copies in GB/s
-    update-PRESET, stream-PRESET      GPT-2 small, medium, xl: beside plain optax
+    contract, transform, streaming    tests, on the device; the zoo among them
     bits                              losses of two runs, and of one that is resumed
+    update-PRESET, stream-PRESET      GPT-2: beside plain optax; peaks of memory
 
 Each part has processes of its own, one at a time; this one never touches the device.
 A part that fails or takes too long is noted, with the end of what it printed, and the
-next one runs. The result is written after each part.
+next one runs. The result is written after each part. All parts together take at most
+--minutes; --presets small medium xl takes an hour.
 
     python scripts/bench_gpu.py --store DIR --out result.json
 """
@@ -44,10 +45,7 @@ PACKAGES += ("libtpu", "optax", "flax", "numpy")
 TESTS = {
     "contract": ("csd/test_contract.py", "optimizer/test_optimizer_contract.py"),
     "transform": ("optimizer/test_transform.py", "optimizer/test_restart.py"),
-    "streaming": tuple(
-        f"streaming/test_{name}.py"
-        for name in ("streamed", "running", "refused", "function")
-    ),
+    "streaming": ("streaming/test_streamed.py", "streaming/test_zoo.py"),
 }
 TAIL = 4000
 """Characters of a failed part's output that are kept."""
@@ -64,7 +62,7 @@ class Runner:
         self.store = store
         self._ends = time.monotonic() + limit_s
 
-    def output(self, command: Sequence[str | Path]) -> str:
+    def output(self, command: Sequence[object]) -> str:
         """Returns what a program prints; raises `PartError` with the end of it."""
         with tempfile.TemporaryFile("w+") as printed:
             process = subprocess.Popen(
@@ -90,57 +88,45 @@ class Runner:
         what = "took too long" if status is None else f"ended with status {status}"
         raise PartError(f"{what}\n{text[-TAIL:]}")
 
-    def json(self, script: str, *options: Any) -> Any:
+    def json(self, script: str, *options: object) -> Any:
         """Returns the last line of a script, which is JSON."""
-        command = [HERE / script, "--store", self.store, *map(str, options)]
-        lines = self.output(command).splitlines()
-        return json.loads(next(line for line in reversed(lines) if line[:1] == "{"))
+        lines = self.output([HERE / script, "--store", self.store, *options])
+        found = (line for line in reversed(lines.splitlines()) if line[:1] == "{")
+        return json.loads(next(found))
 
-
-def tests(files: Sequence[str]) -> Callable[[Runner], Any]:
-    """Returns what runs tests; those that JAX runs on the device."""
-    paths = [HERE.parent / "tests" / file for file in files]
-
-    def run(runner: Runner) -> Any:
+    def tests(self, *files: str) -> str:
+        """Returns the last line of tests; JAX runs them on the device."""
         options = ("-q", "-p", "no:cacheprovider", "-W", "default")
-        return runner.output(["-m", "pytest", *options, *paths]).splitlines()[-1]
+        paths = [HERE.parent / "tests" / file for file in files]
+        return self.output(["-m", "pytest", *options, *paths]).splitlines()[-1]
 
-    return run
-
-
-def bits(preset: str) -> Callable[[Runner], Any]:
-    """Returns what compares two runs, and a third that is resumed after three steps."""
-
-    def run(runner: Runner) -> Any:
+    def bits(self, preset: str) -> dict[str, Any]:
+        """Compares two runs, and a third that is resumed after three steps."""
         losses = {}
         for name, ends in (("first", [6]), ("second", [6]), ("resumed", [3, 6])):
-            place = runner.store / name
+            place = self.store / name
             words = ["--mode", "stream", "--memory", "4GiB", "--preset", preset]
             words += ["--store", place / "store", "--log-dir", place / "log"]
             for steps in ends:
-                runner.output(["-m", "jaxinf.train", *words, "--steps", str(steps)])
+                self.output(["-m", "jaxinf.train", *words, "--steps", steps])
             lines = (place / "log/metrics.jsonl").read_text().splitlines()
             found = [json.loads(line) for line in lines]
             losses[name] = [one["loss"] for one in found if "loss" in one]
         return {"same": len(set(map(tuple, losses.values()))) == 1, "losses": losses}
 
-    return run
-
 
 def parts(arguments: argparse.Namespace) -> Mapping[str, Callable[[Runner], Any]]:
     """Returns the parts in their order."""
-    found: dict[str, Callable[[Runner], Any]] = {k: tests(v) for k, v in TESTS.items()}
-    copies = ("--megabytes", arguments.megabytes, "--reps", arguments.reps)
-    found["link"] = lambda r: r.json("bench_gpu.py", "--link", *copies)
+    reps = ("--reps", arguments.reps)
+    copies = ("bench_gpu.py", "--link", "--megabytes", arguments.megabytes, *reps)
+    found: dict[str, Callable[[Runner], Any]] = {"link": lambda r: r.json(*copies)}
+    for name, files in TESTS.items():
+        found[name] = lambda r, files=files: r.tests(*files)
+    found["bits"] = lambda r: r.bits(arguments.presets[0])
     for preset in arguments.presets:
-        given = ("--preset", preset, "--json", "--reps", arguments.reps)
-        found[f"update-{preset}"] = lambda r, given=given: r.json(
-            "bench_train.py", *given
-        )
-        found[f"stream-{preset}"] = lambda r, given=given: r.json(
-            "bench_stream.py", *given
-        )
-    found["bits"] = bits(arguments.presets[0])
+        for what, script in (("update", "bench_train"), ("stream", "bench_stream")):
+            given = (f"{script}.py", "--preset", preset, "--json", *reps)
+            found[f"{what}-{preset}"] = lambda r, given=given: r.json(*given)
     return found
 
 
@@ -222,29 +208,6 @@ def link(arguments: argparse.Namespace) -> dict[str, float]:
     }
 
 
-def version_of(package: str) -> str | None:
-    """Returns the version of an installed package."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def run_part(
-    name: str, part: Callable[[Runner], Any], arguments: argparse.Namespace
-) -> dict[str, Any]:
-    """Runs a part, whatever happens in it."""
-    began, where = time.monotonic(), arguments.store / f"bench-gpu-{name}"
-    outcome: dict[str, Any] = {}
-    try:
-        outcome["result"] = part(Runner(where, arguments.limit))
-    except Exception as error:  # the next part runs in any case
-        outcome["error"] = f"{type(error).__name__}: {error}"
-    finally:
-        shutil.rmtree(where, ignore_errors=True)
-    return {"seconds": round(time.monotonic() - began, 1), **outcome}
-
-
 def main() -> None:
     """Runs the parts, and writes what they find."""
     parser = argparse.ArgumentParser(
@@ -252,10 +215,11 @@ def main() -> None:
     )
     parser.add_argument("--store", type=Path, default=Path(), metavar="DIR")
     parser.add_argument("--out", type=Path, metavar="FILE", help="by default printed")
-    parser.add_argument("--presets", nargs="+", default=["small", "medium", "xl"])
+    parser.add_argument("--presets", nargs="+", default=["small"])
     parser.add_argument("--megabytes", type=int, default=256, help="of a copy")
-    parser.add_argument("--reps", type=int, default=5)
-    parser.add_argument("--limit", type=float, default=1200.0, help="seconds of a part")
+    parser.add_argument("--reps", type=int, default=3)
+    parser.add_argument("--limit", type=float, default=150.0, help="seconds of a part")
+    parser.add_argument("--minutes", type=float, default=8.0, help="of all parts")
     parser.add_argument("--only", nargs="+", metavar="PART")
     parser.add_argument("--list", action="store_true", help="the parts' names")
     parser.add_argument("--link", action="store_true", help=argparse.SUPPRESS)
@@ -269,18 +233,26 @@ def main() -> None:
         return
     if unknown := set(arguments.only or known) - set(known):
         parser.error(f"no such part: {', '.join(sorted(unknown))}; --list names them")
-    arguments.store = arguments.store.resolve()
+    installed = {one.name: one.version for one in metadata.distributions()}
     result: dict[str, Any] = {
         "machine": f"{platform.machine()}, {os.cpu_count()} processors",
-        "versions": {name: version_of(name) for name in PACKAGES},
+        "versions": {name: installed.get(name) for name in PACKAGES},
         "parts": {},
     }
-    for name, part in known.items():
-        if name in (arguments.only or known):
-            result["parts"][name] = found = run_part(name, part, arguments)
-            print(f"{name}: {'error' if 'error' in found else 'done'}", file=sys.stderr)
-            if arguments.out:
-                arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    ends = time.monotonic() + 60 * arguments.minutes
+    for name in [name for name in known if name in (arguments.only or known)]:
+        began, where = time.monotonic(), arguments.store.resolve() / f"bench-gpu-{name}"
+        try:
+            runner = Runner(where, min(arguments.limit, ends - began))
+            found = {"result": known[name](runner)}
+        except Exception as error:  # the next part runs in any case
+            found = {"error": f"{type(error).__name__}: {error}"}
+        shutil.rmtree(where, ignore_errors=True)
+        seconds = round(time.monotonic() - began, 1)
+        result["parts"][name] = {"seconds": seconds, **found}
+        print(f"{name}: {'error' if 'error' in found else 'done'}", file=sys.stderr)
+        if arguments.out:
+            arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     if not arguments.out:
         print(json.dumps(result, indent=1))
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from bench import resident_bytes
 from jaxinf_models import PRESETS, num_params
 
 from jaxinf.command_line import ByteSize
@@ -36,8 +37,6 @@ BYTES_A_PARAM = 2 * 12 + 4
 OWN_BYTES = 768 << 20
 CHECKED_STEPS = 5
 TOLERANCE = 1e-4
-
-
 # RLIMIT_DATA counts stacks and arenas that nobody touches, too.
 UNTOUCHED_BYTES = 1 << 30
 _POLL_S = 0.05
@@ -56,7 +55,6 @@ class Options:
       kill_after: Number of the step after whose commit the run is killed.
       kill_delay_s: Time from that commit to the kill, so that it falls into a step.
       seq_len: Tokens in a batch.
-      keep: Whether the store stays.
     """
 
     store: Path
@@ -67,7 +65,6 @@ class Options:
     kill_after: int = 2
     kill_delay_s: float = 10.0
     seq_len: int = 64
-    keep: bool = False
 
 
 class Watcher:
@@ -76,10 +73,6 @@ class Watcher:
     RLIMIT_DATA stops an allocation that would exceed it, as far as it counts (private
     writable memory, touched or not). In addition, the group is killed when its resident
     memory passes the limit.
-
-    Args:
-      command: The command; its output is passed on.
-      limit_bytes: The limit.
 
     Attributes:
       peak_bytes: The most that was resident.
@@ -117,45 +110,12 @@ class Watcher:
         self._process.wait()
 
 
-def killed_in_a_step(
-    command: Sequence[str],
-    limit_bytes: int,
-    store: Path,
-    num_steps: int,
-    delay_s: float,
-) -> Watcher:
-    """Runs a command, and kills it so long after the commit of a step; returns it.
-
-    Raises:
-      SystemExit: The run ended before, or passed the limit.
-    """
-    watcher = Watcher(command, limit_bytes)
-    try:
-        watcher.wait(lambda: committed_step(store) >= num_steps)
-        late_s = time.monotonic() + delay_s
-        status = watcher.wait(lambda: time.monotonic() > late_s)
-        if status is not None:
-            raise SystemExit(f"the run ended with {status} before it was killed")
-    finally:
-        watcher.kill()
-    step = committed_step(store)
-    print(
-        f"killed  with SIGKILL in step {step + 1}; step {step} is committed", flush=True
-    )
-    return watcher
-
-
 def _resident_bytes(group: int) -> Iterator[int]:
-    """Resident memory of each process of a group; its peak, as the kernel keeps it."""
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdecimal():
-            continue
-        with contextlib.suppress(OSError, ValueError, StopIteration):
-            if os.getpgid(int(folder.name)) != group:
-                continue
-            lines = (folder / "status").read_text().splitlines()
-            peak = next(line for line in lines if line.startswith("VmHWM"))
-            yield int(peak.split()[1]) << 10
+    """Peaks of resident memory of each process of a group, as the kernel keeps them."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):
+            if os.getpgid(int(folder.name)) == group:
+                yield resident_bytes("VmHWM", folder.name)
 
 
 def check_disk(place: Path, needed_bytes: int) -> None:
@@ -189,21 +149,16 @@ def committed_step(store: Path) -> int:
     return -1
 
 
-def adamw(options: Options, place: Path, *words: str) -> list[str]:
-    """The command of a run whose log is in `place`."""
-    program = [sys.executable, "-m", "jaxinf.train", "--optimizer", "adamw"]
-    program += ["--batch-size", "1", "--seq-len", str(options.seq_len)]
+def command(options: Options, place: Path, preset: str, steps: int, mode: str) -> list:
+    """The command of a run whose log is in `place`, streamed or in memory."""
+    words = ["--optimizer", "adamw", "--batch-size", 1, "--seq-len", options.seq_len]
     # At the preset's rate the losses of a few steps without warm-up go up and down.
-    program += ["--warmup-steps", "0", "--clip-norm", "1", "--learning-rate", "2e-5"]
-    return [*program, "--log-dir", str(place / "log"), *words]
-
-
-def streamed(options: Options, place: Path, preset: str, steps: int) -> list[str]:
-    """The command of a streamed run."""
-    memory = ("--mode", "stream", "--memory", str(options.limit - OWN_BYTES))
-    store = ("--store", str(place / "store"))
-    words = ("--preset", preset, "--steps", str(steps))
-    return adamw(options, place, *memory, *store, *words)
+    words += ["--warmup-steps", 0, "--clip-norm", 1, "--learning-rate", 2e-5]
+    words += ["--log-dir", place / "log", "--preset", preset, "--steps", steps]
+    words += ["--mode", mode]
+    if mode == "stream":
+        words += ["--store", place / "store", "--memory", options.limit - OWN_BYTES]
+    return [sys.executable, "-m", "jaxinf.train", *map(str, words)]
 
 
 def check_small(options: Options, root: Path) -> None:
@@ -212,15 +167,13 @@ def check_small(options: Options, root: Path) -> None:
     Raises:
       SystemExit: They differ.
     """
-    small, memory = root / "small", root / "memory"
-    words = ("--preset", options.small, "--steps", str(CHECKED_STEPS))
-    commands = (
-        streamed(options, small, options.small, CHECKED_STEPS),
-        adamw(options, memory, "--mode", "memory", *words),
-    )
-    for command in commands:
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    found, expected = losses(small), losses(memory)
+    both = []
+    for mode in ("stream", "memory"):
+        place = root / mode
+        words = command(options, place, options.small, CHECKED_STEPS, mode)
+        subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+        both.append(losses(place))
+    found, expected = both
     difference = max(abs(a - b) / b for a, b in zip(found, expected, strict=True))
     print(
         f"check   {options.small} and one jit: losses of {len(found)} steps differ by "
@@ -235,13 +188,23 @@ def train(options: Options, root: Path) -> int:
     """Trains, kills, resumes; returns the peak of resident memory.
 
     Raises:
-      SystemExit: The run failed, or resumed elsewhere.
+      SystemExit: The run failed, passed the limit, or resumed elsewhere.
     """
     big = root / "big"
-    command = streamed(options, big, options.preset, options.steps)
-    kill = options.kill_after, options.kill_delay_s
-    first = killed_in_a_step(command, options.limit, big / "store", *kill)
-    second = Watcher(command, options.limit)
+    words = command(options, big, options.preset, options.steps, "stream")
+    first = Watcher(words, options.limit)
+    try:
+        first.wait(lambda: committed_step(big / "store") >= options.kill_after)
+        late_s = time.monotonic() + options.kill_delay_s
+        status = first.wait(lambda: time.monotonic() > late_s)
+        if status is not None:
+            raise SystemExit(f"the run ended with {status} before it was killed")
+    finally:
+        first.kill()
+    step = committed_step(big / "store")
+    print(f"killed  with SIGKILL in step {step + 1}; step {step} is committed")
+    sys.stdout.flush()
+    second = Watcher(words, options.limit)
     try:
         if second.wait():
             raise SystemExit("the resumed run failed")
@@ -266,8 +229,7 @@ def main() -> None:
         check_small(options, root)
         peak_bytes = train(options, root)
     finally:
-        if not options.keep:
-            shutil.rmtree(root, ignore_errors=True)
+        shutil.rmtree(root, ignore_errors=True)
     print(
         f"peak    {format_bytes(peak_bytes)} resident, limit "
         f"{format_bytes(options.limit)}; {time.monotonic() - began_s:.0f} s in all"

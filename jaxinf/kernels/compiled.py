@@ -7,7 +7,7 @@ same on every processor level of x86-64.
 import functools
 import platform
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -23,9 +23,6 @@ from jaxinf.program import Constant, Kernel, Result, traced_kernels
 from jaxinf.typing import BFLOAT16, FLOAT32, FLOAT_DTYPES, Array
 
 _INT16, _UINT8 = np.dtype(np.int16), np.dtype(np.uint8)
-
-_Need = tuple[str, Array, int, Sequence[np.dtype]]
-"""An argument's name, the argument, the length and the dtypes that it may have."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,15 +77,14 @@ class CompiledKernel:
           Whether all of the gradient is finite. If not, the caller must discard
           `params`, `slots` and `out`, whose contents are undefined.
 
+
         Raises:
           TypeError, ValueError: A dtype, shape or count is not the kernel's, or what is
             written is not contiguous.
         """
         passage = passage or Passage()
-        numbers = _check_arguments(
-            self.kernel, gradient=gradient, params=params, slots=slots,
-            scalars=scalars, arrays=arrays, out=out,
-        )  # fmt: skip
+        numbers = [np.asarray(scalar)[()] for scalar in scalars]
+        _check_arguments(self.kernel, gradient, (params, *slots), numbers, arrays, out)
         if passage.given is not None:
             passage.given = np.ascontiguousarray(passage.given)
         gradient = np.ascontiguousarray(gradient)
@@ -107,78 +103,52 @@ class CompiledKernel:
 
 def _check_arguments(
     kernel: Kernel,
-    *,
     gradient: Array,
-    params: Array | CodedSlot,
-    slots: Sequence[Array | CodedSlot],
-    scalars: Sequence[np.generic | Array],
+    states: Sequence[Array | CodedSlot],
+    scalars: Sequence[np.generic],
     arrays: Sequence[Array],
     out: Array,
-) -> list[np.generic]:
-    """Checks the arguments of a kernel's run, and returns the scalars as NumPy's.
+) -> None:
+    """Checks what the machine code relies on, which knows neither lengths nor dtypes.
 
     Raises:
       TypeError, ValueError: A dtype, shape or count is not the kernel's.
     """
-    for what, found, dtypes in (
-        ("slots", slots, kernel.slot_dtypes),
-        ("scalars", scalars, kernel.scalar_dtypes),
-        ("arrays", arrays, kernel.array_dtypes),
-    ):
-        if len(found) != len(dtypes):
-            raise ValueError(
-                f"{what}: the kernel expects {len(dtypes)}, found {len(found)}"
-            )
+    params = states[0]
     is_coded = isinstance(params, CodedSlot)
     num = params.codes.size if is_coded else params.size
     outs = (FLOAT32, BFLOAT16) if is_coded else FLOAT_DTYPES
-    needs = [*_of_state("params", params, num, FLOAT32)]
-    for index, dtype in enumerate(kernel.slot_dtypes):
-        needs += _of_state(f"slots[{index}]", slots[index], num, dtype)
-    for index, dtype in enumerate(kernel.array_dtypes):
-        needs.append((f"arrays[{index}]", arrays[index], num, (dtype,)))
-    needs += [("gradient", gradient, num, FLOAT_DTYPES), ("out", out, num, outs)]
+    needs = [("gradient", gradient, num, FLOAT_DTYPES), ("out", out, num, outs)]
+    for array, dtype in zip(arrays, kernel.array_dtypes, strict=True):
+        needs.append(("arrays", array, num, (dtype,)))
+    for state, dtype in zip(states, (FLOAT32, *kernel.slot_dtypes), strict=True):
+        if not isinstance(state, CodedSlot):
+            needs.append(("state", state, num, (dtype,)))
+            continue
+        is_int8 = state.scales is not None and state is not params
+        codes = _UINT8 if is_int8 else BFLOAT16
+        needs.append(("codes of float32", state.codes, num, (codes,)))
+        if dtype != FLOAT32:
+            raise TypeError(f"the kernel expects {dtype}, found codes of float32")
+        if state.beside is not None:
+            length = -(-num // CODE_BLOCK) if is_int8 else num
+            beside = FLOAT32 if is_int8 else _INT16
+            needs.append(("what is beside codes", state.beside, length, (beside,)))
     for what, array, length, dtypes in needs:
         if array.shape != (length,):
             raise ValueError(
                 f"{what}: the kernel expects shape ({length},), found {array.shape}"
             )
-        is_read = what.startswith(("gradient", "arrays"))
-        if not is_read and not array.flags.c_contiguous:
+        if what not in ("gradient", "arrays") and not array.flags.c_contiguous:
             raise ValueError(f"{what}: the kernel expects contiguous memory; copy it")
         if array.dtype not in dtypes:
-            names = " or ".join(str(dtype) for dtype in dtypes)
+            names = " or ".join(map(str, dtypes))
             raise TypeError(f"{what}: the kernel expects {names}, found {array.dtype}")
-    return _numbers(kernel, scalars)
-
-
-def _of_state(
-    what: str, state: Array | CodedSlot, num: int, dtype: np.dtype
-) -> Iterator[_Need]:
-    if not isinstance(state, CodedSlot):
-        yield what, state, num, (dtype,)
-        return
-    if dtype != FLOAT32:
-        raise TypeError(f"{what}: the kernel expects {dtype}, found codes of float32")
-    scales = state.scales if what != "params" else None
-    yield what, state.codes, num, (BFLOAT16 if scales is None else _UINT8,)
-    if scales is not None:
-        yield f"{what}.scales", scales, -(-num // CODE_BLOCK), (FLOAT32,)
-    elif state.remainders is not None:
-        yield f"{what}.remainders", state.remainders, num, (_INT16,)
-
-
-def _numbers(kernel: Kernel, scalars: Sequence[np.generic | Array]) -> list[np.generic]:
-    numbers = []
-    for index, dtype in enumerate(kernel.scalar_dtypes):
-        number = np.asarray(scalars[index])
-        if number.shape or number.dtype != dtype:
-            raise TypeError(
-                f"scalars[{index}]: the kernel expects a 0-d {dtype}, found "
-                f"{number.dtype} of shape {number.shape}"
-            )
-        numbers.append(number[()])
-    return numbers
+    found = tuple(scalar.dtype for scalar in scalars)
+    if found != kernel.scalar_dtypes or any(scalar.shape for scalar in scalars):
+        raise TypeError(
+            f"scalars: the kernel expects {kernel.scalar_dtypes}, found {found}"
+        )
 
 
 def compiled(kernel: Kernel) -> CompiledKernel:
