@@ -136,13 +136,13 @@ class StoreDescription:
           member: this process's part in a run of several processes.
         """
         formats = Formats(codec, master, self.average)
-        leaves = [coded_leaf(leaf, formats) for leaf in self.contents.leaves]
-        chunk_shapes = [
-            choose_grid(leaf.shape, shard_counts=leaf.shard_counts or None).chunk_shape
-            for leaf in leaves
-        ]
+        leaves = []
+        for leaf in self.contents.leaves:
+            grid = choose_grid(leaf.shape, shard_counts=leaf.shard_counts or None)
+            shaped = replace(leaf, chunk_shape=grid.chunk_shape)
+            leaves.append(coded_leaf(shaped, formats))
         coded = replace(self.contents, leaves=tuple(leaves))
-        manifest = lay_out(coded, chunk_shapes, csd_roots)
+        manifest = lay_out(coded, csd_roots)
         if member is None:
             return manifest
         if not all(leaf.holders for leaf in self.leaves):

@@ -193,7 +193,7 @@ def _manifests(source: CopySource, layout: CopyLayout, target: Path) -> list[Man
             is_same = [leaf.chunk_shape for leaf in parts[0].leaves] == shapes
             before = parts[0] if is_same else None
         roots = _roots(source, layout, number)
-        made = lay_out(contents, shapes, roots, held=before)
+        made = lay_out(contents, roots, held=before)
         if count > 1:
             made = member_of(made, Member(run, number, count), owners)
         found.append(made)

@@ -47,17 +47,12 @@ _MOST_FILES = 2 << 20
 
 
 def lay_out(
-    contents: Manifest,
-    chunk_shapes: Sequence[tuple[int, ...]],
-    csd_roots: Sequence[str],
-    *,
-    held: Manifest | None = None,
+    contents: Manifest, csd_roots: Sequence[str], *, held: Manifest | None = None
 ) -> Manifest:
     """Assigns places to the chunks of a store; every new manifest is made here.
 
     Args:
-      contents: the store's leaves; their places are ignored.
-      chunk_shapes: chunk shape of each leaf.
+      contents: the store's leaves, with their chunk shapes; their places are ignored.
       csd_roots: CSD roots for the chunks; empty for the store itself.
       held: an existing store with these contents: chunks keep their CSDs as far as the
         loads allow.
@@ -65,10 +60,7 @@ def lay_out(
     Raises:
       StoreSpaceError: there are too many chunks for a store's record.
     """
-    leaves = [
-        replace(leaf, chunk_shape=shape, csds=(), owners=())
-        for leaf, shape in zip(contents.leaves, chunk_shapes, strict=True)
-    ]
+    leaves = [replace(leaf, csds=(), owners=()) for leaf in contents.leaves]
     num_files = sum(leaf.grid.num_chunks * len(leaf.states) for leaf in leaves)
     if num_files > _MOST_FILES:  # before so many are listed
         num_bytes = sum(

@@ -72,7 +72,9 @@ def make_manifest(
             dtype="float32",
             kernel="k0",
             states=tuple(states),
-            chunk_shape=(),
+            chunk_shape=choose_grid(
+                shape, max_chunk_elements=chunk_elements, shard_counts=shards
+            ).chunk_shape,
             shard_counts=shards,
             csds=(),
         )
@@ -83,11 +85,7 @@ def make_manifest(
         leaves=records,
         created_by={"jaxinf": "0"},
     )
-    grids = [
-        choose_grid(shape, max_chunk_elements=chunk_elements, shard_counts=shards)
-        for shape, shards in leaves.values()
-    ]
-    return lay_out(contents, [grid.chunk_shape for grid in grids], csd_roots)
+    return lay_out(contents, csd_roots)
 
 
 def fill_slot(
