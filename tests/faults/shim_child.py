@@ -1,8 +1,8 @@
 """A program that trains and breaks its own system calls; see `shim.c`.
 
-A case is a store's path and options, or a folder for the values of a step in memory;
-the call that fails, or the clock's error. The answer has the error of a step, and the
-committed step, or the losses.
+A case is a store's path and options, or a folder for the values of a step in memory,
+and the call that fails. The answer has the error of a step, and the committed step, or
+the losses.
 """
 
 import ctypes
@@ -26,18 +26,16 @@ def stored(case):
     driver = Driver(Path(case["path"]), csds=case["csds"], **options)
     driver.init().steps(NUM_STEPS)
     driver.store.wait()
-    answer = {"before": driver.opened.commit.committed_at}
-    SHIM.clock_shift(ctypes.c_long(case.get("clock_s", 0)))
+    answer = {}
     if "call" in case:
         call, path = case["call"].encode(), case["on"].encode()
-        SHIM.fault_set(call, path, case["errno"], case.get("after", 0))
+        SHIM.fault_set(call, path, case["errno"], 0)
     try:
         for _ in range(case.get("steps", 1)):
             driver.step()
             if not driver.opened.options.rewrites_steps:
                 driver.store.wait()
         driver.store.wait()
-        answer["after"] = driver.opened.commit.committed_at
     except Exception as error:
         answer |= {"type": type(error).__name__, "text": str(error)}
         answer["notes"] = getattr(error, "__notes__", [])
@@ -45,7 +43,6 @@ def stored(case):
     answer["hits"] = SHIM.fault_count()
     SHIM.fault_set(b"", b"", 0, 0)
     driver.engine.close()
-    SHIM.clock_shift(ctypes.c_long(0))
     return answer
 
 

@@ -273,10 +273,3 @@ def test_each_forgotten_csd_is_found(place, csd):
     without(run, barriers_of_commit(run)[csd])
     with pytest.raises(Mixture, match="a mixture that says it is step"):
         enumerate_states(run, 2)
-
-
-def test_a_commit_without_sync_is_found(place, monkeypatch):
-    """The same in the code: a slot is published without synchronisation."""
-    monkeypatch.setattr("jaxinf.store.StoreDirectory.sync", lambda self: None)
-    with pytest.raises(Mixture):
-        enumerate_states(RecordedRun(place, 0, plain), 2)

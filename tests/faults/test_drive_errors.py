@@ -1,4 +1,4 @@
-"""A drive that answers EIO or is full, and a clock that is wrong: real calls fail."""
+"""A drive that answers EIO or is full: real calls fail."""
 
 import errno
 import re
@@ -91,28 +91,6 @@ def test_a_drive_that_fails_under_state_that_stays(child, place, drive, where, m
     assert driver.at == answer["step"] == STEP + 4 * (not answer["hits"])
     driver.check(answer["step"])
     driver.steps(3).check(answer["step"] + 3)
-
-
-@pytest.mark.parametrize("after", [1, 5, 9])
-def test_a_drive_that_fails_in_the_middle(child, place, drive, after):
-    answer = child(
-        place / "store", call="pwritev", on="slots/", errno=errno.EIO, after=after
-    )
-    assert answer["type"] == "StoreIOError"
-    driver = drive(place / "store").init()
-    driver.check(STEP)
-    driver.steps(3).check(STEP + 3)
-
-
-@pytest.mark.parametrize("clock_s", [-86400 * 365 * 30, 86400 * 365 * 30])
-def test_a_clock_that_jumps(child, place, drive, clock_s):
-    """The clock goes back decades, or far ahead; nothing depends on it."""
-    answer = child(place / "store", clock_s=clock_s)
-    assert "text" not in answer
-    assert (answer["after"] < answer["before"]) == (clock_s < 0)
-    driver = drive(place / "store").init()
-    assert driver.at == STEP + 1
-    driver.steps(2).check(STEP + 3)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import threading
 from pathlib import Path
 
 from families import LONG
-from recorded_run import small_driver
 from store_driver import Driver
 
 NUM_STEPS = 5000 if LONG else 300
@@ -50,13 +49,3 @@ def test_steps_keep_nothing(place):
         assert len(os.listdir(place / "store" / "checkpoints")) == 1
     finally:
         driver.engine.close()
-
-
-def test_stores_opened_again_and_again_keep_nothing(place):
-    """Does not trace the optimizer, which would stay in JAX's caches."""
-    for number in range(NUM_STEPS // 10):
-        small_driver(place / "store").init().steps(1).close()
-        if number == WARM_UP // 10:
-            num_fds, num_threads, num_bytes = resources()
-    assert resources()[:2] == (num_fds, num_threads)
-    assert resources()[2] < num_bytes + GROWTH_BYTES

@@ -92,20 +92,6 @@ def test_a_server_that_drops_an_object(s3, step, tmp_path, name):
     assert copied(url, tmp_path / "made").step == 2
 
 
-def test_an_object_is_torn_and_a_manifest_missing(step, tmp_path):
-    url = "s3://bucket/torn"
-    export_url(step, url)
-    place = ObjectStore(url)
-    place.put("params.half/c/1/0", b"torn")
-    with pytest.raises(ExchangeError, match=r"torn: params\.half/c/1/0: .*4 bytes"):
-        copied(url, tmp_path / "made")
-    assert export_url(step, url).num_kept > 0
-    place._store.write("export.json", None).result()
-    with pytest.raises(ExchangeError, match=r"expected export\.json, which completes"):
-        copied(url, tmp_path / "made")
-    assert not (tmp_path / "made/jaxinf.json").exists()
-
-
 def test_a_bucket_that_is_not_there_or_forbidden(s3, step, capfd):
     with pytest.raises(ExchangeError, match="NoSuchBucket") as caught:
         export_url(step, "s3://nobucket/a")

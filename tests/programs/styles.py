@@ -7,7 +7,7 @@ The first is killed before a step, or at an operation on a file, and prints how 
 these there were. The second runs styles on all devices of its process.
 
 A style is a function of a `Run`. Where it says ``run.near(tx)``, plain optax has
-``tx``; where it says ``run.keep`` or ``run.resumed``, plain optax has nothing.
+``tx``; where it says ``run.keep``, plain optax has nothing.
 """
 
 import os
@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
 import flax.linen as nn
 import flax.serialization
 import jax
@@ -28,7 +27,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from flax import nnx
 from flax.training.dynamic_scale import DynamicScale
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
@@ -55,7 +53,6 @@ class Run:
       store: where `near` puts the state, once a program has opened it.
       mesh: the devices; None for one.
       kill: called with the number of a step before it begins.
-      resumes: whether a program without checkpoints takes its params from the store.
       losses: the loss of each step, by its number.
     """
 
@@ -64,7 +61,6 @@ class Run:
     store: jaxinf.Store | None = None
     mesh: Any = None
     kill: Callable[[int], None] = lambda number: None
-    resumes: bool = True
     losses: dict[int, float] = field(default_factory=dict)
 
     def near(self, tx: Any, first: int = 0, **options: Any) -> Any:
@@ -87,12 +83,6 @@ class Run:
         """Keeps the store's step before the program saves its own."""
         if not self.is_plain:
             self.opened().checkpoint(f"own-{number}", state=state, overwrite=True)
-
-    def resumed(self, params: Any) -> tuple[Any, int]:
-        """Params and step of a program that has no checkpoints of its own."""
-        if self.is_plain or not (self.resumes and self.opened().exists):
-            return params, 0
-        return self.opened().params(like=params), self.opened().step
 
     def batch(self, number: int) -> jax.Array:
         """The batch of a step, divided among the devices."""
@@ -247,34 +237,6 @@ def imagenet(run: Run) -> None:
             (files / f"{number + 1}").write_bytes(raw)
 
 
-def frozen(run: Run) -> None:
-    """Equinox with one trained layer, so gradients are missing; no checkpoints."""
-    model = eqx.nn.MLP(WIDTH, WIDTH, 16, 1, key=jax.random.key(0))
-    arrays, static = eqx.partition(model, eqx.is_array)
-    spec = jax.tree.map(lambda _: False, arrays)
-    last = lambda model: (model.layers[-1].weight, model.layers[-1].bias)  # noqa: E731
-    spec = eqx.tree_at(last, spec, replace=(True, True))
-    tx = run.near(optax.sgd(1e-1))
-    arrays, first = run.resumed(arrays)
-    state = tx.init(arrays)
-
-    @jax.jit
-    def step(arrays, state, rows):
-        trained, rest = eqx.partition(arrays, spec)
-
-        def loss(trained):
-            model = eqx.combine(trained, rest, static)
-            return loss_of(jax.vmap(model)(rows), rows)
-
-        value, gradients = jax.value_and_grad(loss)(trained)
-        updates, state = tx.update(gradients, state, arrays)
-        return eqx.apply_updates(arrays, updates), state, value
-
-    for number in range(first, NUM_STEPS):
-        arrays, state, value = step(arrays, state, run.batch(number))
-        run.losses[number] = float(value)
-
-
 def flow(run: Run) -> None:
     """Params and state are pickled."""
     first, file, kept = 0, run.place / "run.pickle", None
@@ -293,71 +255,8 @@ def flow(run: Run) -> None:
             file.write_bytes(pickle.dumps((number + 1, *kept)))
 
 
-class Network(nnx.Module):
-    """Two layers."""
-
-    def __init__(self, rngs):
-        self.first = nnx.Linear(WIDTH, 16, rngs=rngs)
-        self.second = nnx.Linear(16, WIDTH, rngs=rngs)
-
-    def __call__(self, rows):
-        return self.second(nnx.relu(self.first(rows)))
-
-
-def nnx_scan(run: Run) -> None:
-    """NNX with its parts as the carry of a scan over batches; Orbax."""
-    kept = [run.place / f"{n}" for n in range(NUM_STEPS + 1)]
-    first = max((n for n, path in enumerate(kept) if path.exists()), default=0)
-    model, tx = Network(nnx.Rngs(0)), run.near(optax.adamw(1e-2), first)
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    graph, parts = nnx.split((model, optimizer))
-
-    @jax.jit
-    def train(parts, batches):
-        def one(parts, rows):
-            model, optimizer = nnx.merge(graph, parts)
-            found = nnx.value_and_grad(lambda m: loss_of(m(rows), rows))(model)
-            value, gradients = found
-            optimizer.update(model, gradients)
-            return nnx.state((model, optimizer)), value
-
-        return jax.lax.scan(one, parts, batches)
-
-    with ocp.StandardCheckpointer() as checkpointer:
-        if first:
-            parts = checkpointer.restore(kept[first], parts)
-        for number in range(first, NUM_STEPS, EVERY):
-            batches = [run.batch(n) for n in range(number, number + EVERY)]
-            parts, values = train(parts, jnp.stack(batches))
-            run.losses.update(enumerate(map(float, values), number))
-            run.keep(parts, number + EVERY)
-            checkpointer.save(kept[number + EVERY], parts)
-            checkpointer.wait_until_finished()
-
-
-def one_jit(run: Run) -> None:
-    """All of a training in one jit: init, a scan of updates, nothing outside."""
-    first = run.resumed(first_params())[1]
-    batches = jnp.stack([run.batch(number) for number in range(first, NUM_STEPS)])
-
-    def train(key):
-        tx = run.near(optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2)))
-        params = jax.tree.map(lambda x: x + 0 * jax.random.uniform(key), first_params())
-        params, _ = run.resumed(params)
-
-        def one(carry, rows):
-            *carry, value = step_of(tx)(*carry, rows)
-            return tuple(carry), value
-
-        return jax.lax.scan(one, (params, tx.init(params)), batches)[1]
-
-    values = jax.vmap(jax.jit(train))(jax.random.key(0)[None])[0]
-    run.losses.update(enumerate(map(float, values), first))
-
-
 STYLES: dict[str, Callable[[Run], None]] = {
-    one.__name__: one
-    for one in (manager, sharded, flow, nnx_scan, imagenet, frozen, one_jit)
+    one.__name__: one for one in (manager, sharded, flow, imagenet)
 }
 
 

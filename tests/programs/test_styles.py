@@ -9,8 +9,6 @@ import styles
 from families import family
 from styles import NUM_STEPS, STYLES, Killed, run_style
 
-import jaxinf
-
 PROGRAM = Path(styles.__file__)
 
 
@@ -41,10 +39,10 @@ def goes_on(place, style, earliest):
     assert rest == {n: whole[n] for n in range(min(rest, default=6), NUM_STEPS)}
 
 
-KILLED = ["manager", "sharded", "imagenet", "frozen", "nnx_scan"]
+KILLED = ["manager", "sharded", "imagenet"]
 
 
-@pytest.mark.parametrize("style", family(KILLED, short=["frozen"]))
+@pytest.mark.parametrize("style", family(KILLED, short=["sharded"]))
 def test_a_program_that_is_killed_goes_on_to_the_bit(place, run_python, style):
     killed = run_python(PROGRAM, style, place / "parts", "step:5", check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
@@ -69,12 +67,3 @@ def test_four_devices(place, run_python):
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "PJRT_NPROC": "8"}
     done = run_python(PROGRAM, "mesh", place, "manager", "sharded", **flags)
     assert done.stdout == "manager agrees\nsharded agrees\n"
-
-
-def test_fresh_params_never_train_on_the_old_state(place):
-    """Without the lines that resume, the second run is refused."""
-    run_style("frozen", place)
-    with pytest.raises(Exception, match=r"on_existing=.restart"):
-        run_style("frozen", place, resumes=False)
-    with jaxinf.open_store(place / "store") as store:
-        assert store.step == NUM_STEPS

@@ -128,13 +128,19 @@ def test_slices_of_a_store_made_for_whole_leaves(streamed, open_store):
     assert_is_optax(step, program, SGD, [program.batch] * 2)
 
 
+@pytest.mark.optimized
 def test_leaves_are_made_as_jitted_init_makes_them(streamed):
+    weights = np.arange(64, dtype=np.float32)
+    scaled = jax.jit(lambda key: jax.random.normal(key, (64,)) * weights)
+
     def init(key):
-        draw, fold = jax.random.normal, jax.random.fold_in
+        keys = jax.random.split(key, 5)
         return {
-            "w": draw(key, (3, 64, 64)),
-            "b": jnp.zeros(64),
-            "c": draw(fold(key, 7), (64, 64)),
+            "normal": 0.02 * jax.random.normal(keys[0], (3, 64, 64)),
+            "ones": jnp.ones(64),
+            "scaled": scaled(keys[1]),  # which closes over an array
+            "truncated": jax.random.truncated_normal(keys[2], -2, 2, (64, 501)) / 8,
+            "uniform": jax.random.uniform(keys[3], (501, 64), minval=-0.1, maxval=0.1),
         }
 
     key = jax.random.key(5)

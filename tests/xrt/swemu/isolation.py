@@ -16,7 +16,7 @@ from _pytest.capture import CaptureManager
 from _pytest.runner import runtestprotocol
 
 from .build import Runtime
-from .sandbox import Finished, Leftovers, Sandbox
+from .sandbox import Finished, Sandbox
 
 __all__ = ["Isolation"]
 
@@ -53,11 +53,11 @@ class Isolation:
             try:
                 finished = sandbox.call(lambda: _run(items, file), limit_s=limit_s)
             finally:
-                leftovers = sandbox.close()
+                left = sandbox.close()
             reports = _reports(items, file, finished)
-        if problem := _problem(leftovers, finished):
-            last = items[-1]
-            reports[last.nodeid].append(_failure(last, "teardown", problem))
+        if left:
+            last, text = items[-1], f"processes left: {left}"
+            reports[last.nodeid].append(_failure(last, "teardown", text))
         return reports
 
 
@@ -88,6 +88,7 @@ def _close_cards() -> None:
             for kernel in card._kernels.values():
                 vars(kernel).clear()
             vars(card).clear()
+    if module := sys.modules.get("jaxinf.csd.cards.library"):
         module.close_all()
 
 
@@ -115,17 +116,6 @@ def _captured(item: pytest.Item) -> str:
     manager = item.config.pluginmanager.getplugin("capturemanager")
     assert isinstance(manager, CaptureManager)
     return "\n".join(("", *manager.read_global_capture()))
-
-
-def _problem(leftovers: Leftovers, finished: Finished) -> str:
-    """Describes leftovers, except sockets of programs that the test has killed."""
-    lines = [f"process left: {line}" for line in leftovers.processes]
-    lines += [
-        f"file left: {name}"
-        for name in leftovers.files
-        if not name.startswith("device") or name.endswith(f"_{finished.process}")
-    ]
-    return "\n".join(lines)
 
 
 def _failure(item: pytest.Item, when: str, text: str) -> pytest.TestReport:

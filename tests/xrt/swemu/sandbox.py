@@ -14,12 +14,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from .build import Runtime
 
-__all__ = ["Finished", "Leftovers", "Sandbox"]
+__all__ = ["Finished", "Sandbox"]
 
 GRACE_S = 5.0
 """Time for processes to end by themselves after the one that started them."""
@@ -36,26 +36,11 @@ class Finished:
       status: exit status, or minus the number of the signal that ended it.
       timed_out: whether it was killed because its time was over.
       output: standard output and error, unless they were the caller's.
-      process: its number.
     """
 
     status: int
     timed_out: bool
     output: str = ""
-    process: int = field(default=0, compare=False)
-
-
-@dataclass(frozen=True)
-class Leftovers:
-    """Processes and files that were left, and then removed.
-
-    Attributes:
-      processes: their command lines.
-      files: their names; mostly sockets, which a killed host cannot remove.
-    """
-
-    processes: tuple[str, ...]
-    files: tuple[str, ...]
 
 
 class Sandbox:
@@ -134,7 +119,7 @@ class Sandbox:
                     process.wait()
             log.seek(0)
             output = log.read().decode(errors="replace")
-        return Finished(process.returncode, timed_out, output, process.pid)
+        return Finished(process.returncode, timed_out, output)
 
     def call(self, function: Callable[[], None], *, limit_s: float) -> Finished:
         """Calls a function in a fork of this process, in a session of its own.
@@ -155,7 +140,7 @@ class Sandbox:
             if timed_out:
                 os.kill(child, signal.SIGKILL)
             status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        return Finished(status, timed_out, process=child)
+        return Finished(status, timed_out)
 
     def _enter(self, function: Callable[[], None]) -> None:
         status = 1
@@ -186,23 +171,21 @@ class Sandbox:
                 found.append(int(entry.name))
         return found
 
-    def close(self) -> Leftovers:
+    def close(self) -> list[str]:
         """Waits for processes to end, kills those that do not, removes all files.
 
-        A second call finds nothing.
+        Returns the command lines of those that were killed.
         """
         if not self._directory.exists():
-            return Leftovers((), ())
+            return []
         deadline = time.monotonic() + GRACE_S
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.01)
-        lines = tuple(_kill(process) for process in left)
+        lines = [_kill(process) for process in left]
         while self.processes():
             time.sleep(0.01)
-        entries = (path.name for path in self._directory.iterdir())
-        files = tuple(sorted(name for name in entries if name != "run"))
         shutil.rmtree(self._directory)
-        return Leftovers(lines, files)
+        return lines
 
 
 def _wait_for_end(child: int, limit_s: float) -> bool:
