@@ -41,8 +41,8 @@ class Ending:
                 self._lock.release()
 
 
-class _Work:
-    """A function to run once, and what it raised."""
+class Work:
+    """A function to run once on another thread, and what it raised."""
 
     def __init__(self, function: Callable[[], None]) -> None:
         self._function: Callable[[], None] | None = function
@@ -77,7 +77,7 @@ def run_whole(function: Callable[[], None]) -> None:
     except RuntimeError:  # the process may have no more threads
         function()
         return
-    work, came = _Work(function), list[BaseException]()
+    work, came = Work(function), list[BaseException]()
     while True:
         try:
             while not work.ending.is_reached:
@@ -98,19 +98,27 @@ def raise_kept() -> None:
         raise _KEPT.pop().with_traceback(None)
 
 
-@functools.cache
-def _queue() -> "SimpleQueue[_Work]":
-    """Returns the queue of the thread that runs callbacks of the main thread."""
-    queue: SimpleQueue[_Work] = SimpleQueue()
-    threading.Thread(
-        target=_serve, args=(queue,), name="jaxinf-callback", daemon=True
-    ).start()
+def start_thread(name: str) -> "SimpleQueue[Work | None]":
+    """Returns the queue of a new thread, which runs works in turn until it gets None.
+
+    Raises:
+      RuntimeError: the process may have no more threads.
+    """
+    queue: SimpleQueue[Work | None] = SimpleQueue()
+    threading.Thread(target=_serve, args=(queue,), name=name, daemon=True).start()
     return queue
 
 
-def _serve(queue: "SimpleQueue[_Work]") -> None:
-    while True:
-        queue.get().run()
+def _serve(queue: "SimpleQueue[Work | None]") -> None:
+    while (work := queue.get()) is not None:
+        work.run()
+        del work  # it would stay in memory until the next one
+
+
+@functools.cache
+def _queue() -> "SimpleQueue[Work | None]":
+    """Returns the queue of the thread that runs callbacks of the main thread."""
+    return start_thread("jaxinf-callback")
 
 
 os.register_at_fork(after_in_child=_queue.cache_clear)

@@ -13,14 +13,14 @@ import contextvars
 import threading
 import weakref
 from collections.abc import Callable
-from queue import SimpleQueue
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import jax
 
 from jaxinf import compat
 from jaxinf.errors import StreamError
-from jaxinf.interrupts import Ending
+from jaxinf.interrupts import Work, start_thread
 from jaxinf.typing import PyTree
 
 Check: TypeAlias = Callable[[], None]
@@ -33,11 +33,8 @@ class StepThread:
     """Runs bodies on a thread of its own; one caller at a time."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[_Body | None] = SimpleQueue()
+        self._queue = start_thread("jaxinf-step")
         self._last: _Body | None = None
-        threading.Thread(
-            target=_serve, args=(self._queue,), name="jaxinf-step", daemon=True
-        ).start()
         # Not at the end of the process: a last step may come after that.
         weakref.finalize(self, self._queue.put, None).atexit = False
 
@@ -74,19 +71,17 @@ class StepThread:
             self.run(lambda check: None)
 
 
-class _Body:
+class _Body(Work):
     """A body to run, in the caller's context, and what it returned or raised."""
 
     def __init__(self, body: Callable[[Check], Any]) -> None:
-        self._body: Callable[[Check], Any] | None = body
+        super().__init__(partial(self._call, body))
         self._context = contextvars.copy_context()
         config: Any = jax.config  # a context of this thread's alone counts, too
         self._device, self._x64 = config.jax_default_device, config.jax_enable_x64
         self._caller = threading.get_ident()
         self._value: Any = None
-        self._error: BaseException | None = None
         self.is_given_up = False
-        self.ending = Ending()
 
     @property
     def is_anothers(self) -> bool:
@@ -94,17 +89,10 @@ class _Body:
         is_over = self.is_given_up or self.ending.is_reached
         return not is_over and self._caller != threading.get_ident()
 
-    def run(self) -> None:
-        body, self._body = self._body, None
-        if body is None:
-            return
-        try:
-            self.check()
-            with jax.default_device(self._device), jax.enable_x64(self._x64):
-                self._value = self._context.run(body, self.check)
-        except BaseException as error:
-            self._error = error
-        self.ending.reach()
+    def _call(self, body: Callable[[Check], Any]) -> None:
+        self.check()
+        with jax.default_device(self._device), jax.enable_x64(self._x64):
+            self._value = self._context.run(body, self.check)
 
     def check(self) -> None:
         if self.is_given_up:
@@ -112,21 +100,14 @@ class _Body:
 
     def take(self) -> Any:
         """Returns the body's value, or raises its error; forgets both."""
-        value, error = self._value, self._error
-        self._value = self._error = None
+        value, error = self._value, self.error
+        self._value = self.error = None
         if error is None:
             return value
         try:
             raise error
         finally:
             del error  # its traceback refers to this frame
-
-
-def _serve(queue: "SimpleQueue[_Body | None]") -> None:
-    """Runs bodies until the last user of the queue is gone."""
-    while (run := queue.get()) is not None:
-        run.run()
-        del run  # it would stay in memory until the next one
 
 
 def check_not_traced(*trees: PyTree) -> None:
