@@ -18,8 +18,8 @@ from jaxinf.streaming.update.sink import Sink
 
 
 @dataclass(frozen=True, kw_only=True)
-class Needs:
-    """What a step takes at its peak, and what it moves.
+class Count:
+    """What a streamed step takes at its peak, and what it moves.
 
     Attributes:
       host_bytes: Memory of the host: programs, values, gradients that wait, params, and
@@ -31,26 +31,17 @@ class Needs:
         average.
       link_up_bytes, link_down_bytes: Bytes that a step copies to a JAX device with
         memory of its own, and from it; else 0.
-    """
-
-    host_bytes: int = 0
-    device_bytes: int = 0
-    disk_bytes: int = 0
-    drive_read_bytes: int = 0
-    drive_write_bytes: int = 0
-    link_up_bytes: int = 0
-    link_down_bytes: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Count(Needs):
-    """What a streamed step takes and moves.
-
-    Attributes:
       plan: The calls; as a string, a table of them.
       now_bytes: Bytes on drives now.
     """
 
+    host_bytes: int
+    device_bytes: int
+    disk_bytes: int
+    drive_read_bytes: int
+    drive_write_bytes: int
+    link_up_bytes: int
+    link_down_bytes: int
     plan: Plan = field(repr=False)
     now_bytes: int
 
