@@ -15,20 +15,10 @@ from pathlib import Path
 import jax
 from jaxinf_models import num_params
 
-from jaxinf.engine import (
-    Store,
-    can_take,
-    describe,
-    engine_of,
-    moved_states,
-)
+from jaxinf.engine import Store, can_take, describe, engine_of, moved_states
 from jaxinf.program import averaged, trace_init
 from jaxinf.store import required_bytes
-from jaxinf.streaming import (
-    DeviceLimit,
-    program_bytes,
-    trace_optimizer,
-)
+from jaxinf.streaming import DeviceLimit, program_bytes, trace_optimizer
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
 from jaxinf.train.devices import Devices
