@@ -18,8 +18,7 @@ MOST_POINTS = 2000
 _MOST_COLUMNS = 64
 _LINE_BYTES = 1 << 20
 _DOCUMENT_BYTES = 1 << 20
-_MOST_CHARS = 500
-_MOST_SETTINGS = 300
+_MOST_CHARS = 500  # of a setting
 
 _FIELDS = ("step", "loss", "tokens", "step_s", "rss_bytes", "drive_read_bytes")
 _FIELDS += ("drive_write_bytes", "link_down_bytes", "link_up_bytes")
@@ -65,7 +64,10 @@ def read_logs(path: Path) -> Logs:
     settings = _document(path / "config.json", notes)
     if isinstance(versions := settings.pop("versions", {}), dict):
         settings |= {f"version of {name}": one for name, one in versions.items()}
-    shown = {_text(k): _text(v) for k, v in [*settings.items()][:_MOST_SETTINGS]}
+    shown = {
+        name: (value if isinstance(value, str) else json.dumps(value))[:_MOST_CHARS]
+        for name, value in settings.items()
+    }
     return Logs(columns, num_steps, validation, shown, notes)
 
 
@@ -124,11 +126,6 @@ def _document(path: Path, notes: list[str]) -> dict[str, Any]:
         if not isinstance(found, dict):
             raise ValueError("expected an object")
     except (OSError, ValueError, RecursionError) as error:
-        notes.append(f"{path.name} is left out: {_text(str(error))}")
+        notes.append(f"{path.name} is left out: {error}")
         return {}
     return found
-
-
-def _text(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= _MOST_CHARS else text[: _MOST_CHARS - 1] + "…"
