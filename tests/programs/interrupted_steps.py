@@ -40,21 +40,23 @@ def training(path):
         updates, state = tx.update(gradients, state, params)
         return optax.apply_updates(params, updates), state
 
-    return store, step, PARAMS, tx.init(PARAMS)
+    params = store.params(like=PARAMS) if store.step else PARAMS
+    return store, step, params, tx.init(params)
 
 
 class Updates:
     """A loop of `smart_update` in a jit."""
 
     def __init__(self, path):
+        self._path = path
         self.store, self._step, self.params, self.state = training(path)
 
     def step(self):
         self.params, self.state = self._step(self.params, self.state)
 
     def go_on(self):
-        self.params = self.store.params(like=PARAMS)
-        self.state = jaxinf.smart_update(optax.adam(1e-2), self.store).init(self.params)
+        self.close()
+        self.store, self._step, self.params, self.state = training(self._path)
 
     def close(self):
         self.store.close()
