@@ -13,7 +13,6 @@ from jaxinf.streaming.move.scratch import (
     PART_BYTES,
     Scratch,
     place_bytes,
-    raw_bytes,
 )
 from jaxinf.transfer import ByteMeters
 from jaxinf.transfer.pages import page_ceil
@@ -24,7 +23,7 @@ SIZES = [0, 1, 1023, 4095, 4096, 4097, PART_BYTES - 1, 2 * PART_BYTES + 5]
 
 def write(scratch, place, value):
     for part in place:
-        scratch.write(part, raw_bytes(value))
+        scratch.write(part, value)
 
 
 def read(scratch, place):

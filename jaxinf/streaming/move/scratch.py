@@ -195,7 +195,8 @@ class Scratch:
         """
         if not hasattr(self._own, "memory"):
             self._own.memory = aligned(PART_BYTES)
-        raw, length = raw_bytes(np.asarray(value)), part.num_bytes
+        raw = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+        length = part.num_bytes
         padded = self._own.memory[: page_ceil(length)]
         padded[:length] = raw[part.start : part.stop]
         padded[length:] = 0
@@ -235,11 +236,6 @@ class Scratch:
 
     def _shown(self, drive: int) -> str:
         return f"{self._folders[drive]} (a file of {self._content})"
-
-
-def raw_bytes(value: Array) -> Array:
-    """Returns the bytes of an array, `uint8`; a copy if it is not contiguous."""
-    return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
 
 
 # --- gradients that wait ------------------------------------------------------------
