@@ -147,6 +147,7 @@ state = tx.init(params)
 """,
     "docs/checkpoints.md": """
 import orbax.checkpoint as ocp
+from safetensors.numpy import save_file
 plain, step = optax.adamw(1e-2), 6
 params = {"out": jnp.arange(7.0), "h": {"kernel": jnp.ones((3, 5))}}
 def train(tx, params):
@@ -160,6 +161,10 @@ trained = train(plain, params)
 saved = {"params": trained[0], "opt_state": trained[1]}
 with ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(Path("ckpts/plain/6").absolute(), saved)
+out, kernel = map(np.asarray, (trained[0]["out"], trained[0]["h"]["kernel"]))
+Path("weights/folder").mkdir(parents=True)
+weights = {"params.out": out, "params.h.kernel": kernel}
+save_file(weights, "weights/folder/model.safetensors")
 with jaxinf.open_store("mnt/nvme0/run") as store:
     train(jaxinf.smart_update(plain, store), params)
     assert store.checkpoint() == "6"
@@ -323,7 +328,8 @@ def sized(text):
     """Returns the text with sizes for a test, and places in its directory."""
     for printed, replacement in SIZES.items():
         text = re.sub(printed, replacement, text)
-    return re.sub(r"(?<=[\"'\s=])/(?=(mnt|exports|ckpts)/)", f"{Path.cwd()}/", text)
+    places = r"(?<=[\"'\s=])/(?=(mnt|exports|ckpts|weights)/)"
+    return re.sub(places, f"{Path.cwd()}/", text)
 
 
 def run_block(block, names):
