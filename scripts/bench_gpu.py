@@ -1,16 +1,16 @@
 """The first minutes on an accelerator: what works there, how fast, with which bits.
 
-Runs in this order, from what everything rests on to what takes long:
+Runs in this order:
 
     link                              rates of copies in GB/s
-    contract, transform, streaming    tests, on the device; the zoo among them
     bits                              losses of two runs, and of one that is resumed
     update-PRESET, stream-PRESET      GPT-2: beside plain optax; peaks of memory
+    contract, streaming, transform    tests, on the device; the zoo among them
 
 Each part has processes of its own, one at a time; this one never touches the device.
 A part that fails or takes too long is noted, with the end of what it printed, and the
 next one runs. The result is written after each part. All parts together take at most
---minutes; --presets small medium xl takes an hour.
+--minutes; --presets small medium xl takes an hour (--minutes 60).
 
     python scripts/bench_gpu.py --store DIR --out result.json
 """
@@ -44,8 +44,8 @@ PACKAGES = ("jaxinf", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin")
 PACKAGES += ("libtpu", "optax", "flax", "numpy")
 TESTS = {
     "contract": ("csd/test_contract.py", "optimizer/test_optimizer_contract.py"),
-    "transform": ("optimizer/test_transform.py", "optimizer/test_restart.py"),
     "streaming": ("streaming/test_streamed.py", "streaming/test_zoo.py"),
+    "transform": ("optimizer/test_transform.py", "optimizer/test_restart.py"),
 }
 TAIL = 4000
 """Characters of a failed part's output that are kept."""
@@ -100,12 +100,12 @@ class Runner:
         paths = [HERE.parent / "tests" / file for file in files]
         return self.output(["-m", "pytest", *options, *paths]).splitlines()[-1]
 
-    def bits(self, preset: str) -> dict[str, Any]:
+    def bits(self) -> dict[str, Any]:
         """Compares two runs, and a third that is resumed after three steps."""
         losses = {}
         for name, ends in (("first", [6]), ("second", [6]), ("resumed", [3, 6])):
             place = self.store / name
-            words = ["--mode", "stream", "--memory", "4GiB", "--preset", preset]
+            words = ["--mode", "stream", "--memory", "4GiB", "--preset", "nano"]
             words += ["--store", place / "store", "--log-dir", place / "log"]
             for steps in ends:
                 self.output(["-m", "jaxinf.train", *words, "--steps", steps])
@@ -120,13 +120,13 @@ def parts(arguments: argparse.Namespace) -> Mapping[str, Callable[[Runner], Any]
     reps = ("--reps", arguments.reps)
     copies = ("bench_gpu.py", "--link", "--megabytes", arguments.megabytes, *reps)
     found: dict[str, Callable[[Runner], Any]] = {"link": lambda r: r.json(*copies)}
-    for name, files in TESTS.items():
-        found[name] = lambda r, files=files: r.tests(*files)
-    found["bits"] = lambda r: r.bits(arguments.presets[0])
+    found["bits"] = Runner.bits
     for preset in arguments.presets:
         for what, script in (("update", "bench_train"), ("stream", "bench_stream")):
             given = (f"{script}.py", "--preset", preset, "--json", *reps)
             found[f"{what}-{preset}"] = lambda r, given=given: r.json(*given)
+    for name, files in TESTS.items():
+        found[name] = lambda r, files=files: r.tests(*files)
     return found
 
 

@@ -159,7 +159,7 @@ def test_gpu_stops_at_nothing(tmp_path):
 @pytest.mark.long
 @pytest.mark.timeout(900)  # five programs, each of which compiles a step
 def test_gpu_compares_runs(tmp_path):
-    options = ["--only", "bits", "--presets", "nano"]
+    options = ["--only", "bits", "--limit", 400]
     done = run_script("bench_gpu.py", "--store", tmp_path, *options)
     assert done.returncode == 0, done.stderr
     [bits] = json.loads(done.stdout)["parts"].values()

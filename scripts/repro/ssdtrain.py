@@ -24,6 +24,7 @@ The second draws the ROK curve (section IV-C): a point is a policy at a batch si
 # ruff: noqa: E402
 
 import argparse
+import importlib
 import math
 import os
 import statistics
@@ -293,6 +294,10 @@ def compared(stack: Stack, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
     """Measures all policies of all stacks and batch sizes."""
+    if arguments.plot is not None:
+        importlib.import_module(
+            "matplotlib"
+        )  # an extra, which is missed before the runs
     jnp.zeros(1).block_until_ready()  # JAX's threads now have their core
     if len(os.sched_getaffinity(0)) == 1 and (os.cpu_count() or 1) > 1:
         os.sched_setaffinity(0, {HOST_CORE})
