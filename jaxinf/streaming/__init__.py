@@ -4,13 +4,15 @@
     plan/      a list of calls: what each reads, takes, makes and frees
     run.py     for each call: params, values ─► outputs; two are in flight
     move/      params, values and gradients between device, host and drives
-    update/    sinks: a gradient ─► the store's update, optax's, or none
+    update/    a sink: a gradient ─► the store's update
     step.py    a batch's way through these
 
 Where a question is answered:
 
+    where params and state are          home.py: in_store, in_memory, function
+    how memory is divided               plan/memory.py
     how memory becomes cuts             plan/fit.py
-    what memory is for, and a budget that works   plan/memory.py, plan/budget.py
+    which budget works                  plan/budget.py
     how calls and parts are ordered     plan/order.py
     which values leave, and to where    plan/leaving.py
     what is recomputed instead          plan/choice.py
@@ -20,7 +22,6 @@ Where a question is answered:
     where a gradient becomes an update  update/store_sink.py, in_memory.py
     which cuts a store keeps            plan/kept.py
     how processes begin and end alike   alike.py
-    where params and state are          in_store.py, in_memory.py, function.py
     what happens after Ctrl-C           ctrl_c.py
 
 Invariant: a user's loss function is traced with its gradient and never changed; the

@@ -56,8 +56,8 @@ class StreamedStep:
         engine = home.engine
         self._group = Group("jaxinf.stream") if engine is None else engine.group
         self._group.may_hang = False  # it comes to the step's end
-        self._hold = partial(alike.holding, self._group, errors := [])
-        self._errors: list[BaseException] = errors  # of this process, in a step
+        self._errors: list[BaseException] = []  # of this process, in a step
+        self._hold = partial(alike.holding, self._group, self._errors)
         self._thread = StepThread()
         self._executables: Executables = {}
         self._limits: dict[Mesh | None, DeviceLimit] = {}
@@ -141,8 +141,9 @@ class StreamedStep:
         budget = Budget(self._options.memory_bytes, self._options.device_memory_bytes)
         try:
             if batch is not None:
-                self._ready = self._trace(batch, avals)
-                budget = self._budget(self._ready)
+                ready = self._ready = self._trace(batch, avals)
+                what = "the memory of the device"
+                budget = self._group.in_all(what, lambda: self._budget(ready))
             with outside_mesh():
                 self._home.start(avals, make, self._ready, budget, self._plan_within)
             if batch is not None:
@@ -171,8 +172,6 @@ class StreamedStep:
         """Returns optax's state of a step in memory, which later steps leave alone."""
         self._thread.settle()
         return self._home.state()
-
-    # --- control -------------------------------------------------------------------
 
     def compile(self, batch: PyTree) -> Plan:
         """Plans and compiles for batches like this one; otherwise the first run does.
@@ -249,20 +248,14 @@ class StreamedStep:
             return count(plan, sink, *self._home.disk_bytes(sink))
 
     def rest(self) -> None:
-        """Frees params and the store's buffers until the next call.
-
-        Blocks until the updates of the last step are done.
-        """
+        """Frees params and buffers until the next call; waits for updates."""
         self._thread.settle()
         if self._last is not None:
             self._last.params.rest()
             self._home.rest()
 
     def close(self) -> None:
-        """Frees memory and files; finishes the commit in flight. Idempotent.
-
-        It closes the store, but not that of a function, which may have a step.
-        """
+        """Frees memory and files, and ends a step's store. Idempotent."""
         self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
@@ -385,19 +378,23 @@ class StreamedStep:
         key = self._key(batch)
 
         def body(check: Check) -> tuple[Any, PyTree]:
-            def held_check() -> None:
-                with self._hold():
-                    check()
-
+            bound = self._take_turn(key)
             with outside_mesh():
-                return self._run(
-                    self._take_turn(key), batch, extra_args or {}, held_check
-                )
+                return self._run(bound, batch, extra_args or {}, self._held(check))
 
         loss, aux = self._thread.run(body)
         if not self._home.has_loss:
             return aux
         return loss, aux if self._options.has_aux else None
+
+    def _held(self, action: Callable[..., None]) -> Callable[..., None]:
+        """Returns an action whose errors are kept until all processes agree."""
+
+        def run(*args: Any) -> None:
+            with self._hold():
+                action(*args)
+
+        return run
 
     def _take_turn(self, key: Any) -> BoundStep:
         """Returns what batches are bound to, and gives it the memory for reading."""
@@ -422,10 +419,6 @@ class StreamedStep:
             runner.values.counts()
             sink.begin(given, params)
 
-        def put(*gradient: Any) -> None:
-            with self._hold():
-                sink.put(*gradient)
-
         self._errors.clear()
         shares = shares_of(batch, self._options.micro_batches, self._weights)
         engine = self._home.engine
@@ -434,7 +427,7 @@ class StreamedStep:
             try:
                 began_s = time.perf_counter()
                 params.begin()
-                results = runner(batch, params, put, check, shares)
+                results = runner(batch, params, self._held(sink.put), check, shares)
                 step_s = time.perf_counter() - began_s
             finally:
                 params.stop()  # no program reads them any more

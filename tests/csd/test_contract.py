@@ -1,22 +1,14 @@
-"""The contract of CSDs, on the kinds that every machine has, and a release of pyxrt
-without contexts."""
-
-import functools
+"""The contract of CSDs, on the kinds that every machine has."""
 
 import pytest
 from csd_contract import *  # noqa: F403 (tests and fixtures)
 
 from jaxinf.csd import CSD_KINDS, parse_csd
-from jaxinf.csd.cards import smartssd
-from jaxinf.csd.cards.standin import EmulatedXrt
 
 
-@pytest.fixture(params=["host", "emulated", "older"])
-def spec(request, monkeypatch):
-    if request.param == "older":
-        runtime = functools.partial(EmulatedXrt, has_contexts=False)
-        monkeypatch.setattr(smartssd, "EmulatedXrt", runtime)
-    return parse_csd(request.param.replace("older", "emulated"))
+@pytest.fixture(params=["host", "emulated"])
+def spec(request):
+    return parse_csd(request.param)
 
 
 def test_kinds_have_names():
