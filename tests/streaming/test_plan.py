@@ -55,8 +55,8 @@ def test_more_equal_blocks_need_no_more_programs(name):
 
 
 def test_runs_of_equal_parts_are_found_between_other_things():
-    tokens = *"x", *("ab" * 6), *"y", *("abcdc" * 4), *"z"
-    assert find_runs(tokens) == [Run(1, 2, 12), Run(14, 5, 20)]
+    tokens = *"x", *("ab" * 6), *"y", *("abcdc" * 4), *"z", *("fg" * 3)
+    assert find_runs(tokens) == [Run(1, 2, 12), Run(14, 5, 20), Run(35, 2, 6)]
     assert find_runs(tuple("abcabc")) == find_runs(()) == []  # twice is no run
 
 
