@@ -174,9 +174,7 @@ class KeptPlan(Document, frozen=True):
     version: _Count
     fingerprint: Annotated[str, Meta(max_length=256)]
     cuts: tuple[_Count, ...]
-    mesh: Annotated[dict[_Axis, _Length], Meta(max_length=64)] = msgspec.field(
-        default_factory=dict
-    )
+    mesh: _Mesh = msgspec.field(default_factory=dict)
     rows: dict[str, _Length] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
