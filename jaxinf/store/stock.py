@@ -182,13 +182,7 @@ def _content(raw: bytes) -> Any:
 def make_folder(folder: str, made: set[str]) -> None:
     """Makes a directory and those above it, but for those that are `made`."""
     if folder not in made:
-        try:
-            os.mkdir(folder)
-        except FileExistsError:
-            pass
-        except FileNotFoundError:
-            make_folder(os.path.dirname(folder), made)
-            os.mkdir(folder)
+        os.makedirs(folder, exist_ok=True)
         made.add(folder)
 
 
