@@ -318,7 +318,8 @@ class ShardedGradient:
     ) -> None:
         self.shape: tuple[int, ...] = array.shape
         self.dtype = np.dtype(array.dtype)
-        self.on_device = array if stays else None
+        is_alone = len(array.devices()) == 1
+        self.on_device = array if is_alone and (stays or not copies) else None
         self._parts: dict[Box, jax.Array] = {}
         for shard in array.addressable_shards:
             self._parts.setdefault(Box.of(shard.index, self.shape), shard.data)
@@ -350,8 +351,8 @@ class ShardedGradient:
         return array
 
 
-Gradient: TypeAlias = jax.Array | Array | ShardedGradient
-"""A gradient on one device, on the host, or by shards."""
+Gradient: TypeAlias = Array | ShardedGradient
+"""A gradient on the host, or by shards."""
 
 
 def shards_of(gradient: Gradient, boxes: Sequence[Box]) -> Sequence[Array]:
@@ -360,8 +361,6 @@ def shards_of(gradient: Gradient, boxes: Sequence[Box]) -> Sequence[Array]:
     Args:
       boxes: Parts of it, each element at most once.
     """
-    if isinstance(gradient, jax.Array):
-        gradient = handed_out(gradient)
     if isinstance(gradient, ShardedGradient):
         found = gradient.parts(boxes)
         if found is not None:
@@ -395,10 +394,7 @@ def handed_out(
     """
     if not isinstance(gradient, jax.Array):
         return gradient
-    is_alone = len(gradient.devices()) == 1
-    if is_alone and not copies:
-        return gradient
-    return ShardedGradient(gradient, copies=copies, stays=stays and is_alone)
+    return ShardedGradient(gradient, copies=copies, stays=stays)
 
 
 def whole(gradient: Gradient) -> jax.Array | Array:
