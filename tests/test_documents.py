@@ -61,7 +61,7 @@ NOT_RUN = {
     "jaxinf checkpoint export /mnt/nvme0/run s3": "tests/object_store runs it",
     "jaxinf store copy s3": "tests/object_store runs it",
     "python -m jaxinf.train --store /mnt/nvme0/run --checkpoint-every": "S3; "
-    "tests/train/test_exports.py runs it with file",
+    "tests/train/test_modes.py runs it with file",
     "make test": "the suite itself",
     "make lint": "the suite itself",
     "make docs": "time: a minute",

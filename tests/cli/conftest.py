@@ -11,7 +11,6 @@ import pytest
 import small_stores
 from raw_stores import stored
 
-import jaxinf
 from jaxinf.cli import main
 
 
@@ -30,12 +29,8 @@ def trained(tmp_path_factory):
         "scale": jnp.float32(1.5),
     }
     with small_stores.open_store(path, chunk_elements=8192) as store:
-        tx = jaxinf.smart_update(optax.adamw(1e-3), store)
-        state = tx.init(params)
-        for step in range(1, 4):
-            store.annotate(step, {"position": step})
-            updates, state = tx.update(jax.tree.map(jnp.sin, params), state, params)
-            params = optax.apply_updates(params, updates)
+        sines = [lambda params: jax.tree.map(jnp.sin, params)] * 3
+        *_, state = small_stores.train(store, optax.adamw(1e-3), params, sines)
         store.wait(state)
         arrays = {
             (leaf.name, s.name): stored(store, s.name, leaf.name)

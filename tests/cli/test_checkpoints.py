@@ -5,7 +5,10 @@ import json
 import jax.numpy as jnp
 import optax
 import pytest
+import safetensors.numpy
+import small_stores
 from copies import copied
+from raw_stores import flip_bit as flip
 
 import jaxinf
 from jaxinf.cli import main
@@ -30,25 +33,16 @@ def store(tmp_path):
     return path
 
 
-def train(path, num_steps, params=PARAMS, **options):
+def train(path, num_steps, **options):
     with jaxinf.open_store(path, **options) as opened:
-        tx = jaxinf.smart_update(optax.adam(0.1), opened)
-        params = opened.params(params) if opened.exists else params
-        state = tx.init(params)
-        for _ in range(num_steps):
-            updates, state = tx.update(params, state, params)
-            params = optax.apply_updates(params, updates)
+        given = [lambda params: params] * num_steps
+        *_, state = small_stores.train(opened, optax.adam(0.1), PARAMS, given)
+        opened.wait(state)
         return opened.step
 
 
 def chunk(path, place, state="mu", leaf=1):
     return StoreDirectory.open(path).chunk_file(place, leaf, 0, state)
-
-
-def flip(file):
-    data = bytearray(file.read_bytes())
-    data[100] ^= 1
-    file.write_bytes(data)
 
 
 def test_verify_says_what_is_damaged(store, capsys):
@@ -146,3 +140,28 @@ def test_members_without_a_common_step_go_back_to_a_checkpoint(store, capsys):
     assert main([*words, "--discard-current"]) == 0
     assert {n.name: n.step for n in list_whole(run)} == {"x": 2}
     assert main(["verify", str(run)]) == 0
+
+
+def test_an_export_of_params(store, tmp_path, capsys):
+    words = ["checkpoint", "export", str(store)]
+    for url in (f"file://{tmp_path}/out", "s3://bucket/out"):
+        assert main([*words, url, "--format", "safetensors"]) == 2
+        assert "expected a directory, found a URL" in capsys.readouterr().err
+    assert main([*words, str(tmp_path / "out"), "--average"]) == 2
+    assert "--average goes with --format" in capsys.readouterr().err
+    assert main([*words, str(tmp_path / "out"), "--format", "safetensors"]) == 0
+    found = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
+    with jaxinf.open_store(store) as opened:
+        expected = opened.params(like=PARAMS)
+    assert all((found[name] == expected[name]).all() for name in PARAMS)
+
+
+def test_a_copy_of_a_checkpoint_has_a_run_s_files(store, tmp_path):
+    assert main(["checkpoint", "save", str(store)]) == 0
+    (store / "tokenizer").mkdir()
+    (store / "tokenizer/vocab.txt").write_text("words")
+    kept, new = store / "checkpoints" / "2", tmp_path / "new"
+    assert main(["store", "copy", str(kept), str(new)]) == 0
+    assert (new / "tokenizer/vocab.txt").read_text() == "words"
+    with jaxinf.open_store(new) as opened:
+        assert opened.step == 2

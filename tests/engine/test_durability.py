@@ -110,18 +110,13 @@ def test_closing_in_the_middle_of_a_step_over_uncommitted_ones(drive, caplog):
     drive(driver.store.path).init().check(0)
 
 
-def test_a_gradient_that_is_not_finite_costs_no_step_before_it(tmp_path):
-    params = {"b": jnp.ones((3, 5))}
-    with jaxinf.open_store(tmp_path / "store", durability=4) as store:
-        tx = jaxinf.smart_update(optax.adam(0.1), store)
-        state = tx.init(params)
-        for _ in range(6):
-            updates, state = tx.update(params, state, params)
-            params = optax.apply_updates(params, updates)
-        with pytest.raises(jaxinf.NonFiniteGradientError):
-            tx.update({"b": jnp.full((3, 5), jnp.nan)}, state, params)
-    with jaxinf.open_store(tmp_path / "store") as store:
-        assert store.step == 6
+def test_a_gradient_that_is_not_finite_costs_no_step_before_it(open_store):
+    store, ones = open_store(durability=4), {"b": jnp.ones((3, 5))}
+    tx, params, state = small_stores.train(store, optax.adam(0.1), ones, [ones] * 6)
+    with pytest.raises(jaxinf.NonFiniteGradientError):
+        tx.update({"b": jnp.full((3, 5), jnp.nan)}, state, params)
+    store.close()
+    assert open_store().step == 6
 
 
 def like(driver):
@@ -149,20 +144,14 @@ def test_nothing_is_read_of_a_step_that_is_half_over_another(drive):
 
 
 @pytest.mark.parametrize("is_other", [True, False], ids=["other", "sign of zero"])
-def test_params_that_differ_in_a_chunk_of_many_parts(tmp_path, is_other):
+def test_params_that_differ_in_a_chunk_of_many_parts(open_store, is_other):
     """Parts of the chunk are overwritten before all of it has been compared."""
-    params = {"w": jnp.zeros((60, 4096))}
-    with small_stores.open_store(
-        tmp_path / "store", durability=9, memory_bytes=1 << 19, num_workers=2
-    ) as store:
-        tx = jaxinf.smart_update(optax.sgd(0.0, momentum=0.9), store)
-        state = tx.init(params)
-        for _ in range(3):
-            updates, state = tx.update(params, state, params)
-            params = optax.apply_updates(params, updates)
-        changed = {"w": params["w"].at[40, 7].set(1.0 if is_other else -0.0)}
-        if not is_other:
-            tx.update(params, state, changed)
-            return
-        with pytest.raises(jaxinf.DivergedParamsError):
-            tx.update(params, state, changed)
+    store = open_store(durability=9, memory_bytes=1 << 19, num_workers=2)
+    zeros, sgd = {"w": jnp.zeros((60, 4096))}, optax.sgd(0.0, momentum=0.9)
+    tx, params, state = small_stores.train(store, sgd, zeros, [zeros] * 3)
+    changed = {"w": params["w"].at[40, 7].set(1.0 if is_other else -0.0)}
+    if not is_other:
+        tx.update(params, state, changed)
+        return
+    with pytest.raises(jaxinf.DivergedParamsError):
+        tx.update(params, state, changed)

@@ -1,7 +1,6 @@
 """Failures of drives and callers: reported once and unchanged; nothing is committed."""
 
 import threading
-from pathlib import Path
 
 import pytest
 from store_driver import LEAVES
@@ -10,7 +9,6 @@ from jaxinf.errors import (
     StaleStateError,
     StoreClosedError,
     StoreIOError,
-    StoreSpaceError,
 )
 
 TIMEOUT_S = 60
@@ -170,18 +168,6 @@ def test_closing_beside_a_running_step(drive):
     again = drive(leaves=MORE).init()
     assert again.at == step >= 2
     again.check(step)
-
-
-FILE_LIMIT = Path(__file__).parents[1] / "programs" / "file_limit.py"
-
-
-@pytest.mark.long
-def test_a_limit_on_files(drive, place, run_python):
-    result = run_python(FILE_LIMIT, place / "store")
-    assert result.stdout.startswith("StoreSpaceError")
-    assert "raise the file-size limit (ulimit -f)" in result.stdout
-    assert issubclass(StoreSpaceError, Exception)
-    drive(leaves={"w": ((64, 4096), "float32")}).init().steps(1).check(3)
 
 
 def test_what_arrives_late_of_a_step_that_failed(drive):

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 import jaxinf.csd.cards.card as card
-from jaxinf.errors import CsdError, StoreIOError
+from jaxinf.errors import CsdError
 
 LEAVES = {"w": ((9, 4096), "float32"), "v": ((3, 4096), "float32")}
 
@@ -53,19 +53,3 @@ def test_a_card_that_fails_or_hangs(driver, drive, monkeypatch, how):
     reopened = drive(csd="emulated", leaves=LEAVES).init()
     assert reopened.at == 1
     reopened.steps(2).check(3)
-
-
-def test_a_drive_that_fails(driver, drive):
-    """Its files are gone: the message has their place."""
-    driver.store.wait()
-    root = driver.opened.directory.csd_directory(1)
-    driver.opened.mover.end_step()
-    hidden = root.with_name("hidden")
-    root.rename(hidden)
-    with pytest.raises(StoreIOError, match=r"csd1/jaxinf-") as error:
-        driver.step()
-    assert str(root) in str(error.value)
-    with pytest.raises(StoreIOError):
-        driver.close()
-    hidden.rename(root)
-    drive(csd="emulated", leaves=LEAVES).init().steps(1).check(2)

@@ -13,7 +13,6 @@ from jaxinf.errors import (
     DivergedParamsError,
     StaleStateError,
 )
-from jaxinf.store import required_bytes
 
 PAGE = 4096
 NUM_BYTES = 8  # of state a param: master and momentum
@@ -94,42 +93,6 @@ def test_too_little_memory(drive, place):
     with pytest.raises(ValueError, match="give more memory"):
         driver.init()
     driver.close()
-
-
-@pytest.mark.parametrize("memory_bytes", [64 * NUM_BYTES * PAGE, 1 << 25])
-def test_bytes_on_the_drive(drive, memory_bytes):
-    """In any order, no more is read again than the memory held."""
-    driver = drive(chunk_elements=PAGE, memory_bytes=memory_bytes).init()
-    wanted = sum(required_bytes(driver.opened.directory).values()) // 2
-    # The 0-d leaf's files are one element, not a page.
-    wanted -= 2 * (PAGE - 4)
-    orders = [None, None, [4, 3, 2, 1, 0], [4, 3, 2, 1, 0], [2, 3, 0, 1, 4]]
-    opened = driver.opened
-    kept = opened.staying(opened.memory_bytes)
-    kept_bytes = sum(
-        opened.file_bytes(layout, range(len(layout.states)))
-        for leaf in range(len(driver.leaves))
-        for chunk in opened.chunk_layouts(leaf)
-        for layout in chunk
-        if layout.subgroup in kept
-    )
-    for number, order in enumerate(orders):
-        read = wanted - kept_bytes * (number > 0)
-        driver.step(order)
-        driver.store.wait()
-        metrics = driver.store.metrics
-        assert metrics is not None
-        assert metrics.step == number + 1
-        traffic = metrics.traffic
-        assert traffic.drive_write_bytes == wanted
-        is_kept = order == orders[number - 1] or memory_bytes > wanted
-        # On a card gradients and results take room, too: it holds fewer subgroups.
-        if is_kept and not driver.opened.options.csd.has_cards:
-            assert traffic.drive_read_bytes == read
-        else:
-            assert read <= traffic.drive_read_bytes <= read + memory_bytes
-        gradients = sum(p.nbytes for p in driver.initial.values())
-        assert traffic.link_down_bytes == traffic.link_up_bytes == gradients
 
 
 FROZEN_LEAVES = {

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
+from raw_stores import flip_bit
 
 from jaxinf.errors import (
     ExchangeError,
@@ -85,10 +86,7 @@ def test_a_failed_export_leaves_nothing(make_step, place, monkeypatch, how):
     else:
         error = StoreCorruptError
         message = r"sharded/rows, params, chunk \d+ of \d+, on CSD 0: .* CRC"
-        file = (step.path / "params.sharded.rows/c/1/0").resolve()
-        content = bytearray(file.read_bytes())
-        content[1000] ^= 1
-        file.write_bytes(content)
+        flip_bit((step.path / "params.sharded.rows/c/1/0").resolve(), 1000)
     with pytest.raises(error, match=message):
         export_safetensors(step, place / "export")
     assert not list(place.glob("*export*"))

@@ -62,27 +62,18 @@ def test_specialised_kernels_compute_the_same(mini_step):
 
 
 @pytest.mark.long
-def test_bytes_written_of_accumulation_and_of_frozen_leaves(open_store):
-    def bytes_of(tx, num_steps, store):
-        tx = jaxinf.smart_update(tx, store)
-        params = {"big": jnp.full((1 << 20,), 0.5), "small": jnp.full((1 << 13,), 0.5)}
-        state, per_step = tx.init(params), []
-        for _ in range(num_steps):
-            updates, state = tx.update(params, state, params)
-            params = optax.apply_updates(params, updates)
-            store.wait(state)
-            per_step.append(store.metrics.traffic.drive_write_bytes)
-        found = store.params(like=params)
-        assert all(bool((found[name] == params[name]).all()) for name in params)
-        return per_step[1:]
-
+def test_bytes_written_of_accumulation(open_store):
+    store, per_step = open_store(), []
+    tx = jaxinf.smart_update(optax.MultiSteps(optax.adam(1e-2), 3), store)
+    params = {"big": jnp.full((1 << 20,), 0.5), "small": jnp.full((1 << 13,), 0.5)}
+    state = tx.init(params)
+    for _ in range(4):
+        updates, state = tx.update(params, state, params)
+        params = optax.apply_updates(params, updates)
+        store.wait(state)
+        per_step.append(store.metrics.traffic.drive_write_bytes)
+    found = store.params(like=params)
+    assert all(bool((found[name] == params[name]).all()) for name in params)
     num = (1 << 20) + (1 << 13)
-    accumulating = optax.MultiSteps(optax.adam(1e-2), 3)
     # The accumulator alone, or all; what is read is in memory, or not.
-    steps = bytes_of(accumulating, 4, open_store("accumulate"))
-    assert steps == [4 * num, 16 * num, 4 * num]
-    frozen = optax.multi_transform(
-        {"train": optax.adam(1e-2), "freeze": optax.set_to_zero()},
-        {"big": "freeze", "small": "train"},
-    )
-    assert bytes_of(frozen, 3, open_store("frozen")) == [12 << 13] * 2
+    assert per_step[1:] == [4 * num, 16 * num, 4 * num]

@@ -68,17 +68,6 @@ def test_scores_add_up_over_batches(made, monkeypatch, max_logits_bytes):
     assert whole.correct == np.sum(right & np.asarray(batch["weights"]))
 
 
-def test_packed_documents_are_as_if_alone(made):
-    model = nnx.merge(*made)
-    first, second = tokens_of((1, 7)), tokens_of((1, 5), seed=1)
-    packed = jnp.pad(jnp.concatenate([first, second], axis=1), ((0, 0), (0, 2)))
-    segments = jnp.asarray([[1] * 7 + [2] * 5 + [0] * 2])
-    logits = model(packed, segments=segments)
-    np.testing.assert_allclose(logits[:, :7], model(first), atol=1e-6)
-    np.testing.assert_allclose(logits[:, 7:12], model(second), atol=1e-6)
-    assert jnp.isfinite(logits).all()
-
-
 def test_a_task_that_a_model_does_not_have():
     with pytest.raises(ValueError, match="expected one of gpt2's: causal-lm"):
         config_for(TINY, "masked-lm")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from clipped_steps import clipped, make, train
+from clipped_steps import clipped, train
 
 import jaxinf
 
@@ -58,31 +58,6 @@ def test_only_the_last_micro_step_hands_the_sum_back(open_store):
     train(jaxinf.smart_update(clipped(3), store), 6, each=count)
     one = 4 * store._manifest.num_params
     assert up_bytes == [one, one, 2 * one] * 2
-
-
-@pytest.mark.long
-def test_a_failure_between_the_rounds_leaves_the_committed_step(
-    open_store, place, monkeypatch
-):
-    store = open_store()
-    tx = jaxinf.smart_update(clipped(2), store)
-    params, state = train(tx, 1)
-    store.wait(state)
-    before = store.read("acc_grads", "w")
-
-    def fail(*_):
-        raise OSError("the drive is gone")
-
-    monkeypatch.setattr(store._engine.opened, "update", fail)
-    with pytest.raises(OSError, match="the drive is gone"):
-        tx.update(make(2), state, params)
-    store.close()
-    store = open_store()
-    assert store.step == 1
-    np.testing.assert_array_equal(store.read("acc_grads", "w"), before)
-    tx = jaxinf.smart_update(clipped(2), store)
-    found, _ = train(tx, 3, params=params, state=tx.init(params), first=2)
-    same(found, train(clipped(2).gradient_transformation(), 4)[0])
 
 
 @pytest.mark.long

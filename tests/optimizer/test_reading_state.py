@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from small_stores import train
 
 import jaxinf
 
@@ -18,13 +19,7 @@ GRADIENTS = jax.tree.map(lambda x: jnp.full_like(x, 0.5), PARAMS)
 
 
 def start(store, tx, num_steps=0):
-    tx = jaxinf.smart_update(tx, store)
-    params, state = PARAMS, tx.init(PARAMS)
-    update = jax.jit(tx.update)
-    for _ in range(num_steps):
-        updates, state = update(GRADIENTS, state, params)
-        params = optax.apply_updates(params, updates)
-    return tx, params, state
+    return train(store, tx, PARAMS, [GRADIENTS] * num_steps)
 
 
 @pytest.mark.long

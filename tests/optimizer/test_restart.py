@@ -1,13 +1,10 @@
 """A program that begins again: which step its state is of."""
 
-import shutil
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from raw_stores import memory_directory
 
 import jaxinf
 
@@ -77,37 +74,12 @@ def names(store):
     return [info.name for info in store.checkpoints()]
 
 
-@pytest.fixture(scope="module")
-def run():
-    """A store at step 2; params and state at each step, and a step later."""
-    with memory_directory() as path, jaxinf.open_store(path / "store") as store:
-        tx = jaxinf.smart_update(optax.adam(1e-2), store)
-        kept = [(PARAMS, tx.init(PARAMS))]
-        for _ in range(2):
-            kept.append(HOWS["jit"](tx, *kept[-1]))
-        store.wait(kept[-1][1])
-        shutil.copytree(path / "store", path / "kept", symlinks=True)
-        after = HOWS["jit"](tx, *kept[-1])
-        yield path / "kept", on_host(kept), on_host(after)
-
-
-@pytest.fixture
-def kept(run, place):
-    """The test's store is a copy of the run's; its params and states."""
-    shutil.copytree(run[0], place / "store", symlinks=True)
-    return run[1]
-
-
-@pytest.fixture
-def after(run):
-    """Params and state of the run at step 3."""
-    return run[2]
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["eager", "donated", "scan", "jit"])
-def test_fresh_params_never_train_on_an_old_state(how, open_store, place, kept, after):
+def test_fresh_params_never_train_on_an_old_state(how, open_store, place):
     """A run is fresh, takes the store's params, or restores its own."""
+    kept = start(open_store, 3, name="whole")
+    start(open_store, 2)
     store, tx = opened(open_store)
     state = tx.init(FRESH)
     record = (place / "store" / "current" / "commit.json").read_bytes()
@@ -122,12 +94,12 @@ def test_fresh_params_never_train_on_an_old_state(how, open_store, place, kept, 
     store.checkpoint("two")
     state = tx.init(store.params(like=FRESH))
     found = HOWS[how](tx, store.params(like=FRESH), state)
-    assert_same(on_host(found), after)
+    assert_same(on_host(found), kept[3])
     store.close()
     store, tx = opened(open_store, restore="two")
     tx.init(FRESH)
     found = HOWS[how](tx, *copied(kept[2]))
-    assert_same(on_host(found), after)
+    assert_same(on_host(found), kept[3])
 
 
 def test_an_update_without_params_is_refused(open_store):
@@ -145,9 +117,10 @@ def test_an_update_without_params_is_refused(open_store):
 @pytest.mark.parametrize(
     ("how", "durability"), [("eager", "step"), ("jit", "step"), ("jit", 3)]
 )
-def test_a_state_before_the_last_is_refused(how, durability, open_store, run):
+def test_a_state_before_the_last_is_refused(how, durability, open_store):
     """The result of an update was discarded; what it made is the store's step."""
-    store, tx = opened(open_store, name="run", durability=durability)
+    third = start(open_store, 3, name="whole")[3]
+    store, tx = opened(open_store, durability=durability)
     first = HOWS[how](tx, PARAMS, tx.init(PARAMS))
     second = on_host(HOWS[how](tx, *first))
     said = r"is of step 1, the store is at step 2\. Each call .* a step.*compile\(\)"
@@ -155,10 +128,10 @@ def test_a_state_before_the_last_is_refused(how, durability, open_store, run):
         jax.block_until_ready(HOWS[how](tx, *first))
     with pytest.raises(jaxinf.StaleStateError, match=said):
         store.check()
-    store, tx = opened(open_store, name="run")  # as the error says
+    store, tx = opened(open_store)  # as the error says
     params = store.params(like=PARAMS)
     assert_same(on_host(params), second[0])
-    assert_same(on_host(HOWS[how](tx, params, tx.init(params))), run[2])
+    assert_same(on_host(HOWS[how](tx, params, tx.init(params))), third)
 
 
 # --- a program with checkpoints of its own -------------------------------------

@@ -15,7 +15,7 @@ import pytest
 import safetensors.numpy
 import small_stores
 from families import family
-from raw_stores import stored
+from raw_stores import flip_bit, stored
 
 import jaxinf
 from jaxinf.cli import main
@@ -274,9 +274,7 @@ def test_a_flipped_bit_of_a_scale_is_found(place):
     run(path, 2, state="int8")
     directory = StoreDirectory.open(path)
     file = directory.chunk_file(directory.committed_slot(), 0, 0, "mu_scale")
-    data = bytearray(file.read_bytes())
-    data[11] ^= 2
-    file.write_bytes(data)
+    flip_bit(file, 11)
     (damage,) = verify_step(directory, path / "current")
     assert "leaf a, mu_scale, chunk 0" in damage.what
     with jaxinf.open_store(path) as store:

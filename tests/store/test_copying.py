@@ -1,6 +1,7 @@
 """Copies of stores: other formats, drives and processes; in place, and killed."""
 
 import contextlib
+import functools
 import os
 import shutil
 import signal
@@ -19,6 +20,8 @@ from copies import copied
 from covering import covering
 from families import family
 from killed_copies import contents, damages, grids_of, leftovers, make
+from raw_stores import flip_bit, make_roots
+from small_stores import train
 from store_driver import Driver
 
 import jaxinf
@@ -121,21 +124,16 @@ def raw(path):
     return found
 
 
+COSINES = functools.partial(jax.tree.map, jnp.cos)
+
+
 def test_an_average_and_codes_stay(place):
-    roots = [place / f"csd{number}" for number in range(3)]
-    for root in roots:
-        root.mkdir()
-    path = place / "run"
+    roots, path = [*map(Path, make_roots(place, "run", 3))], place / "run"
     options = {"csds": roots[:2], "chunk_elements": 4096, "state": "int8"}
     with small_stores.open_store(path, **options) as store:
-        tx = jaxinf.smart_update(
-            optax.adam(1e-3), store, average=jaxinf.ema(0.99, form="bf16")
-        )
         params = {"w": jnp.ones((10, 4096)), "b": jnp.zeros(70)}
-        state = tx.init(params)
-        for _ in range(2):
-            updates, state = tx.update(jax.tree.map(jnp.cos, params), state, params)
-            params = optax.apply_updates(params, updates)
+        average = jaxinf.ema(0.99, form="bf16")
+        train(store, optax.adam(1e-3), params, [COSINES] * 2, average=average)
     states = StoreDirectory.open(path).manifest.leaves[1].states
     assert {state.codec for state in states} >= {"int8", "scale"}
     assert [state.name for state in states if "average" in state.name]
@@ -161,16 +159,9 @@ def test_an_average_and_codes_stay(place):
 @contextlib.contextmanager
 def flipped_bit(file):
     """Has one bit of a file other than it was."""
-
-    def flip():
-        with file.open("r+b") as stream:
-            byte = stream.read(1)[0]
-            stream.seek(0)
-            stream.write(bytes([byte ^ 1]))
-
-    flip()
+    flip_bit(file)
     yield
-    flip()
+    flip_bit(file)
 
 
 def test_too_little_room_or_damage_leaves_what_is_there(place, monkeypatch):
@@ -284,15 +275,12 @@ def trained(path, roots, state):
     """Trains a store of one process for two steps, with a checkpoint of the first."""
     options = {"csds": roots, "chunk_elements": 4096, "state": state}
     with small_stores.open_store(path, **options) as store:
-        tx = jaxinf.smart_update(optax.adam(1e-2), store)
         draw = np.random.default_rng(0).standard_normal
         params = {n: jnp.asarray(draw(s), jnp.float32) for n, s in SHAPES.items()}
-        held = tx.init(params)
-        for step in range(2):
-            updates, held = tx.update(jax.tree.map(jnp.cos, params), held, params)
-            params = optax.apply_updates(params, updates)
-            if step == 0:
-                store.checkpoint("kept", state=held)
+        *_, held = train(store, optax.adam(1e-2), params, [COSINES])
+        store.checkpoint("kept", state=held)
+        store.wait()
+        train(store, optax.adam(1e-2), params, [COSINES])
 
 
 def roots_of(place, name, num, count):

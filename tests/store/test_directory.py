@@ -2,10 +2,6 @@
 
 import json
 import os
-import re
-import sys
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +11,6 @@ from jaxinf.errors import (
     StoreSpaceError,
 )
 from jaxinf.store import (
-    CommitRecord,
     StoreDirectory,
     StoreLock,
     check_space,
@@ -23,32 +18,6 @@ from jaxinf.store import (
     discard_store,
     required_bytes,
 )
-
-EVENTS: list[tuple[str, ...]] = []
-_watched: list[Path] = []
-
-
-def _record(event, arguments):
-    if not _watched:
-        return
-    if event == "ctypes.dlsym" and arguments[1] == "syncfs":
-        EVENTS.append(("syncfs",))
-    elif event in ("os.rename", "os.symlink", "os.link", "os.remove"):
-        names = [str(a).replace(f"{_watched[0]}/", "") for a in arguments[:2]]
-        names = [re.sub(r"\.\d+\.[0-9a-f]+\.tmp$", ".tmp", name) for name in names]
-        EVENTS.append((event, *names[: 1 if event == "os.remove" else 2]))
-
-
-sys.addaudithook(_record)
-
-
-@contextmanager
-def watched(path):
-    """Collects Python's system calls in EVENTS."""
-    EVENTS.clear()
-    _watched.append(path)
-    yield
-    _watched.clear()
 
 
 @pytest.mark.parametrize("num_csds", [0, 3])
@@ -95,26 +64,6 @@ def test_more_chunks_than_a_record_names_are_refused_before_they_are_listed(
         StoreSpaceError, match=r"at most 2,097,152 .*, found 3,145,728 .*\(40\.0 GiB\)"
     ):
         manifest_of(shapes={("w",): (1 << 20, 4096)})
-
-
-def test_publish_in_the_order_of_the_format(make_directory, write_step):
-    directory = make_directory()
-    write_step(directory, "a", 0)
-    write_step(directory, "b", 1)
-    with watched(directory.path):
-        directory.unpublish("a")
-        directory.sync()
-        directory.publish("a", CommitRecord(step=2, scalar_state=()))
-    wanted = [
-        ("os.remove", "slots/a/commit.json"),
-        ("syncfs",),
-        ("os.rename", "slots/a/.commit.json.tmp", "slots/a/commit.json"),
-        ("os.symlink", "slots/a", "current.tmp"),
-        ("os.rename", "current.tmp", "current"),
-    ]
-    assert [event for event in EVENTS if event in wanted] == wanted
-    assert directory.committed_slot() == "a"
-    assert CommitRecord.read(directory.path / "current/commit.json").step == 2
 
 
 @pytest.mark.parametrize("num_csds", [0, 2])

@@ -8,6 +8,7 @@ import optax
 import pytest
 from copies import copied
 from families import family
+from small_stores import train
 
 import jaxinf
 from jaxinf.cli import main
@@ -19,12 +20,7 @@ PARAMS = {"w": jnp.ones((64, 3)), "b": jnp.ones(7)}
 def go_on(path, num_steps=1, **options):
     """Makes steps from where the store is; returns the step."""
     with jaxinf.open_store(path, **options) as store:
-        tx = jaxinf.smart_update(optax.adamw(1e-3), store)
-        params = store.params(PARAMS) if store.exists else PARAMS
-        state = tx.init(params)
-        for _ in range(num_steps):
-            updates, state = tx.update(PARAMS, state, params)
-            params = optax.apply_updates(params, updates)
+        *_, state = train(store, optax.adamw(1e-3), PARAMS, [PARAMS] * num_steps)
         store.wait(state)
         return store.step
 

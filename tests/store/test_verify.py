@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 from golden_stores import golden
+from raw_stores import flip_bit
 
 from jaxinf.store import StoreDirectory, seal, verify_step
 
@@ -85,9 +86,7 @@ def test_links_that_orbax_needs(whole, name, target):
 
 def test_a_bit_of_a_chunk(whole):
     chunk = whole.path / "current/params.a/c/0/0"
-    data = bytearray(chunk.read_bytes())
-    data[3] ^= 1
-    chunk.write_bytes(data)
+    flip_bit(chunk, 3)
     [damage] = damages(whole, "current")
     assert "leaf a, params, chunk" in damage.what
     assert damage.problem.startswith("expected CRC-32C ")

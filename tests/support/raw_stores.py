@@ -115,6 +115,15 @@ def fill_slot(
     return arrays, checksums
 
 
+def flip_bit(file: Path, at: int = 0) -> None:
+    """Flips one bit of a file in place, or flips it back."""
+    with file.open("r+b") as stream:
+        stream.seek(at)
+        byte = stream.read(1)[0]
+        stream.seek(at)
+        stream.write(bytes([byte ^ 4]))
+
+
 def read_array(step: Path, leaf: LeafRecord, state: str) -> np.ndarray:
     """Returns an array of a step's directory, in the form that is stored.
 

@@ -4,7 +4,11 @@ Invariant: what a call sets holds in this process until another call, or `reset`
 follows each test.
 """
 
+from collections.abc import Callable, Iterable
 from typing import Any
+
+import jax
+import optax
 
 import jaxinf
 from jaxinf.engine import options, shape
@@ -42,3 +46,33 @@ def open_store(
     """As `jaxinf.open_store`, after `reset`."""
     reset(chunk_elements=chunk_elements, num_workers=num_workers)
     return jaxinf.open_store(path, **given)
+
+
+def train(
+    store: jaxinf.Store,
+    tx: Any,
+    params: Any,
+    gradients: Iterable[Any],
+    *,
+    each: Callable[[Any, Any], Any] = lambda params, state: None,
+    **options: Any,
+) -> tuple[Any, Any, Any]:
+    """Takes a jitted step by each gradient, from the store's params if it has some.
+
+    Args:
+      gradients: trees, or functions of the params.
+      each: is called with params and state after each step.
+      options: those of `smart_update`.
+
+    Returns:
+      The optimizer near storage, params and state.
+    """
+    tx = jaxinf.smart_update(tx, store, **options)
+    params = store.params(like=params) if store.exists else params
+    state, update = tx.init(params), jax.jit(tx.update)
+    for gradient in gradients:
+        given = gradient(params) if callable(gradient) else gradient
+        updates, state = update(given, state, params)
+        params = optax.apply_updates(params, updates)
+        each(params, state)
+    return tx, params, state

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import optax
 import small_stores
+from raw_stores import flip_bit
 
 import jaxinf
 from jaxinf.csd import ScalarInputs
@@ -205,9 +206,5 @@ def flip(driver, leaf, state, byte=0, chunk=0):
     number = list(driver.leaves).index(leaf)
     directory = StoreDirectory.open(driver.store.path)
     file = directory.chunk_file(directory.committed_slot(), number, chunk, state)
-    with open(file, "r+b") as opened:
-        opened.seek(byte)
-        value = opened.read(1)[0]
-        opened.seek(byte)
-        opened.write(bytes([value ^ 4]))
+    flip_bit(file, byte)
     return file

@@ -1,10 +1,6 @@
 """Every task from data to best checkpoint, stopped and resumed to the bit."""
 
 import json
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +13,9 @@ from jaxinf_models.t5 import T5Config
 from jaxinf_models.vit import ViTConfig
 from small_pictures import write_pictures
 
-import jaxinf
 from jaxinf.store.documents import seal
 from jaxinf.train.__main__ import main
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.data.loader import Batches
 from jaxinf.train.step import loss_of, weight_of_part
 
 PAIRS = [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(60)]
@@ -131,37 +125,6 @@ def rewrite_payload(store, change):
     record = json.loads(path.read_text())
     change(record["payload"])
     path.write_bytes(seal(record))
-
-
-@pytest.mark.long
-def test_killed_in_any_step_goes_on_with_the_next_example(
-    task, losses, tmp_path, monkeypatch, wait_for_steps
-):
-    """Compares the losses, and the batches bit for bit by their checksums."""
-    assert task("gpt2", "pairs", "--store", tmp_path / "whole", "--steps", 12) == 0
-    words = ["--data", tmp_path / "pairs.jsonl", "--batch-size", 4, "--seq-len", 12]
-    words += ["--store", tmp_path / "store", "--steps", 9999]
-    program = Path(__file__).parents[1] / "programs" / "paused_trainer.py"
-    process = subprocess.Popen(
-        [sys.executable, program, "7", tmp_path / "go", *map(str, words)]
-    )
-    wait_for_steps(tmp_path / "store-log", 4)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    with jaxinf.open_store(tmp_path / "store") as store:
-        step = store.step
-    assert 4 <= step <= 7
-    seen = []
-    quickly = Batches.starting_at
-
-    def watched(self, position):
-        seen.append(position)
-        return quickly(self, position)
-
-    monkeypatch.setattr(Batches, "starting_at", watched)
-    assert task("gpt2", "pairs", "--store", tmp_path / "store", "--steps", 12) == 0
-    assert seen == [{"next_index": step}]
-    assert losses(tmp_path / "store-log") == losses(tmp_path / "whole-log")
 
 
 @pytest.mark.long

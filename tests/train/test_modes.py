@@ -1,0 +1,195 @@
+"""Options of a run in each mode: compression, averages, exports, updates, a trace."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import jaxinf
+from jaxinf.cli import main
+from jaxinf.engine import requests
+from jaxinf.train.config import TrainConfig
+
+STREAM = ("--mode", "stream", "--memory", "256MiB")
+MEMORY = ("--memory", "64MiB")
+
+
+# --- compression ---------------------------------------------------------------------
+
+
+@pytest.mark.long
+@pytest.mark.optimized
+def test_update_has_the_bits_of_memory_and_resumes(run, losses, tmp_path):
+    compress = ("--compress", "top_k:0.1,error_feedback=true,warmup_steps=2")
+    store = ("--store", tmp_path / "store", *compress)
+    assert run(*store, "--steps", 3) == 0
+    assert run(*store, "--steps", 8) == 0
+    split = ("--mode", "memory", "--log-dir", tmp_path / "log")
+    assert run(*split, *compress, "--steps", 8) == 0
+    assert losses(tmp_path / "store-log") == losses(tmp_path / "log")
+    manifest = json.loads((tmp_path / "store/jaxinf.json").read_text())
+    assert all("error_feedback" in leaf["states"][-1] for leaf in manifest["leaves"])
+
+
+@pytest.mark.long
+@pytest.mark.optimized
+def test_a_streamed_run_goes_on_with_one_that_was_not(run, losses, lines, tmp_path):
+    compress = ("--compress", "top_k:0.1", "--clip-norm", 0)
+    store = ("--store", tmp_path / "store", *compress)
+    assert run(*store, "--steps", 3) == 0
+    assert run(*store, *STREAM, "--steps", 6) == 0
+    assert run(*store, "--steps", 7) == 0
+    memory = ("--mode", "memory", "--log-dir", tmp_path / "log", *compress)
+    assert run(*memory, "--steps", 7) == 0
+    expected = pytest.approx(dict(losses(tmp_path / "log")), rel=1e-4)
+    assert dict(losses(tmp_path / "store-log")) == expected
+    found = lines(tmp_path / "store-log")
+    (down,) = {line["link_down_bytes"] for line in found}  # with the params
+    assert down < 1.2 * found[0]["link_up_bytes"]
+
+
+# --- averages -----------------------------------------------------------------------
+
+
+def validation(log_dir):
+    return [
+        json.loads(line)
+        for line in (log_dir / "validation.jsonl").read_text().splitlines()
+    ]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", [(), STREAM], ids=["update", "stream"])
+def test_a_run_with_an_average(run, tmp_path, mode):
+    store, evaluated = tmp_path / "store", ["--eval-every", 4]
+    words = [*mode, "--ema", "0.5,every=2", *evaluated]
+    assert run("--store", store, "--steps", 8, *words) == 0
+    assert run("--store", store, "--steps", 12, *words) == 0
+    assert run(*mode, "--store", tmp_path / "plain", "--steps", 12) == 0
+    average, params = (validation(tmp_path / f"{n}-log") for n in ("store", "plain"))
+    assert [line["step"] for line in average] == [0, 4, 8, 12]
+    assert average[-1]["loss"] != params[-1]["loss"]
+    best = min(average[1:], key=lambda line: line["loss"])["committed"]
+    with jaxinf.open_store(store) as opened:
+        held = {kept.name: kept.step for kept in opened.checkpoints()}
+        assert held["best"] == best
+        leaf = opened._manifest.leaves[0].name
+        assert np.any(opened.read("average", leaf) != opened.read("params", leaf))
+
+
+@pytest.mark.long
+def test_a_schedule_free_run_is_evaluated_by_its_average(run, tmp_path, monkeypatch):
+    """In each mode by x, and it trains on from y; an export is of x, too."""
+
+    def losses(name, *words):
+        place = ("--log-dir", tmp_path / name, "--steps", 6, "--eval-every", 3)
+        rate = ("--optimizer", "schedule_free_sgd", "--learning-rate", 1)
+        assert run(*place, *rate, "--warmup-steps", 0, *words) == 0
+        return [line["loss"] for line in validation(tmp_path / name)]
+
+    expected = losses("memory", "--mode", "memory")
+    store = ("--store", tmp_path / "store")
+    assert losses("update", *store) == pytest.approx(expected, rel=1e-5)
+    with jaxinf.open_store(tmp_path / "store") as opened:
+        assert opened.checkpoints()[-1].name == "best"
+        y, z = (opened.read(state, "wte") for state in ("params", "z"))
+    export = ["checkpoint", "export", str(tmp_path / "store"), str(tmp_path / "hf")]
+    assert not main([*export, "--format", "huggingface"])
+    tensors = safetensors.numpy.load_file(tmp_path / "hf" / "model.safetensors")
+    (x,) = [values for name, values in tensors.items() if name.endswith("wte.weight")]
+    assert np.abs(x - y).max() > 1e-3
+    np.testing.assert_allclose(x, (y - (1 - 0.9) * z) / 0.9, atol=1e-6)
+    assert losses("stream", *STREAM, "--store", tmp_path / "s") == pytest.approx(
+        expected, rel=1e-5
+    )
+    monkeypatch.setattr(TrainConfig, "evaluates_average", False)
+    of_y = losses("y", "--mode", "memory")
+    assert abs(of_y[-1] - expected[-1]) > 1e-3
+
+
+# --- exports ------------------------------------------------------------------------
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["update", "stream"])
+def test_exported_steps_go_on_as_the_run_did(run, losses, tmp_path, capsys, mode):
+    words = ("--store", tmp_path / "store", "--mode", mode, *MEMORY)
+    export = ("--checkpoint-every", 3, "--export-to", f"file://{tmp_path}/out/")
+    assert run(*words, *export, "--steps", 4) == 0
+    assert f"step 3: exported to file://{tmp_path}/out/3\n" in capsys.readouterr().out
+    assert not [*(tmp_path / "store/snapshots").iterdir()]
+    made = tmp_path / "made"
+    assert main(["store", "copy", f"file://{tmp_path}/out/3", str(made)]) == 0
+    words = ("--mode", mode, *MEMORY, "--steps", 6)
+    assert run(*words, "--store", tmp_path / "store") == 0
+    assert run(*words, "--store", made) == 0
+    found = [losses(tmp_path / f"{name}-log")[-2:] for name in ("store", "made")]
+    assert found[0] == found[1]
+
+
+def test_a_failed_export_is_in_the_exit_status(run, tmp_path, capsys, caplog):
+    (tmp_path / "out/4").mkdir(parents=True)
+    (tmp_path / "out/4/other").touch()
+    words = ("--store", tmp_path / "store", "--export-to", f"file://{tmp_path}/out")
+    assert run(*words, "--checkpoint-every", 4, "--steps", 5) == 3
+    assert "exports of step 4 failed: exit status 3" in capsys.readouterr().out
+    assert caplog.text.count("step 4 is not exported to") == 1
+    with jaxinf.open_store(tmp_path / "store") as store:
+        assert store.step == 5
+
+
+# --- updates that a JAX device computes ---------------------------------------------
+
+
+@pytest.mark.long
+@pytest.mark.optimized
+def test_losses_are_those_of_other_runs(run, losses, tmp_path, monkeypatch, capsys):
+    shared = ("--store", tmp_path / "shared", *STREAM, "--steps", 4)
+    shared += ("--device-updates", 2)
+    assert run(*shared) == 1
+    assert "expected more subgroups that the device can" in capsys.readouterr().err
+    monkeypatch.setattr(requests, "LEAST_ELEMENTS", 256)
+    assert run(*shared) == 0
+    resumed = ("--store", tmp_path / "shared", *STREAM, "--steps", 5)
+    for other in ("3", "0"):
+        assert run(*resumed, "--device-updates", other) == 1
+        expected = f"with --device-updates 2, found --device-updates {other}; leave it"
+        assert expected in capsys.readouterr().err
+    assert run(*resumed) == 0
+    assert run("--store", tmp_path / "plain", *STREAM, "--steps", 5) == 0
+    memory = ("--mode", "memory", "--log-dir", tmp_path / "memory-log", "--steps", 5)
+    assert run(*memory) == 0
+    found = losses(tmp_path / "shared-log")
+    assert found == losses(tmp_path / "plain-log")
+    np.testing.assert_allclose(found, losses(tmp_path / "memory-log"), rtol=1e-4)
+
+
+# --- a trace ------------------------------------------------------------------------
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", [(), STREAM], ids=["update", "stream"])
+def test_a_trace_has_steps_and_what_threads_and_drives_did(run, tmp_path, mode):
+    words = ("--store", tmp_path / "s", "--steps", 9, *mode)
+    assert run(*words, "--trace") == 0
+    (path,) = (tmp_path / "s-log" / "trace").rglob("perfetto_trace.json.gz")
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    names = [one["name"] for one in events if one.get("ph") == "X"]
+    assert [name for name in names if name == "step"] == ["step"] * 3
+    for kind in ("update", "write"):
+        assert any(name.startswith(kind) for name in names), kind
+
+    lines = (tmp_path / "s-log" / "metrics.jsonl").read_text().splitlines()
+    for line in map(json.loads, lines):
+        phases, memory = line["phases"], line["memory"]
+        assert {*phases} >= {"read", "update", "write", "wait", "program", "commit"}
+        assert all(seconds >= 0 for seconds in phases.values())
+        assert phases["program"] <= line["step_s"] + 1e-3
+        assert phases["update"] > 0
+        assert all(0 <= share <= 1 for share in line["drives"].values())
+        assert memory["host"] == line["rss_bytes"]
+        assert memory["buffers"] > 0
+        assert memory["drives"] > 0
+    assert {*line["drives"]} == {str(tmp_path / "s")}
