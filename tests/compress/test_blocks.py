@@ -76,20 +76,6 @@ def test_what_is_sent_and_what_is_left_add_up(selection, values):
         assert not (dense * left).any()
 
 
-def test_a_chunk_does_not_depend_on_its_neighbours():
-    leaf = leaf_of((4 * 4096,))
-    compression = top_k(0.02)
-    whole, _ = compress_leaf(
-        jnp.asarray(leaf), LeafGrid((16384,), (4096,)), compression
-    )
-    part, _ = compress_leaf(
-        jnp.asarray(leaf[4096:8192]), LeafGrid((4096,), (4096,)), compression
-    )
-    k = compression.num_kept(4096, np.float32)
-    np.testing.assert_array_equal(whole.indices[k : 2 * k], part.indices)
-    np.testing.assert_array_equal(whole.values[k : 2 * k], part.values)
-
-
 def test_sparsify_sends_everything_in_the_end_with_error_feedback():
     tx = sparsify(top_k(0.1, error_feedback=True, warmup_steps=1))
     gradient = {"w": jnp.asarray(leaf_of((100, 50)))}

@@ -5,13 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from families import family
 from safetensors.numpy import save_file
 
 import jaxinf
 from jaxinf.errors import ExchangeError
-from jaxinf.exchange import export_safetensors, read_params
-from jaxinf.store import StoreDirectory, step_of
+from jaxinf.exchange import read_params
 
 
 def make_params(dtype=jnp.float32):
@@ -60,24 +58,6 @@ def test_params_become_an_exact_master(tmp_path, dtype):
     found = read_params(source, like, place="model/params")
     make_store(tmp_path / "store", optax.adamw(1e-2), found)
     equal(params_of(tmp_path / "store", params), params)
-
-
-@pytest.mark.parametrize("state", family(["fp32", "int8"], short=["int8"]))
-def test_training_begins_with_the_params(tmp_path, state):
-    tx, params = optax.adamw(1e-2), make_params()
-    make_store(tmp_path / "other", tx, params)
-    with jaxinf.open_store(tmp_path / "other") as store, store.snapshot() as path:
-        step = step_of(StoreDirectory(tmp_path / "other", store._manifest), path)
-        export_safetensors(step, tmp_path / "saved")
-    read, ends = read_params(tmp_path / "saved", params), []
-    for name, first in (("store", read), ("expected", params)):
-        with jaxinf.open_store(tmp_path / name, state=state) as store:
-            smart = jaxinf.smart_update(tx, store)
-            held = smart.init(first)
-            begun = store.params(like=params)
-            _, held = smart.update(jax.tree.map(jnp.cos, params), held, begun)
-            ends.append(store.params(like=params, state=held))
-    equal(*ends)
 
 
 def test_state_computed_from_params_is_of_what_was_read(tmp_path):

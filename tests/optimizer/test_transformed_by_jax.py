@@ -73,19 +73,6 @@ def test_init_is_refused(open_store, place, call, message):
     assert not (place / "store").exists()
 
 
-def test_stop_gradient_is_the_way_out(open_store):
-    tx = jaxinf.smart_update(optax.adam(1e-2), open_store())
-    state = tx.init(PARAMS)
-
-    def loss(scale):
-        gradients = jax.tree.map(lambda g: jax.lax.stop_gradient(scale * g), GRADIENTS)
-        updates, _ = tx.update(gradients, state, PARAMS)
-        return scale * updates["b"][0]
-
-    change = jax.grad(loss)(jnp.float32(2.0))
-    np.testing.assert_allclose(change, -1e-2, rtol=1e-4)
-
-
 def train(tx):
     """Trains like programs that vmap over seeds, with `init` and `update` inside."""
 

@@ -107,8 +107,7 @@ def test_a_frozen_leaf_causes_no_traffic(open_store):
     params = {"w": jnp.ones((100, 1000)), "b": jnp.zeros((1000,), jnp.bfloat16)}
     store = open_store()
     tx = jaxinf.smart_update(optax.adam(1e-2), store)
-    state = tx.init(params)
-    update = jax.jit(tx.update)
+    state, update = tx.init(params), jax.jit(tx.update)
     for _ in range(3):
         gradients = {"w": None, "b": jnp.ones((1000,), jnp.bfloat16)}
         updates, state = update(gradients, state, params)
@@ -118,19 +117,10 @@ def test_a_frozen_leaf_causes_no_traffic(open_store):
     traffic = store.metrics.traffic
     assert traffic.drive_write_bytes < 4 * params["w"].size
     assert traffic.link_down_bytes < params["w"].size
-    # A subtree without gradients, and then one with all of them.
-    gradients = {"w": jnp.ones((100, 1000)), "b": None}
-    updates, state = update(gradients, state, params)
-    store.wait(state)
-    np.testing.assert_allclose(
-        updates["w"],
-        -0.01 * 0.1 / (1 - 0.9**4) / (np.sqrt(0.001 / (1 - 0.999**4))),
-        rtol=1e-4,
-    )
-    np.testing.assert_array_equal(
-        store.params(like=params)["b"].astype(jnp.float32),
-        params["b"].astype(jnp.float32),
-    )
+    # A later gradient finds moments that have waited, and counts that have not.
+    updates, _ = update({"w": params["w"], "b": None}, state, params)
+    expected = -0.01 * 0.1 / (1 - 0.9**4) / (np.sqrt(0.001 / (1 - 0.999**4)))
+    np.testing.assert_allclose(updates["w"], expected, rtol=1e-4)
 
 
 def test_a_bad_gradient_beside_a_missing_one_is_skipped(open_store):
