@@ -44,7 +44,7 @@ def test_in_a_process_of_its_own(trained):
     code = "import sys, jaxinf.cli; sys.exit(jaxinf.cli.main())"
     words = [str(script)] if script.exists() else [sys.executable, "-c", code]
     done = subprocess.run(
-        [*words, "inspect", str(trained.path), "--json"], capture_output=True, text=True
+        [*words, "inspect", str(trained), "--json"], capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["step"] == 3

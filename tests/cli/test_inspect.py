@@ -2,9 +2,7 @@ import errno
 import json
 import os
 
-import numpy as np
 import pytest
-import zarr
 
 from jaxinf.errors import StoreIOError
 from jaxinf.store import steps
@@ -16,10 +14,10 @@ STORE_KEYS = (
 
 
 def test_document_of_a_store(trained, run_json):
-    found = run_json("inspect", trained.path)
+    found = run_json("inspect", trained)
     assert list(found) == STORE_KEYS
     num_params = 300 * 128 + 129 + 1
-    assert found["store"] == str(trained.path)
+    assert found["store"] == str(trained)
     assert (found["step"], found["skipped_steps"]) == (3, 0)
     assert found["num_params"] == num_params
     assert found["pinned"] is True
@@ -30,42 +28,23 @@ def test_document_of_a_store(trained, run_json):
     assert found["state_bytes"] == dict.fromkeys(names, 4 * num_params)
 
 
-def test_document_of_leaves(trained, run_json):
-    leaves = {
-        leaf["name"]: leaf for leaf in run_json("inspect", trained.path)["leaves"]
-    }
-    assert list(leaves) == ["h/0/bias", "h/0/kernel", "scale"]
-    kernel = leaves["h/0/kernel"]
-    assert kernel["shape"] == [300, 128]
-    assert kernel["num_elements"] == 300 * 128
-    assert kernel["num_bytes"] == 12 * 300 * 128
-    assert leaves["h/0/bias"]["dtype"] == "float16"
-    assert leaves["scale"]["shape"] == []
-    for leaf in leaves.values():
-        assert [state["name"] for state in leaf["states"]] == ["params", "mu", "nu"]
-        for state in leaf["states"]:
-            held = zarr.open_array(state["array"], mode="r")[...]
-            expected = trained.arrays[leaf["name"], state["name"]]
-            np.testing.assert_array_equal(held, expected)
-
-
 def test_text_has_it_all_and_nothing_stays(trained, run):
-    result = run("inspect", trained.path)
+    result = run("inspect", trained)
     assert result.status == 0
     assert result.err == ""
     for part in (
-        str(trained.path),
+        str(trained),
         "38,530 in 3 leaves",
         "h/0/kernel",
         "(300, 128)",
         "float16",
         "params mu nu float32",
-        f"{trained.path}/current/params.h.0.bias",
+        f"{trained}/current/params.h.0.bias",
         "none on this machine",
     ):
         assert part in result.out
     assert max(map(len, result.out.splitlines())) < 200
-    assert not list((trained.path / "snapshots").iterdir())
+    assert not list((trained / "snapshots").iterdir())
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EIO])
@@ -74,7 +53,7 @@ def test_a_store_that_cannot_be_written_is_read(trained, code, run, monkeypatch)
         raise StoreIOError("no") from OSError(code, os.strerror(code))
 
     monkeypatch.setattr(steps, "pinned_step", refuse)
-    result = run("inspect", trained.path, "--json")
+    result = run("inspect", trained, "--json")
     if code == errno.EIO:  # a failing drive
         assert (result.status, result.out) == (1, "")
         assert result.err == "jaxinf: no\n"
