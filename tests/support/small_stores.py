@@ -59,13 +59,8 @@ def train(
 ) -> tuple[Any, Any, Any]:
     """Takes a jitted step by each gradient, from the store's params if it has some.
 
-    Args:
-      gradients: trees, or functions of the params.
-      each: is called with params and state after each step.
-      options: those of `smart_update`.
-
-    Returns:
-      The optimizer near storage, params and state.
+    A gradient may be a function of the params. Calls `each` after each step; returns
+    the optimizer near storage, params and state.
     """
     tx = jaxinf.smart_update(tx, store, **options)
     params = store.params(like=params) if store.exists else params
