@@ -38,7 +38,7 @@ def test_a_checkpoint_takes_the_place_of_a_step_whose_record_is_damaged(store, r
 
 def test_a_program_restores_over_a_damaged_record(store, run):
     flip(store / "current/commit.json")
-    with pytest.raises(jaxinf.StoreFormatError, match="edited or damaged"):
+    with pytest.raises(jaxinf.StoreFormatError, match="the record of a committed step"):
         jaxinf.open_store(store)
     with jaxinf.open_store(store, restore="2") as opened:
         assert opened.step == 2
