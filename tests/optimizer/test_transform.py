@@ -105,18 +105,6 @@ def test_both_kinds_of_callbacks_give_the_same_bits(open_store, monkeypatch):
     assert_same(*results)
 
 
-def test_an_eager_update(open_store):
-    params = make_params()
-    gradients = jax.tree.map(jnp.ones_like, params)
-    plain = optax.adam(1e-2)
-    expected, _ = jax.jit(plain.update)(gradients, plain.init(params))
-    tx = jaxinf.smart_update(plain, open_store())
-    updates, state = tx.update(gradients, tx.init(params), params)
-    for u, e in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(u, e, rtol=1e-6)
-    assert int(state.step) == 1
-
-
 @pytest.mark.long
 def test_a_script_that_never_closes_loses_nothing(place, run_python, open_store):
     run_python(WITHOUT_CLOSE, place / "store")

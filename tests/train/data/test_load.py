@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import tokenizers
+from small_pictures import write_pictures
 from small_tokenizers import word_level
 
 from jaxinf.train.data.errors import DataError
@@ -16,26 +17,12 @@ from jaxinf.train.data.loader import Batches
 PAIRS = [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(40)]
 LABELLED = [{"text": f"number {n}", "label": n % 3} for n in range(40)]
 TEXTS = [{"text": f"text number {n}, all of it.", "id": n} for n in range(40)]
-
-
 PAIRED = [{**record, "text_pair": f"is it {n}?"} for n, record in enumerate(LABELLED)]
 
 
 def word_tokenizer(folder, *special, **config):
     words = ["text", "number", *map(str, range(40))]
     return word_level(folder, words, *special, **config)
-
-
-def picture_folder(root):
-    from PIL import Image
-
-    rng = np.random.default_rng(0)
-    for name in ("cat", "dog"):
-        (root / name).mkdir(parents=True)
-        for n in range(8):
-            pixels = rng.integers(0, 256, (5, 7, 3), np.uint8)
-            Image.fromarray(pixels).save(root / name / f"{n}.png")
-    return root
 
 
 @pytest.fixture
@@ -52,7 +39,7 @@ def source(tmp_path, write):
             table = pa.Table.from_pylist(TEXTS)
             pyarrow.parquet.write_table(table, path, row_group_size=7)
         elif kind == "folder":
-            path = picture_folder(tmp_path / "pictures")
+            path = write_pictures(tmp_path / "pictures", num=16, num_classes=2)
             options = {"image_shape": (8, 8, 3)}
         else:
             path = write("a.jsonl", records.get(kind, TEXTS))
