@@ -193,9 +193,6 @@ def test_commit_says_where_in_the_data(run, tmp_path):
     assert len(payload["data"]["sha256"]) == 64
 
 
-# --- optimizers and options -----------------------------------------------------------
-
-
 # --- non-finite gradients -------------------------------------------------------------
 
 # A learning rate at which the second step's gradient is not finite.
