@@ -288,7 +288,7 @@ class CommitRecord(Document, frozen=True, omit_defaults=False):
           StoreFormatError: the record is missing, damaged, edited, or of another
             format.
         """
-        version = 0
+        version, names = 0, set[str]()
 
         def check(document: Any) -> None:
             nonlocal version
@@ -297,14 +297,15 @@ class CommitRecord(Document, frozen=True, omit_defaults=False):
                     f"format version {shown(found)}, expected {FORMAT_VERSION}"
                 )
             version = document.pop("format_version")
-            if missing := [name for name in _ALWAYS if name not in document]:
-                raise ValueError(f"expected the key {missing[0]!r}, found none")
-            if "carried" in document:
-                raise ValueError("expected no key 'carried'")
+            names.update(document)
 
         hooks = {"check": check, "dec_hook": _decoded}
         held = read_document(path, cls, _WHAT, _REMEDY, raw=raw, **hooks)
-        with refusing(path, _WHAT, _REMEDY):
+        with refusing(path, _WHAT, _REMEDY):  # what its seal is right of
+            if missing := [name for name in _ALWAYS if name not in names]:
+                raise ValueError(f"expected the key {missing[0]!r}, found none")
+            if "carried" in names:
+                raise ValueError("expected no key 'carried'")
             if bool(held.commit) != (version == MEMBER_VERSION):
                 raise ValueError(f"format {version}, commit {held.commit}")
             check_carry(held.carry)
