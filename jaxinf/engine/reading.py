@@ -4,6 +4,7 @@ Invariant: nothing ends or commits a step meanwhile, since the caller has paused
 steps. In a run of several processes all call alike what returns whole arrays.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -32,6 +33,7 @@ from jaxinf.store import (
     over,
     schedule_free_params,
 )
+from jaxinf.transfer import MACHINE_MEMORY_BYTES
 from jaxinf.typing import Array, PyTree
 
 AT_ONCE = frozenset({0})
@@ -241,8 +243,14 @@ def _read_box(
     extent: Sequence[int],
 ) -> Array:
     """Reads a box of a leaf, with zeros for what other processes hold."""
-    is_whole = opened.directory.manifest.leaves[number].is_whole
-    out = (np.empty if is_whole else np.zeros)(extent, dtype)
+    leaf, needed = opened.directory.manifest.leaves[number], math.prod(extent)
+    if needed * dtype.itemsize > MACHINE_MEMORY_BYTES:
+        raise StoreError(
+            f"{opened.options.path}: leaf {leaf.name}: {needed} elements of {dtype} "
+            f"take more memory than this machine has ({MACHINE_MEMORY_BYTES} bytes); "
+            "read it in parts (jaxinf inspect names its array, which tensorstore opens)"
+        )
+    out = (np.empty if leaf.is_whole else np.zeros)(extent, dtype)
     with StateReader(opened) as reader:
         reader.read(number, out, origin, *states)
     return out

@@ -87,8 +87,8 @@ def test_a_chunk_that_is_a_pipe_is_not_waited_for(store):
     with pytest.raises(JaxinfError):
         command("verify", str(store))
     with (
-        jaxinf.open_store(store) as opened,
         pytest.raises(StoreError, match=r"no file|a named pipe"),
+        jaxinf.open_store(store) as opened,
     ):
         opened.read("params", "a")
 
