@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -107,7 +108,8 @@ def test_the_step_after_the_last_number_is_refused(place):
     record = json.loads(file.read_text())
     record["step"] = 2**31 - 1
     file.write_bytes(seal(record))
-    with pytest.raises(jaxinf.JaxinfError, match=r"2147483647|2147483648|2\*\*31"):
+    errors = jaxinf.JaxinfError, jax.errors.JaxRuntimeError
+    with pytest.raises(errors, match=r"expected a step to follow, found step 2147"):
         go_on(place / "store")
     with jaxinf.open_store(place / "store") as store:
         assert store.step == 2**31 - 1

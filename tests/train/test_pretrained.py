@@ -90,7 +90,7 @@ def test_training_begins_with_the_weights_and_resumes(place, text, losses, capsy
     write_folder(place / "other", dataclasses.replace(LLAMA, window=5))
     capsys.readouterr()
     for words, expected in (
-        (("--model", "gpt2"), "the store was made with 'llama' for 'causal-lm' (num_l"),
+        (("--model", "gpt2"), "window of the run's model is 7, of this command's None"),
         (("--from", place / "other"), "window of the run's model is 7, of this comma"),
     ):
         assert train(*store, *data, "--steps", 4, *words) == 1
@@ -112,7 +112,7 @@ def write_chat_model(folder):
 
 @pytest.fixture
 def messages(place):
-    """A file of conversations, the longest of 53 tokens."""
+    """A file of conversations, the longest of 32 tokens."""
     records = [
         {
             "messages": [
@@ -142,7 +142,7 @@ def test_fine_tuning_has_the_models_tokenizer_and_defaults_of_its_own(
     first = (log / "config.json").read_text()
     document = json.loads(first)
     names = ("seq_len", "learning_rate", "weight_decay", "warmup_steps", "tokenizer")
-    expected = [48, pytest.approx(2e-4), 0, 30, str(place / "hf")]
+    expected = [32, pytest.approx(2e-4), 0, 30, str(place / "hf")]
     assert [document[name] for name in names] == expected
     assert train(*words, 3, "--learning-rate", 1e-3) == 0
     assert (log / "config.2.json").read_text() == first
