@@ -50,8 +50,8 @@ class Trainer:
         self.losses: list[float] = []
         self.seconds: list[float] = []
         made = self.params, self.state, batch(arguments, 0)
-        config = TrainConfig(clip_norm=arguments.clip_norm)
-        self.compiled: Any = compile_train_step(config, graphdef, tx, "fused", *made)
+        own = TrainConfig(clip_norm=arguments.clip_norm)
+        self.compiled: Any = compile_train_step(own, graphdef, tx, "fused", *made)
 
     def turn(self, arguments: argparse.Namespace, first: int, num_steps: int) -> None:
         """Runs steps from batch `first` on; notes the mean without the first one."""

@@ -315,7 +315,7 @@ class Campaign:
         try:
             step, damages = run.step, [*run.damages()]
         except Exception as error:
-            damages = [f"{type(error).__name__}: {error}"]
+            step, damages = -1, [f"{type(error).__name__}: {error}"]
         if damages:
             run.faults += damages
             run.start_over()

@@ -146,7 +146,7 @@ def _same(
     return not differing
 
 
-def same_values(a: Array, b: Array, *, bound: float = 0.0) -> bool:
+def same_values(a: Array, b: Array, *, bound: float | np.float32 = 0.0) -> bool:
     """Compares element by element; NaNs are equal, and so are zeros and denormals.
 
     Args:

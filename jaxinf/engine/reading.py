@@ -271,16 +271,14 @@ def read_leaf(opened: OpenStore, number: int, like: Any, *states: int) -> jax.Ar
     read_box = partial(_read_box, opened, number, dtype, states)
     whole = cache(lambda: read_array(opened, number, dtype, *states))
     if not opened.group.is_alone:
-        is_global = isinstance(sharding, NamedSharding)
-        is_global = is_global and isinstance(sharding.mesh, Mesh)
-        if is_global and _fits(opened, number, sharding, shape):
+        is_named = isinstance(sharding, NamedSharding)
+        if not is_named or not isinstance(sharding.mesh, Mesh):
+            return jax.device_put(whole(), sharding)
+        if _fits(opened, number, sharding, shape):
             what = f"params of {opened.name(number)}"
             parts = partial(own_parts, sharding, shape, read_box)
             return put_together(opened.group.in_all(what, parts))
-        held = whole()
-        if not is_global:
-            return jax.device_put(held, sharding)
-        return jax.make_array_from_callback(shape, sharding, held.__getitem__)
+        return jax.make_array_from_callback(shape, sharding, whole().__getitem__)
     # As uncommitted as `like`; otherwise a jitted step would be compiled again.
     if sharding is None or not getattr(like, "committed", True):
         return jax.device_put(whole())

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 
+import numpy as np
+
 from jaxinf.csd import CsdFleet
 from jaxinf.engine.binding import stale_state
 from jaxinf.engine.opened import OpenStore, StoreRun
@@ -256,13 +258,14 @@ class StepEngine(OpenStore):
             before = self.finished
             kept = {self.name(leaf) for leaf, _ in ended.kept}
             still = {n: bound for n, bound in before.inexact.items() if n in kept}
+            still |= {self.name(n): np.float32(x) for n, x in inexact.items()}
             raw = [value.tobytes() for value in carry.values()]
             record = CommitRecord(
                 step=step,
                 scalar_state=tuple(scalars),
                 skipped_steps=skipped_steps,
                 payload=self.annotations.take(step),
-                inexact=still | {self.name(n): bound for n, bound in inexact.items()},
+                inexact=still,
                 device_updates=self.assignment.every,
                 carry=tuple(
                     CarriedArray.of(path, value.shape, value.dtype.name, own)

@@ -59,7 +59,7 @@ class RequestedUpdate:
         request: UpdateRequest,
         step: int,
         *,
-        inexact: float | None,
+        inexact: np.float32 | None,
     ) -> None:
         self._opened, self._request, self._step = opened, request, step
         self._kernel = specialise(request.kernel, request.inputs.scalars)

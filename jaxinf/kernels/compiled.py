@@ -105,7 +105,7 @@ def _check_arguments(
     kernel: Kernel,
     gradient: Array,
     states: Sequence[Array | CodedSlot],
-    scalars: Sequence[np.generic],
+    scalars: Sequence[np.generic | Array],
     arrays: Sequence[Array],
     out: Array,
 ) -> None:

@@ -39,8 +39,8 @@ class Formats:
       average: of the params' average, except in small leaves.
     """
 
-    state: StateFormat | None = None
-    master: MasterFormat | None = None
+    state: str | None = None
+    master: str | None = None
     average: str | None = None
 
     def of(self, held: Manifest, where: str) -> Manifest:

@@ -187,7 +187,7 @@ def joined_step(steps: Sequence[WholeStep]) -> WholeStep:
     if first.manifest.member is None:
         return first
     starts = np.cumsum([0, *(len(one.places) for one in steps)]).tolist()
-    leaves, sums, bounds = [], {}, dict[str, float]()
+    leaves, sums, bounds = [], {}, dict[str, np.float32]()
     for held in zip(*(one.manifest.leaves for one in steps), strict=True):
         owners = held[0].owners
         csds = [starts[own] + held[own].csds[n] for n, own in enumerate(owners)]
@@ -199,7 +199,7 @@ def joined_step(steps: Sequence[WholeStep]) -> WholeStep:
                 sums[name][list(leaf.held)] = one.commit.checksums[name]
     for one in steps:
         for name, bound in one.commit.inexact.items():
-            bounds[name] = max(bound, bounds.get(name, 0))
+            bounds[name] = max(bound, bounds.get(name, bound))
     manifest = structs.replace(
         first.manifest,
         leaves=tuple(leaves),

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from jaxinf.train.data.files import standard_library_files
 
 WORDS = "self if return None not for raise is or len isinstance False".split()
-CHOICES = {
+CHOICES: dict[str, Sequence[str]] = {
     "next": WORDS,
     "statement": "if self return else raise for try except elif".split(),
     "operator": "[,:, = , == , + , is , in , and , or , for ".split(","),

@@ -73,7 +73,7 @@ def test_bytes_written_of_accumulation(open_store):
         store.wait(state)
         per_step.append(store.metrics.traffic.drive_write_bytes)
     found = store.params(like=params)
-    assert all(bool((found[name] == params[name]).all()) for name in params)
+    jax.tree.map(np.testing.assert_array_equal, found, params)
     num = (1 << 20) + (1 << 13)
     # The accumulator alone, or all; what is read is in memory, or not.
     assert per_step[1:] == [4 * num, 16 * num, 4 * num]

@@ -103,7 +103,7 @@ def test_loss_is_mean_cross_entropy(made, monkeypatch, seq, max_logits_bytes):
     whole = {"tokens": tokens, "targets": targets}
     for number, batch in enumerate((whole, whole | {"weights": weights})):
         reference = jax.value_and_grad(lambda params, n=number: value(params)[n])
-        assert_near(value_of(*made, batch), jax.jit(reference)(made[1]))
+        assert_near(value_of(*made, batch=batch), jax.jit(reference)(made[1]))
 
 
 @pytest.mark.parametrize("max_logits_bytes", [1000, 1 << 28])

@@ -39,12 +39,16 @@ def load(tmp_path, monkeypatch):
     script.chmod(0o755)
     monkeypatch.setenv("JAXINF_CACHE_DIR", str(tmp_path / "cache"))
 
-    def loaded():
-        return libraries.load_cached(*loaded.arguments)
+    class Load:
+        arguments = (SOURCE, toolchain.levels()[0], str(script))
 
-    loaded.arguments = (SOURCE, toolchain.levels()[0], str(script))
-    loaded.runs = lambda: len(log.read_text().split()) if log.exists() else 0
-    return loaded
+        def __call__(self):
+            return libraries.load_cached(*self.arguments)
+
+        def runs(self):
+            return len(log.read_text().split()) if log.exists() else 0
+
+    return Load()
 
 
 def cached(tmp_path):

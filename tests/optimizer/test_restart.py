@@ -182,7 +182,7 @@ def test_a_step_that_the_store_has_not(open_store):
     store.close()
     store, tx = opened(open_store)
     with pytest.raises(jaxinf.StaleStateError, match="not come so far: restore your"):
-        tx.update(*kept[5], params)
+        tx.update(*kept[5], params=params)
     store.close()
     store, tx = opened(open_store)  # as the error says
     params = store.params(like=params)

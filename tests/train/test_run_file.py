@@ -6,6 +6,7 @@ import os
 import shutil
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -398,7 +399,8 @@ def test_a_store_at_step_0_has_its_run(run, tmp_path, tiny, capsys, monkeypatch)
         assert run("--store", store, "--steps", 2, "--seed", 5) == 130
     with jaxinf.open_store(store) as opened:
         assert opened.step == 0
-        assert opened.payload["run"]["steps"] == 2
+        payload: Any = opened.payload
+        assert payload["run"]["steps"] == 2
     with tiny():
         assert main(["--store", str(store)]) == 0
     out, err = capsys.readouterr()

@@ -14,7 +14,7 @@ Invariant: a kernel's state moves only between the drive and the card's memory. 
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -173,7 +173,7 @@ class CardCsd:
 
     def _arguments(
         self, card: CardKernel, own: CardBuffer, extents: Sequence[Extent]
-    ) -> list[object]:
+    ) -> list[Any]:
         """Returns buffers for the pointers; a state has one, updated in place."""
         named = {"gradient": own.gradient.bo, "out": own.out.bo}
         named["status"] = own.status.bo

@@ -116,7 +116,7 @@ class EmulatedXrt:
 
     def xrtRunSetArg(self, run: int, number: int, value: Any) -> int:
         is_buffer = isinstance(value, ctypes.c_void_p)
-        own = self.objects[value.value] if is_buffer else value.value
+        own = self.objects[value.value or 0] if is_buffer else value.value
         self.objects[run].arguments[number] = own
         return 0
 

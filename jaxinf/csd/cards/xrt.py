@@ -188,7 +188,7 @@ class XrtBuffer:
         address = bo.xrt.xrtBOMap(bo.handle)
         if not address:
             raise _failure("xrtBOMap")
-        mapped = (ctypes.c_ubyte * num_bytes).from_address(address)
+        mapped: Any = (ctypes.c_ubyte * num_bytes).from_address(address)
         mapped.bo = bo  # a view of the mapping keeps it
         self.array = np.frombuffer(mapped, np.uint8)
 
