@@ -1,6 +1,6 @@
 """A committed step at a URL: raw zarr v3 chunks, and a manifest that comes last.
 
-      commit.json ─► chunks ─► other documents ─► export.json
+      export-begun.json ─► chunks ─► documents ─► export.json
 
 Invariant: memory stays within the budget. A chunk that is there and right is not
   written again, and no other is believed; `MANIFEST` is written when every other has
@@ -205,7 +205,8 @@ def _shown(found: bytes | None) -> str:
 MANIFEST = "export.json"
 """The last object."""
 
-_BEGUN = "commit.json"  # the first one: of which step an export is
+_BEGUN = "export-begun.json"  # the first one: the record of the step
+# A slot or a checkpoint of a store has no object of this name, and is refused.
 _PLACE = {"format": "jaxinf exports", "format_version": 1}
 _ROOT = "exports.json"
 _WHAT = "the manifest of an export"
@@ -389,10 +390,12 @@ def _num_at_once(manifest: Manifest, memory_bytes: int) -> int:
 
 def _documents(step: WholeStep, beside: Mapping[str, bytes]) -> dict[str, bytes]:
     manifest, carry = without_csds(step.manifest), step.commit.carry
+    record = seal(step.commit.to_json())
     return {
+        _BEGUN: record,
         **dict(step_documents(manifest, carry)),
         "jaxinf.json": seal(manifest.to_json()),
-        "commit.json": seal(step.commit.to_json()),
+        "commit.json": record,
         **beside,
         **carry_files(carry, step.read_carry()),
     }

@@ -228,6 +228,7 @@ def test_places_that_are_refused_before_anything_is_written(make_step, place):
     (place / "other").mkdir()
     (place / "other/file").write_text("a user's")
     refused(f"file://{place}/other", "found other objects, such as file")
+    refused(f"file://{step.path.resolve()}", "found other objects")  # a store's own
     export_url(step, f"file://{place}/out")
     later = replace(step, commit=step.commit.replace(step=9))
     refused(f"file://{place}/out", "found step 7 of store", step=later)

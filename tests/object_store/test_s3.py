@@ -131,7 +131,7 @@ def test_beside_a_run_what_fails_is_said_and_training_goes_on(s3, tmp_path, capl
     driver.store.wait()
     found = driver.store.exports()
     assert [bool(info.problem) for info in found] == [False, True, True, False]
-    assert "cannot write commit.json" in found[1].problem
+    assert "cannot write export-begun.json" in found[1].problem
     assert "export.json: " in found[2].problem
     assert left == [0]
     assert "AKIA" not in caplog.text + found[1].problem
