@@ -85,22 +85,21 @@ def agree(
     if engine is None or engine.group.is_alone:
         return list(action())
     group, step = engine.group, engine.opened.finished.step + 1
-    interrupts = [one for one in errors if isinstance(one, KeyboardInterrupt)]
 
     def value() -> JsonValue:
         refusing = list(action())
-        for error in errors:
+        for error in errors:  # those that the action has kept, too
             if isinstance(error, Exception):
                 raise error
-        return [refusing, bool(interrupts)]
+        return [refusing, bool(errors)]
 
     try:
         found = group.gather(f"the end of step {step}", value)
     except BaseException as error:
         engine.health.fail(error)
         raise
-    if interrupts:
-        raise interrupts[0]
+    if errors:  # interrupts alone
+        raise errors[0]
     gave_up = [n for n, (_, is_interrupted) in enumerate(found) if is_interrupted]
     if gave_up:
         raise ProcessError(

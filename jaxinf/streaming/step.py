@@ -10,6 +10,7 @@ memory are steps whose params have another home.
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -325,8 +326,16 @@ class StreamedStep:
             with outside_mesh():
                 plan = self._plan(ready, sink, budget, **how)
                 own = plan, ready, sink, self._home, self._executables, self._hold
-                made = partial(bind, *own, times)
-                self._bound[key] = self._group.in_all("the room for a step", made)
+                with ExitStack() as undone:
+
+                    def made() -> BoundStep:
+                        bound = bind(*own, times)
+                        undone.callback(bound.close)
+                        return bound
+
+                    bound = self._group.in_all("the room for a step", made)
+                    undone.pop_all()
+                self._bound[key] = bound
             return_freed_memory()  # of planning and compilation
         return key
 

@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 
@@ -23,7 +24,14 @@ from zoo import ZOO
 
 import jaxinf
 from jaxinf.engine import ParamsReader
-from jaxinf.errors import StoreIOError, StoreMismatchError, StreamError
+from jaxinf.errors import (
+    ProcessError,
+    StoreIOError,
+    StoreMismatchError,
+    StreamError,
+)
+from jaxinf.processes import Group
+from jaxinf.streaming import alike
 
 SGD, CLIP = optax.sgd(0.1), optax.clip_by_global_norm(0.1)
 CLIPPED = optax.chain(CLIP, optax.adamw(1e-3))
@@ -175,6 +183,48 @@ def test_a_full_drive_refuses_the_step_while_gradients_are_spilled(begun, monkey
     assert step.store.step == 1
     run(step, SMALL, 1)
     assert step.store.step == 2
+
+
+# --- where other processes have a say ------------------------------------------------
+
+
+def test_room_is_given_back_if_another_process_has_none(begun, monkeypatch):
+    spill_beyond(monkeypatch, 0)
+    step, in_all = begun(CLIPPED), Group.in_all
+
+    def num_files():
+        paths = [one.resolve() for one in Path("/proc/self/fd").iterdir()]
+        return sum(path.name.endswith(" (deleted)") for path in paths)
+
+    before = num_files()
+
+    def refused(group, what, action):
+        found = in_all(group, what, action)
+        if what == "the room for a step":
+            raise ProcessError("process 1 has none", [1])
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Group, "in_all", refused)
+        with pytest.raises(ProcessError, match="process 1 has none"):
+            step(SMALL.batch)
+    assert num_files() == before
+    run(step, SMALL, 1)
+    assert num_files() > before
+
+
+def test_an_interrupt_while_updates_run_gives_the_step_up():
+    errors, finished = [], SimpleNamespace(step=3)
+    group = SimpleNamespace(is_alone=False, gather=lambda what, value: [value()])
+    engine = SimpleNamespace(group=group, opened=SimpleNamespace(finished=finished))
+
+    def interrupted():
+        with alike.holding(group, errors):
+            raise KeyboardInterrupt
+        return []
+
+    with pytest.raises(KeyboardInterrupt):
+        alike.agree(engine, errors, interrupted)
 
 
 # --- where a step is called ---------------------------------------------------------
