@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxinf.engine import Store, check_like, engine_of
 from jaxinf.errors import StreamError
-from jaxinf.streaming.home import Home
+from jaxinf.streaming.home import Home, without
 from jaxinf.streaming.move.params import Hold, Params, StoreParams, StoreReader
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.fit import Ordered
@@ -55,6 +55,7 @@ class ReadStore(Home):
     def given(
         self, params: PyTree, state: PyTree, shardings: PyTree
     ) -> tuple[PyTree, None]:
+        without(state=state, shardings=shardings)
         check_like(self._engine.opened, params)
         return abstract(params), None
 

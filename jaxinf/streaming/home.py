@@ -88,3 +88,10 @@ class Home:
 
     def close(self, *error: Any) -> None:
         """Closes the store, if it is the step's own."""
+
+
+def without(**given: PyTree) -> None:
+    """Refuses arguments that would have no effect: ValueError."""
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name}: expected with jaxinf.stream alone; leave it out")

@@ -23,7 +23,7 @@ from jaxinf.program import (
     path_name,
     refused_gradient,
 )
-from jaxinf.streaming.home import Home
+from jaxinf.streaming.home import Home, without
 from jaxinf.streaming.move.params import Hold, MemoryParams, Params
 from jaxinf.streaming.move.scratch import Scratch, writing_bytes
 from jaxinf.streaming.plan.budget import Budget, Options, within
@@ -73,6 +73,7 @@ class InMemory(Home, Sink):
     def first(
         self, init_fn: Callable[..., PyTree], args: Sequence[Any], shardings: PyTree
     ) -> tuple[PyTree, Any]:
+        without(shardings=shardings)
         check_init_fn(init_fn)
         avals = jax.eval_shape(init_fn, *args)
         check_params(avals)
@@ -81,6 +82,7 @@ class InMemory(Home, Sink):
     def given(
         self, params: PyTree, state: PyTree, shardings: PyTree
     ) -> tuple[PyTree, Any]:
+        without(shardings=shardings)
         own = partial(jax.tree.map, lambda leaf: jnp.array(leaf, copy=True))
         return abstract(params), lambda: (own(params), own(state))
 
@@ -104,6 +106,9 @@ class InMemory(Home, Sink):
         params = self._current[0]
         if like is None:
             return params
+        held, asked = (jax.tree.map(jnp.shape, tree) for tree in (params, like))
+        if held != asked:
+            raise ValueError(f"like: expected the shapes {held}, found {asked}")
 
         def formed(leaf: jax.Array, to: Any) -> jax.Array:
             return jax.device_put(leaf.astype(to.dtype), getattr(to, "sharding", None))

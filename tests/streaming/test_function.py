@@ -170,6 +170,9 @@ def test_another_tree_is_refused(open_store):
         f(np.float32(1))
     with pytest.raises(StoreMismatchError, match="`like` has other leaves"):
         f.load(params[1:])
+    for name in ("state", "shardings"):
+        with pytest.raises(ValueError, match=f"{name}: .* leave it out"):
+            f.load(params, **{name: params})
     f.load(params)
     np.testing.assert_allclose(f(np.float32(1)), fn(params, 1), rtol=1e-5)
 
