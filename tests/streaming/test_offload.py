@@ -6,9 +6,11 @@ import os
 import threading
 import time
 import weakref
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import late_copies
 import numpy as np
 import optax
 import pytest
@@ -27,6 +29,7 @@ from zoo import ONLY_PLANNED, ZOO, Program, normal
 
 import jaxinf
 from jaxinf.errors import BudgetError, StoreIOError, StoreSpaceError, StreamError
+from jaxinf.streaming import bound
 from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan import compiled, leaving
@@ -156,7 +159,7 @@ def test_bits_are_those_of_keep_by_way_of_the_host(name, tmp_path):
     ("names", "has_link"), [(["write", "read"], True), (["write"], False)]
 )
 def test_bits_do_not_depend_on_a_slow_drive(names, has_link, tmp_path, monkeypatch):
-    """What is needed before it is written is forwarded, or waited for."""
+    """What still has to be written, and what is read late, is waited for."""
     program, drive = ZOO["l2_penalty"](depth=8), threading.Lock()
     keep, offload, executables = plans(program)
     plan = evicted(offload, least_bytes(offload))
@@ -179,6 +182,35 @@ def test_bits_do_not_depend_on_a_slow_drive(names, has_link, tmp_path, monkeypat
     assert values.counts().num_written_bytes > 0
     if has_link:  # the host is not filled
         assert values.most_pinned_bytes <= least
+    values.close()
+
+
+@pytest.mark.usefixtures("small_values_leave")
+def test_a_value_that_is_still_written_is_forwarded(tmp_path, monkeypatch):
+    program, coming = ZOO["l2_penalty"](depth=8), threading.Event()
+    keep, offload, executables = plans(program)
+    plan = evicted(offload, least_bytes(offload))
+    tiers = replace(plan_tiers(plan, least_of(plan)), leaving_bytes=ENOUGH)
+    first = min(one.back for one in plan.evictions.values())
+    write, before = Scratch.write, Values.before
+
+    def written(*arguments):
+        coming.wait(10)
+        return write(*arguments)
+
+    def noted(values, number):
+        before(values, number)
+        if number == first:  # a value is on its way back
+            coming.set()
+
+    monkeypatch.setattr(Scratch, "write", written)
+    monkeypatch.setattr(Values, "before", noted)
+    values = Values(plan, Scratch([tmp_path]), tiers)
+    found = streamed(program, plan, executables, values=values)
+    assert_same_bits(found, streamed(program, keep, executables))
+    counts = values.counts()
+    assert counts.num_forwarded > 0
+    assert counts.num_read_bytes < counts.num_written_bytes
     values.close()
 
 
@@ -348,6 +380,19 @@ def test_training_is_that_of_keep(open_store, tier, parts):
     keep = kept(open_store, step, micro_batches=parts)
     assert losses == run(keep, WIDE, 3)
     assert_same_params(step, keep, WIDE)
+
+
+def test_a_value_keeps_its_memory_until_its_copy_has_left(
+    open_store, late, monkeypatch
+):
+    """A copy that is under way holds what it reads, which `Watched` looks for."""
+    del late
+    monkeypatch.setattr(late_copies, "DELAY_S", 0.02)
+    monkeypatch.setattr(bound, "Values", Watched)
+    step = opened(open_store, "step", HOSTS["host"])
+    step.load(LAYERS, batch=WIDE.batch)
+    step(WIDE.batch)
+    assert step.metrics.offloaded_host_bytes > 0
 
 
 @pytest.mark.long
