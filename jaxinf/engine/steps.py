@@ -242,6 +242,7 @@ class StepEngine(OpenStore):
         Raises:
           NonFiniteScalarError: the gradients are finite, and a kernel computed with a
             scalar that is NaN; the step is given up.
+          StoreError: the process can have no more threads; stops the store.
         """
         with self._guard:
             ended = self._begin(step)
@@ -274,10 +275,21 @@ class StepEngine(OpenStore):
                 carried=tuple(raw),
                 streams={**before.streams, **streams},
             )
-            ending = Ending()
+            # First, since an interrupt may come when the thread runs already.
+            self._step, self._ending = None, (ending := Ending())
             end = partial(self._end_step, record, ended, time.monotonic(), ending)
-            threading.Thread(target=end, name="jaxinf-commit", daemon=True).start()
-            self._step, self._ending = None, ending
+            try:
+                threading.Thread(target=end, name="jaxinf-commit", daemon=True).start()
+            except RuntimeError as error:  # the process has reached its limit
+                lost = StoreError(
+                    f"{self.options.path}: expected a thread to commit step {step}, "
+                    f"found no room for another ({error}); raise the limit (ulimit -u, "
+                    "the cgroup's pids.max), and open the store again: it goes on at "
+                    f"step {self.commit.step}"
+                )
+                self.health.fail(lost)
+                ending.reach()
+                self.health.check()
 
     def abandon(self) -> None:
         """Abandons the step without a commit; it may start over."""

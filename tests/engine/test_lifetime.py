@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import jaxinf
+from jaxinf.errors import StoreError
 
 ENDING = Path(__file__).parents[1] / "programs" / "ending_processes.py"
 
@@ -42,6 +43,53 @@ def test_close_and_a_refused_opening_leave_nothing(drive, place):
     after = resources()
     assert after[:2] == before[:2] == others[:2]
     assert after[2] - before[2] < 20  # mappings that malloc makes
+
+
+def test_threads_that_cannot_be_started(drive, monkeypatch):
+    driver = drive().init().steps(2)
+    driver.update()
+    driver.engine.join()
+
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(
+            StoreError, match=r"ulimit -u.*open the store again.*step 2"
+        ):
+            driver.finish()
+        with pytest.raises(StoreError, match=r"\d+ worker threads, .*\(ulimit -u"):
+            drive("new").init()
+    driver.close()
+    again = drive(driver.store.path).init()
+    again.check(2)
+    again.steps(1).check(3)
+
+
+def test_an_interrupt_as_the_commit_s_thread_starts(drive, monkeypatch):
+    """What the caller then does to its step does nothing to one that has ended."""
+    driver = drive().init().steps(2)
+    driver.update()
+    begin, can_go_on = threading.Thread.start, threading.Event()
+    end_step = driver.opened.chunks.end_step
+
+    def start(thread):
+        begin(thread)
+        raise KeyboardInterrupt
+
+    def later():
+        can_go_on.wait(60)
+        end_step()
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(driver.opened.chunks, "end_step", later)
+    with pytest.raises(KeyboardInterrupt):
+        driver.finish()
+    monkeypatch.setattr(threading.Thread, "start", begin)
+    driver.opened.abandon()  # as a streamed step does
+    can_go_on.set()
+    driver.check(3)
 
 
 @pytest.mark.long
