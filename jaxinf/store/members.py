@@ -299,10 +299,11 @@ def list_whole(path: Path) -> list[CheckpointInfo]:
       ProcessError, StoreError: as `save_whole`.
     """
     members = all_members(path)
-    kept = [{*checkpoint_names(one)} for one in members]
+    lists = [list_checkpoints(one) for one in members]  # those that can be read
+    kept = [{info.name for info in infos} for infos in lists]
     return [
         info
-        for info in list_checkpoints(members[0])
+        for info in lists[0]
         if all(info.name in names for names in kept) and is_of_all(members, info.name)
     ]
 

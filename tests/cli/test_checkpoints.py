@@ -142,6 +142,18 @@ def test_members_without_a_common_step_go_back_to_a_checkpoint(store, capsys):
     assert main(["verify", str(run)]) == 0
 
 
+def test_a_member_s_damaged_record_leaves_other_checkpoints_listed(store, caplog):
+    run = store.with_name("run")
+    copied(store, run, processes=2, checkpoints=True)
+    for name in ("x", "y"):
+        assert main(["checkpoint", "save", str(run), name]) == 0
+    (find_members(run)[1] / "checkpoints" / "x" / "commit.json").write_text("{}")
+    names = [info.name for info in list_whole(run)]
+    assert "y" in names
+    assert "x" not in names
+    assert "no checkpoint that can be read" in caplog.text
+
+
 def test_an_export_of_params(store, tmp_path, capsys):
     words = ["checkpoint", "export", str(store)]
     for url in (f"file://{tmp_path}/out", "s3://bucket/out"):
