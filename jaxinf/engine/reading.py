@@ -162,7 +162,7 @@ def each_piece(
             pass
     except StoreError as error:
         opened.health.fail(error)
-        raise
+        opened.health.check()  # raises it, so that `close` need not
 
 
 def _read_chunks(

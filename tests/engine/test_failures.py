@@ -57,6 +57,18 @@ def check_all_raise(driver):
     driver.close()
 
 
+def test_what_read_has_told_close_does_not_repeat(drive):
+    drive().init().steps(2).close()
+    driver = drive().init()
+    break_chunk(driver, "truncated", "a")
+    with pytest.raises(StoreIOError, match=r"params\.embed/c/0/0") as caught:
+        driver.store.read("params", "embed")
+    driver.close()
+    with pytest.raises(StoreIOError) as again:
+        driver.update()
+    assert again.value is caught.value
+
+
 @pytest.mark.parametrize("how", ["deleted", "truncated", "a directory"])
 def test_a_damaged_chunk_that_is_read(drive, how):
     drive(num_csds=2).init().steps(2).close()
