@@ -91,10 +91,11 @@ class Exports:
             problem = f"{type(error).__name__}: {error}"
             _LOG.warning(
                 "%s: step %d is not exported to %s: %s. What is there, if anything, is "
-                "no export yet; training goes on",
+                "no export yet%s",
                 self._path,
                 step,
                 url,
                 problem,
+                "" if self.stop.is_set() else "; training goes on",
             )
         self.infos.append(ExportInfo(step, url, problem))

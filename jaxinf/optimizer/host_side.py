@@ -167,15 +167,21 @@ class HostFunctions:
 
     # --- callbacks -----------------------------------------------------------------
 
-    def must_bind(self, description: StoreDescription, out: Array, step: Array) -> None:
+    def must_bind(
+        self, description: StoreDescription, out: Array, step: Array, *, waits: bool
+    ) -> None:
         """Callback before a step: tells whether params must be compared with the store.
 
         Args:
           step: the state's.
+          waits: whether an export is waited for here, and not by an update, while
+            other JAX devices wait in a collective: XLA ends the process after 40 s.
         """
         engine = self.engine
         engine.bind(description)
         is_bound = engine.binding.at == int(step)
+        if waits and engine.options.exports(int(step)):
+            engine.join()
         if not is_bound:
             engine.opened.abandon()  # a step whose computation ended before its commit
             engine.wait()

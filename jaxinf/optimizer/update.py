@@ -210,7 +210,7 @@ class _StepCalls:
         """
         host, mesh = self.wrapped.host, mesh_of(self.shardings)
         result = jax.ShapeDtypeStruct((), np.int32)
-        must_bind = self.guarded(host.must_bind)
+        must_bind = self.guarded(host.must_bind, waits=mesh is not None)
         found = call_together(must_bind, mesh, self.state.step, result)
 
         def compared() -> jax.Array:

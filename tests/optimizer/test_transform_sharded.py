@@ -43,6 +43,15 @@ def test_same_bits_on_four_devices_and_after_changes_of_mesh(place, run_python):
             np.testing.assert_array_equal(found[leaf], expected[leaf], err_msg=leaf)
 
 
+@pytest.mark.long
+def test_an_export_is_not_waited_for_beside_a_collective(place, run_python):
+    """XLA ends a process whose devices wait for one of them for 40 s."""
+    order = run_python(PROGRAM, place, "exporting", **DEVICES).stdout.split()
+    first = order.index("export")
+    assert {*order[:first], *order[first + 1 : -1]} == {"update"}
+    assert 2 * first == len(order) - 2
+
+
 LONG = pytest.mark.long
 HOWS = [
     ("shardings", "buffer", 20),

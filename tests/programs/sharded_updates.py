@@ -6,6 +6,7 @@ python sharded_updates.py FOLDER failure HOW REPEATS
 
 import json
 import sys
+import time
 
 import callback_form
 import jax
@@ -17,6 +18,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxinf
+from jaxinf.engine import exports
+from jaxinf.optimizer.host_side import HostFunctions
 
 SPECS = {"rows": P("d"), "columns": P(None, "d"), "both": P("d"), "scale": P()}
 TWO_AXES = {"rows": P(("x", "d")), "columns": P(None, "d"), "both": P(), "scale": P()}
@@ -239,6 +242,29 @@ def restart(place):
         store.check()
     except jaxinf.StoreMismatchError as error:
         print(error)
+
+
+def exporting(place):
+    """Prints in which order the exports end and the updates of replicas begin."""
+    mesh, order, whole = four_devices(), [], dict.fromkeys(SPECS, P())
+    update = HostFunctions.update
+
+    def slow_export(*_, **__):
+        time.sleep(2)
+        order.append("export")
+
+    def noted(*arguments):
+        order.append("update")
+        update(*arguments)
+
+    exports.export_url, HostFunctions.update = slow_export, noted
+    options = {"export_every": 1, "export_to": f"file://{place}/out"}
+    with jaxinf.open_store(place + "/exporting", **options) as store:
+        tx, params = smart(store), on(mesh, make(0), whole)
+        state = tx.init(params)
+        params, state = steps(tx, params, state, mesh, range(1, 3), whole)
+        jax.block_until_ready(params)
+    print(*order)
 
 
 if __name__ == "__main__":
