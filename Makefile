@@ -105,6 +105,7 @@ test-cards: $(VENV)/installed  ## emulated cards: every kind of update, crashes,
 test-xrt: $(VENV)/installed  ## cards' code on the real XRT runtime (installs it; Debian 12)
 	dpkg-query --show $(XRT_PACKAGES) >/dev/null 2>&1 || ! command -v apt-get >/dev/null || { \
 	  $(SUDO) apt-get update -qq && $(SUDO) apt-get install -qq -y --no-install-recommends $(XRT_PACKAGES); }
+	$(BIN)/python -m pip install --quiet '.[test-xrt]'
 	JAXINF_TEST_XRT=$(VENV)/xrt $(BIN)/pytest -n auto --dist loadfile --timeout 900 -m 'not cards' tests/xrt \
 	  $(addprefix tests/engine/test_,$(addsuffix .py,failures integrity order steps))
 

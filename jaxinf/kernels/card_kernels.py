@@ -163,7 +163,7 @@ class CardKernel:
         scalars: Sequence[np.generic | Array],
         num_selected: int = 0,
     ) -> tuple[int, ...]:
-        """Returns the scalar arguments as signed 32-bit integers.
+        """Returns the scalar arguments as signed 32-bit integers, as pyxrt needs them.
 
         Args:
           num_elements: length of the subgroup.

@@ -1,4 +1,4 @@
-// XRT's C functions over the host's memory, for tests of jaxinf/csd/cards/xrt.py.
+// XRT's C functions over the host's memory, for tests of jaxinf/csd/cards/library.py.
 //
 // One kernel: it adds its last argument to every byte of its first. What the host maps
 // of a buffer and what the card has are two memories, as with a card, P2P excepted.

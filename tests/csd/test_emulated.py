@@ -1,8 +1,10 @@
-"""The stand-in for XRT has its restrictions, and the code around it obeys them."""
+"""The stand-in for pyxrt has its restrictions, and the code around it obeys them."""
 
 import gc
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,44 +27,84 @@ WORDS = CARD.scalar_values(
 
 
 class Rig:
-    """A kernel (params -= 0.1 gradient) with its buffers."""
+    """A kernel (params -= 0.1 gradient) with its buffers, by pyxrt's names."""
 
     def __init__(self):
-        self.card = XrtCard(EmulatedXrt(), 0, Path(ANY_KERNEL))
-        self.kernel = self.card.kernel(NAME)
-        self.gradient, self.out = (self.card.allocate(4 * SIZE, 0) for _ in range(2))
-        self.params = self.card.allocate(4 * SIZE, 0, p2p=True)
-        self.status = self.card.allocate(STATUS, 0)
-        self.params.array.view(np.float32)[:] = 1
-        self.gradient.array.view(np.float32)[:] = 2
+        self.xrt = EmulatedXrt(has_contexts=False)
+        self.device = self.xrt.device(0)
+        uuid = self.device.load_xclbin(self.xrt.xclbin(ANY_KERNEL))
+        self.kernel = self.xrt.kernel(self.device, uuid, NAME)
+        self.gradient, self.out = self.bo(4 * SIZE), self.bo(4 * SIZE)
+        self.params = self.bo(4 * SIZE, p2p=True)
+        self.status = self.bo(STATUS)
+        self.view(self.params)[:] = 1
+        self.view(self.gradient)[:] = 2
 
-    def run(self):
+    def bo(self, num_bytes, p2p=False):
+        flags = self.xrt.bo.flags
+        kind = flags.p2p if p2p else flags.normal
+        return self.xrt.bo(self.device, num_bytes, kind, 0)
+
+    def view(self, bo, dtype=np.float32):
+        return np.frombuffer(bo.map(), dtype)
+
+    def sync(self, bo, way):
+        ways = self.xrt.xclBOSyncDirection
+        bo.sync(getattr(ways, f"XCL_BO_SYNC_BO_{way}_DEVICE"), bo.size(), 0)
+
+    def start(self, words=WORDS):
         bos = [self.gradient, self.params, self.params, self.out, self.status]
-        self.kernel.run([one.bo for one in bos], WORDS, 60)
+        run = self.kernel(*bos, *words)
+        while int(run.state()) in (1, 3):
+            time.sleep(0.001)
+        return int(run.state())
 
 
 def test_what_is_not_synced_is_stale():
     rig = Rig()
-    rig.run()  # the gradient has not been sent: the card's memory holds zeros
-    np.testing.assert_array_equal(rig.params.array.view(np.float32), 1)
-    np.testing.assert_array_equal(rig.out.array, 0xA5)
-    rig.out.from_card(4 * SIZE)
-    np.testing.assert_array_equal(rig.out.array.view(np.float32), 0)
+    rig.start()  # the gradient has not been sent: the card's memory holds zeros
+    np.testing.assert_array_equal(rig.view(rig.params), 1)
+    np.testing.assert_array_equal(rig.view(rig.out, np.uint8), 0xA5)
+    rig.sync(rig.out, "FROM")
+    np.testing.assert_array_equal(rig.view(rig.out), 0)
+
+
+def test_a_call_drops_what_is_neither_buffer_nor_integer():
+    rig = Rig()
+    rig.sync(rig.gradient, "TO")
+    words = [*WORDS[:-1], -0.1]  # the rate, as a float
+    assert len(CARD.constants) == 1
+    assert rig.start(words) == 4
+    np.testing.assert_array_equal(rig.view(rig.params), 1)
+    for value in (1.0, 1 << 31, -(1 << 31) - 1, None, True):
+        with pytest.raises(TypeError):
+            rig.xrt.run(rig.kernel).set_arg(5, value)
 
 
 def test_a_card_has_4_gib():
-    card = XrtCard(EmulatedXrt(), 0, Path(ANY_KERNEL))
-    held = [card.allocate(1 << 30, 0, p2p=True) for _ in range(4)]
-    with pytest.raises(NoCardMemory):
-        card.allocate(4096, 0)
-    view = held[0].array[:4096]
+    rig = Rig()
+    held = [rig.bo(1 << 30, p2p=True) for _ in range(3)]
+    with pytest.raises(MemoryError):
+        rig.bo(1 << 30)
     del held[0]
-    with pytest.raises(NoCardMemory):
-        card.allocate(1 << 30, 0)
-    view[:] = 1  # a view keeps the memory
-    del view
     gc.collect()
-    assert card.allocate(1 << 30, 0, p2p=True).array.size == 1 << 30
+    assert rig.bo(1 << 30, p2p=True).size() == 1 << 30
+    with pytest.raises(RuntimeError):
+        rig.xrt.bo(rig.params, 4 * SIZE, 64)
+    with pytest.raises(RuntimeError, match="no memory bank 3"):
+        rig.xrt.bo(rig.device, 4096, rig.xrt.bo.flags.normal, 3)
+
+
+def test_a_mapping_dies_with_its_buffer():
+    rig = Rig()
+    view = rig.view(rig.params)
+    part = rig.xrt.bo(rig.params, 4096, 0)
+    del rig.params
+    gc.collect()
+    np.testing.assert_array_equal(view, 1)  # its part holds the memory
+    del part
+    gc.collect()
+    np.testing.assert_array_equal(view.view(np.uint8), 0xA5)
 
 
 def test_a_drive_sends_a_card_whole_pages():
@@ -79,10 +121,11 @@ def test_a_drive_sends_a_card_whole_pages():
 # --- the adapter over it -----------------------------------------------------------
 
 
-def test_a_card_runs_a_kernel_of_its_xclbin(tmp_path):
+@pytest.mark.parametrize("has_contexts", [False, True])
+def test_the_adapter_knows_every_release(has_contexts, tmp_path):
     xclbin = tmp_path / "kernels.xclbin"
     xclbin.write_text(f"{NAME}\n{OTHER}\n")
-    card = XrtCard(EmulatedXrt(), 0, xclbin)
+    card = XrtCard(EmulatedXrt(has_contexts=has_contexts), 0, xclbin)
     assert card.kernel_names == (NAME, OTHER)
     kernel = card.kernel(NAME)
     assert card.kernel(NAME) is kernel
@@ -104,12 +147,30 @@ def card():
     return XrtCard(EmulatedXrt(), 0, Path(ANY_KERNEL))
 
 
+def test_a_view_keeps_its_buffer(card):
+    view = card.allocate(4 << 30, 0, p2p=True).array[:4096]
+    gc.collect()
+    with pytest.raises(NoCardMemory):
+        card.allocate(4096, 0)
+    view[:] = 1
+    del view
+    gc.collect()
+    assert card.allocate(4096, 0).array.size == 4096
+
+
+OLDER = SimpleNamespace(device=EmulatedXrt().device)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (
             lambda card, path: XrtCard(EmulatedXrt(), 0, path).kernel("jaxinf_lion"),
             rf"has no kernel jaxinf_lion, only {NAME}.* make -C hls hw KERNELS=",
+        ),
+        (
+            lambda card, path: XrtCard(OLDER, 0, path),
+            r"expected XRT 2021\.2 .* a newer release",
         ),
         (
             lambda card, path: XrtCard(EmulatedXrt(), "0000:01:00.1", path),
@@ -131,6 +192,10 @@ def card():
             lambda card, path: card.kernel(NAME).run([], WORDS, 60),
             f"kernel {NAME} ended as error",  # no pointers: on a card, a bus error
         ),
+        (
+            lambda card, path: card.kernel(NAME).run([], [0.5], 60),
+            r"did not start: .*incompatible",
+        ),
     ],
 )
 def test_what_a_card_refuses_is_named(card, tmp_path, call, message):
@@ -142,7 +207,7 @@ def test_what_a_card_refuses_is_named(card, tmp_path, call, message):
 
 def test_a_kernel_that_never_ends(card):
     gate = threading.Event()
-    blocked = card._device.xrt.objects[card._device.handle].unit.submit(gate.wait)
+    blocked = card._device.unit.submit(gate.wait)
     with pytest.raises(CsdError, match=r"has not ended after 0 s; reset the card"):
         card.kernel(NAME).run([], WORDS, 0.01)
     gate.set()

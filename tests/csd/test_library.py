@@ -1,4 +1,4 @@
-"""XRT's C functions: handles, errors, and threads during a sync."""
+"""XRT's C functions under pyxrt's names: handles, errors, and threads during a sync."""
 
 import ctypes
 import gc
@@ -11,15 +11,16 @@ import pytest
 from swemu.table import Kernel, units
 from swemu.xclbin import write_xclbin
 
-from jaxinf.csd.cards.xclbin import kernel_names
-from jaxinf.csd.cards.xrt import (
+from jaxinf.csd.cards import library as library_module
+from jaxinf.csd.cards.library import (
     LIBRARY,
-    NoCardMemory,
-    XrtCard,
+    XrtLibrary,
     close_all,
     has_runtime,
     load_runtime,
 )
+from jaxinf.csd.cards.xclbin import kernel_names
+from jaxinf.csd.cards.xrt import NoCardMemory, XrtCard
 from jaxinf.errors import CsdError
 from jaxinf.kernels.card_kernels import CardArgument
 from jaxinf.native import toolchain
@@ -53,7 +54,6 @@ def stub(prefix):
 @pytest.fixture
 def xrt(prefix, stub, monkeypatch):
     monkeypatch.setenv("XILINX_XRT", str(prefix))
-    assert has_runtime()
     return load_runtime()
 
 
@@ -68,6 +68,11 @@ def xclbin(path, *names):
 @pytest.fixture
 def card(xrt, tmp_path):
     return XrtCard(xrt, 0, xclbin(tmp_path / "k.xclbin", "add", "other"))
+
+
+def test_the_library_comes_before_pyxrt(xrt):
+    assert has_runtime()
+    assert isinstance(xrt, XrtLibrary)
 
 
 def test_a_run(card):
@@ -141,6 +146,9 @@ def test_errors_have_the_systems_reason(card, xrt, tmp_path):
         card.allocate(5 << 30, 0)
     with pytest.raises(CsdError, match="did not start: xrtRunSetArg: Invalid"):
         card.kernel("add").run([card.allocate(64, 0).bo], [1, 2], 60)
+    for bad in (0.5, 1 << 31):
+        with pytest.raises(CsdError, match="expected a buffer or 32 bits"):
+            card.kernel("add").run([], [bad], 60)
 
 
 def sync_while_another_thread_acts(xrt, stub, path, milliseconds):
@@ -165,12 +173,12 @@ def sync_while_another_thread_acts(xrt, stub, path, milliseconds):
     return errors
 
 
-def test_other_threads_run_during_a_sync(xrt, stub, tmp_path, monkeypatch):
+def test_other_threads_run_during_a_sync(xrt, stub, prefix, tmp_path, monkeypatch):
     path = xclbin(tmp_path / "k.xclbin", "add")
     assert not sync_while_another_thread_acts(xrt, stub, path, 60_000)
-    # The counter-check: a call that holds the GIL.
-    monkeypatch.setattr(ctypes, "CDLL", ctypes.PyDLL)
-    holding = load_runtime()
+    # The counter-check: a call that holds the GIL, as pyxrt's does.
+    monkeypatch.setattr(library_module.ctypes, "CDLL", ctypes.PyDLL)
+    holding = XrtLibrary(prefix / "lib" / LIBRARY)
     (error,) = sync_while_another_thread_acts(holding, stub, path, 100)
     assert "xrtBOSync" in str(error)
 

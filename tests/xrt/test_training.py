@@ -12,6 +12,13 @@ import pytest
 
 NUM_STEPS = 50
 
+PROGRAM = ("-m", "jaxinf.train")
+OVER_PYXRT = (
+    "-c",
+    "import runpy; from jaxinf.csd.cards import library; library.LIBRARY = 'none.so'; "
+    "runpy.run_module('jaxinf.train', run_name='__main__', alter_sys=True)",
+)
+
 pytestmark = pytest.mark.timeout(900)
 
 
@@ -24,9 +31,9 @@ def place(tmp_path_factory):
 def train(place, sandbox):
     """Trains `nano` on CSDs, two by default, in a program of its own."""
 
-    def run(name, *words, num_csds=2, during=None):
+    def run(name, *words, num_csds=2, during=None, program=PROGRAM):
         roots = [place / name / f"csd{number}" for number in range(num_csds)]
-        command = ["-m", "jaxinf.train", "--preset", "nano", "--batch-size", "2"]
+        command = [*program, "--preset", "nano", "--batch-size", "2"]
         command += ["--seq-len", "64", "--steps", str(NUM_STEPS)]
         command += ["--store", place / name / "store", "--log-dir", place / name]
         for root in roots:
@@ -94,9 +101,15 @@ def end(process):
         process.kill()
 
 
-@pytest.mark.parametrize("deaths", [(), ("device", "host")], ids=["whole", "deaths"])
-def test_losses_are_the_hosts(train, wanted, place, sandbox, runtime, deaths):
-    name = f"cards-{len(deaths)}"
+@pytest.mark.parametrize(
+    ("deaths", "program"),
+    [((), PROGRAM), (("device", "host"), PROGRAM), ((), OVER_PYXRT)],
+    ids=["whole", "deaths", "pyxrt"],
+)
+def test_losses_are_the_hosts(
+    train, wanted, place, sandbox, runtime, request, deaths, program
+):
+    name = request.node.callspec.id
     directory = place / name
     for number, death in enumerate(deaths):
         step = 10 * (number + 1)
@@ -118,7 +131,7 @@ def test_losses_are_the_hosts(train, wanted, place, sandbox, runtime, deaths):
         assert finished.status != 0
         assert not finished.timed_out
         assert step - 1 <= committed_step(directory / "store") < NUM_STEPS
-    finished = train(name, "--csd", "smartssd")
+    finished = train(name, "--csd", "smartssd", program=program)
     assert finished.status == 0, finished.output
     assert losses(directory) == wanted
     assert sandbox.close() == []

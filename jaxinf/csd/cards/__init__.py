@@ -1,4 +1,4 @@
 """FPGA cards: their kinds of CSD, their memory, and the runtime that drives them.
 
-Invariant: XRT is loaded here alone, and at first use.
+Invariant: pyxrt is imported here alone, and at first use.
 """

@@ -1,4 +1,4 @@
-"""A CSD whose processor is a card: the protocol over XRT's buffers and kernels.
+"""A CSD whose processor is a card: the protocol over pyxrt's buffers and kernels.
 
         NVMe ──preadv──► P2P buffer ══ kernel, in place ══► P2P buffer ──pwritev──► NVMe
                              gradient ──sync──►  ║  ──sync──► update or new params

@@ -13,11 +13,12 @@ from pathlib import Path
 
 from jaxinf.csd.base import GradientForm, KernelNeed, is_idle
 from jaxinf.csd.cards.card import RESULTS, CardCsd
+from jaxinf.csd.cards.library import load_runtime
 from jaxinf.csd.cards.memory import BUFFERS_BYTES, CardMemory, set_bytes
 from jaxinf.csd.cards.peer import probe_peer
 from jaxinf.csd.cards.standin import ANY_KERNEL, EmulatedXrt
 from jaxinf.csd.cards.sysfs import card_of, check_p2p, list_cards
-from jaxinf.csd.cards.xrt import XrtCard, load_runtime, open_card
+from jaxinf.csd.cards.xrt import XrtCard, open_card
 from jaxinf.errors import CsdError, UnsupportedTransformError
 from jaxinf.kernels import card_kernel
 from jaxinf.transfer import ByteMeters, supports_direct
@@ -31,7 +32,7 @@ def open_emulated(
 ) -> "CardFleet":
     """Opens one card for each root, with `num_buffers` or as many buffers as fit.
 
-    It is the code that drives cards, over a stand-in for XRT's library.
+    It is the code that drives cards, over a stand-in for pyxrt.
     """
     runtime = EmulatedXrt()
     cards = [XrtCard(runtime, n, Path(ANY_KERNEL)) for n in range(len(roots))]

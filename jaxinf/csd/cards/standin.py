@@ -1,27 +1,28 @@
-"""A stand-in for XRT's C functions, with its restrictions, over this machine's memory.
+"""A stand-in for pyxrt, with its restrictions, over this machine's memory.
 
-Invariant: code that works here uses XRT correctly: data that was not synced is stale, a
-buffer's memory is given back with its last part, and the card has 4 GiB.
+Invariant: code that works here uses pyxrt correctly, in releases of XRT with hardware
+contexts and before. The stand-in has pyxrt's restrictions: arguments that are neither
+buffers nor integers are silently dropped, integers from 2^31 on are refused, as are
+buffers of a context and copies without a length, which some releases lack; data that
+was not synced is stale, a mapping ends with its buffer, and the card has 4 GiB.
 
 The kernels are those of the cards, compiled for this machine (`make -C hls csim`).
 """
 
-import ctypes
-import errno
+import enum
 import functools
-import itertools
 import mmap
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from jaxinf.csd.cards.xrt import DEVICE_BYTES, P2P
-from jaxinf.kernels import CardKernel, card_function, named_card_kernel
+from jaxinf.csd.cards.library import KernelName
+from jaxinf.csd.cards.xrt import DEVICE_BYTES
+from jaxinf.kernels import card_function, named_card_kernel
 from jaxinf.typing import Array
 
 ANY_KERNEL = "every kernel of the table"
@@ -33,121 +34,84 @@ _EXAMPLE = "jaxinf_adam_f32_update_f32"
 
 
 class EmulatedXrt:
-    """XRT's library; each function has the arguments and the result of the C one.
+    """The module pyxrt.
 
-    Attributes:
-      objects: what is behind each handle.
+    Args:
+      has_contexts: whether it is of a release with ``hw_context``, from 2023.2 on.
     """
 
-    def __init__(self) -> None:
-        self.objects: dict[int, Any] = {}
-        self._numbers = itertools.count(1)
-
-    def kernel_names(self, path: Path) -> list[str]:
-        """Returns the kernels of a file of names, one a line; of `ANY_KERNEL` one."""
-        return [_EXAMPLE] if str(path) == ANY_KERNEL else path.read_text().split()
-
-    def _opened(self, one: Any) -> int:
-        handle = next(self._numbers)
-        self.objects[handle] = one
-        return handle
-
-    def _closed(self, handle: int) -> int:
-        del self.objects[handle]
-        return 0
-
-    xrtDeviceClose = xrtKernelClose = xrtBOFree = xrtRunClose = _closed
-
-    def xrtDeviceOpen(self, index: int) -> int:
-        return self._opened(_Device(index))
-
-    def xrtDeviceOpenByBDF(self, address: bytes) -> int:
-        return _refused(errno.ENODEV)
-
-    def xrtDeviceLoadXclbinFile(self, device: int, path: bytes) -> int:
-        if os.fsdecode(path) != ANY_KERNEL:
-            self.objects[device].names = self.kernel_names(Path(os.fsdecode(path)))
-        return 0
-
-    def xrtDeviceGetXclbinUUID(self, device: int, uuid: Any) -> int:
-        return 0
-
-    def xrtPLKernelOpen(self, device: int, uuid: Any, name: bytes) -> int:
-        own, text = self.objects[device], name.decode()
-        if own.names is not None and text not in own.names:
-            return _refused(errno.ENOENT)
-        try:
-            return self._opened(_Kernel(own, named_card_kernel(text)))
-        except ValueError:
-            return _refused(errno.ENOENT)
-
-    def xrtKernelArgGroupId(self, kernel: int, argument: int) -> int:
-        return 0 if argument < len(self.objects[kernel].card.pointers) else -1
-
-    def xrtBOAlloc(self, device: int, num_bytes: int, flags: int, bank: int) -> int:
-        if bank != 0:
-            return _refused(errno.EINVAL)
-        try:
-            memory = _Memory(self.objects[device], num_bytes, p2p=flags == P2P)
-        except MemoryError:
-            return _refused(errno.ENOMEM)
-        return self._opened(_Bo(memory, 0, num_bytes))
-
-    def xrtBOSubAlloc(self, bo: int, num_bytes: int, offset: int) -> int:
-        whole = self.objects[bo]
-        if offset + num_bytes > whole.num_bytes:
-            return _refused(errno.EINVAL)
-        return self._opened(_Bo(whole.memory, whole.start + offset, num_bytes))
-
-    def xrtBOMap(self, bo: int) -> int:
-        return self.objects[bo].of(self.objects[bo].memory.on_host).ctypes.data
-
-    def xrtBOSync(self, bo: int, direction: int, num_bytes: int, offset: int) -> int:
-        own, place = self.objects[bo], slice(offset, offset + num_bytes)
-        if offset + num_bytes > own.num_bytes:
-            return -1
-        both = own.of(own.memory.on_host), own.of(own.memory.on_card)
-        source, target = both if direction == 0 else both[::-1]
-        target[place] = source[place]
-        return 0
-
-    def xrtRunOpen(self, kernel: int) -> int:
-        return self._opened(_Run(self.objects[kernel]))
-
-    def xrtRunSetArg(self, run: int, number: int, value: Any) -> int:
-        is_buffer = isinstance(value, ctypes.c_void_p)
-        own = self.objects[value.value or 0] if is_buffer else value.value
-        self.objects[run].arguments[number] = own
-        return 0
-
-    def xrtRunStart(self, run: int) -> int:
-        self.objects[run].start()
-        return 0
-
-    def xrtRunState(self, run: int) -> int:
-        return self.objects[run].state()
+    def __init__(self, *, has_contexts: bool = True) -> None:
+        self.xclBOSyncDirection = _EmulatedDirection
+        self.xclbin, self.bo, self.kernel, self.run = (
+            _EmulatedXclbin,
+            _EmulatedBo,
+            _EmulatedKernel,
+            _EmulatedRun,
+        )
+        self.device = _EmulatedDevice
+        if has_contexts:
+            self.device, self.hw_context = _EmulatedDeviceOfContexts, _EmulatedContext
 
 
-def _refused(code: int) -> int:
-    ctypes.set_errno(code)
-    return 0
+class _EmulatedFlags(enum.Enum):
+    normal = 0
+    p2p = 1
 
 
-class _Device:
-    def __init__(self, index: int) -> None:
+class _EmulatedDirection(enum.Enum):
+    XCL_BO_SYNC_BO_TO_DEVICE = 0
+    XCL_BO_SYNC_BO_FROM_DEVICE = 1
+
+
+class _EmulatedDevice:
+    def __init__(self, device: int | str) -> None:
+        if isinstance(device, str):
+            raise RuntimeError(f"Invalid device string '{device}'")
         self.lock = threading.Lock()
         self.free_bytes = DEVICE_BYTES
-        self.unit = ThreadPoolExecutor(1, thread_name_prefix=f"card-{index}")
-        self.names: list[str] | None = None  # all
+        self.unit = ThreadPoolExecutor(1, thread_name_prefix=f"card-{device}")
+        self.loaded: _EmulatedXclbin | None = None
+
+    def load_xclbin(self, xclbin: "_EmulatedXclbin") -> int:
+        self.loaded = xclbin
+        return id(xclbin)
 
 
-class _Memory:
+class _EmulatedDeviceOfContexts(_EmulatedDevice):
+    register_xclbin = _EmulatedDevice.load_xclbin
+
+
+class _EmulatedXclbin:
+    """A file of kernel names, one a line."""
+
+    def __init__(self, path: str) -> None:
+        self._names: list[str] | None = None
+        if path != ANY_KERNEL:
+            try:
+                self._names = Path(path).read_text().split()
+            except (OSError, UnicodeDecodeError) as error:
+                raise RuntimeError(f"cannot read xclbin: {error}") from error
+
+    def get_kernels(self) -> list[KernelName]:
+        return [KernelName(n) for n in (self._names or [_EXAMPLE])]
+
+    def holds(self, name: str) -> bool:
+        return self._names is None or name in self._names
+
+
+class _EmulatedContext:
+    def __init__(self, device: _EmulatedDevice, uuid: int) -> None:
+        assert uuid == id(device.loaded)
+        self.device = device
+
+
+class _EmulatedMemory:
     """Memory of a card and the host's view of it, which is a copy without P2P."""
 
-    def __init__(self, device: _Device, num_bytes: int, *, p2p: bool) -> None:
+    def __init__(self, device: _EmulatedDevice, num_bytes: int, *, p2p: bool) -> None:
         with device.lock:
             if not 0 < num_bytes <= device.free_bytes:
-                raise MemoryError
+                raise MemoryError("std::bad_alloc")
             device.free_bytes -= num_bytes
         self._device = device
         self._num_bytes = num_bytes
@@ -158,52 +122,123 @@ class _Memory:
 
     def __del__(self) -> None:
         if hasattr(self, "on_host"):
+            # A mapping that is still in use now shows poison.
+            self.on_host[:_POISONED_BYTES] = _POISON
             with self._device.lock:
                 self._device.free_bytes += self._num_bytes
 
 
-class _Bo(NamedTuple):
-    """A buffer, or a part of one."""
+class _EmulatedBo:
+    """``bo(owner, size, flags, group)``, or ``bo(parent, size, offset)``."""
 
-    memory: _Memory
-    start: int
-    num_bytes: int
+    flags = _EmulatedFlags
 
-    def of(self, memory: Array) -> Array:
-        return memory[self.start : self.start + self.num_bytes]
+    def __init__(self, owner: Any, num_bytes: int, *rest: Any) -> None:
+        if isinstance(owner, _EmulatedBo):
+            (self._start,) = rest
+            self.memory = owner.memory
+            if not 0 <= self._start <= self._start + num_bytes <= owner.num_bytes:
+                raise RuntimeError("sub-buffer: Invalid argument")
+            self._start += owner._start
+        else:
+            flags, bank = rest
+            if isinstance(owner, _EmulatedContext):
+                raise TypeError("bo: incompatible constructor arguments")
+            if bank != 0:
+                raise RuntimeError(f"no memory bank {bank}")
+            self.memory = _EmulatedMemory(
+                owner, num_bytes, p2p=flags is _EmulatedFlags.p2p
+            )
+            self._start = 0
+        self.num_bytes = num_bytes
+
+    def size(self) -> int:
+        return self.num_bytes
+
+    def map(self) -> memoryview:
+        return self._part(self.memory.on_host).data
+
+    def sync(self, direction: _EmulatedDirection, num_bytes: int, offset: int) -> None:
+        if not 0 <= offset <= offset + num_bytes <= self.num_bytes:
+            raise RuntimeError("sync: Invalid argument")
+        place = slice(offset, offset + num_bytes)
+        host = self._part(self.memory.on_host)[place]
+        card = self._part(self.memory.on_card)[place]
+        if direction is _EmulatedDirection.XCL_BO_SYNC_BO_TO_DEVICE:
+            card[:] = host
+        else:
+            host[:] = card
+
+    def address(self) -> int:
+        return self._part(self.memory.on_card).ctypes.data
+
+    def _part(self, memory: Array) -> Array:
+        return memory[self._start : self._start + self.num_bytes]
 
 
-class _Kernel:
-    def __init__(self, device: _Device, card: CardKernel) -> None:
-        self.device, self.card = device, card
+class _EmulatedKernel:
+    """``kernel(device, uuid, name)``, or ``kernel(context, name)``."""
+
+    def __init__(self, owner: Any, *rest: Any) -> None:
+        of_context = isinstance(owner, _EmulatedContext)
+        if len(rest) != (1 if of_context else 2):
+            raise TypeError("kernel: incompatible constructor arguments")
+        self.device = owner.device if of_context else owner
+        name = rest[-1]
+        if self.device.loaded is None or not self.device.loaded.holds(name):
+            raise RuntimeError(f"No such kernel '{name}'")
+        try:
+            self.card = named_card_kernel(name)
+        except ValueError as error:
+            raise RuntimeError(f"No such kernel '{name}'") from error
+
+    def group_id(self, argument: int) -> int:
+        if not 0 <= argument < len(self.card.pointers):
+            raise RuntimeError(f"argument {argument} has no memory")
+        return 0
 
     @functools.cached_property
     def function(self) -> Callable[..., None]:
         """The compiled kernel; blocks while the compiler runs."""
         return card_function(self.card)
 
+    def __call__(self, *arguments: Any) -> "_EmulatedRun":
+        run = _EmulatedRun(self)
+        for number, value in enumerate(arguments):
+            if isinstance(value, (_EmulatedBo, int)):
+                run.set_arg(number, value)
+        run.start()
+        return run
 
-class _Run:
-    """Arguments that are not set are zero, like a card's registers."""
 
-    def __init__(self, kernel: _Kernel) -> None:
+class _EmulatedRun:
+    """``run(kernel)``. Arguments that are not set are zero, like a card's registers."""
+
+    def __init__(self, kernel: _EmulatedKernel) -> None:
         self._kernel = kernel
-        self.arguments: list[Any] = [0] * len(kernel.card.arguments)
+        self._arguments: list[Any] = [0] * len(kernel.card.arguments)
         self._future: Future[None] | None = None
+
+    def set_arg(self, number: int, value: Any) -> None:
+        if not isinstance(value, _EmulatedBo):
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError("set_arg(): incompatible function arguments")
+            if not -(1 << 31) <= value < 1 << 31:
+                raise TypeError("set_arg(): integer out of range")
+        self._arguments[number] = value
 
     def start(self) -> None:
         self._future = self._kernel.device.unit.submit(self._execute)
 
     def _execute(self) -> None:
         num = len(self._kernel.card.pointers)
-        pointers, words = self.arguments[:num], self.arguments[num:]
-        if not all(isinstance(pointer, _Bo) for pointer in pointers):
+        pointers, words = self._arguments[:num], self._arguments[num:]
+        if not all(isinstance(pointer, _EmulatedBo) for pointer in pointers):
             raise RuntimeError("a pointer was not set")  # on a card, a bus error
-        addresses = [bo.of(bo.memory.on_card).ctypes.data for bo in pointers]
-        self._kernel.function(*addresses, *words)
+        self._kernel.function(*(bo.address() for bo in pointers), *words)
 
     def state(self) -> int:
-        """Returns the number of an ``ert_cmd_state``."""
+        """Returns the number of an ``ert_cmd_state``; pyxrt lacks names for some."""
         if self._future is None:
             return 1
         if not self._future.done():

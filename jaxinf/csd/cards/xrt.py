@@ -1,178 +1,42 @@
-"""Cards through the C functions of Xilinx's runtime (XRT); no call holds the GIL.
+"""Cards through Xilinx's runtime (XRT), in any of its releases.
 
-Invariant: every handle is closed exactly once, buffers before their device, also at the
-interpreter's exit: if a handle outlives the library, XRT ends the process by a signal.
-Nothing is loaded before a store of cards is opened. Kernels get buffers and 32-bit
-words, nothing else.
-
-The functions are the same from 2021.1 (2.11) to 2026.1, for any Python.
+Invariant: only this module handles the runtime's restrictions. Floats and large
+integers are passed as signed 32-bit words. A view of a buffer keeps the buffer, which
+pyxrt's mappings do not. Buffers come from the device, as ``bo(hw_context, …)`` is a
+TypeError in pyxrt of 2023.2 to 2025.2.
 """
 
 import ctypes
-import itertools
-import os
 import threading
 import time
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxinf.csd.cards.xclbin import kernel_names
+from jaxinf.csd.cards.library import load_runtime
 from jaxinf.errors import CsdError
-
-LIBRARY = "libxrt_coreutil.so.2"
-"""XRT's library, in ``lib`` below XILINX_XRT, or on the loader's path."""
 
 DEVICE_BYTES = 4 << 30
 """Memory of a SmartSSD's card."""
-
-P2P = 1 << 30
-"""The flag of a buffer that drives can reach."""
-
-_HANDLE, _INT, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
-_UUID_BYTES = 16
-_TO_CARD, _FROM_CARD = 0, 1
-_FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "xrtDeviceOpen": (_HANDLE, (ctypes.c_uint,)),
-    "xrtDeviceOpenByBDF": (_HANDLE, (ctypes.c_char_p,)),
-    "xrtDeviceClose": (_INT, (_HANDLE,)),
-    "xrtDeviceLoadXclbinFile": (_INT, (_HANDLE, ctypes.c_char_p)),
-    "xrtDeviceGetXclbinUUID": (_INT, (_HANDLE, ctypes.c_char_p)),
-    "xrtPLKernelOpen": (_HANDLE, (_HANDLE, ctypes.c_char_p, ctypes.c_char_p)),
-    "xrtKernelArgGroupId": (_INT, (_HANDLE, _INT)),
-    "xrtKernelClose": (_INT, (_HANDLE,)),
-    "xrtBOAlloc": (_HANDLE, (_HANDLE, _SIZE, ctypes.c_uint64, ctypes.c_uint32)),
-    "xrtBOSubAlloc": (_HANDLE, (_HANDLE, _SIZE, _SIZE)),
-    "xrtBOMap": (_HANDLE, (_HANDLE,)),
-    "xrtBOSync": (_INT, (_HANDLE, _INT, _SIZE, _SIZE)),
-    "xrtBOFree": (_INT, (_HANDLE,)),
-    "xrtRunOpen": (_HANDLE, (_HANDLE,)),
-    "xrtRunSetArg": (_INT, (_HANDLE, _INT)),  # then the argument, of any type
-    "xrtRunStart": (_INT, (_HANDLE,)),
-    "xrtRunState": (_INT, (_HANDLE,)),
-    "xrtRunClose": (_INT, (_HANDLE,)),
-}
 
 _COMPLETED = 4
 _PENDING = (1, 2, 3, 7)  # new, queued, running, submitted
 _STATES = {5: "error", 6: "abort", 8: "timeout", 9: "no response"}
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 20e-6, 500e-6
-_INSTALL = (
-    "install XRT, and run `source /opt/xilinx/xrt/setup.sh` before Python. "
-    "csd='emulated' runs the same kernels with no card"
-)
+_SYNC_BYTES = 1 << 20  # bytes a call copies; pyxrt holds the GIL meanwhile
 
 
 class NoCardMemory(CsdError):
     """A card has no memory left."""
 
 
-def has_runtime() -> bool:
-    """Whether XRT seems to be set up; nothing is loaded."""
-    prefix = os.environ.get("XILINX_XRT")
-    return bool(prefix) and (Path(prefix) / "lib" / LIBRARY).exists()
-
-
-def load_runtime() -> Any:
-    """Returns XRT's C functions, with their types.
-
-    Raises:
-      CsdError: XRT is not installed or too old, or its environment is not set up.
-    """
-    prefix = os.environ.get("XILINX_XRT")
-    if not prefix:  # without its environment the runtime would end the process
-        raise CsdError(
-            "csd='smartssd': expected the variable XILINX_XRT to name XRT's directory, "
-            f"found it unset; {_INSTALL}"
-        )
-    own = Path(prefix) / "lib" / LIBRARY
-    try:
-        library: Any = ctypes.CDLL(
-            str(own if own.exists() else LIBRARY), use_errno=True
-        )
-        for name, (result, arguments) in _FUNCTIONS.items():
-            function = getattr(library, name)
-            function.restype, function.argtypes = result, arguments
-    except OSError as error:
-        raise CsdError(
-            f"csd='smartssd': expected Xilinx's runtime (XRT), found no {LIBRARY} "
-            f"({error}); {_INSTALL}"
-        ) from error
-    except AttributeError as error:
-        raise CsdError(
-            "csd='smartssd': expected XRT 2021.1 (2.11) or newer, found a release "
-            f"without a function: {error}; install a newer release of XRT"
-        ) from error
-    library.kernel_names = kernel_names
-    return library
-
-
-# --- handles ------------------------------------------------------------------------
-
-_CLOSE = {
-    "xrtDevice": "xrtDeviceClose",
-    "xrtPLKer": "xrtKernelClose",
-    "xrtBO": "xrtBOFree",
-    "xrtRun": "xrtRunClose",
-}
-_LIVE: "weakref.WeakSet[_Owned]" = weakref.WeakSet()
-_NUMBERS = itertools.count()
-
-
-def close_all() -> None:
-    """Closes every handle, the newest first; the interpreter does so at its exit.
-
-    A program that ends another way calls it itself. No object of this module may be
-    used afterwards.
-    """
-    for owned in sorted(_LIVE, key=lambda owned: owned.number, reverse=True):
-        owned.close()
-
-
-class _Owned:
-    """What a function of XRT's opens. It is closed once, after all made from it.
-
-    Args:
-      xrt: the runtime.
-      of: what it is made from, which it keeps.
-      function: opens it, and is given the arguments.
-
-    Raises:
-      RuntimeError: the function failed; has the system's reason.
-    """
-
-    def __init__(
-        self, xrt: Any, of: "_Owned | None", function: str, *arguments: Any
-    ) -> None:
-        ctypes.set_errno(0)
-        self.handle = getattr(xrt, function)(*arguments)
-        if not self.handle:
-            raise _failure(function)
-        self.xrt, self.of, self.number = xrt, of, next(_NUMBERS)
-        close = next(c for start, c in _CLOSE.items() if function.startswith(start))
-        self._end = weakref.finalize(self, getattr(xrt, close), self.handle)
-        # A stand-in needs no order at the exit, where threads may use its memory.
-        self._end.atexit = isinstance(xrt, ctypes.CDLL)
-        _LIVE.add(self)
-
-    def call(self, function: str, *arguments: Any) -> None:
-        """Calls a function on the handle, which returns 0 if it succeeds."""
-        ctypes.set_errno(0)
-        if getattr(self.xrt, function)(self.handle, *arguments):
-            raise _failure(function)
-
-    def close(self) -> None:
-        """Closes the handle; a second call does nothing."""
-        self._end()
-
-
-def _failure(what: str) -> RuntimeError:
-    code = ctypes.get_errno()
-    reason = os.strerror(code) if code else "XRT says why on standard error"
-    return RuntimeError(f"{what}: {reason}")
+def _too_old(error: Exception) -> CsdError:
+    return CsdError(
+        f"csd='smartssd': expected XRT 2021.2 (2.12) or newer, found an older one: "
+        f"{error}; install a newer release of XRT"
+    )
 
 
 class XrtBuffer:
@@ -183,69 +47,65 @@ class XrtBuffer:
         that `to_card` and `from_card` synchronise.
     """
 
-    def __init__(self, bo: _Owned, num_bytes: int) -> None:
-        self.bo = bo
-        address = bo.xrt.xrtBOMap(bo.handle)
-        if not address:
-            raise _failure("xrtBOMap")
-        mapped: Any = (ctypes.c_ubyte * num_bytes).from_address(address)
-        mapped.bo = bo  # a view of the mapping keeps it
+    def __init__(self, bo: Any, directions: Any) -> None:
+        self.bo, self._directions = bo, directions
+        mapped: Any = (ctypes.c_ubyte * bo.size()).from_buffer(bo.map())
+        mapped.bo = bo  # a view keeps the mapping, and the mapping the buffer
         self.array = np.frombuffer(mapped, np.uint8)
 
     def to_card(self, num_bytes: int) -> None:
         """Copies the host's first bytes to the card; blocks."""
-        self.bo.call("xrtBOSync", _TO_CARD, num_bytes, 0)
+        self._sync(self._directions.XCL_BO_SYNC_BO_TO_DEVICE, num_bytes)
 
     def from_card(self, num_bytes: int) -> None:
         """Copies the card's first bytes to the host; blocks."""
-        self.bo.call("xrtBOSync", _FROM_CARD, num_bytes, 0)
+        self._sync(self._directions.XCL_BO_SYNC_BO_FROM_DEVICE, num_bytes)
+
+    def _sync(self, direction: Any, num_bytes: int) -> None:
+        for start in range(0, num_bytes, _SYNC_BYTES):
+            self.bo.sync(direction, min(_SYNC_BYTES, num_bytes - start), start)
 
 
 class XrtKernel:
     """A kernel of a card's xclbin. Thread-safe: each call makes its own run."""
 
-    def __init__(self, kernel: _Owned, name: str, card: str) -> None:
+    def __init__(self, module: Any, kernel: Any, name: str, card: str) -> None:
+        self._module = module
         self._kernel = kernel
         self._name = name
         self._card = card
 
     def bank(self, argument: int) -> int:
         """Returns the number of the memory bank that a pointer is connected to."""
-        group = self._kernel.xrt.xrtKernelArgGroupId(self._kernel.handle, argument)
-        if group < 0:
-            raise _failure("xrtKernelArgGroupId")
-        return group
+        return int(self._kernel.group_id(argument))
 
     def run(
-        self, buffers: Sequence[_Owned], words: Sequence[int], timeout_s: float
+        self, buffers: Sequence[Any], words: Sequence[int], timeout_s: float
     ) -> None:
         """Runs the kernel once; blocks, without the GIL most of the time.
 
         Args:
-          buffers: for the pointers, which come first.
+          buffers: pyxrt buffers for the pointers, which come first.
           words: signed 32-bit integers for the scalars.
 
         Raises:
           CsdError: the run failed, or did not end in time.
         """
-        values: list[Any] = [_HANDLE(one.handle) for one in buffers]
-        values += [ctypes.c_int32(word) for word in words]
-        kernel = self._kernel
         try:
-            run = _Owned(kernel.xrt, kernel, "xrtRunOpen", kernel.handle)
-            for number, value in enumerate(values):
-                run.call("xrtRunSetArg", number, value)
-            run.call("xrtRunStart")
-        except RuntimeError as error:
+            run = self._module.run(self._kernel)
+            for number, value in enumerate([*buffers, *words]):
+                run.set_arg(number, value)
+            run.start()
+        except (RuntimeError, TypeError) as error:
             raise CsdError(
                 f"card {self._card}: kernel {self._name} did not start: {error}; see "
                 "`dmesg` and `xbutil examine`"
             ) from error
         self._wait(run, timeout_s)
 
-    def _wait(self, run: _Owned, timeout_s: float) -> None:
+    def _wait(self, run: Any, timeout_s: float) -> None:
         pause_s, deadline_s = _FIRST_WAIT_S, time.monotonic() + timeout_s
-        while (state := self._kernel.xrt.xrtRunState(run.handle)) in _PENDING:
+        while (state := int(run.state())) in _PENDING:
             if time.monotonic() > deadline_s:
                 raise CsdError(
                     f"card {self._card}: kernel {self._name} has not ended after "
@@ -267,42 +127,46 @@ class XrtCard:
     """A card with its xclbin loaded. Thread-safe.
 
     Args:
-      xrt: the result of `load_runtime`, or an object with XRT's functions.
+      module: the result of `load_runtime`, or an object with pyxrt's names.
       device: PCI address, or index if cards cannot be listed (emulation).
 
     Raises:
       CsdError: the card or the file is missing, or the card refuses the file.
     """
 
-    def __init__(self, xrt: Any, device: str | int, xclbin: Path) -> None:
+    def __init__(self, module: Any, device: str | int, xclbin: Path) -> None:
         self.name = str(device)
-        self._xrt = xrt
+        self._module = module
         self.xclbin = xclbin
         self._kernels: dict[str, XrtKernel] = {}
         self._lock = threading.Lock()
         try:
-            if isinstance(device, str):
-                name = device.encode()
-                self._device = _Owned(xrt, None, "xrtDeviceOpenByBDF", name)
-            else:
-                self._device = _Owned(xrt, None, "xrtDeviceOpen", device)
-        except RuntimeError as error:
+            self._device = module.device(device)
+        except (RuntimeError, TypeError, ValueError) as error:
             raise CsdError(
                 f"card {device}: cannot be opened: {error}; see `xbutil examine` for "
                 "the cards of this machine, and whether this user may open them"
             ) from error
-        # A uuid may contain zero bytes, so it is passed by address, not as a string.
-        self._uuid = ctypes.create_string_buffer(_UUID_BYTES)
         try:
-            self.kernel_names = tuple(xrt.kernel_names(xclbin))
-            self._device.call("xrtDeviceLoadXclbinFile", os.fsencode(xclbin))
-            self._device.call("xrtDeviceGetXclbinUUID", self._uuid)
-        except (OSError, RuntimeError, ValueError) as error:
+            self._load(str(xclbin))
+        except (AttributeError, TypeError) as error:
+            raise _too_old(error) from error
+        except (RuntimeError, ValueError) as error:
             raise CsdError(
                 f"card {device}: refuses {xclbin}: {error}; give the xclbin that was "
                 "built for the card's platform (`xbutil examine` names it; make -C hls "
                 "hw PLATFORM=…)"
             ) from error
+
+    def _load(self, path: str) -> None:
+        module, self._context = self._module, None
+        xclbin = module.xclbin(path)
+        self.kernel_names = tuple(k.get_name() for k in xclbin.get_kernels())
+        if hasattr(module, "hw_context"):
+            uuid = self._device.register_xclbin(xclbin)
+            self._context = module.hw_context(self._device, uuid)
+        else:
+            self._uuid = self._device.load_xclbin(xclbin)
 
     @property
     def default_bank(self) -> int:
@@ -321,29 +185,35 @@ class XrtCard:
             return self._kernels[name]
 
     def _find(self, name: str) -> XrtKernel:
-        device = self._device
-        where = device.handle, self._uuid, name.encode()
+        module = self._module
         try:
-            kernel = _Owned(self._xrt, device, "xrtPLKernelOpen", *where)
-        except RuntimeError as error:
+            if self._context is not None:
+                kernel = module.kernel(self._context, name)
+            else:
+                kernel = module.kernel(self._device, self._uuid, name)
+        except (RuntimeError, ValueError) as error:
             raise CsdError(
                 f"card {self.name}: {self.xclbin} has no kernel {name}, only "
                 f"{', '.join(self.kernel_names) or 'none'} ({error}); build one that "
                 f"has it: make -C hls hw KERNELS={name}"
             ) from error
-        return XrtKernel(kernel, name, self.name)
+        return XrtKernel(module, kernel, name, self.name)
 
     def allocate(self, num_bytes: int, bank: int, *, p2p: bool = False) -> XrtBuffer:
         """Allocates and maps memory of the card; with `p2p`, drives can reach it.
 
         Raises:
           NoCardMemory: no memory is left, or P2P is off.
+          CsdError: the runtime has no such call.
         """
-        what = self._device.handle, num_bytes, P2P if p2p else 0, bank
         try:
-            bo = _Owned(self._xrt, self._device, "xrtBOAlloc", *what)
-            return XrtBuffer(bo, num_bytes)
-        except RuntimeError as error:
+            kinds = self._module.bo.flags
+            kind = kinds.p2p if p2p else kinds.normal
+            bo = self._module.bo(self._device, num_bytes, kind, bank)
+            return XrtBuffer(bo, self._module.xclBOSyncDirection)
+        except (AttributeError, TypeError) as error:
+            raise _too_old(error) from error
+        except (RuntimeError, MemoryError) as error:
             raise NoCardMemory(self._no_memory(num_bytes, p2p, error)) from error
 
     def _no_memory(self, num_bytes: int, p2p: bool, error: Exception) -> str:
@@ -356,10 +226,8 @@ class XrtCard:
             )
         return f"{what}: {error}; lower memory_bytes, or end who else uses the card"
 
-    def part(self, buffer: XrtBuffer, offset_bytes: int, num_bytes: int) -> _Owned:
-        """Returns a part of a buffer, for a kernel."""
-        what = buffer.bo.handle, num_bytes, offset_bytes
-        return _Owned(self._xrt, buffer.bo, "xrtBOSubAlloc", *what)
+    def part(self, buffer: XrtBuffer, offset_bytes: int, num_bytes: int) -> Any:
+        return self._module.bo(buffer.bo, num_bytes, offset_bytes)
 
 
 _OPEN: dict[str | int, XrtCard] = {}

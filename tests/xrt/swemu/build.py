@@ -3,7 +3,7 @@
     cd tests/xrt && python -m swemu.build DIRECTORY
 
 makes in DIRECTORY a private XRT prefix with a repaired libxrt_swemu, the device model
-where XRT looks for it, and a description of four devices.
+where XRT looks for it, the module pyxrt, and a description of four devices.
 Invariant: everything is written below DIRECTORY, under a name that depends on all
 inputs; a directory with that name is complete.
 """
@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -61,6 +62,11 @@ class Runtime:
         model = "data/emulation/unified/cpu_em/generic_pcie/model/genericpciemodel"
         return self.vitis / model
 
+    @property
+    def python(self) -> Path:
+        """The directory with pyxrt, for ``PYTHONPATH``."""
+        return self.directory / "python"
+
 
 def build_runtime(directory: Path) -> Runtime:
     """Builds all parts in a directory below `directory`, unless they are there.
@@ -76,6 +82,7 @@ def build_runtime(directory: Path) -> Runtime:
         runtime = Runtime(target)
         with ThreadPoolExecutor() as pool:
             parts = [
+                pool.submit(_build_binding, runtime),
                 pool.submit(_build_prefix, runtime, libraries),
                 pool.submit(_build_model, runtime),
             ]
@@ -189,6 +196,19 @@ def _build_model(runtime: Runtime) -> None:
     sources = sorted((HERE / "model").glob("*.cpp"))
     compile_cpp(
         ["-O2", "-Wall", "-Wextra", "-pthread", *sources, "-ldl", "-o", runtime.model]
+    )
+
+
+def _build_binding(runtime: Runtime) -> None:
+    runtime.python.mkdir()
+    module = runtime.python / f"pyxrt{sysconfig.get_config_var('EXT_SUFFIX')}"
+    includes = _output([sys.executable, "-m", "pybind11", "--includes"]).split()
+    compile_cpp(
+        [
+            *("-O0", "-shared", "-fPIC", "-fvisibility=hidden"),
+            *(*includes, "-isystem", INCLUDE, HERE / "binding" / "pyxrt.cpp"),
+            *("-lxrt_coreutil", "-luuid", "-o", module),
+        ]
     )
 
 

@@ -88,6 +88,7 @@ def _close_cards() -> None:
             for kernel in card._kernels.values():
                 vars(kernel).clear()
             vars(card).clear()
+    if module := sys.modules.get("jaxinf.csd.cards.library"):
         module.close_all()
 
 

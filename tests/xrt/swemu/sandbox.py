@@ -68,6 +68,7 @@ class Sandbox:
     @property
     def environment(self) -> dict[str, str]:
         """Returns further variables for a process that uses the emulation."""
+        paths = [str(self._runtime.python), os.environ.get("PYTHONPATH", "")]
         return {
             "XCL_EMULATION_MODE": "sw_emu",
             "XILINX_XRT": str(self._runtime.prefix),
@@ -77,6 +78,7 @@ class Sandbox:
             "VITIS_SW_EMU_ENABLE_SINGLE_MMAP": "1",
             # The place of XRT's sockets.
             "USER": str(self._directory.relative_to(TMP)),
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         }
 
     def run(
@@ -147,6 +149,7 @@ class Sandbox:
         try:
             os.setsid()
             os.environ.update(self.environment)
+            sys.path.insert(0, str(self._runtime.python))
             function()
             status = 0
         finally:

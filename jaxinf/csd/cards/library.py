@@ -1,0 +1,268 @@
+"""Xilinx's runtime (XRT) under pyxrt's names: its C functions, or pyxrt itself.
+
+Invariant: every handle is closed exactly once, buffers before their device, also at the
+interpreter's exit: if a handle outlives the library, XRT ends the process by a signal.
+Nothing is loaded before a store of cards is opened.
+
+pyxrt is built for one version of Python, and its calls hold the GIL; the C functions
+work with any, and other threads run while bytes move to or from a card. They are the
+same from 2021.1 (2.11) to 2026.1.
+"""
+
+import ctypes
+import enum
+import importlib.util
+import itertools
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+from jaxinf.csd.cards.xclbin import kernel_names
+from jaxinf.errors import CsdError
+
+LIBRARY = "libxrt_coreutil.so.2"
+"""XRT's library, in ``lib`` below XILINX_XRT, or on the loader's path."""
+
+_HANDLE, _INT, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+_UUID_BYTES = 16
+_FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "xrtDeviceOpen": (_HANDLE, (ctypes.c_uint,)),
+    "xrtDeviceOpenByBDF": (_HANDLE, (ctypes.c_char_p,)),
+    "xrtDeviceClose": (_INT, (_HANDLE,)),
+    "xrtDeviceLoadXclbinFile": (_INT, (_HANDLE, ctypes.c_char_p)),
+    "xrtDeviceGetXclbinUUID": (_INT, (_HANDLE, ctypes.c_char_p)),
+    "xrtPLKernelOpen": (_HANDLE, (_HANDLE, ctypes.c_char_p, ctypes.c_char_p)),
+    "xrtKernelArgGroupId": (_INT, (_HANDLE, _INT)),
+    "xrtKernelClose": (_INT, (_HANDLE,)),
+    "xrtBOAlloc": (_HANDLE, (_HANDLE, _SIZE, ctypes.c_uint64, ctypes.c_uint32)),
+    "xrtBOSubAlloc": (_HANDLE, (_HANDLE, _SIZE, _SIZE)),
+    "xrtBOMap": (_HANDLE, (_HANDLE,)),
+    "xrtBOSync": (_INT, (_HANDLE, _INT, _SIZE, _SIZE)),
+    "xrtBOFree": (_INT, (_HANDLE,)),
+    "xrtRunOpen": (_HANDLE, (_HANDLE,)),
+    "xrtRunSetArg": (_INT, (_HANDLE, _INT)),  # then the argument, of any type
+    "xrtRunStart": (_INT, (_HANDLE,)),
+    "xrtRunState": (_INT, (_HANDLE,)),
+    "xrtRunClose": (_INT, (_HANDLE,)),
+}
+_INSTALL = (
+    "install XRT, and run `source /opt/xilinx/xrt/setup.sh` before Python. "
+    "csd='emulated' runs the same kernels with no card"
+)
+
+
+def has_runtime() -> bool:
+    """Whether XRT seems to be set up; nothing is loaded."""
+    prefix = os.environ.get("XILINX_XRT")
+    if not prefix:
+        return False
+    own = Path(prefix) / "lib" / LIBRARY
+    return own.exists() or importlib.util.find_spec("pyxrt") is not None
+
+
+def load_runtime() -> Any:
+    """Returns XRT's C functions under pyxrt's names, or pyxrt if one is missing.
+
+    Raises:
+      CsdError: XRT is not installed, or its environment is not set up.
+    """
+    prefix = os.environ.get("XILINX_XRT")
+    if not prefix:  # without its environment the runtime would end the process
+        raise CsdError(
+            "csd='smartssd': expected the variable XILINX_XRT to name XRT's directory, "
+            f"found it unset; {_INSTALL}"
+        )
+    own = Path(prefix) / "lib" / LIBRARY
+    try:
+        return XrtLibrary(own if own.exists() else Path(LIBRARY))
+    except (OSError, AttributeError) as error:
+        refusal = error
+    try:
+        import pyxrt  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise CsdError(
+            f"csd='smartssd': expected Xilinx's runtime (XRT), found neither {LIBRARY} "
+            f"({refusal}) nor its Python module ({error}); {_INSTALL}"
+        ) from error
+    return pyxrt
+
+
+class XrtLibrary:
+    """The part of pyxrt's module that `jaxinf.csd.cards.xrt` uses.
+
+    Args:
+      path: the file ``libxrt_coreutil.so.2``.
+
+    Raises:
+      OSError: it cannot be loaded.
+      AttributeError: it lacks a function: its release is older than 2021.1, or newer
+        than those known here.
+    """
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path), use_errno=True)
+        for name, (result, arguments) in _FUNCTIONS.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+        self.xclBOSyncDirection = _Direction
+        self.xclbin = _Xclbin
+        for name, kind in (
+            ("device", _Device), ("kernel", _Kernel), ("bo", _Bo), ("run", _Run),
+        ):  # fmt: skip
+            setattr(self, name, type(name, (kind,), {"xrt": library}))
+
+
+class _Direction(enum.IntEnum):
+    XCL_BO_SYNC_BO_TO_DEVICE = 0
+    XCL_BO_SYNC_BO_FROM_DEVICE = 1
+
+
+class _Flags(enum.IntEnum):
+    normal = 0
+    p2p = 1 << 30
+
+
+_LIVE: "weakref.WeakSet[_Owned]" = weakref.WeakSet()
+_NUMBERS = itertools.count()
+
+
+def close_all() -> None:
+    """Closes every handle, the newest first; the interpreter does so at its exit.
+
+    A program that ends another way calls it itself. No object of this module may be
+    used afterwards.
+    """
+    for owned in sorted(_LIVE, key=lambda owned: owned.number, reverse=True):
+        owned.close()
+
+
+class _Owned:
+    """A handle that is closed once. It keeps the object it was made from (`_of`)."""
+
+    xrt: Any
+
+    def _open(
+        self, of: "_Owned | None", close: str, function: str, *arguments: Any
+    ) -> None:
+        ctypes.set_errno(0)
+        self.handle = getattr(self.xrt, function)(*arguments)
+        if not self.handle:
+            raise _failure(function)
+        self.number, self._of = next(_NUMBERS), of
+        self._end = weakref.finalize(self, getattr(self.xrt, close), self.handle)
+        _LIVE.add(self)
+
+    def _call(self, function: str, *arguments: Any) -> None:
+        """Calls a function on the handle, which returns 0 if it succeeds."""
+        ctypes.set_errno(0)
+        if getattr(self.xrt, function)(self.handle, *arguments):
+            raise _failure(function)
+
+    def close(self) -> None:
+        """Closes the handle; a second call does nothing."""
+        self._end()
+
+
+def _failure(what: str) -> RuntimeError:
+    code = ctypes.get_errno()
+    reason = os.strerror(code) if code else "XRT says why on standard error"
+    return RuntimeError(f"{what}: {reason}")
+
+
+class _Device(_Owned):
+    def __init__(self, device: int | str) -> None:
+        function, name = "xrtDeviceOpen", device
+        if isinstance(device, str):
+            function, name = "xrtDeviceOpenByBDF", device.encode()
+        self._open(None, "xrtDeviceClose", function, name)
+
+    def load_xclbin(self, xclbin: "_Xclbin") -> Any:
+        self._call("xrtDeviceLoadXclbinFile", os.fsencode(xclbin.path))
+        # A uuid may contain zero bytes, so it is passed by address, not as a string.
+        uuid = ctypes.create_string_buffer(_UUID_BYTES)
+        self._call("xrtDeviceGetXclbinUUID", uuid)
+        return uuid
+
+
+class _Xclbin:
+    """The file; the names of its kernels are read in Python."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            self._names = kernel_names(Path(path))
+        except (OSError, ValueError) as error:
+            raise RuntimeError(f"cannot read xclbin: {error}") from error
+        self.path = path
+
+    def get_kernels(self) -> "list[KernelName]":
+        return [KernelName(name) for name in self._names]
+
+
+class KernelName:
+    """A kernel of an xclbin."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def get_name(self) -> str:
+        return self._name
+
+
+class _Kernel(_Owned):
+    def __init__(self, device: _Device, uuid: Any, name: str) -> None:
+        where = device.handle, uuid, name.encode()
+        self._open(device, "xrtKernelClose", "xrtPLKernelOpen", *where)
+
+    def group_id(self, argument: int) -> int:
+        group = self.xrt.xrtKernelArgGroupId(self.handle, argument)
+        if group < 0:
+            raise _failure("xrtKernelArgGroupId")
+        return group
+
+
+class _Bo(_Owned):
+    """``bo(device, size, flags, group)``, or ``bo(parent, size, offset)``."""
+
+    flags = _Flags
+
+    def __init__(self, owner: _Owned, num_bytes: int, *rest: int) -> None:
+        function = "xrtBOSubAlloc" if isinstance(owner, _Bo) else "xrtBOAlloc"
+        self._open(owner, "xrtBOFree", function, owner.handle, num_bytes, *rest)
+        self._num_bytes = num_bytes
+
+    def size(self) -> int:
+        return self._num_bytes
+
+    def map(self) -> memoryview:
+        address = self.xrt.xrtBOMap(self.handle)
+        if not address:
+            raise _failure("xrtBOMap")
+        memory = (ctypes.c_ubyte * self._num_bytes).from_address(address)
+        return memoryview(memory).cast("B")
+
+    def sync(self, direction: _Direction, num_bytes: int, offset: int) -> None:
+        """Copies between host and card; ctypes releases the GIL meanwhile."""
+        self._call("xrtBOSync", direction, num_bytes, offset)
+
+
+class _Run(_Owned):
+    def __init__(self, kernel: _Kernel) -> None:
+        self._open(kernel, "xrtRunClose", "xrtRunOpen", kernel.handle)
+        self._arguments: dict[int, Any] = {}  # buffers live as long as the run
+
+    def set_arg(self, number: int, value: Any) -> None:
+        if isinstance(value, _Bo):
+            word: Any = _HANDLE(value.handle)
+        elif isinstance(value, int) and -(1 << 31) <= value < 1 << 31:
+            word = ctypes.c_int32(value)
+        else:
+            raise TypeError(f"argument {number}: expected a buffer or 32 bits")
+        self._call("xrtRunSetArg", number, word)
+        self._arguments[number] = value
+
+    def start(self) -> None:
+        self._call("xrtRunStart")
+
+    def state(self) -> int:
+        return int(self.xrt.xrtRunState(self.handle))
