@@ -77,7 +77,6 @@ class CompiledKernel:
           Whether all of the gradient is finite. If not, the caller must discard
           `params`, `slots` and `out`, whose contents are undefined.
 
-
         Raises:
           TypeError, ValueError: A dtype, shape or count is not the kernel's, or what is
             written is not contiguous.

@@ -2,6 +2,7 @@
 
 import functools
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,8 @@ from streaming import assert_same_states, states
 import jaxinf
 from jaxinf.csd.host import HostCsd
 from jaxinf.errors import BudgetError, StoreError, StreamError
-from jaxinf.streaming.update.device_updates import DeviceUpdater
+from jaxinf.streaming.update.device_updates import NUM_UNDER_WAY, DeviceUpdater
+from jaxinf.streaming.update.store_sink import StoreSink
 
 pytestmark = pytest.mark.optimized
 
@@ -138,6 +140,36 @@ def test_the_host_goes_on_while_the_device_computes(opened, monkeypatch):
     step(FIRST)
     step.store.wait()
     assert len(calls) == 2
+
+
+def test_gradients_of_updates_under_way_have_room(open_store, monkeypatch):
+    """Also short ones that one of several threads has taken together."""
+    params = {f"w{n:02}": np.ones((256, 256), np.float32) for n in range(64)}
+    held, most, guard, run = 0, 0, threading.Lock(), StoreSink._run
+
+    def count(num_bytes):
+        nonlocal held, most
+        with guard:
+            held += num_bytes
+            most = max(most, held)
+
+    def slow(sink, asked):
+        num_bytes = sum(one.gradient.nbytes for own in asked.values() for one in own)
+        count(num_bytes)
+        time.sleep(0.05)
+        run(sink, asked)
+        count(-num_bytes)
+
+    def loss(params, batch):
+        return sum(jnp.sum(jnp.sin(leaf * batch)) for leaf in params.values())
+
+    store, how = open_store(chunk_elements=1 << 16), {"memory_bytes": 48 << 20}
+    step = jaxinf.stream(loss, TX, store, device_updates=1, **how)
+    step.load(params, batch=np.float32(1))
+    monkeypatch.setattr(StoreSink, "_run", slow)
+    step(np.float32(1))
+    largest = 256 << 10
+    assert most <= step.plan.memory.gradients + (NUM_UNDER_WAY - 1) * largest
 
 
 @pytest.mark.long

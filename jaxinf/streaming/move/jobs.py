@@ -52,23 +52,18 @@ class MoveCounts:
 class Jobs:
     """Queues of jobs, and their threads, which start with the first job of each.
 
-    What waits is bounded in bytes, but one job is always accepted. After a job's error
-    no other begins, and who waits gets that error, until `reset`.
+    After a job's error no other begins, and who waits gets that error, until `reset`.
     The threads end when this is closed, or nobody refers to it. A process does not wait
     for them at its end, and a thread that outlives the main one may still use them,
     neither of which holds for those of `concurrent.futures`.
-
-    Args:
-      capacity_bytes: Bytes of jobs that may wait or be under way.
 
     Attributes:
       changed: The lock of those who use them; notified when a job has ended.
       error: The first error since `reset`.
     """
 
-    def __init__(self, name: str, capacity_bytes: int = 1) -> None:
-        self._name, self._capacity_bytes = name, max(1, capacity_bytes)
-        self._used_bytes = 0
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._queues: dict[Hashable, SimpleQueue[Callable[[], None] | None]] = {}
         self._threads: list[tuple[threading.Thread, SimpleQueue[Any]]] = []
         self._num_left = 0
@@ -77,36 +72,16 @@ class Jobs:
         self.changed = threading.Condition()
 
     def submit(
-        self,
-        job: Callable[[], None],
-        queue: Hashable = "",
-        num_threads: int = 1,
-        num_bytes: int = 0,
-    ) -> float:
-        """Adds a job to a queue, which has so many threads from its first one on.
-
-        Args:
-          num_bytes: What it holds until its end. It blocks while there is no room.
-
-        Returns:
-          The seconds that it waited for room.
-
-        Raises:
-          BaseException: If it has bytes, the first error of a job.
-        """
-        num_bytes, waited_s = min(num_bytes, self._capacity_bytes), 0.0
-        if num_bytes:
-            most = self._capacity_bytes - num_bytes
-            waited_s = self.wait_for(lambda: self._used_bytes <= most)
+        self, job: Callable[[], None], queue: Hashable = "", num_threads: int = 1
+    ) -> None:
+        """Adds a job to a queue, which has so many threads from its first one on."""
         with self.changed:
             if self._is_closed:
                 raise StoreClosedError(f"{self._name}: closed; make the function anew")
             if queue not in self._queues:
                 self._start(queue, num_threads)
             self._num_left += 1
-            self._used_bytes += num_bytes
-            self._queues[queue].put(partial(self._run, [job], num_bytes))
-        return waited_s
+            self._queues[queue].put(partial(self._run, [job]))
 
     def wait_for(self, is_done: Callable[[], bool]) -> float:
         """Blocks until a condition holds, with the lock; returns the seconds.
@@ -156,7 +131,7 @@ class Jobs:
             weakref.finalize(self, own.put, None).atexit = False
         self._queues[queue] = own
 
-    def _run(self, held: list[Callable[[], None]], num_bytes: int) -> None:
+    def _run(self, held: list[Callable[[], None]]) -> None:
         job = held.pop()
         try:
             if not self._is_dropping and self.error is None:
@@ -166,7 +141,6 @@ class Jobs:
         del job  # it holds values
         with self.changed:
             self._num_left -= 1
-            self._used_bytes -= num_bytes
             self.changed.notify_all()
 
 

@@ -92,8 +92,9 @@ class StoreSink(NearStorageSink):
         if self.share.updater is not None:
             self._num_threads = NUM_UNDER_WAY
             room_bytes += (NUM_UNDER_WAY - 1) * self.largest_bytes
-        self._jobs, self._in_order = Jobs("jaxinf-updates", room_bytes), Lock()
+        self._jobs, self._in_order = Jobs("jaxinf-updates"), Lock()
         self._waiting: deque[Handed] = deque()
+        self._room_bytes, self._held_bytes = max(1, room_bytes), 0
         if waits is not None:
             self.spill = Spill(self.scratch("gradients"), waits)
 
@@ -236,23 +237,34 @@ class StoreSink(NearStorageSink):
     # --- gradients on their way to an action, which works on them on threads ---------
 
     def _hand_on(self, piece: Piece, gradient: Gradient) -> None:
-        """Passes a gradient on, in order; blocks while too many wait."""
-        self._waiting.append((piece, gradient))
-        own = self._num_threads, gradient.nbytes
-        self.waited_s += self._jobs.submit(self._pass_on, "", *own)
+        """Passes a gradient on, in order; blocks while too many wait.
+
+        One is always accepted.
+        """
+        most = self._room_bytes - min(gradient.nbytes, self._room_bytes)
+        self.waited_s += self._jobs.wait_for(lambda: self._held_bytes <= most)
+        with self._jobs.changed:
+            self._waiting.append((piece, gradient))
+            self._held_bytes += gradient.nbytes
+            self._jobs.submit(self._pass_on, num_threads=self._num_threads)
 
     def _drop_waiting(self) -> None:
         self._jobs.reset()
         self._waiting.clear()
+        self._held_bytes = 0
 
     def _pass_on(self) -> None:
         """Works on the next gradients, unless another job took them; on a thread."""
         with self._in_order:
             taken = self._next() if self._jobs.error is None else []
+            num_bytes = sum(gradient.nbytes for _, gradient in taken)
             work = self._action(taken) if taken else None
             del taken
         if work is not None:  # it may run beside that of other gradients
             work()
+            del work
+        with self._jobs.changed:
+            self._held_bytes -= num_bytes
 
     def _next(self) -> list[Handed]:
         """Takes a gradient, or several short ones."""
