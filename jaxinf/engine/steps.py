@@ -168,7 +168,15 @@ class StepEngine(OpenStore):
                 under_way.kept.pop((one.leaf, one.origin), None)
                 if isinstance(one, KeptLeaf):
                     layouts = self.layouts(one.leaf, one.origin, one.shape)
-                    num = sum([layout.subgroup.num_elements for layout in layouts])
+                    subgroups = [layout.subgroup for layout in layouts]
+                    if not under_way.updated.keys().isdisjoint(subgroups):
+                        raise StoreError(
+                            f"{self.options.path}: leaf {self.name(one.leaf)}: expected"
+                            f" an update of step {step + 1}, as by the computation of "
+                            "it that failed, found that it is to stay as it is; open "
+                            "the store again, and run the step again"
+                        )
+                    num = sum([subgroup.num_elements for subgroup in subgroups])
                     under_way.kept[one.leaf, one.origin] = num
             inexact = self.finished.inexact
             found = [

@@ -9,9 +9,11 @@ from families import family
 from store_driver import RATE, TX
 
 from jaxinf.csd.cards.memory import set_bytes
+from jaxinf.engine import KeptLeaf
 from jaxinf.errors import (
     DivergedParamsError,
     StaleStateError,
+    StoreError,
 )
 
 PAGE = 4096
@@ -168,6 +170,19 @@ def test_a_computation_that_failed_elsewhere_may_run_again(drive):
         driver.update([3, 0, 1], gradient=7.0)
         driver.step()
         driver.check(step)
+
+
+def test_a_leaf_is_kept_or_updated_by_the_last_computation(drive):
+    driver = drive().init()
+    leaf = driver.description.leaves[0]
+    kept = KeptLeaf(0, (0,) * len(leaf.shape), leaf.shape)
+    steps = driver.engine.opened
+    steps.update(0, kept)
+    driver.step()
+    driver.check(1)
+    steps.update(1, driver.part(0))
+    with pytest.raises(StoreError, match=r"leaf bias: expected an update of step 2"):
+        steps.update(1, kept)
 
 
 def test_a_step_needs_all_leaves(drive):
