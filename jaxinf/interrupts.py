@@ -92,6 +92,11 @@ def run_whole(function: Callable[[], None]) -> None:
         raise work.error
 
 
+def is_kept() -> bool:
+    """Whether an interrupt waits for the end of a callback, or for `raise_kept`."""
+    return bool(_KEPT)
+
+
 def raise_kept() -> None:
     """Raises an interrupt that came during a callback, once, in the main thread."""
     if _KEPT and threading.get_ident() == threading.main_thread().ident:

@@ -183,6 +183,12 @@ class Engine(StoreRun):
             self.health.is_closed = True
         if sys.exception() is not None:
             self.exports.stop.set()
+        elif self.exports.under_way:
+            _LOG.warning(
+                "%s: closing waits for the export to %s; Ctrl-C gives it up",
+                self.options.path,
+                self.exports.under_way,
+            )
         self.group.leave()
         with contextlib.ExitStack() as stack:
             stack.callback(self.release)

@@ -16,6 +16,7 @@ from jaxinf.exchange import (
     least_memory,
     url_of_step,
 )
+from jaxinf.interrupts import is_kept
 from jaxinf.processes import Group
 from jaxinf.store import StoreDirectory, files_beside, pinned_step
 
@@ -37,11 +38,19 @@ class ExportInfo:
     problem: str = ""
 
 
+class _Stop(threading.Event):
+    """Is set, too, while Ctrl-C waits for a callback, perhaps one that waits here."""
+
+    def is_set(self) -> bool:
+        return super().is_set() or is_kept()
+
+
 class Exports:
     """The exports of a store.
 
     Attributes:
-      infos: the steps that were due since it was opened.
+      infos: the steps that were due since it was opened, but for the one under way.
+      under_way: where that goes; else empty.
       stop: gives up the export under way, and later ones.
 
     Raises:
@@ -59,7 +68,8 @@ class Exports:
                 f"beside the run: jaxinf checkpoint export {path} URL --checkpoint NAME"
             )
         self.infos: list[ExportInfo] = []
-        self.stop = threading.Event()
+        self.under_way = ""
+        self.stop = _Stop()
         self._path, self._url, self._every = options.path, url, options.export_every
         self._is_checked = False
 
@@ -80,6 +90,7 @@ class Exports:
         """Exports the step just committed; logs what prevents it; blocks."""
         assert self._url is not None
         url, problem = url_of_step(self._url, step), ""
+        self.under_way = url
         try:
             with pinned_step(directory) as pinned:
                 pinned.check()
@@ -99,3 +110,4 @@ class Exports:
                 "" if self.stop.is_set() else "; training goes on",
             )
         self.infos.append(ExportInfo(step, url, problem))
+        self.under_way = ""

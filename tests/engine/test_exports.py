@@ -3,6 +3,7 @@
 import logging
 import signal
 import threading
+import time
 
 import pytest
 from copies import copied
@@ -10,6 +11,7 @@ from copies import copied
 import jaxinf
 from jaxinf.errors import ExchangeError
 from jaxinf.exchange import ObjectStore
+from jaxinf.interrupts import raise_kept, run_whole
 from jaxinf.store import HeldChunk, StoreDirectory
 
 LEAVES = {"w": ((6, 1024), "float32"), "half": ((33, 257), "bfloat16")}
@@ -72,15 +74,16 @@ def test_due_steps_are_exported_while_the_run_goes_on(export, place):
         assert directory.read_commit().step == step
 
 
-@pytest.mark.parametrize("how", ["Ctrl-C", "an exception"])
-def test_an_export_that_does_not_end_is_given_up(export, monkeypatch, how):
+@pytest.mark.parametrize("how", ["Ctrl-C", "an exception", "Ctrl-C in an update"])
+def test_an_export_that_does_not_end_is_given_up(export, monkeypatch, how, caplog):
     """A chunk never reaches its place until then."""
     put, under_way = ObjectStore.put, threading.Event()
 
     def endless(self, name, value):
         if "/c/" in f"{name}/" and self._stop is not None:
             under_way.set()
-            self._stop.wait()
+            while not self._stop.is_set():
+                time.sleep(0.01)
         put(self, name, value)
 
     monkeypatch.setattr(ObjectStore, "put", endless)
@@ -88,19 +91,23 @@ def test_an_export_that_does_not_end_is_given_up(export, monkeypatch, how):
     assert under_way.wait(60)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        if how == "Ctrl-C":
-            interrupt = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
-            interrupt.start()
-            driver.store.close()
-        else:
-            with driver.store:
+        interrupt = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
+        with driver.store:
+            if how == "an exception":
                 raise KeyboardInterrupt
+            interrupt.start()
+            if how == "Ctrl-C in an update":
+                run_whole(driver.update)
+                raise_kept()
     except KeyboardInterrupt:
         pass
     finally:
         signal.signal(signal.SIGINT, before)
     [info] = driver.store.exports()
     assert info.problem.endswith("out/2: it was given up")
+    said = "closing waits for the export to"
+    assert (said in caplog.text) == (how == "Ctrl-C")
+    assert "training goes on" not in caplog.text
     assert not pins_of(driver.store.path)
     with jaxinf.open_store(driver.store.path) as store:
         assert store.step == 2
