@@ -113,7 +113,8 @@ def config_of(
     if (path := given.run_file) is not None:
         values, where = _document(path), f"--config {path}"
         _parsed(values, where)  # also those that flags replace
-        base = _parsed(_left(values, names, given), where)
+        left, said = _left(values, names, given)
+        base = _parsed(left, where)
     elif given.store is not None:
         base, said = _of_store(given, names)
     fields = [FLAGS[name].name for name in names if name in FLAGS]
@@ -138,14 +139,19 @@ def read_run(path: Path) -> TrainConfig:
 
 def _left(
     values: Mapping[str, Any], names: set[str], given: TrainConfig
-) -> dict[str, Any]:
-    """Returns the values that flags leave in place."""
+) -> tuple[dict[str, Any], str]:
+    """Returns the values that flags leave in place, and what to say of others."""
     gone = names.union(*(_INSTEAD.get(name, ()) for name in names))
     if given.model_file is not None:
         gone.add("model")
-    if "mode" in names and given.mode != values.get("mode", TrainConfig.mode):
-        gone |= {"device-memory", "policy"}  # which another mode may not have
-    return {name: value for name, value in values.items() if name not in gone}
+    left = {name: value for name, value in values.items() if name not in gone}
+    lost = list[str]()
+    if "mode" in names and given.mode != "stream":
+        lost += [name for name in ("device-memory",) if name in left]
+        lost += ["policy"] if left.get("policy") in ("offload", "plan") else []
+    said = f"--mode {given.mode} has no {_briefly([f'--{n}' for n in lost])}"
+    left = {name: value for name, value in left.items() if name not in lost}
+    return left, said if lost else ""
 
 
 # --- reading -------------------------------------------------------------------------
@@ -253,7 +259,7 @@ def _of_store(given: TrainConfig, names: set[str]) -> tuple[TrainConfig, str]:
     document = {key.replace("_", "-"): value for key, value in held.items()}
     had = asked if isinstance(asked, list) else []
     left = {name: value for name, value in document.items() if name in _KEPT}
-    left = _left(left, names, given)
+    left, lost = _left(left, names, given)
     config = _parsed(left, f"{store}: settings of the run, which flags replace")
     own = _settings(given)
     read = {n: left.get(n) for n in _PLACES} | {"preset": config.model_file}
@@ -272,6 +278,7 @@ def _of_store(given: TrainConfig, names: set[str]) -> tuple[TrainConfig, str]:
         ],
     }
     parts = [f"{what} {_briefly(which)}" for what, which in found.items() if which]
+    parts += [lost] if lost else []
     said = "; ".join([f"settings of the run in {store}", *parts])
     return config, said if left or parts else ""
 

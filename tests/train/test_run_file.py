@@ -288,9 +288,14 @@ def test_flags_that_change_a_run_are_named(of_store):
 def test_another_mode_drops_what_it_lacks(of_store):
     run = {"mode": "stream", "memory": "1GiB", "policy": "keep", "device-memory": "9"}
     config, said = of_store(held(run=run), "--mode", "update")
-    assert (config.memory, config.policy, config.device_memory) == (1 << 30, None, None)
+    assert (config.memory, config.policy) == (1 << 30, "keep")
+    assert config.device_memory is None
+    assert "--mode update has no --device-memory" in said
     assert "flags change --mode" in said
     assert of_store(held(run=run), "--mode", "stream")[0].policy == "keep"
+    config, said = of_store(held(run={"policy": "offload"}), "--mode", "update")
+    assert config.policy is None
+    assert "--mode update has no --policy" in said
 
 
 @pytest.mark.parametrize(
