@@ -372,21 +372,22 @@ def streamed_step(config: TrainConfig, store: Store) -> StreamedStep:
     if config.compress is not None:
         optimizer = behind_clipping(config, optimizer)
     try:
-        return stream(
-            loss_of(config, config.abstract[0]),
-            optimizer,
-            store,
-            memory_bytes=config.memory,
-            device_memory_bytes=config.device_memory,
-            policy=config.policy or "recompute",
-            micro_batches=config.micro_batches,
-            weights=weight_of_part if config.micro_batches > 1 else None,
-            replan=config.elastic,
-            nonfinite=config.nonfinite,
-            average=config.average,
-            compress=config.compression,
-            device_updates=config.device_updates,
-        )
+        with named_flags():
+            return stream(
+                loss_of(config, config.abstract[0]),
+                optimizer,
+                store,
+                memory_bytes=config.memory,
+                device_memory_bytes=config.device_memory,
+                policy=config.policy or "recompute",
+                micro_batches=config.micro_batches,
+                weights=weight_of_part if config.micro_batches > 1 else None,
+                replan=config.elastic,
+                nonfinite=config.nonfinite,
+                average=config.average,
+                compress=config.compression,
+                device_updates=config.device_updates,
+            )
     except ValueError as error:
         raise UsageError(f"--mode stream: {error}") from error
 
