@@ -7,7 +7,7 @@ changes between steps only; the others stay with the CSDs, with the same results
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -124,12 +124,13 @@ class Assignment:
 
     Attributes:
       updater: the updater; None for none.
-      every: it computes every so many of the subgroups that it can; 0 for none.
+      every: it computes every so many of the subgroups that it can; 0 for none;
+        "auto" while their number is measured.
       subgroups: these.
     """
 
     updater: Updater | None = None
-    every: int = 0
+    every: int | Literal["auto"] = 0
     subgroups: frozenset[Subgroup] = frozenset()
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import msgspec
 import numpy as np
@@ -214,7 +214,8 @@ class CommitRecord(Document, frozen=True, omit_defaults=False):
       committed_at: time of the commit for people to read, UTC.
       commit: in a member, the id of the commit, which all members' records have: a
         session's and a number; empty in other stores.
-      device_updates: a JAX device computed every so many updates of subgroups; 0: none.
+      device_updates: a JAX device computed every so many updates of subgroups; 0: none;
+        "auto": some, in a step by which their number was measured.
       inexact: leaves by name whose 16-bit params on the JAX device were not the rounded
         master after the step; with the greatest difference.
       carry: arrays that the caller has given beside the optimizer's.
@@ -235,7 +236,7 @@ class CommitRecord(Document, frozen=True, omit_defaults=False):
     commit: Annotated[
         str, pattern("(?:[0-9a-f]{32}-[0-9]{1,16})?", "an id of a session and a number")
     ] = ""
-    device_updates: _Every = 0
+    device_updates: _Every | Literal["auto"] = 0
     inexact: dict[str, np.float32] = msgspec.field(default_factory=dict)
     steps_without_params: _Every = 0
     carry: tuple[CarriedArray, ...] = ()

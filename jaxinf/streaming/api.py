@@ -7,7 +7,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import optax
 
@@ -52,7 +52,7 @@ def stream(
     compress: TopK | None = None,
     extra_args: Mapping[str, Any] | None = None,
     deterministic: bool = True,
-    device_updates: int | None = None,
+    device_updates: int | Literal["auto"] | None = None,
     carry: Callable[[PyTree], PyTree] | None = None,
 ) -> StreamedStep:
     """Makes a training step for a model that need not fit in memory.
@@ -104,8 +104,9 @@ def stream(
         ``XLA_FLAGS`` has precedence. Nothing changes elsewhere (docs/accelerators.md).
       device_updates: The JAX device computes the updates of every so many subgroups of
         the optimizer's state, while the host computes the others; 1 for all that it
-        can, 0 for none. Their copies take a fixed part of the device's memory. By
-        default as in the store's last step, and none in a new store
+        can, 0 for none. ``"auto"`` measures a new store's first steps, and from then on
+        keeps to what saves most time, or to 0. Their copies take a fixed part of the
+        device's memory. By default as in the store's last step, and none in a new store
         (docs/streaming.md, "Updates on the device").
       carry: With `has_aux`, ``carry(aux)`` gives a tree of arrays that are committed
         with the step, 64 MiB at most: batch statistics, typed keys, counters.

@@ -232,10 +232,11 @@ class Options:
     micro_batches: int = 1
 
     # For --mode stream: the JAX device computes the updates of every so many parts of
-    # the optimizer's state, and the host the others; 0: the host all
-    # (docs/streaming.md).
+    # the optimizer's state, and the host the others; 0: the host all. auto: as many as
+    # save time in the first steps of a run, or none (docs/streaming.md).
     device_updates: Annotated[
-        int | None, _shown("INT", "as in the store's last step, or 0")
+        int | Literal["auto"] | None,
+        _shown("{INT,auto}", "as in the store's last step, or 0"),
     ] = None
 
     # --- commits and checkpoints ------------------------------------------------------

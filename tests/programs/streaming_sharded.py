@@ -285,7 +285,7 @@ def refused(place):
             "parts that divide over the mesh, found 1 rows of x",
         ),
         (
-            *({"device_updates": 2}, own, one.batch),
+            *({"device_updates": "auto"}, own, one.batch),
             "device_updates: expected one device, found 4",
         ),
         (

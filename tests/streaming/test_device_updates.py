@@ -17,7 +17,13 @@ from streaming import assert_same_states, states
 import jaxinf
 from jaxinf.csd.host import HostCsd
 from jaxinf.errors import BudgetError, StoreError, StreamError
-from jaxinf.streaming.update.device_updates import NUM_UNDER_WAY, DeviceUpdater
+from jaxinf.streaming.update import store_sink
+from jaxinf.streaming.update.device_updates import (
+    NUM_MEASURED,
+    NUM_UNDER_WAY,
+    DeviceUpdater,
+    next_interval,
+)
 from jaxinf.streaming.update.store_sink import StoreSink
 
 pytestmark = pytest.mark.optimized
@@ -247,10 +253,11 @@ INT8, CARDS = {"store": {"state": "int8"}}, {"store": {"csd": "emulated"}}
 @pytest.mark.parametrize(
     ("every", "options", "error", "message"),
     [
-        *((n, {}, ValueError, "device_updates=.*exp") for n in (-1, 1.5, "auto", True)),
+        *((n, {}, ValueError, "device_updates=.*exp") for n in (-1, 1.5, "2", True)),
         (9, {}, StreamError, "expected more subgroups"),
         (1, INT8, StreamError, "expected more subgroups"),
         (2, CARDS, ValueError, r'on csd="emulated" cards update state'),
+        ("auto", CARDS, ValueError, r"device_updates='auto': on csd=.*leave"),
         (
             *(2, {"compress": jaxinf.TopK(0.1)}),
             *(ValueError, "device_updates out, or leave compress"),
@@ -264,3 +271,80 @@ def test_what_the_device_cannot_compute_is_refused(
     with pytest.raises(error, match=message):
         opened(every, **options)
     assert not (place / "store/jaxinf.json").exists()
+
+
+# --- k, as measured ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("host_s", "device_s", "shared_s", "most", "shared", "every"),
+    [
+        (4, 10, 3, 8, 4, 4),
+        (4, 1, 2, 8, 2, 1),  # all on the device is fastest
+        (4, 5, 3.9, 8, 3, 0),  # it would save less than 5 %
+        (4, 3.9, 4, 8, 2, 0),
+        (4, 400, 4, 8, 8, 0),  # the device has one at least
+        (4, 1, 1, 1, 1, 1),
+    ],
+)
+def test_k_is_what_shortens_the_updates(
+    host_s, device_s, shared_s, most, shared, every
+):
+    steps = [(1, 60), (0, host_s), (0, 60), (1, 60), (1, device_s)]
+    steps += [(shared, shared_s), (shared, 60)]
+    seconds = []
+    for tried, seconds_of_step in steps:
+        assert next_interval(seconds, most) == tried
+        seconds.append(seconds_of_step)
+    assert len(seconds) == NUM_MEASURED
+    assert next_interval(seconds, most) == every
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("every", [4, 0])
+def test_k_is_measured_once_and_kept(opened, monkeypatch, caplog, every):
+    measured = []
+
+    def chosen(seconds, most):
+        measured.append((len(seconds), most))
+        assert all(0 < one < 60 for one in seconds)
+        return every if len(seconds) == NUM_MEASURED else next_interval(seconds, most)
+
+    monkeypatch.setattr(store_sink, "next_interval", chosen)
+    plain = opened(None, "plain")
+
+    def go_on(asked, num_steps):
+        """Trains for some steps; returns k of the last one, and the assigned."""
+        step = opened(asked)
+        for number in range(num_steps):
+            batch = batches()[number % 3]
+            assert float(step(batch)[0]) == float(plain(batch)[0])
+        step.store.wait()
+        assert_same_states(states(step.store), states(plain.store))
+        found = step.store._engine.opened.commit.device_updates, num_assigned(step)
+        step.close()
+        return found
+
+    assert go_on("auto", 2) == ("auto", 0)
+    assert go_on(None, NUM_MEASURED)[0] == "auto"
+    with pytest.raises(StreamError, match=r"device_updates=auto, found device_upd.*=2"):
+        opened(2)
+    jaxinf.close(plain.store.path.with_name("store"))
+    assert not caplog.text
+    measured.clear()
+    kept = every, 8 // every if every else 0
+    assert go_on("auto", NUM_MEASURED + 2) == kept
+    assert measured == [(number, 8) for number in range(NUM_MEASURED + 1)]
+    assert caplog.text.count(f"device_updates={every}, as measured") == 1
+    for asked in ("auto", None, every):
+        assert go_on(asked, 1) == kept
+    assert len(measured) == NUM_MEASURED + 1
+
+
+@pytest.mark.long
+def test_of_coded_state_the_device_computes_none(opened, caplog):
+    step = opened("auto", **INT8)
+    step(FIRST)
+    step.store.wait()
+    assert not step.store._engine.opened.commit.device_updates
+    assert "device_updates=0: the device can compute none" in caplog.text

@@ -7,7 +7,7 @@ one that works.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 
@@ -43,7 +43,7 @@ class Options:
     compress: TopK | None = None
     extra_args: Mapping[str, Any] = field(default_factory=dict)
     deterministic: bool = True
-    device_updates: int = 0
+    device_updates: int | Literal["auto"] = 0
     carry: Callable[[PyTree], PyTree] | None = None
 
     @property

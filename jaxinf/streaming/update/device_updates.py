@@ -6,14 +6,17 @@ Invariant: the device has room for a fixed number of subgroups, and the thread o
 waits for its copies, so one's copies hide behind another's update. On a CPU the bits
 are those of the host's kernels. What a run was asked for and cannot have is refused
 before a store is made or changed, and a resumed run keeps to the k that its commit
-records.
+records. k is measured once, in the first steps of a store.
 """
 
 import itertools
+import logging
+import math
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -47,11 +50,19 @@ from jaxinf.terminal import format_bytes
 from jaxinf.transfer import crc32c
 from jaxinf.typing import FLOAT32, Array
 
+_LOG = logging.getLogger("jaxinf")
+
 NUM_ROOMS = 3
 """Subgroups on the device: one goes up, one is updated, one comes down."""
 
 NUM_UNDER_WAY = 4
 """Units whose updates are under way at a time, where a device computes some."""
+
+NUM_MEASURED = 7
+"""Steps that are measured before k is chosen."""
+
+# What the device has to save, of the time of the updates.
+_LEAST_GAIN = 0.05
 
 
 # --- which subgroups -----------------------------------------------------------------
@@ -59,8 +70,10 @@ NUM_UNDER_WAY = 4
 
 def device_interval(
     every: Any, store: Store, *, replan: bool, is_compressed: bool
-) -> int:
+) -> int | Literal["auto"]:
     """Returns k, that of the store's last step by default; 0 for no updates there.
+
+    "auto", to measure it, becomes what a store with steps has.
 
     Raises:
       ValueError: It is no number, or the host cannot give updates away; names the
@@ -68,10 +81,10 @@ def device_interval(
       StreamError: The store's commit records another.
     """
     is_number = isinstance(every, int) and not isinstance(every, bool) and every >= 0
-    if not (every is None or is_number):
+    if not (every is None or every == "auto" or is_number):
         raise ValueError(
-            f"device_updates={every!r}: expected None or a number: the device computes "
-            "every so many subgroups, and with 0 none"
+            f'device_updates={every!r}: expected "auto", None or a number: the device '
+            "computes every so many subgroups, and with 0 none"
         )
     engine, remedy = engine_of(store), "leave device_updates out"
     csd, kept = engine.options.csd, 0
@@ -85,6 +98,8 @@ def device_interval(
                 "not do; pass replan=True to go on with all state in the store (bits "
                 "on an accelerator then differ from here on)"
             )
+        if every == "auto":  # it is chosen once
+            every = None
         if every is not None and every != kept and not replan:
             raise StreamError(
                 f"{store.path}: its last step was computed with device_updates={kept}, "
@@ -117,6 +132,8 @@ def device_share(
 ) -> Assignment:
     """Returns the subgroups of a run whose updates the device computes.
 
+    If k is to be measured, these are all that it can compute, and "auto" is their k.
+
     Args:
       kernels: The update of each leaf.
       is_alone: Whether the run has one process.
@@ -138,7 +155,10 @@ def device_share(
     device = default_device()
     is_host = memory.device_is_host(device)
     updater = DeviceUpdater(device, is_host=is_host, jit=options.jit)
-    found = assigned(shape, kernels, updater, every)
+    found = assigned(shape, kernels, updater, 1 if every == "auto" else every)
+    if every == "auto" and not found.subgroups:
+        _LOG.warning("device_updates=0: the device can compute none of the subgroups")
+        return Assignment()
     if not found.subgroups:
         raise StreamError(
             f"device_updates={every}: expected more subgroups that the "
@@ -146,7 +166,7 @@ def device_share(
             "coded, and an update without arrays from outside; leave "
             "device_updates out, or give a smaller number"
         )
-    return found
+    return replace(found, every=every)
 
 
 def claims_of_share(
@@ -172,6 +192,26 @@ def claims_of_share(
         Claim(rooms_bytes, "updates on the device", is_on_device=True),
         Claim(under_way_bytes, "gradients of updates under way"),
     ]
+
+
+def next_interval(seconds: Sequence[float], most: int) -> int:
+    """Returns k of a store's next step; after `NUM_MEASURED` steps, k from then on.
+
+    The first step compiles, and does not count. Of the others two have all updates on
+    the host, two all on the device, and two as many on each as take the same time.
+
+    Args:
+      seconds: Those of the updates of each step so far.
+      most: The number of subgroups that the device can compute.
+    """
+    if len(seconds) < 5:
+        return (1, 0, 0, 1, 1)[len(seconds)]
+    host_s, device_s = min(seconds[1:3]), min(seconds[3:5])
+    shared = min(math.ceil(1 + device_s / host_s), most)
+    if len(seconds) < NUM_MEASURED:
+        return shared
+    best_s, best = min((device_s, 1), (min(seconds[5:]), shared))
+    return best if best_s <= (1 - _LEAST_GAIN) * host_s else 0
 
 
 # --- an update on the device ---------------------------------------------------------

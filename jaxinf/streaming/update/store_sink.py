@@ -8,8 +8,11 @@ Invariant: the store advances by one step if every gradient arrived and was fini
   whole.
 """
 
+import logging
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from threading import Lock
 from typing import Any, TypeAlias
@@ -19,8 +22,10 @@ import numpy as np
 
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import (
+    Assignment,
     KeptLeaf,
     UpdateRequest,
+    assigned,
     carried_leaves,
     check_carried,
 )
@@ -41,10 +46,16 @@ from jaxinf.streaming.program.units import (
     shards_of,
     whole,
 )
-from jaxinf.streaming.update.device_updates import NUM_UNDER_WAY
+from jaxinf.streaming.update.device_updates import (
+    NUM_MEASURED,
+    NUM_UNDER_WAY,
+    next_interval,
+)
 from jaxinf.streaming.update.near_storage import NearStorageSink
 from jaxinf.streaming.update.sink import Agree, is_finite, on_host
 from jaxinf.typing import Array, PyTree
+
+_LOG = logging.getLogger("jaxinf")
 
 Handed: TypeAlias = tuple[Piece, Gradient]
 """A piece of a leaf and its gradient."""
@@ -68,6 +79,7 @@ class StoreSink(NearStorageSink):
     spill: Spill | None = None
     waited_s = 0.0
     _num_skipped = 0  # since the last commit
+    _first_s = 0.0  # when the first gradient of a step came
 
     def scratch(self, content: str = "activations") -> Scratch:
         opened = self.engine.opened
@@ -97,6 +109,7 @@ class StoreSink(NearStorageSink):
         self._room_bytes, self._held_bytes = max(1, room_bytes), 0
         if waits is not None:
             self.spill = Spill(self.scratch("gradients"), waits)
+        self._update_s = list[float]()  # of the steps by which k is measured
 
     def begin(self, extra_args: Mapping[str, Any], params: Params) -> None:
         self._fetched = params
@@ -104,7 +117,8 @@ class StoreSink(NearStorageSink):
         if not self.options.replan:
             check_same(self.engine.options.path, opened.finished, self._streams)
         self._step = opened.finished.step
-        opened.assign(self.share)
+        opened.assign(self._assignment())
+        self._first_s = 0.0
         self.runner.begin(extra_args)
         # Units of which parts are missing, and the parts that are there.
         self._parts: dict[Unit, tuple[Array, set[Piece]]] = {}
@@ -117,6 +131,7 @@ class StoreSink(NearStorageSink):
             self._action = self._defer
 
     def put(self, piece: Piece, gradient: jax.Array | Array) -> None:
+        self._first_s = self._first_s or time.perf_counter()
         is_looked_at = bool(self.passes.of_leaf(piece.leaf))
         if piece.leaf in self.idle:
             self._kept.add(self.store_units.unit(piece))
@@ -162,6 +177,8 @@ class StoreSink(NearStorageSink):
         kept = {"carry": self._carried, "streams": self._streams}
         opened.finish(self._step, scalars, num_skipped, **kept)
         self._num_skipped = 0
+        if self.share.every == "auto":
+            self._update_s.append(time.perf_counter() - self._first_s)
         return True
 
     def abandon(self) -> None:
@@ -184,6 +201,22 @@ class StoreSink(NearStorageSink):
         self.runner.close()
         if self.spill is not None:
             self.spill.close()
+
+    def _assignment(self) -> Assignment:
+        """Returns what the device computes in the next step; chooses k at its time."""
+        share, last = self.share, self.engine.opened.finished
+        if share.every != "auto" or share.updater is None:
+            return share
+        kernels = [leaf.kernel for leaf in self.program.leaves]
+        of_interval = partial(assigned, self.shape, kernels, share.updater)
+        every = last.device_updates
+        if not last.step or every == "auto":  # not chosen by batches of another shape
+            every = next_interval(self._update_s, len(share.subgroups))
+            if len(self._update_s) < NUM_MEASURED:
+                return replace(of_interval(every), every="auto")
+            _LOG.warning("device_updates=%d, as measured in the first steps", every)
+        self.share = of_interval(every)
+        return self.share
 
     # --- the end of a step ---------------------------------------------------------
 
