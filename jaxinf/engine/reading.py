@@ -162,7 +162,7 @@ def each_piece(
             pass
     except StoreError as error:
         opened.health.fail(error)
-        opened.health.check()  # raises it, so that `close` need not
+        raise
 
 
 def _read_chunks(

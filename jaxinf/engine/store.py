@@ -26,7 +26,7 @@ from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.optax_state import placed_leaves, scalar_array
 from jaxinf.engine.reading import check_like, read_array, read_leaf
 from jaxinf.engine.steps import LAST_STEP, StepMetrics, remove_surplus
-from jaxinf.errors import ProcessError
+from jaxinf.errors import ProcessError, StoreError
 from jaxinf.interrupts import raise_kept
 from jaxinf.program import is_trained, trained
 from jaxinf.store import (
@@ -108,7 +108,11 @@ class Store:
         self.wait(state)
         engine = self._engine
         with engine.paused():
-            yield engine.opened
+            try:
+                yield engine.opened
+            except StoreError:
+                engine.health.check()  # raises it, so that `close` need not
+                raise
 
     def _last_commit(self) -> CommitRecord | None:
         self._engine.join()
