@@ -431,22 +431,31 @@ def test_a_host_that_is_too_small_is_named(open_store, place):
 
 @pytest.mark.long
 @pytest.mark.usefixtures("own_memory")
-def test_a_step_that_is_interrupted(open_store, monkeypatch):
+@pytest.mark.parametrize(
+    ("owner", "name", "number", "error"),
+    [
+        (Values, "before", 20, KeyboardInterrupt),
+        (Scratch, "write", 3, StoreSpaceError),
+        (Scratch, "read", 2, StoreIOError),
+    ],
+)
+def test_a_step_that_ends_early(open_store, monkeypatch, owner, name, number, error):
     step = opened(open_store, "step", HOSTS["drives"])
     step.load(LAYERS, batch=WIDE.batch)
     found = run(step, WIDE, 1)
-    real, hits = Values.before, []
+    real, hits = getattr(owner, name), []
 
-    def stop(self, number):
-        real(self, number)
-        hits.append(number)
-        if len(hits) == len(step.plan.calls) // 2:
-            raise KeyboardInterrupt
+    def stop(*arguments):
+        hits.append(arguments[1])
+        if len(hits) == number:
+            raise error("it is over")
+        return real(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Values, "before", stop)
-        with pytest.raises(KeyboardInterrupt):
+        patched.setattr(owner, name, stop)
+        with pytest.raises(error):
             step(WIDE.batch)
+    hits.clear()
     found += run(step, WIDE, 2)
     keep = kept(open_store, step)
     assert found == run(keep, WIDE, 3)
