@@ -31,7 +31,7 @@ from jaxinf.engine.update_tasks import (
     recall_tasks,
 )
 from jaxinf.errors import StoreError
-from jaxinf.interrupts import Ending
+from jaxinf.interrupts import Ending, Work
 from jaxinf.layout import Subgroup
 from jaxinf.store import (
     CarriedArray,
@@ -283,11 +283,12 @@ class StepEngine(OpenStore):
                 carried=tuple(raw),
                 streams={**before.streams, **streams},
             )
+            work = Work(partial(self._end_step, record, ended, time.monotonic()))
             # First, since an interrupt may come when the thread runs already.
-            self._step, self._ending = None, (ending := Ending())
-            end = partial(self._end_step, record, ended, time.monotonic(), ending)
+            self._step, self._ending = None, work.ending
             try:
-                threading.Thread(target=end, name="jaxinf-commit", daemon=True).start()
+                name = "jaxinf-commit"
+                threading.Thread(target=work.run, name=name, daemon=True).start()
             except RuntimeError as error:  # the process has reached its limit
                 lost = StoreError(
                     f"{self.options.path}: expected a thread to commit step {step}, "
@@ -296,8 +297,11 @@ class StepEngine(OpenStore):
                     f"step {self.commit.step}"
                 )
                 self.health.fail(lost)
-                ending.reach()
+                work.ending.reach()
                 self.health.check()
+            except BaseException:
+                work.run()  # unless the thread does
+                raise
 
     def abandon(self) -> None:
         """Abandons the step without a commit; it may start over."""
@@ -414,9 +418,7 @@ class StepEngine(OpenStore):
     def _has_updated(self) -> bool:
         return self._step is not None and bool(self._step.updated)
 
-    def _end_step(
-        self, record: CommitRecord, ended: _Step, updated_s: float, ending: Ending
-    ) -> None:
+    def _end_step(self, record: CommitRecord, ended: _Step, updated_s: float) -> None:
         try:
             with span("drain", f"step {record.step}"):
                 self.mover.drain()
@@ -449,8 +451,6 @@ class StepEngine(OpenStore):
                 self.exports.run(self.directory, record.step)
         except BaseException as error:
             self.health.fail(error)
-        finally:
-            ending.reach()
 
     def _publish(self) -> None:
         try:

@@ -67,19 +67,24 @@ def test_threads_that_cannot_be_started(drive, monkeypatch):
     again.steps(1).check(3)
 
 
-def test_an_interrupt_as_the_commit_s_thread_starts(drive, monkeypatch):
+@pytest.mark.parametrize("runs", [True, False], ids=["it runs", "not yet"])
+def test_an_interrupt_as_the_commit_s_thread_starts(drive, monkeypatch, runs):
     """What the caller then does to its step does nothing to one that has ended."""
     driver = drive().init().steps(2)
     driver.update()
-    begin, can_go_on = threading.Thread.start, threading.Event()
+    begin, has_begun = threading.Thread.start, threading.Event()
+    can_go_on = threading.Event()
     end_step = driver.opened.chunks.end_step
 
     def start(thread):
-        begin(thread)
+        if runs:
+            begin(thread)
+            assert has_begun.wait(60)
         raise KeyboardInterrupt
 
     def later():
-        can_go_on.wait(60)
+        has_begun.set()
+        assert not runs or can_go_on.wait(60)
         end_step()
 
     monkeypatch.setattr(threading.Thread, "start", start)
