@@ -85,6 +85,8 @@ def _of_values(config: TrainConfig) -> _Problems:
         least = _AT_LEAST.get(name)
         if least is not None and isinstance(value, int | float) and not value >= least:
             yield f"--{name}: expected at least {least}, got {value}"
+        if value == math.inf:  # JSON, and so a commit, has no form for it
+            yield f"--{name}: expected a finite number, got {value}"
     least_steps, also = (1, "; 0 imports what --from names")
     if config.source is not None:
         least_steps, also = 0, ""

@@ -94,6 +94,7 @@ USAGE = (
     ("--log-dir s/log", "--log-dir"),
     ("--log-dir /proc/1/zz", "--log-dir /proc/1/zz: expected"),
     ("--csd-root /nowhere", "CSD root /nowhere"),
+    ("--clip-norm inf", "--clip-norm: expected a finite number, got inf"),
     ("--learning-rate nan", "--learning-rate: expected more"),
     ("--csd-root ~nobody-here", "--csd-root ~nobody-here: exp"),
     ("--preset tiny", "--preset: expected one of gpt2's"),
