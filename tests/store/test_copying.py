@@ -37,6 +37,7 @@ from jaxinf.errors import (
     StoreSpaceError,
 )
 from jaxinf.store import (
+    CommitRecord,
     Shards,
     StoreDirectory,
     StoreLock,
@@ -353,6 +354,26 @@ def test_new_files_take_their_place_at_both_sides(place):
         driver.steps(3).close()
         assert contents(second) == held
     assert not damages(path) + damages(new)
+
+
+def test_a_copy_is_durable_before_it_is_one(place, monkeypatch):
+    """Chunks before the record of the step, checkpoints before the flip."""
+    path, events = make(place), []
+
+    def note(owner, name):
+        real = getattr(owner, name)
+
+        def noted(*args):
+            events.append(name)
+            real(*args)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    note(StoreDirectory, "sync")
+    note(CommitRecord, "write")
+    note(StoreDirectory, "flip")
+    copied(path, place / "new", checkpoints=True)
+    assert events == ["sync", "write", "write", "sync", "flip"]
 
 
 def test_a_lost_drive_is_named(place, capsys):

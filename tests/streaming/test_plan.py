@@ -9,13 +9,18 @@ import pytest
 from families import family
 from hypothesis import given
 from hypothesis import strategies as st
-from streaming import assert_near, in_memory, prepared, smallest_bytes
+from streaming import assert_near, in_memory, prepared, smallest_bytes, unit
 from zoo import ZOO, normal
 
 from jaxinf.errors import StreamError
 from jaxinf.streaming.plan.fit import cut_to_fit, plan_of, prepare
 from jaxinf.streaming.plan.memory import Claims, Memory
-from jaxinf.streaming.plan.reads import plan_reads
+from jaxinf.streaming.plan.reads import (
+    fetches_of,
+    held_bytes,
+    keep_between,
+    plan_reads,
+)
 from jaxinf.streaming.program.cut import Run, choose_cuts, find_runs
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.lifetimes import Stay, fill, occupancy
@@ -74,6 +79,17 @@ def test_what_stays_fits_and_nothing_else_would(drawn, capacity):
     for stay in (one for one in stays if one not in added):
         during = occupied[stay.start : stay.stop]
         assert during.max(initial=0) + stay.num_bytes > capacity
+
+
+@pytest.mark.parametrize(("num_spare", "num_reads"), [(0, 6), (1, 6), (2, 5)])
+def test_params_stay_for_a_later_call_if_they_fit(num_spare, num_reads):
+    """Half of the room beyond the least is for reading ahead."""
+    uses = [[0], [], [1, 2, 3, 4], [], [], [0]]
+    fetches = fetches_of(map(unit, leaves) for leaves in uses)
+    held = held_bytes(fetches, len(uses))
+    joined = keep_between(fetches, held, num_spare * unit(0).page_bytes)
+    assert len(joined) == num_reads
+    assert held.tolist() == held_bytes(joined, len(uses)).tolist()
 
 
 def test_recomputing_holds_no_scores():

@@ -177,6 +177,7 @@ def test_a_skipped_step_changes_nothing_and_is_counted(streamed):
     run(step, program, 2)
     assert_is_optax(step, program, tx, [program.batch] * 2)
     assert (step.store.step, step.store.skipped_steps) == (2, 1)
+    assert step.num_skipped == 1
 
 
 def test_batches_of_two_shapes_have_a_plan_each(streamed):

@@ -9,8 +9,6 @@ import pytest
 
 from jaxinf.optimizer import callback, update
 
-__all__ = ["use", "use_given"]
-
 
 def use(form: str, patch: pytest.MonkeyPatch) -> None:
     """Has each call of the host take a form: ``buffer`` or ``start``."""

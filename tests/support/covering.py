@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from itertools import combinations, product
 from typing import Any
 
-__all__ = ["covering"]
-
 
 def covering(strength: int, *axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Returns rows of the product of `axes`, chosen greedily; the same in every run.

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["BEYOND", "LONG", "family", "is_in_part"]
-
 LONG = os.environ.get("JAXINF_FAULTS") == "long"
 """Whether `make faults` runs, with long tests."""
 

@@ -6,8 +6,6 @@ Invariant: instructions are numbered in the order in which they are scheduled.
 import re
 from collections.abc import Sequence
 
-__all__ = ["all_operands", "called_lines", "computations", "numbers", "synchronising"]
-
 _DEFINED = re.compile(r"^\s*(?:ROOT )?(%[\w.\-]+) = ")
 _NAME = re.compile(r"%[\w.\-]+")
 _WAITS = re.compile(r" (conditional|while|infeed|outfeed)\(")

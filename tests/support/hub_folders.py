@@ -12,8 +12,6 @@ from safetensors.numpy import load_file, save_file
 from jaxinf.cli import main
 from jaxinf.exchange import Architecture, write_config
 
-__all__ = ["INDEX", "export", "read_folder", "write_folder"]
-
 INDEX = "model.safetensors.index.json"
 
 

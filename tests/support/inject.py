@@ -5,8 +5,6 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["at_call", "die", "interrupt", "stop"]
-
 
 def at_call(
     owner: Any,

@@ -3,8 +3,6 @@
 import numpy as np
 from PIL import Image
 
-__all__ = ["write_pictures"]
-
 
 def write_pictures(folder, num=40, num_classes=4, size=8):
     """Writes gray images of random pixels; returns the folder."""
