@@ -11,8 +11,8 @@ from pathlib import Path
 
 from jaxinf.errors import StoreFormatError
 from jaxinf.store import (
+    CommittedStep,
     StoreDirectory,
-    WholeStep,
     agreed_step,
     find_members,
     held_steps,
@@ -28,14 +28,14 @@ _FAILED, _UNSEEN = 1, 2
 
 
 @contextlib.contextmanager
-def open_committed(path: Path) -> Iterator[tuple[StoreDirectory, WholeStep]]:
+def open_committed(path: Path) -> Iterator[tuple[StoreDirectory, CommittedStep]]:
     """Yields a store, and its step as `jaxinf.store.readable_step`."""
     with readable_step(look_at_store(path)) as step:
         say_warning(path, step)
         yield StoreDirectory(path, step.manifest), step
 
 
-def say_warning(path: Path, step: WholeStep) -> None:
+def say_warning(path: Path, step: CommittedStep) -> None:
     if step.warning:
         make_console(sys.stderr).print(f"warning: {path}: {step.warning}")
 

@@ -15,9 +15,9 @@ from jaxinf.cli.arguments import StorePath, Switch, option
 from jaxinf.cli.looking import open_committed, over_members
 from jaxinf.cli.terminal import show_progress
 from jaxinf.store import (
+    CommittedStep,
     Damage,
     StoreDirectory,
-    WholeStep,
     checkpoint_names,
     find_checkpoint,
     left_by_copy,
@@ -74,7 +74,7 @@ class Verify:
 
 
 def _steps(
-    directory: StoreDirectory, step: WholeStep, name: str | None
+    directory: StoreDirectory, step: CommittedStep, name: str | None
 ) -> Iterator[tuple[str, Path]]:
     names = [name] if name is not None else checkpoint_names(directory)
     if name is None:

@@ -33,7 +33,7 @@ _FROM_STORE = (
 )
 
 
-class Binding:
+class ResumeCheck:
     """Binds a run to the open store. Thread-safe.
 
     Attributes:

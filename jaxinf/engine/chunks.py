@@ -19,7 +19,7 @@ import numpy as np
 from jaxinf.engine.shape import SubgroupLayout
 from jaxinf.errors import StoreCorruptError, StoreFormatError
 from jaxinf.store import (
-    HeldChunk,
+    ChunkFile,
     Slot,
     StoreDirectory,
     corrupt_chunk,
@@ -76,7 +76,7 @@ class ChunkTable:
                     )
                 self._sums.extend([0] * len(leaf.held) if held is None else held)
                 self._lengths.extend(
-                    HeldChunk(number, leaf, state, chunk).num_bytes
+                    ChunkFile(number, leaf, state, chunk).num_bytes
                     for chunk in leaf.held
                 )
         self._is_working = bytearray(len(self._sums))

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxinf.csd import Csd, CsdBuffer, ScalarInputs, initialise_states
-from jaxinf.engine.binding import RESTART, Binding
+from jaxinf.engine.binding import RESTART, ResumeCheck
 from jaxinf.engine.description import (
     StoreDescription,
     check_division,
@@ -101,7 +101,7 @@ class Engine(StoreRun):
         self._bound: list[StoreDescription] = []
         self._guard, self.path_lock = threading.RLock(), path_lock
         self._on_close: list[Callable[[], None]] = []
-        self.binding = Binding(lambda: self.opened)
+        self.binding = ResumeCheck(lambda: self.opened)
         self.health.listen(self._tell_others)
         self._opened: StepEngine | None = open_place(self)
 

@@ -23,7 +23,7 @@ from jaxinf.layout import (
 )
 from jaxinf.store import (
     ERROR_FEEDBACK,
-    HeldChunk,
+    ChunkFile,
     LeafRecord,
     StateRecord,
     StoreDirectory,
@@ -292,7 +292,7 @@ class StoreShape:
         record, moved = self.directory.manifest.leaves[leaf], 0
         for state in states:
             extent = layout.extents[state]
-            held = HeldChunk(leaf, record, record.states[state], number)
+            held = ChunkFile(leaf, record, record.states[state], number)
             left = held.file_bytes - extent.file_offset_bytes
             moved += min(page_ceil(extent.num_bytes), left)
         return moved

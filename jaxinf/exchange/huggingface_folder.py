@@ -35,7 +35,7 @@ from jaxinf.exchange.safetensors_files import (
     write_tensors,
 )
 from jaxinf.exchange.sources import SourceArray, TensorLeaf, listed, within
-from jaxinf.store import WholeStep, dtype_of
+from jaxinf.store import CommittedStep, dtype_of
 from jaxinf.typing import FLOAT_DTYPES
 
 _MAX_LINES = 20
@@ -226,7 +226,7 @@ _PEFT_TASKS |= {"classification": "SEQ_CLS"}
 
 
 def export_huggingface(
-    step: WholeStep,
+    step: CommittedStep,
     destination: Path,
     *,
     average: bool = False,
@@ -268,7 +268,7 @@ def export_huggingface(
     write_tensors(destination, tensors, {"format": "pt"}, files, options)
 
 
-def _architecture(step: WholeStep) -> tuple[Architecture, str]:
+def _architecture(step: CommittedStep) -> tuple[Architecture, str]:
     """Returns the model that the commit says, and its head's task."""
     said = said_architecture(step)
     if said.get("model") not in FAMILIES:
@@ -321,7 +321,7 @@ def _tensors(
 
 
 def export_adapters(
-    step: WholeStep,
+    step: CommittedStep,
     destination: Path,
     *,
     average: bool = False,

@@ -20,9 +20,9 @@ from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS, ChunkBox
 from jaxinf.store import (
     MASTER_PARAMS,
     SCHEDULE_FREE,
+    CommittedStep,
     LeafRecord,
     StateRecord,
-    WholeStep,
     dtype_of,
     schedule_free_params,
 )
@@ -65,7 +65,7 @@ class ParamArray:
       adapter: what is to be added.
     """
 
-    step: WholeStep
+    step: CommittedStep
     leaf: LeafRecord
     average: bool = False
     adapter: "Adapter | None" = None
@@ -129,7 +129,7 @@ Adapter: TypeAlias = tuple[ParamArray, ParamArray, float]
 """A, B and alpha."""
 
 
-def said_architecture(step: WholeStep) -> Mapping[str, Any]:
+def said_architecture(step: CommittedStep) -> Mapping[str, Any]:
     """Returns the model as `jaxinf.train` writes it into the commit, else nothing."""
     payload = step.commit.payload
     said = payload.get("architecture") if isinstance(payload, Mapping) else None
@@ -137,7 +137,7 @@ def said_architecture(step: WholeStep) -> Mapping[str, Any]:
 
 
 def adapters(
-    step: WholeStep, *, average: bool = False
+    step: CommittedStep, *, average: bool = False
 ) -> dict[tuple[str, ...], Adapter]:
     """Returns adapters by the path of their layer; none if the commit has no alpha."""
     alpha = said_architecture(step).get("lora_alpha")
@@ -155,7 +155,7 @@ def adapters(
     }
 
 
-def param_arrays(step: WholeStep, *, average: bool = False) -> list[ParamArray]:
+def param_arrays(step: CommittedStep, *, average: bool = False) -> list[ParamArray]:
     """Returns the params of a step, or their average, with adapters in the matrices."""
     names = step.manifest.state_names
     if average and AVERAGE not in names:

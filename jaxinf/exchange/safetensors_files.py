@@ -30,7 +30,7 @@ from jaxinf.exchange.sources import Blocks, SourceArray, TensorLeaf, listed, wit
 from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS, LeafGrid, portions
 from jaxinf.program import leaf_infos, with_leaves
 from jaxinf.store import (
-    WholeStep,
+    CommittedStep,
     check_free_space,
     dtype_of,
     encode_key,
@@ -191,7 +191,7 @@ class Tensor:
 
 
 def export_safetensors(
-    step: WholeStep,
+    step: CommittedStep,
     destination: Path,
     options: ExportOptions | None = None,
     *,

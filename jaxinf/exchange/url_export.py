@@ -27,13 +27,13 @@ from jaxinf.errors import ExchangeError, StoreFormatError
 from jaxinf.exchange.params import DEFAULT_MEMORY_BYTES, ExportOptions
 from jaxinf.store import (
     BESIDE,
+    ChunkFile,
     CommitRecord,
+    CommittedStep,
     CopySource,
-    HeldChunk,
     Id,
     Manifest,
     Sum,
-    WholeStep,
     carry_files,
     check_free_space,
     over,
@@ -278,7 +278,7 @@ def _crc_of_zeros(num_bytes: int) -> int:
     return crc32c_combine([(_crc_of_zeros(half), half) for half in halves])
 
 
-def _chunk_objects(step: WholeStep) -> Iterator[tuple[HeldChunk, Stamp]]:
+def _chunk_objects(step: CommittedStep) -> Iterator[tuple[ChunkFile, Stamp]]:
     """Yields a step's chunks; as objects they have zeros up to the file's length."""
     for one in step.manifest.held():
         checksum = int(step.commit.checksums[one.array][one.leaf.places[one.chunk]])
@@ -289,7 +289,7 @@ def _chunk_objects(step: WholeStep) -> Iterator[tuple[HeldChunk, Stamp]]:
 
 
 def export_url(
-    step: WholeStep,
+    step: CommittedStep,
     url: str,
     *,
     beside: Mapping[str, bytes] | None = None,
@@ -334,7 +334,7 @@ def export_url(
     total_bytes, done_bytes, num_kept = sum(n for _, (n, _) in chunks), 0, 0
     with step.reader(options.memory_bytes // _COPIES) as reader:
 
-        def bring(chunk: tuple[HeldChunk, Stamp]) -> bool:
+        def bring(chunk: tuple[ChunkFile, Stamp]) -> bool:
             """Writes a chunk, unless it is there and right; returns whether it was."""
             one, stamp = chunk
             if one.name in there and stamp_of(place.read(one.name) or b"") == stamp:
@@ -388,7 +388,7 @@ def _num_at_once(manifest: Manifest, memory_bytes: int) -> int:
     return min(_MOST_THREADS, memory_bytes // least)
 
 
-def _documents(step: WholeStep, beside: Mapping[str, bytes]) -> dict[str, bytes]:
+def _documents(step: CommittedStep, beside: Mapping[str, bytes]) -> dict[str, bytes]:
     manifest, carry = without_csds(step.manifest), step.commit.carry
     record = seal(step.commit.to_json())
     return {
@@ -402,7 +402,7 @@ def _documents(step: WholeStep, beside: Mapping[str, bytes]) -> dict[str, bytes]
 
 
 def _check_free(
-    place: ObjectStore, there: set[str], step: WholeStep, record: bytes
+    place: ObjectStore, there: set[str], step: CommittedStep, record: bytes
 ) -> None:
     """Refuses a place with another export, or with other objects."""
     export, store_id = ExportManifest.read(place), step.manifest.store_id
@@ -475,7 +475,7 @@ def export_source(url: str, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> CopySou
     manifest = Manifest.read(f"{place.where}: jaxinf.json", get("jaxinf.json"))
     commit = CommitRecord.read(where, get("commit.json"))
     commit.check_fits(where, manifest)
-    step = WholeStep(Path(place.where), manifest, commit, (), fetch=get)
+    step = CommittedStep(Path(place.where), manifest, commit, (), fetch=get)
     chunks = {one.name: stamp for one, stamp in _chunk_objects(step)}
     for name, stamp in chunks.items():
         if listed.get(name, stamp) != stamp:

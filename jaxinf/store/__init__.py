@@ -77,7 +77,7 @@ from jaxinf.store.formats import (
 from jaxinf.store.lock import Holder, StoreLock, lock_exclusively
 from jaxinf.store.manifest import (
     CODECS,
-    HeldChunk,
+    ChunkFile,
     LeafRecord,
     Manifest,
     Member,
@@ -119,7 +119,7 @@ from jaxinf.store.reader import (
 )
 from jaxinf.store.steps import (
     CheckpointInfo,
-    WholeStep,
+    CommittedStep,
     checkpoint_names,
     find_checkpoint,
     list_checkpoints,

@@ -22,7 +22,7 @@ from jaxinf.layout import CodedSlot, box_runs, rounding_of_chunk
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.creation import existing_parent
 from jaxinf.store.directory import StoreDirectory, allocate, link_file
-from jaxinf.store.manifest import HeldChunk, LeafRecord, StateRecord, dtype_of
+from jaxinf.store.manifest import ChunkFile, LeafRecord, StateRecord, dtype_of
 from jaxinf.store.members import CopySource
 from jaxinf.store.reader import (
     PIECE_BYTES,
@@ -57,7 +57,7 @@ class CopiedChunk:
 
     part: StoreDirectory
     place: str
-    one: HeldChunk
+    one: ChunkFile
     how: _How
     source: Path | None = None
 
@@ -92,7 +92,7 @@ def copied_chunks(
                 yield CopiedChunk(part, place, one, how, folder)
 
 
-def _way(old: LeafRecord, one: HeldChunk) -> _How:
+def _way(old: LeafRecord, one: ChunkFile) -> _How:
     if old.chunk_shape != one.leaf.chunk_shape:
         return "regrid"
     is_same = _arrays(old, one.state) == _arrays(one.leaf, one.state)

@@ -21,7 +21,7 @@ from jaxinf.errors import StoreFormatError, StoreIOError
 from jaxinf.layout import Chunk
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.lock import StoreLock, lock_exclusively
-from jaxinf.store.manifest import HeldChunk, Manifest
+from jaxinf.store.manifest import ChunkFile, Manifest
 from jaxinf.transfer import (
     allocate_file,
     check_holds,
@@ -162,10 +162,10 @@ class StoreDirectory:
         """The chunks of every leaf, in grid order."""
         return tuple(leaf.grid.chunks() for leaf in self.manifest.leaves)
 
-    def held_chunk(self, leaf: int, chunk: int, state: str) -> HeldChunk:
+    def held_chunk(self, leaf: int, chunk: int, state: str) -> ChunkFile:
         """Returns a chunk of a state's array, by numbers and the state's name."""
         record = self.manifest.leaves[leaf]
-        return HeldChunk(leaf, record, record.state(state), chunk)
+        return ChunkFile(leaf, record, record.state(state), chunk)
 
     def chunk_name(self, place: str, leaf: int, chunk: int, state: str) -> Path:
         """Returns a chunk's name in the store: its file, or with CSDs a link to it."""
@@ -190,7 +190,7 @@ class StoreDirectory:
             self._chunk_files[place, leaf, chunk, state] = found
         return found
 
-    def file_of(self, place: str, one: HeldChunk) -> Path:
+    def file_of(self, place: str, one: ChunkFile) -> Path:
         """Returns a chunk's real file, on its CSD."""
         file = self.data_path(place, one.csd) / one.name
         root = self.csd_directory(one.csd)
@@ -384,7 +384,7 @@ class StoreDirectory:
                 temporary.unlink(missing_ok=True)
 
 
-def allocate(file: PathLikeStr, one: HeldChunk) -> None:
+def allocate(file: PathLikeStr, one: ChunkFile) -> None:
     """Makes a chunk's file, and preallocates room for its elements."""
     allocate_file(file, one.file_bytes, min(one.drive_bytes, one.file_bytes))
 

@@ -206,7 +206,7 @@ class LeafRecord(Document, frozen=True, kw_only=True, dict=True, gc=True):
     def chunk_bytes(self) -> list[int]:
         """Bytes of each chunk on the drive, all states together."""
         return [
-            sum(HeldChunk(-1, self, state, number).drive_bytes for state in self.states)
+            sum(ChunkFile(-1, self, state, number).drive_bytes for state in self.states)
             for number in range(self.grid.num_chunks)
         ]
 
@@ -236,7 +236,7 @@ class LeafRecord(Document, frozen=True, kw_only=True, dict=True, gc=True):
         return tuple(found.get(number, -1) for number in range(len(self.csds)))
 
 
-class HeldChunk(NamedTuple):
+class ChunkFile(NamedTuple):
     """A chunk's file in each step of a store.
 
     Attributes:
@@ -371,12 +371,12 @@ class Manifest(
             for state in leaf.states:
                 yield leaf.array_name(state.name), leaf, state
 
-    def held(self) -> Iterator[HeldChunk]:
+    def held(self) -> Iterator[ChunkFile]:
         """Yields the chunks that this store holds, by array."""
         for number, leaf in enumerate(self.leaves):
             for state in leaf.states:
                 for chunk in leaf.held:
-                    yield HeldChunk(number, leaf, state, chunk)
+                    yield ChunkFile(number, leaf, state, chunk)
 
     @property
     def state_names(self) -> tuple[str, ...]:

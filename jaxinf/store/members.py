@@ -28,7 +28,7 @@ from jaxinf.store.manifest import Manifest, without_csds
 from jaxinf.store.owners import check_is_store, claim_csds, look_at_store, read_owned
 from jaxinf.store.steps import (
     CheckpointInfo,
-    WholeStep,
+    CommittedStep,
     check_arrays,
     checkpoint_names,
     find_checkpoint,
@@ -235,8 +235,8 @@ def to_step(members: Sequence[StoreDirectory], step: StepId | None) -> None:
 def of_one_commit(
     path: Path,
     members: Sequence[StoreDirectory],
-    take: Callable[[StoreDirectory, contextlib.ExitStack], WholeStep],
-) -> tuple[list[WholeStep], contextlib.ExitStack]:
+    take: Callable[[StoreDirectory, contextlib.ExitStack], CommittedStep],
+) -> tuple[list[CommittedStep], contextlib.ExitStack]:
     """Takes a step of one commit from all members, also while the run goes on; blocks.
 
     Members that were killed at different steps go to the common one.
@@ -282,7 +282,7 @@ def save_whole(path: Path, name: str | None = None) -> list[Path]:
       StoreMismatchError: there is a checkpoint of that name.
     """
 
-    def keep(one: StoreDirectory, undo: contextlib.ExitStack) -> WholeStep:
+    def keep(one: StoreDirectory, undo: contextlib.ExitStack) -> CommittedStep:
         kept = save_checkpoint(one, name)
         undo.callback(remove_checkpoint, one, kept)
         return step_of(one, one.step_path(f"checkpoints/{kept}"))
@@ -439,7 +439,7 @@ class CopySource:
 
     where: str
     parts: Sequence[Manifest]
-    steps: Mapping[str, WholeStep]
+    steps: Mapping[str, CommittedStep]
     beside: Mapping[str, bytes]
     has_links: bool = True
     num_threads: int = 4
@@ -448,7 +448,7 @@ class CopySource:
     held: Sequence[StoreDirectory] = ()
 
     @property
-    def step(self) -> WholeStep:
+    def step(self) -> CommittedStep:
         """The step that all copies have."""
         return self.steps["a"]
 
@@ -540,7 +540,7 @@ def check_unread(directory: StoreDirectory) -> None:
         )
 
 
-def _kept_step(parts: Sequence[StoreDirectory], name: str) -> WholeStep:
+def _kept_step(parts: Sequence[StoreDirectory], name: str) -> CommittedStep:
     """Returns a checkpoint of all members."""
     find_whole(parts, name)
     if len(parts) == 1 and parts[0].manifest.member is not None:
@@ -557,13 +557,13 @@ def _of_directory(path: Path) -> CopySource:
     if manifest.member is not None:
         raise StoreFormatError(f"{path}: {_PART}")
     manifest = without_csds(manifest)
-    step = WholeStep(path, manifest, CommitRecord.read(commit), (path,))
+    step = CommittedStep(path, manifest, CommitRecord.read(commit), (path,))
     step.check()
     beside = files_beside(path)
     return CopySource(str(path), [manifest], {"a": step}, beside, has_links=False)
 
 
-def _joined(parts: Sequence[StoreDirectory], place: str | None = None) -> WholeStep:
+def _joined(parts: Sequence[StoreDirectory], place: str | None = None) -> CommittedStep:
     """Returns a step of all members, by default the committed one."""
     return joined_step(
         [step_of(one, one.step_path(place or one.need_slot())) for one in parts]

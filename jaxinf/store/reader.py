@@ -29,7 +29,7 @@ from jaxinf.layout import (
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.directory import StoreDirectory
 from jaxinf.store.manifest import (
-    HeldChunk,
+    ChunkFile,
     LeafRecord,
     Manifest,
     StateRecord,
@@ -84,7 +84,7 @@ class Damage:
 
 def corrupt_chunk(
     file: Path,
-    one: HeldChunk,
+    one: ChunkFile,
     expected: int | None,
     found: int,
     *,
@@ -294,7 +294,7 @@ class StepReader:
         Raises:
           StoreCorruptError, StoreIOError: as for `pieces`.
         """
-        one = HeldChunk(-1, leaf, state, number)
+        one = ChunkFile(-1, leaf, state, number)
         chunk, place = one.layout, leaf.places[number]
         target, csd = into(chunk), self._place(one)
         assert place >= 0, f"leaf {leaf.name}: chunk {number} is another member's"
@@ -359,7 +359,7 @@ class StepReader:
                     rest, done = rest[part.size :], done + part.size
                 yield box, out.reshape(box.extent)
 
-    def _place(self, one: HeldChunk) -> int:
+    def _place(self, one: ChunkFile) -> int:
         return one.csd if len(self._places) > 1 else 0
 
     def read(self, leaf: LeafRecord, state: StateRecord) -> Array:
@@ -381,7 +381,7 @@ class StepReader:
     def read_held(self, leaf: LeafRecord, state: StateRecord) -> Array:
         """As `read`, with zeros for the chunks that other members hold."""
         for number in leaf.held:  # check before memory is allocated
-            one = HeldChunk(-1, leaf, state, number)
+            one = ChunkFile(-1, leaf, state, number)
             check_holds(self._places[self._place(one)], one.name, one.num_bytes)
         dtype = dtype_of(state.decoded().dtype)
         needed = leaf.grid.num_elements * dtype.itemsize

@@ -58,7 +58,7 @@ _LOG = logging.getLogger("jaxinf")
 
 
 @dataclass(frozen=True)
-class WholeStep:
+class CommittedStep:
     """A committed step with its chunks, which does not change while it is read.
 
     Attributes:
@@ -99,15 +99,15 @@ class WholeStep:
         return read_carry(self.path, self.commit.carry, self.fetch)
 
 
-def step_of(directory: StoreDirectory, path: Path) -> WholeStep:
+def step_of(directory: StoreDirectory, path: Path) -> CommittedStep:
     """Returns a step of a store: a slot, a checkpoint or a snapshot."""
     record = CommitRecord.read(path / "commit.json")
     places = tuple(directory.data_paths(path))
-    return WholeStep(path, directory.manifest, record, places)
+    return CommittedStep(path, directory.manifest, record, places)
 
 
 @contextlib.contextmanager
-def pinned_step(directory: StoreDirectory) -> Iterator[WholeStep]:
+def pinned_step(directory: StoreDirectory) -> Iterator[CommittedStep]:
     """Pins the committed step until the context ends.
 
     Any process may do this, beside a running writer; no data moves.
@@ -138,7 +138,7 @@ def pinned_step(directory: StoreDirectory) -> Iterator[WholeStep]:
 
 
 @contextlib.contextmanager
-def readable_step(directory: StoreDirectory) -> Iterator[WholeStep]:
+def readable_step(directory: StoreDirectory) -> Iterator[CommittedStep]:
     """Pins a store's committed step while the context lasts.
 
     One that lacks a chunk, or whose store this user cannot write to, is read as it is,
@@ -163,7 +163,7 @@ def readable_step(directory: StoreDirectory) -> Iterator[WholeStep]:
         yield step
 
 
-def _live_step(directory: StoreDirectory) -> WholeStep:
+def _live_step(directory: StoreDirectory) -> CommittedStep:
     """Returns the committed step as it is, also if another is committed meanwhile."""
     while True:
         slot = directory.need_slot()
@@ -174,7 +174,7 @@ def _live_step(directory: StoreDirectory) -> WholeStep:
                 raise
 
 
-def joined_step(steps: Sequence[WholeStep]) -> WholeStep:
+def joined_step(steps: Sequence[CommittedStep]) -> CommittedStep:
     """Returns one step of those of all members by number, or of a store alone."""
     first = steps[0]
     for one in steps:
@@ -209,7 +209,7 @@ def joined_step(steps: Sequence[WholeStep]) -> WholeStep:
     )
     commit = first.commit.replace(checksums=sums, commit="", inexact=bounds)
     places = tuple(place for one in steps for place in one.places)
-    return WholeStep(first.path, manifest, commit, places)
+    return CommittedStep(first.path, manifest, commit, places)
 
 
 def remove_step(directory: StoreDirectory, place: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from jaxinf.errors import StoreError, StoreFormatError
 from jaxinf.store.commit import CarriedArray, CommitRecord
 from jaxinf.store.directory import SLOTS, StoreDirectory
-from jaxinf.store.manifest import HeldChunk, Manifest
+from jaxinf.store.manifest import ChunkFile, Manifest
 from jaxinf.store.members import member_name
 from jaxinf.store.reader import PIECE_BYTES, Damage, file_checksum, over
 from jaxinf.store.steps import stray_checkpoints
@@ -55,7 +55,7 @@ def verify_step(
     seen, total, done = {} if seen is None else seen, step_bytes(directory), 0
     with closing(BufferPool(num_threads * PIECE_BYTES)) as pool:
 
-        def verify(one: HeldChunk) -> Damage | None:
+        def verify(one: ChunkFile) -> Damage | None:
             root = directory.data_path(place, one.csd) if place else step_path
             expected = int(record.checksums[one.array][one.leaf.places[one.chunk]])
             problem = _problem(root, one, expected, seen, pool)
@@ -71,7 +71,7 @@ def verify_step(
 
 def _problem(
     root: Path,
-    one: HeldChunk,
+    one: ChunkFile,
     expected: int,
     seen: dict[tuple[int, int], int],
     pool: BufferPool,

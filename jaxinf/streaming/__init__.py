@@ -21,7 +21,7 @@ Where a question is answered:
     how values leave and come back      move/values.py
     where a gradient becomes an update  update/store_sink.py, in_memory.py
     which cuts a store keeps            plan/kept.py
-    how processes begin and end alike   alike.py
+    how processes begin and end alike   agreement.py
     what happens after Ctrl-C           ctrl_c.py
 
 Invariant: a user's loss function is traced with its gradient and never changed; the

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 
 from jaxinf.engine import Store, check_like, engine_of
 from jaxinf.errors import StreamError
-from jaxinf.streaming.home import Home, without
+from jaxinf.streaming.home import StateHome, without
 from jaxinf.streaming.move.params import Hold, Params, StoreParams, StoreReader
 from jaxinf.streaming.plan.calls import Plan
-from jaxinf.streaming.plan.fit import Ordered
+from jaxinf.streaming.plan.fit import OrderedProgram
 from jaxinf.streaming.plan.memory import Claim, Claims
 from jaxinf.streaming.program.trace import abstract
 from jaxinf.streaming.program.units import SHARED, StoreUnits, shared_bytes
@@ -26,7 +26,7 @@ from jaxinf.streaming.update.sink import Sink
 from jaxinf.typing import PyTree
 
 
-class ReadStore(Home):
+class ReadStore(StateHome):
     """A store whose params a function reads. Until a step, all of them may stay.
 
     Args:
@@ -66,7 +66,7 @@ class ReadStore(Home):
         like = self.avals if like is None else like
         return self._store.params(like, average=self._average)
 
-    def sink(self, ready: Ordered, avals: PyTree = None) -> Sink:
+    def sink(self, ready: OrderedProgram, avals: PyTree = None) -> Sink:
         opened, params = self._engine.opened, ready.traced.params
         if self._average:
             opened.averaged(0)  # or refuses

@@ -16,12 +16,12 @@ from jaxinf.engine import Engine, Store
 from jaxinf.errors import StreamError
 from jaxinf.streaming.move.params import Hold, Params
 from jaxinf.streaming.plan.calls import Plan
-from jaxinf.streaming.plan.fit import Ordered
+from jaxinf.streaming.plan.fit import OrderedProgram
 from jaxinf.streaming.update.sink import Sink
 from jaxinf.typing import PyTree
 
 
-class Home:
+class StateHome:
     """What homes have in common.
 
     Each has `avals`, the params' shapes, dtypes and shardings. ``first(init_fn, args,
@@ -54,7 +54,7 @@ class Home:
         """See `StreamedStep.state`."""
         raise StreamError("step.state: it is in the store; use store.state(like=)")
 
-    def sink(self, ready: Ordered, avals: PyTree = None) -> Sink:
+    def sink(self, ready: OrderedProgram, avals: PyTree = None) -> Sink:
         """Returns what takes the gradients of what was traced; compiles its programs.
 
         Args:
@@ -69,7 +69,7 @@ class Home:
     def check_mesh(self, mesh: Mesh | None) -> None:
         """Refuses devices on which it cannot be streamed."""
 
-    def kept_cuts(self, ready: Ordered) -> Sequence[int] | None:
+    def kept_cuts(self, ready: OrderedProgram) -> Sequence[int] | None:
         """Returns the cuts on which bits depend from before; None if there are none."""
         return None
 

@@ -23,12 +23,12 @@ from jaxinf.program import (
     path_name,
     refused_gradient,
 )
-from jaxinf.streaming.home import Home, without
+from jaxinf.streaming.home import StateHome, without
 from jaxinf.streaming.move.params import Hold, MemoryParams, Params
 from jaxinf.streaming.move.scratch import Scratch, writing_bytes
 from jaxinf.streaming.plan.budget import Budget, Options, within
 from jaxinf.streaming.plan.calls import Plan
-from jaxinf.streaming.plan.fit import Ordered
+from jaxinf.streaming.plan.fit import OrderedProgram
 from jaxinf.streaming.plan.memory import Claims
 from jaxinf.streaming.program.graph import Piece, aval_bytes
 from jaxinf.streaming.program.initial import check_init_fn
@@ -38,7 +38,7 @@ from jaxinf.streaming.update.sink import Agree, Sink
 from jaxinf.typing import Array, PathLikeStr, PyTree
 
 
-class InMemory(Home, Sink):
+class InMemory(StateHome, Sink):
     """Params and the state of any optax optimizer, and the sink of their gradients.
 
     It holds gradients whole or in slices of stacks until a step has all. The update and
@@ -90,9 +90,9 @@ class InMemory(Home, Sink):
         self,
         avals: PyTree,
         make: Callable[[], tuple[PyTree, PyTree]],
-        ready: Ordered | None,
+        ready: OrderedProgram | None,
         budget: Budget,
-        plan: Callable[[Ordered, Sink, Budget], Plan],
+        plan: Callable[[OrderedProgram, Sink, Budget], Plan],
     ) -> None:
         if ready is not None:
             within(budget, partial(plan, ready, self.sink(ready)), advises=True)
@@ -130,7 +130,7 @@ class InMemory(Home, Sink):
                 "(jax.device_put(x, jax.devices()[0]))"
             )
 
-    def sink(self, ready: Ordered, avals: PyTree = None) -> Sink:
+    def sink(self, ready: OrderedProgram, avals: PyTree = None) -> Sink:
         traced = ready.traced
         params = traced.params_tree.unflatten(traced.params)
         state = jax.tree.leaves(jax.eval_shape(self._tx.init, params))

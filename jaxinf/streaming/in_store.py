@@ -33,11 +33,11 @@ from jaxinf.engine import (
 from jaxinf.errors import StreamError
 from jaxinf.program import UpdateProgram, averaged, trace_init
 from jaxinf.store import required_bytes
-from jaxinf.streaming.home import Home
+from jaxinf.streaming.home import StateHome
 from jaxinf.streaming.move.params import Hold, Params, StoreParams, StoreReader
 from jaxinf.streaming.plan.budget import Budget, Options, within
 from jaxinf.streaming.plan.calls import Plan
-from jaxinf.streaming.plan.fit import Ordered
+from jaxinf.streaming.plan.fit import OrderedProgram
 from jaxinf.streaming.plan.kept import kept_cuts
 from jaxinf.streaming.plan.memory import return_freed_memory
 from jaxinf.streaming.program.graph import Piece
@@ -64,7 +64,7 @@ _MakeLeaves: TypeAlias = Callable[[int], Iterable[Any]]
 """Returns the leaves in order, made in so many bytes."""
 
 
-class InStore(Home):
+class InStore(StateHome):
     """A store that a step reads, updates and commits.
 
     Args:
@@ -120,7 +120,7 @@ class InStore(Home):
             )
         check_processes(self._engine.group, mesh)
 
-    def sink(self, ready: Ordered, avals: PyTree = None) -> StoreSink:
+    def sink(self, ready: OrderedProgram, avals: PyTree = None) -> StoreSink:
         if avals is None:
             avals, shape = self.avals, self._engine.opened
         else:
@@ -128,7 +128,9 @@ class InStore(Home):
             shape = self._engine.shape(self._described(avals, pieces)[1])
         return self._sink(ready, avals, shape)
 
-    def _sink(self, ready: Ordered, avals: PyTree, shape: StoreShape) -> StoreSink:
+    def _sink(
+        self, ready: OrderedProgram, avals: PyTree, shape: StoreShape
+    ) -> StoreSink:
         update = self._optimizer(avals)
         return StoreSink(self._store, ready, update, shape, self._options)
 
@@ -136,7 +138,7 @@ class InStore(Home):
         reader = StoreReader(self._engine)
         return StoreParams(sink.claims.units, reader, plan.reading, hold)
 
-    def kept_cuts(self, ready: Ordered) -> Sequence[int] | None:
+    def kept_cuts(self, ready: OrderedProgram) -> Sequence[int] | None:
         if self._options.replan or self._engine.commit is None:
             return None
         return kept_cuts(self._store.path, self._engine.opened.finished, ready)
@@ -176,9 +178,9 @@ class InStore(Home):
         self,
         avals: PyTree,
         make: _MakeLeaves,
-        ready: Ordered | None,
+        ready: OrderedProgram | None,
         budget: Budget,
-        plan: Callable[[Ordered, Sink, Budget], Plan],
+        plan: Callable[[OrderedProgram, Sink, Budget], Plan],
     ) -> None:
         engine = self._engine
         check_params(avals)

@@ -21,19 +21,19 @@ from jax.sharding import Mesh
 from jaxinf.engine import Store
 from jaxinf.errors import StreamError
 from jaxinf.processes import Group
-from jaxinf.streaming import alike
+from jaxinf.streaming import agreement
 from jaxinf.streaming.batches import first_part, shares_of
-from jaxinf.streaming.bound import BoundStep, StreamMetrics, bind
+from jaxinf.streaming.compiled_step import CompiledStep, StreamMetrics, bind
 from jaxinf.streaming.count import Count, count
 from jaxinf.streaming.ctrl_c import Check, StepThread, check_not_traced
-from jaxinf.streaming.home import Home
-from jaxinf.streaming.move.jobs import MoveCounts
+from jaxinf.streaming.home import StateHome
+from jaxinf.streaming.move.work_queues import MoveCounts
 from jaxinf.streaming.plan.budget import Budget, Options, within
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.choice import NUM_MEASURED, StepTimes, segments_to_recompute
 from jaxinf.streaming.plan.compiled import Executables, Measured
 from jaxinf.streaming.plan.device import limit_of
-from jaxinf.streaming.plan.fit import Ordered, plan_within, prepare
+from jaxinf.streaming.plan.fit import OrderedProgram, plan_within, prepare
 from jaxinf.streaming.plan.memory import DeviceLimit, return_freed_memory
 from jaxinf.streaming.program.meshes import on_this_process, outside_mesh
 from jaxinf.streaming.program.trace import abstract, check_params
@@ -51,20 +51,22 @@ class StreamedStep:
     params of the store's last finished step, and no step may run meanwhile.
     """
 
-    def __init__(self, fn: Callable[..., Any], home: Home, options: Options) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], home: StateHome, options: Options
+    ) -> None:
         return_freed_memory(collects=False)
         self._fn, self._home, self._options = fn, home, options
         engine = home.engine
         self._group = Group("jaxinf.stream") if engine is None else engine.group
         self._group.may_hang = False  # it comes to the step's end
         self._errors: list[BaseException] = []  # of this process, in a step
-        self._hold = partial(alike.holding, self._group, self._errors)
+        self._hold = partial(agreement.holding, self._group, self._errors)
         self._thread = StepThread()
         self._executables: Executables = {}
         self._limits: dict[Mesh | None, DeviceLimit] = {}
-        self._bound: dict[Any, BoundStep] = {}
-        self._last: BoundStep | None = None
-        self._ready: Ordered | None = None  # traced by `init`, bound at its end
+        self._bound: dict[Any, CompiledStep] = {}
+        self._last: CompiledStep | None = None
+        self._ready: OrderedProgram | None = None  # traced by `init`, bound at its end
         weights = options.weights
         self._weights = None if weights is None else jax.jit(weights)
 
@@ -279,7 +281,7 @@ class StreamedStep:
 
     # --- batches of one shape ------------------------------------------------------
 
-    def _trace(self, batch: PyTree, avals: PyTree) -> Ordered:
+    def _trace(self, batch: PyTree, avals: PyTree) -> OrderedProgram:
         """Traces the function for batches like this one."""
         options = self._options
         ready = prepare(
@@ -293,7 +295,9 @@ class StreamedStep:
         self._home.check_mesh(ready.traced.mesh)
         return ready
 
-    def _budget(self, ready: Ordered, device: DeviceLimit | None = None) -> Budget:
+    def _budget(
+        self, ready: OrderedProgram, device: DeviceLimit | None = None
+    ) -> Budget:
         """Returns the memory of a step, on a device whose own was looked at once."""
         mesh, own_bytes = ready.traced.mesh, self._options.device_memory_bytes
         if device is None:
@@ -303,12 +307,14 @@ class StreamedStep:
         return Budget(self._options.memory_bytes, own_bytes, device)
 
     def _plan_within(
-        self, ready: Ordered, sink: Sink, budget: Budget, **how: Any
+        self, ready: OrderedProgram, sink: Sink, budget: Budget, **how: Any
     ) -> Plan:
         how = {"executables": self._executables, "group": self._group, **how}
         return plan_within(ready, sink.claims, self._options, budget, **how)
 
-    def _plan(self, ready: Ordered, sink: Sink, budget: Budget, **how: Any) -> Plan:
+    def _plan(
+        self, ready: OrderedProgram, sink: Sink, budget: Budget, **how: Any
+    ) -> Plan:
         plan = partial(self._plan_within, ready, sink, **how)
         return within(budget, plan, advises=self._group.is_alone)
 
@@ -328,7 +334,7 @@ class StreamedStep:
                 own = plan, ready, sink, self._home, self._executables, self._hold
                 with ExitStack() as undone:
 
-                    def made() -> BoundStep:
+                    def made() -> CompiledStep:
                         bound = bind(*own, times)
                         undone.callback(bound.close)
                         return bound
@@ -356,7 +362,7 @@ class StreamedStep:
         self._bound.pop(key).close()
         return bound.times, {"kept": lambda: cuts, "again": again}
 
-    def _traced(self, batch: PyTree) -> tuple[Ordered, Sink, Budget]:
+    def _traced(self, batch: PyTree) -> tuple[OrderedProgram, Sink, Budget]:
         ready, self._ready = self._ready, None
         if ready is None:
             ready = self._trace(batch, self._home.avals)
@@ -405,7 +411,7 @@ class StreamedStep:
 
         return run
 
-    def _take_turn(self, key: Any) -> BoundStep:
+    def _take_turn(self, key: Any) -> CompiledStep:
         """Returns what batches are bound to, and gives it the memory for reading."""
         bound = self._bound[key]
         if self._last is not None and self._last is not bound:
@@ -415,7 +421,11 @@ class StreamedStep:
         return bound
 
     def _run(
-        self, bound: BoundStep, batch: PyTree, own_args: Mapping[str, Any], check: Check
+        self,
+        bound: CompiledStep,
+        batch: PyTree,
+        own_args: Mapping[str, Any],
+        check: Check,
     ) -> tuple[Any, PyTree]:
         runner, params, sink = bound.runner, bound.params, bound.sink
         given = {**self._options.extra_args, **own_args}
@@ -431,7 +441,7 @@ class StreamedStep:
         self._errors.clear()
         shares = shares_of(batch, self._options.micro_batches, self._weights)
         engine = self._home.engine
-        alike.begin(self._group, engine, self._home.what, batch, prepare)
+        agreement.begin(self._group, engine, self._home.what, batch, prepare)
         try:
             try:
                 began_s = time.perf_counter()
@@ -447,7 +457,7 @@ class StreamedStep:
             if "value" in given and "value" not in own_args:
                 assert results[0] is not None, "a function has no arguments"
                 given["value"] = on_this_process(results[0])
-            agree = partial(alike.agree, engine, self._errors)
+            agree = partial(agreement.agree, engine, self._errors)
             is_done = sink.finish(given, results, check, agree)
             self._home.num_skipped += self._home.has_loss and not is_done
             bound.waited_s += time.perf_counter() - began_s

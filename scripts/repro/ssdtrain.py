@@ -50,7 +50,7 @@ from jaxinf.streaming.move.scratch import Scratch, ScratchRun
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.compiled import Executables, measured
-from jaxinf.streaming.plan.fit import Ordered, plan_of, prepare
+from jaxinf.streaming.plan.fit import OrderedProgram, plan_of, prepare
 from jaxinf.streaming.plan.leaving import fitted
 from jaxinf.streaming.program.cut import choose_cuts
 from jaxinf.streaming.run import Runner
@@ -203,7 +203,7 @@ class Stack:
         self.params = MemoryParams(lambda: leaves)
         self.params.begin()
         self.place = place
-        self.ready: Ordered = prepare(loss, params, self.batch)
+        self.ready: OrderedProgram = prepare(loss, params, self.batch)
         times, tokens = self.ready.lifetimes, self.ready.tokens
         self.cuts = {choose_cuts(times, tokens, n): None for n in LIMITS}
         self.plan, self.most_bytes = self._cut()

@@ -12,7 +12,7 @@ import jaxinf
 from jaxinf.errors import ExchangeError
 from jaxinf.exchange import ObjectStore
 from jaxinf.interrupts import raise_kept, run_whole
-from jaxinf.store import HeldChunk, StoreDirectory
+from jaxinf.store import ChunkFile, StoreDirectory
 
 LEAVES = {"w": ((6, 1024), "float32"), "half": ((33, 257), "bfloat16")}
 
@@ -26,7 +26,7 @@ def chunks_of(step, manifest):
     return {
         (leaf.name, state.name, chunk): directory.chunk_file(
             place, number, chunk, state.name
-        ).read_bytes()[: HeldChunk(number, leaf, state, chunk).num_bytes]
+        ).read_bytes()[: ChunkFile(number, leaf, state, chunk).num_bytes]
         for number, leaf in enumerate(directory.manifest.leaves)
         for state in leaf.states
         for chunk in leaf.held

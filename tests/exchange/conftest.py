@@ -12,10 +12,10 @@ import raw_stores
 
 from jaxinf.store import (
     CommitRecord,
+    CommittedStep,
     ScalarState,
     StateRecord,
     StoreDirectory,
-    WholeStep,
     create_store,
     step_of,
 )
@@ -51,12 +51,12 @@ def any_bits(rng: np.random.Generator, shape: tuple, dtype: np.dtype) -> np.ndar
 
 
 @pytest.fixture
-def make_step(place: Path) -> Callable[..., tuple[WholeStep, dict]]:
+def make_step(place: Path) -> Callable[..., tuple[CommittedStep, dict]]:
     """Makes a store with one committed step; returns it and its arrays by name."""
 
     def make(
         num_csds: int = 0, leaves: dict | None = None, chunk_elements: int = 4096
-    ) -> tuple[WholeStep, dict]:
+    ) -> tuple[CommittedStep, dict]:
         name = uuid.uuid4().hex[:8]
         roots = raw_stores.make_roots(place, name, num_csds)
         manifest = raw_stores.make_manifest(

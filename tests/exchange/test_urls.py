@@ -21,8 +21,8 @@ from jaxinf.cli.commands import main
 from jaxinf.errors import ExchangeError, StoreFormatError, StoreMismatchError
 from jaxinf.exchange import ExportOptions, export_url, url_export
 from jaxinf.store import (
+    ChunkFile,
     CommitRecord,
-    HeldChunk,
     StoreDirectory,
     save_checkpoint,
     seal,
@@ -51,7 +51,7 @@ def chunks_of(path, place="current"):
         for state in leaf.states:
             for chunk in leaf.held:
                 file = directory.chunk_file("a", number, chunk, state.name)
-                held = HeldChunk(number, leaf, state, chunk)
+                held = ChunkFile(number, leaf, state, chunk)
                 raw = file.read_bytes()[: held.num_bytes]
                 found[leaf.name, state.name, chunk] = raw
     return found

@@ -8,7 +8,7 @@ from streaming import prepared
 from zoo import ZOO
 
 import jaxinf
-from jaxinf.streaming import bound
+from jaxinf.streaming import compiled_step
 from jaxinf.streaming import step as steps
 from jaxinf.streaming.plan import compiled, fit, leaving
 from jaxinf.streaming.plan.choice import (
@@ -71,7 +71,7 @@ def slow(step_s, waited_s, call_s):
 
 @pytest.mark.parametrize("num_parts", [1, 2])
 def test_losses_and_params_are_those_of_keep(open_store, monkeypatch, num_parts):
-    monkeypatch.setattr(bound, "StepTimes", slow)
+    monkeypatch.setattr(compiled_step, "StepTimes", slow)
     found = {}
     for policy in ("keep", "plan"):
         step = jaxinf.stream(
@@ -107,7 +107,7 @@ def test_losses_and_params_are_those_of_keep(open_store, monkeypatch, num_parts)
 def test_in_memory_without_a_choice_or_with_one_that_does_not_fit(
     monkeypatch, tmp_path, is_slow
 ):
-    monkeypatch.setattr(bound, "StepTimes", slow)
+    monkeypatch.setattr(compiled_step, "StepTimes", slow)
     if not is_slow:
         monkeypatch.setattr(steps, "segments_to_recompute", lambda *_: frozenset())
     most = fit.least_bytes

@@ -29,7 +29,7 @@ from zoo import ONLY_PLANNED, ZOO, Program, normal
 
 import jaxinf
 from jaxinf.errors import BudgetError, StoreIOError, StoreSpaceError, StreamError
-from jaxinf.streaming import bound
+from jaxinf.streaming import compiled_step
 from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan import compiled, leaving
@@ -388,7 +388,7 @@ def test_a_value_keeps_its_memory_until_its_copy_has_left(
     """A copy that is under way holds what it reads, which `Watched` looks for."""
     del late
     monkeypatch.setattr(late_copies, "DELAY_S", 0.02)
-    monkeypatch.setattr(bound, "Values", Watched)
+    monkeypatch.setattr(compiled_step, "Values", Watched)
     step = opened(open_store, "step", HOSTS["host"])
     step.load(LAYERS, batch=WIDE.batch)
     step(WIDE.batch)

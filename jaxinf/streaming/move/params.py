@@ -22,7 +22,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxinf import compat
 from jaxinf.engine import Engine, ParamsReader, put_together
-from jaxinf.streaming.move.jobs import Jobs, MoveCounts, Uploads
+from jaxinf.streaming.move.work_queues import MoveCounts, Uploads, WorkQueues
 from jaxinf.streaming.plan.memory import READER_BYTES
 from jaxinf.streaming.plan.reads import Fetch, Reading
 from jaxinf.streaming.program.graph import Piece, piece_sharding
@@ -186,7 +186,7 @@ class StoreParams:
         registry = compat.memory_registry(self._device) if self._has_link else None
         num_bytes = reading.host_bytes if self._has_link else reading.room_bytes
         self._pool = BufferPool(max(num_bytes or 0, PAGE_BYTES), registry=registry)
-        self._jobs = Jobs("jaxinf-fetch")
+        self._jobs = WorkQueues("jaxinf-fetch")
         self._changed = self._jobs.changed
         self._uploads = Uploads(
             self._jobs,

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxinf.streaming.move.jobs import Jobs
+from jaxinf.streaming.move.work_queues import WorkQueues
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.transfer import (
     ByteMeters,
@@ -90,7 +90,7 @@ class Scratch:
         self._folders = [Path(folder) for folder in folders]
         self._meters = ByteMeters() if meters is None else meters
         self._content, self._num_threads = content, num_threads
-        self.jobs = Jobs(f"jaxinf-{content}")
+        self.jobs = WorkQueues(f"jaxinf-{content}")
         self._forms: dict[Sequence[ScratchRun], tuple[Any, Any]] = {}
         self._own = threading.local()  # a thread's memory to write a part from
         self._files: list[int] = []

@@ -20,8 +20,8 @@ from typing import Any
 import jax
 
 from jaxinf import compat
-from jaxinf.streaming.move.jobs import MoveCounts, Uploads
 from jaxinf.streaming.move.scratch import Scratch, ScratchRun, place_bytes
+from jaxinf.streaming.move.work_queues import MoveCounts, Uploads
 from jaxinf.streaming.plan.calls import Plan, Slot, Tiers
 from jaxinf.streaming.plan.leaving import NUM_COPIES
 from jaxinf.streaming.program.lifetimes import Stay, occupancy

@@ -43,7 +43,7 @@ _MAX_HALVINGS = 14
 
 
 @dataclass(frozen=True, repr=False)  # it has all nodes
-class Ordered:
+class OrderedProgram:
     """A traced function, whose nodes are ordered and can be cut.
 
     Attributes:
@@ -88,7 +88,7 @@ def prepare(
     has_loss: bool = True,
     has_aux: bool = False,
     is_deterministic: bool = True,
-) -> Ordered:
+) -> OrderedProgram:
     """Traces a function and orders its nodes; raises the errors of `trace`.
 
     Args:
@@ -101,14 +101,14 @@ def prepare(
     else:
         traced = trace_function(fn, params, batch)
     traced = replace(traced, is_deterministic=is_deterministic)
-    return Ordered(traced, ordered(build_graph(traced)), Keys())
+    return OrderedProgram(traced, ordered(build_graph(traced)), Keys())
 
 
 # --- a step's plan --------------------------------------------------------------------
 
 
 def plan_within(
-    ready: Ordered,
+    ready: OrderedProgram,
     claims: Claims,
     options: Options,
     budget: Budget,
@@ -145,7 +145,7 @@ def plan_within(
 
 
 def _memory_of_all(
-    ready: Ordered,
+    ready: OrderedProgram,
     claims: Claims,
     options: Options,
     budget: Budget,
@@ -188,7 +188,7 @@ def _memory_of_all(
 
 
 def _planned(
-    ready: Ordered,
+    ready: OrderedProgram,
     claims: Claims,
     memory: Memory,
     cuts: Sequence[int] | None,
@@ -263,7 +263,7 @@ def _check_fits(plan: Plan, memory: Memory) -> None:
 
 
 def cut_to_fit(
-    ready: Ordered,
+    ready: OrderedProgram,
     budget_bytes: int,
     policy: Policy = "recompute",
     measure: Callable[[Plan], Plan] = lambda plan: plan,
@@ -309,7 +309,7 @@ def cut_to_fit(
 
 
 def plan_of(
-    ready: Ordered,
+    ready: OrderedProgram,
     cuts: Sequence[int],
     policy: Policy = "recompute",
     num_parts: int = 1,
@@ -335,7 +335,7 @@ def plan_of(
 
 
 def _cuts_to_try(
-    ready: Ordered, budget_bytes: int, policy: Policy, alone: Callable[..., Plan]
+    ready: OrderedProgram, budget_bytes: int, policy: Policy, alone: Callable[..., Plan]
 ) -> Iterator[tuple[int, ...]]:
     """Yields cuts of ever smaller segments, those of a third of the budget first.
 
@@ -359,7 +359,7 @@ def _cuts_to_try(
     yield from map(cut, chain(usual, large))
 
 
-def segment_limits(ready: Ordered) -> tuple[list[int], list[int]]:
+def segment_limits(ready: OrderedProgram) -> tuple[list[int], list[int]]:
     """Returns bytes of segments to try, descending: up to those of params, and more."""
     lifetimes = ready.lifetimes
     bits = lifetimes.piece_bytes(lifetimes.sizes).bit_length()
@@ -371,7 +371,7 @@ def segment_limits(ready: Ordered) -> tuple[list[int], list[int]]:
     ]
 
 
-def cuts_of(ready: Ordered, limit_bytes: int) -> tuple[int, ...]:
+def cuts_of(ready: OrderedProgram, limit_bytes: int) -> tuple[int, ...]:
     """Returns the cuts for segments of so many bytes; what was cut once is kept."""
     return ready.keys.once(
         ("cuts", limit_bytes),

@@ -12,14 +12,14 @@ from pathlib import Path
 
 from jaxinf.errors import StoreFormatError, StreamError
 from jaxinf.store import CommitRecord, KeptPlan, plan_of_before
-from jaxinf.streaming.plan.fit import PLAN_VERSION, Ordered
+from jaxinf.streaming.plan.fit import PLAN_VERSION, OrderedProgram
 from jaxinf.streaming.program.meshes import mesh_text
 from jaxinf.streaming.program.trace import Traced
 
 _GO_ON = "pass replan=True to go on with this one (bits then differ from here on)"
 
 
-def streams_of(ready: Ordered, cuts: Sequence[int]) -> Mapping[str, KeptPlan]:
+def streams_of(ready: OrderedProgram, cuts: Sequence[int]) -> Mapping[str, KeptPlan]:
     """Returns what a step's record keeps of the cuts that it was computed with."""
     own = KeptPlan(PLAN_VERSION, ready.fingerprint, tuple(cuts), _mesh(ready))
     return {_name(ready.traced): own}
@@ -34,7 +34,7 @@ def check_same(
 
 
 def kept_cuts(
-    store: Path, record: CommitRecord, ready: Ordered
+    store: Path, record: CommitRecord, ready: OrderedProgram
 ) -> Sequence[int] | None:
     """Returns the cuts that a store keeps for these leaves and this batch, or None.
 
@@ -78,7 +78,7 @@ def _of_another(store: Path) -> str:
     )
 
 
-def _mesh(ready: Ordered) -> dict[str, int]:
+def _mesh(ready: OrderedProgram) -> dict[str, int]:
     mesh = ready.traced.mesh
     return {} if mesh is None else dict(mesh.shape)
 

@@ -32,7 +32,7 @@ from jaxinf.streaming.move.scratch import (
 )
 from jaxinf.streaming.plan.budget import Options
 from jaxinf.streaming.plan.calls import Plan
-from jaxinf.streaming.plan.fit import Ordered
+from jaxinf.streaming.plan.fit import OrderedProgram
 from jaxinf.streaming.plan.memory import Claim, Claims
 from jaxinf.streaming.program.graph import Piece, aval_bytes
 from jaxinf.streaming.program.units import SHARED, StoreUnits, Unit, shared_bytes
@@ -110,7 +110,7 @@ class NearStorageSink(Sink):
     def __init__(
         self,
         store: Store,
-        ready: Ordered,
+        ready: OrderedProgram,
         program: UpdateProgram,
         shape: StoreShape,
         options: Options,
@@ -160,7 +160,7 @@ class NearStorageSink(Sink):
         """Bytes of the largest gradient."""
         return max(self.gradient_bytes.values(), default=0)
 
-    def _claims(self, ready: Ordered, numbers_bytes: int) -> Claims:
+    def _claims(self, ready: OrderedProgram, numbers_bytes: int) -> Claims:
         """Returns what it takes; `numbers_bytes` are of programs beside updates."""
         shape, units, waits = self.shape, self.trained, self.are_deferred
         # One unit that is read, and one that is updated, whose gradient may wait whole.

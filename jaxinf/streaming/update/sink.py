@@ -13,7 +13,7 @@ from jaxinf.errors import StreamError
 from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.scratch import Scratch, Waiting
 from jaxinf.streaming.plan.calls import Plan
-from jaxinf.streaming.plan.fit import Ordered
+from jaxinf.streaming.plan.fit import OrderedProgram
 from jaxinf.streaming.plan.memory import Claims
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.meshes import on_this_process
@@ -42,7 +42,7 @@ class Sink:
     def __init__(self, claims: Claims) -> None:
         self.claims = claims
 
-    def open(self, plan: Plan, ready: Ordered) -> None:
+    def open(self, plan: Plan, ready: OrderedProgram) -> None:
         """Takes the room of a step, before the first; `ready` is what was cut."""
 
     def scratch(self) -> Scratch:

@@ -31,11 +31,11 @@ from jaxinf.engine import (
 )
 from jaxinf.program import NonFinitePolicy, effect_of_nonfinite, refused_gradient
 from jaxinf.store import ScalarState
-from jaxinf.streaming.move.jobs import Jobs
 from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.scratch import THREADS_PER_DRIVE, Scratch, Spill
+from jaxinf.streaming.move.work_queues import WorkQueues
 from jaxinf.streaming.plan.calls import Plan
-from jaxinf.streaming.plan.fit import Ordered
+from jaxinf.streaming.plan.fit import OrderedProgram
 from jaxinf.streaming.plan.kept import check_same, streams_of
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.units import (
@@ -92,7 +92,7 @@ class StoreSink(NearStorageSink):
 
     # --- a step --------------------------------------------------------------------
 
-    def open(self, plan: Plan, ready: Ordered) -> None:
+    def open(self, plan: Plan, ready: OrderedProgram) -> None:
         self._streams = streams_of(ready, plan.cuts)
         self._carried: Mapping[tuple[str, ...], Array] = {}
         memory, waits = plan.memory, self.waiting(plan)
@@ -104,7 +104,7 @@ class StoreSink(NearStorageSink):
         if self.share.updater is not None:
             self._num_threads = NUM_UNDER_WAY
             room_bytes += (NUM_UNDER_WAY - 1) * self.largest_bytes
-        self._jobs, self._in_order = Jobs("jaxinf-updates"), Lock()
+        self._jobs, self._in_order = WorkQueues("jaxinf-updates"), Lock()
         self._waiting: deque[Handed] = deque()
         self._room_bytes, self._held_bytes = max(1, room_bytes), 0
         if waits is not None:

@@ -6,14 +6,14 @@ Invariant: what cannot be taken whole is not taken.
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from jaxinf.streaming.home import Home
-from jaxinf.streaming.move.jobs import MoveCounts
+from jaxinf.streaming.home import StateHome
 from jaxinf.streaming.move.params import Hold, Params
 from jaxinf.streaming.move.values import Values
+from jaxinf.streaming.move.work_queues import MoveCounts
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.choice import NUM_MEASURED, StepTimes
 from jaxinf.streaming.plan.compiled import Executables
-from jaxinf.streaming.plan.fit import Ordered
+from jaxinf.streaming.plan.fit import OrderedProgram
 from jaxinf.streaming.plan.reads import used_bytes
 from jaxinf.streaming.run import Runner
 from jaxinf.streaming.update.sink import Sink
@@ -56,7 +56,7 @@ class StreamMetrics:
 
 
 @dataclass
-class BoundStep:
+class CompiledStep:
     """The steps of a plan.
 
     Attributes:
@@ -112,13 +112,13 @@ class BoundStep:
 
 def bind(
     plan: Plan,
-    ready: Ordered,
+    ready: OrderedProgram,
     sink: Sink,
-    home: Home,
+    home: StateHome,
     executables: Executables,
     hold: Hold,
     times: list[StepTimes],
-) -> BoundStep:
+) -> CompiledStep:
     """Takes the room of a plan's steps; blocks while its programs are compiled."""
     with ExitStack() as undone:
         undone.callback(sink.close)
@@ -131,4 +131,4 @@ def bind(
         plan = replace(runner.plan, traffic=sink.traffic(plan))
         params = home.source(plan, sink, hold)
         undone.pop_all()
-    return BoundStep(plan, runner, params, sink, times)
+    return CompiledStep(plan, runner, params, sink, times)

@@ -49,7 +49,7 @@ class MoveCounts:
         return self.num_ready / self.num_got if self.num_got else 1.0
 
 
-class Jobs:
+class WorkQueues:
     """Queues of jobs, and their threads, which start with the first job of each.
 
     After a job's error no other begins, and who waits gets that error, until `reset`.
@@ -169,7 +169,7 @@ class Uploads:
     """
 
     def __init__(
-        self, jobs: Jobs, *, is_registered: bool, pinned_bytes: int = 0
+        self, jobs: WorkQueues, *, is_registered: bool, pinned_bytes: int = 0
     ) -> None:
         self._jobs, self._pinned_bytes = jobs, pinned_bytes
         self._is_registered = is_registered
