@@ -99,11 +99,11 @@ def test_a_bucket_that_is_not_there_or_forbidden(s3, step, capfd):
     s3.fault = lambda environ: (
         ("403 Forbidden", body) if environ["REQUEST_METHOD"] == "PUT" else None
     )
-    with pytest.raises(ExchangeError, match=r"cannot write commit\.json") as also:
+    with pytest.raises(ExchangeError, match=r"cannot write export-begun\.json") as also:
         export_url(step, "s3://bucket/forbidden")
     for error in (caught, also):
         assert "AKIA" not in str(error.value)
-    assert [r for r in s3.requests if r[0] == "PUT" and "commit" not in r[1]] == []
+    assert [r for r in s3.requests if r[0] == "PUT" and "begun" not in r[1]] == []
 
 
 def test_beside_a_run_what_fails_is_said_and_training_goes_on(s3, tmp_path, caplog):
