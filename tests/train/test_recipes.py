@@ -23,7 +23,7 @@ TINY = {
     "bert": BertConfig(1, 2, 64, 128, 257, 16),
     "llama": LlamaConfig(257, 64, 1, 2, 2, 32, 128),
     "t5": T5Config(257, 1, 1, 2, 64, 32, 128, mlp="gated-gelu"),
-    "vit": ViTConfig(1, 2, 64, 128, 8, 4, num_channels=1),
+    "vit": ViTConfig(1, 2, 64, 128, 8, 4, num_channels=1, num_labels=4),
 }
 SHORT = {"gpt2-xl", "two-drives"}
 ONCE = ["--preset", "nano", "--steps", "2", "--batch-size", "2"]
