@@ -285,8 +285,8 @@ class NearStorageSink(Sink):
                 read += shape.file_bytes(layout, map(layout.slots.index, names))
                 written += shape.file_bytes(layout, stores)
                 continue
-            if MASTER_PARAMS in names:  # they are read as programs read params
-                read += shape.file_bytes(layout, [_PARAMS])
+            # Passes read master params as programs read params, not from memory.
+            read += shape.file_bytes(layout, [_PARAMS] * names.count(MASTER_PARAMS))
             for state in stores:
                 by_commits = shape.options.rewrites_steps and state != _PARAMS
                 num_bytes = shape.file_bytes(layout, [state])
