@@ -5,7 +5,6 @@ Invariant: nothing is trained or written.
 
 import json
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -67,9 +66,7 @@ def main(words: Sequence[str]) -> int:
     )
     if rest and not rest[0].startswith("-"):
         rest = [_FILES.get(Path(rest[0]).suffix, "--from"), *rest]
-    config, said = config_of(rest, _PROG)
-    if said:
-        print(printable(said), file=sys.stderr)
+    config = config_of(rest, _PROG)
     if config.distributed is not None:
         raise UsageError("--distributed: one process is planned; leave it out")
     if own.drive_rate == 0:

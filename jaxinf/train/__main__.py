@@ -7,7 +7,6 @@ Invariant: a known error is one message on standard error, without a traceback. 
 """
 
 import logging
-import shlex
 import sys
 from collections.abc import Sequence
 
@@ -16,7 +15,6 @@ from jaxinf.command_line import UsageError
 from jaxinf.errors import JaxinfError
 from jaxinf.terminal import printable
 from jaxinf.train.loop import train
-from jaxinf.train.messages import started_as
 from jaxinf.train.run_file import config_of
 
 
@@ -27,18 +25,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
       arguments: the command line; by default that of the process.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
-    try:
-        config, said = config_of(words)
-        if said:
-            print(printable(said), file=sys.stderr)
-    except UsageError as error:
-        return _fail(2, error)
     # JAX logs a callback's exception with a traceback before it raises it. The store
     # keeps the exception, which becomes the message here.
     logging.getLogger(compat.CALLBACK_LOGGER).setLevel(logging.CRITICAL)
     try:
-        command = f"{started_as()} {shlex.join(words)}"
-        return train(config, command=command)
+        return train(config_of(words))
     except UsageError as error:
         return _fail(2, error)
     except (JaxinfError, OSError) as error:

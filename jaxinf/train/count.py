@@ -174,7 +174,7 @@ def _planned_store(config: TrainConfig) -> Iterator[tuple[TrainConfig, Store]]:
             csd_root=roots,
             device_updates=None,  # would try the device
         )
-        with contextlib.closing(open_run(elsewhere, Devices(), {})) as store:
+        with contextlib.closing(open_run(elsewhere, Devices())) as store:
             yield elsewhere, store
 
 

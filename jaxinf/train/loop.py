@@ -15,9 +15,8 @@ import json
 import math
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import optax
@@ -58,7 +57,7 @@ from jaxinf.train.optimizers import (
     learning_rates,
     resolved_settings,
 )
-from jaxinf.train.run_file import kept_in_store, text_of_run
+from jaxinf.train.run_file import text_of_run
 from jaxinf.train.signals import stop_number, stop_requests
 from jaxinf.train.timing import StepTimer, rss_bytes
 from jaxinf.typing import PyTree
@@ -66,13 +65,10 @@ from jaxinf.typing import PyTree
 _TIMEOUT_S = 600.0  # for a process that is behind the others
 
 
-def train(
-    config: TrainConfig, *, command: str = "", console: Console | None = None
-) -> int:
+def train(config: TrainConfig, *, console: Console | None = None) -> int:
     """Trains, or resumes training, until `config.steps`; blocks.
 
     Args:
-      command: the command to show the user for resuming the run.
       console: the console to print to; by default standard output.
 
     Returns:
@@ -87,7 +83,7 @@ def train(
     check_optimizer(config)
     check_tracker(config)
     console = console or make_console(soft_wrap=True)
-    run_file, kept = text_of_run(config), kept_in_store(config)
+    run_file = text_of_run(config)
     group = Group("train")
     if config.distributed is not None:
         connect(config.distributed)
@@ -98,7 +94,7 @@ def train(
         log_dir = config.logs / f"process-{group.number:05d}"
         config = dataclasses.replace(config, log_dir=log_dir)
     if not config.steps:
-        step = import_weights(config, kept)
+        step = import_weights(config)
         console.print(
             f"imported {num_params(config.model_config):,} params from {config.source} "
             f"to {config.store}, which is at step {step}"
@@ -109,11 +105,11 @@ def train(
     batches = make_batches(config, data)
     messages.say_config(console, config, data)
     with contextlib.ExitStack() as stack:
-        run = _TrainingRun(config, kept, data, batches, group, console, stack)
+        run = _TrainingRun(config, data, batches, group, console, stack)
         _keep_config(run.step, config, run_file)
         signal_number = run.go()
         if run.step < config.steps:
-            messages.say_stopped(console, config, run.step, command)
+            messages.say_stopped(console, config, run.step)
             return signal_number and 128 + signal_number
         run.report()
         return run.end_exports()
@@ -123,14 +119,12 @@ class _TrainingRun:
     """A run on its way: its mode, its logs, and how far it is.
 
     Args:
-      kept: what each commit has of the run's settings.
       stack: closes what the run opens.
     """
 
     def __init__(
         self,
         config: TrainConfig,
-        kept: Mapping[str, Any],
         data: TrainingData,
         batches: Batches,
         group: Group,
@@ -142,9 +136,9 @@ class _TrainingRun:
         self._devices, self._idle_bytes = devices_of(config), rss_bytes()
         self._store = None
         if config.mode != "memory":
-            store = open_run(config, self._devices, kept)
+            store = open_run(config, self._devices)
             self._store = stack.enter_context(contextlib.closing(store))
-        self._identity = {**resume.identity_of(config, data), **kept}
+        self._identity = resume.identity_of(config, data)
         resume.check_same(self._identity, group)
         self.step = self._first_step(self._store)
         _check_log_dir(config.logs)  # before the store is made
@@ -163,9 +157,9 @@ class _TrainingRun:
         if store is None or not store.step:
             return 0
         own, held = self._identity, store.payload or {}
-        step = resume.resume_step(self._config, own, held, self._batches)
+        step, changes = resume.resumed(self._config, own, held, self._batches)
         self._console.print(f"resuming at step {step}")
-        for change in resume.changes(self._config, own, held):
+        for change in changes:
             self._console.print(f"  changed from here on: {change}")
         return step
 
@@ -373,4 +367,4 @@ def _keep_config(step: int, config: TrainConfig, run_file: str) -> None:
         path = config.logs / f"config.{kind}"
         if path.exists():
             path.replace(config.logs / f"config.{step or 'previous'}.{kind}")
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")

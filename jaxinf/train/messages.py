@@ -129,15 +129,6 @@ def say_results(
     console.print("\n".join(said), markup=False, highlight=False)
 
 
-def started_as() -> str:
-    """Returns the command that started this process, as it runs when pasted."""
-    started = Path(sys.argv[0])
-    if started.name == "jaxinf":
-        return f"{_installed('jaxinf')} train"
-    module = "jaxinf train" if started.parent.name == "jaxinf" else "jaxinf.train"
-    return f"{_installed(Path(sys.executable).name)} -m {module}"
-
-
 def _installed(name: str) -> str:
     """Returns what starts a program that is installed beside this Python."""
     path = Path(sys.executable).with_name(name)
@@ -151,12 +142,14 @@ def _near(path: Path) -> str:
     return shlex.quote(str(path.relative_to(here) if here in path.parents else path))
 
 
-def say_stopped(console: Console, config: TrainConfig, step: int, command: str) -> None:
+def say_stopped(console: Console, config: TrainConfig, step: int) -> None:
     """Says at which step a signal stopped the run, and how to resume it."""
     text = "; --mode memory keeps nothing to resume"
     if config.store is not None:
+        python = _installed(Path(sys.executable).name)
+        run = f"{python} -m jaxinf.train --config {_near(config.logs / 'config.toml')}"
         place = config.store.absolute()
-        text = f", which is committed to {place}; to go on from there:\n  {command}"
+        text = f", which is committed to {place}; to go on from there:\n  {run}"
     console.print(f"stopped after step {step} of {config.steps}{text}")
 
 

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -49,7 +49,7 @@ from jaxinf.train.step import (
     loss_of,
     weight_of_part,
 )
-from jaxinf.typing import DeferredArray, JsonValue, PyTree
+from jaxinf.typing import DeferredArray, PyTree
 
 # Share of the budget for pieces read and traced programs during an import.
 _IMPORT_BYTES, _IMPORT_LEAF_BYTES = 4 << 20, 64 << 10
@@ -166,11 +166,8 @@ def store_optimizer(
     return tx if config.compress is None else behind_clipping(config, tx)
 
 
-def import_weights(config: TrainConfig, kept: Mapping[str, JsonValue]) -> int:
+def import_weights(config: TrainConfig) -> int:
     """Makes the store from a checkpoint's weights, one leaf at a time.
-
-    Args:
-      kept: as of `open_run`.
 
     Returns:
       The step of the store.
@@ -182,7 +179,7 @@ def import_weights(config: TrainConfig, kept: Mapping[str, JsonValue]) -> int:
     aside_bytes = _IMPORT_BYTES + _IMPORT_LEAF_BYTES * len(jax.tree.leaves(params))
     aside_bytes = min(aside_bytes, config.buffer_bytes // 4)
     config = dataclasses.replace(config, memory=config.buffer_bytes - aside_bytes)
-    with contextlib.closing(open_run(config, Devices(), kept)) as store:
+    with contextlib.closing(open_run(config, Devices())) as store:
         tx = store_optimizer(config, store)
         if store.step:
             raise UsageError(

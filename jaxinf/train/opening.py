@@ -20,20 +20,14 @@ from jaxinf.store import required_bytes
 from jaxinf.streaming import store_memory_bytes
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.devices import Devices
-from jaxinf.train.resume import describe_architecture, first_payload
-from jaxinf.typing import JsonValue
+from jaxinf.train.resume import architecture_of, first_payload, other_fields
 
 _NUM_KEPT = 3  # checkpoints
 _Made = TypeVar("_Made")
 
 
-def open_run(
-    config: TrainConfig, devices: Devices, kept: Mapping[str, JsonValue]
-) -> Store:
-    """Opens a run's store; a new one says at step 0 what its run is.
-
-    Args:
-      kept: what each commit has of the run's settings.
+def open_run(config: TrainConfig, devices: Devices) -> Store:
+    """Opens a run's store; a new one says at step 0 which model it has.
 
     Raises:
       UsageError: an argument of the store is out of range.
@@ -61,7 +55,7 @@ def open_run(
             export_to=config.export_to,
         )
     if not store.exists:
-        store.annotate(0, {**first_payload(config), **kept})
+        store.annotate(0, first_payload(config))
     return store
 
 
@@ -80,13 +74,11 @@ def begin(config: TrainConfig, store: Store, make: Callable[[], _Made]) -> _Made
     )
     held = store.payload if store.exists else None
     theirs = held.get("architecture") if isinstance(held, Mapping) else None
-    ours = first_payload(config)["architecture"]
-    if theirs not in (None, ours):
+    if theirs and (other := other_fields(theirs, architecture_of(config))):
         raise StoreMismatchError(
-            f"{store.path}: the store was made with "
-            f"{describe_architecture(theirs)}, this command has "
-            f"{describe_architecture(ours)}; give the --from, or the --model, "
-            "--preset, --task and --lora that made it, or another --store"
+            f"{store.path}: the store was made with another model: {'; '.join(other)}; "
+            "give the --from, or the --model, --preset, --task and --lora that made "
+            "it, or another --store"
         )
     with refused_as_usage():
         made = make()

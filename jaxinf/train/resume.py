@@ -16,19 +16,16 @@ from jaxinf.processes import Group
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch, Batches, batch_checksum
 from jaxinf.train.data.rows import TrainingData
-from jaxinf.train.lora import ALPHA
 from jaxinf.train.optimizers import resolved_settings
 from jaxinf.typing import JsonValue
 
-MADE_BY = "jaxinf.train"
+_MADE_BY = "jaxinf.train"
 _LOADER = "grain"
 _LOADER_VERSION = importlib.metadata.version(_LOADER)
 
 # Settings that decide batches, shapes or numbers: a run may not change them.
 _FIXED = ("seed", "batch_size", "seq_len", "model", "preset", "dtype", "param_dtype")
 _FIXED += ("task", "num_labels", "optimizer", "compress", "freeze", "lora")
-# Of runs that do not say it.
-_BEFORE: Mapping[str, JsonValue] = {"freeze": [], "lora": None}
 # Settings that a user may change in a run; a change is reported.
 _FREE = ("learning_rate", "weight_decay", "schedule", "warmup_steps")
 _FREE += ("clip_norm", "nonfinite", "optimizer_args")
@@ -37,11 +34,8 @@ _FREE += ("clip_norm", "nonfinite", "optimizer_args")
 # --- what a commit says --------------------------------------------------------------
 
 
-def first_payload(config: TrainConfig) -> dict[str, JsonValue]:
-    """Returns the payload of a new store's step 0: its model, and the weights' folder.
-
-    The model is what an export needs; exported adapters name the folder.
-    """
+def architecture_of(config: TrainConfig) -> dict[str, JsonValue]:
+    """Returns the model as a commit has it, which is what an export needs."""
     model = config.model_config
     family = family_of(model)
     architecture: dict[str, JsonValue] = {
@@ -54,13 +48,17 @@ def first_payload(config: TrainConfig) -> dict[str, JsonValue]:
         architecture |= {"model_type": found.model_type, "extra": dict(found.extra)}
     if config.lora is not None:
         architecture["lora_alpha"] = config.lora_alpha
+    return architecture
+
+
+def first_payload(config: TrainConfig) -> dict[str, JsonValue]:
+    """Returns the payload of a new store's step 0: its model, and the weights' folder.
+
+    Exported adapters name the folder.
+    """
     base = config.source and str(config.source.expanduser().absolute())
-    return {
-        "made_by": MADE_BY,
-        "step": 0,
-        "architecture": architecture,
-        "base": base,
-    }
+    own = {"made_by": _MADE_BY, "step": 0, "base": base}
+    return own | {"architecture": architecture_of(config)}
 
 
 def identity_of(config: TrainConfig, data: TrainingData) -> dict[str, Any]:
@@ -110,31 +108,45 @@ def check_same(own: Mapping[str, Any], group: Group) -> None:
             raise UsageError("; ".join(differing))
 
 
-def resume_step(
+def resumed(
     config: TrainConfig, own: Mapping[str, Any], payload: JsonValue, batches: Batches
-) -> int:
-    """Returns the number of batches that the run of a commit has done.
+) -> tuple[int, list[str]]:
+    """Checks that a command may go on with the run of a commit.
 
     Args:
       own: the identity of this command.
       batches: this command's batches; the last one of the run is compared.
 
+    Returns:
+      The number of batches that the run has done, and the settings that apply from here
+      on.
+
     Raises:
       StoreMismatchError: settings or data differ; lists all differences.
     """
-    held, settings = _read(payload, config), own["settings"]
-    step, loader = held["step"], held.get("loader")
+    said: Mapping[str, Any] = payload if isinstance(payload, Mapping) else {}
+    held, settings = said.get("settings"), own["settings"]
+    if said.get("made_by") != _MADE_BY or not isinstance(held, Mapping):
+        raise StoreMismatchError(
+            f"{config.store}: expected a run of jaxinf.train, found a store whose last "
+            "commit does not say where in the data it was (another program made it); "
+            "go on with that program, or give another --store"
+        )
+    step, theirs = said["step"], said.get("architecture")
     differences = [
-        f"{_flag(name)}: the run has {held['settings'].get(name)}, this command "
-        f"{settings[name]}"
+        f"{_flag(name)}: the run has {held.get(name)}, this command {settings[name]}"
         for name in _FIXED
-        if held["settings"].get(name) != settings[name]
+        if held.get(name) != settings[name]
     ]
-    if not any(line.startswith(("--model:", "--preset:")) for line in differences):
-        differences += _other_fields(config, held, own)
-    if held["data"] != own["data"]:
+    if not any(x.startswith(("--model:", "--preset:", "--task:")) for x in differences):
+        flag = "--model and --preset"
+        if config.source or config.model_file:
+            flag = "--from" if config.source else "--preset"
+        other = other_fields(theirs, own["architecture"])
+        differences += [f"{flag}: {line}" for line in other]
+    if said["data"] != own["data"]:
         differences.append(
-            f"--data: the run has {_data_line(held['data'])}, this command "
+            f"--data: the run has {_data_line(said['data'])}, this command "
             f"{_data_line(own['data'])}"
         )
     if differences:
@@ -142,58 +154,36 @@ def resume_step(
         raise StoreMismatchError(
             f"{config.store}: the run in this store is at step {step} and cannot go on "
             f"with other settings:\n  {listed}\nGive the run's own to go on with it, "
-            "or another --store to begin a new run"
+            "as --config with the config.toml of its logs does, or another --store to "
+            "begin a new run"
         )
-    _check_batch(config, step, loader if isinstance(loader, Mapping) else {}, batches)
-    return step
-
-
-def changes(
-    config: TrainConfig, own: Mapping[str, Any], payload: JsonValue
-) -> list[str]:
-    """Lists settings that differ from the run's and apply from here on."""
-    held, settings = _read(payload, config)["settings"], own["settings"]
+    _check_batch(config, step, said.get("loader") or {}, batches)
     # A decay has the length of the run.
     names = _FREE if settings["schedule"] == "constant" else (*_FREE, "steps")
-    return [
+    return step, [
         f"{name} {held.get(name)} -> {settings[name]}"
         for name in names
         if held.get(name) != settings[name]
     ]
 
 
-def _read(payload: JsonValue, config: TrainConfig) -> dict[str, Any]:
-    if isinstance(payload, Mapping) and payload.get("made_by") == MADE_BY:
-        held: dict[str, Any] = dict(payload)
-        settings = {**_BEFORE, **held["settings"]}
-        if (alpha := settings.get("lora_alpha", ALPHA)) != ALPHA:  # a flag of before
-            settings["lora"] = f"{settings['lora']},alpha={alpha:g}"
-        return held | {"settings": settings}
-    raise StoreMismatchError(
-        f"{config.store}: expected a run of jaxinf.train, found a store whose last "
-        "commit does not say where in the data it was (another program made it); go on "
-        "with that program, or give another --store"
-    )
+def other_fields(theirs: JsonValue, ours: Mapping[str, Any]) -> list[str]:
+    """Lists what differs in a run's model; two of the same tree may compute otherwise.
 
-
-def _other_fields(
-    config: TrainConfig, held: Mapping[str, Any], own: Mapping[str, Any]
-) -> list[str]:
-    """Lists fields of the model that differ; older runs have none to compare.
-
-    Two models with the same tree may compute differently.
+    Args:
+      theirs: an architecture as a commit has it.
     """
-    if not isinstance(held.get("architecture"), Mapping):
+    if not isinstance(theirs, Mapping):
         return []
-    flag = "--model and --preset"
-    if config.source or config.model_file:
-        flag = "--from" if config.source else "--preset"
-    theirs, ours = held["architecture"]["fields"], own["architecture"]["fields"]
+    held, own = (
+        {**one, **fields} if isinstance(fields := one.get("fields"), Mapping) else one
+        for one in (theirs, ours)
+    )
     return [
-        f"{flag}: {name} of the run's model is {theirs.get(name)}, of this command's "
-        f"{ours.get(name)}"
-        for name in sorted({*theirs, *ours})
-        if theirs.get(name) != ours.get(name)
+        f"{name} of the run's model is {held.get(name)}, of this command's "
+        f"{own.get(name)}"
+        for name in sorted({*held, *own} - {"fields", "model_type", "extra"})
+        if held.get(name) != own.get(name)
     ]
 
 
@@ -214,19 +204,6 @@ def _check_batch(
         f"{_LOADER} {_LOADER_VERSION}; transformers, pillow and numpy may differ too. "
         "Install the run's own to go on with it, or give another --store"
     )
-
-
-def describe_architecture(architecture: JsonValue) -> str:
-    """Describes the model of a payload in a line; its fields may be anything."""
-    if not isinstance(architecture, Mapping):
-        return repr(architecture)
-    fields = architecture.get("fields")
-    sizes = fields if isinstance(fields, Mapping) else {}
-    shown = ("num_layers", "num_features", "vocab_size")
-    listed = ", ".join(f"{name} {sizes[name]!r}" for name in shown if name in sizes)
-    adapted = ", with adapters" if "lora_alpha" in architecture else ""
-    task = architecture.get("task")
-    return f"{architecture.get('model')!r} for {task!r} ({listed}){adapted}"
 
 
 def _data_line(data: Mapping[str, Any]) -> str:

@@ -1,16 +1,14 @@
-"""A run's settings: as a file in TOML, and as its store keeps them.
+"""A run's settings as a file in TOML.
 
     batch-size = 16
     data = ["corpus/**/*.txt"]
     memory = "4GiB"
 
 A key is a flag's name and a value what the flag takes: both are read as the words of a
-command line. Each commit has them in its payload, so they are those of its step,
-wherever it is copied to.
+command line.
 
-Invariant: what is written reads back as the same run from any directory. What a store
-says is a stranger's word: it sets `_KEPT` alone, which leads to no place to write to,
-to no program and to no other process, and no value of it is taken for a flag.
+Invariant: what is written reads back as the same run from any directory, and no value
+is taken for a flag.
 """
 
 import contextlib
@@ -29,27 +27,16 @@ from typing import Any
 import tyro
 
 from jaxinf.command_line import UsageError, did_you_mean
-from jaxinf.documents import encode, shown
-from jaxinf.errors import JaxinfError
-from jaxinf.store import find_members, is_run, look_at_store
+from jaxinf.documents import shown
 from jaxinf.terminal import exact_bytes
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.options import FLAGS
-from jaxinf.train.resume import MADE_BY
 from jaxinf.typing import JsonValue
 
 NOT_IN_FILES = ("config", "trace")
 """Flags of one start of a run, not of the run."""
 
 _IN_FILES = {name: field for name, field in FLAGS.items() if name not in NOT_IN_FILES}
-_KEPT = {
-    *"data validation tokenizer fields loss-on batch-size seq-len model preset".split(),
-    *"from task freeze lora dtype param-dtype optimizer optimizer-args".split(),
-    *"learning-rate schedule warmup-steps clip-norm compress ema seed steps".split(),
-    *"epochs mode nonfinite memory device-memory policy micro-batches".split(),
-    *"durability checkpoint-every eval-every".split(),
-}
-_ASKED_AGAIN = ("log-dir", "export-to", "track", "csd", "fsdp")
 _INSTEAD = {  # a flag takes the place of others
     "steps": ("epochs",),
     "epochs": ("steps",),
@@ -57,11 +44,6 @@ _INSTEAD = {  # a flag takes the place of others
     "model": ("from", "preset"),
     "preset": ("from",),
 }
-_THE_RUN = {  # who gives one of these says what the run is
-    *"data validation tokenizer model preset from task".split(),
-    *"batch-size seq-len optimizer lora freeze".split(),
-}
-_PLACES = ("data", "validation", "tokenizer", "from")  # that are read
 _OTHER_NAMES = {  # of other programs, and what to write instead
     "lr": "--learning-rate",
     "num-epochs num-train-epochs": "--epochs",
@@ -79,7 +61,7 @@ _OTHER_NAMES = {  # of other programs, and what to write instead
     "gradient-checkpointing remat": "--policy recompute",
     "eval-steps eval-interval": "--eval-every",
     "save-steps save-interval": "--checkpoint-every",
-    "resume resume-from-checkpoint": "--store alone, which resumes",
+    "resume resume-from-checkpoint": "the command of the run again, which resumes",
     "restore": "jaxinf checkpoint restore STORE NAME before the run",
     "report-to tensorboard wandb": "--track tensorboard",
     "model-config": "--preset FILE.json",
@@ -87,21 +69,17 @@ _OTHER_NAMES = {  # of other programs, and what to write instead
     "num-processes nproc-per-node": "--distributed HOST:PORT,N,I",
     "replan": "--elastic",
 }
-_MOST_NAMES = 8
 _MOST_BYTES = 1 << 20
 _MOST_CHARS = 4096  # of a text
-_MOST_KEPT_BYTES = 16 << 10  # of a setting, as each commit writes it
 
 
 def config_of(
     words: Sequence[str], prog: str = "python -m jaxinf.train"
-) -> tuple[TrainConfig, str]:
-    """Returns the run that a command line asks for, and what to say of it.
-
-    Its flags change the run of --config, or else the one that its store goes on with.
+) -> TrainConfig:
+    """Returns the run that a command line asks for; its flags change that of --config.
 
     Raises:
-      UsageError: names the file or the store, each wrong value, and what to do.
+      UsageError: names the file, each wrong value, and what to do.
       SystemExit: the words are no command line; says why.
     """
     names = {w[2:].partition("=")[0] for w in words if w.startswith("--")}
@@ -109,17 +87,18 @@ def config_of(
     for others, answer in _OTHER_NAMES.items():
         for name in names.intersection(others.split()):
             raise UsageError(f"--{name}: not known; write {answer}")
-    given, base, said = _of_words(words, prog), TrainConfig(), ""
-    if (path := given.run_file) is not None:
-        values, where = _document(path), f"--config {path}"
-        _parsed(values, where)  # also those that flags replace
-        left, said = _left(values, names, given)
-        base = _parsed(left, where)
-    elif given.store is not None:
-        base, said = _of_store(given, names)
+    given = _of_words(words, prog)
+    if (path := given.run_file) is None:
+        return given
+    values, where = _document(path), f"--config {path}"
+    _parsed(values, where)  # also those that flags replace
+    gone = names.union(*(_INSTEAD.get(name, ()) for name in names))
+    if given.model_file is not None:
+        gone.add("model")
+    left = {name: value for name, value in values.items() if name not in gone}
     fields = [FLAGS[name].name for name in names if name in FLAGS]
     own = {field: getattr(given, field) for field in fields}
-    return dataclasses.replace(base, **own), said
+    return dataclasses.replace(_parsed(left, where), **own)
 
 
 def _of_words(words: Sequence[str], prog: str | None = None) -> TrainConfig:
@@ -135,23 +114,6 @@ def read_run(path: Path) -> TrainConfig:
       UsageError: names the file and what is wrong with it.
     """
     return _parsed(_document(path), f"--config {path}")
-
-
-def _left(
-    values: Mapping[str, Any], names: set[str], given: TrainConfig
-) -> tuple[dict[str, Any], str]:
-    """Returns the values that flags leave in place, and what to say of others."""
-    gone = names.union(*(_INSTEAD.get(name, ()) for name in names))
-    if given.model_file is not None:
-        gone.add("model")
-    left = {name: value for name, value in values.items() if name not in gone}
-    lost = list[str]()
-    if "mode" in names and given.mode != "stream":
-        lost += [name for name in ("device-memory",) if name in left]
-        lost += ["policy"] if left.get("policy") in ("offload", "plan") else []
-    said = f"--mode {given.mode} has no {_briefly([f'--{n}' for n in lost])}"
-    left = {name: value for name, value in left.items() if name not in lost}
-    return left, said if lost else ""
 
 
 # --- reading -------------------------------------------------------------------------
@@ -237,89 +199,6 @@ def _text(name: str, value: Any) -> str:
     )
 
 
-# --- what a store keeps --------------------------------------------------------------
-
-
-def _of_store(given: TrainConfig, names: set[str]) -> tuple[TrainConfig, str]:
-    """Returns the settings of a store's run that flags leave, and what to say of them.
-
-    Args:
-      names: of the flags that are given.
-    """
-    store = os.path.expanduser(given.store or "")
-    payload, problem = _payload_in(Path(store))
-    held, asked = payload.get("run"), payload.get("run_had")
-    if not isinstance(held, Mapping):
-        if payload.get("made_by") != MADE_BY or names & _THE_RUN:
-            return TrainConfig(), problem
-        raise UsageError(
-            f"{store}: expected the settings of its run in its last commit, found "
-            "none; give --config FILE, or its own --data, --model and all others"
-        )
-    document = {key.replace("_", "-"): value for key, value in held.items()}
-    had = asked if isinstance(asked, list) else []
-    left = {name: value for name, value in document.items() if name in _KEPT}
-    left, lost = _left(left, names, given)
-    config = _parsed(left, f"{store}: settings of the run, which flags replace")
-    own = _settings(given)
-    read = {n: left.get(n) for n in _PLACES} | {"preset": config.model_file}
-    found = {
-        "flags change": [
-            f"--{n}" for n in sorted(names & _KEPT) if own.get(n) != document.get(n)
-        ],
-        "it reads": [f"--{n} {_briefly(value)}" for n, value in read.items() if value],
-        "give again, if you want them": [
-            f"--{n}"
-            for n in (*_ASKED_AGAIN, *sorted(_KEPT))
-            if n in had and n not in names
-        ],
-        "ignored, for this version has no such flags": [
-            shown(name) for name in sorted({*document} - _KEPT)
-        ],
-    }
-    parts = [f"{what} {_briefly(which)}" for what, which in found.items() if which]
-    parts += [lost] if lost else []
-    said = "; ".join([f"settings of the run in {store}", *parts])
-    return config, said if left or parts else ""
-
-
-def _briefly(value: Any) -> str:
-    """Names some of many texts."""
-    texts = [str(x) for x in (value if isinstance(value, list) else [value])]
-    more = f" and {len(texts) - _MOST_NAMES} more" if len(texts) > _MOST_NAMES else ""
-    return ", ".join(texts[:_MOST_NAMES]) + more
-
-
-def _payload_in(store: Path) -> tuple[Mapping[str, Any], str]:
-    """Returns the payload of a store's last commit, and why it cannot be read."""
-    try:
-        place = find_members(store)[0] if is_run(store) else store
-        if not (place / "jaxinf.json").exists():
-            return {}, ""
-        record = look_at_store(place).read_commit()
-    except (JaxinfError, OSError) as error:
-        return {}, f"settings of the run are not known: {error}"
-    payload = record.payload if record else None
-    return payload if isinstance(payload, Mapping) else {}, ""
-
-
-def kept_in_store(config: TrainConfig) -> dict[str, JsonValue]:
-    """Returns what the payload of a commit has of a run's settings.
-
-    Also the names of flags that it had, and that no commit keeps.
-    """
-    found = _settings(config)
-    if not config.steps:  # an import is no run of 0 steps
-        found.pop("steps", None)
-    kept = {
-        name: value
-        for name, value in found.items()
-        if name in _KEPT and _is_json(value) and len(encode(value)) <= _MOST_KEPT_BYTES
-    }
-    had = [n for n in found if n in (*_ASKED_AGAIN, *_KEPT) and n not in kept]
-    return {"run": kept, "run_had": had}
-
-
 # --- writing -------------------------------------------------------------------------
 
 
@@ -336,24 +215,12 @@ def text_of_run(config: TrainConfig) -> str:
         "# where flags win over the file. A line with # has the default.",
         "",
     ]
-    changed = _settings(config)
     for name, field in _IN_FILES.items():
-        mark = "" if name in changed else "# "
-        value = changed.get(name, _plain(config, name, field.name))
+        mark = "# " if getattr(config, field.name) == field.default else ""
+        value = _plain(config, name, field.name)
         text = "" if value is None else _toml(value)
-        if not _is_json(text):
-            mark, text = "# ", f"{text!a} is not UTF-8; give --{name}"
         lines.append(f"{mark}{name} = {text}".rstrip())
     return "\n".join(lines) + "\n"
-
-
-def _settings(config: TrainConfig) -> dict[str, JsonValue]:
-    """Returns what differs from the defaults, as it stands in a file."""
-    return {
-        name: _plain(config, name, field.name)
-        for name, field in _IN_FILES.items()
-        if getattr(config, field.name) != field.default
-    }
 
 
 def _plain(config: TrainConfig, name: str, field: str) -> JsonValue:
@@ -384,12 +251,3 @@ def _toml(value: JsonValue) -> str:
     if isinstance(value, float):  # JSON has no infinity
         return repr(value)
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _is_json(value: JsonValue) -> bool:
-    """Whether JSON has a form for it: for no infinity, nor for any name of a file."""
-    try:
-        encode(value)
-    except ValueError:
-        return False
-    return True

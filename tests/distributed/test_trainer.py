@@ -75,7 +75,7 @@ def test_all_stop_after_the_step_in_which_one_gets_a_signal(small, tmp_path, mod
     run_file = logs / "process-00000" / "config.toml"
     again = trained(tmp_path, "again", "--config", run_file, "--steps", last + 2)
     assert [line["step"] for line in again][-2:] == [last + 1, last + 2]
-    alone = (*store, *mode[-1:], "--steps", last + 3)  # --fsdp is asked for again
+    alone = ("--config", run_file, "--steps", last + 3)
     # If the best step is the last one, its loss is found again.
     more = trained(tmp_path, "more", *alone, evaluations=(1, 2))
     assert [line["step"] for line in more][-1:] == [last + 3]

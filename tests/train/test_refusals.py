@@ -9,7 +9,6 @@ import pytest
 
 import jaxinf
 from jaxinf.store import StoreDirectory, seal
-from jaxinf.train.resume import _read
 
 
 @pytest.mark.long
@@ -34,18 +33,6 @@ def test_resume_with_other_settings_is_refused(run, losses, tmp_path, capsys):
         assert "another --store" in err
         assert "--from" not in err
     assert losses(tmp_path / "store-log") == before
-
-
-def test_settings_of_before_are_those_of_now():
-    for held, own in (
-        ({}, {}),  # of a run from before these settings
-        ({"freeze": [], "lora": "8", "lora_alpha": 16.0}, {"lora": "8"}),
-        ({"freeze": [], "lora": "8", "lora_alpha": 32.0}, {"lora": "8,alpha=32"}),
-    ):
-        payload = {"made_by": "jaxinf.train", "settings": held}
-        read = _read(payload, SimpleNamespace(store="s"))["settings"]
-        found = {name: read[name] for name in ("freeze", "lora")}
-        assert found == {"freeze": [], "lora": None, **own}
 
 
 @pytest.mark.long

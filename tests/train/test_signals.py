@@ -58,7 +58,9 @@ def test_signal_commits_and_resumes(
     program = shutil.which(command[0])  # as a shell would find it
     assert program
     assert os.path.samefile(program, sys.executable)
-    assert command[command.index("--store") + 1] == str(tmp_path / "store")
+    run_file = tmp_path / "store-log" / "config.toml"
+    assert command[3:] == ["--config", str(run_file)]
+    assert run_file.is_file()
 
     with jaxinf.open_store(tmp_path / "store") as store:
         payload: Any = store.payload
