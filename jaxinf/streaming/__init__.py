@@ -12,7 +12,6 @@ Where a question is answered:
     where params and state are          home.py: in_store, in_memory, function
     how memory is divided               plan/memory.py
     how memory becomes cuts             plan/fit.py
-    which budget works                  plan/budget.py
     how calls and parts are ordered     plan/order.py
     which values leave, and to where    plan/leaving.py
     what is recomputed instead          plan/choice.py

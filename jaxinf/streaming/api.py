@@ -23,9 +23,9 @@ from jaxinf.program import Average, NonFinitePolicy, check_nonfinite
 from jaxinf.streaming.function import ReadStore
 from jaxinf.streaming.in_memory import InMemory
 from jaxinf.streaming.in_store import InStore
-from jaxinf.streaming.plan.budget import Options
 from jaxinf.streaming.plan.calls import POLICIES, Policy
 from jaxinf.streaming.plan.memory import store_memory_bytes
+from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.step import StreamedStep
 from jaxinf.streaming.update.device_updates import device_interval
 from jaxinf.terminal import exact_bytes, format_bytes, given_bytes

@@ -26,10 +26,10 @@ from jaxinf.program import (
 from jaxinf.streaming.home import StateHome, without
 from jaxinf.streaming.move.params import Hold, MemoryParams, Params
 from jaxinf.streaming.move.scratch import Scratch, writing_bytes
-from jaxinf.streaming.plan.budget import Budget, Options, within
 from jaxinf.streaming.plan.calls import Plan
-from jaxinf.streaming.plan.fit import OrderedProgram
-from jaxinf.streaming.plan.memory import Claims
+from jaxinf.streaming.plan.fit import OrderedProgram, within
+from jaxinf.streaming.plan.memory import Budget, Claims
+from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.program.graph import Piece, aval_bytes
 from jaxinf.streaming.program.initial import check_init_fn
 from jaxinf.streaming.program.meshes import mesh_text

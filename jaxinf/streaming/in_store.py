@@ -35,11 +35,11 @@ from jaxinf.program import UpdateProgram, averaged, trace_init
 from jaxinf.store import required_bytes
 from jaxinf.streaming.home import StateHome
 from jaxinf.streaming.move.params import Hold, Params, StoreParams, StoreReader
-from jaxinf.streaming.plan.budget import Budget, Options, within
 from jaxinf.streaming.plan.calls import Plan
-from jaxinf.streaming.plan.fit import OrderedProgram
+from jaxinf.streaming.plan.fit import OrderedProgram, within
 from jaxinf.streaming.plan.kept import kept_cuts
-from jaxinf.streaming.plan.memory import return_freed_memory
+from jaxinf.streaming.plan.memory import Budget, return_freed_memory
+from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.initial import (
     BUFFERS_SHARE,

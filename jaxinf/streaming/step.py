@@ -28,13 +28,13 @@ from jaxinf.streaming.count import Count, count
 from jaxinf.streaming.ctrl_c import Check, StepThread, check_not_traced
 from jaxinf.streaming.home import StateHome
 from jaxinf.streaming.move.work_queues import MoveCounts
-from jaxinf.streaming.plan.budget import Budget, Options, within
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.choice import NUM_MEASURED, StepTimes, segments_to_recompute
 from jaxinf.streaming.plan.compiled import Executables, Measured
 from jaxinf.streaming.plan.device import limit_of
-from jaxinf.streaming.plan.fit import OrderedProgram, plan_within, prepare
-from jaxinf.streaming.plan.memory import DeviceLimit, return_freed_memory
+from jaxinf.streaming.plan.fit import OrderedProgram, plan_within, prepare, within
+from jaxinf.streaming.plan.memory import Budget, DeviceLimit, return_freed_memory
+from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.program.meshes import on_this_process, outside_mesh
 from jaxinf.streaming.program.trace import abstract, check_params
 from jaxinf.streaming.update.sink import Sink

@@ -24,10 +24,10 @@ from jaxinf.kernels.compiled import standard_kernels
 from jaxinf.streaming.in_memory import InMemory
 from jaxinf.streaming.plan import device as planned_device
 from jaxinf.streaming.plan import fit
-from jaxinf.streaming.plan.budget import Options
 from jaxinf.streaming.plan.compiled import compile_plan, measured
 from jaxinf.streaming.plan.fit import cut_to_fit, prepare
 from jaxinf.streaming.plan.leaving import least_bytes
+from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.program.graph import aval_bytes
 from jaxinf.streaming.update.device_updates import DeviceUpdater
 

@@ -54,9 +54,9 @@ def segments_to_recompute(plan: Plan, steps: Sequence[StepTimes]) -> frozenset[i
     free_s = best.step_s - best.waited_s
     freed, forward_s = freed_bytes(plan), defaultdict[int, float](float)
     for number, call in enumerate(plan.calls):
-        direction, segment = _place(plan, number)
-        if direction == "forward" and not call.is_repeat:
-            forward_s[segment] += median(one.call_s[number] for one in steps)
+        if call.program.direction == "forward" and not call.is_repeat:
+            own_s = median(one.call_s[number] for one in steps)
+            forward_s[call.program.segment] += own_s
     chosen = set[int]()
     for segment in sorted(freed, key=lambda one: (forward_s[one] / freed[one], one)):
         own_s = forward_s[segment]
@@ -75,14 +75,10 @@ def freed_bytes(plan: Plan) -> Counter[int]:
     """
     found, last = Counter[int](), len(plan.cuts) - 2
     for life in plan.lives.values():
-        direction, segment = _place(plan, life.made)
-        if direction == "forward" and segment < last:
-            readers = {_place(plan, number) for number in life.takers}
-            if {r for r in readers if r[0] == "backward"} == {("backward", segment)}:
-                found[segment] += life.num_bytes
+        program = plan.calls[life.made].program
+        if program.direction == "forward" and program.segment < last:
+            readers = (plan.calls[number].program for number in life.takers)
+            own = {one.segment for one in readers if one.direction == "backward"}
+            if own == {program.segment}:
+                found[program.segment] += life.num_bytes
     return found
-
-
-def _place(plan: Plan, number: int) -> tuple[str, int]:
-    direction, _, segment = plan.calls[number].program.name.partition(" ")
-    return direction, int(segment) if segment.isdecimal() else -1

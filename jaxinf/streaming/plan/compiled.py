@@ -161,7 +161,7 @@ def _gradients(plan: Plan) -> Sequence[Mapping[int, Piece]]:
         found.append(own)
         if own:
             by_key[call.program.key] = own
-        for i, piece in own.items() if call.program.is_sum else ():
+        for i, piece in own.items() if call.program.direction == "sum" else ():
             for ref in (call.takes[i], call.takes[i + len(call.makes)]):
                 assert isinstance(ref, Slot), "a sum's operand is a value"
                 pieces[ref] = piece

@@ -5,7 +5,6 @@ is written, and no memory is taken.
 """
 
 import os
-import warnings
 from typing import Any
 
 from jax.sharding import Mesh
@@ -43,32 +42,19 @@ def device_limit(device: Any, num_bytes: int | None) -> DeviceLimit:
     """
     if memory.device_is_host(device):
         return DeviceLimit(num_bytes)
-    _check_kinds(device)
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    if PINNED not in kinds:
+        raise StreamError(
+            f"{_name(device)}: expected memory of the kind {PINNED!r}, from which "
+            f"the device copies params, found {', '.join(sorted(kinds)) or 'none'}; "
+            "upgrade the JAX plugin of this platform, or use JAX_PLATFORMS=cpu"
+        )
     factor = _POOL_FACTOR if device.platform in _WITH_POOL else 1
     if num_bytes is not None:
         return DeviceLimit(num_bytes, is_host=False, pool_factor=factor)
-    stats = device.memory_stats() or {}
-    if "bytes_limit" not in stats:
-        raise StreamError(
-            f"device_memory_bytes: {_name(device)} does not tell the size of its "
-            "memory; pass the bytes that params, values and temporaries of a step may "
-            "take there"
-        )
-    free_bytes = _free_bytes(device, stats)
-    if free_bytes <= 0:
-        raise StreamError(
-            f"device_memory_bytes: {_name(device)} has nothing free of "
-            f"{format_bytes(stats['bytes_limit'])}: this process's arrays take "
-            f"{format_bytes(stats.get('bytes_in_use', 0))}. Delete them, and end other "
-            "processes on the device (nvidia-smi lists a GPU's)"
-        )
+    free_bytes = _free_bytes(device)
     num_bytes = int(free_bytes * _FREE_SHARE)
-    return DeviceLimit(
-        num_bytes,
-        is_host=False,
-        spare_bytes=free_bytes - num_bytes,
-        pool_factor=factor,
-    )
+    return DeviceLimit(num_bytes, False, free_bytes - num_bytes, factor)
 
 
 def limit_of(mesh: Mesh | None, num_bytes: int | None) -> DeviceLimit:
@@ -91,59 +77,42 @@ def check_pinned(device: Any, num_bytes: int) -> None:
     Raises:
       StreamError: Names the variable, and what it needs.
     """
-    if device.platform not in _WITH_POOL:
-        return
-    limit_gib = _pinned_gib()
-    needed_gib = -(-num_bytes // (1 << 30))
-    if num_bytes <= limit_gib << 30:
+    text = os.environ.get(PINNED_VARIABLE, "")
+    limit_gib = int(text) if text.isdecimal() else _DEFAULT_PINNED_GIB
+    if device.platform not in _WITH_POOL or num_bytes <= limit_gib << 30:
         return
     raise StreamError(
         f"memory_bytes: a step may take {format_bytes(num_bytes)} of pinned memory for "
         f"copies to and from {_name(device)}, as XLA's pool rounds up to powers of "
-        f"two, and that ends at {limit_gib} GiB. Set {PINNED_VARIABLE}={needed_gib} "
-        "before Python starts, or give less memory"
+        f"two, and that ends at {limit_gib} GiB. Set {PINNED_VARIABLE}="
+        f"{-(-num_bytes // (1 << 30))}, a whole number, before Python starts, or give "
+        "less memory"
     )
 
 
-def _pinned_gib() -> int:
-    text = os.environ.get(PINNED_VARIABLE, "")
-    try:
-        return int(text) if text else _DEFAULT_PINNED_GIB
-    except ValueError:
+def _free_bytes(device: Any) -> int:
+    """What a step can have; of a pool, unless XLA could not reserve most of one."""
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
         raise StreamError(
-            f"{PINNED_VARIABLE}={text!r}: expected a whole number of GiB, and XLA "
-            f"takes {_DEFAULT_PINNED_GIB} instead of this one; set it to a number"
-        ) from None
-
-
-def _check_kinds(device: Any) -> None:
-    kinds = {memory.kind for memory in device.addressable_memories()}
-    if PINNED in kinds:
-        return
-    raise StreamError(
-        f"{_name(device)}: expected memory of the kind {PINNED!r}, from which "
-        f"the device copies params, found {', '.join(sorted(kinds)) or 'none'}; "
-        "upgrade the JAX plugin of this platform, or use JAX_PLATFORMS=cpu"
-    )
-
-
-def _free_bytes(device: Any, stats: dict[str, int]) -> int:
-    """What a step can have; warns if another process has a part."""
+            f"device_memory_bytes: {_name(device)} does not tell the size of its "
+            "memory; pass the bytes that params, values and temporaries of a step may "
+            "take there"
+        )
     limit_bytes, used_bytes = stats["bytes_limit"], stats.get("bytes_in_use", 0)
     pool_bytes = stats.get("pool_bytes") or limit_bytes
     is_shared = os.environ.get(_PREALLOCATE_VARIABLE, "").lower() in ("false", "0")
-    if device.platform not in _WITH_POOL:
-        return limit_bytes - used_bytes
-    if is_shared or pool_bytes >= _WHOLE_SHARE * limit_bytes:
-        return limit_bytes - used_bytes
-    warnings.warn(
-        f"device_memory_bytes: of {_name(device)} JAX could reserve "
-        f"{format_bytes(pool_bytes)} of {format_bytes(limit_bytes)}; another process "
-        "has the rest (nvidia-smi lists them). The step is planned for what was "
-        "reserved",
-        stacklevel=4,
-    )
-    return pool_bytes - used_bytes
+    is_reserved = device.platform in _WITH_POOL and not is_shared
+    if is_reserved and pool_bytes < _WHOLE_SHARE * limit_bytes:
+        limit_bytes = pool_bytes  # another process has the rest
+    if limit_bytes <= used_bytes:
+        raise StreamError(
+            f"device_memory_bytes: {_name(device)} has nothing free of "
+            f"{format_bytes(limit_bytes)}: this process's arrays take "
+            f"{format_bytes(used_bytes)}. Delete them, and end other processes on the "
+            "device (nvidia-smi lists a GPU's)"
+        )
+    return limit_bytes - used_bytes
 
 
 def _name(device: Any) -> str:

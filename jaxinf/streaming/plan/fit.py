@@ -10,18 +10,18 @@ What a step takes stays within its budgets, in all processes alike.
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxinf.errors import BudgetError, StreamError
 from jaxinf.processes import Group
-from jaxinf.streaming.plan.budget import Budget, Options
 from jaxinf.streaming.plan.calls import Plan, Policy, may_leave
 from jaxinf.streaming.plan.compiled import Executables, measured, offloaded
 from jaxinf.streaming.plan.device import check_pinned
 from jaxinf.streaming.plan.leaving import least_bytes, plan_tiers
-from jaxinf.streaming.plan.memory import Claim, Claims, Memory, memory_within, without
+from jaxinf.streaming.plan.memory import Budget, Claims, Memory, divide
+from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.plan.order import lenders_of, sequence
 from jaxinf.streaming.plan.reads import plan_reads, staged_bytes
 from jaxinf.streaming.plan.report import largest_text
@@ -32,7 +32,10 @@ from jaxinf.streaming.program.lifetimes import Lifetimes, ordered
 from jaxinf.streaming.program.meshes import default_device
 from jaxinf.streaming.program.programs import make_programs, sum_programs
 from jaxinf.streaming.program.trace import Traced, trace, trace_function
+from jaxinf.terminal import exact_bytes
 from jaxinf.typing import JsonValue, PyTree
+
+_Plan = TypeVar("_Plan")
 
 PLAN_VERSION = 2
 """Changed whenever equal cuts would give other programs, and so other bits."""
@@ -40,6 +43,9 @@ PLAN_VERSION = 2
 # A segment may take a third of the budget: one runs, one waits, one is fetched.
 _SHARE = 3
 _MAX_HALVINGS = 14
+# Of what is added to a budget, so much at least goes where bytes are missing: buffers
+# take at most three eighths. The last of three tries is generous.
+_SHARES = 5 / 8, 5 / 8, 1 / 8
 
 
 @dataclass(frozen=True, repr=False)  # it has all nodes
@@ -107,6 +113,44 @@ def prepare(
 # --- a step's plan --------------------------------------------------------------------
 
 
+def within(budget: Budget, plan: Callable[[Budget], _Plan], *, advises: bool) -> _Plan:
+    """Returns what `plan` makes of a budget.
+
+    Args:
+      advises: Whether an error names a budget that works, for which it plans again:
+        not where several processes plan, which do so once.
+
+    Raises:
+      BudgetError: The budget is too small.
+    """
+    refused: list[BudgetError] = []
+    tried = budget
+    for share in (*_SHARES, None):
+        try:
+            found = plan(tried)
+        except BudgetError as error:
+            refused.append(error)
+            held_bytes = getattr(tried, error.limit)
+            if not advises or share is None or held_bytes is None:
+                break
+            num_bytes = _rounded(held_bytes + max(1, int(error.missing_bytes / share)))
+            tried = replace(tried, **{error.limit: num_bytes})
+            continue
+        if not refused:
+            return found
+        given = vars(budget)
+        raised = {k: n for k, n in vars(tried).items() if n != given[k]}
+        works = {name: exact_bytes(num_bytes) for name, num_bytes in raised.items()}
+        raise refused[0]._advising(works)
+    raise refused[0]
+
+
+def _rounded(num_bytes: int) -> int:
+    """Returns whole MiB that are easily read: at most 1/32 more."""
+    unit = max(1 << 20, 1 << max(0, num_bytes.bit_length() - 6))
+    return -(-num_bytes // unit) * unit
+
+
 def plan_within(
     ready: OrderedProgram,
     claims: Claims,
@@ -122,7 +166,7 @@ def plan_within(
 
     Args:
       ready: The function, traced for a part of a batch.
-      group: The processes, which plan together.
+      group: The processes, which plan together, in the memory that all have.
       executables: Programs compiled before; new ones are added.
       kept: Returns the cuts on which bits depend from before; None if there are none.
       again: Segments that ``policy="plan"`` recomputes.
@@ -131,51 +175,15 @@ def plan_within(
       BudgetError: The budget is too small.
       StreamError: The program cannot be cut, or processes have kept other cuts.
     """
-    memory, cuts = _memory_of_all(ready, claims, options, budget, group, kept)
-    made = list[Plan]()
-
-    def plan() -> JsonValue:
-        how = options.policy, options.micro_batches, again
-        made.append(_planned(ready, claims, memory, cuts, how, executables))
-        return None if group.is_alone else made[0].digest
-
-    remedy = "give all the same options, and the same versions of packages"
-    group.agree("the plan of a step", plan, remedy)
-    return made[0]
-
-
-def _memory_of_all(
-    ready: OrderedProgram,
-    claims: Claims,
-    options: Options,
-    budget: Budget,
-    group: Group,
-    kept: Callable[[], Sequence[int] | None],
-) -> tuple[Memory, Sequence[int] | None]:
-    """Returns the memory that all processes have, and the cuts that one has kept.
-
-    Raises:
-      StreamError: They have kept others.
-    """
-    own, limit = list[Memory](), budget.limit
+    made: list[Any] = []
 
     def divided() -> JsonValue:
-        traced, num_bytes = ready.traced, budget.memory_bytes
-        given_bytes = options.micro_batches * sum(map(aval_bytes, traced.batch))
-        given_bytes += sum(map(aval_bytes, traced.consts))
-        given = Claim(given_bytes, "holding its batch and constants", True)
-        memory = memory_within(num_bytes, limit, claims, given)
-        pinned_bytes = memory.pool_factor * memory.gradients
-        pinned_bytes += options.may_leave * memory.staged
-        check_pinned(default_device(), pinned_bytes)
-        if options.may_leave:
-            purpose = "writing its values to drives"
-            memory = without(memory, claims.writing_bytes, purpose)
-        own.append(memory)
-        return [memory.programs, memory.staged, memory.spare, kept()]
+        made.append(own := _memory(ready, claims, options, budget))
+        return [own.programs, own.staged, own.spare, kept()]
 
     told = group.gather("the memory of a step", divided)
     programs, staged, spare = (min(one[n] for one in told) for n in range(3))
+    memory = replace(made.pop(), programs=programs, staged=staged, spare=spare)
     found = {tuple(cuts) for *_, cuts in told if cuts is not None}
     if len(found) > 1:
         raise StreamError(
@@ -183,8 +191,33 @@ def _memory_of_all(
             f"{len(found)}; pass replan=True for another one (bits then "
             "differ from here on)"
         )
-    memory = replace(own[0], programs=programs, staged=staged, spare=spare)
-    return memory, found.pop() if found else None
+    cuts = found.pop() if found else None
+
+    def planned() -> JsonValue:
+        how = options.policy, options.micro_batches, again
+        made.append(_planned(ready, claims, memory, cuts, how, executables))
+        return None if group.is_alone else made[0].digest
+
+    remedy = "give all the same options, and the same versions of packages"
+    group.agree("the plan of a step", planned, remedy)
+    return made[0]
+
+
+def _memory(
+    ready: OrderedProgram, claims: Claims, options: Options, budget: Budget
+) -> Memory:
+    """Returns what this process has for a step's programs."""
+    traced = ready.traced
+    given_bytes = options.micro_batches * sum(map(aval_bytes, traced.batch))
+    given_bytes += sum(map(aval_bytes, traced.consts))
+    memory = divide(budget.memory_bytes, claims, budget.limit)
+    memory = memory.without(given_bytes, "holding its batch and constants", True)
+    pinned_bytes = memory.pool_factor * memory.gradients
+    pinned_bytes += options.may_leave * memory.staged
+    check_pinned(default_device(), pinned_bytes)
+    if options.may_leave:
+        memory = memory.without(claims.writing_bytes, "writing its values to drives")
+    return memory
 
 
 def _planned(
@@ -230,7 +263,7 @@ def _planned(
         tiers = plan_tiers(plan, host_bytes)
         if claims.units is not None:
             pool_bytes = memory.pool_factor * tiers.host_bytes
-            memory = without(memory, pool_bytes, "keeping values")
+            memory = memory.without(pool_bytes, "keeping values")
     reading = plan_reads(plan, claims, memory)
     return replace(plan, memory=memory, tiers=tiers, reading=reading)
 
@@ -283,13 +316,8 @@ def cut_to_fit(
       BudgetError: No cut fits; names the params that are too large.
     """
     best: Plan | None = None
-    # Cuts, and so bits, do not depend on the number of parts.
-    # Those of "plan" are of segments that are worth to be recomputed.
-    like: Policy = "recompute" if policy == "plan" else policy
-    alone = cache(partial(plan_of, ready, policy=like))
-    is_alone = num_parts == 1 and like == policy
-    for cuts in dict.fromkeys(_cuts_to_try(ready, budget_bytes, like, alone)):
-        plan = alone(cuts) if is_alone else plan_of(ready, cuts, policy, num_parts)
+    for cuts in dict.fromkeys(_cuts_to_try(ready, budget_bytes, policy)):
+        plan = plan_of(ready, cuts, policy, num_parts)
         none = dict.fromkeys(plan.programs, 0)
         if least_bytes(replace(plan, temp_bytes=none)) <= budget_bytes:
             plan = measure(plan)
@@ -302,7 +330,7 @@ def cut_to_fit(
         limit,
         f"it leaves {budget_bytes} bytes for params, values and temporaries of the "
         f"program, whose smallest cut takes {best.peak_bytes}, with "
-        f"{largest_text(best, ready.lifetimes.sizes)}",
+        f"{largest_text(best)}",
         best.peak_bytes - budget_bytes,
         ", or give a smaller batch",
     )
@@ -335,28 +363,32 @@ def plan_of(
 
 
 def _cuts_to_try(
-    ready: OrderedProgram, budget_bytes: int, policy: Policy, alone: Callable[..., Plan]
+    ready: OrderedProgram, budget_bytes: int, policy: Policy
 ) -> Iterator[tuple[int, ...]]:
     """Yields cuts of ever smaller segments, those of a third of the budget first.
 
     A segment takes as many bytes as all params at most. Larger ones suit values that
     take more: they come last, or first if they are half as many and take no more
-    memory.
+    memory. Cuts, and so bits, do not depend on the number of parts, and those of
+    ``"plan"`` are of segments that are worth to be recomputed.
     """
     usual, large = segment_limits(ready)
-    usual.sort(key=lambda limit: limit > budget_bytes // _SHARE)
-    cut = partial(cuts_of, ready)
-    fitting = [limit for limit in large if limit <= budget_bytes // _SHARE]
-    if fitting and policy in ("recompute", "keep"):
-        plans = map(alone, map(cut, usual))
-        fine = next((one for one in plans if one.peak_bytes <= budget_bytes), None)
-        for coarse in map(alone, map(cut, fitting)):
+    most = budget_bytes // _SHARE
+    usual = sorted(usual, key=lambda limit: limit > most)
+    if policy != "offload":
+        like: Policy = "keep" if policy == "keep" else "recompute"
+        alone = partial(plan_of, ready, policy=like)
+        plans = (alone(cuts_of(ready, limit)) for limit in usual)
+        coarse = [limit for limit in large if limit <= most]
+        fitting = (one for one in plans if one.peak_bytes <= budget_bytes)
+        fine = next(fitting, None) if coarse else None
+        for plan in map(alone, map(partial(cuts_of, ready), coarse)):
             if fine is None or (
-                coarse.peak_bytes <= fine.peak_bytes
-                and 2 * (len(coarse.cuts) - 1) <= len(fine.cuts) - 1
+                plan.peak_bytes <= fine.peak_bytes
+                and 2 * (len(plan.cuts) - 1) <= len(fine.cuts) - 1
             ):
-                yield coarse.cuts
-    yield from map(cut, chain(usual, large))
+                yield plan.cuts
+    yield from (cuts_of(ready, limit) for limit in (*usual, *large))
 
 
 def segment_limits(ready: OrderedProgram) -> tuple[list[int], list[int]]:
@@ -365,10 +397,10 @@ def segment_limits(ready: OrderedProgram) -> tuple[list[int], list[int]]:
     bits = lifetimes.piece_bytes(lifetimes.sizes).bit_length()
     num_nodes = len(lifetimes.forward)
     whole = segment_bytes(lifetimes, 0, num_nodes) if num_nodes else 0
-    usual = range(bits, max(0, bits - _MAX_HALVINGS), -1)
-    return [1 << n for n in usual], [
-        1 << n for n in range(whole.bit_length(), bits, -1)
-    ]
+    least = max(0, bits - _MAX_HALVINGS)
+    limits = [1 << n for n in range(max(whole.bit_length(), bits), least, -1)]
+    num_large = max(0, whole.bit_length() - bits)
+    return limits[num_large:], limits[:num_large]
 
 
 def cuts_of(ready: OrderedProgram, limit_bytes: int) -> tuple[int, ...]:

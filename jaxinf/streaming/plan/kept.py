@@ -10,27 +10,38 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from msgspec import structs
+
 from jaxinf.errors import StoreFormatError, StreamError
 from jaxinf.store import CommitRecord, KeptPlan, plan_of_before
 from jaxinf.streaming.plan.fit import PLAN_VERSION, OrderedProgram
 from jaxinf.streaming.program.meshes import mesh_text
-from jaxinf.streaming.program.trace import Traced
 
 _GO_ON = "pass replan=True to go on with this one (bits then differ from here on)"
 
 
 def streams_of(ready: OrderedProgram, cuts: Sequence[int]) -> Mapping[str, KeptPlan]:
-    """Returns what a step's record keeps of the cuts that it was computed with."""
-    own = KeptPlan(PLAN_VERSION, ready.fingerprint, tuple(cuts), _mesh(ready))
-    return {_name(ready.traced): own}
+    """Returns what a step's record keeps of the cuts that it was computed with.
+
+    The name is a digest of the shapes of params and batch.
+    """
+    traced = ready.traced
+    pairs = zip(traced.names, traced.params, strict=True)
+    leaves = [f"{name}:{aval.dtype}{aval.shape}" for name, aval in pairs]
+    batch = [f"{aval.dtype}{aval.shape}" for aval in traced.batch]
+    text = "\n".join([*leaves, "", *batch])
+    name = hashlib.sha256(text.encode()).hexdigest()[:32]
+    mesh = {} if traced.mesh is None else dict(traced.mesh.shape)
+    return {name: KeptPlan(PLAN_VERSION, ready.fingerprint, tuple(cuts), mesh)}
 
 
 def check_same(
     store: Path, record: CommitRecord, streams: Mapping[str, KeptPlan]
 ) -> None:
     """Raises StreamError if the last step's record keeps others of the same names."""
-    if any(record.streams.get(name, own) != own for name, own in streams.items()):
-        raise StreamError(_of_another(store))
+    for name, own in streams.items():
+        if record.streams.get(name, own) != own:
+            raise _of_another(store, record.streams[name])
 
 
 def kept_cuts(
@@ -45,23 +56,13 @@ def kept_cuts(
       StreamError: They are of another function, version or mesh.
       StoreFormatError: They are damaged.
     """
-    name, mesh = _name(ready.traced), _mesh(ready)
+    num_nodes = len(ready.lifetimes.forward)
+    ((name, own),) = streams_of(ready, [0, num_nodes]).items()
     kept = record.streams.get(name) or plan_of_before(store, name)
     if kept is None:
         return None
-    if kept.mesh != mesh:
-        raise StreamError(
-            f"{store}: the store was trained on {mesh_text(kept.mesh)}, found arrays "
-            f"on {mesh_text(mesh)}; use a mesh like that, or {_GO_ON}"
-        )
-    if kept.rows:
-        raise StreamError(
-            f"{store}: the store was trained with {len(kept.rows)} tables in blocks of "
-            f"rows, which this version of jaxinf does not cut; {_GO_ON}"
-        )
-    if kept.version != PLAN_VERSION or kept.fingerprint != ready.fingerprint:
-        raise StreamError(_of_another(store))
-    num_nodes = len(ready.lifetimes.forward)
+    if structs.replace(kept, cuts=own.cuts) != own:
+        raise _of_another(store, kept)
     if kept.cuts[-1] != num_nodes:
         raise StoreFormatError(
             f"{store}: expected cuts of a program of {num_nodes} nodes, found "
@@ -70,22 +71,10 @@ def kept_cuts(
     return kept.cuts
 
 
-def _of_another(store: Path) -> str:
-    return (
+def _of_another(store: Path, kept: KeptPlan) -> StreamError:
+    return StreamError(
         f"{store}: the store was trained with another loss function for params and "
-        "batches of these shapes, with other shardings of these, or by another "
+        f"batches of these shapes, with other shardings of these (on "
+        f"{mesh_text(kept.mesh)}), with tables in blocks of rows, or by another "
         f"version of jaxinf or JAX; {_GO_ON}"
     )
-
-
-def _mesh(ready: OrderedProgram) -> dict[str, int]:
-    mesh = ready.traced.mesh
-    return {} if mesh is None else dict(mesh.shape)
-
-
-def _name(traced: Traced) -> str:
-    pairs = zip(traced.names, traced.params, strict=True)
-    leaves = [f"{name}:{aval.dtype}{aval.shape}" for name, aval in pairs]
-    batch = [f"{aval.dtype}{aval.shape}" for aval in traced.batch]
-    text = "\n".join([*leaves, "", *batch])
-    return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -7,7 +7,7 @@ import contextlib
 import ctypes
 import gc
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from jaxinf.errors import BudgetError
@@ -23,7 +23,8 @@ own: one is read, one is copied, and its copy is pinned."""
 
 _M_MMAP_THRESHOLD = -3
 _MMAP_THRESHOLD_BYTES = 256 << 10
-_RING_SHARE = 8
+# The part for buffers, for gradients that wait, and at most for reading.
+_SHARE = 8
 _MAX_RING_BYTES = 512 << 20
 _MIN_STORE_BYTES = 64 << 20
 
@@ -44,6 +45,21 @@ class DeviceLimit:
     is_host: bool = True
     spare_bytes: int = 0
     pool_factor: int = 1
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The memory of a step: its options', and the limit of the JAX device."""
+
+    memory_bytes: int
+    device_memory_bytes: int | None = None
+    device: DeviceLimit = field(default_factory=DeviceLimit)
+
+    @property
+    def limit(self) -> DeviceLimit:
+        if self.device_memory_bytes is None:
+            return self.device
+        return replace(self.device, num_bytes=self.device_memory_bytes)
 
 
 class Claim(NamedTuple):
@@ -106,129 +122,85 @@ class Memory:
     spare: int = 0
     pool_factor: int = 1
 
+    def without(
+        self, num_bytes: int, purpose: str, is_on_device: bool = False
+    ) -> "Memory":
+        """Returns less of the host's memory, or the device's, for the programs.
 
-def memory_within(
-    memory_bytes: int, limit: DeviceLimit, claims: Claims, *claimed: Claim
-) -> Memory:
+        Raises:
+          BudgetError: Nothing is left for them.
+        """
+        part = "staged" if self.staged and not is_on_device else "programs"
+        held_bytes = getattr(self, part)
+        if num_bytes >= held_bytes:
+            raise BudgetError(
+                "memory_bytes" if part == "staged" else self.limit,
+                f"it leaves {held_bytes} bytes for the program, and {purpose} takes "
+                f"{num_bytes}",
+                num_bytes - held_bytes + 1,
+            )
+        return replace(self, **{part: held_bytes - num_bytes})
+
+
+def divide(memory_bytes: int, claims: Claims, device: DeviceLimit) -> Memory:
     """Returns what a step has for its programs, and for all else.
-
-    Args:
-      claimed: What is taken beside `claims`.
 
     Raises:
       BudgetError: Nothing is left for the programs.
     """
-    own_bytes = memory_bytes - claims.export_bytes
-    if claims.ring_bytes is not None:
-        found = divide(own_bytes, claims.ring_bytes, claims.gradient_bytes, limit)
-    else:
-        reads_bytes = 0 if claims.units is None else reader_bytes(own_bytes)
-        found = divide_rest(own_bytes - reads_bytes, limit)
-    for claim in (*claims.others, *claimed):
-        found = without(found, *claim)
+    found = _divided(memory_bytes - claims.export_bytes, claims, device)
+    for claim in claims.others:
+        found = found.without(*claim)
     return found
 
 
-def without(
-    memory: Memory, num_bytes: int, purpose: str, is_on_device: bool = False
-) -> Memory:
-    """Returns the same with less of the host's, or the device's, for the programs.
-
-    Raises:
-      BudgetError: Nothing is left for them.
-    """
-    part = "staged" if memory.staged and not is_on_device else "programs"
-    held_bytes = getattr(memory, part)
-    if num_bytes >= held_bytes:
+def _divided(memory_bytes: int, claims: Claims, device: DeviceLimit) -> Memory:
+    share, ring, pooled, least = memory_bytes // _SHARE, 0, 0, 1
+    gradient_bytes, params = claims.gradient_bytes, "the program's params"
+    if claims.ring_bytes is not None:
+        ring = max(claims.ring_bytes, min(share, _MAX_RING_BYTES))
+        pooled = max(device.pool_factor * gradient_bytes, share)
+        if not device.is_host:
+            least = NUM_STAGED * page_ceil(gradient_bytes)
+            params = f"params on their way to the device ({least} bytes)"
+    reading = 0 if claims.units is None else min(READER_BYTES, share)
+    rest = memory_bytes - ring - pooled - reading
+    if rest < least:
         raise BudgetError(
-            "memory_bytes" if part == "staged" else memory.limit,
-            f"it leaves {held_bytes} bytes for the program, and {purpose} takes "
-            f"{num_bytes}",
-            num_bytes - held_bytes + 1,
+            "memory_bytes",
+            f"expected room for the store's buffers ({claims.ring_bytes or 0} bytes), "
+            f"for the largest gradient ({device.pool_factor * gradient_bytes} bytes) "
+            f"and for {params}, found {memory_bytes}",
+            least - rest,
         )
-    return replace(memory, **{part: held_bytes - num_bytes})
-
-
-def reader_bytes(memory_bytes: int) -> int:
-    """The part of all host memory for reading params beside the params themselves."""
-    return min(READER_BYTES, memory_bytes // _RING_SHARE)
+    gradients = leaving = pooled // device.pool_factor
+    most = device.num_bytes
+    if most is None or device.is_host:
+        is_less = most is not None and most < rest
+        limit = "device_memory_bytes" if is_less else "memory_bytes"
+        return Memory(ring, gradients, most if is_less else rest, 0, leaving, limit)
+    if claims.ring_bytes is not None:
+        leaving = min(gradients, max(gradient_bytes, most // _SHARE))
+    if leaving >= most:
+        raise BudgetError(
+            "device_memory_bytes",
+            f"expected room for the largest gradient ({gradient_bytes} bytes) and "
+            f"for the program's params, found {most}",
+            1 + leaving - most,
+        )
+    parts = ring, gradients, most - leaving, rest, leaving
+    spare, factor = device.spare_bytes, device.pool_factor
+    return Memory(*parts, "device_memory_bytes", spare, factor)
 
 
 def store_memory_bytes(memory_bytes: int) -> int:
     """The `memory_bytes` to open a store with, which decide how it divides chunks."""
-    return max(_MIN_STORE_BYTES, memory_bytes // _RING_SHARE)
+    return max(_MIN_STORE_BYTES, memory_bytes // _SHARE)
 
 
 def device_is_host(device: Any) -> bool:
     """Whether a JAX device computes in the host's memory."""
     return device.platform == "cpu"
-
-
-def divide(
-    memory_bytes: int,
-    ring_bytes: int,
-    gradient_bytes: int,
-    device: DeviceLimit = DeviceLimit(),
-) -> Memory:
-    """Divides the memory.
-
-    Args:
-      gradient_bytes: Size of the largest unit, whose gradient is handed out.
-
-    Raises:
-      BudgetError: No memory is left for the programs.
-    """
-    ring = max(ring_bytes, min(memory_bytes // _RING_SHARE, _MAX_RING_BYTES))
-    pooled_bytes = device.pool_factor * gradient_bytes
-    pooled = max(pooled_bytes, memory_bytes // _RING_SHARE)
-    rest = memory_bytes - ring - pooled - reader_bytes(memory_bytes)
-    least, params = 1, "the program's params"
-    if not device.is_host:
-        least = NUM_STAGED * page_ceil(gradient_bytes)
-        params = f"params on their way to the device ({least} bytes)"
-    if rest < least:
-        raise BudgetError(
-            "memory_bytes",
-            f"expected room for the store's buffers ({ring_bytes} bytes), for the "
-            f"largest gradient ({pooled_bytes} bytes) and for {params}, found "
-            f"{memory_bytes}",
-            least - rest,
-        )
-    leaving = gradients = pooled // device.pool_factor
-    if device.num_bytes is not None and not device.is_host:
-        leaving = min(gradients, max(gradient_bytes, device.num_bytes // _RING_SHARE))
-        if leaving >= device.num_bytes:
-            raise BudgetError(
-                "device_memory_bytes",
-                f"expected room for the largest gradient ({gradient_bytes} bytes) and "
-                f"for the program's params, found {device.num_bytes}",
-                1 + leaving - device.num_bytes,
-            )
-    return divide_rest(rest, device, ring, gradients, leaving)
-
-
-def divide_rest(
-    rest_bytes: int,
-    device: DeviceLimit,
-    ring: int = 0,
-    gradients: int = 0,
-    leaving: int = 0,
-) -> Memory:
-    """Gives what is left of the memory to programs, within the device's limit.
-
-    Args:
-      ring, gradients, leaving: As for `Memory`; `leaving` is in the device's memory.
-    """
-    limit, most = "device_memory_bytes", device.num_bytes
-    if most is not None and not device.is_host:
-        spare, programs = device.spare_bytes, most - leaving
-        return Memory(
-            *(ring, gradients, programs, rest_bytes, leaving, limit, spare),
-            pool_factor=device.pool_factor,
-        )
-    if most is None or most >= rest_bytes:
-        limit, most = "memory_bytes", rest_bytes
-    return Memory(ring, gradients, most, 0, leaving, limit)
 
 
 def return_freed_memory(*, collects: bool = True) -> None:

@@ -4,7 +4,7 @@ Invariant: neighbouring segments that run the same programs share a line.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
@@ -49,73 +49,67 @@ def plan_text(plan: Any) -> str:
     return "\n".join([head, "", *("  ".join(line).rstrip() for line in cells)])
 
 
-def largest_text(plan: Any, sizes: Mapping[Piece, int]) -> str:
-    """Names what takes most in a `Plan`, by the sizes of parts of params."""
-    names = plan.traced.names
+def largest_text(plan: Any) -> str:
+    """Names what takes most in a `Plan`."""
     worst = max(plan.calls, key=lambda call: sum(n for _, n in call.params))
-
-    def order(piece: Piece) -> tuple[Any, ...]:  # a set's differs between processes
-        return -sizes[piece], piece.leaf, piece.index, piece.rows or ()
-
-    pieces = sorted(set(worst.reads), key=order)[:_MOST_PIECES]
-    named = ", ".join(
-        f"{names[p.leaf]}{_index_text(p)} ({sizes[p]} bytes)" for p in pieces
-    )
+    sizes = sorted(dict(worst.params).items(), key=lambda one: -one[1])[:_MOST_PIECES]
+    named = [
+        f"{plan.traced.names[piece.leaf]}{_index_text(piece)} ({num_bytes} bytes)"
+        for piece, num_bytes in sizes
+    ]
     value_bytes = max((life.num_bytes for life in plan.lives.values()), default=0)
-    return f"{named}; the largest value between programs has {value_bytes} bytes"
-
-
-def _segments(plan: Any) -> Iterator[tuple[tuple[Any, ...], str, list[int]]]:
-    """Yields what a segment's calls run, read and lose; its number; and the calls."""
-    numbers = {key: str(number) for number, key in enumerate(plan.programs, 1)}
-    left, read = Counter[int](), Counter[int]()
-    for one in plan.reading.repeated:
-        read[one.first] += one.unit.num_bytes
-    for slot, one in plan.evictions.items():
-        left[one.written] += plan.lives[slot].num_bytes
-    places, place = [], ("", "")
-    for call in plan.calls:
-        direction, _, segment = call.program.name.partition(" ")
-        if not call.program.is_sum:  # which is of the segment before it
-            place = "backward" if call.is_repeat else direction, segment
-        places.append(place)
-    for (direction, segment), group in groupby(range(len(places)), places.__getitem__):
-        own = list(group)
-        keys = dict.fromkeys(numbers[plan.calls[n].program.key] for n in own)
-        left_bytes, read_bytes = (sum(one[n] for n in own) for one in (left, read))
-        yield (direction, " ".join(keys), left_bytes, read_bytes), segment, own
+    return (
+        f"{', '.join(named)}; the largest value between programs has {value_bytes} "
+        "bytes"
+    )
 
 
 def _lines(plan: Any) -> Iterator[tuple[str, ...]]:
     """Yields a line for each run of segments that are called alike."""
-    memory_bytes = plan.call_bytes()
-    for alike, group in groupby(_segments(plan), lambda one: one[0]):
-        direction, programs, *moved = alike
+    numbers = {key: str(number) for number, key in enumerate(plan.programs, 1)}
+    memory_bytes, left, read = plan.call_bytes(), Counter[int](), Counter[int]()
+    for one in plan.reading.repeated:
+        read[one.first] += one.unit.num_bytes
+    for slot, one in plan.evictions.items():
+        left[one.written] += plan.lives[slot].num_bytes
+    places, place = [], ("", -1)
+    for call in plan.calls:
+        if call.program.direction != "sum":  # which is of the segment before it
+            direction = "backward" if call.is_repeat else call.program.direction
+            place = direction, call.program.segment
+        places.append(place)
+    segments = [[*own] for _, own in groupby(range(len(places)), places.__getitem__)]
+
+    def alike(own: list[int]) -> tuple[Any, ...]:
+        keys = dict.fromkeys(numbers[plan.calls[n].program.key] for n in own)
+        moved = [sum(counter[n] for n in own) for counter in (left, read)]
+        return places[own[0]][0], " ".join(keys), *moved
+
+    for (direction, programs, *moved), group in groupby(segments, alike):
         rows = list(group)
-        names = [
-            list(
-                dict.fromkeys(_name(plan, p) for n in own for p in plan.calls[n].reads)
-            )
-            for _, _, own in rows
-        ]
-        each = " each" if len(rows) > 1 else ""
-        text = ", ".join(names[0][:_MOST_NAMES])
-        if len(names[0]) > _MOST_NAMES:
-            text += f", {len(names[0]) - _MOST_NAMES} more"
-        if each and names[-1]:
-            text += f" … {names[-1][-1]}"
-        first, last = rows[0][2][0], rows[-1][2][-1]
+        first, last = rows[0], rows[-1]
+        pieces = [p for n in first for p in plan.calls[n].reads]
+        names = list(dict.fromkeys(_name(plan, piece) for piece in pieces))
+        text, each = ", ".join(names[:_MOST_NAMES]), ""
+        if len(names) > _MOST_NAMES:
+            text += f", {len(names) - _MOST_NAMES} more"
+        if len(rows) > 1:
+            each = " each"
+            ends = [p for n in last for p in plan.calls[n].reads][-1:]
+            text += "".join(f" … {_name(plan, piece)}" for piece in ends)
         yield (
-            _range(first, last),
-            f"{direction} {_range(rows[0][1], rows[-1][1])}",
+            _range(first[0], last[-1]),
+            f"{direction} {_range(places[first[0]][1], places[last[0]][1])}",
             programs,
-            format_bytes(max(memory_bytes[first : last + 1])),
+            format_bytes(max(memory_bytes[first[0] : last[-1] + 1])),
             *(f"{format_bytes(n)}{each}" if n else "" for n in moved),
             text,
         )
 
 
-def _range(first: Any, last: Any) -> str:
+def _range(first: int, last: int) -> str:
+    if first < 0:  # it is of no segment
+        return ""
     return str(first) if first == last else f"{first}-{last}"
 
 

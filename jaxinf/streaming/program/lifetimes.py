@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,7 @@ _SCALAR_BYTES = 64
 # A result smaller than its params by this factor is kept, not computed again.
 _PARAMS_RATIO = 4
 
+_Used = TypeVar("_Used")
 _Needs: TypeAlias = Mapping[Node, frozenset[Value]]
 _Pieces: TypeAlias = Mapping[Node, frozenset[Piece]]
 
@@ -173,12 +174,22 @@ def _made(nodes: Sequence[Node]) -> dict[Value, int]:
     return {value: i for i, node in enumerate(nodes) for value in node.outputs}
 
 
+def first_uses(uses: Sequence[Iterable[_Used]]) -> dict[_Used, int]:
+    """Returns the number of the first of `uses` that has each."""
+    backwards = zip(range(len(uses) - 1, -1, -1), reversed(uses), strict=True)
+    return {one: i for i, own in backwards for one in own}
+
+
+def last_uses(uses: Iterable[Iterable[_Used]]) -> dict[_Used, int]:
+    """Returns the number of the last of `uses` that has each."""
+    return {one: i for i, own in enumerate(uses) for one in own}
+
+
 def _live_bytes(nodes: Sequence[Node], needs: _Needs) -> np.ndarray:
     """Bytes of the values of one direction that cross each cut in it."""
-    made, last = _made(nodes), dict[Value, int]()
-    for i, node in enumerate(nodes):
-        last.update(dict.fromkeys(needs[node] & made.keys(), i))
-    stays = (Stay(made[v] + 1, end + 1, v.num_bytes) for v, end in last.items())
+    made, last = _made(nodes), last_uses(map(needs.__getitem__, nodes))
+    both = made.keys() & last.keys()
+    stays = (Stay(made[v] + 1, last[v] + 1, v.num_bytes) for v in both)
     return occupancy(len(nodes) + 1, stays)
 
 
@@ -189,16 +200,10 @@ def _backward_cuts(
     forward: Sequence[Node],
     backward: Sequence[Node],
 ) -> np.ndarray:
-    made, first_use = _made(forward), dict[Piece, int]()
-    by_leaf: defaultdict[int, list[Piece]] = defaultdict(list)
-    for i, node in enumerate(forward):
-        for piece in pieces[node] - first_use.keys():
-            first_use[piece] = i
-            by_leaf[piece.leaf].append(piece)
-    finished: defaultdict[Node | None, list[Piece]] = defaultdict(list)
+    made, finished = _made(forward), defaultdict[Node | None, list[Piece]](list)
+    first_use = first_uses([pieces[node] for node in forward])
     for target, value in graph.gradients.items():
-        own = by_leaf[target.leaf]
-        finished[value.node] += [piece for piece in own if _overlaps(piece, target)]
+        finished[value.node] += [one for one in first_use if _overlaps(one, target)]
     last = np.zeros(len(forward) + 2, np.int64)
     for j, node in enumerate(backward):
         used = [first_use.get(piece, -1) for piece in (*pieces[node], *finished[node])]
@@ -213,7 +218,8 @@ def _backward_cuts(
 def _overlaps(piece: Piece, target: Piece) -> bool:
     """Whether one of two pieces contains the other."""
     index, own = target.index, piece.index
-    if index[: len(own)] != own and own[: len(index)] != index:
+    is_inside = index[: len(own)] == own or own[: len(index)] == index
+    if piece.leaf != target.leaf or not is_inside:
         return False
     if piece.rows is None or len(index) <= len(own):
         return True
@@ -221,27 +227,22 @@ def _overlaps(piece: Piece, target: Piece) -> bool:
 
 
 def _penalties_early(
-    forward: Sequence[Node],
-    needs: _Needs,
-    pieces: _Pieces,
+    forward: Sequence[Node], needs: _Needs, pieces: _Pieces
 ) -> list[Node]:
     """Moves reductions of params next to another use, so that one fetch serves both."""
-    penalties = [
-        node
+    penalties = {
+        node: None
         for node in forward
         if not needs[node] and num_bytes(node.outputs) <= _TINY_BYTES
-    ]
-    others, first_use = set(forward).difference(penalties), dict[Piece, Node]()
-    for node in forward:
-        if node in others:
-            for piece in pieces[node] - first_use.keys():
-                first_use[piece] = node
+    }
+    others = [node for node in forward if node not in penalties]
+    first_use = first_uses([pieces[node] for node in others])
     hosts: dict[Node, Node] = {}
     for node in penalties:
         readers = {first_use.get(piece) for piece in pieces[node]}
-        host = readers.pop() if len(readers) == 1 else None
-        if host is not None:
-            hosts[node] = host
+        number = readers.pop() if len(readers) == 1 else None
+        if number is not None:
+            hosts[node] = others[number]
     while True:
         order = _in_turn(forward, needs, hosts)
         if len(order) == len(forward):
@@ -252,10 +253,7 @@ def _penalties_early(
 
 
 def _gradients_early(
-    backward: Sequence[Node],
-    graph: Graph,
-    needs: _Needs,
-    light: Set[Node],
+    backward: Sequence[Node], graph: Graph, needs: _Needs, light: Set[Node]
 ) -> list[Node]:
     """Runs cheap nodes that only lead to gradients as soon as their inputs are there.
 

@@ -7,7 +7,7 @@ budget, so all plans that run a program run it with the same bits.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinf import compat
-from jaxinf.compat import LIGHT
+from jaxinf.compat import POINTWISE
 from jaxinf.program import Graph, Node, Value, ancestors, evaluate, graph_of
 from jaxinf.streaming.program.graph import Number, Piece, aval_bytes, num_bytes
 from jaxinf.streaming.program.keys import Keys
@@ -31,6 +31,10 @@ LARGE_BYTES = 32 << 20
 NUM_AXES = 4
 # Machine code in less time, for arrays in the same memory.
 _UNOPTIMIZED = {"xla_backend_optimization_level": 0}
+_FUSED = POINTWISE | frozenset(
+    "broadcast_in_dim concatenate convert_element_type dynamic_slice expand_dims iota "
+    "pad reshape rev slice squeeze transpose".split()
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,21 +42,25 @@ class Program:
     """One function that is compiled and called.
 
     Attributes:
+      direction: "forward" or "backward", or what else it is for: "sum" adds up
+        gradients of parts, and "free" makes results that no segment makes.
+      segment: Number of its segment; -1 for none.
       inputs: Values that it reads: params, batch, other programs' outputs.
       nodes: Its nodes, in order; none in a program `without_nodes`.
       key: Equal for programs that can share an executable.
     """
 
-    name: str
+    direction: str
+    segment: int
     inputs: tuple[Value, ...]
     nodes: tuple[Node, ...]
     outputs: tuple[Value, ...]
     key: str
 
     @property
-    def is_sum(self) -> bool:
-        """Whether it adds up gradients; see `sum_programs`."""
-        return self.name == "sum"
+    def name(self) -> str:
+        number = f" {self.segment}" if self.segment >= 0 else ""
+        return self.direction + number
 
     @cached_property
     def params(self) -> tuple[tuple[Piece, int], ...]:
@@ -76,22 +84,44 @@ class Program:
         """Returns the program with no link to the graph, which can then be freed."""
         inputs = tuple(Value(v.aval, origin=v.origin) for v in self.inputs)
         outputs = tuple(Value(v.aval) for v in self.outputs)
-        return Program(self.name, inputs, (), outputs, self.key)
+        return replace(self, inputs=inputs, nodes=(), outputs=outputs)
 
     @cached_property
     def temp_bytes(self) -> int:
         """Estimated memory beside inputs and outputs."""
-        last = {v: i for i, node in enumerate(self.nodes) for v in node.inputs}
-        last.update(dict.fromkeys(self.outputs, -1))
-        stays: list[Stay] = []
-        largest = 0
-        for i, node in enumerate(self.nodes):
-            own = [v for v in node.outputs if last.get(v, -1) >= 0]
-            if node.name in LIGHT:
-                largest = max(largest, num_bytes(own))
+        return values_bytes(self.nodes, self.outputs)
+
+
+def values_bytes(nodes: Sequence[Node], outputs: Iterable[Value]) -> int:
+    """Estimates the peak memory of a program's values beside inputs and outputs.
+
+    A value that one fused operation reads is no array.
+    """
+    users: dict[Value, list[Node]] = {}
+    for node in nodes:
+        for value in node.inputs:
+            users.setdefault(value, []).append(node)
+    fused: dict[Value, set[Value]] = {}
+    made, last, results = dict[Value, int](), dict[Value, int](), {*outputs}
+    for number, node in enumerate(nodes):
+        read = {v for one in node.inputs for v in fused.get(one, {one})}
+        is_spread = node.name == "broadcast_in_dim"
+        is_spread &= num_bytes(node.inputs) < num_bytes(node.outputs)
+        for value in {*node.outputs} & {*users, *results}:
+            readers = users.get(value, [])
+            is_part = node.name in _FUSED and all(one.name in _FUSED for one in readers)
+            is_cheap = len(node.inputs) == 1 or len(readers) == 1
+            if value not in results and (is_spread or (is_part and is_cheap)):
+                fused[value] = read
             else:
-                stays += [Stay(i, last[v] + 1, v.num_bytes) for v in own]
-        return int(occupancy(len(self.nodes), stays).max(initial=0)) + largest
+                made[value] = number
+                last |= dict.fromkeys(read, number)
+    stays = (
+        Stay(first, last.get(value, first) + 1, value.num_bytes)
+        for value, first in made.items()
+        if value not in results
+    )
+    return int(occupancy(len(nodes), stays).max(initial=0))
 
 
 class Programs(NamedTuple):
@@ -129,29 +159,30 @@ def _programs_of(lifetimes: Lifetimes, cuts: Sequence[int], keys: Keys) -> Progr
     back = [int(lifetimes.backward_cuts[cut]) for cut in cuts]
     segments = [lifetimes.forward[start:end] for start, end in pairwise(cuts)]
     made = [v for v in dict.fromkeys(graph.outputs) if v.node in free]
-    alone = [program_of("free", [v], keys, (), free.__contains__) for v in made]
+    alone = [program_of("free", [v], keys, is_own=free.__contains__) for v in made]
     wanted = {*graph.outputs, *(v for program in alone for v in program.inputs)}
 
     def make(
-        name: str, nodes: Sequence[Node], light: Set[Node] = frozenset()
+        direction: str, k: int, nodes: Sequence[Node], light: Set[Node] = frozenset()
     ) -> Program:
         own = {*nodes, *light}
         outputs = [v for node in nodes for v in node.outputs if v in wanted]
         program = program_of(
-            name, outputs, keys, nodes, lambda node: node in own or node in free
+            *(direction, outputs, keys, nodes),
+            lambda node: node in own or node in free,
+            segment=k,
         )
         wanted.update(program.inputs)
         return program
 
-    backward: list[Program | None] = []
+    backward, forward = list[Program | None](), list[Program]()
     for k, segment in enumerate(segments):
         nodes = lifetimes.backward[back[k + 1] : back[k]]
         has_outputs = any(v in wanted for node in nodes for v in node.outputs)
         light = lifetimes.light & {*segment}
-        backward.append(make(f"backward {k}", nodes, light) if has_outputs else None)
-    forward = [
-        make(f"forward {k}", segment) for k, segment in reversed([*enumerate(segments)])
-    ]
+        backward.append(make("backward", k, nodes, light) if has_outputs else None)
+    for k in reversed(range(len(segments))):
+        forward.append(make("forward", k, segments[k]))
     return Programs(tuple(forward[::-1]), tuple(backward), tuple(alone))
 
 
@@ -220,7 +251,7 @@ def _sum_program(
     if count is not None:
         graph.inputs[-1].origin = Number(count)
     key = keys.program(graph.inputs, graph.nodes, graph.outputs)
-    return Program("sum", graph.inputs, graph.nodes, graph.outputs, key)
+    return Program("sum", -1, graph.inputs, graph.nodes, graph.outputs, key)
 
 
 def compile_program(
@@ -321,11 +352,13 @@ def bytes_beside(program: Program, executable: Any) -> int:
 
 
 def program_of(
-    name: str,
+    direction: str,
     outputs: Sequence[Value],
     keys: Keys,
     first: Sequence[Node] = (),
     is_own: Callable[[Node], bool] = lambda node: True,
+    *,
+    segment: int = -1,
 ) -> Program:
     """Returns the program of `outputs`.
 
@@ -341,7 +374,8 @@ def program_of(
     for root in roots:
         _emit(root, is_own, inputs, order)
     key = keys.program(tuple(inputs), tuple(order), outputs)
-    return Program(name, tuple(inputs), tuple(order), tuple(outputs), key)
+    what = tuple(inputs), tuple(order), tuple(outputs)
+    return Program(direction, segment, *what, key)
 
 
 def _emit(

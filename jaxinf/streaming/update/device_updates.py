@@ -42,8 +42,8 @@ from jaxinf.program import (
     split_params,
 )
 from jaxinf.streaming.plan import memory
-from jaxinf.streaming.plan.budget import Options
 from jaxinf.streaming.plan.memory import Claim
+from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.program.meshes import default_device, mesh_text
 from jaxinf.streaming.program.units import PINNED
 from jaxinf.terminal import format_bytes

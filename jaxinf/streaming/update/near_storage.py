@@ -30,10 +30,10 @@ from jaxinf.streaming.move.scratch import (
     waiting,
     writing_bytes,
 )
-from jaxinf.streaming.plan.budget import Options
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.fit import OrderedProgram
 from jaxinf.streaming.plan.memory import Claim, Claims
+from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.program.graph import Piece, aval_bytes
 from jaxinf.streaming.program.units import SHARED, StoreUnits, Unit, shared_bytes
 from jaxinf.streaming.update.compressing import Compressor

@@ -1,0 +1,48 @@
+"""What a step is asked for.
+
+Invariant: values are checked before they come here.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import jax
+
+from jaxinf import compat
+from jaxinf.compress import TopK
+from jaxinf.program import Average, NonFinitePolicy
+from jaxinf.streaming.plan.calls import Policy, may_leave
+from jaxinf.typing import PyTree
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of `jaxinf.stream`."""
+
+    memory_bytes: int
+    device_memory_bytes: int | None = None
+    has_aux: bool = False
+    policy: Policy = "recompute"
+    replan: bool = False
+    nonfinite: NonFinitePolicy | None = None
+    micro_batches: int = 1
+    weights: Callable[[PyTree], Any] | None = None
+    average: Average | None = None
+    compress: TopK | None = None
+    extra_args: Mapping[str, Any] = field(default_factory=dict)
+    deterministic: bool = True
+    device_updates: int | Literal["auto"] = 0
+    carry: Callable[[PyTree], PyTree] | None = None
+
+    @property
+    def jit(self) -> Any:
+        """`jax.jit` with the options of compilation."""
+        own = compat.deterministic_options(self.deterministic)
+        return partial(jax.jit, compiler_options=own)
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether values may be on a drive for a part of a step."""
+        return may_leave(self.policy, self.micro_batches)
