@@ -3,10 +3,10 @@
 Where a question is answered:
 
     a user's calls                       store.py
-    how a path becomes an open store     open_stores.py, opening.py, opened.py
+    how a path becomes an open store     open_stores.py, engine.py, opening.py
     whose params a step may use         binding.py
-    how a gradient becomes tasks         steps.py, update_tasks.py
-    in which order a commit is durable   opened.py (`publish`), steps.py (`_end_step`)
+    how a gradient becomes tasks         opened.py, updates.py
+    in which order a commit is durable   opened.py (`_end_step`, `publish`)
     where a chunk's newest bytes are     chunks.py
     which state stays in memory          shape.py (`staying`), transfer/cache.py
     how leaves come back to JAX          reading.py
@@ -27,25 +27,19 @@ from jaxinf.engine.engine import Engine, FirstParams
 from jaxinf.engine.exports import ExportInfo
 from jaxinf.engine.failure import check_announced
 from jaxinf.engine.open_stores import close, open_store, store_of
+from jaxinf.engine.opened import StepMetrics
 from jaxinf.engine.options import (
     DEFAULT_MEMORY_BYTES,
     Durability,
     MasterChoice,
 )
 from jaxinf.engine.reading import (
-    ParamsReader,
+    StateReader,
     check_like,
     read_feedback,
     read_leaf,
 )
 from jaxinf.engine.redivision import divide_for
-from jaxinf.engine.requests import (
-    Assignment,
-    KeptLeaf,
-    SlotRequest,
-    UpdateRequest,
-    assigned,
-)
 from jaxinf.engine.shape import StoreShape, SubgroupLayout
 from jaxinf.engine.sharding import (
     callers,
@@ -60,6 +54,13 @@ from jaxinf.engine.sharding import (
     shard_holders,
     sum_bits,
 )
-from jaxinf.engine.steps import StepMetrics
 from jaxinf.engine.store import Store, engine_of
-from jaxinf.engine.update_tasks import can_take, moved_states
+from jaxinf.engine.updates import (
+    Assignment,
+    KeptLeaf,
+    SlotRequest,
+    UpdateRequest,
+    assigned,
+    can_take,
+    moved_states,
+)

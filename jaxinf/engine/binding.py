@@ -10,16 +10,19 @@ equal, since JAX on a CPU flushes denormals, and NumPy does not.
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.reading import each_piece
 from jaxinf.errors import DivergedParamsError, StaleStateError, StoreMismatchError
 from jaxinf.layout import gather
 from jaxinf.store import ChunkRun, StepReader, dtype_of, list_checkpoints
 from jaxinf.transfer import crc32c
 from jaxinf.typing import Array
+
+if TYPE_CHECKING:  # which begins no step without this
+    from jaxinf.engine.opened import OpenStore
 
 RESTART = (
     'or begin anew with smart_update(…, on_existing="restart"), which keeps the old '
@@ -41,7 +44,7 @@ class ResumeCheck:
         were compared.
     """
 
-    def __init__(self, opened: Callable[[], OpenStore]) -> None:
+    def __init__(self, opened: Callable[[], "OpenStore"]) -> None:
         self.at: int | None = None
         self._opened = opened
         self._guard = threading.Lock()
@@ -112,7 +115,7 @@ class ResumeCheck:
 
 
 def _same(
-    opened: OpenStore,
+    opened: "OpenStore",
     reader: StepReader,
     leaf: int,
     params: Array,
@@ -191,7 +194,7 @@ def _diverged_at_first(where: str) -> DivergedParamsError:
     )
 
 
-def stale_state(opened: OpenStore, step: int) -> StaleStateError:
+def stale_state(opened: "OpenStore", step: int) -> StaleStateError:
     """Makes the error for a state that is not of the store's last step."""
     names = [x.name for x in list_checkpoints(opened.directory) if x.step == step]
     at = opened.finished.step

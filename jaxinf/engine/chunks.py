@@ -1,21 +1,23 @@
-"""The newest version of every chunk: its slot and its checksum.
+"""The newest version of every chunk: its slot, its checksum, and how it is moved.
 
       stored ──► pending ──end_step──► working slot ──end_commit──► committed slot
 
-Invariant: readers load the version of the last finished step, and `loaded` detects
-  every chunk that differs from its checksum.
+Invariant: readers load the version of the last finished step, and every chunk that
+differs from its checksum is detected: no result of it is stored or returned.
 """
 
+import contextlib
 import operator
 import threading
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 
+from jaxinf.csd import Csd, Transfer
 from jaxinf.engine.shape import SubgroupLayout
 from jaxinf.errors import StoreCorruptError, StoreFormatError
 from jaxinf.store import (
@@ -25,7 +27,22 @@ from jaxinf.store import (
     corrupt_chunk,
     other_slot,
 )
-from jaxinf.transfer import crc32c_combine
+from jaxinf.transfer import (
+    Compute,
+    Failure,
+    Limits,
+    Load,
+    Loads,
+    Mover,
+    Queues,
+    Resident,
+    Unit,
+    Write,
+    crc32c,
+    crc32c_combine,
+    span,
+    timeline,
+)
 from jaxinf.typing import Array
 
 _Parts: TypeAlias = dict[int, tuple[int, int]]
@@ -38,6 +55,9 @@ class ChunkTable:
     Args:
       checksums: checksums of the committed step, by array name; empty for a new store.
 
+    Attributes:
+      target: the slot that steps write to until the next commit.
+
     Raises:
       StoreFormatError: there is not one checksum for each chunk.
     """
@@ -49,7 +69,7 @@ class ChunkTable:
         checksums: Mapping[str, Array],
     ) -> None:
         self._directory = directory
-        self._target: Slot = target
+        self.target: Slot = target
         self._lock = threading.Lock()
         # Plain arrays, since NumPy's take several times as long to index, and every
         # step indexes them for thousands of leaves.
@@ -92,17 +112,10 @@ class ChunkTable:
         self._prepare_lock = threading.Lock()
         self._prepared: set[int] = set()
 
-    # --- slots ---------------------------------------------------------------------
-
     @property
     def committed(self) -> Slot:
         """The slot of the last committed step; empty in a new store."""
-        return other_slot(self._target)
-
-    @property
-    def target(self) -> Slot:
-        """The slot that steps write to until the next commit."""
-        return self._target
+        return other_slot(self.target)
 
     def source(self, layout: SubgroupLayout, state: int) -> Slot:
         """Returns the slot with the newest version of a state of a subgroup's chunk."""
@@ -112,6 +125,7 @@ class ChunkTable:
     def sources(
         self, layout: SubgroupLayout, states: Sequence[int]
     ) -> tuple[tuple[int, Slot], ...]:
+        """Returns numbers and slots of a subgroup's states."""
         found = tuple([self.source(layout, state) for state in states])
         return _paired(tuple(states), found)
 
@@ -125,7 +139,20 @@ class ChunkTable:
         """Whether steps since the last commit have written every chunk."""
         return all(self._is_working)
 
-    # --- checksums -----------------------------------------------------------------
+    def is_in_memory(self, layout: SubgroupLayout, state: int) -> bool:
+        """Whether the newest version of a chunk's state is not on the drive."""
+        return bool(self._is_in_memory[self._entry(layout, state)])
+
+    def checksums(self) -> dict[str, Array]:
+        """Checksums of the newest version of every chunk, by array name."""
+        result, first = {}, 0
+        for name, num_chunks in self._names:
+            last = first + num_chunks
+            result[name] = np.array(self._sums[first:last], np.uint32)
+            first = last
+        return result
+
+    # --- what is read and written ----------------------------------------------------
 
     def loaded(
         self, layout: SubgroupLayout, state: int, slot: Slot, checksum: int
@@ -165,13 +192,11 @@ class ChunkTable:
     def matches(self, layout: SubgroupLayout, state: int, checksum: int) -> bool:
         """Whether a copy equals the newest version, when the whole chunk is known."""
         entry = self._entry(layout, state)
-        found = checksum
-        if layout.extents[state].num_bytes < self._lengths[entry]:
-            with self._lock:
-                parts = self._given.setdefault(entry, {})
-                found = self._whole(parts, layout, state, checksum)
-                if found is not None:
-                    del self._given[entry]
+        with self._lock:
+            parts = self._given.setdefault(entry, {})
+            found = self._whole(parts, layout, state, checksum)
+            if found is not None:
+                del self._given[entry]
         return found in (None, self._sums[entry])
 
     def stored(
@@ -213,20 +238,7 @@ class ChunkTable:
             self._prepared.add(entry)
         return file
 
-    def is_in_memory(self, layout: SubgroupLayout, state: int) -> bool:
-        """Whether the newest version of a chunk's state is not on the drive."""
-        return bool(self._is_in_memory[self._entry(layout, state)])
-
-    def checksums(self) -> dict[str, Array]:
-        """Checksums of the newest version of every chunk, by array name."""
-        result, first = {}, 0
-        for name, num_chunks in self._names:
-            last = first + num_chunks
-            result[name] = np.array(self._sums[first:last], np.uint32)
-            first = last
-        return result
-
-    # --- steps and commits ---------------------------------------------------------
+    # --- steps and commits -----------------------------------------------------------
 
     def end_step(self) -> None:
         """Makes the stored parts the newest version."""
@@ -258,33 +270,29 @@ class ChunkTable:
 
     def share_unwritten(self) -> None:
         """Links every chunk that no step has written into the target slot."""
-        for leaf, chunk, state, entry in self._unshared():
-            name = self._directory.manifest.leaves[leaf].states[state].name
-            self._directory.link_chunk(self.committed, self.target, leaf, chunk, name)
-            self._is_shared[entry] = True
+        if all(map(operator.or_, self._is_working, self._is_shared)):
+            return
+        entry = 0
+        for number, leaf in enumerate(self._directory.manifest.leaves):
+            for state in leaf.states:
+                for chunk in leaf.held:
+                    if not self._is_working[entry] and not self._is_shared[entry]:
+                        slots = self.committed, self.target
+                        self._directory.link_chunk(*slots, number, chunk, state.name)
+                        self._is_shared[entry] = True
+                    entry += 1
 
     def end_commit(self) -> None:
         """Notes that the target slot is published."""
-        self._target = self.committed
+        self.target = self.committed
         self._is_working = bytearray(len(self._sums))
 
-    # --- inside --------------------------------------------------------------------
+    # --- inside ----------------------------------------------------------------------
 
     def _entry(self, layout: SubgroupLayout, state: int) -> int:
         leaf = layout.subgroup.leaf
         first = self._first[leaf] + self._places[leaf][layout.subgroup.chunk]
         return first + state * self._num_chunks[leaf]
-
-    def _unshared(self) -> Iterator[tuple[int, int, int, int]]:
-        if all(map(operator.or_, self._is_working, self._is_shared)):
-            return
-        entry = 0
-        for number, leaf in enumerate(self._directory.manifest.leaves):
-            for state in range(len(leaf.states)):
-                for chunk in leaf.held:
-                    if not self._is_working[entry] and not self._is_shared[entry]:
-                        yield number, chunk, state, entry
-                    entry += 1
 
     def _whole(
         self, parts: _Parts, layout: SubgroupLayout, state: int, checksum: int
@@ -308,8 +316,7 @@ class ChunkTable:
         found: int,
         when: str = "as written",
     ) -> StoreCorruptError:
-        directory, name = self._directory, layout.states[state]
-        at = layout.subgroup.leaf, layout.subgroup.chunk, name
+        directory, at = self._directory, layout.place(state)
         file, one = directory.chunk_name(slot, *at), directory.held_chunk(*at)
         where = {"when": when, "store": str(directory.path)}
         return corrupt_chunk(file, one, expected, found, **where)
@@ -321,3 +328,143 @@ def _paired(
 ) -> tuple[tuple[int, Slot], ...]:
     """Returns one shared object, which saves work for the garbage collector."""
     return tuple(zip(states, slots, strict=True))
+
+
+# --- the mover's work ----------------------------------------------------------------
+
+
+def make_mover(
+    directory: StoreDirectory,
+    chunks: ChunkTable,
+    csds: Sequence[Csd],
+    limits: Limits,
+    failure: Failure,
+) -> Mover:
+    """Makes the mover of a store.
+
+    Args:
+      csds: the store's CSDs, by number.
+      limits: numbers of requests that move bytes, and of tasks that compute, at once.
+      failure: receives a task's error; once it is set, no more work is done.
+
+    Raises:
+      StoreError: the process can have no more threads.
+    """
+    queues = Queues(
+        [(id(csd.memory), csd.is_host) for csd in csds],
+        lambda task: csds[task.piece.drive].acquire(task.piece.num_bytes),
+        limits,
+    )
+    roots = directory.manifest.csds or [str(directory.path)]
+    executor = _Executor(directory, chunks, csds)
+    return Mover(directory.path, queues, executor.perform, failure, roots)
+
+
+class _Executor:
+    """Reads states, computes tasks and writes states, with checksums. Thread-safe."""
+
+    def __init__(
+        self, directory: StoreDirectory, chunks: ChunkTable, csds: Sequence[Csd]
+    ) -> None:
+        self._directory, self._chunks, self._csds = directory, chunks, csds
+        self._drives = [str(directory.csd_directory(n)) for n in range(len(csds))]
+
+    def perform(self, unit: Unit) -> Sequence[Loads]:
+        """Executes a unit; of a load, returns what only the update can verify. Blocks.
+
+        Raises:
+          StoreError: the drive failed, or a chunk is damaged.
+          BaseException: any exception of a task's `compute`.
+        """
+        match unit:
+            case Load(drive, items):
+                reads = [self._read(one, *at) for one, states in items for at in states]
+                with self._span(drive, "read", reads, [one for one, _ in items]):
+                    self._csds[drive].read(reads)
+                return [self._check_read(*item) for item in items]
+            case Compute(resident):
+                self._compute(resident)
+            case Write(drive, items):
+                writes = [self._write(one, n) for one, states in items for n in states]
+                with self._span(drive, "write", writes, [one for one, _ in items]):
+                    self._csds[drive].write(writes)
+        return ()
+
+    def _read(self, resident: Resident, state: int, slot: Slot) -> Transfer:
+        layout = resident.task.piece
+        file = self._directory.chunk_file(slot, *layout.place(state))
+        for_host = not resident.task.runs_kernel
+        return Transfer(resident.buffer, layout.extents[state], file, for_host)
+
+    def _check_read(self, resident: Resident, states: Loads) -> Loads:
+        """Verifies states; returns those whose checksum the update tells."""
+        layout = resident.task.piece
+        csd, unchecked = self._csds[layout.drive], []
+        for state, slot in states:
+            with span("checksum"):
+                checksum = csd.checksum(resident.buffer, layout.extents[state])
+            if checksum is None:
+                unchecked.append((state, slot))
+            else:
+                self._chunks.loaded(layout, state, slot, checksum)
+        return tuple(unchecked)
+
+    def _compute(self, resident: Resident) -> None:
+        """Runs the task's `compute`, and verifies the remaining states."""
+        task, unchecked = resident.task, resident.unchecked
+        layout, csd = task.piece, self._csds[task.piece.drive]
+        if not task.runs_kernel:  # the host is about to read them itself
+            for state, slot in unchecked:
+                self._chunks.loaded(layout, state, slot, self._sum(resident, state))
+            unchecked = ()
+        with span("update", self._leaves_of([resident])):
+            wanted = [state for state, _ in unchecked]
+            told = task.compute(csd, resident.buffer, wanted) or {}
+        for state, slot in unchecked:
+            if state in told:
+                self._chunks.loaded(layout, state, slot, told[state])
+            else:  # prefetched, but not used by the update
+                assert (state, slot) not in task.loads
+        for state in resident.deferred:
+            checksum = self._known_sum(resident, state)
+            self._chunks.stored(layout, state, checksum, is_in_memory=True)
+
+    def _write(self, resident: Resident, state: int) -> Transfer:
+        layout = resident.task.piece
+        if not resident.is_flushed:  # else that was noted when it was computed
+            self._chunks.stored(layout, state, self._known_sum(resident, state))
+        file = self._chunks.prepare_write(layout, state)
+        return Transfer(resident.buffer, layout.extents[state], file)
+
+    def _known_sum(self, resident: Resident, state: int) -> int:
+        """Returns a checksum that a kernel has computed, if one has."""
+        layout = resident.task.piece
+        with span("checksum"):
+            csd = self._csds[layout.drive]
+            checksum = csd.checksum(resident.buffer, layout.extents[state])
+        return self._sum(resident, state) if checksum is None else checksum
+
+    def _sum(self, resident: Resident, state: int) -> int:
+        layout = resident.task.piece
+        with span("checksum"):
+            view = self._csds[layout.drive].view
+            return crc32c(view(resident.buffer, layout.extents[state]))
+
+    def _span(
+        self,
+        csd: int,
+        kind: Literal["read", "write"],
+        transfers: Sequence[Transfer],
+        residents: Iterable[Resident],
+    ) -> contextlib.AbstractContextManager[None]:
+        num_bytes = sum([transfer.extent.num_bytes for transfer in transfers])
+        what = self._leaves_of(residents)
+        return span(kind, what, drive=self._drives[csd], num_bytes=num_bytes)
+
+    def _leaves_of(self, residents: Iterable[Resident]) -> str:
+        """Names the leaves of subgroups while spans are recorded."""
+        if not timeline.is_recording:
+            return ""
+        leaves = self._directory.manifest.leaves
+        numbers = dict.fromkeys(one.task.piece.subgroup.leaf for one in residents)
+        return ", ".join(leaves[number].name for number in numbers)

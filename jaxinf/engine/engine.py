@@ -1,6 +1,6 @@
 """The engine of a store in this process: it opens, binds, makes, loads and closes it.
 
-Invariant: all access to files goes through a `StepEngine`, which exists as soon as
+Invariant: all access to files goes through an `OpenStore`, which exists as soon as
 there is a store and has no optional part.
 """
 
@@ -8,7 +8,7 @@ import contextlib
 import logging
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxinf.csd import Csd, CsdBuffer, ScalarInputs, initialise_states
+from jaxinf.documents import encode, parse_json
 from jaxinf.engine.binding import RESTART, ResumeCheck
 from jaxinf.engine.description import (
     StoreDescription,
@@ -24,13 +25,14 @@ from jaxinf.engine.description import (
     kernel_needs,
 )
 from jaxinf.engine.dispatched import wait_for_dispatched
-from jaxinf.engine.opened import OpenStore, StoreRun
+from jaxinf.engine.exports import Exports
+from jaxinf.engine.failure import StoreHealth
+from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.opening import begin_anew, create, open_place, plan
 from jaxinf.engine.optax_state import load_step
 from jaxinf.engine.options import StoreOptions
 from jaxinf.engine.shape import StoreShape, SubgroupLayout
-from jaxinf.engine.steps import StepEngine
-from jaxinf.engine.update_tasks import gather_inputs, gather_run, rounding_of
+from jaxinf.engine.updates import gather_inputs, rounding_of
 from jaxinf.errors import (
     StaleStateError,
     StoreClosedError,
@@ -39,17 +41,18 @@ from jaxinf.errors import (
 )
 from jaxinf.layout import choose_grid
 from jaxinf.processes import Group, end_unless
-from jaxinf.program import Kernel, StateLayout
+from jaxinf.program import StateLayout
 from jaxinf.store import (
     CarriedArray,
     CommitRecord,
     ScalarState,
     StoreDirectory,
+    StoreLock,
     checkpoint_names,
     save_checkpoint,
 )
-from jaxinf.transfer import Task
-from jaxinf.typing import Array, PyTree
+from jaxinf.transfer import ByteMeters, Task, file_progress
+from jaxinf.typing import Array, JsonValue, PyTree
 
 _LOG = logging.getLogger("jaxinf")
 
@@ -57,6 +60,8 @@ _ONE_EACH = (
     ". If these are two models that train in one process, give each its own: one store "
     "per init, smart_update(tx, other_path)"
 )
+
+_MOST_PAYLOAD_BYTES = 16 << 20  # the record must stay within the limit of a document
 
 
 class FirstParams(NamedTuple):
@@ -75,10 +80,16 @@ class FirstParams(NamedTuple):
     inputs: ScalarInputs
 
 
-class Engine(StoreRun):
+class Engine:
     """A store in this process, with files or still without. Thread-safe.
 
     Attributes:
+      options: the options of the store.
+      group: the processes that have the store together.
+      health: whether it can be used, and the failure that stopped it.
+      meters: the bytes that it has moved.
+      exports: the exports of its steps to a URL.
+      lock: the store's, while this process is its writer.
       path_lock: held while a store of its path opens or closes.
       binding: the run's binding to the store's step, made by its first update.
       shardings: for each leaf, the sharding of the params in the last `init`, on one
@@ -86,6 +97,7 @@ class Engine(StoreRun):
       carried: names, shapes and dtypes of what its steps carry; None before the first.
       num_replaced: how often what it holds was replaced, other than by a step: made
         anew, or loaded.
+      last_step: the last finished step; -1 before step 0.
 
     Raises:
       StoreError: as `jaxinf.open_store` documents.
@@ -94,16 +106,23 @@ class Engine(StoreRun):
     def __init__(
         self, options: StoreOptions, group: Group, path_lock: threading.RLock
     ) -> None:
-        super().__init__(options, group)
+        self.options, self.group, self.path_lock = options, group, path_lock
+        self.health = StoreHealth(options.path)
+        self.meters = meters = ByteMeters()
+        self.exports = Exports(options, group)
+        self.lock: StoreLock | None = None
         self.shardings: tuple[NamedSharding, ...] = ()
         self.carried: tuple[CarriedArray, ...] | None = None
-        self.num_replaced = 0
+        self.num_replaced, self.last_step = 0, -1
+        self._payloads: dict[int, JsonValue] = {}
+        self._payloads_lock = threading.Lock()
         self._bound: list[StoreDescription] = []
-        self._guard, self.path_lock = threading.RLock(), path_lock
+        self._guard = threading.RLock()
         self._on_close: list[Callable[[], None]] = []
         self.binding = ResumeCheck(lambda: self.opened)
+        group.report(lambda: hash((meters.snapshot(), file_progress())))
         self.health.listen(self._tell_others)
-        self._opened: StepEngine | None = open_place(self)
+        self._opened: OpenStore | None = open_place(self)
 
     def _tell_others(self) -> None:
         health, error = self.health, self.health.error
@@ -123,7 +142,7 @@ class Engine(StoreRun):
         return self._opened is not None
 
     @property
-    def opened(self) -> StepEngine:
+    def opened(self) -> OpenStore:
         """The open store, which may still lack its initial state.
 
         Raises:
@@ -203,6 +222,12 @@ class Engine(StoreRun):
                     self.exports.stop.set()
                     self._opened.end()
                     raise
+
+    def release(self) -> None:
+        """Releases the lock; idempotent. In a forked child the parent keeps it."""
+        if self.lock is not None:
+            self.lock.release()
+            self.lock = None
 
     def disown(self) -> None:
         """Ends the use of the store in a forked child; the parent keeps it."""
@@ -292,11 +317,11 @@ class Engine(StoreRun):
             )
             check_same(opened.directory, description, remedy)
             if step := opened.commit.step:
-                names = set(checkpoint_names(opened.directory))
-                name, number = f"step-{step}-before-restart", 1
-                while name in names:
+                held, number = checkpoint_names(opened.directory), 1
+                name = first = f"step-{step}-before-restart"
+                while name in held:
                     number += 1
-                    name = f"step-{step}-before-restart-{number}"
+                    name = f"{first}-{number}"
                 save_checkpoint(opened.directory, name)
                 _LOG.warning(
                     "%s: restarted at step 0; the run that was there is kept at step "
@@ -313,12 +338,32 @@ class Engine(StoreRun):
     ) -> None:
         """Makes master params and initial states of a new store's leaves; blocks."""
         opened, held, tasks = self.opened, list(given), []
-        kernels = [leaf.init_kernel for leaf in description.leaves]
+
+        def compute(
+            place: int, layout: SubgroupLayout, csd: Csd, buffer: CsdBuffer, _: object
+        ) -> None:
+            leaf, params, origin, inputs = held[place]
+            own = layout.gather(params, origin)
+            initialise_states(
+                csd,
+                buffer,
+                layout.kernel_extents,
+                description.leaves[leaf].init_kernel,
+                own,
+                gather_inputs(layout, inputs, origin),
+                rounding_of(layout, 0),
+            )
+            if layout.feedback is not None:
+                extent = layout.extents[layout.feedback]
+                csd.put(buffer, extent, np.zeros(extent.num_elements, extent.dtype))
+            opened.meters.add(link_down_bytes=own.nbytes)
+
         for place, one in enumerate(given):
             for layout in opened.layouts(one.leaf, one.origin, one.params.shape):
-                compute = partial(_first_state, opened, kernels, held, place, layout)
                 stores = tuple(range(len(layout.states)))
-                tasks.append(Task(layout, compute, stores=stores))
+                tasks.append(
+                    Task(layout, partial(compute, place, layout), stores=stores)
+                )
         opened.mover.run(tasks)
         held.clear()  # a worker keeps a reference to its last task
 
@@ -330,7 +375,7 @@ class Engine(StoreRun):
         opened.chunks.end_step()
         assert opened.chunks.is_all_written
         opened.finished = CommitRecord(
-            step=0, scalar_state=tuple(scalars), payload=self.annotations.take(0)
+            step=0, scalar_state=tuple(scalars), payload=self.take_payload(0)
         )
         opened.publish()
         self.num_replaced += 1
@@ -391,24 +436,27 @@ class Engine(StoreRun):
         with self._opened.paused() if self._opened else contextlib.nullcontext():
             yield
 
+    def annotate(self, step: int, payload: JsonValue) -> None:
+        """Keeps a caller's payload for the commit of a step that has not finished.
 
-def _first_state(
-    opened: OpenStore,
-    kernels: Sequence[Kernel],
-    held: Sequence[FirstParams],
-    place: int,
-    layout: SubgroupLayout,
-    csd: Csd,
-    buffer: CsdBuffer,
-    tells: Collection[int],
-) -> None:
-    del tells
-    leaf, params, origin, inputs = held[place]
-    chunk = gather_run(opened.directory, layout, params, origin)
-    own = gather_inputs(opened.directory, layout, inputs, origin)
-    extents, rounding = layout.kernel_extents, rounding_of(layout, 0)
-    initialise_states(csd, buffer, extents, kernels[leaf], chunk, own, rounding)
-    if layout.feedback is not None:
-        extent = layout.extents[layout.feedback]
-        csd.put(buffer, extent, np.zeros(extent.num_elements, extent.dtype))
-    opened.meters.add(link_down_bytes=chunk.nbytes)
+        Raises:
+          ValueError: the step is finished already, or the payload holds NaN or Inf.
+          TypeError: the payload has no form in JSON.
+        """
+        self.health.check()
+        raw = encode({"payload": payload})  # nested as it will be in the record
+        payload = parse_json(raw, most_bytes=_MOST_PAYLOAD_BYTES)["payload"]
+        with self._payloads_lock:
+            if step <= self.last_step:
+                raise ValueError(
+                    f"{self.options.path}: annotate(step={step}): expected a step still"
+                    f" to be committed, the store is at step {self.last_step}; "
+                    "annotate before the update"
+                )
+            self._payloads[step] = payload
+
+    def take_payload(self, step: int) -> JsonValue:
+        """Returns the payload of the step that ends now."""
+        with self._payloads_lock:
+            self.last_step = step
+            return self._payloads.pop(step, None)

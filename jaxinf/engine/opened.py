@@ -1,108 +1,123 @@
-"""An open store: its files, CSDs and workers.
+"""An open store: its files, CSDs and workers, and the steps that they run.
 
-Invariant: files, CSDs, workers and a record exist from construction to `close`. After
-the first failure nothing more is written.
+      update(leaf 0) … update(leaf n) ──► finish ──► [drain, sync, publish] ──► prefetch
+       blocks until the leaf's result is there        in the background
+
+Invariant: the committed slot is only read; a step becomes visible as a whole or not at
+all, and no write of the next step starts before this one's commit has returned. Steps
+between two commits rewrite the other slot in place. After the first failure nothing
+more is written.
 """
 
+import contextlib
+import logging
 import threading
-from collections.abc import Callable, Collection
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from jaxinf.csd import Csd, CsdFleet, open_csds
-from jaxinf.documents import encode, parse_json
-from jaxinf.engine.chunks import ChunkTable
-from jaxinf.engine.executor import make_mover
-from jaxinf.engine.exports import Exports
-from jaxinf.engine.failure import StoreHealth
-from jaxinf.engine.options import StoreOptions
-from jaxinf.engine.requests import Assignment
+from jaxinf.engine.binding import stale_state
+from jaxinf.engine.chunks import ChunkTable, make_mover
 from jaxinf.engine.shape import StoreShape
-from jaxinf.errors import StoreMismatchError
+from jaxinf.engine.updates import (
+    Assignment,
+    KeptLeaf,
+    RequestedUpdate,
+    SlotRequest,
+    UpdateRequest,
+    nan_scalar_error,
+    nan_scalars,
+    recall_tasks,
+)
+from jaxinf.errors import StoreError, StoreMismatchError
+from jaxinf.interrupts import Ending, Work
 from jaxinf.layout import Subgroup
-from jaxinf.processes import Group
 from jaxinf.store import (
     SCHEDULE_FREE,
     CarriedArray,
     CommitAction,
     CommitRecord,
+    KeptPlan,
+    ScalarState,
     Slot,
     StoreDirectory,
-    StoreLock,
+    checkpoint_names,
     make_carry,
     next_slot,
+    remove_checkpoint,
+    save_checkpoint,
     write_carry,
 )
-from jaxinf.transfer import ByteMeters, file_progress, span
-from jaxinf.typing import AVERAGE, JsonValue
+from jaxinf.transfer import (
+    ByteCounts,
+    ByteMeters,
+    Limits,
+    Task,
+    idle,
+    span,
+    timeline,
+)
+from jaxinf.typing import AVERAGE, Array
 
-_MOST_PAYLOAD_BYTES = 16 << 20  # the record must stay within the limit of a document
+if TYPE_CHECKING:
+    from jaxinf.engine.engine import Engine
 
+_LOG = logging.getLogger("jaxinf")
 
-class Annotations:
-    """The caller's payloads for the commits of future steps. Thread-safe.
+LAST_STEP = 2**31 - 1
+"""The last step that a state's int32 counts."""
 
-    Attributes:
-      last: the last finished step; -1 before step 0.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.last = -1
-        self._path = path
-        self._guard = threading.Lock()
-        self._payloads: dict[int, JsonValue] = {}
-
-    def set(self, step: int, payload: JsonValue) -> None:
-        """Keeps a payload for the commit of a step that has not finished.
-
-        Raises:
-          ValueError: the step is finished already, or the payload holds NaN or Inf.
-          TypeError: the payload has no form in JSON.
-        """
-        raw = encode({"payload": payload})  # nested as it will be in the record
-        payload = parse_json(raw, most_bytes=_MOST_PAYLOAD_BYTES)["payload"]
-        with self._guard:
-            if step <= self.last:
-                raise ValueError(
-                    f"{self._path}: annotate(step={step}): expected a step still to be "
-                    f"committed, the store is at step {self.last}; annotate before "
-                    "the update"
-                )
-            self._payloads[step] = payload
-
-    def take(self, step: int) -> JsonValue:
-        """Returns the payload of the step that ends now."""
-        with self._guard:
-            self.last = step
-            return self._payloads.pop(step, None)
+_NUM_METRICS_KEPT = 8
 
 
-class StoreRun:
-    """What a store has before there are files, and keeps when they are replaced.
+@dataclass(frozen=True)
+class StepMetrics:
+    """The cost of a committed step.
 
     Attributes:
-      options: the options of the store.
-      group: the processes that have the store together.
-      health: whether it can be used, and the failure that stopped it.
-      meters: the bytes that it has moved.
-      exports: the exports of its steps to a URL.
-      annotations: the caller's payloads for future steps.
-      lock: the store's, while this process is its writer.
+      step: its number.
+      update_s: time from the first gradient's arrival to the last result.
+      commit_s: time from then until the step was durable, or written.
+      traffic: bytes on drives and host link since the previous step.
+      is_committed: whether it was committed when it ended.
+      hit_share: share of the updated state that was in memory when it was needed.
     """
 
-    def __init__(self, options: StoreOptions, group: Group) -> None:
-        self.options, self.group = options, group
-        self.health = StoreHealth(options.path)
-        self.meters = meters = ByteMeters()
-        self.exports = Exports(options, group)
-        self.annotations = Annotations(options.path)
-        self.lock: StoreLock | None = None
-        group.report(lambda: hash((meters.snapshot(), file_progress())))
+    step: int
+    update_s: float
+    commit_s: float
+    traffic: ByteCounts
+    is_committed: bool = True
+    hit_share: float = 0.0
 
-    def release(self) -> None:
-        """Releases the lock; idempotent. In a forked child the parent keeps it."""
-        if self.lock is not None:
-            self.lock.release()
-            self.lock = None
+
+@dataclass
+class _Step:
+    """A step under way.
+
+    Attributes:
+      updated: what its updates have read and written, by subgroup in order; as tasks
+        that compute nothing, since those of the updates hold arrays.
+      kept: elements of what it leaves as it is, by leaf and origin.
+      nan_scalars: scalars that are NaN and that it computed with.
+      is_finite: whether every gradient so far is.
+      repeats: whether it has read slots before its updates, and the next one will.
+    """
+
+    started_s: float
+    updated: dict[Subgroup, Task] = field(default_factory=dict)
+    kept: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
+    nan_scalars: tuple[str, ...] = ()
+    is_finite: bool = True
+    repeats: bool = False
 
 
 def open_fleet(shape: StoreShape, meters: ByteMeters) -> CsdFleet:
@@ -124,23 +139,24 @@ def open_fleet(shape: StoreShape, meters: ByteMeters) -> CsdFleet:
 
 
 class OpenStore(StoreShape):
-    """The files of a store, its CSDs, and the workers between them. Thread-safe.
+    """A store's files, its CSDs and workers, and the step that they run. Thread-safe.
+
+    The parts of a step may come in any order.
 
     Args:
-      run: the run of the `Store`.
+      engine: what the store has without files.
       directory: the store; its files exist.
       commit: the committed step's record; None for a store that was just made.
       fleet: its CSDs, if they are open; closed with this.
 
     Attributes:
-      options, health, meters, group, exports, annotations: of the run.
-      directory: the files.
+      options, health, meters, group, take_payload: the engine's.
       chunks: the newest version of each chunk.
       fleet, csds: the CSDs that update the chunks.
       mover: the workers.
       is_new: whether no step is committed yet; then every leaf must be initialised.
       commit: the last committed step's record. For a new store it says step 0, until
-        `finish_initialisation` commits.
+        the initial state is committed.
       finished: the record of the last finished step, which may not be committed yet.
       assignment: the updates that the CSDs do not compute.
       memory_bytes: the limit of buffers on the host.
@@ -148,17 +164,18 @@ class OpenStore(StoreShape):
 
     def __init__(
         self,
-        run: StoreRun,
+        engine: "Engine",
         directory: StoreDirectory,
         commit: CommitRecord | None,
         fleet: CsdFleet | None = None,
     ) -> None:
-        super().__init__(run.options, directory)
-        self.health, self.meters, self.group = run.health, run.meters, run.group
-        self.exports, self.annotations = run.exports, run.annotations
+        super().__init__(engine.options, directory)
+        self._exports, self.health = engine.exports, engine.health
+        self.take_payload = engine.take_payload
+        self.meters, self.group = engine.meters, engine.group
         self.is_new = commit is None
         self.commit = self.finished = commit or CommitRecord(step=0, scalar_state=())
-        self.annotations.last = -1 if commit is None else commit.step
+        engine.last_step = -1 if commit is None else commit.step
         self.assignment = Assignment()
         self.health.note = self._note
         self._carries: dict[Slot, tuple[CarriedArray, ...]] = {}
@@ -166,19 +183,21 @@ class OpenStore(StoreShape):
         self.chunks = ChunkTable(directory, target, self.commit.checksums)
         self._moved: frozenset[Subgroup] | None = None
         self._staying: frozenset[Subgroup] = frozenset()
-        self.fleet = fleet or open_fleet(self, run.meters)
-        longest = self.longest_bytes, self.longest_elements
+        self._metrics: deque[StepMetrics] = deque(maxlen=_NUM_METRICS_KEPT)
+        self._guard = threading.RLock()
+        self._ending: Ending | None = None  # of the last step's commit
+        self._step: _Step | None = None
+        self._counted = self.meters.snapshot()
+        self.fleet = fleet or open_fleet(self, engine.meters)
         roots = [directory.csd_directory(csd) for csd in range(directory.num_csds)]
         try:
-            self.csds: list[Csd] = list(self.fleet.attach(roots, *longest))
-            self.mover = make_mover(
-                directory,
-                self.chunks,
-                self.csds,
-                num_workers=self.options.workers_of(len(self.csds)),
-                num_kernels=self.fleet.num_kernels,
-                failure=self.health,
+            self.csds: list[Csd] = list(
+                self.fleet.attach(roots, self.longest_bytes, self.longest_elements)
             )
+            num_workers = self.options.workers_of(len(self.csds))
+            limits = Limits(num_workers, self.fleet.num_kernels)
+            own = directory, self.chunks, self.csds
+            self.mover = make_mover(*own, limits, self.health)
         except BaseException:
             self.fleet.close()
             raise
@@ -199,22 +218,12 @@ class OpenStore(StoreShape):
             return (states.index(AVERAGE),)
         if self.finished.schedule_free_b1 is not None:
             return (0, states.index(SCHEDULE_FREE)) if SCHEDULE_FREE in states else (0,)
-        path = self.directory.path
         raise StoreMismatchError(
-            f"{path}: expected an average of the params, found {', '.join(states)}; "
-            "leave average=True out"
+            f"{self.options.path}: expected an average of the params, found "
+            f"{', '.join(states)}; leave average=True out"
         )
 
-    def begin_slot(self) -> None:
-        """Makes the slot that is written next free of a step."""
-        self.directory.unpublish(self.chunks.target)
-
-    def close(self) -> None:
-        """Stops the workers and frees their memory; commits nothing."""
-        self.mover.close()
-        self.fleet.close()
-
-    # --- memory ----------------------------------------------------------------------
+    # --- state in memory -------------------------------------------------------------
 
     def limit_memory(self, num_bytes: int) -> int:
         """Sets the limit of buffers on the host from now on, and returns it.
@@ -235,12 +244,6 @@ class OpenStore(StoreShape):
     def keep_state(self) -> None:
         """Chooses what stays in memory between steps; no task may be under way."""
         self._keep(self.staying(self.memory_bytes, self._moved))
-
-    def keep_moved(self, moved: Collection[Subgroup]) -> None:
-        """The same if a step has moved other subgroups than those before it."""
-        if self._moved is None or not self._moved.issuperset(moved):
-            self._moved = (self._moved or frozenset()).union(moved)
-            self.keep_state()
 
     def keep_nothing(self) -> None:
         """Drops all state in memory, until the next choice."""
@@ -263,32 +266,391 @@ class OpenStore(StoreShape):
             self.mover.compute_elsewhere(assignment.updater.num_at_once)
         self.assignment = assignment
 
-    # --- failure -------------------------------------------------------------------
+    # --- a step ----------------------------------------------------------------------
+
+    def update(self, step: int, *requests: UpdateRequest | KeptLeaf) -> list[bool]:
+        """Updates leaves or shards; blocks until every `out` has its result.
+
+        Args:
+          step: the step of the caller's state.
+          requests: the updates; short ones take less time together.
+
+        Returns:
+          For each update, whether the gradient is finite.
+
+        Raises:
+          StaleStateError: the caller's state is not of the store's step.
+          DivergedParamsError: the caller's params are not the store's.
+          NonFiniteScalarError: a kernel would compute with NaN, and the step overwrites
+            one that is not committed; else `finish` raises it.
+          StoreError: the drive failed.
+        """
+        updates = [one for one in requests if isinstance(one, UpdateRequest)]
+        bad = nan_scalars(self, updates)
+        with self._guard:
+            under_way = self._begin(step)
+            if bad and self.num_uncommitted and not under_way.updated:
+                self.wait()  # otherwise the overwritten steps would be lost
+                raise nan_scalar_error(self, bad, ())
+            for one in requests:
+                # It may have been kept by a computation that failed elsewhere.
+                under_way.kept.pop((one.leaf, one.origin), None)
+                if isinstance(one, KeptLeaf):
+                    self._leave(under_way, one)
+            found = [RequestedUpdate(self, one, step + 1) for one in updates]
+            tasks = [task for one in found for task in one.tasks]
+            if under_way.updated.keys() & {task.piece.subgroup for task in tasks}:
+                # The computation failed elsewhere and is run again. Its earlier writes
+                # must not come after the new ones.
+                self.mover.drain()
+                self._check_undoable(under_way)
+            for task in tasks:
+                under_way.updated[task.piece.subgroup] = replace(task, compute=idle)
+            under_way.nan_scalars += bad
+        self._run(tasks, updates)
+        finite = [one.is_finite for one in found]
+        if not all(finite):
+            under_way.is_finite = False
+        return finite
+
+    def _leave(self, under_way: _Step, kept: KeptLeaf) -> None:
+        """Counts a leaf or shard that the step leaves as it is."""
+        layouts = self.layouts(kept.leaf, kept.origin, kept.shape)
+        subgroups = [layout.subgroup for layout in layouts]
+        if not under_way.updated.keys().isdisjoint(subgroups):
+            raise StoreError(
+                f"{self.options.path}: leaf {self.name(kept.leaf)}: expected an update "
+                f"of step {self.finished.step + 1}, as by the computation of it that "
+                "failed, found that it is to stay as it is; open the store again, and "
+                "run the step again"
+            )
+        num = sum([subgroup.num_elements for subgroup in subgroups])
+        under_way.kept[kept.leaf, kept.origin] = num
+
+    def recall(self, step: int, *requests: SlotRequest, repeats: bool = False) -> None:
+        """Reads slots before the step's first update; blocks until every `out` is full.
+
+        Args:
+          step: the step of the caller's state.
+          repeats: whether the next step will do the same, so that nothing is to be
+            read ahead for its updates.
+
+        Raises:
+          StaleStateError, StoreError: as `update`.
+        """
+        with self._guard:
+            self._begin(step).repeats |= repeats
+            tasks = [task for one in requests for task in recall_tasks(self, one)]
+        self._run(tasks, requests)
+        self.meters.add(link_up_bytes=sum([one.out.nbytes for one in requests]))
+
+    def _begin(self, step: int) -> _Step:
+        """Returns the step under way, or begins one."""
+        self.health.check()
+        with self._guard:
+            if self._step is None:
+                self.join()
+            self.health.check()
+            if step != self.finished.step:
+                raise stale_state(self, step)
+            if step == LAST_STEP:
+                raise StoreError(
+                    f"{self.options.path}: expected a step to follow, found step "
+                    f"{LAST_STEP} (2**31 - 1), the last that a store counts; go on in "
+                    "a new store from store.params(like=params) and store.state(like=)"
+                )
+            if self._step is None:
+                if not self.num_uncommitted:
+                    self.begin_slot()
+                if not self._metrics:  # earlier traffic is of `init`, not of a step
+                    self._counted = self.meters.snapshot()
+                self.mover.defer_writes(not self._must_commit(step + 1))
+                self._step = _Step(time.monotonic())
+            return self._step
+
+    def _run(
+        self, tasks: Sequence[Task], requests: Sequence[UpdateRequest | SlotRequest]
+    ) -> None:
+        names = dict.fromkeys(self.name(one.leaf) for one in requests)
+        with span("leaf", ", ".join(names) if timeline.is_recording else ""):
+            self.mover.run(tasks)
+
+    def finish(
+        self,
+        step: int,
+        scalars: Sequence[ScalarState],
+        skipped_steps: int,
+        inexact: Mapping[int, float] = MappingProxyType({}),
+        *,
+        carry: Mapping[tuple[str, ...], Array] = MappingProxyType({}),
+        streams: Mapping[str, KeptPlan] = MappingProxyType({}),
+    ) -> None:
+        """Ends the step after `step` in the background, when all leaves are updated.
+
+        It is committed if the store's durability requires it, otherwise by the next
+        commit.
+
+        Args:
+          step: the step of the caller's state.
+          inexact: leaves whose 16-bit params at the caller differ in bits from
+            `UpdateRequest.out`, and the greatest difference. The next step does not
+            use the caller's.
+          carry: further arrays by path, which are copied.
+          streams: the cuts of the programs that have computed it.
+
+        Raises:
+          NonFiniteScalarError: the gradients are finite, and a kernel computed with a
+            scalar that is NaN; the step is given up.
+          StoreError: the process can have no more threads; stops the store.
+        """
+        with self._guard:
+            ended = self._begin(step)
+            step += 1
+            if ended.nan_scalars and ended.is_finite:
+                error = nan_scalar_error(self, ended.nan_scalars, scalars)
+                self.abandon()
+                self.wait()  # commits the steps before
+                raise error
+            done = sum([one.num_elements for one in ended.updated])
+            done += sum(ended.kept.values())
+            num = self.directory.manifest.num_held_params
+            assert done == num, f"the step updated {done} of {num} params"
+            before = self.finished
+            kept = {self.name(leaf) for leaf, _ in ended.kept}
+            still = {n: bound for n, bound in before.inexact.items() if n in kept}
+            still |= {self.name(n): np.float32(x) for n, x in inexact.items()}
+            raw = [value.tobytes() for value in carry.values()]
+            record = CommitRecord(
+                step=step,
+                scalar_state=tuple(scalars),
+                skipped_steps=skipped_steps,
+                payload=self.take_payload(step),
+                inexact=still,
+                device_updates=self.assignment.every,
+                carry=tuple(
+                    CarriedArray.of(path, value.shape, value.dtype.name, own)
+                    for (path, value), own in zip(carry.items(), raw, strict=True)
+                ),
+                carried=tuple(raw),
+                streams={**before.streams, **streams},
+            )
+            work = Work(partial(self._end_step, record, ended, time.monotonic()))
+            # First, since an interrupt may come when the thread runs already.
+            self._step, self._ending = None, work.ending
+            try:
+                name = "jaxinf-commit"
+                threading.Thread(target=work.run, name=name, daemon=True).start()
+            except RuntimeError as error:  # the process has reached its limit
+                lost = StoreError(
+                    f"{self.options.path}: expected a thread to commit step {step}, "
+                    f"found no room for another ({error}); raise the limit (ulimit -u, "
+                    "the cgroup's pids.max), and open the store again: it goes on at "
+                    f"step {self.commit.step}"
+                )
+                self.health.fail(lost)
+                work.ending.reach()
+                self.health.check()
+            except BaseException:
+                work.run()  # unless the thread does
+                raise
+
+    def _end_step(self, record: CommitRecord, ended: _Step, updated_s: float) -> None:
+        options, step = self.options, record.step
+        try:
+            with span("drain", f"step {step}"):
+                self.mover.drain()
+            self.chunks.end_step()
+            self.finished = record
+            if self._must_commit(step):
+                self.publish()
+            if options.keeps(step):
+                made = save_checkpoint(self.directory, overwrite=True)
+                remove_surplus(self.directory, options.num_kept, made)
+            traffic = self.meters.snapshot()
+            moved = {s: x for s, x in ended.updated.items() if x.loads or x.stores}
+            moved_bytes = sum([task.piece.num_bytes for task in moved.values()])
+            self._metrics.append(
+                StepMetrics(
+                    step=step,
+                    update_s=updated_s - ended.started_s,
+                    commit_s=time.monotonic() - updated_s,
+                    traffic=traffic - self._counted,
+                    is_committed=self.commit.step == step,
+                    hit_share=self.mover.take_found_bytes() / max(1, moved_bytes),
+                )
+            )
+            self._counted = traffic
+            if self._moved is None or not self._moved.issuperset(moved):
+                self._moved = (self._moved or frozenset()).union(moved)
+                self.keep_state()
+            if not self.health.is_closed:
+                # A step that reads slots first would take what was read ahead.
+                self._prefetch({} if ended.repeats else ended.updated)
+            if options.exports(step):
+                self._exports.run(self.directory, step)
+        except BaseException as error:
+            self.health.fail(error)
+
+    def _prefetch(
+        self, updated: Mapping[Subgroup, Task], given_up: Collection = ()
+    ) -> None:
+        """Prefetches the next step's states, in the order in which gradients came.
+
+        Args:
+          updated: what the last step has updated.
+          given_up: the subgroups whose updates do not count.
+        """
+        kept = self.mover.end_step(given_up)
+        tasks = [x for s, x in updated.items() if x.loads and s not in kept]
+        for task in tasks:
+            states = [state for state, _ in task.loads]
+            task.loads, task.stores = self.chunks.sources(task.piece, states), ()
+        self.mover.prefetch(tasks)
+
+    def abandon(self) -> None:
+        """Abandons the step without a commit; it may start over."""
+        with self._guard:
+            if (step := self._step) is not None:
+                self.mover.drain()
+                self._check_undoable(step)
+                self.chunks.forget_step()
+                self._prefetch(step.updated, given_up=step.updated)
+                self._step = None
+
+    def _check_undoable(self, step: _Step) -> None:
+        """Stops the store if chunks of uncommitted steps were overwritten.
+
+        Raises:
+          StoreError: gives the number of lost steps.
+        """
+        if self.num_uncommitted and step.updated:
+            error = StoreError(
+                f"{self.options.path}: step {self.finished.step + 1} was given up after"
+                " part of it was written over the step before, which is not committed "
+                "(the store's durability is not every step)"
+            )
+            self.health.fail(error)
+            raise error
+
+    # --- waiting ---------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Commits every finished step; blocks until all are durable.
+
+        Raises:
+          StoreError: a step that overwrites an uncommitted one is under way.
+          BaseException: the exception that stopped the store.
+        """
+        with self._guard:
+            self.join()
+            if not self.num_uncommitted:
+                return
+            if self._has_updated:
+                raise StoreError(
+                    f"{self.options.path}: step {self.finished.step + 1} is under way, "
+                    "and the steps before it are not committed (the store's durability "
+                    "is not every step); wait for its state first: store.wait(state)"
+                )
+            self._publish()
+
+    def join(self) -> None:
+        """Blocks until the last step has ended, and its commit if it has one.
+
+        Raises:
+          BaseException: the exception that stopped the store.
+        """
+        self.health.check()
+        self._join()
+        self.health.check()
+
+    def _join(self) -> None:
+        with self._guard:
+            if self._ending is not None:
+                with span("wait", "commit"):
+                    self._ending.wait()
+                self._ending = None  # only now: an interrupt may end the wait
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Prevents steps from beginning and committing while the context lasts."""
+        with self._guard:
+            self.wait()
+            yield
+
+    def end(self) -> None:
+        """Commits finished steps, after the commit in flight; keeps errors."""
+        with self._guard:
+            self._join()
+            if self.health.error is not None or not self.num_uncommitted:
+                return
+            if self._has_updated:
+                step = self.finished.step + 1
+                _LOG.warning("step %s is incomplete. %s", step, self._loss())
+            else:
+                self._publish()
+
+    def close(self) -> None:
+        """Stops the workers and frees their memory; commits nothing."""
+        self.mover.close()
+        self.fleet.close()
+
+    @property
+    def metrics(self) -> StepMetrics | None:
+        """Those of the last step of this process."""
+        return self._metrics[-1] if self._metrics else None
+
+    def metrics_of(self, step: int) -> StepMetrics | None:
+        """Metrics of one of the last few steps of this process, or None.
+
+        Blocks only for the commit of that step.
+        """
+        with self._guard:
+            last = self.metrics
+            if self._ending is not None and (last is None or last.step < step):
+                self.join()
+            # A copy, since a later step's commit may append at the same time.
+            return next((m for m in tuple(self._metrics) if m.step == step), None)
+
+    @property
+    def _has_updated(self) -> bool:
+        return self._step is not None and bool(self._step.updated)
 
     def _note(self) -> str | None:
         is_lossy = self.options.rewrites_steps and self.num_uncommitted > 0
-        return self.loss_note() if is_lossy else None
+        return self._loss() if is_lossy else None
 
-    def loss_note(self) -> str:
-        """A sentence about the loss of the steps since the last commit."""
+    def _loss(self) -> str:
         return (
             f"{self.options.path}: {self.num_uncommitted} finished steps since the "
             f"commit of step {self.commit.step} are lost, as the store's durability "
             f"allows; opened again, it goes on at step {self.commit.step}"
         )
 
-    # --- commits -------------------------------------------------------------------
+    # --- commits ---------------------------------------------------------------------
 
     @property
     def num_uncommitted(self) -> int:
         """Number of finished steps without a commit."""
         return self.finished.step - self.commit.step
 
-    def must_commit(self, step: int) -> bool:
+    def _must_commit(self, step: int) -> bool:
         """Whether a step is committed as soon as it has finished."""
         options, every = self.options, self.options.steps_per_commit
         is_due = every is not None and step - self.commit.step >= every
         return is_due or options.keeps(step) or options.exports(step)
+
+    def begin_slot(self) -> None:
+        """Makes the slot that is written next free of a step."""
+        self.directory.unpublish(self.chunks.target)
+
+    def _publish(self) -> None:
+        try:
+            self.publish()
+            if self._step is not None:
+                self.begin_slot()
+        except BaseException as error:
+            self.health.fail(error)
+            raise
 
     def publish(self) -> None:
         """Commits the last finished step; writes what was deferred of it."""
@@ -329,3 +691,21 @@ class OpenStore(StoreShape):
             make_carry(step, directory.manifest, carry)
             self._carries[slot] = form
         write_carry(step, carry, self.finished.carried)
+
+
+def remove_surplus(directory: StoreDirectory, num_kept: int, made: str) -> None:
+    """Removes the checkpoints that no longer stay, now that one was made.
+
+    Only those named by their number go, and none of later steps: they are of another
+    run, which went back.
+
+    Args:
+      num_kept: how many stay of these; 0 for all.
+      made: name of the one just made.
+    """
+    if made.isdecimal() and num_kept:
+        names = checkpoint_names(directory)
+        numbers = sorted(int(n) for n in names if n.isdecimal() and n == str(int(n)))
+        held = [number for number in numbers if number <= int(made)]
+        for old in held[:-num_kept]:
+            remove_checkpoint(directory, str(old))

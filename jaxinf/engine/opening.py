@@ -11,6 +11,7 @@ import contextlib
 import fnmatch
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxinf.engine.description import (
     StoreDescription,
@@ -26,10 +27,9 @@ from jaxinf.engine.members import (
     held_summary,
     planned_summary,
 )
-from jaxinf.engine.opened import OpenStore, StoreRun, open_fleet
+from jaxinf.engine.opened import OpenStore, open_fleet
 from jaxinf.engine.options import check_writable
 from jaxinf.engine.shape import StoreShape
-from jaxinf.engine.steps import StepEngine
 from jaxinf.errors import StoreFormatError
 from jaxinf.processes import Group, join_group
 from jaxinf.store import (
@@ -55,6 +55,9 @@ from jaxinf.store import (
 )
 from jaxinf.transfer import translated
 from jaxinf.typing import JsonValue
+
+if TYPE_CHECKING:  # which opens its files by these functions
+    from jaxinf.engine.engine import Engine
 
 _LOG = logging.getLogger("jaxinf")
 
@@ -118,7 +121,7 @@ def _check_place(path: Path) -> None:
 # --- a store that is there ------------------------------------------------------------
 
 
-def open_place(run: StoreRun) -> StepEngine | None:
+def open_place(engine: "Engine") -> OpenStore | None:
     """Locks and opens the store of a run, if there is one.
 
     Returns:
@@ -129,32 +132,32 @@ def open_place(run: StoreRun) -> StepEngine | None:
       NotADirectoryError, PermissionError: the path cannot be a store.
       StoreError: as `jaxinf.open_store` documents; the lock is given back.
     """
-    options, group, path = run.options, run.group, run.options.path
+    options, group, path = engine.options, engine.group, engine.options.path
     _check_place(path)
     if not is_there(path):
         check_unclaimed(path, options.csds)
         if group.is_alone:
-            _check_restorable(run)
+            _check_restorable(engine)
             return None
 
     def hold() -> JsonValue:
         if not is_there(path):
             return None
-        run.lock = StoreLock(path)
+        engine.lock = StoreLock(path)
         return None if group.is_alone else held_summary(path, group, options.restore)
 
     with contextlib.ExitStack() as undo:
-        undo.callback(run.release)
+        undo.callback(engine.release)
         step = check_members(path, group.gather("open_store", hold))
 
-        def recover() -> StepEngine | None:
-            if run.lock is None:
+        def recover() -> OpenStore | None:
+            if engine.lock is None:
                 return None
             if not group.is_alone:
                 directory = StoreDirectory.open(path)
-                directory.lock = run.lock
+                directory.lock = engine.lock
                 to_step([directory], step)
-            opened = _open_locked(run, run.lock)
+            opened = _open_locked(engine, engine.lock)
             if opened is not None:
                 undo.callback(opened.close)
             return opened
@@ -164,21 +167,21 @@ def open_place(run: StoreRun) -> StepEngine | None:
     return opened
 
 
-def _check_restorable(run: StoreRun) -> None:
+def _check_restorable(engine: "Engine") -> None:
     """Refuses to restore if there is no store with a committed step."""
-    if run.options.restore is not None:
+    if engine.options.restore is not None:
         raise ValueError(
-            f"{run.options.path}: expected a store with a checkpoint "
-            f"{run.options.restore!r} to restore, found no committed step"
+            f"{engine.options.path}: expected a store with a checkpoint "
+            f"{engine.options.restore!r} to restore, found no committed step"
         )
 
 
-def _open_locked(run: StoreRun, lock: StoreLock) -> StepEngine | None:
+def _open_locked(engine: "Engine", lock: StoreLock) -> OpenStore | None:
     """Opens the store at the step to continue from; removes leftovers."""
-    options, path = run.options, run.options.path
+    options, path = engine.options, engine.options.path
     with lock_exclusively(path / "checkpoints.lock"):
         if is_unfinished(path):
-            _check_restorable(run)
+            _check_restorable(engine)
             check_never_committed(read_owned(path, unmade=True))
             _LOG.info(
                 "%s: its creation was interrupted before a first step was committed; "
@@ -188,7 +191,7 @@ def _open_locked(run: StoreRun, lock: StoreLock) -> StepEngine | None:
             return None
         directory = read_owned(path)
         directory.lock = lock
-        check_alone(directory, run.group)
+        check_alone(directory, engine.group)
         check_form(options, directory.manifest)
         # A damaged record is refused before anything is written.
         commit = None if options.restore else directory.read_commit()
@@ -199,10 +202,10 @@ def _open_locked(run: StoreRun, lock: StoreLock) -> StepEngine | None:
         if options.restore is not None:
             commit = restore_checkpoint(directory, options.restore)
     directory.check_files(directory.committed_slot() or SLOTS[0])
-    return StepEngine(run, directory, commit)
+    return OpenStore(engine, directory, commit)
 
 
-def begin_anew(run: StoreRun, opened: OpenStore) -> StepEngine:
+def begin_anew(engine: "Engine", opened: OpenStore) -> OpenStore:
     """Opens the store as a new one, which waits for initial states.
 
     The commit of step 0 replaces the committed step; a caller that needs that step
@@ -213,15 +216,15 @@ def begin_anew(run: StoreRun, opened: OpenStore) -> StepEngine:
     assert committed is not None
     opened.close()
     directory.unpublish(other_slot(committed))
-    return StepEngine(run, directory, None)
+    return OpenStore(engine, directory, None)
 
 
 # --- a store to be made ---------------------------------------------------------------
 
 
 def create(
-    run: StoreRun, description: StoreDescription, *, uses_budget: bool
-) -> StepEngine:
+    engine: "Engine", description: StoreDescription, *, uses_budget: bool
+) -> OpenStore:
     """Makes a store, also in place of an unfinished one.
 
     If another process has made and closed a store in the meantime, that is opened.
@@ -233,19 +236,19 @@ def create(
       StoreError: nothing was written; as `jaxinf.smart_update` documents.
       CsdError: a CSD cannot run the optimizer.
     """
-    group, path = run.group, run.options.path
-    if group.is_alone and run.lock is None and is_there(path):
-        found = open_place(run)
+    group, path = engine.group, engine.options.path
+    if group.is_alone and engine.lock is None and is_there(path):
+        found = open_place(engine)
         if found is not None:
             return found
 
     def summary() -> JsonValue:
-        return planned_summary(plan(run, description).manifest, run.options)
+        return planned_summary(plan(engine, description).manifest, engine.options)
 
     with contextlib.ExitStack() as undo:
 
-        def make() -> StepEngine:
-            opened = _create(run, description, uses_budget=uses_budget)
+        def make() -> OpenStore:
+            opened = _create(engine, description, uses_budget=uses_budget)
             undo.callback(opened.close)
             return opened
 
@@ -256,45 +259,45 @@ def create(
 
 
 def _create(
-    run: StoreRun, description: StoreDescription, *, uses_budget: bool
-) -> StepEngine:
-    options, path = run.options, run.options.path
-    directory = plan(run, description)
-    if run.lock is not None and is_there(path):
+    engine: "Engine", description: StoreDescription, *, uses_budget: bool
+) -> OpenStore:
+    options, path = engine.options, engine.options.path
+    directory = plan(engine, description)
+    if engine.lock is not None and is_there(path):
         leftover = read_owned(path, unmade=True)
-        directory = plan(run, description, leftover.manifest.csds)
+        directory = plan(engine, description, leftover.manifest.csds)
         discard_store(leftover)
     check_space(directory, num_more=options.num_kept)
     shape = StoreShape(options, directory)
     if uses_budget:
         shape.check_memory()
     with contextlib.ExitStack() as undo:
-        fleet = undo.enter_context(contextlib.closing(open_fleet(shape, run.meters)))
+        fleet = undo.enter_context(contextlib.closing(open_fleet(shape, engine.meters)))
         fleet.check(kernel_needs(description, directory.manifest))
-        if run.lock is None:
+        if engine.lock is None:
             _check_place(path)
             with translated("creation", path):
                 path.mkdir(parents=True, exist_ok=True)
-                run.lock = StoreLock(path)
+                engine.lock = StoreLock(path)
             if is_there(path):  # another process has made the store
                 undo.close()
-                run.release()
-                return create(run, description, uses_budget=uses_budget)
-        directory.lock = run.lock
+                engine.release()
+                return create(engine, description, uses_budget=uses_budget)
+        directory.lock = engine.lock
         create_store(directory)
         undo.pop_all()
-    return StepEngine(run, directory, None, fleet)
+    return OpenStore(engine, directory, None, fleet)
 
 
 def plan(
-    run: StoreRun, description: StoreDescription, held_roots: tuple[str, ...] = ()
+    engine: "Engine", description: StoreDescription, held_roots: tuple[str, ...] = ()
 ) -> StoreDirectory:
     """Returns a store to be made; writes nothing.
 
     Args:
       held_roots: CSD roots if the options name none.
     """
-    options, group = run.options, run.group
+    options, group = engine.options, engine.group
     member = None
     if not group.is_alone:
         member = Member(group.session, group.number, group.count)

@@ -15,7 +15,6 @@ from jaxinf.csd import Csd, CsdBuffer
 from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.shape import SubgroupLayout
 from jaxinf.engine.sharding import distinct_shards
-from jaxinf.engine.update_tasks import gather_run
 from jaxinf.errors import StoreMismatchError
 from jaxinf.layout import CodedSlot
 from jaxinf.program import StateLayout, key_data, state_keys
@@ -127,7 +126,7 @@ def load_step(
         raise
     opened.chunks.end_step()
     opened.finished = CommitRecord(
-        step=step, scalar_state=tuple(scalars), payload=opened.annotations.take(step)
+        step=step, scalar_state=tuple(scalars), payload=opened.take_payload(step)
     )
     try:
         opened.publish()
@@ -243,7 +242,7 @@ def _write_part(
 
     def task(layout: SubgroupLayout) -> Task:
         def compute(csd: Csd, buffer: CsdBuffer, _: Collection[int]) -> None:
-            values = gather_run(opened.directory, layout, held[0], origin)
+            values = layout.gather(held[0], origin)
             arrays = _encoded(layout, stores, record.codec, values)
             for number, one in zip(stores, arrays, strict=True):
                 csd.put(buffer, layout.extents[number], one)

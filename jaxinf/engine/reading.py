@@ -8,13 +8,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.sharding import (
     boxes_with_holders,
     gathered_whole,
@@ -36,8 +35,8 @@ from jaxinf.store import (
 from jaxinf.transfer import MACHINE_MEMORY_BYTES
 from jaxinf.typing import Array, PyTree
 
-AT_ONCE = frozenset({0})
-"""States that streamed steps write in any case: programs read params from the drive."""
+if TYPE_CHECKING:  # whose steps compare what is read here
+    from jaxinf.engine.opened import OpenStore
 
 
 class StateReader:
@@ -50,7 +49,7 @@ class StateReader:
       memory_bytes: memory for reads; by default as much as the store has.
     """
 
-    def __init__(self, opened: OpenStore, memory_bytes: int | None = None) -> None:
+    def __init__(self, opened: "OpenStore", memory_bytes: int | None = None) -> None:
         self._opened = opened
         chunks, directory, record = opened.chunks, opened.directory, opened.commit
         slots: list[Slot] = []
@@ -93,36 +92,20 @@ class StateReader:
             if numbers:
                 _read_chunks(self._opened, reader, leaf, out, origin, numbers, states)
 
+    def close(self) -> None:
+        """Frees the memory."""
+        for reader in self._readers.values():
+            reader.__exit__()
+
     def __enter__(self) -> "StateReader":
         return self
 
     def __exit__(self, *_: object) -> None:
-        for reader in self._readers.values():
-            reader.__exit__()
-
-
-class ParamsReader:
-    """Reads the master params for programs, or their average; see `StateReader`."""
-
-    def __init__(
-        self, opened: OpenStore, memory_bytes: int, *, average: bool = False
-    ) -> None:
-        self._opened, self._is_average = opened, average
-        self._states = StateReader(opened, memory_bytes)
-        opened.mover.write_at_once(AT_ONCE)  # read from the drive here
-
-    def read(self, leaf: int, out: Array, origin: Sequence[int]) -> None:
-        """Reads a box of a leaf; blocks. As `StateReader.read`."""
-        states = self._opened.averaged(leaf) if self._is_average else (0,)
-        self._states.read(leaf, out, origin, *states)
-
-    def close(self) -> None:
-        """Frees the memory."""
-        self._states.__exit__()
+        self.close()
 
 
 def read_feedback(
-    opened: OpenStore, leaf: int, out: Array, origin: Sequence[int]
+    opened: "OpenStore", leaf: int, out: Array, origin: Sequence[int]
 ) -> None:
     """Reads a leaf's or a shard's error feedback, the last of its states."""
     states = opened.directory.manifest.leaves[leaf].states
@@ -131,7 +114,7 @@ def read_feedback(
 
 
 def each_piece(
-    opened: OpenStore,
+    opened: "OpenStore",
     reader: StepReader,
     leaf: int,
     dtype: np.dtype,
@@ -166,7 +149,7 @@ def each_piece(
 
 
 def _read_chunks(
-    opened: OpenStore,
+    opened: "OpenStore",
     reader: StepReader,
     leaf: int,
     out: Array,
@@ -204,7 +187,7 @@ def _read_chunks(
 # --- whole arrays ---------------------------------------------------------------------
 
 
-def check_like(opened: OpenStore, like: PyTree, what: str = "`like`") -> None:
+def check_like(opened: "OpenStore", like: PyTree, what: str = "`like`") -> None:
     """Compares a tree of arrays, or of shapes and dtypes, with the store's leaves.
 
     Args:
@@ -224,18 +207,19 @@ def check_like(opened: OpenStore, like: PyTree, what: str = "`like`") -> None:
         )
 
 
-def read_array(opened: OpenStore, number: int, dtype: np.dtype, *states: int) -> Array:
+def read_array(
+    opened: "OpenStore", number: int, dtype: np.dtype, *states: int
+) -> Array:
     """Returns a leaf's whole committed state, or its average; blocks."""
     record = opened.directory.manifest.leaves[number]
-    whole = partial(
-        _read_box, opened, number, dtype, states, [0] * len(record.shape), record.shape
-    )
+    box = [0] * len(record.shape), record.shape
+    whole = partial(_read_box, opened, number, dtype, states, *box)
     part = opened.group.in_all(f"read {record.name}", whole)
     return part if opened.group.is_alone else gathered_whole(part)
 
 
 def _read_box(
-    opened: OpenStore,
+    opened: "OpenStore",
     number: int,
     dtype: np.dtype,
     states: Sequence[int],
@@ -256,7 +240,7 @@ def _read_box(
     return out
 
 
-def read_leaf(opened: OpenStore, number: int, like: Any, *states: int) -> jax.Array:
+def read_leaf(opened: "OpenStore", number: int, like: Any, *states: int) -> jax.Array:
     """Reads a leaf's committed state, or its average, onto JAX devices; blocks.
 
     In a run of several processes all call it. Where the holders of shards own their
@@ -285,18 +269,15 @@ def read_leaf(opened: OpenStore, number: int, like: Any, *states: int) -> jax.Ar
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
-        bounds = [s.indices(n) for s, n in zip(index, shape, strict=True)]
-        box = (
-            [start for start, *_ in bounds],
-            [stop - start for start, stop, _ in bounds],
-        )
+        bounds = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
+        box = [start for start, _ in bounds], [stop - start for start, stop in bounds]
         return read_box(*box) if opened.divides(number, *box) else whole()[index]
 
     return jax.make_array_from_callback(shape, sharding, read)
 
 
 def _fits(
-    opened: OpenStore, number: int, sharding: NamedSharding, shape: tuple[int, ...]
+    opened: "OpenStore", number: int, sharding: NamedSharding, shape: tuple[int, ...]
 ) -> bool:
     """Whether each chunk's owner has a device with the chunk's shard."""
     record = opened.directory.manifest.leaves[number]

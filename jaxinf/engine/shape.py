@@ -6,7 +6,7 @@ budget, and each subgroup starts on a page of its files.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -17,8 +17,11 @@ from jaxinf.layout import (
     CHUNK_ALIGNMENT_ELEMENTS,
     DEFAULT_CHUNK_ELEMENTS,
     SCALES_ALIGNMENT_ELEMENTS,
+    Chunk,
     Subgroup,
     covers,
+    gather,
+    scatter,
     subgroups,
 )
 from jaxinf.store import (
@@ -30,6 +33,7 @@ from jaxinf.store import (
     dtype_of,
 )
 from jaxinf.transfer import page_ceil, stays
+from jaxinf.typing import Array
 
 _LEAST_SHARE = 4  # workers at one of several cards
 
@@ -54,12 +58,14 @@ class SubgroupLayout:
       states: names of the stored arrays, master params first.
       slots: for each array, the state of the optimizer to which it belongs.
       extents: one for each array.
+      chunk: the subgroup's.
     """
 
     subgroup: Subgroup
     states: tuple[str, ...]
     slots: tuple[str, ...]
     extents: tuple[Extent, ...]
+    chunk: Chunk = field(compare=False)
 
     @property
     def key(self) -> Subgroup:
@@ -99,11 +105,21 @@ class SubgroupLayout:
         """Returns leaf, chunk and name of a state, by which a file is found."""
         return self.subgroup.leaf, self.subgroup.chunk, self.states[state]
 
+    def gather(self, array: Array, origin: Sequence[int]) -> Array:
+        """Returns its elements of a leaf's or shard's array, a view if contiguous."""
+        own = self.subgroup.offset_elements, self.subgroup.num_elements
+        return gather(array, self.chunk, tuple(origin), *own)
+
+    def scatter(self, out: Array, origin: Sequence[int], values: Array) -> None:
+        """Writes its elements into an array of the leaf or shard."""
+        offset = self.subgroup.offset_elements
+        scatter(out, self.chunk, tuple(origin), offset, values)
+
     @classmethod
-    def of(cls, subgroup: Subgroup, leaf: LeafRecord) -> "SubgroupLayout":
+    def of(cls, subgroup: Subgroup, leaf: LeafRecord, chunk: Chunk) -> "SubgroupLayout":
         """Places the states one after another, each on a new page."""
         own = subgroup.offset_elements, subgroup.num_elements
-        return cls(subgroup, *_placed(leaf.states, *own))
+        return cls(subgroup, *_placed(leaf.states, *own), chunk)
 
 
 @lru_cache(maxsize=1 << 14)  # most leaves of a large store are alike
@@ -219,13 +235,15 @@ class StoreShape:
             window_bytes = max(window_bytes // _WINDOW_SHARE, quick_bytes)
         fitting = max(0, window_bytes) // unit_bytes * unit
         most = max(unit, min(fitting, DEFAULT_CHUNK_ELEMENTS))
-        found = []
+        all_chunks, found = self.directory.chunks, []
         for leaf, record in enumerate(self.directory.manifest.leaves):
             chunks: list[list[SubgroupLayout]] = [[] for _ in record.csds]
             own = _unit_elements(record)
             for item in subgroups(leaf, record.grid, record.csds, most, own):
                 if record.places[item.chunk] >= 0:
-                    chunks[item.chunk].append(SubgroupLayout.of(item, record))
+                    chunks[item.chunk].append(
+                        SubgroupLayout.of(item, record, all_chunks[leaf][item.chunk])
+                    )
             found.append(chunks)
         return found
 

@@ -22,10 +22,9 @@ from jaxinf.engine.dispatched import (
 )
 from jaxinf.engine.engine import Engine
 from jaxinf.engine.exports import ExportInfo
-from jaxinf.engine.opened import OpenStore
+from jaxinf.engine.opened import LAST_STEP, OpenStore, StepMetrics, remove_surplus
 from jaxinf.engine.optax_state import placed_leaves, scalar_array
 from jaxinf.engine.reading import check_like, read_array, read_leaf
-from jaxinf.engine.steps import LAST_STEP, StepMetrics, remove_surplus
 from jaxinf.errors import ProcessError, StoreError
 from jaxinf.interrupts import raise_kept
 from jaxinf.program import is_trained, trained
@@ -392,8 +391,7 @@ class Store:
         Raises:
           ValueError, TypeError: it is not JSON, or the step is committed already.
         """
-        self._engine.health.check()
-        self._engine.annotations.set(step, payload)
+        self._engine.annotate(step, payload)
 
     def check(self) -> None:
         """Raises the exception that stopped the store, if any, with its type."""

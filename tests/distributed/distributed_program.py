@@ -31,7 +31,7 @@ import jaxinf
 import jaxinf.engine.opening
 import jaxinf.engine.store
 from jaxinf.engine import Engine, divide_for
-from jaxinf.engine.steps import StepEngine
+from jaxinf.engine.opened import OpenStore
 from jaxinf.processes import Group, group
 from jaxinf.store import StoreDirectory
 from jaxinf.streaming.update.store_sink import StoreSink
@@ -40,7 +40,7 @@ POINTS = {
     "create": (jaxinf.engine.opening, "create_store"),
     "initialise": (Engine, "initialise"),
     "unpublish": (StoreDirectory, "unpublish"),
-    "update": (StepEngine, "update"),
+    "update": (OpenStore, "update"),
     "sync": (StoreDirectory, "sync"),
     "record": (StoreDirectory, "write_record"),
     "meet": (Group, "barrier"),

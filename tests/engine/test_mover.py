@@ -9,11 +9,10 @@ import pytest
 
 from jaxinf.csd import HostCsd
 from jaxinf.engine import SubgroupLayout
-from jaxinf.engine.chunks import ChunkTable
-from jaxinf.engine.executor import make_mover
+from jaxinf.engine.chunks import ChunkTable, make_mover
 from jaxinf.errors import StoreClosedError
 from jaxinf.layout import subgroups
-from jaxinf.transfer import BufferPool, ByteMeters, Failure, Task
+from jaxinf.transfer import BufferPool, ByteMeters, Failure, Limits, Task
 
 PAGE = 4096
 TIMEOUT_S = 60
@@ -51,13 +50,13 @@ class Rig:
             directory,
             chunks,
             [self.csd],
-            num_workers=num_workers,
-            num_kernels=num_workers,
-            failure=self.failure,
+            Limits(num_workers, num_workers),
+            self.failure,
         )
         record = directory.manifest.leaves[0]
         cut = subgroups(0, record.grid, record.csds, PAGE)
-        self.layouts = [SubgroupLayout.of(item, record) for item in cut]
+        chunks = directory.chunks[0]
+        self.layouts = [SubgroupLayout.of(x, record, chunks[x.chunk]) for x in cut]
 
     def tasks(self, numbers, compute=lambda *_: None):
         return [

@@ -127,9 +127,9 @@ def test_bits_and_files_are_those_of_single_calls(
 
 def test_small_leaves_come_in_one_call(place, monkeypatch):
     calls = []
-    update = jaxinf.engine.steps.StepEngine.update
+    update = jaxinf.engine.opened.OpenStore.update
     monkeypatch.setattr(
-        jaxinf.engine.steps.StepEngine,
+        jaxinf.engine.opened.OpenStore,
         "update",
         lambda self, step, *requests: (
             calls.append([request.leaf for request in requests])

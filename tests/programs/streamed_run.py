@@ -18,7 +18,7 @@ from zoo import ZOO
 
 import jaxinf
 from jaxinf.engine import Engine
-from jaxinf.engine.steps import StepEngine
+from jaxinf.engine.opened import OpenStore
 
 __all__ = ["CHUNKS", "NUM_STEPS", "TX", "finished", "open_step", "train"]
 
@@ -63,7 +63,7 @@ def finished(step):
 
 def kill_in_the_last_step():
     """Kills this process after an update of the last step."""
-    update = StepEngine.update
+    update = OpenStore.update
 
     def updating(self, step, *requests):
         finite = []
@@ -73,7 +73,7 @@ def kill_in_the_last_step():
                 die()
         return finite
 
-    StepEngine.update = updating
+    OpenStore.update = updating
 
 
 def main(path, name, durability, place):

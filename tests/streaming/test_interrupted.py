@@ -20,8 +20,8 @@ from streaming import assert_same_states, states, until_it_waits
 from zoo import ZOO
 
 import jaxinf
-from jaxinf.engine import ParamsReader
-from jaxinf.engine.steps import StepEngine
+from jaxinf.engine import StateReader
+from jaxinf.engine.opened import OpenStore
 from jaxinf.errors import StoreCorruptError
 from jaxinf.streaming.update.store_sink import StoreSink
 
@@ -136,7 +136,7 @@ def pythons_handler():
 )
 @pytest.mark.parametrize(
     ("owner", "method", "count"),
-    [(ParamsReader, "read", 1), (StoreSink, "put", 2), (StepEngine, "update", 1)],
+    [(StateReader, "read", 1), (StoreSink, "put", 2), (OpenStore, "update", 1)],
 )
 def test_ctrl_c_ends_a_step_and_training_goes_on(
     owner, method, count, durability, opened, monkeypatch
@@ -159,7 +159,7 @@ def test_ctrl_c_ends_a_step_and_training_goes_on(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     # A second pass over a step that is not committed is never left half-way.
     is_ended = finished(step) == 3
-    assert is_ended or (owner, durability) != (StepEngine, "checkpoint")
+    assert is_ended or (owner, durability) != (OpenStore, "checkpoint")
     found += train_on(step)
     losses, _ = uninterrupted("tied_and_unused")
     assert found == [x for i, x in enumerate(losses) if i != 2 or not is_ended]
@@ -169,7 +169,7 @@ def test_a_second_ctrl_c_is_raised_at_once(opened, monkeypatch):
     """The step that it gives up waits for a drive; it ends before the next one."""
     program, step = zoo("tied_and_unused"), opened()
     found = train(step, program, 1)
-    main, read = threading.main_thread(), ParamsReader.read
+    main, read = threading.main_thread(), StateReader.read
     handled, answers, is_late = threading.Semaphore(0), threading.Event(), []
 
     def handle(*_):
@@ -182,10 +182,10 @@ def test_a_second_ctrl_c_is_raised_at_once(opened, monkeypatch):
             signal.pthread_kill(main.ident, signal.SIGINT)
             handled.acquire(timeout=60)
         is_late.append(not answers.wait(60))
-        monkeypatch.setattr(ParamsReader, "read", read)
+        monkeypatch.setattr(StateReader, "read", read)
         return read(self, *args)
 
-    monkeypatch.setattr(ParamsReader, "read", unanswered)
+    monkeypatch.setattr(StateReader, "read", unanswered)
     signal.signal(signal.SIGINT, handle)
     with pytest.raises(KeyboardInterrupt):
         train(step, program, 2)

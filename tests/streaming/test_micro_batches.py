@@ -22,7 +22,7 @@ from streaming import streamed as streamed_plan
 from zoo import ZOO, Program, normal
 
 import jaxinf
-from jaxinf.engine.steps import StepEngine
+from jaxinf.engine.opened import OpenStore
 from jaxinf.errors import BudgetError, StreamError
 from jaxinf.streaming.batches import first_part, parts_of, together
 from jaxinf.streaming.plan import compiled as running
@@ -308,7 +308,7 @@ def test_a_step_after_one_whose_updates_failed_has_room_for_its_params(
     )
     step.load(params, batch=np.ones((8, 256), np.float32))
     with monkeypatch.context() as patch:
-        patch.setattr(StepEngine, "update", failing)
+        patch.setattr(OpenStore, "update", failing)
         with pytest.raises(RuntimeError, match="given up"):
             step(np.ones((8, 256), np.float32))
     first, _ = step(np.ones((8, 256), np.float32))

@@ -23,7 +23,7 @@ from streaming import (
 from zoo import ZOO
 
 import jaxinf
-from jaxinf.engine import ParamsReader
+from jaxinf.engine import StateReader
 from jaxinf.errors import (
     ProcessError,
     StoreIOError,
@@ -166,7 +166,7 @@ def test_a_step_whose_params_cannot_be_read_is_run_again(begun, monkeypatch):
         raise OSError("the drive is gone")
 
     with monkeypatch.context() as patched:
-        patched.setattr(ParamsReader, "read", fail)
+        patched.setattr(StateReader, "read", fail)
         with pytest.raises(OSError, match="the drive is gone"):
             step(SMALL.batch)
     run(step, SMALL, 1)
@@ -246,14 +246,14 @@ def test_a_call_inside_a_traced_function_is_refused(traced, begun):
 
 def test_a_step_under_way_in_another_thread_is_not_joined(begun, monkeypatch):
     begun_reading, ends, step = Event(), Event(), begun(optax.adam(1e-3))
-    read = ParamsReader.read
+    read = StateReader.read
 
     def waiting(self, *args):
         begun_reading.set()
         ends.wait(60)
         return read(self, *args)
 
-    monkeypatch.setattr(ParamsReader, "read", waiting)
+    monkeypatch.setattr(StateReader, "read", waiting)
     with ThreadPoolExecutor(1) as other:
         under_way = other.submit(step, SMALL.batch)
         assert begun_reading.wait(60)

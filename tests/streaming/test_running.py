@@ -14,7 +14,7 @@ from zoo import normal
 
 import jaxinf
 from jaxinf.csd import HostCsd
-from jaxinf.engine import ParamsReader
+from jaxinf.engine import StateReader
 from jaxinf.streaming.move.scratch import Scratch
 
 pytestmark = pytest.mark.optimized("long")
@@ -103,7 +103,7 @@ PAUSE_S = 0.05
 @pytest.mark.parametrize(
     ("name", "owner", "method", "policy"),
     [
-        ("waited_params_s", ParamsReader, "read", "keep"),
+        ("waited_params_s", StateReader, "read", "keep"),
         pytest.param(
             *("waited_values_s", Scratch, "read", "offload"), marks=pytest.mark.long
         ),

@@ -37,7 +37,7 @@ def layout(number, num_elements):
         for state in range(NUM_STATES)
     )
     names = ("params", "mu", "nu")
-    return SubgroupLayout(subgroup, names, names, extents)
+    return SubgroupLayout(subgroup, names, names, extents, None)
 
 
 def task(where, loads=(0, 1, 2), stores=(0, 1, 2), slot="a", *, is_elsewhere=False):

@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import SingleDeviceSharding
 
 from jaxinf import compat
-from jaxinf.engine import Engine, ParamsReader, put_together
+from jaxinf.engine import Engine, StateReader, put_together
 from jaxinf.streaming.move.work_queues import MoveCounts, Uploads, WorkQueues
 from jaxinf.streaming.plan.memory import READER_BYTES
 from jaxinf.streaming.plan.reads import Fetch, Reading
@@ -73,7 +73,7 @@ class StoreReader:
     def __init__(self, engine: Engine, *, average: bool = False) -> None:
         self._engine, self._average = engine, average
         self._num_left = 0  # of the first
-        self._reader: ParamsReader | None = None
+        self._reader: StateReader | None = None
 
     @property
     def version(self) -> tuple[int, int]:
@@ -86,10 +86,11 @@ class StoreReader:
     def begin(self, num_first: int) -> None:
         """Begins a step, with room for so many units; no commit before it ends."""
         self.close()
-        own = self._engine.opened, READER_BYTES
-        self._reader = ParamsReader(*own, average=self._average)
+        opened = self._engine.opened
+        self._reader = StateReader(opened, READER_BYTES)
+        opened.mover.write_at_once(frozenset({0}))  # programs read params from drives
         self._num_left = num_first
-        self._engine.opened.mover.hold_prefetches(num_first > 0)
+        opened.mover.hold_prefetches(num_first > 0)
 
     def read(self, unit: Unit, shards: Sequence[Array]) -> None:
         """Fills arrays with a unit's shards; blocks.
@@ -99,13 +100,14 @@ class StoreReader:
         reader, opened = self._reader, self._engine.opened
         assert reader is not None, "a step has begun"
         name = opened.directory.manifest.leaves[unit.leaf].name
+        states = opened.averaged(unit.leaf) if self._average else (0,)
         with span("fetch", (name, *unit.index), num_bytes=unit.num_bytes):
             parts = shards if unit.is_divided else [np.zeros(unit.shape, unit.dtype)]
             for box, part in zip(unit.boxes, parts, strict=True):
                 if unit.is_shared:
                     part[...] = 0
                 extent, origin = unit.extent_of(box), unit.origin_of(box)
-                reader.read(unit.leaf, part.reshape(extent), origin)
+                reader.read(unit.leaf, part.reshape(extent), origin, *states)
             if not unit.is_divided:
                 for box, shard in zip(unit.shards, shards, strict=True):
                     shard[...] = parts[0][box.slices]

@@ -228,7 +228,7 @@ def room_bytes(layout: SubgroupLayout) -> int:
 
 
 class DeviceUpdater:
-    """See `jaxinf.engine.requests.Updater`. Each program is compiled for its arrays.
+    """See `jaxinf.engine.updates.Updater`. Each program is compiled for its arrays.
 
     What comes before and after a kernel has programs of its own: in one with the kernel
     XLA chooses other products to fuse with sums.

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinf.csd import ScalarInputs
-from jaxinf.engine import Engine, ParamsReader, SlotRequest
+from jaxinf.engine import Engine, SlotRequest, StateReader
 from jaxinf.program import PassComputation, Passes, UpdateProgram, Value, key_data
 from jaxinf.streaming.plan.memory import READER_BYTES
 from jaxinf.streaming.program.graph import Piece
@@ -52,7 +52,7 @@ class PassRunner:
         self._shared: dict[tuple[int, ...], ScalarInputs] = {}
         self._given: set[int] = set()
         self._number = 0
-        self._reader: ParamsReader | None = None
+        self._reader: StateReader | None = None
 
     def looks_first(self, leaf: int) -> bool:
         """Whether the first pass computes something of each of a leaf's gradients."""
@@ -201,8 +201,8 @@ class PassRunner:
             else:
                 array = aligned_array(info.shape, info.dtype)
                 if self._reader is None:
-                    self._reader = ParamsReader(opened, READER_BYTES)
-                self._reader.read(leaf, array, origin)
+                    self._reader = StateReader(opened, READER_BYTES)
+                self._reader.read(leaf, array, origin, 0)
             arrays.append(jnp.asarray(array))
         numbers = [self._env[value] for value in part.numbers]
         return jax.block_until_ready(executable(*arrays, *numbers))

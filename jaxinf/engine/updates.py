@@ -1,0 +1,523 @@
+"""What a step is asked for, and its tasks for the mover, one for each subgroup.
+
+    request ─► its subgroups in order ─► read what is not in memory, compute, write
+
+Invariant: a task reads only the newest version of a state, and writes only to the slot
+that the step builds. No result is returned or stored for params that differ from the
+store's. The arrays of a request belong to the caller: they are only read, copied where
+a part is not contiguous, and used only until `OpenStore.update` or `OpenStore.recall`
+returns. Which subgroups an updater computes changes between steps only.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import numpy as np
+
+from jaxinf.compress import SparseGradient, SparseLeaf
+from jaxinf.csd import (
+    Csd,
+    CsdBuffer,
+    Extent,
+    Rounding,
+    ScalarInputs,
+    Update,
+    UpdateOutcome,
+    is_idle,
+)
+from jaxinf.engine.binding import diverged_error, same_values
+from jaxinf.engine.shape import StoreShape, SubgroupLayout
+from jaxinf.errors import (
+    DivergedParamsError,
+    NonFiniteScalarError,
+    StoreMismatchError,
+)
+from jaxinf.kernels import scalars_used, specialise, state_read
+from jaxinf.layout import (
+    Subgroup,
+    covers,
+    gather,
+    rounding_of_chunk,
+    target_view,
+)
+from jaxinf.program import Kernel
+from jaxinf.store import (
+    ERROR_FEEDBACK,
+    ChunkRun,
+    CommitRecord,
+    ScalarState,
+    StepReader,
+    dtype_of,
+)
+from jaxinf.transfer import Task
+from jaxinf.typing import Array
+
+if TYPE_CHECKING:  # whose steps are made here
+    from jaxinf.engine.opened import OpenStore
+
+LEAST_ELEMENTS = 1 << 16
+"""Shorter subgroups stay with the CSDs: an update of theirs is over before a call of
+another processor has begun."""
+
+
+@dataclass(frozen=True)
+class KeptLeaf:
+    """A leaf, or a JAX device's shard of it, that a step leaves as it is.
+
+    Attributes:
+      leaf: its number.
+      origin: index in the leaf of the first element.
+      shape: of the leaf or shard.
+    """
+
+    leaf: int
+    origin: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SlotRequest:
+    """A request for a slot of a leaf, or of a JAX device's shard of it.
+
+    Attributes:
+      leaf: its number.
+      slot: the slot's name.
+      origin: index in the leaf of the first element of `out`.
+      out: receives the values in its dtype.
+    """
+
+    leaf: int
+    slot: str
+    origin: tuple[int, ...]
+    out: Array
+
+
+@dataclass(frozen=True)
+class UpdateRequest:
+    """The arrays of an update of a leaf, or of a JAX device's shard of it.
+
+    Attributes:
+      leaf: its number.
+      kernel: the update.
+      origin: index in the leaf of the arrays' first element.
+      gradient: 16 or 32 bits, or its compressed form; only read.
+      inputs: scalars, and arrays of the gradient's shape.
+      out: of the gradient's shape; float32 receives the update, 16 bits the new params,
+        rounded to nearest even, or as the store rounds them (docs/format.md, "Codecs").
+        None if no result is needed.
+      probe: the first few params on the JAX device, to compare with the master; or
+        empty.
+      params: params on the JAX device, of the gradient's shape. If they equal the
+        store's `params` to the bit, those are not read. None if they are not available.
+      feedback: float32 of the gradient's shape, the error feedback after this step;
+        None if it does not change.
+    """
+
+    leaf: int
+    kernel: Kernel
+    origin: tuple[int, ...]
+    gradient: Array | SparseLeaf
+    inputs: ScalarInputs
+    out: Array | None
+    probe: Array
+    params: Array | None = None
+    feedback: Array | None = None
+
+
+class Updater(Protocol):
+    """Computes updates of subgroups that are in a host CSD's buffers. Thread-safe."""
+
+    @property
+    def num_at_once(self) -> int:
+        """Number of updates to run at once, each on a thread that waits for it."""
+        ...
+
+    def takes(self, extents: Sequence[Extent], kernel: Kernel) -> bool:
+        """Whether it can compute a kernel on states of this form."""
+        ...
+
+    def update(self, csd: Csd, buffer: CsdBuffer, update: Update) -> UpdateOutcome:
+        """Updates a buffer's states in place, as `Csd.update`; blocks.
+
+        Args:
+          csd, buffer: the CSD, and its buffer with the states.
+          update: of a kernel that it takes, with a gradient that is not sparse; its
+            `out` is left alone.
+
+        Raises:
+          StoreError: the processor failed, or has no memory left.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Which subgroups an updater computes; the others stay with the CSDs.
+
+    Attributes:
+      updater: the updater; None for none.
+      every: it computes every so many of the subgroups that it can; 0 for none;
+        "auto" while their number is measured.
+      subgroups: these.
+    """
+
+    updater: Updater | None = None
+    every: int | Literal["auto"] = 0
+    subgroups: frozenset[Subgroup] = frozenset()
+
+
+def assigned(
+    shape: StoreShape, kernels: Sequence[Kernel], updater: Updater, every: int
+) -> Assignment:
+    """Assigns every so many subgroups to an updater, in the order of the store.
+
+    Args:
+      shape: the store's chunks.
+      kernels: the update of each leaf.
+      updater: the updater.
+      every: 1 for all that it takes; 0 for none.
+    """
+    found: list[Subgroup] = []
+    for leaf, kernel in enumerate(kernels):
+        for layouts in shape.chunk_layouts(leaf):
+            if all(updater.takes(x.kernel_extents, kernel) for x in layouts):
+                own = (layout.subgroup for layout in layouts)
+                found += (x for x in own if x.num_elements >= LEAST_ELEMENTS)
+    chosen = frozenset(found[every - 1 :: every] if every else ())
+    return Assignment(updater if chosen else None, every, chosen)
+
+
+# --- an update -----------------------------------------------------------------------
+
+
+class RequestedUpdate:
+    """The tasks of an update of a leaf or shard, and what they find.
+
+    Args:
+      step: the step after the update.
+
+    Attributes:
+      tasks: one for each subgroup; they raise `DivergedParamsError` if the caller's
+        params differ from the store's.
+      is_finite: whether the gradient is finite; known when the tasks have computed.
+    """
+
+    def __init__(self, opened: "OpenStore", request: UpdateRequest, step: int) -> None:
+        self._opened, self._request, self._step = opened, request, step
+        self._kernel = specialise(request.kernel, request.inputs.scalars)
+        # The greatest difference of the caller's 16-bit params from the store's.
+        self._inexact = opened.finished.inexact.get(opened.name(request.leaf))
+        params, self._given = request.params, None
+        if params is not None and can_take(opened, request.leaf, params.dtype):
+            self._given = params
+        self._out_dtype = np.dtype(np.float32)
+        if request.out is not None:
+            self._out_dtype = request.out.dtype
+        self.is_finite = True
+        box = request.leaf, request.origin, request.gradient.shape
+        self.tasks = [self._task(layout) for layout in opened.layouts(*box)]
+
+    def _task(self, layout: SubgroupLayout) -> Task:
+        opened, request, kernel = self._opened, self._request, self._kernel
+        loads, stores = _moved(kernel, layout.slots, request.feedback is not None)
+        if self._out_dtype != np.float32:
+            loads |= {0}  # the result depends on the params
+        takes_given = (
+            self._given is not None
+            and 0 in loads
+            and self._inexact is None
+            # Else nothing on the drive can be compared where their checksums differ.
+            and self._is_comparable(layout)
+        )
+        if takes_given:
+            loads -= {0}
+        assignment, updater = opened.assignment, None
+        is_dense = isinstance(request.gradient, np.ndarray) and request.feedback is None
+        if is_dense and layout.subgroup in assignment.subgroups and not is_idle(kernel):
+            updater = assignment.updater
+        task = Task(
+            layout,
+            loads=opened.chunks.sources(layout, sorted(loads)),
+            stores=stores,
+            runs_kernel=not is_idle(kernel),
+            is_elsewhere=updater is not None,
+        )
+        task.compute = partial(self._compute, task, takes_given, updater)
+        return task
+
+    def _is_comparable(self, layout: SubgroupLayout) -> bool:
+        """Whether the chunk's file is as the last step left it, until this one ends.
+
+        In an uncommitted step the parts of a chunk are overwritten one by one, so the
+        whole can no longer be compared.
+        """
+        opened = self._opened
+        is_whole = layout.subgroup.num_elements >= layout.chunk.num_elements
+        is_unchanged = is_whole or not opened.num_uncommitted
+        return is_unchanged and not opened.chunks.is_in_memory(layout, 0)
+
+    def _compute(
+        self,
+        task: Task,
+        takes_given: bool,
+        updater: Updater | None,
+        csd: Csd,
+        buffer: CsdBuffer,
+        tells: Collection[int],
+    ) -> Mapping[int, int]:
+        """Updates the buffer, and writes the result to the request's `out`.
+
+        Returns:
+          The checksums of the states in `tells`, as read.
+        """
+        request, layout, origin = self._request, task.piece, self._request.origin
+        subgroup, chunk = layout.subgroup, layout.chunk
+        offset, num = subgroup.offset_elements, subgroup.num_elements
+        params = None if self._given is None else layout.gather(self._given, origin)
+        if any(state == 0 for state, _ in task.loads):
+            master, probe = csd.view(buffer, layout.extents[0]), request.probe
+            if params is not None:
+                self._compare(layout, master, params)
+            elif not offset and chunk.start == origin and probe.size:
+                self._compare(layout, master[: probe.size], probe)
+        out = None
+        if request.out is not None:
+            out = target_view(request.out, chunk, origin, offset, num)
+        result = np.empty(num, self._out_dtype) if out is None else out
+        gradient = self._gradient(layout)
+        update = Update(
+            layout.kernel_extents,
+            self._kernel,
+            gradient,
+            gather_inputs(layout, request.inputs, origin),
+            result,
+            rounding_of(layout, self._step),
+            params if takes_given else None,
+            tells,
+        )
+        down = gradient.nbytes + (0 if params is None else params.nbytes)
+        up = 0 if request.out is None else result.nbytes
+        if updater is None:
+            outcome = csd.update(buffer, update)
+        else:
+            assert request.out is None, "nothing but state leaves an updater"
+            outcome = updater.update(csd, buffer, update)
+            up += down + sum([layout.sizes[state] for state, _ in task.loads])
+            down += sum([layout.sizes[state] for state in task.stores])
+        checksums = dict(outcome.read_checksums)
+        if takes_given:
+            self._check_taken(layout, checksums.pop(0))
+        if not outcome.is_finite:
+            self.is_finite = False
+        if request.feedback is not None:
+            assert layout.feedback is not None
+            left = layout.gather(request.feedback, origin)
+            csd.put(buffer, layout.extents[layout.feedback], left)
+            down += left.nbytes
+        if out is None and request.out is not None:
+            layout.scatter(request.out, origin, result)
+        self._opened.meters.add(link_down_bytes=down, link_up_bytes=up)
+        return checksums
+
+    def _gradient(self, layout: SubgroupLayout) -> Array | SparseGradient:
+        """Returns a subgroup's part of a dense or sparse gradient."""
+        gradient, origin = self._request.gradient, self._request.origin
+        if not isinstance(gradient, SparseLeaf):
+            return layout.gather(gradient, origin)
+        subgroup, directory = layout.subgroup, self._opened.directory
+        record = directory.manifest.leaves[subgroup.leaf]
+        positions = covers(record.grid, tuple(origin), gradient.shape)
+        chunks = directory.chunks[subgroup.leaf]
+        if tuple(gradient.lengths) != tuple(chunks[n].num_elements for n in positions):
+            raise StoreMismatchError(
+                f"leaf {record.name}: the gradient was compressed for chunks of other "
+                f"lengths than the store's ({record.chunk_shape}): the update was "
+                "traced before the store was made; trace it again"
+            )
+        sent = gradient.chunk(positions.index(subgroup.chunk))
+        start = subgroup.offset_elements
+        return sent.part(start, start + subgroup.num_elements)
+
+    def _compare(
+        self,
+        layout: SubgroupLayout,
+        stored: Array,
+        given: Array,
+        *,
+        is_sound: bool = False,
+    ) -> None:
+        """Refuses params that differ from the master of a subgroup, or of its chunk.
+
+        Args:
+          is_sound: whether all of the chunk was read, and is not damaged.
+        """
+        stored = stored.astype(given.dtype, copy=False)
+        bits = np.dtype(f"u{given.itemsize}")  # twice as fast as numbers
+        places = np.flatnonzero(stored.view(bits) != given.view(bits))
+        stored, given = stored[places], given[places]
+        if not same_values(stored, given, bound=self._inexact or 0.0):
+            if not is_sound and self._is_comparable(layout):
+                for _ in self._stored_pieces(layout):  # damage would explain it
+                    pass
+            name = self._opened.name(self._request.leaf)
+            few = given[:3], stored[:3]
+            raise diverged_error(name, *few, is_first=self._step == 1)
+
+    def _check_taken(self, layout: SubgroupLayout, checksum: int) -> None:
+        """Checks that the params used equal those that the last step stored.
+
+        Their checksum is from the pass of the update, whose results are not stored yet.
+        If it differs, zeros and denormals may be all that does.
+        """
+        if self._opened.chunks.matches(layout, 0, checksum):
+            return
+        assert self._given is not None
+        differs: DivergedParamsError | None = None
+        for piece in self._stored_pieces(layout):
+            held, origin = piece.values, self._request.origin
+            given = gather(self._given, piece.chunk, origin, piece.start, held.size)
+            try:
+                self._compare(layout, held, given, is_sound=True)
+            except DivergedParamsError as error:
+                differs = differs or error
+        if differs is not None:  # the chunk is not damaged
+            raise differs
+
+    def _stored_pieces(self, layout: SubgroupLayout) -> Iterator[ChunkRun]:
+        """Yields the master params of a subgroup's chunk, as stored.
+
+        Raises:
+          StoreCorruptError: the chunk is damaged; perhaps only after its last piece.
+        """
+        opened, subgroup = self._opened, layout.subgroup
+        leaf = opened.directory.manifest.leaves[subgroup.leaf]
+        step = opened.directory.step_path(opened.chunks.source(layout, 0))
+        sums = opened.chunks.checksums()
+        newest = CommitRecord(step=0, scalar_state=(), checksums=sums)
+        own = {"directory": opened.directory, "meters": opened.meters}
+        with StepReader(step, newest, **own) as reader:
+            yield from reader.stored(leaf, leaf.states[0], subgroup.chunk)
+
+
+def recall_tasks(opened: "OpenStore", request: SlotRequest) -> list[Task]:
+    """Makes the tasks that read a slot in the middle of a step; they write nothing."""
+
+    def task(layout: SubgroupLayout) -> Task:
+        state = layout.slots.index(request.slot)
+
+        def compute(csd: Csd, buffer: CsdBuffer, tells: Collection[int]) -> None:
+            del tells
+            values = csd.view(buffer, layout.extents[state])
+            values = values[: layout.subgroup.num_elements]
+            values = values.astype(request.out.dtype, copy=False)
+            layout.scatter(request.out, request.origin, values)
+
+        return Task(layout, compute, loads=opened.chunks.sources(layout, [state]))
+
+    layouts = opened.layouts(request.leaf, request.origin, request.out.shape)
+    return [task(layout) for layout in layouts]
+
+
+def nan_scalars(
+    opened: StoreShape, requests: Sequence[UpdateRequest]
+) -> tuple[str, ...]:
+    """Returns the scalars that are NaN and used, by leaf and number, for an error.
+
+    A learning rate of NaN turns all state into NaN, whatever the gradients are. Inf is
+    accepted, because some optimizers start with it. A scalar is checked only in a
+    branch that the step takes.
+    """
+    seen: dict[int, bool] = {}
+    found = []
+    for request in requests:
+        scalars = request.inputs.scalars
+        for number, scalar in enumerate(scalars):
+            is_nan = seen.get(id(scalar))
+            if is_nan is None:
+                is_nan = seen[id(scalar)] = bool(scalar != scalar)
+            if is_nan and number in scalars_used(request.kernel, scalars):
+                name = opened.name(request.leaf)
+                found.append(f"scalar {number} of the update of leaf {name}")
+    return tuple(found)
+
+
+def nan_scalar_error(
+    opened: "OpenStore", found: Sequence[str], scalars: Sequence[ScalarState]
+) -> NonFiniteScalarError:
+    """Makes the error for a step that would compute with NaN.
+
+    Args:
+      scalars: the optimizer's scalars, which may name the value.
+    """
+    named = ", ".join(
+        scalar.path
+        for scalar in scalars
+        if scalar.value.dtype.kind in "fcV"
+        and bool((scalar.value != scalar.value).any())
+    )
+    named = f"{named} of the optimizer's state" if named else found[0]
+    at = opened.finished.step
+    return NonFiniteScalarError(
+        f"{opened.options.path}: step {at + 1}: expected numbers to update with, found "
+        f"NaN in {named}; the step was refused, the store stays at step {at}. Look at "
+        "the learning rate and its schedule"
+    )
+
+
+# --- what an update moves ------------------------------------------------------------
+
+
+def can_take(opened: StoreShape, leaf: int, dtype: np.dtype) -> bool:
+    """Whether an update can use a caller's params of a dtype in place of the store's.
+
+    It does if its kernel reads them.
+    """
+    stored = opened.directory.manifest.leaves[leaf].states[0]
+    return opened.options.csd.takes_params and dtype == dtype_of(stored.dtype)
+
+
+def moved_states(
+    kernel: Kernel, layout: SubgroupLayout
+) -> tuple[frozenset[int], tuple[int, ...]]:
+    """Returns the states that an update reads from the drive, and those it writes.
+
+    Args:
+      kernel: the update, not specialised.
+      layout: the subgroup's.
+    """
+    return _moved(kernel, layout.slots, layout.feedback is not None)
+
+
+@lru_cache
+def _moved(
+    kernel: Kernel, slots: tuple[str, ...], has_feedback: bool
+) -> tuple[frozenset[int], tuple[int, ...]]:
+    needed, unchanged = state_read(kernel), kernel.unchanged
+    if not has_feedback:
+        unchanged |= {ERROR_FEEDBACK}
+    return (
+        frozenset(n for n, slot in enumerate(slots) if slot in needed),
+        tuple(n for n, slot in enumerate(slots) if slot not in unchanged),
+    )
+
+
+# --- what a kernel gets ---------------------------------------------------------------
+
+
+def gather_inputs(
+    layout: SubgroupLayout, inputs: ScalarInputs, origin: Sequence[int]
+) -> ScalarInputs:
+    """Returns a subgroup's part of a kernel's other arrays."""
+    if not inputs.arrays:
+        return inputs
+    arrays = tuple(layout.gather(array, origin) for array in inputs.arrays)
+    return ScalarInputs(inputs.scalars, arrays)
+
+
+def rounding_of(layout: SubgroupLayout, step: int) -> Rounding:
+    """Returns the seed of a subgroup's rounding in a step, the same on every CSD."""
+    subgroup = layout.subgroup
+    key = rounding_of_chunk(subgroup.leaf, subgroup.chunk, step)
+    return Rounding(key, subgroup.offset_elements)
