@@ -15,7 +15,6 @@ Where a question is answered:
 Invariant: host memory does not grow with the model; a step is all or nothing.
 """
 
-from jaxinf.engine.carry import carried_leaves, check_carried
 from jaxinf.engine.description import (
     LeafDescription,
     StoreDescription,
@@ -54,6 +53,7 @@ from jaxinf.engine.sharding import (
     shard_holders,
     sum_bits,
 )
+from jaxinf.engine.state_trees import carried_leaves, check_carried
 from jaxinf.engine.store import Store, engine_of
 from jaxinf.engine.updates import (
     Assignment,

@@ -8,7 +8,6 @@ after every leaf was compared with the store's last step. Zeros and denormals co
 equal, since JAX on a CPU flushes denormals, and NumPy does not.
 """
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -37,17 +36,16 @@ _FROM_STORE = (
 
 
 class ResumeCheck:
-    """Binds a run to the open store. Thread-safe.
+    """Binds a run to the open store.
 
     Attributes:
       at: the step of the state that the next update is given; None until a run's params
         were compared.
     """
 
-    def __init__(self, opened: Callable[[], "OpenStore"]) -> None:
+    def __init__(self, opened: "Callable[[], OpenStore]") -> None:
         self.at: int | None = None
         self._opened = opened
-        self._guard = threading.Lock()
         self._reader: StepReader | None = None
         self._differing = ""  # a leaf whose params differ from the run's
 
@@ -60,22 +58,21 @@ class ResumeCheck:
         Raises:
           StaleStateError: it is not the store's.
         """
-        with self._guard:
-            self._close()
-            opened = self._opened()
-            commit, directory = opened.commit, opened.directory
-            if step != commit.step:
-                raise stale_state(opened, step)
-            self._reader = StepReader(
-                directory.step_path(opened.chunks.committed),
-                commit,
-                directory=directory,
-                meters=opened.meters,
-                memory_bytes=opened.options.memory_bytes,
-            )
+        self._close()
+        opened = self._opened()
+        commit, directory = opened.commit, opened.directory
+        if step != commit.step:
+            raise stale_state(opened, step)
+        self._reader = StepReader(
+            directory.step_path(opened.chunks.committed),
+            commit,
+            directory=directory,
+            meters=opened.meters,
+            memory_bytes=opened.options.memory_bytes,
+        )
 
     def compare(self, leaf: int, params: Array, origin: Sequence[int]) -> None:
-        """Compares a leaf, or a shard of it, with the step; blocks.
+        """Compares a leaf, or a shard of it, with the step; blocks. Thread-safe.
 
         Args:
           params: params on the JAX device, in their own dtype; only read.
@@ -92,21 +89,20 @@ class ResumeCheck:
         Raises:
           StoreMismatchError: the params differ from the step's.
         """
-        with self._guard:
-            opened, leaf = self._opened(), self._differing
-            self._close()
-            path, step = opened.options.path, opened.commit.step
-            if leaf and not step:
-                raise _diverged_at_first(f"{path}: leaf {leaf}")
-            if leaf:
-                raise StoreMismatchError(
-                    f"{path}: the state given to update is of step {step}, the params "
-                    f"are not those that the store holds of that step (leaf {leaf}). A "
-                    "store has one model (one store per init). Take the store's own, "
-                    "params = store.params(like=params), or restore params and state "
-                    f"from one checkpoint, {RESTART}"
-                )
-            self.at = step
+        opened, leaf = self._opened(), self._differing
+        self._close()
+        path, step = opened.options.path, opened.commit.step
+        if leaf and not step:
+            raise _diverged_at_first(f"{path}: leaf {leaf}")
+        if leaf:
+            raise StoreMismatchError(
+                f"{path}: the state given to update is of step {step}, the params are "
+                f"not those that the store holds of that step (leaf {leaf}). A store "
+                "has one model (one store per init). Take the store's own, params = "
+                "store.params(like=params), or restore params and state from one "
+                f"checkpoint, {RESTART}"
+            )
+        self.at = step
 
     def _close(self) -> None:
         if self._reader is not None:

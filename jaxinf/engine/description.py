@@ -23,6 +23,7 @@ from jaxinf.errors import (
     UnsupportedTransformError,
 )
 from jaxinf.layout import choose_grid
+from jaxinf.processes import Group
 from jaxinf.program import (
     Average,
     InitProgram,
@@ -119,38 +120,57 @@ class StoreDescription:
             created_by={name: version(name) for name in ("jaxinf", "jax", "optax")},
         )
 
-    def manifest(
-        self,
-        csd_roots: Sequence[str],
-        codec: str,
-        master: str,
-        member: Member | None = None,
-    ) -> Manifest:
-        """Makes a manifest for a new store: chooses grids and assigns chunks to CSDs.
 
-        Args:
-          csd_roots: CSD roots for the chunks; empty for the store itself.
-          codec: codec of the float32 state of all but small leaves; empty for none.
-          master: codec of the master params of leaves that are bfloat16 on the JAX
-            device; empty for none.
-          member: this process's part in a run of several processes.
-        """
-        formats = Formats(codec, master, self.average)
-        leaves = []
-        for leaf in self.contents.leaves:
-            grid = choose_grid(leaf.shape, shard_counts=leaf.shard_counts or None)
-            shaped = replace(leaf, chunk_shape=grid.chunk_shape)
-            leaves.append(coded_leaf(shaped, formats))
-        coded = replace(self.contents, leaves=tuple(leaves))
-        manifest = lay_out(coded, csd_roots)
-        if member is None:
-            return manifest
-        if not all(leaf.holders for leaf in self.leaves):
-            raise DeviceConfigurationError(
-                "expected params on a mesh of all processes of the run, found none; "
-                "put them on one"
-            )
-        return deal_to_members(manifest, member, [leaf.holders for leaf in self.leaves])
+def planned(
+    options: StoreOptions,
+    group: Group,
+    description: StoreDescription,
+    held_roots: tuple[str, ...] = (),
+) -> StoreDirectory:
+    """Returns a store to be made: its grids, formats and places; writes nothing.
+
+    Args:
+      held_roots: CSD roots if the options name none.
+
+    Raises:
+      ValueError: the options do not suit the description.
+    """
+    master = _master_codec(options, description)
+    formats = Formats(options.state or "fp32", master, description.average)
+    leaves = []
+    for leaf in description.contents.leaves:
+        grid = choose_grid(leaf.shape, shard_counts=leaf.shard_counts or None)
+        leaves.append(coded_leaf(replace(leaf, chunk_shape=grid.chunk_shape), formats))
+    coded = replace(description.contents, leaves=tuple(leaves))
+    manifest = lay_out(coded, [str(root) for root in options.csds] or held_roots)
+    if not group.is_alone:
+        member = Member(group.session, group.number, group.count)
+        holders = [_holders(leaf) for leaf in description.leaves]
+        manifest = deal_to_members(manifest, member, holders)
+    return StoreDirectory(options.path, manifest)
+
+
+def _holders(leaf: LeafDescription) -> tuple[tuple[int, ...], ...]:
+    if not leaf.holders:
+        raise DeviceConfigurationError(
+            f"leaf {leaf.name}: expected params on a mesh of all processes of the run, "
+            "found none; put them on one"
+        )
+    return leaf.holders
+
+
+def _master_codec(options: StoreOptions, description: StoreDescription) -> str:
+    """Returns the codec of the master of bfloat16 params in a new store."""
+    if options.master != "none":
+        return "split" if options.csd.codes_params else ""
+    dtypes = {leaf.record.dtype for leaf in description.leaves}
+    if "bfloat16" not in dtypes or "float16" in dtypes:
+        raise ValueError(
+            f"{options.path}: master='none': expected params in bfloat16 (float32 "
+            "ones, if any, are their own master), found "
+            f"{', '.join(sorted(dtypes)) or 'no params'}; leave it out"
+        )
+    return "bf16"
 
 
 def describe(
@@ -197,7 +217,10 @@ def describe(
             shard_counts=counts,
             csds=(),
         )
-        forms = _gradient_forms(compression, info.dtype)
+        forms = (GradientForm(info.dtype),)
+        if compression is not None:
+            sent = GradientForm(compression._value_dtype(info.dtype), is_sparse=True)
+            forms = (sent, *forms[: compression.warmup_steps])
         leaves.append(LeafDescription(record, leaf.kernel, first.kernel, forms, held))
     paths = tuple(map(encode_path, init.layout.scalar_keys))
     codec = "" if average is None else average._codec
@@ -248,24 +271,6 @@ def check_form(options: StoreOptions, manifest: Manifest) -> None:
             "it out, or make a store without from this one "
             f'("jaxinf store copy {path} NEW --master none")'
         )
-
-
-def master_codec(options: StoreOptions, description: StoreDescription) -> str:
-    """Returns the codec of the master of bfloat16 params in a new store.
-
-    Raises:
-      ValueError: no such params are there to do without a master.
-    """
-    if options.master != "none":
-        return "split" if options.csd.codes_params else ""
-    dtypes = {leaf.record.dtype for leaf in description.leaves}
-    if "bfloat16" not in dtypes or "float16" in dtypes:
-        raise ValueError(
-            f"{options.path}: master='none': expected params in bfloat16 (float32 "
-            "ones, if any, are their own master), found "
-            f"{', '.join(sorted(dtypes)) or 'no params'}; leave it out"
-        )
-    return "bf16"
 
 
 def check_same(
@@ -325,12 +330,7 @@ def check_division(directory: StoreDirectory, description: StoreDescription) -> 
     if directory.manifest.member is None:
         return
     for record, leaf in zip(directory.manifest.leaves, description.leaves, strict=True):
-        if not leaf.holders:
-            raise DeviceConfigurationError(
-                f"{directory.path}: expected params on a mesh of all processes of the "
-                "run, found none; put them on one"
-            )
-        places = chunk_holders(record, leaf.record.shard_counts, leaf.holders)
+        places = chunk_holders(record, leaf.record.shard_counts, _holders(leaf))
         for number, holders in enumerate(places):
             if record.owners[number] not in holders:
                 raise StoreMismatchError(
@@ -347,16 +347,6 @@ def check_division(directory: StoreDirectory, description: StoreDescription) -> 
 def keeps_feedback(compression: TopK | None) -> bool:
     """Whether elements that are not sent are added to the next gradient."""
     return compression is not None and compression.error_feedback
-
-
-def _gradient_forms(
-    compression: TopK | None, dtype: np.dtype
-) -> tuple[GradientForm, ...]:
-    """Returns the forms in which the CSDs get gradients of a dtype."""
-    if compression is None:
-        return (GradientForm(dtype),)
-    sparse = GradientForm(compression._value_dtype(dtype), is_sparse=True)
-    return (sparse, *[GradientForm(dtype)][: compression.warmup_steps])
 
 
 def check_compression(compression: TopK | None, options: StoreOptions) -> None:
@@ -384,7 +374,8 @@ def _check_compressed(compression: TopK, program: UpdateProgram) -> None:
     Raises:
       UnsupportedTransformError: gives the reason and the remedy.
     """
-    lacking, recall = "", program.recall
+    recall, dense = program.recall, [x for x in program.leaves if x.kernel.num_arrays]
+    front = "put that in front: optax.chain(…, smart_update(tx, store, compress=…))"
     if recall is not None and recall.counter is None:
         lacking = (
             "with compress= this optimizer's update lacks the elements that were not "
@@ -398,19 +389,16 @@ def _check_compressed(compression: TopK, program: UpdateProgram) -> None:
             "such as its norm; compute it of each gradient: smart_update(optax.chain("
             "optax.clip_by_global_norm(…), optax.MultiSteps(…)), store, compress=…)"
         )
-    elif any(leaf.kernel.num_arrays for leaf in program.leaves):
-        name = next(x.info.name for x in program.leaves if x.kernel.num_arrays)
+    elif dense:
         lacking = (
-            f"{name}: with compress= nothing dense crosses the link, but this "
-            "optimizer's update needs another number for each element; put what "
-            "computes it in front: optax.chain(…, smart_update(tx, store, compress=…))"
+            f"{dense[0].info.name}: with compress= nothing dense crosses the link, but "
+            f"this optimizer's update computes another number for each element; {front}"
         )
     elif keeps_feedback(compression) and program.reads_gradients:
         lacking = (
             "error_feedback=True: this optimizer computes a quantity of all gradients, "
-            "such as their norm, which would miss the elements that are not sent; put "
-            "that in front: optax.chain(optax.clip_by_global_norm(…), "
-            "smart_update(tx, store, compress=…))"
+            f"such as their norm, which would miss the elements not sent; {front}"
         )
-    if lacking:
-        raise UnsupportedTransformError(lacking)
+    else:
+        return
+    raise UnsupportedTransformError(lacking)

@@ -23,15 +23,16 @@ from jaxinf.engine.description import (
     check_division,
     check_same,
     kernel_needs,
+    planned,
 )
 from jaxinf.engine.dispatched import wait_for_dispatched
 from jaxinf.engine.exports import Exports
 from jaxinf.engine.failure import StoreHealth
 from jaxinf.engine.opened import OpenStore
-from jaxinf.engine.opening import begin_anew, create, open_place, plan
-from jaxinf.engine.optax_state import load_step
+from jaxinf.engine.opening import begin_anew, create, open_place
 from jaxinf.engine.options import StoreOptions
 from jaxinf.engine.shape import StoreShape, SubgroupLayout
+from jaxinf.engine.state_trees import load_step
 from jaxinf.engine.updates import gather_inputs, rounding_of
 from jaxinf.errors import (
     StaleStateError,
@@ -176,7 +177,9 @@ class Engine:
         Raises:
           ValueError: the options do not suit the description.
         """
-        return self._opened or StoreShape(self.options, plan(self, description))
+        if self._opened is not None:
+            return self._opened
+        return StoreShape(self.options, planned(self.options, self.group, description))
 
     def chunk_shape(self, description: StoreDescription, leaf: int) -> tuple[int, ...]:
         """The shape of a leaf's chunks, in the existing or future store."""

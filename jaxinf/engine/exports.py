@@ -68,10 +68,8 @@ class Exports:
                 f"beside the run: jaxinf checkpoint export {path} URL --checkpoint NAME"
             )
         self.infos: list[ExportInfo] = []
-        self.under_way = ""
-        self.stop = _Stop()
-        self._path, self._url, self._every = options.path, url, options.export_every
-        self._is_checked = False
+        self.under_way, self.stop = "", _Stop()
+        self._options, self._is_checked = options, url is None
 
     def check(self, step: int) -> None:
         """Refuses a place that cannot be used, once, before the first step; blocks.
@@ -82,28 +80,28 @@ class Exports:
         Raises:
           ExchangeError: the place cannot be used, or has another run's export.
         """
-        if not self._is_checked and self._url is not None:
-            check_exports(self._url, (step // self._every + 1) * self._every)
+        if not self._is_checked:
+            every, url = self._options.export_every, self._options.export_to
+            assert url is not None
+            check_exports(url, (step // every + 1) * every)
             self._is_checked = True
 
     def run(self, directory: StoreDirectory, step: int) -> None:
         """Exports the step just committed; logs what prevents it; blocks."""
-        assert self._url is not None
-        url, problem = url_of_step(self._url, step), ""
-        self.under_way = url
+        path, url, problem = self._options.path, self._options.export_to, ""
+        assert url is not None
+        self.under_way = url = url_of_step(url, step)
         try:
             with pinned_step(directory) as pinned:
                 pinned.check()
-                memory_bytes = least_memory(pinned.manifest)
-                options = ExportOptions(memory_bytes, stop=self.stop)
-                beside = files_beside(self._path)
-                export_url(pinned, url, beside=beside, options=options)
+                options = ExportOptions(least_memory(pinned.manifest), stop=self.stop)
+                export_url(pinned, url, beside=files_beside(path), options=options)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
             _LOG.warning(
                 "%s: step %d is not exported to %s: %s. What is there, if anything, is "
                 "no export yet%s",
-                self._path,
+                path,
                 step,
                 url,
                 problem,

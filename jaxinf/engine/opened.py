@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -245,10 +245,12 @@ class OpenStore(StoreShape):
         """Chooses what stays in memory between steps; no task may be under way."""
         self._keep(self.staying(self.memory_bytes, self._moved))
 
-    def keep_nothing(self) -> None:
-        """Drops all state in memory, until the next choice."""
-        self._keep(frozenset())
+    def begin_load(self) -> None:
+        """Begins a step that is given as a whole, until `keep_state`."""
+        self._keep(frozenset())  # what was read is of the step before
         self.mover.end_step()
+        self.begin_slot()
+        self.mover.defer_writes(False)
 
     def _keep(self, staying: frozenset[Subgroup]) -> None:
         if staying != self._staying:
@@ -307,7 +309,7 @@ class OpenStore(StoreShape):
             for task in tasks:
                 under_way.updated[task.piece.subgroup] = replace(task, compute=idle)
             under_way.nan_scalars += bad
-        self._run(tasks, updates)
+        self._run(tasks)
         finite = [one.is_finite for one in found]
         if not all(finite):
             under_way.is_finite = False
@@ -341,7 +343,7 @@ class OpenStore(StoreShape):
         with self._guard:
             self._begin(step).repeats |= repeats
             tasks = [task for one in requests for task in recall_tasks(self, one)]
-        self._run(tasks, requests)
+        self._run(tasks)
         self.meters.add(link_up_bytes=sum([one.out.nbytes for one in requests]))
 
     def _begin(self, step: int) -> _Step:
@@ -368,11 +370,12 @@ class OpenStore(StoreShape):
                 self._step = _Step(time.monotonic())
             return self._step
 
-    def _run(
-        self, tasks: Sequence[Task], requests: Sequence[UpdateRequest | SlotRequest]
-    ) -> None:
-        names = dict.fromkeys(self.name(one.leaf) for one in requests)
-        with span("leaf", ", ".join(names) if timeline.is_recording else ""):
+    def _run(self, tasks: Sequence[Task]) -> None:
+        names = ""
+        if timeline.is_recording:
+            leaves = dict.fromkeys(task.piece.subgroup.leaf for task in tasks)
+            names = ", ".join(map(self.name, leaves))
+        with span("leaf", names):
             self.mover.run(tasks)
 
     def finish(
@@ -401,7 +404,6 @@ class OpenStore(StoreShape):
         Raises:
           NonFiniteScalarError: the gradients are finite, and a kernel computed with a
             scalar that is NaN; the step is given up.
-          StoreError: the process can have no more threads; stops the store.
         """
         with self._guard:
             ended = self._begin(step)
@@ -440,19 +442,10 @@ class OpenStore(StoreShape):
             try:
                 name = "jaxinf-commit"
                 threading.Thread(target=work.run, name=name, daemon=True).start()
-            except RuntimeError as error:  # the process has reached its limit
-                lost = StoreError(
-                    f"{self.options.path}: expected a thread to commit step {step}, "
-                    f"found no room for another ({error}); raise the limit (ulimit -u, "
-                    "the cgroup's pids.max), and open the store again: it goes on at "
-                    f"step {self.commit.step}"
-                )
-                self.health.fail(lost)
-                work.ending.reach()
-                self.health.check()
-            except BaseException:
+            except BaseException as error:
                 work.run()  # unless the thread does
-                raise
+                if not isinstance(error, RuntimeError):  # it may have no more threads
+                    raise
 
     def _end_step(self, record: CommitRecord, ended: _Step, updated_s: float) -> None:
         options, step = self.options, record.step
@@ -664,18 +657,16 @@ class OpenStore(StoreShape):
             commit="" if group.is_alone else f"{group.session}-{group.num_barriers}",
         )
         meets = f"step {record.step} is not committed here", record.step
-        actions: dict[CommitAction, tuple[str, Callable[[], None]]] = {
-            CommitAction.SYNC: ("sync", directory.sync),
-            CommitAction.RECORD: (
-                "publish",
-                lambda: directory.write_record(slot, record),
-            ),
-            CommitAction.MEET: ("meet", lambda: group.barrier(*meets)),
-            CommitAction.FLIP: ("publish", lambda: directory.flip(slot)),
+        actions: dict[CommitAction, tuple[str, Callable[..., None], Sequence[Any]]] = {
+            CommitAction.SYNC: ("sync", directory.sync, ()),
+            CommitAction.RECORD: ("publish", directory.write_record, (slot, record)),
+            CommitAction.MEET: ("meet", group.barrier, meets),
+            CommitAction.FLIP: ("publish", directory.flip, (slot,)),
         }
-        for name, act in (actions[action] for action in CommitAction):
+        for action in CommitAction:
+            name, act, arguments = actions[action]
             with span(name, f"step {record.step}"):
-                act()
+                act(*arguments)
         self.chunks.end_commit()
         self.commit = self.finished = record
         if self.is_new:
@@ -684,11 +675,10 @@ class OpenStore(StoreShape):
 
     def _put_carried(self, slot: Slot) -> None:
         """Writes what the step carries."""
-        carry, directory = self.finished.carry, self.directory
-        step = directory.step_path(slot)
+        carry, step = self.finished.carry, self.directory.step_path(slot)
         form = tuple(CarriedArray(x.path, x.shape, x.dtype, "") for x in carry)
         if self._carries.get(slot) != form:
-            make_carry(step, directory.manifest, carry)
+            make_carry(step, self.directory.manifest, carry)
             self._carries[slot] = form
         write_carry(step, carry, self.finished.carried)
 

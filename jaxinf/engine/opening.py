@@ -17,7 +17,7 @@ from jaxinf.engine.description import (
     StoreDescription,
     check_form,
     kernel_needs,
-    master_codec,
+    planned,
 )
 from jaxinf.engine.members import (
     check_alone,
@@ -34,7 +34,6 @@ from jaxinf.errors import StoreFormatError
 from jaxinf.processes import Group, join_group
 from jaxinf.store import (
     SLOTS,
-    Member,
     StoreDirectory,
     StoreLock,
     check_never_committed,
@@ -243,7 +242,9 @@ def create(
             return found
 
     def summary() -> JsonValue:
-        return planned_summary(plan(engine, description).manifest, engine.options)
+        return planned_summary(
+            planned(engine.options, group, description).manifest, engine.options
+        )
 
     with contextlib.ExitStack() as undo:
 
@@ -262,10 +263,11 @@ def _create(
     engine: "Engine", description: StoreDescription, *, uses_budget: bool
 ) -> OpenStore:
     options, path = engine.options, engine.options.path
-    directory = plan(engine, description)
+    directory = planned(options, engine.group, description)
     if engine.lock is not None and is_there(path):
         leftover = read_owned(path, unmade=True)
-        directory = plan(engine, description, leftover.manifest.csds)
+        own = options, engine.group, description, leftover.manifest.csds
+        directory = planned(*own)
         discard_store(leftover)
     check_space(directory, num_more=options.num_kept)
     shape = StoreShape(options, directory)
@@ -287,24 +289,3 @@ def _create(
         create_store(directory)
         undo.pop_all()
     return OpenStore(engine, directory, None, fleet)
-
-
-def plan(
-    engine: "Engine", description: StoreDescription, held_roots: tuple[str, ...] = ()
-) -> StoreDirectory:
-    """Returns a store to be made; writes nothing.
-
-    Args:
-      held_roots: CSD roots if the options name none.
-    """
-    options, group = engine.options, engine.group
-    member = None
-    if not group.is_alone:
-        member = Member(group.session, group.number, group.count)
-    manifest = description.manifest(
-        [str(root) for root in options.csds] or held_roots,
-        options.state or "fp32",
-        master_codec(options, description),
-        member,
-    )
-    return StoreDirectory(options.path, manifest)

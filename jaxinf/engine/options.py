@@ -69,7 +69,8 @@ class StoreOptions:
             raise ValueError(f"state={self.state!r}: expected 'fp32', 'bf16' or 'int8'")
         self.keep_every, self.num_kept = _kept(self.keep_steps)
         self.steps_per_commit = _steps_per_commit(self.durability)
-        _check_exports(self.export_every, self.export_to)
+        if self.export_every != 0 or self.export_to is not None:
+            _check_exports(self.export_every, self.export_to)
 
     def keeps(self, step: int) -> bool:
         """Whether a step is kept as a checkpoint, and therefore committed."""
@@ -108,10 +109,8 @@ def _kept(keep_steps: KeepSteps | None) -> tuple[int, int]:
 
 
 def _steps_per_commit(durability: Durability) -> int | None:
-    if durability == "checkpoint":
-        return None
-    if durability == "step":
-        return 1
+    if durability in ("step", "checkpoint"):
+        return 1 if durability == "step" else None
     if type(durability) is not int or durability < 1:
         raise ValueError(
             f'durability={durability!r}: expected "step", "checkpoint", or a number '
@@ -121,8 +120,6 @@ def _steps_per_commit(durability: Durability) -> int | None:
 
 
 def _check_exports(every: int, url: str | None) -> None:
-    if every == 0 and url is None:
-        return
     if type(every) is not int or every < 1 or url is None:
         raise ValueError(
             "expected export_every and export_to together, at least 1 step between "

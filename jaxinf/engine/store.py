@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinf.engine.carry import read_carried
 from jaxinf.engine.dispatched import (
     check_thread,
     wait_for_callbacks,
@@ -23,8 +22,8 @@ from jaxinf.engine.dispatched import (
 from jaxinf.engine.engine import Engine
 from jaxinf.engine.exports import ExportInfo
 from jaxinf.engine.opened import LAST_STEP, OpenStore, StepMetrics, remove_surplus
-from jaxinf.engine.optax_state import placed_leaves, scalar_array
 from jaxinf.engine.reading import check_like, read_array, read_leaf
+from jaxinf.engine.state_trees import read_carried, read_state
 from jaxinf.errors import ProcessError, StoreError
 from jaxinf.interrupts import raise_kept
 from jaxinf.program import is_trained, trained
@@ -187,15 +186,7 @@ class Store:
           StaleStateError: no optimizer is bound to the store.
         """
         with self._at_last_step() as opened:
-            placed = placed_leaves(opened, self._engine.layout, like, "like")
-            scalars = opened.finished.scalar_state
-            leaves = [
-                scalar_array(scalars[place.number].value, leaf)
-                if place.leaf is None
-                else read_leaf(opened, place.leaf, leaf, place.number)
-                for place, leaf in placed.items()
-            ]
-        return jax.tree.unflatten(jax.tree.structure(like), leaves)
+            return read_state(opened, self._engine.layout, like)
 
     def carried(self, like: PyTree) -> PyTree:
         """Returns the arrays that the last step carries, such as batch statistics.

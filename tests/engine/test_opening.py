@@ -142,8 +142,7 @@ def test_creation_cut_short(drive, place, files):
             (place / "store" / name).write_text("")
     elif files == "manifest":
         (place / "store").mkdir()
-        roots = [str(place / f"csd{csd}") for csd in range(2)]
-        manifest = driver.description.manifest(roots, "", "")
+        manifest = driver.engine.shape(driver.description).directory.manifest
         manifest.write(place / "store" / "jaxinf.json")
         driver.close()
     elif files == "all":
