@@ -214,11 +214,7 @@ class _TrainingRun:
             contextlib.closing(coming),
             messages.Progress(console, config, first) as progress,
             self._metrics.recording(functools.partial(self._complete, progress)),
-            stop_requests(
-                lambda name: console.print(
-                    f"{name}: finishing this step; once more ends at once"
-                )
-            ) as requests,
+            stop_requests(is_quiet=console.quiet) as requests,
         ):
             while self.step < last:
                 if stopped := stop_number(self._group, self.step + 1, requests):

@@ -5,7 +5,7 @@ default is a function of the config alone, never of the number of steps. So a ru
 constant rate that is made longer keeps its steps.
 """
 
-import contextlib
+import ast
 import dataclasses
 import functools
 import inspect
@@ -92,39 +92,34 @@ def check_optimizer(config: TrainConfig) -> None:
             f"--learning-rate: expected with --optimizer {config.optimizer}, which has "
             "no default here"
         )
-    optimizer = make_optimizer(dataclasses.replace(config, lora=None))
     shapes = {"kernel": (256, 256), "bias": (256,)}
     params = {
         name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()
     }
     try:
+        optimizer = make_optimizer(dataclasses.replace(config, lora=None))
         state = jax.eval_shape(optimizer.init, params)
         jax.eval_shape(optimizer.update, params, state, params)
-        if config.mode != "memory":
-            first = trace_init(optimizer, params)
-            if config.mode == "stream":
-                check_init(first)
-                passes_for(
-                    trace_optimizer(optimizer, params),
-                    is_alone=config.distributed is None,
-                )
-            else:
-                trace_update(optimizer, params)
+        if config.mode == "update":
+            trace_init(optimizer, params)
+            trace_update(optimizer, params)
+        elif config.mode == "stream":
+            check_init(trace_init(optimizer, params))
+            is_alone = config.distributed is None
+            passes_for(trace_optimizer(optimizer, params), is_alone=is_alone)
+    except UsageError:
+        raise
     except UnsupportedTransformError as error:
         raise UsageError(
             f"--optimizer {config.optimizer}: it cannot run in --mode {config.mode} "
             f"(--mode memory trains with it). {error}"
         ) from error
     except Exception as error:  # optax may raise anything for bad arguments
-        raise _refused(config, error) from error
-
-
-def _refused(config: TrainConfig, error: Exception) -> UsageError:
-    return UsageError(
-        f"--optimizer {' '.join((config.optimizer, *config.optimizer_args))}: expected "
-        "arguments that optax takes, and an optimizer that trains on gradients and "
-        f"params alone; optax says: {error}"
-    )
+        raise UsageError(
+            f"--optimizer {' '.join((config.optimizer, *config.optimizer_args))}: "
+            "expected arguments that optax takes, and an optimizer that trains on "
+            f"gradients and params alone; optax says: {error}"
+        ) from error
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
@@ -134,6 +129,7 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 
     Raises:
       UsageError: there is no such optimizer, or it has no such arguments.
+      Exception: as optax, for values that it cannot take.
     """
     chosen = _find(config.optimizer)
     parameters = inspect.signature(chosen).parameters
@@ -144,10 +140,7 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     if config.optimizer == "sgd":  # with 0 none is stored
         options["momentum"] = options.get("momentum", _MOMENTUM) or None
     rate = _rate(config, next(iter(parameters.values())))
-    try:
-        optimizer = chosen(rate, **options)
-    except Exception as error:  # optax may raise anything for bad arguments
-        raise _refused(config, error) from error
+    optimizer = chosen(rate, **options)
     if config.clip_norm and config.compress is None:
         optimizer = optax.chain(make_clipping(config), optimizer)
     return train_others(config.frozen, optimizer)
@@ -193,40 +186,24 @@ def _options(
     options: dict[str, Any] = {}
     for word in config.optimizer_args:
         key, _, text = word.partition("=")
-        problem = ""
-        if not text:
-            problem = "expected KEY=VALUE"
-        elif key in _RATES:
-            problem = "give --learning-rate instead"
-        elif key not in names:
-            problem = f"{config.optimizer} has no {key}; it has {', '.join(names)}"
-        elif key in options:
-            problem = f"{key} is given twice"
-        else:
-            default, value = parameters[key].default, _literal(text)
-            if isinstance(default, bool) and not isinstance(value, bool):
-                problem = "expected true or false"
-            elif type(default) in (int, float) and type(value) not in (int, float):
-                problem = "expected a number"
-            elif type(default) is tuple:
-                value = tuple(_literal(part) for part in text.split(","))
-            elif type(value) is str and type(default) is not str and "dtype" not in key:
-                problem = "expected a number, true, false or none"
-            options[key] = value
-        if problem:
-            raise UsageError(f"--optimizer-args {word}: {problem}")
+        if not text or key not in names or key in options:
+            raise UsageError(
+                f"--optimizer-args {word}: expected KEY=VALUE, each key once; "
+                f"{config.optimizer} has {', '.join(names)} (and --learning-rate)"
+            )
+        options[key] = _literal(text)
     return options
 
 
 def _literal(text: str) -> Any:
-    """Returns a number, a truth value or None, or the text itself."""
+    """Returns a number, a truth value, None, a tuple of these, or the text itself."""
     words = {"none": None, "true": True, "false": False}
     if text.lower() in words:
         return words[text.lower()]
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            return kind(text)
-    return text
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 # --- learning rates ------------------------------------------------------------------

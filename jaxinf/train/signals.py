@@ -1,17 +1,16 @@
 """Ctrl-C and SIGTERM: the first asks for a clean stop, the second ends at once.
 
-Invariant: both work while the main thread is inside a long computation, where Python
-  cannot run signal handlers. A thread of our own reads the interpreter's wake-up pipe.
-  Processes of one run end after the same step.
+Invariant: processes of one run end after the same step. Python runs a handler between
+the main thread's own instructions: after a program of XLA that is under way, at the
+latest after the step.
 """
 
 import contextlib
 import os
 import signal
-import socket
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 from jaxinf.processes import Group
 
@@ -20,53 +19,39 @@ _SHOW_CURSOR = "\x1b[?25h"
 
 
 @contextlib.contextmanager
-def stop_requests(say: Callable[[str], None]) -> Iterator[list[int]]:
-    """Within its context, signals request a stop instead of ending the process.
+def stop_requests(*, is_quiet: bool) -> Iterator[list[int]]:
+    """Within its context, a first signal requests a stop instead of ending the process.
 
     It does nothing outside the main thread, where Python allows no signal handlers.
 
     Args:
-      say: called once, from another thread, with the first signal's name.
+      is_quiet: whether nothing is said of it on standard output.
 
     Yields:
       A list, to which the number of the first signal is added.
     """
     requests: list[int] = []
+
+    def ask(number: int, frame: Any) -> None:
+        requests.append(number)
+        for one in _SIGNALS:
+            signal.signal(one, signal.SIG_DFL)
+        text = f"{signal.Signals(number).name}: finishing this step; once more ends at "
+        text += f"once\n{_SHOW_CURSOR if os.isatty(1) else ''}"
+        with contextlib.suppress(OSError):
+            # A handler may interrupt a print, so it cannot use the same stream.
+            if not is_quiet:
+                os.write(1, text.encode())
+
     if threading.current_thread() is not threading.main_thread():
         yield requests
         return
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    old_fd = signal.set_wakeup_fd(writer.fileno())
-    # They do nothing; the watching thread sees the number.
-    handlers = {n: signal.signal(n, lambda *_: None) for n in _SIGNALS}
-    given = (reader, requests, say)
-    watching = threading.Thread(target=_watch, args=given, name="signals", daemon=True)
-    watching.start()
+    before = {number: signal.signal(number, ask) for number in _SIGNALS}
     try:
         yield requests
     finally:
-        for number, handler in handlers.items():
+        for number, handler in before.items():
             signal.signal(number, handler)
-        signal.set_wakeup_fd(old_fd)
-        writer.close()
-        watching.join()
-        reader.close()
-
-
-def _watch(
-    reader: socket.socket, requests: list[int], say: Callable[[str], None]
-) -> None:
-    while received := reader.recv(1):
-        number = received[0]
-        if number not in _SIGNALS:
-            continue
-        if requests:
-            if sys.stdout.isatty():
-                os.write(sys.stdout.fileno(), _SHOW_CURSOR.encode())
-            os._exit(128 + number)
-        requests.append(number)
-        say(signal.Signals(number).name)
 
 
 def stop_number(group: Group, step: int, requests: list[int]) -> int:

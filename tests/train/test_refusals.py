@@ -76,7 +76,7 @@ USAGE = (
     ("--micro-batches 3", "a divisor of the --batch"),
     ("--optimizer sgd", "--learning-rate: expected"),
     ("--restore 1", "write jaxinf checkpoint restore"),
-    ("--optimizer-args b3=1", "adamw has no b3"),
+    ("--optimizer-args b3=1", "b3=1: expected KEY=VALUE, each key once; adamw has b1"),
     ("--mode memory", "--store: --mode memory keeps nothing"),
     ("--log-dir s/log", "--log-dir"),
     ("--log-dir /proc/1/zz", "--log-dir /proc/1/zz: expected"),
