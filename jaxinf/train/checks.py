@@ -1,7 +1,8 @@
 """Refusals of run configurations that are invalid, or contradict themselves.
 
 Invariant: no combination of fields is ignored in silence. Functions yield what is
-wrong, in words; the first of these is raised.
+wrong, in words; the first of these is raised. What the store itself refuses when it is
+opened, before anything is written, is not repeated here.
 """
 
 import dataclasses
@@ -13,12 +14,7 @@ from typing import TypeAlias
 from jaxinf_models import MODELS, ModelFiles, abstract_params
 
 from jaxinf.command_line import UsageError, expand_home
-from jaxinf.csd import parse_csd
-from jaxinf.errors import ExchangeError
-from jaxinf.exchange import ObjectStore
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.data.errors import DataError
-from jaxinf.train.data.examples import field_map
 from jaxinf.train.freezing import check_frozen
 from jaxinf.train.lora import check_lora
 from jaxinf.train.options import FLAGS
@@ -49,7 +45,6 @@ def check(config: TrainConfig) -> TrainConfig:
       ExchangeError: the files of --from or --preset cannot be read.
     """
     _refuse(_of_values(config))
-    _refuse(_of_model_source(config))
     if config.source is not None:
         files = ModelFiles.of_folder(config.source)
         config = dataclasses.replace(config, files=files)
@@ -57,9 +52,8 @@ def check(config: TrainConfig) -> TrainConfig:
         files = ModelFiles.of_config(config.model_file)
         config = dataclasses.replace(config, files=files)
     _ = config.average  # refuses an --ema that does not parse
-    for problems in (_of_model, _of_data, _of_mode, _of_compression, _of_processes):
+    for problems in (_of_model, _of_mode, _of_processes, _of_places):
         _refuse(problems(config))
-    _refuse(_of_places(config))
     return config
 
 
@@ -76,7 +70,7 @@ def _given(config: TrainConfig, why: str, *names: str) -> _Problems:
 
 
 def _of_values(config: TrainConfig) -> _Problems:
-    """Each flag alone, and numbers that belong together."""
+    """Each flag alone, and numbers that belong together; which model is meant."""
     for name, field in FLAGS.items():
         value = getattr(config, field.name)
         for path in value if isinstance(value, tuple) else (value,):
@@ -87,9 +81,9 @@ def _of_values(config: TrainConfig) -> _Problems:
             yield f"--{name}: expected at least {least}, got {value}"
         if value == math.inf:  # JSON, and so a commit, has no form for it
             yield f"--{name}: expected a finite number, got {value}"
-    least_steps, also = (1, "; 0 imports what --from names")
-    if config.source is not None:
-        least_steps, also = 0, ""
+    least_steps, also = (
+        (0, "") if config.source else (1, "; 0 imports what --from names")
+    )
     if config.steps < least_steps:
         yield f"--steps: expected at least {least_steps}, got {config.steps}{also}"
     if config.batch_size * (config.seq_len or 1) >= 1 << 31:
@@ -101,25 +95,21 @@ def _of_values(config: TrainConfig) -> _Problems:
         )
     if config.seed >= 1 << 32:
         yield f"--seed: expected less than 2**32, got {config.seed}"
-    rates = {"epochs": config.epochs, "learning-rate": config.learning_rate}
-    for name, value in rates.items():
+    for name in ("epochs", "learning-rate"):
+        value = getattr(config, FLAGS[name].name)
         if value is not None and not 0 < value < math.inf:
             yield f"--{name}: expected more than 0, and finite, got {value}"
     if config.epochs is not None:
         yield from _given(config, "--epochs says how long the run is", "steps")
-
-
-def _of_model_source(config: TrainConfig) -> _Problems:
-    """Flags that contradict the config.json of --from or --preset; presets."""
-    if (source := config.source) is not None:
-        why = f"--from {source} says which model it is"
-        yield from _given(config, why, "model", "preset")
-    if config.model_file is not None:
-        why = f"--preset {config.model_file} says which model it is"
-        yield from _given(config, why, "model")
-        return
-    presets = MODELS[config.model].presets
-    if config.preset not in presets:
+    share = config.held_out_share
+    if share is not None and not 0 < share < 1:
+        yield f"--validation: expected more than 0, less than 1, got {share}"
+    presets, why = MODELS[config.model].presets, "says which model it is"
+    if config.source is not None:
+        yield from _given(config, f"--from {config.source} {why}", "model", "preset")
+    elif config.model_file is not None:
+        yield from _given(config, f"--preset {config.model_file} {why}", "model")
+    elif config.preset not in presets:
         yield (
             f"--preset: expected one of {config.model}'s, {', '.join(presets)}, or a "
             f"FILE.json, got {config.preset}"
@@ -134,9 +124,11 @@ def _of_model(config: TrainConfig) -> _Problems:
             f"--task {task}: expected one of {config.family.name}'s, "
             f"{', '.join(tasks)}; --model with that task: {', '.join(able)}"
         )
+    if task != "causal-lm":
+        yield from _given(config, f"--task {task} learns no prompts", "loss-on")
     limit = getattr(config.model_config, "num_positions", None)
-    if config.seq_len is not None and config.takes_images:
-        yield "--seq-len: the model takes images; leave it out"
+    if config.takes_images:
+        yield from _given(config, "the model takes images", "seq-len", "tokenizer")
     elif limit is not None and (config.seq_len or 0) > limit and config.steps:
         owner = config.source or config.model_file or f"preset {config.preset}"
         yield (
@@ -155,32 +147,22 @@ def _of_model(config: TrainConfig) -> _Problems:
             check_lora(config.adapters, params, config.model_name)
 
 
-def _of_data(config: TrainConfig) -> _Problems:
-    share = config.held_out_share
-    if share is not None and not 0 < share < 1:
-        yield f"--validation: expected more than 0, less than 1, got {share}"
-    try:
-        field_map(config.fields)
-    except DataError as error:
-        yield str(error)
-    task = config.task_name
-    if task != "causal-lm":
-        yield from _given(config, f"--task {task} learns no prompts", "loss-on")
-    if config.takes_images:
-        yield from _given(config, "the model takes images", "tokenizer", "fields")
-
-
 def _of_mode(config: TrainConfig) -> _Problems:
     mode = config.mode
     if mode == "memory":
-        why = "--mode memory keeps nothing on drives; give --mode update"
-        yield from _given(config, f"{why}, or", *_OF_THE_STORE)
+        why = "--mode memory keeps nothing on drives; give --mode update, or"
+        yield from _given(config, why, *_OF_THE_STORE)
+    elif config.store is None:
+        yield (
+            "--store: expected a directory for the optimizer's state, got nothing; "
+            "name one (it may be new), or give --mode memory to train without"
+        )
     if mode != "stream":
         why = f"--mode {mode} does not have it; give --mode stream, or"
         yield from _given(config, why, *_OF_STREAMING)
         if config.policy not in (None, "recompute", "keep"):
             yield f"--policy {config.policy}: {why} leave it out"
-    if mode == "stream" and config.memory is None:
+    elif config.memory is None:
         yield (
             "--memory: expected the bytes of host memory that a step may take, such as "
             "4GiB, got nothing; --mode stream needs it"
@@ -190,22 +172,12 @@ def _of_mode(config: TrainConfig) -> _Problems:
             "--steps 0: imports in --mode update, into a --store; go on with another "
             "--mode after it"
         )
-
-
-def _of_compression(config: TrainConfig) -> _Problems:
-    if config.compression is None or not config.compression.error_feedback:
-        return
-    if config.mode == "stream" and config.clip_norm:
+    sent = config.compression
+    if sent and sent.error_feedback and mode == "stream" and config.clip_norm:
         yield (
             f"--compress {config.compress}: with --mode stream the global norm would "
             "miss what error feedback adds; give --clip-norm 0, or leave error "
             "feedback out"
-        )
-    if config.mode != "memory" and config.durability not in ("step", 1):
-        yield (
-            f"--compress {config.compress}: each step commits its error feedback, "
-            f"expected --durability step, got {config.durability}; leave error "
-            "feedback out, or commit each step"
         )
 
 
@@ -214,12 +186,6 @@ def _of_processes(config: TrainConfig) -> _Problems:
         if config.fsdp:
             yield "--fsdp: expected with --distributed; add that"
         return
-    if config.export_to is not None:
-        yield (
-            "--export-to: a run of several processes exports nothing beside training; "
-            "leave it out, and export its checkpoints: jaxinf checkpoint export "
-            f"{config.store} URL --checkpoint NAME"
-        )
     if config.mode == "memory":
         yield "--distributed: --mode memory is one process; leave --distributed out"
     if not config.steps:
@@ -232,27 +198,13 @@ def _of_processes(config: TrainConfig) -> _Problems:
 
 
 def _of_places(config: TrainConfig) -> _Problems:
-    """The store's CSDs, exports, and places outside the store."""
     if config.export_to is not None and not config.checkpoint_every:
         yield (
             "--export-to: expected --checkpoint-every K, whose steps are exported; "
             "give that, or leave it out"
         )
-    try:
-        _ = config.export_to is not None and ObjectStore(config.export_to)
-        parse_csd(config.csd)
-    except (ExchangeError, ValueError) as error:
-        flag = "--export-to" if isinstance(error, ExchangeError) else "--csd"
-        yield f"{flag}: {error}"
-    if config.mode == "memory":
-        return
-    if config.store is None:
-        raise UsageError(
-            "--store: expected a directory for the optimizer's state, got nothing; "
-            "name one (it may be new), or give --mode memory to train without"
-        )
-    store = config.store.expanduser().absolute()
-    if config.logs.is_relative_to(store):
+    store = config.store and config.store.expanduser().absolute()
+    if store is not None and config.logs.is_relative_to(store):
         yield (
             f"--log-dir {config.logs}: expected a place outside the store "
             f"{config.store}, which holds nothing but the store's own files"

@@ -96,10 +96,6 @@ class Options:
     # A Hugging Face folder with a tokenizer; without it every byte is a token.
     tokenizer: Annotated[Path | None, _shown("DIR", "bytes")] = None
 
-    # Fields of records under other names, as OURS=YOURS,...: ours are text; prompt and
-    # response; messages and tools; label, a class's number or name; and text_pair.
-    fields: Annotated[str, _shown("OURS=YOURS,...", "our names")] = ""
-
     # With prompts and responses, or messages: learn the answers alone, or all text.
     loss_on: Literal["answers", "all"] = "answers"
 

@@ -102,12 +102,12 @@ USAGE = (
     ("--compress top_k:2", "top_k: expected a ratio above 0 and at most 1"),
     ("--compress random:0.1", "--compress 'random:0.1': expected top_k:RATIO"),
     ("--compress top_k:0.1,error_feedback=true --durability 5",
-     "expected --durability step, got 5"),
+     'expected durability="step", found a store'),
     ("--compress top_k:0.1,error_feedback=true --mode stream --memory 1GiB",
      "give --clip-norm 0, or leave error feedback"),
     ("--export-to file:///a", "--export-to: expected --checkpoint-every K"),
     ("--checkpoint-every 2 --export-to s3://key:secret@bucket/a",
-     "--export-to: s3://…: expected s3://BUCKET/PATH alone"),
+     "export_to: s3://…: expected s3://BUCKET/PATH alone"),
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Turns records into examples, and names the fields that they come from.
+"""Turns records into examples.
 
     {"text": …}                              the text is learned
     {"prompt": …, "response": …}             the response is learned
@@ -27,7 +27,9 @@ _FORMS = {  # by the fields that a record must have
     ("messages",): ("messages", "tools"),
     ("prompt", "response"): ("prompt", "response"),
 }
-_NAMES = [name for form in _FORMS.values() for name in form]
+FIELDS = frozenset(name for form in _FORMS.values() for name in form)
+"""Names of all fields that a record may have a use for."""
+
 _ROLES = ("system", "user", "assistant", "tool")
 _MOST_LABELS = 1 << 31  # that an int32 can tell apart
 
@@ -42,7 +44,6 @@ class Example(NamedTuple):
         it is bytes.
       messages: a conversation, in place of texts.
       label: the number or name of the class of a ``labelled`` example.
-      fields: the record's fields that are used: ``text=body,label``.
     """
 
     where: str
@@ -51,79 +52,41 @@ class Example(NamedTuple):
     messages: Sequence[Message] = ()
     tools: Any = None
     label: Label = -1
-    fields: str = ""
 
 
-def field_map(given: str) -> dict[str, str]:
-    """Reads ``prompt=instruction,response=output``: fields of records by our names.
-
-    Raises:
-      DataError: it is not of this form.
-    """
-    pairs = [word.partition("=") for word in given.split(",") if given]
-    found = {name.strip(): source.strip() for name, _, source in pairs}
-    if len(found) < len(pairs) or not all(found.values()) or {*found} - {*_NAMES}:
-        raise DataError(
-            f"--fields {given}: expected our names, each once, with yours: "
-            f"prompt=instruction,response=output; ours are {', '.join(_NAMES)}"
-        )
-    return found
-
-
-def used_fields(mapping: Mapping[str, str]) -> set[str]:
-    """Returns the names of all fields that a record may have a use for."""
-    return {*_NAMES, *mapping.values()}
-
-
-def example_of(record: Record, mapping: Mapping[str, str], unused: set[str]) -> Example:
+def example_of(record: Record, unused: set[str]) -> Example:
     """Returns the example of a record.
 
     Args:
-      mapping: fields of records by our names; a form with one of them comes first.
       unused: names of other fields, which are added.
 
     Raises:
       DataError: the record has no known form.
     """
-    where, raw = record.where, record.fields
-    if isinstance(raw.get(PLAIN_TEXT), bytes):  # JSON has no bytes
-        return Example(where, "text", (raw[PLAIN_TEXT],))
-    given = {name for name, value in raw.items() if value is not None}
-    free = {*_NAMES} - {*mapping.values()}
-    sources = {n: mapping.get(n, n) for n in _NAMES if n in mapping or n in free}
-    found = {name: source for name, source in sources.items() if source in given}
-    fitting = [form for needed, form in _FORMS.items() if {*needed} <= {*found}]
-    form = next((f for f in fitting if not mapping or {*mapping} & {*f}), None)
-    all_fields = given | {*record.unread}
-    if form is None:
+    where = record.where
+    if isinstance(text := record.fields.get(PLAIN_TEXT), bytes):  # JSON has no bytes
+        return Example(where, "text", (text,))
+    given = {name: x for name, x in record.fields.items() if x is not None}
+    form = next((form for needed, form in _FORMS.items() if {*needed} <= {*given}), ())
+    values = {name: given[name] for name in form if name in given}
+    others = {*given, *record.unread} - {*values}
+    if not values:
         raise DataError(
-            f"{where}: expected {_wanted(mapping, found)} (--fields gives them other "
-            f"names); found {shown_names(all_fields) or 'no fields'}"
+            f"{where}: expected a field 'text', the fields 'prompt' and 'response', or "
+            f"'messages'; found {shown_names(others) or 'no fields'}; rename them in "
+            "the data"
         )
-    used = {name: found[name] for name in form if name in found}
-    unused |= all_fields - {*used.values()}
-    values = {name: raw[source] for name, source in used.items()}
-    said = ",".join(n if n == source else f"{n}={source}" for n, source in used.items())
+    unused |= others
     if "messages" in values:
-        messages, tools = _messages(where, values["messages"]), values.get("tools")
-        return Example(where, "dialogue", (), messages, tools, fields=said)
-    own = {name: value for name, value in values.items() if name != "label"}
-    texts = tuple(_text(where, used[n] or n, value) for n, value in own.items())
+        messages = _messages(where, values["messages"])
+        return Example(where, "dialogue", (), messages, values.get("tools"))
+    own = [name for name in values if name != "label"]
+    texts = tuple(_text(where, name, values[name]) for name in own)
     if "prompt" in values:
-        return Example(where, "dialogue", texts, fields=said)
-    if "label" not in values and len(texts) == 1:
-        return Example(where, "text", texts, fields=said)
-    label = checked_label(values.get("label"), where)
-    return Example(where, "labelled", texts, label=label, fields=said)
-
-
-def _wanted(mapping: Mapping[str, str], found: Mapping[str, str]) -> str:
-    wanted = "a field 'text', the fields 'prompt' and 'response', or 'messages'"
-    if "text_pair" in found:
-        wanted = f"a field 'text' beside {found['text_pair']!r}"
-    if asked := [source for name, source in mapping.items() if name not in found]:
-        wanted = f"a field {asked[0]!r}, as --fields names it"
-    return wanted
+        return Example(where, "dialogue", texts)
+    if values.keys() == {"text"}:
+        return Example(where, "text", texts)
+    return Example(where, "labelled", texts, label=_label(where, values.get("label")))
 
 
 def _text(where: str, name: str, value: Any) -> Text:
@@ -154,8 +117,7 @@ def _messages(where: str, turns: Any) -> list[Message]:
 # --- classes -------------------------------------------------------------------------
 
 
-def checked_label(label: Any, where: str) -> Label:
-    """Returns a label that is a number or a name, or refuses it."""
+def _label(where: str, label: Any) -> Label:
     is_number = type(label) is int and 0 <= label < _MOST_LABELS
     if not is_number and not (isinstance(label, str) and label):
         raise DataError(
@@ -185,7 +147,7 @@ def numbered(
             f"{shown_names(names)} and {numbers[0]}"
         )
     if not classes:
-        is_digits = all(n.isdecimal() and len(n) < 10 for n in names)  # as CSV has them
+        is_digits = all(n.isdecimal() and len(n) < 10 for n in names)
         both = [(name, int(name) if is_digits else n) for n, name in enumerate(names)]
         classes |= {**dict(both), **{number: number for number in numbers}}
     if wrong := {str(label) for label in labels if label not in classes}:

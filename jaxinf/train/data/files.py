@@ -12,7 +12,6 @@ import gzip
 import io
 import json
 import os
-import re
 import sysconfig
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,14 +29,12 @@ _SKIPPED_LIBRARY_DIRS = {"site-packages", "dist-packages", "test", "tests", "idl
 _SKIPPED_LIBRARY_DIRS |= {"encodings", "pydoc_data"}
 
 _SNIFFED_BYTES = 8192
-_SUFFIXES = {".jsonl": "lines", ".ndjson": "lines", ".json": "json"}
-_SUFFIXES |= {".parquet": "parquet"}
-_TABLES = (".csv", ".tsv", ".arrow", ".feather")
+_FORMATS = {".jsonl": "lines", ".ndjson": "lines", ".json": "json"}
+_FORMATS |= {".parquet": "parquet"}
+_FORMATS |= dict.fromkeys((".csv", ".tsv", ".arrow", ".feather"), "none")
 _GZIP, _PARQUET, _UTF_8_MARK = b"\x1f\x8b", b"PAR1", b"\xef\xbb\xbf"
-# bzip2, xz, Zstandard, LZ4, UTF-16 and UTF-32, which may have no NUL.
-_NO_TEXT = re.compile(
-    rb"BZh\d1AY|\xfd7zXZ\0|\x28\xb5\x2f\xfd|\x04\x22\x4d\x18|\xff\xfe|\xfe\xff"
-)
+# bzip2, UTF-16, UTF-32; others that are no text have a NUL.
+_NO_TEXT = (b"BZh", b"\xff\xfe", b"\xfe\xff")
 
 
 def find_files(patterns: Sequence[str]) -> tuple[list[Path], list[Path]]:
@@ -60,9 +57,10 @@ def find_files(patterns: Sequence[str]) -> tuple[list[Path], list[Path]]:
     for pattern in patterns:
         path = Path(os.path.expanduser(pattern))
         if path.is_dir():
-            below = {file.resolve() for file in _walk(path)}
-            matched = {file for file in below if _is_data(file)}
-            left_out |= {f for f in below - matched if f.is_file() and f.stat().st_size}
+            below = {file.resolve() for file in _walk(path) if file.is_file()}
+            below = {file for file in below if file.stat().st_size}
+            matched = {file for file in below if _format_of(file) != "none"}
+            left_out |= below - matched
         else:
             names = [path] if path.is_file() else glob.iglob(str(path), recursive=True)
             matched = {Path(name).resolve() for name in names if os.path.isfile(name)}
@@ -95,80 +93,20 @@ def _walk(root: Path, skipped: Collection[str] = ()) -> Iterator[Path]:
 
 
 def _format_of(path: Path) -> str:
-    """Returns ``lines`` of JSON, ``json``, ``parquet`` or ``text``.
-
-    Raises:
-      DataError: it is a table of another format.
-    """
-    suffix = _suffix(path)
-    if suffix in _TABLES:
-        raise DataError(
-            f"{path}: expected text, JSON or Parquet, found {suffix}; save the table "
-            "as JSON lines or Parquet, with to_json or to_parquet of Hugging Face's "
-            "datasets, or with pandas"
-        )
-    is_parquet = _head(path).startswith(_PARQUET)
-    return _SUFFIXES.get(suffix) or ("parquet" if is_parquet else "text")
-
-
-def _suffix(path: Path) -> str:
-    name = Path(path.name.lower())
-    return (name.with_suffix("") if name.suffix == ".gz" else name).suffix
-
-
-def _is_data(path: Path) -> bool:
-    """Whether a file of a folder is text or Parquet."""
-    if not path.is_file():  # a socket, a pipe, a dangling link
-        return False
-    if _suffix(path) in _TABLES:
-        return False
-    head = _head(path)
-    is_text = bool(head) and b"\0" not in head and not _NO_TEXT.match(head)
-    return is_text or head.startswith((_GZIP, _PARQUET)) or _suffix(path) == ".parquet"
-
-
-def _open_file(path: Path) -> IO[bytes]:
-    """Opens a text file: unpacked, without a byte order mark.
-
-    Raises:
-      DataError: it is no text.
-    """
-    is_packed = _head(path).startswith(_GZIP)
-    opening: Any = gzip.open if is_packed else open
-    file = io.BufferedReader(opening(path, "rb"), _SNIFFED_BYTES)
-    head = file.peek()
-    if b"\0" in head or _NO_TEXT.match(head):
-        file.close()
-        raise DataError(
-            f"{path}: expected text, JSON or Parquet, packed by gzip at most, found a "
-            "NUL byte or the mark of an archive or of UTF-16, as .bz2, .xz and .zst "
-            "have; unpack it, convert it to UTF-8, or leave it out"
-        )
-    if head.startswith(_UTF_8_MARK):
-        file.read(len(_UTF_8_MARK))
-    return file
-
-
-def _read_whole(path: Path, file: IO[bytes]) -> bytes:
-    """Reads the rest of a file.
-
-    Raises:
-      DataError: it has more bytes than the machine's memory.
-    """
-    content = bytearray()
-    while chunk := file.read(1 << 24):
-        content += chunk
-        if len(content) > MACHINE_MEMORY_BYTES:
-            raise DataError(
-                f"{path}: expected at most {MACHINE_MEMORY_BYTES} bytes once unpacked, "
-                "as this machine has, found more; divide it, or give JSON lines"
-            )
-    return bytes(content)
-
-
-def _head(path: Path) -> bytes:
+    """Returns ``lines`` of JSON, ``json``, ``parquet``, ``text``, or ``none``."""
     with path.open("rb") as file:
-        return file.read(_SNIFFED_BYTES)
+        head = file.read(_SNIFFED_BYTES)
+    name = Path(path.name.lower())
+    suffix = (name.with_suffix("") if name.suffix == ".gz" else name).suffix
+    if suffix in _FORMATS:
+        return _FORMATS[suffix]
+    if head.startswith(_PARQUET):
+        return "parquet"
+    return "text" if head.startswith(_GZIP) or _is_text(head) else "none"
+
+
+def _is_text(head: bytes) -> bool:
+    return b"\0" not in head and not head.startswith(_NO_TEXT)
 
 
 # --- records -------------------------------------------------------------------------
@@ -206,7 +144,17 @@ def read_records(path: Path, used: Collection[str]) -> Iterator[Record]:
     if kind == "parquet":
         yield from _rows(path, used)
         return
-    with refusing(f"{path}: expected a whole file of {kind}"), _open_file(path) as file:
+    with refusing(f"{path}: expected a whole file of {kind}"), _opened(path) as file:
+        head = file.peek()
+        if kind == "none" or not _is_text(head):
+            raise DataError(
+                f"{path}: expected text, JSON or Parquet, packed by gzip at most, "
+                "found another table, an archive, UTF-16, or a NUL byte; save a table "
+                "as JSON lines or Parquet, unpack an archive, convert text to UTF-8, "
+                "or leave it out"
+            )
+        if head.startswith(_UTF_8_MARK):
+            file.read(len(_UTF_8_MARK))
         if kind == "lines":
             for number, line in enumerate(file, 1):
                 where = f"{path}:{number}"
@@ -217,6 +165,26 @@ def read_records(path: Path, used: Collection[str]) -> Iterator[Record]:
                     yield _record(f"{path}: item {number}", fields)
             else:
                 yield Record(str(path), {PLAIN_TEXT: text})
+
+
+def _opened(path: Path) -> io.BufferedReader:
+    with path.open("rb") as file:
+        is_packed = file.read(len(_GZIP)) == _GZIP
+    opening: Any = gzip.open if is_packed else open
+    return io.BufferedReader(opening(path, "rb"), _SNIFFED_BYTES)
+
+
+def _read_whole(path: Path, file: IO[bytes]) -> bytes:
+    """Reads the rest of a file; refuses more than the machine's memory."""
+    content = bytearray()
+    while chunk := file.read(1 << 24):
+        content += chunk
+        if len(content) > MACHINE_MEMORY_BYTES:
+            raise DataError(
+                f"{path}: expected at most {MACHINE_MEMORY_BYTES} bytes once unpacked, "
+                "as this machine has, found more; divide it, or give JSON lines"
+            )
+    return bytes(content)
 
 
 def _parsed(text: bytes, where: str, part: str) -> Any:

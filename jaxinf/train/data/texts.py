@@ -22,14 +22,13 @@ from jaxinf.train.config import TrainConfig
 from jaxinf.train.data import rows as forms
 from jaxinf.train.data.errors import DataError, shown_names
 from jaxinf.train.data.examples import (
+    FIELDS,
     Example,
     ExampleKind,
     Label,
     example_of,
-    field_map,
     num_classes,
     numbered,
-    used_fields,
 )
 from jaxinf.train.data.files import find_files, read_records, standard_library_files
 from jaxinf.train.data.rows import Encoded, all_of
@@ -83,10 +82,10 @@ def load_texts(
         held_files, others = find_files(options.validation)
         left_out += others
 
-    reader = _Reader(options, task, tokenizer, num_token_types)
+    reader = _Reader(task, tokenizer, num_token_types, options.loss_on == "all")
     most = seq_len or min(_MOST_USUAL_TOKENS, most_tokens or _MOST_USUAL_TOKENS)
     train = reader.read(files, "--data", most)
-    is_text, example = reader.kind == "text", _shown_example(reader, train[0])
+    is_text, example = reader.kind == "text", reader.shown(train[0])
     if seq_len is None:
         seq_len = _usual_length(train, most, is_text * (share or HELD_OUT_SHARE))
     train = reader.ordered(train, "--data", seq_len)
@@ -100,7 +99,7 @@ def load_texts(
         at = len(train) - max(int(len(train) > 1), int(len(train) * share))
         train, held = train[:at], train[at:]
     rows = [
-        _rows(reader, part, seq_len, name)
+        reader.rows(part, seq_len, name)
         for part, name in ((train, "train"), (held, "validation"))
     ]
 
@@ -123,7 +122,7 @@ def load_texts(
             "tokenizer": tokenizer.fingerprint,
             "sha256": hashlib.sha256(prints.encode()).hexdigest(),
         },
-        notes=tuple(_remarks(reader, left_out)),
+        notes=tuple(reader.remarks(left_out)),
         seq_len=seq_len,
         example=example,
     )
@@ -142,32 +141,6 @@ def _usual_length(encoded: _Examples, most: int, held_share: float) -> int:
     return max(2, min(longest, most))
 
 
-def _rows(
-    reader: "_Reader", examples: _Examples, seq_len: int, name: str
-) -> forms.Rows:
-    pad, parts = reader.tokenizer.pad, [example[0] for example in examples]
-    if reader.kind == "text":
-        is_causal = reader.task == "causal-lm"
-        rows = forms.windows(parts, seq_len, is_causal=is_causal)
-        if not len(rows):
-            need = f"seq_len + 1 = {seq_len + 1}" if is_causal else f"{seq_len}"
-            raise DataError(
-                f"expected at least {need} tokens of {name} text, got "
-                f"{sum(part.num_tokens for part in parts)}; name more text or shorten "
-                "the sequence"
-            )
-        return rows
-    if not examples:
-        raise DataError(
-            f"expected at least one {name} example, got none; name more data, or "
-            "what to hold out with --validation"
-        )
-    if reader.is_apart:
-        return forms.pairs(examples, seq_len, pad=pad, start=reader.tokenizer.start)
-    form = forms.single if reader.kind == "labelled" else forms.packed
-    return form(parts, seq_len, pad)
-
-
 def _masking(tokenizer: Tokenizer) -> forms.RowMap:
     if tokenizer.mask is None:
         raise DataError(
@@ -178,15 +151,13 @@ def _masking(tokenizer: Tokenizer) -> forms.RowMap:
     return forms.masking(mask=tokenizer.mask, special=special, vocab_size=num_ids)
 
 
-# --- reading -------------------------------------------------------------------------
-
-
 @dataclasses.dataclass
 class _Reader:
     """How the texts of a run are read, and what reading finds.
 
     Attributes:
       num_types: types of tokens that the model tells apart; 0 for none.
+      learn_all: whether prompts are learned, too.
       first: the first example of the training data, once it is read.
       unused: fields of records without a use.
       num_json: files of JSON that are read as text.
@@ -194,10 +165,10 @@ class _Reader:
       notes: what is cut or left out.
     """
 
-    options: TrainConfig
     task: TaskName
     tokenizer: Tokenizer
     num_types: int
+    learn_all: bool
     first: Example | None = None
     unused: set[str] = dataclasses.field(default_factory=set)
     num_json: int = 0
@@ -214,6 +185,8 @@ class _Reader:
         """Whether sources and answers are apart, as for T5."""
         return self.task == "seq2seq"
 
+    # --- reading ---------------------------------------------------------------------
+
     def read(self, files: Sequence[Path], flag: str, most: int) -> _Examples:
         """Reads files.
 
@@ -226,55 +199,42 @@ class _Reader:
             tokenizer cannot read it.
         """
         found: _Examples = []
-        for example in self._examples(files, flag):
+        for record in chain.from_iterable(read_records(path, FIELDS) for path in files):
+            example = example_of(record, self.unused)
+            self.first = self.first or example
+            if problem := self._problem(self.first, example, flag):
+                raise DataError(f"{example.where}: {problem}")
+            self.num_json += example.where.endswith(".json")
             encode = self._classified if example.kind == "labelled" else self._learned
             parts = encode(example, most)
             if not all(part.tokens.size for part in parts):
                 raise DataError(f"{example.where}: expected text, found none")
             found.append(parts)
-        if not found or self.first is None:
+        if not found:
             raise DataError(
                 f"{flag}: expected {_MEANT[_EXPECTED[self.task][0]]}, found "
                 f"{len(files)} file(s) without a record"
             )
-        if self.options.fields and not self.first.fields:
-            raise DataError(
-                f"--fields {self.options.fields}: the data has no records, but text; "
-                "leave it out"
-            )
         return found
-
-    def _examples(self, files: Sequence[Path], flag: str) -> Iterator[Example]:
-        mapping = field_map(self.options.fields)
-        used = used_fields(mapping)
-        for record in chain.from_iterable(read_records(path, used) for path in files):
-            example = example_of(record, mapping, self.unused)
-            self.first = self.first or example
-            if problem := self._problem(self.first, example, flag):
-                raise DataError(f"{example.where}: {problem}")
-            self.num_json += example.where.endswith(".json")
-            yield example
 
     def _problem(self, first: Example, example: Example, flag: str) -> str:
         """Returns why an example does not suit the run; nothing if it does."""
         kind, expected = example.kind, _EXPECTED[self.task]
-        if kind != first.kind:
-            return (
-                f"expected records of one kind, found {_MEANT[kind]} after those of "
-                f"{first.where}, which are {first.kind}; train on them one after the "
-                "other"
-            )
+        if (kind, len(example.texts)) != (first.kind, len(first.texts)):
+            if kind == first.kind == "labelled":
+                return f"expected 'text_pair' in all, or in none, as {first.where}"
+            if kind != first.kind:
+                return (
+                    f"expected records of one kind, found {_MEANT[kind]} after those "
+                    f"of {first.where}, which are {first.kind}; train on them one "
+                    "after the other"
+                )
         if kind not in expected:
             meant = " or ".join(_MEANT[one] for one in expected)
             return f"--task {self.task} expects {meant}, {flag} has {_MEANT[kind]}"
-        if kind == "labelled" and len(example.texts) != len(first.texts):
-            where = first.where
-            return (
-                f"expected a field 'text_pair' in all records, or in none, as {where}"
-            )
         if self.is_apart and example.messages:
             return "--task seq2seq expects a prompt and a response, found messages"
-        if kind == "text" and self.options.loss_on == "all":
+        if kind == "text" and self.learn_all:
             return "--loss-on all: texts are learned whole; leave it out"
         if example.messages and not self.tokenizer.has_template:
             return (
@@ -287,7 +247,7 @@ class _Reader:
 
     def _learned(self, example: Example, most: int) -> tuple[Encoded, ...]:
         """Encodes an example whose last text is learned, behind a prompt if any."""
-        learn_all, tokenizer = self.options.loss_on == "all", self.tokenizer
+        learn_all, tokenizer = self.learn_all, self.tokenizer
         if example.messages:
             assert isinstance(tokenizer, FolderTokenizer)
             return (Encoded(*tokenizer.conversation(example, learn_all=learn_all)),)
@@ -326,6 +286,8 @@ class _Reader:
             )
         return (Encoded(ids, all_of(ids), example.label, types, num),)
 
+    # --- rows ------------------------------------------------------------------------
+
     def ordered(self, encoded: _Examples, flag: str, seq_len: int) -> _Examples:
         """Numbers classes, leaves out what has no answer in a row, and sorts."""
         if self.kind == "labelled":
@@ -360,41 +322,62 @@ class _Reader:
             )
         return kept
 
+    def rows(self, examples: _Examples, seq_len: int, name: str) -> forms.Rows:
+        """Returns the rows of examples in the form of their kind and task."""
+        pad, parts = self.tokenizer.pad, [example[0] for example in examples]
+        if self.kind == "text":
+            is_causal = self.task == "causal-lm"
+            rows = forms.windows(parts, seq_len, is_causal=is_causal)
+            if not len(rows):
+                need = f"seq_len + 1 = {seq_len + 1}" if is_causal else f"{seq_len}"
+                raise DataError(
+                    f"expected at least {need} tokens of {name} text, got "
+                    f"{sum(part.num_tokens for part in parts)}; name more text or "
+                    "shorten the sequence"
+                )
+            return rows
+        if not examples:
+            raise DataError(
+                f"expected at least one {name} example, got none; name more data, or "
+                "what to hold out with --validation"
+            )
+        if self.is_apart:
+            return forms.pairs(examples, seq_len, pad=pad, start=self.tokenizer.start)
+        form = forms.single if self.kind == "labelled" else forms.packed
+        return form(parts, seq_len, pad)
 
-# --- what the user is told -----------------------------------------------------------
+    # --- what the user is told -------------------------------------------------------
 
+    def remarks(self, left_out: Sequence[Path]) -> Iterator[str]:
+        named = [f"{n} {k}" for k, n in self.classes.items() if str(k) != str(n)]
+        if named:
+            more = ", …" if len(named) > _SHOWN_CLASSES else ""
+            yield f"classes: {printable(', '.join(named[:_SHOWN_CLASSES]))}{more}"
+        yield from self.notes
+        if left_out:
+            yield (
+                f"{len(left_out):,} files of folders are neither text nor Parquet and "
+                f"are left out: {shown_names([path.name for path in left_out])}"
+            )
+        if self.unused:
+            yield f"fields of records that are not used: {shown_names(self.unused)}"
+        if num := self.num_json:
+            yield f"{num:,} .json files that are no list of records, read as text"
 
-def _remarks(reader: _Reader, left_out: Sequence[Path]) -> Iterator[str]:
-    named = [f"{n} {k}" for k, n in reader.classes.items() if str(k) != str(n)]
-    if named:
-        more = ", …" if len(named) > _SHOWN_CLASSES else ""
-        yield f"classes: {printable(', '.join(named[:_SHOWN_CLASSES]))}{more}"
-    yield from reader.notes
-    if left_out:
-        yield (
-            f"{len(left_out):,} files of folders are neither text nor Parquet and are "
-            f"left out: {shown_names([path.name for path in left_out])}"
-        )
-    if reader.unused:
-        yield f"fields of records that are not used: {shown_names(reader.unused)}"
-    if num := reader.num_json:
-        yield f"{num:,} .json files that are no list of records, read as text"
-
-
-def _shown_example(reader: _Reader, parts: Sequence[Encoded]) -> str:
-    """Decodes the first example; what is learned is in guillemets, the rest is cut."""
-    assert reader.first is not None
-    has_label, shown = reader.kind == "labelled", list[str]()
-    for part in parts:
-        places = np.flatnonzero(np.diff(part.is_learned)) + 1
-        for start, end in pairwise([0, *places, part.tokens.size]):
-            ids = part.tokens[start:end][: 4 * _SHOWN_CHARS]
-            text = reader.tokenizer.decode(ids).decode(errors="replace")
-            cut = "…" if len(text) > _SHOWN_CHARS else ""
-            text = printable(text[:_SHOWN_CHARS]) + cut
-            is_learned = part.is_learned[start] and not has_label
-            shown.append(f"«{text}»" if is_learned else text)
-    more = " …" if len(shown) > _SHOWN_RUNS else ""
-    label = f" → «{printable(str(reader.first.label))}»" if has_label else ""
-    fields = f" ({printable(reader.first.fields)})" if reader.first.fields else ""
-    return f"{''.join(shown[:_SHOWN_RUNS])}{more}{label}{fields}"
+    def shown(self, parts: Sequence[Encoded]) -> str:
+        """Decodes the first example; what is learned is in guillemets, and cut."""
+        assert self.first is not None
+        label, shown = "", list[str]()
+        if self.kind == "labelled":
+            label = f" → «{printable(str(self.first.label))}»"
+        for part in parts:
+            places = np.flatnonzero(np.diff(part.is_learned)) + 1
+            for start, end in pairwise([0, *places, part.tokens.size]):
+                ids = part.tokens[start:end][: 4 * _SHOWN_CHARS]
+                text = self.tokenizer.decode(ids).decode(errors="replace")
+                cut = "…" if len(text) > _SHOWN_CHARS else ""
+                text = printable(text[:_SHOWN_CHARS]) + cut
+                is_learned = part.is_learned[start] and not label
+                shown.append(f"«{text}»" if is_learned else text)
+        more = " …" if len(shown) > _SHOWN_RUNS else ""
+        return f"{''.join(shown[:_SHOWN_RUNS])}{more}{label}"

@@ -3,64 +3,38 @@
 import pytest
 
 from jaxinf.train.data.errors import DataError
-from jaxinf.train.data.examples import example_of, field_map
+from jaxinf.train.data.examples import example_of
 from jaxinf.train.data.files import Record
 
 
-def read(*records, fields="", unused=None):
-    mapping, unused = field_map(fields), set() if unused is None else unused
-    return [
-        example_of(Record(f"f.jsonl:{n}", record), mapping, unused)
-        for n, record in enumerate(records, 1)
-    ]
-
-
 @pytest.mark.parametrize(
-    ("fields", "record", "kind", "found"),
+    ("record", "kind", "found"),
     [
-        ("", {"prompt": "1+1=", "response": "2"}, "dialogue", ("1+1=", "2")),
-        ("text=body", {"body": "one", "id": 7}, "text", ("one",)),
-        ("prompt=q,response=a", {"q": "1", "a": "2"}, "dialogue", ("1", "2")),
-        (
-            "prompt = ask, response=say",
-            {"ask": "1", "say": "3"},
-            "dialogue",
-            ("1", "3"),
-        ),
-        (
-            "text=a,text_pair=b,label=c",
-            {"a": "1", "b": "2", "c": 0},
-            "labelled",
-            ("1", "2"),
-        ),
-        ("label=class", {"text": "1", "class": "good"}, "labelled", ("1",)),
+        ({"text": "one", "id": 7}, "text", ("one",)),
+        ({"prompt": "1+1=", "response": "2"}, "dialogue", ("1+1=", "2")),
+        ({"text": "1", "text_pair": "2", "label": 0}, "labelled", ("1", "2")),
+        ({"text": "1", "label": "good", "prompt": None}, "labelled", ("1",)),
     ],
 )
-def test_fields_under_other_names(fields, record, kind, found):
+def test_forms_of_records(record, kind, found):
     unused = set()
-    (example,) = read(record, fields=fields, unused=unused)
+    example = example_of(Record("f.jsonl:1", record, ("when",)), unused)
     assert (example.kind, example.texts) == (kind, found)
-    assert unused == ({"id"} if "id" in record else set())
-
-
-@pytest.mark.parametrize("given", ["text", "text=", "txt=a", "text=a,text=b", "=a"])
-def test_field_maps_that_are_none(given):
-    with pytest.raises(DataError, match=f"--fields {given}: expected our names"):
-        field_map(given)
+    assert unused == {"when", *({"id"} & {*record})}
 
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_pairs_in_some_records_only(order, load, write):
     records = [{"text": "a", "text_pair": "b", "label": 1}, {"text": "a", "label": 1}]
     path = write("f.jsonl", records[::order])
-    with pytest.raises(DataError, match=r":2: expected a field 'text_pair' in all.*:1"):
+    with pytest.raises(DataError, match=r":2: expected 'text_pair' in all.*:1"):
         load(path, task="classification")
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"txt": "one"}, r"a field 'text'.*\(--fields gives.*found 'txt'"),
+        ({"txt": "one"}, r"a field 'text'.*found 'txt'; rename"),
         ({}, "found no fields"),
         ({"text": None}, "found no fields"),
         ({"text": ""}, "expected text in field 'text', found an empty one"),
@@ -69,7 +43,10 @@ def test_pairs_in_some_records_only(order, load, write):
         ({"prompt": "a", "response": ""}, "field 'response', found an empty one"),
         ({"prompt": ["a"], "response": "b"}, "field 'prompt', found a list"),
         ({"text": "a", "label": 2**31}, "label from 0 to 2147483647"),
-        ({"text_pair": "a", "label": 1}, "a field 'text' beside 'text_pair'"),
+        (
+            {"text_pair": "a", "label": 1},
+            "a field 'text', .*found 'label', 'text_p",
+        ),
         ({"text": "a", "label": ""}, "or a class's name, found ''"),
         ({"text": "a", "label": True}, "found True"),
         ({"messages": []}, "expected a list of messages"),
@@ -79,7 +56,7 @@ def test_pairs_in_some_records_only(order, load, write):
 )
 def test_records_that_are_none(fields, message):
     with pytest.raises(DataError, match=r"f.jsonl:1.*" + message):
-        read(fields)
+        example_of(Record("f.jsonl:1", fields), set())
 
 
 def test_kinds_do_not_mix(load, write):

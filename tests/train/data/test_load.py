@@ -105,7 +105,7 @@ def test_labels_are_names_or_digits(load, write):
     data = load(write("a.jsonl", named), task="classification", seq_len=16)
     assert data.num_labels == 3
     assert data.notes[0] == "classes: 0 neg, 1 neutral, 2 pos"
-    assert data.example == "number 0\\x00 → «neg» (text,label)"
+    assert data.example == "number 0\\x00 → «neg»"
     digits = [{**record, "label": str(record["label"])} for record in LABELLED]
     assert load(write("b.jsonl", digits), task="classification").num_labels == 3
     held = write("c.jsonl", [{"text": "a", "label": "bad"}])
@@ -165,18 +165,6 @@ def test_long_examples_are_cut_and_said(load, write):
     with pytest.raises(DataError, match=r"5 examples whose .* after 30 tokens; give a"):
         load(path, seq_len=8)
     assert len(load(path, seq_len=31).train)
-
-
-def test_field_of_the_text(load, write):
-    path = write("a.jsonl", [{"body": record["text"]} for record in TEXTS])
-    assert (
-        load(path, fields="text=body").identity
-        == load(write("b.jsonl", TEXTS)).identity
-    )
-    with pytest.raises(DataError, match="--fields text=body: the data has no record"):
-        load(write("a.txt", "text " * 99), fields="text=body")
-    with pytest.raises(DataError, match="expected a field 'body', as --fields names"):
-        load(write("c.jsonl", PAIRS), fields="text=body")
 
 
 def test_order_of_files_does_not_count(load, write):
