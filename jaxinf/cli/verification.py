@@ -21,7 +21,6 @@ from jaxinf.store import (
     checkpoint_names,
     find_checkpoint,
     left_by_copy,
-    other_damages,
     step_bytes,
     verify_step,
 )
@@ -64,10 +63,6 @@ class Verify:
                     damages[title] = found
                 elif self.checkpoint is not None:
                     find_checkpoint(directory, self.checkpoint)
-            if self.checkpoint is None:
-                of_step = next(iter(damages.values()))
-                others = other_damages(directory)
-                of_step += [damage for damage in others if damage not in of_step]
             num_bytes = step_bytes(directory)
         (_print_json if self.json else _print)(path, damages, num_bytes)
         return not any(damages.values())

@@ -317,7 +317,7 @@ class ChunkTable:
         when: str = "as written",
     ) -> StoreCorruptError:
         directory, at = self._directory, layout.place(state)
-        file, one = directory.chunk_name(slot, *at), directory.held_chunk(*at)
+        file, one = directory.chunk_file(slot, *at), directory.held_chunk(*at)
         where = {"when": when, "store": str(directory.path)}
         return corrupt_chunk(file, one, expected, found, **where)
 

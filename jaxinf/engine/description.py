@@ -142,12 +142,14 @@ def planned(
         grid = choose_grid(leaf.shape, shard_counts=leaf.shard_counts or None)
         leaves.append(coded_leaf(replace(leaf, chunk_shape=grid.chunk_shape), formats))
     coded = replace(description.contents, leaves=tuple(leaves))
-    manifest = lay_out(coded, [str(root) for root in options.csds] or held_roots)
+    roots, part = [str(root) for root in options.csds] or held_roots, {}
     if not group.is_alone:
-        member = Member(group.session, group.number, group.count)
         holders = [_holders(leaf) for leaf in description.leaves]
-        manifest = deal_to_members(manifest, member, holders)
-    return StoreDirectory(options.path, manifest)
+        part = {
+            "member": Member(group.session, group.number, group.count),
+            "owners": deal_to_members(coded.leaves, group.count, holders),
+        }
+    return StoreDirectory(options.path, lay_out(coded, roots, **part))
 
 
 def _holders(leaf: LeafDescription) -> tuple[tuple[int, ...], ...]:

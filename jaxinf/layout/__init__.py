@@ -29,4 +29,4 @@ from jaxinf.layout.runs import (
     scatter,
     target_view,
 )
-from jaxinf.layout.subgroups import Subgroup, deal, deal_again, subgroups
+from jaxinf.layout.subgroups import Subgroup, deal, subgroups

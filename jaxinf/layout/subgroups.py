@@ -4,10 +4,9 @@ Invariant: the subgroups of a leaf partition its elements. Each lies in one chun
 so on one CSD, and starts on a page of its file in every dtype.
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 from jaxinf.layout.grid import CHUNK_ALIGNMENT_ELEMENTS, LeafGrid
 
@@ -94,50 +93,4 @@ def deal(
         may = holders[chunk] if holders else range(num)
         result[chunk] = best = min(may, key=lambda one: (loads[one], one))
         loads[best] += chunk_bytes[chunk]
-    return result
-
-
-def deal_again(
-    chunk_bytes: Sequence[int], held: Sequence[int | None], num: int
-) -> list[int]:
-    """Deals chunks anew and moves few of them.
-
-    If the loads are balanced already, all chunks stay. Otherwise a chunk stays as long
-    as its CSD has no more than its part; the others go, the largest first, to the CSD
-    with the fewest bytes.
-
-    Args:
-      chunk_bytes: bytes of each chunk.
-      held: each chunk's present CSD, by the new numbers; None if that CSD is removed.
-      num: number of CSDs, at least 1.
-
-    Returns:
-      The CSD of each chunk. The loads differ by no more than the largest chunk.
-    """
-    loads, wanted = [0] * num, sum(chunk_bytes) // num
-    kept = [csd for csd in held if csd is not None]
-    if len(kept) == len(held):
-        for num_bytes, csd in zip(chunk_bytes, kept, strict=True):
-            loads[csd] += num_bytes
-        if max(loads) - min(loads) <= max(chunk_bytes, default=0):
-            return kept
-    loads, result = [0] * num, [-1] * len(chunk_bytes)
-    largest_first = sorted(range(len(chunk_bytes)), key=lambda i: -chunk_bytes[i])
-    for num_bytes, group in groupby(largest_first, key=lambda i: chunk_bytes[i]):
-        by_csd = defaultdict[int, list[int]](list)
-        for position in group:
-            if (csd := held[position]) is not None:
-                by_csd[csd].append(position)
-        for csd, positions in by_csd.items():
-            num_kept = len(positions)
-            if num_bytes:
-                left_bytes = max(0, wanted - loads[csd])
-                num_kept = min(num_kept, left_bytes // num_bytes)
-            loads[csd] += num_kept * num_bytes
-            for number in range(num_kept):  # of all parts of a leaf as many
-                result[positions[number * len(positions) // num_kept]] = csd
-    for position in largest_first:
-        if result[position] < 0:
-            result[position] = csd = loads.index(min(loads))
-            loads[csd] += chunk_bytes[position]
     return result

@@ -10,6 +10,7 @@ Where a question is answered:
     how chunks are read and verified     reader.py, verify.py
     how a step is copied or recoded      copying.py, copy_chunks.py, formats.py
     how a step is kept or pinned         steps.py; of several members: members.py
+    what a copy begins with              copy_source.py
     what other zarr readers see          stock.py
 
 Invariant: at every instant the last committed step is complete on the drives
@@ -28,6 +29,7 @@ from jaxinf.store.commit import (
     schedule_free_params,
 )
 from jaxinf.store.copy_chunks import write_box
+from jaxinf.store.copy_source import CopySource, store_source
 from jaxinf.store.copying import Copied, CopyLayout, copy_step, left_by_copy
 from jaxinf.store.creation import (
     BESIDE,
@@ -87,7 +89,6 @@ from jaxinf.store.manifest import (
 )
 from jaxinf.store.members import (
     CommitAction,
-    CopySource,
     HeldSteps,
     StepId,
     agreed_step,
@@ -100,7 +101,6 @@ from jaxinf.store.members import (
     remove_whole,
     restore_whole,
     save_whole,
-    store_source,
     to_step,
 )
 from jaxinf.store.owners import (
@@ -139,4 +139,4 @@ from jaxinf.store.stock import (
     step_documents,
     write_carry,
 )
-from jaxinf.store.verify import other_damages, step_bytes, verify_step
+from jaxinf.store.verify import step_bytes, verify_step

@@ -26,16 +26,13 @@ from jaxinf.store.documents import (
     array_name,
     check_leaf_paths,
     read_document,
-    refusing,
     write_document,
 )
 from jaxinf.store.manifest import (
     FORMAT_VERSION,
-    MEMBER_VERSION,
-    VERSIONS,
     Manifest,
+    check_version,
     dtype_of,
-    version_of,
 )
 from jaxinf.transfer import crc32c
 from jaxinf.typing import Array
@@ -168,14 +165,12 @@ class KeptPlan(Document, frozen=True):
       fingerprint: of the traced program.
       cuts: the nodes at which segments begin, and the number of nodes.
       mesh: devices along each axis of the mesh; empty without one.
-      rows: of old: tables whose blocks of rows were programs' params.
     """
 
     version: _Count
     fingerprint: Annotated[str, Meta(max_length=256)]
     cuts: tuple[_Count, ...]
     mesh: _Mesh = msgspec.field(default_factory=dict)
-    rows: dict[str, _Length] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.cuts[:1] != (0,) or [*self.cuts] != sorted({*self.cuts}):
@@ -221,7 +216,7 @@ class CommitRecord(Document, frozen=True, omit_defaults=False):
       carry: arrays that the caller has given beside the optimizer's.
       streams: the cuts of programs by the digest of their leaves and batch, those of
         all steps so far.
-      steps_without_params, device_tier, documents: of old.
+      documents: of stores written before; not used.
       carried: the bytes of `carry` until they are committed; not in the document.
     """
 
@@ -238,16 +233,15 @@ class CommitRecord(Document, frozen=True, omit_defaults=False):
     ] = ""
     device_updates: _Every | Literal["auto"] = 0
     inexact: dict[str, np.float32] = msgspec.field(default_factory=dict)
-    steps_without_params: _Every = 0
     carry: tuple[CarriedArray, ...] = ()
     streams: dict[Id, KeptPlan] = msgspec.field(default_factory=dict)
-    device_tier: Annotated[int, Meta(ge=1, le=2**62 - 1)] = 0
     documents: dict[str, Sum] = msgspec.field(default_factory=dict)
     carried: tuple[bytes, ...] = ()
 
     def __post_init__(self) -> None:
         if len({scalar.path for scalar in self.scalar_state}) != len(self.scalar_state):
             raise ValueError("two scalars of one path")
+        check_carry(self.carry)
 
     def replace(self, **changes: Any) -> "CommitRecord":
         """Returns a record with other values of some attributes."""
@@ -270,9 +264,8 @@ class CommitRecord(Document, frozen=True, omit_defaults=False):
         bounds = {name: np.float32(bound) for name, bound in self.inexact.items()}
         own = self.replace(carried=(), inexact=bounds)
         found = msgspec.to_builtins(own, enc_hook=_encoded)
-        version = MEMBER_VERSION if self.commit else FORMAT_VERSION
         return (
-            {"format_version": version}
+            {"format_version": FORMAT_VERSION}
             | {name: found[name] for name in _ALWAYS}
             | {name: value for name, value in found.items() if value}
         )
@@ -289,28 +282,17 @@ class CommitRecord(Document, frozen=True, omit_defaults=False):
           StoreFormatError: the record is missing, damaged, edited, or of another
             format.
         """
-        version, names = 0, set[str]()
 
         def check(document: Any) -> None:
-            nonlocal version
-            if (found := version_of(document)) not in VERSIONS:
-                raise ValueError(
-                    f"format version {shown(found)}, expected {FORMAT_VERSION}"
-                )
-            version = document.pop("format_version")
-            names.update(document)
+            check_version(document)
+            del document["format_version"]
+            if missing := [name for name in _ALWAYS if name not in document]:
+                raise ValueError(f"expected the key {missing[0]!r}, found none")
+            if "carried" in document:
+                raise ValueError("expected no key 'carried'")
 
         hooks = {"check": check, "dec_hook": _decoded}
-        held = read_document(path, cls, _WHAT, _REMEDY, raw=raw, **hooks)
-        with refusing(path, _WHAT, _REMEDY):  # what its seal is right of
-            if missing := [name for name in _ALWAYS if name not in names]:
-                raise ValueError(f"expected the key {missing[0]!r}, found none")
-            if "carried" in names:
-                raise ValueError("expected no key 'carried'")
-            if bool(held.commit) != (version == MEMBER_VERSION):
-                raise ValueError(f"format {version}, commit {held.commit}")
-            check_carry(held.carry)
-        return held
+        return read_document(path, cls, _WHAT, _REMEDY, raw=raw, **hooks)
 
     def part(self, manifest: Manifest, commit: str = "") -> "CommitRecord":
         """Returns the record of a whole step as a store's that holds a part of it.

@@ -20,10 +20,10 @@ import numpy as np
 
 from jaxinf.layout import CodedSlot, box_runs, rounding_of_chunk
 from jaxinf.store.commit import CommitRecord
+from jaxinf.store.copy_source import CopySource
 from jaxinf.store.creation import existing_parent
 from jaxinf.store.directory import StoreDirectory, allocate, link_file
 from jaxinf.store.manifest import ChunkFile, LeafRecord, StateRecord, dtype_of
-from jaxinf.store.members import CopySource
 from jaxinf.store.reader import (
     PIECE_BYTES,
     StepReader,

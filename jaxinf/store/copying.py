@@ -27,24 +27,23 @@ from jaxinf.errors import (
     StoreMismatchError,
 )
 from jaxinf.store.copy_chunks import copied_chunks, make_steps, room_needed
+from jaxinf.store.copy_source import CopySource, check_unread
 from jaxinf.store.creation import (
     begin_store,
     check_free_space,
     lay_out,
     make_place,
-    member_of,
 )
 from jaxinf.store.directory import SLOTS, StoreDirectory
 from jaxinf.store.formats import (
     AS_IT_IS,
     Formats,
     ShardsOf,
-    divided_leaves,
-    owned_leaves,
+    divided,
 )
 from jaxinf.store.lock import StoreLock, lock_exclusively
-from jaxinf.store.manifest import Manifest, Member
-from jaxinf.store.members import CopySource, check_unread, find_members, member_name
+from jaxinf.store.manifest import LeafRecord, Manifest, Member
+from jaxinf.store.members import find_members, member_name
 from jaxinf.store.owners import check_owners, check_places, claim_csds
 from jaxinf.store.stock import make_carry, write_carry
 from jaxinf.transfer import fsync_directory, translated, write_bytes_atomically
@@ -86,7 +85,7 @@ class Copied:
 
     Attributes:
       step: the step.
-      num_bytes: bytes that it wrote; others are links. 0 in place if nothing changes.
+      num_bytes: bytes that it wrote; others are links.
       regridded: names of leaves with another grid.
       dropped: checkpoints that some members lacked.
     """
@@ -131,22 +130,20 @@ def copy_step(
             f"{staging}: expected nothing, or what an interrupted copy has left, found "
             "a symlink; jaxinf made no such thing: find out who did, and remove it"
         )
-    if source.held and _is_same(source.parts, manifests):
-        _discard(staging, target)
-        return Copied(source.step.commit.step, 0)
     with translated("copy", staging):
         staging.mkdir(parents=True, exist_ok=True)
     lock = StoreLock(staging)
     try:
         _discard(staging, target, keeps=True)  # what an interrupted call has left
         try:
-            if source.held:
-                _check_exchange(staging)
             num_bytes = _make(source, manifests, staging, progress)
+            _publish(source, staging, target)
         except (JaxinfError, ValueError):
             _discard(staging, target)
             raise
-        _publish(source, staging, target)
+        with translated("copy", target):
+            fsync_directory(target.parent)
+        _discard(staging, target)  # in place, what was there
     finally:
         lock.release()
     for place in find_members(target) or [target]:
@@ -175,9 +172,10 @@ def _manifests(source: CopySource, layout: CopyLayout, target: Path) -> list[Man
     if not 1 <= count <= _MOST_PROCESSES:
         raise ValueError(f"processes={count}: expected from 1 to {_MOST_PROCESSES}")
     whole = layout.formats.of(source.whole, source.where)
-    held = owned_leaves(source.parts[0], whole.leaves)
-    counts = len(source.parts), count
-    leaves = divided_leaves(held, counts, layout.shards_of, source.where)
+    leaves: Sequence[LeafRecord] = whole.leaves
+    owners: Sequence[Sequence[int]] = [leaf.owners for leaf in source.parts[0].leaves]
+    if count != len(source.parts) or layout.shards_of is not None:
+        leaves, owners = divided(leaves, count, layout.shards_of, source.where)
     for old, new in zip(source.whole.leaves, leaves, strict=True):
         if old.chunk_shape != new.chunk_shape and old.states != new.states:
             raise StoreMismatchError(
@@ -185,18 +183,11 @@ def _manifests(source: CopySource, layout: CopyLayout, target: Path) -> list[Man
                 "formats, found both; make two copies, one after the other"
             )
     contents = structs.replace(whole, leaves=tuple(leaves))
-    shapes, owners = [n.chunk_shape for n in leaves], [n.owners for n in leaves]
     run, found = uuid.uuid4().hex, []
     for number in range(count):
-        before, parts = None, source.parts  # chunks stay on their drives if they may
-        if count == len(parts) == 1:
-            is_same = [leaf.chunk_shape for leaf in parts[0].leaves] == shapes
-            before = parts[0] if is_same else None
+        member = Member(run, number, count) if count > 1 else None
         roots = _roots(source, layout, number)
-        made = lay_out(contents, roots, held=before)
-        if count > 1:
-            made = member_of(made, Member(run, number, count), owners)
-        found.append(made)
+        found.append(lay_out(contents, roots, member=member, owners=owners))
     names = _names(count)
     for name, made in zip(names, found, strict=True):
         check_places(StoreDirectory(target / name, made))
@@ -229,18 +220,6 @@ def _roots(source: CopySource, layout: CopyLayout, number: int) -> list[str]:
     return roots
 
 
-def _is_same(parts: Sequence[Manifest], wanted: Sequence[Manifest]) -> bool:
-    """Whether a source has these leaves, owners, roots and, alone, places already."""
-
-    def form(manifest: Manifest) -> object:
-        leaves = manifest.leaves
-        if manifest.member is not None:
-            leaves = tuple(structs.replace(leaf, csds=()) for leaf in leaves)
-        return manifest.csds, leaves
-
-    return [*map(form, parts)] == [*map(form, wanted)]
-
-
 def _check_target(source: CopySource, target: Path) -> None:
     """Refuses a target where a copy cannot appear."""
     found = ["a mount point"] if os.path.ismount(target) else []
@@ -251,17 +230,6 @@ def _check_target(source: CopySource, target: Path) -> None:
             f"{target}: expected nothing there, or an empty directory, or OLD itself, "
             f"and no mount point, found {', '.join(found)}; give another path"
         )
-
-
-def _check_exchange(staging: Path) -> None:
-    """Refuses a file system where the copy could not take OLD's place at the end."""
-    with translated("copy", staging):
-        first, second = staging / ".jaxinf-first", staging / ".jaxinf-second"
-        first.mkdir()
-        second.mkdir()
-        _exchange(first, second)
-        first.rmdir()
-        second.rmdir()
 
 
 # --- making it -----------------------------------------------------------------------
@@ -316,22 +284,18 @@ def _make(
 
 
 def _publish(source: CopySource, staging: Path, target: Path) -> None:
-    """Gives a complete copy its place; in place, removes what was there."""
-    with translated("copy", target):
+    """Gives a complete copy its place, at one instant."""
+    with translated("copy", target), contextlib.ExitStack() as locks:
         fsync_directory(staging)
-        if not source.held:
-            staging.rename(target)
-            fsync_directory(target.parent)
-            return
-        with contextlib.ExitStack() as locks:
-            for one in source.held:
-                locks.enter_context(lock_exclusively(one.publish_lock))
-                check_unread(one)
-                if one.lock is not None:
-                    one.lock.check()
+        for one in source.held:
+            locks.enter_context(lock_exclusively(one.publish_lock))
+            check_unread(one)
+            if one.lock is not None:
+                one.lock.check()
+        if source.held:
             _exchange(staging, target)
-        fsync_directory(target.parent)
-        _discard(staging, target)
+        else:
+            staging.rename(target)
 
 
 def _exchange(first: Path, second: Path) -> None:

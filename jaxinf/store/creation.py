@@ -17,12 +17,10 @@ from msgspec.structs import replace
 
 from jaxinf.documents import MOST_BYTES
 from jaxinf.errors import StoreFormatError, StoreSpaceError
-from jaxinf.layout import deal, deal_again
+from jaxinf.layout import deal
 from jaxinf.store.commit import CarriedArray, CommitRecord
 from jaxinf.store.directory import SLOTS, StoreDirectory, allocate, link_file
 from jaxinf.store.manifest import (
-    FORMAT_VERSION,
-    MEMBER_VERSION,
     LeafRecord,
     Manifest,
     Member,
@@ -32,7 +30,6 @@ from jaxinf.store.owners import check_owners, check_places, make_csds
 from jaxinf.store.stock import create_documents, link_carry, make_folder
 from jaxinf.terminal import format_bytes
 from jaxinf.transfer import (
-    PAGE_BYTES,
     fsync_directory,
     open_beneath,
     read_beneath,
@@ -42,94 +39,60 @@ from jaxinf.transfer import (
 BESIDE = re.compile(r"(?:stream|tokenizer)/[A-Za-z0-9_]+(?:\.[a-z]+)+")
 """Names of files beside a store's steps, which a run goes on with."""
 
-_MOST_FILES = 2 << 20
-"""Limit of a slot's chunk files, as its record names each (`documents.MOST_BYTES`)."""
-
 
 def lay_out(
-    contents: Manifest, csd_roots: Sequence[str], *, held: Manifest | None = None
+    contents: Manifest,
+    csd_roots: Sequence[str],
+    *,
+    member: Member | None = None,
+    owners: Sequence[Sequence[int]] = (),
 ) -> Manifest:
     """Assigns places to the chunks of a store; every new manifest is made here.
 
     Args:
       contents: the store's leaves, with their chunk shapes; their places are ignored.
       csd_roots: CSD roots for the chunks; empty for the store itself.
-      held: an existing store with these contents: chunks keep their CSDs as far as the
-        loads allow.
-
-    Raises:
-      StoreSpaceError: there are too many chunks for a store's record.
+      member: the store's part in a run of several processes.
+      owners: by leaf, the member that holds each chunk; of a run alone.
     """
-    leaves = [replace(leaf, csds=(), owners=()) for leaf in contents.leaves]
-    num_files = sum(leaf.grid.num_chunks * len(leaf.states) for leaf in leaves)
-    if num_files > _MOST_FILES:  # before so many are listed
-        num_bytes = sum(
-            state.num_elements(leaf.grid.num_elements) * state.itemsize
-            for leaf in leaves
-            for state in leaf.states
-        )
-        raise StoreSpaceError(
-            f"a store's two slots: expected at most {_MOST_FILES:,} chunk files in "
-            f"each, found {num_files:,} with {num_bytes:,} bytes "
-            f"({format_bytes(num_bytes)}); take a smaller model"
-        )
-    manifest = replace(
+    leaves = []
+    for number, leaf in enumerate(contents.leaves):
+        bare = replace(leaf, csds=(0,) * leaf.grid.num_chunks, owners=())
+        leaves.append(bare if member is None else held_by(bare, owners[number], member))
+    sizes = [leaf.chunk_bytes[number] for leaf in leaves for number in leaf.held]
+    csds = iter(deal(sizes, max(1, len(csd_roots))))
+    dealt = (
+        replace(n, csds=tuple(-1 if csd < 0 else next(csds) for csd in n.csds))
+        for n in leaves
+    )
+    return replace(
         contents,
-        leaves=tuple(replace(n, csds=(0,) * n.grid.num_chunks) for n in leaves),
+        leaves=tuple(dealt),
         store_id=uuid.uuid4().hex,
         csds=tuple(csd_roots),
-        format_version=FORMAT_VERSION,
-        member=None,
+        member=member,
     )
-    return _deal(manifest, held)
-
-
-def _deal(manifest: Manifest, held: Manifest | None = None) -> Manifest:
-    """Returns a new store's manifest with its chunks dealt to its CSDs."""
-    sizes = [num_bytes for _, num_bytes in _held_bytes(manifest)]
-    num_csds, roots = max(1, len(manifest.csds)), manifest.csds
-    if held is None:
-        found = deal(sizes, num_csds)
-    else:
-        kept = [roots.index(n) if n in roots else None for n in held.csds] or [None]
-        before = [kept[csd] for csd, _ in _held_bytes(held)]
-        found = deal_again(sizes, before, num_csds)
-    csds, leaves = iter(found), []
-    for leaf in manifest.leaves:
-        places = tuple(-1 if csd < 0 else next(csds) for csd in leaf.csds)
-        leaves.append(replace(leaf, csds=places))
-    return replace(manifest, leaves=tuple(leaves))
 
 
 def deal_to_members(
-    manifest: Manifest, member: Member, holders: Sequence[Sequence[Sequence[int]]]
-) -> Manifest:
-    """Returns a new store's manifest as a member's, which holds a part of the chunks.
+    leaves: Sequence[LeafRecord],
+    count: int,
+    holders: Sequence[Sequence[Sequence[int]]],
+) -> list[list[int]]:
+    """Returns the owner of each chunk by leaf, in a new run of several processes.
 
     Args:
-      manifest: a result of `lay_out`, the same in all members except for its roots.
+      leaves: with their chunk shapes and numbers of shards.
+      count: number of processes.
       holders: by leaf, and then by shard in C order, the numbers of the processes whose
         JAX devices have the shard. Chunks of shards that several have are divided.
     """
     chunk_bytes, places = [], []
-    for leaf, own in zip(manifest.leaves, holders, strict=True):
+    for leaf, own in zip(leaves, holders, strict=True):
         places += chunk_holders(leaf, leaf.shard_counts, own)
         chunk_bytes += leaf.chunk_bytes
-    owners = iter(deal(chunk_bytes, member.count, places))
-    by_leaf = [[next(owners) for _ in leaf.csds] for leaf in manifest.leaves]
-    return member_of(manifest, member, by_leaf)
-
-
-def member_of(
-    manifest: Manifest, member: Member, owners: Sequence[Sequence[int]]
-) -> Manifest:
-    """Returns a new store's manifest as a member's, by the owner of each chunk."""
-    leaves = tuple(
-        held_by(leaf, own, member)
-        for leaf, own in zip(manifest.leaves, owners, strict=True)
-    )
-    changes = {"leaves": leaves, "member": member, "format_version": MEMBER_VERSION}
-    return _deal(replace(manifest, **changes))
+    owners = iter(deal(chunk_bytes, count, places))
+    return [[next(owners) for _ in leaf.grid.chunks()] for leaf in leaves]
 
 
 def chunk_holders(
@@ -158,15 +121,6 @@ def csd_bytes(manifest: Manifest) -> list[int]:
     found = [0] * max(1, len(manifest.csds))
     for one in manifest.held():
         found[one.csd] += one.drive_bytes
-    return found
-
-
-def _held_bytes(manifest: Manifest) -> list[tuple[int, int]]:
-    """Returns CSD and bytes of each chunk that the store holds, in order."""
-    found = []
-    for leaf in manifest.leaves:
-        sizes = leaf.chunk_bytes
-        found += [(leaf.csds[number], sizes[number]) for number in leaf.held]
     return found
 
 
@@ -248,14 +202,10 @@ def check_space(directory: StoreDirectory, *, num_more: int = 0) -> None:
     Raises:
       StoreSpaceError: names the file system, the bytes needed and the bytes free.
     """
-    needs, documents = required_bytes(directory), 0
-    for leaf in directory.manifest.leaves:  # a page for each document and directory
-        folders = {chunk.key.rpartition("/")[0] for chunk in leaf.grid.chunks()}
-        documents += (2 + len(folders)) * len(leaf.states)
-    needs[directory.path] = needs.get(directory.path, 0) + 2 * PAGE_BYTES * documents
     kept = f" and {num_more} kept steps" if num_more else ""
+    needs = required_bytes(directory).items()
     check_free_space(
-        {place: num_bytes // 2 * (2 + num_more) for place, num_bytes in needs.items()},
+        {place: num_bytes // 2 * (2 + num_more) for place, num_bytes in needs},
         f"the store's two slots{kept} of {directory.manifest.num_params:,} params need",
         "free some, or choose another directory or more CSD roots",
     )

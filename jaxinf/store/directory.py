@@ -76,8 +76,6 @@ class StoreDirectory:
     Attributes:
       lock: the writer's lock, if this process is the writer. While it is held, no other
         process changes the manifest or the store's files.
-      published: the slots that this object has published and not written to since, so
-        that their steps are whole.
     """
 
     def __init__(
@@ -86,10 +84,8 @@ class StoreDirectory:
         self.path = path
         self.manifest = manifest
         self.lock = lock
-        self.published: set[Slot] = set()
         self._replace_lock = threading.Lock()
-        self._chunk_files: dict[tuple[str, int, int, str], tuple[Path, int]] = {}
-        self._checked: set[Path] = set()
+        self._files: dict[tuple[str, int, int, str], Path] = {}
 
     @classmethod
     def open(cls, path: Path) -> "StoreDirectory":
@@ -139,23 +135,20 @@ class StoreDirectory:
     def check_layout(self) -> None:
         """Refuses links, pipes and devices in the places of the store's own names."""
         for name in _FOLDERS:
-            self._check_folder(self.path, self.path / name)
+            self.check_folder(self.path, self.path / name)
         for name in _FILES:
             with contextlib.suppress(FileNotFoundError):
                 check_regular(self.path / name, os.lstat(self.path / name))
         for csd in range(len(self.manifest.csds)):
             root = self.csd_directory(csd)
             for name in _ON_CSD:
-                self._check_folder(root, root / name)
+                self.check_folder(root, root / name)
         self.committed_slot()
 
-    def _check_folder(self, root: Path, folder: Path, *, is_slot: bool = True) -> None:
-        """Refuses a link on the way to a directory; looks once at each of a slot."""
-        if folder not in self._checked:
-            with translated("look", folder), contextlib.suppress(FileNotFoundError):
-                os.close(open_beneath(root, folder.relative_to(root), os.O_DIRECTORY))
-                if is_slot:  # snapshots come and go, each under a name of its own
-                    self._checked.add(folder)
+    def check_folder(self, root: Path, folder: Path) -> None:
+        """Refuses a link on the way from a root to a directory, if there is one."""
+        with translated("look", folder), contextlib.suppress(FileNotFoundError):
+            os.close(open_beneath(root, folder.relative_to(root), os.O_DIRECTORY))
 
     @cached_property
     def chunks(self) -> tuple[tuple[Chunk, ...], ...]:
@@ -167,34 +160,20 @@ class StoreDirectory:
         record = self.manifest.leaves[leaf]
         return ChunkFile(leaf, record, record.state(state), chunk)
 
-    def chunk_name(self, place: str, leaf: int, chunk: int, state: str) -> Path:
-        """Returns a chunk's name in the store: its file, or with CSDs a link to it."""
-        name = self.step_path(place) / self.held_chunk(leaf, chunk, state).name
-        self._check_folder(self.path, name.parent, is_slot=place in SLOTS)
-        return name
-
     def chunk_file(self, place: str, leaf: int, chunk: int, state: str) -> Path:
-        """Returns a chunk's real file, on its CSD."""
-        return self._known_file(place, leaf, chunk, state)[0]
-
-    def _known_file(
-        self, place: str, leaf: int, chunk: int, state: str
-    ) -> tuple[Path, int]:
-        """Returns a chunk's file and its length; every step asks for those of slots."""
-        known = self._chunk_files.get((place, leaf, chunk, state))
-        if known is not None:
-            return known
-        one = self.held_chunk(leaf, chunk, state)
-        found = self.file_of(place, one), one.file_bytes
-        if place in SLOTS:
-            self._chunk_files[place, leaf, chunk, state] = found
-        return found
+        """Returns a chunk's real file, on its CSD; every step asks for the slots'."""
+        key = place, leaf, chunk, state
+        if (known := self._files.get(key)) is None:
+            known = self.file_of(place, self.held_chunk(leaf, chunk, state))
+            if place in SLOTS:
+                self._files[key] = known
+        return known
 
     def file_of(self, place: str, one: ChunkFile) -> Path:
         """Returns a chunk's real file, on its CSD."""
         file = self.data_path(place, one.csd) / one.name
         root = self.csd_directory(one.csd)
-        self._check_folder(root, file.parent, is_slot=place in SLOTS)
+        self.check_folder(root, file.parent)
         with translated("look", file), contextlib.suppress(FileNotFoundError):
             # The opener refuses links.
             if not stat.S_ISLNK((status := os.lstat(file)).st_mode):
@@ -284,7 +263,6 @@ class StoreDirectory:
         """Removes the record of a slot that is about to be rewritten."""
         self._check_lock()
         assert slot != self.committed_slot()
-        self.published.discard(slot)
         record = self.step_path(slot) / "commit.json"
         with translated("removal", record):
             record.unlink(missing_ok=True)
@@ -314,7 +292,6 @@ class StoreDirectory:
             temporary.symlink_to(f"slots/{slot}")
             temporary.rename(current)
             fsync_directory(self.path)
-        self.published.add(slot)
 
     def _check_lock(self) -> None:
         if self.lock is not None:
@@ -335,19 +312,19 @@ class StoreDirectory:
           keeps: whether a new file gets the old one's content; otherwise the caller
             must write the whole chunk.
         """
-        file, num_bytes = self._known_file(place, leaf, chunk, state)
+        file = self.chunk_file(place, leaf, chunk, state)
+        one = self.held_chunk(leaf, chunk, state)
         with self._replace_lock:
             status = _status(file)
             if status.st_nlink > 1:
-                one = self.held_chunk(leaf, chunk, state)
                 with self._replacement(one.csd, file) as temporary:
                     if keeps:
                         shutil.copyfile(file, temporary, follow_symlinks=False)
                     else:
                         allocate(temporary, one)
-            elif status.st_size != num_bytes:
+            elif status.st_size != one.file_bytes:
                 with translated("allocation", file):
-                    os.truncate(file, num_bytes)
+                    os.truncate(file, one.file_bytes)
         return file
 
     def link_chunk(

@@ -150,19 +150,14 @@ def read_foreign(path: Path, kind: type[_Kind], what: str, remedy: str) -> _Kind
 
 def _check_seal(path: Path | str, raw: bytes, what: str, remedy: str) -> None:
     """Refuses a document that was changed after it was written."""
-    end = _END.search(raw)
-    if end is None:
-        raise StoreFormatError(
-            f"{path}: expected {what}, with its checksum last, found none; the file "
-            f"was edited or damaged: {remedy}"
-        )
-    held = end.group(1).decode()
-    blank = raw[: end.start(1)] + _BLANK.encode() + raw[end.end(1) :]
-    found = f"{_crc(blank):08x}"
+    end, held, found = _END.search(raw), "at its end", "none"
+    if end is not None:
+        blank = raw[: end.start(1)] + _BLANK.encode() + raw[end.end(1) :]
+        held, found = end.group(1).decode(), f"{_crc(blank):08x}"
     if held != found:
         raise StoreFormatError(
-            f"{path}: expected {what} of CRC-32C {held}, as it says itself, found "
-            f"{found}; the file was edited or damaged: {remedy}"
+            f"{path}: expected {what} of the CRC-32C {held}, found {found}; the file "
+            f"was edited or damaged: {remedy}"
         )
 
 

@@ -1,7 +1,7 @@
 """The forms of a store that a copy may change: codecs, grids, owners of chunks.
 
-Invariant: a leaf with other codecs has the same slots. A grid that shards do not cut
-  stays, and chunks stay with their owners as far as loads allow.
+Invariant: a leaf with other codecs has the same slots, and a grid that shards do not
+  cut stays.
 """
 
 import math
@@ -13,8 +13,8 @@ from typing import Literal, TypeAlias
 from msgspec import structs
 
 from jaxinf.errors import StoreMismatchError
-from jaxinf.layout import choose_grid, deal_again
-from jaxinf.store.creation import chunk_holders, is_unfinished
+from jaxinf.layout import choose_grid
+from jaxinf.store.creation import chunk_holders, deal_to_members, is_unfinished
 from jaxinf.store.documents import ERROR_FEEDBACK, MASTER_PARAMS
 from jaxinf.store.manifest import LeafRecord, Manifest, StateRecord
 from jaxinf.store.members import find_members
@@ -99,8 +99,6 @@ def store_formats(held: Manifest) -> Formats:
 
 # --- shards and owners ---------------------------------------------------------------
 
-_NOBODY = -1
-
 
 @dataclass(frozen=True)
 class Shards:
@@ -120,71 +118,46 @@ ShardsOf: TypeAlias = Callable[[LeafRecord], Shards]
 """Returns the shards of a leaf in the run that a store is divided for."""
 
 
-def owned_leaves(part: Manifest, leaves: Sequence[LeafRecord]) -> list[LeafRecord]:
-    """Returns leaves with the owners that a member of their store has in its own."""
-    owners = [leaf.owners or (0,) * len(leaf.csds) for leaf in part.leaves]
-    return [
-        structs.replace(n, owners=own) for n, own in zip(leaves, owners, strict=True)
-    ]
-
-
-def divided_leaves(
-    leaves: Sequence[LeafRecord],
-    counts: tuple[int, int],
-    shards_of: ShardsOf | None,
-    where: str,
-) -> list[LeafRecord]:
-    """Returns leaves with the grids and owners that shards need.
+def divided(
+    leaves: Sequence[LeafRecord], count: int, shards_of: ShardsOf | None, where: str
+) -> tuple[list[LeafRecord], list[list[int]]]:
+    """Returns leaves with the grids that shards need, and the owners of their chunks.
 
     Args:
-      leaves: the result of `owned_leaves`.
-      counts: the numbers of processes, today's and the wanted one.
+      count: number of processes.
       shards_of: by default, shards of devices in a line.
 
     Raises:
       StoreMismatchError: a leaf with codes would need a new grid.
     """
-    keeps, count = counts[0] == counts[1], counts[1]
-    if keeps and shards_of is None:
-        return [*leaves]
     most = max((math.prod(n.chunk_shape) for n in leaves), default=1)
-    sizes, present, found = [], [], []
+    found, holders = [], []
     for leaf in leaves:
         shards = shards_of(leaf) if shards_of else _in_line(leaf, count)
-        new = _with_grid(leaf, shards.counts, most, where)
-        before = new.owners or (_NOBODY,) * len(new.csds)
-        if (num_shards := math.prod(shards.counts)) > 1:
-            line = [(shard * count // num_shards,) for shard in range(num_shards)]
-            places = chunk_holders(new, shards.counts, shards.holders or line)
-            pairs = enumerate(zip(before, places, strict=True))
-            before = [now if now in by else by[n % len(by)] for n, (now, by) in pairs]
-        elif not keeps or new is not leaf:
-            sizes += new.chunk_bytes
-            present += [n if 0 <= n < count else None for n in before]
-            before = None
-        found.append((new, before))
-    dealt = iter(deal_again(sizes, present, count))
-    return [
-        structs.replace(new, owners=tuple(own or (next(dealt) for _ in new.csds)))
-        for new, own in found
-    ]
+        found.append(_with_grid(leaf, shards.counts, most, where))
+        holders.append(_holders(shards, count))
+    return found, deal_to_members(found, count, holders)
 
 
 def is_divided_for(path: Path, shards_of: ShardsOf) -> bool:
     """Whether the grids and owners of a store or a run suit shards; writes nothing.
 
     One without a step does, as it is made anew.
-
-    Raises:
-      StoreMismatchError: they do not, and a leaf with codes would need a new grid.
     """
     first = path if (path / "jaxinf.json").exists() else find_members(path)[0]
     if is_unfinished(first):
         return True
     manifest = Manifest.read(first / "jaxinf.json")
     count = 1 if manifest.member is None else manifest.member.count
-    held = owned_leaves(manifest, manifest.leaves)
-    return divided_leaves(held, (count, count), shards_of, str(path)) == held
+    for leaf in manifest.leaves:
+        shards = shards_of(leaf)
+        if _is_cut(leaf, shards.counts):
+            return False
+        places = chunk_holders(leaf, shards.counts, _holders(shards, count))
+        pairs = zip(leaf.owners or (0,) * len(places), places, strict=True)
+        if any(own not in holders for own, holders in pairs):
+            return False
+    return True
 
 
 def num_processes(path: Path) -> int | None:
@@ -214,31 +187,34 @@ def _in_line(leaf: LeafRecord, count: int) -> Shards:
     return Shards(tuple(wanted if n > 1 else 1 for n in leaf.shard_counts))
 
 
+def _holders(shards: Shards, count: int) -> Sequence[Sequence[int]]:
+    num = math.prod(shards.counts)
+    if num == 1 and not shards.holders:
+        return [range(count)]
+    return shards.holders or [(shard * count // num,) for shard in range(num)]
+
+
+def _is_cut(leaf: LeafRecord, counts: Sequence[int]) -> bool:
+    """Whether a chunk of a leaf would lie in two shards."""
+    sizes = zip(leaf.shape, counts, leaf.chunk_shape, strict=True)
+    return any(number > 1 and n // number % chunk for n, number, chunk in sizes)
+
+
 def _with_grid(
-    leaf: LeafRecord, counts: Sequence[int], most_elements: int, where: str
+    leaf: LeafRecord, counts: tuple[int, ...], most_elements: int, where: str
 ) -> LeafRecord:
     """Returns a leaf with a grid for these shards: its own, if no chunk is in two."""
-    sizes = zip(leaf.shape, counts, leaf.chunk_shape, strict=True)
-    if all(number == 1 or n // number % chunk == 0 for n, number, chunk in sizes):
-        return leaf
-    counts = tuple(counts)
-    grid = choose_grid(
-        leaf.shape, shard_counts=counts, max_chunk_elements=most_elements
-    )
-    new = structs.replace(
-        leaf,
-        chunk_shape=grid.chunk_shape,
-        shard_counts=counts,
-        csds=(0,) * grid.num_chunks,
-        owners=(),
-    )
-    coded = [state.slot for state in leaf.states if state.codec == "scale"]
-    if coded:
-        raise StoreMismatchError(
-            f"{where}: leaf {leaf.name}: expected shards {counts} that its chunks of "
-            f"{leaf.chunk_shape} fit, as the codes of {', '.join(coded)} stay in their "
-            "chunk, found that they would cut some; nothing was changed. Go on with as "
-            "many devices as before, or copy it to float32 state first: jaxinf store "
-            "copy OLD NEW --state fp32"
-        )
-    return new
+    chunk_shape = leaf.chunk_shape
+    if _is_cut(leaf, counts):
+        if coded := [state.slot for state in leaf.states if state.codec == "scale"]:
+            raise StoreMismatchError(
+                f"{where}: leaf {leaf.name}: expected shards {counts} that its chunks "
+                f"of {chunk_shape} fit, as the codes of {', '.join(coded)} stay in "
+                "their chunk, found that they would cut some; nothing was changed. Go "
+                "on with as many devices as before, or copy it to float32 state first: "
+                "jaxinf store copy OLD NEW --state fp32"
+            )
+        options = {"shard_counts": counts, "max_chunk_elements": most_elements}
+        chunk_shape = choose_grid(leaf.shape, **options).chunk_shape
+    changes = {"chunk_shape": chunk_shape, "shard_counts": counts}
+    return structs.replace(leaf, csds=(), owners=(), **changes)

@@ -22,12 +22,7 @@ import msgspec
 from msgspec import Meta
 
 from jaxinf.documents import DocumentError, decode
-from jaxinf.errors import (
-    StoreError,
-    StoreFormatError,
-    StoreIOError,
-    StoreLockedError,
-)
+from jaxinf.errors import StoreError, StoreFormatError, StoreIOError, StoreLockedError
 from jaxinf.transfer import read_beneath, store_error, translated
 
 
@@ -42,6 +37,7 @@ class Holder(msgspec.Struct, frozen=True):
 _NUM_ATTEMPTS = 1000
 """Attempts to lock a file that others keep removing before it is locked."""
 
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _IS_TAKEN = {errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES}
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 
@@ -51,33 +47,46 @@ _OPEN: "set[LockFile]" = set()
 
 
 class LockFile:
-    """An open lock file, not locked yet; it is made if missing.
+    """A file, made if missing, that is locked from construction until `close`.
 
     A forked child closes it: all descriptors of one opening share a lock, so with the
     child's copy the lock would outlive the parent.
 
+    Args:
+      waits: whether to wait for another opening that holds the lock.
+
     Raises:
+      BlockingIOError: another opening holds the lock, and `waits` is False.
       StoreFormatError: the path is not a regular file; it was left unchanged.
-      StoreIOError, StoreSpaceError: the file cannot be opened.
+      StoreIOError, StoreSpaceError: it cannot be opened, or the file system has no
+        locks, or the drive failed.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, waits: bool = True) -> None:
         self.path = path
-        _check_regular(path)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        with _GUARD:
-            with translated("locking", path):
-                self.fd = os.open(path, flags, 0o644)
-            _OPEN.add(self)
-        self._status = os.fstat(self.fd)
+        for _ in range(_NUM_ATTEMPTS):
+            _check_regular(path)
+            with _GUARD:
+                with translated("locking", path):
+                    self.fd = os.open(path, _FLAGS, 0o644)
+                _OPEN.add(self)
+            try:
+                self._status = os.fstat(self.fd)
+                self._lock(waits=waits)
+                if self.is_in_place():
+                    return
+            except BaseException:
+                self.close()
+                raise
+            self.close()
+        raise StoreFormatError(
+            f"{path}: expected to open the file of that name, found another one in "
+            f"each of {_NUM_ATTEMPTS} attempts; another process replaces it all the "
+            "time, or the file system does not tell files apart: use a store on a "
+            "local file system"
+        )
 
-    def hold(self, *, waits: bool = True) -> bool:
-        """Locks the file; returns whether it still has the lock's name.
-
-        Raises:
-          BlockingIOError: another opening holds the lock, and `waits` is False.
-          StoreIOError: the file system has no locks, or the drive failed.
-        """
+    def _lock(self, *, waits: bool) -> None:
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
         except OSError as error:
@@ -90,7 +99,6 @@ class LockFile:
                 f"without: {error.strerror}; put the store on a local file system, or "
                 "mount this one with locks"
             ) from error
-        return self.is_in_place()
 
     def is_in_place(self) -> bool:
         """Whether the lock's name still leads to this file; one system call."""
@@ -127,32 +135,10 @@ def _check_regular(path: Path) -> None:
         )
 
 
-def _held(path: Path, *, waits: bool) -> LockFile:
-    """Returns a locked file that has its name; raises as `LockFile.hold`."""
-    for _ in range(_NUM_ATTEMPTS):
-        file = LockFile(path)
-        try:
-            if file.hold(waits=waits):
-                return file
-        except BaseException:
-            file.close()
-            raise
-        file.close()
-    raise StoreFormatError(
-        f"{path}: expected to open the file of that name, found another one in each of "
-        f"{_NUM_ATTEMPTS} attempts; another process replaces it all the time, or the "
-        "file system does not tell files apart: use a store on a local file system"
-    )
-
-
 @contextlib.contextmanager
 def lock_exclusively(path: Path) -> Iterator[None]:
-    """Waits for and holds an flock on a file, which is made if missing.
-
-    Raises:
-      StoreFormatError: the path is not a regular file.
-    """
-    with contextlib.closing(_held(path, waits=True)):
+    """Waits for and holds a lock while the context lasts; raises as `LockFile`."""
+    with contextlib.closing(LockFile(path)):
         yield
 
 
@@ -161,24 +147,22 @@ class StoreLock:
 
     Raises:
       StoreLockedError: another open store holds it; names the holder. Does not wait.
-      StoreFormatError: the lock's path is not a regular file.
-      StoreIOError: the file system has no locks, or the drive failed.
-      StoreSpaceError: there is no room to note the holder; nothing is locked.
+      StoreError: as `LockFile`; or there is no room to note the holder.
     """
 
     def __init__(self, store_path: Path) -> None:
         self._path = store_path
         try:
-            self._file = _held(store_path / "lock", waits=False)
+            self._file = LockFile(store_path / "lock", waits=False)
         except BlockingIOError as error:
             raise StoreLockedError(
                 f"{store_path}: expected to be the store's only writer, found it "
                 f"locked by {_holder(store_path / 'lock')}"
             ) from error
-        own = {"pid": os.getpid(), "host": socket.gethostname(), "command": sys.argv}
+        own = Holder(os.getpid(), socket.gethostname(), tuple(sys.argv))
         try:
             with translated("locking", self._file.path):
-                self._write(json.dumps(own))
+                self._write(json.dumps(msgspec.to_builtins(own)))
         except BaseException:
             self._file.close()
             raise

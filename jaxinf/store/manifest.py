@@ -7,7 +7,7 @@ does not parse is a `StoreFormatError`; nothing is guessed.
 import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
@@ -18,7 +18,6 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from jaxinf.documents import Document, one_of, shown
-from jaxinf.errors import StoreFormatError
 from jaxinf.layout import (
     CODE_BLOCK,
     Chunk,
@@ -45,8 +44,6 @@ from jaxinf.store.documents import (
 from jaxinf.transfer import page_ceil
 
 FORMAT_VERSION: Literal[3] = 3  # the first that a release of jaxinf writes
-MEMBER_VERSION: Literal[4] = 4  # of a member, which holds a part of the chunks
-VERSIONS = (FORMAT_VERSION, MEMBER_VERSION)
 
 CODECS = ("bf16", "int8")  # of the optimizer's state
 MASTER_CODECS = ("split", "bf16")  # of params that are bfloat16 on the JAX device
@@ -202,7 +199,7 @@ class LeafRecord(Document, frozen=True, kw_only=True, dict=True, gc=True):
         length = scales_length(self.grid)
         return (len(self.csds) * length,), (length,)
 
-    @property
+    @cached_property
     def chunk_bytes(self) -> list[int]:
         """Bytes of each chunk on the drive, all states together."""
         return [
@@ -306,21 +303,14 @@ class Member(Document, frozen=True):
     count: Annotated[int, Meta(ge=2, le=2**20)]
 
 
-class Manifest(
-    Document,
-    frozen=True,
-    kw_only=True,
-    dict=True,
-    gc=True,
-    tag_field="format",
-    tag="jaxinf",
-):
+class Manifest(Document, frozen=True, kw_only=True, dict=True, gc=True):
     """The content of ``jaxinf.json``; see docs/format.md for each key.
 
     One with an empty `store_id` has contents without places, as `lay_out` takes them.
     """
 
-    format_version: Literal[3, 4]
+    format: Literal["jaxinf"]
+    format_version: Literal[3]
     store_id: Id
     created_by: dict[str, str]
     csds: Roots
@@ -343,6 +333,7 @@ class Manifest(
           created_by: versions of jaxinf, jax and optax.
         """
         return cls(
+            format="jaxinf",
             format_version=FORMAT_VERSION,
             store_id="",
             created_by=dict(created_by),
@@ -397,19 +388,15 @@ class Manifest(
 
         Grids, CSDs and versions are not compared; they may differ between stores.
         """
-        mine = {leaf.name: leaf for leaf in self.leaves}
-        theirs = {leaf.name: leaf for leaf in other.leaves}
+        mine, theirs = ({n.name: _form(n) for n in m.leaves} for m in (self, other))
         lines = [f"- leaf {n}: in the store only" for n in mine if n not in theirs]
         lines += [f"+ leaf {n}: not in the store" for n in theirs if n not in mine]
-        for name in (n for n in mine if n in theirs):
-            old, new = mine[name], theirs[name]
-            for what, one, two in (
-                ("shape", str(old.shape), str(new.shape)),
-                ("params", old.dtype, new.dtype),
-                ("states", _states_text(old), _states_text(new)),
-            ):
-                if one != two:
-                    lines.append(f"leaf {name}: {what} {one} in the store, {two} given")
+        lines += [
+            f"leaf {name}: {old} in the store, {new} given"
+            for name in mine
+            for old, new in zip(mine[name], theirs.get(name, mine[name]), strict=True)
+            if old != new
+        ]
         if not lines and list(mine) != list(theirs):
             lines.append("the same leaves come in another order")
         return lines
@@ -444,8 +431,7 @@ class Manifest(
         Raises:
           StoreFormatError: the manifest is damaged, or of another format.
         """
-        check = partial(_check_header, path)
-        held = read_document(path, cls, _WHAT, _REMEDY, check=check, raw=raw)
+        held = read_document(path, cls, _WHAT, _REMEDY, check=check_version, raw=raw)
         with refusing(path, _WHAT, _REMEDY):
             _check(held)
             member = held.member
@@ -468,15 +454,15 @@ def held_by(leaf: LeafRecord, owners: Sequence[int], member: Member) -> LeafReco
     return replace(leaf, owners=tuple(owners), csds=csds)
 
 
-def _states_text(leaf: LeafRecord) -> str:
-    return "(" + ", ".join(f"{s.name} {s.dtype}" for s in leaf.slots) + ")"
+def _form(leaf: LeafRecord) -> tuple[str, ...]:
+    """Describes what must be the same in a store and in the run that opens it."""
+    states = ", ".join(f"{state.name} {state.dtype}" for state in leaf.slots)
+    return f"shape {leaf.shape}", f"params {leaf.dtype}", f"states ({states})"
 
 
 def _check(held: Manifest) -> None:
     """Raises ValueError if the parts do not fit each other."""
     member = held.member
-    if (member is None) != (held.format_version == FORMAT_VERSION):
-        raise ValueError(f"format_version {held.format_version}: {member}")
     if member is not None and member.number >= member.count:
         raise ValueError(f"member {member.number} of {member.count}")
     for leaf in held.leaves:
@@ -523,28 +509,11 @@ def _problem(leaf: LeafRecord, member: Member | None) -> str | None:
     return None
 
 
-def version_of(document: Any) -> Any:
-    """Returns a document's format version, whatever it is; None if there is none."""
-    return document.get("format_version") if isinstance(document, dict) else None
-
-
-def _check_header(path: Path | str, document: Any) -> None:
-    if not isinstance(document, Mapping) or document.get("format") != "jaxinf":
-        raise StoreFormatError(
-            f'{path}: expected "format": "jaxinf", found another document; this is '
-            "not the manifest of a jaxinf store"
-        )
-    version = document.get("format_version")
-    remedy = "the manifest is damaged; restore it from a backup"
-    if type(version) is int and 0 < version < FORMAT_VERSION:
-        remedy = (
-            "it is older than any release: export its params with the checkout of "
-            "jaxinf that wrote it and start a run from them, or start again"
-        )
-    elif type(version) is int and version > max(VERSIONS):
-        remedy = "open it with a newer jaxinf"
-    if type(version) is not int or version not in VERSIONS:
-        raise StoreFormatError(
-            f"{path}: this jaxinf reads format version {FORMAT_VERSION}, the store has "
-            f"{shown(version)}; {remedy}"
+def check_version(document: Any) -> None:
+    """Raises ValueError for a document of another format version, or of none."""
+    found = document.get("format_version") if isinstance(document, dict) else None
+    if type(found) is not int or found != FORMAT_VERSION:
+        raise ValueError(
+            f"format version {shown(found)}, expected {FORMAT_VERSION}; a higher "
+            "one is a newer jaxinf's"
         )

@@ -8,16 +8,16 @@ manifest's claim to a CSD is accepted if a note of this user beside the chunks a
 The directories of an opened store's layout are no links.
 """
 
+import contextlib
 import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
 from jaxinf.documents import MOST_BYTES, DocumentError, decode, encode
-from jaxinf.errors import StoreFormatError, StoreIOError
+from jaxinf.errors import StoreError, StoreFormatError, StoreIOError
 from jaxinf.store.directory import SLOTS, StoreDirectory, check_there
 from jaxinf.transfer import (
     open_beneath,
@@ -31,7 +31,7 @@ _NOTE_BYTES = 1 << 16
 
 
 class _Owner(msgspec.Struct):
-    """``store.json``."""
+    """``store.json``: the path of the store."""
 
     store: str
 
@@ -40,17 +40,6 @@ class _Identity(msgspec.Struct):
     """What is read of a manifest of any version."""
 
     store_id: str
-
-
-class _Note(NamedTuple):
-    """The note in a CSD's directory: the store that it names, and why not to accept it.
-
-    A directory that `is_unmade` has neither a note nor a store's files.
-    """
-
-    owner: str | None
-    problem: str = ""
-    is_unmade: bool = False
 
 
 # --- opening a store -----------------------------------------------------------------
@@ -201,8 +190,10 @@ def check_unclaimed(path: Path, roots: Sequence[Path]) -> None:
       StoreFormatError: names the path and the chunks.
     """
     for folder in (found for root in roots for found in sorted(root.glob("jaxinf-*"))):
-        note = _read_note(folder)
-        if note.owner == str(path.resolve()) and not note.problem:
+        owner = None
+        with contextlib.suppress(OSError, StoreError, DocumentError):
+            owner = _read_note(folder)
+        if owner == str(path.resolve()):
             raise StoreFormatError(
                 f"{path}: expected the store whose chunks are in {folder}, found "
                 "none there; mount its drive, or restore the directory. If you "
@@ -212,53 +203,46 @@ def check_unclaimed(path: Path, roots: Sequence[Path]) -> None:
 
 
 def _owner(directory: StoreDirectory, csd: int, *, unmade: bool) -> str | None:
+    """Returns the path that a CSD's note names; None if there is no note to be."""
     folder = directory.csd_directory(csd)
     if unmade and not os.path.lexists(folder):
         return None
     _check_present(directory, csd)
-    note = _read_note(folder)
-    if note.owner is not None and _is_elsewhere(directory, note.owner):
-        raise StoreFormatError(
-            f"{directory.path}: expected a store of its own, found a copy of "
-            f"{note.owner}, whose chunks on a CSD ({folder}) it would overwrite; open "
-            "that one, or make a store that shares nothing with it "
-            '("jaxinf store copy STORE NEW")'
-        )
-    if note.problem and not (unmade and note.is_unmade):
+    try:
+        owner = _read_note(folder)
+    except (OSError, StoreError, DocumentError) as error:
+        if unmade and isinstance(error, FileNotFoundError):
+            with translated("look", folder):
+                if {*SLOTS, "checkpoints"}.isdisjoint(os.listdir(folder)):
+                    return None
         text = encode(_Owner(str(directory.path.resolve()))).decode()
         file = shlex.quote(str(folder / _NOTE))
         raise StoreFormatError(
             f"{directory.path}: expected the chunks of this store on its CSD {csd}, "
-            f"{folder}, found no note of this user's ({_NOTE}) that says so: "
-            f"{note.problem}. If they are this store's, write the note: rm -f {file}; "
+            f"{folder}, found no note of this user's ({_NOTE}) that says so ({error}). "
+            f"If they are this store's, write the note: rm -f {file}; "
             f"echo {shlex.quote(' '.join(text.split()))} > {file}"
+        ) from error
+    if _is_elsewhere(directory, owner):
+        raise StoreFormatError(
+            f"{directory.path}: expected a store of its own, found a copy of {owner}, "
+            f"whose chunks on a CSD ({folder}) it would overwrite; open that one, or "
+            'make a store that shares nothing with it ("jaxinf store copy STORE NEW")'
         )
-    return note.owner
+    return owner
+
+
+def _read_note(folder: Path) -> str:
+    """Returns the store that owns a CSD's directory, as this user has noted there."""
+    with open(open_beneath(folder, _NOTE), "rb") as file:
+        user = os.fstat(file.fileno()).st_uid
+        if user != os.geteuid():
+            raise StoreIOError(f"it belongs to the user of id {user}")
+        return decode(file.read(_NOTE_BYTES), _Owner).store
 
 
 def _is_below(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder.rstrip("/") + "/")
-
-
-def _read_note(folder: Path) -> _Note:
-    try:
-        file = open_beneath(folder, _NOTE)
-    except FileNotFoundError:
-        try:
-            is_unmade = {*SLOTS, "checkpoints"}.isdisjoint(os.listdir(folder))
-        except OSError as error:
-            return _Note(None, f"its directory cannot be read ({error})")
-        return _Note(None, "it is missing", is_unmade)
-    except (OSError, StoreIOError) as error:
-        return _Note(None, f"it cannot be opened ({error})")
-    try:
-        owner, user = decode(os.read(file, _NOTE_BYTES), _Owner).store, os.fstat(file)
-    except DocumentError:
-        return _Note(None, "it is damaged")
-    finally:
-        os.close(file)
-    is_own = user.st_uid == os.geteuid()
-    return _Note(owner, "" if is_own else f"it belongs to the user of id {user.st_uid}")
 
 
 def _is_here(directory: StoreDirectory, owner: str) -> bool:

@@ -17,14 +17,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from jaxinf.errors import StoreCorruptError, StoreError
+from jaxinf.errors import StoreCorruptError
 from jaxinf.layout import (
     SCALES_ALIGNMENT_ELEMENTS,
     Chunk,
     ChunkBox,
     CodedSlot,
     portions,
-    scatter,
 )
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.directory import StoreDirectory
@@ -36,7 +35,6 @@ from jaxinf.store.manifest import (
     dtype_of,
 )
 from jaxinf.transfer import (
-    MACHINE_MEMORY_BYTES,
     PAGE_BYTES,
     BufferPool,
     ByteMeters,
@@ -361,46 +359,6 @@ class StepReader:
 
     def _place(self, one: ChunkFile) -> int:
         return one.csd if len(self._places) > 1 else 0
-
-    def read(self, leaf: LeafRecord, state: StateRecord) -> Array:
-        """Reads a whole array in the leaf's shape, coded states as float32; blocks.
-
-        Raises:
-          StoreError: other members of the run hold some of its chunks; or as `pieces`.
-        """
-        if not leaf.is_whole:
-            raise StoreError(
-                f"{self._places[0]}: leaf {leaf.name}: expected all of its "
-                f"{len(leaf.csds)} chunks, found {len(leaf.held)}, since this store is "
-                "a member of a run in several processes, and others hold the rest; "
-                "read it in the run (Store.read), or make a whole checkpoint and read "
-                "that (jaxinf checkpoint save PATH NAME)"
-            )
-        return self.read_held(leaf, state)
-
-    def read_held(self, leaf: LeafRecord, state: StateRecord) -> Array:
-        """As `read`, with zeros for the chunks that other members hold."""
-        for number in leaf.held:  # check before memory is allocated
-            one = ChunkFile(-1, leaf, state, number)
-            check_holds(self._places[self._place(one)], one.name, one.num_bytes)
-        dtype = dtype_of(state.decoded().dtype)
-        needed = leaf.grid.num_elements * dtype.itemsize
-        if needed > MACHINE_MEMORY_BYTES:
-            raise StoreError(
-                f"{self._places[0]}: leaf {leaf.name}, {state.name}: it takes {needed} "
-                f"bytes, and this machine has {MACHINE_MEMORY_BYTES}; read it in parts "
-                "(jaxinf inspect names its array, which tensorstore opens)"
-            )
-        out = (np.empty if leaf.is_whole else np.zeros)(leaf.shape, dtype)
-        origin = (0,) * len(leaf.shape)
-
-        def take(number: int) -> None:
-            for piece in self.pieces(leaf, state, number):
-                scatter(out, piece.chunk, origin, piece.start, piece.values)
-
-        for _ in over(leaf.held, take, self.num_threads):
-            pass
-        return out
 
 
 def find_leaf(manifest: Manifest, state: str, leaf: str) -> LeafRecord:

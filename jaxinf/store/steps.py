@@ -11,7 +11,6 @@ link. See docs/format.md, "Hard links".
 """
 
 import contextlib
-import errno
 import logging
 import os
 import shutil
@@ -36,24 +35,16 @@ from jaxinf.store.commit import CommitRecord
 from jaxinf.store.creation import check_free_space, make_place
 from jaxinf.store.directory import SLOTS, Slot, StoreDirectory, link_file, other_slot
 from jaxinf.store.lock import LockFile, lock_exclusively
-from jaxinf.store.manifest import FORMAT_VERSION, LeafRecord, Manifest, StateRecord
+from jaxinf.store.manifest import LeafRecord, Manifest, StateRecord
 from jaxinf.store.owners import current_store
-from jaxinf.store.reader import Damage, StepReader
+from jaxinf.store.reader import StepReader
 from jaxinf.store.stock import link_carry, make_carry, read_carry
 from jaxinf.transfer import fsync_directory, translated
 from jaxinf.typing import Array
 
-_CANNOT_PIN = {
-    *(errno.EACCES, errno.EDQUOT, errno.EMLINK, errno.ENOENT, errno.ENOSPC),
-    *(errno.EOPNOTSUPP, errno.EPERM, errno.EROFS),
-}
 _OWNER_LOCK = "owner.lock"
 _MAX_NAME_BYTES = 200
 _LEFTOVERS = (".new-", ".gone-")
-_STRAY = (
-    "expected checkpoints alone, found something else, which jaxinf did not put there; "
-    "remove it"
-)
 _LOG = logging.getLogger("jaxinf")
 
 
@@ -127,9 +118,7 @@ def pinned_step(directory: StoreDirectory) -> Iterator[CommittedStep]:
             slot = directory.need_slot()
             undo.callback(remove_step, directory, place)
             root.mkdir(parents=True)
-            owner = LockFile(root / _OWNER_LOCK)
-            undo.callback(owner.close)
-            owner.hold()
+            undo.enter_context(lock_exclusively(root / _OWNER_LOCK))
             live = directory.step_path(slot)
             carry = CommitRecord.read(live / "commit.json").carry
             make_place(directory, place, carry, source=slot)
@@ -146,18 +135,16 @@ def readable_step(directory: StoreDirectory) -> Iterator[CommittedStep]:
 
     Raises:
       StoreFormatError: the store is damaged, or no step is committed yet.
-      StoreIOError: a CSD's directory is missing, or a drive failed.
     """
     with contextlib.ExitStack() as stack:
         try:
             step = stack.enter_context(pinned_step(directory))
         except (StoreIOError, StoreSpaceError) as error:
-            cause = error.__cause__
-            if not isinstance(cause, OSError) or cause.errno not in _CANNOT_PIN:
+            if not isinstance(error.__cause__, OSError):  # what is there is not ours
                 raise
             warning = (
-                f"the committed step cannot be pinned ({cause.strerror}); if a run is "
-                "writing to the store, chunks may be of different steps"
+                f"the committed step cannot be pinned ({error.__cause__.strerror}); if "
+                "a run is writing to the store, chunks may be of different steps"
             )
             step = replace(_live_step(directory), warning=warning)
         yield step
@@ -205,7 +192,6 @@ def joined_step(steps: Sequence[CommittedStep]) -> CommittedStep:
         leaves=tuple(leaves),
         csds=(),
         member=None,
-        format_version=FORMAT_VERSION,
     )
     commit = first.commit.replace(checksums=sums, commit="", inexact=bounds)
     places = tuple(place for one in steps for place in one.places)
@@ -228,12 +214,16 @@ def prune_snapshots(directory: StoreDirectory) -> None:
         for entry in root.iterdir():
             if not entry.is_dir() or entry.is_symlink():
                 continue
-            # The snapshot's owner may be removing it at this moment.
-            with contextlib.suppress(FileNotFoundError):
-                owner = LockFile(entry / _OWNER_LOCK)
-                with contextlib.closing(owner), contextlib.suppress(BlockingIOError):
-                    owner.hold(waits=False)
-                    remove_step(directory, f"snapshots/{entry.name}")
+            try:
+                owner = LockFile(entry / _OWNER_LOCK, waits=False)
+            except BlockingIOError:
+                continue
+            except StoreIOError:
+                if entry.exists():  # else its owner has just removed it
+                    raise
+                continue
+            with contextlib.closing(owner):
+                remove_step(directory, f"snapshots/{entry.name}")
 
 
 # --- checkpoints ---------------------------------------------------------------------
@@ -340,16 +330,6 @@ def list_checkpoints(directory: StoreDirectory) -> list[CheckpointInfo]:
             continue
         found.append(CheckpointInfo(name, record.step, record.committed_at))
     return sorted(found, key=lambda info: (info.step, info.name))
-
-
-def stray_checkpoints(directory: StoreDirectory) -> list[Damage]:
-    """Returns other entries among the checkpoints."""
-    root, names = directory.path / "checkpoints", set(checkpoint_names(directory))
-    return [
-        Damage(entry, f"checkpoints/{entry.name}", _STRAY)
-        for entry in sorted(root.glob("*"))
-        if entry.name not in names and not entry.name.startswith(_LEFTOVERS)
-    ]
 
 
 def find_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:

@@ -34,6 +34,7 @@ from jaxinf.transfer import (
 
 _ITEM = "default"  # a checkpoint's only tree for Orbax's CheckpointManager
 _STATE = "state"  # the name of that tree for Orbax's newer Checkpointer
+_OF_ITEMS = ("_CHECKPOINT_METADATA", "orbax.checkpoint")  # others are a slot's, too
 _TIMES = ("init_timestamp_nsecs", "commit_timestamp_nsecs")
 
 
@@ -113,6 +114,8 @@ def step_documents(
     }
     yield "_CHECKPOINT_METADATA", encode(checkpoint)
     yield "commit_success.txt", b"Checkpoint commit was successful.\n"
+    if is_item:
+        yield "orbax.checkpoint", b""  # by which Orbax knows a checkpoint
 
 
 def create_documents(
@@ -131,7 +134,7 @@ def create_documents(
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     for name, content in step_documents(manifest, carry, is_item=is_item):
         make_folder(os.path.dirname(f"{step}/{name}"), made)
-        if source is not None and not (is_item and name == "_CHECKPOINT_METADATA"):
+        if source is not None and not (is_item and name in _OF_ITEMS):
             check_holds(source, name, 0)  # no link leads there
             link_file(source / name, step / name)
             continue
@@ -139,7 +142,6 @@ def create_documents(
             document.write(content)
     if is_item:
         make_folder(f"{step}/{_ITEM}", made)
-        (step / "orbax.checkpoint").touch()
         for name, target in orbax_links(manifest, carry).items():
             (step / name).symlink_to(target)
 

@@ -13,9 +13,7 @@ from jaxinf.errors import StoreError, StoreFormatError
 from jaxinf.store.commit import CarriedArray, CommitRecord
 from jaxinf.store.directory import SLOTS, StoreDirectory
 from jaxinf.store.manifest import ChunkFile, Manifest
-from jaxinf.store.members import member_name
 from jaxinf.store.reader import PIECE_BYTES, Damage, file_checksum, over
-from jaxinf.store.steps import stray_checkpoints
 from jaxinf.store.stock import document_problems, orbax_links
 from jaxinf.transfer import BufferPool, open_beneath
 from jaxinf.typing import ProgressCallback
@@ -37,31 +35,37 @@ def verify_step(
     """Returns all damage of a step; blocks.
 
     Args:
-      step_path: a slot, a checkpoint, or a snapshot.
+      step_path: a slot, a checkpoint, or a snapshot, whose own links are new: with it
+        those of both slots are looked at.
       progress: called with the bytes done and in all.
       seen: checksums of files by device and inode, to which those of this step are
         added, so that a file of several steps is read once.
     """
-    record_path = step_path / "commit.json"
+    record_path, manifest = step_path / "commit.json", directory.manifest
     try:
         record = CommitRecord.read(record_path)
-        record.check_fits(record_path, directory.manifest)
+        record.check_fits(record_path, manifest)
     except StoreFormatError as error:
         return [Damage(record_path, "commit record", str(error))]
-    is_own = step_path.is_relative_to(directory.path)  # or a copy elsewhere
-    place = directory.place_of(step_path) if is_own else None
-    damages = [*_link_damages(directory, place, record.carry)] if place else []
-    damages += _documents(directory, step_path, place, record)
+    place = directory.place_of(step_path)
+    is_item = place.startswith("checkpoints/")
+    damages = []
+    for own in SLOTS if place.startswith("snapshots/") else (place,):
+        damages += _link_damages(directory, own, record.carry if is_item else ())
+    problems = document_problems(step_path, manifest, record.carry, is_item=is_item)
+    damages += [Damage(step_path / name, name, why) for name, why in problems]
+    if is_item:
+        damages += _manifest_damages(step_path / "jaxinf.json", manifest)
     seen, total, done = {} if seen is None else seen, step_bytes(directory), 0
     with closing(BufferPool(num_threads * PIECE_BYTES)) as pool:
 
         def verify(one: ChunkFile) -> Damage | None:
-            root = directory.data_path(place, one.csd) if place else step_path
+            root = directory.data_path(place, one.csd)
             expected = int(record.checksums[one.array][one.leaf.places[one.chunk]])
             problem = _problem(root, one, expected, seen, pool)
             return Damage(root / one.name, str(one), problem) if problem else None
 
-        for one, damage in over(directory.manifest.held(), verify, num_threads):
+        for one, damage in over(manifest.held(), verify, num_threads):
             damages += [damage] if damage is not None else []
             done += one.num_bytes
             if progress is not None:
@@ -99,15 +103,8 @@ def _problem(
     return None
 
 
-def other_damages(directory: StoreDirectory) -> Iterator[Damage]:
-    """Yields damage of what no pinned step has: links of slots, strays."""
-    for slot in SLOTS:
-        yield from _link_damages(directory, slot)
-    yield from stray_checkpoints(directory)
-
-
 def _link_damages(
-    directory: StoreDirectory, place: str, carry: Sequence[CarriedArray] = ()
+    directory: StoreDirectory, place: str, carry: Sequence[CarriedArray]
 ) -> Iterator[Damage]:
     """Yields links of a step that are missing or have a wrong target."""
     step_path, links = directory.step_path(place), dict[str, str]()
@@ -115,7 +112,7 @@ def _link_damages(
         links = orbax_links(directory.manifest, carry)
     for one in directory.manifest.held() if directory.manifest.csds else ():
         try:
-            directory.chunk_name(place, one.number, one.chunk, one.state.name)
+            directory.check_folder(directory.path, (step_path / one.name).parent)
             links[one.name] = str(directory.file_of(place, one))
         except StoreError as error:
             what = f"leaf {one.leaf.name}, {one.state.name}"
@@ -132,30 +129,13 @@ def _link_damages(
             yield Damage(step_path / name, f"link {name}", problem)
 
 
-def _documents(
-    directory: StoreDirectory, step_path: Path, place: str | None, record: CommitRecord
-) -> Iterator[Damage]:
-    """Yields documents and carried arrays that are not right."""
-    manifest, path, member = directory.manifest, directory.path, None
-    if manifest.member is not None:
-        member = member_name(manifest.member.number)
-    if member not in (None, path.name) and path.name.startswith("process-"):
-        problem = f"expected this member of a run in {member}, found it in {path.name}"
-        problem += "; were directories of members exchanged? Rename them back"
-        yield Damage(path / "jaxinf.json", "member", problem)
-    has_mark = (step_path / "orbax.checkpoint").is_file()
-    is_item = has_mark if place is None else place.startswith("checkpoints/")
-    found = dict(document_problems(step_path, manifest, record.carry, is_item=is_item))
-    if is_item:
-        try:
-            held = Manifest.read(step_path / "jaxinf.json")
-            if (held.store_id, held.leaves) != (manifest.store_id, manifest.leaves):
-                problem = "expected the arrays of this store, found another manifest"
-                found["jaxinf.json"] = problem
-        except StoreFormatError as error:
-            found["jaxinf.json"] = str(error)
-        if not has_mark:
-            problem = "expected the file by which Orbax knows a checkpoint, found none"
-            found["orbax.checkpoint"] = problem
-    for name, problem in found.items():
-        yield Damage(step_path / name, name, problem)
+def _manifest_damages(file: Path, manifest: Manifest) -> Iterator[Damage]:
+    """Yields the damage of a checkpoint's manifest."""
+    try:
+        held = Manifest.read(file)
+        if (held.store_id, held.leaves) == (manifest.store_id, manifest.leaves):
+            return
+        problem = "expected the arrays of this store, found another manifest"
+    except StoreFormatError as error:
+        problem = str(error)
+    yield Damage(file, file.name, problem)

@@ -29,18 +29,16 @@ def moving(tmp_path, monkeypatch):
     driver = Driver(tmp_path / "store", **options).init().steps(2)
     driver.store.checkpoint("kept")
     driver.steps(1).close()
-    hold, calls = LockFile.hold, []
+    take, calls = LockFile.__init__, []
 
-    def after_a_copy(lock, **options):
+    def after_a_copy(lock, path, **options):
         if not calls:
-            calls.append(lock.path.name)
-            lock.close()
+            calls.append(path.name)
             copied(driver.store.path, roots=roots[1:])
-            lock.__init__(lock.path)
-        return hold(lock, **options)
+        take(lock, path, **options)
 
     def start():
-        monkeypatch.setattr(LockFile, "hold", after_a_copy)
+        monkeypatch.setattr(LockFile, "__init__", after_a_copy)
 
     return SimpleNamespace(
         path=driver.store.path, start=start, calls=calls, place=tmp_path

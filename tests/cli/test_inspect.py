@@ -47,17 +47,13 @@ def test_text_has_it_all_and_nothing_stays(trained, run):
     assert not list((trained / "snapshots").iterdir())
 
 
-@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EIO])
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
 def test_a_store_that_cannot_be_written_is_read(trained, code, run, monkeypatch):
     def refuse(directory):
         raise StoreIOError("no") from OSError(code, os.strerror(code))
 
     monkeypatch.setattr(steps, "pinned_step", refuse)
     result = run("inspect", trained, "--json")
-    if code == errno.EIO:  # a failing drive
-        assert (result.status, result.out) == (1, "")
-        assert result.err == "jaxinf: no\n"
-        return
     assert result.status == 0
     assert result.err.startswith("warning: ")
     assert "chunks may be of different steps" in result.err

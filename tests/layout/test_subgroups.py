@@ -8,7 +8,6 @@ from jaxinf.layout import (
     LeafGrid,
     choose_grid,
     deal,
-    deal_again,
     subgroups,
 )
 
@@ -78,36 +77,3 @@ def test_assignment_is_balanced_and_deterministic(chunk_bytes, num_csds):
 def test_equal_chunks_alternate(num_chunks, num_csds):
     csds = deal([4096] * num_chunks, num_csds)
     assert csds == [i % num_csds for i in range(num_chunks)]
-
-
-def _loads(chunk_bytes, csds, num_csds):
-    loads = [0] * num_csds
-    for num_bytes, csd in zip(chunk_bytes, csds, strict=True):
-        loads[csd] += num_bytes
-    return loads
-
-
-@given(st.lists(_BYTES, max_size=60), st.integers(1, 16), st.integers(1, 16))
-def test_other_csds_get_their_share_and_the_rest_stays(chunk_bytes, before, after):
-    held = deal(chunk_bytes, before)
-    known = [csd if csd < after else None for csd in held]
-    csds = deal_again(chunk_bytes, known, after)
-    loads = _loads(chunk_bytes, csds, after)
-    largest = max(chunk_bytes, default=0)
-    assert max(loads) - min(loads) <= largest
-    moved = sum(
-        n for n, old, new in zip(chunk_bytes, held, csds, strict=True) if old != new
-    )
-    homeless = sum(n for n, csd in zip(chunk_bytes, known, strict=True) if csd is None)
-    if after > before:  # what the new ones get, but for a chunk an old one
-        assert moved <= sum(loads[before:]) + before * largest
-    else:
-        assert moved <= homeless + after * largest
-    assert deal_again(chunk_bytes, csds, after) == csds
-
-
-def test_what_is_spread_evenly_stays():
-    assert deal_again([10, 10, 10, 10], [1, 0, 1, 0], 2) == [1, 0, 1, 0]
-    # Those that go are of all parts of a leaf.
-    assert deal_again([10, 10, 10, 10], [0, 0, 0, 0], 2) == [0, 1, 0, 1]
-    assert deal_again([10, 10], [None, 0], 1) == [0, 0]

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import raw_stores
 from copies import copied
+from raw_stores import decoded
 
 from jaxinf.store import (
     CommitRecord,
@@ -90,7 +91,7 @@ def contents(path, checkpoint=None):
 def _arrays(place, manifest, **options):
     with StepReader(place, **options) as reader:
         return {
-            leaf.array_name(state.name): reader.read(leaf, state).tobytes()
+            leaf.array_name(state.name): decoded(reader, leaf, state).tobytes()
             for leaf in manifest.leaves
             for state in leaf.states
             if not state.is_beside

@@ -93,7 +93,8 @@ def test_numbers_of_a_record(tmp_path):
     for key, value in (
         *(("device_updates", number) for number in (0, -2, 2.0, "2", True)),
         *(("inexact", {"a": x}) for x in inexact),
+        *(("format_version", version) for version in (2, 3.0, True, "3", None)),
     ):
         write_document(path, document | {key: value})
-        with pytest.raises(StoreFormatError, match=key):
+        with pytest.raises(StoreFormatError, match=key.replace("_v", " v")):
             CommitRecord.read(path)

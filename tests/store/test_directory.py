@@ -57,15 +57,6 @@ def test_space_is_checked_before_anything_is_written(place, manifest_of):
     assert not (place / "new").exists()
 
 
-def test_more_chunks_than_a_record_names_are_refused_before_they_are_listed(
-    manifest_of,
-):
-    with pytest.raises(
-        StoreSpaceError, match=r"at most 2,097,152 .*, found 3,145,728 .*\(40\.0 GiB\)"
-    ):
-        manifest_of(shapes={("w",): (1 << 20, 4096)})
-
-
 @pytest.mark.parametrize("num_csds", [0, 2])
 @pytest.mark.parametrize("keeps", [False, True])
 def test_what_takes_a_linked_file_s_place(make_directory, write_step, keeps, num_csds):

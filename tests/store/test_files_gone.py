@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from copies import copied
 from families import family
 from small_stores import train
 
@@ -65,19 +64,6 @@ def test_a_copy_makes_missing_files_of_the_spare_slot_again(place, jaxinf_says, 
     assert status == 0, said
     assert go_on(new, 3) == 6
     assert jaxinf_says("verify", new)[0] == 0
-
-
-def test_members_whose_directories_were_exchanged_are_seen(place, jaxinf_says):
-    go_on(place / "store", 2)
-    copied(place / "store", processes=2)
-    assert jaxinf_says("verify", place / "store")[0] == 0
-    first, second = (place / "store" / f"process-0000{n}" for n in range(2))
-    first.rename(place / "first")
-    second.rename(first)
-    (place / "first").rename(second)
-    status, said = jaxinf_says("verify", place / "store")
-    assert status == 1
-    assert "exchanged" in said
 
 
 def test_an_emptied_store_beside_its_drives_is_refused(place):

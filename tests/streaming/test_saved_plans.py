@@ -79,7 +79,6 @@ def test_a_kept_plan_is_used_whatever_would_be_chosen_now(kept, opened, kept_in)
         ({"cuts": [0, 10**9]}, "expected cuts of a program of"),
         ({"version": 1}, "another loss function"),
         ({"mesh": {"data": 2}}, r"on 2 devices \(data=2\)"),
-        ({"rows": {"table": 512}}, "with tables in blocks of rows"),
     ],
 )
 def test_a_plan_of_another_program_is_refused(kept, opened, kept_in, changes, problem):
@@ -117,18 +116,6 @@ def test_a_damaged_plan_is_refused(kept, opened, changes, problem):
     assert main(["verify", str(path)]) == 1
     with pytest.raises(StoreFormatError, match=rf"commit.json.*{problem}"):
         opened()
-
-
-def test_state_on_a_device_of_before_is_refused_until_replanned(kept, opened):
-    path, *_ = kept
-    edit(path / "current/commit.json", device_tier=1 << 20)
-    with pytest.raises(StreamError, match=r"1048576 bytes of state .*replan=True"):
-        opened()[1]()
-    step, run_one = opened(replan=True)
-    run_one()
-    assert step.store.step == 2
-    step.close()
-    assert "device_tier" not in (path / "current/commit.json").read_text()
 
 
 def test_a_plan_is_kept_with_the_first_commit_that_depends_on_it(opened, open_store):

@@ -17,6 +17,7 @@ from jaxinf.store import (
     Manifest,
     Slot,
     StateRecord,
+    StepReader,
     StoreDirectory,
     dtype_of,
     find_leaf,
@@ -132,6 +133,14 @@ def read_array(step: Path, leaf: LeafRecord, state: str) -> np.ndarray:
     path = f"{step / leaf.array_name(state)}/"
     spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": path}}
     return tensorstore.open(spec, open=True, read=True).result().read().result()
+
+
+def decoded(reader: StepReader, leaf: LeafRecord, state: StateRecord) -> np.ndarray:
+    """Returns an array of a step in the leaf's shape, coded states as float32."""
+    out = np.empty(leaf.shape, dtype_of(state.decoded().dtype))
+    for box, values in reader.boxes(leaf, state, 1 << 20):
+        out[box.slices] = values
+    return out
 
 
 def stored(store: jaxinf.Store, state: str, leaf: str) -> np.ndarray:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import optax
 import small_stores
-from raw_stores import flip_bit
+from raw_stores import decoded, flip_bit
 
 import jaxinf
 from jaxinf.csd import ScalarInputs
@@ -183,7 +183,7 @@ class Driver:
         with StepReader(path, directory=directory) as reader:
             return {
                 record.name: tuple(
-                    reader.read(record, state)
+                    decoded(reader, record, state)
                     for state in record.states
                     if not state.is_beside
                 )

@@ -75,6 +75,5 @@ def _of_another(store: Path, kept: KeptPlan) -> StreamError:
     return StreamError(
         f"{store}: the store was trained with another loss function for params and "
         f"batches of these shapes, with other shardings of these (on "
-        f"{mesh_text(kept.mesh)}), with tables in blocks of rows, or by another "
-        f"version of jaxinf or JAX; {_GO_ON}"
+        f"{mesh_text(kept.mesh)}), or by another version of jaxinf or JAX; {_GO_ON}"
     )

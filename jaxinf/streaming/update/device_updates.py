@@ -91,13 +91,6 @@ def device_interval(
     last = None if engine.commit is None else engine.opened.finished
     if last is not None and last.step:
         kept = last.device_updates
-        if last.device_tier and not replan:
-            raise StreamError(
-                f"{store.path}: its last step was computed with {last.device_tier} "
-                "bytes of state on the JAX device, which this version of jaxinf does "
-                "not do; pass replan=True to go on with all state in the store (bits "
-                "on an accelerator then differ from here on)"
-            )
         if every == "auto":  # it is chosen once
             every = None
         if every is not None and every != kept and not replan:

@@ -1,0 +1,191 @@
+"""What a copy begins with: steps of a store, of a run, or of a checkpoint's directory.
+
+Invariant: the steps do not change meanwhile: they are pinned, or the store is held.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxinf.errors import StoreFormatError, StoreLockedError
+from jaxinf.store.commit import CommitRecord
+from jaxinf.store.creation import files_beside
+from jaxinf.store.directory import StoreDirectory, check_there, next_slot
+from jaxinf.store.manifest import Manifest, without_csds
+from jaxinf.store.members import (
+    all_members,
+    check_of_one,
+    hold_members,
+    is_of_one,
+    is_run,
+    of_one_commit,
+)
+from jaxinf.store.owners import look_at_store
+from jaxinf.store.steps import (
+    CommittedStep,
+    check_arrays,
+    checkpoint_names,
+    joined_step,
+    pinned_step,
+    prune_snapshots,
+    readable_step,
+    step_of,
+)
+
+_PART = (
+    "expected a whole step, found a member's part; export the checkpoint of the run: "
+    "jaxinf checkpoint export RUN DEST --checkpoint NAME"
+)
+
+
+@dataclass(frozen=True)
+class CopySource:
+    """Steps that are copied together.
+
+    Attributes:
+      where: what it is, for messages.
+      parts: the manifests of the members by number, or of the store alone.
+      steps: the committed step as slot ``a``, and checkpoints as ``checkpoints/NAME``.
+      beside: what belongs to a store beside its steps, by the names of files.
+      has_links: whether chunks may be linked to: they are a store's.
+      num_threads: number of chunks that may be in memory at once.
+      spares: directories of the other slot's chunks by CSD, of a store that is held.
+      dropped: checkpoints that are not of all members.
+      held: the members or the store, if this process holds them.
+    """
+
+    where: str
+    parts: Sequence[Manifest]
+    steps: Mapping[str, CommittedStep]
+    beside: Mapping[str, bytes]
+    has_links: bool = True
+    num_threads: int = 4
+    spares: Sequence[Path] = ()
+    dropped: tuple[str, ...] = ()
+    held: Sequence[StoreDirectory] = ()
+
+    @property
+    def step(self) -> CommittedStep:
+        """The step that all copies have."""
+        return self.steps["a"]
+
+    @property
+    def whole(self) -> Manifest:
+        """The manifest of a store of one process; CSDs are places of the step."""
+        return self.step.manifest
+
+
+@contextlib.contextmanager
+def store_source(
+    path: Path,
+    checkpoint: str | None = None,
+    *,
+    holds: bool = False,
+    checkpoints: bool = False,
+) -> Iterator[CopySource]:
+    """Yields a store, a run of several processes, or a checkpoint's directory.
+
+    Args:
+      path: where it is; of a run, all members can be seen there.
+      checkpoint: a checkpoint that it has, in place of its committed step.
+      holds: whether this process becomes its only writer. Otherwise it may be in use.
+      checkpoints: whether those that all members have come along.
+
+    Raises:
+      StoreLockedError: a run, or a reader of a step, has it open, with `holds`.
+      ProcessError: a member cannot be seen, or they have no step in common.
+      StoreFormatError: there is no store, or none with a committed step.
+      StoreMismatchError: a checkpoint has other arrays than the store, or is not of
+        one commit in all members.
+      ValueError: there is no such checkpoint; lists the others.
+    """
+    if (path / "commit.json").is_file():
+        store, folder = path.parent.parent, path.parent.name
+        if folder != "checkpoints" or not (store / "jaxinf.json").exists():
+            yield _copied_out(path)
+            return
+        path, checkpoint = store, path.name
+    spares: list[Path] = []
+    with contextlib.ExitStack() as stack:
+        if holds:
+            parts = stack.enter_context(hold_members(path))
+            for one in parts:
+                prune_snapshots(one)
+                check_unread(one)
+                slot = next_slot(one.committed_slot())
+                spares += one.data_paths(one.step_path(slot))
+            step = _joined(parts)
+        elif checkpoint is not None:
+            parts = all_members(path)
+            step = _kept_step(parts, checkpoint)
+        elif is_run(path):
+            parts = all_members(path)
+            pinned, undo = of_one_commit(
+                path, parts, lambda one, held: held.enter_context(pinned_step(one))
+            )
+            stack.enter_context(undo)
+            step = joined_step(pinned)
+        else:
+            step = stack.enter_context(readable_step(look_at_store(path)))
+            step.check()
+            parts = [StoreDirectory(path, step.manifest)]
+        steps, dropped = {"a": step}, set[str]()
+        if checkpoints:
+            names = [{*checkpoint_names(one)} for one in parts]
+            dropped = set.union(*names)
+            for name in sorted(set.intersection(*names)):
+                if is_of_one(parts, name):
+                    steps[f"checkpoints/{name}"] = _kept_step(parts, name)
+                    dropped.remove(name)
+        yield CopySource(
+            str(path),
+            [one.manifest for one in parts],
+            steps,
+            files_beside(parts[0].path),
+            has_links=not step.warning and checkpoint is None,
+            spares=spares,
+            dropped=tuple(sorted(dropped)),
+            held=parts if holds else (),
+        )
+
+
+def check_unread(directory: StoreDirectory) -> None:
+    """Refuses a store of which another process reads a step."""
+    root = directory.path / "snapshots"
+    if root.is_dir() and any(root.iterdir()):
+        raise StoreLockedError(
+            f"{directory.path}: expected nobody who reads its step, found a pinned one "
+            f"in {root}: an export, a look or another copy is under way; wait for it, "
+            "or copy to another path"
+        )
+
+
+def _kept_step(parts: Sequence[StoreDirectory], name: str) -> CommittedStep:
+    check_of_one(parts, name)
+    if len(parts) == 1 and parts[0].manifest.member is not None:
+        raise StoreFormatError(f"{parts[0].path}: {_PART}")
+    for one in parts:
+        check_arrays(one, name)
+    return _joined(parts, f"checkpoints/{name}")
+
+
+def _joined(parts: Sequence[StoreDirectory], place: str | None = None) -> CommittedStep:
+    """Returns a step of all members, by default the committed one."""
+    return joined_step(
+        [step_of(one, one.step_path(place or one.need_slot())) for one in parts]
+    )
+
+
+def _copied_out(path: Path) -> CopySource:
+    """Returns a checkpoint that was copied out of its store."""
+    check_there(path)
+    commit, manifest = path / "commit.json", Manifest.read(path / "jaxinf.json")
+    if manifest.member is not None:
+        raise StoreFormatError(f"{path}: {_PART}")
+    step = CommittedStep(
+        path, without_csds(manifest), CommitRecord.read(commit), (path,)
+    )
+    step.check()
+    beside = files_beside(path)
+    return CopySource(str(path), [step.manifest], {"a": step}, beside, has_links=False)
