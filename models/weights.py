@@ -113,7 +113,7 @@ class ModelFiles:
         checkpoint.check_counts()
         path = checkpoint.path / "config.json"
         config, params = _config_of(checkpoint.architecture, path)
-        checkpoint.leaves(_shapes(params), np.dtype(np.float32), compares=False)
+        checkpoint.leaves(_shapes(params), np.dtype(np.float32))
         return cls(config, params, checkpoint)
 
     @classmethod

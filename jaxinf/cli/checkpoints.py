@@ -17,11 +17,9 @@ from jaxinf.cli.looking import say_warning
 from jaxinf.cli.terminal import make_table, show_progress
 from jaxinf.command_line import ByteSize, UsageError
 from jaxinf.exchange import (
-    DEFAULT_FILE_BYTES,
     DEFAULT_MEMORY_BYTES,
     ExportOptions,
     ObjectStore,
-    export_adapters,
     export_huggingface,
     export_safetensors,
     export_url,
@@ -135,9 +133,6 @@ class Export:
     format: Literal["zarr", "safetensors", "huggingface"] = "zarr"
     # Safetensors and huggingface: the params' average in their place.
     average: Switch = False
-    # Huggingface: the adapters of --lora alone, in the form of PEFT. Without it they
-    # are added to their matrices.
-    adapters: Switch = False
     # Huggingface: the folder that the params of a loop of your own came from; its
     # config.json and its tokenizer are written again.
     like: Annotated[AnyPath | None, option("FOLDER")] = None
@@ -147,8 +142,6 @@ class Export:
         Literal["float32", "bfloat16", "float16"] | None,
         option("{float32,bfloat16,float16}"),
     ] = None
-    # Start another safetensors file at this size.
-    max_file: Annotated[int, ByteSize] = DEFAULT_FILE_BYTES
     # Memory for data in transit.
     memory: Annotated[int, ByteSize] = DEFAULT_MEMORY_BYTES
 
@@ -159,15 +152,13 @@ class Export:
             step, number = source.step, source.step.commit.step
             say_warning(store, step)
             with show_progress(f"step {number} to {where}") as progress:
-                options = ExportOptions(
-                    self.memory, progress, max_file_bytes=self.max_file
-                )
+                options = ExportOptions(self.memory, progress)
                 content = self._write(source, where, options)
         print(f"{where}: step {number}, {content}")
 
     def _checked(self) -> str:
         """Returns the place of the export, if the flags fit it and each other."""
-        only = {"dtype": self.dtype, "like": self.like, "adapters": self.adapters}
+        only = {"dtype": self.dtype, "like": self.like}
         for flag, value in only.items():
             if value and self.format != "huggingface":
                 raise UsageError(f"--{flag} goes with --format huggingface")
@@ -196,9 +187,7 @@ class Export:
                 f"{done.num_objects} objects, {format_bytes(done.num_bytes)}; "
                 f"{done.num_kept} chunks were there already"
             )
-        if self.adapters:
-            export_adapters(step, destination, dtype=self.dtype, **given)
-        elif self.format == "huggingface":
+        if self.format == "huggingface":
             if self.like is not None:
                 kept = tokenizer_files(weights=self.like)
             else:

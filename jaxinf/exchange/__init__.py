@@ -12,17 +12,15 @@ from jaxinf.exchange.huggingface_config import (
 )
 from jaxinf.exchange.huggingface_folder import (
     HuggingFaceFolder,
-    export_adapters,
     export_huggingface,
 )
 from jaxinf.exchange.params import (
-    DEFAULT_FILE_BYTES,
     DEFAULT_MEMORY_BYTES,
     LORA_A,
     LORA_B,
     ExportOptions,
 )
-from jaxinf.exchange.safetensors_files import export_safetensors, read_params
+from jaxinf.exchange.safetensors_files import export_safetensors
 from jaxinf.exchange.sources import keep_tokenizer, kept_tokenizer, tokenizer_files
 from jaxinf.exchange.url_export import (
     ObjectStore,

@@ -37,18 +37,21 @@ _Epsilon: TypeAlias = Annotated[float, Meta(ge=1e-30, le=0.1)]
 _LABELS = ("id2label", "label2id")
 
 _KINDS: Mapping[str, Any] = {
-    **dict.fromkeys(("resid_pdrop", "hidden_dropout", "dropout_rate"), _Share),
-    "hidden_dropout_prob": _Share,
-    **dict.fromkeys(("rms_norm_eps", "layer_norm_epsilon"), _Epsilon),
-    **dict.fromkeys(("tie_word_embeddings", "scale_decoder_outputs"), bool),
-    "is_gated_act": bool,
-    **dict.fromkeys(("feed_forward_proj", "dense_act_fn"), str),
-    "layer_types": list[str],
-    "rope_theta": RopeBase,
-    **dict.fromkeys(("rope_parameters", "rope_scaling"), Rope),
-    **dict.fromkeys(_LABELS, dict[str, Any]),
+    name: kind
+    for names, kind in (
+        ("resid_pdrop hidden_dropout dropout_rate hidden_dropout_prob", _Share),
+        ("rms_norm_eps layer_norm_epsilon", _Epsilon),
+        ("tie_word_embeddings scale_decoder_outputs is_gated_act", bool),
+        ("feed_forward_proj dense_act_fn", str),
+        ("n_inner num_decoder_layers num_key_value_heads head_dim num_labels", _Count),
+        ("layer_types", list[str]),
+        ("rope_theta", RopeBase),
+        ("rope_parameters rope_scaling", Rope),
+        ("id2label label2id", dict[str, Any]),
+    )
+    for name in names.split()
 }
-"""Types of fields that are read; all others are counts."""
+"""Types of fields that are read; others of a family are counts."""
 
 _PLAIN: Fields = {
     **dict.fromkeys(
@@ -64,21 +67,23 @@ _PLAIN: Fields = {
 _HARMLESS = frozenset(
     """
     architectures dtype torch_dtype transformers_version tokenizer_class model_type
-    use_cache initializer_range gradient_checkpointing chunk_size_feed_forward
-    return_dict return_dict_in_generate output_hidden_states output_attentions
-    output_scores output_past torchscript use_bfloat16 tf_legacy_loss finetuning_task
+    use_cache initializer_range initializer_factor gradient_checkpointing torchscript
+    chunk_size_feed_forward use_bfloat16 tf_legacy_loss finetuning_task directionality
     task_specific_params prefix is_encoder_decoder is_llama_config max_sequence_length
     attention_dropout attention_probs_dropout_prob attn_pdrop embd_pdrop
     classifier_dropout max_length min_length max_new_tokens do_sample early_stopping
     num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p
     repetition_penalty length_penalty no_repeat_ngram_size num_return_sequences
     encoder_no_repeat_ngram_size bad_words_ids remove_invalid_values suppress_tokens
-    begin_suppress_tokens exponential_decay_length_penalty unsloth_fixed
-    unsloth_version transformers.js_config
+    begin_suppress_tokens exponential_decay_length_penalty transformers.js_config
+    n_ctx n_special n_positions predict_special_tokens reorder_and_upcast_attn
+    pretraining_tp slow_but_exact seq_length offset_alibi attention_softmax_in_fp32
+    masked_softmax_fusion bias_dropout_fusion skip_bias_add skip_bias_add_qkv
+    encoder_stride max_window_layers
     """.split()
 )
-"""Fields of any family on which no logits and no loss depend, besides those that begin
-with ``_`` and those that end with ``_token_id``."""
+_HARMLESS_BEGINNINGS = ("_", "output_", "pooler_", "return_dict", "summary_", "unsloth")
+"""Fields on which no logits and no loss of any family depend."""
 
 
 @dataclass(frozen=True)
@@ -164,15 +169,14 @@ def _problem(family: Family, name: str, value: Any) -> str | None:
     if name in ours:
         found = shown(value)
         return f"{name}: expected {ours[name]!r}, as this model has it, found {found}"
-    optional = family.optional.split()
-    if name in (*family.names.values(), *optional, *_LABELS, "num_labels"):
+    if name in (*family.names.values(), *family.defaults, *_KINDS):
         try:
             convert(value, _KINDS.get(name, _Count), name)
         except DocumentError as error:
             return str(error)
         return None
-    is_any = name in _HARMLESS or name.startswith("_") or name.endswith("_token_id")
-    if is_any or name in family.ignored.split():
+    is_of_ends = name.startswith(_HARMLESS_BEGINNINGS) or name.endswith("_token_id")
+    if is_of_ends or name in _HARMLESS:
         return None
     if name == "quantization_config":
         found = value.get("quant_method") if isinstance(value, dict) else value

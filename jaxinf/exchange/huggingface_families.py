@@ -39,6 +39,16 @@ _SUFFIXES = {"kernel": ".weight", "scale": ".weight", "table": ".weight"}
 _SUFFIXES |= {"bias": ".bias"}
 
 
+_SYNONYMS = {
+    "num_layers": "num_hidden_layers n_layer",
+    "num_heads": "num_attention_heads n_head",
+    "num_features": "hidden_size n_embd n_embed d_model",
+    "num_positions": "max_position_embeddings n_positions",
+    "head_features": "head_dim",
+}
+"""Their names of a field of ours, of which a family may have more than one."""
+
+
 @dataclass(frozen=True)
 class Family:
     """One ``model_type``: its tensors, and the fields of its config.json.
@@ -49,6 +59,7 @@ class Family:
       model: our name of the model.
       classes: Hugging Face's class for each task.
       layers: our layer → theirs. A kernel is [out, in] there, [in, out] here.
+      names: our field → theirs, which must have a value or a default.
       arrays: our leaf → their tensor, for those whose name does not end in ``.weight``.
       transposed: whether kernels are; those of GPT-2 are [in, out] there, too.
       prefix: prefix of the base model's names, which a bare base model lacks.
@@ -56,13 +67,9 @@ class Family:
       heads: beginnings of our paths that a checkpoint of another task lacks. Below
         each, all leaves exist or none; missing ones are initialised anew.
       unused: pattern of tensors that are not params: buffers, other tasks' heads.
-      names: our field → theirs, which must have a value or a default.
       defaults: their field → its value if it is missing.
       fixed: their field → the value that our model has.
       own: our fields that this ``model_type`` says.
-      optional: their fields that `read` looks at; they may be null or missing.
-      ignored: their fields on which nothing depends, besides those of any family.
-      aliases: their second name of a field → the first.
       read: makes further fields of ours from a document with the defaults in it.
       write: the reverse.
     """
@@ -80,11 +87,18 @@ class Family:
     defaults: Fields = field(default_factory=dict)
     fixed: Fields = field(default_factory=dict)
     own: Fields = field(default_factory=dict)
-    optional: str = ""
-    ignored: str = ""
-    aliases: Mapping[str, str] = field(default_factory=dict)
     read: Callable[[Document], Fields] = lambda document: {}
     write: Callable[[Document], Fields] = lambda fields: {}
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Their second names of fields → the first."""
+        return {
+            second: theirs
+            for ours, theirs in self.names.items()
+            for second in _SYNONYMS.get(ours, "").split()
+            if second != theirs
+        }
 
     def find(self, path: str) -> tuple[str, tuple[int, ...]]:
         """Returns the name of a leaf's tensor, and the order of its axes in the leaf.
@@ -115,11 +129,12 @@ def _pairs(text: str) -> dict[str, str]:
     return {ours: theirs or ours for ours, _, theirs in pairs}
 
 
-def _layers(others: str, **stacks: tuple[str, str]) -> dict[str, str]:
-    """Makes `Family.layers`; a stack has its name there, and the parts of a layer."""
+def _layers(others: str, **stacks: str) -> dict[str, str]:
+    """Makes `Family.layers`; a stack is ``its name there: the parts of a layer``."""
     return _pairs(others) | {
         f"{letter}{{}}/{ours}": f"{name}.{{}}.{theirs}"
-        for letter, (name, parts) in stacks.items()
+        for letter, stack in stacks.items()
+        for name, _, parts in [stack.partition(":")]
         for ours, theirs in _pairs(parts).items()
     }
 
@@ -129,6 +144,11 @@ def _expect(name: str, expected: Any, found: Any) -> None:
         raise ValueError(f"{name}: expected {expected!r}, found {found!r}")
 
 
+def _decoder_classes(name: str) -> dict[str, str]:
+    classes = "causal-lm={0}ForCausalLM classification={0}ForSequenceClassification"
+    return _pairs(classes.format(name))
+
+
 def _read_gpt2(document: Document) -> Fields:
     _expect("n_inner", 4 * document["n_embd"], document.get("n_inner"))
     return {}
@@ -136,16 +156,12 @@ def _read_gpt2(document: Document) -> Fields:
 
 _GPT2 = Family(
     model="gpt2",
-    classes=_pairs(
-        "causal-lm=GPT2LMHeadModel classification=GPT2ForSequenceClassification"
-    ),
+    classes=_decoder_classes("GPT2") | {"causal-lm": "GPT2LMHeadModel"},
     layers=_layers(
         "wte=transformer.wte wpe=transformer.wpe ln_f=transformer.ln_f score",
-        h=(
-            "transformer.h",
-            "ln_1 attn/qkv=attn.c_attn attn/proj=attn.c_proj "
-            "ln_2 mlp/up=mlp.c_fc mlp/down=mlp.c_proj",
-        ),
+        h="transformer.h: "
+        "ln_1 attn/qkv=attn.c_attn attn/proj=attn.c_proj "
+        "ln_2 mlp/up=mlp.c_fc mlp/down=mlp.c_proj",
     ),
     names=_pairs(
         "vocab_size num_positions=n_positions num_layers=n_layer "
@@ -165,14 +181,6 @@ _GPT2 = Family(
         "add_cross_attention": False,
         "tie_word_embeddings": True,
     },
-    optional="n_inner",
-    ignored="n_ctx n_special predict_special_tokens reorder_and_upcast_attn "
-    "summary_type summary_use_proj summary_activation summary_proj_to_labels "
-    "summary_first_dropout",
-    aliases=_pairs(
-        "hidden_size=n_embd max_position_embeddings=n_positions "
-        "num_attention_heads=n_head num_hidden_layers=n_layer"
-    ),
     read=_read_gpt2,
 )
 
@@ -182,12 +190,10 @@ _BLOOM = Family(
     layers=_layers(
         "wte=transformer.word_embeddings ln_0=transformer.word_embeddings_layernorm "
         "ln_f=transformer.ln_f",
-        h=(
-            "transformer.h",
-            "ln_1=input_layernorm attn/proj=self_attention.dense "
-            "attn/qkv=self_attention.query_key_value ln_2=post_attention_layernorm "
-            "mlp/up=mlp.dense_h_to_4h mlp/down=mlp.dense_4h_to_h",
-        ),
+        h="transformer.h: "
+        "ln_1=input_layernorm attn/proj=self_attention.dense "
+        "attn/qkv=self_attention.query_key_value ln_2=post_attention_layernorm "
+        "mlp/up=mlp.dense_h_to_4h mlp/down=mlp.dense_4h_to_h",
     ),
     names=_pairs(
         "vocab_size num_layers=n_layer num_heads=n_head num_features=hidden_size "
@@ -200,12 +206,6 @@ _BLOOM = Family(
         "apply_residual_connection_post_layernorm": False,
         "tie_word_embeddings": True,
     },
-    ignored="pretraining_tp slow_but_exact n_inner seq_length offset_alibi "
-    "attention_softmax_in_fp32 masked_softmax_fusion bias_dropout_fusion "
-    "skip_bias_add skip_bias_add_qkv",
-    aliases=_pairs(
-        "n_embed=hidden_size num_attention_heads=n_head num_hidden_layers=n_layer"
-    ),
 )
 
 
@@ -275,24 +275,17 @@ def _write_llama(fields: Document) -> Fields:
     }
 
 
-def _decoder_classes(name: str) -> Mapping[str, str]:
-    classes = "causal-lm={0}ForCausalLM classification={0}ForSequenceClassification"
-    return _pairs(classes.format(name))
-
-
 _LLAMA = Family(
     model="llama",
     classes=_decoder_classes("Llama"),
     layers=_layers(
         "wte=model.embed_tokens ln_f=model.norm lm_head score",
-        h=(
-            "model.layers",
-            "ln_1=input_layernorm ln_2=post_attention_layernorm "
-            "attn/q=self_attn.q_proj attn/k=self_attn.k_proj attn/v=self_attn.v_proj "
-            "attn/q_norm=self_attn.q_norm attn/k_norm=self_attn.k_norm "
-            "attn/proj=self_attn.o_proj mlp/gate=mlp.gate_proj mlp/up=mlp.up_proj "
-            "mlp/down=mlp.down_proj",
-        ),
+        h="model.layers: "
+        "ln_1=input_layernorm ln_2=post_attention_layernorm "
+        "attn/q=self_attn.q_proj attn/k=self_attn.k_proj attn/v=self_attn.v_proj "
+        "attn/q_norm=self_attn.q_norm attn/k_norm=self_attn.k_norm "
+        "attn/proj=self_attn.o_proj mlp/gate=mlp.gate_proj mlp/up=mlp.up_proj "
+        "mlp/down=mlp.down_proj",
     ),
     names=_pairs(
         "vocab_size num_positions=max_position_embeddings "
@@ -308,9 +301,6 @@ _LLAMA = Family(
     defaults={"rms_norm_eps": 1e-6, "tie_word_embeddings": False},
     fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     own={"window": None, "qkv_bias": False, "qk_norm": False},
-    optional="num_key_value_heads head_dim layer_types rope_theta rope_scaling "
-    "rope_parameters",
-    ignored="pretraining_tp",
     read=_read_llama,
     write=_write_llama,
 )
@@ -321,7 +311,6 @@ _MISTRAL = replace(
     defaults=_LLAMA.defaults | {"sliding_window": 4096, "num_key_value_heads": 8},
     fixed={"hidden_act": "silu"},
     own={"qkv_bias": False, "qk_norm": False},
-    optional=f"{_LLAMA.optional} sliding_window",
     read=lambda document: (
         _read_llama(document) | {"window": document["sliding_window"]}
     ),
@@ -331,10 +320,9 @@ _MISTRAL = replace(
 _QWEN2 = replace(
     _LLAMA,
     classes=_decoder_classes("Qwen2"),
-    defaults=_LLAMA.defaults | {"num_key_value_heads": 32},
+    defaults=_LLAMA.defaults | {"num_key_value_heads": 32, "sliding_window": None},
     fixed=_LLAMA.fixed | {"use_sliding_window": False},
     own={"window": None, "qkv_bias": True, "qk_norm": False},
-    ignored="sliding_window max_window_layers",  # without use_sliding_window
 )
 
 _QWEN3 = replace(
@@ -361,13 +349,11 @@ _BERT = Family(
         "head=cls.predictions head/dense=cls.predictions.transform.dense "
         "head/ln=cls.predictions.transform.LayerNorm head/pooler=bert.pooler.dense "
         "head/classifier=classifier",
-        h=(
-            "bert.encoder.layer",
-            "attn/q=attention.self.query "
-            "attn/k=attention.self.key attn/v=attention.self.value "
-            "attn/proj=attention.output.dense ln_1=attention.output.LayerNorm "
-            "mlp/up=intermediate.dense mlp/down=output.dense ln_2=output.LayerNorm",
-        ),
+        h="bert.encoder.layer: "
+        "attn/q=attention.self.query "
+        "attn/k=attention.self.key attn/v=attention.self.value "
+        "attn/proj=attention.output.dense ln_1=attention.output.LayerNorm "
+        "mlp/up=intermediate.dense mlp/down=output.dense ln_2=output.LayerNorm",
     ),
     names=_ENCODER_NAMES
     | _pairs(
@@ -386,8 +372,6 @@ _BERT = Family(
     fixed=_ENCODER_FIXED
     | {"position_embedding_type": "absolute", "is_decoder": False}
     | {"add_cross_attention": False, "tie_word_embeddings": True},
-    ignored="directionality pooler_fc_size pooler_num_attention_heads "
-    "pooler_num_fc_layers pooler_size_per_head pooler_type",
 )
 
 _VIT = Family(
@@ -396,13 +380,11 @@ _VIT = Family(
     layers=_layers(
         "patches=vit.embeddings.patch_embeddings.projection ln_f=vit.layernorm "
         "classifier",
-        h=(
-            "vit.encoder.layer",
-            "ln_1=layernorm_before ln_2=layernorm_after "
-            "attn/q=attention.attention.query attn/k=attention.attention.key "
-            "attn/v=attention.attention.value attn/proj=attention.output.dense "
-            "mlp/up=intermediate.dense mlp/down=output.dense",
-        ),
+        h="vit.encoder.layer: "
+        "ln_1=layernorm_before ln_2=layernorm_after "
+        "attn/q=attention.attention.query attn/k=attention.attention.key "
+        "attn/v=attention.attention.value attn/proj=attention.output.dense "
+        "mlp/up=intermediate.dense mlp/down=output.dense",
     ),
     arrays=_pairs(
         "cls=vit.embeddings.cls_token wpe=vit.embeddings.position_embeddings"
@@ -414,7 +396,6 @@ _VIT = Family(
     defaults={"hidden_dropout_prob": 0.0, "num_channels": 3}
     | {"image_size": 224, "patch_size": 16},
     fixed=_ENCODER_FIXED | {"qkv_bias": True},
-    ignored="encoder_stride pooler_output_size pooler_act",
 )
 
 
@@ -448,7 +429,10 @@ def _write_t5(fields: Document) -> Fields:
     }
 
 
-_T5_MLP = "mlp/up={0}.DenseReluDense.wi mlp/down={0}.DenseReluDense.wo "
+_T5_MLP = (
+    "mlp/gate={0}.DenseReluDense.wi_0 mlp/up={0}.DenseReluDense.wi "
+    "mlp/down={0}.DenseReluDense.wo"
+)
 _T5_ATTENTION = "{0}/q={1}.q {0}/k={1}.k {0}/v={1}.v {0}/proj={1}.o "
 _T5_FIRST = "block.0.layer.0.SelfAttention.relative_attention_bias"
 _T5 = Family(
@@ -458,19 +442,15 @@ _T5 = Family(
         "wte=shared lm_head encoder_ln_f=encoder.final_layer_norm "
         "decoder_ln_f=decoder.final_layer_norm "
         f"encoder_bias=encoder.{_T5_FIRST} decoder_bias=decoder.{_T5_FIRST}",
-        e=(
-            "encoder.block",
-            "ln_1=layer.0.layer_norm ln_2=layer.1.layer_norm "
-            + _T5_ATTENTION.format("attn", "layer.0.SelfAttention")
-            + _T5_MLP.format("layer.1"),
-        ),
-        d=(
-            "decoder.block",
-            "ln_1=layer.0.layer_norm ln_2=layer.1.layer_norm ln_3=layer.2.layer_norm "
-            + _T5_ATTENTION.format("attn", "layer.0.SelfAttention")
-            + _T5_ATTENTION.format("cross", "layer.1.EncDecAttention")
-            + _T5_MLP.format("layer.2"),
-        ),
+        e="encoder.block: "
+        "ln_1=layer.0.layer_norm ln_2=layer.1.layer_norm "
+        + _T5_ATTENTION.format("attn", "layer.0.SelfAttention")
+        + _T5_MLP.format("layer.1"),
+        d="decoder.block: "
+        "ln_1=layer.0.layer_norm ln_2=layer.1.layer_norm ln_3=layer.2.layer_norm "
+        + _T5_ATTENTION.format("attn", "layer.0.SelfAttention")
+        + _T5_ATTENTION.format("cross", "layer.1.EncDecAttention")
+        + _T5_MLP.format("layer.2"),
     ),
     names=_pairs(
         "vocab_size num_layers num_heads num_features=d_model head_features=d_kv "
@@ -490,13 +470,6 @@ _T5 = Family(
     defaults={"relative_attention_num_buckets": 32, "feed_forward_proj": "relu"}
     | {"relative_attention_max_distance": 128, "dropout_rate": 0.1},
     fixed={"layer_norm_epsilon": 1e-6},
-    optional="num_decoder_layers tie_word_embeddings scale_decoder_outputs "
-    "feed_forward_proj dense_act_fn is_gated_act",
-    ignored="n_positions initializer_factor",
-    aliases=_pairs(
-        "hidden_size=d_model num_attention_heads=num_heads "
-        "num_hidden_layers=num_layers head_dim=d_kv"
-    ),
     read=_read_t5,
     write=_write_t5,
 )
@@ -505,13 +478,8 @@ _T5 = Family(
 T5_GATED = replace(
     _T5,
     layers={
-        **_T5.layers,
-        **{
-            ours.replace("/up", gate): theirs + suffix
-            for ours, theirs in _T5.layers.items()
-            if ours.endswith("/mlp/up")
-            for gate, suffix in (("/gate", "_0"), ("/up", "_1"))
-        },
+        ours: theirs + "_1" * ours.endswith("/mlp/up")
+        for ours, theirs in _T5.layers.items()
     },
 )
 

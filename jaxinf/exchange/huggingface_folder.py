@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint folder, read, and written of a step's params or adapters.
+"""A Hugging Face checkpoint folder, read, and written of a step's params.
 
 Invariant: only headers are read until a leaf is requested, which is then read piece by
   piece; no file outside the folder is opened, but for the blobs of a hub's cache.
@@ -24,7 +24,6 @@ from jaxinf.exchange.huggingface_families import FAMILIES, Family
 from jaxinf.exchange.params import (
     ExportOptions,
     ParamArray,
-    adapters,
     param_arrays,
     said_architecture,
 )
@@ -99,23 +98,19 @@ class HuggingFaceFolder:
         self,
         shapes: Mapping[str, tuple[int, ...]],
         dtype: np.dtype[Any],
-        *,
-        compares: bool = True,
     ) -> dict[str, TensorLeaf | None]:
-        """Finds each leaf of a model; reads tied tensors to compare them.
+        """Finds each leaf of a model; of tied tensors one, as transformers does.
 
         Args:
           shapes: shapes of the model's leaves by path, keys joined by ``/``.
           dtype: dtype of the returned leaves.
-          compares: whether tied tensors are read.
 
         Returns:
           Leaves by path; None for a leaf of a new head, if the checkpoint's head is for
           another task.
 
         Raises:
-          ExchangeError: tensors are missing, too many, or of other shapes, or tied ones
-            differ; lists all.
+          ExchangeError: tensors are missing, too many, or of other shapes; lists all.
         """
         family = self.architecture.family
         tensors = {path: family.find(path) for path in shapes}
@@ -132,21 +127,16 @@ class HuggingFaceFolder:
             and name in expected
             and "score/kernel" not in shapes  # it has no output table
         }
-        problems: list[str] = []
         for alias, name in tied.items():
             if alias in found and name not in found:
                 found[name] = found.pop(alias)
-            elif alias in found and compares and not _same(found[alias], found[name]):
-                problems.append(
-                    f"{alias}: expected the values of {name}, with which the config "
-                    "says that it is tied, found others"
-                )
         wanted = {  # shapes there
             path: tuple(shapes[path][a] for a in np.argsort(axes)) or shapes[path]
             for path, (_, axes) in tensors.items()
         }
         new = _new_heads(family, names, wanted, found)
         leaves: dict[str, TensorLeaf | None] = {}
+        problems = []
         for path, (name, axes) in tensors.items():
             array = None if path in new else found.get(name)
             if path not in new and (problem := _problem(array, wanted[path])):
@@ -211,18 +201,9 @@ def _problem(array: SourceArray | None, shape: tuple[int, ...]) -> str | None:
     return None
 
 
-def _same(a: SourceArray, b: SourceArray) -> bool:
-    if (a.shape, a.dtype) != (b.shape, b.dtype):
-        return False
-    pairs = zip(a.blocks(), b.blocks(), strict=True)
-    return all(x.tobytes() == y.tobytes() for (_, x), (_, y) in pairs)
-
-
 # --- written --------------------------------------------------------------------------
 
 _CLASS_HEADS = ("score/kernel", "classifier/kernel", "head/classifier/kernel")
-_PEFT_TASKS = {"causal-lm": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}
-_PEFT_TASKS |= {"classification": "SEQ_CLS"}
 
 
 def export_huggingface(
@@ -293,7 +274,7 @@ def _architecture_like(
     architecture = found.architecture
     _tensors(params, architecture, None)  # refuses other leaves
     shapes = {param.path: tuple(param.leaf.shape) for param in params}
-    found.leaves(shapes, np.dtype(np.float32), compares=False)
+    found.leaves(shapes, np.dtype(np.float32))
     heads = [shapes[head] for head in _CLASS_HEADS if head in shapes]
     if not heads:
         classes = architecture.family.classes
@@ -318,77 +299,3 @@ def _tensors(
         axes = tuple(int(a) for a in np.argsort(axes))
         tensors.append(Tensor(name, param, held, axes))
     return tensors
-
-
-def export_adapters(
-    step: CommittedStep,
-    destination: Path,
-    *,
-    average: bool = False,
-    dtype: str | None = None,
-    options: ExportOptions | None = None,
-) -> None:
-    """Writes a step's adapters, and a new head of classes, in the form of PEFT.
-
-    The folder has ``adapter_config.json`` and ``adapter_model.safetensors``. Blocks
-    until it is durable.
-
-    Args:
-      step: the step to export, of ``jaxinf.train --lora``.
-      destination: a directory that does not exist yet.
-      average, dtype, options: as for `export_huggingface`.
-
-    Raises:
-      ExchangeError: the step has no adapters, or as for `export_huggingface`.
-      FileExistsError, ValueError, StoreError: as for `export_huggingface`.
-    """
-    architecture, task = _architecture(step)
-    parts = adapters(step, average=average)
-    if not parts:
-        raise ExchangeError(
-            f"{step.path}: expected a step of jaxinf.train --lora, found no adapters "
-            "in it; export its params"
-        )
-    family, (first, _, alpha) = architecture.family, next(iter(parts.values()))
-    tensors, layers = [], []
-    for path, (a, b, _) in parts.items():
-        layers.append(_module(family.find("/".join((*path, "kernel")))[0]))
-        for param, theirs in ((a, "lora_A"), (b, "lora_B")):
-            held = dtype_of(dtype or param.leaf.dtype)
-            tensors.append(Tensor(f"{layers[-1]}.{theirs}.weight", param, held, (1, 0)))
-    heads = family.heads if task == "classification" else ()
-    params = param_arrays(step, average=average)
-    heads_params = [param for param in params if param.path.startswith(heads)]
-    whole = _tensors(heads_params, architecture, dtype)
-    payload = step.commit.payload
-    base = payload.get("base") if isinstance(payload, Mapping) else None
-    config = {
-        "peft_type": "LORA",
-        # PEFT's wrapper of classes is for tokens.
-        "task_type": None if architecture.model == "vit" else _PEFT_TASKS.get(task),
-        "base_model_name_or_path": base if isinstance(base, str) else None,
-        "r": first.leaf.shape[1],
-        "lora_alpha": alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": not family.transposed,
-        "target_modules": sorted(layers),
-        "modules_to_save": sorted({_module(t.name) for t in whole}) or None,
-        "inference_mode": True,
-    }
-    tensors = [
-        replace(t, name=f"base_model.model.{t.name}") for t in (*tensors, *whole)
-    ]
-    write_tensors(
-        destination,
-        tensors,
-        {"format": "pt"},
-        {"adapter_config.json": config},
-        replace(options or ExportOptions(), max_file_bytes=1 << 62),
-        file_name="adapter_model.safetensors",
-    )
-
-
-def _module(tensor: str) -> str:
-    """Returns the module of a tensor, such as that of ``score.weight``."""
-    return tensor.rpartition(".")[0]

@@ -10,7 +10,7 @@ Invariant: files are only read, one portion of an array at a time, and every chu
 
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -28,7 +28,6 @@ from jaxinf.store import (
 )
 from jaxinf.typing import AVERAGE, Array, ProgressCallback
 
-DEFAULT_FILE_BYTES = 4 << 30
 DEFAULT_MEMORY_BYTES = 256 << 20
 """Default memory for data in transit in an export or an import."""
 
@@ -44,14 +43,11 @@ class ExportOptions:
       memory_bytes: memory for data in transit.
       progress: called with the bytes done and those in all.
       stop: once it is set, an export to a URL ends with an ExchangeError.
-      max_file_bytes: size at which another safetensors file begins; an array is never
-        split.
     """
 
     memory_bytes: int = DEFAULT_MEMORY_BYTES
     progress: ProgressCallback | None = None
     stop: threading.Event = field(default_factory=threading.Event)
-    max_file_bytes: int = DEFAULT_FILE_BYTES
 
 
 @dataclass(frozen=True)
@@ -136,25 +132,6 @@ def said_architecture(step: CommittedStep) -> Mapping[str, Any]:
     return said if isinstance(said, Mapping) else {}
 
 
-def adapters(
-    step: CommittedStep, *, average: bool = False
-) -> dict[tuple[str, ...], Adapter]:
-    """Returns adapters by the path of their layer; none if the commit has no alpha."""
-    alpha = said_architecture(step).get("lora_alpha")
-    if not isinstance(alpha, int | float):
-        return {}
-    arrays = {
-        leaf.path: ParamArray(step, leaf, average)
-        for leaf in step.manifest.leaves
-        if leaf.path
-    }
-    return {
-        path[:-1]: (a, arrays[*path[:-1], LORA_B], float(alpha))
-        for path, a in arrays.items()
-        if path[-1] == LORA_A
-    }
-
-
 def param_arrays(step: CommittedStep, *, average: bool = False) -> list[ParamArray]:
     """Returns the params of a step, or their average, with adapters in the matrices."""
     names = step.manifest.state_names
@@ -163,11 +140,15 @@ def param_arrays(step: CommittedStep, *, average: bool = False) -> list[ParamArr
             f"{step.path}: expected a store with an average of the params, found "
             f"{', '.join(names)}; leave --average out"
         )
-    beside, result = adapters(step, average=average), []
-    for leaf in step.manifest.leaves:
-        *owner, name = leaf.path or ("",)
-        adapter = beside.get(tuple(owner))
-        if adapter is None or name not in (LORA_A, LORA_B):
-            own = adapter if name == "kernel" else None
-            result.append(ParamArray(step, leaf, average, own))
+    leaves = step.manifest.leaves
+    arrays = {leaf.path: ParamArray(step, leaf, average) for leaf in leaves}
+    alpha, result = said_architecture(step).get("lora_alpha"), []
+    for path, array in arrays.items():
+        parts = [arrays.get((*path[:-1], name)) for name in (LORA_A, LORA_B)]
+        if not isinstance(alpha, int | float) or None in parts:
+            result.append(array)
+        elif path[-1] == "kernel":
+            result.append(replace(array, adapter=(*parts, float(alpha))))
+        elif path[-1] not in (LORA_A, LORA_B):
+            result.append(array)
     return result

@@ -1,4 +1,4 @@
-"""Safetensors files: params by their exact names, and a step's params as such files.
+"""Safetensors files: their tensors, and a step's params as such a file.
 
 Invariant: the library checks a file's header before an element is read, and a leaf is
   read when it is used, one at a time. A file that is written is laid out by its header
@@ -15,7 +15,6 @@ import shutil
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,14 +25,12 @@ import safetensors
 from jaxinf.documents import encode, pattern, shown
 from jaxinf.errors import ExchangeError, StoreError
 from jaxinf.exchange.params import ExportOptions, ParamArray, param_arrays
-from jaxinf.exchange.sources import Blocks, SourceArray, TensorLeaf, listed, within
-from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS, LeafGrid, portions
-from jaxinf.program import leaf_infos, with_leaves
+from jaxinf.exchange.sources import SourceArray, within
+from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS
 from jaxinf.store import (
     CommittedStep,
     check_free_space,
     dtype_of,
-    encode_key,
     read_foreign,
     write_box,
 )
@@ -44,7 +41,7 @@ from jaxinf.transfer import (
     translated,
     write_bytes_atomically,
 )
-from jaxinf.typing import FLOAT_DTYPES, JsonValue, PathLikeStr, PyTree
+from jaxinf.typing import JsonValue
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -63,7 +60,6 @@ _DTYPES |= {
 } | {"BOOL": "bool"}
 _NAMES = {name: code for code, name in _DTYPES.items()}
 
-_PIECE_BYTES = 1 << 18
 _HEADER_BYTES_AN_ARRAY = 512
 _SLACK_BYTES = 1 << 20
 # Copies of a portion: as read, cast, and with its axes in the tensor's order.
@@ -88,13 +84,12 @@ def read_safetensors(path: Path) -> dict[str, SourceArray]:
     Of a directory these are the files of its index, else ``model.safetensors``, else
     all. In names, ``/`` becomes ``.``.
     """
-    listed: Mapping[str, str] = {}
     if not path.is_dir():
         files = [path]
     elif (path / INDEX_NAME).is_file():
         what, index = "the index of safetensors files", within(path, INDEX_NAME)
-        listed = read_foreign(index, _Index, what, "copy it anew").weight_map
-        files = [within(path, name) for name in sorted(set(listed.values()))]
+        places = read_foreign(index, _Index, what, "copy it anew").weight_map
+        files = [within(path, name) for name in sorted(set(places.values()))]
     elif (path / WEIGHTS_NAME).exists():
         files = [within(path, WEIGHTS_NAME)]
     else:
@@ -108,11 +103,6 @@ def read_safetensors(path: Path) -> dict[str, SourceArray]:
                 f"{path}; give one file, or a directory of the files of one model"
             )
         arrays |= found
-    if missing := sorted({name.replace("/", ".") for name in listed} - arrays.keys()):
-        raise ExchangeError(
-            f"{path / INDEX_NAME}: expected the listed tensors in the files, found no "
-            f"{', '.join(map(shown, missing[:8]))}; copy the checkpoint again"
-        )
     return arrays
 
 
@@ -133,8 +123,7 @@ def _read_file(path: Path) -> dict[str, SourceArray]:
                         f"{shown(key)}: expected one of {known}, found {code}"
                     )
                 dtype = dtype_of(_DTYPES[code])
-                blocks = partial(_blocks, path, name, shape, dtype, offset_bytes)
-                arrays[name] = SourceArray(name, shape, dtype, blocks)
+                arrays[name] = SourceArray(path, name, shape, dtype, offset_bytes)
                 offset_bytes += arrays[name].num_bytes
     except (safetensors.SafetensorError, ValueError, OSError, StoreError) as error:
         raise ExchangeError(
@@ -142,27 +131,6 @@ def _read_file(path: Path) -> dict[str, SourceArray]:
             f"({error}); check the path, or copy the file anew"
         ) from error
     return arrays
-
-
-def _blocks(
-    path: Path,
-    name: str,
-    shape: tuple[int, ...],
-    dtype: np.dtype[Any],
-    offset_bytes: int,
-) -> Blocks:
-    """Yields a tensor by direct reads: a file that is cut off later is an error."""
-    grid = LeafGrid(shape, tuple(max(1, n) for n in shape))
-    with translated("read", path), open(path, "rb") as stream:
-        for portion in portions(grid, _PIECE_BYTES // dtype.itemsize):
-            values = np.empty(portion.num_elements, dtype)
-            stream.seek(offset_bytes + portion.offset_elements * dtype.itemsize)
-            if stream.readinto(values.view(np.uint8).data) < values.nbytes:
-                raise ExchangeError(
-                    f"{path}: truncated in {name} while it was read; copy the file anew"
-                )
-            os.posix_fadvise(stream.fileno(), 0, stream.tell(), os.POSIX_FADV_DONTNEED)
-            yield portion.start, values.reshape(portion.extent)
 
 
 @dataclass(frozen=True)
@@ -211,7 +179,7 @@ def export_safetensors(
     Raises:
       FileExistsError: the destination exists.
       ExchangeError: the step has no average.
-      ValueError: a limit is too small.
+      ValueError: too little memory.
       StoreSpaceError: there is no room; nothing was written.
       StoreCorruptError: a chunk is damaged.
       StoreError: the step cannot be read, or the destination not written.
@@ -228,38 +196,26 @@ def write_tensors(
     metadata: Mapping[str, str],
     beside: Mapping[str, JsonValue | bytes],
     options: ExportOptions | None,
-    *,
-    file_name: str = WEIGHTS_NAME,
 ) -> None:
-    """Makes a directory of safetensors files; as `export_safetensors`.
+    """Makes a directory with a safetensors file; as `export_safetensors`.
 
     Args:
-      metadata: texts for each file's header.
+      metadata: texts for the file's header.
       beside: further files by name, as JSON or bytes.
-      file_name: name of the file, if one is enough.
     """
     options = options or ExportOptions()
-    if min(options.max_file_bytes, options.memory_bytes) < 1 << 20:
+    if options.memory_bytes < 1 << 20:
         raise ValueError(
-            f"max_file_bytes={options.max_file_bytes}, memory_bytes="
-            f"{options.memory_bytes}: expected at least {1 << 20} each"
+            f"memory_bytes={options.memory_bytes}: expected at least {1 << 20}"
         )
     total_bytes = sum(tensor.num_bytes for tensor in tensors)
-    files = _divide(tensors, options.max_file_bytes, file_name)
     room_bytes = total_bytes + _HEADER_BYTES_AN_ARRAY * (len(tensors) + 8)
     with _new_directory(destination, room_bytes) as directory:
-        done_bytes = 0
-        for name, members in files.items():
-            path, memory_bytes = directory / name, options.memory_bytes
-            for num_bytes in _write_file(path, members, metadata, memory_bytes):
-                done_bytes += num_bytes
-                if options.progress is not None:
-                    options.progress(done_bytes, total_bytes)
-        beside = dict(beside)
-        if len(files) > 1:
-            places = {t.name: name for name, held in files.items() for t in held}
-            total = {"total_size": total_bytes}
-            beside[INDEX_NAME] = {"metadata": total, "weight_map": places}
+        path, done_bytes = directory / WEIGHTS_NAME, 0
+        for num_bytes in _write_file(path, tensors, metadata, options.memory_bytes):
+            done_bytes += num_bytes
+            if options.progress is not None:
+                options.progress(done_bytes, total_bytes)
         for name, document in beside.items():
             raw = document if isinstance(document, bytes) else encode(document)
             write_bytes_atomically(directory / name, raw)
@@ -294,25 +250,6 @@ def _new_directory(destination: Path, num_bytes: int) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     fsync_directory(destination.parent)
-
-
-def _divide(
-    tensors: Sequence[Tensor], max_file_bytes: int, file_name: str
-) -> dict[str, list[Tensor]]:
-    files: list[list[Tensor]] = [[]]
-    held_bytes = 0
-    for tensor in tensors:
-        if files[-1] and held_bytes + tensor.num_bytes > max_file_bytes:
-            files.append([])
-            held_bytes = 0
-        files[-1].append(tensor)
-        held_bytes += tensor.num_bytes
-    if len(files) == 1:
-        return {file_name: files[0]}
-    return {
-        f"model-{number:05d}-of-{len(files):05d}{_SUFFIX}": members
-        for number, members in enumerate(files, start=1)
-    }
 
 
 def _write_file(
@@ -352,60 +289,3 @@ def _write_file(
                 yield values.nbytes
             offset_bytes += tensor.num_bytes
         os.fsync(fd)
-
-
-# --- params by their names ------------------------------------------------------------
-
-_MAX_LINES = 40
-
-
-def read_params(path: PathLikeStr, like: PyTree, *, place: str = "") -> PyTree:
-    """Opens params by their names, for the ``tx.init`` of `jaxinf.smart_update`.
-
-    A leaf's array has the leaf's path as its name, keys joined by ``.`` or ``/``. A
-    float of another width is rounded to nearest even, float64 to float32 first.
-
-    Args:
-      path: a safetensors file, or a directory of such.
-      like: a tree like the params, of arrays or ``jax.ShapeDtypeStruct``.
-      place: what the names of the params begin with, such as ``params``.
-
-    Returns:
-      A tree like the params, of `jaxinf.typing.DeferredArray`. Each reads its array
-      anew whenever it is converted to NumPy.
-
-    Raises:
-      ExchangeError: the files cannot be read, or lack a leaf, or have it in another
-        shape or no floats; names every leaf.
-      TypeError, ValueError: `like` is no tree of params.
-    """
-    source = Path(os.path.abspath(os.path.expanduser(path)))
-    if not is_safetensors(source):
-        found = "none there" if source.exists() else "nothing"
-        raise ExchangeError(
-            f"{source}: expected a safetensors file, or a directory of some, found "
-            f"{found}; check the path. A checkpoint of Orbax is restored with Orbax, "
-            "and its params are given to tx.init"
-        )
-    found = read_safetensors(source)
-    within = place.strip("/.").replace("/", ".")
-    leaves, problems = [], []
-    for leaf in leaf_infos(like):
-        name = ".".join(filter(None, [within, *map(encode_key, leaf.path)]))
-        array = found.get(name)
-        if array is None:
-            problems.append(f"{name or 'the params'}: missing")
-        elif array.shape != leaf.shape:
-            problems.append(f"{name}: {array.shape}, in the params {leaf.shape}")
-        elif array.dtype not in (*FLOAT_DTYPES, np.float64):
-            problems.append(f"{name}: {array.dtype}, in the params {leaf.dtype}")
-        else:
-            leaves.append(TensorLeaf(array, (), leaf.dtype))
-    if problems:
-        raise ExchangeError(
-            f"{source}: expected every leaf of the params by its name, found:"
-            f"{listed(problems, _MAX_LINES)}\nIt has {', '.join(list(found)[:8])}, …. "
-            'Give what the names begin with (place="NAME"), or params of these '
-            "names and shapes"
-        )
-    return with_leaves(like, leaves)

@@ -8,40 +8,67 @@ Invariant: no element is read before `SourceArray.blocks` is iterated. Of a toke
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from jaxinf.documents import MOST_BYTES
 from jaxinf.errors import ExchangeError
-from jaxinf.transfer import aligned_array, read_bounded, write_bytes_atomically
+from jaxinf.layout import LeafGrid, portions
+from jaxinf.transfer import (
+    aligned_array,
+    read_bounded,
+    translated,
+    write_bytes_atomically,
+)
 from jaxinf.typing import Array, DeferredArray
 
-Blocks: TypeAlias = Iterator[tuple[tuple[int, ...], Array]]
+_PIECE_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
 class SourceArray:
-    """An array that can be imported.
+    """A tensor of a file, of which nothing is read yet.
 
     Attributes:
+      path: the file.
       name: keys joined by ``.``, percent-encoded as in a store.
-      blocks: yields boxes that partition the array, as the index of the first element
-        and the elements: small ones, or one if the file's chunks may be as large.
-        Raises ExchangeError if the file is damaged.
+      offset_bytes: where its elements begin.
     """
 
+    path: Path
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    blocks: Callable[[], Blocks]
+    offset_bytes: int
 
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def blocks(self) -> Iterator[tuple[tuple[slice, ...], Array]]:
+        """Yields small boxes that partition it, and their elements, by direct reads.
+
+        Raises:
+          ExchangeError: the file has been cut off.
+        """
+        grid = LeafGrid(self.shape, tuple(max(1, n) for n in self.shape))
+        itemsize = self.dtype.itemsize
+        with translated("read", self.path), open(self.path, "rb") as stream:
+            for box in portions(grid, _PIECE_BYTES // itemsize):
+                values = np.empty(box.num_elements, self.dtype)
+                stream.seek(self.offset_bytes + box.offset_elements * itemsize)
+                if stream.readinto(values.view(np.uint8).data) < values.nbytes:
+                    raise ExchangeError(
+                        f"{self.path}: truncated in {self.name} while it was read; "
+                        "copy the file anew"
+                    )
+                fd, end = stream.fileno(), stream.tell()
+                os.posix_fadvise(fd, 0, end, os.POSIX_FADV_DONTNEED)
+                yield box.slices, values.reshape(box.extent)
 
 
 class TensorLeaf(DeferredArray):
@@ -69,10 +96,7 @@ class TensorLeaf(DeferredArray):
         # The allocator may keep freed memory, which would add up for large leaves.
         result = aligned_array(self.shape, self.dtype)
         theirs = result.transpose(np.argsort(self.axes)) if self.axes else result
-        for start, values in self.source.blocks():
-            box = tuple(
-                slice(s, s + n) for s, n in zip(start, values.shape, strict=True)
-            )
+        for box, values in self.source.blocks():
             try:
                 with np.errstate(over="raise"):
                     theirs[(*box, ...)] = values

@@ -13,8 +13,7 @@ import math
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
@@ -43,7 +42,7 @@ from jaxinf.store import (
     without_csds,
 )
 from jaxinf.terminal import format_bytes
-from jaxinf.transfer import PAGE_BYTES, crc32c, crc32c_combine
+from jaxinf.transfer import crc32c
 
 _SCHEMES = ("file", "gs", "s3")
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)
@@ -180,12 +179,8 @@ def _parsed(url: str) -> tuple[str, dict[str, Any]]:
     if scheme == "s3" and "AWS_ACCESS_KEY_ID" in os.environ:
         # Otherwise AWS prints that there are no files with credentials.
         spec["aws_credentials"] = {"type": "environment"}
-    if not spec.get("path", "").endswith("/"):
-        spec["path"] = spec.get("path", "") + "/"
-    if spec["path"] == "/":
-        if scheme == "file":
-            raise ExchangeError(f"{shown}: expected a directory, found the root")
-        spec["path"] = ""
+    if scheme == "file" and spec["path"] == "/":
+        raise ExchangeError(f"{shown}: expected a directory, found the root")
     return shown, spec
 
 
@@ -207,8 +202,6 @@ MANIFEST = "export.json"
 
 _BEGUN = "export-begun.json"  # the first one: the record of the step
 # A slot or a checkpoint of a store has no object of this name, and is refused.
-_PLACE = {"format": "jaxinf exports", "format_version": 1}
-_ROOT = "exports.json"
 _WHAT = "the manifest of an export"
 _REMEDY = "export to this URL again, use a newer jaxinf, or remove what is there"
 
@@ -256,36 +249,11 @@ def export_url_at(place: str) -> str | None:
 
 
 class UrlReport(NamedTuple):
-    """The result of an export to a URL.
-
-    Attributes:
-      num_objects: objects of the export.
-      num_bytes: their bytes.
-      num_kept: chunks that an earlier call had written already.
-    """
+    """An export's objects, their bytes, and the chunks an earlier call had written."""
 
     num_objects: int
     num_bytes: int
     num_kept: int
-
-
-@lru_cache(maxsize=4096)
-def _crc_of_zeros(num_bytes: int) -> int:
-    """Returns their CRC-32C; a stranger's manifest may say any number."""
-    if num_bytes <= PAGE_BYTES:
-        return stamp_of(bytes(num_bytes))[1]
-    halves = num_bytes // 2, num_bytes - num_bytes // 2
-    return crc32c_combine([(_crc_of_zeros(half), half) for half in halves])
-
-
-def _chunk_objects(step: CommittedStep) -> Iterator[tuple[ChunkFile, Stamp]]:
-    """Yields a step's chunks; as objects they have zeros up to the file's length."""
-    for one in step.manifest.held():
-        checksum = int(step.commit.checksums[one.array][one.leaf.places[one.chunk]])
-        padding = one.file_bytes - one.num_bytes
-        rest = _crc_of_zeros(padding), padding
-        whole = crc32c_combine([(checksum, one.num_bytes), rest])
-        yield one, (one.file_bytes, whole)
 
 
 def export_url(
@@ -314,50 +282,53 @@ def export_url(
       StoreCorruptError: a chunk is damaged.
       StoreError: the step cannot be read.
     """
-    if step.manifest.member is not None:
+    manifest, options = step.manifest, options or ExportOptions()
+    if manifest.member is not None:
         raise StoreFormatError(
             f"{step.path}: expected a whole step, found a member's part; give the path "
             "of the run"
         )
-    options = options or ExportOptions()
-    place = ObjectStore(url, options.stop)
-    chunks = list(_chunk_objects(step))
-    num_threads = _num_at_once(step.manifest, options.memory_bytes)
-    documents = _documents(step, beside or {})
+    place, chunks = ObjectStore(url, options.stop), list(manifest.held())
+    num_threads = _num_at_once(manifest, options.memory_bytes)
+    record, carry = seal(step.commit.to_json()), step.commit.carry
+    contents = without_csds(manifest)
+    documents = {_BEGUN: record, **dict(step_documents(contents, carry))}
+    documents |= {"jaxinf.json": seal(contents.to_json()), "commit.json": record}
+    documents |= {**(beside or {}), **carry_files(carry, step.read_carry())}
     there = place.names()
-    _check_free(place, there, step, documents[_BEGUN])
+    _check_free(place, there, step, record)
     if place.directory is not None:
-        needed = sum(stamp[0] for one, stamp in chunks if one.name not in there)
+        needed = sum(one.file_bytes for one in chunks if one.name not in there)
         remedy = "free some, or export to another place"
         check_free_space({place.directory: needed}, "the export takes", remedy)
-    place.put(_BEGUN, documents[_BEGUN])
-    total_bytes, done_bytes, num_kept = sum(n for _, (n, _) in chunks), 0, 0
+    place.put(_BEGUN, record)
+    objects = {name: stamp_of(value) for name, value in documents.items()}
+    total_bytes, done_bytes, num_kept = sum(one.file_bytes for one in chunks), 0, 0
     with step.reader(options.memory_bytes // _COPIES) as reader:
 
-        def bring(chunk: tuple[ChunkFile, Stamp]) -> bool:
-            """Writes a chunk, unless it is there and right; returns whether it was."""
-            one, stamp = chunk
-            if one.name in there and stamp_of(place.read(one.name) or b"") == stamp:
-                return True
+        def bring(one: ChunkFile) -> tuple[Stamp, bool]:
+            """Writes a chunk, unless it is there and right: zeros follow it."""
             pieces = reader.stored(one.leaf, one.state, one.chunk)
             content = b"".join(piece.values.tobytes() for piece in pieces)
-            place.put(one.name, content.ljust(stamp[0], b"\0"))
-            return False
+            content = content.ljust(one.file_bytes, b"\0")
+            was_there = one.name in there and place.read(one.name) == content
+            if not was_there:
+                place.put(one.name, content)
+            return stamp_of(content), was_there
 
-        for (_, (num_bytes, _)), was_there in over(chunks, bring, num_threads):
+        for one, (stamp, was_there) in over(chunks, bring, num_threads):
+            objects[one.name] = stamp
             num_kept += was_there
-            done_bytes += num_bytes
+            done_bytes += one.file_bytes
             if options.progress is not None:
                 options.progress(done_bytes, total_bytes)
     for name, value in documents.items():
         if name != _BEGUN:
             place.put(name, value)
-    objects = {one.name: stamp for one, stamp in chunks}
-    objects |= {name: stamp_of(value) for name, value in documents.items()}
     place.check_all(objects, "they were written: try again")
     listed = {n: (num, f"{crc:08x}") for n, (num, crc) in objects.items()}
     commit = listed[_BEGUN][1]
-    at = step.manifest.store_id, step.commit.step
+    at = manifest.store_id, step.commit.step
     place.put(MANIFEST, seal(ExportManifest("jaxinf export", 1, *at, commit, listed)))
     return UrlReport(len(objects) + 1, sum(n for n, _ in objects.values()), num_kept)
 
@@ -382,23 +353,9 @@ def _num_at_once(manifest: Manifest, memory_bytes: int) -> int:
     if memory_bytes < least:
         raise ValueError(
             f"memory of {memory_bytes} bytes: expected at least {least}, {_COPIES} "
-            "times the largest chunk, as an object is written whole; give --memory "
-            f"{-(-least >> 20)}MiB"
+            f"copies of the largest chunk; give --memory {-(-least >> 20)}MiB"
         )
     return min(_MOST_THREADS, memory_bytes // least)
-
-
-def _documents(step: CommittedStep, beside: Mapping[str, bytes]) -> dict[str, bytes]:
-    manifest, carry = without_csds(step.manifest), step.commit.carry
-    record = seal(step.commit.to_json())
-    return {
-        _BEGUN: record,
-        **dict(step_documents(manifest, carry)),
-        "jaxinf.json": seal(manifest.to_json()),
-        "commit.json": record,
-        **beside,
-        **carry_files(carry, step.read_carry()),
-    }
 
 
 def _check_free(
@@ -442,7 +399,8 @@ def check_exports(url: str, step: int) -> None:
             f"{there.where}: expected nothing, as step {step} of this run is to be "
             "exported there, found an export; give another URL, or remove it"
         )
-    ObjectStore(url).put(_ROOT, seal(_PLACE))
+    place = {"format": "jaxinf exports", "format_version": 1}
+    ObjectStore(url).put("exports.json", seal(place))
 
 
 # --- out of an export ---------------------------------------------------------------
@@ -462,7 +420,18 @@ def export_source(url: str, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> CopySou
       ValueError: too little memory; says how much is needed.
     """
     place = ObjectStore(url)
-    listed = _listed(place)
+    export = ExportManifest.read(place)
+    if export is None:
+        found, remedy = "nothing of one", "check the URL"
+        if place.read(_BEGUN) is not None:
+            found = "none: the export was interrupted, or the manifest is gone"
+            remedy = _AGAIN
+        raise ExchangeError(
+            f"{place.where}: expected {MANIFEST}, which completes an export, found "
+            f"{found}; {remedy}"
+        )
+    listed = {n: (b, int(crc, 16)) for n, (b, crc) in export.objects.items()}
+    place.check_all(listed, f"they were removed: {_AGAIN}")
 
     def get(name: str) -> bytes:
         if name not in listed:
@@ -476,19 +445,12 @@ def export_source(url: str, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> CopySou
     commit = CommitRecord.read(where, get("commit.json"))
     commit.check_fits(where, manifest)
     step = CommittedStep(Path(place.where), manifest, commit, (), fetch=get)
-    chunks = {one.name: stamp for one, stamp in _chunk_objects(step)}
-    for name, stamp in chunks.items():
-        if listed.get(name, stamp) != stamp:
-            raise ExchangeError(
-                f"{place.where}: {name}: expected the CRC-32C that its commit.json "
-                f"says, found another in {MANIFEST}; {_AGAIN}"
-            )
-    needed = chunks.keys() | {one.chunk for one in commit.carry}
-    if missing := sorted(needed - listed.keys()):
-        get(missing[0])  # raises
+    chunks = {one.name for one in manifest.held()}
+    for name in sorted((chunks | {one.chunk for one in commit.carry}) - listed.keys()):
+        get(name)  # raises
     small = {
         name: content
-        for name, content in over(sorted(listed.keys() - chunks.keys()), get, _NUM_GETS)
+        for name, content in over(sorted(listed.keys() - chunks), get, _NUM_GETS)
         if BESIDE.fullmatch(name)  # others are only checked
     }
     return CopySource(
@@ -499,20 +461,3 @@ def export_source(url: str, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> CopySou
         has_links=False,
         num_threads=_num_at_once(manifest, memory_bytes),
     )
-
-
-def _listed(place: ObjectStore) -> dict[str, Stamp]:
-    """Returns bytes and CRC-32C of each object of a complete export, by name."""
-    export = ExportManifest.read(place)
-    if export is None:
-        found, remedy = "nothing of one", "check the URL"
-        if place.read(_BEGUN) is not None:
-            found = "none: the export was interrupted, or the manifest is gone"
-            remedy = _AGAIN
-        raise ExchangeError(
-            f"{place.where}: expected {MANIFEST}, which completes an export, found "
-            f"{found}; {remedy}"
-        )
-    listed = {n: (b, int(crc, 16)) for n, (b, crc) in export.objects.items()}
-    place.check_all(listed, f"they were removed: {_AGAIN}")
-    return listed

@@ -16,7 +16,12 @@ from jaxinf.errors import (
     StoreIOError,
     StoreSpaceError,
 )
-from jaxinf.exchange import ExportOptions, export_safetensors, safetensors_files
+from jaxinf.exchange import (
+    ExportOptions,
+    export_safetensors,
+    safetensors_files,
+    sources,
+)
 from jaxinf.exchange.safetensors_files import read_safetensors
 
 
@@ -49,29 +54,9 @@ def test_stock_safetensors_reads_it(make_step, place, check_bits, num_csds):
     assert calls == sorted(calls)
     with pytest.raises(FileExistsError, match=r"export: expected a name that is free"):
         export_safetensors(step, place / "export")
-    with pytest.raises(ValueError, match=r"max_file_bytes=10, .* at least"):
-        export_safetensors(step, place / "other", ExportOptions(max_file_bytes=10))
+    with pytest.raises(ValueError, match=r"memory_bytes=10: .* at least"):
+        export_safetensors(step, place / "other", ExportOptions(10))
     assert [p.name for p in (place / "export").iterdir()] == ["model.safetensors"]
-
-
-@pytest.mark.long
-def test_several_files_and_their_index(make_step, place, check_bits):
-    leaves = {(f"h{i}",): ((300, 300), (1, 1)) for i in range(8)}
-    step, arrays = make_step(leaves=leaves)
-    export_safetensors(step, place / "export", ExportOptions(max_file_bytes=1 << 20))
-    files = sorted(p.name for p in (place / "export").glob("*.safetensors"))
-    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
-    assert len(files) > 2
-    assert all((place / "export" / f).stat().st_size < 1.1 * 2**20 for f in files)
-    arrays = params_of(arrays)
-    check_bits(read_all(place / "export"), arrays)
-    index = json.loads((place / "export/model.safetensors.index.json").read_text())
-    total_bytes = sum(a.nbytes for a in arrays.values())
-    assert index["metadata"] == {"total_size": total_bytes}
-    for name, file in index["weight_map"].items():
-        with safetensors.safe_open(place / "export" / file, "numpy") as opened:
-            assert name in opened.keys()  # noqa: SIM118
-    assert sorted(index["weight_map"]) == sorted(arrays)
 
 
 @pytest.mark.parametrize("how", ["no space", "short", "flipped"])
@@ -93,7 +78,7 @@ def test_a_failed_export_leaves_nothing(make_step, place, monkeypatch, how):
 
 
 def test_arrays_are_those_of_stock_safetensors(tmp_path, check_bits, monkeypatch):
-    monkeypatch.setattr(safetensors_files, "_PIECE_BYTES", 8)
+    monkeypatch.setattr(sources, "_PIECE_BYTES", 8)
     tensors = {
         "b": np.arange(6, dtype=np.float32).reshape(2, 3),
         "empty/a": np.zeros((0, 4), np.int32),
@@ -104,16 +89,28 @@ def test_arrays_are_those_of_stock_safetensors(tmp_path, check_bits, monkeypatch
     safetensors.numpy.save_file(tensors, tmp_path / "f", {"key": "text"})
     found = {name: np.zeros(a.shape, a.dtype) for name, a in read(tmp_path / "f")}
     for name, array in read(tmp_path / "f"):
-        for start, values in array.blocks():
-            box = tuple(
-                slice(s, s + n) for s, n in zip(start, values.shape, strict=True)
-            )
+        for box, values in array.blocks():
             found[name][box] = values
     check_bits(found, {n.replace("/", "."): t for n, t in tensors.items()})
 
 
 def read(path):
     return read_safetensors(path).items()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
+def test_values_are_rounded_to_the_params_dtype(tmp_path, dtype):
+    wide = np.random.default_rng(0).standard_normal(99)
+
+    def leaf(values):
+        safetensors.numpy.save_file({"w": values}, tmp_path / "f")
+        return sources.TensorLeaf(read_safetensors(tmp_path / "f")["w"], (), dtype)
+
+    expected = wide.astype(np.float32).astype(dtype)
+    np.testing.assert_array_equal(np.asarray(leaf(wide)), expected)
+    if dtype == np.float16:
+        with pytest.raises(ExchangeError, match=r"w: expected values that float16 ho"):
+            leaf(wide * 1e6).read()
 
 
 def damaged(document, data=b"", length=None):

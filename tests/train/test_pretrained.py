@@ -42,8 +42,7 @@ def train(*words):
 def test_round_trip_to_the_bit(place, name):
     tensors = write_folder(place / "hf", MODELS[name])
     assert train("--from", place / "hf", "--store", place / "s", "--steps", 0) == 0
-    options = ("--dtype", "bfloat16", "--max-file", "1MiB")
-    assert export(place / "s", place / "out", *options) == 0
+    assert export(place / "s", place / "out", "--dtype", "bfloat16") == 0
     found = read_folder(place / "out")
     assert sorted(found) == sorted(tensors)
     for key, values in tensors.items():
@@ -267,10 +266,6 @@ REFUSALS = {
         "model.layers.1.mlp.up_proj.weight: not a tensor of this model",
     ),
     "other-shape": (change_config(vocab_size=255), f"{WTE}: expected shape [255, 32]"),
-    "tied-with-others": (
-        change_config(tie_word_embeddings=True),
-        f"lm_head.weight: expected the values of {WTE}",
-    ),
     "missing": (
         change_tensors(lambda t: {k: v for k, v in t.items() if k != WTE}),
         f"{WTE}: missing",

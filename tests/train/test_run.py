@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from flax import nnx
 from jaxinf_models import ModelFiles, abstract_params, deferred_params
-from safetensors.numpy import load_file
 
 import jaxinf
 from jaxinf.cli import main as jaxinf_main
@@ -118,12 +117,9 @@ def test_adapters_are_resumed_and_exported(run, tmp_path):
             held.append(opened.params(like=like))
     for one, other in zip(*map(jax.tree.leaves, held), strict=True):
         np.testing.assert_array_equal(one, other)
-    attention = held[0]["h0"]["attn"]
-    assert np.any(attention["qkv"]["lora_b"])
-    for words in (("merged",), ("adapters", "--adapters")):
-        words = (tmp_path / "whole", tmp_path / words[0], *words[1:])
-        words = (*export, *words, "--format", "huggingface")
-        assert jaxinf_main([*map(str, words)]) == 0
+    assert np.any(held[0]["h0"]["attn"]["qkv"]["lora_b"])
+    words = (*export, tmp_path / "whole", tmp_path / "merged", *words[-2:])
+    assert jaxinf_main([*map(str, words)]) == 0
     files = ModelFiles.of_folder(tmp_path / "merged")
     merged = held_params(deferred_params(files, files.config, 0))
     tokens = np.arange(16, dtype=np.int32).reshape(2, 8)
@@ -132,18 +128,6 @@ def test_adapters_are_resumed_and_exported(run, tmp_path):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
     before = model_of(graphdef, _without_lora(held[0]))(tokens)
     assert np.abs(before - expected).max() > 1e-3
-    tensors = load_file(tmp_path / "adapters/adapter_model.safetensors")
-    layer = "base_model.model.transformer.h.0.attn.c_attn"
-    np.testing.assert_array_equal(
-        tensors[f"{layer}.lora_A.weight"], attention["qkv"]["lora_a"].T
-    )
-    np.testing.assert_array_equal(
-        tensors[f"{layer}.lora_B.weight"], attention["qkv"]["lora_b"].T
-    )
-    assert len(tensors) == 4
-    said = json.loads((tmp_path / "adapters/adapter_config.json").read_text())
-    assert (said["r"], said["lora_alpha"], said["fan_in_fan_out"]) == (2, 8, True)
-    assert said["base_model_name_or_path"] == str(tmp_path / "first")
 
 
 def _without_lora(params):
