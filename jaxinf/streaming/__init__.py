@@ -4,7 +4,7 @@
     plan/      a list of calls: what each reads, takes, makes and frees
     run.py     for each call: params, values ─► outputs; two are in flight
     move/      params, values and gradients between device, host and drives
-    update/    a sink: a gradient ─► the store's update
+    update/    a gradient ─► the store's update
     step.py    a batch's way through these
 
 Where a question is answered:
@@ -18,9 +18,9 @@ Where a question is answered:
     which params are read when          plan/reads.py
     how params come to a call           move/params.py
     how values leave and come back      move/values.py
-    where a gradient becomes an update  update/store_sink.py, in_memory.py
+    where a gradient becomes an update  update/apply_gradients.py, in_memory.py
     which cuts a store keeps            plan/kept.py
-    how processes begin and end alike   agreement.py
+    how processes begin and end alike   compiled_step.py
     what happens after Ctrl-C           ctrl_c.py
 
 Invariant: a user's loss function is traced with its gradient and never changed; the

@@ -1,11 +1,30 @@
-"""What runs batches of one shape: a plan's programs, a source of params, a sink.
+"""Runs batches of one shape: a plan's programs, a source of params, a sink.
 
-Invariant: what cannot be taken whole is not taken.
+    begin ─► programs, whose collectives need all ─► agree ─► updates ─► agree ─► commit
+
+A process that fails on the way, or is interrupted, goes on with zeros in place of what
+it lacks, since the others would wait for it in a collective. It says so where all
+agree.
+
+Invariant: what cannot be taken whole is not taken. A step that ends early leaves
+nothing under way. All processes run the same programs in the same order, and end the
+same steps.
 """
 
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+import jax
+import numpy as np
+from jax.dtypes import result_type
+
+from jaxinf.engine import Engine
+from jaxinf.errors import ProcessError
+from jaxinf.processes import Group
 from jaxinf.streaming.home import StateHome
 from jaxinf.streaming.move.params import Hold, Params
 from jaxinf.streaming.move.values import Values
@@ -15,8 +34,9 @@ from jaxinf.streaming.plan.choice import NUM_MEASURED, StepTimes
 from jaxinf.streaming.plan.compiled import Executables
 from jaxinf.streaming.plan.fit import OrderedProgram
 from jaxinf.streaming.plan.reads import used_bytes
+from jaxinf.streaming.program.meshes import on_this_process
 from jaxinf.streaming.run import Runner
-from jaxinf.streaming.update.sink import Sink
+from jaxinf.typing import JsonValue, PyTree
 
 
 @dataclass(frozen=True)
@@ -55,80 +75,224 @@ class StreamMetrics:
     dispatched_s: float
 
 
-@dataclass
+@dataclass(frozen=True)
 class CompiledStep:
     """The steps of a plan.
 
     Attributes:
+      sink: Takes gradients; see `StoreSink`.
+      params_bytes: Bytes of params that its programs use.
       times: The steps that ``policy="plan"`` has measured.
-      waited_s: Time that the last step waited for room for gradients, and for updates.
-      values: What the last step has moved of values; None before the first.
+      errors: What this process has kept of a step until all agree; none of one alone.
+      hold: Keeps the errors of its context.
+      closing: Frees memory and files.
     """
 
-    plan: Plan
+    home: StateHome
+    group: Group
     runner: Runner
     params: Params
-    sink: Sink
+    sink: Any
+    params_bytes: int
     times: list[StepTimes]
-    waited_s: float = 0.0
-    values: MoveCounts | None = None
+    errors: list[BaseException]
+    hold: Hold
+    closing: ExitStack
 
     @property
-    def metrics(self) -> StreamMetrics | None:
-        """Metrics of the last step; None before the first."""
-        counts, values, sink, found = self.params.counts, self.values, self.sink, 0
-        if values is None:
-            return None
-        if (units := sink.claims.units) is not None:
-            found = max(0, used_bytes(self.plan.calls, units) - counts.num_read_bytes)
+    def plan(self) -> Plan:
+        return self.runner.plan
+
+    def close(self) -> None:
+        """Frees memory and files; idempotent."""
+        self.closing.close()
+
+    def run(
+        self,
+        batch: PyTree,
+        shares: Sequence[float],
+        extra_args: Mapping[str, Any],
+        own_args: Mapping[str, Any],
+        check: Callable[[], None],
+    ) -> tuple[Any, PyTree, StreamMetrics]:
+        """Runs a step; returns its loss and aux.
+
+        Args:
+          shares: As of `Runner`.
+          extra_args, own_args: Those of all steps, and of this one.
+          check: Called where the step can be given up; raises if it must be.
+        """
+        given, check = {**extra_args, **own_args}, self._held(check)
+        waited_s = self._begin(batch, given)
+        runner, params, sink = self.runner, self.params, self.sink
+        try:
+            try:
+                began_s = time.perf_counter()
+                params.begin()
+                put = self._held(sink.put)
+                results = runner(batch, params, put, check, shares)
+                step_s = time.perf_counter() - began_s
+            finally:
+                params.stop()  # no program reads them any more
+            values = runner.values.counts()
+            is_chosen = self.plan.policy == "plan" and self.plan.evictions
+            if is_chosen and len(self.times) < NUM_MEASURED:
+                drives_s = values.waited_s + params.counts.waited_s
+                self.times.append(StepTimes(step_s, drives_s, [*runner.call_s]))
+            began_s = time.perf_counter()
+            if "value" in given and "value" not in own_args:
+                assert results[0] is not None, "a function has no arguments"
+                given["value"] = on_this_process(results[0])
+            agreed = partial(agree, self.home.engine, self.errors)
+            is_done = sink.finish(given, results, check, agreed)
+            self.home.num_skipped += self.home.has_loss and not is_done
+            waited_s += sink.waited_s + time.perf_counter() - began_s
+        except BaseException:
+            sink.abandon()
+            raise
+        return *results, self._metrics(values, waited_s)
+
+    def _begin(self, batch: PyTree, given: Mapping[str, Any]) -> float:
+        """Begins a step in all processes; returns the time that it waited for updates.
+
+        Raises:
+          ProcessError: Another process has failed, does not come, or has a batch of
+            another form.
+        """
+        self.errors.clear()
+        waited_s = 0.0
+
+        def form() -> JsonValue:
+            nonlocal waited_s
+            began_s = time.perf_counter()
+            self.home.join()
+            waited_s = time.perf_counter() - began_s
+            self.params.counts = MoveCounts()
+            self.runner.values.counts()
+            self.sink.begin(given, self.params)
+            leaves, tree = jax.tree.flatten(batch)
+            shapes = [(str(result_type(leaf)), np.shape(leaf)) for leaf in leaves]
+            return f"{tree} {shapes}"
+
+        what, engine = f"the batch of {self.home.what}", self.home.engine
+        try:
+            self.group.agree(what, form, "give all the same shapes")
+        except ProcessError as error:
+            if engine is not None and self.group.has_failed:
+                engine.health.fail(error)
+            raise
+        return waited_s
+
+    def _held(self, action: Callable[..., None]) -> Callable[..., None]:
+        """Returns an action whose errors are kept until all processes agree."""
+
+        def run(*args: Any) -> None:
+            with self.hold():
+                action(*args)
+
+        return run
+
+    def _metrics(self, values: MoveCounts, waited_s: float) -> StreamMetrics:
+        counts = self.params.counts
         return StreamMetrics(
             fetched_drive_bytes=counts.num_read_bytes,
-            fetched_memory_bytes=found,
-            spilled_memory_bytes=sink.spilled_bytes[0],
-            spilled_drive_bytes=sink.spilled_bytes[1],
+            fetched_memory_bytes=max(0, self.params_bytes - counts.num_read_bytes),
+            spilled_memory_bytes=self.sink.spilled_bytes[0],
+            spilled_drive_bytes=self.sink.spilled_bytes[1],
             offloaded_drive_bytes=values.num_written_bytes,
             offloaded_host_bytes=values.num_out_bytes,
             prefetch_hit_rate=counts.hit_rate,
             waited_params_s=counts.waited_s,
             waited_values_s=values.waited_s,
             waited_device_s=self.runner.waited_s,
-            waited_updates_s=self.waited_s,
+            waited_updates_s=waited_s,
             dispatched_s=self.runner.dispatched_s,
         )
 
-    def measure(self, step_s: float) -> None:
-        """Notes the times of the first steps, for ``policy="plan"``."""
-        is_chosen = self.plan.policy == "plan" and self.plan.evictions
-        if is_chosen and len(self.times) < NUM_MEASURED and self.values is not None:
-            waited_s = self.values.waited_s + self.params.counts.waited_s
-            self.times.append(StepTimes(step_s, waited_s, [*self.runner.call_s]))
 
-    def close(self) -> None:
-        """Frees memory and files; idempotent."""
-        self.runner.values.close()
-        self.params.close()
-        self.sink.close()
-
-
-def bind(
+def compile_step(
     plan: Plan,
     ready: OrderedProgram,
-    sink: Sink,
+    updates: Any,
     home: StateHome,
+    group: Group,
     executables: Executables,
-    hold: Hold,
     times: list[StepTimes],
 ) -> CompiledStep:
-    """Takes the room of a plan's steps; blocks while its programs are compiled."""
-    with ExitStack() as undone:
-        undone.callback(sink.close)
-        sink.open(plan, ready)
+    """Takes the room of a plan's steps; blocks while its programs are compiled.
+
+    Args:
+      updates: What the home's `updates` returned.
+    """
+    errors, units = list[BaseException](), updates.claims.units
+    hold = partial(holding, group, errors)
+    params_bytes = 0 if units is None else used_bytes(plan.calls, units)
+    with ExitStack() as closing:
+        sink = home.sink(updates, plan, ready, closing)
         values = Values()
         if plan.is_offloaded:
-            values = Values(plan, sink.scratch(), plan.tiers)
-        undone.callback(values.close)
+            values = Values(plan, home.scratch(), plan.tiers)
+        closing.callback(values.close)
         runner = Runner(plan, executables, values)
-        plan = replace(runner.plan, traffic=sink.traffic(plan))
-        params = home.source(plan, sink, hold)
-        undone.pop_all()
-    return CompiledStep(plan, runner, params, sink, times)
+        params = home.source(updates, plan, hold)
+        closing.callback(params.close)
+        own = runner, params, sink, params_bytes, times, errors, hold
+        return CompiledStep(home, group, *own, closing.pop_all())
+
+
+@contextmanager
+def holding(group: Group, errors: list[BaseException]) -> Iterator[None]:
+    """Keeps an error, or an interrupt, of its context until all agree."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        if group.is_alone:
+            raise
+        errors.append(error)
+
+
+def agree(
+    engine: Engine | None,
+    errors: Sequence[BaseException],
+    action: Callable[[], Sequence[str]],
+) -> list[str]:
+    """Returns the leaves that refuse the step, those of all processes.
+
+    Args:
+      errors: What this process has kept.
+      action: Waits for what is under way; returns the leaves that refuse the step
+        here. Meets no other process.
+
+    Raises:
+      KeyboardInterrupt: This process was interrupted.
+      ProcessError: Another one was, or failed.
+      Exception: What this process has kept, or the action has raised.
+    """
+    if engine is None or engine.group.is_alone:
+        return list(action())
+    group, step = engine.group, engine.opened.finished.step + 1
+
+    def value() -> JsonValue:
+        refusing = list(action())
+        for error in errors:  # those that the action has kept, too
+            if isinstance(error, Exception):
+                raise error
+        return [refusing, bool(errors)]
+
+    try:
+        found = group.gather(f"the end of step {step}", value)
+    except BaseException as error:
+        engine.health.fail(error)
+        raise
+    if errors:  # interrupts alone
+        raise errors[0]
+    gave_up = [n for n, (_, is_interrupted) in enumerate(found) if is_interrupted]
+    if gave_up:
+        raise ProcessError(
+            f"{group.where}: step {step}: process "
+            f"{', '.join(map(str, gave_up))} was interrupted (Ctrl-C), so all "
+            f"gave the step up; the store stays at step {step - 1}",
+            gave_up,
+            step,
+        )
+    return list(dict.fromkeys(name for refusing, _ in found for name in refusing))

@@ -4,16 +4,15 @@ Invariant: no program is run, nothing is written, and params are never made.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxinf.program import graph_of
-from jaxinf.streaming.move.scratch import file_bytes
+from jaxinf.streaming.move.scratch import Waiting, file_bytes
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.memory import NUM_STAGED
 from jaxinf.streaming.program.graph import Piece, num_bytes
 from jaxinf.streaming.program.programs import values_bytes
-from jaxinf.streaming.update.sink import Sink
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,15 +44,17 @@ class Count:
     now_bytes: int
 
 
-def count(plan: Plan, sink: Sink, store_bytes: int = 0, now_bytes: int = 0) -> Count:
+def count(plan: Plan, updates: Any, store_bytes: int, now_bytes: int) -> Count:
     """Counts what a plan's steps take and move.
 
     Args:
+      updates: What the updates of its steps take, such as `NearStorageUpdates`.
       store_bytes: Bytes of the store with both slots.
       now_bytes: Bytes of the store that is there.
     """
-    traffic, last = sink.traffic(plan), sink.waiting(plan)
-    host_bytes, device_bytes = _memory(sink, plan)
+    traffic, last = plan.traffic, updates.waiting(plan)
+    assert traffic is not None, "it was planned for these updates"
+    host_bytes, device_bytes = _memory(plan, last)
     up = down = 0
     if device_bytes:
         away = sum(plan.lives[slot].num_bytes for slot in plan.evictions)
@@ -65,7 +66,7 @@ def count(plan: Plan, sink: Sink, store_bytes: int = 0, now_bytes: int = 0) -> C
         )
     waiting_bytes = plan.away_bytes + (0 if last is None else file_bytes(last))
     return Count(
-        plan=replace(plan, traffic=traffic).without_graph(),
+        plan=plan.without_graph(),
         host_bytes=host_bytes,
         device_bytes=device_bytes,
         disk_bytes=store_bytes + waiting_bytes,
@@ -77,12 +78,11 @@ def count(plan: Plan, sink: Sink, store_bytes: int = 0, now_bytes: int = 0) -> C
     )
 
 
-def _memory(sink: Sink, plan: Plan) -> tuple[int, int]:
+def _memory(plan: Plan, last: Waiting | None) -> tuple[int, int]:
     """Returns the memory of the host at a step's peak, and of a device with its own."""
     reading, memory, tiers = plan.reading, plan.memory, plan.tiers
     programs = plan.peak_bytes + plan.resident_bytes
     if not memory.staged:  # where gradients wait in the programs' memory
-        last = sink.waiting(plan)
         if last is not None:
             most = _most_bytes(plan, last.on_drive)
             programs = max(programs, most + plan.resident_bytes)

@@ -13,8 +13,7 @@ import contextvars
 import threading
 import weakref
 from collections.abc import Callable
-from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import jax
 
@@ -26,88 +25,70 @@ from jaxinf.typing import PyTree
 Check: TypeAlias = Callable[[], None]
 """Called where a step can be given up; raises if it is."""
 
-_T = TypeVar("_T")
+Run: TypeAlias = Callable[[Callable[[Check], Any]], Any]
+"""Returns what a body returns; blocks until it has ended, and all before it.
+
+An interrupt is raised when the body has ended, by itself or at its next check; a second
+one at once. Raises StreamError if another thread waits for its body.
+"""
 
 
-class StepThread:
-    """Runs bodies on a thread of its own; one caller at a time."""
+def step_thread() -> Run:
+    """Starts a thread for bodies, which ends with the function that this returns."""
+    queue = start_thread("jaxinf-step")
+    last: list[tuple[Work, int, threading.Event]] = []
 
-    def __init__(self) -> None:
-        self._queue = start_thread("jaxinf-step")
-        self._last: _Body | None = None
-        # Not at the end of the process: a last step may come after that.
-        weakref.finalize(self, self._queue.put, None).atexit = False
-
-    def run(self, body: Callable[[Check], _T]) -> _T:
-        """Returns what a body returns; blocks until it has ended.
-
-        An interrupt is raised when the body has ended, by itself or at its next check;
-        a second one at once.
-
-        Raises:
-          StreamError: Another thread waits for its body.
-        """
-        last = self._last
-        if last is not None and last.is_anothers:
-            raise StreamError(
-                "jaxinf.stream: expected one thread, found a step under way in "
-                "another; a step and its functions run one at a time, so call them "
-                "from one thread, or hold a lock"
-            )
-        run = self._last = _Body(body)
+    def run(body: Callable[[Check], Any]) -> Any:
+        caller, given_up = threading.get_ident(), threading.Event()
+        for work, other, is_over in last:
+            if not (work.ending.is_reached or is_over.is_set() or other == caller):
+                raise StreamError(
+                    "jaxinf.stream: expected one thread, found a step under way in "
+                    "another; a step and its functions run one at a time, so call them "
+                    "from one thread, or hold a lock"
+                )
+        found: list[Any] = []
+        work = Work(_in_context(body, given_up, found))
+        last[:] = [(work, caller, given_up)]
         try:
-            self._queue.put(run)
-            run.ending.wait()
+            queue.put(work)
+            work.ending.wait()
         except BaseException:
-            run.is_given_up = True
-            self._queue.put(run)  # unless it was; none runs twice
-            run.ending.wait()
+            given_up.set()
+            queue.put(work)  # unless it was; none runs twice
+            work.ending.wait()
             raise
-        return run.take()
-
-    def settle(self) -> None:
-        """Waits for a body that was given up; raises as `run`."""
-        if self._last is not None and not self._last.ending.is_reached:
-            self.run(lambda check: None)
-
-
-class _Body(Work):
-    """A body to run, in the caller's context, and what it returned or raised."""
-
-    def __init__(self, body: Callable[[Check], Any]) -> None:
-        super().__init__(partial(self._call, body))
-        self._context = contextvars.copy_context()
-        config: Any = jax.config  # a context of this thread's alone counts, too
-        self._device, self._x64 = config.jax_default_device, config.jax_enable_x64
-        self._caller = threading.get_ident()
-        self._value: Any = None
-        self.is_given_up = False
-
-    @property
-    def is_anothers(self) -> bool:
-        """Whether another thread than this one waits for it."""
-        is_over = self.is_given_up or self.ending.is_reached
-        return not is_over and self._caller != threading.get_ident()
-
-    def _call(self, body: Callable[[Check], Any]) -> None:
-        self.check()
-        with jax.default_device(self._device), jax.enable_x64(self._x64):
-            self._value = self._context.run(body, self.check)
-
-    def check(self) -> None:
-        if self.is_given_up:
-            raise KeyboardInterrupt
-
-    def take(self) -> Any:
-        """Returns the body's value, or raises its error; forgets both."""
-        value, error = self._value, self.error
-        self._value = self.error = None
+        error, work.error = work.error, None
         if error is None:
-            return value
+            return found.pop()
         try:
             raise error
         finally:
             del error  # its traceback refers to this frame
+
+    # Not at the end of the process: a last step may come after that.
+    weakref.finalize(run, queue.put, None).atexit = False
+    return run
+
+
+def _in_context(
+    body: Callable[[Check], Any], given_up: threading.Event, found: list[Any]
+) -> Callable[[], None]:
+    """Returns a function that runs a body in the caller's context, and its config."""
+    config: Any = jax.config  # what is set for this thread alone counts, too
+    device, x64 = config.jax_default_device, config.jax_enable_x64
+    context = contextvars.copy_context()
+
+    def check() -> None:
+        if given_up.is_set():
+            raise KeyboardInterrupt
+
+    def call() -> None:
+        check()
+        with jax.default_device(device), jax.enable_x64(x64):
+            found.append(context.run(body, check))
+
+    return call
 
 
 def check_not_traced(*trees: PyTree) -> None:

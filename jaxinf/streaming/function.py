@@ -15,14 +15,13 @@ import jax.numpy as jnp
 
 from jaxinf.engine import Store, check_like, engine_of
 from jaxinf.errors import StreamError
-from jaxinf.streaming.home import StateHome, without
+from jaxinf.streaming.home import NoUpdates, StateHome, without
 from jaxinf.streaming.move.params import Hold, Params, StoreParams, StoreReader
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.fit import OrderedProgram
 from jaxinf.streaming.plan.memory import Claim, Claims
 from jaxinf.streaming.program.trace import abstract
 from jaxinf.streaming.program.units import SHARED, StoreUnits, shared_bytes
-from jaxinf.streaming.update.sink import Sink
 from jaxinf.typing import PyTree
 
 
@@ -66,7 +65,7 @@ class ReadStore(StateHome):
         like = self.avals if like is None else like
         return self._store.params(like, average=self._average)
 
-    def sink(self, ready: OrderedProgram, avals: PyTree = None) -> Sink:
+    def updates(self, ready: OrderedProgram, avals: PyTree = None) -> NoUpdates:
         opened, params = self._engine.opened, ready.traced.params
         if self._average:
             opened.averaged(0)  # or refuses
@@ -80,11 +79,11 @@ class ReadStore(StateHome):
         )
         frozen, export_bytes = frozenset(range(len(params))), opened.export_bytes
         how = {"export_bytes": export_bytes, "others": others}
-        return Sink(Claims(store_units, frozen, **how))
+        return NoUpdates(Claims(store_units, frozen, **how))
 
-    def source(self, plan: Plan, sink: Sink, hold: Hold) -> Params:
+    def source(self, updates: NoUpdates, plan: Plan, hold: Hold) -> Params:
         reader = StoreReader(self._engine, average=self._average)
-        what = sink.claims.units, reader, plan.reading, hold
+        what = updates.claims.units, reader, plan.reading, hold
         return StoreParams(*what, are_frozen=False)
 
     def join(self) -> None:

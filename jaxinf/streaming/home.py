@@ -1,24 +1,40 @@
 """Where a step's params are, and where their gradients go.
 
-    in_store.py    params and state in a store      StoreSink
-    in_memory.py   params and state in memory       itself, by plain optax
-    function.py    params in a store                Sink, as there are no gradients
+    in_store.py    params and state in a store      to a `StoreSink`
+    in_memory.py   params and state in memory       to plain optax
+    function.py    params in a store                there are none
 
-Invariant: a home serves batches of all shapes; its sinks those of one.
+Invariant: a home serves batches of all shapes; a `StoreSink` those of one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
-
-from jax.sharding import Mesh
 
 from jaxinf.engine import Engine, Store
 from jaxinf.errors import StreamError
 from jaxinf.streaming.move.params import Hold, Params
+from jaxinf.streaming.move.scratch import Scratch, Waiting
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.fit import OrderedProgram
-from jaxinf.streaming.update.sink import Sink
+from jaxinf.streaming.plan.memory import Claims
+from jaxinf.streaming.update.apply_gradients import Agree
+from jaxinf.transfer import ByteCounts
 from jaxinf.typing import PyTree
+
+
+@dataclass(frozen=True)
+class NoUpdates:
+    """What takes the place of `NearStorageUpdates` where the store gets none."""
+
+    claims: Claims
+
+    def waiting(self, plan: Plan) -> Waiting | None:
+        return None
+
+    def traffic(self, plan: Plan) -> ByteCounts:
+        return ByteCounts(plan.away_bytes, plan.away_bytes)
 
 
 class StateHome:
@@ -27,12 +43,15 @@ class StateHome:
     Each has `avals`, the params' shapes, dtypes and shardings. ``first(init_fn, args,
     shardings)`` and ``given(params, state, shardings)`` return these, and what
     ``start(avals, make, ready, budget, plan)`` makes the first step of, once it is
-    known to fit in a budget.
+    known to fit in a budget. ``updates(ready, avals)`` returns what the updates of a
+    traced function take, and compiles them; avals are by default the step's.
+    ``source(updates, plan, hold)`` makes what gives params to programs.
 
     Attributes:
       what: What runs, for errors.
       has_loss: Whether there are gradients.
       store, engine: None for params in memory.
+      waited_s, spilled_bytes: As of a `StoreSink`.
     """
 
     what = "a step"
@@ -40,42 +59,31 @@ class StateHome:
     store: Store | None = None
     engine: Engine | None = None
     num_skipped = 0
+    waited_s, spilled_bytes = 0.0, (0, 0)
 
     avals: Any
     first: Callable[..., tuple[PyTree, Any]]
     given: Callable[..., tuple[PyTree, Any]]
     start: Callable[..., None]
-
-    def params(self, like: PyTree) -> PyTree:
-        """See `StreamedStep.params`."""
-        raise NotImplementedError
+    params: Callable[[PyTree], PyTree]
+    updates: Callable[..., Any]
+    source: Callable[[Any, Plan, Hold], Params]
 
     def state(self) -> PyTree:
         """See `StreamedStep.state`."""
         raise StreamError("step.state: it is in the store; use store.state(like=)")
 
-    def sink(self, ready: OrderedProgram, avals: PyTree = None) -> Sink:
-        """Returns what takes the gradients of what was traced; compiles its programs.
-
-        Args:
-          avals: Shapes of params that were not made, by default the step's.
-        """
-        raise NotImplementedError
-
-    def source(self, plan: Plan, sink: Sink, hold: Hold) -> Params:
-        """Makes what gives params to programs."""
-        raise NotImplementedError
-
-    def check_mesh(self, mesh: Mesh | None) -> None:
-        """Refuses devices on which it cannot be streamed."""
-
     def kept_cuts(self, ready: OrderedProgram) -> Sequence[int] | None:
         """Returns the cuts on which bits depend from before; None if there are none."""
         return None
 
-    def disk_bytes(self, sink: Sink) -> tuple[int, int]:
+    def disk_bytes(self, updates: Any) -> tuple[int, int]:
         """Returns bytes of the store with both slots, and of what is there now."""
         return 0, 0
+
+    def scratch(self) -> Scratch:
+        """Returns files on drives for values."""
+        return Scratch(())
 
     def take_turn(self, plan: Plan) -> None:
         """Gets ready for the steps of a plan."""
@@ -88,6 +96,27 @@ class StateHome:
 
     def close(self, *error: Any) -> None:
         """Closes the store, if it is the step's own."""
+
+    # --- as a sink: see `StoreSink` --------------------------------------------------
+
+    def sink(
+        self, updates: Any, plan: Plan, ready: OrderedProgram, closing: ExitStack
+    ) -> Any:
+        """Returns what takes a plan's gradients; `closing` frees its memory."""
+        return self
+
+    def begin(self, extra_args: Mapping[str, Any], params: Params) -> None:
+        if extra_args:
+            raise ValueError("extra_args: only steps with a store have some")
+
+    def put(self, piece: Any, gradient: Any) -> None:
+        raise AssertionError("a function has no gradients")
+
+    def finish(self, given: Any, results: Any, check: Any, agree: Agree) -> bool:
+        agree(lambda: ())
+        return False
+
+    def abandon(self) -> None: ...
 
 
 def without(**given: PyTree) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
 
 from jaxinf.errors import StreamError
 from jaxinf.program import (
@@ -23,7 +22,7 @@ from jaxinf.program import (
     path_name,
     refused_gradient,
 )
-from jaxinf.streaming.home import StateHome, without
+from jaxinf.streaming.home import NoUpdates, StateHome, without
 from jaxinf.streaming.move.params import Hold, MemoryParams, Params
 from jaxinf.streaming.move.scratch import Scratch, writing_bytes
 from jaxinf.streaming.plan.calls import Plan
@@ -34,11 +33,11 @@ from jaxinf.streaming.program.graph import Piece, aval_bytes
 from jaxinf.streaming.program.initial import check_init_fn
 from jaxinf.streaming.program.meshes import mesh_text
 from jaxinf.streaming.program.trace import abstract, check_params
-from jaxinf.streaming.update.sink import Agree, Sink
+from jaxinf.streaming.update.apply_gradients import Agree
 from jaxinf.typing import Array, PathLikeStr, PyTree
 
 
-class InMemory(StateHome, Sink):
+class InMemory(StateHome):
     """Params and the state of any optax optimizer, and the sink of their gradients.
 
     It holds gradients whole or in slices of stacks until a step has all. The update and
@@ -92,10 +91,10 @@ class InMemory(StateHome, Sink):
         make: Callable[[], tuple[PyTree, PyTree]],
         ready: OrderedProgram | None,
         budget: Budget,
-        plan: Callable[[OrderedProgram, Sink, Budget], Plan],
+        plan: Callable[[OrderedProgram, NoUpdates, Budget], Plan],
     ) -> None:
         if ready is not None:
-            within(budget, partial(plan, ready, self.sink(ready)), advises=True)
+            within(budget, partial(plan, ready, self.updates(ready)), advises=True)
         params, state = make()
         if state is None:
             state = jax.jit(self._tx.init)(params)
@@ -121,25 +120,22 @@ class InMemory(StateHome, Sink):
 
     # --- a step's plan -------------------------------------------------------------
 
-    def check_mesh(self, mesh: Mesh | None) -> None:
-        if mesh is not None:
+    def updates(self, ready: OrderedProgram, avals: PyTree = None) -> NoUpdates:
+        traced = ready.traced
+        if traced.mesh is not None:
             raise StreamError(
                 "jaxinf.stream: expected arrays on one device, found "
-                f"{mesh_text(mesh)}, which streaming does not use without a store; "
-                "give a store, or put all arrays on one device "
+                f"{mesh_text(traced.mesh)}, which streaming does not use without a "
+                "store; give a store, or put all arrays on one device "
                 "(jax.device_put(x, jax.devices()[0]))"
             )
-
-    def sink(self, ready: OrderedProgram, avals: PyTree = None) -> Sink:
-        traced = ready.traced
         params = traced.params_tree.unflatten(traced.params)
         state = jax.tree.leaves(jax.eval_shape(self._tx.init, params))
         params_bytes = sum(map(aval_bytes, traced.params))
         held_bytes = 2 * params_bytes + sum(map(aval_bytes, state))  # with gradients
-        self.claims = Claims(held_bytes=held_bytes, writing_bytes=writing_bytes(1))
-        return self
+        return NoUpdates(Claims(held_bytes=held_bytes, writing_bytes=writing_bytes(1)))
 
-    def source(self, plan: Plan, sink: Sink, hold: Hold) -> Params:
+    def source(self, updates: NoUpdates, plan: Plan, hold: Hold) -> Params:
         return MemoryParams(lambda: jax.tree.leaves(self._current[0]))
 
     def scratch(self) -> Scratch:
@@ -196,9 +192,6 @@ class InMemory(StateHome, Sink):
 
     def abandon(self) -> None:
         self._held.clear()
-
-    def close(self, *error: Any) -> None:
-        """Params stay; another step makes room anew."""
 
     def _taken(self, leaf: int, taken: set[int]) -> jax.Array:
         """Returns and drops the gradient of a leaf.

@@ -11,6 +11,7 @@ Invariant: a step writes updates to the slot that is not committed. So a crash a
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -23,7 +24,6 @@ from jaxinf.engine import (
     FirstParams,
     Store,
     StoreDescription,
-    StoreShape,
     check_processes,
     describe,
     distinct_shards,
@@ -35,6 +35,7 @@ from jaxinf.program import UpdateProgram, averaged, trace_init
 from jaxinf.store import required_bytes
 from jaxinf.streaming.home import StateHome
 from jaxinf.streaming.move.params import Hold, Params, StoreParams, StoreReader
+from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.fit import OrderedProgram, within
 from jaxinf.streaming.plan.kept import kept_cuts
@@ -55,9 +56,13 @@ from jaxinf.streaming.program.meshes import (
 )
 from jaxinf.streaming.program.trace import abstract, check_params
 from jaxinf.streaming.program.units import part_counts
-from jaxinf.streaming.update.near_storage import passes_for, trace_optimizer
-from jaxinf.streaming.update.sink import Sink
-from jaxinf.streaming.update.store_sink import StoreSink
+from jaxinf.streaming.update.apply_gradients import StoreSink, store_scratch
+from jaxinf.streaming.update.near_storage import (
+    NearStorageUpdates,
+    near_storage_updates,
+    passes_for,
+    trace_optimizer,
+)
 from jaxinf.typing import PyTree
 
 _MakeLeaves: TypeAlias = Callable[[int], Iterable[Any]]
@@ -111,7 +116,19 @@ class InStore(StateHome):
 
     # --- a step --------------------------------------------------------------------
 
-    def check_mesh(self, mesh: Mesh | None) -> None:
+    def updates(
+        self, ready: OrderedProgram, avals: PyTree = None
+    ) -> NearStorageUpdates:
+        self._check_mesh(ready.traced.mesh)
+        if avals is None:
+            avals, shape = self.avals, self._engine.opened
+        else:
+            pieces = tuple(ready.lifetimes.graph.gradients)
+            shape = self._engine.shape(self._described(avals, pieces)[1])
+        own = self._optimizer(avals), shape, self._options
+        return near_storage_updates(self._engine, ready, *own)
+
+    def _check_mesh(self, mesh: Mesh | None) -> None:
         policy = self._options.policy
         if mesh is not None and policy not in ("recompute", "keep"):
             raise StreamError(
@@ -120,32 +137,31 @@ class InStore(StateHome):
             )
         check_processes(self._engine.group, mesh)
 
-    def sink(self, ready: OrderedProgram, avals: PyTree = None) -> StoreSink:
-        if avals is None:
-            avals, shape = self.avals, self._engine.opened
-        else:
-            pieces = tuple(ready.lifetimes.graph.gradients)
-            shape = self._engine.shape(self._described(avals, pieces)[1])
-        return self._sink(ready, avals, shape)
-
-    def _sink(
-        self, ready: OrderedProgram, avals: PyTree, shape: StoreShape
+    def sink(
+        self,
+        updates: NearStorageUpdates,
+        plan: Plan,
+        ready: OrderedProgram,
+        closing: ExitStack,
     ) -> StoreSink:
-        update = self._optimizer(avals)
-        return StoreSink(self._store, ready, update, shape, self._options)
+        sink = StoreSink(updates, plan, ready)
+        closing.callback(sink.close)
+        return sink
 
-    def source(self, plan: Plan, sink: Sink, hold: Hold) -> Params:
+    def scratch(self) -> Scratch:
+        return store_scratch(self._engine)
+
+    def source(self, updates: NearStorageUpdates, plan: Plan, hold: Hold) -> Params:
         reader = StoreReader(self._engine)
-        return StoreParams(sink.claims.units, reader, plan.reading, hold)
+        return StoreParams(updates.claims.units, reader, plan.reading, hold)
 
     def kept_cuts(self, ready: OrderedProgram) -> Sequence[int] | None:
         if self._options.replan or self._engine.commit is None:
             return None
         return kept_cuts(self._store.path, self._engine.opened.finished, ready)
 
-    def disk_bytes(self, sink: Sink) -> tuple[int, int]:
-        assert isinstance(sink, StoreSink)
-        num_bytes = sum(required_bytes(sink.shape.directory).values())
+    def disk_bytes(self, updates: NearStorageUpdates) -> tuple[int, int]:
+        num_bytes = sum(required_bytes(updates.shape.directory).values())
         return num_bytes, num_bytes * (self._engine.commit is not None)
 
     def take_turn(self, plan: Plan) -> None:
@@ -180,11 +196,11 @@ class InStore(StateHome):
         make: _MakeLeaves,
         ready: OrderedProgram | None,
         budget: Budget,
-        plan: Callable[[OrderedProgram, Sink, Budget], Plan],
+        plan: Callable[[OrderedProgram, NearStorageUpdates, Budget], Plan],
     ) -> None:
         engine = self._engine
         check_params(avals)
-        self.check_mesh(mesh_of(avals))
+        self._check_mesh(mesh_of(avals))
         pieces = () if ready is None else tuple(ready.lifetimes.graph.gradients)
         first, description = self._described(avals, pieces)
         plain = jax.tree.leaves(without_shardings(avals))
@@ -193,10 +209,9 @@ class InStore(StateHome):
         if engine.commit is None:
             fits = None
             if ready is not None:
-                what = ready, avals, engine.shape(description)
-                of_all = "the optimizer's programs"
-                sink = engine.group.in_all(of_all, partial(self._sink, *what))
-                fits = partial(plan, ready, sink)
+                what = partial(self.updates, ready, avals)
+                updates = engine.group.in_all("the optimizer's programs", what)
+                fits = partial(plan, ready, updates)
             fitting = partial(self._fitting, make, fits)
             made = within(budget, fitting, advises=engine.group.is_alone)
         self._avals = avals

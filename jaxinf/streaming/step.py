@@ -8,9 +8,8 @@ Invariant: a run that ends early leaves nothing under way. A function and a step
 memory are steps whose params have another home.
 """
 
-import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -21,13 +20,11 @@ from jax.sharding import Mesh
 from jaxinf.engine import Store
 from jaxinf.errors import StreamError
 from jaxinf.processes import Group
-from jaxinf.streaming import agreement
 from jaxinf.streaming.batches import first_part, shares_of
-from jaxinf.streaming.compiled_step import CompiledStep, StreamMetrics, bind
+from jaxinf.streaming.compiled_step import CompiledStep, StreamMetrics, compile_step
 from jaxinf.streaming.count import Count, count
-from jaxinf.streaming.ctrl_c import Check, StepThread, check_not_traced
+from jaxinf.streaming.ctrl_c import Check, check_not_traced, step_thread
 from jaxinf.streaming.home import StateHome
-from jaxinf.streaming.move.work_queues import MoveCounts
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.choice import NUM_MEASURED, StepTimes, segments_to_recompute
 from jaxinf.streaming.plan.compiled import Executables, Measured
@@ -35,9 +32,8 @@ from jaxinf.streaming.plan.device import limit_of
 from jaxinf.streaming.plan.fit import OrderedProgram, plan_within, prepare, within
 from jaxinf.streaming.plan.memory import Budget, DeviceLimit, return_freed_memory
 from jaxinf.streaming.plan.options import Options
-from jaxinf.streaming.program.meshes import on_this_process, outside_mesh
+from jaxinf.streaming.program.meshes import outside_mesh
 from jaxinf.streaming.program.trace import abstract, check_params
-from jaxinf.streaming.update.sink import Sink
 from jaxinf.transfer import ByteCounts
 from jaxinf.typing import PyTree
 
@@ -59,13 +55,12 @@ class StreamedStep:
         engine = home.engine
         self._group = Group("jaxinf.stream") if engine is None else engine.group
         self._group.may_hang = False  # it comes to the step's end
-        self._errors: list[BaseException] = []  # of this process, in a step
-        self._hold = partial(agreement.holding, self._group, self._errors)
-        self._thread = StepThread()
+        self._on_thread = step_thread()
         self._executables: Executables = {}
         self._limits: dict[Mesh | None, DeviceLimit] = {}
         self._bound: dict[Any, CompiledStep] = {}
         self._last: CompiledStep | None = None
+        self._metrics: StreamMetrics | None = None
         self._ready: OrderedProgram | None = None  # traced by `init`, bound at its end
         weights = options.weights
         self._weights = None if weights is None else jax.jit(weights)
@@ -168,12 +163,12 @@ class StreamedStep:
           StreamError: There are none before `init` and `load`.
           BaseException: The exception that stopped the store.
         """
-        self._thread.settle()
+        self._settle()
         return self._home.params(like)
 
     def state(self) -> PyTree:
         """Returns optax's state of a step in memory, which later steps leave alone."""
-        self._thread.settle()
+        self._settle()
         return self._home.state()
 
     def compile(self, batch: PyTree) -> Plan:
@@ -185,9 +180,9 @@ class StreamedStep:
         Raises:
           StreamError: The program cannot be cut to fit, or the saved plan is another's.
         """
-        self._thread.settle()
+        self._settle()
         key = self._key(batch)
-        return self._thread.run(lambda check: self._take_turn(key)).plan
+        return self._on_thread(lambda check: self._take_turn(key)).plan
 
     @property
     def plan(self) -> Plan | None:
@@ -212,7 +207,7 @@ class StreamedStep:
     @property
     def metrics(self) -> StreamMetrics | None:
         """Metrics of the last step; None before the first."""
-        return None if self._last is None else self._last.metrics
+        return self._metrics
 
     def dry_run(
         self,
@@ -236,23 +231,20 @@ class StreamedStep:
           BudgetError: Memory does not suffice; names a budget that does.
           StreamError: The loss function cannot be streamed, or there are no params.
         """
-        self._thread.settle()
+        self._settle()
         if params is not None:
             check_params(params)
         avals = self._home.avals if params is None else abstract(params)
         ready = self._trace(batch, avals)
         with outside_mesh():
-            sink = self._home.sink(ready, avals)
-            how = {
-                "executables": Measured(),
-                "kept": partial(self._home.kept_cuts, ready),
-            }
-            plan = self._plan(ready, sink, self._budget(ready, device), **how)
-            return count(plan, sink, *self._home.disk_bytes(sink))
+            updates = self._home.updates(ready, avals)
+            how = ready, updates, self._budget(ready, device)
+            plan = self._plan(*how, executables=Measured())
+            return count(plan, updates, *self._home.disk_bytes(updates))
 
     def rest(self) -> None:
         """Frees params and buffers until the next call; waits for updates."""
-        self._thread.settle()
+        self._settle()
         if self._last is not None:
             self._last.params.rest()
             self._home.rest()
@@ -271,7 +263,7 @@ class StreamedStep:
         trace: TracebackType | None,
     ) -> None:
         try:
-            self._thread.settle()
+            self._settle()
             for bound in self._bound.values():
                 bound.close()
             if self._home.store is None:
@@ -284,7 +276,7 @@ class StreamedStep:
     def _trace(self, batch: PyTree, avals: PyTree) -> OrderedProgram:
         """Traces the function for batches like this one."""
         options = self._options
-        ready = prepare(
+        return prepare(
             self._fn,
             avals,
             first_part(batch, options.micro_batches),
@@ -292,8 +284,6 @@ class StreamedStep:
             has_aux=options.has_aux,
             is_deterministic=options.deterministic,
         )
-        self._home.check_mesh(ready.traced.mesh)
-        return ready
 
     def _budget(
         self, ready: OrderedProgram, device: DeviceLimit | None = None
@@ -307,15 +297,17 @@ class StreamedStep:
         return Budget(self._options.memory_bytes, own_bytes, device)
 
     def _plan_within(
-        self, ready: OrderedProgram, sink: Sink, budget: Budget, **how: Any
+        self, ready: OrderedProgram, updates: Any, budget: Budget, **how: Any
     ) -> Plan:
         how = {"executables": self._executables, "group": self._group, **how}
-        return plan_within(ready, sink.claims, self._options, budget, **how)
+        plan = plan_within(ready, updates.claims, self._options, budget, **how)
+        return replace(plan, traffic=updates.traffic(plan))
 
     def _plan(
-        self, ready: OrderedProgram, sink: Sink, budget: Budget, **how: Any
+        self, ready: OrderedProgram, updates: Any, budget: Budget, **how: Any
     ) -> Plan:
-        plan = partial(self._plan_within, ready, sink, **how)
+        how = {"kept": partial(self._home.kept_cuts, ready), **how}
+        plan = partial(self._plan_within, ready, updates, **how)
         return within(budget, plan, advises=self._group.is_alone)
 
     def _key(self, batch: PyTree) -> Any:
@@ -323,26 +315,26 @@ class StreamedStep:
         leaves, tree = jax.tree.flatten(abstract(batch))
         key = (tree, *((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
         times, again = self._choose(key)
-        if key not in self._bound:
-            what = f"the trace of {self._home.what}"
-            ready, sink, budget = self._group.in_all(what, partial(self._traced, batch))
-            how = {"kept": partial(self._home.kept_cuts, ready), **again}
-            # What one process is refused, by its device or its drive, all are: none
-            # goes on to a step, where it would wait for the others.
-            with outside_mesh():
-                plan = self._plan(ready, sink, budget, **how)
-                own = plan, ready, sink, self._home, self._executables, self._hold
-                with ExitStack() as undone:
-
-                    def made() -> CompiledStep:
-                        bound = bind(*own, times)
-                        undone.callback(bound.close)
-                        return bound
-
-                    bound = self._group.in_all("the room for a step", made)
-                    undone.pop_all()
-                self._bound[key] = bound
-            return_freed_memory()  # of planning and compilation
+        if key in self._bound:
+            return key
+        group, what = self._group, f"the trace of {self._home.what}"
+        ready, updates, budget = group.in_all(what, partial(self._traced, batch))
+        # What one process is refused, by its device or its drive, all are: none goes on
+        # to a step, where it would wait for the others.
+        with outside_mesh():
+            plan = self._plan(ready, updates, budget, **again)
+            own = ready, updates, self._home, group, self._executables, times
+            made = list[CompiledStep]()
+            try:
+                group.in_all(
+                    "the room for a step", lambda: made.append(compile_step(plan, *own))
+                )
+            except BaseException:
+                for one in made:
+                    one.close()
+                raise
+        self._bound[key] = made[0]
+        return_freed_memory()  # of planning and compilation
         return key
 
     def _choose(self, key: Any) -> tuple[list[StepTimes], dict[str, Any]]:
@@ -362,12 +354,12 @@ class StreamedStep:
         self._bound.pop(key).close()
         return bound.times, {"kept": lambda: cuts, "again": again}
 
-    def _traced(self, batch: PyTree) -> tuple[OrderedProgram, Sink, Budget]:
+    def _traced(self, batch: PyTree) -> tuple[OrderedProgram, Any, Budget]:
         ready, self._ready = self._ready, None
         if ready is None:
             ready = self._trace(batch, self._home.avals)
         with outside_mesh():
-            return ready, self._home.sink(ready), self._budget(ready)
+            return ready, self._home.updates(ready), self._budget(ready)
 
     # --- a run ---------------------------------------------------------------------
 
@@ -389,27 +381,25 @@ class StreamedStep:
           BaseException: The exception that stopped the store.
         """
         check_not_traced(batch, extra_args)
-        self._thread.settle()
-        key = self._key(batch)
+        self._settle()
+        key, options = self._key(batch), self._options
 
         def body(check: Check) -> tuple[Any, PyTree]:
             bound = self._take_turn(key)
             with outside_mesh():
-                return self._run(bound, batch, extra_args or {}, self._held(check))
+                shares = shares_of(batch, options.micro_batches, self._weights)
+                own = options.extra_args, extra_args or {}, check
+                loss, aux, self._metrics = bound.run(batch, shares, *own)
+            return loss, aux
 
-        loss, aux = self._thread.run(body)
+        loss, aux = self._on_thread(body)
         if not self._home.has_loss:
             return aux
-        return loss, aux if self._options.has_aux else None
+        return loss, aux if options.has_aux else None
 
-    def _held(self, action: Callable[..., None]) -> Callable[..., None]:
-        """Returns an action whose errors are kept until all processes agree."""
-
-        def run(*args: Any) -> None:
-            with self._hold():
-                action(*args)
-
-        return run
+    def _settle(self) -> None:
+        """Waits for a body that was given up."""
+        self._on_thread(lambda check: None)
 
     def _take_turn(self, key: Any) -> CompiledStep:
         """Returns what batches are bound to, and gives it the memory for reading."""
@@ -419,49 +409,3 @@ class StreamedStep:
         self._last = bound
         self._home.take_turn(bound.plan)
         return bound
-
-    def _run(
-        self,
-        bound: CompiledStep,
-        batch: PyTree,
-        own_args: Mapping[str, Any],
-        check: Check,
-    ) -> tuple[Any, PyTree]:
-        runner, params, sink = bound.runner, bound.params, bound.sink
-        given = {**self._options.extra_args, **own_args}
-
-        def prepare() -> None:
-            began_s = time.perf_counter()
-            self._home.join()
-            bound.waited_s = time.perf_counter() - began_s
-            params.counts = MoveCounts()
-            runner.values.counts()
-            sink.begin(given, params)
-
-        self._errors.clear()
-        shares = shares_of(batch, self._options.micro_batches, self._weights)
-        engine = self._home.engine
-        agreement.begin(self._group, engine, self._home.what, batch, prepare)
-        try:
-            try:
-                began_s = time.perf_counter()
-                params.begin()
-                results = runner(batch, params, self._held(sink.put), check, shares)
-                step_s = time.perf_counter() - began_s
-            finally:
-                params.stop()  # no program reads them any more
-            bound.values = runner.values.counts()
-            bound.measure(step_s)
-            bound.waited_s += sink.waited_s
-            began_s = time.perf_counter()
-            if "value" in given and "value" not in own_args:
-                assert results[0] is not None, "a function has no arguments"
-                given["value"] = on_this_process(results[0])
-            agree = partial(agreement.agree, engine, self._errors)
-            is_done = sink.finish(given, results, check, agree)
-            self._home.num_skipped += self._home.has_loss and not is_done
-            bound.waited_s += time.perf_counter() - began_s
-        except BaseException:
-            sink.abandon()
-            raise
-        return results

@@ -27,8 +27,8 @@ from throttled import Server, wait
 import jaxinf
 from jaxinf.csd import HostCsd
 from jaxinf.streaming.update import device_updates
+from jaxinf.streaming.update.apply_gradients import StoreSink
 from jaxinf.streaming.update.device_updates import DeviceUpdater
-from jaxinf.streaming.update.store_sink import StoreSink
 
 sys.path.append(str(Path(__file__).parents[1]))
 import bench

@@ -34,7 +34,7 @@ from jaxinf.engine import Engine, divide_for
 from jaxinf.engine.opened import OpenStore
 from jaxinf.processes import Group, group
 from jaxinf.store import StoreDirectory
-from jaxinf.streaming.update.store_sink import StoreSink
+from jaxinf.streaming.update.apply_gradients import StoreSink
 
 POINTS = {
     "create": (jaxinf.engine.opening, "create_store"),

@@ -15,7 +15,7 @@ import small_stores
 from inject import at_call, die
 
 import jaxinf
-from jaxinf.streaming.update.passes import PassRunner
+from jaxinf.streaming.update.kernel_inputs import KernelInputs
 
 __all__ = [
     "CHUNKS",
@@ -48,7 +48,7 @@ def tree(seed):
 
 def main(path, killed_at):
     """Trains three steps; the process is killed at a call."""
-    at_call(PassRunner, "advance", killed_at, die)
+    at_call(KernelInputs, "advance", killed_at, die)
     store = small_stores.open_store(path, **CHUNKS)
     step = jaxinf.stream(linear, THREE, store, memory_bytes=MEMORY_BYTES)
     step.load(tree(0))

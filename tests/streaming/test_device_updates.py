@@ -17,14 +17,14 @@ from streaming import assert_same_states, states
 import jaxinf
 from jaxinf.csd.host import HostCsd
 from jaxinf.errors import BudgetError, StoreError, StreamError
-from jaxinf.streaming.update import store_sink
+from jaxinf.streaming.update import apply_gradients
+from jaxinf.streaming.update.apply_gradients import StoreSink
 from jaxinf.streaming.update.device_updates import (
     NUM_MEASURED,
     NUM_UNDER_WAY,
     DeviceUpdater,
     next_interval,
 )
-from jaxinf.streaming.update.store_sink import StoreSink
 
 pytestmark = pytest.mark.optimized
 
@@ -310,7 +310,7 @@ def test_k_is_measured_once_and_kept(opened, monkeypatch, caplog, every):
         assert all(0 < one < 60 for one in seconds)
         return every if len(seconds) == NUM_MEASURED else next_interval(seconds, most)
 
-    monkeypatch.setattr(store_sink, "next_interval", chosen)
+    monkeypatch.setattr(apply_gradients, "next_interval", chosen)
     plain = opened(None, "plain")
 
     def go_on(asked, num_steps):

@@ -23,7 +23,7 @@ import jaxinf
 from jaxinf.engine import StateReader
 from jaxinf.engine.opened import OpenStore
 from jaxinf.errors import StoreCorruptError
-from jaxinf.streaming.update.store_sink import StoreSink
+from jaxinf.streaming.update.apply_gradients import StoreSink
 
 NAMES = ("tied_and_unused", "l2_penalty", "scan_twice_cast")
 DURABILITIES = ("step", 3, "checkpoint")
@@ -232,9 +232,9 @@ def test_after_ctrl_c_at_any_line_the_next_step_runs(policy, parts, place, run_p
 def test_a_step_in_the_last_handler_of_a_process_ends(run_python):
     code = """
 import atexit
-atexit.register(lambda: print(thread.run(lambda check: 3)))
-from jaxinf.streaming.ctrl_c import StepThread
-thread = StepThread()
+atexit.register(lambda: print(run(lambda check: 3)))
+from jaxinf.streaming.ctrl_c import step_thread
+run = step_thread()
 """
     assert run_python(code).stdout == "3\n"
 

@@ -24,7 +24,7 @@ from zoo import ZOO
 import jaxinf
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.streaming import passes_for, trace_optimizer
-from jaxinf.streaming.update.passes import PassRunner
+from jaxinf.streaming.update.kernel_inputs import KernelInputs
 
 pytestmark = pytest.mark.optimized
 
@@ -197,7 +197,7 @@ def test_a_failure_between_passes_gives_the_step_up(opened, monkeypatch):
         raise RuntimeError("between passes")
 
     with monkeypatch.context() as patch:
-        patch.setattr(PassRunner, "advance", fail)
+        patch.setattr(KernelInputs, "advance", fail)
         with pytest.raises(RuntimeError, match="between passes"):
             step(BATCHES[1])
     assert step.store.step == 1

@@ -31,7 +31,7 @@ from jaxinf.errors import (
     StreamError,
 )
 from jaxinf.processes import Group
-from jaxinf.streaming import agreement
+from jaxinf.streaming import compiled_step
 
 SGD, CLIP = optax.sgd(0.1), optax.clip_by_global_norm(0.1)
 CLIPPED = optax.chain(CLIP, optax.adamw(1e-3))
@@ -219,12 +219,12 @@ def test_an_interrupt_while_updates_run_gives_the_step_up():
     engine = SimpleNamespace(group=group, opened=SimpleNamespace(finished=finished))
 
     def interrupted():
-        with agreement.holding(group, errors):
+        with compiled_step.holding(group, errors):
             raise KeyboardInterrupt
         return []
 
     with pytest.raises(KeyboardInterrupt):
-        agreement.agree(engine, errors, interrupted)
+        compiled_step.agree(engine, errors, interrupted)
 
 
 # --- where a step is called ---------------------------------------------------------

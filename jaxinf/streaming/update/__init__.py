@@ -1,6 +1,6 @@
-"""Where a gradient becomes an update: a sink takes each as soon as it is complete.
+"""Where a gradient becomes an update: `apply_gradients`, as soon as it is complete.
 
-    gradient ─► store_sink ─► passes: the optimizer's numbers ─► engine: kernels
+    gradient ─► apply_gradients ─► kernel_inputs: norms and scalars ─► engine: kernels
 
 Invariant: an update happens once, when its gradient is complete.
 """

@@ -5,22 +5,30 @@ refused is refused before a store is made or changed.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, TypeAlias
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
+from jaxinf.compress import SparseLeaf, TopK, compress_leaf
 from jaxinf.csd import is_idle
 from jaxinf.engine import (
-    Store,
+    Assignment,
+    Engine,
     StoreShape,
     SubgroupLayout,
     can_take,
-    engine_of,
+    keeps_feedback,
     moved_states,
+    read_feedback,
 )
 from jaxinf.errors import UnsupportedTransformError
-from jaxinf.layout import Subgroup
+from jaxinf.layout import LeafGrid, Subgroup
 from jaxinf.program import Passes, UpdateProgram, trace_update
 from jaxinf.store import MASTER_PARAMS
 from jaxinf.streaming.move.scratch import (
@@ -36,12 +44,16 @@ from jaxinf.streaming.plan.memory import Claim, Claims
 from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.program.graph import Piece, aval_bytes
 from jaxinf.streaming.program.units import SHARED, StoreUnits, Unit, shared_bytes
-from jaxinf.streaming.update.compressing import Compressor
 from jaxinf.streaming.update.device_updates import claims_of_share, device_share
-from jaxinf.streaming.update.passes import PassRunner
-from jaxinf.streaming.update.sink import Sink
+from jaxinf.streaming.update.kernel_inputs import KernelInputs
 from jaxinf.transfer import ByteCounts
-from jaxinf.typing import PyTree
+from jaxinf.typing import Array, PyTree
+
+Compress: TypeAlias = Callable[
+    [Unit, Array, int], tuple[Array | SparseLeaf, Array | None]
+]
+"""Returns a unit's gradient as a step of that number sends it, and the new error
+feedback; blocks."""
 
 _PARAMS = 0  # the first of a leaf's states
 # Arguments of an optimizer's update that are known after the first pass: the loss.
@@ -89,66 +101,37 @@ def passes_for(
 # --- its updates ---------------------------------------------------------------------
 
 
-class NearStorageSink(Sink):
-    """What the updates of a step take. Making it compiles their programs.
-
-    Args:
-      store: The store; it is bound to the optimizer when a step runs.
-      ready: The loss function, traced for the batch.
-      program: The optimizer.
-      shape: The store's chunks; it need not be there.
+@dataclass(frozen=True, eq=False)
+class NearStorageUpdates:
+    """The updates of a step: what they compute, take and move.
 
     Attributes:
-      passes: The optimizer's passes over gradients, which `runner` computes.
-      compressor: Compresses gradients; None if they are sent whole.
+      program: The optimizer.
+      shape: The store's chunks; it need not be there.
+      passes: The optimizer's passes over gradients, which `inputs` computes.
+      inputs_bytes: Memory of what computes `inputs`, and compresses.
+      compress: Compresses gradients; None if they are sent whole.
       share: The updates that the JAX device computes.
+      read: Units that programs read.
       trained: Units that have gradients.
       idle: Leaves that stay as they are, whose gradients need not wait.
       gradient_bytes: Bytes of each gradient, 0 for those of `idle` leaves.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        ready: OrderedProgram,
-        program: UpdateProgram,
-        shape: StoreShape,
-        options: Options,
-    ) -> None:
-        self.engine, self.options = engine_of(store), options
-        pieces, params = tuple(ready.lifetimes.graph.gradients), ready.traced.params
-        is_alone = self.engine.group.is_alone
-        self.passes = passes = passes_for(program, pieces, is_alone=is_alone)
-
-        def can_move(leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:
-            return leaf not in passes.whole and shape.divides(leaf, origin, extent)
-
-        undivided = range(len(params)) if options.compress else passes.computed
-        self.store_units = StoreUnits(params, can_move, undivided)
-        self.program, self.shape = program, shape
-        self.trained = frozenset(map(self.store_units.unit, pieces))
-        later = range(min(1, passes.num_passes - 1), passes.num_passes)
-        self.idle = frozenset(
-            number
-            for number, leaf in enumerate(program.leaves)
-            if is_idle(leaf.kernel) and not any(passes.part(n, number) for n in later)
-        )
-        self.gradient_bytes: Mapping[Piece, int] = {
-            piece: 0 if piece.leaf in self.idle else aval_bytes(value.aval)
-            for piece, value in ready.lifetimes.graph.gradients.items()
-        }
-        self.runner = PassRunner(self.engine, program, passes, options.jit)
-        numbers_bytes = self.runner.compile(self._arrivals(params))
-        self.compressor: Compressor | None = None
-        if options.compress is not None:
-            own = self.engine, options.compress, shape, options.jit
-            self.compressor = Compressor(*own)
-            compressing_bytes = self.compressor.compile(self.trained)
-            numbers_bytes = max(numbers_bytes, compressing_bytes)
-        kernels = [leaf.kernel for leaf in program.leaves]
-        own = shape, kernels, options, ready.traced.mesh
-        self.share = device_share(*own, is_alone=is_alone)
-        self.claims = self._claims(ready, numbers_bytes)
+    engine: Engine
+    options: Options
+    program: UpdateProgram
+    shape: StoreShape
+    passes: Passes
+    inputs: KernelInputs
+    inputs_bytes: int
+    compress: Compress | None
+    share: Assignment
+    store_units: StoreUnits
+    read: Set[Unit]
+    trained: Set[Unit]
+    idle: Set[int]
+    gradient_bytes: Mapping[Piece, int]
 
     @property
     def are_deferred(self) -> bool:
@@ -160,12 +143,12 @@ class NearStorageSink(Sink):
         """Bytes of the largest gradient."""
         return max(self.gradient_bytes.values(), default=0)
 
-    def _claims(self, ready: OrderedProgram, numbers_bytes: int) -> Claims:
-        """Returns what it takes; `numbers_bytes` are of programs beside updates."""
+    @cached_property
+    def claims(self) -> Claims:
+        """What a step takes beside its programs."""
         shape, units, waits = self.shape, self.trained, self.are_deferred
         # One unit that is read, and one that is updated, whose gradient may wait whole.
-        read = {self.store_units.unit(piece) for piece in ready.lifetimes.sizes}
-        apart = [unit for unit in read if unit.is_apart]
+        apart = [unit for unit in self.read if unit.is_apart]
         undivided = [unit.whole_bytes for unit in apart if not unit.is_divided]
         updated = [unit.whole_bytes for unit in apart] if waits else undivided
         apart_bytes = max(undivided, default=0) + 2 * max(updated, default=0)
@@ -179,7 +162,7 @@ class NearStorageSink(Sink):
             Claim(shared_bytes(units), SHARED),
             Claim(threads_bytes if waits else 0, writing),
             *claims_of_share(shape, self.share, self.largest_bytes),
-            Claim(numbers_bytes, numbers, is_on_device=True),
+            Claim(self.inputs_bytes, numbers, is_on_device=True),
         )
         leaves = enumerate(self.program.leaves)
         return Claims(
@@ -206,7 +189,10 @@ class NearStorageSink(Sink):
         return any(_PARAMS in loads for _, loads, _ in self._moved(unit))
 
     def waiting(self, plan: Plan) -> Waiting | None:
-        """As `Sink.waiting`; parts of a leaf that a pass needs whole wait together."""
+        """Returns the gradients that wait for the last one; None if none does.
+
+        Parts of a leaf that a pass needs whole wait together.
+        """
         if not self.are_deferred:
             return None
         sizes: dict[Piece, int] = {}
@@ -217,19 +203,10 @@ class NearStorageSink(Sink):
                 sizes[key] = sizes.pop(key, 0) + self.gradient_bytes[piece]
         return waiting(sizes, plan.memory.gradients // 2)
 
-    def _arrivals(self, params: Sequence[Any]) -> Mapping[int, Set[tuple[int, ...]]]:
-        """Returns the shapes in which each leaf's gradients are given to the passes."""
-        found: dict[int, set[tuple[int, ...]]] = {}
-        for piece in self.gradient_bytes:
-            shape, depth = params[piece.leaf].shape, len(piece.index)
-            if piece.leaf not in self.passes.whole:
-                shape = (*(1,) * depth, *shape[depth:])
-            found.setdefault(piece.leaf, set()).add(shape)
-        return found
-
     # --- the bytes that they move --------------------------------------------------
 
     def traffic(self, plan: Plan) -> ByteCounts:
+        """Returns the bytes that a step moves on drives."""
         reading, shape = plan.reading, self.shape
         moved = {
             layout.subgroup
@@ -302,3 +279,106 @@ class NearStorageSink(Sink):
             if passes.params[unit.leaf] in part.own and not has_params:
                 found.append(MASTER_PARAMS)
         return found
+
+
+def near_storage_updates(
+    engine: Engine,
+    ready: OrderedProgram,
+    program: UpdateProgram,
+    shape: StoreShape,
+    options: Options,
+) -> NearStorageUpdates:
+    """Returns the updates of steps of a traced loss function; compiles their programs.
+
+    Args:
+      engine: The store's; it is bound to the optimizer when a step runs.
+    """
+    pieces, params = tuple(ready.lifetimes.graph.gradients), ready.traced.params
+    is_alone = engine.group.is_alone
+    passes = passes_for(program, pieces, is_alone=is_alone)
+
+    def can_move(leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:
+        return leaf not in passes.whole and shape.divides(leaf, origin, extent)
+
+    undivided = range(len(params)) if options.compress else passes.computed
+    units = StoreUnits(params, can_move, undivided)
+    trained = frozenset(map(units.unit, pieces))
+    later = range(min(1, passes.num_passes - 1), passes.num_passes)
+    idle = frozenset(
+        number
+        for number, leaf in enumerate(program.leaves)
+        if is_idle(leaf.kernel) and not any(passes.part(n, number) for n in later)
+    )
+    inputs, compress = KernelInputs(engine, program, passes, options.jit), None
+    num_bytes = inputs.compile(params, pieces)
+    if options.compress is not None:
+        compress, needed = compressor(
+            engine, options.compress, shape, options.jit, trained
+        )
+        num_bytes = max(num_bytes, needed)
+    kernels = [leaf.kernel for leaf in program.leaves]
+    mesh = ready.traced.mesh
+    return NearStorageUpdates(
+        engine,
+        options,
+        program,
+        shape,
+        passes,
+        inputs,
+        num_bytes,
+        compress,
+        device_share(shape, kernels, options, mesh, is_alone=is_alone),
+        units,
+        frozenset(map(units.unit, ready.lifetimes.sizes)),
+        trained,
+        idle,
+        {
+            piece: 0 if piece.leaf in idle else aval_bytes(value.aval)
+            for piece, value in ready.lifetimes.graph.gradients.items()
+        },
+    )
+
+
+def compressor(
+    engine: Engine, compression: TopK, shape: StoreShape, jit: Any, units: Set[Unit]
+) -> tuple[Compress, int]:
+    """Returns what compresses gradients, and the memory of its largest program.
+
+    The elements sent are those that `jaxinf.smart_update` sends of the same gradient,
+    since both select chunk by chunk.
+    """
+    leaves = shape.directory.manifest.leaves
+    has_feedback = keeps_feedback(compression)
+
+    @cache
+    def compiled(grid: LeafGrid, dtype: np.dtype) -> Any:
+        def select(gradient: jax.Array, feedback: jax.Array | None = None) -> Any:
+            return compress_leaf(gradient, grid, compression, feedback)
+
+        dtypes = [dtype, np.dtype(np.float32)][: 1 + has_feedback]
+        avals = [jax.ShapeDtypeStruct(grid.shape, own) for own in dtypes]
+        return jit(select).lower(*avals).compile()
+
+    def of_unit(unit: Unit) -> Any:
+        grid = LeafGrid(unit.extent, leaves[unit.leaf].grid.chunk_shape)
+        return compiled(grid, unit.dtype)
+
+    def compress(
+        unit: Unit, gradient: Array, step: int
+    ) -> tuple[Array | SparseLeaf, Array | None]:
+        if step < compression.warmup_steps:
+            return gradient, None
+        arrays = [jnp.asarray(gradient)]
+        if has_feedback:
+            feedback = np.empty(unit.extent, np.float32)
+            read_feedback(engine.opened, unit.leaf, feedback, unit.origin)
+            arrays.append(jnp.asarray(feedback))
+        sent, left = of_unit(unit)(*arrays)
+        sent = jax.tree.map(np.asarray, sent)
+        return sent, None if left is None else np.asarray(left)
+
+    memories = [of_unit(unit).memory_analysis() for unit in units]
+    return compress, max(
+        m.temp_size_in_bytes + m.output_size_in_bytes + m.argument_size_in_bytes
+        for m in memories
+    )

@@ -1,13 +1,12 @@
-"""Computes what an optimizer needs beside state, as gradients arrive, pass by pass.
+"""Computes what kernels take beside state, such as norms, as gradients arrive.
 
-    begin ─► add, for each gradient ─► advance ─► add … ─► advance ─► inputs ─► finish
+    begin ─► add, for each gradient ─► advance ─► add … ─► advance ─► of_leaf ─► finish
 
 Invariant: of a leaf, only the arrays of one call are in memory, and what later calls
 need of it are numbers. The numbers of a leaf that is computed as a whole have the bits
 of jitted optax; of a leaf in slices, the slices' numbers are combined.
 """
 
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -26,7 +25,7 @@ from jaxinf.transfer import aligned_array
 from jaxinf.typing import Array
 
 
-class PassRunner:
+class KernelInputs:
     """Runs the passes of steps. Its calls come one after another, from any thread.
 
     Args:
@@ -35,18 +34,13 @@ class PassRunner:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        program: UpdateProgram,
-        passes: Passes,
-        jit: Any = jax.jit,
+        self, engine: Engine, program: UpdateProgram, passes: Passes, jit: Any = jax.jit
     ) -> None:
-        self.passes = passes
-        self._engine, self._program, self._jit = engine, program, jit
+        self._engine, self._program, self._passes = engine, program, passes
+        self._jit, self._keys = jit, Keys()
         self._compiled: dict[Any, Any] = {}
-        self._keys = Keys()
         self._part_keys: dict[PassComputation, str] = {}
-        self._between = [self._jit(part) for part in passes.before]
+        self._between = [jit(part) for part in passes.before]
         self._env: dict[Value, Any] = {}
         self._kernel_scalars: dict[Value, Array] = {}
         self._shared: dict[tuple[int, ...], ScalarInputs] = {}
@@ -54,21 +48,20 @@ class PassRunner:
         self._number = 0
         self._reader: StateReader | None = None
 
-    def looks_first(self, leaf: int) -> bool:
-        """Whether the first pass computes something of each of a leaf's gradients."""
-        return leaf not in self.passes.whole and self.passes.part(0, leaf) is not None
-
-    def compile(self, shapes: Mapping[int, Iterable[tuple[int, ...]]]) -> int:
+    def compile(self, params: Sequence[Any], pieces: Iterable[Piece]) -> int:
         """Compiles all parts; returns the memory of the largest beside its gradient.
 
         Args:
-          shapes: For each leaf the shapes in which gradients arrive, whole or with
-            leading axes of length 1.
+          params: Shapes and dtypes of the leaves.
+          pieces: Those of which gradients will arrive.
         """
         needed = 0
-        for leaf, own in shapes.items():
-            itemsize = self._program.leaves[leaf].info.dtype.itemsize
-            for part, shape in itertools.product(self.passes.of_leaf(leaf), own):
+        for piece in pieces:
+            shape, depth = params[piece.leaf].shape, len(piece.index)
+            if piece.leaf not in self._passes.whole:
+                shape = (*(1,) * depth, *shape[depth:])
+            itemsize = self._program.leaves[piece.leaf].info.dtype.itemsize
+            for part in self._passes.of_leaf(piece.leaf):
                 memory = self._executable(part, shape).memory_analysis()
                 size = memory.temp_size_in_bytes + memory.output_size_in_bytes
                 size += memory.argument_size_in_bytes - math.prod(shape) * itemsize
@@ -85,12 +78,15 @@ class PassRunner:
             known late, any value.
         """
         self.close()
-        self._env = self._inputs(extra_args)
+        self._env = {}
+        self.give(extra_args)
         self._start(0)
 
     def give(self, extra_args: Mapping[str, Any]) -> None:
         """Takes the values of arguments that are known after the first pass."""
-        self._env |= self._inputs(extra_args)
+        record = self._engine.opened.finished
+        state = [jnp.asarray(scalar.value) for scalar in record.scalar_state]
+        self._env |= self._program.numbers(state, extra_args)
 
     def add(self, piece: Piece, gradient: jax.Array | Array) -> None:
         """Computes the numbers of a gradient in this pass; blocks until they are there.
@@ -98,7 +94,7 @@ class PassRunner:
         Args:
           piece: The piece of the params; whole, unless its leaf may come in slices.
         """
-        part = self.passes.part(self._number, piece.leaf)
+        part = self._passes.part(self._number, piece.leaf)
         if part is None:
             return
         if part.is_sliced and piece.index:
@@ -109,7 +105,7 @@ class PassRunner:
         """Ends a pass and begins the next one."""
         self._start(self._number + 1)
 
-    def inputs(
+    def of_leaf(
         self, leaf: int, gradient: jax.Array | Array, params: Array | None
     ) -> ScalarInputs:
         """Returns the inputs of a leaf's kernel, in the last pass; blocks.
@@ -118,13 +114,12 @@ class PassRunner:
           gradient: Its gradient; a slice if nothing is computed of it.
           params: Its params on the device, if they are in memory.
         """
-        part = self.passes.part(self._number, leaf)
-        wanted = self.passes.prologue.leaves[leaf]
+        part = self._passes.part(self._number, leaf)
+        wanted = self._passes.prologue.leaves[leaf]
         if part is None:
             scalars = tuple(self._kernel_scalars[value] for value in wanted.scalars)
-            return self._shared.setdefault(
-                tuple(map(id, scalars)), ScalarInputs(scalars)
-            )
+            own = ScalarInputs(scalars)
+            return self._shared.setdefault(tuple(map(id, scalars)), own)
         outputs = self._run(part, gradient, params)
         num = len(part.exports)
         self._note(part, outputs[:num])
@@ -137,11 +132,11 @@ class PassRunner:
 
     def finish(self) -> list[Array]:
         """Returns the new scalar state, after the last pass."""
-        new, _ = self._computed_before(self.passes.num_passes)
+        new, _ = self._computed_before(self._passes.num_passes)
         self.close()
         return [
             np.array(key_data(new[value]) if value.constant is None else value.constant)
-            for value in self.passes.prologue.scalar_state
+            for value in self._passes.prologue.scalar_state
         ]
 
     def close(self) -> None:
@@ -151,11 +146,6 @@ class PassRunner:
             self._reader = None
 
     # --- inside --------------------------------------------------------------------
-
-    def _inputs(self, extra_args: Mapping[str, Any]) -> dict[Value, Any]:
-        record = self._engine.opened.finished
-        state = [jnp.asarray(scalar.value) for scalar in record.scalar_state]
-        return self._program.numbers(state, extra_args)
 
     def _start(self, number: int) -> None:
         self._number, self._given, self._shared = number, set(), {}
@@ -167,7 +157,7 @@ class PassRunner:
         self, number: int
     ) -> tuple[dict[Value, jax.Array], dict[Value, jax.Array]]:
         """Returns the numbers and the kernels' scalars of what comes before a pass."""
-        part = self.passes.before[number]
+        part = self._passes.before[number]
         found = self._between[number](*(self._env[value] for value in part.inputs))
         num = len(part.exports)
         return (
@@ -184,51 +174,49 @@ class PassRunner:
     def _run(
         self, part: PassComputation, gradient: jax.Array | Array, params: Array | None
     ) -> Sequence[jax.Array]:
-        leaf, opened = part.leaf, self._engine.opened
         executable = self._executable(part, tuple(gradient.shape))
-        info, arrays = self._program.leaves[leaf].info, []
-        origin = (0,) * len(info.shape)
-        for value in part.own:
-            if value is self.passes.gradients[leaf]:
-                array = gradient
-            elif value in self.passes.recalled:
-                _, slot = self.passes.recalled[value]
-                array = aligned_array(info.shape, slot.dtype)
-                request = SlotRequest(leaf, slot.name, origin, array)
-                opened.recall(opened.finished.step, request, repeats=True)
-            elif params is not None:
-                array = params.reshape(info.shape)
-            else:
-                array = aligned_array(info.shape, info.dtype)
-                if self._reader is None:
-                    self._reader = StateReader(opened, READER_BYTES)
-                self._reader.read(leaf, array, origin, 0)
-            arrays.append(jnp.asarray(array))
+        arrays = [
+            gradient
+            if value is self._passes.gradients[part.leaf]
+            else self._stored(part.leaf, value, params)
+            for value in part.own
+        ]
         numbers = [self._env[value] for value in part.numbers]
-        return jax.block_until_ready(executable(*arrays, *numbers))
+        return jax.block_until_ready(executable(*map(jnp.asarray, arrays), *numbers))
+
+    def _stored(self, leaf: int, value: Value, params: Array | None) -> Array:
+        """Returns a leaf's params, or its slot that a value is; reads it if need be."""
+        opened, info = self._engine.opened, self._program.leaves[leaf].info
+        recalled, origin = self._passes.recalled.get(value), (0,) * len(info.shape)
+        if recalled is None and params is not None:
+            return params.reshape(info.shape)
+        dtype = info.dtype if recalled is None else recalled[1].dtype
+        array = aligned_array(info.shape, dtype)
+        if recalled is not None:
+            request = SlotRequest(leaf, recalled[1].name, origin, array)
+            opened.recall(opened.finished.step, request, repeats=True)
+            return array
+        if self._reader is None:
+            self._reader = StateReader(opened, READER_BYTES)
+        self._reader.read(leaf, array, origin, 0)
+        return array
 
     def _executable(self, part: PassComputation, shape: tuple[int, ...]) -> Any:
         """Returns a part's program, compiled once for all leaves with equal ones."""
         if part not in self._part_keys:
             key = self._keys.program(part.inputs, part.nodes, part.outputs)
             self._part_keys[part] = f"{key} {part.is_sliced}"
-        avals = self._avals(part, shape)
-        key = self._part_keys[part], *((aval.shape, aval.dtype) for aval in avals)
-        if key not in self._compiled:
-            self._compiled[key] = self._jit(part).lower(*avals).compile()
-        return self._compiled[key]
-
-    def _avals(
-        self, part: PassComputation, shape: tuple[int, ...]
-    ) -> list[jax.ShapeDtypeStruct]:
-        info, recalled = self._program.leaves[part.leaf].info, self.passes.recalled
-        gradient = self.passes.gradients[part.leaf]
+        info, recalled = self._program.leaves[part.leaf].info, self._passes.recalled
         own = [
             (
-                shape if value is gradient else info.shape,
+                shape if value is self._passes.gradients[part.leaf] else info.shape,
                 recalled[value][1].dtype if value in recalled else info.dtype,
             )
             for value in part.own
         ]
-        numbers = [(value.shape, value.dtype) for value in part.numbers]
-        return [jax.ShapeDtypeStruct(*form) for form in (*own, *numbers)]
+        forms = (*own, *((value.shape, value.dtype) for value in part.numbers))
+        key = self._part_keys[part], *forms
+        if key not in self._compiled:
+            avals = [jax.ShapeDtypeStruct(*form) for form in forms]
+            self._compiled[key] = self._jit(part).lower(*avals).compile()
+        return self._compiled[key]

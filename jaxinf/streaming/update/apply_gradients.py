@@ -23,13 +23,15 @@ import numpy as np
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import (
     Assignment,
+    Engine,
     KeptLeaf,
     UpdateRequest,
     assigned,
     carried_leaves,
     check_carried,
 )
-from jaxinf.program import NonFinitePolicy, effect_of_nonfinite, refused_gradient
+from jaxinf.errors import StreamError
+from jaxinf.program import effect_of_nonfinite, refused_gradient
 from jaxinf.store import ScalarState
 from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.scratch import THREADS_PER_DRIVE, Scratch, Spill
@@ -38,6 +40,7 @@ from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.fit import OrderedProgram
 from jaxinf.streaming.plan.kept import check_same, streams_of
 from jaxinf.streaming.program.graph import Piece
+from jaxinf.streaming.program.meshes import on_this_process
 from jaxinf.streaming.program.units import (
     Gradient,
     Unit,
@@ -51,22 +54,34 @@ from jaxinf.streaming.update.device_updates import (
     NUM_UNDER_WAY,
     next_interval,
 )
-from jaxinf.streaming.update.near_storage import NearStorageSink
-from jaxinf.streaming.update.sink import Agree, is_finite, on_host
+from jaxinf.streaming.update.near_storage import NearStorageUpdates
 from jaxinf.typing import Array, PyTree
 
 _LOG = logging.getLogger("jaxinf")
 
-Handed: TypeAlias = tuple[Piece, Gradient]
-"""A piece of a leaf and its gradient."""
+Agree: TypeAlias = Callable[[Callable[[], Sequence[str]]], list[str]]
+"""Runs an action in all processes; returns the leaves that refuse the step in any."""
 
 # Gradients up to this long share a call of the engine, if several wait.
 _SHORT_BYTES = 1 << 20
+# Elements whose finiteness is looked at together: it takes memory.
+_RUN_ELEMENTS = 1 << 18
 _NO_PARAMS = np.empty(0, np.float32)
 
 
-class StoreSink(NearStorageSink):
-    """The optimizer's side of a streamed step.
+def store_scratch(engine: Engine, content: str = "activations") -> Scratch:
+    """Returns files on the store's drives, for what waits there in a step."""
+    opened = engine.opened
+    num_threads = 1 if content == "gradients" else THREADS_PER_DRIVE
+    directory, folders = opened.directory, [opened.directory.path]
+    if directory.manifest.csds:
+        folders = [*map(directory.csd_directory, range(directory.num_csds))]
+    how = {"content": content, "num_threads": num_threads}
+    return Scratch(folders, opened.meters, **how)
+
+
+class StoreSink:
+    """Takes the gradients of a plan's steps, and updates the store.
 
     Gradients are deferred if the optimizer needs numbers of all of them, such as their
     norm, or if a step overwrites one that is not committed. Updates then start when all
@@ -74,72 +89,75 @@ class StoreSink(NearStorageSink):
 
     Attributes:
       spill: Holds gradients until the last one arrives; None if none waits.
+      waited_s: Time that gradients of the last step waited for room.
     """
 
-    spill: Spill | None = None
-    waited_s = 0.0
-    _num_skipped = 0  # since the last commit
-    _first_s = 0.0  # when the first gradient of a step came
-
-    def scratch(self, content: str = "activations") -> Scratch:
-        opened = self.engine.opened
-        num_threads = 1 if content == "gradients" else THREADS_PER_DRIVE
-        how = {"content": content, "num_threads": num_threads}
-        directory, folders = opened.directory, [opened.directory.path]
-        if directory.manifest.csds:  # on each of the store's drives
-            folders = [*map(directory.csd_directory, range(directory.num_csds))]
-        return Scratch(folders, opened.meters, **how)
+    def __init__(
+        self, updates: NearStorageUpdates, plan: Plan, ready: OrderedProgram
+    ) -> None:
+        self.updates, self.engine, self.inputs = updates, updates.engine, updates.inputs
+        self.share, self.spill, self.waited_s = updates.share, None, 0.0
+        is_guarded = updates.program.is_guarded
+        policy = effect_of_nonfinite(updates.options.nonfinite, is_guarded=is_guarded)
+        self._nonfinite, self._streams = policy, streams_of(ready, plan.cuts)
+        self._num_skipped = 0  # since the last commit
+        self._update_s: list[float] = []  # of the steps by which k is measured
+        self._carried: Mapping[tuple[str, ...], Array] = {}
+        memory, waits = plan.memory, updates.waiting(plan)
+        self._copies = memory.staged > 0  # from a device with memory of its own
+        kept_bytes = 0 if waits is None else waits.capacity_bytes
+        room_bytes = min(memory.gradients - kept_bytes, memory.leaving)
+        self._num_threads = 1
+        if self.share.updater is not None:
+            self._num_threads = NUM_UNDER_WAY
+            room_bytes += (NUM_UNDER_WAY - 1) * updates.largest_bytes
+        self._jobs, self._in_order = WorkQueues("jaxinf-updates"), Lock()
+        self._waiting: deque[tuple[Piece, Gradient]] = deque()
+        self._room_bytes, self._held_bytes = max(1, room_bytes), 0
+        if waits is not None:
+            self.spill = Spill(store_scratch(self.engine, "gradients"), waits)
 
     # --- a step --------------------------------------------------------------------
 
-    def open(self, plan: Plan, ready: OrderedProgram) -> None:
-        self._streams = streams_of(ready, plan.cuts)
-        self._carried: Mapping[tuple[str, ...], Array] = {}
-        memory, waits = plan.memory, self.waiting(plan)
-        self._copies = memory.staged > 0  # from a device with memory of its own
-        room_bytes, self._num_threads = memory.gradients, 1
-        if waits is not None:
-            room_bytes -= waits.capacity_bytes
-        room_bytes = min(room_bytes, memory.leaving)
-        if self.share.updater is not None:
-            self._num_threads = NUM_UNDER_WAY
-            room_bytes += (NUM_UNDER_WAY - 1) * self.largest_bytes
-        self._jobs, self._in_order = WorkQueues("jaxinf-updates"), Lock()
-        self._waiting: deque[Handed] = deque()
-        self._room_bytes, self._held_bytes = max(1, room_bytes), 0
-        if waits is not None:
-            self.spill = Spill(self.scratch("gradients"), waits)
-        self._update_s = list[float]()  # of the steps by which k is measured
-
     def begin(self, extra_args: Mapping[str, Any], params: Params) -> None:
-        self._fetched = params
-        opened = self.engine.opened
-        if not self.options.replan:
+        """Gets ready for a step.
+
+        Args:
+          params: The source of the step's params, which updates may take.
+        """
+        opened, options = self.engine.opened, self.updates.options
+        if not options.replan:
             check_same(self.engine.options.path, opened.finished, self._streams)
-        self._step = opened.finished.step
+        self._params, self._step = params, opened.finished.step
         opened.assign(self._assignment())
-        self._first_s = 0.0
-        self.runner.begin(extra_args)
+        self._first_s = self.waited_s = 0.0  # when the first gradient came
+        self.inputs.begin(extra_args)
         # Units of which parts are missing, and the parts that are there.
         self._parts: dict[Unit, tuple[Array, set[Piece]]] = {}
         self._bad: list[str] = []
         self._kept = set[Unit]()
-        self.waited_s = 0.0
         self._action = self._update
         if self.spill is not None:
             self.spill.reset()
             self._action = self._defer
 
     def put(self, piece: Piece, gradient: jax.Array | Array) -> None:
+        """Takes a complete gradient; blocks while too many wait.
+
+        Raises:
+          BaseException: The exception that stopped the updates.
+        """
         self._first_s = self._first_s or time.perf_counter()
-        is_looked_at = bool(self.passes.of_leaf(piece.leaf))
-        if piece.leaf in self.idle:
-            self._kept.add(self.store_units.unit(piece))
+        updates, leaf = self.updates, piece.leaf
+        is_looked_at = bool(updates.passes.of_leaf(leaf))
+        if leaf in updates.idle:
+            self._kept.add(updates.store_units.unit(piece))
             if not is_looked_at:
                 return
         if is_looked_at and not self.engine.group.is_alone:  # whole, in all
             gradient = gathered(gradient)
-        stays = self.spill is not None and self.runner.looks_first(piece.leaf)
+        looks_first = updates.passes.part(0, leaf) and leaf not in updates.passes.whole
+        stays = self.spill is not None and bool(looks_first)
         own = handed_out(gradient, copies=self._copies, stays=stays)
         self._hand_on(piece, own)
 
@@ -150,13 +168,23 @@ class StoreSink(NearStorageSink):
         check: Callable[[], None],
         agree: Agree,
     ) -> bool:
-        self._agree(agree, partial(self._end_all, results))
-        self.runner.give(extra_args)
-        spill = self.spill
-        if spill is not None and not self._is_refused:
-            self._agree(agree, lambda: self._update_deferred(spill, check))
+        """Waits for all updates and ends the step; returns whether params changed.
+
+        Args:
+          extra_args: As for `begin`, now with those that are known late.
+          results: Loss and aux.
+          check: Called where the step can be given up; raises if it must be.
+
+        Raises:
+          NonFiniteGradientError: The step was refused.
+          BaseException: The exception that stopped the updates.
+        """
+        self._bad = agree(partial(self._ended, results))
+        self.inputs.give(extra_args)
+        if self.spill is not None and not self._is_refused:
+            self._bad = agree(partial(self._update_deferred, self.spill, check))
         if self._is_refused:
-            self.runner.close()
+            self.inputs.close()
             self.engine.opened.abandon()
             if self._nonfinite == "skip":
                 self._num_skipped += 1
@@ -171,7 +199,7 @@ class StoreSink(NearStorageSink):
         opened = self.engine.opened
         if kept:
             opened.update(self._step, *kept)
-        held = zip(opened.finished.scalar_state, self.runner.finish(), strict=True)
+        held = zip(opened.finished.scalar_state, self.inputs.finish(), strict=True)
         scalars = [ScalarState.of(old.path, new) for old, new in held]
         num_skipped = opened.finished.skipped_steps + self._num_skipped
         kept = {"carry": self._carried, "streams": self._streams}
@@ -182,23 +210,24 @@ class StoreSink(NearStorageSink):
         return True
 
     def abandon(self) -> None:
-        """Abandons the step without a commit."""
+        """Gives the step up, without a commit."""
         self._drop_waiting()
         if self.spill is not None:
             self.spill.reset()
-        self.runner.close()
+        self.inputs.close()
         self.engine.opened.abandon()
 
     @property
     def spilled_bytes(self) -> tuple[int, int]:
+        """Bytes of the last step's gradients that waited in memory and in files."""
         spill = self.spill
         return (0, 0) if spill is None else (spill.kept_bytes, spill.written_bytes)
 
     def close(self) -> None:
-        """Frees the files of gradients that wait, and ends the thread."""
+        """Frees the files of gradients that wait, and ends the threads; idempotent."""
         self._drop_waiting()
         self._jobs.close()
-        self.runner.close()
+        self.inputs.close()
         if self.spill is not None:
             self.spill.close()
 
@@ -207,8 +236,8 @@ class StoreSink(NearStorageSink):
         share, last = self.share, self.engine.opened.finished
         if share.every != "auto" or share.updater is None:
             return share
-        kernels = [leaf.kernel for leaf in self.program.leaves]
-        of_interval = partial(assigned, self.shape, kernels, share.updater)
+        kernels = [leaf.kernel for leaf in self.updates.program.leaves]
+        of_interval = partial(assigned, self.updates.shape, kernels, share.updater)
         every = last.device_updates
         if not last.step or every == "auto":  # not chosen by batches of another shape
             every = next_interval(self._update_s, len(share.subgroups))
@@ -221,43 +250,32 @@ class StoreSink(NearStorageSink):
     # --- the end of a step ---------------------------------------------------------
 
     @property
-    def _nonfinite(self) -> NonFinitePolicy:
-        is_guarded = self.program.is_guarded
-        return effect_of_nonfinite(self.options.nonfinite, is_guarded=is_guarded)
-
-    @property
     def _is_refused(self) -> bool:
         return bool(self._bad) and self._nonfinite != "allow"
 
-    def _agree(self, agree: Agree, action: Callable[[], None]) -> None:
-        """Runs the rest of what is under way, and agrees on gradients that refuse."""
-
-        def refusing() -> list[str]:
-            action()
-            return self._bad
-
-        self._bad = agree(refusing)
-
-    def _end_all(self, results: PyTree) -> None:
+    def _ended(self, results: PyTree) -> list[str]:
+        """Ends what the arriving gradients have started; returns leaves that refuse."""
         self._jobs.end()
-        if (carry := self.options.carry) is not None:
+        if (carry := self.updates.options.carry) is not None:
             carried = carried_leaves(carry(results[1]))
             names = self.engine.opened.directory.manifest.state_names
             check_carried(self.engine, carried, names)
-            self._carried = {path: on_host(x) for path, x in carried.items()}
+            self._carried = {path: _on_host(x) for path, x in carried.items()}
+        return self._bad
 
-    def _update_deferred(self, spill: Spill, check: Callable[[], None]) -> None:
-        """Runs the other passes.
+    def _update_deferred(self, spill: Spill, check: Callable[[], None]) -> list[str]:
+        """Runs the other passes; returns leaves that refuse the step.
 
         Writes over an uncommitted step are not interrupted.
         """
-        for _ in range(2, self.passes.num_passes):
-            self.runner.advance()
+        num_passes = self.updates.passes.num_passes
+        for _ in range(2, num_passes):
+            self.inputs.advance()
             for piece, gradient in spill.read():
                 check()
-                self.runner.add(piece, gradient)
-        if self.passes.num_passes > 1:
-            self.runner.advance()
+                self.inputs.add(piece, gradient)
+        if num_passes > 1:
+            self.inputs.advance()
         check()
         overwrites = self.engine.opened.num_uncommitted > 0
         self._action = self._update
@@ -266,6 +284,7 @@ class StoreSink(NearStorageSink):
             if not overwrites:
                 check()
         self._jobs.end()
+        return self._bad
 
     # --- gradients on their way to an action, which works on them on threads ---------
 
@@ -299,7 +318,7 @@ class StoreSink(NearStorageSink):
         with self._jobs.changed:
             self._held_bytes -= num_bytes
 
-    def _next(self) -> list[Handed]:
+    def _next(self) -> list[tuple[Piece, Gradient]]:
         """Takes a gradient, or several short ones."""
         taken = [self._waiting.popleft()] if self._waiting else []
         while taken and self._waiting and taken[-1][1].nbytes <= _SHORT_BYTES:
@@ -308,34 +327,39 @@ class StoreSink(NearStorageSink):
             taken.append(self._waiting.popleft())
         return taken
 
-    def _defer(self, taken: Sequence[Handed]) -> None:
+    def _defer(self, taken: Sequence[tuple[Piece, Gradient]]) -> None:
         assert self.spill is not None
+        updates = self.updates
         # An update that overwrites a step cannot be undone if a later one is refused.
         is_checked = self.engine.options.rewrites_steps
         for piece, handed in taken:
-            if piece.leaf in self.passes.whole:
-                unit = self.store_units.unit(piece)
-                complete = self._gathered(unit, piece, handed)
+            if piece.leaf in updates.passes.whole:
+                unit = updates.store_units.unit(piece)
+                complete = self._complete(unit, piece, handed)
                 if complete is None:
                     continue
                 piece, handed = Piece(unit.leaf), np.asarray(complete)
-            self.runner.add(piece, whole(handed))
+            self.inputs.add(piece, whole(handed))
             array = np.asarray(handed)  # it need not stay on the device
-            if is_checked and not is_finite(array):
+            if is_checked and not _is_finite(array):
                 self._bad.append(self._name(piece.leaf))
-            if piece.leaf not in self.idle:
+            if piece.leaf not in updates.idle:
                 self.spill.put(piece, array)
 
-    def _update(self, taken: Sequence[Handed]) -> Callable[[], None] | None:
+    def _update(
+        self, taken: Sequence[tuple[Piece, Gradient]]
+    ) -> Callable[[], None] | None:
         asked: dict[Unit, list[UpdateRequest]] = {}
+        # The CSDs cannot tell whether a compressed gradient was finite.
+        is_checked = self.updates.compress is not None and self._nonfinite != "allow"
         for piece, gradient in taken:
-            unit = self.store_units.unit(piece)
-            complete = self._gathered(unit, piece, gradient)
+            unit = self.updates.store_units.unit(piece)
+            complete = self._complete(unit, piece, gradient)
             if complete is None:
                 continue
-            if self._is_held(complete):
+            if is_checked and not _is_finite(np.asarray(complete)):
                 self._bad.append(self._name(unit.leaf))
-                self._fetched.free(unit)
+                self._params.free(unit)
             else:
                 asked[unit] = self._requests(unit, complete)
         return partial(self._run, asked) if asked else None
@@ -344,11 +368,11 @@ class StoreSink(NearStorageSink):
         requests = [request for own in asked.values() for request in own]
         finite = self.engine.opened.update(self._step, *requests)
         for unit in asked:
-            self._fetched.free(unit)
+            self._params.free(unit)
         pairs = zip(requests, finite, strict=True)
         self._bad += [self._name(one.leaf) for one, is_finite in pairs if not is_finite]
 
-    def _gathered(
+    def _complete(
         self, unit: Unit, piece: Piece, gradient: Gradient
     ) -> Gradient | None:
         """Returns the gradient of a unit; None while some of its parts are missing."""
@@ -365,7 +389,7 @@ class StoreSink(NearStorageSink):
 
     def _requests(self, unit: Unit, gradient: Gradient) -> list[UpdateRequest]:
         """Returns what a unit's update asks for; blocks while inputs are computed."""
-        params = self._fetched.take(unit)
+        params = self._params.take(unit)
         assert params is None or unit.is_divided, "the update takes parts that it moves"
         parts = shards_of(gradient, unit.boxes)
         inputs, requests = ScalarInputs(()), []
@@ -373,14 +397,14 @@ class StoreSink(NearStorageSink):
             part = part.reshape(unit.extent_of(box))
             given = None if params is None else params[number]
             if not number:  # a unit in parts has none but scalars, the same for all
-                inputs = self.runner.inputs(unit.leaf, part, given)
+                inputs = self.inputs.of_leaf(unit.leaf, part, given)
             sent, feedback = part, None
-            if self.compressor is not None:
-                sent, feedback = self.compressor(unit, part, self._step)
+            if self.updates.compress is not None:
+                sent, feedback = self.updates.compress(unit, part, self._step)
             requests.append(
                 UpdateRequest(
                     leaf=unit.leaf,
-                    kernel=self.program.leaves[unit.leaf].kernel,
+                    kernel=self.updates.program.leaves[unit.leaf].kernel,
                     origin=unit.origin_of(box),
                     gradient=sent,
                     inputs=inputs,
@@ -392,11 +416,24 @@ class StoreSink(NearStorageSink):
             )
         return requests
 
-    def _is_held(self, gradient: Gradient) -> bool:
-        """Whether a gradient refuses the step, which the CSDs could not tell."""
-        if self.compressor is None or self._nonfinite == "allow":
-            return False
-        return not is_finite(np.asarray(gradient))
-
     def _name(self, leaf: int) -> str:
-        return self.program.leaves[leaf].info.name
+        return self.updates.program.leaves[leaf].info.name
+
+
+def _is_finite(array: Array) -> bool:
+    """Whether an array has neither NaN nor Inf; takes little memory."""
+    flat = array.reshape(-1)
+    starts = range(0, flat.size, _RUN_ELEMENTS)
+    return all(np.isfinite(flat[n : n + _RUN_ELEMENTS]).all() for n in starts)
+
+
+def _on_host(array: jax.Array | Array) -> Array:
+    """Returns an array of which this process has the whole; raises StreamError."""
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        if not array.is_fully_replicated:
+            raise StreamError(
+                "carry: expected arrays that every process has whole, found one that "
+                "is sharded over them; replicate it"
+            )
+        array = on_this_process(array)
+    return np.asarray(array)
