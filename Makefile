@@ -75,9 +75,9 @@ test-models: $(VENV)/installed  ## the models, and their PyTorch originals (inst
 	$(BIN)/python -m pip install --quiet '.[test-models]'
 	$(BIN)/pytest -n auto tests/models
 
-test-compilers: $(VENV)/installed  ## kernels: same bits from g++, clang++ (installs clang), on aarch64 if there is qemu
+test-compilers: $(VENV)/installed  ## kernels: same bits from g++, clang++ (installs clang)
 	command -v clang++ >/dev/null || { $(SUDO) apt-get update -qq && $(SUDO) apt-get install -qq -y --no-install-recommends clang; }
-	JAXINF_TEST_COMPILERS='g++ clang++' $(BIN)/pytest -n auto -rs tests/kernels/test_compilers.py tests/wheels/test_aarch64.py
+	JAXINF_TEST_COMPILERS='g++ clang++' $(BIN)/pytest -n auto -rs -k levels tests/kernels/test_compiled.py
 
 test-accelerators: $(VENV)/installed  ## compiles for CUDA and TPU, without one (0.5 GB, once)
 	plugins=$$($(BIN)/python tests/accelerators/wheels.py) && JAX_PLATFORMS=cpu \

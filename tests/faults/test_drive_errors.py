@@ -47,50 +47,44 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("where", CASES)
-def test_a_drive_that_fails(child, place, drive, where):
-    call, on, message = CASES[where]
-    case = {"call": call, "on": on, "errno": errno.EIO, "steps": 2}
-    options = {"memory_bytes": 400_000}  # in which no leaf stays as a whole
-    answer = child(place / "store", 3, **case, options=options)
-    assert answer["hits"] >= 1
-    assert answer["type"] == "StoreIOError"
-    assert re.search(message, answer["text"])
-    advice = 'check the drive (dmesg, smartctl), then run "jaxinf verify"'
-    assert advice in answer["text"]
-    # A step's state may be prefetched before the drive begins to fail.
-    step = answer["step"]
-    assert STEP <= step <= STEP + (where == "read")
-    driver = drive(place / "store").init()
-    driver.check(step)
-    driver.steps(3).check(step + 3)
+LITTLE, MUCH = 400_000, 2 << 20
+"""Memory in which no leaf stays as a whole, and memory in which all do."""
 
 
 @pytest.mark.parametrize(
-    ("where", "memory"),
-    [*((where, 400_000) for where in CASES), ("read", 2 << 20), ("write", 2 << 20)],
+    ("where", "durability", "memory"),
+    [
+        *((where, every, LITTLE) for where in CASES for every in ("step", 3)),
+        *((where, 3, MUCH) for where in ("read", "write")),
+    ],
 )
-def test_a_drive_that_fails_under_state_that_stays(child, place, drive, where, memory):
-    """With commits every three steps: the last one counts, with all bits of it."""
+def test_a_drive_that_fails(child, place, drive, where, durability, memory):
+    """With commits every three steps the last one counts, with all bits of it."""
     call, on, message = CASES[where]
-    options = {"durability": 3, "memory_bytes": memory}
-    case = {"call": call, "on": on, "errno": errno.EIO, "steps": 4}
+    options = {"memory_bytes": memory, "durability": durability}
+    is_rare, stays = durability == 3, memory == MUCH
+    case = {"call": call, "on": on, "errno": errno.EIO, "steps": 4 if is_rare else 2}
     answer = child(place / "store", 3, **case, options=options)
-    if where == "read" and memory == 2 << 20:
-        assert not answer["hits"]  # nothing is read that stays
+    step = answer["step"]
+    if where == "read" and stays:
+        assert (answer["hits"], step) == (0, STEP + 4)  # nothing is read that stays
         assert "text" not in answer
     else:
         assert answer["hits"] >= 1
         assert answer["type"] == "StoreIOError"
         assert re.search(message, answer["text"])
-        if memory == 2 << 20 or where not in ("read", "write"):  # at the commit alone
+        advice = 'check the drive (dmesg, smartctl), then run "jaxinf verify"'
+        assert advice in answer["text"]
+        # A step's state may be prefetched before the drive begins to fail.
+        assert STEP <= step <= STEP + (where == "read" and not is_rare)
+        if is_rare and (stays or where not in ("read", "write")):  # at the commit alone
             assert len(answer["notes"]) == 1
-        for note in answer["notes"]:
+        for note in answer["notes"] if is_rare else ():
             assert "lost, as the store's durability allows" in note
     driver = drive(place / "store", memory_bytes=memory).init()
-    assert driver.at == answer["step"] == STEP + 4 * (not answer["hits"])
-    driver.check(answer["step"])
-    driver.steps(3).check(answer["step"] + 3)
+    assert driver.at == step
+    driver.check(step)
+    driver.steps(3).check(step + 3)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 from families import LONG
 
 from jaxinf.errors import ExchangeError, StoreError, StoreFormatError, StoreIOError
+from jaxinf.store import verify_step
 
 STEP = 3
 
@@ -62,7 +63,8 @@ def test_an_export_to_a_read_only_or_full_place(mount_tmpfs, drive, place):
 def test_a_csd_that_is_not_mounted(mount_ext4, place, drive):
     drives = [mount_ext4(f"csd{number}") for number in range(3)]
     driver = drive(place / "store", csds=[d.path for d in drives])
-    driver.init().steps(STEP).close()
+    driver.init().steps(STEP).store.checkpoint("kept")
+    driver.close()
     drives[2].unmount()
     with pytest.raises(StoreFormatError, match=r"CSD 2 .*/csd2 .*mount the drive"):
         drive(place / "store")
@@ -70,6 +72,9 @@ def test_a_csd_that_is_not_mounted(mount_ext4, place, drive):
     driver = drive(place / "store").init()
     driver.check(STEP)
     driver.steps(2).check(STEP + 2)
+    kept = place / "store/checkpoints/kept"  # of links on each drive
+    driver.check(STEP, kept)
+    assert verify_step(driver.opened.directory, kept) == []
 
 
 @pytest.mark.parametrize("num_csds", [0, 3])

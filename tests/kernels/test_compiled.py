@@ -1,7 +1,9 @@
 """Compiled kernels: their origin, arguments and fallback."""
 
 import os
+import shutil
 import threading
+from itertools import product
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +22,7 @@ pytestmark = pytest.mark.optimized
 
 BFLOAT16, FLOAT16 = jnp.bfloat16.dtype, np.dtype(np.float16)
 COMPILER = toolchain.find_compiler()
+COMPILERS = os.environ.get("JAXINF_TEST_COMPILERS", "").split()
 LEVELS = toolchain.levels()
 
 needs_levels = pytest.mark.skipif(
@@ -213,20 +216,37 @@ def hard_numbers(rng, num):
     return np.choose(rng.integers(0, 4, num), [values, picked, ordinary, ordinary])
 
 
-@pytest.mark.skipif(len(LEVELS) < 2, reason="this machine has one level")
-@pytest.mark.parametrize("name", standard_kernels())
+def all_kernels():
+    """The package's, and with other compilers some with further operations."""
+    others = {
+        "adabelief": optax.adabelief(1e-2),
+        "amsgrad": optax.amsgrad(1e-2),
+        "clip": optax.chain(optax.clip(0.5), optax.adam(1e-2, mu_dtype=BFLOAT16)),
+        "rprop": optax.rprop(1e-2),
+        "yogi": optax.yogi(1e-2),
+    }
+    own = {name: kernel_of(tx) for name, tx in others.items() if COMPILERS}
+    return standard_kernels() | own
+
+
+@pytest.mark.skipif(
+    len(LEVELS) < 2 and not COMPILERS, reason="this machine has one level"
+)
+@pytest.mark.parametrize("name", all_kernels())
 def test_levels_give_the_same_bits(name):
-    kernel = standard_kernels()[name]
+    """Of the package's kernels, or by each compiler in JAXINF_TEST_COMPILERS."""
+    kernel, paths = all_kernels()[name], [shutil.which(one) for one in COMPILERS]
+    assert None not in paths, f"not all of {COMPILERS} are there"
     for dtype in (np.float32, BFLOAT16, FLOAT16):
         results = []
-        for level in LEVELS:
+        for level, path in product(LEVELS, paths or [None]):
             arguments, rng = chunk(kernel, 4001), np.random.default_rng(3)
             with np.errstate(over="ignore"):
                 arguments["gradient"] = hard_numbers(rng, 4001).astype(dtype)
             arguments["out"] = np.zeros(4001, dtype)
             for array in (arguments["params"], *arguments["slots"]):
                 array[:2000] = hard_numbers(rng, 2000).astype(array.dtype)
-            compile_kernel(kernel, level=level).run(**arguments)
+            compile_kernel(kernel, level=level, compiler=path).run(**arguments)
             results.append(outputs(arguments))
         for other in results[1:]:
             assert_same_bits_or_nan(results[0], other)

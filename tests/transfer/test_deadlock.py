@@ -1,13 +1,15 @@
 """Random programs of tasks on the mover and the pool, in memory for the largest task.
 
 Every program ends, with all its tasks done or with the first error, no thread is left,
-and all memory comes back. The threads are the mover's own and several submitters; the
-drives pause for random times.
+all memory comes back, and no more units are under way than the limits allow. The
+threads are the mover's own and several submitters; the drives pause for random times.
 """
 
+import contextlib
 import random
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,7 +66,7 @@ class Step:
 class Program:
     pieces: tuple[Piece, ...]
     steps: tuple[Step, ...]
-    limits: tuple[int, int]
+    limits: tuple[int, int, int]  # moving, computing, elsewhere
     spare_pages: int
     fails_at: int | None  # of the units
     seed: int
@@ -97,7 +99,7 @@ def programs(draw):
     return Program(
         pieces,
         tuple(draw(st.lists(step(), min_size=1, max_size=3))),
-        draw(st.tuples(st.integers(1, 4), st.integers(1, 3))),
+        draw(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 2))),
         draw(st.sampled_from([0, 0, 1, 400])),
         draw(st.none() | st.integers(0, 30)),
         draw(st.integers(0, 1 << 16)),
@@ -115,12 +117,30 @@ class Drives:
         self.content = {(p.key, n): 0 for p in program.pieces for n in range(9)}
         self.error = Injected()
         self._num_left = program.fails_at
+        self._under_way, self._limits = Counter(), program.limits
         self._random, self._guard = random.Random(program.seed), threading.Lock()
 
     def acquire(self, task):
         return self.pool.acquire(task.piece.num_bytes, block=False)
 
+    @contextlib.contextmanager
+    def counted(self, unit):
+        """Counts a unit as under way, of which there are limits."""
+        kind = isinstance(unit, Compute) and 1 + unit.resident.task.is_elsewhere
+        with self._guard:
+            self._under_way[kind] += 1
+            assert self._under_way[kind] <= self._limits[kind]
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._under_way[kind] -= 1
+
     def perform(self, unit):
+        with self.counted(unit):
+            return self._perform(unit)
+
+    def _perform(self, unit):
         with self._guard:
             pause_s = self._random.choice([0, 0, 1e-5, 3e-4])
             if self._num_left is not None:
@@ -173,7 +193,10 @@ def run(program, drives, mover, wanted):
         def task(number, num_stores):
             piece = program.pieces[number]
             loads = tuple((n, None) for n in range(len(piece.sizes)))
-            return add_one(Task(piece, loads=loads, stores=tuple(range(num_stores))))
+            stores, elsewhere = tuple(range(num_stores)), number % 3 == 1
+            return add_one(
+                Task(piece, loads=loads, stores=stores, is_elsewhere=elsewhere)
+            )
 
         mover.prefetch([task(number, 0) for number in step.prefetches])
         time.sleep(0.001)  # some begin, and hold the memory
@@ -232,11 +255,11 @@ CROWD = Program(
     tuple(Piece(n, n % 2, (PAGE,) * 3) for n in range(6)),
     (Step((((0, 3), (1, 3)), ((2, 3), (3, 3)), ((4, 3), (5, 3))), (5, 4, 3),
           frozenset({1}), True, False),) * 3,
-    (1, 1), 0, None, 0,
+    (1, 1, 1), 0, None, 0,
 )  # fmt: skip
 UNUSED = Program(
     CROWD.pieces, (Step((((0, 3),),), (5,), frozenset(), False, False),) * 2,
-    (1, 1), 0, None, 0,
+    (1, 1, 1), 0, None, 0,
 )  # fmt: skip
 
 

@@ -3,7 +3,6 @@ import errno
 import logging
 import mmap
 import os
-import resource
 
 import numpy as np
 import pytest
@@ -134,24 +133,6 @@ def test_what_is_no_file(tmp_path, aligned, caplog, call, name, message):
     with pytest.raises(StoreIOError, match=message):
         call(tmp_path / name, aligned(4096), 4096, 4096)
     assert not caplog.records
-
-
-def test_file_size_limit_is_a_space_error(tmp_path, aligned):
-    path = new(tmp_path / "f", 10)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE, limits[1]))
-    try:
-        with pytest.raises(StoreSpaceError, match=r"at byte 8192 .*ulimit -f"):
-            write_from(path, aligned(PAGE), 2 * PAGE, PAGE)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-def test_full_device(aligned):
-    if not os.path.exists("/dev/full"):
-        pytest.skip("no /dev/full to write to")
-    with pytest.raises(StoreSpaceError, match=r"No space left.*; free space there"):
-        write_from("/dev/full", aligned(PAGE), 0, 5)
 
 
 @pytest.mark.parametrize(

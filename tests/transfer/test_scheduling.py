@@ -4,21 +4,14 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
 
 from jaxinf.csd import Extent
 from jaxinf.engine import SubgroupLayout
 from jaxinf.layout import Subgroup
 from jaxinf.transfer import Compute, Limits, Load, Queues, Task, Write
-from jaxinf.transfer.scheduling import next_own, next_unit
+from jaxinf.transfer.scheduling import next_unit
 from jaxinf.transfer.tasks import TaskGroup
 
 PAGE = 4096
@@ -40,15 +33,9 @@ def layout(number, num_elements):
     return SubgroupLayout(subgroup, names, names, extents, None)
 
 
-def task(where, loads=(0, 1, 2), stores=(0, 1, 2), slot="a", *, is_elsewhere=False):
-    states = tuple((state, slot) for state in loads)
-    return Task(
-        where,
-        lambda csd, buffer, tells: None,
-        states,
-        stores,
-        is_elsewhere=is_elsewhere,
-    )
+def task(where, loads=(0, 1, 2), stores=(0, 1, 2)):
+    states = tuple((state, "a") for state in loads)
+    return Task(where, lambda csd, buffer, tells: None, states, stores)
 
 
 class Buffer:
@@ -73,7 +60,6 @@ class Rig:
         self.submitted = []
         self.computed = Counter()
         self.written = []
-        self.begun = []  # writes, in the order in which they begin
         self.loads = Counter()
 
     def submit(self, *tasks):
@@ -102,8 +88,6 @@ class Rig:
         unit = next_unit(self.queues)
         if unit is not None:
             self.under_way.append(unit)
-        if isinstance(unit, Write):
-            self.begun += [(r.task, n) for r, states in unit.items for n in states]
         return unit
 
     def end(self, unit):
@@ -206,6 +190,21 @@ def test_held_prefetches_begin_later_and_submitted_tasks_do_not_wait():
     assert kinds(rig.run()) == ["Load"]
 
 
+def test_a_prefetch_gets_no_memory_that_a_submitted_task_waits_for():
+    rig = Rig(memory_bytes=(2 * layout(0, LONG).num_bytes - 1, 0))
+    rig.submit(task(layout(0, LONG)), task(layout(3, LONG)))
+    rig.queues.prefetch([task(layout(6, SHORT))])
+    first, units = rig.begin(), []
+    while (unit := rig.begin()) is not None:
+        units.append(unit)
+    assert not units  # the first task is loaded, and nothing else fits
+    rig.end(first)
+    assert [one.is_prefetch for one in rig.drain() if isinstance(one, Load)] == [
+        False,
+        True,
+    ]
+
+
 def test_nothing_begins_after_a_stop():
     rig = Rig()
     rig.submit(*(task(layout(n, LONG)) for n in range(6)))
@@ -281,156 +280,3 @@ def test_what_a_step_computed_does_not_count_when_it_is_given_up():
     rig.drain()
     assert rig.loads[where.subgroup, (0, "a")] == 3
     assert rig.loads[other.subgroup, (0, "a")] == 1
-
-
-class Pipeline(RuleBasedStateMachine):
-    """Tasks in any order, on few threads, in little memory."""
-
-    @initialize(
-        limits=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3)),
-        rooms=st.tuples(st.integers(1, 4), st.integers(1, 4)),
-    )
-    def open(self, limits, rooms):
-        self.limits = limits
-        self.capacity = [n * layout(0, LONG).num_bytes for n in rooms]
-        self.rig = Rig(limits, self.capacity)
-        self.own = []
-        self.num_layouts = 0
-        self.step = []
-
-    def _new_layouts(self, lengths):
-        self.num_layouts += len(lengths)
-        first = self.num_layouts - len(lengths)
-        return [layout(first + n, length) for n, length in enumerate(lengths)]
-
-    @rule(
-        lengths=st.lists(st.sampled_from([SHORT, LONG]), max_size=5),
-        every=st.integers(1, 3),
-    )
-    def submit(self, lengths, every):
-        """Submits subgroups without a prefetch, some of which another computes."""
-        tasks = [
-            task(where, is_elsewhere=where.subgroup.leaf % every == 0)
-            for where in self._new_layouts(lengths)
-        ]
-        self.rig.submit(*tasks)
-
-    @rule(
-        lengths=st.lists(st.sampled_from([SHORT, LONG]), max_size=5),
-        loads=st.sampled_from([(0, 1, 2), (1,), ()]),
-    )
-    @precondition(lambda self: not self.rig.queues.num_prefetching)
-    def prefetch(self, lengths, loads):
-        queues = self.rig.queues
-        queues.cancel_prefetches()
-        queues.end_step()
-        self.step = self._new_layouts(lengths)
-        queues.prefetch([task(where, loads) for where in self.step])
-
-    @rule(count=st.integers(1, 3), stores=st.sampled_from([(), (0, 1, 2), (2,)]))
-    @precondition(lambda self: self.step)
-    def submit_prefetched(self, count, stores):
-        tasks = [task(where, stores=stores) for where in self.step[:count]]
-        self.step = self.step[count:]
-        self.rig.submit(*tasks)
-
-    @rule()
-    def begin(self):
-        unit = self.rig.begin()
-        if isinstance(unit, Load) and unit.is_prefetch:
-            # No submitted task waited for this memory.
-            assert not self.rig.queues.drives[unit.drive].room.waiting
-
-    @rule(which=st.integers(0, 5))
-    @precondition(lambda self: self.rig.under_way)
-    def end(self, which):
-        under_way = self.rig.under_way
-        self.rig.end(under_way[which % len(under_way)])
-
-    @rule(which=st.integers(0, 5))
-    @precondition(lambda self: self.rig.groups)
-    def begin_own(self, which):
-        groups = self.rig.groups
-        group = groups[which % len(groups)]
-        if group in self.rig.queues.submitting:
-            return
-        unit = next_own(self.rig.queues, group)
-        if unit is not None:
-            assert unit.resident.task.group is group
-            self.own.append(unit)
-
-    @rule()
-    @precondition(lambda self: self.own)
-    def end_own(self):
-        unit = self.own.pop()
-        self.rig.under_way.append(unit)
-        self.rig.end(unit)
-
-    @rule()
-    def everything_computes(self):
-        """Submitted tasks compute even if no thread drains."""
-        self._end_all()
-        self.rig.run()
-        assert not any(group.num_waiting for group in self.rig.groups)
-
-    @rule()
-    def drain(self):
-        self._end_all()
-        self.rig.drain()
-        assert not self.rig.queues.num_unfinished
-        wanted = [(t, n) for t in self.rig.submitted for n in t.stores]
-        assert Counter(self.rig.written) == Counter(wanted)
-        assert all(self.rig.computed[t] == 1 for t in self.rig.submitted)
-
-    def _end_all(self):
-        while self.own:
-            self.end_own()
-        while self.rig.under_way:
-            self.rig.end(self.rig.under_way[0])
-
-    @invariant()
-    def memory_is_not_exceeded(self):
-        """Memory that comes back is known: else prefetches would be evicted too early,
-        or never."""
-        queues, free = self.rig.queues, self.rig.free_bytes
-        assert min(free) >= 0
-        for number, memory in enumerate(queues.rooms):
-            held = {r for r in queues.residents if r.buffer.memory == number}
-            used = sum(resident.task.piece.num_bytes for resident in held)
-            assert used + free[number] == self.capacity[number]
-            idle = {r for r in memory.prefetched.values() if not r.is_loading}
-            assert memory.num_in_use >= 0
-            assert bool(memory.num_in_use) == bool(held - idle)
-
-    @invariant()
-    def limits_are_kept(self):
-        computing = [one for one in self.rig.under_way if isinstance(one, Compute)]
-        num_elsewhere = sum(one.resident.task.is_elsewhere for one in computing)
-        assert len(computing) - num_elsewhere + len(self.own) <= self.limits[1]
-        assert num_elsewhere <= self.limits[2]
-        assert not any(one.resident.task.is_elsewhere for one in self.own)
-        assert len(self.rig.under_way) - len(computing) <= self.limits[0]
-
-    @invariant()
-    def nothing_is_done_twice_and_writes_are_in_the_order_of_states(self):
-        rig = self.rig
-        assert all(n == 1 for n in (*rig.computed.values(), *rig.loads.values()))
-        assert len(rig.written) == len(set(rig.written))
-        begun = {}
-        for found, state in rig.begun:
-            begun.setdefault(found, []).append(state)
-        assert all(states == sorted(states) for states in begun.values())
-
-    @invariant()
-    def something_is_next_or_under_way(self):
-        """No deadlock: work that has not computed is under way, or is next."""
-        if self.rig.under_way or self.own:
-            return
-        if any(group.num_waiting for group in self.rig.groups):
-            assert self.rig.begin() is not None
-
-
-Pipeline.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None
-)
-TestPipeline = Pipeline.TestCase
