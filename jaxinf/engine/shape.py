@@ -32,7 +32,7 @@ from jaxinf.store import (
     StoreDirectory,
     dtype_of,
 )
-from jaxinf.transfer import page_ceil, stays
+from jaxinf.transfer import ByteCounts, page_ceil, stays
 from jaxinf.typing import Array
 
 _LEAST_SHARE = 4  # workers at one of several cards
@@ -158,6 +158,7 @@ class StoreShape:
 
     Attributes:
       memory_bytes: memory for state.
+      num_bytes: of all subgroups.
       longest_bytes, longest_elements: of a subgroup.
     """
 
@@ -168,6 +169,7 @@ class StoreShape:
         self._num_workers = options.workers_of(len(directory.manifest.csds) or 1)
         self._layouts = self._cut()
         everything = list(self._all_layouts())
+        self.num_bytes = sum([one.num_bytes for one in everything])
         self.longest_bytes = max((x.num_bytes for x in everything), default=0)
         lengths = (x.subgroup.num_elements for x in everything)
         self.longest_elements = max(lengths, default=0)
@@ -332,18 +334,44 @@ class StoreShape:
         """
         if self.options.csd.has_cards:
             return frozenset()
-        everything = list(self._all_layouts())
-        if sum([one.num_bytes for one in everything]) > memory_bytes:
+        if self.num_bytes > memory_bytes:
             # Reads, updates and writes overlap there; short subgroups move together.
             longest_bytes = max(self.longest_bytes, _QUICK_BYTES)
             memory_bytes -= _EACH * self._num_workers * longest_bytes
         order = [
             (one.subgroup, one.num_bytes)
-            for one in sorted(everything, key=lambda layout: layout.num_bytes)
+            for one in sorted(self._all_layouts(), key=lambda layout: layout.num_bytes)
             if moved is None or one.subgroup in moved
         ]
         found = zip(order, stays(order, max(0, memory_bytes)), strict=True)
         return frozenset(subgroup for (subgroup, _), is_kept in found if is_kept)
+
+    def step_bytes(
+        self,
+        moves: Collection[tuple[SubgroupLayout, Collection[int], Collection[int]]],
+        memory_bytes: int,
+        steps_per_commit: float,
+        at_once: Collection[int] = (),
+    ) -> ByteCounts:
+        """Counts the bytes of state that updates move on drives in a step, on average.
+
+        Args:
+          moves: subgroups, each with the states that its update reads and writes.
+          memory_bytes: the limit of buffers on the host.
+          steps_per_commit: used where commits alone write what stays in memory.
+          at_once: states that every step writes, even if they stay.
+        """
+        moved = {layout.subgroup for layout, *states in moves if any(states)}
+        there, read, written = self.staying(memory_bytes, moved), 0, 0.0
+        for layout, loads, stores in moves:
+            late: set[int] = set()
+            if layout.subgroup not in there:
+                read += self.file_bytes(layout, loads)
+            elif self.options.rewrites_steps:
+                late = {*stores} - {*at_once}
+            written += self.file_bytes(layout, {*stores} - late)
+            written += self.file_bytes(layout, late) / steps_per_commit
+        return ByteCounts(drive_read_bytes=read, drive_write_bytes=round(written))
 
 
 def _unit_elements(leaf: LeafRecord) -> int:

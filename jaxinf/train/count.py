@@ -103,7 +103,7 @@ def _whole(
         programs = max(programs, program_bytes(closed))
     needs = {"host_bytes": 0}
     if config.mode == "update":
-        needs |= _moved(config)
+        needs |= _stored(config)
     else:
         programs += _num_bytes(jax.eval_shape(make_optimizer(config).init, params))
     if device_bytes is None:
@@ -117,8 +117,8 @@ def _num_bytes(tree: PyTree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _moved(config: TrainConfig) -> dict[str, int]:
-    """Returns bytes on disk, read, written, and of buffers."""
+def _stored(config: TrainConfig) -> dict[str, int]:
+    """Counts bytes on disk, of buffers, and those that updates read and write."""
     params = config.abstract[1]
     tx = averaged(make_optimizer(config), config.average)
     description = describe(
@@ -130,34 +130,21 @@ def _moved(config: TrainConfig) -> dict[str, int]:
     )
     with _planned_store(config) as (_, store):
         shape = engine_of(store).shape(description)
-    read = memory = 0
-    written = 0.0
-    moved = [
-        (layout, can_take(shape, number, leaf.dtype), *moved_states(one.kernel, layout))
-        for number, (leaf, one) in enumerate(
-            zip(jax.tree.leaves(params), description.leaves, strict=True)
-        )
-        for layout in shape.layouts(number, (0,) * leaf.ndim, leaf.shape)
-    ]
-    staying = shape.staying(
-        shape.memory_bytes,
-        {layout.subgroup for layout, _, *states in moved if any(states)},
-    )
+    moves = []
+    leaves = zip(jax.tree.leaves(params), description.leaves, strict=True)
+    for number, (leaf, one) in enumerate(leaves):
+        taken = {0} if can_take(shape, number, leaf.dtype) else set()
+        for layout in shape.layouts(number, (0,) * leaf.ndim, leaf.shape):
+            loads, stores = moved_states(one.kernel, layout)
+            moves.append((layout, loads - taken, stores))
     often = shape.options.steps_per_commit or config.steps
-    for layout, has_params, loads, stores in moved:
-        memory += layout.num_bytes
-        every = 1.0
-        if layout.subgroup not in staying:
-            loads -= {0} if has_params else set()
-            read += shape.file_bytes(layout, loads)
-        elif shape.options.rewrites_steps:  # commits alone write them
-            every = min(often, config.checkpoint_every or often)
-        written += shape.file_bytes(layout, stores) / every
+    every = min(often, config.checkpoint_every or often)
+    moved = shape.step_bytes(moves, shape.memory_bytes, every)
     return {
-        "host_bytes": min(config.buffer_bytes, memory),
+        "host_bytes": min(config.buffer_bytes, shape.num_bytes),
         "disk_bytes": sum(required_bytes(shape.directory).values()),
-        "drive_read_bytes": read,
-        "drive_write_bytes": round(written),
+        "drive_read_bytes": moved.drive_read_bytes,
+        "drive_write_bytes": moved.drive_write_bytes,
     }
 
 

@@ -34,6 +34,9 @@ from jaxinf.typing import Array
 Hold: TypeAlias = Callable[[], AbstractContextManager[None]]
 """Keeps an error of its context until all processes agree."""
 
+AT_ONCE = frozenset({0})
+"""States that each step writes in any case: programs read params from the drives."""
+
 
 class MemoryParams:
     """Params that are all in memory, where someone else updates them."""
@@ -88,7 +91,7 @@ class StoreReader:
         self.close()
         opened = self._engine.opened
         self._reader = StateReader(opened, READER_BYTES)
-        opened.mover.write_at_once(frozenset({0}))  # programs read params from drives
+        opened.mover.write_at_once(AT_ONCE)
         self._num_left = num_first
         opened.mover.hold_prefetches(num_first > 0)
 

@@ -28,9 +28,9 @@ from jaxinf.engine import (
     read_feedback,
 )
 from jaxinf.errors import UnsupportedTransformError
-from jaxinf.layout import LeafGrid, Subgroup
+from jaxinf.layout import LeafGrid
 from jaxinf.program import Passes, UpdateProgram, trace_update
-from jaxinf.store import MASTER_PARAMS
+from jaxinf.streaming.move.params import AT_ONCE
 from jaxinf.streaming.move.scratch import (
     PART_BYTES,
     Waiting,
@@ -207,30 +207,35 @@ class NearStorageUpdates:
 
     def traffic(self, plan: Plan) -> ByteCounts:
         """Returns the bytes that a step moves on drives."""
-        reading, shape = plan.reading, self.shape
-        moved = {
-            layout.subgroup
-            for unit in self.trained
-            for layout, loads, stores in self._moved(unit)
-            if loads or stores
-        }
-        there = shape.staying(plan.store_bytes, moved)
+        reading, shape, passes = plan.reading, self.shape, self.passes
         given = {one.unit for one in reading.fetches if one.gradient is not None}
-        own = [
-            self._moved_bytes(unit, there, has_params=unit in given)
-            for unit in self.trained
-        ]
-        read = sum(num_bytes for num_bytes, _ in own) + sum(
+        read = sum(
             shape.file_bytes(layout, [_PARAMS])
             for fetch in reading.repeated
             for layout, _, _ in self._moved(fetch.unit)
         )
+        moves = []
+        for unit in self.trained:
+            own = [v for part in passes.of_leaf(unit.leaf) for v in part.own]
+            recalled = [passes.recalled[v][1].name for v in own if v in passes.recalled]
+            taken = {_PARAMS} if unit in given else set()
+            num_reads = 0 if taken else own.count(passes.params[unit.leaf])
+            for layout, loads, stores in self._moved(unit):
+                again = map(layout.slots.index, recalled)
+                moves.append((layout, [*loads - taken, *again], stores))
+                # Passes read params as programs do, not from memory.
+                read += shape.file_bytes(layout, [_PARAMS] * num_reads)
+                if layout.feedback is not None:  # compression reads it by itself
+                    read += shape.file_bytes(layout, [layout.feedback])
+        every = shape.options.steps_per_commit or math.inf
+        moved = shape.step_bytes(moves, plan.store_bytes, every, AT_ONCE)
+        read += moved.drive_read_bytes
         waits, away_bytes = self.waiting(plan), plan.away_bytes
         wait_bytes = 0 if waits is None else file_bytes(waits)
-        num_reads = max(1, self.passes.num_passes - 1)
+        num_reads = max(1, passes.num_passes - 1)
         return ByteCounts(
             drive_read_bytes=read + away_bytes + num_reads * wait_bytes,
-            drive_write_bytes=sum(n for _, n in own) + away_bytes + wait_bytes,
+            drive_write_bytes=moved.drive_write_bytes + away_bytes + wait_bytes,
         )
 
     def _moved(
@@ -240,45 +245,6 @@ class NearStorageUpdates:
         kernel = self.program.leaves[unit.leaf].kernel
         layouts = self.shape.layouts(unit.leaf, unit.origin, unit.extent)
         return [(layout, *moved_states(kernel, layout)) for layout in layouts]
-
-    def _moved_bytes(
-        self, unit: Unit, there: frozenset[Subgroup], *, has_params: bool
-    ) -> tuple[int, int]:
-        """Returns bytes of state that a unit's update reads and writes.
-
-        Args:
-          there: What stays in memory.
-          has_params: Whether it takes params that are in memory.
-        """
-        shape, names = self.shape, self._read_by_passes(unit, has_params=has_params)
-        every = shape.options.steps_per_commit or math.inf
-        read, written = 0, 0.0
-        for layout, loads, stores in self._moved(unit):
-            if layout.feedback is not None:  # compression reads it by itself
-                read += shape.file_bytes(layout, [layout.feedback])
-            if layout.subgroup not in there:
-                loads -= {_PARAMS} if has_params else set()
-                read += shape.file_bytes(layout, loads)
-                read += shape.file_bytes(layout, map(layout.slots.index, names))
-                written += shape.file_bytes(layout, stores)
-                continue
-            # Passes read master params as programs read params, not from memory.
-            read += shape.file_bytes(layout, [_PARAMS] * names.count(MASTER_PARAMS))
-            for state in stores:
-                by_commits = shape.options.rewrites_steps and state != _PARAMS
-                num_bytes = shape.file_bytes(layout, [state])
-                written += num_bytes / every if by_commits else num_bytes
-        return read, round(written)
-
-    def _read_by_passes(self, unit: Unit, *, has_params: bool) -> list[str]:
-        """Returns the states that passes over a gradient read, each time."""
-        passes, found = self.passes, list[str]()
-        for part in passes.of_leaf(unit.leaf):
-            own = (v for v in part.own if v in passes.recalled)
-            found += [passes.recalled[v][1].name for v in own]
-            if passes.params[unit.leaf] in part.own and not has_params:
-                found.append(MASTER_PARAMS)
-        return found
 
 
 def near_storage_updates(
