@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from jaxinf.store import (
     held_steps,
 )
 from jaxinf.typing import JsonValue
+
+_VERSIONS = "the same jaxinf, jax and optax in all processes"
 
 
 def division_advice(path: Path, count: int) -> str:
@@ -121,7 +124,7 @@ def check_members(path: Path, found: Sequence[Any]) -> StepId | None:
         found,
         run="members of one run",
         contents="members with the same leaves, optimizer and division",
-        versions="the same jaxinf, jax and optax in all processes",
+        versions=_VERSIONS,
         restore="the checkpoint to restore to be of one commit in all members",
     )
     try:
@@ -156,20 +159,16 @@ def check_plans(path: Path, found: Sequence[Any]) -> None:
       StoreMismatchError: another optimizer, tree, mesh or version in one of them.
       ValueError: two processes of one host share a CSD root.
     """
-    _check_equal(
-        path,
-        found,
-        versions="the same jaxinf, jax and optax in all processes",
-        contents="the same params, mesh, shardings and optimizer in all processes",
-    )
-    roots = [tuple(root) for one in found for root in one["roots"]]
-    twice = {root for root in roots if roots.count(root) > 1}
-    if len(found) > 1 and twice:
-        host, root = min(twice)
-        raise ValueError(
-            f"csds: expected roots of its own in each process of host {host}, found "
-            f"{root} in several; give a template, such as '/mnt/nvme{{process}}'"
-        )
+    same = "the same params, mesh, shardings and optimizer in all processes"
+    _check_equal(path, found, versions=_VERSIONS, contents=same)
+    roots = sorted(tuple(root) for one in found for root in one["roots"])
+    for (host, root), after in pairwise(roots):
+        if (host, root) == after and len(found) > 1:
+            raise ValueError(
+                f"csds: expected roots of its own in each process of host {host}, "
+                f"found {root} in several; give a template, such as "
+                "'/mnt/nvme{process}'"
+            )
 
 
 def _check_equal(path: Path, found: Sequence[Mapping[str, Any]], **what: str) -> None:

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -157,10 +158,8 @@ def open_store(
         options, given = group.in_all("the options of open_store", read)
         held = _get(path)
         if held is not None and (error := engine_of(held).health.error) is not None:
-            kind = type(error).__name__
-            _LOG.warning(
-                "%s: was stopped by %s: %s; it is opened anew", path, kind, error
-            )
+            said = f"{type(error).__name__}: {error}"
+            _LOG.warning("%s: was stopped by %s; it is opened anew", path, said)
             engine_of(held).close()
             held = None
         if held is None:
@@ -171,11 +170,8 @@ def open_store(
 
 def _open_anew(options: StoreOptions, group: Group) -> Store:
     for name in _ALIKE if not group.is_alone else ():
-        group.agree(
-            f"open_store(…, {name}=)",
-            lambda name=name: getattr(options, name),
-            "give it alike in all of them",
-        )
+        what, value = f"open_store(…, {name}=)", partial(getattr, options, name)
+        group.agree(what, value, "give it alike in all of them")
     engine = Engine(options, group, _lock(options.path))
     store = _open[options.path.resolve()] = Store(engine)
     engine.on_close(lambda: _forget(store))

@@ -72,9 +72,6 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("jaxinf")
 
-LAST_STEP = 2**31 - 1
-"""The last step that a state's int32 counts."""
-
 _NUM_METRICS_KEPT = 8
 
 
@@ -177,7 +174,7 @@ class OpenStore(StoreShape):
         self.commit = self.finished = commit or CommitRecord(step=0, scalar_state=())
         engine.last_step = -1 if commit is None else commit.step
         self.assignment = Assignment()
-        self.health.note = self._note
+        self.health.note = self._loss_note
         self._carries: dict[Slot, tuple[CarriedArray, ...]] = {}
         target = next_slot(directory.committed_slot())
         self.chunks = ChunkTable(directory, target, self.commit.checksums)
@@ -298,7 +295,16 @@ class OpenStore(StoreShape):
                 # It may have been kept by a computation that failed elsewhere.
                 under_way.kept.pop((one.leaf, one.origin), None)
                 if isinstance(one, KeptLeaf):
-                    self._leave(under_way, one)
+                    layouts = self.layouts(one.leaf, one.origin, one.shape)
+                    own = [layout.subgroup for layout in layouts]
+                    if not under_way.updated.keys().isdisjoint(own):
+                        raise StoreError(
+                            f"{self.options.path}: leaf {self.name(one.leaf)}: step "
+                            f"{step + 1} has updated it, and is now to leave it as it "
+                            "is; open the store again, and run the step again"
+                        )
+                    num = sum([subgroup.num_elements for subgroup in own])
+                    under_way.kept[one.leaf, one.origin] = num
             found = [RequestedUpdate(self, one, step + 1) for one in updates]
             tasks = [task for one in found for task in one.tasks]
             if under_way.updated.keys() & {task.piece.subgroup for task in tasks}:
@@ -314,20 +320,6 @@ class OpenStore(StoreShape):
         if not all(finite):
             under_way.is_finite = False
         return finite
-
-    def _leave(self, under_way: _Step, kept: KeptLeaf) -> None:
-        """Counts a leaf or shard that the step leaves as it is."""
-        layouts = self.layouts(kept.leaf, kept.origin, kept.shape)
-        subgroups = [layout.subgroup for layout in layouts]
-        if not under_way.updated.keys().isdisjoint(subgroups):
-            raise StoreError(
-                f"{self.options.path}: leaf {self.name(kept.leaf)}: expected an update "
-                f"of step {self.finished.step + 1}, as by the computation of it that "
-                "failed, found that it is to stay as it is; open the store again, and "
-                "run the step again"
-            )
-        num = sum([subgroup.num_elements for subgroup in subgroups])
-        under_way.kept[kept.leaf, kept.origin] = num
 
     def recall(self, step: int, *requests: SlotRequest, repeats: bool = False) -> None:
         """Reads slots before the step's first update; blocks until every `out` is full.
@@ -355,12 +347,6 @@ class OpenStore(StoreShape):
             self.health.check()
             if step != self.finished.step:
                 raise stale_state(self, step)
-            if step == LAST_STEP:
-                raise StoreError(
-                    f"{self.options.path}: expected a step to follow, found step "
-                    f"{LAST_STEP} (2**31 - 1), the last that a store counts; go on in "
-                    "a new store from store.params(like=params) and store.state(like=)"
-                )
             if self._step is None:
                 if not self.num_uncommitted:
                     self.begin_slot()
@@ -578,7 +564,7 @@ class OpenStore(StoreShape):
                 return
             if self._has_updated:
                 step = self.finished.step + 1
-                _LOG.warning("step %s is incomplete. %s", step, self._loss())
+                _LOG.warning("step %s is incomplete. %s", step, self._loss_note())
             else:
                 self._publish()
 
@@ -608,11 +594,10 @@ class OpenStore(StoreShape):
     def _has_updated(self) -> bool:
         return self._step is not None and bool(self._step.updated)
 
-    def _note(self) -> str | None:
-        is_lossy = self.options.rewrites_steps and self.num_uncommitted > 0
-        return self._loss() if is_lossy else None
-
-    def _loss(self) -> str:
+    def _loss_note(self) -> str | None:
+        """Says what a failure costs."""
+        if not (self.options.rewrites_steps and self.num_uncommitted):
+            return None
         return (
             f"{self.options.path}: {self.num_uncommitted} finished steps since the "
             f"commit of step {self.commit.step} are lost, as the store's durability "

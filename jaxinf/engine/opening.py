@@ -226,8 +226,6 @@ def create(
 ) -> OpenStore:
     """Makes a store, also in place of an unfinished one.
 
-    If another process has made and closed a store in the meantime, that is opened.
-
     Args:
       uses_budget: whether its own memory budget will be used.
 
@@ -235,11 +233,7 @@ def create(
       StoreError: nothing was written; as `jaxinf.smart_update` documents.
       CsdError: a CSD cannot run the optimizer.
     """
-    group, path = engine.group, engine.options.path
-    if group.is_alone and engine.lock is None and is_there(path):
-        found = open_place(engine)
-        if found is not None:
-            return found
+    group = engine.group
 
     def summary() -> JsonValue:
         return planned_summary(
@@ -253,7 +247,7 @@ def create(
             undo.callback(opened.close)
             return opened
 
-        check_plans(path, group.gather("init", summary))
+        check_plans(engine.options.path, group.gather("init", summary))
         opened = group.in_all("init", make)
         undo.pop_all()
     return opened
@@ -281,10 +275,12 @@ def _create(
             with translated("creation", path):
                 path.mkdir(parents=True, exist_ok=True)
                 engine.lock = StoreLock(path)
-            if is_there(path):  # another process has made the store
-                undo.close()
+            if is_there(path):
                 engine.release()
-                return create(engine, description, uses_budget=uses_budget)
+                raise StoreFormatError(
+                    f"{path}: expected no store, as when it was opened, found one that "
+                    "another process has made since; open it again"
+                )
         directory.lock = engine.lock
         create_store(directory)
         undo.pop_all()

@@ -186,26 +186,16 @@ class StoreShape:
 
     @property
     def least_memory_bytes(self) -> int:
-        """The least memory for buffers on the host, in bytes.
-
-        Three of the longest subgroups: one to read into, one to compute in, one to
-        write from.
-        """
+        """The least memory on the host: to read, compute and write a subgroup."""
         return 3 * self.longest_bytes
 
     # --- the length of subgroups ------------------------------------------------------
 
     def check_memory(self) -> None:
-        """Refuses a budget in which not every worker can hold two least subgroups.
-
-        Raises:
-          ValueError: gives the memory that is needed.
-        """
-        _, need = self._least_buffers()
-        if self.options.memory_bytes - self.export_bytes < need:
-            beside = ""
-            if self.export_bytes:
-                beside = f" beside the {self.export_bytes} of exports"
+        """Refuses a budget in which not every worker can hold two least subgroups."""
+        (_, need), exports = self._least_buffers(), self.export_bytes
+        if self.options.memory_bytes - exports < need:
+            beside = f" beside the {exports} of exports" if exports else ""
             raise ValueError(
                 f"memory_bytes={self.options.memory_bytes}: {self._num_workers} "
                 f"workers need at least {need} bytes for this optimizer's state"

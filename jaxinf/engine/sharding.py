@@ -60,12 +60,7 @@ def _box(
 def shard_holders(
     sharding: NamedSharding | None, shape: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
-    """Returns the processes whose devices have each shard, in C order of the shards.
-
-    Args:
-      sharding: on a mesh of devices, not of shapes alone; None for no mesh.
-      shape: the array's.
-    """
+    """Returns the processes whose devices have each shard, in C order of the shards."""
     boxes = [] if sharding is None else boxes_with_holders(sharding, shape)
     return tuple(tuple(sorted(holders)) for _, _, holders in boxes)
 
@@ -81,8 +76,6 @@ def part_holders(
     """Returns the processes that have each part of an array, in C order of the parts.
 
     Args:
-      sharding: on a mesh of devices.
-      shape: the array's.
       counts: number of equal parts along each dimension, a multiple of the shards'.
     """
     shards = np.array(shard_counts(sharding, shape), np.int64)

@@ -125,26 +125,6 @@ def test_a_step_that_is_given_up_leaves_memory_as_before(
     driver.steps(4).check(7)
 
 
-def test_a_drive_that_fails_at_the_commit_costs_the_steps_since_the_last(
-    cached, monkeypatch
-):
-    driver = cached(memory=ALL, durability=10).init().steps(3)
-    driver.engine.join()
-    full = OSError(28, "No space left on device")
-    with monkeypatch.context() as context:
-
-        def refuse(transfers):
-            raise full
-
-        for csd in driver.opened.csds:
-            context.setattr(csd, "write", refuse)
-        with pytest.raises(OSError, match="No space left"):
-            driver.store.wait()
-    with pytest.raises(OSError, match="No space left"):
-        driver.close()
-    cached(memory=ALL).init().check(0)
-
-
 def _gated(inner, num_steps):
     """An optimizer that changes nothing after some steps, by a comparison."""
 

@@ -46,19 +46,6 @@ def test_a_crash_costs_the_steps_since_the_last_commit(
     assert drive(driver.store.path).init().at == 7
 
 
-def test_the_committed_slot_is_not_touched_between_commits(drive):
-    driver = drive(durability=5).init().steps(5)
-    driver.engine.join()
-    committed = driver.store.path / "current"
-    before = driver.found(committed.resolve())
-    driver.steps(4)
-    driver.engine.join()
-    for name, arrays in driver.found(committed.resolve()).items():
-        for held, then in zip(arrays, before[name], strict=True):
-            np.testing.assert_array_equal(held, then)
-    driver.check(9)
-
-
 @pytest.mark.parametrize("show", ["wait", "close", "snapshot", "params"])
 def test_what_shows_the_store_commits_first(drive, show):
     driver = drive(durability="checkpoint").init().steps(3)
@@ -76,17 +63,6 @@ def test_what_shows_the_store_commits_first(drive, show):
         wanted = driver.expected(3)["bias"][0]
         np.testing.assert_array_equal(store.params(like(driver))["bias"], wanted)
     assert store.step == 3
-
-
-def test_a_commit_carries_the_payload_of_its_own_step(drive):
-    driver = drive(durability=10).init()
-    for step in range(1, 5):
-        driver.store.annotate(step, {"at": step})
-        driver.step()
-    driver.store.wait()
-    assert driver.store.payload == {"at": 4}
-    with pytest.raises(ValueError, match="the store is at step 4"):
-        driver.store.annotate(4, None)
 
 
 def test_a_step_given_up_over_uncommitted_ones_says_what_is_lost(drive):

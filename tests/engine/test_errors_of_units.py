@@ -47,7 +47,8 @@ def test_an_error_of_a_unit(drive, unit, number, monkeypatch):
     before = set(threading.enumerate())
     driver = drive(memory_bytes=1 << 19, **options).init().steps(2)
     driver.store.wait()
-    driver.opened.keep_nothing()  # so that the next steps read
+    driver.opened._keep(frozenset())  # so that the next steps read
+    driver.opened.mover.end_step()
     with monkeypatch.context() as context:
         break_unit(driver, unit, number, context)
         with pytest.raises(Injected) as caught:

@@ -82,18 +82,6 @@ def test_a_damaged_chunk_that_is_read(drive, how):
     assert (driver.store.path / "current").resolve().name == "a"
 
 
-@pytest.mark.parametrize("how", ["deleted", "a directory"])
-def test_a_damaged_chunk_that_is_written(drive, how):
-    """Writes follow the results, so the error comes later, at the latest in `wait`."""
-    driver = drive().init().steps(2)
-    driver.store.wait()
-    break_chunk(driver, how, "b", state="trace")
-    with pytest.raises(StoreIOError, match=r"trace\.embed/c/0/0"):
-        driver.durable_step()
-    check_all_raise(driver)
-    assert drive().store.step == 2
-
-
 def fail_in_the_background(driver):
     """Makes the commit fail after its step has returned."""
     lock = driver.opened.directory.publish_lock
@@ -126,31 +114,6 @@ def test_an_error_of_the_body_is_not_hidden_by_close(drive):
     with pytest.raises(KeyError, match="mine"):
         use_and_fail(driver)
     assert driver.engine.health.is_closed
-
-
-def test_many_threads_get_the_same_exception(drive):
-    drive(leaves=MORE, chunk_elements=4096).init().steps(2).close()
-    driver = drive(leaves=MORE, memory_bytes=1 << 20).init()
-    break_chunk(driver, "truncated", "a", leaf=5)
-    raised = []
-
-    def update(number):
-        try:
-            driver.engine.opened.update(2, driver.part(number))
-            driver.store.wait()
-        except BaseException as error:
-            raised.append(error)
-
-    threads = [threading.Thread(target=update, args=(n,)) for n in (5, 1, 3, 0, 4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(TIMEOUT_S)
-        assert not thread.is_alive()
-    assert raised
-    assert all(error is driver.engine.health.error for error in raised)
-    driver.engine.close()
-    assert all(csd.memory.used_bytes == 0 for csd in driver.opened.csds)
 
 
 def test_closing_beside_a_running_step(drive):

@@ -181,7 +181,7 @@ def test_a_leaf_is_kept_or_updated_by_the_last_computation(drive):
     driver.step()
     driver.check(1)
     steps.update(1, driver.part(0))
-    with pytest.raises(StoreError, match=r"leaf bias: expected an update of step 2"):
+    with pytest.raises(StoreError, match=r"leaf bias: step 2 has updated it"):
         steps.update(1, kept)
 
 
