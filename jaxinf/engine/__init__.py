@@ -61,7 +61,6 @@ from jaxinf.engine.updates import (
     KeptLeaf,
     SlotRequest,
     UpdateRequest,
-    assigned,
     can_take,
     moved_states,
 )

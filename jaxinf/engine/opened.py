@@ -155,7 +155,8 @@ class OpenStore(StoreShape):
       commit: the last committed step's record. For a new store it says step 0, until
         the initial state is committed.
       finished: the record of the last finished step, which may not be committed yet.
-      assignment: the updates that the CSDs do not compute.
+      assignment, elsewhere: the updates that the CSDs do not compute, and the
+        subgroups of these.
       memory_bytes: the limit of buffers on the host.
     """
 
@@ -173,7 +174,7 @@ class OpenStore(StoreShape):
         self.is_new = commit is None
         self.commit = self.finished = commit or CommitRecord(step=0, scalar_state=())
         engine.last_step = -1 if commit is None else commit.step
-        self.assignment = Assignment()
+        self.assignment, self.elsewhere = Assignment(), frozenset[Subgroup]()
         self.health.note = self._loss_note
         self._carries: dict[Slot, tuple[CarriedArray, ...]] = {}
         target = next_slot(directory.committed_slot())
@@ -264,6 +265,7 @@ class OpenStore(StoreShape):
         if assignment.updater is not None:
             self.mover.compute_elsewhere(assignment.updater.num_at_once)
         self.assignment = assignment
+        self.elsewhere = frozenset(assignment.subgroups)
 
     # --- a step ----------------------------------------------------------------------
 

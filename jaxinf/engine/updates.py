@@ -12,21 +12,12 @@ returns. Which subgroups an updater computes changes between steps only.
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from jaxinf.compress import SparseGradient, SparseLeaf
-from jaxinf.csd import (
-    Csd,
-    CsdBuffer,
-    Extent,
-    Rounding,
-    ScalarInputs,
-    Update,
-    UpdateOutcome,
-    is_idle,
-)
+from jaxinf.csd import Csd, CsdBuffer, Rounding, ScalarInputs, Update, is_idle
 from jaxinf.engine.binding import diverged_error, same_values
 from jaxinf.engine.shape import StoreShape, SubgroupLayout
 from jaxinf.errors import (
@@ -56,10 +47,6 @@ from jaxinf.typing import Array
 
 if TYPE_CHECKING:  # whose steps are made here
     from jaxinf.engine.opened import OpenStore
-
-LEAST_ELEMENTS = 1 << 16
-"""Shorter subgroups stay with the CSDs: an update of theirs is over before a call of
-another processor has begun."""
 
 
 @dataclass(frozen=True)
@@ -126,67 +113,22 @@ class UpdateRequest:
     feedback: Array | None = None
 
 
-class Updater(Protocol):
-    """Computes updates of subgroups that are in a host CSD's buffers. Thread-safe."""
-
-    @property
-    def num_at_once(self) -> int:
-        """Number of updates to run at once, each on a thread that waits for it."""
-        ...
-
-    def takes(self, extents: Sequence[Extent], kernel: Kernel) -> bool:
-        """Whether it can compute a kernel on states of this form."""
-        ...
-
-    def update(self, csd: Csd, buffer: CsdBuffer, update: Update) -> UpdateOutcome:
-        """Updates a buffer's states in place, as `Csd.update`; blocks.
-
-        Args:
-          csd, buffer: the CSD, and its buffer with the states.
-          update: of a kernel that it takes, with a gradient that is not sparse; its
-            `out` is left alone.
-
-        Raises:
-          StoreError: the processor failed, or has no memory left.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class Assignment:
-    """Which subgroups an updater computes; the others stay with the CSDs.
+    """Which subgroups another processor updates in place of the host's CSDs.
 
     Attributes:
-      updater: the updater; None for none.
+      updater: it has ``update(csd, buffer, update)``, which computes as `Csd.update`
+        with a gradient that is not sparse, leaves `out` alone, and blocks; and
+        `num_at_once`, how many run at once, each on a thread of its own. None for none.
       every: it computes every so many of the subgroups that it can; 0 for none;
         "auto" while their number is measured.
       subgroups: these.
     """
 
-    updater: Updater | None = None
+    updater: Any = None
     every: int | Literal["auto"] = 0
-    subgroups: frozenset[Subgroup] = frozenset()
-
-
-def assigned(
-    shape: StoreShape, kernels: Sequence[Kernel], updater: Updater, every: int
-) -> Assignment:
-    """Assigns every so many subgroups to an updater, in the order of the store.
-
-    Args:
-      shape: the store's chunks.
-      kernels: the update of each leaf.
-      updater: the updater.
-      every: 1 for all that it takes; 0 for none.
-    """
-    found: list[Subgroup] = []
-    for leaf, kernel in enumerate(kernels):
-        for layouts in shape.chunk_layouts(leaf):
-            if all(updater.takes(x.kernel_extents, kernel) for x in layouts):
-                own = (layout.subgroup for layout in layouts)
-                found += (x for x in own if x.num_elements >= LEAST_ELEMENTS)
-    chosen = frozenset(found[every - 1 :: every] if every else ())
-    return Assignment(updater if chosen else None, every, chosen)
+    subgroups: tuple[Subgroup, ...] = ()
 
 
 # --- an update -----------------------------------------------------------------------
@@ -233,10 +175,10 @@ class RequestedUpdate:
         )
         if takes_given:
             loads -= {0}
-        assignment, updater = opened.assignment, None
+        updater = None
         is_dense = isinstance(request.gradient, np.ndarray) and request.feedback is None
-        if is_dense and layout.subgroup in assignment.subgroups and not is_idle(kernel):
-            updater = assignment.updater
+        if is_dense and layout.subgroup in opened.elsewhere and not is_idle(kernel):
+            updater = opened.assignment.updater
         task = Task(
             layout,
             loads=opened.chunks.sources(layout, sorted(loads)),
@@ -262,7 +204,7 @@ class RequestedUpdate:
         self,
         task: Task,
         takes_given: bool,
-        updater: Updater | None,
+        updater: Any,
         csd: Csd,
         buffer: CsdBuffer,
         tells: Collection[int],

@@ -10,7 +10,7 @@ import safetensors.numpy
 
 import jaxinf
 from jaxinf.cli import main
-from jaxinf.engine import updates
+from jaxinf.streaming.update import device_updates
 from jaxinf.train.config import TrainConfig
 
 STREAM = ("--mode", "stream", "--memory", "256MiB")
@@ -151,7 +151,7 @@ def test_losses_are_those_of_other_runs(run, losses, tmp_path, monkeypatch, caps
     shared += ("--device-updates", 2)
     assert run(*shared) == 1
     assert "expected more subgroups that the device can" in capsys.readouterr().err
-    monkeypatch.setattr(updates, "LEAST_ELEMENTS", 256)
+    monkeypatch.setattr(device_updates, "LEAST_ELEMENTS", 256)
     assert run(*shared) == 0
     resumed = ("--store", tmp_path / "shared", *STREAM, "--steps", 5)
     for other in ("3", "0"):

@@ -26,7 +26,6 @@ from jaxinf.engine import (
     Engine,
     KeptLeaf,
     UpdateRequest,
-    assigned,
     carried_leaves,
     check_carried,
 )
@@ -52,6 +51,7 @@ from jaxinf.streaming.program.units import (
 from jaxinf.streaming.update.device_updates import (
     NUM_MEASURED,
     NUM_UNDER_WAY,
+    every_kth,
     next_interval,
 )
 from jaxinf.streaming.update.near_storage import NearStorageUpdates
@@ -236,15 +236,13 @@ class StoreSink:
         share, last = self.share, self.engine.opened.finished
         if share.every != "auto" or share.updater is None:
             return share
-        kernels = [leaf.kernel for leaf in self.updates.program.leaves]
-        of_interval = partial(assigned, self.updates.shape, kernels, share.updater)
         every = last.device_updates
         if not last.step or every == "auto":  # not chosen by batches of another shape
             every = next_interval(self._update_s, len(share.subgroups))
             if len(self._update_s) < NUM_MEASURED:
-                return replace(of_interval(every), every="auto")
+                return replace(every_kth(share, every), every="auto")
             _LOG.warning("device_updates=%d, as measured in the first steps", every)
-        self.share = of_interval(every)
+        self.share = every_kth(share, every)
         return self.share
 
     # --- the end of a step ---------------------------------------------------------

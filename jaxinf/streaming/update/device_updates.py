@@ -14,7 +14,6 @@ import logging
 import math
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -29,7 +28,6 @@ from jaxinf.engine import (
     Store,
     StoreShape,
     SubgroupLayout,
-    assigned,
     engine_of,
 )
 from jaxinf.errors import StoreError, StreamError
@@ -60,6 +58,10 @@ NUM_UNDER_WAY = 4
 
 NUM_MEASURED = 7
 """Steps that are measured before k is chosen."""
+
+LEAST_ELEMENTS = 1 << 16
+"""Shorter subgroups stay with the CSDs: an update of theirs is over before a call of
+another processor has begun."""
 
 # What the device has to save, of the time of the updates.
 _LEAST_GAIN = 0.05
@@ -148,18 +150,34 @@ def device_share(
     device = default_device()
     is_host = memory.device_is_host(device)
     updater = DeviceUpdater(device, is_host=is_host, jit=options.jit)
-    found = assigned(shape, kernels, updater, 1 if every == "auto" else every)
-    if every == "auto" and not found.subgroups:
+    found = tuple(
+        layout.subgroup
+        for leaf, kernel in enumerate(kernels)
+        for layouts in shape.chunk_layouts(leaf)
+        if all(updater.takes(layout.kernel_extents, kernel) for layout in layouts)
+        for layout in layouts
+        if layout.subgroup.num_elements >= LEAST_ELEMENTS
+    )
+    share = Assignment(updater, "auto", found)
+    if every == "auto" and not found:
         _LOG.warning("device_updates=0: the device can compute none of the subgroups")
         return Assignment()
-    if not found.subgroups:
+    if every != "auto":
+        share = every_kth(share, every)
+    if not share.subgroups:
         raise StreamError(
             f"device_updates={every}: expected more subgroups that the "
             "device can compute: of 65536 params or more, with state that is not "
             "coded, and an update without arrays from outside; leave "
             "device_updates out, or give a smaller number"
         )
-    return replace(found, every=every)
+    return share
+
+
+def every_kth(share: Assignment, every: int) -> Assignment:
+    """Returns every so many of the subgroups that it can compute; 0 for none."""
+    chosen = share.subgroups[every - 1 :: every] if every else ()
+    return Assignment(share.updater if chosen else None, every, chosen)
 
 
 def claims_of_share(
@@ -172,12 +190,13 @@ def claims_of_share(
     """
     if share.updater is None:
         return []
+    subgroups = frozenset(share.subgroups)
     layouts = (
         layout
-        for leaf in {subgroup.leaf for subgroup in share.subgroups}
+        for leaf in {subgroup.leaf for subgroup in subgroups}
         for own in shape.chunk_layouts(leaf)
         for layout in own
-        if layout.subgroup in share.subgroups
+        if layout.subgroup in subgroups
     )
     rooms_bytes = NUM_ROOMS * max(map(room_bytes, layouts))
     under_way_bytes = (NUM_UNDER_WAY - 1) * gradient_bytes
@@ -221,7 +240,7 @@ def room_bytes(layout: SubgroupLayout) -> int:
 
 
 class DeviceUpdater:
-    """See `jaxinf.engine.updates.Updater`. Each program is compiled for its arrays.
+    """The `updater` of an `Assignment`. Each program is compiled for its arrays.
 
     What comes before and after a kernel has programs of its own: in one with the kernel
     XLA chooses other products to fuse with sums.
