@@ -6,7 +6,7 @@ Where a question is answered:
     how a path becomes an open store     open_stores.py, engine.py, opening.py
     whose params a step may use         binding.py
     how a gradient becomes tasks         opened.py, updates.py
-    in which order a commit is durable   opened.py (`_end_step`, `publish`)
+    in which order a commit is durable   opened.py (`_end_step`, `_publish`)
     where a chunk's newest bytes are     chunks.py
     which state stays in memory          shape.py (`staying`), transfer/cache.py
     what drives move in a step           shape.py (`step_bytes`)

@@ -372,15 +372,7 @@ class Engine:
 
     def finish_initialisation(self, scalars: Sequence[ScalarState]) -> None:
         """Commits step 0; every leaf must have been initialised."""
-        opened = self.opened
-        opened.mover.drain()
-        self.health.check()
-        opened.chunks.end_step()
-        assert opened.chunks.is_all_written
-        opened.finished = CommitRecord(
-            step=0, scalar_state=tuple(scalars), payload=self.take_payload(0)
-        )
-        opened.publish()
+        self.opened.commit_given(0, scalars)
         self.num_replaced += 1
         self.binding.at = 0
 

@@ -247,7 +247,7 @@ class OpenStore(StoreShape):
         """Begins a step that is given as a whole, until `keep_state`."""
         self._keep(frozenset())  # what was read is of the step before
         self.mover.end_step()
-        self.begin_slot()
+        self._begin_slot()
         self.mover.defer_writes(False)
 
     def _keep(self, staying: frozenset[Subgroup]) -> None:
@@ -351,7 +351,7 @@ class OpenStore(StoreShape):
                 raise stale_state(self, step)
             if self._step is None:
                 if not self.num_uncommitted:
-                    self.begin_slot()
+                    self._begin_slot()
                 if not self._metrics:  # earlier traffic is of `init`, not of a step
                     self._counted = self.meters.snapshot()
                 self.mover.defer_writes(not self._must_commit(step + 1))
@@ -443,7 +443,7 @@ class OpenStore(StoreShape):
             self.chunks.end_step()
             self.finished = record
             if self._must_commit(step):
-                self.publish()
+                self._publish()
             if options.keeps(step):
                 made = save_checkpoint(self.directory, overwrite=True)
                 remove_surplus(self.directory, options.num_kept, made)
@@ -532,7 +532,7 @@ class OpenStore(StoreShape):
                     "and the steps before it are not committed (the store's durability "
                     "is not every step); wait for its state first: store.wait(state)"
                 )
-            self._publish()
+            self._commit()
 
     def join(self) -> None:
         """Blocks until the last step has ended, and its commit if it has one.
@@ -568,7 +568,7 @@ class OpenStore(StoreShape):
                 step = self.finished.step + 1
                 _LOG.warning("step %s is incomplete. %s", step, self._loss_note())
             else:
-                self._publish()
+                self._commit()
 
     def close(self) -> None:
         """Stops the workers and frees their memory; commits nothing."""
@@ -619,20 +619,37 @@ class OpenStore(StoreShape):
         is_due = every is not None and step - self.commit.step >= every
         return is_due or options.keeps(step) or options.exports(step)
 
-    def begin_slot(self) -> None:
+    def _begin_slot(self) -> None:
         """Makes the slot that is written next free of a step."""
         self.directory.unpublish(self.chunks.target)
 
-    def _publish(self) -> None:
+    def commit_given(self, step: int, scalars: Sequence[ScalarState]) -> None:
+        """Commits a step that was given as a whole: the first, or one that is loaded.
+
+        Tasks have written all of it; blocks.
+        """
+        self.mover.drain()
+        self.health.check()
+        self.chunks.end_step()
+        assert self.chunks.is_all_written or not self.is_new
+        payload = self.take_payload(step)
+        self.finished = CommitRecord(
+            step=step, scalar_state=tuple(scalars), payload=payload
+        )
+        self._commit()
+        self.is_new = False
+        self.keep_state()
+
+    def _commit(self) -> None:
         try:
-            self.publish()
+            self._publish()
             if self._step is not None:
-                self.begin_slot()
+                self._begin_slot()
         except BaseException as error:
             self.health.fail(error)
             raise
 
-    def publish(self) -> None:
+    def _publish(self) -> None:
         """Commits the last finished step; writes what was deferred of it."""
         self._flush()
         self.chunks.share_unwritten()
@@ -656,9 +673,6 @@ class OpenStore(StoreShape):
                 act(*arguments)
         self.chunks.end_commit()
         self.commit = self.finished = record
-        if self.is_new:
-            self.is_new = False
-            self.keep_state()
 
     def _put_carried(self, slot: Slot) -> None:
         """Writes what the step carries."""

@@ -24,7 +24,6 @@ from jaxinf.program import StateLayout, key_data, leaf_path, state_keys
 from jaxinf.store import (
     CARRY,
     CarriedArray,
-    CommitRecord,
     ScalarState,
     check_carry,
     dtype_of,
@@ -112,16 +111,7 @@ def load_step(
         opened.mover.drain()
         opened.chunks.forget_step()
         raise
-    opened.chunks.end_step()
-    opened.finished = CommitRecord(
-        step=step, scalar_state=tuple(scalars), payload=opened.take_payload(step)
-    )
-    try:
-        opened.publish()
-    except BaseException as error:
-        opened.health.fail(error)
-        raise
-    opened.keep_state()
+    opened.commit_given(step, scalars)
 
 
 # --- the optax state -----------------------------------------------------------------
