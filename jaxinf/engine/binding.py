@@ -29,11 +29,6 @@ RESTART = (
 )
 """A remedy in several messages."""
 
-_FROM_STORE = (
-    "To go on from the store, open it again: params = store.params(like=params), state "
-    "= tx.init(params)"
-)
-
 
 class ResumeCheck:
     """Binds a run to the open store.
@@ -93,7 +88,7 @@ class ResumeCheck:
         self._close()
         path, step = opened.options.path, opened.commit.step
         if leaf and not step:
-            raise _diverged_at_first(f"{path}: leaf {leaf}")
+            raise diverged_error(f"{path}: leaf {leaf}")
         if leaf:
             raise StoreMismatchError(
                 f"{path}: the state given to update is of step {step}, the params are "
@@ -163,30 +158,15 @@ def same_values(a: Array, b: Array, *, bound: float | np.float32 = 0.0) -> bool:
     return bool(same.all())
 
 
-def diverged_error(
-    name: str, given: Array, held: Array, *, is_first: bool
-) -> DivergedParamsError:
-    """Makes the error for params that differ from the store's master.
-
-    Args:
-      is_first: whether they are given to the first step.
-    """
-    if is_first:
-        return _diverged_at_first(f"leaf {name}")
+def diverged_error(leaf: str, difference: str = "") -> DivergedParamsError:
+    """Makes the error for params that differ from the store's master."""
     return DivergedParamsError(
-        f"leaf {name}: the params given to update are not those the store's master is "
-        f"of (at one place they are {given}, the store's {held}); apply the returned "
-        "updates unchanged (smart_update last in the chain, then "
-        "optax.apply_updates), or take store.params(like=params)"
-    )
-
-
-def _diverged_at_first(where: str) -> DivergedParamsError:
-    return DivergedParamsError(
-        f"{where}: the params given to the first update are not those that init was "
-        "given. Call tx.init with the params that you train, after other weights have "
-        "been put in their place: on a new store, or on this one with smart_update(…, "
-        'on_existing="restart")'
+        f"{leaf}: the params given to update are not those that the store's master is "
+        f"of{difference}; apply the returned updates unchanged (smart_update last in "
+        "the chain, then optax.apply_updates), or take store.params(like=params). In "
+        "the first update, call tx.init with the params that you train, after other "
+        "weights have been put in their place: on a new store, or on this one with "
+        'smart_update(…, on_existing="restart")'
     )
 
 
@@ -197,23 +177,21 @@ def stale_state(opened: "OpenStore", step: int) -> StaleStateError:
     if names:
         remedy = (
             f"That step is kept: open the store with open_store(…, restore={names[0]!r}"
-            f"), which gives up the steps after it. {_FROM_STORE}"
+            "), which gives up the steps after it."
         )
     elif step > at:
-        remedy = (
-            "The store has not come so far: restore your checkpoint of a step that is "
-            f"here. {_FROM_STORE}"
-        )
+        remedy = "It has not come so far: restore your checkpoint of an earlier step."
     else:
         remedy = (
             "Each call of update is a step of the store, also one whose result is "
-            "discarded (jitted.lower(…).compile() compiles without one); give each "
+            "discarded (jitted.lower(…).compile() compiles without one). Give each "
             "call the state that the last one returned, and each model a store of its "
-            f"own (one store per init). {_FROM_STORE}. A step to come back to must be "
-            "kept: call store.checkpoint(state=state) before your program's own save, "
-            f"and open the store with restore=; {RESTART}"
+            "own (one store per init). To come back to a step, call store.checkpoint("
+            "state=state) before your program's own save, and open the store with "
+            f"restore=; {RESTART}."
         )
     return StaleStateError(
         f"{opened.options.path}: the optimizer state given to update is of step {step}"
-        f", the store is at step {at}. {remedy}"
+        f", the store is at step {at}. {remedy} To go on from the store, open it "
+        "again: params = store.params(like=params), state = tx.init(params)"
     )

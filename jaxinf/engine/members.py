@@ -41,29 +41,30 @@ def division_advice(path: Path, count: int) -> str:
 def check_alone(directory: StoreDirectory, group: Group) -> None:
     """Refuses a store that is not of this process's kind, or another member's."""
     held, path = directory.manifest.member, directory.path
-    if held is None:
-        if group.is_alone:
-            return
-        raise StoreMismatchError(
-            f"{path}: expected the member of a run of {group.count} processes, found "
-            "the store of one process; run it in one, or give another path"
+    found = None if held is None else (held.number, held.count)
+    expected = None if group.is_alone else (group.number, group.count)
+    if found == expected:
+        return
+    if found is None:
+        remedy = "run it in one, or give another path"
+    elif expected is None:
+        remedy = (
+            f"start {found[1]} processes, call jax.distributed.initialize before "
+            f"open_store, and open the run's path ({path.parent})"
         )
-    if group.is_alone:
-        raise StoreMismatchError(
-            f"{path}: expected the store of one process, found member {held.number} of "
-            f"a run of {held.count} processes; start these, call "
-            "jax.distributed.initialize before open_store, and open the run's path "
-            f"({path.parent})"
-        )
-    if (held.number, held.count) != (group.number, group.count):
-        advice = ""
-        if held.count != group.count:
-            advice = f", or {division_advice(path.parent, group.count)}"
-        raise StoreMismatchError(
-            f"{path}: expected member {group.number} of {group.count}, found "
-            f"member {held.number} of {held.count}; run with {held.count} processes, "
-            f"each with its number and its directory of before{advice}"
-        )
+    else:
+        remedy = f"run with {found[1]} processes, each with its directory of before"
+        if found[1] != group.count:
+            remedy += f", or {division_advice(path.parent, group.count)}"
+    raise StoreMismatchError(
+        f"{path}: expected {_whose(expected)}, found {_whose(found)}; {remedy}"
+    )
+
+
+def _whose(member: tuple[int, int] | None) -> str:
+    if member is None:
+        return "the store of one process"
+    return f"member {member[0]} of a run of {member[1]} processes"
 
 
 def held_summary(path: Path, group: Group, restore: str | None) -> JsonValue:

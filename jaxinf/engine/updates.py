@@ -54,7 +54,6 @@ class KeptLeaf:
     """A leaf, or a JAX device's shard of it, that a step leaves as it is.
 
     Attributes:
-      leaf: its number.
       origin: index in the leaf of the first element.
       shape: of the leaf or shard.
     """
@@ -303,9 +302,9 @@ class RequestedUpdate:
             if not is_sound and self._is_comparable(layout):
                 for _ in self._stored_pieces(layout):  # damage would explain it
                     pass
-            name = self._opened.name(self._request.leaf)
-            few = given[:3], stored[:3]
-            raise diverged_error(name, *few, is_first=self._step == 1)
+            differ = f" (at one place they are {given[:3]}, the store's {stored[:3]})"
+            leaf = f"leaf {self._opened.name(self._request.leaf)}"
+            raise diverged_error(leaf, differ)
 
     def _check_taken(self, layout: SubgroupLayout, checksum: int) -> None:
         """Checks that the params used equal those that the last step stored.
