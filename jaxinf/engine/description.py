@@ -260,8 +260,7 @@ def check_form(options: StoreOptions, manifest: Manifest) -> None:
             f"{list(manifest.csds) or 'the store itself'}, given were "
             f"{list(given)}; leave csds out when opening an existing store"
         )
-    asked = Formats(wanted)
-    if any(leaf != coded_leaf(leaf, asked) for leaf in manifest.leaves):
+    if _differs(manifest, Formats(wanted)):
         raise StoreMismatchError(
             f"{path}: the store holds its state as {found.state}, asked for "
             f"was state={wanted!r}; leave it out, or make a store of the other kind "
@@ -275,6 +274,11 @@ def check_form(options: StoreOptions, manifest: Manifest) -> None:
         )
 
 
+def _differs(held: Manifest, formats: Formats) -> bool:
+    """Whether a store has other formats; small leaves have none."""
+    return any(leaf != coded_leaf(leaf, formats) for leaf in held.leaves)
+
+
 def check_same(
     directory: StoreDirectory, description: StoreDescription, remedy: str = ""
 ) -> None:
@@ -285,12 +289,12 @@ def check_same(
     """
     held, wanted = directory.manifest, description.contents
     _check_average(directory, description)
-    lines = held.tree_difference(wanted) or held.kernel_difference(wanted)
+    tree = held.tree_difference(wanted)
+    lines = tree or held.kernel_difference(wanted)
     if not lines:
         return
     shown = "\n  ".join(lines[:40])
-    is_newer = dict(held.created_by) != dict(wanted.created_by)
-    if is_newer and not held.tree_difference(wanted):
+    if not tree and dict(held.created_by) != dict(wanted.created_by):
         _LOG.warning(
             "%s: the optimizer's equations differ from those the store was made with; "
             "so do the versions of jax or optax (%s then, %s now). The state has the "
@@ -310,20 +314,17 @@ def check_same(
 
 def _check_average(directory: StoreDirectory, description: StoreDescription) -> None:
     """Refuses a store with another average than is asked for, or none, or one."""
-    path, held = directory.path, directory.manifest
+    held = directory.manifest
     is_asked = AVERAGE in description.contents.state_names
     asked = (description.average or "fp32") if is_asked else "none"
     found = store_formats(held).average or "none"
-    if "none" not in (asked, found):
-        coded = (coded_leaf(leaf, Formats(average="bf16")) for leaf in held.leaves)
-        if not any(leaf.state(AVERAGE).codec for leaf in coded):
-            found = asked  # no leaf is large enough for fewer bits
-    if found != asked and held.leaves:
+    is_other = (found == "none") == is_asked
+    if held.leaves and (is_other or _differs(held, Formats(average=asked))):
         raise StoreMismatchError(
-            f"{path}: expected an average of the params in the form {asked!r}, found "
-            f"{found!r}; give smart_update(…, average=) as the store was made, or load "
-            "its params and state into a new store (store.load), whose average begins "
-            "as a copy of the params"
+            f"{directory.path}: expected an average of the params in the form "
+            f"{asked!r}, found {found!r}; give smart_update(…, average=) as the "
+            "store was made, or load its params and state into a new store "
+            "(store.load), whose average begins as a copy of the params"
         )
 
 
