@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -106,7 +106,7 @@ class _Step:
       kept: elements of what it leaves as it is, by leaf and origin.
       nan_scalars: scalars that are NaN and that it computed with.
       is_finite: whether every gradient so far is.
-      repeats: whether it has read slots before its updates, and the next one will.
+      recalls: whether it has read slots before its updates, as the next one may.
     """
 
     started_s: float
@@ -114,7 +114,7 @@ class _Step:
     kept: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
     nan_scalars: tuple[str, ...] = ()
     is_finite: bool = True
-    repeats: bool = False
+    recalls: bool = False
 
 
 def open_fleet(shape: StoreShape, meters: ByteMeters) -> CsdFleet:
@@ -323,19 +323,17 @@ class OpenStore(StoreShape):
             under_way.is_finite = False
         return finite
 
-    def recall(self, step: int, *requests: SlotRequest, repeats: bool = False) -> None:
+    def recall(self, step: int, *requests: SlotRequest) -> None:
         """Reads slots before the step's first update; blocks until every `out` is full.
 
         Args:
           step: the step of the caller's state.
-          repeats: whether the next step will do the same, so that nothing is to be
-            read ahead for its updates.
 
         Raises:
           StaleStateError, StoreError: as `update`.
         """
         with self._guard:
-            self._begin(step).repeats |= repeats
+            self._begin(step).recalls = True
             tasks = [task for one in requests for task in recall_tasks(self, one)]
         self._run(tasks)
         self.meters.add(link_up_bytes=sum([one.out.nbytes for one in requests]))
@@ -464,29 +462,19 @@ class OpenStore(StoreShape):
             if self._moved is None or not self._moved.issuperset(moved):
                 self._moved = (self._moved or frozenset()).union(moved)
                 self.keep_state()
-            if not self.health.is_closed:
-                # A step that reads slots first would take what was read ahead.
-                self._prefetch({} if ended.repeats else ended.updated)
+            kept = self.mover.end_step()
+            # A step that reads slots first would take what was read ahead.
+            if not (ended.recalls or self.health.is_closed):
+                due = [x for s, x in ended.updated.items() if x.loads and s not in kept]
+                for task in due:
+                    states = [state for state, _ in task.loads]
+                    task.loads = self.chunks.sources(task.piece, states)
+                    task.stores = ()
+                self.mover.prefetch(due)  # in the order in which gradients came
             if options.exports(step):
                 self._exports.run(self.directory, step)
         except BaseException as error:
             self.health.fail(error)
-
-    def _prefetch(
-        self, updated: Mapping[Subgroup, Task], given_up: Collection = ()
-    ) -> None:
-        """Prefetches the next step's states, in the order in which gradients came.
-
-        Args:
-          updated: what the last step has updated.
-          given_up: the subgroups whose updates do not count.
-        """
-        kept = self.mover.end_step(given_up)
-        tasks = [x for s, x in updated.items() if x.loads and s not in kept]
-        for task in tasks:
-            states = [state for state, _ in task.loads]
-            task.loads, task.stores = self.chunks.sources(task.piece, states), ()
-        self.mover.prefetch(tasks)
 
     def abandon(self) -> None:
         """Abandons the step without a commit; it may start over."""
@@ -495,7 +483,7 @@ class OpenStore(StoreShape):
                 self.mover.drain()
                 self._check_undoable(step)
                 self.chunks.forget_step()
-                self._prefetch(step.updated, given_up=step.updated)
+                self.mover.end_step(step.updated)
                 self._step = None
 
     def _check_undoable(self, step: _Step) -> None:

@@ -194,7 +194,7 @@ class KernelInputs:
         array = aligned_array(info.shape, dtype)
         if recalled is not None:
             request = SlotRequest(leaf, recalled[1].name, origin, array)
-            opened.recall(opened.finished.step, request, repeats=True)
+            opened.recall(opened.finished.step, request)
             return array
         if self._reader is None:
             self._reader = StateReader(opened, READER_BYTES)
