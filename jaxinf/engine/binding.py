@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxinf.engine.reading import each_piece
+from jaxinf.engine.reading import each_piece, slot_reader
 from jaxinf.errors import DivergedParamsError, StaleStateError, StoreMismatchError
 from jaxinf.layout import gather
 from jaxinf.store import ChunkRun, StepReader, dtype_of, list_checkpoints
@@ -55,16 +55,10 @@ class ResumeCheck:
         """
         self._close()
         opened = self._opened()
-        commit, directory = opened.commit, opened.directory
-        if step != commit.step:
+        if step != opened.commit.step:
             raise stale_state(opened, step)
-        self._reader = StepReader(
-            directory.step_path(opened.chunks.committed),
-            commit,
-            directory=directory,
-            meters=opened.meters,
-            memory_bytes=opened.options.memory_bytes,
-        )
+        memory_bytes = opened.options.memory_bytes
+        self._reader = slot_reader(opened, opened.chunks.committed, memory_bytes)
 
     def compare(self, leaf: int, params: Array, origin: Sequence[int]) -> None:
         """Compares a leaf, or a shard of it, with the step; blocks. Thread-safe.

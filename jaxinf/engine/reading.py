@@ -50,26 +50,13 @@ class StateReader:
     """
 
     def __init__(self, opened: "OpenStore", memory_bytes: int | None = None) -> None:
-        self._opened = opened
-        chunks, directory, record = opened.chunks, opened.directory, opened.commit
-        slots: list[Slot] = []
+        self._opened, chunks, slots = opened, opened.chunks, list[Slot]()
         if not chunks.is_all_written:
             slots.append(chunks.committed)
         if chunks.has_working:
             slots.append(chunks.target)
-            record = opened.finished.replace(checksums=chunks.checksums())
-        if memory_bytes is None:
-            memory_bytes = opened.options.memory_bytes
-        self._readers = {
-            slot: StepReader(
-                directory.step_path(slot),
-                record,
-                directory=directory,
-                memory_bytes=memory_bytes // len(slots),
-                meters=opened.meters,
-            )
-            for slot in slots
-        }
+        each = (memory_bytes or opened.options.memory_bytes) // len(slots)
+        self._readers = {slot: slot_reader(opened, slot, each) for slot in slots}
 
     def read(self, leaf: int, out: Array, origin: Sequence[int], *states: int) -> None:
         """Reads a box of a leaf's state, or its average; blocks.
@@ -102,6 +89,23 @@ class StateReader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def slot_reader(
+    opened: "OpenStore", slot: Slot, memory_bytes: int = 32 << 20
+) -> StepReader:
+    """Returns a reader of the newest chunks in a slot; blocks at times."""
+    chunks, directory = opened.chunks, opened.directory
+    record = opened.commit
+    if chunks.has_working:
+        record = opened.finished.replace(checksums=chunks.checksums())
+    return StepReader(
+        directory.step_path(slot),
+        record,
+        directory=directory,
+        meters=opened.meters,
+        memory_bytes=memory_bytes,
+    )
 
 
 def read_feedback(

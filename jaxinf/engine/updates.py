@@ -19,6 +19,7 @@ import numpy as np
 from jaxinf.compress import SparseGradient, SparseLeaf
 from jaxinf.csd import Csd, CsdBuffer, Rounding, ScalarInputs, Update, is_idle
 from jaxinf.engine.binding import diverged_error, same_values
+from jaxinf.engine.reading import slot_reader
 from jaxinf.engine.shape import StoreShape, SubgroupLayout
 from jaxinf.errors import (
     DivergedParamsError,
@@ -37,9 +38,7 @@ from jaxinf.program import Kernel
 from jaxinf.store import (
     ERROR_FEEDBACK,
     ChunkRun,
-    CommitRecord,
     ScalarState,
-    StepReader,
     dtype_of,
 )
 from jaxinf.transfer import Task
@@ -334,11 +333,7 @@ class RequestedUpdate:
         """
         opened, subgroup = self._opened, layout.subgroup
         leaf = opened.directory.manifest.leaves[subgroup.leaf]
-        step = opened.directory.step_path(opened.chunks.source(layout, 0))
-        sums = opened.chunks.checksums()
-        newest = CommitRecord(step=0, scalar_state=(), checksums=sums)
-        own = {"directory": opened.directory, "meters": opened.meters}
-        with StepReader(step, newest, **own) as reader:
+        with slot_reader(opened, opened.chunks.source(layout, 0)) as reader:
             yield from reader.stored(leaf, leaf.states[0], subgroup.chunk)
 
 
