@@ -51,7 +51,7 @@ class Trainer:
         self.seconds: list[float] = []
         made = self.params, self.state, batch(arguments, 0)
         own = TrainConfig(clip_norm=arguments.clip_norm)
-        self.compiled: Any = compile_train_step(own, graphdef, tx, "fused", *made)
+        self.compiled: Any = compile_train_step(own, graphdef, tx, *made, is_fused=True)
 
     def turn(self, arguments: argparse.Namespace, first: int, num_steps: int) -> None:
         """Runs steps from batch `first` on; notes the mean without the first one."""

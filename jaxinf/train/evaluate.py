@@ -5,7 +5,6 @@ is a pure function of params, data and seed. A new loss is compared with the los
 existing checkpoint, which each later commit has, so none is replaced by a worse one.
 """
 
-import json
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -44,49 +43,34 @@ class Evaluation(NamedTuple):
     def perplexity(self) -> float:
         return math.exp(min(self.loss, 700.0))
 
-    def line(self, step: int, committed: int) -> str:
-        """Returns a line of `validation.jsonl`.
-
-        Args:
-          committed: number of the commit; less than `step` if batches were skipped.
-        """
-        names = ("loss", "perplexity", "accuracy")
-        means = {name: getattr(self, name) for name in names}
-        return json.dumps({"step": step, "committed": committed, **means})
-
 
 class Best(NamedTuple):
-    """The checkpoint named best; of one that stays, as its loss is not known, -inf."""
+    """The checkpoint named best."""
 
     step: int = -1
     loss: float = math.inf
 
     def payload(self) -> dict[str, Any]:
         """Returns what a commit says of it."""
-        is_known = math.isfinite(self.loss)
-        return {"best": {"step": self.step, "loss": self.loss}} if is_known else {}
+        return {"best": self._asdict()} if self.step >= 0 else {}
 
 
 def best_of(store: Store | None, group: Group) -> Best:
     """Returns the checkpoint named best, with its loss as the last commit has it.
 
-    The commit that the checkpoint itself has cannot say it: an evaluation of the store
-    finds it again. A later commit that does not say it leaves it unknown: the
-    checkpoint stays. Of a step that the run has left, as by a restore, nothing counts
-    any more; nor if processes of the group differ, of which some had replaced theirs
-    when they were killed.
+    None counts of which the commit says nothing: the first evaluation replaces it. Nor
+    does one of a step that the run has left, as by a restore, or if processes of the
+    group differ, of which some had replaced theirs when they were killed.
     """
     if store is None or not store.exists:
         return Best()
     steps = [one.step for one in store.checkpoints() if one.name == BEST]
     said = store.payload.get("best") if isinstance(store.payload, Mapping) else None
     own, said = Best(), said if isinstance(said, Mapping) else {}
-    if steps and said.get("step", steps[0]) == steps[0]:
-        loss = said.get("loss")
-        if isinstance(loss, int | float) and abs(loss) <= sys.float_info.max:
-            own = Best(steps[0], float(loss))
-        elif steps[0] != store.step:
-            own = Best(steps[0], -math.inf)
+    step, loss = said.get("step"), said.get("loss")
+    is_number = isinstance(loss, int | float) and abs(loss) <= sys.float_info.max
+    if is_number and steps == [step]:
+        own = Best(steps[0], float(loss))
     found = group.gather("the best checkpoint", lambda: own)
     return own if {Best(*one) for one in found} == {own} else Best()
 

@@ -12,11 +12,11 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
-import math
 import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import optax
@@ -35,28 +35,10 @@ from jaxinf.train.data.rows import TrainingData
 from jaxinf.train.devices import connect, devices_of
 from jaxinf.train.evaluate import BEST, Best, Evaluation, best_of, evaluator, num_tokens
 from jaxinf.train.loading import load, make_batches
-from jaxinf.train.metrics import (
-    JsonLines,
-    MetricsLog,
-    StepLine,
-    check_tracker,
-    sum_of_processes,
-    tracker,
-)
-from jaxinf.train.modes import (
-    Done,
-    Mode,
-    import_weights,
-    in_memory,
-    near_storage,
-    streamed,
-)
+from jaxinf.train.metrics import JsonLines, MetricsLog, StepLine, sum_of_processes
+from jaxinf.train.modes import Done, import_weights, in_memory, near_storage, streamed
 from jaxinf.train.opening import open_run
-from jaxinf.train.optimizers import (
-    check_optimizer,
-    learning_rates,
-    resolved_settings,
-)
+from jaxinf.train.optimizers import check_optimizer, learning_rates, resolved_settings
 from jaxinf.train.run_file import text_of_run
 from jaxinf.train.signals import stop_number, stop_requests
 from jaxinf.train.timing import StepTimer, rss_bytes
@@ -81,7 +63,6 @@ def train(config: TrainConfig, *, console: Console | None = None) -> int:
     """
     config = check(config)
     check_optimizer(config)
-    check_tracker(config)
     console = console or make_console(soft_wrap=True)
     run_file = text_of_run(config)
     group = Group("train")
@@ -111,8 +92,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> int:
         if run.step < config.steps:
             messages.say_stopped(console, config, run.step)
             return signal_number and 128 + signal_number
-        run.report()
-        return run.end_exports()
+        return run.end()
 
 
 class _TrainingRun:
@@ -132,63 +112,53 @@ class _TrainingRun:
         stack: contextlib.ExitStack,
     ) -> None:
         self._config, self._data, self._batches = config, data, batches
-        self._group, self._console, self._stack = group, console, stack
+        self._group, self._console = group, console
         self._devices, self._idle_bytes = devices_of(config), rss_bytes()
-        self._store = None
+        self._store = store = None
         if config.mode != "memory":
             store = open_run(config, self._devices)
             self._store = stack.enter_context(contextlib.closing(store))
         self._identity = resume.identity_of(config, data)
         resume.check_same(self._identity, group)
-        self.step = self._first_step(self._store)
-        _check_log_dir(config.logs)  # before the store is made
+        self.step = self._first_step(store)
+        _make_logs(config.logs)  # before the store is made
         with console.status("making or reading the store"):
-            self._mode = self._begin(self._store)
+            if store is None:
+                self._mode = in_memory(config)
+            elif config.mode == "stream":
+                first = self._devices.joined(batches[0])
+                self._mode = streamed(config, store, self._devices, first)
+            else:
+                self._mode = near_storage(config, store, self._devices)
         stack.callback(self._mode.close)
-        self._num_updates = self._store.step if self._store else 0
+        self._num_updates = store.step if store else 0
         self._num_kept_updates = -1  # at the last checkpoint
         self._learning_rate = learning_rates(config)
         self._timer = StepTimer(config, self.step)
         stack.callback(self._timer.close)
-        self._best = best_of(self._store, group)
-        self._open_logs(config.logs)
+        self._best = best_of(store, group)
+
+        def opened(log: Any) -> Any:
+            return stack.enter_context(contextlib.closing(log))
+
+        logs = config.logs
+        validation = JsonLines(logs / "validation.jsonl", self.step, first=0)
+        self._validation = opened(validation)
+        self._sums = None  # of several processes, which the first one writes
+        if group.number == 0 and not group.is_alone:
+            self._sums = opened(MetricsLog(logs.parent, self.step))
+        self._metrics = opened(MetricsLog(logs, self.step, self._complete))
 
     def _first_step(self, store: Store | None) -> int:
         if store is None or not store.step:
             return 0
-        own, held = self._identity, store.payload or {}
-        step, changes = resume.resumed(self._config, own, held, self._batches)
+        step, changes = resume.resumed(
+            self._config, self._identity, store.payload, self._batches
+        )
         self._console.print(f"resuming at step {step}")
         for change in changes:
             self._console.print(f"  changed from here on: {change}")
         return step
-
-    def _begin(self, store: Store | None) -> Mode:
-        """Makes the store of a new run, or reads that of one to go on with."""
-        config, devices = self._config, self._devices
-        if store is None:
-            return in_memory(config)
-        if config.mode == "stream":
-            first = devices.joined(self._batches[0])
-            return streamed(config, store, devices, first)
-        return near_storage(config, store, devices)
-
-    def _open_logs(self, logs: Path) -> None:
-        """Opens logs; of several processes the first one also writes their sums."""
-        is_alone, is_first = self._group.is_alone, self._group.number == 0
-        closing, config = contextlib.closing, self._config
-        logs.mkdir(parents=True, exist_ok=True)
-        self._track = self._sums = None
-        if is_first and config.track is not None:
-            place = logs if is_alone else logs.parent
-            self._track = tracker(place, self.step, self._stack)
-        validation = JsonLines(logs / "validation.jsonl", self.step, first=0)
-        self._validation = self._stack.enter_context(closing(validation))
-        metrics = MetricsLog(logs, self.step, self._track if is_alone else None)
-        self._metrics = self._stack.enter_context(closing(metrics))
-        if is_first and not is_alone:
-            sums = MetricsLog(logs.parent, self.step, self._track)
-            self._sums = self._stack.enter_context(closing(sums))
 
     def go(self) -> int:
         """Trains until the last step, or until a signal; returns its number or 0."""
@@ -203,32 +173,26 @@ class _TrainingRun:
             step = self._mode.compile(self._devices.joined(self._batches[0]))
         if config.eval_every and self._best.step < 0:
             self._say_evaluation()
-        elif config.eval_every and self._best.loss == -math.inf:
-            console.print(
-                f"checkpoint {BEST} is of step {self._best.step}, whose loss is not "
-                "known: it stays as it is; for the best from here on, remove it first "
-                f"(jaxinf checkpoint remove {config.store} {BEST})"
-            )
         coming = self._batches.starting_at(Batches.position_of(first))
         with (
             contextlib.closing(coming),
-            messages.Progress(console, config, first) as progress,
-            self._metrics.recording(functools.partial(self._complete, progress)),
+            messages.Progress(console, config, first) as self._progress,
             stop_requests(is_quiet=console.quiet) as requests,
         ):
             while self.step < last:
                 if stopped := stop_number(self._group, self.step + 1, requests):
                     break
-                progress.step(self._one_step(step, next(coming)))
+                self._one_step(step, next(coming))
                 every, is_last = config.checkpoint_every, self.step == last
                 if every and (self.step % every == 0 or is_last):
                     self._keep()
                 every = config.eval_every
                 if every and self.step % every == 0 and not is_last:
                     self._say_evaluation()
+            self._metrics.flush()
         return stopped
 
-    def _one_step(self, step: Callable[[Batch], Done], batch: Batch) -> StepLine:
+    def _one_step(self, step: Callable[[Batch], Done], batch: Batch) -> None:
         number, store = self.step + 1, self._store
         if store is not None:
             payload = resume.payload_of(
@@ -254,14 +218,14 @@ class _TrainingRun:
         self._num_updates += not done.is_skipped
         self._metrics.add(line, done.costs)
         self._timer.ended(number, done.costs)
-        return line
+        self._progress.step(line)
 
-    def _complete(self, progress: messages.Progress, line: StepLine) -> None:
+    def _complete(self, line: StepLine) -> None:
         if not self._group.is_alone:
             total = sum_of_processes(self._group, line)
             if self._sums is not None and total is not None:
                 self._sums.write(total)
-        progress.costs(line)
+        self._progress.costs(line)
 
     def _keep(self) -> None:
         """Keeps a checkpoint, unless all batches since the last one were skipped."""
@@ -279,10 +243,10 @@ class _TrainingRun:
         return evaluator(self._config, self._data, self._mode.function)
 
     def _say_evaluation(self) -> None:
-        text = messages.describe(self._config, self.evaluate())
+        text = messages.describe(self._config, self._evaluate())
         self._console.print(f"step {self.step}: {text}")
 
-    def evaluate(self) -> Evaluation:
+    def _evaluate(self) -> Evaluation:
         """Evaluates the params; once a step it logs that, and keeps the best so far."""
         self._timer.forget()
         params = self._devices.whole(self._mode.params())
@@ -292,11 +256,15 @@ class _TrainingRun:
         else:
             found = Evaluation(*self._group.first("the evaluation", evaluate))
         if self.step > self._validation.last_step:
-            committed = self._num_updates if self._store else 0
-            line = found.line(self.step, committed)
-            self._validation.write(self.step, line)
-            if self._track is not None:
-                self._track(json.loads(line), "held_out/")
+            line = {
+                "step": self.step,
+                # Less than that if batches were skipped.
+                "committed": self._num_updates if self._store else 0,
+                "loss": found.loss,
+                "perplexity": found.perplexity,
+                "accuracy": found.accuracy,
+            }
+            self._validation.write(self.step, json.dumps(line))
         is_offered = self._config.eval_every > 0 and self.step > 0
         if self._store and is_offered and found.loss < self._best.loss:
             self._store.checkpoint(BEST, state=self._mode.state(), overwrite=True)
@@ -304,16 +272,17 @@ class _TrainingRun:
             self._best = Best(self._num_updates, found.loss)
         return found
 
-    def report(self) -> None:
-        """Evaluates a last time; prints that, and what the run has taken."""
-        self._console.print(messages.describe(self._config, self.evaluate()))
-        messages.say_results(self._console, self._config, self._store, self._idle_bytes)
+    # --- the end -------------------------------------------------------------------
 
-    # --- exports -------------------------------------------------------------------
+    def end(self) -> int:
+        """Evaluates a last time, prints what the run has taken, waits for exports.
 
-    def end_exports(self) -> int:
-        """Waits for the last export; returns the exit status."""
+        Returns:
+          The exit status.
+        """
         store, console = self._store, self._console
+        console.print(messages.describe(self._config, self._evaluate()))
+        messages.say_results(console, self._config, store, self._idle_bytes)
         if store is None:
             return 0
         store.wait()  # for the last step, which may be due
@@ -328,15 +297,12 @@ class _TrainingRun:
         return messages.EXPORT_FAILED
 
 
-def _check_log_dir(logs: Path) -> None:
-    is_new = not os.path.lexists(logs)
+def _make_logs(logs: Path) -> None:
     try:
         logs.mkdir(parents=True, exist_ok=True)
         problem = "" if os.access(logs, os.W_OK) else "no access to write"
-        if is_new:
-            logs.rmdir()
     except OSError as error:
-        problem = error.strerror
+        problem = str(error.strerror)
     if problem:
         raise UsageError(
             f"--log-dir {logs}: expected a directory, or a place for one, found: "

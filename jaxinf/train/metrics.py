@@ -5,23 +5,18 @@ was interrupted; a line is written once and never changed.
 
 A step's commit goes on while the next step computes. So its line is complete one step
 later, and is written then. Until then it is kept in `metrics.last.json`, so that a
-killed run loses no line. A step is sent to TensorBoard when its line is complete; a
-resumed run sends what follows.
+killed run loses no line.
 """
 
 import contextlib
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from jaxinf.command_line import UsageError
 from jaxinf.processes import Group
-from jaxinf.train.config import TrainConfig
 from jaxinf.transfer import ByteCounts, translated
 
 Costs: TypeAlias = Callable[[], dict[str, Any]]
@@ -128,16 +123,16 @@ class MetricsLog:
     Args:
       log_dir: the log directory; made if it does not exist.
       step: the last committed step; the file is continued after it.
-      wrote: called with each line that is written, and a prefix of its names.
+      complete: called with each line once its step's costs are known.
     """
 
     def __init__(
         self,
         log_dir: Path,
         step: int,
-        wrote: Callable[[Mapping[str, Any], str], None] | None = None,
+        complete: Callable[[StepLine], None] = lambda line: None,
     ) -> None:
-        self._wrote = wrote
+        self._complete = complete
         self._held: tuple[StepLine, Costs] | None = None
         log_dir.mkdir(parents=True, exist_ok=True)
         self._last, path = log_dir / "metrics.last.json", log_dir / "metrics.jsonl"
@@ -150,33 +145,18 @@ class MetricsLog:
                 self.write(waiting if waiting and is_waiting else StepLine(number))
         self._last.unlink(missing_ok=True)
 
-    @contextlib.contextmanager
-    def recording(self, complete: Callable[[StepLine], None]) -> Iterator[None]:
-        """Completes the last line at the end, if its step is durable.
-
-        Args:
-          complete: called with each line once its step's costs are known.
-        """
-        self._complete = complete
-        try:
-            yield
-        except BaseException:
-            with contextlib.suppress(Exception):  # whose cause is the first
-                self._write_held()
-            raise
-        self._write_held()
-
     def add(self, line: StepLine, costs: Costs) -> None:
         """Takes a step with its results; its commit may still be in flight.
 
         Args:
           costs: returns the traffic; blocks at most until the next step's end.
         """
-        self._write_held()
+        self.flush()
         self._held = line, costs
         self._last.write_text(line.to_json())
 
-    def _write_held(self) -> None:
+    def flush(self) -> None:
+        """Writes the line that is held, once its step is durable."""
         if self._held is not None:
             (line, costs), self._held = self._held, None
             line = line.with_costs(costs())
@@ -187,11 +167,11 @@ class MetricsLog:
     def write(self, line: StepLine) -> None:
         """Writes a line that is complete."""
         self._lines.write(line.step, line.to_json())
-        if self._wrote is not None:
-            self._wrote(dataclasses.asdict(line), "")
 
     def close(self) -> None:
-        """Closes the file; a line still held is written when the run is resumed."""
+        """Closes the file; a line still held is written, if its step is durable."""
+        with contextlib.suppress(Exception):  # whose cause is raised already
+            self.flush()
         self._lines.close()
 
 
@@ -227,42 +207,3 @@ def _waiting_line(path: Path) -> StepLine | None:
     with contextlib.suppress(OSError, ValueError, TypeError):
         return StepLine(**json.loads(path.read_text()))
     return None
-
-
-# --- TensorBoard ---------------------------------------------------------------------
-
-
-def check_tracker(config: TrainConfig) -> None:
-    """Refuses a tracker whose package is missing."""
-    if config.track is not None and find_spec("tensorboardX") is None:
-        raise UsageError(
-            "--track tensorboard: expected the package tensorboardX, found none; "
-            "install it with: pip install 'jaxinf[tensorboard]'"
-        )
-
-
-def tracker(
-    logs: Path, step: int, stack: contextlib.ExitStack
-) -> Callable[[Mapping[str, Any], str], None]:
-    """Returns what sends a line of ``metrics.jsonl``, and a prefix of its names.
-
-    Args:
-      step: the last step that was sent.
-      stack: closes the tracker, which writes all.
-    """
-    from tensorboardX import SummaryWriter
-
-    # Readers leave out what an earlier file has of steps that this one repeats.
-    own = {"purge_step": step + 1, "filename_suffix": f".{step}.{os.getpid()}"}
-    writer = stack.enter_context(SummaryWriter(str(logs), flush_secs=1, **own))
-
-    def send(line: Mapping[str, Any], before: str) -> None:
-        for name, value in line.items():
-            if isinstance(value, Mapping):
-                send({"step": line["step"], **value}, f"{before}{name}/")
-            elif name in ("step", "committed") or not isinstance(value, int | float):
-                continue
-            elif math.isfinite(value):
-                writer.add_scalar(before + name, float(value), line["step"])
-
-    return send

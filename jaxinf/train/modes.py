@@ -11,7 +11,6 @@ Invariant: a step has the same effect in each; `step` says which have the same b
 import contextlib
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -43,20 +42,17 @@ from jaxinf.train.opening import (
     stored_bytes,
 )
 from jaxinf.train.optimizers import behind_clipping, make_clipping, make_optimizer
-from jaxinf.train.step import (
-    Boundaries,
-    compile_train_step,
-    loss_of,
-    weight_of_part,
-)
+from jaxinf.train.step import compile_train_step, loss_of, weight_of_part
 from jaxinf.typing import DeferredArray, PyTree
 
 # Share of the budget for pieces read and traced programs during an import.
 _IMPORT_BYTES, _IMPORT_LEAF_BYTES = 4 << 20, 64 << 10
-_ARGUMENT = re.compile(
-    r'\b(memory(?=_bytes)|device_memory|device_updates)(_bytes)?(?:="?([^",; )]*)"?)?'
-)
-"""An argument of `jaxinf.stream` that is a flag here, and its value."""
+_FLAGS = {  # of arguments of `jaxinf.stream`
+    "device_memory_bytes": "--device-memory",
+    "memory_bytes": "--memory",
+    "device_updates": "--device-updates",
+    "replan=True": "--elastic",
+}
 
 
 class Done(NamedTuple):
@@ -133,11 +129,11 @@ def near_storage(config: TrainConfig, store: Store, devices: Devices) -> Mode:
     def costs(state: Any) -> Costs:
         return functools.partial(costs_of, store, int(state.step), drive_bytes)
 
-    # With clipping, updates wait for all gradients in any case, so a separate jit
-    # costs almost nothing. Compression needs finished gradients, too.
-    needs_all = config.clip_norm or config.compress
     return _with_params(
-        *(config, tx, params, state, "halves" if needs_all else "fused"),
+        *(config, tx, params, state),
+        # With clipping, updates wait for all gradients in any case, so a program of
+        # their own costs almost nothing. Compression needs finished gradients, too.
+        is_fused=not (config.clip_norm or config.compress),
         num_skipped=lambda state: int(state.skipped_steps),
         costs=costs,
         average=lambda params, state: store.params(params, average=True, state=state),
@@ -195,8 +191,8 @@ def _with_params(
     tx: optax.GradientTransformation,
     params: PyTree,
     state: Any,
-    boundaries: Boundaries,
     *,
+    is_fused: bool = False,
     num_skipped: Callable[[Any], int],
     average: Callable[[PyTree, Any], PyTree],
     costs: Callable[[Any], Costs] = lambda state: lambda: NO_TRAFFIC,
@@ -212,7 +208,9 @@ def _with_params(
 
     def compile(batch: Batch) -> Callable[[Batch], Done]:
         (graphdef, _), example = config.abstract, (params, state, batch)
-        train_step = compile_train_step(config, graphdef, tx, boundaries, *example)
+        train_step = compile_train_step(
+            config, graphdef, tx, *example, is_fused=is_fused
+        )
 
         def step(batch: Batch) -> Done:
             nonlocal params, state, skipped
@@ -259,7 +257,7 @@ def in_memory(config: TrainConfig) -> Mode:
     params = held_params(first_params(config))
     state = jax.jit(tx.init)(params)
     return _with_params(
-        *(config, tx, params, state, "split"),
+        *(config, tx, params, state),
         num_skipped=num_skipped,
         average=_schedule_free_average,
     )
@@ -410,8 +408,7 @@ def named_flags() -> Iterator[None]:
     try:
         yield
     except StreamError as error:
-        text = _ARGUMENT.sub(
-            lambda found: f"--{found[1].replace('_', '-')} {found[3] or ''}".rstrip(),
-            str(error),
-        ).replace("replan=True", "--elastic")
+        text = str(error)
+        for argument, flag in _FLAGS.items():
+            text = text.replace(argument, flag)
         raise StreamError(text) from error

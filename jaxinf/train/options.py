@@ -283,12 +283,6 @@ class Options:
     # named best, one more copy of the state.
     eval_every: int = 0
 
-    # Also write the numbers of steps and evaluations for TensorBoard, into the log
-    # directory.
-    track: Annotated[Literal["tensorboard"] | None, _shown("{tensorboard}", "none")] = (
-        None
-    )
-
     # Record what each thread, drive and JAX device does in three early steps, by
     # jax.profiler in LOG_DIR/trace; ui.perfetto.dev opens the perfetto_trace.json.gz
     # there.

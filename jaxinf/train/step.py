@@ -1,21 +1,20 @@
-"""The training step, divided into one, two or three jits.
+"""The training step, in one program or in three.
 
     fused    [loss, gradients, update, params + update]
-    halves   [loss, gradients] [update, params + update]
     split    [loss, gradients] [update] [params + update]
 
-XLA contracts and reorders operations within a jit. A norm that is computed beside the
-backward pass sums in another order than a norm of finished gradients, and in memory
+XLA contracts and reorders operations within a program. A norm that is computed beside
+the backward pass sums in another order than a norm of finished gradients, and in memory
 ``params + rate * u`` becomes one fused multiply-add. Every claim about bits refers to
 ``split``. Near storage `u` comes from a callback, and XLA fuses nothing across it. So
-``halves`` has the bits of ``split`` there, and so has ``fused`` if the optimizer does
-not reduce the gradients.
+``fused`` has the bits of ``split`` there, if the optimizer does not reduce the
+gradients.
 
-Invariant: all divisions compute the same, up to rounding.
+Invariant: both compute the same, up to rounding.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +25,6 @@ from jaxinf.train.config import TrainConfig
 from jaxinf.train.freezing import Frozen, trained, without_gradients
 from jaxinf.train.lora import model_of
 from jaxinf.typing import PyTree
-
-Boundaries: TypeAlias = Literal["fused", "halves", "split"]
 
 TrainStep: TypeAlias = Callable[..., tuple[PyTree, Any, tuple[jax.Array, Any]]]
 """``(params, state, batch) -> (params, state, (loss, norm))``; donates the first two.
@@ -97,8 +94,8 @@ def compile_train_step(
     config: TrainConfig,
     graphdef: Any,
     tx: optax.GradientTransformation,
-    boundaries: Boundaries,
     *example: Any,
+    is_fused: bool = False,
 ) -> TrainStep:
     """Compiles the step of a run.
 
@@ -109,42 +106,32 @@ def compile_train_step(
     params, state, batch = example
     value_and_gradients = gradients_of(config, graphdef)
 
-    def change(gradients: PyTree, state: Any, params: PyTree) -> Any:
+    def update(gradients: PyTree, state: Any, params: PyTree) -> Any:
         norm = _norm(gradients, is_clipped=config.clip_norm > 0)
         return *tx.update(gradients, state, params), norm
 
-    def update(gradients: PyTree, state: Any, params: PyTree) -> Any:
-        updates, state, norm = change(gradients, state, params)
-        return updated(params, updates), state, norm
-
     def step(params: PyTree, state: Any, batch: Any) -> Any:
         value, gradients = value_and_gradients(params, batch)
-        params, state, norm = update(gradients, state, params)
-        return params, state, (value, norm)
+        updates, state, norm = update(gradients, state, params)
+        return updated(params, updates), state, (value, norm)
 
-    if boundaries == "fused":
+    if is_fused:
         return _compile(step, example, donated=(0, 1), results=(params, state, None))
     _, gradients = jax.eval_shape(value_and_gradients, params, batch)
     own = _beside(gradients, params)
     first = _compile(value_and_gradients, (params, batch), results=(None, own))
     inputs = _sharded_like(gradients, own), state, params
-    if boundaries == "halves":
-        results = (params, state, None)
-        second = _compile(update, inputs, donated=(1, 2), results=results)
-    else:
-        apart = _compile(change, inputs, donated=(0, 1), results=(own, state, None))
-        updates, _ = jax.eval_shape(tx.update, *inputs)
-        added = params, _sharded_like(updates, own)
-        add = _compile(updated, added, donated=(0,), results=params)
-
-        def second(gradients: PyTree, state: Any, params: PyTree) -> Any:
-            updates, state, norm = apart(gradients, state, params)
-            return add(params, updates), state, norm
+    # A callback's results have memory of their own.
+    donated = (0, 1) if config.mode == "memory" else (1,)
+    second = _compile(update, inputs, donated=donated, results=(own, state, None))
+    updates, _ = jax.eval_shape(tx.update, *inputs)
+    given = params, _sharded_like(updates, own)
+    third = _compile(updated, given, donated=(0,), results=params)
 
     def run(params: PyTree, state: Any, batch: Any) -> Any:
         value, gradients = first(params, batch)
-        params, state, norm = second(gradients, state, params)
-        return params, state, (value, norm)
+        updates, state, norm = second(gradients, state, params)
+        return third(params, updates), state, (value, norm)
 
     return run
 

@@ -191,9 +191,7 @@ class Task:
         key = config.compress, config.learning_rate, config.steps
         if key not in self._steps:
             made = (params, state, batches[0])
-            self._steps[key] = compile_train_step(
-                config, self._graphdef, tx, "halves", *made
-            )
+            self._steps[key] = compile_train_step(config, self._graphdef, tx, *made)
         coming = batches.starting_at(batches.position_of(0))
         for _ in range(config.steps):
             params, state, _ = self._steps[key](params, state, next(coming))
