@@ -236,6 +236,7 @@ class OpenStore(StoreShape):
             self.memory_bytes = granted
             if not self.is_new:
                 self.keep_state()
+                self.mover.end_step()  # drops what was prefetched
         self.fleet.limit_memory(granted)
         return granted
 

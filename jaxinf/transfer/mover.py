@@ -27,6 +27,7 @@ from jaxinf.transfer.tasks import (
     TaskGroup,
     Unit,
     Write,
+    idle,
 )
 
 _LOG = logging.getLogger("jaxinf")
@@ -92,7 +93,7 @@ class Mover:
         """Submits tasks and blocks until all have computed; they are written later.
 
         The tasks may be of several leaves. After the return, or an exception, no
-        `compute` of these tasks runs any more, so the caller may free their arrays.
+        `compute` of these tasks runs any more, and none refers to the caller's arrays.
 
         Raises:
           BaseException: the first error of any task, the same object every time.
@@ -116,6 +117,9 @@ class Mover:
             self._failure.fail(error)
             self._await_running(group)
             raise
+        finally:
+            for task in tasks:  # a piece that stays in memory has its last task
+                task.compute = idle
         self._check_done(not group.num_waiting)
 
     def compute_elsewhere(self, num_tasks: int) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,25 @@ def test_close_and_a_refused_opening_leave_nothing(drive, place):
     after = resources()
     assert after[:2] == before[:2] == others[:2]
     assert after[2] - before[2] < 20  # mappings that malloc makes
+
+
+@pytest.mark.parametrize("memory_bytes", [None, 1 << 18], ids=["stays", "passes"])
+def test_an_update_leaves_nothing_of_its_caller_alive(drive, memory_bytes):
+    """A cycle of references would keep a step's gradients until garbage is looked for.
+
+    Nor does state that stays in memory refer to the arrays of its last update.
+    """
+    options = {} if memory_bytes is None else {"memory_bytes": memory_bytes}
+    driver = drive(**options).init().steps(1)
+    gc.disable()
+    try:
+        part = driver.part(0)
+        driver.opened.update(driver.at, part)
+        arrays = [weakref.ref(part.gradient), weakref.ref(part.out)]
+        del part
+        assert [array() for array in arrays] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_threads_that_cannot_be_started(drive, monkeypatch):

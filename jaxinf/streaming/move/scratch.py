@@ -308,7 +308,9 @@ class Spill:
         self.written_bytes += place_bytes(parts)
 
     def read(self, *, removes: bool = False) -> Iterator[tuple[Piece, Array]]:
-        """Yields all gradients, in the order in which they came; reads ahead.
+        """Yields all gradients, in the order in which they came.
+
+        What is read ahead has as much memory as the largest of them.
 
         Args:
           removes: Whether to drop each, so that it is read for the last time.
@@ -316,8 +318,7 @@ class Spill:
         keys = [*self._held]
         to_read = deque(key for key in keys if key in self._places)
         sizes = {key: place_bytes(self._places[key]) for key in to_read}
-        # One is read while another is used.
-        room_bytes = 2 * max(sizes.values(), default=0)
+        room_bytes = max(sizes.values(), default=0)
         begun: deque[tuple[Array, Set[ScratchRun]]] = deque()
         for key in keys:
             while to_read and sizes[to_read[0]] <= room_bytes:

@@ -264,8 +264,10 @@ class StoreSink:
     def _update_deferred(self, spill: Spill, check: Callable[[], None]) -> list[str]:
         """Runs the other passes; returns leaves that refuse the step.
 
-        Writes over an uncommitted step are not interrupted.
+        What gradients are read into had the params before. Writes over an uncommitted
+        step are not interrupted.
         """
+        self._params.free_idle()
         num_passes = self.updates.passes.num_passes
         for _ in range(2, num_passes):
             self.inputs.advance()
