@@ -56,7 +56,7 @@ train: $(if $(wildcard $(VENV)/installed),$(VENV)/installed,$(VENV)/package)  ##
 	$(BIN)/python -m jaxinf.train --store runs/quickstart/store \
 	  --log-dir runs/quickstart --steps $(or $(STEPS),380)
 
-big: $(VENV)/installed  ## GPT-2 XL under a limit of 2.75 GiB: trained, killed, resumed (44 GB)
+big: $(VENV)/installed  ## GPT-2 XL under a limit of 2 GiB: trained, killed, resumed (44 GB)
 	$(BIN)/python scripts/big.py --store runs/big
 
 # Workers wait for drives and other processes a quarter of the time.

@@ -32,10 +32,9 @@ from jaxinf.terminal import format_bytes
 
 # Two slots of params, mu and nu, and the gradients that wait for the norm.
 BYTES_A_PARAM = 2 * 12 + 4
-# Memory beside `--memory`: Python, JAX, the traced model, its programs, and arrays that
-# JAX still refers to when their memory is given back. GPT-2 XL wants a `--memory` of
-# 1,276 MiB: no part of its table of 307 MiB moves alone.
-OWN_BYTES = 1536 << 20
+# Memory beside `--memory`: Python, JAX, the traced model and its programs. GPT-2 XL
+# wants a `--memory` of 1,276 MiB: no part of its table of 307 MiB moves alone.
+OWN_BYTES = 768 << 20
 CHECKED_STEPS = 5
 TOLERANCE = 1e-4
 # RLIMIT_DATA counts stacks and arenas that nobody touches, too.
@@ -61,7 +60,7 @@ class Options:
     store: Path
     preset: str = "xl"
     small: str = "nano"
-    limit: Annotated[int, ByteSize] = 2816 << 20
+    limit: Annotated[int, ByteSize] = 2 << 30
     steps: int = 4
     kill_after: int = 2
     kill_delay_s: float = 10.0
