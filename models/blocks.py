@@ -14,7 +14,6 @@ from flax import nnx
 from .layers import (
     Key,
     ModelConfig,
-    Past,
     Remat,
     attention_mask,
     dropout,
@@ -81,20 +80,14 @@ def causal_attention(
     *,
     bias: jax.Array | None = None,
     mask: jax.Array | None = None,
-    past: Past | None = None,
     window: int | None = None,
 ) -> jax.Array:
     """Attention to the tokens up to each one, [batch, seq, features]; softmax in fp32.
 
     Args:
       q, k, v: [batch, seq, heads, features of a head].
-      past: the tokens before, if these follow others; it gets these.
       window: most tokens that a token sees, with itself; None for all.
     """
-    if past is not None:
-        seen = past.extend(k, v, window)
-        mixed = jax.nn.dot_product_attention(q, past.keys, past.values, bias, mask=seen)
-        return join_heads(mixed)
     local = (window - 1, 0) if window else None
     mixed = jax.nn.dot_product_attention(
         q, k, v, bias, mask, is_causal=True, local_window_size=local
@@ -197,17 +190,9 @@ class Decoder(LanguageModel):
         return [getattr(self, f"h{i}") for i in range(self.config.num_layers)]
 
     def _embed(
-        self,
-        tokens: jax.Array,
-        segments: jax.Array | None,
-        key: Key,
-        past: Past | None = None,
+        self, tokens: jax.Array, segments: jax.Array | None, key: Key
     ) -> tuple[jax.Array, Key, dict[str, Any]]:
-        """Returns the first layer's input, the layers' key, and what they all take.
-
-        Args:
-          past: the first layer's, if the tokens follow others.
-        """
+        """Returns the first layer's input, the layers' key, and what they all take."""
         raise NotImplementedError
 
     def hidden(
@@ -233,17 +218,6 @@ class Decoder(LanguageModel):
         x, key, shared = self._embed(tokens, segments, key)
         mask = attention_mask(segments, segments)
         x = run_blocks(self.blocks, x, key=key, remat=remat, mask=mask, **shared)
-        return self.ln_f(x)
-
-    def continued(self, tokens: jax.Array, pasts: Sequence[Past]) -> jax.Array:
-        """`hidden` of tokens that follow others, whose keys and values are known.
-
-        Args:
-          tokens: int [batch, seq].
-          pasts: for each layer, the tokens before; it gets these.
-        """
-        x, _, shared = self._embed(tokens, None, None, pasts[0])
-        x = run_blocks(self.blocks, x, key=None, remat=None, pasts=pasts, **shared)
         return self.ln_f(x)
 
     def __call__(

@@ -20,7 +20,6 @@ from .blocks import MLP, Decoder, FusedAttention
 from .layers import (
     Key,
     ModelConfig,
-    Past,
     dropout,
     embedding,
     layer_norm,
@@ -97,14 +96,9 @@ class Bloom(Decoder):
         self.add_blocks((layer_norm, Attention, MLP), rngs=rngs)
 
     def _embed(
-        self,
-        tokens: jax.Array,
-        segments: jax.Array | None,
-        key: Key,
-        past: Past | None = None,
+        self, tokens: jax.Array, segments: jax.Array | None, key: Key
     ) -> tuple[jax.Array, Key, dict[str, Any]]:
         key_0, key = split_key(key, 2)
         x = self.ln_0(look_up(self.config, self.wte, tokens))
         x = dropout(x, self.config.dropout, key_0)
-        length = tokens.shape[-1] if past is None else past.keys.shape[1]
-        return x, key, {"bias": alibi(self.config.num_heads, length)}
+        return x, key, {"bias": alibi(self.config.num_heads, tokens.shape[-1])}

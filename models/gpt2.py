@@ -16,7 +16,6 @@ from .blocks import MLP, Decoder, FusedAttention
 from .layers import (
     Key,
     ModelConfig,
-    Past,
     check_length,
     dropout,
     embedding,
@@ -66,18 +65,11 @@ class GPT2(Decoder):
         self.add_blocks((layer_norm, FusedAttention, MLP), rngs=rngs)
 
     def _embed(
-        self,
-        tokens: jax.Array,
-        segments: jax.Array | None,
-        key: Key,
-        past: Past | None = None,
+        self, tokens: jax.Array, segments: jax.Array | None, key: Key
     ) -> tuple[jax.Array, Key, dict[str, Any]]:
         seq = tokens.shape[-1]
         key_0, key = split_key(key, 2)
         x = look_up(self.config, self.wte, tokens)
-        if past is not None:
-            rows = jax.lax.dynamic_slice_in_dim(self.wpe[...], past.filled, seq)
-            return x + rows.astype(self.config.dtype), key, {}
         check_length("GPT2.embed", seq, self.config.num_positions)
         if segments is None:
             x = x + self.wpe[...][:seq].astype(self.config.dtype)

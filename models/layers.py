@@ -188,41 +188,6 @@ def positions_in(segments: jax.Array) -> jax.Array:
     return number - jax.lax.cummax(jnp.where(is_first, number, 0), axis=1)
 
 
-class Past:
-    """Keys and values of the tokens before, in one layer: a call appends its own.
-
-    Attributes:
-      keys, values: [batch, length, heads, features of a head].
-      filled: int32 scalar, number of tokens before this call.
-    """
-
-    def __init__(self, keys: jax.Array, values: jax.Array, filled: jax.Array) -> None:
-        self.keys, self.values, self.filled = keys, values, filled
-
-    def extend(
-        self, keys: jax.Array, values: jax.Array, window: int | None = None
-    ) -> jax.Array:
-        """Appends keys and values of new tokens; there must be room.
-
-        Args:
-          keys, values: [batch, new tokens, heads, features of a head].
-          window: most tokens that a token sees, with itself; None for all.
-
-        Returns:
-          Which keys each new token sees: bool [1, 1, new tokens, length].
-        """
-        self.keys, self.values = (
-            jax.lax.dynamic_update_slice_in_dim(held, new, self.filled, axis=1)
-            for held, new in ((self.keys, keys), (self.values, values))
-        )
-        own = self.filled + jnp.arange(keys.shape[1])[:, None]
-        others = jnp.arange(self.keys.shape[1])[None]
-        seen = others <= own
-        if window:
-            seen &= others > own - window
-        return seen[None, None]
-
-
 def check_length(where: str, seq: int, num_positions: int) -> None:
     """Raises ValueError for a sequence that is longer than a model's positions."""
     if seq > num_positions:
@@ -251,7 +216,6 @@ def run_blocks(
     *,
     key: Key,
     remat: Remat,
-    pasts: Sequence[Past] | None = None,
     **shared: Any,
 ) -> jax.Array:
     """Applies layers one after another, each with a dropout key of its own.
@@ -261,16 +225,10 @@ def run_blocks(
       x: input of the first layer.
       key: key of the dropout; None for no dropout.
       remat: wrapper of each layer's function.
-      pasts: for each layer, the tokens before; it gets those of `x`.
       **shared: further arguments of every layer, arrays or None: they are traced, once
         for equal layers, which change no state.
     """
-    keys = split_key(key, len(blocks))
-    if pasts is not None:
-        for block, past in zip(blocks, pasts, strict=True):
-            x = block(x, past=past, **shared)
-        return x
-    for block, own in zip(blocks, keys, strict=True):
+    for block, own in zip(blocks, split_key(key, len(blocks)), strict=True):
         graphdef, state = nnx.split(block)
         call = functools.partial(_apply, graphdef)
         x = (call if remat is None else remat(call))(state, x, own, shared)

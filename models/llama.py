@@ -20,7 +20,6 @@ from .blocks import Decoder, causal_attention
 from .layers import (
     Key,
     ModelConfig,
-    Past,
     check_length,
     embedding,
     linear,
@@ -231,21 +230,14 @@ class Llama(Decoder):
         self.add_blocks((rms_norm, Attention, MLP), rngs=rngs)
 
     def _embed(
-        self,
-        tokens: jax.Array,
-        segments: jax.Array | None,
-        key: Key,
-        past: Past | None = None,
+        self, tokens: jax.Array, segments: jax.Array | None, key: Key
     ) -> tuple[jax.Array, Key, dict[str, Any]]:
         seq = tokens.shape[-1]
         if segments is not None:
             positions = positions_in(segments)
         else:
             positions = jnp.arange(seq)[None]
-        if past is not None:
-            positions = past.filled + positions
-        else:
-            check_length("Llama.hidden", seq, self.config.num_positions)
+        check_length("Llama.hidden", seq, self.config.num_positions)
         x = look_up(self.config, self.wte, tokens)
         angles = positions[..., None] * rope_frequencies(self.config)
         return x, key, {"angles": angles}

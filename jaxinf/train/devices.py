@@ -138,8 +138,6 @@ def connect(launch: str) -> None:
             f"--distributed {launch!r}: expected HOST:PORT of process 0, the number of "
             "processes and that of this one, such as 10.0.0.1:1234,4,0"
         )
-    began_s = time.monotonic()
-    where = address or "the coordinator that the environment names"
     try:
         if launch:
             num_processes, number = map(int, numbers)
@@ -149,14 +147,11 @@ def connect(launch: str) -> None:
         else:
             jax.distributed.initialize()
     except (OSError, RuntimeError, ValueError) as error:
-        expected = "a coordinator that all processes reach"
-        if isinstance(error, OSError):
-            expected = "process 0 to listen there"
         raise UsageError(
-            f"--distributed: {where}: expected {expected}, found after "
-            f"{time.monotonic() - began_s:.0f} s: {str(error).splitlines()[0]}; "
-            "process 0 is the coordinator. Start it, and give --distributed "
-            "HOST:PORT,N,I with its host's name as the others reach it"
+            f"--distributed {launch}: expected a coordinator that all processes reach, "
+            f"found: {str(error).splitlines()[0]}; process 0 is the coordinator. Start "
+            "it, and give --distributed HOST:PORT,N,I with its host's name as the "
+            "others reach it"
         ) from error
 
 

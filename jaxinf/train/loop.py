@@ -147,7 +147,7 @@ class _TrainingRun:
         self._sums = None  # of several processes, which the first one writes
         if group.number == 0 and not group.is_alone:
             self._sums = opened(MetricsLog(logs.parent, self.step))
-        self._metrics = opened(MetricsLog(logs, self.step, self._complete))
+        self._metrics = opened(MetricsLog(logs, self.step, self._add_up))
 
     def _first_step(self, store: Store | None) -> int:
         if store is None or not store.step:
@@ -174,15 +174,15 @@ class _TrainingRun:
         if config.eval_every and self._best.step < 0:
             self._say_evaluation()
         coming = self._batches.starting_at(Batches.position_of(first))
+        progress = messages.Progress(console, config, first)
         with (
             contextlib.closing(coming),
-            messages.Progress(console, config, first) as self._progress,
             stop_requests(is_quiet=console.quiet) as requests,
         ):
             while self.step < last:
                 if stopped := stop_number(self._group, self.step + 1, requests):
                     break
-                self._one_step(step, next(coming))
+                progress.step(self._one_step(step, next(coming)))
                 every, is_last = config.checkpoint_every, self.step == last
                 if every and (self.step % every == 0 or is_last):
                     self._keep()
@@ -192,7 +192,7 @@ class _TrainingRun:
             self._metrics.flush()
         return stopped
 
-    def _one_step(self, step: Callable[[Batch], Done], batch: Batch) -> None:
+    def _one_step(self, step: Callable[[Batch], Done], batch: Batch) -> StepLine:
         number, store = self.step + 1, self._store
         if store is not None:
             payload = resume.payload_of(
@@ -218,14 +218,13 @@ class _TrainingRun:
         self._num_updates += not done.is_skipped
         self._metrics.add(line, done.costs)
         self._timer.ended(number, done.costs)
-        self._progress.step(line)
+        return line
 
-    def _complete(self, line: StepLine) -> None:
+    def _add_up(self, line: StepLine) -> None:
         if not self._group.is_alone:
             total = sum_of_processes(self._group, line)
             if self._sums is not None and total is not None:
                 self._sums.write(total)
-        self._progress.costs(line)
 
     def _keep(self) -> None:
         """Keeps a checkpoint, unless all batches since the last one were skipped."""

@@ -110,29 +110,19 @@ def parse_lora(text: str) -> Lora:
 
 
 def check_lora(lora: Lora, params: PyTree, model: str) -> None:
-    """Refuses a pattern that matches no matrix, and a rank above a matrix's own.
+    """Refuses a pattern that matches no matrix.
 
     Raises:
-      UsageError: names the pattern or the rank, and matrices that there are.
+      UsageError: names the pattern, and matrices that there are.
     """
-
-    def matrices(lora: Lora) -> dict[str, Any]:
-        paths = zip(names_of(params), jax.tree.leaves(params), strict=True)
-        return {name: leaf for name, leaf in paths if lora.takes(name, leaf)}
-
-    found = matrices(lora)
-    if not found:
-        known = shown_names([*matrices(Lora(lora.rank, ("*",)))])
+    named = [*zip(names_of(params), jax.tree.leaves(params), strict=True)]
+    if not any(lora.takes(*one) for one in named):
+        every = Lora(lora.rank, ("*",))
+        known = shown_names([name for name, leaf in named if every.takes(name, leaf)])
         raise UsageError(
             f"--lora {lora.rank}:{','.join(lora.patterns)}: expected a pattern of "
             f"matrices of {model}, found none that it matches; there are {known}"
         )
-    for name, leaf in found.items():
-        if lora.rank > min(leaf.shape):
-            raise UsageError(
-                f"--lora {lora.rank}: expected a rank of at most {min(leaf.shape)}, "
-                f"that of {name}, got {lora.rank}"
-            )
 
 
 def with_new(lora: Lora, params: PyTree, seed: int) -> PyTree:

@@ -18,7 +18,6 @@ from pathlib import Path
 import jax
 from jaxinf_models import num_params
 from rich.console import Console
-from rich.status import Status
 
 from jaxinf.engine import Store
 from jaxinf.terminal import format_bytes, printable
@@ -38,13 +37,27 @@ EXPORT_FAILED = 3
 """The exit status of a complete run."""
 
 _NUM_FIRST = 2  # steps that read and compile anew
-_PLAIN_INTERVAL_S = 5.0
+_INTERVAL_S = 5.0  # between lines of progress
 
 
 def say_config(console: Console, config: TrainConfig, data: TrainingData) -> None:
     """Describes the run in a few lines."""
-    source = "Python's standard library" if not config.data else " ".join(config.data)
+    source = " ".join(config.data) or "Python's standard library"
     batch, num_rows = f"{config.batch_size} images", len(data.train)
+    about = ""
+    if data.tokenizer is not None:
+        unit = "bytes" if data.tokenizer.name == "bytes" else "tokens"
+        batch = f"{config.batch_size} x {config.seq_len} {unit}"
+        about = f", {unit} by {data.tokenizer.name}" if config.source else ""
+    epochs = config.steps * config.batch_size / num_rows
+    decay, num_warmup = weight_decay(config), num_warmup_steps(config)
+    rate = f"{config.optimizer}, learning rate {peak_learning_rate(config):g}, "
+    rate += f"{config.schedule} after {num_warmup} steps of warm-up"
+    rate += "" if decay is None else f", weight decay {decay:g}"
+    if config.source is not None and config.learning_rate is None:
+        rate += " (defaults for fine-tuning)"
+    if num_warmup > config.steps / 10:
+        rate += "; the warm-up is more than a tenth of the run"
     rows = [
         (
             "model",
@@ -52,21 +65,16 @@ def say_config(console: Console, config: TrainConfig, data: TrainingData) -> Non
             f"{config.param_dtype}, computed in {config.dtype}",
         ),
         ("task", config.task_name),
-        ("data", f"{source}: {data.description}"),
+        ("data", f"{source}: {data.description}{about}"),
         *(("", note) for note in data.notes),
+        *([("example", data.example)] if data.example else []),
+        (
+            "steps",
+            f"{config.steps} of {batch}, seed {config.seed}: {epochs:.3g} epochs of "
+            f"{num_rows:,} rows",
+        ),
+        ("rate", rate),
     ]
-    if data.tokenizer is not None:
-        unit = "bytes" if data.tokenizer.name == "bytes" else "tokens"
-        batch = f"{config.batch_size} x {config.seq_len} {unit}"
-        if config.source is not None:
-            rows.append(("", f"tokens by {data.tokenizer.name}"))
-        rows.append(("example", data.example))
-    epochs = config.steps * config.batch_size / num_rows
-    steps = f"{config.steps} of {batch}, seed {config.seed}: {epochs:.3g} epochs of "
-    rows += [("steps", f"{steps}{num_rows:,} rows"), ("rate", _rate_line(config))]
-    if (send := config.compression) is not None:
-        share = f"{100 * send.ratio:g} % of the gradients' bytes"
-        rows.append(("send", f"{send.describe()}: {share}"))
     if config.frozen:
         params = config.abstract[1]
         own, num = (
@@ -80,20 +88,6 @@ def say_config(console: Console, config: TrainConfig, data: TrainingData) -> Non
     console.print("\n".join(f"{name:7} {printable(text)}" for name, text in rows))
 
 
-def _rate_line(config: TrainConfig) -> str:
-    """Describes the optimizer; says that fine-tuning has other defaults."""
-    decay, num_warmup = weight_decay(config), num_warmup_steps(config)
-    line = f"{config.optimizer}, learning rate {peak_learning_rate(config):g}, "
-    line += f"{config.schedule} after {num_warmup} steps of warm-up"
-    if decay is not None:
-        line += f", weight decay {decay:g}"
-    if config.source is not None and config.learning_rate is None:
-        line += " (defaults for fine-tuning)"
-    if num_warmup > config.steps / 10:
-        line += "; the warm-up is more than a tenth of the run"
-    return line
-
-
 def say_results(
     console: Console, config: TrainConfig, store: Store | None, idle_bytes: int
 ) -> None:
@@ -103,17 +97,9 @@ def say_results(
       idle_bytes: resident memory of the process before it had the run's params.
     """
     said, logs = [], config.logs / "metrics.jsonl"
-    lines = [line for line in read_lines(logs) if line["step_s"]]
-    if lines := lines[_NUM_FIRST:] or lines:
-        step_s = statistics.median(line["step_s"] for line in lines)
-        said.append(f"time    {step_s:.3g} s a step (median)")
-        moved = [
-            statistics.fmean(line[f"drive_{way}_bytes"] or 0 for line in lines)
-            for way in ("read", "write")
-        ]
-        if any(moved):
-            read, written = (format_bytes(round(num_bytes)) for num_bytes in moved)
-            said.append(f"drives  {read} read and {written} written a step (mean)")
+    steps_s = [line["step_s"] for line in read_lines(logs) if line["step_s"]]
+    if steps_s := steps_s[_NUM_FIRST:] or steps_s:
+        said.append(f"time    {statistics.median(steps_s):.3g} s a step (median)")
     # As --memory means it: beside the process itself.
     taken = format_bytes(max(0, peak_rss_bytes() - idle_bytes))
     if config.mode == "stream" and config.memory is not None:
@@ -170,45 +156,30 @@ def saying_compilation(console: Console) -> Iterator[None]:
     console.print(f"ready after {time.monotonic() - began_s:.1f} s")
 
 
-class Progress(contextlib.ExitStack):
-    """Shows each step when it is done; a live line ends with its context.
+class Progress:
+    """Says how far the run is, every few seconds.
 
     Args:
       first: number of steps done before.
     """
 
     def __init__(self, console: Console, config: TrainConfig, first: int) -> None:
-        super().__init__()
         self._console, self._first, self._last = console, first, config.steps
         self._unit = "images" if config.takes_images else "tokens"
         self._started_s = self._shown_s = time.monotonic()
-        self._drive = ""
-        self._live: Status | None = None
-        if console.is_terminal and not console.is_dumb_terminal:
-            self._live = self.enter_context(console.status(""))
-
-    def costs(self, line: StepLine) -> None:
-        """Adds the traffic of a committed step."""
-        if line.step_s and line.drive_read_bytes and line.drive_write_bytes:
-            read = line.drive_read_bytes / line.step_s / 1e9
-            written = line.drive_write_bytes / line.step_s / 1e9
-            self._drive = f"  drive {read:.2f} GB/s read {written:.2f} written"
 
     def step(self, line: StepLine) -> None:
-        """Adds a step; shows it at once on a terminal, otherwise every few seconds."""
+        """Adds a step that is done."""
         now_s, num_done = time.monotonic(), line.step - self._first
+        is_end = num_done == 1 or line.step == self._last
+        if not is_end and now_s - self._shown_s < _INTERVAL_S:
+            return
+        self._shown_s = now_s
         left_s = (now_s - self._started_s) / num_done * (self._last - line.step)
         left = str(timedelta(seconds=round(left_s))).removeprefix("0:")
         rate = (line.tokens or 0) / (line.step_s or 1)
         speed = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
-        text = (
+        self._console.print(
             f"step {line.step}/{self._last}  {left} left  loss {line.loss:.3f}  "
             f"{speed} {self._unit}/s  memory {format_bytes(line.rss_bytes or 0)}"
-            f"{self._drive}"
         )
-        if self._live is not None:
-            self._live.update(text)
-        is_end = line.step in (self._first + 1, self._last)
-        if is_end or (now_s - self._shown_s >= _PLAIN_INTERVAL_S and not self._live):
-            self._shown_s = now_s
-            self._console.print(text)

@@ -7,7 +7,6 @@ constant rate that is made longer keeps its steps.
 
 import ast
 import dataclasses
-import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -54,30 +53,6 @@ _STABLE_SHARE = 0.8
 _FINE_TUNING_SHARE = 0.1
 _FINE_TUNING_DECAY = 0.0
 _FINE_TUNING_WARMUP_STEPS = 30  # 3 % of the default number of steps
-
-
-@functools.cache
-def optax_optimizers() -> Mapping[str, Callable[..., optax.GradientTransformation]]:
-    """Returns the optimizers of optax, then of ``optax.contrib``, by name.
-
-    An optimizer is a function whose first argument is a learning rate; functions that
-    only scale by one are parts of optimizers.
-    """
-    found = {}
-    for namespace in (optax.contrib, optax):
-        for name, value in vars(namespace).items():
-            if name.startswith(("_", "scale_by_")) or inspect.isclass(value):
-                continue
-            if callable(value) and _first_parameter(value) in _RATES:
-                found[name] = value
-    return dict(sorted(found.items()))
-
-
-def _first_parameter(function: Callable[..., Any]) -> str:
-    try:
-        return next(iter(inspect.signature(function).parameters), "")
-    except ValueError:  # built in
-        return ""
 
 
 def check_optimizer(config: TrainConfig) -> None:
@@ -169,12 +144,20 @@ def behind_clipping(
 
 
 def _find(name: str) -> Callable[..., optax.GradientTransformation]:
-    known = optax_optimizers()
-    if name in known:
-        return known[name]
+    """Returns a function of optax, whose first argument is a learning rate.
+
+    Functions that only scale by one are parts of optimizers.
+    """
+    for namespace in (optax, optax.contrib):
+        found = vars(namespace).get(name) if name.islower() else None
+        if not callable(found) or name.startswith("scale_by_"):
+            continue
+        if next(iter(inspect.signature(found).parameters), "") in _RATES:
+            return found
+    known = {*dir(optax), *dir(optax.contrib)}
     raise UsageError(
         f"--optimizer: expected an optimizer of optax or optax.contrib, got {name!r}; "
-        f"{did_you_mean(name, known) or 'known are ' + ', '.join(known)}"
+        f"{did_you_mean(name, known) or 'docs/optimizers.md names them'}"
     )
 
 

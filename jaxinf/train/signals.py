@@ -15,7 +15,6 @@ from typing import Any
 from jaxinf.processes import Group
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_SHOW_CURSOR = "\x1b[?25h"
 
 
 @contextlib.contextmanager
@@ -37,7 +36,7 @@ def stop_requests(*, is_quiet: bool) -> Iterator[list[int]]:
         for one in _SIGNALS:
             signal.signal(one, signal.SIG_DFL)
         text = f"{signal.Signals(number).name}: finishing this step; once more ends at "
-        text += f"once\n{_SHOW_CURSOR if os.isatty(1) else ''}"
+        text += "once\n"
         with contextlib.suppress(OSError):
             # A handler may interrupt a print, so it cannot use the same stream.
             if not is_quiet:

@@ -88,7 +88,6 @@ USAGE = (
     ("--freeze wte h7/*", "--freeze h7/*: expected a patt"),
     ("--freeze *", "--freeze *: expected patterns that leave"),
     ("--lora 2:w*", "none that it matches; there are 'h0/a"),
-    ("--lora 17", "--lora 17: expected a rank of at most 16"),
     ("--lora 0", "--lora '0': expected a rank from 1 on"),
     ("--lora 2,alpha=0", "--lora '2,alpha=0': expected"),
     ("--policy offload", "--policy offload: --mode update do"),
