@@ -38,7 +38,6 @@ from jaxinf.store import (
     StoreLock,
     check_never_committed,
     check_space,
-    check_unclaimed,
     claim_csds,
     create_store,
     discard_store,
@@ -133,11 +132,9 @@ def open_place(engine: "Engine") -> OpenStore | None:
     """
     options, group, path = engine.options, engine.group, engine.options.path
     _check_place(path)
-    if not is_there(path):
-        check_unclaimed(path, options.csds)
-        if group.is_alone:
-            _check_restorable(engine)
-            return None
+    if not is_there(path) and group.is_alone:
+        _check_restorable(engine)
+        return None
 
     def hold() -> JsonValue:
         if not is_there(path):

@@ -103,12 +103,7 @@ from jaxinf.store.members import (
     save_whole,
     to_step,
 )
-from jaxinf.store.owners import (
-    check_unclaimed,
-    claim_csds,
-    look_at_store,
-    read_owned,
-)
+from jaxinf.store.owners import claim_csds, look_at_store, read_owned
 from jaxinf.store.reader import (
     ChunkRun,
     Damage,

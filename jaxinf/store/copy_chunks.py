@@ -31,6 +31,7 @@ from jaxinf.store.reader import (
     over,
 )
 from jaxinf.transfer import (
+    BufferPool,
     check_holds,
     crc32c,
     crc32c_combine,
@@ -157,7 +158,8 @@ def make_steps(
             for name, group in arrays.items():
                 _regrid(reader, leaves[next(iter(group.values())).one.number], group)
                 for number, new in group.items():
-                    checksum = file_checksum(new.target, new.one.num_bytes)
+                    size, pool = new.one.num_bytes, BufferPool(PIECE_BYTES)
+                    checksum = file_checksum(new.target, size, pool)
                     sums[name][number] = checksum
         if place != "b":
             records[place] = step.commit.replace(checksums=sums)

@@ -85,7 +85,7 @@ class StoreDirectory:
         self.manifest = manifest
         self.lock = lock
         self._replace_lock = threading.Lock()
-        self._files: dict[tuple[str, int, int, str], Path] = {}
+        self._files: dict[tuple[str, int, int, str], tuple[Path, int]] = {}
 
     @classmethod
     def open(cls, path: Path) -> "StoreDirectory":
@@ -161,10 +161,17 @@ class StoreDirectory:
         return ChunkFile(leaf, record, record.state(state), chunk)
 
     def chunk_file(self, place: str, leaf: int, chunk: int, state: str) -> Path:
-        """Returns a chunk's real file, on its CSD; every step asks for the slots'."""
+        """Returns a chunk's real file, on its CSD."""
+        return self._known_file(place, leaf, chunk, state)[0]
+
+    def _known_file(
+        self, place: str, leaf: int, chunk: int, state: str
+    ) -> tuple[Path, int]:
+        """Returns a chunk's file and its length; every step asks for those of slots."""
         key = place, leaf, chunk, state
         if (known := self._files.get(key)) is None:
-            known = self.file_of(place, self.held_chunk(leaf, chunk, state))
+            one = self.held_chunk(leaf, chunk, state)
+            known = self.file_of(place, one), one.file_bytes
             if place in SLOTS:
                 self._files[key] = known
         return known
@@ -312,19 +319,19 @@ class StoreDirectory:
           keeps: whether a new file gets the old one's content; otherwise the caller
             must write the whole chunk.
         """
-        file = self.chunk_file(place, leaf, chunk, state)
-        one = self.held_chunk(leaf, chunk, state)
+        file, num_bytes = self._known_file(place, leaf, chunk, state)
         with self._replace_lock:
             status = _status(file)
             if status.st_nlink > 1:
+                one = self.held_chunk(leaf, chunk, state)
                 with self._replacement(one.csd, file) as temporary:
                     if keeps:
                         shutil.copyfile(file, temporary, follow_symlinks=False)
                     else:
                         allocate(temporary, one)
-            elif status.st_size != one.file_bytes:
+            elif status.st_size != num_bytes:
                 with translated("allocation", file):
-                    os.truncate(file, one.file_bytes)
+                    os.truncate(file, num_bytes)
         return file
 
     def link_chunk(

@@ -11,7 +11,6 @@ import fcntl
 import json
 import os
 import socket
-import stat
 import sys
 import threading
 from collections.abc import Iterator
@@ -22,8 +21,8 @@ import msgspec
 from msgspec import Meta
 
 from jaxinf.documents import DocumentError, decode
-from jaxinf.errors import StoreError, StoreFormatError, StoreIOError, StoreLockedError
-from jaxinf.transfer import read_beneath, store_error, translated
+from jaxinf.errors import StoreError, StoreFormatError, StoreLockedError
+from jaxinf.transfer import check_regular, read_beneath, store_error, translated
 
 
 class Holder(msgspec.Struct, frozen=True):
@@ -39,7 +38,6 @@ _NUM_ATTEMPTS = 1000
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _IS_TAKEN = {errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES}
-_NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 
 # Held while a descriptor is opened and noted, or closed, so that no fork comes between.
 _GUARD = threading.RLock()
@@ -57,24 +55,29 @@ class LockFile:
 
     Raises:
       BlockingIOError: another opening holds the lock, and `waits` is False.
-      StoreFormatError: the path is not a regular file; it was left unchanged.
-      StoreIOError, StoreSpaceError: it cannot be opened, or the file system has no
-        locks, or the drive failed.
+      StoreIOError, StoreSpaceError: it cannot be opened, is not a regular file, or the
+        file system has no locks.
     """
 
     def __init__(self, path: Path, *, waits: bool = True) -> None:
         self.path = path
+        how = fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB
         for _ in range(_NUM_ATTEMPTS):
-            _check_regular(path)
             with _GUARD:
                 with translated("locking", path):
                     self.fd = os.open(path, _FLAGS, 0o644)
                 _OPEN.add(self)
             try:
                 self._status = os.fstat(self.fd)
-                self._lock(waits=waits)
+                check_regular(path, self._status)
+                fcntl.flock(self.fd, how)
                 if self.is_in_place():
                     return
+            except OSError as error:
+                self.close()
+                if error.errno in _IS_TAKEN:
+                    raise BlockingIOError(*error.args) from error
+                raise store_error("locking", path, error) from error
             except BaseException:
                 self.close()
                 raise
@@ -85,20 +88,6 @@ class LockFile:
             "time, or the file system does not tell files apart: use a store on a "
             "local file system"
         )
-
-    def _lock(self, *, waits: bool) -> None:
-        try:
-            fcntl.flock(self.fd, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
-        except OSError as error:
-            if error.errno in _IS_TAKEN:
-                raise BlockingIOError(*error.args) from error
-            if error.errno not in _NO_LOCKS:
-                raise store_error("locking", self.path, error) from error
-            raise StoreIOError(
-                f"{self.path}: expected a file system with locks (flock), found one "
-                f"without: {error.strerror}; put the store on a local file system, or "
-                "mount this one with locks"
-            ) from error
 
     def is_in_place(self) -> bool:
         """Whether the lock's name still leads to this file; one system call."""
@@ -119,20 +108,6 @@ class LockFile:
                     fcntl.flock(self.fd, fcntl.LOCK_UN)
                 os.close(self.fd)
                 self.fd = -1
-
-
-def _check_regular(path: Path) -> None:
-    """Refuses other files before they are opened: opening a device may have effects."""
-    try:
-        mode = os.lstat(path).st_mode
-    except FileNotFoundError:
-        return
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a directory fails to open
-        raise StoreFormatError(
-            f"{path}: expected a store's lock, a file, found "
-            f"{'a symlink' if stat.S_ISLNK(mode) else 'something else'}; jaxinf made "
-            "no such thing: find out who did, and remove it"
-        )
 
 
 @contextlib.contextmanager

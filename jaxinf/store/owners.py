@@ -8,10 +8,8 @@ manifest's claim to a CSD is accepted if a note of this user beside the chunks a
 The directories of an opened store's layout are no links.
 """
 
-import contextlib
 import os
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -151,22 +149,16 @@ def make_csds(directory: StoreDirectory) -> None:
 
 def check_places(directory: StoreDirectory) -> None:
     """Refuses CSD roots that no store may have."""
-    own = os.path.realpath(directory.path)
+    own = directory.path.resolve()
     for csd, root in enumerate(directory.manifest.csds):
-        why, way = "", [root, *map(str, Path(root).parents)]
-        if not os.path.isabs(root) or "\0" in root:
-            why = "which is no absolute path"
-        else:
-            way += map(os.path.realpath, [*way])
-            if any(_is_below(place, "/proc") for place in way):
-                why = "below /proc"
-            elif any(_is_below(place, own) for place in way):
-                why = "inside the store"
-        if why:
-            raise StoreFormatError(
-                f"{directory.path}: expected CSD {csd} on a drive of its own, found it "
-                f"at {root}, {why}; give another root"
-            )
+        way = [Path(root), *Path(root).parents]
+        way += [place.resolve() for place in way]
+        for folder in (own, Path("/proc")):
+            if any(place.is_relative_to(folder) for place in way):
+                raise StoreFormatError(
+                    f"{directory.path}: expected CSD {csd} on a drive of its own, "
+                    f"found it at {root}, which is below {folder}; give another root"
+                )
 
 
 def _check_present(directory: StoreDirectory, csd: int) -> None:
@@ -177,29 +169,6 @@ def _check_present(directory: StoreDirectory, csd: int) -> None:
             f"(directory {folder.name}), which is not there; mount the drive, or "
             "restore the directory"
         )
-
-
-def check_unclaimed(path: Path, roots: Sequence[Path]) -> None:
-    """Refuses to begin a run at a path of which CSDs hold a run's chunks already.
-
-    Args:
-      path: a path without a store; the drive that it was on may not be mounted.
-      roots: CSD roots that the user has named.
-
-    Raises:
-      StoreFormatError: names the path and the chunks.
-    """
-    for folder in (found for root in roots for found in sorted(root.glob("jaxinf-*"))):
-        owner = None
-        with contextlib.suppress(OSError, StoreError, DocumentError):
-            owner = _read_note(folder)
-        if owner == str(path.resolve()):
-            raise StoreFormatError(
-                f"{path}: expected the store whose chunks are in {folder}, found "
-                "none there; mount its drive, or restore the directory. If you "
-                "moved that store, open it once where it is now, which renews its "
-                "note; to begin anew, choose another path or another csd root"
-            )
 
 
 def _owner(directory: StoreDirectory, csd: int, *, unmade: bool) -> str | None:
@@ -239,10 +208,6 @@ def _read_note(folder: Path) -> str:
         if user != os.geteuid():
             raise StoreIOError(f"it belongs to the user of id {user}")
         return decode(file.read(_NOTE_BYTES), _Owner).store
-
-
-def _is_below(path: str, folder: str) -> bool:
-    return path == folder or path.startswith(folder.rstrip("/") + "/")
 
 
 def _is_here(directory: StoreDirectory, owner: str) -> bool:

@@ -112,29 +112,23 @@ def stored_pieces(
     check: Callable[[int], object],
     *,
     piece_bytes: int = PIECE_BYTES,
-    meters: ByteMeters | None = None,
-    drive: str | None = None,
-    what: str = "",
     target: Array | None = None,
+    meters: ByteMeters | None = None,
+    **spanned: str,
 ) -> Iterator[Array]:
-    """Yields the first bytes of a file, piece by piece; blocks.
+    """Yields the first bytes of a file as uint8, piece by piece; blocks.
+
+    A piece is valid until the next is requested.
 
     Args:
-      name: a chunk's file below it, to which no link leads.
-      pool: pool with room for one buffer of a piece.
+      name: a chunk's file below the root, to which no link leads.
+      pool: has room for one buffer of a piece.
       check: called with the CRC-32C of all bytes before the last piece is yielded;
         raises if it is wrong.
       piece_bytes: length of a piece, a multiple of the page.
-      drive: the drive that is busy meanwhile.
-      target: uint8, of all these bytes, for those pieces that it can have in place:
-        where it starts on a page, all of whole pages.
-
-    Yields:
-      uint8 arrays, each valid until the next is requested; views of `target` for what
-      is in place.
-
-    Raises:
-      StoreIOError: the file is missing or too short, or the drive failed.
+      target: uint8, of all these bytes, of which pieces are views that can be read
+        there: where it starts on a page, all of whole pages.
+      spanned: labels of the reads' spans.
     """
     check_holds(root, name, num_bytes)
     file, sums = root / name, []
@@ -146,7 +140,7 @@ def stored_pieces(
             array = buffer.array
             if target is not None and length % PAGE_BYTES == 0:
                 array = target[offset : offset + length]
-            with span("read", what, drive=drive, num_bytes=length):
+            with span("read", num_bytes=length, **spanned):
                 read_into(file, array, offset, length, meters=meters)
             sums.append((crc32c(array[:length]), length))
             if offset + length == num_bytes:
@@ -154,17 +148,9 @@ def stored_pieces(
             yield array[:length]
 
 
-def file_checksum(file: Path, num_bytes: int, pool: BufferPool | None = None) -> int:
-    """Returns the CRC-32C of a chunk file's first bytes; blocks until they are read.
-
-    Args:
-      pool: pool with room for one buffer of at most 4 MiB; made by default.
-
-    Raises:
-      StoreIOError: the file is missing or too short, or the drive failed.
-    """
+def file_checksum(file: Path, num_bytes: int, pool: BufferPool) -> int:
+    """Returns the CRC-32C of a chunk file's first bytes; blocks until they are read."""
     found = [0]  # the checksum of no bytes
-    pool = BufferPool(PIECE_BYTES) if pool is None else pool
     for _ in stored_pieces(file.parent, file.name, num_bytes, pool, found.append):
         pass
     return found[-1]

@@ -190,13 +190,11 @@ def test_a_root_of_another_users(original, run):
     assert run("checkpoint", "remove", original.path, "kept").status == 1
 
 
-@pytest.mark.parametrize("place", ["/proc/self/cwd", "link", "inside", "relative"])
-def test_roots_that_are_never_believed(tmp_path, monkeypatch, place):
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.parametrize("place", ["/proc/self/cwd", "link", "inside"])
+def test_roots_that_are_never_believed(tmp_path, place):
     path = tmp_path / "store"
     (path / "inside").mkdir(parents=True)
     (tmp_path / "to-proc").symlink_to("/proc/self")
-    (tmp_path / "relative").mkdir()
     roots = {"inside": path / "inside", "link": tmp_path / "to-proc/cwd"}
     states = (jaxinf.store.StateRecord("params", "float32"),)
     leaves, root = {("w",): ((4096,), (1,))}, str(roots.get(place, place))

@@ -66,15 +66,6 @@ def test_a_copy_makes_missing_files_of_the_spare_slot_again(place, jaxinf_says, 
     assert jaxinf_says("verify", new)[0] == 0
 
 
-def test_an_emptied_store_beside_its_drives_is_refused(place):
-    (place / "drive").mkdir()
-    go_on(place / "store", 2, csds=[place / "drive"])
-    shutil.rmtree(place / "store")
-    (place / "store").mkdir()
-    with pytest.raises(jaxinf.JaxinfError, match=r"store.*drive"):
-        go_on(place / "store", csds=[place / "drive"])
-
-
 @pytest.mark.parametrize("name", ["mu.w/zarr.json", "zarr.json", "_METADATA"])
 def test_an_import_checks_every_object_of_an_export(place, jaxinf_says, name):
     go_on(place / "store", 2)
