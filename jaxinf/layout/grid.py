@@ -70,27 +70,20 @@ class LeafGrid:
         object.__setattr__(self, "shape", tuple(map(operator.index, self.shape)))
         chunk_shape = tuple(map(operator.index, self.chunk_shape))
         object.__setattr__(self, "chunk_shape", chunk_shape)
-        where = f"chunk grid of a leaf of shape {self.shape}"
+        where = f"chunk grid of a leaf of shape {self.shape}: chunk shape {chunk_shape}"
         if len(self.shape) != len(chunk_shape):
             raise ValueError(
-                f"{where}: chunk shape {chunk_shape} has {len(chunk_shape)} lengths, "
-                f"expected {len(self.shape)}; give one chunk length a dimension"
+                f"{where} has {len(chunk_shape)} lengths; give one for each"
             )
         if min(self.shape, default=0) < 0 or min(chunk_shape, default=1) < 1:
-            raise ValueError(
-                f"{where}: expected lengths of at least 0 and chunk lengths of at "
-                f"least 1, found chunk shape {chunk_shape}"
-            )
-        self._check_prefix(where)
-
-    def _check_prefix(self, where: str) -> None:
-        partial = next((d for d, c in enumerate(self.chunk_shape) if c > 1), 0)
+            raise ValueError(f"{where}: expected lengths >= 0, and of a chunk >= 1")
+        partial = next((d for d, c in enumerate(chunk_shape) if c > 1), 0)
         for dim in range(partial + 1, len(self.shape)):
-            if self.shape[dim] % self.chunk_shape[dim]:
+            if self.shape[dim] % chunk_shape[dim]:
                 raise ValueError(
-                    f"{where}: chunk shape {self.chunk_shape} pads dimension {dim} "
-                    "between real elements, expected padding at the end of a file "
-                    f"only; take a chunk length that divides {self.shape[dim]}"
+                    f"{where} pads dimension {dim} between real elements, expected "
+                    "padding at the end of a file only; take a chunk length that "
+                    f"divides {self.shape[dim]}"
                 )
 
     @property

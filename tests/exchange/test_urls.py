@@ -156,6 +156,10 @@ DAMAGES = {
         lambda f: edit(f / "export.json", lambda d: d.update(format_version=2)),
         "use a newer jaxinf",
     ),
+    "a document of other tools": (
+        lambda f: (f / "_METADATA").write_text("garbage"),
+        r"_METADATA: expected \d+ bytes",
+    ),
     "another record": (
         lambda f: (f / "commit.json").write_bytes(b"{}"),
         r"commit\.json: expected",

@@ -78,9 +78,9 @@ def test_scalar_and_empty_leaves():
 @pytest.mark.parametrize(
     ("shape", "chunk_shape", "message"),
     [
-        ((4, 4), (4,), "has 1 lengths, expected 2"),
-        ((4,), (0,), "chunk lengths of at least 1"),
-        ((-1,), (4,), "lengths of at least 0"),
+        ((4, 4), (4,), "has 1 lengths"),
+        ((4,), (0,), "and of a chunk >= 1"),
+        ((-1,), (4,), "lengths >= 0"),
         ((4, 5), (2, 4), "pads dimension 1 between real elements"),
         ((5, 5), (8, 8), "pads dimension 1 between real elements"),
     ],
