@@ -166,12 +166,15 @@ def all_members(path: Path) -> list[StoreDirectory]:
 
 
 @contextlib.contextmanager
-def hold_members(path: Path, *, moves: bool = True) -> Iterator[list[StoreDirectory]]:
+def hold_members(
+    path: Path, *, needs_common: bool = True
+) -> Iterator[list[StoreDirectory]]:
     """Makes this process the only writer of all members while the context lasts.
 
+    Members at different steps go to the common one, as at the start of their run.
+
     Args:
-      moves: whether members at different steps go to the common one, as at the start
-        of their run; otherwise they do if there is one.
+      needs_common: whether members without a common step are refused.
 
     Yields:
       The stores, read under their locks; notes on their CSDs name them as the owners.
@@ -200,18 +203,18 @@ def hold_members(path: Path, *, moves: bool = True) -> Iterator[list[StoreDirect
             claim_csds(directory)
             members.append(directory)
         if not is_alone:
-            _to_common_step(path, members, needs_one=moves)
+            _to_common_step(path, members, needs_common=needs_common)
         yield members
 
 
 def _to_common_step(
-    path: Path, members: Sequence[StoreDirectory], *, needs_one: bool
+    path: Path, members: Sequence[StoreDirectory], *, needs_common: bool
 ) -> None:
     held = [held_steps(one) for one in members]
     try:
         to_step(members, agreed_step(held))
     except LookupError:
-        if needs_one:
+        if needs_common:
             pairs = zip(members, held, strict=True)
             listed = ", ".join(f"{one.path.name}: {steps}" for one, steps in pairs)
             raise ProcessError(
@@ -331,7 +334,7 @@ def restore_whole(
       StoreSpaceError: the drives have too little room.
       StoreLockedError, ProcessError: as `hold_members`.
     """
-    with hold_members(path, moves=not discard_current) as members:
+    with hold_members(path, needs_common=not discard_current) as members:
         check_of_one(members, name)
         for one in members if not discard_current else ():
             _check_kept(path, name, one)
