@@ -18,20 +18,16 @@ _MODELS = {
 }
 KINDS = {
     "bpe": ("bpe", "{a}", {"eos_token": "</s>", "pad_token": "<pad>"}),
-    "bpe-begin": ("bpe", "<s> {a}", {"bos_token": "<s>", "eos_token": "</s>"}),
     "bpe-begin-end": (
         *("bpe", "<s> {a} </s>"),
         {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"},
     ),
-    "bpe-pad-is-end": ("bpe", "{a}", {"eos_token": "</s>", "pad_token": "</s>"}),
     "bpe-end-is-pad": ("bpe", "{a} </s>", {"eos_token": "</s>", "pad_token": "</s>"}),
     "bpe-without-end": ("bpe", "{a}", {}),
     "wordpiece": (
         *("wordpiece", "<s> {a} </s>"),
         {"cls_token": "<s>", "sep_token": "</s>", "pad_token": "<pad>"},
     ),
-    "wordpiece-plain": ("wordpiece", "{a}", {"eos_token": "</s>"}),
-    "unigram-end": ("unigram", "{a} </s>", {"eos_token": "</s>", "pad_token": "<pad>"}),
     "unigram-begin": ("unigram", "<s> {a}", {"bos_token": "<s>", "eos_token": "</s>"}),
 }
 """Model, form of a text, and names of special tokens."""

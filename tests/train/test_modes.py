@@ -34,23 +34,6 @@ def test_update_has_the_bits_of_memory_and_resumes(run, losses, tmp_path):
     assert all("error_feedback" in leaf["states"][-1] for leaf in manifest["leaves"])
 
 
-@pytest.mark.long
-@pytest.mark.optimized
-def test_a_streamed_run_goes_on_with_one_that_was_not(run, losses, lines, tmp_path):
-    compress = ("--compress", "top_k:0.1", "--clip-norm", 0)
-    store = ("--store", tmp_path / "store", *compress)
-    assert run(*store, "--steps", 3) == 0
-    assert run(*store, *STREAM, "--steps", 6) == 0
-    assert run(*store, "--steps", 7) == 0
-    memory = ("--mode", "memory", "--log-dir", tmp_path / "log", *compress)
-    assert run(*memory, "--steps", 7) == 0
-    expected = pytest.approx(dict(losses(tmp_path / "log")), rel=1e-4)
-    assert dict(losses(tmp_path / "store-log")) == expected
-    found = lines(tmp_path / "store-log")
-    (down,) = {line["link_down_bytes"] for line in found}  # with the params
-    assert down < 1.2 * found[0]["link_up_bytes"]
-
-
 # --- averages -----------------------------------------------------------------------
 
 
@@ -111,23 +94,6 @@ def test_a_schedule_free_run_is_evaluated_by_its_average(run, tmp_path, monkeypa
 
 
 # --- exports ------------------------------------------------------------------------
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("mode", ["update", "stream"])
-def test_exported_steps_go_on_as_the_run_did(run, losses, tmp_path, capsys, mode):
-    words = ("--store", tmp_path / "store", "--mode", mode, *MEMORY)
-    export = ("--checkpoint-every", 3, "--export-to", f"file://{tmp_path}/out/")
-    assert run(*words, *export, "--steps", 4) == 0
-    assert f"step 3: exported to file://{tmp_path}/out/3\n" in capsys.readouterr().out
-    assert not [*(tmp_path / "store/snapshots").iterdir()]
-    made = tmp_path / "made"
-    assert main(["store", "copy", f"file://{tmp_path}/out/3", str(made)]) == 0
-    words = ("--mode", mode, *MEMORY, "--steps", 6)
-    assert run(*words, "--store", tmp_path / "store") == 0
-    assert run(*words, "--store", made) == 0
-    found = [losses(tmp_path / f"{name}-log")[-2:] for name in ("store", "made")]
-    assert found[0] == found[1]
 
 
 def test_a_failed_export_is_in_the_exit_status(run, tmp_path, capsys, caplog):

@@ -95,14 +95,6 @@ def test_gradients_of_parts_are_those_of_the_whole():
     assert len(jax.tree.leaves(parts)) < len(jax.tree.leaves((0, params)))
 
 
-@pytest.mark.long
-def test_micro_batches_are_the_same_in_update_and_in_memory(run, losses, tmp_path):
-    words = ("--micro-batches", 2, "--steps", 5)
-    assert run("--store", tmp_path / "store", *words) == 0
-    assert run("--mode", "memory", "--log-dir", tmp_path / "memory", *words) == 0
-    assert losses(tmp_path / "store-log") == losses(tmp_path / "memory")
-
-
 @pytest.mark.parametrize(
     ("optimizer", "words", "expected"),
     [
@@ -142,8 +134,9 @@ needs_compiled = pytest.mark.skipif(
     [
         ("--optimizer", "adamw"),
         ("--optimizer", "sgd", "--learning-rate", "0.1", "--clip-norm", 0),
+        ("--micro-batches", 2),
     ],
-    ids=["adamw", "sgd"],
+    ids=["adamw", "sgd", "parts"],
 )
 def test_losses_are_the_split_references_to_the_bit(words, run, losses, tmp_path):
     words = (*words, "--steps", 20, "--schedule", "cosine", "--warmup-steps", 5)

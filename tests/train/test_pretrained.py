@@ -79,7 +79,7 @@ def test_training_begins_with_the_weights_and_resumes(place, text, losses, capsy
     start, store = ("--from", place / "hf"), ("--store", place / "s")
     assert train(*start, *store, "--steps", 0) == 0
     assert train(*start, *store, *data, "--steps", 2) == 0
-    assert train(*store, *data, "--steps", 3) == 0  # it is the store's model
+    assert train(*start, *store, *data, "--steps", 3) == 0
     in_memory = ("--mode", "memory", "--log-dir", place / "m")
     assert train(*start, *data, *in_memory, "--steps", 3) == 0
     assert losses(place / "s-log") == losses(place / "m")

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -43,18 +42,6 @@ def test_resume_of_another_programs_store_is_refused(run, tmp_path, capsys):
     (slot / "commit.json").write_bytes(seal(record | {"payload": None}))
     assert run("--store", tmp_path / "store", "--steps", 3) == 1
     assert "another program made it" in capsys.readouterr().err
-
-
-@pytest.mark.long
-def test_locked_store(run, tmp_path, capsys, monkeypatch):
-    assert run("--store", tmp_path / "store", "--steps", 1) == 0
-    with jaxinf.open_store(tmp_path / "store"):
-        # As in another process, which knows nothing of the stores that are open here.
-        monkeypatch.setattr("jaxinf.engine.open_stores._open", {})
-        assert run("--store", tmp_path / "store", "--steps", 2) == 1
-    err = capsys.readouterr().err
-    assert "only writer" in err
-    assert "Traceback" not in err
 
 
 def test_failing_drive_is_one_message(run, tmp_path, capfd, monkeypatch):
@@ -128,22 +115,6 @@ def files_below(folder):
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
         for path in folder.rglob("*")
     }
-
-
-def test_a_start_beside_drives_that_hold_the_run_changes_nothing(run, tmp_path, capsys):
-    store, drive = tmp_path / "store", tmp_path / "drive"
-    drive.mkdir()
-    words = ["--store", store, "--csd-root", drive]
-    assert run(*words, "--steps", 2) == 0
-    shutil.rmtree(store)
-    store.mkdir()
-    before = files_below(tmp_path)
-    capsys.readouterr()
-    assert run(*words, "--steps", 3) == 1
-    said = "".join(capsys.readouterr().err.split())
-    assert str(store) in said
-    assert str(drive) in said
-    assert files_below(tmp_path) == before
 
 
 def test_a_first_start_that_fails_leaves_no_file(run, tmp_path, monkeypatch):

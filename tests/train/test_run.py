@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from families import family
 from flax import nnx
 from jaxinf_models import ModelFiles, abstract_params, deferred_params
 
@@ -135,17 +136,6 @@ def _without_lora(params):
     return {k: _without_lora(v) if isinstance(v, dict) else v for k, v in kept.items()}
 
 
-@pytest.mark.long
-def test_stopped_and_resumed_is_uninterrupted(
-    run, losses, uninterrupted, tmp_path, capsys
-):
-    assert run("--store", tmp_path / "store", "--steps", 4) == 0
-    capsys.readouterr()
-    assert run("--store", tmp_path / "store", "--steps", 10) == 0
-    assert "resuming at step 4" in capsys.readouterr().out
-    assert losses(tmp_path / "store-log") == uninterrupted[:10]
-
-
 def test_report(run, tmp_path, capsys):
     store = tmp_path / "a store"
     assert run("--store", store, "--steps", 4, "--eval-every", 2) == 0
@@ -184,12 +174,17 @@ EXPLODING = ("--optimizer", "sgd", "--learning-rate", "1e38", "--clip-norm", "0"
 EXPLODING += ("--warmup-steps", "0", "--steps", "4")
 
 
-@pytest.mark.parametrize(
-    "mode", [pytest.param("memory", marks=pytest.mark.long), "update"]
-)
+MODES = ["memory", "update", "stream"]
+
+
+@pytest.mark.parametrize("mode", family(MODES, short=["update"]))
 def test_nonfinite(run, losses, tmp_path, capsys, mode):
-    place = ("--store", tmp_path / "store") if mode == "update" else ()
-    log = tmp_path / "log"
+    """A step that is skipped has no checkpoint of its own."""
+    log, place = tmp_path / "log", ()
+    if mode != "memory":
+        place += ("--store", tmp_path / "store", "--checkpoint-every", 1)
+    if mode == "stream":
+        place += ("--memory", "256MiB")
     words = ("--mode", mode, *place, *EXPLODING, "--log-dir", log)
     assert run(*words) == 1
     err = capsys.readouterr().err
@@ -199,5 +194,6 @@ def test_nonfinite(run, losses, tmp_path, capsys, mode):
     assert run(*words, "--nonfinite", "skip") == 0
     out = capsys.readouterr().out
     assert "step 2: skipped" in out
-    assert ("resuming at step 1" in out) == (mode == "update")
+    assert "step 3: checkpoint" not in out  # the resumed step has one
+    assert ("resuming at step 1" in out) == (mode != "memory")
     assert [step for step, _ in losses(log)] == [1, 2, 3, 4]

@@ -4,10 +4,12 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jaxinf_models import MODELS, GPT2Config, make_model, split
 from jaxinf_models.bert import BertConfig
+from jaxinf_models.bloom import BloomConfig
 from jaxinf_models.llama import LlamaConfig
 from jaxinf_models.t5 import T5Config
 from jaxinf_models.vit import ViTConfig
@@ -22,6 +24,7 @@ PAIRS = [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(60)]
 TEXTS = [{"text": f"number {n} of {n % 7}", "label": n % 3} for n in range(60)]
 TINY = {
     "bert": BertConfig(1, 2, 16, 32, 257, 16),
+    "bloom": BloomConfig(257, 1, 2, 16),
     "llama": LlamaConfig(256, 16, 1, 2, 2, 16, 32),
     "t5": T5Config(257, 1, 1, 2, 16, 8, 32),
     "vit": ViTConfig(1, 2, 16, 32, 8, 4, num_channels=1),
@@ -58,6 +61,7 @@ CLASSES = ("--task", "classification")
     ("model", "data", "words"),
     [
         ("gpt2", "pairs", ()),
+        ("bloom", "pairs", ()),
         ("bert", "plain", ("--task", "masked-lm")),
         ("vit", "images", ()),
         ("t5", "pairs", ()),
@@ -74,6 +78,10 @@ def test_stopped_and_resumed_is_uninterrupted(
         assert task(model, data, *where, "--steps", steps, *words) == 0
     assert losses(tmp_path / "parts-log") == losses(tmp_path / "whole-log")
     assert len(losses(tmp_path / "parts-log")) == 6
+    words = ("--mode", "stream", "--memory", "256MiB", *words)
+    assert task(model, data, "--store", tmp_path / "s", "--steps", 6, *words) == 0
+    expected = losses(tmp_path / "whole-log")
+    np.testing.assert_allclose(losses(tmp_path / "s-log"), expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

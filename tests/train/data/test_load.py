@@ -1,90 +1,20 @@
 """Files to rows, for every kind of data and task: learned parts and refusals."""
 
-import hashlib
-import json
-
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
 import tokenizers
-from small_pictures import write_pictures
 from small_tokenizers import word_level
 
 from jaxinf.train.data.errors import DataError
-from jaxinf.train.data.loader import Batches
 
 PAIRS = [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(40)]
 LABELLED = [{"text": f"number {n}", "label": n % 3} for n in range(40)]
 TEXTS = [{"text": f"text number {n}, all of it.", "id": n} for n in range(40)]
-PAIRED = [{**record, "text_pair": f"is it {n}?"} for n, record in enumerate(LABELLED)]
 
 
 def word_tokenizer(folder, *special, **config):
     words = ["text", "number", *map(str, range(40))]
     return word_level(folder, words, *special, **config)
-
-
-@pytest.fixture
-def source(tmp_path, write):
-    """Writes one of the kinds of data; returns the arguments of `load`."""
-
-    def make(kind):
-        records = {"pairs": PAIRS, "labelled": LABELLED, "paired": PAIRED}
-        options = {}
-        if kind == "text":
-            path = write("a.txt", "some text\n" * 40)
-        elif kind == "parquet":
-            path = tmp_path / "a.parquet"
-            table = pa.Table.from_pylist(TEXTS)
-            pyarrow.parquet.write_table(table, path, row_group_size=7)
-        elif kind == "folder":
-            path = write_pictures(tmp_path / "pictures", num=16, num_classes=2)
-            options = {"image_shape": (8, 8, 3)}
-        else:
-            path = write("a.jsonl", records.get(kind, TEXTS))
-        if kind == "paired":
-            options = {"num_token_types": 2}
-        if kind == "tokens":
-            special = {"eos_token": "</s>", "mask_token": "[MASK]"}
-            made = word_tokenizer(tmp_path / "t", *special.values(), **special)
-            options = {"tokenizer": made}
-        return [path], options
-
-    return make
-
-
-TEXT_TASKS = ("causal-lm", "masked-lm")
-CASES = [
-    *((kind, task) for kind in ("records", "tokens") for task in TEXT_TASKS),
-    *((kind, "causal-lm") for kind in ("text", "parquet", "pairs")),
-    ("pairs", "seq2seq"),
-    *((kind, "classification") for kind in ("labelled", "paired", "folder")),
-]
-
-
-@pytest.mark.parametrize(("kind", "task"), CASES)
-def test_resumes_at_the_very_next_example(source, load, kind, task):
-    """As after a crash, everything is read anew, and only the position is kept."""
-    paths, options = source(kind)
-
-    def batches_from(position):
-        data = load(*paths, task=task, **options)
-        batches = Batches(data.train, batch_size=3, seed=7, row_map=data.row_map)
-        return data.identity, batches.starting_at(json.loads(position))
-
-    identity, uninterrupted = batches_from('{"next_index": 0}')
-    seen = [next(uninterrupted) for _ in range(9)]  # of several epochs, if it is small
-    for number in (1, 8):
-        same, resumed = batches_from(json.dumps(Batches.position_of(number)))
-        assert same == identity
-        for expected in seen[number:]:
-            batch = next(resumed)
-            assert set(batch) == set(expected)
-            for name in expected:
-                assert batch[name].dtype == expected[name].dtype
-                np.testing.assert_array_equal(batch[name], expected[name])
-    assert len({hashlib.sha256(repr(batch).encode()).digest() for batch in seen}) > 1
 
 
 def tokens_of(rows):
