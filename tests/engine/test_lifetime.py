@@ -116,7 +116,6 @@ def test_an_interrupt_as_the_commit_s_thread_starts(drive, monkeypatch, runs):
 @pytest.mark.parametrize(
     ("how", "status", "step", "said"),
     [
-        ("without_close", 0, 3, ()),
         ("lost_sight_of", 0, 3, ()),
         ("in_a_step", 7, 2, ()),
         ("forked", 0, 4, ("child 0\nparent 0\n",)),
@@ -135,14 +134,3 @@ def test_the_end_of_a_process(drive, place, run_python, how, status, step, said)
     if how == "after_a_failure":
         (place / "store" / "publish.lock").rmdir()
     drive().init().check(step)
-
-
-@pytest.mark.long
-def test_a_fork_does_not_keep_the_lock(drive, place, run_python):
-    result = run_python(ENDING, place / "store", "orphan", check=False)
-    child = int(result.stdout)
-    try:
-        os.kill(child, 0)
-        drive().init().step()
-    finally:
-        os.kill(child, 9)

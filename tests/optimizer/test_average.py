@@ -12,7 +12,6 @@ import pytest
 import safetensors.numpy
 import small_stores
 import zarr
-from raw_stores import stored
 
 import jaxinf
 from jaxinf.cli import main
@@ -162,37 +161,6 @@ def test_between_two_averagings_files_are_linked(open_store, monkeypatch):
     less, more = written[5], written[6]
     assert more.drive_write_bytes - less.drive_write_bytes == num_bytes
     assert more.drive_read_bytes - less.drive_read_bytes == num_bytes
-
-
-@pytest.mark.long
-def test_a_bfloat16_average_is_rounded_stochastically(open_store):
-    store = open_store()
-    state = trained(store, jaxinf.ema(DECAY, form="bf16"), 2, params=new_params(ONE))
-    assert stored(store, "average", "w").dtype.name == "bfloat16"
-    assert int(state.average_count) == 2
-    exact = open_store("exact")
-    trained(exact, jaxinf.ema(DECAY), 2, params=new_params(ONE))
-    difference = store.read("average", "w") - exact.read("average", "w")
-    assert 0 < np.abs(difference).max() < 0.05
-    assert abs(difference.mean()) < 2e-4
-    traffic = [s.metrics.traffic.drive_write_bytes for s in (exact, store)]
-    assert traffic[0] - traffic[1] == 3 * 4096  # 7 pages against 4
-
-
-@pytest.mark.long
-def test_a_refused_step_leaves_it(open_store):
-    store, params = open_store(), new_params(ONE)
-    average = jaxinf.ema(DECAY)
-    tx = jaxinf.smart_update(optax.adam(1e-2), store, average=average, nonfinite="skip")
-    state = tx.init(params)
-    for factor, is_taken in ((1.0, True), (np.nan, False)):
-        before = store.read("average", "w")
-        gradients = jax.tree.map(lambda p, factor=factor: factor * p, params)
-        updates, state = tx.update(gradients, state, params)
-        params = optax.apply_updates(params, updates)
-        store.wait(state)
-        assert np.array_equal(store.read("average", "w"), before) != is_taken
-    assert int(state.average_count) == 1
 
 
 def test_a_store_without_an_average_says_so(open_store):

@@ -4,9 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
-import zarr
 from copies import copied
 from raw_stores import flip_bit
 
@@ -133,19 +131,6 @@ def test_a_later_program_carries_other_arrays_or_none(place):
             train(path, [number], carry=carry)
             assert not damages(path)
     assert not list(path.rglob("carry*"))
-
-
-def test_other_tools_read_it(place):
-    path = place / "s"
-    train(path, [1, 2], carry=lambda n: {"a": {"n": n, "m": jnp.full((2, 3), n)}})
-    jaxinf.open_store(path).checkpoint("two")
-    jaxinf.close(path)
-    for step in (path / "current", path / "checkpoints" / "two"):
-        tree = ocp.PyTreeCheckpointer().restore(step.resolve())
-        np.testing.assert_array_equal(tree["carry"]["a"]["m"], np.full((2, 3), 2))
-        assert tree["carry"]["a"]["n"] == 2
-        assert zarr.open_group(step, mode="r")["carry.a.m"][1, 2] == 2
-    assert not damages(path)
 
 
 def test_a_checkpoint_a_copy_and_an_export_have_it(place):

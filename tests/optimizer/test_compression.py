@@ -1,12 +1,10 @@
 """`smart_update(compress=…)`: bits, bytes on the link, error feedback, refusals."""
 
-import callback_form
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import small_stores
 
 import jaxinf
 from jaxinf.compress import sparsify
@@ -87,30 +85,6 @@ def test_bits_of_the_same_in_memory(compression, tx, open_store):
 
 
 @pytest.mark.long
-def test_scan(open_store, monkeypatch):
-    callback_form.use("start", monkeypatch)
-    compression = jaxinf.top_k(0.05, warmup_steps=2, error_feedback=True)
-    one, many = (
-        jaxinf.smart_update(
-            optax.adamw(1e-2), open_store(name, **OPTIONS), compress=compression
-        )
-        for name in ("one", "many")
-    )
-    expected, state = run(one, make(0), range(1, 6))
-
-    def step(carry, gradients):
-        params, state = carry
-        updates, state = many.update(gradients, state, params)
-        return (optax.apply_updates(params, updates), state), None
-
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *map(make, range(1, 6)))
-    begun = make(0), many.init(make(0))
-    found, after = jax.jit(lambda *x: jax.lax.scan(step, *x)[0])(begun, stacked)
-    assert_same(found, expected)
-    assert_same(after, state)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(("ratio", "values"), [(0.02, None), (0.06, "bfloat16")])
 def test_link_traffic_is_the_ratio_exactly(ratio, values, open_store):
     store = open_store(csd="emulated", chunk_elements=51_200)
@@ -127,74 +101,11 @@ def test_link_traffic_is_the_ratio_exactly(ratio, values, open_store):
         assert traffic.link_up_bytes == dense_bytes
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("jit_init", [False, True])
-def test_resume_is_the_uninterrupted_run_to_the_bit(jit_init, open_store):
-    compression = jaxinf.top_k(0.05, error_feedback=True, warmup_steps=1)
-
-    def smart(store):
-        return jaxinf.smart_update(optax.adamw(1e-2), store, compress=compression)
-
-    expected, last = run(smart(open_store("whole", **OPTIONS)), make(0), range(1, 8))
-    store = open_store("parts", **OPTIONS)
-    _, state = run(smart(store), make(0), range(1, 5))
-    store.wait(state)
-    left = store.read("error_feedback", "w")
-    np.testing.assert_array_equal(left, state.error_feedback["w"])
-    assert np.any(left)
-    store.close()
-    store = open_store("parts", memory_bytes=1 << 22)
-    other = jaxinf.smart_update(
-        optax.adamw(1e-2), store, compress=jaxinf.top_k(0.05, warmup_steps=1)
-    )
-    with pytest.raises(jaxinf.StoreMismatchError, match="error_feedback"):
-        other.init(make(0))
-    tx = smart(store)
-    params = store.params(like=make(0))
-    state = (jax.jit(tx.init) if jit_init else tx.init)(params)
-    found, after = run(tx, params, range(5, 8), state)
-    assert_same(found, expected)
-    assert_same(after.error_feedback, last.error_feedback)
-
-
-@pytest.mark.long
-def test_coded_state_has_the_bits_of_the_dense_update(open_store):
-    """Scattered zeros are rounded like zeros that are sent."""
-    compression = jaxinf.top_k(0.05, selection="exact")
-    options = {**OPTIONS, "memory_bytes": 1 << 25, "state": "int8"}
-    big = {"w": make(0)["w"].repeat(10, 0)}
-    gradient = {"w": make(1)["w"].repeat(10, 0)}
-    small_stores.reset(chunk_elements=OPTIONS["chunk_elements"])
-    dropping = sparsify(compression)
-    sent, _ = dropping.update(gradient, dropping.init(big))
-    found = []
-    for name, compress, given in (("a", compression, gradient), ("b", None, sent)):
-        store = open_store(name, **options)
-        tx = jaxinf.smart_update(optax.adam(1e-2), store, compress=compress)
-        _, state = jax.jit(tx.update)(given, tx.init(big), big)
-        store.wait(state)
-        found.append([store.read(s, "w") for s in ("params", "mu", "nu")])
-    assert_same(*found)
-
-
 def poisoned(seed, value):
     gradients = make(seed)
     # Another element is the largest, so this one is not selected.
     gradients["w"] = gradients["w"].at[3, 5].set(value)
     return gradients
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("value", "durability"),
-    [(np.nan, "step"), (-np.inf, 3)],
-)
-def test_non_finite_gradient_is_refused(value, durability, open_store):
-    store = open_store(durability=durability, **OPTIONS)
-    tx = jaxinf.smart_update(optax.adam(1e-2), store, compress=jaxinf.top_k(0.001))
-    params, state = run(tx, make(0), [1])
-    with pytest.raises(jaxinf.NonFiniteGradientError, match="gradient of w;"):
-        tx.update(poisoned(2, value), state, params)
 
 
 @pytest.mark.long

@@ -22,24 +22,6 @@ def take_steps(tx, params, state, num_steps):
     return params, state
 
 
-def test_a_state_that_is_a_plain_tuple_compiles(open_store, caplog):
-    def init(params):
-        return jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params)
-
-    def update(updates, state, params=None):
-        step, nu = state
-        nu = jax.tree.map(lambda v, u: 0.998 * v + 0.002 * (u * u), nu, updates)
-        scaled = jax.tree.map(lambda u, v: u / (jnp.sqrt(v) + 1e-8), updates, nu)
-        return scaled, (step + 1, nu)
-
-    own = optax.chain(optax.GradientTransformation(init, update), optax.scale(-1e-3))
-    tx = jaxinf.smart_update(own, open_store())
-    params, _ = take_steps(tx, PARAMS, tx.init(PARAMS), 2)
-    plain, _ = take_steps(own, PARAMS, own.init(PARAMS), 2)
-    np.testing.assert_array_equal(params["w"], plain["w"])
-    assert "error" not in caplog.text
-
-
 SLOW = """
 import shutil, sys, jax, jax.numpy as jnp, optax, jaxinf
 
@@ -49,29 +31,6 @@ def slow(params):
         return jax.tree.map(lambda x: x + 1e-6 * jnp.sin(x), p)
     return jax.lax.fori_loop(0, 2000, turn, params)
 """
-IN_FLIGHT = (
-    SLOW
-    + """
-for run in range(2):
-    tx = jaxinf.smart_update(optax.adamw(1e-2), sys.argv[1], on_existing="restart")
-    params = {"w": jnp.ones((400, 400))}
-    state = tx.init(params)
-    update = jax.jit(tx.update)
-    for n in range(8):
-        updates, state = update(slow(params), state, params)
-        params = optax.apply_updates(params, updates)
-jax.block_until_ready(params)
-store = jaxinf.store_of(sys.argv[1])
-store.wait()
-print("step", store.step, [one.name for one in store.checkpoints()])
-"""
-)
-
-
-@pytest.mark.long
-def test_a_restart_waits_for_steps_in_flight(run_python, place):
-    done = run_python(IN_FLIGHT, place / "store", check=False)
-    assert "step 8 ['step-8-before-restart']" in done.stdout, done.stderr[-2000:]
 
 
 def test_update_leaks_no_tracers(open_store):
@@ -80,33 +39,6 @@ def test_update_leaks_no_tracers(open_store):
         state = tx.init(PARAMS)
         updates, _ = jax.jit(tx.update)(PARAMS, state, PARAMS)
         jax.block_until_ready(updates)
-
-
-DOUBLE = """
-import sys, jax, jax.numpy as jnp, optax, jaxinf
-jax.config.update("jax_enable_x64", True)
-params = {"w": jnp.ones(64, jnp.float32)}
-gradients = {"w": jnp.ones(64, jnp.float64)}
-tx = jaxinf.smart_update(optax.sgd(1e-2), sys.argv[1])
-state = tx.init(params)
-update = jax.jit(tx.update)
-try:
-    update.lower(gradients, state, params)
-except Exception as error:
-    assert "w" in str(error) and "float64" in str(error), error
-    print("refused while tracing")
-else:
-    updates, state = update(gradients, state, params)
-    params = optax.apply_updates(params, updates)
-    assert params["w"].dtype == jnp.float32 and abs(params["w"][0] - 0.99) < 1e-6
-    print("as optax")
-"""
-
-
-@pytest.mark.long
-def test_a_double_gradient_is_cast_or_refused_while_tracing(run_python, place):
-    done = run_python(DOUBLE, place / "store", check=False)
-    assert done.stdout in ("as optax\n", "refused while tracing\n"), done.stderr[-2000:]
 
 
 def adamw_bits(tx, others):

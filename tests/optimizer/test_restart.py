@@ -207,23 +207,6 @@ def test_a_kept_step_is_named_and_gone_on_from(open_store):
     assert names(store) == ["4", "6"]
 
 
-def test_a_kept_number_of_a_run_that_went_back_is_replaced(open_store):
-    store, tx = opened(open_store)
-    state = tx.init(PARAMS)
-    store.checkpoint("first", state=state)
-    kept = [(PARAMS, on_host(state)), *trained(tx, (PARAMS, state), 1)]
-    store.checkpoint()
-    before = store.checkpoints()[-1]
-    store.close()
-    store, tx = opened(open_store, restore="first")
-    tx.init(PARAMS)
-    again = trained(tx, kept[0], 1)[0]
-    assert store.checkpoint(state=again[1]) == "1"
-    after = store.checkpoints()[-1]
-    assert (after.name, before.name) == ("1", "1")
-    assert after.committed_at != before.committed_at
-
-
 def test_restart_keeps_the_old_run_and_begins_anew(open_store, caplog):
     kept = start(open_store)
     store = open_store()

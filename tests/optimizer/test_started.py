@@ -42,24 +42,6 @@ def test_gradients_that_wait_take_no_more_than_the_budget(store):
         assert started.finish((number,))
 
 
-def test_closing_waits_and_then_refuses(store):
-    started, inside, gate = StartedUpdates(store), threading.Event(), threading.Event()
-    ended = []
-
-    def update():
-        inside.set()
-        assert gate.wait(TIMEOUT_S)
-        ended.append(True)
-
-    started.start((0,), update, 8)
-    assert inside.wait(TIMEOUT_S)
-    threading.Timer(0.1, gate.set).start()
-    store.close()
-    assert ended == [True]
-    with pytest.raises(jaxinf.StoreClosedError):
-        started.start((0,), update, 8)
-
-
 @pytest.mark.parametrize("value", [jnp.nan, 1.0])
 def test_an_update_that_fails_or_is_of_another_step(open_store, monkeypatch, value):
     callback_form.use("start", monkeypatch)

@@ -10,9 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
-import safetensors.numpy
 import small_stores
 from families import family
 from raw_stores import flip_bit, stored
@@ -117,29 +115,6 @@ def test_interrupted_is_uninterrupted(place, state, memory_bytes, durability, nu
     run(place / "parts", 1, **options)
     parts = run(place / "parts", 4, **options)
     equal(whole[:2], parts[:2])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("durability", "memory_bytes"), [(3, 1 << 20), ("step", 1 << 26)]
-)
-def test_float32_params_spare_a_third_of_the_reading(
-    tmp_path, memory_bytes, durability, monkeypatch
-):
-    small_stores.keep_nothing(monkeypatch)
-    options = {"memory_bytes": memory_bytes, "durability": durability}
-    options |= {"params": new_params(jnp.float32)}
-    found = run(tmp_path / "auto", 5, **options)
-    wanted = run(tmp_path / "read", 5, csd="emulated", **options)
-    equal(found[:2], wanted[:2])
-    for name, value in found[1].items():
-        np.testing.assert_array_equal(found[0][name, "params"], value)
-    traffic, more = found[2], wanted[2]
-    assert abs(traffic.drive_read_bytes - 16 * NUM_PARAMS) < NUM_PARAMS * 8 + PADDING
-    saved = more.drive_read_bytes - traffic.drive_read_bytes
-    # Where parts of chunks are overwritten, the master is read for a comparison.
-    assert saved >= (4 * NUM_PARAMS if durability == "step" else 0)
-    assert more.drive_write_bytes == traffic.drive_write_bytes
 
 
 @pytest.mark.long
@@ -248,27 +223,6 @@ def test_what_is_stored_of_a_moment(place, state):
     assert np.abs(held["a", "nu"] - plain["a", "nu"]).max() < 0.02 * scale
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "tx", [optax.adamw(1e-2), optax.lion(1e-2)], ids=["adamw", "lion"]
-)
-def test_fewer_bits_converge_as_fp32_does(place, tx):
-    target, losses = new_params(jnp.float32), {}
-    del target["a"]
-    for state in ("fp32", "bf16", "int8"):
-        _, params, _ = run(
-            place / state,
-            150,
-            params=jax.tree.map(jnp.zeros_like, target),
-            grads=lambda params: jax.tree.map(jnp.subtract, params, target),
-            tx=tx,
-            state=state,
-        )
-        error = jax.tree.map(lambda p, t: np.mean((p - t) ** 2), params, target)
-        losses[state] = np.mean(jax.tree.leaves(error))
-    assert max(losses.values()) < losses["fp32"] * 1.1 + 1e-3
-
-
 def test_a_flipped_bit_of_a_scale_is_found(place):
     path = place / "store"
     run(path, 2, state="int8")
@@ -313,35 +267,6 @@ def test_params_that_no_update_reaches_are_read_from_the_store(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("master", ["auto", "none"])
-def test_checkpoints_exports_and_stock_orbax(tmp_path, master):
-    path = tmp_path / "store"
-    held, params, _ = run(path, 3, master=master, state="int8")
-    with jaxinf.open_store(path) as store:
-        store.checkpoint()
-    first = run(path, 2)
-    with jaxinf.open_store(path, restore="3"):
-        pass
-    equal(first[:2], run(path, 2)[:2])
-    raw = ocp.PyTreeCheckpointer().restore(path / "checkpoints" / "3")
-    np.testing.assert_array_equal(raw["params"]["a"], params["a"])
-    assert ("params_remainder" in raw) == (master == "auto")
-    out, back = tmp_path / "out", tmp_path / "back"
-    words = ["checkpoint", "export", str(path), str(out), "--checkpoint", "3"]
-    assert main(words) == 0
-    assert main(["store", "copy", str(out), str(back)]) == 0
-    assert verify_step(StoreDirectory.open(back), back / "current") == []
-    with jaxinf.open_store(back) as store:
-        assert store.step == 3
-        for (leaf, state), values in held.items():
-            np.testing.assert_array_equal(store.read(state, leaf), values)
-    words[3] = str(tmp_path / "tensors")
-    assert main([*words, "--format", "safetensors"]) == 0
-    tensors = safetensors.numpy.load_file(tmp_path / "tensors" / "model.safetensors")
-    np.testing.assert_array_equal(tensors["a"], held["a", "params"])
-
-
-@pytest.mark.long
 def test_the_choice_of_a_new_store(tmp_path):
     run(tmp_path / "store", 1, state="int8")
     for name, options, error, message in (
@@ -367,20 +292,3 @@ def test_the_choice_of_a_new_store(tmp_path):
         jaxinf.smart_update(optax.sgd(0.1), store).init({"h": half, "b": bf16})
         codecs = {leaf.name: leaf.states[0].codec for leaf in store._manifest.leaves}
     assert codecs == {"h": "", "b": "split"}
-
-
-@pytest.mark.cards
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize(
-    "tx",
-    [optax.adagrad(0.1), optax.rmsprop(1e-2, momentum=0.9)],
-    ids=["adagrad", "rmsprop"],
-)
-def test_cards_take_roots_as_the_host_does(tmp_path, tx, dtype):
-    made = []
-    for csd in ("emulated", "host"):  # both with the master that cards have
-        path, options = tmp_path / csd, {"params": new_params(dtype), "tx": tx}
-        run(path, 0, csd="emulated", **options)
-        made.append(run(path, 5, csd=csd, **options)[:2])
-    cards, host = (jax.tree.map(lambda x: np.asarray(x).tobytes(), m) for m in made)
-    assert cards == host

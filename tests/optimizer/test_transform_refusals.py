@@ -217,16 +217,6 @@ def test_a_state_of_something_else(open_store):
     store.close()
 
 
-def test_leaves_that_are_not_trained_are_left_alone(open_store):
-    tx = jaxinf.smart_update(optax.sgd(1.0), open_store())
-    others = {"n": 1, "s": "x", "i": jnp.arange(3), "m": jnp.ones(3) > 0}
-    state = tx.init({"b": jnp.ones(3), **others})
-    given = {"b": jnp.ones(3), **dict.fromkeys(others)}
-    updates, _ = tx.update(given, state, {"b": jnp.ones(3), **others})
-    np.testing.assert_array_equal(updates.pop("b"), -1.0)
-    assert set(updates.values()) == {None}
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

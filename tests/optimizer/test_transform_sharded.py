@@ -5,6 +5,7 @@ number is fixed when JAX starts.
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,26 @@ def test_same_bits_on_four_devices_and_after_changes_of_mesh(place, run_python):
         found = np.load(place / f"{name}.npz")
         for leaf in expected.files:
             np.testing.assert_array_equal(found[leaf], expected[leaf], err_msg=leaf)
+
+
+@pytest.mark.long
+def test_compressed_gradients_have_the_same_bits_whatever_the_mesh(place, run_python):
+    traffic = []
+
+    def run(name, *words, **environment):
+        result = run_python(PROGRAM, place, "compressed", name, *words, **environment)
+        traffic.append(result.stdout)
+
+    # The store is made by four devices, whose shards then are its chunks.
+    run("four", 1, 3, 0, **DEVICES)
+    shutil.copytree(place / "four", place / "one", symlinks=True)
+    run("four", 3, 6, 1, **DEVICES)
+    run("one", 3, 6, 0)
+    assert len(set(traffic)) == 1
+    four, one = (np.load(place / f"{name}.npz") for name in ("four", "one"))
+    for name in four.files:
+        np.testing.assert_array_equal(four[name], one[name], err_msg=name)
+    assert 0.9 < np.mean(four["left/columns"] != 0) < 1
 
 
 @pytest.mark.long
@@ -82,8 +103,7 @@ def test_failure_beside_collectives(place, run_python, how, callback, repeats):
 
 @pytest.mark.long
 def test_no_device_waits_in_a_collective_while_params_are_compared(place, run_python):
-    program = PROGRAM.with_name("bound_on_a_mesh.py")
-    found = computations(run_python(program, place / "store", **DEVICES).stdout)
+    found = computations(run_python(PROGRAM, place, "bound", **DEVICES).stdout)
     lines, collective = found["ENTRY"], r" (all-|collective-|reduce-)[\w\-]*\("
     branches = {
         n: called_lines(lines[n], found) for n in numbers(lines, " conditional")

@@ -121,17 +121,3 @@ def test_a_frozen_leaf_causes_no_traffic(open_store):
     updates, _ = update({"w": params["w"], "b": None}, state, params)
     expected = -0.01 * 0.1 / (1 - 0.9**4) / (np.sqrt(0.001 / (1 - 0.999**4)))
     np.testing.assert_allclose(updates["w"], expected, rtol=1e-4)
-
-
-def test_a_bad_gradient_beside_a_missing_one_is_skipped(open_store):
-    params = {"w": jnp.ones((30, 4)), "b": {"x": jnp.zeros((4,)), "y": jnp.ones((2,))}}
-    tx = jaxinf.smart_update(
-        optax.adam(1e-2), open_store(durability=3), nonfinite="skip"
-    )
-    state = tx.init(params)
-    for bad in (False, True, False):
-        gradient = jnp.full((30, 4), jnp.nan if bad else 0.5)
-        updates, state = tx.update({"w": gradient, "b": None}, state, params)
-        assert updates["b"] is None
-        params = {**params, "w": params["w"] + updates["w"]}
-    assert (int(state.step), int(state.skipped_steps)) == (2, 1)

@@ -5,7 +5,6 @@ python ending_processes.py STORE WAY
 
 import gc
 import os
-import signal
 import sys
 
 from store_driver import Driver
@@ -19,10 +18,6 @@ KEPT = []
 def begun(path):
     KEPT.append(Driver(path).init())
     return KEPT[0]
-
-
-def without_close(path):
-    begun(path).steps(3)
 
 
 def lost_sight_of(path):
@@ -71,18 +66,6 @@ def forked(path):
     driver.steps(2)
     driver.check(4)
     print("parent", status, flush=True)
-
-
-def orphan(path):
-    """Prints the id of a child that goes on, and is killed."""
-    begun(path)
-    if not (child := os.fork()):
-        os.setsid()
-        sys.stdout.close()
-        os.closerange(0, 3)
-        signal.pause()
-    print(child, flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

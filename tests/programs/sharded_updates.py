@@ -2,6 +2,7 @@
 
 python sharded_updates.py FOLDER RUN …
 python sharded_updates.py FOLDER failure HOW REPEATS
+python sharded_updates.py FOLDER compressed STORE FIRST LAST JIT_INIT
 """
 
 import json
@@ -205,6 +206,43 @@ def failure(place, how, repeats):
             print(error)
 
 
+def compressed(place, name, first, last, jit_init):
+    """Makes or goes on with a store, by steps from `first` to before `last`.
+
+    Prints the bytes that have come down; leaves params and what was left out in a file.
+    """
+    mesh = four_devices() if jax.device_count() > 1 else None
+    with jaxinf.open_store(f"{place}/{name}", csd="emulated") as store:
+        compression = jaxinf.top_k(0.05, error_feedback=True, warmup_steps=1)
+        options = {"compress": compression}
+        if mesh is not None:
+            options["shardings"] = {n: NamedSharding(mesh, s) for n, s in SPECS.items()}
+        tx, params = smart(store, **options), on(mesh, make(0))
+        params = store.params(like=params) if store.exists else params
+        state = (jax.jit(tx.init) if jit_init else tx.init)(params)
+        params, state = steps(tx, params, state, mesh, range(first, last))
+        final = store.params(like=params, state=state)
+        left = state.error_feedback
+        if mesh is not None:
+            own = left["columns"].sharding
+            assert own.is_equivalent_to(params["columns"].sharding, 2)
+        save(f"{place}/{name}.npz", final | {f"left/{n}": x for n, x in left.items()})
+        print(store.metrics.traffic.link_down_bytes)
+
+
+def bound(place):
+    """Compiles a step on a mesh and prints it, as XLA has scheduled it."""
+    mesh = two_by_two()
+    params = {
+        "rows": jax.device_put(jnp.ones((64, 256)), NamedSharding(mesh, P("x"))),
+        "whole": jax.device_put(jnp.zeros(256), NamedSharding(mesh, P())),
+    }
+    with jaxinf.open_store(place + "/store") as store:
+        tx = smart(store)
+        state = tx.init(params)
+        print(jax.jit(tx.update).lower(params, state, params).compile().as_text())
+
+
 def restart(place):
     """Goes on from params of the program's own, and prints why others are refused."""
     mesh = four_devices()
@@ -271,6 +309,8 @@ if __name__ == "__main__":
     callback_form.use_given()
     if sys.argv[2] == "failure":
         failure(sys.argv[1], sys.argv[3], int(sys.argv[4]))
+    elif sys.argv[2] == "compressed":
+        compressed(*sys.argv[1:4:2], *map(int, sys.argv[4:]))
     else:
         for name in sys.argv[2:]:
             globals()[name](sys.argv[1])
