@@ -10,7 +10,6 @@ from families import family
 
 import jaxinf
 from jaxinf.csd.cards import card
-from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS
 from jaxinf.transfer.pages import page_ceil
 
 LEAVES = {
@@ -79,25 +78,6 @@ def test_what_stays_is_not_read_again(cached, memory, num_csds):
     driver = cached(memory=memory).init().steps(1)  # its first step reads all
     assert driver.store.metrics_of(9).hit_share == 0
     driver.check(9)
-
-
-def test_more_memory_reads_and_writes_less(drive):
-    """Of state of 12 MB, what does not fit beside what passes is read, and no more."""
-    leaves = {"a": ((375, 1000), "float32"), "b": ((1125, 1000), "float32")}
-    state, reads, writes = 12_000_000, [], []
-    for number, share in enumerate([0.022, 0.5, 1.05]):
-        options = {"memory_bytes": int(share * state), "durability": 8}
-        options |= {"chunk_elements": DEFAULT_CHUNK_ELEMENTS}
-        driver = drive(f"store{number}", leaves=leaves, csd="host", **options).init()
-        driver.steps(8)
-        driver.engine.join()
-        read, written = moved(driver, 8)
-        reads.append(read / 8 / state)
-        writes.append(written / 8 / state)
-        driver.close()
-    for share, read, written in zip([0, 0.43, 1], reads, writes, strict=True):
-        assert read <= 1.01 - share
-        assert written <= 1.01 - share * 7 / 8
 
 
 def test_with_rare_commits_it_is_written_at_a_commit_alone(cached):

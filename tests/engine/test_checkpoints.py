@@ -225,21 +225,6 @@ def test_the_last_numbers_stay_and_every_name(drive):
     assert [c.name for c in again.store.checkpoints()] == ["two", "3", "4", "5"]
 
 
-def test_a_checkpoint_is_replaced(drive, place):
-    driver = drive(num_csds=3).init().steps(1)
-    assert driver.store.checkpoint("best", overwrite=True) == "best"
-    before = path_of(driver, "best").stat().st_ino
-    driver.store.checkpoint("best", overwrite=True)  # it has this very step
-    assert path_of(driver, "best").stat().st_ino == before
-    driver.steps(2).store.checkpoint("best", overwrite=True)
-    driver.steps(3).store.wait()
-    assert [(c.name, c.step) for c in driver.store.checkpoints()] == [("best", 3)]
-    assert is_clean(driver, "best")
-    assert {p.name for p in place.rglob("checkpoints/*")} == {"best"}
-    driver.close()
-    drive(driver.store.path, restore="best").init().steps(1).check(4)
-
-
 def test_a_checkpoint_of_another_tree_is_not_restored(drive):
     driver = drive().init().steps(1)
     driver.store.checkpoint("one")

@@ -1,6 +1,5 @@
 """Opening and making stores: refused cases with their messages, and accepted ones."""
 
-import dataclasses
 import json
 import shutil
 import threading
@@ -9,7 +8,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-from msgspec import structs
 from raw_stores import stored
 from store_driver import Driver
 
@@ -19,7 +17,6 @@ from jaxinf.errors import (
     StoreFormatError,
     StoreLockedError,
     StoreMismatchError,
-    StoreSpaceError,
 )
 from jaxinf.store import StoreLock, seal
 
@@ -64,20 +61,6 @@ def test_opening_writes_nothing(place):
         store.checkpoints()
     store.close()
     assert not list(place.iterdir())
-
-
-def test_no_space(place, drive):
-    driver = drive(chunk_elements=1 << 32)
-    small = driver.description
-    # Its params are never made: only the description counts.
-    wide = {"shape": (1 << 20, 1 << 20), "shard_counts": (1, 1)}
-    record = structs.replace(small.leaves[0].record, **wide)
-    huge = dataclasses.replace(small.leaves[0], record=record)
-    description = type(small)((huge,), small.scalar_paths)
-    with pytest.raises(StoreSpaceError, match="free some, or choose another directory"):
-        driver.engine.bind(description, may_create=True)
-    assert not (place / "store").exists()
-    driver.init().steps(1).check(1)
 
 
 # --- one writer ---------------------------------------------------------------------
@@ -130,32 +113,6 @@ def test_a_second_init_makes_a_new_store_anew(drive, place):
 def worker_names():
     threads = threading.enumerate()
     return sorted(t.name for t in threads if t.name.startswith("jaxinf"))
-
-
-@pytest.mark.parametrize("files", ["lock", "manifest", "all", "first commit"])
-def test_creation_cut_short(drive, place, files):
-    driver = drive(num_csds=2)
-    if files == "lock":
-        driver.close()
-        (place / "store").mkdir()
-        for name in ("lock", ".jaxinf.json.12.ab12.tmp", "current.tmp"):
-            (place / "store" / name).write_text("")
-    elif files == "manifest":
-        (place / "store").mkdir()
-        manifest = driver.engine.shape(driver.description).directory.manifest
-        manifest.write(place / "store" / "jaxinf.json")
-        driver.close()
-    elif files == "all":
-        driver.engine.bind(driver.description, may_create=True)
-        driver.close()
-    else:
-        driver.init().close()
-        (place / "store" / "current").unlink()
-    driver = drive(num_csds=2 if files == "lock" else 0)
-    assert not driver.store.exists
-    driver.init().steps(1).check(1)
-    for csd in range(2):  # the new store has the roots of the unfinished one
-        assert len(list((place / f"csd{csd}").iterdir())) == 1
 
 
 def test_a_store_that_lost_current_is_not_made_anew(drive, place):

@@ -7,7 +7,6 @@ import socket
 from typing import Annotated
 
 import pytest
-from fuzzing import command
 from golden_stores import golden
 from msgspec import Meta
 from store_driver import Driver
@@ -19,7 +18,7 @@ from jaxinf.documents import (
     DocumentError,
     decode,
 )
-from jaxinf.errors import JaxinfError, StoreError, StoreFormatError
+from jaxinf.errors import StoreError, StoreFormatError
 from jaxinf.store import (
     StoreDirectory,
     seal,
@@ -67,19 +66,6 @@ def test_only_files_of_some_size_are_read(store, name, kind, monkeypatch):
             file.mkdir()
     with pytest.raises(StoreFormatError, match=name.split("/")[-1]):
         StoreDirectory.open(store).read_commit()
-
-
-def test_a_chunk_that_is_a_pipe_is_not_waited_for(store):
-    chunk = store / "slots/b/params.a/c/0/0"
-    chunk.unlink()
-    os.mkfifo(chunk)
-    with pytest.raises(JaxinfError):
-        command("verify", str(store))
-    with (
-        pytest.raises(StoreError, match=r"no file|a named pipe"),
-        jaxinf.open_store(store) as opened,
-    ):
-        opened.read("params", "a")
 
 
 def test_opening_a_store_looks_at_no_chunk(place, monkeypatch):

@@ -93,18 +93,6 @@ def test_an_unchanged_chunk_is_a_link(make_directory, write_step, num_csds):
     )
 
 
-@pytest.mark.parametrize("num_csds", [0, 2])
-def test_leftovers_of_replacements_go(make_directory, write_step, place, num_csds):
-    directory = make_directory(num_csds=num_csds)
-    write_step(directory, "a", 0)
-    before = sorted(place.rglob("*"))
-    for csd in range(directory.num_csds):
-        (directory.csd_directory(csd) / "replacement.new").write_text("junk")
-    assert sorted(place.rglob("*")) != before
-    directory.prune_replacements()
-    assert sorted(place.rglob("*")) == before
-
-
 @pytest.mark.parametrize("action", ["prepare_write", "link_chunk"])
 def test_a_missing_chunk_is_named(make_directory, write_step, action):
     directory = make_directory()

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
 import zarr
@@ -51,15 +50,6 @@ def opened(request, committed):
             yield path, arrays
 
 
-def as_tree(directory_tree, prefix=()):
-    """Arrays of a restored tree by the name of their directory."""
-    for key, value in directory_tree.items():
-        if isinstance(value, dict):
-            yield from as_tree(value, (*prefix, key))
-        else:
-            yield ".".join((*prefix, key)), np.asarray(value)
-
-
 def check(found, arrays):
     assert sorted(found) == sorted(arrays)
     for name, value in found.items():
@@ -82,14 +72,6 @@ def test_zarr_python(opened):
     group = zarr.open_group(str(path), mode="r")
     # Listing the group works too, with a warning about each of Orbax's files.
     check({name: np.asarray(group[name]) for name in arrays}, arrays)
-
-
-def test_orbax(opened):
-    path, arrays = opened
-    with ocp.StandardCheckpointer() as checkpointer:
-        restored = checkpointer.restore(path.resolve())
-    assert set(restored) == {"params", "mu", "count", "sign"}
-    check(dict(as_tree(restored)), arrays)
 
 
 @pytest.mark.long
