@@ -1,7 +1,6 @@
 """Params on a device with memory of its own: the same path, forced on a CPU."""
 
 import contextlib
-import time
 
 import jax
 import numpy as np
@@ -70,21 +69,6 @@ def test_memory_that_is_not_registered_is_copied_once_more(late, monkeypatch):
     with pytest.warns(UserWarning, match=r"could not be registered.*full.*ulimit -l"):
         gets_its_own_bits()
     assert late.copied_bytes("device") == 2 * 12 * PAGE_BYTES
-
-
-def test_units_that_wait_are_copied_by_one_call(late):
-    source, params = params_of(12, device_pages=12, host_pages=12)
-    late.goes_on.clear()
-    params.begin()
-    while len(source.read_leaves) < 12:
-        time.sleep(1e-3)
-    late.goes_on.set()
-    for leaf in range(12):
-        params.get(leaf, Piece(leaf))
-    params.close()
-    # The copies of two calls were under way, and the last unit was just read.
-    assert sum(late.calls) == 12
-    assert len(late.calls) <= 4
 
 
 def test_no_more_is_read_ahead_than_the_device_holds():
@@ -158,21 +142,6 @@ def test_a_gradient_that_is_read_before_its_copy_has_ended_is_noticed(
     noticed = pytest.raises(AssertionError)
     with contextlib.nullcontext() if waits else noticed:
         same_bits("stack_by_index", "recompute", tx, given, **options)
-
-
-@pytest.mark.long
-def test_a_pool_of_pinned_memory_that_is_full(late, streamed):
-    """The step ends with XLA's error, the store stays as it was, and goes on."""
-    program = ZOO["l2_penalty"](depth=3)
-    with streamed(program, optax.sgd(0.1), device_memory_bytes=64 << 20) as step:
-        step.load(program.params, batch=program.batch)
-        late.pool_bytes = 1 << 12
-        with pytest.raises(jax.errors.JaxRuntimeError, match="Out of host memory"):
-            step(program.batch)
-        assert step.store.step == 0
-        late.pool_bytes = 4 << 20
-        step(program.batch)
-        assert step.store.step == 1
 
 
 @pytest.mark.parametrize("is_host", [False, True])

@@ -81,20 +81,12 @@ def num_assigned(step):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_stores_bits_are_those_of_the_host(opened, name, dtype):
     losses, expected = on_the_host(name, dtype)
-    for every in (1, 3):
-        step = opened(every, f"every{every}", OPTIMIZERS[name], dtype)
+    for every, durability in ((1, "step"), (2, 2), (3, "checkpoint")):
+        own = {"store": {"durability": durability}}
+        step = opened(every, f"every{every}", OPTIMIZERS[name], dtype, **own)
         assert train(step, dtype) == losses
         assert num_assigned(step) == 8 // every
         assert_same_states(states(step.store), expected[3])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("durability", [2, "checkpoint"])
-def test_with_rare_commits_and_state_in_memory(opened, durability):
-    losses, expected = on_the_host()
-    step = opened(2, store={"durability": durability})
-    assert train(step) == losses
-    assert_same_states(states(step.store), expected[3])
 
 
 @pytest.mark.long

@@ -72,19 +72,6 @@ def test_the_programs_own_orbax_saves_and_restores(tmp_path):
     assert_same_bits(second.params(), whole.params())
 
 
-@pytest.mark.long
-def test_results_survive_later_steps():
-    program = ZOO["scan_nested"]()
-    step, results = made(program), []
-    step.load(program.params)
-    for _ in range(3):  # of which each reuses the memory that no one else has
-        step(program.batch)
-        found = step(program.batch), step.params(), step.state()
-        results.append((found, jax.tree.map(np.array, found)))
-    for found, expected in results:
-        assert_same_bits(found, expected)
-
-
 @pytest.mark.parametrize("nonfinite", ["error", "skip"])
 def test_a_refused_step_changes_nothing(nonfinite):
     step = made(nonfinite=nonfinite)

@@ -1,6 +1,5 @@
 """Steps that end early: Ctrl-C, SIGKILL, drives that fail, for each durability."""
 
-import errno
 import functools
 import os
 import signal
@@ -9,7 +8,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import optax
 import pytest
 import small_stores
 import streamed_run
@@ -35,25 +33,15 @@ def zoo(name):
     return ZOO[name]()
 
 
-def optimizer(name, is_frozen=False):
-    """Adam; or one whose layers are frozen."""
-    if not is_frozen:
-        return TX
-    labels = jax.tree.map(lambda _: "train", zoo(name).params)
-    labels["layers"] = jax.tree.map(lambda _: "frozen", labels["layers"])
-    return optax.multi_transform({"train": TX, "frozen": optax.set_to_zero()}, labels)
-
-
 @functools.cache
-def uninterrupted(name, is_frozen=False):
+def uninterrupted(name):
     """Losses, and the states after each step, of a run of a program."""
     losses, found, program = [], {}, zoo(name)
     with (
         memory_directory() as path,
         small_stores.open_store(path / "s", **CHUNKS) as store,
     ):
-        tx = optimizer(name, is_frozen)
-        step = open_step(lambda *_, **options: store, "s", program, tx)
+        step = open_step(lambda *_, **options: store, "s", program, TX)
         for number in range(NUM_STEPS + 1):
             if number:
                 losses += train(step, program, number)
@@ -66,42 +54,21 @@ def uninterrupted(name, is_frozen=False):
 def opened(open_store):
     """Opens a step of a program of the zoo."""
 
-    def make(name="tied_and_unused", durability="step", is_frozen=False, **options):
-        tx = optimizer(name, is_frozen)
+    def make(name="tied_and_unused", durability="step", **options):
         options["durability"] = durability
-        return open_step(open_store, "store", zoo(name), tx, **options)
+        return open_step(open_store, "store", zoo(name), TX, **options)
 
     return make
 
 
-def train_on(step, name="tied_and_unused", is_frozen=False):
+def train_on(step, name="tied_and_unused"):
     """Trains to the end, which must be that of a whole run; returns the losses."""
     losses = train(step, zoo(name))
     step.store.wait()
     assert step.store.step == NUM_STEPS
-    _, expected = uninterrupted(name, is_frozen)
+    _, expected = uninterrupted(name)
     assert_same_states(states(step.store), expected[NUM_STEPS])
     return losses
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "durability", "is_frozen"),
-    [
-        ("l2_penalty", 3, False),
-        ("scan_twice_cast", "checkpoint", False),
-        # Frozen chunks are never written, so not in the slot that steps write.
-        ("tied_and_unused", "checkpoint", True),
-    ],
-)
-def test_steps_that_overwrite_others_have_the_same_bits(
-    name, durability, is_frozen, opened
-):
-    step = opened(name, durability, is_frozen)
-    losses = train(step, zoo(name))
-    assert step.store.step == {3: 3, "checkpoint": 0}[durability]
-    assert losses == uninterrupted(name, is_frozen)[0]
-    train_on(step, name, is_frozen)
 
 
 @pytest.mark.parametrize("nonfinite", ["error", "skip"])
@@ -258,45 +225,6 @@ def test_killed_between_hand_outs_the_committed_step_is_whole(
         assert store.step == committed
         assert_same_states(states(store), uninterrupted(name)[1][committed])
     train_on(opened(name, durability), name)
-
-
-def train_and_wait(step, program):
-    train(step, program)
-    finished(step)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("durability", ["step", "checkpoint"])
-def test_a_write_that_fails_stops_the_store_at_its_committed_step(
-    durability, opened, monkeypatch
-):
-    program, step = zoo("tied_and_unused"), opened(durability=durability)
-    train(step, program, 2)
-    step.store.wait()
-    train(step, program, 3)
-    step.store._engine.join()
-    committed = step.store._engine.commit.step
-    assert committed == {"step": 3, "checkpoint": 2}[durability]
-
-    def fail(*args, **kwargs):
-        raise OSError(errno.EIO, "Input/output error")
-
-    with monkeypatch.context() as patch:
-        for csd in step.store._engine.opened.csds:
-            patch.setattr(csd, "write", fail)
-        with pytest.raises(OSError, match="Input/output error") as failed:
-            train_and_wait(step, program)
-        with pytest.raises(OSError, match="Input/output error"):
-            step(program.batch)
-    lost = "1 finished steps since the commit of step 2 are lost"
-    notes = getattr(failed.value, "__notes__", [])
-    assert any(lost in note for note in notes) == (durability == "checkpoint")
-    step.close()
-    again = opened(durability=durability)
-    assert again.store.step == committed
-    expected = uninterrupted("tied_and_unused")[1][committed]
-    assert_same_states(states(again.store), expected)
-    train_on(again)
 
 
 @pytest.mark.long

@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 from streaming import (
-    CHUNKS,
     assert_same_bits,
     assert_same_states,
     prepared,
@@ -23,10 +22,8 @@ from zoo import ZOO, Program, normal
 
 import jaxinf
 from jaxinf.engine.opened import OpenStore
-from jaxinf.errors import BudgetError, StreamError
+from jaxinf.errors import StreamError
 from jaxinf.streaming.batches import first_part, parts_of, together
-from jaxinf.streaming.plan import compiled as running
-from jaxinf.streaming.plan import leaving
 from jaxinf.streaming.plan.fit import cut_to_fit, plan_of
 from jaxinf.streaming.program.programs import make_programs
 
@@ -160,21 +157,6 @@ def test_a_step_moves_the_bytes_of_one_part(
             assert step.traffic == one.traffic
 
 
-@pytest.mark.long
-def test_what_waits_may_be_on_a_drive(step_of_parts, monkeypatch):
-    monkeypatch.setattr(leaving, "SMALL_BYTES", 1)
-
-    def evicted(plan, budget_bytes):
-        budget_bytes = 0 if plan.policy == "offload" else budget_bytes
-        return leaving.evicted(plan, budget_bytes)
-
-    monkeypatch.setattr(running, "evicted", evicted)
-    plan = step_of_parts(tied(), optax.sgd(0.1), policy="offload").plan
-    # Both what goes on forward, and a tied table's gradient.
-    made = {plan.calls[one.written].program.name for one in plan.evictions.values()}
-    assert {name.split()[0] for name in made} == {"forward", "backward"}
-
-
 # --- losses of the whole batch -----------------------------------------------------
 
 ROWS, WIDTH, DEPTH = 12, 32, 4
@@ -238,22 +220,6 @@ def test_a_step_of_parts_is_that_of_the_whole_batch(how, after_one):
 
 
 # --- refused, failed ------------------------------------------------------------------
-
-
-@pytest.mark.long
-def test_too_little_memory_for_all_parts_is_answered_with_enough(open_store):
-    program = tied(width=64, depth=6, rows=4096)
-
-    def loaded(memory_bytes):
-        store = open_store(str(memory_bytes), **CHUNKS)
-        options = {"has_aux": True, "micro_batches": 32, "memory_bytes": memory_bytes}
-        with jaxinf.stream(program.loss, ADAM, store, **options) as step:
-            step.load(program.params, batch=program.batch)
-            return store.exists
-
-    with pytest.raises(BudgetError, match=r"memory_bytes: .* works") as refused:
-        loaded("12MiB")
-    assert loaded(refused.value.works["memory_bytes"])
 
 
 @pytest.mark.parametrize(

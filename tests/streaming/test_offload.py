@@ -1,8 +1,6 @@
 """Values that leave, for drives or by the host's memory: bits, memory, failures."""
 
-import errno
 import gc
-import os
 import threading
 import time
 import weakref
@@ -11,7 +9,6 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import late_copies
-import numpy as np
 import optax
 import pytest
 from families import family
@@ -23,7 +20,6 @@ from streaming import (
     run,
     smallest_bytes,
     streamed,
-    trained,
 )
 from zoo import ONLY_PLANNED, ZOO, Program, normal
 
@@ -297,39 +293,6 @@ def test_a_step_is_that_of_keep(name, num_csds, offloading, place):
     moved_as_planned(offload)
 
 
-FAILURES = [
-    ("pwritev", errno.EIO, StoreIOError),
-    ("pwritev", errno.ENOSPC, StoreSpaceError),
-    ("preadv", errno.EIO, StoreIOError),
-]
-
-
-@pytest.mark.parametrize(("call", "code", "kind"), family(FAILURES, short=FAILURES[:1]))
-def test_a_drive_that_fails_in_mid_step(offloading, monkeypatch, call, code, kind):
-    program = ZOO["l2_penalty"]()
-    step, kept = (offloading(program, policy) for policy in ("offload", "keep"))
-    run(step, program, 1)
-    step.store.wait()
-    real, hits = getattr(os, call), []
-
-    def fail(fd, *args):
-        if "(deleted)" in os.readlink(f"/proc/self/fd/{fd}"):
-            hits.append(fd)
-            if len(hits) == (3 if call == "pwritev" else 1):
-                raise OSError(code, os.strerror(code))
-        return real(fd, *args)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, call, fail)
-        with pytest.raises(kind, match=r"offload \(a file of activations\)"):
-            step(program.batch)
-    assert step.store.step == 1
-    run(step, program, 2)
-    run(kept, program, 3)
-    assert step.store.step == 3
-    assert_same_params(step, kept, program)
-
-
 # --- steps on a device with memory of its own ----------------------------------------
 
 
@@ -368,20 +331,6 @@ def kept(open_store, like, **options):
     return step
 
 
-@pytest.mark.long
-@pytest.mark.usefixtures("own_memory")
-@pytest.mark.parametrize(("tier", "parts"), [("drives", 1), ("host", 2)])
-def test_training_is_that_of_keep(open_store, tier, parts):
-    step = opened(open_store, "step", HOSTS[tier], micro_batches=parts)
-    losses, _ = trained(step, WIDE)
-    if parts == 1:
-        assert step.metrics.offloaded_host_bytes > 0
-        assert (step.metrics.offloaded_drive_bytes > 0) == (tier == "drives")
-    keep = kept(open_store, step, micro_batches=parts)
-    assert losses == run(keep, WIDE, 3)
-    assert_same_params(step, keep, WIDE)
-
-
 def test_a_value_keeps_its_memory_until_its_copy_has_left(
     open_store, late, monkeypatch
 ):
@@ -393,24 +342,6 @@ def test_a_value_keeps_its_memory_until_its_copy_has_left(
     step.load(LAYERS, batch=WIDE.batch)
     step(WIDE.batch)
     assert step.metrics.offloaded_host_bytes > 0
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("own_memory")
-def test_without_a_store(place):
-    found = []
-    for own, memory_bytes, device_bytes in (
-        ("keep", 64 << 20, 64 << 20),
-        ("offload", HOSTS["drives"] - (5 << 20), DEVICE_BYTES),
-    ):
-        options = {"memory_bytes": memory_bytes, "device_memory_bytes": device_bytes}
-        options |= {"policy": own, "scratch": place}
-        with jaxinf.stream_in_memory(wide, TX, **options) as step:
-            step.load(LAYERS, batch=WIDE.batch)
-            found.append(run(step, WIDE, 8))
-            assert (step.traffic.drive_write_bytes > 0) == (own == "offload")
-    np.testing.assert_allclose(found[0], found[1], rtol=1e-6)  # the cuts may differ
-    assert not list(place.iterdir())
 
 
 @pytest.mark.long

@@ -15,9 +15,7 @@ from streaming import (
     assert_near,
     assert_same_bits,
     moved_as_planned,
-    no_room_for_gradients,
     run,
-    spill_beyond,
 )
 from zoo import ZOO
 
@@ -202,17 +200,6 @@ def test_a_failure_between_passes_gives_the_step_up(opened, monkeypatch):
             step(BATCHES[1])
     assert step.store.step == 1
     assert_same_bits(trained(step, BATCHES[1:]), expected)
-
-
-@pytest.mark.long
-def test_a_spill_without_room_gives_the_step_up(opened, monkeypatch):
-    spill_beyond(monkeypatch, 0)
-    step = opened(THREE)
-    step(BATCHES[0])
-    refused = pytest.raises(jaxinf.StoreSpaceError, match=r"file of gradients.*write")
-    with no_room_for_gradients(), refused:
-        step(BATCHES[1])
-    assert_near(trained(step, BATCHES[1:]), optax_params(THREE), 2e-6)
 
 
 # --- compression, cards, other arguments ----------------------------------------------

@@ -218,13 +218,6 @@ def test_a_plan_prints_its_segments():
     assert f"{len(plan.calls)} calls of {len(plan.programs)} programs" in head
     titles = "calls segment programs memory values leaving params read params"
     assert " ".join(columns.split()) == titles
-    together = [line for line in lines if " each " in line]
-    assert [line.split()[1] for line in together] == ["forward", "backward"]
-    assert "[0]" in together[0]
-    assert together[0].endswith("[11]")
-    numbers = [line.split()[0].split("-") for line in lines]
-    assert numbers[0][0] == "0"
-    assert int(numbers[-1][-1]) == len(plan.calls) - 1
     assert len(lines) < len(plan.cuts) - 1
 
 
@@ -263,25 +256,3 @@ def test_nothing_that_is_handed_out_lends_its_memory():
     )
     found = [handed[Piece(i)] for i in range(len(leaves))]
     assert_near((value, outputs, found), (near, near_outputs, gradients), 1e-5)
-
-
-def wide(params, batch):
-    x = batch
-    for w in params:
-        x = jnp.tanh(x @ w) + jnp.sin(x)
-    return jnp.mean(x**2)
-
-
-@pytest.mark.parametrize("policy", ["recompute", "keep"])
-def test_cuts_are_coarse_where_values_are_larger_than_params(policy):
-    layers = [np.zeros((32, 32), np.float32)] * 12
-    ready = prepare(wide, layers, np.zeros((4096, 32), np.float32))
-    num_bytes = ready.lifetimes.piece_bytes(ready.lifetimes.sizes)
-    cuts = choose_cuts(ready.lifetimes, ready.tokens, num_bytes)
-    fine = plan_of(ready, cuts, policy)
-    smallest = smallest_bytes(ready, policy)
-    assert smallest < fine.peak_bytes
-    for budget in (smallest, fine.peak_bytes, 4 * fine.peak_bytes):
-        plan = cut_to_fit(ready, budget, policy)
-        assert len(plan.cuts) < len(fine.cuts) / 2
-        assert plan.peak_bytes <= min(budget, fine.peak_bytes)

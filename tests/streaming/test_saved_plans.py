@@ -159,19 +159,6 @@ def test_another_loss_function_is_refused_until_replanned(opened, within):
     assert step.store.step == 2 + within
 
 
-def test_a_plan_that_does_not_fit_is_refused(opened):
-    step, run_one = opened()
-    run_one()
-    # Half of what the plan takes, beside what the store's buffers do.
-    too_little = step.store._engine.opened.limit_memory(0) + step.plan.peak_bytes // 2
-    step.close()
-    less, run_one = opened(memory_bytes=too_little)
-    message = r'memory_bytes="\d+MiB" works, or pass replan=True'
-    with pytest.raises(StreamError, match=message):
-        run_one()
-    assert less.store.step == 1
-
-
 @pytest.mark.long
 def test_a_refused_budget_names_one_that_works(open_store):
     program, store = ZOO["l2_penalty"](depth=2), open_store(**CHUNKS)

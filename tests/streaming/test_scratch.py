@@ -2,8 +2,6 @@
 
 import errno
 import os
-import signal
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -93,13 +91,3 @@ def test_what_cannot_be_written_is_named(tmp_path, monkeypatch):
             write(scratch, place, np.zeros(1, np.uint8))
     write(scratch, place, np.zeros(1, np.uint8))
     scratch.close()
-
-
-KILLED = Path(__file__).parents[1] / "programs" / "killed_scratch.py"
-
-
-@pytest.mark.long
-def test_a_killed_process_leaves_nothing(tmp_path, run_python):
-    done = run_python(KILLED, str(tmp_path), check=False)
-    assert done.returncode == -signal.SIGKILL
-    assert not list(tmp_path.iterdir())

@@ -14,17 +14,14 @@ from streaming import (
     CHUNKS,
     assert_near,
     assert_same_bits,
-    assert_same_states,
     bytes_held,
     moved_as_planned,
     run,
     spill_beyond,
-    states,
 )
 from zoo import ZOO
 
 import jaxinf
-from jaxinf.transfer.pages import page_ceil
 
 SGD, ADAM = optax.sgd(0.1), optax.adamw(1e-3)
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), ADAM)
@@ -75,25 +72,6 @@ def test_aux_comes_with_the_loss(streamed):
     expected, means = jax.jit(program.loss)(program.params, program.batch)
     assert float(loss) == pytest.approx(float(expected), rel=1e-6)
     np.testing.assert_allclose(aux, means, rtol=1e-5)
-
-
-@pytest.mark.long
-def test_resumed_is_uninterrupted(streamed):
-    program, tx = ZOO["stack_by_index"](depth=3), optax.adam(1e-2)
-    whole = streamed(program, tx, "whole")
-    whole.load(program.params, batch=program.batch)
-    expected = run(whole, program, 4)
-
-    first = streamed(program, tx, "parts", policy="keep")
-    first.load(program.params, batch=program.batch)
-    found = run(first, program, 2)
-    first.close()
-    second = streamed(program, tx, "parts")
-    second.init(lambda: jax.tree.map(jnp.zeros_like, program.params))
-    assert found + run(second, program, 2) == expected
-    held = states(whole.store)
-    assert {name for name, _ in held} == {"params", "mu", "nu"}
-    assert_same_states(states(second.store), held)
 
 
 @pytest.mark.long
@@ -207,20 +185,6 @@ def test_a_commit_has_the_payload_of_its_step(streamed):
         step(program.batch)
     step.store.wait()
     assert (step.store.step, step.store.payload) == (4, {"batch": 4})
-
-
-def test_spilled_to_the_drive_has_the_bits_of_memory(streamed, monkeypatch):
-    program, params = ZOO["tied_and_unused"](), []
-    sizes = [page_ceil(leaf.nbytes) for leaf in jax.tree.leaves(program.params)]
-    for name, spilled_bytes in (("held", 0), ("spilled", sum(sizes))):
-        if spilled_bytes:
-            spill_beyond(monkeypatch, 0)
-        step = streamed(program, CLIPPED, name)
-        step.load(program.params)
-        run(step, program, 2)
-        assert step.metrics.spilled_drive_bytes == spilled_bytes
-        params.append(step.store.params(like=program.params))
-    assert_same_bits(*params)
 
 
 def test_drives_move_what_the_plan_says(streamed, monkeypatch):

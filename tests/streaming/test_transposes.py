@@ -5,8 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from streaming import prepared
-from zoo import ZOO
 
 from jaxinf.streaming.plan.fit import prepare
 
@@ -65,9 +63,3 @@ def test_which_products_are_turned_round(loss, is_turned):
     params, batch = {"w": random(3, 4, 5)}, random(3, 6, 5)
     nodes = prepare(loss, params, batch).lifetimes.graph.nodes
     assert bool(transposed_products(nodes)) == (not is_turned)
-
-
-@pytest.mark.parametrize("name", ["linen", "recurrent"])
-def test_no_matrix_of_a_model_is_transposed_after_its_product(name):
-    transposed = transposed_products(prepared(ZOO[name]()).lifetimes.graph.nodes)
-    assert all(node.params["permutation"] != (1, 0) for node in transposed)
