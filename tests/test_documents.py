@@ -78,7 +78,7 @@ NOT_RUN = {
     "make ports": "time: make test-hls runs it",
     "make hw": "needs Vitis",
     "make generated/": "writes into the checkout; tests/hls runs it",
-    "python scripts/bench_": "time: tests/test_benchmarks.py runs them small",
+    "python scripts/bench_": "time: tests/repro/test_scripts.py runs them small",
     "python scripts/repro/": "time: hours",
 }
 """Beginnings of commands that are not run, with the reason."""

@@ -58,17 +58,6 @@ def test_steps_are_exact(drive, num_csds, options):
     again.steps(1).check(6)
 
 
-def test_steps_by_direct_io(drive, tmp_path):
-    """The other tests keep their stores in memory, for speed."""
-    driver = drive(tmp_path / "store", chunk_elements=PAGE).init()
-    driver.steps(2).check(2)
-    with driver.store.snapshot() as path:
-        driver.steps(2).check(4)
-        driver.check(2, path)
-    driver.close()
-    drive(tmp_path / "store").init().steps(1).check(5)
-
-
 def test_leaves_larger_than_memory(drive):
     options = {"num_workers": 2, "memory_bytes": 4 * NUM_BYTES * 3 * PAGE}
     driver = drive(leaves=LARGE, chunk_elements=1 << 16, **options).init()
@@ -81,20 +70,6 @@ def test_leaves_larger_than_memory(drive):
     # The budget belongs to the run, not to the store.
     driver = drive(leaves=LARGE, num_workers=1, memory_bytes=1 << 22).init()
     driver.steps(2).check(5)
-
-
-def test_too_little_memory(drive, place):
-    need = 8 * NUM_BYTES * PAGE
-    driver = drive(memory_bytes=need - 1)
-    with pytest.raises(ValueError, match=f"4 workers need at least {need} bytes"):
-        driver.init()
-    assert not (place / "store").exists()
-    driver.close()
-    drive(memory_bytes=need).init().close()
-    driver = drive(memory_bytes=need - 1)
-    with pytest.raises(ValueError, match="give more memory"):
-        driver.init()
-    driver.close()
 
 
 FROZEN_LEAVES = {
@@ -155,14 +130,6 @@ def test_abandoned_steps_leave_no_trace(drive, num_csds):
         assert driver.store.skipped_steps == 3 * step
 
 
-def test_an_update_says_whether_the_gradient_is_finite(drive):
-    driver = drive(leaves=LARGE, memory_bytes=1 << 20).init()
-    assert driver.engine.opened.update(0, driver.part(0)) == [True]
-    part = driver.part(0)
-    part.gradient[4, 99_999] = np.inf
-    assert driver.engine.opened.update(0, part) == [False]
-
-
 def test_a_computation_that_failed_elsewhere_may_run_again(drive):
     driver = drive(chunk_elements=PAGE).init()
     for step in range(1, 4):
@@ -183,13 +150,6 @@ def test_a_leaf_is_kept_or_updated_by_the_last_computation(drive):
     steps.update(1, driver.part(0))
     with pytest.raises(StoreError, match=r"leaf bias: step 2 has updated it"):
         steps.update(1, kept)
-
-
-def test_a_step_needs_all_leaves(drive):
-    driver = drive().init()
-    driver.update([0, 1, 2, 4])
-    with pytest.raises(AssertionError, match="the step updated 41130 of 49611 params"):
-        driver.finish()
 
 
 def test_states_of_other_steps_are_refused(drive):

@@ -106,13 +106,6 @@ def test_a_loaded_state_goes_on_as_the_run_did(open_store, name):
     _same(_go_on(open_store("second"), tx, *middle, 4), expected)
 
 
-def test_a_run_of_plain_optax_goes_on_in_a_store(open_store):
-    plain = CASES["adamw"]()
-    params, state = _steps(plain, PARAMS, plain.init(PARAMS), 0, 4)
-    expected = _steps(plain, params, state, 4, 7)
-    _same(_go_on(open_store(), plain, params, state, 4), expected)
-
-
 @pytest.mark.parametrize(
     ("state", "master"),
     [

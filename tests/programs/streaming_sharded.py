@@ -1,7 +1,6 @@
 """Streaming on four devices: functions that `tests/streaming/test_sharded.py` runs."""
 
 import re
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +23,6 @@ from zoo import ZOO
 
 import jaxinf
 from jaxinf.errors import StreamError
-from jaxinf.streaming.plan import device, memory
-from jaxinf.streaming.plan.memory import DeviceLimit
 from jaxinf.streaming.plan.reads import Fetch
 from jaxinf.streaming.program import units
 from jaxinf.streaming.program.graph import Piece
@@ -134,31 +131,6 @@ def options(place, name):
         np.testing.assert_allclose(losses, expected, rtol=rtol, err_msg=name)
         if not by_chunk:
             assert_near(found, store.params(like=params), 2e-5)
-
-
-def other_sizes(place):
-    """The smallest device of a mesh limits what a step and a function have of each."""
-    one = make("named")
-    sizes = dict.fromkeys(one.mesh.devices.flat, 32 << 20)
-    sizes[one.mesh.devices.flat[-1]] = 8 << 20
-
-    def limit(each, given):
-        assert given is None
-        return DeviceLimit(sizes[each], is_host=False)
-
-    with (
-        mock.patch.object(memory, "device_is_host", return_value=False),
-        mock.patch.object(device, "device_limit", limit),
-        opened(place, "store") as store,
-    ):
-        step = streamed(one, store)
-        step.load(one.params, batch=one.batch)
-        trained(step, one, 1)
-        function = jaxinf.stream_function(one.loss, store, memory_bytes=MEMORY_BYTES)
-        function.load(one.params)
-        function(one.batch)
-        for made in (step, function):
-            assert made.plan.memory.programs <= 8 << 20
 
 
 def replicas(place):
@@ -410,7 +382,6 @@ if __name__ == "__main__":
     serve(
         training,
         options,
-        other_sizes,
         replicas,
         function,
         other_devices,

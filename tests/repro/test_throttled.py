@@ -6,12 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import optax
 import pytest
-from throttled import CsdRates, Server, ThrottledCsd, throttled
+from throttled import CsdRates, Server, ThrottledCsd
 
 from jaxinf.compress import SparseGradient
-from jaxinf.csd import Extent, Rounding, ScalarInputs, Transfer, Update, open_csds
+from jaxinf.csd import Extent, Rounding, ScalarInputs, Transfer, Update
 from jaxinf.program import trace_update
-from jaxinf.transfer import ByteMeters
 
 pytestmark = [pytest.mark.long, pytest.mark.optimized]
 
@@ -86,19 +85,3 @@ def test_a_server_takes_one_request_after_another(clock):
     assert server.reserve(1 << 60, None) == clock.now_s
     clock.sleep(10)
     assert server.reserve(1000, 1000.0) == clock.now_s + 1
-
-
-def test_csds_share_the_link_alone(clock, tmp_path):
-    roots = [tmp_path / "one", tmp_path / "two"]
-    for root in roots:
-        root.mkdir()
-    each = [CsdRates(1000, 1000, link=2000), CsdRates(500, 500, link=2000)]
-    fleet = open_csds(
-        throttled("host", each), roots, memory_bytes=1 << 20, meters=ByteMeters()
-    )
-    one, two = fleet.attach(roots, 1 << 16, 1 << 14)
-    assert one.memory is two.memory  # the wrapped CSDs'
-    assert one._link is two._link
-    assert one._drive is not two._drive
-    assert (one._rates, two._rates) == (each[0], each[1])
-    fleet.close()

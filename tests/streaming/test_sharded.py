@@ -24,7 +24,7 @@ CASES = [
     *(("training", kind) for kind in KINDS),
     *(("zoo", name) for name in (*PROGRAMS, "moe_map")),
     *(("options", name) for name in OPTIONS),
-    *(("initialised", ""), ("replicas", ""), ("other_sizes", ""), ("function", "")),
+    *(("initialised", ""), ("replicas", ""), ("function", "")),
     *(("other_devices", ""), ("refused", "")),
 ]
 

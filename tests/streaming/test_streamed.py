@@ -174,19 +174,6 @@ def test_batches_of_two_shapes_have_a_plan_each(streamed):
     assert len(streams(step.store.path)) == 2
 
 
-def test_a_commit_has_the_payload_of_its_step(streamed):
-    program = ZOO["l2_penalty"](depth=2)
-    step = streamed(program, SGD)
-    step.load(program.params)
-    for number in range(1, 5):
-        step.store.annotate(
-            number, {"batch": number}
-        )  # while the step before may still be written
-        step(program.batch)
-    step.store.wait()
-    assert (step.store.step, step.store.payload) == (4, {"batch": 4})
-
-
 def test_drives_move_what_the_plan_says(streamed, monkeypatch):
     program = ZOO["stack_by_index"]()
     # Gradients that wait do so in memory up to here, then on the drive.

@@ -1,6 +1,5 @@
 """Runs the scripts of `scripts/`, in processes of their own."""
 
-import json
 import os
 import subprocess
 import sys
@@ -15,10 +14,3 @@ def run_script(name, *arguments):
     return subprocess.run(
         command, env=beside, capture_output=True, text=True, check=False
     )
-
-
-def figures(done):
-    """What a script has printed: one line of JSON."""
-    assert done.returncode == 0, done.stderr
-    [line] = done.stdout.splitlines()
-    return json.loads(line)
