@@ -99,7 +99,6 @@ from jaxinf.compat.jaxprs import (
     called_jaxpr,
     inner_jaxprs,
     source_frames,
-    source_line,
     static_params,
 )
 from jaxinf.compat.libraries import (

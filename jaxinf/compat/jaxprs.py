@@ -6,7 +6,6 @@ Invariant: an unknown primitive is refused by name, never guessed.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 
 ELEMENTWISE = frozenset(
@@ -146,8 +145,3 @@ def source_frames(source: Any) -> list[tuple[str, str]]:
         return [(f.file_name, f.function_name) for f in source.traceback.frames]
     except AttributeError:
         return []
-
-
-def source_line(eqn: Any) -> str:
-    """The user's line that an equation comes from: ``file:line:column (function)``."""
-    return source_info_util.summarize(eqn.source_info)

@@ -99,8 +99,8 @@ class InStore(StateHome):
     def first(
         self, init_fn: Callable[..., PyTree], args: Sequence[Any], shardings: PyTree
     ) -> tuple[PyTree, _MakeLeaves]:
-        maker = trace_params(init_fn, *args)
-        return sharded_like(maker.avals, shardings), maker.compile
+        avals, make = trace_params(init_fn, *args)
+        return sharded_like(avals, shardings), make
 
     def given(
         self, params: PyTree, state: PyTree, shardings: PyTree

@@ -51,7 +51,7 @@ from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.compiled import Executables, measured
 from jaxinf.streaming.plan.fit import OrderedProgram, plan_of, prepare
-from jaxinf.streaming.plan.leaving import fitted
+from jaxinf.streaming.plan.leaving import evicted
 from jaxinf.streaming.program.cut import choose_cuts
 from jaxinf.streaming.run import Runner
 from jaxinf.transfer import page_ceil
@@ -225,7 +225,7 @@ class Stack:
         plans = [make(cuts) for cuts in self.cuts]
         least = min(map(peak, plans))
         good = [plan for plan in plans if peak(plan) <= TOLERANCE * least]
-        return min(good, key=lambda plan: peak(fitted(plan, 0, value_bytes))), least
+        return min(good, key=lambda plan: peak(evicted(plan, 0, value_bytes))), least
 
     def _way(self, plan: Plan, values: Values | None = None) -> Way:
         return Way(Runner(plan, self.executables, values=values), [])
@@ -239,7 +239,7 @@ class Stack:
         found = {"keep": self.keep, "recompute": self._way(min(plans, key=peak))}
         budgets = {f"offload {one:.2f}": int(one * self.most_bytes) for one in shares}
         for name, budget in {"offload": 0, **budgets}.items():
-            plan = fitted(self.plan, budget, value_bytes)
+            plan = evicted(self.plan, budget, value_bytes)
             if not budget or peak(plan) <= budget:
                 scratch = SlowScratch([self.place], self.bytes_per_s)
                 found[name] = self._way(plan, Values(plan, scratch))

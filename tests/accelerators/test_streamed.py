@@ -85,7 +85,7 @@ def traced(program):
 def plan_step(place, monkeypatch):
     """Plans and compiles a step; returns what was fitted, and what was compiled."""
 
-    def make(name, device, tx=CLIPPED, share=2, **options):
+    def make(name, device, tx=CLIPPED, share=4, **options):
         program, target = program_of(name), Target(device)
         for module in (fit, planned_device):
             monkeypatch.setattr(module, "default_device", lambda: target.devices[0])
@@ -105,8 +105,8 @@ def plan_step(place, monkeypatch):
             step.load(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params))
             with compiling_for(target) as built, jax.default_device(target.devices[0]):
                 ready = step._trace(program.batch, params)
-                sink = step._home.sink(ready)
-                fitted = step._plan_within(ready, sink, step._budget(ready))
+                updates = step._home.updates(ready)
+                fitted = step._plan_within(ready, updates, step._budget(ready))
         return fitted, built
 
     return make
@@ -134,7 +134,7 @@ def taken_bytes(memory):
 def test_a_streamed_step(plan_step, name, device):
     """Its passes come first, then its programs, which fit in what is planned."""
     # A TPU pads the zoo's short arrays to many times their size.
-    share = 32 if name in ZOO and device == "v5e" else 2
+    share = 64 if name in ZOO and device == "v5e" else 4
     fitted, built = plan_step(name, device, share=share)
     limit_bytes = share * smallest_bytes(traced(program_of(name)))
     check_built(built, device)

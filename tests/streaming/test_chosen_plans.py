@@ -10,7 +10,7 @@ from zoo import ZOO
 import jaxinf
 from jaxinf.streaming import compiled_step
 from jaxinf.streaming import step as steps
-from jaxinf.streaming.plan import compiled, fit, leaving
+from jaxinf.streaming.plan import fit, leaving
 from jaxinf.streaming.plan.choice import (
     NUM_MEASURED,
     StepTimes,
@@ -26,7 +26,7 @@ PROGRAM = ZOO["l2_penalty"](depth=8)
 @pytest.fixture(autouse=True)
 def everything_leaves(monkeypatch):
     monkeypatch.setattr(leaving, "SMALL_BYTES", 1)
-    monkeypatch.setattr(compiled, "evicted", lambda plan, _: evicted(plan, 0))
+    monkeypatch.setattr(fit, "evicted", lambda plan, _: evicted(plan, 0))
 
 
 @pytest.fixture(scope="module")

@@ -103,7 +103,7 @@ def test_a_segment_runs_for_all_parts_before_the_next_one():
     """As far as all wait at its end; then one part after another, for its scores."""
     program = tied()
     ready = prepared(replace(program, batch=first_part(program.batch, 3)))
-    budget_bytes = smallest_bytes(ready, num_parts=3) * 5 // 4
+    budget_bytes = smallest_bytes(ready, num_parts=3) * 2
     plan = cut_to_fit(ready, budget_bytes, num_parts=3)
     num_segments = len(plan.cuts) - 1
     early = make_programs(ready.lifetimes, plan.cuts, ready.keys).num_early

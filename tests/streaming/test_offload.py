@@ -28,10 +28,10 @@ from jaxinf.errors import BudgetError, StoreIOError, StoreSpaceError, StreamErro
 from jaxinf.streaming import compiled_step
 from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.move.values import Values
-from jaxinf.streaming.plan import compiled, leaving
+from jaxinf.streaming.plan import fit, leaving
 from jaxinf.streaming.plan.compiled import measured
 from jaxinf.streaming.plan.fit import cut_to_fit, plan_of
-from jaxinf.streaming.plan.leaving import evicted, fitted, least_bytes, plan_tiers
+from jaxinf.streaming.plan.leaving import evicted, least_bytes, plan_tiers
 from jaxinf.transfer.pages import page_ceil
 
 pytestmark = pytest.mark.optimized("long")
@@ -106,7 +106,7 @@ def test_bits_are_those_of_keep(name, tmp_path):
     program = ZOO[name]()
     keep, offload, executables = plans(program)
     expected = streamed(program, keep, executables)
-    least, most = least_bytes(offload), offload.most_bytes()
+    least, most = least_bytes(offload), max(offload.call_bytes())
     for budget in {least, (least + most) // 2}:
         plan = evicted(offload, budget)
         assert plan.peak_bytes <= budget
@@ -226,16 +226,16 @@ def test_memory_is_as_planned(tmp_path):
 @pytest.mark.usefixtures("small_values_leave")
 def test_the_value_needed_last_leaves_first():
     plan = plans(ZOO["l2_penalty"](depth=8))[1]
-    most = plan.most_bytes()
-    assert not fitted(plan, most).evictions
-    one = fitted(plan, most - 1).evictions
+    most = max(plan.call_bytes())
+    assert not evicted(plan, most).evictions
+    one = evicted(plan, most - 1).evictions
     others = [
         life.takers[-1]
         for slot, life in plan.lives.items()
         if slot not in one and life.takers and life.made == 0
     ]
     assert max(eviction.needed for eviction in one.values()) >= max(others)
-    for eviction in fitted(plan, 0).evictions.values():
+    for eviction in evicted(plan, 0).evictions.values():
         assert eviction.written + 2 <= eviction.gone < eviction.back <= eviction.needed
     away = evicted(plan, least_bytes(plan))
     on_drive = plan_tiers(away, least_of(away)).on_drive
@@ -249,7 +249,7 @@ def test_the_value_needed_last_leaves_first():
 @pytest.fixture
 def everything_leaves(small_values_leave, monkeypatch):
     """Lets every value leave that can, although the budget has room."""
-    monkeypatch.setattr(compiled, "evicted", lambda plan, _: evicted(plan, 0))
+    monkeypatch.setattr(fit, "evicted", lambda plan, _: evicted(plan, 0))
 
 
 @pytest.fixture

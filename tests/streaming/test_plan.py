@@ -195,11 +195,7 @@ def test_large_closed_over_arrays_are_warned_of():
     def loss(params, batch):
         return inner(batch) * jnp.sum(params["w"] * batch)
 
-    line = inner.__wrapped__.__code__.co_firstlineno + 2
-    found = (
-        rf"1440000 bytes .*float32\[600, 600\], read at .*test_plan.py:{line}:.*"
-        "in the batch: step"
-    )
+    found = r"1440000 bytes .*float32\[600, 600\]\).*in the batch: step"
     with pytest.warns(UserWarning, match=found):
         ready = prepare(loss, GOOD, ONES)
     plan = cut_to_fit(ready, smallest_bytes(ready))

@@ -31,8 +31,7 @@ def prepared(program):
 
 def smallest_bytes(ready, policy="recompute", num_parts=1):
     """Returns the smallest budget that `cut_to_fit` accepts by estimates."""
-    usual, large = segment_limits(ready)
-    cuts = {cuts_of(ready, limit) for limit in (*usual, *large)}
+    cuts = {cuts_of(ready, limit) for limit in segment_limits(ready)}
     return min(plan_of(ready, one, policy, num_parts).peak_bytes for one in cuts)
 
 

@@ -33,6 +33,11 @@ def may_leave(policy: Policy, num_parts: int) -> bool:
     return policy in ("offload", "plan") or num_parts > 1
 
 
+NUM_WRITING = 2
+"""Calls from the one after which a value is written to the first that has its memory:
+the value is computed, then written beside another call."""
+
+
 class Slot(NamedTuple):
     """A place for a value, from the call that makes it to the last that takes it."""
 
@@ -62,7 +67,8 @@ class Call:
       takes: For each of its inputs, an input of the whole or a slot.
       makes: For each of its outputs a slot; None if no call takes it.
       frees: Slots that no later call takes.
-      gradients: Outputs that are complete gradients, by their position.
+      pieces: Outputs that are gradients, perhaps of a part, by their position.
+      is_complete: Whether they are of the whole batch.
       is_repeat: Whether it only recomputes.
       part: The part of the batch that it is of, if there are several.
       held: Parts of params that it does not read, and their bytes: they stay for calls
@@ -73,10 +79,16 @@ class Call:
     takes: tuple[Origin | Slot, ...]
     makes: tuple[Slot | None, ...]
     frees: tuple[Slot, ...]
-    gradients: tuple[tuple[Piece, int], ...]
+    pieces: tuple[tuple[Piece, int], ...]
+    is_complete: bool
     is_repeat: bool
     part: int = 0
     held: tuple[tuple[Piece, int], ...] = ()
+
+    @property
+    def gradients(self) -> tuple[tuple[Piece, int], ...]:
+        """Outputs that are complete gradients, which are handed out."""
+        return self.pieces if self.is_complete else ()
 
     @property
     def params(self) -> tuple[tuple[Piece, int], ...]:
@@ -86,7 +98,7 @@ class Call:
     @property
     def reads(self) -> tuple[Piece, ...]:
         """Parts of params that are in memory while it runs."""
-        return (*self.program.pieces, *(piece for piece, _ in self.held))
+        return tuple(piece for piece, _ in self.params)
 
 
 @dataclass(frozen=True)
@@ -116,12 +128,10 @@ class Plan:
       results: Slots of the loss and of aux's leaves, of one part after another.
       num_parts: Number of parts of a batch that each segment is called for in turn.
       peak_bytes: The peak memory of a step, as far as it was measured.
-      temp_bytes: Temporaries of the compiled programs by key; None for estimates.
+      temp_bytes: Temporaries of the compiled programs by key, as far as they are known.
       output_bytes: On several devices, the bytes of each call's outputs in one memory;
         None for one device.
       evictions: Values that are on a drive for a time.
-      lenders: Values whose memory outputs may reuse; None for all at their last use
-        that are never on a drive.
       resident: Parts of params that are in memory in any case, and do not count.
       resident_bytes: Memory of params that stay between steps, in addition.
       memory: The memory, without that of values that wait on the host.
@@ -137,10 +147,9 @@ class Plan:
     results: tuple[Slot, ...]
     num_parts: int = 1
     peak_bytes: int = 0
-    temp_bytes: Mapping[str, int] | None = None
+    temp_bytes: Mapping[str, int] = field(default_factory=dict)
     output_bytes: Sequence[Sequence[int]] | None = None
     evictions: Mapping[Slot, Eviction] = field(default_factory=dict)
-    lenders: frozenset[Slot] | None = None
     resident: frozenset[Piece] = frozenset()
     resident_bytes: int = 0
     memory: Memory = field(default_factory=Memory)
@@ -174,12 +183,21 @@ class Plan:
         kept.update(self.evictions)  # no call frees a result
         found: dict[str, set[int]] = {}
         for call in self.calls:
-            lent = {*call.frees} - kept
-            if self.lenders is not None:
-                lent &= self.lenders
+            lent = {slot for slot in call.frees if self._can_lend(slot)} - kept
             own = {i for i, ref in enumerate(call.takes) if ref in lent}
             found[call.program.key] = found.get(call.program.key, own) & own
         return {key: _paired(self.programs[key], own) for key, own in found.items()}
+
+    def _can_lend(self, slot: Slot) -> bool:
+        """Whether it never leaves; of several devices, no sharding is known yet."""
+        if self.traced.mesh is not None:
+            return False
+        if not self.is_offloaded:
+            return True
+        life = self.lives[slot]
+        staying = ("sum",) if self.num_parts > 1 else ("backward",)
+        is_staying = self.calls[life.made].program.direction in staying
+        return is_staying or life.takers[-1] - life.made <= NUM_WRITING
 
     @cached_property
     def fences(self) -> tuple[int | None, ...]:
@@ -188,21 +206,14 @@ class Plan:
         The next call, which waits, does not reuse its memory. None if there is no such
         output.
         """
-        reused = {
-            call.takes[i]: number
-            for number, call in enumerate(self.calls)
-            for i in self.donated[call.program.key]
-        }
-
-        def fence(number: int, call: Call) -> int | None:
-            stay = [
-                i
-                for i, slot in enumerate(call.makes)
-                if slot is None or reused.get(slot) != number + 1
-            ]
-            return min(stay, key=call.program.output_bytes.__getitem__, default=None)
-
-        return tuple(fence(*one) for one in enumerate(self.calls))
+        found: list[int | None] = []
+        for call, later in zip(self.calls, (*self.calls[1:], None), strict=True):
+            donated = () if later is None else self.donated[later.program.key]
+            reused = {later.takes[i] for i in donated} if later else ()
+            stay = [i for i, slot in enumerate(call.makes) if slot not in reused]
+            size = call.program.output_bytes.__getitem__
+            found.append(min(stay, key=size, default=None))
+        return tuple(found)
 
     @cached_property
     def lives(self) -> Mapping[Slot, "Life"]:
@@ -253,7 +264,6 @@ class Plan:
         One call runs, and the next waits with its params and room for its outputs.
         """
         programs, found, before = self.programs, self.held_bytes(), set[Piece]()
-        temps = self.temp_bytes
         reused = {
             key: sum(programs[key].input_bytes[i] for i in own)
             for key, own in self.donated.items()
@@ -262,17 +272,13 @@ class Plan:
             key = call.program.key
             read = [one for one in call.params if one[0] not in self.resident]
             new = sum(self._made_bytes(number)) - reused[key]
-            found[number] += new + sum(size for _, size in read)
-            found[number] += call.program.temp_bytes if temps is None else temps[key]
+            own = new + self.temp_bytes.get(key, 0)
+            found[number] += own + sum(size for _, size in read)
             if number:
                 more = sum(size for piece, size in read if piece not in before)
                 found[number - 1] += new + more
             before = {piece for piece, _ in read}
         return found
-
-    def most_bytes(self) -> int:
-        """Returns the peak of `call_bytes`."""
-        return max(self.call_bytes(), default=0)
 
     def held_bytes(self) -> list[int]:
         """Returns the bytes of values in memory while each call runs.

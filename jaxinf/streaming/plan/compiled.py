@@ -14,7 +14,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinf.streaming.plan import memory
 from jaxinf.streaming.plan.calls import Call, Plan, Slot
-from jaxinf.streaming.plan.leaving import evicted
 from jaxinf.streaming.program.graph import (
     Batch,
     Const,
@@ -47,20 +46,19 @@ def compile_plan(plan: Plan, executables: Executables) -> Sequence[Any]:
     """
     mesh, found = plan.traced.mesh, []
     held: dict[Slot, Any] = {}  # shardings of values
-    gradients = [] if mesh is None else _gradients(plan)
     is_run = not isinstance(executables, Measured)
     new = {(c.program.key, plan.donated[c.program.key]) for c in plan.calls}
     new -= {known[:2] for known in executables}
     if new and is_run:
         _LOG.info("compiling %d programs", len(new))
-    for number, call in enumerate(plan.calls):
+    for call in plan.calls:
         program, donated = call.program, plan.donated[call.program.key]
         inputs: tuple[Any, ...] = ()
         outputs: tuple[Any, ...] = ()
         if mesh is not None:
             pairs = zip(call.takes, program.inputs, strict=True)
             inputs = tuple(_input(plan, mesh, held, *pair) for pair in pairs)
-            outputs = _outputs(plan, mesh, call, gradients[number])
+            outputs = _outputs(plan, mesh, call)
         known = program.key, donated, inputs, outputs
         if known not in executables:
             executables[known] = compile_program(
@@ -84,11 +82,9 @@ def compile_plan(plan: Plan, executables: Executables) -> Sequence[Any]:
 def measured(plan: Plan, executables: Executables) -> Plan:
     """Returns the plan with what XLA says that its programs take; blocks.
 
-    Those of all devices that share the host's memory, or of one with its own. Where
-    values may leave, the temporaries are those of programs to which all lend memory.
+    Those of all devices that share the host's memory, or of one with its own.
     """
-    variant = replace(plan, lenders=None) if plan.is_offloaded else plan
-    compiled, temps = compile_plan(variant, executables), dict[str, int]()
+    compiled, temps = compile_plan(plan, executables), dict[str, int]()
     num_devices, outputs = _num_together(plan.traced.mesh), None
     for call, executable in zip(plan.calls, compiled, strict=True):
         own = bytes_beside(call.program, executable) * num_devices
@@ -104,27 +100,6 @@ def measured(plan: Plan, executables: Executables) -> Plan:
             for call, executable in zip(plan.calls, compiled, strict=True)
         ]
     return replace(plan, temp_bytes=temps, output_bytes=outputs)
-
-
-def offloaded(plan: Plan, executables: Executables, budget_bytes: int) -> Plan:
-    """Returns the plan with as few values on a drive as the budget allows; blocks.
-
-    A program is compiled anew where its outputs may reuse other values' memory, and may
-    then take other temporaries. Those of the largest variant count.
-    """
-    temps, before = measured(plan, executables).temp_bytes, None
-    found = plan
-    while temps != before:
-        before = temps
-        found = evicted(replace(plan, temp_bytes=temps), budget_bytes)
-        own = measured(found, executables).temp_bytes
-        assert temps is not None, "they were measured"
-        assert own is not None, "and these"
-        temps = {key: max(own[key], num_bytes) for key, num_bytes in temps.items()}
-        found = replace(found, temp_bytes=temps)
-        if found.most_bytes() <= budget_bytes:
-            break
-    return replace(found, peak_bytes=found.most_bytes())
 
 
 def _num_together(mesh: Mesh | None) -> int:
@@ -147,34 +122,11 @@ def const_sharding(const: Any, mesh: Mesh | None) -> Any:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def _gradients(plan: Plan) -> Sequence[Mapping[int, Piece]]:
-    """Returns for each call the outputs that are gradients, of a part of a batch, too.
-
-    A program that is called again has the same.
-    """
-    found: list[Mapping[int, Piece]] = []
-    by_key: dict[str, Mapping[int, Piece]] = {}
-    pieces: dict[Slot | None, Piece] = {}  # gradients of parts, and their sums
-    for call in reversed(plan.calls):
-        own = {i: piece for piece, i in call.gradients}
-        own |= {i: pieces[s] for i, s in enumerate(call.makes) if s in pieces}
-        found.append(own)
-        if own:
-            by_key[call.program.key] = own
-        for i, piece in own.items() if call.program.direction == "sum" else ():
-            for ref in (call.takes[i], call.takes[i + len(call.makes)]):
-                assert isinstance(ref, Slot), "a sum's operand is a value"
-                pieces[ref] = piece
-    pairs = zip(plan.calls, reversed(found), strict=True)
-    return [own or by_key.get(call.program.key, {}) for call, own in pairs]
-
-
-def _outputs(
-    plan: Plan, mesh: Mesh, call: Call, own: Mapping[int, Piece]
-) -> tuple[Any, ...]:
+def _outputs(plan: Plan, mesh: Mesh, call: Call) -> tuple[Any, ...]:
     """Returns the shardings that outputs must have, or None: a gradient its params'."""
     # A program without inputs would be one device's.
     other = None if call.takes else NamedSharding(mesh, PartitionSpec())
+    own = {i: piece for piece, i in call.pieces}
     numbers = range(len(call.program.outputs))
     return tuple(_of_piece(plan, own[i]) if i in own else other for i in numbers)
 

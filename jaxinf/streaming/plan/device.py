@@ -42,13 +42,7 @@ def device_limit(device: Any, num_bytes: int | None) -> DeviceLimit:
     """
     if memory.device_is_host(device):
         return DeviceLimit(num_bytes)
-    kinds = {memory.kind for memory in device.addressable_memories()}
-    if PINNED not in kinds:
-        raise StreamError(
-            f"{_name(device)}: expected memory of the kind {PINNED!r}, from which "
-            f"the device copies params, found {', '.join(sorted(kinds)) or 'none'}; "
-            "upgrade the JAX plugin of this platform, or use JAX_PLATFORMS=cpu"
-        )
+    _check_kinds(device)
     factor = _POOL_FACTOR if device.platform in _WITH_POOL else 1
     if num_bytes is not None:
         return DeviceLimit(num_bytes, is_host=False, pool_factor=factor)
@@ -88,6 +82,16 @@ def check_pinned(device: Any, num_bytes: int) -> None:
         f"{-(-num_bytes // (1 << 30))}, a whole number, before Python starts, or give "
         "less memory"
     )
+
+
+def _check_kinds(device: Any) -> None:
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    if PINNED not in kinds:
+        raise StreamError(
+            f"{_name(device)}: expected memory of the kind {PINNED!r}, from which "
+            f"the device copies params, found {', '.join(sorted(kinds)) or 'none'}; "
+            "upgrade the JAX plugin of this platform, or use JAX_PLATFORMS=cpu"
+        )
 
 
 def _free_bytes(device: Any) -> int:

@@ -8,21 +8,21 @@ Invariant: the same jaxpr and the same cuts give the same programs, in every pro
 What a step takes stays within its budgets, in all processes alike.
 """
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from typing import Any, TypeVar
 
 from jaxinf.errors import BudgetError, StreamError
 from jaxinf.processes import Group
 from jaxinf.streaming.plan.calls import Plan, Policy, may_leave
-from jaxinf.streaming.plan.compiled import Executables, measured, offloaded
+from jaxinf.streaming.plan.compiled import Executables, measured
 from jaxinf.streaming.plan.device import check_pinned
-from jaxinf.streaming.plan.leaving import least_bytes, plan_tiers
+from jaxinf.streaming.plan.leaving import evicted, least_bytes, plan_tiers
 from jaxinf.streaming.plan.memory import Budget, Claims, Memory, divide
 from jaxinf.streaming.plan.options import Options
-from jaxinf.streaming.plan.order import lenders_of, sequence
+from jaxinf.streaming.plan.order import sequence
 from jaxinf.streaming.plan.reads import plan_reads, staged_bytes
 from jaxinf.streaming.plan.report import largest_text
 from jaxinf.streaming.program.cut import choose_cuts, segment_bytes
@@ -30,8 +30,8 @@ from jaxinf.streaming.program.graph import aval_bytes, build_graph
 from jaxinf.streaming.program.keys import Keys, stable_digest
 from jaxinf.streaming.program.lifetimes import Lifetimes, ordered
 from jaxinf.streaming.program.meshes import default_device
-from jaxinf.streaming.program.programs import make_programs, sum_programs
-from jaxinf.streaming.program.trace import Traced, trace, trace_function
+from jaxinf.streaming.program.programs import make_programs
+from jaxinf.streaming.program.trace import Traced, trace
 from jaxinf.terminal import exact_bytes
 from jaxinf.typing import JsonValue, PyTree
 
@@ -102,11 +102,8 @@ def prepare(
       has_loss: Whether its gradient is computed, too.
       is_deterministic: Whether its programs have the same bits in each run.
     """
-    if has_loss:
-        traced = trace(fn, params, batch, has_aux=has_aux)
-    else:
-        traced = trace_function(fn, params, batch)
-    traced = replace(traced, is_deterministic=is_deterministic)
+    how = {"has_aux": has_aux, "is_deterministic": is_deterministic}
+    traced = trace(fn, params, batch, has_loss=has_loss, **how)
     return OrderedProgram(traced, ordered(build_graph(traced)), Keys())
 
 
@@ -213,9 +210,10 @@ def _memory(
     memory = divide(budget.memory_bytes, claims, budget.limit)
     memory = memory.without(given_bytes, "holding its batch and constants", True)
     pinned_bytes = memory.pool_factor * memory.gradients
-    pinned_bytes += options.may_leave * memory.staged
+    leaves = may_leave(options.policy, options.micro_batches)
+    pinned_bytes += leaves * memory.staged
     check_pinned(default_device(), pinned_bytes)
-    if options.may_leave:
+    if leaves:
         memory = memory.without(claims.writing_bytes, "writing its values to drives")
     return memory
 
@@ -229,19 +227,10 @@ def _planned(
     executables: Executables,
 ) -> Plan:
     policy, num_parts, again = how
-    held_bytes = claims.held_bytes
-    if held_bytes > memory.programs:
-        raise BudgetError(
-            memory.limit,
-            "expected room for params, gradients and optax's state, "
-            f"{held_bytes} bytes, found {memory.programs}",
-            held_bytes - memory.programs + 1,
-            ", or give a store, which keeps the state on drives",
-        )
 
     def measure(plan: Plan) -> Plan:
         plan = measured(_with_params(plan, claims), executables)
-        return replace(plan, peak_bytes=held_bytes + least_bytes(plan))
+        return replace(plan, peak_bytes=least_bytes(plan))
 
     if cuts is None:
         what = ready, memory.programs, policy, measure, memory.limit
@@ -252,13 +241,12 @@ def _planned(
             plan = measure(plan_of(ready, cuts, policy, num_parts))
         _check_fits(plan, memory)
     programs = max(memory.programs, plan.peak_bytes)  # of a kept plan, with the spare
-    memory = replace(memory, programs=programs - held_bytes)
-    plan = replace(plan, peak_bytes=plan.peak_bytes - held_bytes)
+    memory = replace(memory, programs=programs)
     host_bytes, tiers = memory.staged, None
     if plan.is_offloaded:
         passing = 0 if claims.units is None else staged_bytes(claims.units, plan)
         host_bytes = (host_bytes - passing) // memory.pool_factor
-        plan = offloaded(plan, executables, memory.programs)
+        plan = evicted(plan, memory.programs)
     if memory.staged:
         tiers = plan_tiers(plan, host_bytes)
         if claims.units is not None:
@@ -309,17 +297,19 @@ def cut_to_fit(
     Args:
       budget_bytes: Memory for a step's programs.
       num_parts: Number of parts of a batch that its programs run for in turn.
-      measure: Returns the plan with its `peak_bytes` measured; by default they are
-        estimated. It is called for plans that would fit without temporaries.
+      measure: Returns the plan with its `peak_bytes` measured. It is called for plans
+        that would fit without temporaries, and by default leaves these out.
 
     Raises:
       BudgetError: No cut fits; names the params that are too large.
     """
     best: Plan | None = None
-    for cuts in dict.fromkeys(_cuts_to_try(ready, budget_bytes, policy)):
+    most = budget_bytes // _SHARE
+    # Ever smaller segments, those of a third of the budget first.
+    limits = sorted(segment_limits(ready), key=lambda n: (n > most, abs(most - n)))
+    for cuts in dict.fromkeys(cuts_of(ready, limit) for limit in limits):
         plan = plan_of(ready, cuts, policy, num_parts)
-        none = dict.fromkeys(plan.programs, 0)
-        if least_bytes(replace(plan, temp_bytes=none)) <= budget_bytes:
+        if plan.peak_bytes <= budget_bytes:
             plan = measure(plan)
         if plan.peak_bytes <= budget_bytes:
             return plan
@@ -329,7 +319,7 @@ def cut_to_fit(
     raise BudgetError(
         limit,
         f"it leaves {budget_bytes} bytes for params, values and temporaries of the "
-        f"program, whose smallest cut takes {best.peak_bytes}, with "
+        f"program, whose smallest cut takes at least {best.peak_bytes}, with "
         f"{largest_text(best)}",
         best.peak_bytes - budget_bytes,
         ", or give a smaller batch",
@@ -343,64 +333,27 @@ def plan_of(
     num_parts: int = 1,
     again: Container[int] = (),
 ) -> Plan:
-    """Returns the plan of given cuts, without values that leave.
+    """Returns the plan of given cuts, without values that leave and temporaries.
 
     Args:
       again: Segments that are recomputed; all with ``"recompute"``.
     """
     graph = ready.lifetimes.graph
     programs = make_programs(ready.lifetimes, cuts, ready.keys)
-    sums = sum_programs(programs, graph, num_parts, ready.keys)
     again = range(len(cuts)) if policy == "recompute" else again
-    calls, results = sequence(graph, programs, again, sums, num_parts)
-    leaves = may_leave(policy, num_parts)
-    lenders = lenders_of(calls, programs, sums, may_leave=leaves)
-    if ready.traced.mesh is not None:  # shardings of values are not known yet
-        lenders = frozenset()
-    what = ready.traced, tuple(cuts), policy, calls, results, num_parts
-    plan = Plan(*what, lenders=lenders)
+    calls, results = sequence(graph, programs, again, ready.keys, num_parts)
+    plan = Plan(ready.traced, tuple(cuts), policy, calls, results, num_parts)
     return replace(plan, peak_bytes=least_bytes(plan))
 
 
-def _cuts_to_try(
-    ready: OrderedProgram, budget_bytes: int, policy: Policy
-) -> Iterator[tuple[int, ...]]:
-    """Yields cuts of ever smaller segments, those of a third of the budget first.
-
-    A segment takes as many bytes as all params at most. Larger ones suit values that
-    take more: they come last, or first if they are half as many and take no more
-    memory. Cuts, and so bits, do not depend on the number of parts, and those of
-    ``"plan"`` are of segments that are worth to be recomputed.
-    """
-    usual, large = segment_limits(ready)
-    most = budget_bytes // _SHARE
-    usual = sorted(usual, key=lambda limit: limit > most)
-    if policy != "offload":
-        like: Policy = "keep" if policy == "keep" else "recompute"
-        alone = partial(plan_of, ready, policy=like)
-        plans = (alone(cuts_of(ready, limit)) for limit in usual)
-        coarse = [limit for limit in large if limit <= most]
-        fitting = (one for one in plans if one.peak_bytes <= budget_bytes)
-        fine = next(fitting, None) if coarse else None
-        for plan in map(alone, map(partial(cuts_of, ready), coarse)):
-            if fine is None or (
-                plan.peak_bytes <= fine.peak_bytes
-                and 2 * (len(plan.cuts) - 1) <= len(fine.cuts) - 1
-            ):
-                yield plan.cuts
-    yield from (cuts_of(ready, limit) for limit in (*usual, *large))
-
-
-def segment_limits(ready: OrderedProgram) -> tuple[list[int], list[int]]:
-    """Returns bytes of segments to try, descending: up to those of params, and more."""
+def segment_limits(ready: OrderedProgram) -> list[int]:
+    """Returns bytes of segments to try, descending: from those of one segment on."""
     lifetimes = ready.lifetimes
-    bits = lifetimes.piece_bytes(lifetimes.sizes).bit_length()
-    num_nodes = len(lifetimes.forward)
-    whole = segment_bytes(lifetimes, 0, num_nodes) if num_nodes else 0
-    least = max(0, bits - _MAX_HALVINGS)
-    limits = [1 << n for n in range(max(whole.bit_length(), bits), least, -1)]
-    num_large = max(0, whole.bit_length() - bits)
-    return limits[num_large:], limits[:num_large]
+    bits = params_bits = lifetimes.piece_bytes(lifetimes.sizes).bit_length()
+    if num_nodes := len(lifetimes.forward):
+        bits = max(bits, segment_bytes(lifetimes, 0, num_nodes).bit_length())
+    least = max(0, params_bits - _MAX_HALVINGS)
+    return [1 << n for n in range(bits, least, -1)]
 
 
 def cuts_of(ready: OrderedProgram, limit_bytes: int) -> tuple[int, ...]:

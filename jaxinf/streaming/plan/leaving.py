@@ -11,7 +11,7 @@ value's memory is free from one given call to another, and no choice raises the 
 a call above its capacity. What stays on the host never reaches a drive.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinf.errors import BudgetError
-from jaxinf.streaming.plan.calls import Eviction, Plan, Tiers
+from jaxinf.streaming.plan.calls import NUM_WRITING, Eviction, Plan, Slot, Tiers
 from jaxinf.streaming.program.lifetimes import Stay, occupancy
 from jaxinf.transfer import PAGE_BYTES, page_ceil
 
@@ -31,9 +31,6 @@ NUM_COPIES = 2
 """Times that a value is on the host on its way to a drive, or back: pinned for the
 device, and pageable for the drive. JAX may read pinned memory in place, or copy it."""
 
-# Calls from the one after which a value is written to the first that has its memory:
-# the value is computed, then written beside another call.
-_WRITING = 2
 # Of the memory beyond the least, so much at most is for what is on its way: a value may
 # be copied while the one before it is written.
 _WAY_SHARE = 4
@@ -50,46 +47,36 @@ def least_bytes(plan: Plan) -> int:
     return int(used.max(initial=0))
 
 
-def evicted(plan: Plan, budget_bytes: int) -> Plan:
-    """Returns the plan with as few values on a drive as the budget allows.
-
-    All values that stay lend their memory. That takes less memory, and time: new memory
-    has to be cleared.
-
-    Args:
-      budget_bytes: Memory for a step's programs; at least `least_bytes`.
-    """
-    found = replace(plan, lenders=None)
-    if found.most_bytes() > budget_bytes:
-        found = replace(fitted(plan, budget_bytes), lenders=None)
-    return replace(found, peak_bytes=found.most_bytes())
-
-
-def fitted(
+def evicted(
     plan: Plan,
     budget_bytes: int,
     memory: Callable[[Plan], Sequence[int]] = Plan.call_bytes,
 ) -> Plan:
-    """Returns the plan with as few evictions as the budget needs.
+    """Returns the plan with as few values on a drive as the budget needs.
 
     Of the values in memory the one that is needed last leaves. They come back in the
     order of their use, as early as there is room. If all leave, the rest may still
     exceed the budget.
 
     Args:
+      budget_bytes: Memory for a step's programs.
       memory: Returns the memory during each call. While a call runs, the one after it
         waits: what it needs is there.
     """
     plan = replace(plan, evictions={})
     used = np.array(memory(plan), np.int64)
     left = evict(used, candidates(plan), budget_bytes)
-    evictions = {
-        stay.tensor: Eviction(
-            plan.lives[stay.tensor].made, left[stay] + 1, call + 1, stay.stop + 1
-        )
-        for stay, call in prefetch(used, left, budget_bytes).items()
-    }
-    return replace(plan, evictions=evictions)
+    evictions, back = dict[Slot, Eviction](), 0
+    for stay in sorted(left, key=lambda stay: stay.stop):
+        # It is away for a call at least; none comes back before one used earlier.
+        earliest, back = max(back, left[stay] + 1), stay.stop
+        while back > earliest and used[back - 1] + stay.num_bytes <= budget_bytes:
+            back -= 1
+        used[back : stay.stop] += stay.num_bytes
+        calls = left[stay] + 1, back + 1, stay.stop + 1
+        evictions[stay.tensor] = Eviction(plan.lives[stay.tensor].made, *calls)
+    plan = replace(plan, evictions=evictions)
+    return replace(plan, peak_bytes=max(memory(plan), default=0))
 
 
 def candidates(plan: Plan) -> list[Stay]:
@@ -110,8 +97,8 @@ def candidates(plan: Plan) -> list[Stay]:
             continue
         gaps = pairwise([made, *takers])
         last, needed = max(gaps, key=lambda gap: gap[1] - gap[0])
-        if needed - last > _WRITING:
-            found.append(Stay(last + _WRITING - 1, needed - 1, num_bytes, slot))
+        if needed - last > NUM_WRITING:
+            found.append(Stay(last + NUM_WRITING - 1, needed - 1, num_bytes, slot))
     return found
 
 
@@ -136,31 +123,6 @@ def evict(
                 occupied[call : stay.stop] -= stay.num_bytes
                 left[stay] = call
     return left
-
-
-def prefetch(
-    occupied: np.ndarray, left: Mapping[Stay, int], capacity: int
-) -> dict[Stay, int]:
-    """Lets values come back in the order of their use, as early as there is room.
-
-    Each is away for one call at least, and none comes back before one used earlier.
-
-    Args:
-      left: The first call without each value, as from `evict`.
-
-    Returns:
-      For each, in that order, the first call with it again: at the latest its `stop`.
-    """
-    returned: dict[Stay, int] = {}
-    back = 0
-    for stay in sorted(left, key=lambda stay: stay.stop):
-        earliest = max(back, left[stay] + 1)
-        back = stay.stop
-        while back > earliest and occupied[back - 1] + stay.num_bytes <= capacity:
-            back -= 1
-        occupied[back : stay.stop] += stay.num_bytes
-        returned[stay] = back
-    return returned
 
 
 # --- who leaves the host of a device with memory of its own --------------------------

@@ -81,7 +81,6 @@ class Claims:
       ring_bytes: The store's least buffers for updates; None if there are none.
       gradient_bytes: Size of the largest unit whose gradient is handed out.
       export_bytes: Memory for exports.
-      held_bytes: What stays beside the programs from step to step.
       others: What else it takes.
       writing_bytes: What writing values to drives takes, if they may leave.
     """
@@ -92,7 +91,6 @@ class Claims:
     ring_bytes: int | None = None
     gradient_bytes: int = 0
     export_bytes: int = 0
-    held_bytes: int = 0
     others: Sequence[Claim] = ()
     writing_bytes: int = 0
 

@@ -13,7 +13,7 @@ import jax
 from jaxinf import compat
 from jaxinf.compress import TopK
 from jaxinf.program import Average, NonFinitePolicy
-from jaxinf.streaming.plan.calls import Policy, may_leave
+from jaxinf.streaming.plan.calls import Policy
 from jaxinf.typing import PyTree
 
 
@@ -41,8 +41,3 @@ class Options:
         """`jax.jit` with the options of compilation."""
         own = compat.deterministic_options(self.deterministic)
         return partial(jax.jit, compiler_options=own)
-
-    @property
-    def may_leave(self) -> bool:
-        """Whether values may be on a drive for a part of a step."""
-        return may_leave(self.policy, self.micro_batches)

@@ -16,86 +16,89 @@ inputs, so its bits are the same.
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import TypeAlias
 
 from jaxinf.program import Graph, Value
 from jaxinf.streaming.plan.calls import Call, Slot
 from jaxinf.streaming.program.graph import Origin, Piece
-from jaxinf.streaming.program.programs import Program, Programs
+from jaxinf.streaming.program.keys import Keys
+from jaxinf.streaming.program.lifetimes import first_uses, last_uses
+from jaxinf.streaming.program.programs import Program, Programs, sum_program
 
 _Run: TypeAlias = tuple[Program, int, bool]
 """A program, the part of the batch, and whether it only recomputes for the next one."""
-
-Sums: TypeAlias = Mapping[Program, Sequence[Program]]
-"""Programs that add gradients of a part to those before it, by what makes them."""
 
 
 def sequence(
     graph: Graph,
     programs: Programs,
     again: Container[int],
-    sums: Sums,
+    keys: Keys,
     num_parts: int = 1,
 ) -> tuple[tuple[Call, ...], tuple[Slot, ...]]:
     """Returns the calls of one step, and the slots of its results.
 
     Args:
       again: Segments whose values are computed again for backward.
-      sums: From `sum_programs`, for several parts of a batch.
+      keys: Of the graph, for programs that add up gradients of parts.
     """
     targets = defaultdict[Value, list[Piece]](list)
     for piece, value in graph.gradients.items():
         targets[value].append(piece)
     slots: dict[tuple[int, Value], Slot] = {}
     totals: dict[Program, Sequence[Slot]] = {}
-    calls, starts, num_slots = list[Call](), list[int](), 0
-
-    def add(
-        run: _Run, takes: Sequence[Origin | Slot], own: Mapping[int, Sequence[Piece]]
-    ) -> Sequence[Slot]:
-        nonlocal num_slots
-        program, part, is_repeat = run
-        makes = [Slot(num_slots + i) for i in range(len(program.outputs))]
-        num_slots += len(makes)
-        gradients = tuple((piece, i) for i, pieces in own.items() for piece in pieces)
-        what = program, tuple(takes), tuple(makes), (), gradients
-        calls.append(Call(*what, is_repeat, part))
-        return makes
-
-    def add_up(maker: Program, part: int, found: Sequence[Slot], own: list) -> None:
-        if part:
-            program = sums[maker][part - 1]
-            numbers = [v.origin for v in program.inputs if v.origin is not None]
-            handed = dict(enumerate(own)) if part == num_parts - 1 else {}
-            takes = [*totals[maker], *found, *numbers]
-            found = add((program, part, False), takes, handed)
-        totals[maker] = found
+    calls, starts, numbers = list[Call](), list[int](), count()
 
     for block in _blocks(programs, again, num_parts):
         starts.append(len(calls))
         recomputed: dict[Value, Slot] = {}  # for the next call
-        for program, part, is_repeat in block:
+        for run in block:
+            program, part, is_repeat = run
             takes = [
                 v.origin or recomputed.get(v) or slots[part, v] for v in program.inputs
             ]
-            outputs = () if is_repeat else enumerate(program.outputs)
+            outputs = enumerate(program.outputs)
             own = {i: targets[v] for i, v in outputs if v in targets}
-            is_summed = program in sums and not is_repeat
-            handed = {} if is_summed else own
-            found = add((program, part, is_repeat), takes, handed)
-            outs = zip(program.outputs, found, strict=True)
-            recomputed = dict(outs) if is_repeat else {}
+            is_summed = num_parts > 1 and bool(own) and not is_repeat
+            is_complete = not (is_summed or is_repeat)
+            calls.append(_call(run, numbers, takes, own, is_complete))
+            found = calls[-1].makes
+            made = dict(zip(program.outputs, found, strict=True))
+            recomputed = made if is_repeat else {}
             if not is_repeat:
-                made = zip(program.outputs, found, strict=True)
-                slots |= {(part, value): slot for value, slot in made}
-            if is_summed:
-                add_up(program, part, [found[i] for i in own], [*own.values()])
+                slots |= {(part, value): slot for value, slot in made.items()}
+            if not is_summed:
+                continue
+            found = [found[i] for i in own]
+            if part:
+                values = [program.outputs[i] for i in own]
+                total = sum_program(values, part, num_parts, keys)
+                given = [v.origin for v in total.inputs if v.origin is not None]
+                takes = [*totals[program], *found, *given]
+                handed, is_last = dict(enumerate(own.values())), part == num_parts - 1
+                run = total, part, False
+                calls.append(_call(run, numbers, takes, handed, is_last))
+                found = calls[-1].makes
+            totals[program] = found
     results = tuple(
         slots[n, value] for n in range(num_parts) for value in graph.results
     )
-    held = _held(calls, starts) if num_parts > 1 else {}
-    return _with_lives(calls, results, held), results
+    return _with_lives(calls, results, starts if num_parts > 1 else ()), results
+
+
+def _call(
+    run: _Run,
+    numbers: Iterator[int],
+    takes: Sequence[Origin | Slot],
+    own: Mapping[int, Sequence[Piece]],
+    is_complete: bool,
+) -> Call:
+    program, part, is_repeat = run
+    makes = tuple(Slot(next(numbers)) for _ in program.outputs)
+    pieces = tuple((piece, i) for i, found in own.items() for piece in found)
+    what = program, tuple(takes), makes, (), pieces, is_complete
+    return Call(*what, is_repeat, part)
 
 
 def _blocks(
@@ -131,31 +134,31 @@ def _blocks(
     yield from map(each, programs.free)
 
 
-def _held(
-    calls: Sequence[Call], starts: Sequence[int]
-) -> Mapping[int, Mapping[Piece, int]]:
-    """Returns by call the params that it does not read, but calls around it do."""
-    held = defaultdict[int, dict[Piece, int]](dict)
-    for start, stop in pairwise([*starts, len(calls)]):
-        last: dict[Piece, int] = {}
-        for number in range(start, stop):
-            for piece, num_bytes in calls[number].program.params:
-                for between in range(last.get(piece, number) + 1, number):
-                    held[between][piece] = num_bytes
-                last[piece] = number
-    return held
+def _held(calls: Sequence[Call]) -> Iterator[tuple[tuple[Piece, int], ...]]:
+    """Yields for each call of a block what it does not read, but those around it do."""
+    read = [dict(call.program.params) for call in calls]
+    sizes = [one for own in read for one in own.items()]
+    first, last = first_uses(read), last_uses(read)
+    for number, own in enumerate(read):
+        yield tuple(
+            (piece, num_bytes)
+            for piece, num_bytes in dict(sizes).items()
+            if first[piece] < number < last[piece] and piece not in own
+        )
 
 
 def _with_lives(
-    calls: Sequence[Call],
-    results: Sequence[Slot],
-    held: Mapping[int, Mapping[Piece, int]],
+    calls: Sequence[Call], results: Sequence[Slot], starts: Sequence[int]
 ) -> tuple[Call, ...]:
-    """Returns the calls with what they free, and no slots for what none takes."""
-    last: dict[Slot, int] = {}
-    for number, call in enumerate(calls):
-        last.update((ref, number) for ref in call.takes if type(ref) is Slot)
+    """Returns the calls with what they free, and no slots for what none takes.
+
+    Args:
+      starts: First calls of blocks, of which params stay in memory.
+    """
+    last = last_uses(call.takes for call in calls)
     last.update(dict.fromkeys(results, len(calls)))
+    blocks = (calls[a:b] for a, b in pairwise([*starts, len(calls)]))
+    held = [own for block in blocks for own in _held(block)] or [()] * len(calls)
     return tuple(
         replace(
             call,
@@ -165,22 +168,7 @@ def _with_lives(
                 for ref in dict.fromkeys(call.takes)
                 if type(ref) is Slot and last[ref] == number
             ),
-            held=tuple(held[number].items()) if number in held else (),
+            held=held[number],
         )
         for number, call in enumerate(calls)
     )
-
-
-def lenders_of(
-    calls: Sequence[Call], programs: Programs, sums: Sums, *, may_leave: bool
-) -> frozenset[Slot] | None:
-    """Returns the values whose memory outputs may reuse; None for all.
-
-    Others may leave, and then lend nothing, so memory is planned without that.
-    """
-    if not may_leave:
-        return None
-    makers = set[Program]() if sums else {one for one in programs.backward if one}
-    makers |= {program for own in sums.values() for program in own}
-    made = (call.makes for call in calls if call.program in makers)
-    return frozenset(slot for own in made for slot in own if slot is not None)

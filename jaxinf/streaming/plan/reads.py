@@ -139,7 +139,7 @@ def used_bytes(calls: Sequence["Call"], store_units: StoreUnits) -> int:
     return sum(
         unit.num_bytes
         for call in calls
-        for unit in {store_units.unit(piece) for piece in call.program.pieces}
+        for unit in {store_units.unit(piece) for piece, _ in call.program.params}
     )
 
 
@@ -206,24 +206,22 @@ def _joined(
     reads: dict[Unit, list[int]] = {}
     for number, fetch in enumerate(fetches):
         reads.setdefault(fetch.unit, []).append(number)
-    # Times between the end of a read and the begin of the next, perhaps of a step.
-    gaps: list[tuple[int, int | None, list[tuple[int, int]]]] = []
+    # Calls between a read's end and the next one's begin, perhaps of the next step.
+    gaps: list[tuple[int, int, range]] = []
     for unit, own in reads.items():
-        ends = [fetches[n].end + 2 for n in own]
-        begins = [fetches[n].first for n in own]
-        for i in range(len(own) - 1):
-            gaps.append((own[i], own[i + 1], [(ends[i], begins[i + 1])]))
-        if unit in frozen:
-            gaps.append((own[-1], None, [(ends[-1], len(held)), (0, begins[0])]))
-    gaps.sort(key=lambda gap: sum(stop - start for start, stop in gap[2]))
+        later = [*own[1:], *(own[:1] if unit in frozen else ())]
+        for one, other in zip(own, later, strict=False):
+            begin = fetches[other].first + (other <= one) * len(held)
+            gaps.append((one, other, range(fetches[one].end + 2, begin)))
+    gaps.sort(key=lambda gap: len(gap[2]))
     joined, before = list(fetches), dict[int, int]()
-    for one, other, times in gaps:
-        num_bytes = fetches[one].unit.page_bytes
-        if any(held[a:b].max(initial=0) + num_bytes > limit_bytes for a, b in times):
+    for one, other, calls in gaps:
+        num_bytes, during = fetches[one].unit.page_bytes, np.array(calls, int)
+        during %= len(held)
+        if held[during].max(initial=0) + num_bytes > limit_bytes:
             continue
-        for start, stop in times:
-            held[start:stop] += num_bytes
-        if other is None:
+        held[during] += num_bytes
+        if other <= one:
             joined[one] = joined[one]._replace(stays=True)
         else:
             before[other] = one

@@ -5,7 +5,6 @@ Invariant: cuts depend on the graph and the limit alone; equal blocks are cut al
 
 from collections.abc import Hashable, Iterator, Sequence
 from functools import lru_cache
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -15,11 +14,8 @@ from jaxinf.streaming.program.lifetimes import Lifetimes
 
 # Smaller blocks share a segment: each program costs a dispatch.
 _SMALL_BYTES = 4 << 20
-# The cost of one more segment, in bytes that are live at a cut.
-_SEGMENT_COST = 1 << 16
-# The cost of a byte above the limit, if no cut can avoid it.
-_EXCESS_COST = 64
-_MAX_CANDIDATES = 400
+# Factor by which a cut may exceed the cheapest one, to save a segment.
+_TOLERANCE = 1.1
 # Factor by which a cut may exceed the cheapest one, to save a block.
 _PHASE_TOLERANCE = 1.5
 # So often at least blocks repeat.
@@ -57,7 +53,8 @@ def choose_cuts(
 
 def segment_bytes(lifetimes: Lifetimes, start: int, end: int) -> int:
     """Estimates the memory of the segment between two cuts."""
-    return next(need for _, need in _ends(lifetimes, [start, end], 0))
+    *_, (_, need_bytes) = _ends(lifetimes, start, end)
+    return need_bytes
 
 
 def _blocks(lifetimes: Lifetimes, run: Run) -> list[int] | None:
@@ -91,65 +88,36 @@ def _grouped(lifetimes: Lifetimes, blocks: list[int], limit_bytes: int) -> list[
 
 
 def _divided(lifetimes: Lifetimes, start: int, end: int, limit_bytes: int) -> list[int]:
-    """Cuts after `start` up to and including `end`, at the least cost."""
-    if start == end:
-        return []
-    candidates = _candidates(lifetimes, start, end, limit_bytes)
-    best = [(0, -1)] + [(1 << 62, -1)] * (len(candidates) - 1)
-    for i in range(len(candidates) - 1):
-        for j, need in _ends(lifetimes, candidates, i):
-            cost = best[i][0] + int(lifetimes.cut_bytes[candidates[j]]) + _SEGMENT_COST
-            cost += _EXCESS_COST * max(0, need - limit_bytes)
-            if cost < best[j][0]:
-                best[j] = (cost, i)
-            if need > limit_bytes:
+    """Cuts after `start` up to and including `end`, into segments within the limit.
+
+    Each ends at the last of the cheapest cuts that leave it three quarters of the most
+    bytes.
+    """
+    cuts, cost = [], lifetimes.cut_bytes.__getitem__
+    while start < end:
+        found = list[tuple[int, int]]()
+        for one in _ends(lifetimes, start, end):
+            if found and one[1] > limit_bytes:
                 break
-    cuts, at = [], len(candidates) - 1
-    while at > 0:
-        cuts.append(candidates[at])
-        at = best[at][1]
-    return cuts[::-1]
+            found.append(one)
+        last, most = found[-1]
+        large = [cut for cut, need in found if 4 * need >= 3 * most]
+        most = _TOLERANCE * min(map(cost, large))
+        start = end if last == end else max(c for c in large if cost(c) <= most)
+        cuts.append(start)
+    return cuts
 
 
-def _candidates(
-    lifetimes: Lifetimes, start: int, end: int, limit_bytes: int
-) -> list[int]:
-    """Local minima of the cost, or every position if they are too far apart."""
-    cost = lifetimes.cut_bytes
-    minima = [c for c in range(start + 1, end) if _is_minimum(cost, c)]
-    fine = [start]
-    for low, high in pairwise([start, *minima, end]):
-        if segment_bytes(lifetimes, low, high) > limit_bytes:
-            fine += range(low + 1, high)
-        fine.append(high)
-    if len(fine) > _MAX_CANDIDATES:
-        inner = sorted(fine[1:-1], key=lambda c: (int(cost[c]), c))
-        fine = [start, *sorted(inner[: _MAX_CANDIDATES - 2]), end]
-    return fine
-
-
-def _is_minimum(cost: np.ndarray, cut: int) -> bool:
-    if cost[cut] >= cost[cut - 1]:
-        return False
-    different = np.flatnonzero(cost[cut:] != cost[cut])
-    return not len(different) or cost[cut + different[0]] > cost[cut]
-
-
-def _ends(
-    lifetimes: Lifetimes, candidates: Sequence[int], i: int
-) -> Iterator[tuple[int, int]]:
-    """Yields ends of a segment from candidate `i`, with the bytes that it needs."""
+def _ends(lifetimes: Lifetimes, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Yields the ends of a segment up to `stop`, with the bytes that it needs."""
     pieces, working = set[Piece](), 0
     of, cuts = lifetimes.pieces, lifetimes.backward_cuts
-    at = start = candidates[i]
-    for j, end in enumerate(candidates[i + 1 :], i + 1):
-        pieces.update(*map(of.__getitem__, lifetimes.forward[at:end]))
-        backward = lifetimes.backward[int(cuts[end]) : int(cuts[at])]
-        pieces.update(*map(of.__getitem__, backward))
-        working = max(working, int(lifetimes.working_bytes[at:end].max()))
-        at = end
-        kept = int(lifetimes.kept_bytes[end] - lifetimes.kept_bytes[start])
-        yield j, lifetimes.piece_bytes(pieces) + kept + 2 * working
+    for at in range(start, stop):
+        backward = lifetimes.backward[int(cuts[at + 1]) : int(cuts[at])]
+        pieces.update(*map(of.__getitem__, (lifetimes.forward[at], *backward)))
+        working = max(working, int(lifetimes.working_bytes[at]))
+        kept = int(lifetimes.kept_bytes[at + 1] - lifetimes.kept_bytes[start])
+        yield at + 1, lifetimes.piece_bytes(pieces) + kept + 2 * working
 
 
 @lru_cache(maxsize=8)  # a program is cut for many limits

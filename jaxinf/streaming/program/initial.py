@@ -6,8 +6,7 @@ memory.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,18 +17,12 @@ from jaxinf import compat
 from jaxinf.compat import LIGHT
 from jaxinf.csd import ScalarInputs
 from jaxinf.errors import BudgetError, StreamError, UnsupportedTransformError
-from jaxinf.program import (
-    InitProgram,
-    Value,
-    bind,
-    key_data,
-    path_name,
-)
+from jaxinf.program import InitProgram, Value, bind, key_data, path_name
 from jaxinf.store import ScalarState, encode_path
 from jaxinf.streaming.program.graph import Batch, Const, GraphInputs, Number
 from jaxinf.streaming.program.keys import Keys
 from jaxinf.streaming.program.meshes import on_one_device, outside_mesh
-from jaxinf.streaming.program.programs import Program, lowered, program_of
+from jaxinf.streaming.program.programs import compile_program, program_of
 from jaxinf.streaming.program.trace import abstract
 from jaxinf.typing import Array, PyTree
 
@@ -37,77 +30,18 @@ BUFFERS_SHARE = 4
 """Part of the memory that a store's buffers take while a leaf is written."""
 
 
-@dataclass(frozen=True)
-class LeafMaker:
-    """A traced init function, whose leaves can be made one at a time."""
-
-    arguments: Sequence[Any]
-    consts: Sequence[Any]
-    tree: Any
-    outputs: Sequence[Value]
-
-    @property
-    def avals(self) -> PyTree:
-        """Returns the params' shapes and dtypes."""
-        return self.tree.unflatten(
-            [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in self.outputs]
-        )
-
-    def compile(self, memory_bytes: int) -> Iterator[Array]:
-        """Compiles the programs of all leaves; blocks.
-
-        Args:
-          memory_bytes: Memory for one leaf and temporaries. The store's buffers have a
-            part of it while a leaf is written.
-
-        Returns:
-          An iterator that computes the leaves in order; the caller may drop each before
-          the next.
-
-        Raises:
-          BudgetError: A leaf needs more; names it and the bytes.
-        """
-        keys, executables = Keys(), dict[str, Any]()
-        programs = [program_of("leaf", [output], keys) for output in self.outputs]
-        for program, (path, _) in zip(
-            programs, jax.tree.leaves_with_path(self.avals), strict=True
-        ):
-            if program.key not in executables:  # equal ones are compiled once
-                executables[program.key] = lowered(program).compile()
-            memory = executables[program.key].memory_analysis()
-            leaf_bytes = memory.output_size_in_bytes
-            needed = leaf_bytes + max(
-                memory.temp_size_in_bytes, leaf_bytes // (BUFFERS_SHARE - 1)
-            )
-            if needed > memory_bytes:
-                raise BudgetError(
-                    "memory_bytes",
-                    f"init_fn: leaf {path_name(path)} takes {needed} bytes to make, "
-                    f"found {memory_bytes}",
-                    needed - memory_bytes,
-                    "; or divide the leaf in the model, or load params made elsewhere "
-                    "(step.load)",
-                )
-
-        def made(program: Program) -> Array:
-            (leaf,) = executables[program.key](*map(self._argument, program.inputs))
-            return np.asarray(leaf)
-
-        return map(made, programs)
-
-    def _argument(self, value: Value) -> Any:
-        match value.origin:
-            case Batch(leaf):
-                return jnp.asarray(self.arguments[leaf])
-            case Const(number):
-                return jnp.asarray(on_one_device(self.consts[number]))
-            case Number(number):
-                return jnp.asarray(number, value.dtype)
-        raise AssertionError(value.origin)
+MakeLeaves: TypeAlias = Callable[[int], Iterator[Array]]
+"""Compiles the programs of all leaves, in so many bytes of memory; blocks. Returns an
+iterator that computes them in order; the caller may drop each before the next."""
 
 
-def trace_params(init_fn: Callable[..., PyTree], *args: Any) -> LeafMaker:
-    """Traces ``init_fn(*args)``; nothing is computed.
+def trace_params(
+    init_fn: Callable[..., PyTree], *args: Any
+) -> tuple[PyTree, MakeLeaves]:
+    """Traces ``init_fn(*args)``; returns shapes and dtypes, and what makes the leaves.
+
+    Nothing is computed. The store's buffers have a part of the memory while a leaf is
+    written, so its making raises BudgetError if that and temporaries have no room.
 
     Raises:
       StreamError: `init_fn` is not a function, or has side effects.
@@ -130,7 +64,49 @@ def trace_params(init_fn: Callable[..., PyTree], *args: Any) -> LeafMaker:
     inliner, variables = _LeafInliner(closed.consts), enumerate(closed.jaxpr.invars)
     given = [inliner.input(Batch(i), var.aval) for i, var in variables]
     outputs = inliner.inline(closed, given)
-    return LeafMaker(flat, inliner.consts, jax.tree.structure(out), outputs)
+    shapes = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in outputs]
+    avals = jax.tree.structure(out).unflatten(shapes)
+
+    def argument(value: Value) -> Any:
+        match value.origin:
+            case Batch(leaf):
+                return jnp.asarray(flat[leaf])
+            case Const(number):
+                return jnp.asarray(on_one_device(inliner.consts[number]))
+            case Number(number):
+                return jnp.asarray(number, value.dtype)
+        raise AssertionError(value.origin)
+
+    def make(memory_bytes: int) -> Iterator[Array]:
+        keys, executables = Keys(), dict[str, Any]()
+        programs = [program_of("leaf", [output], keys) for output in outputs]
+        paths = [path for path, _ in jax.tree.leaves_with_path(avals)]
+        for program, path in zip(programs, paths, strict=True):
+            if program.key not in executables:  # equal ones are compiled once
+                executables[program.key] = compile_program(program)
+            memory = executables[program.key].memory_analysis()
+            _check_room(path, memory, memory_bytes)
+        return (
+            np.asarray(executables[one.key](*map(argument, one.inputs))[0])
+            for one in programs
+        )
+
+    return avals, make
+
+
+def _check_room(path: Any, memory: Any, memory_bytes: int) -> None:
+    leaf_bytes = memory.output_size_in_bytes
+    buffers_bytes = leaf_bytes // (BUFFERS_SHARE - 1)
+    needed = leaf_bytes + max(memory.temp_size_in_bytes, buffers_bytes)
+    if needed > memory_bytes:
+        raise BudgetError(
+            "memory_bytes",
+            f"init_fn: leaf {path_name(path)} takes {needed} bytes to make, found "
+            f"{memory_bytes}",
+            needed - memory_bytes,
+            "; or divide the leaf in the model, or load params made elsewhere "
+            "(step.load)",
+        )
 
 
 def check_init_fn(init_fn: Any) -> None:

@@ -6,7 +6,7 @@ Options of compilation depend on the program and on JAX alone, not on a policy o
 budget, so all plans that run a program run it with the same bits.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -17,11 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinf import compat
-from jaxinf.compat import POINTWISE
-from jaxinf.program import Graph, Node, Value, ancestors, evaluate, graph_of
-from jaxinf.streaming.program.graph import Number, Piece, aval_bytes, num_bytes
+from jaxinf.program import Node, Value, ancestors, evaluate, graph_of
+from jaxinf.streaming.program.graph import Number, Piece, aval_bytes
 from jaxinf.streaming.program.keys import Keys
-from jaxinf.streaming.program.lifetimes import Lifetimes, Stay, occupancy
+from jaxinf.streaming.program.lifetimes import Lifetimes
 from jaxinf.streaming.program.meshes import struct, typed_sharding
 
 # glibc keeps smaller blocks anyway, so a plan is not exact to within their size.
@@ -31,10 +30,6 @@ LARGE_BYTES = 32 << 20
 NUM_AXES = 4
 # Machine code in less time, for arrays in the same memory.
 _UNOPTIMIZED = {"xla_backend_optimization_level": 0}
-_FUSED = POINTWISE | frozenset(
-    "broadcast_in_dim concatenate convert_element_type dynamic_slice expand_dims iota "
-    "pad reshape rev slice squeeze transpose".split()
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,10 +64,6 @@ class Program:
         return tuple((value.origin, value.num_bytes) for value in own)
 
     @cached_property
-    def pieces(self) -> tuple[Piece, ...]:
-        return tuple(piece for piece, _ in self.params)
-
-    @cached_property
     def input_bytes(self) -> tuple[int, ...]:
         return tuple(value.num_bytes for value in self.inputs)
 
@@ -85,43 +76,6 @@ class Program:
         inputs = tuple(Value(v.aval, origin=v.origin) for v in self.inputs)
         outputs = tuple(Value(v.aval) for v in self.outputs)
         return replace(self, inputs=inputs, nodes=(), outputs=outputs)
-
-    @cached_property
-    def temp_bytes(self) -> int:
-        """Estimated memory beside inputs and outputs."""
-        return values_bytes(self.nodes, self.outputs)
-
-
-def values_bytes(nodes: Sequence[Node], outputs: Iterable[Value]) -> int:
-    """Estimates the peak memory of a program's values beside inputs and outputs.
-
-    A value that one fused operation reads is no array.
-    """
-    users: dict[Value, list[Node]] = {}
-    for node in nodes:
-        for value in node.inputs:
-            users.setdefault(value, []).append(node)
-    fused: dict[Value, set[Value]] = {}
-    made, last, results = dict[Value, int](), dict[Value, int](), {*outputs}
-    for number, node in enumerate(nodes):
-        read = {v for one in node.inputs for v in fused.get(one, {one})}
-        is_spread = node.name == "broadcast_in_dim"
-        is_spread &= num_bytes(node.inputs) < num_bytes(node.outputs)
-        for value in {*node.outputs} & {*users, *results}:
-            readers = users.get(value, [])
-            is_part = node.name in _FUSED and all(one.name in _FUSED for one in readers)
-            is_cheap = len(node.inputs) == 1 or len(readers) == 1
-            if value not in results and (is_spread or (is_part and is_cheap)):
-                fused[value] = read
-            else:
-                made[value] = number
-                last |= dict.fromkeys(read, number)
-    stays = (
-        Stay(first, last.get(value, first) + 1, value.num_bytes)
-        for value, first in made.items()
-        if value not in results
-    )
-    return int(occupancy(len(nodes), stays).max(initial=0))
 
 
 class Programs(NamedTuple):
@@ -186,31 +140,21 @@ def _programs_of(lifetimes: Lifetimes, cuts: Sequence[int], keys: Keys) -> Progr
     return Programs(tuple(forward[::-1]), tuple(backward), tuple(alone))
 
 
-def sum_programs(
-    programs: Programs, graph: Graph, num_parts: int, keys: Keys
-) -> Mapping[Program, Sequence[Program]]:
-    """Returns, by the program that makes gradients, what adds up those of parts.
+def sum_program(
+    gradients: Sequence[Value], part: int, num_parts: int, keys: Keys
+) -> Program:
+    """Returns what adds the gradients of a part to those before it.
 
         part 1          gradient                    waits
         parts 2 … k-1   sum + gradient ─► sum       in the sum's memory
         part k          (sum + gradient) / k        the mean, in the gradient's dtype
 
-    One for each part but the first. They are programs of their own, since XLA may round
-    a sum differently if it computes its terms, too. Sums are in float32, or in the
-    gradient's dtype if that is longer.
+    It is a program of its own, since XLA may round a sum differently if it computes its
+    terms, too. Sums are in float32, or in the gradient's dtype if that is longer.
     """
-
-    def made(avals: tuple[Any, ...], part: int) -> Program:
-        what = avals, part == 1, num_parts if part == num_parts - 1 else None
-        return keys.once(("sum", *what), lambda: _sum_program(keys, *what))
-
-    gradients, sums = set(graph.gradients.values()), {}
-    for program in (*programs.forward, *programs.backward, *programs.free):
-        own = [] if program is None else [v for v in program.outputs if v in gradients]
-        if program is not None and own and num_parts > 1:
-            avals = tuple(value.aval for value in own)
-            sums[program] = [made(avals, part) for part in range(1, num_parts)]
-    return sums
+    avals = tuple(value.aval for value in gradients)
+    what = avals, part == 1, num_parts if part == num_parts - 1 else None
+    return keys.once(("sum", *what), lambda: _sum_program(keys, *what))
 
 
 def _quotient(total: jax.Array, count: jax.Array) -> jax.Array:
@@ -275,24 +219,16 @@ def compile_program(
     options = compiler_options(program.nodes, is_deterministic=is_deterministic)
     if not is_run and jax.default_backend() == "cpu":
         options = {**(options or {}), **_UNOPTIMIZED}
-    return compat.compile_lowered(lowered(program, donated, inputs, outputs), options)
 
-
-def lowered(
-    program: Program,
-    donated: Sequence[int] = (),
-    inputs: Sequence[Any] = (),
-    outputs: Sequence[Any] = (),
-) -> Any:
     def run(*args: jax.Array) -> list[jax.Array]:
         env: dict[Value, Any] = dict(zip(program.inputs, args, strict=True))
         return evaluate(program.nodes, program.outputs, env)
 
     run.__name__ = program.name.replace(" ", "_")
-    options = {"donate_argnums": tuple(donated), "out_shardings": [*outputs] or None}
-    function = jax.jit(run, **options)
+    how = {"donate_argnums": tuple(donated), "out_shardings": [*outputs] or None}
     pairs = zip(program.inputs, inputs or [None] * len(program.inputs), strict=True)
-    return function.lower(*(struct(value.aval, own) for value, own in pairs))
+    types = (struct(value.aval, own) for value, own in pairs)
+    return compat.compile_lowered(jax.jit(run, **how).lower(*types), options)
 
 
 def compiler_options(

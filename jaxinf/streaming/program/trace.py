@@ -5,8 +5,8 @@ stored.
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxinf.compat import ClosedJaxpr, all_equations, inner_jaxprs, source_line
+from jaxinf.compat import ClosedJaxpr, all_equations, inner_jaxprs
 from jaxinf.errors import StreamError
 from jaxinf.program import aval_bytes, path_name
 from jaxinf.streaming.program.meshes import (
@@ -50,23 +50,16 @@ class Traced:
     params: tuple[Any, ...]
     params_tree: Any
     batch: tuple[Any, ...]
-    batch_tree: Any
     mesh: Mesh | None
-    closed: Any = None
-    consts: tuple[Any, ...] = ()
-    aux_tree: Any = None
-    seed_dtype: Any = None
-    is_deterministic: bool = True
+    closed: Any
+    consts: tuple[Any, ...]
+    aux_tree: Any
+    seed_dtype: Any
+    is_deterministic: bool
 
     @property
     def num_results(self) -> int:
         return self.aux_tree.num_leaves + (self.seed_dtype is not None)
-
-    def flat(self, fn: Callable[..., Any]) -> Callable[[Any, Any], Any]:
-        """Returns a function of lists of leaves, from one of params and batch."""
-        return lambda params, batch: fn(
-            self.params_tree.unflatten(params), self.batch_tree.unflatten(batch)
-        )
 
 
 def check_params(params: PyTree) -> list[jax.ShapeDtypeStruct]:
@@ -117,83 +110,64 @@ def _is_array(leaf: Any) -> bool:
 
 
 def trace(
-    loss_fn: Callable[..., Any], params: PyTree, batch: PyTree, *, has_aux: bool = False
+    fn: Callable[..., Any],
+    params: PyTree,
+    batch: PyTree,
+    *,
+    has_loss: bool = True,
+    has_aux: bool = False,
+    is_deterministic: bool = True,
 ) -> Traced:
-    """Traces `loss_fn(params, batch)` and its gradient by params.
+    """Traces `fn(params, batch)`: a loss function and its gradient by params.
 
     Args:
-      loss_fn: Returns a scalar loss; with `has_aux` a pair of it and any pytree.
+      fn: Returns a scalar loss; with `has_aux` a pair of it and any pytree; without
+        `has_loss` any pytree, and has no gradient.
       params: Tree of arrays or abstract values, all floating.
       batch: Tree of arrays or abstract values.
-      has_aux: Whether the loss comes with a second result.
+      is_deterministic: Whether its programs have the same bits in each run.
 
     Raises:
       StreamError: A leaf of params is not a floating array, the loss is not a scalar,
         or the function has side effects.
     """
-    given = _arguments(params, batch)
-    fn = given.flat(loss_fn)
-    loss, aux = _check_result(jax.eval_shape(fn, given.params, given.batch), has_aux)
-    pair = fn if has_aux else lambda *args: (fn(*args), ())
+    leaves, params_tree = check_params(params), jax.tree.structure(params)
+    batch_leaves, batch_tree = jax.tree.flatten(abstract(batch))
+    mesh = mesh_of(params, batch)
+
+    def flat(params: Sequence[Any], batch: Sequence[Any]) -> Any:
+        return fn(params_tree.unflatten(params), batch_tree.unflatten(batch))
 
     def loss_and_gradients(
         params: Sequence[Any], batch: Sequence[Any], seed: jax.Array
     ) -> tuple[Any, ...]:
+        pair = flat if has_aux else lambda *args: (flat(*args), ())
         value, pull_back, rest = jax.vjp(lambda p: pair(p, batch), params, has_aux=True)
         return value, rest, pull_back(seed)
 
-    [seed] = on_mesh([jax.ShapeDtypeStruct((), loss.dtype)], given.mesh)
-    closed = jax.make_jaxpr(loss_and_gradients)(given.params, given.batch, seed)
-    return _finished(given, closed, jax.tree.structure(aux), loss.dtype)
-
-
-def trace_function(fn: Callable[..., Any], params: PyTree, batch: PyTree) -> Traced:
-    """Traces `fn(params, batch)`, which returns any pytree.
-
-    Args:
-      params: Tree of arrays or abstract values, all floating.
-      batch: Tree of arrays or abstract values.
-
-    Raises:
-      StreamError: A leaf of params is not a floating array, or the function has side
-        effects.
-    """
-    given = _arguments(params, batch)
-    make_jaxpr = jax.make_jaxpr(given.flat(fn), return_shape=True)
-    closed, out = make_jaxpr(given.params, given.batch)
-    return _finished(given, closed, jax.tree.structure(out), None)
-
-
-def _arguments(params: PyTree, batch: PyTree) -> Traced:
-    leaves, mesh = check_params(params), mesh_of(params, batch)
-    batch_leaves, batch_tree = jax.tree.flatten(abstract(batch))
+    given, seed_dtype = (on_mesh(leaves, mesh), on_mesh(batch_leaves, mesh)), None
+    if has_loss:
+        loss, aux = _check_result(jax.eval_shape(flat, *given), has_aux)
+        seed_dtype = loss.dtype
+        seed = on_mesh([jax.ShapeDtypeStruct((), seed_dtype)], mesh)
+        closed = jax.make_jaxpr(loss_and_gradients)(*given, *seed)
+    else:
+        closed, aux = jax.make_jaxpr(flat, return_shape=True)(*given)
+    mesh = mesh_in_program(closed, mesh)  # which only it may name
+    _check_effects(closed)
+    consts = {id(const): const for const in _closed_over(closed)}
+    _warn_of_consts(consts.values())
     return Traced(
         tuple(path_name(path) for path, _ in jax.tree.leaves_with_path(params)),
-        tuple(on_mesh(leaves, mesh)),
-        jax.tree.structure(params),
-        tuple(on_mesh(batch_leaves, mesh)),
-        batch_tree,
+        tuple(on_mesh(given[0], mesh)),
+        params_tree,
+        tuple(on_mesh(given[1], mesh)),
         mesh,
-    )
-
-
-def _finished(given: Traced, closed: Any, aux_tree: Any, seed_dtype: Any) -> Traced:
-    """Returns a trace with these arguments, on a mesh that only it may name."""
-    mesh = mesh_in_program(closed, given.mesh)
-    _check_effects(closed)
-    consts: dict[int, tuple[Any, Any]] = {}
-    for const, var in _closed_over(closed):
-        consts.setdefault(id(const), (const, var))
-    _warn_of_consts(closed, consts)
-    return replace(
-        given,
-        params=tuple(on_mesh(given.params, mesh)),
-        batch=tuple(on_mesh(given.batch, mesh)),
-        mesh=mesh,
-        closed=closed,
-        consts=tuple(const for const, _ in consts.values()),
-        aux_tree=aux_tree,
-        seed_dtype=seed_dtype,
+        closed,
+        tuple(consts.values()),
+        jax.tree.structure(aux),
+        seed_dtype,
+        is_deterministic,
     )
 
 
@@ -239,30 +213,26 @@ def _check_effects(closed: Any) -> None:
     )
 
 
-def _closed_over(closed: Any) -> list[tuple[Any, Any]]:
-    """Arrays that `closed` and the functions that it calls close over, and variables.
+def _closed_over(closed: Any) -> list[Any]:
+    """Arrays that `closed` and the functions that it calls close over.
 
     The innermost come first, as the numbers of constants in kept plans want it.
     """
-    own = [*zip(closed.consts, closed.jaxpr.constvars, strict=True)]
     inner = [one for eqn in closed.jaxpr.eqns for one in inner_jaxprs(eqn.params)]
     called = [_closed_over(one) for one in inner if isinstance(one, ClosedJaxpr)]
-    return [*chain.from_iterable(called[::-1]), *own]
+    return [*chain.from_iterable(called[::-1]), *closed.consts]
 
 
-def _warn_of_consts(closed: Any, consts: Mapping[int, tuple[Any, Any]]) -> None:
-    large = [pair for pair in consts.values() if hasattr(pair[0], "shape")]
-    total_bytes = sum(aval_bytes(const) for const, _ in large)
+def _warn_of_consts(consts: Collection[Any]) -> None:
+    large = [const for const in consts if hasattr(const, "shape")]
+    total_bytes = sum(map(aval_bytes, large))
     if total_bytes <= _LARGE_CONSTS_BYTES:
         return
-    largest, var = max(large, key=lambda pair: aval_bytes(pair[0]))
-    eqns = all_equations(closed)
-    eqn = next((e for e in eqns if any(atom is var for atom in e.invars)), None)
-    place = "" if eqn is None else f", read at {source_line(eqn)}"
+    largest = max(large, key=aval_bytes)
     warnings.warn(
         f"the function closes over {len(large)} arrays of {total_bytes} bytes "
-        f"(the largest: {np.dtype(largest.dtype).name}{list(largest.shape)}{place}), "
+        f"(the largest: {np.dtype(largest.dtype).name}{list(largest.shape)}), "
         "which stay in memory and are not trained; pass them in params, or in the "
         'batch: step({**batch, "table": table})',
-        stacklevel=5,
+        stacklevel=4,
     )

@@ -42,23 +42,16 @@ class Box:
 
     @classmethod
     def of(cls, index: Sequence[slice], shape: Sequence[int]) -> "Box":
-        ranges = [s.indices(n) for s, n in zip(index, shape, strict=True)]
-        return cls(
-            tuple(first for first, _, _ in ranges),
-            tuple(end - first for first, end, _ in ranges),
-        )
-
-    @classmethod
-    def whole(cls, shape: Sequence[int]) -> "Box":
-        return cls((0,) * len(shape), tuple(shape))
+        """Returns the part at an index; the whole, if that is empty."""
+        slices = index or [slice(None)] * len(shape)
+        ranges = [range(n)[one] for one, n in zip(slices, shape, strict=True)]
+        return cls(tuple(r.start for r in ranges), tuple(map(len, ranges)))
 
     @property
     def slices(self) -> tuple[slice, ...]:
         """The part as an index into the array."""
-        return tuple(
-            slice(first, first + length)
-            for first, length in zip(self.start, self.shape, strict=True)
-        )
+        pairs = zip(self.start, self.shape, strict=True)
+        return tuple(slice(first, first + length) for first, length in pairs)
 
 
 @dataclass(frozen=True)
@@ -76,16 +69,9 @@ class Unit:
     leaf: int
     index: tuple[int, ...]
     shape: tuple[int, ...]
-    dtype: np.dtype
-    sharding: NamedSharding | None = None
+    dtype: np.dtype = field(hash=False)
+    sharding: NamedSharding | None = field(default=None, hash=False)
     is_divided: bool = field(default=True, compare=False)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.leaf, self.index, self.shape))
 
     def part(self, piece: Piece) -> Piece:
         """Returns the piece of the unit's array for a piece of the leaf."""
@@ -95,7 +81,7 @@ class Unit:
 
     @property
     def whole(self) -> Box:
-        return Box.whole(self.shape)
+        return Box.of((), self.shape)
 
     @cached_property
     def _of_devices(self) -> Mapping[Any, Box]:
@@ -125,7 +111,7 @@ class Unit:
         return self.sharding is not None and has_shared_parts(self.sharding, self.shape)
 
     def origin_of(self, box: Box) -> tuple[int, ...]:
-        """Index in the leaf of a part's first element."""
+        """Place of a part in the leaf."""
         return (*self.index, *box.start)
 
     def extent_of(self, box: Box) -> tuple[int, ...]:
@@ -142,13 +128,13 @@ class Unit:
 
     # Its bytes.
 
-    def _bytes_of(self, box: Box) -> int:
-        return math.prod(box.shape) * self.dtype.itemsize
+    def _bytes_of(self, *boxes: Box) -> int:
+        return sum(math.prod(box.shape) for box in boxes) * self.dtype.itemsize
 
     @cached_property
     def num_bytes(self) -> int:
         """Bytes of the params on this process's JAX devices, replicas once."""
-        return sum(map(self._bytes_of, self.shards))
+        return self._bytes_of(*self.shards)
 
     @property
     def whole_bytes(self) -> int:
@@ -157,7 +143,7 @@ class Unit:
     @property
     def device_bytes(self) -> int:
         """Bytes of its shards on this process's devices, each replica counted."""
-        return sum(map(self._bytes_of, self._of_devices.values()))
+        return self._bytes_of(*self._of_devices.values())
 
     @cached_property
     def page_bytes(self) -> int:
@@ -183,18 +169,15 @@ class Unit:
         if self.sharding is None:
             return [(shards[0], device)]
         own = dict(zip(self.shards, shards, strict=True))
-        return [
-            (own[box], SingleDeviceSharding(device))
-            for device, box in self._of_devices.items()
-        ]
+        pairs = self._of_devices.items()
+        return [(own[box], SingleDeviceSharding(device)) for device, box in pairs]
 
     def of_parts(self, parts: Sequence[jax.Array]) -> jax.Array:
         """Returns the array of what is on its devices, in the order of `places`."""
         if self.sharding is None:
             return parts[0]
-        return jax.make_array_from_single_device_arrays(
-            self.shape, self.sharding, list(parts)
-        )
+        what = self.shape, self.sharding, list(parts)
+        return jax.make_array_from_single_device_arrays(*what)
 
     def on_devices(self, shards: Sequence[Array]) -> jax.Array:
         """Puts its shards on their devices, which read them in place; blocks.
@@ -202,18 +185,14 @@ class Unit:
         Of a shared unit all processes call it alike, each with zeros where others hold
         the chunks; its shards are then filled.
         """
-        array = self._in_place(shards)
+        array = self.of_parts([jax.device_put(*one) for one in self.places(shards)])
         if not self.is_shared:
             return array
         array = jax.block_until_ready(put_together(array))
         found = {Box.of(s.index, self.shape): s.data for s in array.addressable_shards}
         for box, shard in zip(self.shards, shards, strict=True):
             np.copyto(shard, np.asarray(found[box]))
-        return self._in_place(shards)
-
-    def _in_place(self, shards: Sequence[Array]) -> jax.Array:
-        places = self.places(shards)
-        return self.of_parts([jax.device_put(shard, place) for shard, place in places])
+        return self.of_parts([jax.device_put(*one) for one in self.places(shards)])
 
 
 def _aligned(num_bytes: int) -> int:
@@ -238,13 +217,10 @@ class StoreUnits:
         self._leaves = leaves
         self._can_move = cache(can_move)
         self._undivided = undivided
-        self._units: dict[Any, Unit] = {}
+        self._found = cache(self._find)
 
     def unit(self, piece: Piece) -> Unit:
-        key = piece.leaf, piece.index
-        if key not in self._units:
-            self._units[key] = self._find(*key)
-        return self._units[key]
+        return self._found(piece.leaf, piece.index)
 
     def _find(self, leaf: int, index: tuple[int, ...]) -> Unit:
         aval, depth = self._leaves[leaf], len(index)
@@ -320,13 +296,11 @@ class ShardedGradient:
         self.dtype = np.dtype(array.dtype)
         is_alone = len(array.devices()) == 1
         self.on_device = array if is_alone and (stays or not copies) else None
-        self._parts: dict[Box, jax.Array] = {}
-        for shard in array.addressable_shards:
-            self._parts.setdefault(Box.of(shard.index, self.shape), shard.data)
+        shards = reversed(array.addressable_shards)  # of replicas the first
+        self._parts = {Box.of(one.index, self.shape): one.data for one in shards}
         if copies:
-            parts = list(self._parts.values())
-            pinned = [part.sharding.with_memory_kind(PINNED) for part in parts]
-            on_host = jax.device_put(parts, pinned)
+            pinned = [p.sharding.with_memory_kind(PINNED) for p in self._parts.values()]
+            on_host = jax.device_put([*self._parts.values()], pinned)
             self._parts = dict(zip(self._parts, on_host, strict=True))
 
     @property
@@ -342,9 +316,9 @@ class ShardedGradient:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         """Gathers the whole, with zeros for shards of other processes; blocks."""
         del copy  # one shard that is the whole is not copied, others are
-        whole = self._parts.get(Box.whole(self.shape))
-        if whole is not None:
-            return np.asarray(arrived(whole), dtype)
+        found = self.parts([Box.of((), self.shape)])
+        if found is not None:
+            return np.asarray(found[0], dtype)
         array = np.zeros(self.shape, self.dtype if dtype is None else dtype)
         for box, part in self._parts.items():
             array[box.slices] = arrived(part)
@@ -361,13 +335,11 @@ def shards_of(gradient: Gradient, boxes: Sequence[Box]) -> Sequence[Array]:
     Args:
       boxes: Parts of it, each element at most once.
     """
-    if isinstance(gradient, ShardedGradient):
-        found = gradient.parts(boxes)
-        if found is not None:
-            return found
+    found = gradient.parts(boxes) if isinstance(gradient, ShardedGradient) else None
+    if found is not None:
+        return found
     array = np.asarray(gradient)
-    whole = Box.whole(array.shape)
-    return [array if box == whole else array[box.slices] for box in boxes]
+    return [array[(*box.slices, ...)] for box in boxes]
 
 
 def gathered(gradient: jax.Array | Array) -> jax.Array | Array:
@@ -399,7 +371,5 @@ def handed_out(
 
 def whole(gradient: Gradient) -> jax.Array | Array:
     """Returns a gradient as one array: on its device if it is there, or gathered."""
-    if not isinstance(gradient, ShardedGradient):
-        return gradient
-    on_device = gradient.on_device
+    on_device = getattr(gradient, "on_device", None)
     return np.asarray(gradient) if on_device is None else on_device
