@@ -245,7 +245,7 @@ class OpenStore(StoreShape):
         self._keep(self.staying(self.memory_bytes, self._moved))
 
     def begin_load(self) -> None:
-        """Begins a step that is given as a whole, until `keep_state`."""
+        """Begins a step that is loaded as a whole, until `commit_given`."""
         self._keep(frozenset())  # what was read is of the step before
         self.mover.end_step()
         self._begin_slot()

@@ -276,7 +276,8 @@ def _create(
                 engine.release()
                 raise StoreFormatError(
                     f"{path}: expected no store, as when it was opened, found one that "
-                    "another process has made since; open it again"
+                    "another process has made since; close this one (jaxinf.close("
+                    f"{str(path)!r})) and open it again"
                 )
         directory.lock = engine.lock
         create_store(directory)
