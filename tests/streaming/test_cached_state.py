@@ -55,16 +55,18 @@ def test_what_checkpoints_alone_write_is_none_of_a_steps(open_store):
             )
 
 
-@pytest.mark.parametrize("durability", family(["step", 2], short=["step"]))
-def test_state_that_stays_moves_fewer_bytes(open_store, durability, monkeypatch):
+@pytest.mark.parametrize(
+    ("durability", "tx"),
+    family([("step", "adam"), (2, "adam"), (2, "lamb")], short=[("step", "adam")]),
+)
+def test_state_that_stays_moves_fewer_bytes(open_store, durability, tx, monkeypatch):
+    tx = getattr(optax, tx)(1e-2)
     program, found = small(), []
     for name in ("kept", "none kept"):
         if name == "none kept":
             small_stores.keep_nothing(monkeypatch)
         store = open_store(name, **CHUNKS, durability=durability)
-        with jaxinf.stream(
-            program.loss, ADAM, store, memory_bytes=MEMORY_BYTES
-        ) as step:
+        with jaxinf.stream(program.loss, tx, store, memory_bytes=MEMORY_BYTES) as step:
             step.load(program.params, batch=program.batch)
             losses = [float(step(program.batch)[0]) for _ in range(4)]
             store.wait()

@@ -339,7 +339,8 @@ class StoreSink:
                 if complete is None:
                     continue
                 piece, handed = Piece(unit.leaf), np.asarray(complete)
-            self.inputs.add(piece, whole(handed))
+            if updates.passes.num_passes > 1:  # else the update computes all
+                self.inputs.add(piece, whole(handed))
             array = np.asarray(handed)  # it need not stay on the device
             if is_checked and not _is_finite(array):
                 self._bad.append(self._name(piece.leaf))
