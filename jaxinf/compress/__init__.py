@@ -12,4 +12,4 @@ from jaxinf.compress.blocks import (
     dense_leaf,
     sparsify,
 )
-from jaxinf.compress.topk import Selection, TopK, ValueDType, parse_compression, top_k
+from jaxinf.compress.topk import TopK, ValueDType, parse_compression, top_k

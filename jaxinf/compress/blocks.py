@@ -22,7 +22,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from jaxinf.compress.topk import Selection, TopK
+from jaxinf.compress.topk import TopK
 from jaxinf.layout import Chunk, LeafGrid, choose_grid
 from jaxinf.typing import Array, PyTree
 
@@ -113,8 +113,8 @@ _WORD = 32
 _LARGEST = 0x7FFFFFFF
 
 
-def select(block: jax.Array, k: int, selection: Selection) -> jax.Array:
-    """Returns indices of the `k` largest magnitudes, to the chosen precision.
+def select(block: jax.Array, k: int) -> jax.Array:
+    """Returns indices of the `k` largest magnitudes; of a long block, nearly.
 
     The bits of non-negative floats, as integers, have the order of the floats. So a
     threshold is found by bisecting an interval of integers, with one count in each
@@ -126,7 +126,7 @@ def select(block: jax.Array, k: int, selection: Selection) -> jax.Array:
     Returns:
       ``(k,)`` int32, rising.
     """
-    if selection == "exact" or block.size < _MIN_SEARCHED:
+    if block.size < _MIN_SEARCHED:
         return jnp.sort(lax.top_k(jnp.abs(block), k)[1])
     padding = -block.size % _WORD
     magnitudes = lax.bitcast_convert_type(jnp.abs(block), jnp.int32)
@@ -232,7 +232,7 @@ def compress_leaf(
     for k, blocks in _runs(total, chunks, counts):
 
         def of_block(block: jax.Array, k: int = k) -> tuple[Any, ...]:
-            indices = select(block, k, top_k.selection)
+            indices = select(block, k)
             exact = block[indices]
             values = _rounded(exact, top_k._value_dtype(dtype))
             if feedback is None:

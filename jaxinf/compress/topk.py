@@ -12,17 +12,13 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-Selection: TypeAlias = Literal["threshold", "exact"]
-"""The method to find the largest elements; see `top_k`."""
-
 ValueDType: TypeAlias = Literal["float32", "bfloat16", "float16"]
 """Dtype of the values on the link."""
 
 INDEX_BYTES = 4
 """Bytes of an index on the link, an int32."""
 
-_FORM = "top_k:RATIO, then ,warmup_steps=N ,error_feedback=true ,values=DTYPE "
-_FORM += "or ,selection=NAME as wanted"
+_FORM = "top_k:RATIO, then ,warmup_steps=N ,error_feedback=true or ,values=DTYPE"
 
 
 @dataclass(frozen=True)
@@ -37,7 +33,6 @@ class TopK:
     warmup_steps: int = 0
     error_feedback: bool = False
     values: ValueDType | None = None
-    selection: Selection = "threshold"
 
     def __post_init__(self) -> None:
         if isinstance(self.ratio, bool) or not 0 < self.ratio <= 1:
@@ -50,13 +45,11 @@ class TopK:
                 f"top_k: expected warmup_steps of at least 0, found "
                 f"{self.warmup_steps!r}"
             )
-        for name, kinds in (("values", ValueDType), ("selection", Selection)):
-            value = getattr(self, name)
-            if value not in get_args(kinds) and (name, value) != ("values", None):
-                raise ValueError(
-                    f"top_k: {name}={value!r}: expected one of "
-                    f"{', '.join(map(repr, get_args(kinds)))}"
-                )
+        if self.values not in (None, *get_args(ValueDType)):
+            raise ValueError(
+                f"top_k: values={self.values!r}: expected one of "
+                f"{', '.join(map(repr, get_args(ValueDType)))}"
+            )
 
     def _value_dtype(self, gradient: Any) -> np.dtype:
         """Returns the dtype of values on the link, for a gradient's dtype."""
@@ -97,13 +90,13 @@ def top_k(
     warmup_steps: int = 0,
     error_feedback: bool = False,
     values: ValueDType | None = None,
-    selection: Selection = "threshold",
 ) -> TopK:
     """Sends only the largest elements of a gradient to the CSDs, the rest as zero.
 
     Each chunk of a leaf sends its largest elements by magnitude, as pairs of an int32
-    index and a value. The method is Smart-Infinity's SmartComp (Jang et al., HPCA 2024,
-    section IV-C).
+    index and a value: in a chunk of 16,384 elements or more all that reach a threshold,
+    known to within 0.4 %, and elements just below it. The method is Smart-Infinity's
+    SmartComp (Jang et al., HPCA 2024, section IV-C).
 
     Args:
       ratio: bytes sent, as a share of the dense gradient's: above 0, at most 1. For
@@ -114,9 +107,6 @@ def top_k(
         gradient. This takes 4 bytes a param on the JAX device, and as many on the link
         in each commit.
       values: dtype of the values sent; by default the gradient's own.
-      selection: ``"threshold"`` finds the magnitude that the wanted number of elements
-        reach, to within 0.4 %; remaining places go to elements just below it.
-        ``"exact"`` finds the largest elements. Both keep the same number.
 
     Returns:
       A value for the argument `compress` of `jaxinf.smart_update`.
@@ -124,7 +114,7 @@ def top_k(
     Raises:
       ValueError: an argument is out of range.
     """
-    return TopK(ratio, warmup_steps, error_feedback, values, selection)
+    return TopK(ratio, warmup_steps, error_feedback, values)
 
 
 def parse_compression(text: str) -> TopK:

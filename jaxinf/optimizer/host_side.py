@@ -33,8 +33,6 @@ from jaxinf.optimizer.leaf_call import (
 )
 from jaxinf.program import (
     NonFinitePolicy,
-    UpdateProgram,
-    effect_of_nonfinite,
     refused_gradient,
 )
 from jaxinf.store import ScalarState
@@ -116,12 +114,12 @@ class HostFunctions:
     """Host functions over one store.
 
     Args:
-      nonfinite: the effect of a non-finite gradient; None for that of the optimizer.
+      nonfinite: the effect of a non-finite gradient.
     """
 
-    def __init__(self, store: Store, nonfinite: NonFinitePolicy | None) -> None:
+    def __init__(self, store: Store, nonfinite: NonFinitePolicy) -> None:
         self.store = store
-        self._nonfinite: NonFinitePolicy | None = nonfinite
+        self._nonfinite: NonFinitePolicy = nonfinite
         self._started = StartedUpdates(store)
 
     @property
@@ -132,12 +130,6 @@ class HostFunctions:
           StoreClosedError: the store is closed.
         """
         return engine_of(self.store)
-
-    def settle(self, program: UpdateProgram) -> None:
-        """Settles the effect of a non-finite gradient, when the optimizer is known."""
-        self._nonfinite = effect_of_nonfinite(
-            self._nonfinite, is_guarded=program.is_guarded
-        )
 
     @property
     def checks_finite(self) -> bool:

@@ -38,7 +38,7 @@ def smart_update(
     *,
     average: Average | None = None,
     compress: TopK | None = None,
-    nonfinite: NonFinitePolicy | None = None,
+    nonfinite: NonFinitePolicy = "error",
     on_existing: OnExisting = "resume",
     shardings: PyTree | None = None,
     extra_args: Mapping[str, Any] | None = None,
@@ -63,8 +63,7 @@ def smart_update(
         refused and the store stops. ``"skip"``: updates are zero, and the step counts
         in `skipped_steps`; for a loss scale such as Flax's ``DynamicScale``, whose
         first gradients may be Inf. ``"allow"``: gradients are not checked, for chains
-        that treat NaN themselves. By default ``"allow"`` with ``optax.apply_if_finite``
-        around the optimizer, otherwise ``"error"``.
+        that treat NaN themselves, such as with ``optax.apply_if_finite`` around them.
       on_existing: the action of `init` on a store that has steps. ``"resume"`` returns
         the state of the store's last step. A program may also restore params and state
         of that step from its own checkpoint, which the first `update` compares with the

@@ -1,14 +1,13 @@
 """Optimizers as programs: an optax update split between JAX and the storage.
 
     tx.update ─► graph ─► split ─────► kernel, one a leaf    runs near the storage
-                   └────► prologue ─► passes (flow)          runs in JAX
+                   └────► prologue ─► passes                 runs in JAX
 
 `graph` makes the nodes of streamed functions, too.
 
-Invariant: optax is the only definition of an optimizer; nothing here knows one by
-name, but `wrappers` knows two transformations around others. `trace_update` divides
-``tx.update`` into a *prologue* (scalars and reductions, run in JAX) and one elementwise
-`Kernel` per leaf, run on chunks near the storage.
+Invariant: optax is the only definition of an optimizer; nothing here knows one by name.
+`trace_update` divides ``tx.update`` into a *prologue* (scalars and reductions, run in
+JAX) and one elementwise `Kernel` per leaf, run on chunks near the storage.
 """
 
 from jaxinf.program.average import (
@@ -40,6 +39,11 @@ from jaxinf.program.kernel import (
     inputs_of,
     needed_by,
 )
+from jaxinf.program.nonfinite import (
+    NonFinitePolicy,
+    check_nonfinite,
+    refused_gradient,
+)
 from jaxinf.program.on_device import (
     is_computable,
     joined_params,
@@ -60,18 +64,10 @@ from jaxinf.program.tree import (
     leaf_path,
     path_name,
     trained,
-    with_leaves,
 )
 from jaxinf.program.update import (
     InitProgram,
     UpdateProgram,
     trace_init,
     trace_update,
-)
-from jaxinf.program.wrappers import (
-    NonFinitePolicy,
-    check_nonfinite,
-    effect_of_nonfinite,
-    is_guarded,
-    refused_gradient,
 )

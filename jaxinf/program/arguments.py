@@ -3,7 +3,6 @@
 Invariant: a program runs only with the kind of arguments with which it was traced.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,16 +85,11 @@ def _mismatch(expected: str, found: str) -> ValueError:
 
 def told_what_to_give(error: TypeError) -> TypeError:
     """Returns an update's error; if it lacked arguments, with what to give."""
-    pattern = r"missing \d+ required keyword-only arguments?: (.*)"
-    found = re.search(pattern, str(error))
-    if found is None:
+    if "required keyword-only argument" not in str(error):
         return error
-    names = re.findall(r"'(\w+)'", found.group(1))
-    examples = ", ".join(f'"{name}": 0.0' for name in names)
     return TypeError(
-        f"the optimizer's update needs {', '.join(names)} ({error}). Give an example "
-        f"to smart_update or stream, extra_args={{{examples}}}, and its value to each "
-        "update, tx.update(grads, state, params, "
-        f"{', '.join(f'{name}=…' for name in names)}), or step, step(batch, {{…}}), "
-        "where value is the loss by default"
+        f"the optimizer needs more arguments ({error}). Give an example of each to "
+        'smart_update or stream, such as extra_args={"value": 0.0}, and its value to '
+        "each update, tx.update(grads, state, params, value=…), or step, "
+        'step(batch, {"value": …}), where value is the loss by default'
     )

@@ -28,7 +28,6 @@ class Average:
     """An average of params, made by `jaxinf.ema`; attributes are its arguments."""
 
     decay: Decay
-    start: int = 0
     every: int = 1
     debias: bool = False
     form: AverageFormat = "fp32"
@@ -63,7 +62,6 @@ class AveragedState(NamedTuple):
 def ema(
     decay: Decay,
     *,
-    start: int = 0,
     every: int = 1,
     debias: bool = False,
     form: AverageFormat = "fp32",
@@ -78,13 +76,11 @@ def ema(
 
     Args:
       decay: A number from 0 to 1, or ``decay(count)``, traced by JAX: `count` is int32,
-        the updates since `start` before this one: 0, 1, …. A warm-up is ``lambda count:
+        the updates before this one: 0, 1, …. A warm-up is ``lambda count:
         jnp.minimum(0.999, (1 + count) / (10 + count))``, an average whose window grows
         with training is ``lambda count: (1 - 1 / (count + 1)) ** 7``.
-      start: The update that the average begins with, which makes it a copy of the
-        params again; 0 for the first params. Before that nothing is moved.
-      every: It takes every so many updates into account, `start` + `every` first. In
-        between its files are linked, neither read nor written.
+      every: It takes every so many updates into account. In between its files are
+        linked, neither read nor written.
       debias: Whether the first params have no weight: the average is that of an Adam
         moment, which begins at zero and is divided by its weight.
       form: ``"fp32"``, or ``"bf16"``: rounded stochastically. Leaves of fewer than
@@ -94,18 +90,12 @@ def ema(
       ValueError: An argument is out of range; names it.
       TypeError: `decay` is neither a number nor a function.
     """
-    for name, value, least in (("start", start, 0), ("every", every, 1)):
-        if type(value) is not int or value < least:
-            raise ValueError(f"ema: {name}={value!r}: expected a number from {least}")
+    if type(every) is not int or every < 1:
+        raise ValueError(f"ema: every={every!r}: expected a number from 1")
     if form not in get_args(AverageFormat):
         raise ValueError(f"ema: form={form!r}: expected 'fp32' or 'bf16'")
-    if debias and start:
-        raise ValueError(
-            f"ema: debias=True with start={start}: the average begins as the params of "
-            "that update, which has no bias; leave one of them out"
-        )
     _check_decay(decay)
-    return Average(decay, start, every, debias, form)
+    return Average(decay, every, debias, form)
 
 
 def parse_ema(text: str) -> Average:
@@ -115,15 +105,15 @@ def parse_ema(text: str) -> Average:
       ValueError: The text does not parse, or a value is out of range.
     """
     first, *words = text.strip().split(",")
-    read = {"start": int, "every": int, "debias": _FLAGS.__getitem__, "form": str}
+    read = {"every": int, "debias": _FLAGS.__getitem__, "form": str}
     try:
         pairs = [word.partition("=") for word in words]
         options: dict[str, Any] = {name: read[name](value) for name, _, value in pairs}
         decay = float(first)
     except (KeyError, ValueError):
         raise ValueError(
-            f"{text!r}: expected DECAY, such as 0.999, and then start=N, every=N, "
-            "debias=true or form=bf16, separated by commas"
+            f"{text!r}: expected DECAY, such as 0.999, and then every=N, debias=true "
+            "or form=bf16, separated by commas"
         ) from None
     return ema(decay, **options)
 
@@ -187,9 +177,6 @@ def averaged(
         weight, step_size = _step_size(average, count, state.average_weight)
         new = jax.tree.map(_applied, updates, params, is_leaf=lambda x: x is None)
         mean = optax.incremental_update(new, state.average, step_size)
-        if average.start:
-            is_first = count == average.start
-            mean = jax.tree.map(lambda p, m: jnp.where(is_first, p, m), new, mean)
         is_due = _is_due(average, count, is_emitted)
         if is_due is not None:
             mean, weight = jax.tree.map(
@@ -211,7 +198,7 @@ def _step_size(
 ) -> tuple[jax.Array, jax.Array | float]:
     decay = average.decay
     if callable(decay):
-        value = decay(jnp.maximum(count - average.start - 1, 0))
+        value = decay(jnp.maximum(count - 1, 0))
         step_size: Any = 1 - jnp.asarray(value, FLOAT32)
     else:
         step_size = 1 - float(decay)
@@ -226,10 +213,8 @@ def _is_due(
 ) -> jax.Array | None:
     """Returns whether an update counts in the average; None if every one does."""
     conditions = [] if is_emitted is None else [is_emitted]
-    if average.start:
-        conditions.append(count >= average.start)
     if average.every > 1:
-        conditions.append((count - average.start) % average.every == 0)
+        conditions.append(count % average.every == 0)
     return _all(conditions)
 
 

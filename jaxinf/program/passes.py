@@ -10,6 +10,7 @@ numbers that are combined before its pass. A leaf may arrive in slices along lea
 axes if its parts only take sums, maxima or minima of the gradient.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -21,21 +22,21 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxinf.errors import UnsupportedTransformError
-from jaxinf.program.flow import (
-    TOTALS,
-    PassAnalysis,
-    flow_of,
-    is_light,
-    is_one,
-    too_much,
-)
 from jaxinf.program.graph import Node, Value, bind, evaluate, prune
 from jaxinf.program.prologue import Prologue, as_scalar
-from jaxinf.program.split import origin_of
+from jaxinf.program.split import is_elementwise, origin_of
 from jaxinf.program.state import StateSlot
 
-MAX_PASSES = 3
-"""Passes over the gradients, of which the last one updates."""
+_MOST_PASSES = 3  # over the gradients, of which the last one updates
+_FEW = 64  # elements of a value of no leaf that is computed once, not by each part
+_TOTALS: Mapping[str, Callable[..., jax.Array]] = {
+    "reduce_sum": jnp.add,
+    "reduce_max": jnp.maximum,
+    "reduce_min": jnp.minimum,
+    "reduce_and": jnp.logical_and,
+    "reduce_or": jnp.logical_or,
+}
+"""Reductions of slices, and how their results are combined."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +96,7 @@ class PassComputation:
         """Combines the exports of two slices."""
         made = {value: node for node in self.nodes for value in node.outputs}
         return [
-            TOTALS[made[value].name](one, other)
+            _TOTALS[made[value].name](one, other)
             for value, one, other in zip(self.exports, some, more, strict=True)
         ]
 
@@ -164,13 +165,12 @@ def in_passes(
 
     Raises:
       UnsupportedTransformError: More than a few numbers of a leaf are needed together
-        with others, or more than `MAX_PASSES` passes.
+        with others, or too many passes.
     """
     owners = {value: leaf for leaf, value in enumerate(gradients)}
     owners |= {value: leaf for leaf, value in enumerate(params)}
     owners |= {value: leaf for value, (leaf, _) in recalled.items()}
-    flow = flow_of(prologue.nodes, prologue.inputs, owners, gradients, late, sliced)
-    division = _Division(prologue, flow, gradients, sliced)
+    division = _Division(prologue, gradients, owners, late, sliced)
     num_passes = division.num_passes()
     exports = division.exports(num_passes - 1)
     parts = division.parts(num_passes, exports)
@@ -178,7 +178,7 @@ def in_passes(
         value
         for leaf, kernel in enumerate(prologue.leaves)
         for value in kernel.scalars
-        if not flow.is_own(value, leaf, num_passes - 1)
+        if not division.is_own(value, leaf, num_passes - 1)
     ]
     before: list[PassComputation] = []
     done: set[Value] = set()
@@ -186,7 +186,7 @@ def in_passes(
         known = {
             value
             for value in prologue.inputs
-            if value not in owners and flow.stages[value] <= number
+            if value not in owners and division.stages[value] <= number
         } | {value for value, (n, _) in exports.items() if n < number}
         if number < num_passes:
             known |= done
@@ -204,41 +204,116 @@ def in_passes(
     )
 
 
-@dataclass(frozen=True)
 class _Division:
-    """A prologue between its passes."""
+    """A prologue between its passes.
 
-    prologue: Prologue
-    flow: PassAnalysis
-    gradients: Sequence[Value]
-    sliced: Set[int]
+    Attributes:
+      owners: The leaf of each value that depends on the arrays of one leaf alone.
+        Others are numbers, or do not depend on any leaf.
+      stages: The first pass in which a value can be computed by its leaf's part; by any
+        part, if it has no owner.
+      numbers: The first pass in which any part can have a value, as a number.
+      gathered: Sums, maxima and minima of leaves in slices, with their leaves.
+      mixed: Values without an owner that depend on leaves.
+      spread: Arrays without an owner whose elements are equal, as long as any slice.
+    """
 
-    @cached_property
-    def new_state(self) -> list[Value]:
-        return [v for v in self.prologue.scalar_state if v.constant is None]
-
-    @cached_property
-    def wanted(self) -> list[tuple[Value, int]]:
-        """Values that kernels take, with their leaves."""
-        return [
+    def __init__(
+        self,
+        prologue: Prologue,
+        gradients: Sequence[Value],
+        owners: Mapping[Value, int],
+        late: Set[Value],
+        sliced: Set[int],
+    ) -> None:
+        self.prologue, self.gradients, self.sliced = prologue, gradients, sliced
+        self.owners = dict(owners)
+        self.stages: dict[Value, int] = {}
+        self.numbers: dict[Value, int] = {}
+        self.gathered: dict[Value, int] = {}
+        self.mixed: set[Value] = set()
+        self.spread: set[Value] = set()
+        for value in prologue.inputs:
+            self._put(value, int(value in late))
+        from_slices = {gradients[leaf] for leaf in sliced}
+        for node in prologue.nodes:
+            self._follow(node, from_slices)
+        made = (value for node in prologue.nodes for value in node.outputs)
+        self.places = {v: i for i, v in enumerate((*prologue.inputs, *made))}
+        self.new_state = [v for v in prologue.scalar_state if v.constant is None]
+        self.wanted = [  # what kernels take, with their leaves
             (value, number)
-            for number, leaf in enumerate(self.prologue.leaves)
+            for number, leaf in enumerate(prologue.leaves)
             for value in leaf.values
             if value.constant is None
         ]
 
+    def _follow(self, node: Node, from_slices: set[Value]) -> None:
+        """Finds the owner and the pass of a node's results."""
+        read = [value for value in node.inputs if value.constant is None]
+        own = {v: self.owners[v] for v in read if v in self.owners}
+        stage = max((self.stages[value] for value in read), default=0)
+        if len(leaves := set(own.values())) == 1:
+            is_total = node.name in _TOTALS and not node.outputs[0].shape
+            if is_total and from_slices.issuperset(own):
+                self.gathered.update(dict.fromkeys(node.outputs, next(iter(leaves))))
+                leaves, stage = set(), stage + 1
+            elif leaves <= self.sliced and _follows(node, from_slices, self.spread):
+                from_slices.update(node.outputs)
+        elif leaves:
+            leaves = {leaf for value, leaf in own.items() if not _is_one(value)}
+            if len(leaves) > 1:
+                raise _too_much(next(v for v in own if not _is_one(v)))
+            foreign = (v for v, leaf in own.items() if leaf not in leaves)
+            stage = max([stage, *(self.numbers[value] for value in foreign)])
+        if not leaves and (node.is_spread or _follows(node, self.spread)):
+            self.spread.update(value for value in node.outputs if value.shape)
+        if not leaves and (own or not self.mixed.isdisjoint(read)):
+            self.mixed.update(node.outputs)
+        for value in node.outputs:
+            self.owners.update((value, leaf) for leaf in leaves)
+            self._put(value, stage)
+
+    def _put(self, value: Value, stage: int) -> None:
+        """Notes a value whose owner is known."""
+        self.stages[value] = stage
+        if value not in self.owners:
+            self.numbers[value] = stage
+        elif value.node is None or not _is_light(value.node):
+            self.numbers[value] = stage + 1
+        else:
+            read = (v for v in value.node.inputs if v.constant is None)
+            self.numbers[value] = max(self.numbers[v] for v in read)
+
+    def is_own(self, value: Value, leaf: int, number: int) -> bool:
+        """Whether a leaf's part in a pass computes a value by itself."""
+        if self.owners.get(value) != leaf:
+            return False
+        return not _is_one(value) or self.numbers[value] > number
+
+    def is_number(self, value: Value, leaf: int, number: int) -> bool:
+        """Whether a leaf's part in a pass gets a value as a number."""
+        if value in self.owners:
+            return not self.is_own(value, leaf, number)
+        if value.node is None or value in self.mixed:
+            return True
+        return value not in self.spread and math.prod(value.shape) <= _FEW
+
     def num_passes(self) -> int:
-        ends = [self.flow.known_at(value, leaf) for value, leaf in self.wanted]
-        ends += [self.flow.numbers[value] - 1 for value in self.new_state]
+        ends = [
+            self.stages[v] if self.owners.get(v, leaf) == leaf else self.numbers[v]
+            for v, leaf in self.wanted
+        ]
+        ends += [self.numbers[value] - 1 for value in self.new_state]
         found = 1 + max(ends, default=0)
-        if found <= MAX_PASSES:
+        if found <= _MOST_PASSES:
             return max(1, found)
-        stages = self.flow.stages
+        stages = self.stages
         values = [*(value for value, _ in self.wanted), *self.new_state]
         nodes = prune(self.prologue.nodes, [max(values, key=stages.__getitem__)])
         culprit = max(nodes, key=lambda node: stages[node.outputs[0]])
         raise UnsupportedTransformError(
-            f"optimizer: expected to need at most {MAX_PASSES} passes over the "
+            f"optimizer: expected to need at most {_MOST_PASSES} passes over the "
             f"gradients, found one that needs {found}, for {culprit.name}"
             f"{origin_of(culprit)}; leave one of its norms out, or use "
             "jaxinf.smart_update"
@@ -249,18 +324,17 @@ class _Division:
 
         Those are of what others use, or later passes again.
         """
-        flow = self.flow
-        found = {v: (flow.stages[v] - 1, leaf) for v, leaf in flow.gathered.items()}
+        found = {v: (self.stages[v] - 1, leaf) for v, leaf in self.gathered.items()}
         reads: list[tuple[Value, int | None]] = [(v, None) for v in self.new_state]
         for node in self.prologue.nodes:
             out = node.outputs[0]
-            if out not in flow.gathered:
-                reads += [(value, flow.owners.get(out)) for value in node.inputs]
+            if out not in self.gathered:
+                reads += [(value, self.owners.get(out)) for value in node.inputs]
         for value, leaf in dict.fromkeys((*reads, *self.wanted)):
-            is_own = leaf is not None and flow.is_own(value, leaf, last)
-            if value in flow.owners and not is_own:
+            is_own = leaf is not None and self.is_own(value, leaf, last)
+            if value in self.owners and not is_own:
                 for root in self.roots(value):
-                    found[root] = flow.stages[root], flow.owners[root]
+                    found[root] = self.stages[root], self.owners[root]
         return found
 
     def roots(self, value: Value) -> list[Value]:
@@ -268,10 +342,10 @@ class _Division:
         stack, found = [value], dict[Value, None]()
         while stack:
             one = stack.pop()
-            if one.node is not None and is_light(one.node):
-                stack += [v for v in one.node.inputs if v in self.flow.owners]
-            elif not is_one(one) and one not in self.new_state:
-                raise too_much(one)
+            if one.node is not None and _is_light(one.node):
+                stack += [v for v in one.node.inputs if v in self.owners]
+            elif not _is_one(one) and one not in self.new_state:
+                raise _too_much(one)
             else:
                 found[one] = None
         return list(found)
@@ -280,13 +354,13 @@ class _Division:
         self, num_passes: int, exports: Mapping[Value, tuple[int, int]]
     ) -> dict[tuple[int, int], PassComputation]:
         """Returns what each pass computes of each leaf."""
-        flow, last = self.flow, num_passes - 1
+        last = num_passes - 1
         given: defaultdict[tuple[int, int], list[Value]] = defaultdict(list)
         for value, at in exports.items():
             given[at].append(value)
         found = {}
         for leaf, kernel in enumerate(self.prologue.leaves):
-            own = [v for v in kernel.scalars if flow.is_own(v, leaf, last)]
+            own = [v for v in kernel.scalars if self.is_own(v, leaf, last)]
             for number in range(num_passes):
                 scalars, arrays = (own, kernel.arrays) if number == last else ((), ())
                 if given[number, leaf] or scalars or arrays:
@@ -305,17 +379,17 @@ class _Division:
         outputs = (*exports, *scalars, *arrays)
 
         def is_own(value: Value) -> bool:
-            return value.node is None and value in self.flow.owners
+            return value.node is None and value in self.owners
 
         def is_given(value: Value) -> bool:
-            is_known = value not in exports and self.flow.is_number(value, leaf, number)
+            is_known = value not in exports and self.is_number(value, leaf, number)
             return is_own(value) or is_known
 
         given, nodes = self.needed(outputs, is_given)
         own = tuple(filter(is_own, given))
         # Slices of the gradient, with leading axes kept, may be enough.
         takes_slices = own == (self.gradients[leaf],) and all(
-            v in self.flow.gathered for v in outputs if v.constant is None
+            v in self.gathered for v in outputs if v.constant is None
         )
         return PassComputation(
             own,
@@ -336,11 +410,12 @@ class _Division:
 
         In the order of the prologue, so that parts of equal leaves are alike.
         """
-        seen, given, nodes = set[Value](), set[Value](), set[Node]()
-        stack = list(outputs)
+        seen, given = set[Value](), set[Value]()
+        stack = [value for value in outputs if value.constant is None]
+        nodes = set[Node]()
         while stack:
             value = stack.pop()
-            if value.constant is not None or value in seen:
+            if value in seen:
                 continue
             seen.add(value)
             if is_given(value):
@@ -348,14 +423,35 @@ class _Division:
             else:
                 assert value.node is not None, "an input is given"
                 nodes.add(value.node)
-                stack += value.node.inputs
+                stack += [v for v in value.node.inputs if v.constant is None]
         return (
             tuple(sorted(given, key=self.places.__getitem__)),
             tuple(sorted(nodes, key=lambda node: self.places[node.outputs[0]])),
         )
 
-    @cached_property
-    def places(self) -> Mapping[Value, int]:
-        """The position of each value."""
-        made = (value for node in self.prologue.nodes for value in node.outputs)
-        return {value: i for i, value in enumerate((*self.prologue.inputs, *made))}
+
+def _is_one(value: Value) -> bool:
+    return math.prod(value.shape) == 1
+
+
+def _is_light(node: Node) -> bool:
+    return not any(value.shape for value in (*node.inputs, *node.outputs))
+
+
+def _follows(node: Node, *known: Set[Value]) -> bool:
+    """Whether an element of a node's result follows from those of known arrays."""
+    return is_elementwise(node) and all(
+        not value.shape or any(value in arrays for arrays in known)
+        for value in node.inputs
+    )
+
+
+def _too_much(value: Value) -> UnsupportedTransformError:
+    """Makes the error for an array that other leaves would need."""
+    name = "its gradient" if value.node is None else f"a result of {value.node.name}"
+    where = "" if value.node is None else origin_of(value.node)
+    return UnsupportedTransformError(
+        "optimizer: expected to need only a few numbers of each leaf, such as its "
+        f"norm, from other leaves, found {name}{where} of shape {value.shape}; use an "
+        "optimizer without it, or jaxinf.smart_update"
+    )

@@ -28,15 +28,12 @@ from jaxinf.program.state import StateSlot
 from jaxinf.program.tree import LeafInfo
 
 _REMEDY = (
-    "near storage an update must be elementwise in stored state; train with "
-    "jaxinf.stream, where LAMB and others may reduce over it, use an optimizer without "
-    "it (docs/optimizers.md lists them), or keep this one's state in memory"
+    "near storage an update must be elementwise in stored state; apply norms and clips "
+    "to the gradients instead, before the optimizer and outside optax.MultiSteps, "
+    "train with jaxinf.stream, where LAMB and others may reduce over state, use an "
+    "optimizer without it (docs/optimizers.md lists them), or keep this one's state in "
+    "memory"
 )
-# Transformations with nearly the same meaning before an optimizer as after it.
-_ON_GRADIENTS = (
-    "adaptive_grad_clip", "centralize", "clip_by_global_norm",
-    "normalize_by_update_norm",
-)  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -216,24 +213,30 @@ def stored_culprit(values: Sequence[Value]) -> Node | None:
 
 def refusal(where: str, node: Node) -> UnsupportedTransformError:
     """Makes the error for stored state that enters `node`."""
-    names = _callers(node)
     return UnsupportedTransformError(
         f"{where}: expected an update elementwise in stored optimizer state, found the "
-        f"primitive {node.name}{_origin(names)} on it; {_remedy(names)}"
+        f"primitive {node.name}{origin_of(node)} on it; {_REMEDY}"
     )
 
 
 def origin_of(node: Node) -> str:
-    """Returns the caller of a primitive outside JAX in words; may be empty."""
-    return _origin(_callers(node))
+    """Returns the caller of a primitive, outside of JAX and of this room, in words.
 
-
-def _callers(node: Node) -> list[tuple[str, str]]:
-    """Returns file and function of each caller outside of JAX and of this room."""
+    And the transformation that it is for; empty if neither is known.
+    """
     frames = [f for source in node.sources for f in compat.source_frames(source)]
     paths = [(file.replace("\\", "/"), name) for file, name in frames]
     internal = "/jax/", "/jaxinf/program/"
-    return [one for one in paths if not any(part in one[0] for part in internal)]
+    paths = [one for one in paths if not any(part in one[0] for part in internal)]
+    if not paths:
+        return ""
+    file, name = paths[0]
+    _, optax, after = file.rpartition("/optax/")
+    short = f"optax/{after}" if optax else file.rpartition("/")[2]
+    matches = (re.match(r"(\w+)\.<locals>\.update(_fn)?\b", n) for _, n in paths)
+    transform = next((match[1] for match in matches if match), "")
+    whose = f", for {transform}" if transform and transform not in name else ""
+    return f" (from {name} in {short}{whose})"
 
 
 def _keeps_shape(node: Node) -> bool:
@@ -241,39 +244,3 @@ def _keeps_shape(node: Node) -> bool:
         return False
     shape = node.outputs[0].shape
     return all(value.shape in ((), shape) for value in node.inputs)
-
-
-def _origin(frames: Sequence[tuple[str, str]]) -> str:
-    """Finds the caller of the primitive outside JAX, and its purpose."""
-    file, name = next(iter(frames), ("", ""))
-    if not file:
-        return ""
-    _, optax, after = file.rpartition("/optax/")
-    short = f"optax/{after}" if optax else file.rpartition("/")[2]
-    transform = _transform(frames)
-    whose = f", for {transform}" if transform and transform not in name else ""
-    return f" (from {name} in {short}{whose})"
-
-
-def _transform(frames: Sequence[tuple[str, str]]) -> str:
-    """Finds the transformation whose update called the primitive; empty if unknown."""
-    matches = (re.match(r"(\w+)\.<locals>\.update(_fn)?\b", name) for _, name in frames)
-    return next((match[1] for match in matches if match), "")
-
-
-def _remedy(frames: Sequence[tuple[str, str]]) -> str:
-    transform = _transform(frames)
-    if transform not in _ON_GRADIENTS:
-        return _REMEDY
-    if any(name.startswith("MultiSteps.") for _, name in frames):
-        return (
-            "inside optax.MultiSteps a transformation gets the sum of gradients, which "
-            f"is stored; put {transform} outside, where it gets each gradient: "
-            f"smart_update(optax.chain(optax.{transform}(…), optax.MultiSteps(…)), "
-            "store)"
-        )
-    return (
-        "near storage an update must be elementwise in stored state; apply "
-        f"{transform} to the gradients instead, before the optimizer: "
-        f"optax.chain(optax.{transform}(…), optax.adamw(…))"
-    )

@@ -19,7 +19,6 @@ from jaxinf.errors import UnsupportedTransformError
 from jaxinf.program.average import AveragedState
 from jaxinf.program.kernel import Kernel
 from jaxinf.program.tree import LeafInfo, leaf_infos
-from jaxinf.program.wrappers import is_guarded, refuse_lookahead
 from jaxinf.typing import AVERAGE, FLOAT32, FLOAT_DTYPES, KeyPath, PyTree
 
 SCALAR_STATE_LIMIT_BYTES = 64 << 10
@@ -63,7 +62,6 @@ class StateLayout:
       scalar_keys: Their key paths in the form that a store keeps.
       avals: Shape and dtype of every flat state leaf.
       keys: The key path of every flat state leaf.
-      is_guarded: Whether the optimizer has a rule of its own for NaN; see `is_guarded`.
     """
 
     treedef: Any
@@ -73,7 +71,6 @@ class StateLayout:
     scalar_keys: tuple[KeyPath, ...]
     avals: tuple[jax.ShapeDtypeStruct, ...] = field(repr=False)
     keys: tuple[KeyPath, ...] = field(repr=False)
-    is_guarded: bool = False
 
 
 def as_transform(tx: Any) -> optax.GradientTransformationExtraArgs:
@@ -103,17 +100,21 @@ def layout_of(state: PyTree, params: PyTree) -> StateLayout:
 
     Raises:
       UnsupportedTransformError: More than 64 KiB of state is not of a leaf's shape, or
-        there is an ``optax.lookahead``.
+        a state has the average's name.
     """
     infos = leaf_infos(params)
-    refuse_lookahead(state)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
     param_keys = [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
     paths, avals = [path for path, _ in leaves], [aval for _, aval in leaves]
     by_keys = dict(zip(param_keys, enumerate(infos), strict=True))
     owners = [_owner(path, aval, by_keys) for path, aval in leaves]
     names = _slot_names(paths, owners, param_keys)
-    _check_names(state, paths, names)
+    if isinstance(state, AveragedState) and f"{AVERAGE}_1" in names.values():
+        raise UnsupportedTransformError(
+            f"optimizer state: expected another name than {AVERAGE}, that of the "
+            "params' average; rename the field of the transformation's state, or leave "
+            "the average out"
+        )
     slots: list[list[StateSlot]] = [[] for _ in infos]
     for index, owner in enumerate(owners):
         if owner is not None:
@@ -131,7 +132,6 @@ def layout_of(state: PyTree, params: PyTree) -> StateLayout:
         scalar_keys=tuple(keys[index] for index in scalars),
         avals=tuple(avals),
         keys=keys,
-        is_guarded=is_guarded(state),
     )
 
 
@@ -142,22 +142,6 @@ def state_keys(state: PyTree) -> list[KeyPath]:
     if not isinstance(state, AveragedState):
         return keys
     return [one[1:] if one[0] == ("field", "inner") else one for one in keys]
-
-
-def _check_names(
-    state: PyTree, paths: Sequence[Path], names: Mapping[int, str]
-) -> None:
-    """Refuses a state of the average's name in an optimizer that has an average."""
-    if not isinstance(state, AveragedState):
-        return
-    num = len(jax.tree.leaves(state.inner))
-    for index, name in names.items():
-        if index < num and name == AVERAGE:
-            raise UnsupportedTransformError(
-                f"optimizer state{compat.keystr(paths[index])}: expected another "
-                f"name than {AVERAGE}, which is that of the params' average; rename "
-                "the field of the transformation's state, or leave the average out"
-            )
 
 
 def _owner(

@@ -5,7 +5,6 @@ arrays, tracers and avals.
 """
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,11 +60,6 @@ def leaf_infos(params: PyTree) -> tuple[LeafInfo, ...]:
                 "apart as strings, so rename one (1 and '1' are the same name)"
             )
     return infos
-
-
-def with_leaves(params: PyTree, leaves: Iterable[Any]) -> PyTree:
-    """Returns a tree like the params, of other leaves in flattening order."""
-    return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
 
 def leaf_path(keys: tuple[Any, ...]) -> tuple[str, ...]:

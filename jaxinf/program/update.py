@@ -56,7 +56,6 @@ class UpdateProgram:
     Attributes:
       leaves: One per params leaf, in flattening order.
       recall: Stored state that the prologue needs; None if it needs none.
-      is_guarded: Whether the optimizer has a rule of its own for NaN; see `is_guarded`.
     """
 
     leaves: tuple[LeafKernel, ...]
@@ -64,7 +63,6 @@ class UpdateProgram:
     _inputs: _Inputs = field(repr=False)
     _prologue: Prologue = field(repr=False)
     recall: Recall | None = None
-    is_guarded: bool = False
 
     def prologue(
         self,
@@ -322,9 +320,7 @@ def _divided(
     )
     flat = [value for group in groups for value in group]
     prologue = Prologue.of(graph.nodes, flat, scalar_state, builders)
-    return UpdateProgram(
-        tuple(leaves), extra, groups, prologue, recall, layout.is_guarded
-    )
+    return UpdateProgram(tuple(leaves), extra, groups, prologue, recall)
 
 
 def _update_jaxpr(

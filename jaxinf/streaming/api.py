@@ -47,7 +47,7 @@ def stream(
     micro_batches: int = 1,
     weights: Callable[[PyTree], Any] | None = None,
     replan: bool = False,
-    nonfinite: NonFinitePolicy | None = None,
+    nonfinite: NonFinitePolicy = "error",
     average: Average | None = None,
     compress: TopK | None = None,
     extra_args: Mapping[str, Any] | None = None,
@@ -93,7 +93,7 @@ def stream(
         then those of the whole batch. Equal weights by default.
       replan: Whether to replace the plan that the store keeps.
       nonfinite: The effect of a gradient with NaN or Inf: ``"error"``, ``"skip"`` or
-        ``"allow"``, with the default of `jaxinf.smart_update`.
+        ``"allow"``; see `jaxinf.smart_update`.
       average, compress: As for `jaxinf.smart_update`.
       extra_args: Further arguments of the optimizer's update, with an example for each;
         numbers and arrays are also the values of steps that are given none. ``"value"``
@@ -153,7 +153,7 @@ def stream_in_memory(
     policy: Policy = "recompute",
     micro_batches: int = 1,
     weights: Callable[[PyTree], Any] | None = None,
-    nonfinite: NonFinitePolicy | None = None,
+    nonfinite: NonFinitePolicy = "error",
     scratch: PathLikeStr | None = None,
     deterministic: bool = True,
 ) -> StreamedStep:

@@ -17,8 +17,6 @@ import optax
 
 from jaxinf.errors import StreamError
 from jaxinf.program import (
-    effect_of_nonfinite,
-    is_guarded,
     path_name,
     refused_gradient,
 )
@@ -164,8 +162,7 @@ class InMemory(StateHome):
         paths, tree = jax.tree_util.tree_flatten_with_path(params)
         taken = {id(leaf) for leaf in jax.tree.leaves(results)}
         gradients = [self._taken(leaf, taken) for leaf in range(len(paths))]
-        guarded = is_guarded(state)
-        policy = effect_of_nonfinite(self._options.nonfinite, is_guarded=guarded)
+        policy = self._options.nonfinite
         if policy != "allow":
             finite = zip(paths, _are_finite(gradients), strict=True)
             bad = [path_name(path) for (path, _), is_finite in finite if not is_finite]

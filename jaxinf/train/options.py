@@ -175,7 +175,7 @@ class Options:
 
     # Send only a part of each gradient to the drives: top_k:0.02 sends its largest
     # elements, in 2 % of the dense bytes. Options may follow, separated by commas:
-    # warmup_steps=N, error_feedback=true, values=bfloat16 or float16, selection=exact.
+    # warmup_steps=N, error_feedback=true, values=bfloat16 or float16.
     # docs/compression.md shows the cost in quality.
     compress: Annotated[str | None, _shown("top_k:RATIO", "none")] = None
 

@@ -11,7 +11,7 @@ from jaxinf.compress.blocks import select
 
 pytestmark = pytest.mark.optimized("long")
 
-jitted = jax.jit(select, static_argnums=(1, 2))
+jitted = jax.jit(select, static_argnums=1)
 rng = np.random.default_rng(0)
 
 
@@ -28,13 +28,13 @@ def heavy_tailed(n):
 @pytest.mark.parametrize(
     ("n", "share"),
     [
-        *((n, 0.01) for n in (1, 31, 32, 33, 16383, 16384, 300_001)),
-        *((16385, share) for share in (0.0001, 0.5, 1.0)),
+        *((n, 0.01) for n in (1, 31, 32, 33, 16383)),
+        *((16383, share) for share in (0.0001, 0.5, 1.0)),
     ],
 )
-def test_exact(n, share):
+def test_short_blocks_are_exact(n, share):
     block, k = heavy_tailed(n), max(1, int(n * share))
-    found = np.asarray(jitted(block, k, "exact"))
+    found = np.asarray(jitted(block, k))
     np.testing.assert_array_equal(found, largest(block, k))
 
 
@@ -50,7 +50,7 @@ THRESHOLDS = [*product((16384, 16385, 300_001), (0.0001, 0.01, 0.5, 1.0))]
 )
 def test_threshold_is_within_half_a_percent(n, share):
     block, k = heavy_tailed(n), max(1, int(n * share))
-    found = np.asarray(jitted(block, k, "threshold"))
+    found = np.asarray(jitted(block, k))
     assert found.dtype == np.int32
     assert found.size == k
     assert (np.diff(found) > 0).all()
@@ -75,23 +75,21 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("selection", ["exact", "threshold"])
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize("k", family([1, 50, 20_000, 40_000], short=[50]))
-def test_hard_blocks(name, k, selection):
+def test_hard_blocks(name, k):
     block = BLOCKS[name].astype(np.float32)
-    found = np.asarray(jitted(block, k, selection))
+    found = np.asarray(jitted(block, k))
     assert (np.diff(found) > 0).all()
     assert found.size == k
     exact = np.sort(np.abs(block[largest(block, k)]))
     np.testing.assert_allclose(np.sort(np.abs(block[found])), exact, rtol=0.004)
 
 
-@pytest.mark.parametrize("selection", ["exact", "threshold"])
-def test_nan_and_inf_come_first(selection):
+def test_nan_and_inf_come_first():
     block = heavy_tailed(20_000)
     block[[7, 19_999]] = np.nan
     block[100] = np.uint32(0x7FFFFFFF).view(np.float32)
     block[[3, 500]] = np.inf, -np.inf
-    found = jitted(block, 5, selection)
+    found = jitted(block, 5)
     np.testing.assert_array_equal(found, [3, 7, 100, 500, 19_999])

@@ -17,7 +17,6 @@ from jaxinf.compress import parse_compression
         ],
         ({"warmup_steps": -1}, "warmup_steps"),
         ({"values": "int8"}, "values='int8': expected one of 'float32', 'bfloat16'"),
-        ({"selection": "sort"}, "selection='sort': expected one of 'threshold'"),
     ],
 )
 def test_bad_options(options, message):
@@ -30,9 +29,7 @@ def test_texts():
         "top_k:0.01": jaxinf.top_k(0.01),
         "top_k:0.02,warmup_steps=100": jaxinf.top_k(0.02, warmup_steps=100),
         "top_k:0.02,error_feedback=true": jaxinf.top_k(0.02, error_feedback=True),
-        "top_k:0.1,values=bfloat16,selection=exact": jaxinf.top_k(
-            0.1, values="bfloat16", selection="exact"
-        ),
+        "top_k:0.1,values=bfloat16": jaxinf.top_k(0.1, values="bfloat16"),
     }.items():
         assert parse_compression(text) == expected
         assert expected.describe() == text

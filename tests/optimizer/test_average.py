@@ -80,12 +80,6 @@ def by_number(params, average, number):
     return UPDATE(params, average, 1 - DECAY)
 
 
-def of_start(params, average, number):
-    if number < 3:
-        return average
-    return params if number == 3 else by_number(params, average, number)
-
-
 CASES = {
     "number": ({"decay": DECAY}, None, by_number),
     "function": ({"decay": rising}, None, by_function(rising)),
@@ -94,7 +88,6 @@ CASES = {
         None,
         lambda p, e, n: e if n % 2 else by_number(p, e, n),
     ),
-    "start": ({"decay": DECAY, "start": 3}, None, of_start),
     "emissions": (
         {"decay": DECAY},
         optax.MultiSteps(optax.sgd(0.1, momentum=0.9), 2),
@@ -178,8 +171,6 @@ def test_a_store_without_an_average_says_so(open_store):
         ({"decay": lambda count: 2 - count}, r"decay\(0\) = 2.0"),
         ({"decay": "0.9"}, "a number or a function"),
         ({"decay": 0.9, "every": 0}, "every=0"),
-        ({"decay": 0.9, "start": -1}, "start=-1"),
-        ({"decay": 0.9, "start": 2, "debias": True}, "debias=True with start=2"),
         ({"decay": 0.9, "form": "int8"}, "form='int8'"),
     ],
 )

@@ -26,7 +26,7 @@ class Options:
     has_aux: bool = False
     policy: Policy = "recompute"
     replan: bool = False
-    nonfinite: NonFinitePolicy | None = None
+    nonfinite: NonFinitePolicy = "error"
     micro_batches: int = 1
     weights: Callable[[PyTree], Any] | None = None
     average: Average | None = None

@@ -30,7 +30,7 @@ from jaxinf.engine import (
     check_carried,
 )
 from jaxinf.errors import StreamError
-from jaxinf.program import effect_of_nonfinite, refused_gradient
+from jaxinf.program import refused_gradient
 from jaxinf.store import ScalarState
 from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.scratch import THREADS_PER_DRIVE, Scratch, Spill
@@ -97,9 +97,8 @@ class StoreSink:
     ) -> None:
         self.updates, self.engine, self.inputs = updates, updates.engine, updates.inputs
         self.share, self.spill, self.waited_s = updates.share, None, 0.0
-        is_guarded = updates.program.is_guarded
-        policy = effect_of_nonfinite(updates.options.nonfinite, is_guarded=is_guarded)
-        self._nonfinite, self._streams = policy, streams_of(ready, plan.cuts)
+        self._nonfinite = updates.options.nonfinite
+        self._streams = streams_of(ready, plan.cuts)
         self._num_skipped = 0  # since the last commit
         self._update_s: list[float] = []  # of the steps by which k is measured
         self._carried: Mapping[tuple[str, ...], Array] = {}

@@ -1,0 +1,41 @@
+"""The effect of a gradient with NaN or Inf."""
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias, get_args
+
+from jaxinf.errors import NonFiniteGradientError
+
+NonFinitePolicy: TypeAlias = Literal["error", "skip", "allow"]
+"""The effect of a gradient with NaN or Inf; see `jaxinf.smart_update`."""
+
+
+def check_nonfinite(nonfinite: NonFinitePolicy) -> None:
+    """Raises ValueError for an unknown policy."""
+    if nonfinite not in get_args(NonFinitePolicy):
+        raise ValueError(
+            f'nonfinite={nonfinite!r}: expected "error", "skip" or "allow"'
+        )
+
+
+def refused_gradient(
+    names: Sequence[str], step: int | None = None, where: object = "the store"
+) -> NonFiniteGradientError:
+    """Makes the error for a step that is refused.
+
+    Args:
+      names: The leaves whose gradients have NaN or Inf.
+      step: The step that stays; None without a store.
+      where: The store's path.
+    """
+    names = list(dict.fromkeys(names))
+    more = f" and {len(names) - 5} more leaves" if len(names) > 5 else ""
+    at = stays = ""
+    if step is not None:
+        at, stays = f"step {step + 1}: ", f", {where} stays at step {step}"
+    return NonFiniteGradientError(
+        f"{at}NaN or Inf in the gradient of {', '.join(names[:5])}{more}; the step was "
+        f"refused{stays}. Lower the learning rate or clip the gradients, or pass "
+        'nonfinite="skip" to go on without such steps, as with a loss scale '
+        '(DynamicScale), or "allow" around an optimizer with a rule of its own '
+        "(optax.apply_if_finite)"
+    )
