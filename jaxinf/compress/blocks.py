@@ -55,11 +55,7 @@ class SparseGradient:
         return SparseGradient(indices, self.values[first:last], stop - start)
 
     def put_into(self, dense: Array) -> None:
-        """Writes the values at their indices; other elements do not change.
-
-        Args:
-          dense: ``(num_elements,)`` of the values' dtype.
-        """
+        """Writes the values at their indices; other elements do not change."""
         dense[self.indices] = self.values
 
 
@@ -119,9 +115,6 @@ def select(block: jax.Array, k: int) -> jax.Array:
     The bits of non-negative floats, as integers, have the order of the floats. So a
     threshold is found by bisecting an interval of integers, with one count in each
     step: a few passes over memory instead of a sort.
-
-    Args:
-      block: ``(n,)`` float32.
 
     Returns:
       ``(k,)`` int32, rising.
@@ -215,8 +208,6 @@ def compress_leaf(
 
     Args:
       gradient: the leaf, or a JAX device's shard of it.
-      grid: its chunks.
-      top_k: the compression.
       feedback: float32 of the leaf's shape, the sum of elements not sent before.
 
     Returns:
@@ -257,10 +248,7 @@ def compress_leaf(
 def dense_leaf(sent: SparseLeaf, like: jax.Array, grid: LeafGrid) -> jax.Array:
     """Returns the dense gradient that the CSDs use, with zeros between sent elements.
 
-    Args:
-      sent: the elements sent of one leaf.
-      like: the leaf, for its shape and dtype.
-      grid: its chunks.
+    `like` is the leaf, for its shape and dtype.
     """
     chunks, first, blocks = grid.chunks(), 0, []
     for chunk, count in zip(chunks, sent.counts, strict=True):

@@ -60,14 +60,9 @@ class TopK:
         return INDEX_BYTES + self._value_dtype(gradient).itemsize
 
     def num_kept(self, num_elements: int, gradient: Any) -> int:
-        """Returns the number of elements of a chunk to send.
+        """Returns the number of elements of a chunk to send, for a gradient's dtype.
 
-        Args:
-          num_elements: length of the chunk.
-          gradient: dtype of the gradient.
-
-        Returns:
-          As many as fit into ``ratio`` times the dense bytes, but at least one.
+        As many as fit into ``ratio`` times the dense bytes, but at least one.
         """
         ratio = Fraction(repr(float(self.ratio)))  # as it is written, not as it rounds
         dense_bytes = num_elements * np.dtype(gradient).itemsize

@@ -149,9 +149,9 @@ def read_config(document: Any, *, where: str) -> Architecture:
 
 def _with_first_names(document: Document, family: Family) -> tuple[Fields, list[str]]:
     """Returns a document without second names of fields, and what contradicts."""
-    found = {k: v for k, v in document.items() if k not in family.aliases}
-    problems = []
-    for second, first in family.aliases.items():
+    aliases, problems = family.aliases, []
+    found = {k: v for k, v in document.items() if k not in aliases}
+    for second, first in aliases.items():
         value = document.get(second)
         if value is not None and found.setdefault(first, value) != value:
             problems.append(

@@ -33,7 +33,7 @@ from jaxinf.exchange.safetensors_files import (
     read_safetensors,
     write_tensors,
 )
-from jaxinf.exchange.sources import SourceArray, TensorLeaf, listed, within
+from jaxinf.exchange.sources import SourceArray, TensorLeaf, within
 from jaxinf.store import CommittedStep, dtype_of
 from jaxinf.typing import FLOAT_DTYPES
 
@@ -148,10 +148,13 @@ class HuggingFaceFolder:
             if name not in expected and name not in tied and not family.is_unused(name)
         ]
         if problems:
+            more = len(problems) - _MAX_LINES
+            lines = problems[:_MAX_LINES] + [f"and {more} more"] * (more > 0)
             raise ExchangeError(
                 f"{self.path}: expected the tensors of its config.json, found:"
-                f"{listed(problems, _MAX_LINES)}\nNothing was written; copy the "
-                "checkpoint anew, or give the config.json that belongs to it"
+                + "".join(f"\n  - {line}" for line in lines)
+                + "\nNothing was written; copy the checkpoint anew, or give the "
+                "config.json that belongs to it"
             )
         return leaves
 

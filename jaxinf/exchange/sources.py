@@ -8,7 +8,7 @@ Invariant: no element is read before `SourceArray.blocks` is iterated. Of a toke
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,11 +50,7 @@ class SourceArray:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def blocks(self) -> Iterator[tuple[tuple[slice, ...], Array]]:
-        """Yields small boxes that partition it, and their elements, by direct reads.
-
-        Raises:
-          ExchangeError: the file has been cut off.
-        """
+        """Yields boxes and their elements by direct reads: a file may be cut off."""
         grid = LeafGrid(self.shape, tuple(max(1, n) for n in self.shape))
         itemsize = self.dtype.itemsize
         with translated("read", self.path), open(self.path, "rb") as stream:
@@ -108,12 +104,6 @@ class TensorLeaf(DeferredArray):
         return result
 
 
-def listed(problems: Sequence[str], most: int) -> str:
-    """Returns the first problems, a line each, and how many more there are."""
-    more = [f"and {len(problems) - most} more"] if len(problems) > most else []
-    return "".join(f"\n  - {line}" for line in [*problems[:most], *more])
-
-
 def within(folder: Path, name: str) -> Path:
     """Returns the path of a file in a folder whose links are a stranger's.
 
@@ -150,15 +140,11 @@ _FOLDER = "tokenizer"
 def tokenizer_files(
     *, tokenizer: Path | None = None, weights: Path | None = None
 ) -> dict[str, bytes]:
-    """Reads the files of a tokenizer, by name.
+    """Reads the files of a tokenizer, by name; of none above 64 MiB.
 
     Args:
       tokenizer: the folder, or its ``tokenizer.json``; by default that of the weights.
       weights: the folder of the weights that a run begins with.
-
-    Raises:
-      ExchangeError: a file is a link out of its folder.
-      StoreIOError: a file cannot be read, or is larger than 64 MiB.
     """
     if tokenizer is not None and not tokenizer.is_dir():
         tokenizer = tokenizer.parent
@@ -173,11 +159,7 @@ def tokenizer_files(
 
 
 def keep_tokenizer(store: Path, files: Mapping[str, bytes]) -> None:
-    """Writes a tokenizer's files into a store, in place of those kept before; blocks.
-
-    Raises:
-      StoreSpaceError, StoreIOError: they cannot be written.
-    """
+    """Writes a tokenizer's files into a store, in place of those kept before."""
     place = store / _FOLDER
     shutil.rmtree(place, ignore_errors=True)
     if files:

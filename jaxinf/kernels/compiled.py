@@ -113,9 +113,7 @@ def _check_arguments(
     Raises:
       TypeError, ValueError: A dtype, shape or count is not the kernel's.
     """
-    params = states[0]
-    is_coded = isinstance(params, CodedSlot)
-    num = params.codes.size if is_coded else params.size
+    is_coded, num = isinstance(states[0], CodedSlot), out.size
     outs = (FLOAT32, BFLOAT16) if is_coded else FLOAT_DTYPES
     needs = [("gradient", gradient, num, FLOAT_DTYPES), ("out", out, num, outs)]
     for array, dtype in zip(arrays, kernel.array_dtypes, strict=True):
@@ -124,15 +122,10 @@ def _check_arguments(
         if not isinstance(state, CodedSlot):
             needs.append(("state", state, num, (dtype,)))
             continue
-        is_int8 = state.scales is not None and state is not params
-        codes = _UINT8 if is_int8 else BFLOAT16
-        needs.append(("codes of float32", state.codes, num, (codes,)))
-        if dtype != FLOAT32:
-            raise TypeError(f"the kernel expects {dtype}, found codes of float32")
+        needs.append(("codes", state.codes, num, (_UINT8, BFLOAT16)))
         if state.beside is not None:
-            length = -(-num // CODE_BLOCK) if is_int8 else num
-            beside = FLOAT32 if is_int8 else _INT16
-            needs.append(("what is beside codes", state.beside, length, (beside,)))
+            length = num if state.scales is None else -(-num // CODE_BLOCK)
+            needs.append(("beside codes", state.beside, length, (FLOAT32, _INT16)))
     for what, array, length, dtypes in needs:
         if array.shape != (length,):
             raise ValueError(

@@ -167,9 +167,6 @@ def call_host(
       avals: shapes and dtypes of the results.
       is_local: whether the call is under ``shard_map``, so that XLA does not partition
         its computation.
-
-    Returns:
-      The results, a tree like `avals`.
     """
     if is_local:
         return _call(host.reporting, avals, arguments)
@@ -258,9 +255,7 @@ def call_once(
 
     Results in int32 are the greatest of all processes, others those of the first.
 
-    Args:
-      mesh: the run's mesh; None for one JAX device.
-      avals: shapes and dtypes of the results.
+    `mesh` is None for one JAX device.
     """
     if mesh is None:
         return call_host(host, avals, arguments, is_local=False)
@@ -288,9 +283,7 @@ def call_together(
     """Calls the host once in each process, when all of its devices have come.
 
     They wait on the host, not in a collective: XLA gives a first one up that is stuck.
-
-    Args:
-      aval: shape of the result, int32, which is the greatest of all processes.
+    The result, int32, is the greatest of all processes.
     """
     if mesh is None:
         return call_host(host, aval, arguments, is_local=False)

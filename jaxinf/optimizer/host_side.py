@@ -42,10 +42,9 @@ _Key: TypeAlias = tuple[int, ...]
 
 
 class StartedUpdates:
-    """The updates of one store that are under way. Thread-safe.
+    """The updates of one store that are under way, for which its `close` waits.
 
-    Args:
-      store: the store, whose workers and memory are the limits; its `close` waits.
+    Its workers and memory are the limits. Thread-safe.
     """
 
     def __init__(self, store: Store) -> None:
@@ -62,11 +61,7 @@ class StartedUpdates:
 
         Args:
           key: key of the call; an unfetched update of the same key is forgotten.
-          update: returns the results; blocks until done.
-          num_bytes: bytes that it holds until then.
-
-        Raises:
-          BaseException: the exception that stopped the store.
+          num_bytes: bytes that it holds until its end.
         """
         engine = engine_of(self._store)
         engine.health.check()
@@ -111,11 +106,7 @@ EXACT = -1.0
 
 
 class HostFunctions:
-    """Host functions over one store.
-
-    Args:
-      nonfinite: the effect of a non-finite gradient.
-    """
+    """Host functions over one store."""
 
     def __init__(self, store: Store, nonfinite: NonFinitePolicy) -> None:
         self.store = store
@@ -148,8 +139,7 @@ class HostFunctions:
     def guarded(self, host: Host, *, is_last: bool = False) -> HostCallback:
         """Wraps a host function for a callback: its exception stops the store.
 
-        Args:
-          is_last: whether no later call of the step tells other processes of it.
+        No later call of the step tells other processes of that of the last one.
         """
         engine, health = self.engine, self.engine.health
         report = health.fail_beside_others
@@ -197,7 +187,6 @@ class HostFunctions:
         """Callback when every leaf was compared: binds the run to its step.
 
         Args:
-          description: the description of the store.
           found: the state's step; statuses of the comparisons; for each leaf whether
             the JAX devices have different replicas of it.
         """

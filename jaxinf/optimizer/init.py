@@ -45,7 +45,7 @@ from jaxinf.optimizer.leaf_call import (
 )
 from jaxinf.optimizer.state import SmartUpdateState, first_state
 from jaxinf.optimizer.wrapped import OffloadedOptimizer, entering
-from jaxinf.program import InitProgram, LeafInputs, key_data, leaf_infos, trained
+from jaxinf.program import InitProgram, LeafInputs, key_data, trained
 from jaxinf.store import ScalarState
 from jaxinf.typing import Array, DeferredArray, PyTree
 
@@ -66,9 +66,6 @@ class HostInit:
 
         Returns:
           Whether the store is new, so that leaves must be placed.
-
-        Raises:
-          StoreMismatchError: the store has steps but must not, or has other leaves.
         """
         engine, path = self._wrapped.engine, self._store.path
         with self._guard:
@@ -176,7 +173,6 @@ def init_state(wrapped: OffloadedOptimizer, params: PyTree) -> SmartUpdateState:
     )
     if is_known:
         seen = [getattr(leaf, "sharding", None) for leaf in leaves]
-        _check_memory(params, seen)
         wrapped.engine.shardings = on_one_mesh(seen)
     shardings = wrapped.shardings or (() if is_known else traced_shardings(leaves))
     program, update = wrapped.trace(params, wrapped.example_args)
@@ -189,21 +185,6 @@ def init_state(wrapped: OffloadedOptimizer, params: PyTree) -> SmartUpdateState:
         initial, held, left = _init_eagerly(wrapped, description, program, leaves)
     tree = jax.tree.structure(params if wrapped.has_feedback else ())
     return first_state(program, initial, held, tree.unflatten(left))
-
-
-def _check_memory(params: PyTree, shardings: Sequence[Any]) -> None:
-    """Refuses params that are not in their devices' own memory."""
-    for info, sharding in zip(leaf_infos(params), shardings, strict=True):
-        kind = getattr(sharding, "memory_kind", None)
-        if kind is None:
-            continue
-        own = next(iter(sharding.device_set)).default_memory().kind
-        if kind != own:
-            raise ValueError(
-                f"init: leaf {info.name}: expected params in the memory of their "
-                f"device, {own}, found {kind}; put them there: jax.device_put(params, "
-                f"sharding.with_memory_kind({own!r}))"
-            )
 
 
 def _init_eagerly(

@@ -37,12 +37,7 @@ from jaxinf.program import LeafInputs
 def on_one_mesh(shardings: Sequence[Any]) -> tuple[NamedSharding, ...]:
     """Returns every leaf's sharding on the run's mesh; empty for one JAX device.
 
-    Args:
-      shardings: the leaves' shardings; others than ``NamedSharding`` count as
-        replicated.
-
-    Raises:
-      ValueError: the leaves are on several meshes.
+    Others than ``NamedSharding`` count as replicated; several meshes are refused.
     """
     meshes = {s.mesh for s in shardings if isinstance(s, NamedSharding)}
     meshes = {mesh for mesh in meshes if mesh.size > 1}
@@ -148,11 +143,7 @@ class LeafCall:
     def request(
         self, call: "HostCall", leaf: LeafDescription, out: Any
     ) -> UpdateRequest | KeptLeaf:
-        """On the host: makes the request for the engine.
-
-        Args:
-          out: receives the update or the new 16-bit params.
-        """
+        """On the host: makes the request; `out` gets the update or 16-bit params."""
         origin = call.origin(self)
         if self.is_kept:
             return KeptLeaf(self.number, origin, self.part_shape)
@@ -286,7 +277,6 @@ def send(
     """Calls the host with leaves, shard by shard; traceable.
 
     Args:
-      host: ``host(HostResult, HostCall)``.
       call: whole leaves, all sharded over the same axes.
       dtypes: the dtype of each leaf's result; None for no result.
       shares: whether the devices of a mesh share the results, in a collective.

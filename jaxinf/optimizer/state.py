@@ -200,7 +200,6 @@ def next_state(
     """Makes the state after a step.
 
     Args:
-      state: the state before the step.
       old: leaves of the optimizer's state, then of the error feedback.
       new: the same leaves for a committed step.
     """
@@ -225,14 +224,7 @@ def placeholder_state(optimizer: PyTree, feedback: PyTree) -> SmartUpdateState:
 def check_state(
     state: SmartUpdateState, description: StoreDescription, *, num_feedback: int
 ) -> None:
-    """Refuses the state of another optimizer.
-
-    Args:
-      num_feedback: expected number of leaves of error feedback.
-
-    Raises:
-      StaleStateError: names the difference.
-    """
+    """Refuses the state of another optimizer, and other numbers of feedback."""
     parts = in_jax(state), state.error_feedback
     found = tuple(len(jax.tree.leaves(part)) for part in parts)
     expected = len(description.scalar_paths), num_feedback

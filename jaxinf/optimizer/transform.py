@@ -3,9 +3,8 @@
 Invariant: the pair of functions has no state of a run; the store has it.
 """
 
-import warnings
 from collections.abc import Mapping
-from functools import cache, partial
+from functools import partial
 from typing import Any, get_args
 
 import jax
@@ -124,7 +123,6 @@ def _init(wrapped: OffloadedOptimizer, params: PyTree) -> SmartUpdateState:
         feedback = params if wrapped.has_feedback else ()
         return placeholder_state(wrapped.tx.init(params), feedback)
     check_device_configuration()
-    warn_of_varying_bits()
     wrapped.check()
     return init_state(wrapped, params)
 
@@ -192,17 +190,3 @@ def _update_function(wrapped: OffloadedOptimizer) -> Any:
         raise of_jax
 
     return update
-
-
-@cache
-def warn_of_varying_bits() -> None:
-    """Warns once if gradients may have other bits in each run."""
-    if compat.varies_between_runs():
-        warnings.warn(
-            "jaxinf.smart_update: on a GPU gradients may have other bits in each run, "
-            "so a resumed run need not go on to the bit: XLA adds the gradient of an "
-            "embedding in any order, and chooses kernels by their time. Set "
-            f"XLA_FLAGS=--{compat.DETERMINISTIC}=true for the same bits, or =false to "
-            "say that they do not matter (docs/accelerators.md)",
-            stacklevel=4,
-        )

@@ -84,10 +84,8 @@ def run_update(
 
     Args:
       updates: a tree like the params, with None for a leaf that stays as it is.
-      state: the state of `init`, or of the last step.
       params: the params, all of them trained.
       shardings: of the params' leaves; empty for one JAX device.
-      carry: a tree of arrays that are committed with the step.
     """
     named = list(carried_leaves(carry).items())
     updates, state, params, extra_args, named = entering(
@@ -172,13 +170,7 @@ class _StepCalls:
         params: Sequence[jax.Array],
         feedback: Sequence[jax.Array],
     ) -> list[LeafCall]:
-        """Makes the call of each leaf, before any compression.
-
-        Args:
-          gradients: the leaves' gradients; None for a leaf that stays as it is.
-          params: the leaves' params.
-          feedback: the leaves' error feedback, or empty.
-        """
+        """Makes the call of each leaf, before any compression."""
         calls = []
         for number, (gradient, gate) in enumerate(
             zip(gradients, self._gates(gradients), strict=True)
@@ -399,13 +391,7 @@ def _check(
     state: SmartUpdateState,
     gradients: Sequence[jax.Array | None],
 ) -> None:
-    """Refuses a state, a store or gradients that do not fit the description.
-
-    Raises:
-      ValueError: a gradient has another shape than its params; names the leaf.
-      TypeError: a gradient has 64 bits, or is no floating-point array; the same.
-      JaxinfError: as `check_state`, or the store is another optimizer's.
-    """
+    """Refuses a state, a store or gradients that do not fit the description."""
     num_feedback = len(gradients) if wrapped.has_feedback else 0
     check_state(state, description, num_feedback=num_feedback)
     for leaf, gradient in zip(description.leaves, gradients, strict=True):

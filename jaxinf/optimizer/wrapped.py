@@ -51,17 +51,11 @@ def align(
 ) -> tuple[PyTree, PyTree, Callable[[PyTree], PyTree]]:
     """Lines up gradients and params by the optimizer's leaves.
 
-    Args:
-      updates: the gradients. None may stand for that of a leaf or of a subtree, which
-        has no update then.
-      params: the params.
+    None may stand for the gradient of a leaf or of a subtree, which has no update then.
 
     Returns:
       Gradients, None where there is none, and params, each a tree of the optimizer's
       leaves; and a function that puts updates into the tree of the program's gradients.
-
-    Raises:
-      ValueError: the gradients' tree is not the params'.
     """
     flat, treedef = jax.tree.flatten(updates, is_leaf=lambda x: x is None)
     pairs = _pairs(flat, treedef, params)
@@ -109,10 +103,6 @@ def entering(what: str, tree: _Tree) -> _Tree:
 
     A ``vmap`` over one run has no effect on what is done with them.
 
-    Args:
-      what: ``"init"`` or ``"update"``.
-      tree: every array that is used; other leaves stay as they are.
-
     Raises:
       ValueError: `what` is called in ``pmap`` or ``shard_map``. Under ``vmap`` and
         ``grad`` JAX raises it when it transforms the computation.
@@ -127,38 +117,33 @@ def entering(what: str, tree: _Tree) -> _Tree:
         )
     leaves, treedef = jax.tree.flatten(tree)
     places = [n for n, x in enumerate(leaves) if isinstance(x, compat.Tracer)]
-    refuse_examples, refuse_derivative = _REFUSALS[what]
     entered = compat.without_examples(
         [leaves[place] for place in places],
-        refuse_examples=refuse_examples,
-        refuse_derivative=refuse_derivative,
+        refuse_examples=_REFUSALS[what],
+        refuse_derivative=_REFUSALS[what],
     )
     for place, value in zip(places, entered, strict=True):
         leaves[place] = value
     return treedef.unflatten(leaves)
 
 
-def _refuse_examples(what: str, num: int) -> NoReturn:
+def _refuse(what: str, num_examples: int | None = None) -> NoReturn:
+    if num_examples is None:
+        raise ValueError(
+            f"smart_update: {what} is differentiated (jax.grad, jax.jvp, …), and JAX "
+            "cannot follow what is computed near storage. Differentiate the loss "
+            f"alone, or give {what} what jax.lax.stop_gradient returns"
+        )
     raise ValueError(
-        f"smart_update: {what} is called in jax.vmap over {num} examples, and a "
-        "store has the state of one run. Average the gradients of examples and "
-        f"call {what} outside of vmap; train several seeds one after another, each "
-        "with a store of its own (a vmap over one seed works)"
+        f"smart_update: {what} is called in jax.vmap over {num_examples} examples, and "
+        "a store has the state of one run. Average the gradients of examples and call "
+        f"{what} outside of vmap; train several seeds one after another, each with a "
+        "store of its own (a vmap over one seed works)"
     )
 
 
-def _refuse_derivative(what: str) -> NoReturn:
-    raise ValueError(
-        f"smart_update: {what} is differentiated (jax.grad, jax.jvp, …), and JAX "
-        "cannot follow what is computed near storage. Differentiate the loss "
-        f"alone, or give {what} what jax.lax.stop_gradient returns"
-    )
-
-
-_REFUSALS = {  # made once, since JAX compares a primitive's parameters
-    what: (partial(_refuse_examples, what), partial(_refuse_derivative, what))
-    for what in ("init", "update")
-}
+# Made once, since JAX compares a primitive's parameters.
+_REFUSALS = {what: partial(_refuse, what) for what in ("init", "update")}
 
 
 OnExisting: TypeAlias = Literal["resume", "restart", "error"]
@@ -228,11 +213,6 @@ class OffloadedOptimizer:
         """Traces the optimizer and divides it between JAX and the store.
 
         A trace takes as long as optax's, so that of `init` serves the first update.
-
-        Raises:
-          UnsupportedTransformError: it cannot be divided.
-          TypeError: a leaf is no array, or its update needs arguments that are not
-            given.
         """
         leaf_infos(params)
         leaves, treedef = jax.tree.flatten(params)
