@@ -16,7 +16,7 @@ from jaxinf.engine import StoreDescription, check_announced
 from jaxinf.errors import StaleStateError, StoreError
 from jaxinf.interrupts import raise_kept
 from jaxinf.optimizer.host_side import COMMITTED, SKIPPED
-from jaxinf.program import InitProgram
+from jaxinf.program import InitProgram, typed_like
 from jaxinf.store import leaf_name
 from jaxinf.typing import PyTree
 
@@ -182,7 +182,7 @@ def first_state(
         for slot in leaf.slots:
             leaves[slot.state_index] = Stored(name, slot.name, shape, slot.dtype)
     for index, value, like in zip(layout.scalar_indices, scalars, initial, strict=True):
-        leaves[index] = _typed(value, like)
+        leaves[index] = jnp.asarray(typed_like(value, like), like.dtype)
     return SmartUpdateState(
         jnp.asarray(step, jnp.int32),
         jnp.asarray(skipped, jnp.int32),
@@ -280,10 +280,3 @@ def _first_stored(tree: PyTree) -> Stored | StoredArray | None:
             children = jax.tree.leaves(node, is_leaf=lambda x, own=node: x is not own)
             nodes += [child for child in children if child is not node]
     return None
-
-
-def _typed(value: Any, like: jax.Array) -> jax.Array:
-    """The reverse of `key_data`."""
-    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(value, impl=jax.random.key_impl(like))
-    return jnp.asarray(value, like.dtype)

@@ -51,7 +51,7 @@ from jaxinf.program.on_device import (
     split_params,
 )
 from jaxinf.program.passes import PassComputation, Passes
-from jaxinf.program.prologue import LeafInputs, key_data
+from jaxinf.program.prologue import LeafInputs, key_data, typed_like
 from jaxinf.program.standard import traced_kernels
 from jaxinf.program.state import (
     StateLayout,

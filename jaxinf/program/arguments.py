@@ -13,54 +13,47 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True, eq=False)
 class ExtraArgs:
-    """The structure of the extra args.
-
-    Attributes:
-      static: Per leaf, the fixed value in a 1-tuple; None for an input.
-    """
+    """The structure of the extra args; of inputs the shapes, of others the values."""
 
     treedef: Any
-    avals: tuple[jax.ShapeDtypeStruct, ...]
-    static: tuple[tuple[Any] | None, ...]
-    dynamic_names: tuple[str, ...]
+    leaves: tuple[tuple[str, Any], ...]
 
     @classmethod
     def of(cls, extra_args: Mapping[str, Any]) -> "ExtraArgs":
         leaves, treedef = jax.tree_util.tree_flatten_with_path(dict(extra_args))
-        dynamic = [(path[0].key, leaf) for path, leaf in leaves if _is_dynamic(leaf)]
-        return cls(
-            treedef,
-            tuple(_aval(leaf) for _, leaf in dynamic),
-            tuple(None if _is_dynamic(leaf) else (leaf,) for _, leaf in leaves),
-            tuple(name for name, _ in dynamic),
-        )
+        known = [(p[0].key, _aval(x) if _is_dynamic(x) else x) for p, x in leaves]
+        return cls(treedef, tuple(known))
+
+    @property
+    def dynamic(self) -> list[tuple[str, jax.ShapeDtypeStruct]]:
+        """The inputs' names and shapes."""
+        return [pair for pair in self.leaves if _is_input(pair[1])]
 
     def rebuild(self, dynamic: Sequence[jax.Array]) -> dict[str, Any]:
         values = iter(dynamic)
-        leaves = [next(values) if s is None else s[0] for s in self.static]
+        leaves = [next(values) if _is_input(x) else x for _, x in self.leaves]
         return self.treedef.unflatten(leaves)
 
     def dynamic_values(self, extra_args: Mapping[str, Any]) -> list[jax.Array]:
-        """The inputs in `extra_args`, as arrays.
-
-        Raises:
-          ValueError: Names, structure, shapes or fixed values are not those traced.
-        """
+        """Returns the inputs as arrays; refuses other arguments than those traced."""
         leaves, treedef = jax.tree.flatten(dict(extra_args))
         if treedef != self.treedef:
             raise _mismatch(str(self.treedef), str(treedef))
-        avals, values = iter(self.avals), list[jax.Array]()
-        for leaf, static in zip(leaves, self.static, strict=True):
-            if static is None:
-                aval = next(avals)
-                if not _is_dynamic(leaf) or tuple(jnp.shape(leaf)) != aval.shape:
-                    raise _mismatch(str(aval), repr(leaf))
-                values.append(jnp.asarray(leaf).astype(aval.dtype))
-            elif leaf is not static[0] and (
-                type(leaf) is not type(static[0]) or not bool(leaf == static[0])
+        values = list[jax.Array]()
+        for leaf, (_, known) in zip(leaves, self.leaves, strict=True):
+            if _is_input(known):
+                if not _is_dynamic(leaf) or tuple(jnp.shape(leaf)) != known.shape:
+                    raise _mismatch(str(known), repr(leaf))
+                values.append(jnp.asarray(leaf).astype(known.dtype))
+            elif leaf is not known and (
+                type(leaf) is not type(known) or not bool(leaf == known)
             ):
-                raise _mismatch(repr(static[0]), repr(leaf))
+                raise _mismatch(repr(known), repr(leaf))
         return values
+
+
+def _is_input(known: Any) -> bool:
+    return isinstance(known, jax.ShapeDtypeStruct)
 
 
 def _is_dynamic(leaf: Any) -> bool:

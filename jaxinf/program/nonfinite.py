@@ -25,7 +25,6 @@ def refused_gradient(
     Args:
       names: The leaves whose gradients have NaN or Inf.
       step: The step that stays; None without a store.
-      where: The store's path.
     """
     names = list(dict.fromkeys(names))
     more = f" and {len(names) - 5} more leaves" if len(names) > 5 else ""

@@ -157,8 +157,6 @@ def in_passes(
     """Divides a prologue into passes.
 
     Args:
-      prologue: Its inputs are gradients, params, scalar state, extra arguments and
-        recalled slots.
       gradients, params, recalled: As in `Passes`.
       late: Numbers that are known after the first pass only, such as the loss.
       sliced: Leaves whose gradients arrive in slices along leading axes.

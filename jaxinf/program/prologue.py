@@ -108,3 +108,15 @@ def key_data(value: jax.Array) -> jax.Array:
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(value)
     return value
+
+
+def typed_like(value: Any, like: Any) -> jax.Array:
+    """The reverse of `key_data`, for keys like others, or like their shape."""
+    if not jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return value
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return value
+    kinds: list[Any] = []  # only a key itself tells, if it is traced
+    aval = jax.ShapeDtypeStruct(like.shape, like.dtype)
+    jax.eval_shape(lambda key: kinds.append(jax.random.key_impl(key)), aval)
+    return jax.random.wrap_key_data(jnp.asarray(value), impl=kinds[0])

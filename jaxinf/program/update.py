@@ -23,7 +23,7 @@ from jaxinf.program.arguments import ExtraArgs, told_what_to_give
 from jaxinf.program.graph import Graph, Node, Value, graph_of, prune
 from jaxinf.program.kernel import Constant, Input, Kernel, Operand
 from jaxinf.program.passes import Passes, in_passes
-from jaxinf.program.prologue import LeafInputs, Prologue
+from jaxinf.program.prologue import LeafInputs, Prologue, typed_like
 from jaxinf.program.split import BodyBuilder, is_elementwise, refusal, stored_culprit
 from jaxinf.program.state import (
     LeafKernel,
@@ -86,9 +86,6 @@ class UpdateProgram:
 
         Returns:
           The new scalar state and, per leaf, the inputs of its kernel.
-
-        Raises:
-          ValueError: The arguments are not of the kind the program was traced with.
         """
         extra = self._extra_args.dynamic_values(extra_args or {})
         return self._prologue([*gradients, *params, *scalar_state, *extra, *recalled])
@@ -106,20 +103,16 @@ class UpdateProgram:
         Args:
           sliced: Leaves whose gradients arrive in slices along leading axes.
           late: Names of extra arguments that are known after the first pass only.
-
-        Raises:
-          UnsupportedTransformError: It needs too much of all leaves, or too many
-            passes.
         """
         inputs, recall = self._inputs, self.recall
-        named = zip(inputs.extra, self._extra_args.dynamic_names, strict=True)
+        named = zip(inputs.extra, self._extra_args.dynamic, strict=True)
         own = zip(recall.leaves, recall.slots, strict=True) if recall else ()
         return in_passes(
             self._prologue,
             inputs.gradients,
             inputs.params,
             dict(zip(inputs.recalled, own, strict=True)),
-            late={value for value, name in named if name in late},
+            late={value for value, (name, _) in named if name in late},
             sliced=sliced,
         )
 
@@ -130,18 +123,12 @@ class UpdateProgram:
     ) -> dict[Value, jax.Array]:
         """Returns the inputs of `passes` that belong to no leaf.
 
-        Args:
-          scalar_state: The flat state leaves that are not slots; typed PRNG keys may be
-            plain numbers.
-          extra_args: As given to `trace_update`, with this step's values.
-
-        Raises:
-          ValueError: The arguments are not of the kind the program was traced with.
+        Typed PRNG keys of the scalar state may be plain numbers.
         """
         given = [*scalar_state, *self._extra_args.dynamic_values(extra_args or {})]
         inputs = self._inputs.scalar_state + self._inputs.extra
         pairs = zip(inputs, given, strict=True)
-        return {value: _typed(array, value) for value, array in pairs}
+        return {value: typed_like(array, value) for value, array in pairs}
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,10 +226,7 @@ def trace_init(
 ) -> InitProgram:
     """Traces ``tx.init`` on float32 params and divides it.
 
-    Raises:
-      TypeError, ValueError: See `leaf_infos`.
-      UnsupportedTransformError: More than 64 KiB of state is not of a leaf's shape,
-        or a value is of a 64-bit dtype.
+    Raises as `trace_update`.
     """
     tx = as_transform(tx)
     infos, avals = leaf_infos(params), float32_avals(params)
@@ -345,7 +329,8 @@ def _update_jaxpr(
         new_leaves = _state_leaves(new_state, layout)
         return [*_update_leaves(updates, treedef, leaves), *new_leaves]
 
-    avals = [*leaves, *leaves, *layout.avals, *extra.avals]
+    given = [aval for _, aval in extra.dynamic]
+    avals = [*leaves, *leaves, *layout.avals, *given]
     return jax.make_jaxpr(update)(*avals)
 
 
@@ -441,14 +426,3 @@ def _reciprocals(builder: BodyBuilder, uses: Mapping[Value, int]) -> tuple[bool,
         for index, value in enumerate(builder.scalars)
     )
     return flags if any(flags) else ()
-
-
-def _typed(array: jax.Array, like: Value) -> jax.Array:
-    """Returns plain numbers as the typed PRNG keys that a program takes."""
-    is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
-    if not is_key or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        return array
-    kinds: list[Any] = []  # only a key itself tells, if it is traced
-    aval = jax.ShapeDtypeStruct(like.shape, like.dtype)
-    jax.eval_shape(lambda key: kinds.append(jax.random.key_impl(key)), aval)
-    return jax.random.wrap_key_data(array, impl=kinds[0])
