@@ -180,9 +180,9 @@ class Options:
     compress: Annotated[str | None, _shown("top_k:RATIO", "none")] = None
 
     # Keep a moving average of the params in the store, with this decay: 0.999, by which
-    # the run is evaluated. Options may follow, separated by commas: start=N (the first
-    # step), every=N (steps), debias=true, form=bf16 (2 bytes a param, rounded
-    # stochastically). docs/integrations.md, "EMA of params", says how to read it.
+    # the run is evaluated. Options may follow, separated by commas: every=N (steps),
+    # debias=true, form=bf16 (2 bytes a param, rounded stochastically).
+    # docs/integrations.md, "EMA of params", says how to read it.
     ema: Annotated[str | None, _shown("DECAY", "none")] = None
 
     # --- memory and drives ------------------------------------------------------------
