@@ -313,11 +313,7 @@ class SparsifyState(NamedTuple):
 
 
 def sparsify(compression: TopK) -> optax.GradientTransformation:
-    """Zeroes the elements that a compression does not send; for runs without a store.
-
-    Args:
-      compression: a result of `jaxinf.top_k`.
-    """
+    """Zeroes the elements that a compression does not send; for runs in memory."""
 
     def init(params: PyTree) -> SparsifyState:
         feedback = (

@@ -23,11 +23,7 @@ _FORM = "top_k:RATIO, then ,warmup_steps=N ,error_feedback=true or ,values=DTYPE
 
 @dataclass(frozen=True)
 class TopK:
-    """Compression to the largest elements of each chunk; made by `top_k`.
-
-    Raises:
-      ValueError: an argument is out of range; names it.
-    """
+    """Compression to the largest elements of each chunk; made by `top_k`."""
 
     ratio: float
     warmup_steps: int = 0

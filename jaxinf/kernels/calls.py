@@ -189,16 +189,13 @@ class KernelCall:
         key: int = 0,
         first: int = 0,
     ) -> bool:
-        """Updates the states of a buffer in place; for arguments that fit.
+        """Updates the states of a buffer in place; returns whether all is finite.
 
         Args:
           gradient, out, scalars, arrays: as of `CompiledKernel.run`.
           passage: receives the checksums.
           address: where the buffer begins.
           key, first: the seed of rounding.
-
-        Returns:
-          Whether the gradient is finite.
         """
         given, num_stored = passage.given, self._num_stored
         none = bytes(num_stored)

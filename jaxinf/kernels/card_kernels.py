@@ -166,7 +166,6 @@ class CardKernel:
         """Returns the scalar arguments as signed 32-bit integers, as pyxrt needs them.
 
         Args:
-          num_elements: length of the subgroup.
           rounding_key: key of the random bits; slot i rounds with
             ``rounding_key + 1 + i``, as on the host.
           rounding_first: number of the subgroup's first element in its chunk.
@@ -199,14 +198,7 @@ def card_kernel(
     codec: str = "",
     compressed: bool = False,
 ) -> CardKernel:
-    """Returns the card kernel that computes `kernel`.
-
-    Args:
-      kernel: a leaf's update.
-      gradient_dtype: float32, bfloat16 or float16.
-      out: ``update``, ``params``, ``bf16`` or ``f16``; see `CardKernel`.
-      codec: of the stored state: empty, ``bf16`` or ``int8``.
-      compressed: whether the gradient comes as top-k values and positions.
+    """Returns the card kernel that computes a leaf's update; see `CardKernel`.
 
     Raises:
       UnsupportedTransformError: cards have no kernel for this optimizer.

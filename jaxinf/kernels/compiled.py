@@ -108,11 +108,7 @@ def _check_arguments(
     arrays: Sequence[Array],
     out: Array,
 ) -> None:
-    """Checks what the machine code relies on, which knows neither lengths nor dtypes.
-
-    Raises:
-      TypeError, ValueError: A dtype, shape or count is not the kernel's.
-    """
+    """Checks what the machine code relies on; it knows neither lengths nor dtypes."""
     is_coded, num = isinstance(states[0], CodedSlot), out.size
     outs = (FLOAT32, BFLOAT16) if is_coded else FLOAT_DTYPES
     needs = [("gradient", gradient, num, FLOAT_DTYPES), ("out", out, num, outs)]
@@ -172,12 +168,7 @@ def initialise(
 ) -> None:
     """Writes one chunk's first state into `slots`; blocks; thread-safe.
 
-    Args:
-      kernel: A leaf's first state.
-      params: ``(n,)`` float32 master; only read.
-      slots: ``(n,)`` each, of the slots' dtypes; only written.
-      scalars: 0-d, the prologue's results.
-      arrays: ``(n,)`` each, the chunk's part of the prologue's arrays.
+    `params` are only read, `slots` only written; others are as of `CompiledKernel.run`.
 
     Raises:
       CsdError, UnsupportedTransformError: see `compiled`; only of a state that needs
@@ -237,9 +228,6 @@ def source_of(
 
     Args:
       versions: versions of the libraries behind the equations, by name.
-
-    Raises:
-      UnsupportedKernelError: It has no C++ form.
     """
     source: Source = emit(lower(kernel))
     return header(title, kernel.describe(), versions or {}) + source.text

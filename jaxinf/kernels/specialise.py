@@ -33,14 +33,10 @@ _KEEP_ZERO = frozenset({"neg", "convert_element_type", "copy", "reduce_precision
 
 
 def specialise(kernel: Kernel, scalars: Sequence[np.generic | Array]) -> Kernel:
-    """Returns the kernel for a step with these scalars.
+    """Returns the kernel for a step with these results of its prologue.
 
-    Args:
-      scalars: the results of the step's prologue, as a run takes them.
-
-    Returns:
-      A kernel with the same arguments that leaves more state unchanged, or `kernel`
-      itself if no state can be saved.
+    It takes the same arguments and leaves more state unchanged; it is `kernel` itself
+    if no state can be saved.
     """
     if not any(dtype == np.bool_ for dtype in kernel.scalar_dtypes):
         return kernel
