@@ -28,7 +28,6 @@ from jaxinf.exchange.params import (
     said_architecture,
 )
 from jaxinf.exchange.safetensors_files import (
-    Tensor,
     is_safetensors,
     read_safetensors,
     write_tensors,
@@ -288,7 +287,7 @@ def _architecture_like(
 
 def _tensors(
     params: Sequence[ParamArray], architecture: Architecture, dtype: str | None
-) -> list[Tensor]:
+) -> list[ParamArray]:
     tensors = []
     for param in params:
         try:
@@ -298,7 +297,6 @@ def _tensors(
                 f"{param.step.path}: leaf {param.leaf.name} is none of a "
                 f"{architecture.model}'s, which the commit says this is"
             ) from error
-        held = dtype_of(dtype or param.leaf.dtype)
-        axes = tuple(int(a) for a in np.argsort(axes))
-        tensors.append(Tensor(name, param, held, axes))
+        held, axes = dtype_of(dtype or param.leaf.dtype), np.argsort(axes).tolist()
+        tensors.append(replace(param, name=name, dtype=held, axes=tuple(axes)))
     return tensors

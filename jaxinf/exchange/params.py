@@ -8,10 +8,11 @@ Invariant: files are only read, one portion of an array at a time, and every chu
   A @ B, computed in float32 and rounded once; alpha is the commit's.
 """
 
+import math
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -52,19 +53,25 @@ class ExportOptions:
 
 @dataclass(frozen=True)
 class ParamArray:
-    """A param of a step, or its average if that is asked for; nothing is read yet.
+    """A param of a step as a tensor of a file; nothing is read yet.
 
     Attributes:
       step: its step.
       leaf: its leaf's record.
-      average: whether it is the params' average, in their place.
-      adapter: what is to be added.
+      state: the state that is read: the params, or their average.
+      name: the tensor's name: its keys joined by ``.``, or another.
+      dtype: dtype that its elements are rounded to, to nearest even.
+      adapter: A, B and alpha of what is to be added.
+      axes: order of the leaf's axes in the tensor; empty for no change.
     """
 
     step: CommittedStep
     leaf: LeafRecord
-    average: bool = False
-    adapter: "Adapter | None" = None
+    state: StateRecord
+    name: str
+    dtype: np.dtype[Any]
+    adapter: "tuple[ParamArray, ParamArray, float] | None" = None
+    axes: tuple[int, ...] = ()
 
     @property
     def path(self) -> str:
@@ -72,26 +79,16 @@ class ParamArray:
         return "/".join(self.leaf.path)
 
     @property
-    def name(self) -> str:
-        """Its keys joined by ``.``; that of params that are one array is ``params``."""
-        return self.leaf.array_name(MASTER_PARAMS).removeprefix(MASTER_PARAMS + ".")
+    def shape(self) -> tuple[int, ...]:
+        shape = tuple(self.leaf.shape)
+        return tuple(shape[a] for a in self.axes) if self.axes else shape
 
     @property
-    def dtype(self) -> np.dtype:
-        return dtype_of(self._state.decoded().dtype)
-
-    @property
-    def _states(self) -> dict[str, StateRecord]:
-        return {state.name: state for state in self.leaf.states if not state.is_beside}
-
-    @property
-    def _state(self) -> StateRecord:
-        # A leaf that is not trained is its own average.
-        has_average = self.average and AVERAGE in self._states
-        return self._states[AVERAGE if has_average else MASTER_PARAMS]
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def stream(self, max_elements: int) -> Iterator[tuple[ChunkBox, Array]]:
-        """Yields it portion by portion; raises as `StepReader.boxes`."""
+        """Yields the leaf portion by portion; raises as `StepReader.boxes`."""
         portions = self._averaged(max_elements)
         if self.adapter is None:
             yield from portions
@@ -105,11 +102,12 @@ class ParamArray:
             yield portion, values.astype(np.float32) + added
 
     def _averaged(self, max_elements: int) -> Iterator[tuple[ChunkBox, Array]]:
-        portions = self.step.boxes(self.leaf, self._state, max_elements)
-        b1, z = self.step.commit.schedule_free_b1, self._states.get(SCHEDULE_FREE)
-        if b1 is None or z is None or self.average:
+        portions = self.step.boxes(self.leaf, self.state, max_elements)
+        b1, names = self.step.commit.schedule_free_b1, [s.name for s in self.leaf.slots]
+        if b1 is None or SCHEDULE_FREE not in names or self.state.name == AVERAGE:
             yield from portions
             return
+        z = self.leaf.state(SCHEDULE_FREE)
         others = self.step.boxes(self.leaf, z, max_elements)
         for (portion, y), (_, values) in zip(portions, others, strict=True):
             yield portion, schedule_free_params(y, values, b1)
@@ -119,10 +117,6 @@ class ParamArray:
         for portion, values in self.stream(DEFAULT_CHUNK_ELEMENTS):
             whole[portion.slices] = values
         return whole
-
-
-Adapter: TypeAlias = tuple[ParamArray, ParamArray, float]
-"""A, B and alpha."""
 
 
 def said_architecture(step: CommittedStep) -> Mapping[str, Any]:
@@ -140,8 +134,14 @@ def param_arrays(step: CommittedStep, *, average: bool = False) -> list[ParamArr
             f"{step.path}: expected a store with an average of the params, found "
             f"{', '.join(names)}; leave --average out"
         )
-    leaves = step.manifest.leaves
-    arrays = {leaf.path: ParamArray(step, leaf, average) for leaf in leaves}
+    arrays = {}
+    for leaf in step.manifest.leaves:
+        # A leaf that is not trained is its own average.
+        has_average = average and AVERAGE in [state.name for state in leaf.states]
+        state = leaf.state(AVERAGE if has_average else MASTER_PARAMS)
+        name = leaf.array_name(MASTER_PARAMS).removeprefix(MASTER_PARAMS + ".")
+        dtype = dtype_of(state.decoded().dtype)
+        arrays[leaf.path] = ParamArray(step, leaf, state, name, dtype)
     alpha, result = said_architecture(step).get("lora_alpha"), []
     for path, array in arrays.items():
         parts = [arrays.get((*path[:-1], name)) for name in (LORA_A, LORA_B)]

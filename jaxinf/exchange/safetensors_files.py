@@ -8,13 +8,11 @@ Invariant: the library checks a file's header before an element is read, and a l
 
 import contextlib
 import json
-import math
 import os
 import secrets
 import shutil
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -133,31 +131,6 @@ def _read_file(path: Path) -> dict[str, SourceArray]:
     return arrays
 
 
-@dataclass(frozen=True)
-class Tensor:
-    """A param as a tensor of a file.
-
-    Attributes:
-      name: the tensor's name in the file.
-      dtype: dtype that its elements are rounded to, to nearest even.
-      axes: order of the array's axes in the tensor; empty for no change.
-    """
-
-    name: str
-    param: ParamArray
-    dtype: np.dtype[Any]
-    axes: tuple[int, ...] = ()
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        shape = tuple(self.param.leaf.shape)
-        return tuple(shape[a] for a in self.axes) if self.axes else shape
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
 def export_safetensors(
     step: CommittedStep,
     destination: Path,
@@ -184,15 +157,14 @@ def export_safetensors(
       StoreCorruptError: a chunk is damaged.
       StoreError: the step cannot be read, or the destination not written.
     """
-    params = param_arrays(step, average=average)
-    tensors = [Tensor(param.name, param, param.dtype) for param in params]
+    tensors = param_arrays(step, average=average)
     metadata = {"format": "flax", "step": str(step.commit.step)}
     write_tensors(destination, tensors, metadata, {}, options)
 
 
 def write_tensors(
     destination: Path,
-    tensors: Sequence[Tensor],
+    tensors: Sequence[ParamArray],
     metadata: Mapping[str, str],
     beside: Mapping[str, JsonValue | bytes],
     options: ExportOptions | None,
@@ -254,7 +226,7 @@ def _new_directory(destination: Path, num_bytes: int) -> Iterator[Path]:
 
 def _write_file(
     path: Path,
-    tensors: Sequence[Tensor],
+    tensors: Sequence[ParamArray],
     metadata: Mapping[str, str],
     memory_bytes: int,
 ) -> Iterator[int]:
@@ -276,10 +248,9 @@ def _write_file(
         stream.flush()
         fd, offset_bytes = stream.fileno(), 8 + len(text)
         os.ftruncate(fd, offset_bytes + end)
+        most = min(DEFAULT_CHUNK_ELEMENTS, memory_bytes // (_COPIES * 4))
         for tensor in tensors:
-            itemsize = tensor.param.dtype.itemsize
-            most = min(DEFAULT_CHUNK_ELEMENTS, memory_bytes // (_COPIES * itemsize))
-            for portion, values in tensor.param.stream(most):
+            for portion, values in tensor.stream(most):
                 start = portion.start
                 values = values.astype(tensor.dtype, copy=False)
                 if tensor.axes:
