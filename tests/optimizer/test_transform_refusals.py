@@ -153,7 +153,7 @@ def test_refused_by_init(open_store, place, name):
 
 OTHERS = {
     r"leaf b: shape \(20,\) in the store": {**PARAMS, "b": jnp.zeros(21)},
-    "leaf b: params float32 in the store, bfloat16": {
+    "leaf b: params float32 in the store, params bfloat16": {
         **PARAMS, "b": jnp.zeros(20, jnp.bfloat16)
     },
     "- leaf b: in the store only": {"w": PARAMS["w"]},
