@@ -62,12 +62,11 @@ def look_at_host() -> Finding:
         for name in ("MemTotal", "MemAvailable")
     )
     model = cpu.get("model name", platform.processor() or "unknown")
-    versions = {name: _version(name) for name in _PACKAGES}
     devices = Counter(_jax_devices(found.problems))
     found.facts = {
         "processor": f"{model}, cores: {len(os.sched_getaffinity(0))}, {isa}",
         "memory": f"{total}, {left} available",
-        "packages": ", ".join(f"{name} {n}" for name, n in versions.items() if n),
+        "packages": ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES),
         "JAX devices": ", ".join(f"{num} x {name}" for name, num in devices.items())
         or "none",
         "compiler": compiler or "none",
@@ -80,12 +79,6 @@ def _first_entry(file: str) -> Mapping[str, str]:
     lines = Path(file).read_text().split("\n\n")[0].splitlines()
     pairs = (line.partition(":") for line in lines)
     return {key.strip(): value.strip() for key, _, value in pairs}
-
-
-def _version(package: str) -> str | None:
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        return metadata.version(package)
-    return None
 
 
 def _cpu_problems(isa: str) -> list[Problem]:

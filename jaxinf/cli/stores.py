@@ -61,7 +61,8 @@ class Store:
 
     def run(self) -> int:
         """Copies, and prints what came of it; returns the exit status."""
-        layout = self._layout()
+        roots, formats = map(str, self.csd_root), Formats(self.state, self.master)
+        layout = CopyLayout(formats, tuple(roots), self.processes)
         url = export_url_at(self.old)
         if is_url(self.new):
             if layout != CopyLayout() or url is not None:
@@ -85,14 +86,6 @@ class Store:
             done = copy_step(source, new, layout, progress)
         _print_copied(new, done)
         return 0
-
-    def _layout(self) -> CopyLayout:
-        roots = [str(root) for root in self.csd_root]
-        return CopyLayout(
-            Formats(self.state, self.master),
-            tuple(roots),
-            self.processes,
-        )
 
 
 def _print_copied(new: Path, done: Copied) -> None:

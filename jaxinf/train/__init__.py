@@ -4,7 +4,7 @@ Where a question is answered:
 
     which flags there are, and defaults  options.py, config.py, optimizers.py
     what a wrong flag is told            checks.py
-    where ``--store DIR`` finds the rest run_file.py (`config_of`)
+    how a run is read from a file        run_file.py
     whether a run may go on              resume.py
     what a step is, in each mode         modes.py, step.py
     the loop                             loop.py

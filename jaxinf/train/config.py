@@ -5,11 +5,13 @@ combinations without a meaning.
 """
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
+import jax
 import tyro
 from jaxinf_models import (
     MODELS,
@@ -27,7 +29,7 @@ from jaxinf.compress import TopK, parse_compression
 from jaxinf.engine import DEFAULT_MEMORY_BYTES
 from jaxinf.program import Average, parse_ema
 from jaxinf.train.freezing import Frozen
-from jaxinf.train.lora import ALPHA, Lora, parse_lora
+from jaxinf.train.lora import ALPHA, Lora, parse_lora, with_new
 from jaxinf.train.options import HELD_OUT_SHARE, Options
 from jaxinf.typing import JsonValue, PyTree
 
@@ -139,7 +141,7 @@ class TrainConfig(Options):
         """The model's graph, and shapes and dtypes of the run's params."""
         graphdef, params = abstract_params(self.model_config)
         if self.adapters is not None:
-            params = self.adapters.with_shapes(params)
+            params = jax.eval_shape(functools.partial(with_new, self.adapters), params)
         return graphdef, params
 
     @property

@@ -15,7 +15,6 @@ import fnmatch
 import functools
 import math
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -65,27 +64,6 @@ class Lora:
         heads = _HEADS if trains_head else ()
         return Frozen((f"*/{LORA_A}", f"*/{LORA_B}", *heads), all_but=True)
 
-    def with_shapes(self, params: PyTree) -> PyTree:
-        """Returns shapes and dtypes of params with those of their adapters."""
-
-        def make(path: str, kernel: Any) -> tuple[Any, Any]:
-            shapes = (kernel.shape[0], self.rank), (self.rank, kernel.shape[1])
-            a, b = (jax.ShapeDtypeStruct(shape, kernel.dtype) for shape in shapes)
-            return a, b
-
-        return self._grown(params, make)
-
-    def _grown(
-        self, tree: PyTree, make: Callable[[str, Any], tuple[Any, Any]], path: str = ""
-    ) -> PyTree:
-        if not isinstance(tree, dict):
-            return tree
-        grown = {k: self._grown(v, make, f"{path}{k}/") for k, v in tree.items()}
-        name, kernel = f"{path}kernel", tree.get("kernel")
-        if kernel is not None and self.takes(name, kernel):
-            grown[LORA_A], grown[LORA_B] = make(name, kernel)
-        return grown
-
 
 def _matches(path: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
@@ -125,7 +103,7 @@ def check_lora(lora: Lora, params: PyTree, model: str) -> None:
         )
 
 
-def with_new(lora: Lora, params: PyTree, seed: int) -> PyTree:
+def with_new(lora: Lora, params: PyTree, seed: int = 0) -> PyTree:
     """Returns params with new adapters.
 
     Args:
@@ -133,14 +111,21 @@ def with_new(lora: Lora, params: PyTree, seed: int) -> PyTree:
     """
     key = jax.random.key(seed)
 
-    def make(path: str, kernel: Any) -> tuple[Any, Any]:
+    def grown(tree: PyTree, path: str = "") -> PyTree:
+        if not isinstance(tree, dict):
+            return tree
+        new = {name: grown(below, f"{path}{name}/") for name, below in tree.items()}
+        name, kernel = f"{path}kernel", tree.get("kernel")
+        if kernel is None or not lora.takes(name, kernel):
+            return new
         num_in, num_out = kernel.shape
-        own, bound = jax.random.fold_in(key, zlib.crc32(path.encode())), num_in**-0.5
-        shape, dtype = (num_in, lora.rank), kernel.dtype
-        a = jax.random.uniform(own, shape, jnp.float32, -bound, bound).astype(dtype)
-        return a, jnp.zeros((lora.rank, num_out), dtype)
+        own, bound = jax.random.fold_in(key, zlib.crc32(name.encode())), num_in**-0.5
+        a = jax.random.uniform(own, (num_in, lora.rank), jnp.float32, -bound, bound)
+        new[LORA_A] = a.astype(kernel.dtype)
+        new[LORA_B] = jnp.zeros((lora.rank, num_out), kernel.dtype)
+        return new
 
-    return lora._grown(params, make)
+    return grown(params)
 
 
 def model_of(graphdef: Any, params: PyTree, alpha: float = ALPHA) -> Any:

@@ -70,7 +70,6 @@ _OTHER_NAMES = {  # of other programs, and what to write instead
     "replan": "--elastic",
 }
 _MOST_BYTES = 1 << 20
-_MOST_CHARS = 4096  # of a text
 
 
 def config_of(
@@ -131,17 +130,16 @@ def _document(path: Path) -> dict[str, Any]:
             f"--config {path}: expected a file with a run's settings in TOML, such as "
             f"steps = 100 in a line, found: {error}"
         ) from error
-    flags, values = _IN_FILES, dict[str, Any]()
+    values = dict[str, Any]()
     for key, value in found.items():
         name = key.replace("_", "-")
-        problem = ""
-        if name not in flags:
-            near = did_you_mean(name, flags) or "--help lists them"
-            problem = f"{shown(key)}: no setting of a run's file; {near}"
-        elif name in values:
-            problem = f"{key}: set twice, once with - and once with _"
-        if problem:
-            raise UsageError(f"--config {path}: {problem}")
+        if name not in _IN_FILES:
+            near = did_you_mean(name, _IN_FILES) or "--help lists them"
+            text = f"{shown(key)}: no setting of a run's file; {near}"
+            raise UsageError(f"--config {path}: {text}")
+        if name in values:
+            text = f"{key}: set twice, once with - and once with _"
+            raise UsageError(f"--config {path}: {text}")
         values[name] = value
     return values
 
@@ -167,36 +165,31 @@ def _parsed(values: Mapping[str, Any], where: str) -> TrainConfig:
 
 def _words(values: Mapping[str, Any]) -> list[str]:
     """Returns values as a command line in which none of them is taken for a flag."""
-    words, flags = list[str](), _IN_FILES
+    words = list[str]()
     for name, value in values.items():
-        default, is_switch = flags[name].default, isinstance(value, bool)
-        if is_switch != isinstance(default, bool):
-            kind = "a number or a text" if is_switch else "true or false"
-            raise ValueError(f"{name}: expected {kind}, found {shown(value)}")
-        given = value if isinstance(value, list) else [value]
+        default = _IN_FILES[name].default
+        if isinstance(default, bool):
+            if not isinstance(value, bool):
+                raise ValueError(
+                    f"{name}: expected true or false, found {shown(value)}"
+                )
+            words.append(f"--{name}" if value else f"--no-{name}")
+            continue
         if isinstance(value, list) and not isinstance(default, tuple):
             raise ValueError(f"{name}: expected one value, found {shown(value)}")
-        if is_switch:
-            words.append(f"--{name}" if value else f"--no-{name}")
-        elif isinstance(default, tuple) and name != "csd-root":
-            words += [f"--{name}", *(_text(name, one) for one in given)]
+        given = value if isinstance(value, list) else [value]
+        for one in given:
+            is_text = isinstance(one, str) and not one.startswith("-")
+            if type(one) not in (int, float) and (not is_text or "\0" in one):
+                raise ValueError(
+                    f"{name}: expected a number, or a text without NUL that does not "
+                    f"begin with -, found {shown(one)}"
+                )
+        if isinstance(default, tuple) and name != "csd-root":
+            words += [f"--{name}", *map(str, given)]
         else:
-            words += [f"--{name}={_text(name, one)}" for one in given]
+            words += [f"--{name}={one}" for one in given]
     return words
-
-
-def _text(name: str, value: Any) -> str:
-    is_long = type(value) is int and not -(1 << 63) <= value < 1 << 63
-    is_plain = isinstance(value, str | int | float) and not isinstance(value, bool)
-    if is_plain and not is_long:
-        text = str(value)
-        is_flag = isinstance(value, str) and text.startswith("-")
-        if len(text) <= _MOST_CHARS and "\0" not in text and not is_flag:
-            return text
-    raise ValueError(
-        f"{name}: expected a number of 64 bits, or a text of at most {_MOST_CHARS:,} "
-        f"characters, without NUL, that does not begin with -, found {shown(value)}"
-    )
 
 
 # --- writing -------------------------------------------------------------------------

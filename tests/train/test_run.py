@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jaxinf_models import ModelFiles, abstract_params, deferred_params
 
 import jaxinf
 from jaxinf.cli import main as jaxinf_main
-from jaxinf.train.lora import model_of, parse_lora
+from jaxinf.train.lora import model_of, parse_lora, with_new
 from jaxinf.train.modes import held_params
 
 KEYS = ["step", "loss", "tokens", "step_s", "update_s", "commit_s", "hit_share"]
@@ -112,7 +113,7 @@ def test_adapters_are_resumed_and_exported(run, tmp_path):
             assert run(*start, "--store", tmp_path / name, "--steps", last) == 0
     files, held = ModelFiles.of_folder(tmp_path / "first"), []
     graphdef, like = abstract_params(files.config)
-    like = parse_lora("2").with_shapes(like)
+    like = jax.eval_shape(partial(with_new, parse_lora("2")), like)
     for name in ("whole", "resumed"):
         with jaxinf.open_store(tmp_path / name) as opened:
             held.append(opened.params(like=like))

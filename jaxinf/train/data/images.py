@@ -61,7 +61,11 @@ def load_images(options: TrainConfig, shape: ImageShape) -> TrainingData:
     else:
         num_held = max(1, int(len(train) * share))
         train, held = train[:-num_held], train[-num_held:]
-    prints = [_fingerprint(part, shape) for part in (train, held)]
+    prints = [
+        hashlib.sha256(b"".join([repr(shape).encode(), *(one[0] for one in part)]))
+        for part in (train, held)
+    ]
+    both = " ".join(one.hexdigest() for one in prints)
     return TrainingData(
         train=Rows(len(train), lambda number: _row(train[number], shape)),
         validation=Rows(len(held), lambda number: _row(held[number], shape)),
@@ -72,7 +76,7 @@ def load_images(options: TrainConfig, shape: ImageShape) -> TrainingData:
         f"{len(held):,} to validate",
         identity={
             "rows": [len(train), len(held)],
-            "sha256": hashlib.sha256(" ".join(prints).encode()).hexdigest(),
+            "sha256": hashlib.sha256(both.encode()).hexdigest(),
         },
         notes=(f"classes: {shown_names(classes)}",),
     )
@@ -97,29 +101,21 @@ def _pictures(names: Sequence[str], classes: list[str]) -> list[_Picture]:
         num_before = len(found)
         for label, folder in enumerate(folders):
             for path in sorted(folder.rglob("*")):
-                if path.is_file() and not path.name.startswith("."):
-                    found.append(_picture(path, label))
+                if not path.is_file() or path.name.startswith("."):
+                    continue
+                if path.suffix.lower() not in _SUFFIXES:
+                    raise DataError(
+                        f"{path}: expected an image ({', '.join(_SUFFIXES)}) among "
+                        "those of its class; move it elsewhere"
+                    )
+                identity = f"{label}/{path.name} {path.stat().st_size}".encode()
+                found.append((hashlib.sha256(identity).digest(), path, label))
         if len(found) == num_before:
             raise DataError(
                 f"{root}: expected images, in a folder for each class, found "
                 f"{len(folders)} folders and no image"
             )
     return sorted(found, key=lambda picture: picture[0])
-
-
-def _picture(path: Path, label: int) -> _Picture:
-    if path.suffix.lower() not in _SUFFIXES:
-        raise DataError(
-            f"{path}: expected an image ({', '.join(_SUFFIXES)}) among those of its "
-            "class; move it elsewhere"
-        )
-    identity = f"{label}/{path.name} {path.stat().st_size}".encode()
-    return hashlib.sha256(identity).digest(), path, label
-
-
-def _fingerprint(pictures: Sequence[_Picture], shape: ImageShape) -> str:
-    parts = (repr(shape).encode(), *(identity for identity, *_ in pictures))
-    return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 def _row(picture: _Picture, shape: ImageShape) -> Row:

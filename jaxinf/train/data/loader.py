@@ -27,10 +27,8 @@ class Batches:
       rows: the source; at least one row.
       seed: seed of the order and of `row_map`, 0 to 2**32 - 1.
       row_map: a random change of each row, different in each epoch.
-      shard: number of this process, and the number of processes; they share each batch.
-
-    Raises:
-      ValueError: the processes cannot share a batch evenly, or there are no rows.
+      shard: number of this process, and the number of processes, which divides the
+        batch size; they share each batch.
     """
 
     def __init__(
@@ -42,13 +40,7 @@ class Batches:
         row_map: RowMap | None = None,
         shard: tuple[int, int] = (0, 1),
     ) -> None:
-        self.shard, num_shards = shard, shard[1]
-        if batch_size % num_shards or not len(rows):
-            raise ValueError(
-                "Batches: expected rows, and a batch size that is a multiple of the "
-                f"{num_shards} processes; got {len(rows)} rows and {batch_size}"
-            )
-        self._batch_size = batch_size
+        self.shard, self._batch_size = shard, batch_size
         self._rows = _mapped(_shuffled(rows, seed).repeat(), row_map)
 
     def __getitem__(self, number: int) -> Batch:
