@@ -10,8 +10,8 @@ seconds, however slow the drive is.
 
 import fcntl
 import os
-import re
 import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -49,14 +49,6 @@ _BLOCK_BYTES = 16 << 20
 _MOST_S = 20.0  # of all phases of a drive together
 
 
-class Mount(NamedTuple):
-    """A line of ``/proc/self/mounts``; `source` is a device, or stands for it."""
-
-    source: str
-    mount_point: str
-    filesystem: str
-
-
 def look_at_place(path: Path, file_bytes: int, progress: ProgressCallback) -> Finding:
     """Examines a directory; measures it with a file of that length, if any; blocks."""
     place = Finding(str(path))
@@ -81,11 +73,10 @@ def _examine(
         found = "a file" if path.exists() else "nothing"
         remedy = "check the name" if path.exists() else f"mkdir -p {path}, or mount it"
         raise StoreError(f"{path}: expected a directory, found {found}; {remedy}")
-    if mount := find_mount(path):
-        facts["file system"] = f"{mount.filesystem} on {mount.source}"
-        if mount.filesystem in ("tmpfs", "ramfs"):
-            what = f"{mount.filesystem} is memory: state here is gone after a reboot"
-            problems.append(Problem(what, "use a drive's file system"))
+    facts["file system"] = kind = _filesystem(path)
+    if kind in ("tmpfs", "ramfs"):
+        what = f"{kind} is memory: state here is gone after a reboot"
+        problems.append(Problem(what, "use a drive's file system"))
     total, _, free = shutil.disk_usage(path)
     params = format_count(free // _ADAM_STORED_BYTES)
     facts["free"] = f"{format_bytes(free)} of {format_bytes(total)}: {params} params "
@@ -119,18 +110,11 @@ def _refusal(has: Callable[[Path], bool], scratch: Path) -> str | None:
         return error.strerror or str(error)
 
 
-def find_mount(path: Path, *, mounts: Path = Path("/proc/self/mounts")) -> Mount | None:
-    """Finds the mount of a path; None if the kernel does not list it."""
-    real, above = path.resolve(), []
-    for line in mounts.read_text().splitlines() if mounts.exists() else []:
-        source, mount_point, filesystem = (
-            re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), word)
-            for word in line.split(" ")[:3]
-        )
-        if real.is_relative_to(mount_point):
-            above.append(Mount(source, mount_point, filesystem))
-    # Of several mounts at one place, the last one covers the others.
-    return max(reversed(above), key=lambda one: len(one.mount_point), default=None)
+def _filesystem(path: Path) -> str:
+    """Returns the type of a path's file system, as coreutils name it."""
+    command = ["stat", "--file-system", "--format=%T", path]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
 
 
 def _can_replace_symlink(scratch: Path) -> bool:

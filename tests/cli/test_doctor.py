@@ -69,26 +69,11 @@ def test_a_slow_drive_ends_the_measurement(tmp_path, monkeypatch):
     assert min(found.read, found.write, found.mixed) > 0
 
 
-MOUNTS = """\
-proc /proc proc rw,relatime 0 0
-/dev/vda / ext4 rw,discard 0 0
-/dev/nvme0n1p1 /mnt xfs rw 0 0
-host:/x /mnt/a\\040b nfs4 ro,relatime 0 0
-/dev/sdb /mnt btrfs ro 0 0
-"""
-
-
-def test_mounts(tmp_path):
-    mounts = tmp_path / "mounts"
-    mounts.write_text(MOUNTS)
-    for path, mount in {
-        "/": ("/dev/vda", "/", "ext4"),
-        "/mntx/y": ("/dev/vda", "/", "ext4"),
-        "/mnt/y": ("/dev/sdb", "/mnt", "btrfs"),
-        "/mnt/a b/c": ("host:/x", "/mnt/a b", "nfs4"),
-    }.items():
-        assert place.find_mount(Path(path), mounts=mounts) == mount
-    assert place.find_mount(tmp_path, mounts=tmp_path / "gone") is None
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no tmpfs to look at")
+def test_memory_is_no_drive():
+    found = looked(Path("/dev/shm"))
+    assert found.facts["file system"] == "tmpfs"
+    assert any("gone after a reboot" in problem.what for problem in found.problems)
 
 
 # --- cards -------------------------------------------------------------------------
