@@ -6,8 +6,7 @@
     {"text": …, "label": …}                  the label is learned
     {"text": …, "text_pair": …, "label": …}  the label of two texts is learned
 
-Invariant: a record has exactly one of these forms, or is refused with file and line. A
-class has the same number in all parts of the data.
+Invariant: a record has exactly one of these forms, or is refused with file and line.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,6 @@ from jaxinf.train.data.files import PLAIN_TEXT, Record
 ExampleKind: TypeAlias = Literal["text", "dialogue", "labelled"]
 Text: TypeAlias = str | bytes
 Message: TypeAlias = Mapping[str, Any]
-Label: TypeAlias = int | str
 
 _FORMS = {  # by the fields that a record must have
     ("text",): ("text", "text_pair", "label"),
@@ -43,7 +41,7 @@ class Example(NamedTuple):
       texts: the text, the text and its pair, or the prompt and its response; UTF-8 if
         it is bytes.
       messages: a conversation, in place of texts.
-      label: the number or name of the class of a ``labelled`` example.
+      label: the class of a ``labelled`` example.
     """
 
     where: str
@@ -51,7 +49,7 @@ class Example(NamedTuple):
     texts: tuple[Text, ...] = ()
     messages: Sequence[Message] = ()
     tools: Any = None
-    label: Label = -1
+    label: int = -1
 
 
 def example_of(record: Record, unused: set[str]) -> Example:
@@ -114,50 +112,13 @@ def _messages(where: str, turns: Any) -> list[Message]:
     return turns
 
 
-# --- classes -------------------------------------------------------------------------
-
-
-def _label(where: str, label: Any) -> Label:
-    is_number = type(label) is int and 0 <= label < _MOST_LABELS
-    if not is_number and not (isinstance(label, str) and label):
+def _label(where: str, label: Any) -> int:
+    if type(label) is not int or not 0 <= label < _MOST_LABELS:
         raise DataError(
-            f"{where}: expected an integer label from 0 to {_MOST_LABELS - 1}, or a "
-            f"class's name, found {shown(label)}; number the classes from 0"
+            f"{where}: expected an integer label from 0 to {_MOST_LABELS - 1}, found "
+            f"{shown(label)}; number the classes from 0"
         )
     return label
-
-
-def numbered(
-    labels: Sequence[Label], classes: dict[Label, int], where: str
-) -> list[int]:
-    """Returns the numbers of labels: their own, or of names their places in order.
-
-    Args:
-      classes: numbers of the training data's classes; set if it is empty.
-
-    Raises:
-      DataError: some labels are names, some are numbers, or the training data lacks
-        one.
-    """
-    names = sorted({label for label in labels if isinstance(label, str)})
-    numbers = sorted({label for label in labels if isinstance(label, int)})
-    if names and numbers:
-        raise DataError(
-            f"{where}: expected labels that are all names or all numbers, found "
-            f"{shown_names(names)} and {numbers[0]}"
-        )
-    if not classes:
-        is_digits = all(n.isdecimal() and len(n) < 10 for n in names)
-        both = [(name, int(name) if is_digits else n) for n, name in enumerate(names)]
-        classes |= {**dict(both), **{number: number for number in numbers}}
-    if wrong := {str(label) for label in labels if label not in classes}:
-        known = shown_names({str(label) for label in classes})
-        raise DataError(
-            f"{where}: expected the labels of --data, {known}, found "
-            f"{shown_names(wrong)}, which it lacks; train on examples of them, too, or "
-            "leave them out"
-        )
-    return [classes[label] for label in labels]
 
 
 def num_classes(labels: Sequence[int]) -> int:

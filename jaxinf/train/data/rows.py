@@ -35,14 +35,14 @@ class Encoded(NamedTuple):
     Attributes:
       tokens: uint8 to uint32 [n].
       is_learned: bool [n].
-      label: -1 for none; a class's name until all are known.
+      label: -1 for none.
       token_types: uint8 [n], the number of each token's text; None for one text.
       num_uncut: number of tokens before a cut; 0 if it is the number of tokens.
     """
 
     tokens: Array
     is_learned: Array
-    label: int | str = -1
+    label: int = -1
     token_types: Array | None = None
     num_uncut: int = 0
 

@@ -25,10 +25,8 @@ from jaxinf.train.data.examples import (
     FIELDS,
     Example,
     ExampleKind,
-    Label,
     example_of,
     num_classes,
-    numbered,
 )
 from jaxinf.train.data.files import find_files, read_records, standard_library_files
 from jaxinf.train.data.rows import Encoded, all_of
@@ -38,7 +36,7 @@ from jaxinf.train.options import HELD_OUT_SHARE
 # A row of the longest example would otherwise take any memory.
 _MOST_USUAL_TOKENS = 1024
 _ROUNDED_TO = 16
-_SHOWN_CHARS, _SHOWN_RUNS, _SHOWN_CLASSES = 120, 8, 20
+_SHOWN_CHARS, _SHOWN_RUNS = 120, 8
 
 _EXPECTED: dict[TaskName, tuple[ExampleKind, ...]] = {
     "causal-lm": ("text", "dialogue"),
@@ -109,7 +107,7 @@ def load_texts(
         nums = [sum(part.num_tokens for (part,) in half) for half in (train, held)]
     sides = [side for half in (train, held) for side in zip(*half, strict=True)]
     prints = " ".join(map(forms.fingerprint, sides))
-    labels = [part.label for part in chain(*sides) if isinstance(part.label, int)]
+    labels = [part.label for part in chain(*sides)]
     return forms.TrainingData(
         train=rows[0],
         validation=rows[1],
@@ -161,7 +159,6 @@ class _Reader:
       first: the first example of the training data, once it is read.
       unused: fields of records without a use.
       num_json: files of JSON that are read as text.
-      classes: numbers of the training data's labels.
       notes: what is cut or left out.
     """
 
@@ -172,7 +169,6 @@ class _Reader:
     first: Example | None = None
     unused: set[str] = dataclasses.field(default_factory=set)
     num_json: int = 0
-    classes: dict[Label, int] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
 
     @property
@@ -289,11 +285,7 @@ class _Reader:
     # --- rows ------------------------------------------------------------------------
 
     def ordered(self, encoded: _Examples, flag: str, seq_len: int) -> _Examples:
-        """Numbers classes, leaves out what has no answer in a row, and sorts."""
-        if self.kind == "labelled":
-            numbers = numbered([one.label for (one,) in encoded], self.classes, flag)
-            both = zip(encoded, numbers, strict=True)
-            encoded = [(one._replace(label=number),) for (one,), number in both]
+        """Leaves out what has no answer in a row, and sorts."""
         if self.kind != "text":
             encoded = self._fitting(encoded, flag, seq_len)
         return sorted(encoded, key=lambda parts: [part.digest() for part in parts])
@@ -349,10 +341,6 @@ class _Reader:
     # --- what the user is told -------------------------------------------------------
 
     def remarks(self, left_out: Sequence[Path]) -> Iterator[str]:
-        named = [f"{n} {k}" for k, n in self.classes.items() if str(k) != str(n)]
-        if named:
-            more = ", …" if len(named) > _SHOWN_CLASSES else ""
-            yield f"classes: {printable(', '.join(named[:_SHOWN_CLASSES]))}{more}"
         yield from self.notes
         if left_out:
             yield (
@@ -369,7 +357,7 @@ class _Reader:
         assert self.first is not None
         label, shown = "", list[str]()
         if self.kind == "labelled":
-            label = f" → «{printable(str(self.first.label))}»"
+            label = f" → «{self.first.label}»"
         for part in parts:
             places = np.flatnonzero(np.diff(part.is_learned)) + 1
             for start, end in pairwise([0, *places, part.tokens.size]):

@@ -13,7 +13,7 @@ from jaxinf.train.data.files import Record
         ({"text": "one", "id": 7}, "text", ("one",)),
         ({"prompt": "1+1=", "response": "2"}, "dialogue", ("1+1=", "2")),
         ({"text": "1", "text_pair": "2", "label": 0}, "labelled", ("1", "2")),
-        ({"text": "1", "label": "good", "prompt": None}, "labelled", ("1",)),
+        ({"text": "1", "label": 1, "prompt": None}, "labelled", ("1",)),
     ],
 )
 def test_forms_of_records(record, kind, found):
@@ -47,7 +47,7 @@ def test_pairs_in_some_records_only(order, load, write):
             {"text_pair": "a", "label": 1},
             "a field 'text', .*found 'label', 'text_p",
         ),
-        ({"text": "a", "label": ""}, "or a class's name, found ''"),
+        ({"text": "a", "label": "good"}, "found 'good'; number the classes"),
         ({"text": "a", "label": True}, "found True"),
         ({"messages": []}, "expected a list of messages"),
         ({"messages": [{"role": "user", "content": "a"}]}, "a message of the assist"),
