@@ -78,17 +78,3 @@ def test_a_step(drive, place, num_csds):
             driver.store.wait()
         letters = stages(found, place, spare)
         assert re.fullmatch(r"uw+s+trl+c", letters), letters
-
-
-def test_no_write_of_the_next_step_comes_before_the_flip(drive, place):
-    driver = drive().init()
-    with events() as found:
-        driver.steps(6)
-        driver.store.wait()
-    paths = [(kind, path.removeprefix(f"{place}/store/")) for kind, path in found]
-    committed = "a"
-    for kind, path in paths:
-        if (kind, path) == ("rename", "current"):
-            committed = "b" if committed == "a" else "a"
-        assert not path.startswith(f"slots/{committed}/"), (kind, path)
-    assert committed == "a"

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from copies import copied
+from copies import chunks_of, copied
 from families import family
 from msgspec import structs
 from raw_stores import read_array
@@ -26,7 +26,6 @@ from jaxinf.errors import (
 )
 from jaxinf.exchange import ExportOptions, export_url, url_export
 from jaxinf.store import (
-    ChunkFile,
     CommitRecord,
     StoreDirectory,
     save_checkpoint,
@@ -46,20 +45,6 @@ def files_of(folder):
         for file in folder.rglob("*")
         if file.is_file() and file.name not in TIMED
     }
-
-
-def chunks_of(path, place="current"):
-    """Reads all chunk files of a step by name, without padding."""
-    directory = StoreDirectory.open(path)
-    found = {}
-    for number, leaf in enumerate(directory.manifest.leaves):
-        for state in leaf.states:
-            for chunk in leaf.held:
-                file = directory.chunk_file("a", number, chunk, state.name)
-                held = ChunkFile(number, leaf, state, chunk)
-                raw = file.read_bytes()[: held.num_bytes]
-                found[leaf.name, state.name, chunk] = raw
-    return found
 
 
 @pytest.mark.parametrize("num_csds", family([0, 2], short=[2]))

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from copies import copied
+from copies import chunks_of, copied
 from store_driver import Driver
 
 from jaxinf.cli.commands import main
@@ -29,19 +29,6 @@ def store(tmp_path_factory):
 @pytest.fixture
 def step(store):
     return step_of(StoreDirectory.open(store), store / "current")
-
-
-def chunks_of(path):
-    directory = StoreDirectory.open(path)
-    slot = directory.committed_slot()
-    return {
-        (leaf.name, state.name, chunk): directory.chunk_file(
-            slot, number, chunk, state.name
-        ).read_bytes()
-        for number, leaf in enumerate(directory.manifest.leaves)
-        for state in leaf.states
-        for chunk in leaf.held
-    }
 
 
 def is_put_of(environ, name):
@@ -104,41 +91,6 @@ def test_a_bucket_that_is_not_there_or_forbidden(s3, step, capfd):
     for error in (caught, also):
         assert "AKIA" not in str(error.value)
     assert [r for r in s3.requests if r[0] == "PUT" and "begun" not in r[1]] == []
-
-
-def test_beside_a_run_what_fails_is_said_and_training_goes_on(s3, tmp_path, caplog):
-    """Busy for a while; forbidden; a manifest that is lost."""
-    options = {"export_every": 1, "export_to": "s3://bucket/beside"}
-    driver = Driver(tmp_path / "store", leaves=LEAVES, **options).init()
-    left = [3]
-
-    def fault(environ):
-        path = environ["PATH_INFO"]
-        is_put = environ["REQUEST_METHOD"] == "PUT"
-        if is_put and "/beside/1/" in path and left[0]:
-            left[0] -= 1
-            return "503 Slow Down", b"<Error><Code>SlowDown</Code></Error>"
-        if is_put and "/beside/2/" in path:
-            body = b"<Error><Code>AccessDenied</Code><Key>AKIAOFTHETEST</Key></Error>"
-            return "403 Forbidden", body
-        if is_put and path.endswith("/beside/3/export.json"):
-            return "200 OK", b""
-        return None
-
-    s3.fault = fault
-    for _ in range(4):
-        driver.steps(1)
-    driver.store.wait()
-    found = driver.store.exports()
-    assert [bool(info.problem) for info in found] == [False, True, True, False]
-    assert "cannot write export-begun.json" in found[1].problem
-    assert "export.json: " in found[2].problem
-    assert left == [0]
-    assert "AKIA" not in caplog.text + found[1].problem
-    driver.check(4)
-    driver.close()
-    copied("s3://bucket/beside/4", tmp_path / "made")
-    assert chunks_of(tmp_path / "made") == chunks_of(tmp_path / "store")
 
 
 def test_interrupted_twenty_times_at_random_bytes(step, store, tmp_path):

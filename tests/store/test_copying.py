@@ -16,7 +16,7 @@ import numpy as np
 import optax
 import pytest
 import small_stores
-from copies import copied
+from copies import chunks_of, copied
 from covering import covering
 from families import family
 from killed_copies import contents, damages, grids_of, leftovers, make
@@ -109,17 +109,8 @@ def test_a_directory_below_a_store_is_no_checkpoint_of_it(place):
 
 def raw(path):
     """The bytes of every chunk of the committed step, codes and scales as they are."""
-    found = {}
-    for part in find_members(path) or [path]:
-        directory = StoreDirectory.open(part)
-        slot = directory.committed_slot()
-        for leaf, record in enumerate(directory.manifest.leaves):
-            for state in record.states:
-                for chunk in record.held:
-                    file = directory.chunk_file(slot, leaf, chunk, state.name)
-                    name = record.array_name(state.name)
-                    found[name, chunk] = file.read_bytes()
-    return found
+    parts = find_members(path) or [path]
+    return {key: held for part in parts for key, held in chunks_of(part).items()}
 
 
 COSINES = functools.partial(jax.tree.map, jnp.cos)

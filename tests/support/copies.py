@@ -5,7 +5,14 @@ import os
 from pathlib import Path
 
 from jaxinf.exchange import export_source, export_url_at
-from jaxinf.store import CopyLayout, Formats, copy_step, store_source
+from jaxinf.store import (
+    ChunkFile,
+    CopyLayout,
+    Formats,
+    StoreDirectory,
+    copy_step,
+    store_source,
+)
 
 
 def copied(
@@ -33,3 +40,17 @@ def copied(
             opened = store_source(old, holds=holds, checkpoints=checkpoints or holds)
             source = stack.enter_context(opened)
         return copy_step(source, new, layout, progress)
+
+
+def chunks_of(path, place=None):
+    """The chunk files of a step by name, by default the committed one; no padding."""
+    directory, found = StoreDirectory.open(path), {}
+    place = place or directory.committed_slot()
+    for number, leaf in enumerate(directory.manifest.leaves):
+        for state in leaf.states:
+            for chunk in leaf.held:
+                file = directory.chunk_file(place, number, chunk, state.name)
+                held = ChunkFile(number, leaf, state, chunk)
+                raw = file.read_bytes()[: held.num_bytes]
+                found[leaf.name, state.name, chunk] = raw
+    return found

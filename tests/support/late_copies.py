@@ -9,7 +9,6 @@ what is neither registered nor pinned is copied through a pinned buffer of XLA's
 
 import contextlib
 import itertools
-import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -59,9 +58,6 @@ class LateCopies:
 
     Attributes:
       copies: Those that were begun.
-      calls: Number of copies in each call.
-      goes_on: Whether copies end; set at first.
-      pool_bytes: Size of the pool of pinned memory, which rounds up to powers of two.
       registers: Whether memory can be registered.
       registered: Addresses of memory that is, and its bytes.
       faults: What was done too early.
@@ -69,11 +65,7 @@ class LateCopies:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.copies: list[Copy] = []
-        self.calls: list[int] = []
         self.faults: list[str] = []
-        self.goes_on = threading.Event()
-        self.goes_on.set()
-        self.pool_bytes = 1 << 40
         self._pinned: list[weakref.ref[jax.Array]] = []
         self.registers = True
         self.registered: dict[int, int] = {}
@@ -112,8 +104,6 @@ class LateCopies:
             self._copied(leaf, target, options, begun)
             for leaf, target in itertools.zip_longest(leaves, targets)
         ]
-        if begun:
-            self.calls.append(len(begun))
         self.copies += begun
         return tree.unflatten(found)
 
@@ -159,24 +149,15 @@ class LateCopies:
             is_read_there = flags.c_contiguous and address % ALIGNED_BYTES == 0
             count += not is_read_there
             count += kind == "pageable" and to == "device"
-        if to == "pinned_host":
-            self._take_from_pool(source.nbytes)
         begun.append(Copy(kind, to, source.nbytes, count))
         number = np.int32(next(_NUMBERS))
-        _SOURCES[int(number)] = source, self._program, self.goes_on
+        _SOURCES[int(number)] = source, self._program
         copy = _copy(tuple(source.shape), np.dtype(source.dtype))
         array, self._last = self._call(copy, number, self._pending())
         found = self._put(array, target)
         if to == "pinned_host":
             self._pinned.append(weakref.ref(found))
         return found
-
-    def _take_from_pool(self, num_bytes: int) -> None:
-        self._pinned = [one for one in self._pinned if one() is not None]
-        sizes = [found.nbytes for one in self._pinned if (found := one()) is not None]
-        taken = sum(1 << (size - 1).bit_length() for size in [*sizes, num_bytes])
-        if taken > self.pool_bytes:
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of host memory")
 
     def _kind(self, source: Any) -> str:
         if isinstance(source, jax.Array):
@@ -223,8 +204,7 @@ def _copy(shape: Sequence[int], dtype: np.dtype) -> Any:
 
 def _read(number: Any, pending: Any) -> Any:
     """Reads the source of a copy; on a thread of XLA's."""
-    source, program, goes_on = _SOURCES[int(number)]
-    goes_on.wait()
+    source, program = _SOURCES[int(number)]
     output = None if program is None else program()
     if output is not None:
         with contextlib.suppress(RuntimeError):  # its memory is another's now

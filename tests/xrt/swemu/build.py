@@ -1,10 +1,8 @@
 """Builds the parts of XRT's software emulation that do not work in Debian's packages.
 
-    cd tests/xrt && python -m swemu.build DIRECTORY
-
-makes in DIRECTORY a private XRT prefix with a repaired libxrt_swemu, the device model
-where XRT looks for it, the module pyxrt, and a description of four devices.
-Invariant: everything is written below DIRECTORY, under a name that depends on all
+In a directory it makes a private XRT prefix with a repaired libxrt_swemu, the device
+model where XRT looks for it, the module pyxrt, and a description of four devices.
+Invariant: everything is written below that directory, under a name that depends on all
 inputs; a directory with that name is complete.
 """
 
@@ -269,12 +267,3 @@ def _output(command: Sequence[str | os.PathLike[str]], cwd: Path | None = None) 
         line = " ".join(map(str, command))
         raise RuntimeError(f"{line}\nexit {result.returncode}\n{result.stderr[-4000:]}")
     return result.stdout.strip()
-
-
-if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    try:
-        print(build_runtime(Path(sys.argv[1]).resolve()).directory)
-    except RuntimeUnavailable as error:
-        sys.exit(f"build.py: {error}")
