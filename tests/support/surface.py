@@ -40,20 +40,15 @@ def lines() -> Iterator[str]:
     for item in public:
         if not inspect.isclass(item):
             yield from _wrapped(f"jaxinf.{item.__name__}{_signature(item)}")
-    for kind in classes:
-        if issubclass(kind, Exception):
-            yield from _class_lines(kind, records)
-    for kind in classes:
-        if not issubclass(kind, Exception):
-            yield ""
-            yield from _class_lines(kind, records)
+    for kind in sorted(classes, key=lambda kind: not issubclass(kind, Exception)):
+        yield from [""] * (not issubclass(kind, Exception))
+        yield from _class_lines(kind, records)
     for name in sorted(records.keys() - set(jaxinf.__all__) - UNSTABLE):
         yield ""
         yield from _class_lines(records[name], {}, of="returned")
     yield from _command_lines("jaxinf", COMMANDS)
     yield from _command_lines("python -m jaxinf.train", TrainConfig)
-    yield ""
-    yield "metrics.jsonl of jaxinf.train"
+    yield from ("", "metrics.jsonl of jaxinf.train")
     for field in dataclasses.fields(StepLine):
         yield f"  {field.name}: {_type(field.type)}"
 
@@ -66,23 +61,17 @@ def _class_lines(
     yield f"{of}.{kind.__name__}" + (f"({', '.join(bases)})" if bases else "")
     for name, member in members_of(kind):
         getter = getattr(member, "fget", None) or getattr(member, "func", None)
+        result = inspect.signature(getter or member).return_annotation
+        records |= {one.__name__: one for one in _own_classes(result)}
         if getter is not None:
-            result = inspect.signature(getter).return_annotation
             yield from _wrapped(f"  .{name}: {_type(result)}")
         else:
-            function = getattr(kind, name)
-            result = inspect.signature(function).return_annotation
-            yield from _wrapped(f"  .{name}{_signature(function)}")
-        records |= {one.__name__: one for one in _own_classes(result)}
-    hints = typing.get_type_hints(kind) if _is_record(kind) else {}
-    for name, hint in hints.items():
+            yield from _wrapped(f"  .{name}{_signature(member)}")
+    is_record = dataclasses.is_dataclass(kind) or hasattr(kind, "_fields")
+    for name, hint in (typing.get_type_hints(kind) if is_record else {}).items():
         if not name.startswith("_"):
             yield from _wrapped(f"  .{name}: {_type(hint)}")
             records |= {one.__name__: one for one in _own_classes(hint)}
-
-
-def _is_record(kind: type) -> bool:
-    return dataclasses.is_dataclass(kind) or hasattr(kind, "_fields")
 
 
 def members_of(kind: type) -> Iterator[tuple[str, Any]]:
@@ -106,24 +95,21 @@ def _own_classes(annotation: Any) -> Iterator[type]:
         yield from _own_classes(one)
 
 
+class _Text(str):
+    """A text that a signature shows as it is."""
+
+    __repr__ = str.__str__
+
+
 def _signature(function: Any) -> str:
     found = inspect.signature(function)
-    parts, is_keyword = [], False
-    for one in found.parameters.values():
-        if one.kind is one.KEYWORD_ONLY and not is_keyword:
-            parts.append("*")
-            is_keyword = True
-        text = {one.VAR_POSITIONAL: "*", one.VAR_KEYWORD: "**"}.get(one.kind, "")
-        is_keyword |= one.kind is one.VAR_POSITIONAL
-        text += one.name
-        if one.annotation is not one.empty:
-            text += f": {_type(one.annotation)}"
-        if one.default is not one.empty:
-            text += f" = {one.default!r}"
-        parts.append(text)
-    if parts[:1] == ["self"]:
-        del parts[0]
-    return f"({', '.join(parts)}) -> {_type(found.return_annotation)}"
+    parts = [
+        one.replace(annotation=_Text(_type(one.annotation)))
+        for one in found.parameters.values()
+        if one.name != "self"
+    ]
+    result = _Text(_type(found.return_annotation))
+    return str(found.replace(parameters=parts, return_annotation=result))
 
 
 def _type(annotation: Any) -> str:
@@ -150,75 +136,45 @@ def _type(annotation: Any) -> str:
     return f"{name}[{', '.join(map(_type, parts))}]" if parts else name
 
 
-def _commands_of(command: Any) -> dict[str, Any]:
-    """Returns commands by their words: those of a union, or of a command's action."""
-    union = command
+def _command_lines(program: str, command: Any) -> Iterator[str]:
+    """Yields a command's arguments, or those of the commands below it.
+
+    These are the members of a union, or of its action.
+    """
+    union, hints = command, {}
     if dataclasses.is_dataclass(command):
         hints = typing.get_type_hints(command, include_extras=True)
         union = hints.get("action")
-    members = typing.get_args(union)
-    return {member.__name__.lower(): member for member in members}
+    for one in typing.get_args(union):
+        yield from _command_lines(f"{program} {one.__name__.lower()}", one)
+    if not typing.get_args(union):
+        arguments, flags = [program], []
+        for field in dataclasses.fields(command):
+            text, is_positional = _argument(field, hints[field.name])
+            (arguments if is_positional else flags).append(text)
+        yield from ("", " ".join(arguments))
+        for text in filter(None, flags):
+            yield from _wrapped(text)
 
 
-def _command_lines(program: str, command: Any) -> Iterator[str]:
-    below = _commands_of(command)
-    if not below:
-        yield ""
-        flags = list(flags_of(command))
-        words = [_positional(flag) for flag in flags if flag.is_positional]
-        yield " ".join([program, *words])
-        for flag in flags:
-            if not flag.is_positional:
-                yield from _wrapped(f"  --{flag.name}: {_flag(flag)}")
-    for name, one in below.items():
-        yield from _command_lines(f"{program} {name}", one)
-
-
-@dataclasses.dataclass(frozen=True)
-class Flag:
-    """A field; `constructor` makes its value of a text, if the type does not."""
-
-    field: dataclasses.Field[Any]
-    type: Any
-    name: str
-    constructor: Any
-    is_positional: bool
-
-
-def flags_of(command: Any) -> Iterator[Flag]:
-    """Yields the fields that a command line can set, in their order."""
-    hints = typing.get_type_hints(command, include_extras=True)
-    for field in dataclasses.fields(command):
-        hint = hints[field.name]
-        is_marked = typing.get_origin(hint) is typing.Annotated
-        kind, *marks = typing.get_args(hint) if is_marked else (hint,)
-        words = [getattr(mark, "__name__", "") or repr(mark) for mark in marks]
-        names = [name for mark in marks if (name := getattr(mark, "name", None))]
-        specs = [mark for mark in marks if hasattr(mark, "instance_from_str")]
-        if "Suppress" not in words:
-            yield Flag(
-                *(field, kind, (names or [field.name.replace("_", "-")])[0]),
-                *((specs or [None])[0], "Positional" in words),
-            )
-
-
-def _positional(flag: Flag) -> str:
-    name = flag.name.upper()
-    if typing.get_origin(flag.type) is tuple:
-        name += "..."
-    return name if _default(flag) is dataclasses.MISSING else f"[{name}]"
-
-
-def _flag(flag: Flag) -> str:
-    kind = getattr(flag.constructor, "metavar", None) or _type(flag.type)
-    value = _default(flag)
-    return kind if value is dataclasses.MISSING else f"{kind} = {value!r}"
-
-
-def _default(flag: Flag) -> Any:
-    if flag.field.default_factory is not dataclasses.MISSING:
-        return flag.field.default_factory()
-    return flag.field.default
+def _argument(field: dataclasses.Field[Any], hint: Any) -> tuple[str, bool]:
+    """Returns a field's text, empty if none can set it, and whether it has no name."""
+    is_marked = typing.get_origin(hint) is typing.Annotated
+    kind, *marks = typing.get_args(hint) if is_marked else (hint,)
+    words = [getattr(mark, "__name__", "") or repr(mark) for mark in marks]
+    if "Suppress" in words:
+        return "", False
+    names = [name for mark in marks if (name := getattr(mark, "name", None))]
+    name, value = (names or [field.name.replace("_", "-")])[0], field.default
+    if field.default_factory is not dataclasses.MISSING:
+        value = field.default_factory()
+    is_set = value is not dataclasses.MISSING
+    if "Positional" in words:
+        text = name.upper() + "..." * (typing.get_origin(kind) is tuple)
+        return f"[{text}]" if is_set else text, True
+    makers = [mark for mark in marks if hasattr(mark, "instance_from_str")]
+    shown = getattr((makers or [None])[0], "metavar", None) or _type(kind)
+    return f"  --{name}: {shown}" + (f" = {value!r}" if is_set else ""), False
 
 
 def _wrapped(line: str) -> Iterator[str]:
