@@ -1,17 +1,13 @@
 """Passes over gradients: how many an optimizer needs, their bits, their failures."""
 
 import re
-import signal
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import optax
-import passes_run
 import pytest
-from passes_run import CHUNKS, CLIP, MEMORY_BYTES, NORMALIZE, SHAPES, THREE, linear
-from passes_run import tree as tree_of
 from streaming import (
+    CHUNKS,
     assert_near,
     assert_same_bits,
     moved_as_planned,
@@ -25,6 +21,23 @@ from jaxinf.streaming import passes_for, trace_optimizer
 from jaxinf.streaming.update.kernel_inputs import KernelInputs
 
 pytestmark = pytest.mark.optimized
+
+MEMORY_BYTES = 256 << 20
+CLIP, NORMALIZE = optax.clip_by_global_norm(0.1), optax.normalize_by_update_norm()
+THREE = optax.chain(CLIP, NORMALIZE, optax.adamw(1e-2))
+SHAPES = {"b": (48,), "w": (40, 48), "z": ()}
+
+
+def linear(params, batch):
+    parts = jax.tree.map(lambda p, g: jnp.sum(p * g), params, batch)
+    return sum(jax.tree.leaves(parts))
+
+
+def tree_of(seed):
+    keys = jax.random.split(jax.random.key(seed), len(SHAPES))
+    pairs = zip(SHAPES.items(), keys, strict=True)
+    return {name: jax.random.normal(key, shape) for (name, shape), key in pairs}
+
 
 BATCHES = [tree_of(seed) for seed in range(1, 4)]
 PARAMS = tree_of(0)
@@ -173,17 +186,6 @@ def test_slices_of_stacks(tx, streamed):
 
 
 # --- failures -----------------------------------------------------------------------
-
-
-@pytest.mark.long
-def test_killed_between_passes_the_committed_step_is_whole(opened, run_python, place):
-    words = [Path(passes_run.__file__), place / "store", "4"]
-    killed = run_python(*words, check=False)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    step = opened(THREE)
-    assert step.store.step == 1  # of two calls a step the second of step 2
-    found = trained(step, BATCHES[1:])
-    assert_same_bits(found, trained(opened(THREE, "whole")))
 
 
 def test_a_failure_between_passes_gives_the_step_up(opened, monkeypatch):
