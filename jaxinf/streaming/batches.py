@@ -7,6 +7,7 @@ Invariant: parts have one shape, so the programs of one serve all.
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -31,7 +32,7 @@ def parts_of(batch: PyTree, count: int) -> list[PyTree]:
         return [batch]
     length = _length(batch, count) // count
 
-    def part(leaf: Any, number: int) -> Any:
+    def part(number: int, leaf: Any) -> Any:
         if not np.ndim(leaf):
             return leaf
         first, end = number * length, (number + 1) * length
@@ -39,10 +40,7 @@ def parts_of(batch: PyTree, count: int) -> list[PyTree]:
             return lax.slice_in_dim(leaf, first, end)
         return leaf[first:end]
 
-    return [
-        jax.tree.map(lambda leaf, n=number: part(leaf, n), batch)
-        for number in range(count)
-    ]
+    return [jax.tree.map(partial(part, number), batch) for number in range(count)]
 
 
 def first_part(batch: PyTree, count: int) -> PyTree:
@@ -56,23 +54,18 @@ def first_part(batch: PyTree, count: int) -> PyTree:
         if not leaf.shape:
             return leaf
         aval = leaf.update(shape=(length, *leaf.shape[1:]))
-        _check_shards(path_name(path, "the batch"), aval, count)
+        try:
+            if aval.sharding is not None:
+                aval.sharding.shard_shape(aval.shape)
+        except ValueError as error:
+            raise StreamError(
+                f"micro_batches={count}: expected parts that divide over the mesh, "
+                f"found {length} rows of {path_name(path, 'the batch')} for each part, "
+                f"sharded by {aval.sharding.spec}; take fewer parts or a larger batch"
+            ) from error
         return aval
 
     return jax.tree_util.tree_map_with_path(part, shapes)
-
-
-def _check_shards(name: str, part: jax.ShapeDtypeStruct, count: int) -> None:
-    if part.sharding is None:
-        return
-    try:
-        part.sharding.shard_shape(part.shape)
-    except ValueError as error:
-        raise StreamError(
-            f"micro_batches={count}: expected parts that divide over the mesh, found "
-            f"{part.shape[0]} rows of {name} for each part, sharded by "
-            f"{part.sharding.spec}; take fewer parts or a larger batch"
-        ) from error
 
 
 def shares_of(
@@ -86,26 +79,20 @@ def shares_of(
       weights: Returns the weight of a part; None for equal ones.
 
     Raises:
-      StreamError: A weight is negative or not finite, or all are 0.
+      StreamError: A weight is no number of at least 0, or all are 0.
     """
     if weights is None:
         return (1.0,) * count
-    made = [jnp.asarray(weights(part)) for part in parts_of(batch, count)]
-    found = [np.asarray(on_this_process(weight), np.float64) for weight in made]
-    if any(weight.shape for weight in found):
-        shapes = sorted({weight.shape for weight in found})
+    made = [on_this_process(jnp.asarray(weights(p))) for p in parts_of(batch, count)]
+    found = np.array([np.asarray(one, np.float64) for one in made])
+    total = sum(found)
+    if found.shape != (count,) or not ((found >= 0).all() and 0 < total < math.inf):
         raise StreamError(
-            f"weights: expected a number for each part of the batch, found {shapes}; "
-            "return a scalar, such as the number of tokens that count"
+            "weights: expected a finite number of at least 0 for each part of the "
+            f"batch, and not all 0, found {found.tolist()}; return a scalar, such as "
+            "the number of tokens that count, and give a batch in which some do"
         )
-    total = float(sum(found))
-    if not all(0 <= weight < math.inf for weight in found) or not 0 < total < math.inf:
-        raise StreamError(
-            "weights: expected finite numbers of at least 0 that are not all 0, found "
-            f"{[float(weight) for weight in found]}; give a batch in which something "
-            "counts"
-        )
-    return tuple(float(weight) * count / total for weight in found)
+    return tuple((found * count / total).tolist())
 
 
 def together(
@@ -133,20 +120,14 @@ def _length(batch: PyTree, count: int) -> int:
     shapes = {
         path_name(path, "the batch"): np.shape(leaf)
         for path, leaf in jax.tree.leaves_with_path(batch)
+        if np.ndim(leaf)
     }
-    arrays = {name: shape for name, shape in shapes.items() if shape}
-    longest = max((shape[0] for shape in arrays.values()), default=0)
-    for name, shape in arrays.items():
-        if shape[0] != longest or shape[0] % count:
-            raise StreamError(
-                f"micro_batches={count}: expected leaves whose first axis has one "
-                f"length that {count} divides, found {name} of shape {shape}"
-                + ("" if shape[0] == longest else f" beside others of {longest}")
-                + "; give another batch, or another number (scalars are not divided)"
-            )
-    if not arrays:
+    lengths = {shape[0] for shape in shapes.values()}
+    if len(lengths) != 1 or max(lengths) % count:
+        listed = ", ".join(f"{name} of shape {own}" for name, own in shapes.items())
         raise StreamError(
-            f"micro_batches={count}: expected a batch to divide, found no arrays; "
-            "leave it out"
+            f"micro_batches={count}: expected leaves whose first axis has one length "
+            f"that {count} divides, found {listed or 'no arrays'}; give another batch, "
+            "or another number (scalars are not divided)"
         )
-    return longest
+    return lengths.pop()

@@ -45,14 +45,9 @@ class Count:
     now_bytes: int
 
 
-def count(plan: Plan, updates: Any, store_bytes: int, now_bytes: int) -> Count:
-    """Counts what a plan's steps take and move.
-
-    Args:
-      updates: What the updates of its steps take, such as `NearStorageUpdates`.
-      store_bytes: Bytes of the store with both slots.
-      now_bytes: Bytes of the store that is there.
-    """
+def count(plan: Plan, updates: Any) -> Count:
+    """Counts what a plan's steps take and move, with such updates."""
+    store_bytes, now_bytes = updates.disk_bytes
     traffic, last = plan.traffic, updates.waiting(plan)
     assert traffic is not None, "it was planned for these updates"
     host_bytes, device_bytes = _memory(plan, last)

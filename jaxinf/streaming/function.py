@@ -37,7 +37,6 @@ class ReadStore(StateHome):
 
     def __init__(self, store: Store, *, closes: bool, average: bool) -> None:
         self.store, self.engine = store, engine_of(store)
-        self._store, self._engine = store, self.engine
         self._closes, self._average = closes, average
         self._avals: PyTree | None = None
 
@@ -45,7 +44,7 @@ class ReadStore(StateHome):
     def avals(self) -> PyTree:
         """As told, or in nested dicts; raises StreamError if they are not."""
         if self._avals is None:
-            self._avals = _nested(self._store)
+            self._avals = _nested(self.store)
         return self._avals
 
     def first(self, init_fn: Callable[..., PyTree], args: Any, shardings: Any) -> Any:
@@ -55,7 +54,7 @@ class ReadStore(StateHome):
         self, params: PyTree, state: PyTree, shardings: PyTree
     ) -> tuple[PyTree, None]:
         without(state=state, shardings=shardings)
-        check_like(self._engine.opened, params)
+        check_like(self.engine.opened, params)
         return abstract(params), None
 
     def start(self, avals: PyTree, *others: Any) -> None:
@@ -63,10 +62,10 @@ class ReadStore(StateHome):
 
     def params(self, like: PyTree) -> PyTree:
         like = self.avals if like is None else like
-        return self._store.params(like, average=self._average)
+        return self.store.params(like, average=self._average)
 
     def updates(self, ready: OrderedProgram, avals: PyTree = None) -> NoUpdates:
-        opened, params = self._engine.opened, ready.traced.params
+        opened, params = self.engine.opened, ready.traced.params
         if self._average:
             opened.averaged(0)  # or refuses
         store_units = StoreUnits(params, opened.divides)
@@ -82,19 +81,19 @@ class ReadStore(StateHome):
         return NoUpdates(Claims(store_units, frozen, **how))
 
     def source(self, updates: NoUpdates, plan: Plan, hold: Hold) -> Params:
-        reader = StoreReader(self._engine, average=self._average)
+        reader = StoreReader(self.engine, average=self._average)
         what = updates.claims.units, reader, plan.reading, hold
         return StoreParams(*what, are_frozen=False)
 
     def join(self) -> None:
         if self._average:
-            self._engine.wait()  # a commit writes all of it to the drive
+            self.engine.wait()  # a commit writes all of it to the drive
         else:
-            self._engine.join()
+            self.engine.join()
 
     def close(self, *error: Any) -> None:
         if self._closes:
-            self._store.close()
+            self.store.close()
 
 
 def _nested(store: Store) -> PyTree:

@@ -12,9 +12,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from jaxinf.engine import Engine, Store
 from jaxinf.errors import StreamError
-from jaxinf.streaming.move.params import Hold, Params
+from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.scratch import Scratch, Waiting
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.fit import OrderedProgram
@@ -29,6 +28,7 @@ class NoUpdates:
     """What takes the place of `NearStorageUpdates` where the store gets none."""
 
     claims: Claims
+    disk_bytes = 0, 0
 
     def waiting(self, plan: Plan) -> Waiting | None:
         return None
@@ -43,31 +43,30 @@ class StateHome:
     Each has `avals`, the params' shapes, dtypes and shardings. ``first(init_fn, args,
     shardings)`` and ``given(params, state, shardings)`` return these, and what
     ``start(avals, make, ready, budget, plan)`` makes the first step of, once it is
-    known to fit in a budget. ``updates(ready, avals)`` returns what the updates of a
-    traced function take, and compiles them; avals are by default the step's.
-    ``source(updates, plan, hold)`` makes what gives params to programs.
+    known to fit in a budget. ``params(like)`` is that of `StreamedStep`.
+    ``updates(ready, avals)`` returns what the updates of a traced function take, for
+    the step's avals by default. ``source(updates, plan, hold)`` makes what gives params
+    to programs.
 
     Attributes:
       what: What runs, for errors.
       has_loss: Whether there are gradients.
       store, engine: None for params in memory.
-      waited_s, spilled_bytes: As of a `StoreSink`.
     """
 
     what = "a step"
     has_loss = True
-    store: Store | None = None
-    engine: Engine | None = None
+    store: Any = None
+    engine: Any = None
     num_skipped = 0
-    waited_s, spilled_bytes = 0.0, (0, 0)
 
     avals: Any
     first: Callable[..., tuple[PyTree, Any]]
     given: Callable[..., tuple[PyTree, Any]]
     start: Callable[..., None]
-    params: Callable[[PyTree], PyTree]
+    params: Callable[..., PyTree]
     updates: Callable[..., Any]
-    source: Callable[[Any, Plan, Hold], Params]
+    source: Callable[..., Params]
 
     def state(self) -> PyTree:
         """See `StreamedStep.state`."""
@@ -75,11 +74,6 @@ class StateHome:
 
     def kept_cuts(self, ready: OrderedProgram) -> Sequence[int] | None:
         """Returns the cuts on which bits depend from before; None if there are none."""
-        return None
-
-    def disk_bytes(self, updates: Any) -> tuple[int, int]:
-        """Returns bytes of the store with both slots, and of what is there now."""
-        return 0, 0
 
     def scratch(self) -> Scratch:
         """Returns files on drives for values."""
@@ -98,6 +92,8 @@ class StateHome:
         """Closes the store, if it is the step's own."""
 
     # --- as a sink: see `StoreSink` --------------------------------------------------
+
+    waited_s, spilled_bytes = 0.0, (0, 0)
 
     def sink(
         self, updates: Any, plan: Plan, ready: OrderedProgram, closing: ExitStack

@@ -4,7 +4,7 @@
               values that backward needs may wait on a drive
 
 Invariant: updates have the bits of jitted optax on the same gradients. A step that ends
-  early leaves params and state as they were. Memory that was handed out is not reused.
+  early leaves params and state as they were. What is handed out is a copy.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,27 +38,29 @@ from jaxinf.typing import Array, PathLikeStr, PyTree
 class InMemory(StateHome):
     """Params and the state of any optax optimizer, and the sink of their gradients.
 
-    It holds gradients whole or in slices of stacks until a step has all. The update and
-    the addition are each a jit.
+    It holds gradients whole or in slices of stacks until a step has all.
 
     Args:
       folder: On a drive, for values of ``"offload"``.
+
+    Attributes:
+      update, add: The optimizer's update, and its addition to params, each a jit.
     """
 
     def __init__(
         self, tx: optax.GradientTransformation, options: Options, folder: PathLikeStr
     ) -> None:
         self._tx, self._options, self._folder = tx, options, folder
+        self.update = options.jit(tx.update, donate_argnums=(0, 1))
+        self.add = options.jit(optax.apply_updates, donate_argnums=(0,))
         self._trained: tuple[PyTree, PyTree] | None = None
-        self._is_lent = False
-        self._compiled: dict[bool, tuple[Any, Any]] = {}
         self._held: dict[int, dict[tuple[int, ...], jax.Array]] = {}
 
     # --- params and state ----------------------------------------------------------
 
     @property
     def _current(self) -> tuple[PyTree, PyTree]:
-        """Params and state; the next update may reuse their memory."""
+        """Params and state; the next update reuses their memory."""
         if self._trained is None:
             raise StreamError("jaxinf.stream: call step.init or step.load first")
         return self._trained
@@ -80,8 +82,7 @@ class InMemory(StateHome):
         self, params: PyTree, state: PyTree, shardings: PyTree
     ) -> tuple[PyTree, Any]:
         without(shardings=shardings)
-        own = partial(jax.tree.map, lambda leaf: jnp.array(leaf, copy=True))
-        return abstract(params), lambda: (own(params), own(state))
+        return abstract(params), lambda: (_copied(params), _copied(state))
 
     def start(
         self,
@@ -96,25 +97,14 @@ class InMemory(StateHome):
         params, state = make()
         if state is None:
             state = jax.jit(self._tx.init)(params)
-        self._trained, self._is_lent = (params, state), False
+        self._trained = params, state
 
     def params(self, like: PyTree) -> PyTree:
-        self._is_lent = True  # no update reuses its memory from now on
-        params = self._current[0]
-        if like is None:
-            return params
-        held, asked = (jax.tree.map(jnp.shape, tree) for tree in (params, like))
-        if held != asked:
-            raise ValueError(f"like: expected the shapes {held}, found {asked}")
-
-        def formed(leaf: jax.Array, to: Any) -> jax.Array:
-            return jax.device_put(leaf.astype(to.dtype), getattr(to, "sharding", None))
-
-        return jax.tree.map(formed, params, like)
+        without(like=like)
+        return _copied(self._current[0])
 
     def state(self) -> PyTree:
-        self._is_lent = True
-        return self._current[1]
+        return _copied(self._current[1])
 
     # --- a step's plan -------------------------------------------------------------
 
@@ -141,7 +131,7 @@ class InMemory(StateHome):
     def scratch(self) -> Scratch:
         return Scratch([self._folder], content="activations")
 
-    # --- a step --------------------------------------------------------------------
+    # --- a step, as its sink -------------------------------------------------------
 
     def begin(self, extra_args: Mapping[str, Any], params: Params) -> None:
         super().begin(extra_args, params)
@@ -170,24 +160,9 @@ class InMemory(StateHome):
                 raise refused_gradient(bad)
             if bad:
                 return False
-        update, add = self.functions(donates=not self._is_lent)
-        updates, state = update(tree.unflatten(gradients), state, params)
-        self._trained, self._is_lent = (add(params, updates), state), False
+        updates, state = self.update(tree.unflatten(gradients), state, params)
+        self._trained = self.add(params, updates), state
         return True
-
-    def functions(self, *, donates: bool) -> tuple[Any, Any]:
-        """Returns the update and the addition, as jits.
-
-        Args:
-          donates: Whether they reuse the memory of state and params.
-        """
-        if donates not in self._compiled:
-            jit = self._options.jit
-            self._compiled[donates] = (
-                jit(self._tx.update, donate_argnums=(0, 1) if donates else (0,)),
-                jit(optax.apply_updates, donate_argnums=(0,) if donates else ()),
-            )
-        return self._compiled[donates]
 
     def abandon(self) -> None:
         self._held.clear()
@@ -208,6 +183,10 @@ class InMemory(StateHome):
             whole = jnp.copy(whole)
         taken.add(id(whole))
         return whole
+
+
+def _copied(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), tree)
 
 
 @jax.jit

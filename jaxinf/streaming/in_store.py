@@ -32,7 +32,6 @@ from jaxinf.engine import (
 )
 from jaxinf.errors import StreamError
 from jaxinf.program import UpdateProgram, averaged, trace_init
-from jaxinf.store import required_bytes
 from jaxinf.streaming.home import StateHome
 from jaxinf.streaming.move.params import Hold, Params, StoreParams, StoreReader
 from jaxinf.streaming.move.scratch import Scratch
@@ -70,17 +69,12 @@ _MakeLeaves: TypeAlias = Callable[[int], Iterable[Any]]
 
 
 class InStore(StateHome):
-    """A store that a step reads, updates and commits.
-
-    Args:
-      tx: The optimizer.
-    """
+    """A store that a step reads, updates and commits."""
 
     def __init__(
         self, tx: optax.GradientTransformation, store: Store, options: Options
     ) -> None:
         self.store, self.engine = store, engine_of(store)
-        self._store, self._engine = store, self.engine
         self._tx, self._options = averaged(tx, options.average), options
         self._avals: PyTree | None = None
         self._update: tuple[PyTree, UpdateProgram] | None = None  # of these params
@@ -108,11 +102,10 @@ class InStore(StateHome):
         if state is not None:
             raise ValueError("state: use store.load(params, state, step=…) instead")
         leaves = jax.tree.leaves(params)
-        avals = sharded_like(abstract(params), shardings)
-        return avals, lambda _: leaves
+        return sharded_like(abstract(params), shardings), lambda _: leaves
 
     def params(self, like: PyTree) -> PyTree:
-        return self._store.params(self.avals if like is None else like)
+        return self.store.params(self.avals if like is None else like)
 
     # --- a step --------------------------------------------------------------------
 
@@ -121,21 +114,12 @@ class InStore(StateHome):
     ) -> NearStorageUpdates:
         self._check_mesh(ready.traced.mesh)
         if avals is None:
-            avals, shape = self.avals, self._engine.opened
+            avals, shape = self.avals, self.engine.opened
         else:
             pieces = tuple(ready.lifetimes.graph.gradients)
-            shape = self._engine.shape(self._described(avals, pieces)[1])
+            shape = self.engine.shape(self._described(avals, pieces)[1])
         own = self._optimizer(avals), shape, self._options
-        return near_storage_updates(self._engine, ready, *own)
-
-    def _check_mesh(self, mesh: Mesh | None) -> None:
-        policy = self._options.policy
-        if mesh is not None and policy not in ("recompute", "keep"):
-            raise StreamError(
-                f'policy="{policy}": not supported yet on several devices, found '
-                f'{mesh_text(mesh)}; use "recompute" or "keep"'
-            )
-        check_processes(self._engine.group, mesh)
+        return near_storage_updates(self.engine, ready, *own)
 
     def sink(
         self,
@@ -149,37 +133,42 @@ class InStore(StateHome):
         return sink
 
     def scratch(self) -> Scratch:
-        return store_scratch(self._engine)
+        return store_scratch(self.engine)
 
     def source(self, updates: NearStorageUpdates, plan: Plan, hold: Hold) -> Params:
-        reader = StoreReader(self._engine)
+        reader = StoreReader(self.engine)
         return StoreParams(updates.claims.units, reader, plan.reading, hold)
 
     def kept_cuts(self, ready: OrderedProgram) -> Sequence[int] | None:
-        if self._options.replan or self._engine.commit is None:
+        if self._options.replan or self.engine.commit is None:
             return None
-        return kept_cuts(self._store.path, self._engine.opened.finished, ready)
-
-    def disk_bytes(self, updates: NearStorageUpdates) -> tuple[int, int]:
-        num_bytes = sum(required_bytes(updates.shape.directory).values())
-        return num_bytes, num_bytes * (self._engine.commit is not None)
+        return kept_cuts(self.store.path, self.engine.opened.finished, ready)
 
     def take_turn(self, plan: Plan) -> None:
-        engine = self._engine
+        engine = self.engine
         engine.health.check()
         if plan.store_bytes != engine.opened.memory_bytes:
             engine.join()
             engine.opened.limit_memory(plan.store_bytes)
 
     def join(self) -> None:
-        self._engine.join()
+        self.engine.join()
 
     def rest(self) -> None:
-        self._engine.join()
-        self._engine.opened.limit_memory(0)
+        self.engine.join()
+        self.engine.opened.limit_memory(0)
 
     def close(self, *error: Any) -> None:
-        self._store.__exit__(*error)
+        self.store.__exit__(*error)
+
+    def _check_mesh(self, mesh: Mesh | None) -> None:
+        policy = self._options.policy
+        if mesh is not None and policy not in ("recompute", "keep"):
+            raise StreamError(
+                f'policy="{policy}": not supported yet on several devices, found '
+                f'{mesh_text(mesh)}; use "recompute" or "keep"'
+            )
+        check_processes(self.engine.group, mesh)
 
     def _optimizer(self, avals: PyTree) -> UpdateProgram:
         if self._update is None or self._update[0] is not avals:
@@ -198,22 +187,29 @@ class InStore(StateHome):
         budget: Budget,
         plan: Callable[[OrderedProgram, NearStorageUpdates, Budget], Plan],
     ) -> None:
-        engine = self._engine
+        engine, group = self.engine, self.engine.group
         check_params(avals)
         self._check_mesh(mesh_of(avals))
         pieces = () if ready is None else tuple(ready.lifetimes.graph.gradients)
         first, description = self._described(avals, pieces)
         plain = jax.tree.leaves(without_shardings(avals))
         scalars, inputs = initial_inputs(first, plain)
-        made: Iterator[Any] = iter(())
+        made, updates = iter(()), None
         if engine.commit is None:
-            fits = None
             if ready is not None:
                 what = partial(self.updates, ready, avals)
-                updates = engine.group.in_all("the optimizer's programs", what)
-                fits = partial(plan, ready, updates)
-            fitting = partial(self._fitting, make, fits)
-            made = within(budget, fitting, advises=engine.group.is_alone)
+                updates = group.in_all("the optimizer's programs", what)
+
+            def fitting(budget: Budget) -> Iterator[Any]:
+                """Returns the leaves, which can be made if a step fits, too."""
+                host_bytes = budget.memory_bytes
+                num_bytes = min(budget.device_memory_bytes or host_bytes, host_bytes)
+                made = group.in_all("the first params", lambda: make(num_bytes))
+                if ready is not None and updates is not None:
+                    plan(ready, updates, budget)
+                return iter(made)
+
+            made = within(budget, fitting, advises=group.is_alone)
         self._avals = avals
         if engine.bind(description, may_create=True, uses_budget=False):
             for leaf, own in enumerate(inputs):
@@ -222,33 +218,16 @@ class InStore(StateHome):
         self.num_skipped = engine.opened.finished.skipped_steps
         return_freed_memory()  # of traces and of the first params
 
-    def _fitting(
-        self,
-        make: _MakeLeaves,
-        plan: Callable[[Budget], Plan] | None,
-        budget: Budget,
-    ) -> Iterator[Any]:
-        """Returns the leaves to be made, if they and the program fit in a budget."""
-        host_bytes = budget.memory_bytes
-        num_bytes = min(budget.device_memory_bytes or host_bytes, host_bytes)
-        made = self._engine.group.in_all("the first params", lambda: make(num_bytes))
-        if plan is not None:
-            plan(budget)
-        return iter(made)
-
     def _described(
         self, avals: PyTree, pieces: Sequence[Piece]
     ) -> tuple[Any, StoreDescription]:
         """Returns the optimizer's first state, traced, and the store for a program.
 
-        Args:
-          avals: Shapes, dtypes and shardings of the params.
-
         Raises:
           UnsupportedTransformError: The optimizer needs too much of all leaves.
         """
         options, update = self._options, self._optimizer(avals)
-        is_alone = self._engine.group.is_alone
+        is_alone = self.engine.group.is_alone
         passes_for(update, pieces, is_alone=is_alone)
         held, holders = jax.tree.leaves(avals), list[Any]()
         first = trace_init(self._tx, without_shardings(avals))
@@ -267,7 +246,7 @@ class InStore(StateHome):
         inputs: ScalarInputs,
     ) -> None:
         """Makes the next leaf, and writes its params and first state; blocks."""
-        opened = self._engine.opened
+        opened = self.engine.opened
         opened.mover.drain()
         opened.fleet.limit_memory(0)  # idle buffers leave the leaf their memory
         shards = distinct_shards(next(made))
@@ -275,4 +254,4 @@ class InStore(StateHome):
         for index, shard in shards:
             origin = [dim.start or 0 for dim in index]
             first = FirstParams(leaf, shard, origin, inputs)
-            self._engine.initialise(description, [first])
+            self.engine.initialise(description, [first])

@@ -8,8 +8,8 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from functools import cache, partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,21 +30,6 @@ from jaxinf.transfer import add_span, span
 from jaxinf.typing import PyTree
 
 MAX_IN_FLIGHT = 2
-
-
-class _Part(NamedTuple):
-    """A part of a batch on the device, and the cotangent of its loss."""
-
-    leaves: Sequence[jax.Array]
-    seed: jax.Array
-
-
-class _InFlight(NamedTuple):
-    """A call under way, and an output to wait for; None if it has ended."""
-
-    number: int
-    called_s: float
-    output: jax.Array | None
 
 
 class Runner:
@@ -70,15 +55,14 @@ class Runner:
         self.dispatched_s = self.waited_s = self._ended_s = 0.0
         executables = {} if executables is None else executables
         self._executables = compile_plan(plan, executables)
-        self.plan = plan.without_graph()
+        self.plan, mesh = plan.without_graph(), plan.traced.mesh
         self.call_s = [0.0] * len(plan.calls)
-        self._in_flight: deque[_InFlight] = deque()
-        self._numbers: dict[int, jax.Array] = {}
-        mesh = plan.traced.mesh
+        # Calls under way: number, time, and an output to wait for unless it has ended.
+        self._in_flight: deque[tuple[int, float, jax.Array | None]] = deque()
         self._put = partial(_put, mesh=mesh)
+        self._number = cache(lambda number: _put(np.int32(number), mesh=mesh))
         consts = plan.traced.consts
         self._consts = [self._put(one, const_sharding(one, mesh)) for one in consts]
-        self._one = self._seed(1.0)
 
     def __call__(
         self,
@@ -99,29 +83,38 @@ class Runner:
         Returns:
           The loss, None if there is none, and aux; of parts as `together`.
         """
-        parts = parts_of(batch, self.plan.num_parts)
+        parts, traced = parts_of(batch, self.plan.num_parts), self.plan.traced
         shares = shares or (1.0,) * len(parts)
         placed = [
-            _Part(self._placed(part), self._one if share == 1 else self._seed(share))
-            for part, share in zip(parts, shares, strict=True)
+            [
+                self._put(leaf, aval.sharding)
+                for leaf, aval in zip(jax.tree.leaves(part), traced.batch, strict=True)
+            ]
+            for part in parts
         ]
+        dtype = traced.seed_dtype or np.float32
+        seeds = [self._put(np.array(share, dtype)) for share in shares]
         self.dispatched_s = self.waited_s = self._ended_s = 0.0
         try:
-            self._call_all(placed, params, hand_out, check)
+            self._call_all(placed, seeds, params, hand_out, check)
             return together(self._results(len(parts)), shares)
         finally:
-            self._settle()
+            while self._in_flight:  # those that an error has left
+                with contextlib.suppress(RuntimeError):  # the step's own is raised
+                    jax.block_until_ready(self._in_flight.popleft()[2])
+            self.values.reset()
 
     def _call_all(
         self,
-        parts: Sequence[_Part],
+        parts: Sequence[Sequence[jax.Array]],
+        seeds: Sequence[jax.Array],
         params: Params,
         hand_out: Callable[[Piece, jax.Array], None],
         check: Callable[[], None],
     ) -> None:
         values = self.values
 
-        def read(ref: Origin | Slot, number: int, part: _Part) -> Any:
+        def read(ref: Origin | Slot, number: int, part: int) -> Any:
             match ref:
                 case Slot():
                     return values[ref]
@@ -129,11 +122,11 @@ class Runner:
                     check()
                     return params.get(number, ref)
                 case Batch():
-                    return part.leaves[ref.leaf]
+                    return parts[part][ref.leaf]
                 case Const():
                     return self._consts[ref.number]
                 case Seed():
-                    return part.seed
+                    return seeds[part]
                 case Number():
                     return self._number(ref.number)
 
@@ -141,7 +134,7 @@ class Runner:
             if len(self._in_flight) == MAX_IN_FLIGHT:
                 self._await_first(params)
             values.before(number)
-            inputs = [read(ref, number, parts[call.part]) for ref in call.takes]
+            inputs = [read(ref, number, call.part) for ref in call.takes]
             outputs = self._dispatch(number, inputs)
             del inputs
             values.put(call.makes, outputs)
@@ -151,6 +144,18 @@ class Runner:
             del outputs
         while self._in_flight:
             self._await_first(params)
+
+    def _dispatch(self, number: int, inputs: list[Any]) -> Sequence[jax.Array]:
+        began_s = time.perf_counter()
+        outputs = self._executables[number](*inputs)
+        called_s = time.perf_counter()
+        self.dispatched_s += called_s - began_s
+        fence = self.plan.fences[number]
+        if fence is None:  # the next call may reuse the memory of all outputs
+            self._await(outputs)
+        output = None if fence is None else outputs[fence]
+        self._in_flight.append((number, called_s, output))
+        return outputs
 
     def _await_first(self, params: Params) -> None:
         number, called_s, output = self._in_flight.popleft()
@@ -162,26 +167,6 @@ class Runner:
         add_span("program", name, began_s, self._ended_s)
         self.values.done(number)
         params.done(number)
-
-    def _settle(self) -> None:
-        """Waits for programs that an error has left in flight, and drops values."""
-        while self._in_flight:
-            output = self._in_flight.popleft().output
-            with contextlib.suppress(RuntimeError):  # the step's own error is raised
-                jax.block_until_ready(output)
-        self.values.reset()
-
-    def _dispatch(self, number: int, inputs: list[Any]) -> Sequence[jax.Array]:
-        began_s = time.perf_counter()
-        outputs = self._executables[number](*inputs)
-        called_s = time.perf_counter()
-        self.dispatched_s += called_s - began_s
-        fence = self.plan.fences[number]
-        if fence is None:  # the next call may reuse the memory of all outputs
-            self._await(outputs)
-        output = None if fence is None else outputs[fence]
-        self._in_flight.append(_InFlight(number, called_s, output))
-        return outputs
 
     def _await(self, outputs: Any) -> None:
         began_s = time.perf_counter()
@@ -198,18 +183,6 @@ class Runner:
             loss = None if traced.seed_dtype is None else aux.pop(0)
             found.append((loss, traced.aux_tree.unflatten(aux)))
         return found
-
-    def _placed(self, batch: PyTree) -> list[jax.Array]:
-        pairs = zip(jax.tree.leaves(batch), self.plan.traced.batch, strict=True)
-        return [self._put(leaf, aval.sharding) for leaf, aval in pairs]
-
-    def _seed(self, share: float) -> jax.Array:
-        return self._put(np.array(share, self.plan.traced.seed_dtype or np.float32))
-
-    def _number(self, number: int) -> jax.Array:
-        if number not in self._numbers:
-            self._numbers[number] = self._put(np.int32(number))
-        return self._numbers[number]
 
 
 def _put(leaf: Any, sharding: Any = None, *, mesh: Mesh | None) -> jax.Array:

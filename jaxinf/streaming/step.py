@@ -11,7 +11,6 @@ memory are steps whose params have another home.
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -240,7 +239,7 @@ class StreamedStep:
             updates = self._home.updates(ready, avals)
             how = ready, updates, self._budget(ready, device)
             plan = self._plan(*how, executables=Measured())
-            return count(plan, updates, *self._home.disk_bytes(updates))
+            return count(plan, updates)
 
     def rest(self) -> None:
         """Frees params and buffers until the next call; waits for updates."""
@@ -256,12 +255,7 @@ class StreamedStep:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         try:
             self._settle()
             for bound in self._bound.values():
@@ -269,7 +263,7 @@ class StreamedStep:
             if self._home.store is None:
                 self._bound.clear()  # another step makes room anew
         finally:
-            self._home.close(kind, error, trace)
+            self._home.close(*error)
 
     # --- batches of one shape ------------------------------------------------------
 

@@ -168,9 +168,9 @@ def test_an_update_in_memory(device):
     params = shapes_of(program_of("gpt2").params)
     state = jax.eval_shape(CLIPPED.init, params)
     with compiling_for(target) as built, jax.default_device(target.devices[0]):
-        update, add = InMemory(CLIPPED, Options(1 << 30), ".").functions(donates=True)
-        update.lower(params, state, params).compile()
-        add.lower(params, params).compile()
+        home = InMemory(CLIPPED, Options(1 << 30), ".")
+        home.update.lower(params, state, params).compile()
+        home.add.lower(params, params).compile()
     check_built(built, device)
     num_leaves = len(jax.tree.leaves(params))
     assert [one.donated[0] for one in built] == [3 * num_leaves + 1, num_leaves]
@@ -193,7 +193,7 @@ def test_updates_on_the_device(device):
         programs.program(kernel).lower(wide, wide, [wide, wide], scalars).compile()
     check_built(built, device)
     assert [one.donated[0] for one in built][:5] == [0, 1, 0, 0, 2]
-    room = 2 * 12 + 16  # bytes a param, as `room_bytes`
+    room = 2 * 12 + 16  # bytes a param, as `claims_of_share`
     assert all(taken_bytes(one.memory) <= room << 20 for one in built)
 
 

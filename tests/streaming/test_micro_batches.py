@@ -225,10 +225,15 @@ def test_a_step_of_parts_is_that_of_the_whole_batch(how, after_one):
 @pytest.mark.parametrize(
     ("options", "batch", "error", "message"),
     [
-        ({"weights": lambda part: part["mask"][0]}, MASKED, StreamError, "a number"),
+        (
+            {"weights": lambda part: part["mask"][0]},
+            MASKED,
+            StreamError,
+            "finite number",
+        ),
         ({"weights": lambda part: -1.0}, MASKED, StreamError, r"at least 0.*-1\.0"),
         ({"weights": lambda part: jnp.nan}, MASKED, StreamError, r"finite.*nan"),
-        ({"weights": lambda part: 0.0}, MASKED, StreamError, "not all 0.*something"),
+        ({"weights": lambda part: 0.0}, MASKED, StreamError, "not all 0.*some do"),
         (
             {"weights": number_of, "micro_batches": 1},
             MASKED,
@@ -241,9 +246,9 @@ def test_a_step_of_parts_is_that_of_the_whole_batch(how, after_one):
             {},
             {**MASKED, "y": normal(3, 4, 4)},
             StreamError,
-            r"found y of shape \(4, 4\) beside others",
+            r"found .*y of shape \(4, 4\)",
         ),
-        ({}, np.float32(1), StreamError, "a batch to divide, found no arrays"),
+        ({}, np.float32(1), StreamError, "that 3 divides, found no arrays"),
     ],
 )
 def test_parts_that_cannot_be_are_refused(options, batch, error, message, after_one):

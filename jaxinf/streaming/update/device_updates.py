@@ -27,7 +27,6 @@ from jaxinf.engine import (
     Assignment,
     Store,
     StoreShape,
-    SubgroupLayout,
     engine_of,
 )
 from jaxinf.errors import StoreError, StreamError
@@ -89,31 +88,30 @@ def device_interval(
             "computes every so many subgroups, and with 0 none"
         )
     engine, remedy = engine_of(store), "leave device_updates out"
-    csd, kept = engine.options.csd, 0
     last = None if engine.commit is None else engine.opened.finished
     if last is not None and last.step:
         kept = last.device_updates
         if every == "auto":  # it is chosen once
             every = None
-        if every is not None and every != kept and not replan:
+        if every not in (None, kept) and not replan:
             raise StreamError(
                 f"{store.path}: its last step was computed with device_updates={kept}, "
                 f"found device_updates={every}; leave it out to go on as before, or "
                 "give replan=True to go on with another choice (bits on an accelerator "
                 "then differ from here on)"
             )
-    if every is None and kept:
-        every, remedy = kept, "give 0 for device_updates and replan=True"
-    if every and csd.has_cards:
-        raise ValueError(
-            f'device_updates={every!r}: on csd="{csd.kind}" cards update state, '
-            f'and none passes the host; {remedy}, or use csd="host"'
+        if every is None and kept:
+            every, remedy = kept, "give 0 for device_updates and replan=True"
+    csd, found, other = engine.options.csd, "", ""
+    if is_compressed:
+        found, other = (
+            "the host updates with compressed gradients",
+            "leave compress out",
         )
-    if every and is_compressed:
-        raise ValueError(
-            f"device_updates={every!r}: the host updates with compressed gradients; "
-            f"{remedy}, or leave compress out"
-        )
+    if csd.has_cards:
+        found, other = f'on csd="{csd.kind}" cards update state', 'use csd="host"'
+    if every and found:
+        raise ValueError(f"device_updates={every!r}: {found}; {remedy}, or {other}")
     return every or 0
 
 
@@ -166,10 +164,10 @@ def device_share(
         share = every_kth(share, every)
     if not share.subgroups:
         raise StreamError(
-            f"device_updates={every}: expected more subgroups that the "
-            "device can compute: of 65536 params or more, with state that is not "
-            "coded, and an update without arrays from outside; leave "
-            "device_updates out, or give a smaller number"
+            f"device_updates={every}: expected more subgroups that the device can "
+            "compute: of 65536 params or more, with state that is not coded, and an "
+            "update without arrays from outside; leave device_updates out, or give a "
+            "smaller number"
         )
     return share
 
@@ -185,20 +183,24 @@ def claims_of_share(
 ) -> list[Claim]:
     """Returns what updates on the device take there, and here.
 
+    Of a subgroup its states as they were and as they are, its gradient as it comes and
+    in float32, its master params before, and its update.
+
     Args:
       gradient_bytes: Bytes of the largest gradient.
     """
-    if share.updater is None:
-        return []
     subgroups = frozenset(share.subgroups)
-    layouts = (
-        layout
+    rooms = [
+        2 * sum(extent.num_bytes for extent in layout.kernel_extents)
+        + 4 * FLOAT32.itemsize * layout.subgroup.num_elements
         for leaf in {subgroup.leaf for subgroup in subgroups}
-        for own in shape.chunk_layouts(leaf)
-        for layout in own
+        for layouts in shape.chunk_layouts(leaf)
+        for layout in layouts
         if layout.subgroup in subgroups
-    )
-    rooms_bytes = NUM_ROOMS * max(map(room_bytes, layouts))
+    ]
+    if not rooms:
+        return []
+    rooms_bytes = NUM_ROOMS * max(rooms)
     under_way_bytes = (NUM_UNDER_WAY - 1) * gradient_bytes
     return [
         Claim(rooms_bytes, "updates on the device", is_on_device=True),
@@ -227,16 +229,6 @@ def next_interval(seconds: Sequence[float], most: int) -> int:
 
 
 # --- an update on the device ---------------------------------------------------------
-
-
-def room_bytes(layout: SubgroupLayout) -> int:
-    """Memory of a device for a subgroup, in bytes.
-
-    Its states as they were and as they are, its gradient as it comes and in float32,
-    its master params before, and its update.
-    """
-    states_bytes = sum(extent.num_bytes for extent in layout.kernel_extents)
-    return 2 * states_bytes + 4 * FLOAT32.itemsize * layout.subgroup.num_elements
 
 
 class DeviceUpdater:

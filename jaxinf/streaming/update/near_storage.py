@@ -30,6 +30,7 @@ from jaxinf.engine import (
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.layout import LeafGrid
 from jaxinf.program import Passes, UpdateProgram, trace_update
+from jaxinf.store import required_bytes
 from jaxinf.streaming.move.params import AT_ONCE
 from jaxinf.streaming.move.scratch import (
     PART_BYTES,
@@ -142,6 +143,12 @@ class NearStorageUpdates:
     def largest_bytes(self) -> int:
         """Bytes of the largest gradient."""
         return max(self.gradient_bytes.values(), default=0)
+
+    @property
+    def disk_bytes(self) -> tuple[int, int]:
+        """Bytes of the store with both slots, and of what is there now."""
+        num_bytes = sum(required_bytes(self.shape.directory).values())
+        return num_bytes, num_bytes * (self.engine.commit is not None)
 
     @cached_property
     def claims(self) -> Claims:
@@ -275,34 +282,23 @@ def near_storage_updates(
         for number, leaf in enumerate(program.leaves)
         if is_idle(leaf.kernel) and not any(passes.part(n, number) for n in later)
     )
+    gradient_bytes = {
+        piece: 0 if piece.leaf in idle else aval_bytes(value.aval)
+        for piece, value in ready.lifetimes.graph.gradients.items()
+    }
     inputs, compress = KernelInputs(engine, program, passes, options.jit), None
     num_bytes = inputs.compile(params, pieces)
     if options.compress is not None:
-        compress, needed = compressor(
-            engine, options.compress, shape, options.jit, trained
-        )
-        num_bytes = max(num_bytes, needed)
+        what = engine, options.compress, shape, options.jit, trained
+        compress, own_bytes = compressor(*what)
+        num_bytes = max(num_bytes, own_bytes)
     kernels = [leaf.kernel for leaf in program.leaves]
-    mesh = ready.traced.mesh
-    return NearStorageUpdates(
-        engine,
-        options,
-        program,
-        shape,
-        passes,
-        inputs,
-        num_bytes,
-        compress,
-        device_share(shape, kernels, options, mesh, is_alone=is_alone),
-        units,
-        frozenset(map(units.unit, ready.lifetimes.sizes)),
-        trained,
-        idle,
-        {
-            piece: 0 if piece.leaf in idle else aval_bytes(value.aval)
-            for piece, value in ready.lifetimes.graph.gradients.items()
-        },
-    )
+    own = shape, kernels, options, ready.traced.mesh
+    share = device_share(*own, is_alone=is_alone)
+    read = frozenset(map(units.unit, ready.lifetimes.sizes))
+    of_updates = passes, inputs, num_bytes, compress, share
+    of_units = units, read, trained, idle, gradient_bytes
+    return NearStorageUpdates(engine, options, program, shape, *of_updates, *of_units)
 
 
 def compressor(
