@@ -224,7 +224,7 @@ def compile_step(
     Args:
       updates: What the home's `updates` returned.
     """
-    errors, units = list[BaseException](), updates.claims.units
+    errors, units = list[BaseException](), updates.needs.units
     hold = partial(holding, group, errors)
     params_bytes = 0 if units is None else used_bytes(plan.calls, units)
     with ExitStack() as closing:

@@ -19,7 +19,7 @@ from jaxinf.streaming.home import NoUpdates, StateHome, without
 from jaxinf.streaming.move.params import Hold, Params, StoreParams, StoreReader
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.fit import OrderedProgram
-from jaxinf.streaming.plan.memory import Claim, Claims
+from jaxinf.streaming.plan.memory import MemoryNeed, StepNeeds
 from jaxinf.streaming.program.trace import abstract
 from jaxinf.streaming.program.units import SHARED, StoreUnits, shared_bytes
 from jaxinf.typing import PyTree
@@ -73,16 +73,16 @@ class ReadStore(StateHome):
         undivided = [unit.whole_bytes for unit in units if not unit.is_divided]
         purpose = "reading shards of params that are not stored alone"
         others = (
-            Claim(max(undivided, default=0), purpose),
-            Claim(shared_bytes(units), SHARED),
+            MemoryNeed(max(undivided, default=0), purpose),
+            MemoryNeed(shared_bytes(units), SHARED),
         )
         frozen, export_bytes = frozenset(range(len(params))), opened.export_bytes
         how = {"export_bytes": export_bytes, "others": others}
-        return NoUpdates(Claims(store_units, frozen, **how))
+        return NoUpdates(StepNeeds(store_units, frozen, **how))
 
     def source(self, updates: NoUpdates, plan: Plan, hold: Hold) -> Params:
         reader = StoreReader(self.engine, average=self._average)
-        what = updates.claims.units, reader, plan.reading, hold
+        what = updates.needs.units, reader, plan.reading, hold
         return StoreParams(*what, are_frozen=False)
 
     def join(self) -> None:

@@ -17,7 +17,7 @@ from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.scratch import Scratch, Waiting
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.fit import OrderedProgram
-from jaxinf.streaming.plan.memory import Claims
+from jaxinf.streaming.plan.memory import StepNeeds
 from jaxinf.streaming.update.apply_gradients import Agree
 from jaxinf.transfer import ByteCounts
 from jaxinf.typing import PyTree
@@ -27,7 +27,7 @@ from jaxinf.typing import PyTree
 class NoUpdates:
     """What takes the place of `NearStorageUpdates` where the store gets none."""
 
-    claims: Claims
+    needs: StepNeeds
     disk_bytes = 0, 0
 
     def waiting(self, plan: Plan) -> Waiting | None:

@@ -25,7 +25,7 @@ from jaxinf.streaming.move.params import Hold, MemoryParams, Params
 from jaxinf.streaming.move.scratch import Scratch, writing_bytes
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.fit import OrderedProgram, within
-from jaxinf.streaming.plan.memory import Budget, Claim, Claims
+from jaxinf.streaming.plan.memory import Budget, MemoryNeed, StepNeeds
 from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.program.graph import Piece, aval_bytes
 from jaxinf.streaming.program.initial import check_init_fn
@@ -122,8 +122,8 @@ class InMemory(StateHome):
         params_bytes = sum(map(aval_bytes, traced.params))
         held_bytes = 2 * params_bytes + sum(map(aval_bytes, state))  # with gradients
         purpose = "holding params, gradients and optax's state (or give a store)"
-        held = Claim(held_bytes, purpose, is_on_device=True)
-        return NoUpdates(Claims(others=(held,), writing_bytes=writing_bytes(1)))
+        held = MemoryNeed(held_bytes, purpose, is_on_device=True)
+        return NoUpdates(StepNeeds(others=(held,), writing_bytes=writing_bytes(1)))
 
     def source(self, updates: NoUpdates, plan: Plan, hold: Hold) -> Params:
         return MemoryParams(lambda: jax.tree.leaves(self._current[0]))

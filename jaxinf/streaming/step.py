@@ -294,7 +294,7 @@ class StreamedStep:
         self, ready: OrderedProgram, updates: Any, budget: Budget, **how: Any
     ) -> Plan:
         how = {"executables": self._executables, "group": self._group, **how}
-        plan = plan_within(ready, updates.claims, self._options, budget, **how)
+        plan = plan_within(ready, updates.needs, self._options, budget, **how)
         return replace(plan, traffic=updates.traffic(plan))
 
     def _plan(

@@ -193,7 +193,7 @@ def test_updates_on_the_device(device):
         programs.program(kernel).lower(wide, wide, [wide, wide], scalars).compile()
     check_built(built, device)
     assert [one.donated[0] for one in built][:5] == [0, 1, 0, 0, 2]
-    room = 2 * 12 + 16  # bytes a param, as `claims_of_share`
+    room = 2 * 12 + 16  # bytes a param, as `needs_of_share`
     assert all(taken_bytes(one.memory) <= room << 20 for one in built)
 
 

@@ -13,7 +13,7 @@ from jaxinf.errors import StreamError
 from jaxinf.streaming.plan import device as planned_device
 from jaxinf.streaming.plan import fit, memory
 from jaxinf.streaming.plan.device import check_pinned, device_limit
-from jaxinf.streaming.plan.memory import Claims, DeviceLimit, divide
+from jaxinf.streaming.plan.memory import DeviceLimit, StepNeeds, divide
 
 pytestmark = pytest.mark.optimized("long")
 
@@ -105,9 +105,9 @@ def test_pinned_memory_ends_where_xlas_pool_does(monkeypatch):
 
 
 def test_the_rounding_of_a_pool_is_planned():
-    claims = Claims(ring_bytes=0, gradient_bytes=1 << 20)
+    needs = StepNeeds(ring_bytes=0, gradient_bytes=1 << 20)
     one, two = (
-        divide(GIB, claims, DeviceLimit(GIB, is_host=False, pool_factor=factor))
+        divide(GIB, needs, DeviceLimit(GIB, is_host=False, pool_factor=factor))
         for factor in (1, 2)
     )
     assert one.gradients == 2 * two.gradients

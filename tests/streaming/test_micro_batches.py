@@ -196,7 +196,7 @@ def after_one(open_store):
         with step:
             step.load(WEIGHT, batch=batch)
             loss, _ = step(batch)
-            return float(loss), np.asarray(step.params(WEIGHT)["w"])
+            return float(loss), np.asarray(step.params()["w"])
 
     return run
 

@@ -14,7 +14,7 @@ from zoo import ZOO, normal
 
 from jaxinf.errors import StreamError
 from jaxinf.streaming.plan.fit import cut_to_fit, plan_of, prepare
-from jaxinf.streaming.plan.memory import Claims, Memory
+from jaxinf.streaming.plan.memory import Memory, StepNeeds
 from jaxinf.streaming.plan.reads import (
     fetches_of,
     held_bytes,
@@ -208,7 +208,7 @@ def test_a_plan_prints_its_segments():
     limit_bytes = ready.lifetimes.piece_bytes(ready.lifetimes.sizes) // 6
     plan = plan_of(ready, choose_cuts(ready.lifetimes, ready.tokens, limit_bytes))
     units = StoreUnits(plan.traced.params, lambda *_: True)
-    reading = plan_reads(plan, Claims(units), Memory())
+    reading = plan_reads(plan, StepNeeds(units), Memory())
     plan = replace(plan, reading=reading)
     head, _, columns, *lines = str(plan).splitlines()
     assert f"{len(plan.calls)} calls of {len(plan.programs)} programs" in head

@@ -20,7 +20,7 @@ from jaxinf.streaming.plan.calls import Plan, Policy, may_leave
 from jaxinf.streaming.plan.compiled import Executables, measured
 from jaxinf.streaming.plan.device import check_pinned
 from jaxinf.streaming.plan.leaving import evicted, least_bytes, plan_tiers
-from jaxinf.streaming.plan.memory import Budget, Claims, Memory, divide
+from jaxinf.streaming.plan.memory import Budget, Memory, StepNeeds, divide
 from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.plan.order import sequence
 from jaxinf.streaming.plan.reads import plan_reads, staged_bytes
@@ -150,7 +150,7 @@ def _rounded(num_bytes: int) -> int:
 
 def plan_within(
     ready: OrderedProgram,
-    claims: Claims,
+    needs: StepNeeds,
     options: Options,
     budget: Budget,
     *,
@@ -175,7 +175,7 @@ def plan_within(
     made: list[Any] = []
 
     def divided() -> JsonValue:
-        made.append(own := _memory(ready, claims, options, budget))
+        made.append(own := _memory(ready, needs, options, budget))
         return [own.programs, own.staged, own.spare, kept()]
 
     told = group.gather("the memory of a step", divided)
@@ -192,7 +192,7 @@ def plan_within(
 
     def planned() -> JsonValue:
         how = options.policy, options.micro_batches, again
-        made.append(_planned(ready, claims, memory, cuts, how, executables))
+        made.append(_planned(ready, needs, memory, cuts, how, executables))
         return None if group.is_alone else made[0].digest
 
     remedy = "give all the same options, and the same versions of packages"
@@ -201,26 +201,26 @@ def plan_within(
 
 
 def _memory(
-    ready: OrderedProgram, claims: Claims, options: Options, budget: Budget
+    ready: OrderedProgram, needs: StepNeeds, options: Options, budget: Budget
 ) -> Memory:
     """Returns what this process has for a step's programs."""
     traced = ready.traced
     given_bytes = options.micro_batches * sum(map(aval_bytes, traced.batch))
     given_bytes += sum(map(aval_bytes, traced.consts))
-    memory = divide(budget.memory_bytes, claims, budget.limit)
+    memory = divide(budget.memory_bytes, needs, budget.limit)
     memory = memory.without(given_bytes, "holding its batch and constants", True)
     pinned_bytes = memory.pool_factor * memory.gradients
     leaves = may_leave(options.policy, options.micro_batches)
     pinned_bytes += leaves * memory.staged
     check_pinned(default_device(), pinned_bytes)
     if leaves:
-        memory = memory.without(claims.writing_bytes, "writing its values to drives")
+        memory = memory.without(needs.writing_bytes, "writing its values to drives")
     return memory
 
 
 def _planned(
     ready: OrderedProgram,
-    claims: Claims,
+    needs: StepNeeds,
     memory: Memory,
     cuts: Sequence[int] | None,
     how: tuple[Policy, int, frozenset[int]],
@@ -229,7 +229,7 @@ def _planned(
     policy, num_parts, again = how
 
     def measure(plan: Plan) -> Plan:
-        plan = measured(_with_params(plan, claims), executables)
+        plan = measured(_with_params(plan, needs), executables)
         return replace(plan, peak_bytes=least_bytes(plan))
 
     if cuts is None:
@@ -244,21 +244,21 @@ def _planned(
     memory = replace(memory, programs=programs)
     host_bytes, tiers = memory.staged, None
     if plan.is_offloaded:
-        passing = 0 if claims.units is None else staged_bytes(claims.units, plan)
+        passing = 0 if needs.units is None else staged_bytes(needs.units, plan)
         host_bytes = (host_bytes - passing) // memory.pool_factor
         plan = evicted(plan, memory.programs)
     if memory.staged:
         tiers = plan_tiers(plan, host_bytes)
-        if claims.units is not None:
+        if needs.units is not None:
             pool_bytes = memory.pool_factor * tiers.host_bytes
             memory = memory.without(pool_bytes, "keeping values")
-    reading = plan_reads(plan, claims, memory)
+    reading = plan_reads(plan, needs, memory)
     return replace(plan, memory=memory, tiers=tiers, reading=reading)
 
 
-def _with_params(plan: Plan, claims: Claims) -> Plan:
+def _with_params(plan: Plan, needs: StepNeeds) -> Plan:
     """Returns the plan with the params that are in memory anyway."""
-    if claims.units is not None:
+    if needs.units is not None:
         return plan
     pieces = {piece for call in plan.calls for piece in call.reads}
     # A part of a leaf is copied for its calls.

@@ -62,7 +62,7 @@ class Budget:
         return replace(self.device, num_bytes=self.device_memory_bytes)
 
 
-class Claim(NamedTuple):
+class MemoryNeed(NamedTuple):
     """Bytes of the host, or of a JAX device with memory of its own, and their use."""
 
     num_bytes: int
@@ -71,7 +71,7 @@ class Claim(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Claims:
+class StepNeeds:
     """What a step takes beside its programs, and how its params are read.
 
     Attributes:
@@ -91,7 +91,7 @@ class Claims:
     ring_bytes: int | None = None
     gradient_bytes: int = 0
     export_bytes: int = 0
-    others: Sequence[Claim] = ()
+    others: Sequence[MemoryNeed] = ()
     writing_bytes: int = 0
 
 
@@ -140,33 +140,33 @@ class Memory:
         return replace(self, **{part: held_bytes - num_bytes})
 
 
-def divide(memory_bytes: int, claims: Claims, device: DeviceLimit) -> Memory:
+def divide(memory_bytes: int, needs: StepNeeds, device: DeviceLimit) -> Memory:
     """Returns what a step has for its programs, and for all else.
 
     Raises:
       BudgetError: Nothing is left for the programs.
     """
-    found = _divided(memory_bytes - claims.export_bytes, claims, device)
-    for claim in claims.others:
-        found = found.without(*claim)
+    found = _divided(memory_bytes - needs.export_bytes, needs, device)
+    for need in needs.others:
+        found = found.without(*need)
     return found
 
 
-def _divided(memory_bytes: int, claims: Claims, device: DeviceLimit) -> Memory:
+def _divided(memory_bytes: int, needs: StepNeeds, device: DeviceLimit) -> Memory:
     share, ring, pooled, least = memory_bytes // _SHARE, 0, 0, 1
-    gradient_bytes, params = claims.gradient_bytes, "the program's params"
-    if claims.ring_bytes is not None:
-        ring = max(claims.ring_bytes, min(share, _MAX_RING_BYTES))
+    gradient_bytes, params = needs.gradient_bytes, "the program's params"
+    if needs.ring_bytes is not None:
+        ring = max(needs.ring_bytes, min(share, _MAX_RING_BYTES))
         pooled = max(device.pool_factor * gradient_bytes, share)
         if not device.is_host:
             least = NUM_STAGED * page_ceil(gradient_bytes)
             params = f"params on their way to the device ({least} bytes)"
-    reading = 0 if claims.units is None else min(READER_BYTES, share)
+    reading = 0 if needs.units is None else min(READER_BYTES, share)
     rest = memory_bytes - ring - pooled - reading
     if rest < least:
         raise BudgetError(
             "memory_bytes",
-            f"expected room for the store's buffers ({claims.ring_bytes or 0} bytes), "
+            f"expected room for the store's buffers ({needs.ring_bytes or 0} bytes), "
             f"for the largest gradient ({device.pool_factor * gradient_bytes} bytes) "
             f"and for {params}, found {memory_bytes}",
             least - rest,
@@ -177,7 +177,7 @@ def _divided(memory_bytes: int, claims: Claims, device: DeviceLimit) -> Memory:
         is_less = most is not None and most < rest
         limit = "device_memory_bytes" if is_less else "memory_bytes"
         return Memory(ring, gradients, most if is_less else rest, 0, leaving, limit)
-    if claims.ring_bytes is not None:
+    if needs.ring_bytes is not None:
         leaving = min(gradients, max(gradient_bytes, most // _SHARE))
     if leaving >= most:
         raise BudgetError(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from jaxinf.errors import BudgetError
-from jaxinf.streaming.plan.memory import NUM_STAGED, Claims, Memory
+from jaxinf.streaming.plan.memory import NUM_STAGED, Memory, StepNeeds
 from jaxinf.streaming.program.lifetimes import Stay, fill, occupancy
 from jaxinf.streaming.program.units import StoreUnits, Unit
 from jaxinf.transfer import PAGE_BYTES
@@ -90,20 +90,20 @@ class Reading(NamedTuple):
         return max((fetch.unit.page_bytes for fetch in self.fetches), default=0)
 
 
-def plan_reads(plan: "Plan", claims: Claims, memory: Memory) -> Reading:
+def plan_reads(plan: "Plan", needs: StepNeeds, memory: Memory) -> Reading:
     """Plans the reads of a step; none if its params are in memory.
 
     Raises:
       BudgetError: The host has no room for params on their way to the device.
     """
-    calls, store_units, is_staged = plan.calls, claims.units, memory.staged > 0
+    calls, store_units, is_staged = plan.calls, needs.units, memory.staged > 0
     if store_units is None:
         return Reading()
     fetches = fetches_of(map(store_units.unit, call.reads) for call in calls)
     spare = max(0, memory.programs - plan.peak_bytes)
     held = held_bytes(fetches, len(calls))
     room = int(held.max(initial=0)) + spare
-    fetches = keep_between(fetches, held, spare, lambda x: x.leaf in claims.frozen)
+    fetches = keep_between(fetches, held, spare, lambda x: x.leaf in needs.frozen)
     limit, largest = room - spare // 4, Reading(fetches).largest_bytes
     if is_staged:
         limit, held = memory.staged - NUM_STAGED * largest, np.zeros_like(held)
@@ -119,7 +119,7 @@ def plan_reads(plan: "Plan", claims: Claims, memory: Memory) -> Reading:
         for number, call in enumerate(calls)
         for piece, _ in call.gradients
     }
-    what = fetches, gradients, claims.handed.__contains__, held, limit
+    what = fetches, gradients, needs.handed.__contains__, held, limit
     fetches = hand_over(*what, is_staged=is_staged)
     if is_staged:
         return Reading(fetches, room, memory.staged - largest)

@@ -39,7 +39,7 @@ from jaxinf.program import (
     split_params,
 )
 from jaxinf.streaming.plan import memory
-from jaxinf.streaming.plan.memory import Claim
+from jaxinf.streaming.plan.memory import MemoryNeed
 from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.program.meshes import default_device, mesh_text
 from jaxinf.streaming.program.units import PINNED
@@ -178,9 +178,9 @@ def every_kth(share: Assignment, every: int) -> Assignment:
     return Assignment(share.updater if chosen else None, every, chosen)
 
 
-def claims_of_share(
+def needs_of_share(
     shape: StoreShape, share: Assignment, gradient_bytes: int
-) -> list[Claim]:
+) -> list[MemoryNeed]:
     """Returns what updates on the device take there, and here.
 
     Of a subgroup its states as they were and as they are, its gradient as it comes and
@@ -203,8 +203,8 @@ def claims_of_share(
     rooms_bytes = NUM_ROOMS * max(rooms)
     under_way_bytes = (NUM_UNDER_WAY - 1) * gradient_bytes
     return [
-        Claim(rooms_bytes, "updates on the device", is_on_device=True),
-        Claim(under_way_bytes, "gradients of updates under way"),
+        MemoryNeed(rooms_bytes, "updates on the device", is_on_device=True),
+        MemoryNeed(under_way_bytes, "gradients of updates under way"),
     ]
 
 

@@ -41,11 +41,11 @@ from jaxinf.streaming.move.scratch import (
 )
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.fit import OrderedProgram
-from jaxinf.streaming.plan.memory import Claim, Claims
+from jaxinf.streaming.plan.memory import MemoryNeed, StepNeeds
 from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.program.graph import Piece, aval_bytes
 from jaxinf.streaming.program.units import SHARED, StoreUnits, Unit, shared_bytes
-from jaxinf.streaming.update.device_updates import claims_of_share, device_share
+from jaxinf.streaming.update.device_updates import device_share, needs_of_share
 from jaxinf.streaming.update.kernel_inputs import KernelInputs
 from jaxinf.transfer import ByteCounts
 from jaxinf.typing import Array, PyTree
@@ -151,7 +151,7 @@ class NearStorageUpdates:
         return num_bytes, num_bytes * (self.engine.commit is not None)
 
     @cached_property
-    def claims(self) -> Claims:
+    def needs(self) -> StepNeeds:
         """What a step takes beside its programs."""
         shape, units, waits = self.shape, self.trained, self.are_deferred
         # One unit that is read, and one that is updated, whose gradient may wait whole.
@@ -165,14 +165,16 @@ class NearStorageUpdates:
         writing = "writing gradients to several drives at once"
         numbers = "computing numbers of its gradients"
         others = (
-            Claim(apart_bytes, "moving shards of params that are not stored alone"),
-            Claim(shared_bytes(units), SHARED),
-            Claim(threads_bytes if waits else 0, writing),
-            *claims_of_share(shape, self.share, self.largest_bytes),
-            Claim(self.inputs_bytes, numbers, is_on_device=True),
+            MemoryNeed(
+                apart_bytes, "moving shards of params that are not stored alone"
+            ),
+            MemoryNeed(shared_bytes(units), SHARED),
+            MemoryNeed(threads_bytes if waits else 0, writing),
+            *needs_of_share(shape, self.share, self.largest_bytes),
+            MemoryNeed(self.inputs_bytes, numbers, is_on_device=True),
         )
         leaves = enumerate(self.program.leaves)
-        return Claims(
+        return StepNeeds(
             self.store_units,
             frozenset(number for number, leaf in leaves if is_idle(leaf.kernel)),
             frozenset(filter(self._takes_read, units)),
