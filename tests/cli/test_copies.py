@@ -91,18 +91,6 @@ def test_a_command_on_a_copy_leaves_the_original_alone(
     assert run("verify", original.path).status == 0
 
 
-@pytest.mark.usefixtures("copy")
-def test_the_original_goes_on_beside_a_copy(original, run):
-    for words in (
-        ["checkpoint", "save", original.path, "more"],
-        ["checkpoint", "remove", original.path, "more"],
-        ["checkpoint", "restore", original.path, "kept", "--discard-current"],
-        ["verify", original.path],
-    ):
-        result = run(*words)
-        assert result.status == 0, result.err
-
-
 # --- moves, and mounts ---------------------------------------------------------------
 
 
