@@ -33,8 +33,13 @@ one at once. Raises StreamError if another thread waits for its body.
 """
 
 
-def step_thread() -> Run:
-    """Starts a thread for bodies, which ends with the function that this returns."""
+def step_thread() -> tuple[Run, Callable[[], None]]:
+    """Starts a thread for bodies.
+
+    Returns:
+      What runs bodies, with which the thread ends; and what waits for one that was
+      given up, if it is still under way.
+    """
     queue = start_thread("jaxinf-step")
     last: list[tuple[Work, int, threading.Event]] = []
 
@@ -66,9 +71,13 @@ def step_thread() -> Run:
         finally:
             del error  # its traceback refers to this frame
 
+    def settle() -> None:
+        if last and not last[0][0].ending.is_reached:
+            run(lambda check: None)
+
     # Not at the end of the process: a last step may come after that.
     weakref.finalize(run, queue.put, None).atexit = False
-    return run
+    return run, settle
 
 
 def _in_context(

@@ -54,7 +54,7 @@ class StreamedStep:
         engine = home.engine
         self._group = Group("jaxinf.stream") if engine is None else engine.group
         self._group.may_hang = False  # it comes to the step's end
-        self._on_thread = step_thread()
+        self._on_thread, self._settle = step_thread()
         self._executables: Executables = {}
         self._limits: dict[Mesh | None, DeviceLimit] = {}
         self._bound: dict[Any, CompiledStep] = {}
@@ -390,10 +390,6 @@ class StreamedStep:
         if not self._home.has_loss:
             return aux
         return loss, aux if options.has_aux else None
-
-    def _settle(self) -> None:
-        """Waits for a body that was given up."""
-        self._on_thread(lambda check: None)
 
     def _take_turn(self, key: Any) -> CompiledStep:
         """Returns what batches are bound to, and gives it the memory for reading."""

@@ -201,7 +201,7 @@ def test_a_step_in_the_last_handler_of_a_process_ends(run_python):
 import atexit
 atexit.register(lambda: print(run(lambda check: 3)))
 from jaxinf.streaming.ctrl_c import step_thread
-run = step_thread()
+run, _ = step_thread()
 """
     assert run_python(code).stdout == "3\n"
 
