@@ -3,6 +3,7 @@
 Invariant: an option that has no effect is refused by name.
 """
 
+import logging
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,6 +18,7 @@ from jaxinf.engine import (
     engine_of,
     open_store,
 )
+from jaxinf.processes import all_processes
 from jaxinf.program import Average, NonFinitePolicy, check_nonfinite
 from jaxinf.streaming.function import ReadStore
 from jaxinf.streaming.in_memory import InMemory
@@ -26,8 +28,11 @@ from jaxinf.streaming.plan.memory import store_memory_bytes
 from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.step import StreamedStep
 from jaxinf.streaming.update.device_updates import device_interval
-from jaxinf.terminal import given_bytes
+from jaxinf.terminal import exact_bytes, format_bytes, given_bytes
+from jaxinf.transfer import MACHINE_MEMORY_BYTES, free_memory
 from jaxinf.typing import PathLikeStr, PyTree
+
+_LOG = logging.getLogger("jaxinf")
 
 
 def stream(
@@ -35,7 +40,7 @@ def stream(
     tx: optax.GradientTransformation,
     store: Store | PathLikeStr,
     *,
-    memory_bytes: int | str,
+    memory_bytes: int | str | None = None,
     device_memory_bytes: int | str | None = None,
     has_aux: bool = False,
     policy: Policy = "recompute",
@@ -66,7 +71,8 @@ def stream(
       store: From `jaxinf.open_store`, or a path. Its own memory budget is not used.
       memory_bytes: All host memory of a step, including the store's buffers, on top of
         the memory that the process has before; in bytes, or as a text such as
-        ``"4GiB"``. Each of several processes takes as much.
+        ``"4GiB"``. By default half of what the process may still take, which is
+        logged; to be given in a program of several processes.
       device_memory_bytes: Memory of the JAX device for params, values and temporaries,
         if it has its own; by default most of what is free. `memory_bytes` then limits
         what is on the host, values that have left the device included. On a CPU it
@@ -141,7 +147,7 @@ def stream_in_memory(
     loss_fn: Callable[..., Any],
     tx: optax.GradientTransformation,
     *,
-    memory_bytes: int | str,
+    memory_bytes: int | str | None = None,
     device_memory_bytes: int | str | None = None,
     has_aux: bool = False,
     policy: Policy = "recompute",
@@ -186,7 +192,7 @@ def stream_function(
     fn: Callable[..., Any],
     store: Store | PathLikeStr,
     *,
-    memory_bytes: int | str,
+    memory_bytes: int | str | None = None,
     device_memory_bytes: int | str | None = None,
     average: bool = False,
     deterministic: bool = True,
@@ -225,11 +231,13 @@ def _opened(store: Store | PathLikeStr, options: Options) -> Store:
 
 
 def _options(
-    memory_bytes: int | str,
+    memory_bytes: int | str | None,
     device_memory_bytes: int | str | None,
     **given: Any,
 ) -> Options:
     """Returns the options of a step; raises ValueError for one out of range."""
+    if memory_bytes is None:
+        memory_bytes = _half_of_free_memory()
     host_bytes = given_bytes("memory_bytes", memory_bytes)
     device_bytes = None
     if device_memory_bytes is not None:
@@ -248,3 +256,28 @@ def _options(
             "more, or leave weights out"
         )
     return options
+
+
+def _half_of_free_memory() -> int:
+    """Returns the default of `memory_bytes`, and logs it.
+
+    Raises:
+      ValueError: The program has several processes, which would each take as much.
+    """
+    free_bytes, limit = free_memory() or (MACHINE_MEMORY_BYTES, "the machine")
+    count = all_processes("jaxinf.stream").count
+    if count > 1:
+        share = exact_bytes((free_bytes // 2 // count) >> 20 << 20)
+        raise ValueError(
+            f"memory_bytes: expected the memory of each of {count} processes, found "
+            f'none; give it to all of them, memory_bytes="{share}" if they share half '
+            f"of what {limit} leaves"
+        )
+    _LOG.warning(
+        "memory_bytes: %s, half of the %s that %s leaves this process; give "
+        "memory_bytes for another budget",
+        format_bytes(free_bytes // 2),
+        format_bytes(free_bytes),
+        limit,
+    )
+    return free_bytes // 2

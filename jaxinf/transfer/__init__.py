@@ -29,9 +29,10 @@ from jaxinf.transfer.files import (
     sync_filesystem,
     write_bytes_atomically,
 )
+from jaxinf.transfer.memory import MACHINE_MEMORY_BYTES, free_memory
 from jaxinf.transfer.meters import ByteCounts, ByteMeters
 from jaxinf.transfer.mover import Mover
-from jaxinf.transfer.pages import MACHINE_MEMORY_BYTES, PAGE_BYTES, page_ceil
+from jaxinf.transfer.pages import PAGE_BYTES, page_ceil
 from jaxinf.transfer.pool import Buffer, BufferPool, aligned, aligned_array
 from jaxinf.transfer.queues import Queues
 from jaxinf.transfer.spans import Busy, add_span, span, timeline

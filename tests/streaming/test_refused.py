@@ -3,6 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -283,3 +284,18 @@ def test_a_store_that_is_renamed_while_it_is_open_is_named(begun):
         step(SMALL.batch)
     with suppress(StoreIOError):  # one that read data has stopped the store
         step.store.check()
+
+
+def test_memory_is_half_of_what_is_free(monkeypatch, caplog, open_store):
+    free = 100 << 20, "the box"
+    monkeypatch.setattr("jaxinf.streaming.api.free_memory", lambda: free)
+    step = jaxinf.stream_in_memory(lambda params, batch: params.sum(), SGD)
+    assert step._options.memory_bytes == 50 << 20
+    assert "50.0 MiB, half of the 100 MiB that the box leaves" in caplog.text
+    # Several processes on one machine are told theirs.
+    group = SimpleNamespace(count=4)
+    monkeypatch.setattr("jaxinf.streaming.api.all_processes", lambda name: group)
+    make = partial(jaxinf.stream, jnp.sum, SGD, open_store(**CHUNKS))
+    with pytest.raises(ValueError, match=r'4 processes, .* memory_bytes="12MiB"'):
+        make()
+    assert make(memory_bytes=2 << 20)._options.memory_bytes == 2 << 20
