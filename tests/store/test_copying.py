@@ -4,7 +4,6 @@ import contextlib
 import functools
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -386,32 +385,3 @@ def test_another_file_system(place, elsewhere, num_csds):
         assert not list(root.iterdir())
     copied(path, elsewhere / "new", checkpoints=True)
     assert contents(elsewhere / "new", "kept") == expected["kept"]
-
-
-# --- kills ---------------------------------------------------------------------------
-
-KILLED = Path(__file__).parents[1] / "programs" / "killed_copy.py"
-MOMENTS = [("make_csds", 0), ("_recode", 3), ("flip", 0), ("_publish", 0)]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("name", "after"), MOMENTS)
-def test_killed(run_python, place, name, after):
-    """To another path, in another format; others: `test_killed_at_random_calls`."""
-    path, new, roots = place / "store", place / "new", [place / "csd0", place / "csd1"]
-    for root in roots:
-        root.mkdir()
-    Driver(path, chunk_elements=4096, csds=[roots[0]]).init().steps(2).close()
-    expected = contents(path)
-    done = run_python(KILLED, name, after, path, new, *roots, check=False)
-    assert done.returncode == -signal.SIGKILL
-    assert contents(path) == expected
-    assert not damages(path)
-    assert not new.exists()
-    assert copied(path, new, state="bf16", roots=roots).step == 2
-    assert not leftovers(new)
-    assert not damages(new)
-    made, old = StoreDirectory.open(new), StoreDirectory.open(path)
-    for csd, root in enumerate(roots):
-        held = {made.csd_directory(csd), *({old.csd_directory(0)} if not csd else ())}
-        assert set(root.iterdir()) == held
