@@ -292,6 +292,8 @@ def list_whole(path: Path) -> list[CheckpointInfo]:
     """
     members = all_members(path)
     lists = [list_checkpoints(one) for one in members]  # those that can be read
+    if len(members) == 1:
+        return lists[0]
     names = set.intersection(*({info.name for info in infos} for infos in lists))
     return [n for n in lists[0] if n.name in names and is_of_one(members, n.name)]
 
