@@ -52,12 +52,8 @@ def architecture_of(config: TrainConfig) -> dict[str, JsonValue]:
 
 
 def first_payload(config: TrainConfig) -> dict[str, JsonValue]:
-    """Returns the payload of a new store's step 0: its model, and the weights' folder.
-
-    Exported adapters name the folder.
-    """
-    base = config.source and str(config.source.expanduser().absolute())
-    own = {"made_by": _MADE_BY, "step": 0, "base": base}
+    """Returns the payload of a new store's step 0, which says its model."""
+    own: dict[str, JsonValue] = {"made_by": _MADE_BY, "step": 0}
     return own | {"architecture": architecture_of(config)}
 
 
