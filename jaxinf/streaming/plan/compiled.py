@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
+import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinf.streaming.plan import memory
@@ -22,7 +23,7 @@ from jaxinf.streaming.program.graph import (
     aval_bytes,
     piece_sharding,
 )
-from jaxinf.streaming.program.meshes import shard_bytes, typed_sharding
+from jaxinf.streaming.program.meshes import typed_sharding
 from jaxinf.streaming.program.programs import bytes_beside, compile_program
 
 _LOG = logging.getLogger("jaxinf.compile")
@@ -84,22 +85,20 @@ def measured(plan: Plan, executables: Executables) -> Plan:
 
     Those of all devices that share the host's memory, or of one with its own.
     """
-    compiled, temps = compile_plan(plan, executables), dict[str, int]()
-    num_devices, outputs = _num_together(plan.traced.mesh), None
+    temps, outputs = dict[str, int](), list[Sequence[int]]()
+    num_devices = _num_together(plan.traced.mesh)
+    compiled = compile_plan(plan, executables)
     for call, executable in zip(plan.calls, compiled, strict=True):
         own = bytes_beside(call.program, executable) * num_devices
         temps[call.program.key] = max(own, temps.get(call.program.key, 0))
-    if plan.traced.mesh is not None:
-        outputs = [
-            [
-                num_devices * shard_bytes(aval_bytes(value.aval), value.shape, sharding)
-                for value, sharding in zip(
-                    call.program.outputs, executable.output_shardings, strict=True
-                )
-            ]
-            for call, executable in zip(plan.calls, compiled, strict=True)
-        ]
-    return replace(plan, temp_bytes=temps, output_bytes=outputs)
+        if plan.traced.mesh is not None:
+            pairs = zip(call.program.outputs, executable.output_shardings, strict=True)
+            shards = (
+                jax.ShapeDtypeStruct(sharding.shard_shape(value.shape), value.dtype)
+                for value, sharding in pairs
+            )
+            outputs.append([num_devices * aval_bytes(shard) for shard in shards])
+    return replace(plan, temp_bytes=temps, output_bytes=outputs or None)
 
 
 def _num_together(mesh: Mesh | None) -> int:

@@ -194,11 +194,6 @@ def item_aval(aval: Any) -> Any:
     return aval.update(shape=aval.shape[1:], sharding=sharding.update(spec=spec))
 
 
-def shard_bytes(num_bytes: int, shape: Sequence[int], sharding: Any) -> int:
-    local = sharding.shard_shape(tuple(shape))
-    return num_bytes * math.prod(local) // max(1, math.prod(shape))
-
-
 def mesh_text(mesh: Mesh | Mapping[str, int] | None) -> str:
     """Describes a mesh by its axes: "4 devices (data=2, model=2)".
 
