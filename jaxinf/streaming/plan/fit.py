@@ -191,8 +191,8 @@ def plan_within(
     cuts = found.pop() if found else None
 
     def planned() -> JsonValue:
-        how = options.policy, options.micro_batches, again
-        made.append(_planned(ready, needs, memory, cuts, how, executables))
+        what = ready, needs, options, memory, cuts, again, executables
+        made.append(_planned(*what))
         return None if group.is_alone else made[0].digest
 
     remedy = "give all the same options, and the same versions of packages"
@@ -221,12 +221,13 @@ def _memory(
 def _planned(
     ready: OrderedProgram,
     needs: StepNeeds,
+    options: Options,
     memory: Memory,
     cuts: Sequence[int] | None,
-    how: tuple[Policy, int, frozenset[int]],
+    again: frozenset[int],
     executables: Executables,
 ) -> Plan:
-    policy, num_parts, again = how
+    policy, num_parts = options.policy, options.micro_batches
 
     def measure(plan: Plan) -> Plan:
         plan = measured(_with_params(plan, needs), executables)
