@@ -95,7 +95,7 @@ def test_too_little_memory_is_refused():
         made().params()
     held = 4 * sum(leaf.nbytes for leaf in jax.tree.leaves(SMALL.params))
     for memory_bytes, message in (
-        (4 << 10, "room for params, gradients and optax's"),
+        (4 << 10, "holding params, gradients and optax's state"),
         (held + 4096, r"memory_bytes=.* works"),
     ):
         with pytest.raises(StreamError, match=message):
