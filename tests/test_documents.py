@@ -161,7 +161,7 @@ with ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(Path("ckpts/plain/6").absolute(), saved)
 out, kernel = map(np.asarray, (trained[0]["out"], trained[0]["h"]["kernel"]))
 Path("weights/folder").mkdir(parents=True)
-weights = {"params.out": out, "params.h.kernel": kernel}
+weights = {"out": out, "h.kernel": kernel}
 save_file(weights, "weights/folder/model.safetensors")
 with jaxinf.open_store("mnt/nvme0/run") as store:
     train(jaxinf.smart_update(plain, store), params)
