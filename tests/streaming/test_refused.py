@@ -100,7 +100,8 @@ def nothing(params, batch):
         (
             loaded(lambda p, b: jnp.sum(jnp.sin(p["w"])), VAST),
             StreamError,
-            r"takes \d+, with w \(16777216 bytes\);.* memory_bytes=\"\d+MiB\" works",
+            r"takes at least \d+, with w \(16777216 bytes\);.* memory_bytes=\"\d+MiB\" "
+            "works",
         ),
         (
             lambda step: step(nothing).init(vast_init, jax.random.key(0)),
