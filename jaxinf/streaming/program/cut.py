@@ -110,14 +110,16 @@ def _divided(lifetimes: Lifetimes, start: int, end: int, limit_bytes: int) -> li
 
 def _ends(lifetimes: Lifetimes, start: int, stop: int) -> Iterator[tuple[int, int]]:
     """Yields the ends of a segment up to `stop`, with the bytes that it needs."""
-    pieces, working = set[Piece](), 0
+    pieces, params, working = set[Piece](), 0, 0
     of, cuts = lifetimes.pieces, lifetimes.backward_cuts
     for at in range(start, stop):
         backward = lifetimes.backward[int(cuts[at + 1]) : int(cuts[at])]
-        pieces.update(*map(of.__getitem__, (lifetimes.forward[at], *backward)))
+        new = of[lifetimes.forward[at]].union(*map(of.__getitem__, backward)) - pieces
+        pieces |= new
+        params += lifetimes.piece_bytes(new)
         working = max(working, int(lifetimes.working_bytes[at]))
         kept = int(lifetimes.kept_bytes[at + 1] - lifetimes.kept_bytes[start])
-        yield at + 1, lifetimes.piece_bytes(pieces) + kept + 2 * working
+        yield at + 1, params + kept + 2 * working
 
 
 @lru_cache(maxsize=8)  # a program is cut for many limits
