@@ -192,8 +192,7 @@ class OpenStore(StoreShape):
             self.csds: list[Csd] = list(
                 self.fleet.attach(roots, self.longest_bytes, self.longest_elements)
             )
-            num_workers = self.options.workers_of(len(self.csds))
-            limits = Limits(num_workers, self.fleet.num_kernels)
+            limits = Limits(self._num_workers, self.fleet.num_kernels)
             own = directory, self.chunks, self.csds
             self.mover = make_mover(*own, limits, self.health)
         except BaseException:

@@ -10,8 +10,8 @@ from typing import Literal, TypeAlias, get_args
 
 from jaxinf.csd import CsdSpec, parse_csd
 from jaxinf.errors import ExchangeError
-from jaxinf.exchange import ObjectStore, least_memory
-from jaxinf.store import CODECS, Manifest, StateFormat
+from jaxinf.exchange import ObjectStore
+from jaxinf.store import CODECS, StateFormat
 
 Durability: TypeAlias = Literal["step", "checkpoint"] | int
 """The steps after which to commit; see `jaxinf.open_store`."""
@@ -79,10 +79,6 @@ class StoreOptions:
     def exports(self, step: int) -> bool:
         """Whether a step is due for export, and therefore committed."""
         return self.export_every > 0 and step > 0 and step % self.export_every == 0
-
-    def export_bytes(self, manifest: Manifest) -> int:
-        """The part of the memory that exports of a store take; 0 without exports."""
-        return least_memory(manifest) if self.export_every else 0
 
     def workers_of(self, num_csds: int) -> int:
         """Returns the number of requests at the drives at once, beside the kernels."""

@@ -13,6 +13,7 @@ from typing import Any
 from jaxinf.csd import Extent
 from jaxinf.engine.options import StoreOptions
 from jaxinf.errors import StoreMismatchError
+from jaxinf.exchange import least_memory
 from jaxinf.layout import (
     CHUNK_ALIGNMENT_ELEMENTS,
     DEFAULT_CHUNK_ELEMENTS,
@@ -181,8 +182,9 @@ class StoreShape:
 
     @property
     def export_bytes(self) -> int:
-        """Memory on the host that exports take."""
-        return self.options.export_bytes(self.directory.manifest)
+        """Memory on the host that exports take; 0 without exports."""
+        has_exports = self.options.export_every > 0
+        return least_memory(self.directory.manifest) if has_exports else 0
 
     @property
     def least_memory_bytes(self) -> int:
