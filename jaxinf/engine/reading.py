@@ -55,7 +55,7 @@ class StateReader:
             slots.append(chunks.committed)
         if chunks.has_working:
             slots.append(chunks.target)
-        each = (memory_bytes or opened.options.memory_bytes) // len(slots)
+        each = (memory_bytes or opened.options.memory_bytes) // max(1, len(slots))
         self._readers = {slot: slot_reader(opened, slot, each) for slot in slots}
 
     def read(self, leaf: int, out: Array, origin: Sequence[int], *states: int) -> None:
