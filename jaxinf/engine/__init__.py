@@ -9,7 +9,7 @@ Where a question is answered:
     in which order a commit is durable   opened.py (`_end_step`, `_publish`)
     where a chunk's newest bytes are     chunks.py
     which state stays in memory          shape.py (`staying`), transfer/cache.py
-    what drives move in a step           shape.py (`step_bytes`)
+    what drives move in a step           shape.py (`moved_bytes`)
     how leaves come back to JAX          reading.py
     what happens after an error          failure.py
 

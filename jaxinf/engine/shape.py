@@ -338,7 +338,7 @@ class StoreShape:
         found = zip(order, stays(order, max(0, memory_bytes)), strict=True)
         return frozenset(subgroup for (subgroup, _), is_kept in found if is_kept)
 
-    def step_bytes(
+    def moved_bytes(
         self,
         moves: Collection[tuple[SubgroupLayout, Collection[int], Collection[int]]],
         memory_bytes: int,

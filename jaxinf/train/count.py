@@ -139,7 +139,7 @@ def _stored(config: TrainConfig) -> dict[str, int]:
             moves.append((layout, loads - taken, stores))
     often = shape.options.steps_per_commit or config.steps
     every = min(often, config.checkpoint_every or often)
-    moved = shape.step_bytes(moves, shape.memory_bytes, every)
+    moved = shape.moved_bytes(moves, shape.memory_bytes, every)
     return {
         "host_bytes": min(config.buffer_bytes, shape.num_bytes),
         "disk_bytes": sum(required_bytes(shape.directory).values()),

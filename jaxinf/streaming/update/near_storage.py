@@ -237,7 +237,7 @@ class NearStorageUpdates:
                 if layout.feedback is not None:  # compression reads it by itself
                     read += shape.file_bytes(layout, [layout.feedback])
         every = shape.options.steps_per_commit or math.inf
-        moved = shape.step_bytes(moves, plan.store_bytes, every, AT_ONCE)
+        moved = shape.moved_bytes(moves, plan.store_bytes, every, AT_ONCE)
         read += moved.drive_read_bytes
         waits, away_bytes = self.waiting(plan), plan.away_bytes
         wait_bytes = 0 if waits is None else file_bytes(waits)
