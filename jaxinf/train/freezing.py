@@ -15,7 +15,7 @@ import optax
 from jaxinf import compat
 from jaxinf.command_line import UsageError
 from jaxinf.train.data.errors import shown_names
-from jaxinf.typing import PyTree
+from jaxinf.typing import DeferredArray, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +55,21 @@ def check_frozen(patterns: tuple[str, ...], params: PyTree, model: str) -> None:
         raise UsageError(
             f"--freeze {' '.join(patterns)}: expected patterns that leave a leaf to "
             f"train, found that they match all {len(names)} of {model}"
+        )
+
+
+def check_source(frozen: Frozen, params: PyTree, source: Any) -> None:
+    """Refuses to freeze leaves that a checkpoint lacks, as they stay random.
+
+    Raises:
+      UsageError: names the leaves.
+    """
+    named = zip(names_of(params), jax.tree.leaves(params), strict=True)
+    new = [name for name, leaf in named if not isinstance(leaf, DeferredArray)]
+    if frozen and (random := [name for name in new if name in frozen]):
+        raise UsageError(
+            f"{'--lora' if frozen.all_but else '--freeze'}: {shown_names(random)} are "
+            f"not in {source}, so they would stay random; train them first, without it"
         )
 
 

@@ -31,6 +31,7 @@ from jaxinf.streaming import StreamedStep, stream, stream_function
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
 from jaxinf.train.devices import Devices, placed
+from jaxinf.train.freezing import check_source
 from jaxinf.train.lora import Lora, with_new
 from jaxinf.train.metrics import NO_TRAFFIC, Costs
 from jaxinf.train.opening import (
@@ -99,6 +100,7 @@ def first_params(config: TrainConfig) -> PyTree:
         return _new_params(config.model_config, config.seed, adapters)
     assert config.files is not None
     params = deferred_params(config.files, config.model_config, config.seed)
+    check_source(config.frozen, params, config.source)
     return params if adapters is None else with_new(adapters, params, config.seed)
 
 

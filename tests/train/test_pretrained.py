@@ -200,6 +200,14 @@ def test_a_decoder_of_one_task_begins_another(place):
     assert "lm_head" in params
 
 
+def test_a_new_head_is_not_frozen(place, capsys):
+    write_folder(place / "lm", LLAMA, np.float32)
+    words = ("--from", place / "lm", "--store", place / "s", "--steps", 0)
+    assert train(*words, "--task", "classification", "--freeze", "score/*") == 2
+    assert "--freeze: 'score/kernel' are not in" in capsys.readouterr().err
+    assert not (place / "s").exists()
+
+
 def test_tied_weights_under_either_name_and_both(place):
     tied = dataclasses.replace(LLAMA, window=None, tied_embeddings=True)
     tensors = write_folder(place / "hf", tied, num_files=1)
