@@ -74,6 +74,9 @@ _LOG = logging.getLogger("jaxinf")
 
 _NUM_METRICS_KEPT = 8
 
+LAST_STEP = 2**31 - 1
+"""The last step that a state's int32 counts."""
+
 
 @dataclass(frozen=True)
 class StepMetrics:
@@ -347,6 +350,11 @@ class OpenStore(StoreShape):
             self.health.check()
             if step != self.finished.step:
                 raise stale_state(self, step)
+            if step == LAST_STEP:
+                raise StoreError(
+                    f"{self.options.path}: expected a step to follow, found step "
+                    f"{step}, the last that a store counts; go on in a new store"
+                )
             if self._step is None:
                 if not self.num_uncommitted:
                     self._begin_slot()

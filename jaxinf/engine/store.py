@@ -21,7 +21,12 @@ from jaxinf.engine.dispatched import (
 )
 from jaxinf.engine.engine import Engine
 from jaxinf.engine.exports import ExportInfo
-from jaxinf.engine.opened import OpenStore, StepMetrics, remove_surplus
+from jaxinf.engine.opened import (
+    LAST_STEP,
+    OpenStore,
+    StepMetrics,
+    remove_surplus,
+)
 from jaxinf.engine.reading import check_like, read_array, read_leaf
 from jaxinf.engine.state_trees import read_carried, read_state
 from jaxinf.errors import ProcessError, StoreError
@@ -42,9 +47,6 @@ from jaxinf.store import (
 from jaxinf.typing import Array, JsonValue, PyTree
 
 _LOG = logging.getLogger("jaxinf")
-
-_LAST_STEP = 2**31 - 1
-"""The last step that a state's int32 counts."""
 
 
 class Store:
@@ -259,9 +261,9 @@ class Store:
           StaleStateError: ``tx.init`` was not called.
           ProcessError: another process failed.
         """
-        if not 1 <= step < _LAST_STEP:
+        if not 1 <= step < LAST_STEP:
             raise ValueError(
-                f"load: step={step}: expected a number from 1 to {_LAST_STEP - 1}"
+                f"load: step={step}: expected a number from 1 to {LAST_STEP - 1}"
             )
         self.wait()
         tree = trained(params)
