@@ -152,7 +152,7 @@ def check_places(directory: StoreDirectory) -> None:
     own = directory.path.resolve()
     for csd, root in enumerate(directory.manifest.csds):
         way = [Path(root), *Path(root).parents]
-        way += [place.resolve() for place in way]
+        way += [Path(os.path.realpath(place)) for place in way]  # of a loop, too
         for folder in (own, Path("/proc")):
             if any(place.is_relative_to(folder) for place in way):
                 raise StoreFormatError(

@@ -195,6 +195,14 @@ def test_roots_that_are_never_believed(tmp_path, place):
 # --- drives that are not mounted -----------------------------------------------------
 
 
+def test_a_root_that_is_a_link_to_itself(original, run):
+    root = original.csds[1]
+    root.rename(root.with_name("away"))
+    root.symlink_to(root)
+    result = run("checkpoint", "save", original.path, "more")
+    assert (result.status, "CSD 1 of the store should be" in result.err) == (1, True)
+
+
 @pytest.mark.parametrize(
     "command",
     family(["copy", "save", "inspect", "python copy"], short=["save", "inspect"]),
