@@ -32,6 +32,7 @@ _REMEDIES = {
     errno.EEXIST: "remove the file first if nothing needs it",
     errno.EIO: 'check the drive (dmesg, smartctl), then run "jaxinf verify"',
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENOLCK: "use a local file system, or mount this one with locks",
 }
 
 

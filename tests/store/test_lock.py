@@ -81,7 +81,7 @@ def test_a_forked_child_leaves_the_name(tmp_path):
     [
         (errno.EAGAIN, StoreLockedError, "locked by a process that is just starting"),
         (errno.EACCES, StoreLockedError, "locked by a process that is just starting"),
-        (errno.ENOLCK, StoreIOError, "locking failed: No locks available"),
+        (errno.ENOLCK, StoreIOError, "No locks available.*mount this one with locks"),
         (errno.EIO, StoreIOError, "Input/output error .EIO.; check the drive"),
     ],
 )
