@@ -48,7 +48,8 @@ def say_config(console: Console, config: TrainConfig, data: TrainingData) -> Non
     if data.tokenizer is not None:
         unit = "bytes" if data.tokenizer.name == "bytes" else "tokens"
         batch = f"{config.batch_size} x {config.seq_len} {unit}"
-        about = f", {unit} by {data.tokenizer.name}" if config.source else ""
+        if config.source and unit == "tokens":
+            about = f", tokens by {data.tokenizer.name}"
     epochs = config.steps * config.batch_size / num_rows
     decay, num_warmup = weight_decay(config), num_warmup_steps(config)
     rate = f"{config.optimizer}, learning rate {peak_learning_rate(config):g}, "
@@ -136,6 +137,8 @@ def say_stopped(console: Console, config: TrainConfig, step: int) -> None:
         run = f"{python} -m jaxinf.train --config {_near(config.logs / 'config.toml')}"
         place = config.store.absolute()
         text = f", which is committed to {place}; to go on from there:\n  {run}"
+        if config.distributed:  # names this process
+            text += "\nand each other process by the config.toml of its own logs"
     console.print(f"stopped after step {step} of {config.steps}{text}")
 
 
