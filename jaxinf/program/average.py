@@ -8,7 +8,7 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +102,7 @@ def ema(
         )
     if not (callable(decay) or 0 <= decay <= 1):  # nor NaN
         raise ValueError(f"ema: decay={decay}: expected a number from 0 to 1")
-    return Average(decay, every, debias, form)
+    return Average(cast(Decay, decay), every, debias, form)
 
 
 def parse_ema(text: str) -> Average:

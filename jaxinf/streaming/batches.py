@@ -54,14 +54,15 @@ def first_part(batch: PyTree, count: int) -> PyTree:
         if not leaf.shape:
             return leaf
         aval = leaf.update(shape=(length, *leaf.shape[1:]))
+        if (sharding := aval.sharding) is None:
+            return aval
         try:
-            if aval.sharding is not None:
-                aval.sharding.shard_shape(aval.shape)
+            sharding.shard_shape(aval.shape)
         except ValueError as error:
             raise StreamError(
                 f"micro_batches={count}: expected parts that divide over the mesh, "
                 f"found {length} rows of {path_name(path, 'the batch')} for each part, "
-                f"sharded by {aval.sharding.spec}; take fewer parts or a larger batch"
+                f"sharded by {sharding.spec}; take fewer parts or a larger batch"
             ) from error
         return aval
 

@@ -108,7 +108,7 @@ class StateHome:
     def put(self, piece: Any, gradient: Any) -> None:
         raise AssertionError("a function has no gradients")
 
-    def finish(self, given: Any, results: Any, check: Any, agree: Agree) -> bool:
+    def finish(self, extra_args: Any, results: Any, check: Any, agree: Agree) -> bool:
         agree(lambda: ())
         return False
 

@@ -68,9 +68,8 @@ def best_of(store: Store | None, group: Group) -> Best:
     said = store.payload.get("best") if isinstance(store.payload, Mapping) else None
     own, said = Best(), said if isinstance(said, Mapping) else {}
     step, loss = said.get("step"), said.get("loss")
-    is_number = isinstance(loss, int | float) and abs(loss) <= sys.float_info.max
-    if is_number and steps == [step]:
-        own = Best(steps[0], float(loss))
+    if isinstance(loss, int | float) and abs(loss) <= sys.float_info.max:
+        own = Best(steps[0], float(loss)) if steps == [step] else own
     found = group.gather("the best checkpoint", lambda: own)
     return own if {Best(*one) for one in found} == {own} else Best()
 

@@ -143,7 +143,7 @@ def behind_clipping(
     return optax.GradientTransformationExtraArgs(clipped.init, update)
 
 
-def _find(name: str) -> Callable[..., optax.GradientTransformation]:
+def _find(name: str) -> Callable[..., Any]:
     """Returns a function of optax, whose first argument is a learning rate.
 
     Functions that only scale by one are parts of optimizers.

@@ -215,7 +215,7 @@ def all_kernels():
         "yogi": optax.yogi(1e-2),
     }
     own = {name: kernel_of(tx) for name, tx in others.items() if COMPILERS}
-    return standard_kernels() | own
+    return {**standard_kernels(), **own}
 
 
 @pytest.mark.skipif(

@@ -174,9 +174,10 @@ def _divided(memory_bytes: int, needs: StepNeeds, device: DeviceLimit) -> Memory
     gradients = leaving = pooled // device.pool_factor
     most = device.num_bytes
     if most is None or device.is_host:
-        is_less = most is not None and most < rest
-        limit = "device_memory_bytes" if is_less else "memory_bytes"
-        return Memory(ring, gradients, most if is_less else rest, 0, leaving, limit)
+        limit = "memory_bytes"
+        if most is not None and most < rest:
+            limit, rest = "device_memory_bytes", most
+        return Memory(ring, gradients, rest, 0, leaving, limit)
     if needs.ring_bytes is not None:
         leaving = min(gradients, max(gradient_bytes, most // _SHARE))
     if leaving >= most:

@@ -62,8 +62,8 @@ def sequence(
             own = {i: targets[v] for i, v in outputs if v in targets}
             is_summed = num_parts > 1 and bool(own) and not is_repeat
             is_complete = not (is_summed or is_repeat)
-            calls.append(_call(run, numbers, takes, own, is_complete))
-            found = calls[-1].makes
+            call, found = _call(run, numbers, takes, own, is_complete)
+            calls.append(call)
             made = dict(zip(program.outputs, found, strict=True))
             recomputed = made if is_repeat else {}
             if not is_repeat:
@@ -78,8 +78,8 @@ def sequence(
                 takes = [*totals[program], *found, *given]
                 handed, is_last = dict(enumerate(own.values())), part == num_parts - 1
                 run = total, part, False
-                calls.append(_call(run, numbers, takes, handed, is_last))
-                found = calls[-1].makes
+                call, found = _call(run, numbers, takes, handed, is_last)
+                calls.append(call)
             totals[program] = found
     results = tuple(
         slots[n, value] for n in range(num_parts) for value in graph.results
@@ -93,12 +93,13 @@ def _call(
     takes: Sequence[Origin | Slot],
     own: Mapping[int, Sequence[Piece]],
     is_complete: bool,
-) -> Call:
+) -> tuple[Call, Sequence[Slot]]:
+    """Returns a call, and what it makes."""
     program, part, is_repeat = run
     makes = tuple(Slot(next(numbers)) for _ in program.outputs)
     pieces = tuple((piece, i) for i, found in own.items() for piece in found)
     what = program, tuple(takes), makes, (), pieces, is_complete
-    return Call(*what, is_repeat, part)
+    return Call(*what, is_repeat, part), makes
 
 
 def _blocks(
