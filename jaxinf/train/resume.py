@@ -153,7 +153,8 @@ def resumed(
             "as --config with the config.toml of its logs does, or another --store to "
             "begin a new run"
         )
-    _check_batch(config, step, said.get("loader") or {}, batches)
+    loader = said.get("loader")
+    _check_batch(config, step, loader if isinstance(loader, Mapping) else {}, batches)
     # A decay has the length of the run.
     names = _FREE if settings["schedule"] == "constant" else (*_FREE, "steps")
     return step, [

@@ -39,9 +39,13 @@ def test_resume_of_another_programs_store_is_refused(run, tmp_path, capsys):
     assert run("--store", tmp_path / "store", "--steps", 2) == 0
     slot = (tmp_path / "store/current").resolve()
     record = json.loads((slot / "commit.json").read_text())
-    (slot / "commit.json").write_bytes(seal(record | {"payload": None}))
-    assert run("--store", tmp_path / "store", "--steps", 3) == 1
-    assert "another program made it" in capsys.readouterr().err
+    for payload, expected in (
+        (None, "another program made it"),
+        (record["payload"] | {"loader": [1]}, "The run had None None"),
+    ):
+        (slot / "commit.json").write_bytes(seal(record | {"payload": payload}))
+        assert run("--store", tmp_path / "store", "--steps", 3) == 1
+        assert expected in capsys.readouterr().err
 
 
 def test_failing_drive_is_one_message(run, tmp_path, capfd, monkeypatch):

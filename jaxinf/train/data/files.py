@@ -98,11 +98,10 @@ def _format_of(path: Path) -> str:
         head = file.read(_SNIFFED_BYTES)
     name = Path(path.name.lower())
     suffix = (name.with_suffix("") if name.suffix == ".gz" else name).suffix
-    if suffix in _FORMATS:
-        return _FORMATS[suffix]
-    if head.startswith(_PARQUET):
-        return "parquet"
-    return "text" if head.startswith(_GZIP) or _is_text(head) else "none"
+    kind = _FORMATS.get(suffix) or ("parquet" if head.startswith(_PARQUET) else "text")
+    if kind != "parquet" and not head.startswith(_GZIP) and not _is_text(head):
+        return "none"
+    return kind
 
 
 def _is_text(head: bytes) -> bool:

@@ -32,10 +32,11 @@ def test_directory_gives_text_files_and_names_what_is_left_out(tree):
     for name in ("rows.csv", "rows.CSV.gz", "rows.arrow"):
         (tree / name).write_text("text")
     (tree / "e.TXT").write_text("text", encoding="utf-16")
+    (tree / "f.jsonl").write_text("{}", encoding="utf-16")
     files, left_out = find_files([str(tree)])
     assert names(tree, files) == ["a.txt", "d", "sub/b.py", "sub/deep/c.py"]
-    found = ["e.TXT", "rows.CSV.gz", "rows.arrow", "rows.csv", "sub/binary.dat"]
-    assert names(tree, left_out) == found
+    found = ["e.TXT", "f.jsonl", "rows.CSV.gz", "rows.arrow", "rows.csv"]
+    assert names(tree, left_out) == [*found, "sub/binary.dat"]
 
 
 @pytest.mark.parametrize(
