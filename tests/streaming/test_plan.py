@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from streaming import assert_near, in_memory, prepared, smallest_bytes, unit
 from zoo import ZOO, normal
 
-from jaxinf.errors import StreamError
-from jaxinf.streaming.plan.fit import cut_to_fit, plan_of, prepare
-from jaxinf.streaming.plan.memory import Memory, StepNeeds
+from jaxinf.errors import BudgetError, StreamError
+from jaxinf.streaming.plan.compiled import Measured, known_temps, measured
+from jaxinf.streaming.plan.fit import cut_to_fit, cuts_of, plan_of, prepare, within
+from jaxinf.streaming.plan.memory import Budget, Memory, StepNeeds
 from jaxinf.streaming.plan.reads import (
     fetches_of,
     held_bytes,
@@ -26,6 +27,7 @@ from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.lifetimes import Stay, fill, occupancy
 from jaxinf.streaming.program.units import StoreUnits
 from jaxinf.streaming.run import Runner
+from jaxinf.terminal import parse_bytes
 
 pytestmark = pytest.mark.optimized("long")
 
@@ -252,3 +254,24 @@ def test_nothing_that_is_handed_out_lends_its_memory():
     )
     found = [handed[Piece(i)] for i in range(len(leaves))]
     assert_near((value, outputs, found), (near, near_outputs, gradients), 1e-5)
+
+
+@pytest.mark.parametrize("tried", [300, 700, 900, 1290])
+def test_the_budget_that_a_refusal_names_is_near_the_least(tried):
+    def plan(budget):
+        mib = budget.memory_bytes >> 20
+        if mib < 1300:  # less than what is missing is known at first
+            missing = 60 if mib < 850 else 400
+            raise BudgetError("memory_bytes", "too little", missing << 20)
+
+    with pytest.raises(BudgetError) as refused:
+        within(Budget(tried << 20), plan, advises=True)
+    assert 1300 << 20 <= parse_bytes(refused.value.works["memory_bytes"]) < 1500 << 20
+
+
+def test_what_known_programs_take_too_much_is_not_compiled():
+    program = ZOO["gpt2_nano"]()
+    ready, known = prepared(program), Measured()
+    plan = measured(plan_of(ready, cuts_of(ready, 1 << 40)), known)
+    assert known_temps(plan, known) == plan.temp_bytes
+    assert known_temps(plan, Measured()) == {}

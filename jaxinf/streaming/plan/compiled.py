@@ -101,6 +101,16 @@ def measured(plan: Plan, executables: Executables) -> Plan:
     return replace(plan, temp_bytes=temps, output_bytes=outputs or None)
 
 
+def known_temps(plan: Plan, executables: Executables) -> Mapping[str, int]:
+    """Returns temporaries, by key, of programs compiled before; of one device alone."""
+    found = dict[str, int]()
+    for key, program in plan.programs.items() if plan.traced.mesh is None else ():
+        known = executables.get((key, plan.donated[key], (), ()))
+        if known is not None:
+            found[key] = bytes_beside(program, known)
+    return found
+
+
 def _num_together(mesh: Mesh | None) -> int:
     """Returns the number of this process's devices that share one limited memory."""
     if mesh is None or not memory.device_is_host(mesh.devices.flat[0]):

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from jaxinf.errors import BudgetError, StreamError
 from jaxinf.processes import Group
 from jaxinf.streaming.plan.calls import Plan, Policy, may_leave
-from jaxinf.streaming.plan.compiled import Executables, measured
+from jaxinf.streaming.plan.compiled import Executables, known_temps, measured
 from jaxinf.streaming.plan.device import check_pinned
 from jaxinf.streaming.plan.leaving import evicted, least_bytes, plan_tiers
 from jaxinf.streaming.plan.memory import Budget, Memory, StepNeeds, divide
@@ -44,8 +44,10 @@ PLAN_VERSION = 2
 _SHARE = 3
 _MAX_HALVINGS = 14
 # Of what is added to a budget, so much at least goes where bytes are missing: buffers
-# take at most three eighths. The last of three tries is generous.
+# take at most three eighths. The last of three tries is generous: what works is then
+# made less, so often at most.
 _SHARES = 5 / 8, 5 / 8, 1 / 8
+_MAX_ADVICE_HALVINGS = 5
 
 
 @dataclass(frozen=True, repr=False)  # it has all nodes
@@ -120,26 +122,48 @@ def within(budget: Budget, plan: Callable[[Budget], _Plan], *, advises: bool) ->
     Raises:
       BudgetError: The budget is too small.
     """
-    refused: list[BudgetError] = []
-    tried = budget
-    for share in (*_SHARES, None):
+    try:
+        return plan(budget)
+    except BudgetError as error:
+        refused = error
+    works = _least_found(refused, budget, plan) if advises else budget
+    given, names = vars(budget), ("memory_bytes", "device_memory_bytes")
+    raised = {k: n for k in names if (n := getattr(works, k)) != given[k]}
+    if raised:
+        refused = refused._advising({k: exact_bytes(n) for k, n in raised.items()})
+    raise refused
+
+
+def _least_found(
+    error: BudgetError, budget: Budget, plan: Callable[[Budget], object]
+) -> Budget:
+    """Returns a budget that works, near the least; the one refused if none is found."""
+    low, works = budget, budget
+    for share in _SHARES:
+        held_bytes = getattr(low, error.limit)
+        if held_bytes is None:
+            return budget
+        more = max(1, int(error.missing_bytes / share))
+        tried = replace(low, **{error.limit: _rounded(held_bytes + more)})
         try:
-            found = plan(tried)
-        except BudgetError as error:
-            refused.append(error)
-            held_bytes = getattr(tried, error.limit)
-            if not advises or share is None or held_bytes is None:
-                break
-            num_bytes = _rounded(held_bytes + max(1, int(error.missing_bytes / share)))
-            tried = replace(tried, **{error.limit: num_bytes})
+            plan(tried)
+        except BudgetError as other:
+            low, error = tried, other
             continue
-        if not refused:
-            return found
-        given = vars(budget)
-        raised = {k: n for k, n in vars(tried).items() if n != given[k]}
-        works = {name: exact_bytes(num_bytes) for name, num_bytes in raised.items()}
-        raise refused[0]._advising(works)
-    raise refused[0]
+        works = tried
+        break
+    for _ in range(_MAX_ADVICE_HALVINGS if works != budget else 0):
+        least, most = getattr(low, error.limit), getattr(works, error.limit)
+        tried = replace(works, **{error.limit: _rounded((least + most) // 2)})
+        if most - least <= most // 8 or tried == works:
+            break
+        try:
+            plan(tried)
+        except BudgetError:
+            low = tried
+        else:
+            works = tried
+    return works
 
 
 def _rounded(num_bytes: int) -> int:
@@ -233,8 +257,14 @@ def _planned(
         plan = measured(_with_params(plan, needs), executables)
         return replace(plan, peak_bytes=least_bytes(plan))
 
+    def tried(plan: Plan) -> Plan:
+        plan = _with_params(plan, needs)
+        known = replace(plan, temp_bytes=known_temps(plan, executables))
+        known = replace(known, peak_bytes=least_bytes(known))
+        return known if known.peak_bytes > memory.programs else measure(plan)
+
     if cuts is None:
-        what = ready, memory.programs, policy, measure, memory.limit
+        what = ready, memory.programs, policy, tried, memory.limit
         plan = cut_to_fit(*what, num_parts=num_parts)
     else:
         plan = measure(plan_of(ready, cuts, policy, num_parts, again))
@@ -298,8 +328,9 @@ def cut_to_fit(
     Args:
       budget_bytes: Memory for a step's programs.
       num_parts: Number of parts of a batch that its programs run for in turn.
-      measure: Returns the plan with its `peak_bytes` measured. It is called for plans
-        that would fit without temporaries, and by default leaves these out.
+      measure: Returns the plan with its `peak_bytes` measured, or at least so many if
+        they exceed the budget. It is called for plans that would fit without
+        temporaries, and by default leaves these out.
 
     Raises:
       BudgetError: No cut fits; names the params that are too large.
