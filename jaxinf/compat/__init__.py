@@ -4,28 +4,20 @@ Invariant: uses that are experimental, not exported or not promised go through t
 package alone; ``tests/test_compat.py`` fails on others. Supported versions:
 docs/dependencies.md; ``make test-newest`` tries newer ones.
 
+A name that is gone makes ``import jaxinf`` fail, if nothing else is said.
+
 ==========================  ==========================================================
 used here                   where it may break, and the effect
 ==========================  ==========================================================
-``buffer_callback``         experimental. Not there: `io_callback` brings gradients, at
-                            the cost of a copy; same bits. Takes other arguments: the
-                            first update fails while it is traced
-``io_callback``             experimental. Not there: ``import jaxinf`` fails
+``buffer_callback``         experimental. Takes other arguments: the first update fails
+                            while it is traced
 ``jax.shard_map``           ``check_vma`` was ``check_rep``. Renamed: sharded updates
                             fail while they are traced
-``Tracer``                  of ``jax.core``, which shrinks. Not there: ``import jaxinf``
-                            fails
 ``PJRT_NPROC``              read by XLA's CPU client. Not read any more: runs on several
                             CPU devices may hang, which the tests of four devices show
-``backends_are_…``          of ``jax._src``. Not there: closing a store starts JAX's
-                            backend in a process that has not used it
 ``global_state``            of ``jax._src.distributed``: the client of the coordination
-                            service, its barriers and keys, the text of a time-out. Not
-                            there: stores of several processes are refused when opened
-``runtime_tokens``          of ``jax._src``. Not there: a program that a store's error
-                            ends prints it once more for each of JAX's exit functions
-``trace_state_clean``       of ``jax._src``. Not there: a streamed step in an eager
-                            ``jax.grad`` or ``jax.vmap`` runs if its batch is known
+                            service, its barriers and keys, the text of a time-out.
+                            Others: stores of several processes fail when opened
 logger of callbacks         moves with JAX's modules. Moved: JAX's traceback is printed
                             before the error
 ``Primitive``, ``Literal``  of ``jax.extend.core``, and jaxprs; fields of equations,
@@ -82,7 +74,6 @@ from jax.tree_util import keystr
 from jaxinf.compat.callbacks import (
     CALLBACK_LOGGER,
     call_with_buffers,
-    has_buffer_callback,
     raise_in_callback,
 )
 from jaxinf.compat.jaxprs import (

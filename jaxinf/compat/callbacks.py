@@ -7,10 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-try:
-    from jax.experimental.buffer_callback import buffer_callback
-except ImportError:
-    buffer_callback = None
+from jax.experimental.buffer_callback import buffer_callback
 
 CALLBACK_LOGGER = "jax._src.callback"
 """Logs an exception of a callback, with a traceback."""
@@ -32,11 +29,6 @@ def _is_news(record: logging.LogRecord) -> bool:
 logging.getLogger(CALLBACK_LOGGER).addFilter(_is_news)
 
 
-def has_buffer_callback() -> bool:
-    """Whether this JAX can hand over its own buffers."""
-    return buffer_callback is not None
-
-
 def call_with_buffers(
     function: Callable[..., None],
     avals: Any,
@@ -49,5 +41,4 @@ def call_with_buffers(
       avals: shapes and dtypes of the results.
       arguments: arrays.
     """
-    assert buffer_callback is not None, "has_buffer_callback was not asked"
     return buffer_callback(function, avals, has_side_effect=True)(*arguments)

@@ -12,21 +12,9 @@ from concurrent.futures import Future
 from typing import Any
 
 import jax
-
-try:
-    from jax._src.xla_bridge import backends_are_initialized
-except ImportError:
-    backends_are_initialized = None
-
-try:
-    from jax._src.dispatch import runtime_tokens as _tokens
-except ImportError:
-    _tokens = None
-
-try:
-    from jax._src.distributed import global_state as _distributed
-except ImportError:
-    _distributed = None
+from jax._src.dispatch import runtime_tokens as _tokens
+from jax._src.distributed import global_state as _distributed
+from jax._src.xla_bridge import backends_are_initialized
 
 
 class Coordination:
@@ -106,19 +94,7 @@ class Coordination:
 
 
 def coordination() -> Coordination | None:
-    """The service of this program; None in a program of one process.
-
-    Raises:
-      ImportError: this JAX has several processes, and no such service.
-    """
-    if _distributed is None:
-        if has_backend() and jax.process_count() > 1:
-            raise ImportError(
-                "jax._src.distributed.global_state: expected the client of the "
-                f"coordination service, found none in jax {jax.__version__}; use one "
-                "of the versions of docs/dependencies.md"
-            )
-        return None
+    """The service of this program; None in a program of one process."""
     client, count = _distributed.client, _distributed.num_processes
     if client is None or not count or count < 2:
         return None
@@ -131,13 +107,13 @@ def _coordination(client: Any, process: int, count: int) -> Coordination:
 
 
 def has_backend() -> bool:
-    """Whether this process has used JAX; True if JAX does not tell."""
-    return backends_are_initialized is None or backends_are_initialized()
+    """Whether this process has used JAX."""
+    return backends_are_initialized()
 
 
 def forget_failed_tokens() -> None:
     """Keeps JAX from raising once more at the exit what a computation has raised."""
-    if _tokens is not None and has_backend():
+    if has_backend():
         try:
             jax.effects_barrier()
         except jax.errors.JaxRuntimeError:

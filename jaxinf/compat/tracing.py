@@ -7,14 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
+from jax._src.core import trace_state_clean
 from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-
-try:
-    from jax._src.core import trace_state_clean
-except ImportError:
-    trace_state_clean = None
 
 
 def trace_context() -> Any:
@@ -31,7 +27,7 @@ def is_tracing() -> bool:
 
 def is_in_transformation() -> bool:
     """Whether JAX traces a function or runs it by `jax.grad`, `jax.vmap` and so on."""
-    return is_tracing() if trace_state_clean is None else not trace_state_clean()
+    return not trace_state_clean()
 
 
 def without_examples(
