@@ -149,12 +149,9 @@ def look_at_cards(paths: Sequence[Path]) -> list[Finding]:
         one = Finding(f"card {card.address}")
         one.facts = {
             "firmware": card.firmware or "unknown",
-            "P2P": card.p2p,
             "beside": ", ".join(beside.get(card.address, ()))
             or "none of these directories",
         }
-        if card.p2p_remedy and card.p2p != "unknown":
-            one.problems.append(Problem(f"P2P is {card.p2p}", card.p2p_remedy))
         if not has_runtime():
             what = "XILINX_XRT is not set, or names no directory of XRT's"
             remedy = "install XRT, and `source /opt/xilinx/xrt/setup.sh` before Python"

@@ -1,7 +1,6 @@
 """Cards that are found, checked and refused, with a handmade sysfs and a stand-in."""
 
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import jaxinf.csd.cards.smartssd as smartssd
 import jaxinf.csd.cards.xrt as xrt
 from jaxinf.csd import GradientForm, KernelNeed, open_csds, parse_csd
 from jaxinf.csd.cards.standin import EmulatedXrt
-from jaxinf.csd.cards.sysfs import CardInfo, card_of, check_p2p, list_cards
+from jaxinf.csd.cards.sysfs import CardInfo, card_of, list_cards
 from jaxinf.errors import CsdError, UnsupportedTransformError
 from jaxinf.program import trace_update
 from jaxinf.transfer import ByteMeters
@@ -36,20 +35,8 @@ class Sysfs:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def card(
-        self,
-        *addresses,
-        p2p="1",
-        config="bar:4294967296\nmax_bar:4294967296\nexp_bar:4294967296\n0:DDR:4096\n",
-        firmware="xilinx_u2_gen3x4_xdma_gc_base_2",
-    ):
+    def card(self, *addresses, firmware="xilinx_u2_gen3x4_xdma_gc_base_2"):
         folder = self.device(*addresses)
-        own = folder / "p2p.u.2097152"  # where XRT's driver has them
-        own.mkdir()
-        if p2p is not None:
-            (own / "p2p_enable").write_text(f"{p2p}\n")
-        if config is not None:
-            (own / "config").write_text(config)
         (folder / "rom.m.0").mkdir()
         (folder / "rom.m.0/VBNV").write_text(f"{firmware}\n")
         (self.path / "bus/pci/drivers/xocl" / addresses[-1]).symlink_to(folder)
@@ -112,9 +99,7 @@ def test_the_card_beside_a_drive(sysfs, tmp_path):
     assert [c.address for c in cards] == [f"0000:{n}:0b.1" for n in (40, 50, 60)]
     assert {c.firmware for c in cards} == {"xilinx_u2_gen3x4_xdma_gc_base_2"}
     found = card_of(tmp_path, cards, sysfs.path)
-    assert (found.address, found.p2p) == ("0000:50:0b.1", "on")
-    assert found.p2p_remedy == ""
-    check_p2p(tmp_path, found)
+    assert found.address == "0000:50:0b.1"
 
 
 def test_a_volume_over_one_drive_and_a_namespace_with_multipath(sysfs, tmp_path):
@@ -143,31 +128,6 @@ def test_roots_that_have_no_card(sysfs, tmp_path):
     sysfs.mount(tmp_path, sysfs.volume("md0", sysfs.drive(*one), sysfs.drive(*two)))
     with pytest.raises(CsdError, match=r"expected a file system on one NVMe drive"):
         address_of(tmp_path, sysfs)
-
-
-@pytest.mark.parametrize(
-    ("config", "named", "remedy"),
-    [
-        (None, "off", "sudo xbutil configure --device 0000:40:0b.1 --p2p enable"),
-        ("bar:256\nexp_bar:4096\n", "off", "above 4G decoding"),
-        ("bar:256\nrbar:4096\nexp_bar:4096\n", "needs a reboot", "reboot the machine"),
-        ("max_bar:4096\nexp_bar:4096\n", "not supported", "xbmgmt program"),
-        ("bar:4096\nexp_bar:4096\nremap:256\n", "wrongly mapped", "off and on again"),
-    ],
-)
-def test_p2p_that_is_off(sysfs, tmp_path, config, named, remedy):
-    sysfs.card(*switch(0x40)[1], p2p="0", config=config)
-    [card] = list_cards(sysfs.path)
-    assert card.p2p == named
-    with pytest.raises(CsdError, match=f"found it {named}; .*{re.escape(remedy)}"):
-        check_p2p(tmp_path, card)
-
-
-def test_a_driver_that_does_not_say(sysfs, tmp_path):
-    sysfs.card(*switch(0x40)[1], p2p=None, config=None)
-    [card] = list_cards(sysfs.path)
-    assert card.p2p == "unknown"
-    check_p2p(tmp_path, card)
 
 
 # --- opening -----------------------------------------------------------------------
@@ -240,7 +200,7 @@ def test_no_runtime(tmp_path, monkeypatch):
         opened("smartssd:xclbin=x", [tmp_path])
 
 
-CARD, OFF = (CardInfo("0000:40:0b.1", "", p2p, ()) for p2p in ("on", "off"))
+CARD = CardInfo("0000:40:0b.1", "", ())
 
 
 @pytest.mark.parametrize(
@@ -248,7 +208,6 @@ CARD, OFF = (CardInfo("0000:40:0b.1", "", p2p, ()) for p2p in ("on", "off"))
     [
         ([], "a", "found none that XRT's driver serves"),
         ([CARD], "ab", r"are on one drive \(card 0000:40:0b\.1\)"),
-        ([OFF], "a", "--p2p enable"),
     ],
 )
 def test_no_card_and_two_roots_on_one(

@@ -17,7 +17,7 @@ from jaxinf.csd.cards.library import load_runtime
 from jaxinf.csd.cards.memory import BUFFERS_BYTES, CardMemory, set_bytes
 from jaxinf.csd.cards.peer import probe_peer
 from jaxinf.csd.cards.standin import ANY_KERNEL, EmulatedXrt
-from jaxinf.csd.cards.sysfs import card_of, check_p2p, list_cards
+from jaxinf.csd.cards.sysfs import card_of, list_cards
 from jaxinf.csd.cards.xrt import XrtCard, open_card
 from jaxinf.errors import CsdError, UnsupportedTransformError
 from jaxinf.kernels import card_kernel
@@ -101,7 +101,6 @@ def _devices(roots: Sequence[Path], num_devices: int | None) -> list[str | int]:
     found: dict[str | int, Path] = {}
     for root in roots:
         card = card_of(root, cards)
-        check_p2p(root, card)
         if card.address in found:
             raise CsdError(
                 f"CSD roots {found[card.address]} and {root} are on one drive (card "

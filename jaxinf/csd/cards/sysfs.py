@@ -15,12 +15,6 @@ from pathlib import Path
 from jaxinf.errors import CsdError
 
 _SYSFS = Path("/sys")
-_P2P_STATES = {"0": "off", "1": "on"}
-_P2P_REMEDIES = {
-    "needs a reboot": "reboot the machine (warm)",
-    "not supported": "program the card with a platform that has P2P (xbmgmt program)",
-    "wrongly mapped": "switch P2P off and on again (xbutil configure), and reboot",
-}
 
 
 @dataclass(frozen=True)
@@ -30,27 +24,12 @@ class CardInfo:
     Attributes:
       address: PCI address of the function that users open, such as ``0000:3d:00.1``.
       firmware: the platform that it runs; empty if the driver does not say.
-      p2p: ``"on"``, ``"off"``, ``"needs a reboot"``, ``"not supported"``, ``"wrongly
-        mapped"``; ``"unknown"`` if the driver does not say.
       path: PCI addresses from the root down to its own.
     """
 
     address: str
     firmware: str
-    p2p: str
     path: tuple[str, ...]
-
-    @property
-    def p2p_remedy(self) -> str:
-        """The command or action that switches P2P on; empty if it is on."""
-        if self.p2p == "on":
-            return ""
-        if self.p2p in _P2P_REMEDIES:
-            return _P2P_REMEDIES[self.p2p]
-        return (
-            f"sudo xbutil configure --device {self.address} --p2p enable, then reboot "
-            "(warm); the BIOS needs large PCIe addresses (above 4G decoding)"
-        )
 
 
 def list_cards(sysfs: Path = _SYSFS) -> list[CardInfo]:
@@ -59,41 +38,8 @@ def list_cards(sysfs: Path = _SYSFS) -> list[CardInfo]:
     for device in sorted((sysfs / "bus/pci/drivers/xocl").glob("*:*:*.*")):
         real = device.resolve()
         firmware = next((_text(p) for p in sorted(real.glob("rom*/VBNV"))), "")
-        p2p, path = _p2p_state(real), _pci_path(real)
-        found.append(CardInfo(device.name, firmware, p2p, path))
+        found.append(CardInfo(device.name, firmware, _pci_path(real)))
     return found
-
-
-def _p2p_state(device: Path) -> str:
-    """Reads the state of P2P from the driver's folder, as `xbutil examine` does."""
-    for folder in [*sorted(device.glob("p2p*/")), device]:
-        sizes = _bar_sizes(_text(folder / "config")) if folder != device else {}
-        if sizes:
-            return _state_of(sizes)
-        if enabled := _text(folder / "p2p_enable"):
-            return _P2P_STATES.get(enabled, enabled)
-    return "unknown"
-
-
-def _bar_sizes(config: str) -> dict[str, int]:
-    """Parses the sizes of the card's window in the driver's ``config``, in bytes.
-
-    ``bar`` is the present size, ``rbar`` the size after a reboot, ``exp_bar`` the size
-    that P2P needs, ``remap`` the part that shows the card's memory.
-    """
-    pairs = (line.partition(":") for line in config.splitlines())
-    return {name: int(size) for name, _, size in pairs if size.strip().isdecimal()}
-
-
-def _state_of(sizes: dict[str, int]) -> str:
-    bar = sizes.get("bar")
-    if bar is None:
-        return "not supported"
-    if sizes.get("rbar", 0) > bar:
-        return "needs a reboot"
-    if sizes.get("remap", 0) not in (0, bar):
-        return "wrongly mapped"
-    return "on" if sizes.get("exp_bar") == bar else "off"
 
 
 def card_of(root: Path, cards: Sequence[CardInfo], sysfs: Path = _SYSFS) -> CardInfo:
@@ -128,19 +74,6 @@ def card_of(root: Path, cards: Sequence[CardInfo], sysfs: Path = _SYSFS) -> Card
         f"same PCIe switch, found {len(beside)} (cards of this machine: {known}); give "
         'a directory on a SmartSSD, see `xbutil examine`, or use csd="host"'
     )
-
-
-def check_p2p(root: Path, card: CardInfo) -> None:
-    """Refuses a card that its drive cannot reach.
-
-    Raises:
-      CsdError: P2P is off; names the remedy.
-    """
-    if card.p2p not in ("on", "unknown"):  # if unknown, the first allocation will tell
-        raise CsdError(
-            f"CSD root {root}: expected P2P on card {card.address} to be on, found it "
-            f"{card.p2p}; {card.p2p_remedy}"
-        )
 
 
 def _is_beside(drive: tuple[str, ...], card: tuple[str, ...]) -> bool:
