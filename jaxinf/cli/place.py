@@ -73,7 +73,9 @@ def _examine(
         found = "a file" if path.exists() else "nothing"
         remedy = "check the name" if path.exists() else f"mkdir -p {path}, or mount it"
         raise StoreError(f"{path}: expected a directory, found {found}; {remedy}")
-    facts["file system"] = kind = _filesystem(path)
+    command = ["stat", "--file-system", "--format=%T", path]
+    named = subprocess.run(command, capture_output=True, text=True, check=False)
+    facts["file system"] = kind = named.stdout.strip() or "unknown"
     if kind in ("tmpfs", "ramfs"):
         what = f"{kind} is memory: state here is gone after a reboot"
         problems.append(Problem(what, "use a drive's file system"))
@@ -108,13 +110,6 @@ def _refusal(has: Callable[[Path], bool], scratch: Path) -> str | None:
         return None if has(scratch) else "the file system refuses it"
     except OSError as error:
         return error.strerror or str(error)
-
-
-def _filesystem(path: Path) -> str:
-    """Returns the type of a path's file system, as coreutils name it."""
-    command = ["stat", "--file-system", "--format=%T", path]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
 
 
 def _can_replace_symlink(scratch: Path) -> bool:

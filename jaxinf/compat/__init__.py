@@ -4,40 +4,19 @@ Invariant: uses that are experimental, not exported or not promised go through t
 package alone; ``tests/test_compat.py`` fails on others. Supported versions:
 docs/dependencies.md; ``make test-newest`` tries newer ones.
 
-A name that is gone makes ``import jaxinf`` fail, if nothing else is said.
+A name that is gone fails loudly and names itself: at import, or while an update or a
+streamed step is traced or compiled. So do other arguments, parameters and fields of
+JAX's primitives, jaxprs, lowerings and shardings. These say less:
 
 ==========================  ==========================================================
-used here                   where it may break, and the effect
+used here                   the effect, should it change
 ==========================  ==========================================================
-``buffer_callback``         experimental. Takes other arguments: the first update fails
-                            while it is traced
-``jax.shard_map``           ``check_vma`` was ``check_rep``. Renamed: sharded updates
-                            fail while they are traced
 ``PJRT_NPROC``              read by XLA's CPU client. Not read any more: runs on several
                             CPU devices may hang, which the tests of four devices show
-``global_state``            of ``jax._src.distributed``: the client of the coordination
-                            service, its barriers and keys, the text of a time-out.
-                            Others: stores of several processes fail when opened
-logger of callbacks         moves with JAX's modules. Moved: JAX's traceback is printed
-                            before the error
-``Primitive``, ``Literal``  of ``jax.extend.core``, and jaxprs; fields of equations,
-                            which ``jaxinf/program`` and ``jaxinf/streaming/program``
-                            read. Not there: ``tx.init`` fails while it traces
-``jax.interpreters``        rules of a primitive of our own. Not there, or other rules:
-                            ``import jaxinf`` fails, or ``tx.update`` while it is traced
-``axis_context``            of a lowering: how many devices the computation has. Not
-                            there: an update in a process with several devices fails
-                            while it is compiled
 ``manual_axes``             of the mesh in use. Not there: an update in ``pmap`` fails
                             with an error of JAX's
-shardings in types          of abstract values, and parameters of
-                            ``sharding_constraint``. Others: streaming on several
-                            devices fails while it is traced
-``get_bind_params``         of primitives, with the equation's context. Another result:
-                            the prologue fails while it is traced
-names of primitives         an unknown one: ``tx.init`` refuses the optimizer and names
-                            the primitive
-parameters of primitives    an unknown one: ``KeyError`` in ``tx.init``
+logger of callbacks         moves with JAX's modules. Moved: JAX's traceback is printed
+                            before the error
 tracebacks of equations     not promised. Others: a refusal does not say which optax
                             transformation the primitive came from; a warning of large
                             arrays in a loss function fails
@@ -54,9 +33,6 @@ bits of ``jax.random``      computed as Threefry of each element's index. Comput
 library fusions of XLA      an option of its CPU compiler. Not there, or other names:
                             programs take the default, and may take more memory than
                             is planned
-deterministic ops of XLA    an option of its GPU compiler. Not there, or another name:
-                            compiling a streamed program fails and names it;
-                            ``deterministic=False`` goes without
 ``dma_map``                 of XLA's client, with ``dma_unmap``; not public. Not there:
                             streamed params are copied once more on their way to a GPU
 Orbax's handler, key type   written to a checkpoint's metadata. Moved: Orbax restores it
@@ -120,11 +96,9 @@ from jaxinf.compat.tracing import (
 from jaxinf.compat.trees import path_keys, path_names, register_checked
 from jaxinf.compat.xla import (
     CPU_THREADS_VARIABLE,
-    DETERMINISTIC,
     compile_lowered,
     cpu_client_threads,
     deterministic_options,
     memory_registry,
-    varies_between_runs,
     without_library_reductions,
 )

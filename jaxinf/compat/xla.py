@@ -27,9 +27,7 @@ _WITHOUT_REDUCTIONS = (
     "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_INDIVIDUAL_CONVOLUTION"
 )
 
-DETERMINISTIC = "xla_gpu_deterministic_ops"
-"""An option of XLA's GPU compiler; with two hyphens a flag of ``XLA_FLAGS``."""
-
+_DETERMINISTIC = "xla_gpu_deterministic_ops"  # with two hyphens, of ``XLA_FLAGS``
 
 _WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
 _NO_TILES = "Couldn't find output tile sizes"
@@ -56,7 +54,8 @@ def deterministic_options(is_wanted: bool) -> dict[str, Any] | None:
     Args:
       is_wanted: Whether the program's bits matter.
     """
-    return {DETERMINISTIC: True} if is_wanted and varies_between_runs() else None
+    varies = jax.default_backend() == "gpu" and _DETERMINISTIC not in _xla_flags()
+    return {_DETERMINISTIC: True} if is_wanted and varies else None
 
 
 def compile_lowered(lowered: Any, options: Mapping[str, Any] | None) -> Any:
@@ -75,11 +74,6 @@ def compile_lowered(lowered: Any, options: Mapping[str, Any] | None) -> Any:
         if _NO_TILES not in str(error):
             raise
     return lowered.compile(compiler_options={**(options or {}), **_WITHOUT_TRITON})
-
-
-def varies_between_runs() -> bool:
-    """Whether a program may have other bits in each run if nobody asks for the same."""
-    return jax.default_backend() == "gpu" and DETERMINISTIC not in _xla_flags()
 
 
 def memory_registry(device: Any) -> Any:

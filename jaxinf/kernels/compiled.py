@@ -78,8 +78,8 @@ class CompiledKernel:
           `params`, `slots` and `out`, whose contents are undefined.
 
         Raises:
-          TypeError, ValueError: A dtype, shape or count is not the kernel's, or what is
-            written is not contiguous.
+          ValueError: A dtype, shape or count is not the kernel's, or what is written
+            is not contiguous.
         """
         passage = passage or Passage()
         numbers = [np.asarray(scalar)[()] for scalar in scalars]
@@ -123,20 +123,16 @@ def _check_arguments(
             length = num if state.scales is None else -(-num // CODE_BLOCK)
             needs.append(("beside codes", state.beside, length, (FLOAT32, _INT16)))
     for what, array, length, dtypes in needs:
-        if array.shape != (length,):
-            raise ValueError(
-                f"{what}: the kernel expects shape ({length},), found {array.shape}"
-            )
-        if what not in ("gradient", "arrays") and not array.flags.c_contiguous:
-            raise ValueError(f"{what}: the kernel expects contiguous memory; copy it")
-        if array.dtype not in dtypes:
+        is_whole = array.flags.c_contiguous or what in ("gradient", "arrays")
+        if array.shape != (length,) or array.dtype not in dtypes or not is_whole:
             names = " or ".join(map(str, dtypes))
-            raise TypeError(f"{what}: the kernel expects {names}, found {array.dtype}")
+            raise ValueError(
+                f"{what}: the kernel expects contiguous {names} of shape ({length},), "
+                f"found {array.dtype} of shape {array.shape}"
+            )
     found = tuple(scalar.dtype for scalar in scalars)
     if found != kernel.scalar_dtypes or any(scalar.shape for scalar in scalars):
-        raise TypeError(
-            f"scalars: the kernel expects {kernel.scalar_dtypes}, found {found}"
-        )
+        raise ValueError(f"scalars: expected {kernel.scalar_dtypes}, found {found}")
 
 
 def compiled(kernel: Kernel) -> CompiledKernel:

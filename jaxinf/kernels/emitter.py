@@ -17,6 +17,7 @@ from jaxinf.typing import FLOAT32
 _TYPES = {"float32": "F32", "int32": "I32", "uint32": "U32", "bool": "I32"}
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
 _BITWISE = {"and": "&", "or": "|", "xor": "^"}
+_ROUNDINGS = {"bfloat16": "L::round_bf16", "float16": "L::round_f16"}
 _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _CALLS = frozenset(
     """
@@ -78,13 +79,14 @@ class _Emitter:
         for index, equation in enumerate(self.body.equations):
             self._equation(index, equation, uniform[index])
         stores = self._stores()
+        setup = "\n      , ".join(self.setup)
         text = _TEMPLATE.format(
             num_slots=len(self.body.slots),
             num_arrays=self.body.num_arrays,
             has_update=_boolean(self.body.update is not None),
             writes=", ".join([*map(_boolean, self._writes()), "false"]),
             members="".join(f"  {line}\n" for line in self.members),
-            setup=_initialisers(self.setup),
+            setup=f"\n      : {setup}" if setup else "",
             lines="".join(f"    {line}\n" for line in [*self.lines, *stores]),
         )
         return Source(text, tuple(self.constants))
@@ -179,7 +181,8 @@ class _Emitter:
                 even = dict(equation.params)["to_even"]
                 return f"L::round_{'even' if even else 'away'}({inputs[0]})"
             case "reduce_precision":
-                return _reduced(inputs[0], str(dict(equation.params)["to"]))
+                name = _ROUNDINGS.get(dict(equation.params)["to"])
+                return f"{name}({inputs[0]})" if name else inputs[0]
             case "select_n":
                 return _select(inputs, wide)
             case "convert_element_type":
@@ -208,11 +211,6 @@ def _word(constant: Constant) -> int:
     return int(np.asarray(value).view(np.uint32))
 
 
-def _reduced(x: str, to: str) -> str:
-    names = {"bfloat16": "L::round_bf16", "float16": "L::round_f16"}
-    return f"{names[to]}({x})" if to in names else x
-
-
 def _select(inputs: Sequence[str], index_dtype: np.dtype) -> str:
     which, *cases = inputs
     if index_dtype == np.bool_:
@@ -234,10 +232,6 @@ def _converted(x: str, source: np.dtype, target: np.dtype) -> str:
     if "F32" in kinds:
         return f"L::{kinds[1].lower()}({x})"
     return f"({kinds[1]}){x}"
-
-
-def _initialisers(setup: Sequence[str]) -> str:
-    return "".join(f"\n      {':' if i == 0 else ','} {s}" for i, s in enumerate(setup))
 
 
 _READABLE = frozenset(("average", "mu", "nu", "sum_of_squares", "trace"))

@@ -45,7 +45,9 @@ def specialise(kernel: Kernel, scalars: Sequence[np.generic | Array]) -> Kernel:
     zeros = tuple(dtype != np.bool_ and not np.any(s) for dtype, s in pairs)
     variants = _memo(kernel, "variants")
     if (known, zeros) not in variants:
-        variants[known, zeros] = _specialised(kernel, known, zeros)
+        chosen = _folded(kernel, known, (False,) * len(zeros))
+        is_same = chosen.unchanged == kernel.unchanged
+        variants[known, zeros] = kernel if is_same else _folded(kernel, known, zeros)
     return variants[known, zeros]
 
 
@@ -82,13 +84,6 @@ def state_read(kernel: Kernel) -> frozenset[str]:
 def _memo(kernel: Kernel, name: str) -> dict[Any, Any]:
     """Returns a cache that lives with the kernel: hashing a kernel would cost more."""
     return vars(kernel).setdefault(f"_{name}", {})
-
-
-def _specialised(kernel: Kernel, known: _Known, zeros: tuple[bool, ...]) -> Kernel:
-    chosen = _folded(kernel, known, (False,) * len(zeros))
-    if chosen.unchanged == kernel.unchanged:
-        return kernel
-    return _folded(kernel, known, zeros)
 
 
 def _folded(kernel: Kernel, known: _Known, zeros: tuple[bool, ...]) -> Kernel:

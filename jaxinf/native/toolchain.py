@@ -189,15 +189,14 @@ def compile_source(
     compiler: str,
     level: str,
     target: str | None = None,
-    headers: Path | None = None,
 ) -> None:
     """Compiles one file, whose entry point is then ``jaxinf_entry``.
 
     Raises:
       CompilerError: The compiler failed.
     """
-    included = [f"-I{path}" for path in (INCLUDE, headers) if path is not None]
-    compile_ = [*words(compiler, level, target), *_FLAGS, *included, str(source)]
+    begin = [*words(compiler, level, target), *_FLAGS]
+    compile_ = [*begin, f"-I{INCLUDE}", str(source)]
     if not is_zig(compiler):
         run_compiler([*compile_, "-shared", "-s", *_AS_NEEDED, "-o", str(output)])
         return

@@ -167,7 +167,7 @@ class Group:
         self.say(topic)
         found = self._words(topic, range(self.count), what)
         absent = [n for n in range(self.count) if n not in found]
-        failed = self._failed()
+        failed = self.said("failed")
         if absent:
             failed = {
                 n: t for n, t in self.said("closed").items() if n in absent
@@ -293,7 +293,7 @@ class Group:
         """Waits for what processes say; lacks those that may not say it any more."""
         assert self.service is not None
         heard_s = dict.fromkeys(numbers, time.monotonic())
-        found, signs = dict[int, str](), dict[int, str]()
+        found, signs = dict[int, str](), dict[int, Any]()
 
         def left_s(number: int) -> float:
             return heard_s[number] + self.limit_s - time.monotonic()
@@ -307,7 +307,7 @@ class Group:
                     if text is None and self._is_over(number):
                         text = self.service.get(key, _LAST_LOOK_S)  # said meanwhile
                         break
-                    before, signs = signs, signs if text else self._signs()
+                    before, signs = signs, signs if text else self.said("progress")
                     for one, sign in signs.items():  # not only of the awaited one
                         if before.get(one, sign) != sign:
                             heard_s[one] = time.monotonic()
@@ -319,17 +319,10 @@ class Group:
 
     def _is_over(self, number: int) -> bool:
         """Whether a process says nothing more."""
-        return number in self._failed() or number in self.said("closed")
-
-    def _failed(self) -> dict[int, str]:
-        return self.said("failed")
-
-    def _signs(self) -> dict[int, str]:
-        """What the processes have reported of their progress, by number."""
-        return {n: str(sign) for n, sign in self.said("progress").items()}
+        return number in self.said("failed") or number in self.said("closed")
 
     def _absent_error(self, missing: Sequence[int], what: str) -> ProcessError:
-        failed, closed = self._failed(), self.said("closed")
+        failed, closed = self.said("failed"), self.said("closed")
         if failed := failed or {n: closed[n] for n in missing if n in closed}:
             return self._failed_error(failed, what)
         deserted.append(self)
@@ -422,12 +415,12 @@ class Group:
     @property
     def has_failed(self) -> bool:
         """Whether a process has said that it failed."""
-        return bool(self._failed())
+        return bool(self.said("failed"))
 
     def failure_of_others(self, step: int) -> ProcessError:
         """The error of a step that another process has failed; waits for its words."""
         until_s = time.monotonic() + 5
-        while not (found := self._failed()):
+        while not (found := self.said("failed")):
             if time.monotonic() > until_s:
                 return ProcessError(
                     f"{self.where}: step {step}: another process of the run failed, "

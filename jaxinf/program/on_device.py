@@ -69,7 +69,7 @@ def kernel_function(
         operands = [value(operand) for operand in equation.inputs]
         # What reads state that is not given is of a branch that the step does not take.
         is_given = all(operand is not None for operand in operands)
-        values.append(_computed(kernel, equation, operands) if is_given else None)
+        values.append(_computed(equation, operands) if is_given else None)
     shape = gradient.shape
     columns = kernel.slots, kernel.new_slots, kernel.slot_dtypes
     new = [
@@ -86,7 +86,7 @@ def kernel_function(
     return update, new, kept
 
 
-def _computed(kernel: Kernel, equation: Equation, operands: list[Any]) -> jax.Array:
+def _computed(equation: Equation, operands: list[Any]) -> jax.Array:
     op, params = equation.op, dict(equation.params)
     shape = jnp.broadcast_shapes(*(x.shape for x in operands))
     if op not in ("select_n", "clamp"):

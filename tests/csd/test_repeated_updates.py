@@ -101,17 +101,17 @@ def test_an_update_that_repeats_is_checked_like_the_first(tmp_path):
 
     run(params, np.empty(1000, np.float32))
     small = chunk.csd.acquire(4096)
-    for error, message, arguments in (
-        (ValueError, r"gradient: the kernel expects shape", (params[:999],)),
-        (TypeError, r"gradient: .* expects float32", (params.astype(np.float64),)),
-        (ValueError, r"expects shape", (params, np.empty(1000, np.float32), small)),
+    for message, arguments in (
+        (r"gradient: .*found float32 of shape \(999,\)", (params[:999],)),
+        (r"gradient: .*found float64", (params.astype(np.float64),)),
+        (r"expects contiguous", (params, np.empty(1000, np.float32), small)),
         (
-            *(ValueError, "out: the kernel expects contiguous memory"),
+            r"out: the kernel expects contiguous",
             (params.copy(), np.empty(2000, np.float32)[::2]),
         ),
     ):
         given = arguments if arguments[1:] else (*arguments, np.empty(1000, "f4"))
-        with pytest.raises(error, match=message):
+        with pytest.raises(ValueError, match=message):
             run(*given)
     before = chunk.states()[1]
     gradient = np.arange(2000, dtype=np.float32)[::2]

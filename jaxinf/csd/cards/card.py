@@ -141,7 +141,10 @@ class CardCsd:
             return self._update_nothing(own, update)
         found = self._kernel(update)
         for extent in extents:
-            _send_state(own, extent)
+            # Its kernel needs state that was read for the host.
+            host = own.host.pop(extent.buffer_offset_bytes, None)
+            if host is not None:
+                own.pages(extent)[: host.size] = host
         card = found.card
         num_selected = _send(own, gradient)
         words = card.scalar_values(
@@ -231,13 +234,6 @@ class _Found(NamedTuple):
     update: Kernel
     card: CardKernel
     kernel: XrtKernel
-
-
-def _send_state(own: CardBuffer, extent: Extent) -> None:
-    """Copies state that was read for the host to the card, whose kernel needs it."""
-    host = own.host.pop(extent.buffer_offset_bytes, None)
-    if host is not None:
-        own.pages(extent)[: host.size] = host
 
 
 def _send(own: CardBuffer, gradient: Array | SparseGradient) -> int:

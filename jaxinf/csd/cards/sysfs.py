@@ -8,6 +8,7 @@ Invariant: nothing is opened or changed. A drive and an FPGA are one SmartSSD if
 """
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 from jaxinf.errors import CsdError
 
 _SYSFS = Path("/sys")
+_ADDRESS = re.compile(r".{4}:[^:]*:[^:]{2}\.[^:]*")
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,9 @@ def card_of(root: Path, cards: Sequence[CardInfo], sysfs: Path = _SYSFS) -> Card
             "each, and give one root for each"
         )
     (drive,) = drives
-    beside = [card for card in cards if _is_beside(drive, card.path)]
+    # Of two endpoints below one switch, only the switch's ports differ.
+    num, up = len(drive), drive[:-2]
+    beside = [c for c in cards if len(c.path) == num > 2 and c.path[:-2] == up]
     if len(beside) == 1:
         return beside[0]
     known = ", ".join(card.address for card in cards) or "none"
@@ -74,11 +78,6 @@ def card_of(root: Path, cards: Sequence[CardInfo], sysfs: Path = _SYSFS) -> Card
         f"same PCIe switch, found {len(beside)} (cards of this machine: {known}); give "
         'a directory on a SmartSSD, see `xbutil examine`, or use csd="host"'
     )
-
-
-def _is_beside(drive: tuple[str, ...], card: tuple[str, ...]) -> bool:
-    """Whether two endpoints are below one switch: only the switch's ports differ."""
-    return len(drive) == len(card) > 2 and drive[:-2] == card[:-2]
 
 
 def _drives(device: Path) -> Iterator[tuple[str, ...]]:
@@ -102,12 +101,7 @@ def _drives(device: Path) -> Iterator[tuple[str, ...]]:
 
 def _pci_path(device: Path) -> tuple[str, ...]:
     """Returns the PCI addresses among the folders of a device's path."""
-    return tuple(part for part in device.parts if _is_address(part))
-
-
-def _is_address(text: str) -> bool:
-    domain, *rest = text.split(":")
-    return len(rest) == 2 and len(domain) == 4 and rest[1][2:3] == "."
+    return tuple(part for part in device.parts if _ADDRESS.fullmatch(part))
 
 
 def _text(path: Path) -> str:
