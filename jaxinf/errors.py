@@ -5,7 +5,7 @@ arguments raise ``ValueError`` or ``TypeError`` as usual in Python; errors of a 
 drive or an optimizer are `JaxinfError`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 
 class JaxinfError(Exception):
@@ -29,19 +29,7 @@ class StoreLockedError(StoreError):
 
 
 class ProcessError(StoreError):
-    """Another process of the run failed, is missing, or does something else.
-
-    Attributes:
-      processes: numbers of the processes that the error is about.
-      step: the step of the run, if known.
-    """
-
-    def __init__(
-        self, message: str, processes: Sequence[int] = (), step: int | None = None
-    ) -> None:
-        super().__init__(message)
-        self.processes = tuple(processes)
-        self.step = step
+    """Another process of the run failed, is missing, or does something else."""
 
 
 class StoreFormatError(StoreError):

@@ -118,7 +118,6 @@ def check_members(path: Path, found: Sequence[Any]) -> StepId | None:
             "its processes at the same numbers as before, mount what is missing, or "
             "move the run's directory aside, in all places where it lies, and start "
             "anew",
-            missing,
         )
     _check_equal(
         path,
@@ -142,7 +141,6 @@ def check_members(path: Path, found: Sequence[Any]) -> StepId | None:
             f"{path}: expected a step that all members have, found none: {listed}. "
             "Was one of them restored from a backup, or restored alone? Restore a "
             "checkpoint that all have: open_store(path, restore=NAME)",
-            range(len(found)),
         ) from None
 
 

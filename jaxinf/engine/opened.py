@@ -656,7 +656,7 @@ class OpenStore(StoreShape):
             carried=(),
             commit="" if group.is_alone else f"{group.session}-{group.num_barriers}",
         )
-        meets = f"step {record.step} is not committed here", record.step
+        meets = (f"step {record.step} is not committed here",)
         actions: dict[CommitAction, tuple[str, Callable[..., None], Sequence[Any]]] = {
             CommitAction.SYNC: ("sync", directory.sync, ()),
             CommitAction.RECORD: ("publish", directory.write_record, (slot, record)),

@@ -119,7 +119,6 @@ class Group:
                 f"{self.where}: expected {what} to be the same in all {len(found)} "
                 f"processes, found {_short(found[others[0]])} in process "
                 f"{_listed(others)}, and {_short(found[0])} in process 0; {remedy}",
-                others,
             )
 
     def in_all(self, what: str, action: Callable[[], _T]) -> _T:
@@ -149,12 +148,11 @@ class Group:
         with self.living():
             return self._say_made(topic, what, make)
 
-    def barrier(self, what: str, step: int | None = None) -> None:
+    def barrier(self, what: str) -> None:
         """Waits until every process has come; beside the other calls of the group.
 
         Args:
           what: what is not done if one does not come, for messages.
-          step: the step of the run that it is about.
 
         Raises:
           ProcessError: a process failed, or did not come in time, and no process goes
@@ -181,11 +179,9 @@ class Group:
                 f"ready within {self.limit_s:g} s, or to work on it, found none of "
                 f"process {_listed(silent)}, which hangs, is stopped, or does "
                 "something else. Look at it, end the run and start it again",
-                silent,
-                step,
             )
         if failed:
-            raise self._failed_error(failed, what, step)
+            raise self._failed_error(failed, what)
         deserted.clear()
         if self.number == 0:
             self.forget(f"barrier/{self.num_barriers - 1}")
@@ -279,7 +275,6 @@ class Group:
             raise ProcessError(
                 f"{self.where}: {what}: expected JAX's coordination service in process "
                 f"0, found {_text(error)}. Start the run again",
-                [0],
             ) from error
 
     # --- waiting -------------------------------------------------------------------
@@ -330,15 +325,12 @@ class Group:
             f"{self.where}: {what}: expected all {self.count} processes to make this "
             f"call within {self.limit_s:g} s, found none of process "
             f"{_listed(missing)}; make it in all of them, in one order",
-            missing,
         )
 
-    def _failed_error(
-        self, failed: dict[int, str], what: str, step: int | None = None
-    ) -> ProcessError:
+    def _failed_error(self, failed: dict[int, str], what: str) -> ProcessError:
         listed = "; ".join(f"process {n}: {text}" for n, text in sorted(failed.items()))
         text = f"{self.where}: {what}: another process of the run failed: {listed}"
-        return ProcessError(text, sorted(failed), step)
+        return ProcessError(text)
 
     # --- progress ------------------------------------------------------------------
 
@@ -425,10 +417,9 @@ class Group:
                 return ProcessError(
                     f"{self.where}: step {step}: another process of the run failed, "
                     "and did not say why; see its output",
-                    step=step,
                 )
             time.sleep(0.01)
-        return self._failed_error(found, f"step {step}", step)
+        return self._failed_error(found, f"step {step}")
 
 
 def all_processes(name: str, *, limit_s: float | None = None) -> Group:
@@ -467,7 +458,6 @@ def join_group(path: Path) -> Group:
         raise ProcessError(
             f"{path}: expected one path in all {len(paths)} processes for a run on a "
             f"mesh of all, or a path of its own in each, found {listed}",
-            range(len(paths)),
         )
     return Group(path, program.service, found[0]["session"])
 

@@ -159,7 +159,6 @@ def all_members(path: Path) -> list[StoreDirectory]:
             f"{path}: expected all members of the run, found none of process "
             f"{', '.join(map(str, missing))}; run this where all can be seen, or make "
             "the run again from an export: jaxinf store copy EXPORT NEW --processes N",
-            missing,
         )
     by_number = {m.number: one for one in members if (m := one.manifest.member)}
     return [by_number[number] for number in sorted(by_number)]

@@ -292,7 +292,5 @@ def agree(
             f"{group.where}: step {step}: process "
             f"{', '.join(map(str, gave_up))} was interrupted (Ctrl-C), so all "
             f"gave the step up; the store stays at step {step - 1}",
-            gave_up,
-            step,
         )
     return list(dict.fromkeys(name for refusing, _ in found for name in refusing))

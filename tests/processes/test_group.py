@@ -123,7 +123,6 @@ def test_other_values_and_other_calls_are_refused_with_both(groups):
         '"a1" in process 2, and "a0" in process 0; do'
     )
     assert list(map(str, found)) == [text] * 3
-    assert found[0].processes == (2,)
     found = in_each(groups, lambda g: g.gather(f"x{g.number // 2}", int))
     assert "process 2: it makes another call, x1" in str(found[0])
     assert "process 0: it makes another call, x0" in str(found[2])
@@ -146,7 +145,7 @@ def test_an_error_of_one_is_raised_in_all(groups, call):
     "call",
     [
         lambda group: group.gather("x", int),
-        lambda group: group.barrier("x", 7),
+        lambda group: group.barrier("x"),
         lambda group: group.hear("x", 2),
     ],
 )
@@ -154,7 +153,6 @@ def test_one_that_is_silent_is_named_within_the_limit(groups, call):
     began_s = time.monotonic()
     for one in in_each(groups[:2], call):
         assert "found none of process 2" in str(one)
-        assert one.processes == (2,)
     assert 0.3 < time.monotonic() - began_s < 30
 
 

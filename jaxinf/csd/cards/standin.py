@@ -2,9 +2,9 @@
 
 Invariant: code that works here uses pyxrt correctly, in releases of XRT with hardware
 contexts and before. The stand-in has pyxrt's restrictions: arguments that are neither
-buffers nor integers are silently dropped, integers from 2^31 on are refused, as are
-buffers of a context and copies without a length, which some releases lack; data that
-was not synced is stale, a mapping ends with its buffer, and the card has 4 GiB.
+buffers nor integers below 2^31 are refused, as are buffers of a context and copies
+without a length, which some releases lack; data that was not synced is stale, a mapping
+ends with its buffer, and the card has 4 GiB.
 
 The kernels are those of the cards, compiled for this machine (`make -C hls csim`).
 """
@@ -201,14 +201,6 @@ class _EmulatedKernel:
     def function(self) -> Callable[..., None]:
         """The compiled kernel; blocks while the compiler runs."""
         return card_function(self.card)
-
-    def __call__(self, *arguments: Any) -> "_EmulatedRun":
-        run = _EmulatedRun(self)
-        for number, value in enumerate(arguments):
-            if isinstance(value, (_EmulatedBo, int)):
-                run.set_arg(number, value)
-        run.start()
-        return run
 
 
 class _EmulatedRun:
