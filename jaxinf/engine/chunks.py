@@ -6,14 +6,13 @@ Invariant: readers load the version of the last finished step, and every chunk t
 differs from its checksum is detected: no result of it is stored or returned.
 """
 
-import contextlib
 import operator
 import threading
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -41,7 +40,6 @@ from jaxinf.transfer import (
     crc32c,
     crc32c_combine,
     span,
-    timeline,
 )
 from jaxinf.typing import Array
 
@@ -379,14 +377,14 @@ class _Executor:
         match unit:
             case Load(drive, items):
                 reads = [self._read(one, *at) for one, states in items for at in states]
-                with self._span(drive, "read", reads, [one for one, _ in items]):
+                with span("read", drive=self._drives[drive]):
                     self._csds[drive].read(reads)
                 return [self._check_read(*item) for item in items]
             case Compute(resident):
                 self._compute(resident)
             case Write(drive, items):
                 writes = [self._write(one, n) for one, states in items for n in states]
-                with self._span(drive, "write", writes, [one for one, _ in items]):
+                with span("write", drive=self._drives[drive]):
                     self._csds[drive].write(writes)
         return ()
 
@@ -417,7 +415,7 @@ class _Executor:
             for state, slot in unchecked:
                 self._chunks.loaded(layout, state, slot, self._sum(resident, state))
             unchecked = ()
-        with span("update", self._leaves_of([resident])):
+        with span("update"):
             wanted = [state for state, _ in unchecked]
             told = task.compute(csd, resident.buffer, wanted) or {}
         for state, slot in unchecked:
@@ -449,22 +447,3 @@ class _Executor:
         with span("checksum"):
             view = self._csds[layout.drive].view
             return crc32c(view(resident.buffer, layout.extents[state]))
-
-    def _span(
-        self,
-        csd: int,
-        kind: Literal["read", "write"],
-        transfers: Sequence[Transfer],
-        residents: Iterable[Resident],
-    ) -> contextlib.AbstractContextManager[None]:
-        num_bytes = sum([transfer.extent.num_bytes for transfer in transfers])
-        what = self._leaves_of(residents)
-        return span(kind, what, drive=self._drives[csd], num_bytes=num_bytes)
-
-    def _leaves_of(self, residents: Iterable[Resident]) -> str:
-        """Names the leaves of subgroups while spans are recorded."""
-        if not timeline.is_recording:
-            return ""
-        leaves = self._directory.manifest.leaves
-        numbers = dict.fromkeys(one.task.piece.subgroup.leaf for one in residents)
-        return ", ".join(leaves[number].name for number in numbers)

@@ -63,7 +63,6 @@ from jaxinf.transfer import (
     Task,
     idle,
     span,
-    timeline,
 )
 from jaxinf.typing import AVERAGE, Array
 
@@ -365,11 +364,7 @@ class OpenStore(StoreShape):
             return self._step
 
     def _run(self, tasks: Sequence[Task]) -> None:
-        names = ""
-        if timeline.is_recording:
-            leaves = dict.fromkeys(task.piece.subgroup.leaf for task in tasks)
-            names = ", ".join(map(self.name, leaves))
-        with span("leaf", names):
+        with span("leaf"):
             self.mover.run(tasks)
 
     def finish(
@@ -444,7 +439,7 @@ class OpenStore(StoreShape):
     def _end_step(self, record: CommitRecord, ended: _Step, updated_s: float) -> None:
         options, step = self.options, record.step
         try:
-            with span("drain", f"step {step}"):
+            with span("drain"):
                 self.mover.drain()
             self.chunks.end_step()
             self.finished = record
@@ -543,7 +538,7 @@ class OpenStore(StoreShape):
     def _join(self) -> None:
         with self._guard:
             if self._ending is not None:
-                with span("wait", "commit"):
+                with span("wait"):
                     self._ending.wait()
                 self._ending = None  # only now: an interrupt may end the wait
 
@@ -665,7 +660,7 @@ class OpenStore(StoreShape):
         }
         for action in CommitAction:
             name, act, arguments = actions[action]
-            with span(name, f"step {record.step}"):
+            with span(name):
                 act(*arguments)
         self.chunks.end_commit()
         self.commit = self.finished = record

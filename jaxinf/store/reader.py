@@ -114,7 +114,7 @@ def stored_pieces(
     piece_bytes: int = PIECE_BYTES,
     target: Array | None = None,
     meters: ByteMeters | None = None,
-    **spanned: str,
+    drive: str | None = None,
 ) -> Iterator[Array]:
     """Yields the first bytes of a file as uint8, piece by piece; blocks.
 
@@ -128,7 +128,7 @@ def stored_pieces(
       piece_bytes: length of a piece, a multiple of the page.
       target: uint8, of all these bytes, of which pieces are views that can be read
         there: where it starts on a page, all of whole pages.
-      spanned: labels of the reads' spans.
+      drive: the drive, by its directory, for the reads' spans.
     """
     check_holds(root, name, num_bytes)
     file, sums = root / name, []
@@ -140,7 +140,7 @@ def stored_pieces(
             array = buffer.array
             if target is not None and length % PAGE_BYTES == 0:
                 array = target[offset : offset + length]
-            with span("read", num_bytes=length, **spanned):
+            with span("read", drive=drive):
                 read_into(file, array, offset, length, meters=meters)
             sums.append((crc32c(array[:length]), length))
             if offset + length == num_bytes:
@@ -301,7 +301,6 @@ class StepReader:
                 piece_bytes=piece_bytes,
                 meters=self._meters,
                 drive=self._drives[csd],
-                what=one.array,
                 target=None if target is None else target.view(np.uint8),
             )
         else:

@@ -163,14 +163,13 @@ class Runner:
             self._await(output)
         began_s, self._ended_s = max(called_s, self._ended_s), time.perf_counter()
         self.call_s[number] = self._ended_s - began_s
-        name = self.plan.calls[number].program.name
-        add_span("program", name, began_s, self._ended_s)
+        add_span("program", began_s, self._ended_s)
         self.values.done(number)
         params.done(number)
 
     def _await(self, outputs: Any) -> None:
         began_s = time.perf_counter()
-        with span("wait", "a program"):
+        with span("wait"):
             jax.block_until_ready(outputs)
         self.waited_s += time.perf_counter() - began_s
 

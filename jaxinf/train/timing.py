@@ -48,7 +48,7 @@ class StepTimer:
             jax.profiler.start_trace(
                 self._folder, create_perfetto_trace=True, profiler_options=options
             )
-            timeline.start(annotate=jax.profiler.TraceAnnotation)
+            timeline.annotate = jax.profiler.TraceAnnotation
         if self._since_s is None:
             timeline.take_busy()
             self._since_s = time.monotonic()
@@ -92,7 +92,7 @@ class StepTimer:
         """Writes what was traced and is not written."""
         if self._is_tracing:
             self._is_tracing, self._traced = False, range(0)
-            timeline.stop()
+            timeline.annotate = None
             jax.profiler.stop_trace()
 
 

@@ -1,10 +1,10 @@
-"""Times of this process's work: sums by phase and drive, and on demand each piece.
+"""Times of this process's work: sums by phase and drive, and names for a profiler.
 
-    with span("read", "params of h0", drive="/mnt/nvme0", num_bytes=4096):
+    with span("read", drive="/mnt/nvme0"):
         …
 
-Invariant: sums are always kept, pieces only from `start` to `stop`. A phase, or a
-drive, that several threads are busy with is busy once.
+Invariant: sums are always kept. A phase, or a drive, that several threads are busy with
+is busy once.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 PHASES: Mapping[str, str] = MappingProxyType(
     {
@@ -32,27 +32,11 @@ PHASES: Mapping[str, str] = MappingProxyType(
         "meet": "commit",
     }
 )
-"""The phase of a step that each kind of span belongs to; other kinds have none.
+"""The phase of a step that each kind of span belongs to.
+
+Others have none: ``"fetch"`` (params of a streamed step) and ``"checksum"``.
 
 A leaf's update is waited for by the callback of JAX that brought its gradient."""
-
-
-class Span(NamedTuple):
-    """A piece of work with its times.
-
-    Attributes:
-      kind: one of `PHASES`, or ``"fetch"`` (params of a streamed step), ``"checksum"``.
-      what: the leaf, program or value that it was about; shown by `str`.
-      drive: the drive that was busy, by its directory; None if none was.
-    """
-
-    kind: str
-    what: Any
-    thread: tuple[str, int]
-    began_s: float
-    ended_s: float
-    drive: str | None = None
-    num_bytes: int = 0
 
 
 @dataclass
@@ -93,52 +77,35 @@ class Busy:
 
 
 class Timeline:
-    """Spans of all threads, in the order in which they ended. Thread-safe."""
+    """The spans of all threads. Thread-safe.
+
+    Attributes:
+      annotate: makes a context for each span's kind, as a profiler wants it, or None.
+    """
 
     def __init__(self) -> None:
-        self._spans: list[Span] | None = None
-        self._annotate: Callable[..., Any] | None = None
+        self.annotate: Callable[[str], Any] | None = None
         self._lock = threading.Lock()
         self._phases: defaultdict[str, Clock] = defaultdict(Clock)
         self._drives: defaultdict[str, Clock] = defaultdict(Clock)
 
-    def start(self, annotate: Callable[..., Any] | None = None) -> None:
-        """Records spans from here on.
+    def span(
+        self, kind: str, *, drive: str | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """Adds the time of the body.
 
         Args:
-          annotate: makes a context for each span's name, as a profiler wants it.
+          kind: the work.
+          drive: the drive that is busy with it, by its directory; None if none is.
         """
-        self._annotate = annotate
-        self._spans = []
-
-    def stop(self) -> list[Span]:
-        spans, self._spans, self._annotate = self._spans or [], None, None
-        return spans
-
-    @property
-    def is_recording(self) -> bool:
-        """Whether spans are recorded, so that their names are of use."""
-        return self._spans is not None
-
-    def span(
-        self,
-        kind: str,
-        what: Any = "",
-        *,
-        drive: str | None = None,
-        num_bytes: int = 0,
-    ) -> contextlib.AbstractContextManager[None]:
-        """Records the time of the body; see `Span`."""
-        if self._spans is None and kind not in PHASES:
+        if self.annotate is None and kind not in PHASES:
             return _OFF
-        return _Running(self, kind, what, drive, num_bytes)
+        return _Running(self, kind, drive)
 
-    def add(self, kind: str, what: Any, began_s: float, ended_s: float) -> None:
-        """Records work of one of `PHASES` whose times are known."""
+    def add(self, kind: str, began_s: float, ended_s: float) -> None:
+        """Adds work of one of `PHASES` whose times are known."""
         with self._lock:
             self._phases[PHASES[kind]].total_s += ended_s - began_s
-        if self._spans is not None:
-            self._spans.append(Span(kind, what, _thread(), began_s, ended_s))
 
     def take_busy(self) -> Busy:
         """Returns the sums since the last call."""
@@ -149,22 +116,10 @@ class Timeline:
 class _Running:
     """See `Timeline.span`; a class, as there are thousands in a step."""
 
-    __slots__ = (
-        *("_annotation", "_began_s", "_clocks"),
-        *("_drive", "_kind", "_num_bytes", "_timeline", "_what"),
-    )
+    __slots__ = ("_annotation", "_clocks", "_drive", "_kind", "_timeline")
 
-    def __init__(
-        self,
-        timeline: Timeline,
-        kind: str,
-        what: Any,
-        drive: str | None,
-        num_bytes: int,
-    ) -> None:
-        self._timeline = timeline
-        self._kind, self._what = kind, what
-        self._drive, self._num_bytes = drive, num_bytes
+    def __init__(self, timeline: Timeline, kind: str, drive: str | None) -> None:
+        self._timeline, self._kind, self._drive = timeline, kind, drive
 
     def __enter__(self) -> None:
         timeline = self._timeline
@@ -177,27 +132,16 @@ class _Running:
                 clock.start()
         self._clocks = clocks
         self._annotation = None
-        if timeline._annotate is not None:
-            self._annotation = timeline._annotate(self._kind)
+        if timeline.annotate is not None:
+            self._annotation = timeline.annotate(self._kind)
             self._annotation.__enter__()
-        self._began_s = time.perf_counter()
 
     def __exit__(self, *error: object) -> None:
-        ended_s, timeline = time.perf_counter(), self._timeline
         if self._annotation is not None:
             self._annotation.__exit__(None, None, None)
-        with timeline._lock:
+        with self._timeline._lock:
             for clock in self._clocks:
                 clock.stop()
-        spans = timeline._spans
-        if spans is not None:
-            times = self._began_s, ended_s
-            rest = self._drive, self._num_bytes
-            spans.append(Span(self._kind, self._what, _thread(), *times, *rest))
-
-
-def _thread() -> tuple[str, int]:
-    return threading.current_thread().name, threading.get_ident()
 
 
 def _taken(clocks: Mapping[str, Clock]) -> Mapping[str, float]:

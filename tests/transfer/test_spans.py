@@ -1,4 +1,4 @@
-"""Spans: sums by phase and drive, and pieces on demand; bytes are counted once."""
+"""Spans: sums by phase and drive, and names for a profiler; bytes are counted once."""
 
 import threading
 import time
@@ -14,7 +14,7 @@ def test_a_drive_that_two_threads_use_is_busy_once():
     before = meters.snapshot()
 
     def read():
-        with timeline.span("read", drive="/a", num_bytes=4):
+        with timeline.span("read", drive="/a"):
             both.wait()
             time.sleep(0.05)
         for _ in range(500):
@@ -28,7 +28,6 @@ def test_a_drive_that_two_threads_use_is_busy_once():
     busy = timeline.take_busy()
     assert 0.05 <= busy.drives["/a"] <= wall_s
     assert 0.05 <= busy.phases["read"] <= wall_s
-    assert timeline.stop() == []  # nothing was recorded
     assert timeline.take_busy().drives == {}
     assert meters.snapshot() - before == ByteCounts(drive_read_bytes=1000)
 
@@ -41,7 +40,7 @@ def test_what_is_under_way_counts_up_to_now():
     assert timeline.take_busy().phases["write"] < 0.02
 
 
-def test_spans_are_recorded_from_start_to_stop():
+def test_a_profiler_gets_the_names():
     timeline, named = Timeline(), []
 
     class Annotation:
@@ -54,16 +53,12 @@ def test_spans_are_recorded_from_start_to_stop():
         def __exit__(self, *error):
             named.append("end")
 
-    timeline.start(annotate=Annotation)
-    with pytest.raises(ValueError, match="stop"), timeline.span("fetch", "h0"):
+    timeline.annotate = Annotation
+    with pytest.raises(ValueError, match="stop"), timeline.span("fetch"):
         raise ValueError("stop")
-    timeline.add("program", "forward 0", 1.0, 3.0)
-    fetch, program = timeline.stop()
-    assert (fetch.kind, fetch.what, named) == ("fetch", "h0", ["fetch", "end"])
-    assert fetch.thread == (threading.current_thread().name, threading.get_ident())
-    assert 0 < fetch.began_s <= fetch.ended_s <= time.perf_counter()
-    assert (program.kind, program.began_s, program.ended_s) == ("program", 1.0, 3.0)
+    timeline.annotate = None
+    timeline.add("program", 1.0, 3.0)
     with timeline.span("fetch"):
         pass
-    assert timeline.stop() == []
+    assert named == ["fetch", "end"]
     assert timeline.take_busy().phases == {"program": 2.0}

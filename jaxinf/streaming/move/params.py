@@ -103,9 +103,8 @@ class StoreReader:
         """
         reader, opened = self._reader, self._engine.opened
         assert reader is not None, "a step has begun"
-        name = opened.directory.manifest.leaves[unit.leaf].name
         states = opened.averaged(unit.leaf) if self._average else (0,)
-        with span("fetch", (name, *unit.index), num_bytes=unit.num_bytes):
+        with span("fetch"):
             parts = shards if unit.is_divided else [np.zeros(unit.shape, unit.dtype)]
             for box, part in zip(unit.boxes, parts, strict=True):
                 if unit.is_shared:
@@ -267,7 +266,7 @@ class StoreParams:
         counts.num_got += 1
         counts.num_ready += read.is_there
         if not read.is_there:
-            with span("wait", "jaxinf-fetch"):
+            with span("wait"):
                 counts.waited_s += self._jobs.wait_for(lambda: read.is_there)
         if read.value is None:
             read.value = unit.on_devices(read.shards)
@@ -402,7 +401,7 @@ class StoreParams:
             self._device_bytes -= unit.num_bytes
             read.has_room = True
             pairs = unit.places(read.shards, SingleDeviceSharding(self._device))
-            self._uploads.start(pairs, partial(self._copied, read), unit.index)
+            self._uploads.start(pairs, partial(self._copied, read))
 
     def _read_on(self) -> None:
         """Reads units as long as there is memory; on a thread."""

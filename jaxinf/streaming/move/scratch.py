@@ -135,7 +135,6 @@ class Scratch:
         self,
         parts: Sequence[ScratchRun],
         value: Array | jax.Array,
-        what: object = "",
         ended: Callable[[], None] = lambda: None,
     ) -> Set[ScratchRun]:
         """Starts to write a value, which may still be computed.
@@ -147,7 +146,7 @@ class Scratch:
           The parts that have still to be written.
         """
         self._forms[parts] = value.shape, value.dtype
-        return self._start(self.write, parts, value, what, ended)
+        return self._start(self.write, parts, value, ended)
 
     def array(self, parts: Sequence[ScratchRun], memory: Array) -> Array:
         """Returns what was written there, in the memory that it was read into."""
@@ -158,24 +157,22 @@ class Scratch:
         self,
         parts: Sequence[ScratchRun],
         out: Array,
-        what: object = "",
         ended: Callable[[], None] = lambda: None,
     ) -> Set[ScratchRun]:
         """As `start_write`, into a value's memory, in whole pages."""
-        return self._start(self.read, parts, out, what, ended)
+        return self._start(self.read, parts, out, ended)
 
     def _start(
         self,
         move: Callable[..., None],
         parts: Sequence[ScratchRun],
         array: Array | jax.Array,
-        what: object,
         ended: Callable[[], None],
     ) -> Set[ScratchRun]:
         left = {*parts}
 
         def run(part: ScratchRun) -> None:
-            move(part, array, what)
+            move(part, array)
             with self.jobs.changed:
                 left.remove(part)
                 if not left:
@@ -185,9 +182,7 @@ class Scratch:
             self.jobs.submit(partial(run, part), part.drive, self._num_threads)
         return left
 
-    def write(
-        self, part: ScratchRun, value: Array | jax.Array, what: object = ""
-    ) -> None:
+    def write(self, part: ScratchRun, value: Array | jax.Array) -> None:
         """Writes a part of a value; blocks. Thread-safe.
 
         Raises:
@@ -200,9 +195,9 @@ class Scratch:
         padded = self._own.memory[: page_ceil(length)]
         padded[:length] = raw[part.start : part.stop]
         padded[length:] = 0
-        self._move(write_from, part, padded, what)
+        self._move(write_from, part, padded)
 
-    def read(self, part: ScratchRun, out: Array, what: object = "") -> None:
+    def read(self, part: ScratchRun, out: Array) -> None:
         """Reads a part into the whole value's memory; blocks. Thread-safe.
 
         Args:
@@ -212,12 +207,11 @@ class Scratch:
           StoreIOError: The drive failed.
         """
         length = page_ceil(part.num_bytes)
-        self._move(read_into, part, out[part.start : part.start + length], what)
+        self._move(read_into, part, out[part.start : part.start + length])
 
-    def _move(self, call: Any, part: ScratchRun, memory: Array, what: object) -> None:
+    def _move(self, call: Any, part: ScratchRun, memory: Array) -> None:
         drive, kind = part.drive, "read" if call is read_into else "write"
-        place = {"drive": str(self._folders[drive]), "num_bytes": len(memory)}
-        with span(kind, (self._content, what), **place):
+        with span(kind, drive=str(self._folders[drive])):
             call(
                 f"/proc/self/fd/{self._files[drive]}",
                 memory,
@@ -302,7 +296,7 @@ class Spill:
             self.kept_bytes = max(self.kept_bytes, self._held_bytes)
             return
         parts, array = self._places[key], np.asarray(value, order="C")
-        left = self._scratch.start_write(parts, array, key)
+        left = self._scratch.start_write(parts, array)
         self._scratch.jobs.wait_for(lambda: not left)
         self._held[key] = None
         self.written_bytes += place_bytes(parts)
@@ -324,7 +318,7 @@ class Spill:
             while to_read and sizes[to_read[0]] <= room_bytes:
                 first = to_read.popleft()
                 parts, memory = self._places[first], aligned(sizes[first])
-                begun.append((memory, self._scratch.start_read(parts, memory, first)))
+                begun.append((memory, self._scratch.start_read(parts, memory)))
                 room_bytes -= sizes[first]
             value = self._held.pop(key) if removes else self._held[key]
             if value is not None:

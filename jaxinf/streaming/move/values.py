@@ -218,7 +218,7 @@ class Values:
         """Copies a value to the host; on a thread."""
         value = jax.block_until_ready(away.value)
         pinned = away.sharding.with_memory_kind(PINNED)
-        with span("out", away.slot, num_bytes=value.nbytes):
+        with span("out"):
             host = jax.block_until_ready(jax.device_put(value, pinned))
         del value
         with self._changed:
@@ -238,7 +238,7 @@ class Values:
             away.host, away.value = host, None
             away.is_written = not away.parts
             self._changed.notify_all()
-        self._scratch.start_write(away.parts, host, away.slot, written)
+        self._scratch.start_write(away.parts, host, written)
 
     def _settle(self, away: _Away) -> None:
         """Frees a value's memory on its way to drives once nothing needs it there."""
@@ -294,7 +294,7 @@ class Values:
             self._go_on()
 
         away.memory = self._pool.acquire(away.num_bytes)
-        self._scratch.start_read(away.parts, away.memory.array, away.slot, read)
+        self._scratch.start_read(away.parts, away.memory.array, read)
 
     def _upload(self, away: _Away) -> None:
         """Copies a value to the device, if it is due and on the host."""
@@ -309,7 +309,7 @@ class Values:
                 self._settle(away)
 
         source = self._array(away) if away.host is None else away.host
-        self._uploads.start([(source, away.sharding)], ended, away.slot)
+        self._uploads.start([(source, away.sharding)], ended)
 
     def _array(self, away: _Away) -> Array:
         """Returns a value in the memory that it was read into."""
@@ -326,7 +326,7 @@ class Values:
             away.memory = None
 
     def _wait_for(self, is_done: Callable[[], bool]) -> None:
-        with span("wait", "jaxinf-activations"):
+        with span("wait"):
             self._counts.waited_s += self._jobs.wait_for(is_done)
 
 

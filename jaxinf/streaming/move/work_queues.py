@@ -173,15 +173,15 @@ class Uploads:
     ) -> None:
         self._jobs, self._pinned_bytes = jobs, pinned_bytes
         self._is_registered = is_registered
-        self._waiting: deque[tuple[Pairs, Ended, object]] = deque()
+        self._waiting: deque[tuple[Pairs, Ended]] = deque()
 
-    def start(self, pairs: Pairs, ended: Ended, what: object) -> None:
+    def start(self, pairs: Pairs, ended: Ended) -> None:
         """Starts to copy a tensor."""
         # A copy to new memory of the device waits for programs that were enqueued
         # before it. So all that waits is started at once, and two calls are under way
         # where nothing else limits them.
         with self._jobs.changed:
-            self._waiting.append((pairs, ended, what))
+            self._waiting.append((pairs, ended))
             self._jobs.submit(self._copy, "uploads", 2 if self._is_registered else 1)
 
     def drop(self) -> None:
@@ -190,7 +190,7 @@ class Uploads:
 
     def _copy(self) -> None:
         """Copies what waits, by one call as far as pinned memory allows."""
-        room_bytes, batch = self._pinned_bytes, deque[tuple[Pairs, Ended, object]]()
+        room_bytes, batch = self._pinned_bytes, deque[tuple[Pairs, Ended]]()
         with self._jobs.changed:
             while self._waiting:
                 pageable = self._pageable(self._waiting[0][0])
@@ -200,13 +200,12 @@ class Uploads:
                 batch.append(self._waiting.popleft())
         if not batch:  # another job had it
             return
-        pairs = [pair for own, _, _ in batch for pair in own]
-        num_bytes = sum(source.nbytes for source, _ in pairs)
-        with span("back", batch[0][2], num_bytes=num_bytes):
+        pairs = [pair for own, _ in batch for pair in own]
+        with span("back"):
             begun = deque(self._begun(pairs))
             del pairs
             while batch:
-                own, ended, _ = batch.popleft()
+                own, ended = batch.popleft()
                 copies = [begun.popleft() for _ in own]
                 try:
                     ended(jax.block_until_ready(copies))
