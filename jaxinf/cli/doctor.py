@@ -11,7 +11,7 @@ import tyro
 from rich.text import Text
 
 from jaxinf.cli.arguments import AnyPath
-from jaxinf.cli.host import Finding, look_at_cards, look_at_host
+from jaxinf.cli.host import Finding, look_at_host
 from jaxinf.cli.place import look_at_place
 from jaxinf.cli.terminal import facts_table, heading, show_progress
 from jaxinf.command_line import ByteSize
@@ -41,7 +41,7 @@ class Doctor:
             with show_progress(f"measuring {printable(str(path))}") as progress:
                 places.append(look_at_place(path, self.size, progress))
         host = look_at_host()
-        for one in (*places, host, *look_at_cards(list(self.paths))):
+        for one in (*places, host):
             _print(one)
         bad = ", ".join(place.title for place in places if not place.is_usable)
         verdict = f"cannot hold a store: {printable(bad)}" if bad else ""

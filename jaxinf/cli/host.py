@@ -1,20 +1,18 @@
-"""What `jaxinf doctor` says of the machine: processor, memory, compiler, JAX, cards.
+"""What `jaxinf doctor` says of the machine: processor, memory, compiler, JAX.
 
 Invariant: nothing is changed; each problem has a remedy.
 """
 
-import contextlib
 import os
 import platform
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxinf.csd import card_of, has_runtime, list_cards
-from jaxinf.errors import CsdError, DeviceConfigurationError
+from jaxinf.errors import DeviceConfigurationError
 from jaxinf.native import toolchain
 from jaxinf.optimizer import check_device_configuration
 from jaxinf.terminal import format_bytes
@@ -33,7 +31,7 @@ class Problem(NamedTuple):
 
 @dataclass
 class Finding:
-    """What was found of the machine, a directory or a card, and what is missing."""
+    """What was found of the machine or a directory, and what is missing."""
 
     title: str
     facts: dict[str, str] = field(default_factory=dict)
@@ -136,25 +134,3 @@ def _jax_devices(problems: list[Problem]) -> list[str]:
         remedy = "set JAX_PLATFORMS=cpu, or install the jax build of your accelerator"
         problems.append(Problem(what, remedy, is_fatal=True))
     return devices
-
-
-def look_at_cards(paths: Sequence[Path]) -> list[Finding]:
-    """Examines the cards of the machine, and says which are beside the directories."""
-    cards, beside = list_cards(), dict[str, list[str]]()
-    for path in paths if cards else ():
-        with contextlib.suppress(CsdError, OSError):
-            beside.setdefault(card_of(path, cards).address, []).append(str(path))
-    found = []
-    for card in cards:
-        one = Finding(f"card {card.address}")
-        one.facts = {
-            "firmware": card.firmware or "unknown",
-            "beside": ", ".join(beside.get(card.address, ()))
-            or "none of these directories",
-        }
-        if not has_runtime():
-            what = "XILINX_XRT is not set, or names no directory of XRT's"
-            remedy = "install XRT, and `source /opt/xilinx/xrt/setup.sh` before Python"
-            one.problems.append(Problem(what, remedy))
-        found.append(one)
-    return found

@@ -17,8 +17,6 @@ from jaxinf.csd.base import (
     UpdateOutcome,
     is_idle,
 )
-from jaxinf.csd.cards.library import has_runtime
-from jaxinf.csd.cards.sysfs import card_of, list_cards
 from jaxinf.csd.host import HostCsd
 from jaxinf.csd.initial import initialise_states
 from jaxinf.csd.kinds import CSD_KINDS, CsdSpec, open_csds, parse_csd

@@ -4,9 +4,7 @@ from pathlib import Path
 
 import pytest
 
-import jaxinf.cli.host as host
 import jaxinf.cli.place as place
-from jaxinf.csd.cards.sysfs import CardInfo
 
 
 def looked(path, file_bytes=0):
@@ -74,23 +72,3 @@ def test_memory_is_no_drive():
     found = looked(Path("/dev/shm"))
     assert found.facts["file system"] == "tmpfs"
     assert any("gone after a reboot" in problem.what for problem in found.problems)
-
-
-# --- cards -------------------------------------------------------------------------
-
-
-def test_cards_and_what_is_missing(tmp_path, run, monkeypatch):
-    infos = [
-        CardInfo("0000:40:00.1", "xilinx_u2_gen3x4_xdma_gc_base_2", ()),
-        CardInfo("0000:50:00.1", "", ()),
-    ]
-    monkeypatch.setattr(host, "list_cards", lambda: infos)
-    monkeypatch.setattr(host, "card_of", lambda path, found: found[1])
-    monkeypatch.delenv("XILINX_XRT", raising=False)
-    one, two = host.look_at_cards([tmp_path])
-    assert one.facts["beside"] == "none of these directories"
-    assert two.facts["beside"] == str(tmp_path)
-    assert "setup.sh" in one.problems[0].remedy
-    text = run("doctor", tmp_path, "--size", "0").out
-    for part in ("card 0000:40:00.1", "xilinx_u2_gen3x4", "unknown"):
-        assert part in text

@@ -11,7 +11,6 @@ same from 2021.1 (2.11) to 2026.1.
 
 import ctypes
 import enum
-import importlib.util
 import itertools
 import os
 import weakref
@@ -50,15 +49,6 @@ _INSTALL = (
     "install XRT, and run `source /opt/xilinx/xrt/setup.sh` before Python. "
     "csd='emulated' runs the same kernels with no card"
 )
-
-
-def has_runtime() -> bool:
-    """Whether XRT seems to be set up; nothing is loaded."""
-    prefix = os.environ.get("XILINX_XRT")
-    if not prefix:
-        return False
-    own = Path(prefix) / "lib" / LIBRARY
-    return own.exists() or importlib.util.find_spec("pyxrt") is not None
 
 
 def load_runtime() -> Any:

@@ -100,13 +100,13 @@ def _devices(roots: Sequence[Path], num_devices: int | None) -> list[str | int]:
         )
     found: dict[str | int, Path] = {}
     for root in roots:
-        card = card_of(root, cards)
-        if card.address in found:
+        address = card_of(root, cards)
+        if address in found:
             raise CsdError(
-                f"CSD roots {found[card.address]} and {root} are on one drive (card "
-                f"{card.address}); give one root for each card"
+                f"CSD roots {found[address]} and {root} are on one drive (card "
+                f"{address}); give one root for each card"
             )
-        found[card.address] = root
+        found[address] = root
     return list(found)
 
 

@@ -9,9 +9,9 @@ Invariant: nothing is opened or changed. A drive and an FPGA are one SmartSSD if
 
 import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TypeAlias
 
 from jaxinf.errors import CsdError
 
@@ -19,33 +19,19 @@ _SYSFS = Path("/sys")
 _ADDRESS = re.compile(r".{4}:[^:]*:[^:]{2}\.[^:]*")
 
 
-@dataclass(frozen=True)
-class CardInfo:
-    """An FPGA that XRT's driver serves.
-
-    Attributes:
-      address: PCI address of the function that users open, such as ``0000:3d:00.1``.
-      firmware: the platform that it runs; empty if the driver does not say.
-      path: PCI addresses from the root down to its own.
-    """
-
-    address: str
-    firmware: str
-    path: tuple[str, ...]
+Cards: TypeAlias = Mapping[str, tuple[str, ...]]
+"""FPGAs that XRT's driver serves: the PCI address of the function that users open, such
+as ``0000:3d:00.1`` → PCI addresses from the root down to its own."""
 
 
-def list_cards(sysfs: Path = _SYSFS) -> list[CardInfo]:
+def list_cards(sysfs: Path = _SYSFS) -> Cards:
     """Returns this machine's cards by address; none if XRT's driver is not loaded."""
-    found = []
-    for device in sorted((sysfs / "bus/pci/drivers/xocl").glob("*:*:*.*")):
-        real = device.resolve()
-        firmware = next((_text(p) for p in sorted(real.glob("rom*/VBNV"))), "")
-        found.append(CardInfo(device.name, firmware, _pci_path(real)))
-    return found
+    devices = sorted((sysfs / "bus/pci/drivers/xocl").glob("*:*:*.*"))
+    return {device.name: _pci_path(device.resolve()) for device in devices}
 
 
-def card_of(root: Path, cards: Sequence[CardInfo], sysfs: Path = _SYSFS) -> CardInfo:
-    """Returns the card beside the drive that a directory is on.
+def card_of(root: Path, cards: Cards, sysfs: Path = _SYSFS) -> str:
+    """Returns the address of the card beside the drive that a directory is on.
 
     Raises:
       CsdError: it is on no drive, on several, or on one that has no card.
@@ -68,11 +54,12 @@ def card_of(root: Path, cards: Sequence[CardInfo], sysfs: Path = _SYSFS) -> Card
         )
     (drive,) = drives
     # Of two endpoints below one switch, only the switch's ports differ.
-    num, up = len(drive), drive[:-2]
-    beside = [c for c in cards if len(c.path) == num > 2 and c.path[:-2] == up]
+    up = drive[:-2]
+    near = {name: path for name, path in cards.items() if len(path) == len(drive) > 2}
+    beside = [name for name, path in near.items() if path[:-2] == up]
     if len(beside) == 1:
         return beside[0]
-    known = ", ".join(card.address for card in cards) or "none"
+    known = ", ".join(cards) or "none"
     raise CsdError(
         f"CSD root {root}: expected a card beside its drive ({drive[-1]}), below the "
         f"same PCIe switch, found {len(beside)} (cards of this machine: {known}); give "
@@ -102,10 +89,3 @@ def _drives(device: Path) -> Iterator[tuple[str, ...]]:
 def _pci_path(device: Path) -> tuple[str, ...]:
     """Returns the PCI addresses among the folders of a device's path."""
     return tuple(part for part in device.parts if _ADDRESS.fullmatch(part))
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:  # this driver lacks the attribute, or does not show it
-        return ""
