@@ -54,7 +54,9 @@ def look_at_host() -> Finding:
     if foreign := toolchain.foreign_package():
         found.problems.append(Problem(*foreign))
     if compiler is None:
-        found.problems.append(_no_compiler())
+        what, _, remedy = toolchain.NO_COMPILER.partition("; ")
+        what += ": optimizers that this package has no kernels for cannot run"
+        found.problems.append(Problem(what, remedy))
     total, left = (
         format_bytes(int(memory.get(name, "0 kB").removesuffix("kB")) * 1024)
         for name in ("MemTotal", "MemAvailable")
@@ -100,19 +102,6 @@ def _cpu_problems(isa: str) -> list[Problem]:
         what = "jaxinf's C++ is for x86-64 and aarch64. No store can be trained here"
         remedy = "train on an x86-64 or aarch64 machine"
     return [Problem(f"the processor is {isa}: {what}", remedy)]
-
-
-def _no_compiler() -> Problem:
-    chosen = os.environ.get("CXX", "").strip()
-    where = f"CXX={chosen}" if chosen else f"{', '.join(toolchain.COMPILERS)} in PATH"
-    levels = toolchain.levels_of_machine(platform.machine())
-    without = "jaxinf was built without kernels, and no optimizer can run"
-    if any(toolchain.prebuilt_library(level).exists() for level in levels):
-        without = "optimizers other than the common ones cannot run"
-    remedy = "install one (apt install g++, or pip install 'jaxinf[compiler]')"
-    if chosen:
-        remedy = "set CXX to one, or unset it"
-    return Problem(f"no C++ compiler was found (looked for {where}): {without}", remedy)
 
 
 def _jax_devices(problems: list[Problem]) -> list[str]:

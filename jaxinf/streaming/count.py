@@ -31,7 +31,6 @@ class Count:
       link_up_bytes, link_down_bytes: Bytes that a step copies to a JAX device with
         memory of its own, and from it; else 0.
       plan: The calls; as a string, a table of them.
-      now_bytes: Bytes on drives now.
     """
 
     host_bytes: int
@@ -42,12 +41,10 @@ class Count:
     link_up_bytes: int
     link_down_bytes: int
     plan: Plan = field(repr=False)
-    now_bytes: int
 
 
 def count(plan: Plan, updates: Any) -> Count:
     """Counts what a plan's steps take and move, with such updates."""
-    store_bytes, now_bytes = updates.disk_bytes
     traffic, last = plan.traffic, updates.waiting(plan)
     assert traffic is not None, "it was planned for these updates"
     host_bytes, device_bytes = _memory(plan, last)
@@ -65,8 +62,7 @@ def count(plan: Plan, updates: Any) -> Count:
         plan=plan.without_graph(),
         host_bytes=host_bytes,
         device_bytes=device_bytes,
-        disk_bytes=store_bytes + waiting_bytes,
-        now_bytes=now_bytes,
+        disk_bytes=updates.disk_bytes + waiting_bytes,
         drive_read_bytes=traffic.drive_read_bytes,
         drive_write_bytes=traffic.drive_write_bytes,
         link_up_bytes=up,

@@ -28,7 +28,7 @@ class NoUpdates:
     """What takes the place of `NearStorageUpdates` where the store gets none."""
 
     needs: StepNeeds
-    disk_bytes = 0, 0
+    disk_bytes = 0
 
     def waiting(self, plan: Plan) -> Waiting | None:
         return None

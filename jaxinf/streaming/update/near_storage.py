@@ -145,10 +145,9 @@ class NearStorageUpdates:
         return max(self.gradient_bytes.values(), default=0)
 
     @property
-    def disk_bytes(self) -> tuple[int, int]:
-        """Bytes of the store with both slots, and of what is there now."""
-        num_bytes = sum(required_bytes(self.shape.directory).values())
-        return num_bytes, num_bytes * (self.engine.commit is not None)
+    def disk_bytes(self) -> int:
+        """Bytes of the store with both slots."""
+        return sum(required_bytes(self.shape.directory).values())
 
     @cached_property
     def needs(self) -> StepNeeds:
