@@ -48,11 +48,9 @@ def look_at_host() -> Finding:
     cpu, memory = map(_first_entry, ("/proc/cpuinfo", "/proc/meminfo"))
     isa = platform.machine()
     if isa == "x86_64":
-        isa = toolchain.levels_of(cpu.get("flags", "").split())[0]
+        isa = toolchain.levels()[0]
     compiler = toolchain.find_compiler()
     found = Finding("this machine", problems=_cpu_problems(isa))
-    if foreign := toolchain.foreign_package():
-        found.problems.append(Problem(*foreign))
     if compiler is None:
         what, _, remedy = toolchain.NO_COMPILER.partition("; ")
         what += ": optimizers that this package has no kernels for cannot run"

@@ -83,8 +83,8 @@ class _Emitter:
         text = _TEMPLATE.format(
             num_slots=len(self.body.slots),
             num_arrays=self.body.num_arrays,
-            has_update=_boolean(self.body.update is not None),
-            writes=", ".join([*map(_boolean, self._writes()), "false"]),
+            has_update=str(self.body.update is not None).lower(),
+            writes=", ".join(map(str, [*self._writes(), False])).lower(),
             members="".join(f"  {line}\n" for line in self.members),
             setup=f"\n      : {setup}" if setup else "",
             lines="".join(f"    {line}\n" for line in [*self.lines, *stores]),
@@ -198,10 +198,6 @@ def _type(dtype: np.dtype) -> str:
 
 def _typed(kind: str, bits: str) -> str:
     return bits if kind == "F32" else f"L::as_{kind.lower()}({bits})"
-
-
-def _boolean(value: bool) -> str:
-    return "true" if value else "false"
 
 
 def _word(constant: Constant) -> int:

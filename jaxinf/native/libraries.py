@@ -122,12 +122,10 @@ def load_library(path: Path) -> ctypes.CDLL:
 def open_prebuilt(level: str) -> ctypes.CDLL | None:
     """Opens the installed package's library for a level, once; None without one.
 
-    Warns where the library is for another system, or cannot be loaded.
+    Warns where the library cannot be loaded.
     """
     path = toolchain.prebuilt_library(level)
     if not path.exists():
-        if foreign := toolchain.foreign_package():
-            _LOGGER.warning("%s; %s", *foreign)
         return None
     try:
         return ctypes.CDLL(str(path))

@@ -9,9 +9,10 @@ import hashlib
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 COMPILERS = ("c++", "g++", "clang++")
@@ -76,18 +77,8 @@ def levels() -> tuple[str, ...]:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         text = ""
-    flags = ""
-    for line in text.splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == "flags":
-            flags = value
-            break
-    return levels_of(flags.split())
-
-
-def levels_of(cpu_flags: Iterable[str]) -> tuple[str, ...]:
-    """The levels of a processor with the flags that ``/proc/cpuinfo`` names."""
-    flags = set(cpu_flags)
+    named = re.search(r"(?m)^flags\s*:(.*)", text)
+    flags = set(named[1].split()) if named else set[str]()
     found = levels_of_machine(platform.machine())
     return tuple(x for x in found if _CPU_FLAGS.get(x, frozenset()) <= flags)
 
@@ -140,17 +131,6 @@ def entry_point(source: str) -> str:
 def prebuilt_library(level: str) -> Path:
     """Returns the package's library for a level; it may be missing."""
     return PREBUILT / f"jaxinf-{level}.so"
-
-
-def foreign_package() -> tuple[str, str] | None:
-    """Tells that the package's libraries are another machine's, and the remedy."""
-    mine = set(levels_of_machine(platform.machine()))
-    found = {level for level in LEVELS if prebuilt_library(level).exists()}
-    if not found or found & mine:
-        return None
-    machine = next(name for name, each in _LEVELS.items() if found & set(each))
-    what = f"this installation of jaxinf is for {machine}, not {platform.machine()}"
-    return what, f"run: {REINSTALL}"
 
 
 def key_of_library(source: str, compiler: str, level: str) -> str:

@@ -33,15 +33,9 @@ def allocate_file(
         within the length; they read as zeros.
 
     Raises:
-      ValueError: if the allocated part is negative or longer than the file.
       StoreSpaceError: if there is no room; the file is removed again.
       StoreIOError: if the file exists or cannot be made.
     """
-    if not 0 <= num_bytes_allocated <= num_bytes_logical:
-        raise ValueError(
-            f"{os.fspath(path)}: expected an allocated part within {num_bytes_logical} "
-            f"bytes, found {num_bytes_allocated}"
-        )
     allocated = min(page_ceil(num_bytes_allocated), num_bytes_logical)
     with translated("allocation", path), _new_file(path) as fd:
         os.ftruncate(fd, num_bytes_logical)
