@@ -49,11 +49,6 @@ def format_count(count: float) -> str:
     return f"{count:.0f}"
 
 
-def format_rate(bytes_per_s: float) -> str:
-    """Formats a bandwidth: ``1,830 MB/s``."""
-    return f"{bytes_per_s / 1e6:,.0f} MB/s"
-
-
 def parse_bytes(text: str) -> int:
     """Reads ``1GiB``, ``512 MiB``, ``2G`` (binary), ``1GB`` (decimal), ``4096``.
 
@@ -69,14 +64,14 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * factor)
 
 
-def given_bytes(name: str, value: int | str, *, least: int = 1) -> int:
+def given_bytes(name: str, value: int | str) -> int:
     """Returns an argument in bytes: a number, or a text as for `parse_bytes`.
 
     Args:
       name: the argument's name, for the error.
 
     Raises:
-      ValueError: it is not a size, or less than `least`.
+      ValueError: it is not a size, or less than 1.
     """
     try:
         if isinstance(value, bool):
@@ -86,8 +81,8 @@ def given_bytes(name: str, value: int | str, *, least: int = 1) -> int:
         raise ValueError(
             f'{name}={value!r}: expected a number of bytes, or a size such as "4GiB"'
         ) from error
-    if num_bytes < least:
-        raise ValueError(f"{name}={value!r}: expected at least {least}")
+    if num_bytes < 1:
+        raise ValueError(f"{name}={value!r}: expected at least 1")
     return num_bytes
 
 

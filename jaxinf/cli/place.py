@@ -23,7 +23,7 @@ import numpy as np
 from jaxinf.cli.host import Finding, Problem
 from jaxinf.errors import StoreError
 from jaxinf.store import over
-from jaxinf.terminal import format_bytes, format_count, format_rate
+from jaxinf.terminal import format_bytes, format_count
 from jaxinf.transfer import (
     PAGE_BYTES,
     BufferPool,
@@ -97,8 +97,9 @@ def _examine(
             problems.append(Problem(str(error), "free space, or give a larger --size"))
     if speed is not None:
         how = "buffered, so partly memory's" if "direct_io" in lacking else "direct"
-        rates = map(format_rate, (speed.read, speed.write, speed.mixed))
-        facts["bandwidth"] = "read {}, write {}, mixed {}".format(*rates)
+        rates = zip(("read", "write", "mixed"), speed[1:], strict=True)
+        named = [f"{name} {rate / 1e6:,.0f} MB/s" for name, rate in rates]
+        facts["bandwidth"] = ", ".join(named)
         facts["bandwidth"] += f" ({how}, {format_bytes(speed.moved_bytes)} moved)"
         params = format_count(speed.mixed / _ADAM_STEP_BYTES)
         facts["means"] = f"{params} params/s with Adam in fp32"

@@ -132,8 +132,9 @@ def open_prebuilt(level: str) -> ctypes.CDLL | None:
     except OSError as error:
         _LOGGER.warning(
             "this installation of jaxinf is for another system, or damaged: %s cannot "
-            "be loaded: %s; run: %s",
-            *(path, error, toolchain.REINSTALL),
+            "be loaded: %s; run: pip install --force-reinstall --no-deps PATH (a wheel "
+            "or a checkout)",
+            *(path, error),
         )
         return None
 

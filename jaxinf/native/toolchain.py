@@ -23,9 +23,6 @@ NO_COMPILER = (
     "package ziglang), found none; install one, or run: pip install 'jaxinf[compiler]'"
 )
 
-REINSTALL = "pip install --force-reinstall --no-deps PATH (a wheel or a checkout)"
-"""What to do with a package that is another machine's or another system's."""
-
 _LEVELS = {
     "x86_64": ("x86-64-v4", "x86-64-v3", "x86-64"),
     "aarch64": ("armv8-a",),

@@ -47,11 +47,8 @@ from jaxinf.typing import PyTree
 _TIMEOUT_S = 600.0  # for a process that is behind the others
 
 
-def train(config: TrainConfig, *, console: Console | None = None) -> int:
+def train(config: TrainConfig) -> int:
     """Trains, or resumes training, until `config.steps`; blocks.
-
-    Args:
-      console: the console to print to; by default standard output.
 
     Returns:
       The exit status: 0 if it reached its last step; 3 if it did, and an export failed;
@@ -63,7 +60,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> int:
     """
     config = check(config)
     check_optimizer(config)
-    console = console or make_console(soft_wrap=True)
+    console = make_console(soft_wrap=True)
     run_file = text_of_run(config)
     group = Group("train")
     if config.distributed is not None:
