@@ -44,12 +44,12 @@ update. Another XLA may round otherwise; ``tests/kernels/test_bits.py`` compares
 """
 
 from jax.experimental import io_callback
+from jax.experimental.buffer_callback import buffer_callback
 from jax.extend.core import Literal
 from jax.tree_util import keystr
 
 from jaxinf.compat.callbacks import (
     CALLBACK_LOGGER,
-    call_with_buffers,
     raise_in_callback,
 )
 from jaxinf.compat.jaxprs import (

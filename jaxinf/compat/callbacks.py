@@ -1,13 +1,10 @@
-"""How a computation calls the host, and what JAX says when that fails.
+"""What JAX says when a callback fails.
 
 Invariant: an exception that JAX's own error quotes is not logged by JAX, too.
 """
 
 import logging
-from collections.abc import Callable
-from typing import Any, NoReturn
-
-from jax.experimental.buffer_callback import buffer_callback
+from typing import NoReturn
 
 CALLBACK_LOGGER = "jax._src.callback"
 """Logs an exception of a callback, with a traceback."""
@@ -27,18 +24,3 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 logging.getLogger(CALLBACK_LOGGER).addFilter(_is_news)
-
-
-def call_with_buffers(
-    function: Callable[..., None],
-    avals: Any,
-    *arguments: Any,
-) -> Any:
-    """Calls ``function(context, outs, *arguments)`` with XLA's buffers; traceable.
-
-    Args:
-      function: fills `outs`; runs on the host, once.
-      avals: shapes and dtypes of the results.
-      arguments: arrays.
-    """
-    return buffer_callback(function, avals, has_side_effect=True)(*arguments)

@@ -134,7 +134,8 @@ class HostCallback:
 
 def _call(host: Host, avals: PyTree, arguments: PyTree) -> Any:
     if shares_memory():
-        return compat.call_with_buffers(partial(_with_buffers, host), avals, arguments)
+        own = partial(_with_buffers, host)
+        return compat.buffer_callback(own, avals, has_side_effect=True)(arguments)
     # On a TPU all results of a call get the first one's sharding, with as many axes.
     flat = jax.tree.map(lambda a: jax.ShapeDtypeStruct((a.size,), a.dtype), avals)
     found = compat.io_callback(partial(_with_copies, host, avals), flat, arguments)
