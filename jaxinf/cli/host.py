@@ -5,8 +5,8 @@ Invariant: nothing is changed; each problem has a remedy.
 
 import os
 import platform
+import re
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +16,7 @@ from jaxinf.errors import DeviceConfigurationError
 from jaxinf.native import toolchain
 from jaxinf.optimizer import check_device_configuration
 from jaxinf.terminal import format_bytes
+from jaxinf.transfer import MACHINE_MEMORY_BYTES, free_memory
 
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 _PACKAGES = ("jaxinf", "jax", "jaxlib", "optax", "flax", "tensorstore", "numpy")
@@ -45,7 +46,6 @@ class Finding:
 
 def look_at_host() -> Finding:
     """Examines the machine; starts JAX's clients, which may take seconds."""
-    cpu, memory = map(_first_entry, ("/proc/cpuinfo", "/proc/meminfo"))
     isa = platform.machine()
     if isa == "x86_64":
         isa = toolchain.levels()[0]
@@ -55,28 +55,20 @@ def look_at_host() -> Finding:
         what, _, remedy = toolchain.NO_COMPILER.partition("; ")
         what += ": optimizers that this package has no kernels for cannot run"
         found.problems.append(Problem(what, remedy))
-    total, left = (
-        format_bytes(int(memory.get(name, "0 kB").removesuffix("kB")) * 1024)
-        for name in ("MemTotal", "MemAvailable")
-    )
-    model = cpu.get("model name", platform.processor() or "unknown")
+    named = re.search(r"(?m)^model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    model = named[1] if named else platform.processor() or "unknown"
+    total = format_bytes(MACHINE_MEMORY_BYTES)
+    left, limit = free_memory() or (MACHINE_MEMORY_BYTES, "the machine")
     devices = Counter(_jax_devices(found.problems))
     found.facts = {
         "processor": f"{model}, cores: {len(os.sched_getaffinity(0))}, {isa}",
-        "memory": f"{total}, {left} available",
+        "memory": f"{total}, of which {limit} leaves {format_bytes(left)}",
         "packages": ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES),
         "JAX devices": ", ".join(f"{num} x {name}" for name, num in devices.items())
         or "none",
         "compiler": compiler or "none",
     }
     return found
-
-
-def _first_entry(file: str) -> Mapping[str, str]:
-    """Returns the first entry of a file of ``name: value``."""
-    lines = Path(file).read_text().split("\n\n")[0].splitlines()
-    pairs = (line.partition(":") for line in lines)
-    return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 def _cpu_problems(isa: str) -> list[Problem]:

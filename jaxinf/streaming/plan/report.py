@@ -1,6 +1,6 @@
 """A plan as text for a terminal: a loop over its calls.
 
-Invariant: neighbouring segments that run the same programs share a line.
+Invariant: every call is in one line, in the order in which they run.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ _TITLES += ("values leaving", "params read", "params")
 
 
 def plan_text(plan: Any) -> str:
-    """The calls of a `Plan`, those of neighbouring segments in a line."""
+    """The calls of a `Plan`, those of a segment in a line."""
     traced = plan.traced
     read_bytes = sum(one.unit.num_bytes for one in plan.reading.repeated)
     away_bytes = sum(plan.lives[slot].num_bytes for slot in plan.evictions)
@@ -65,52 +65,36 @@ def largest_text(plan: Any) -> str:
 
 
 def _lines(plan: Any) -> Iterator[tuple[str, ...]]:
-    """Yields a line for each run of segments that are called alike."""
+    """Yields a line for each time that a segment's programs run."""
     numbers = {key: str(number) for number, key in enumerate(plan.programs, 1)}
     memory_bytes, left, read = plan.call_bytes(), Counter[int](), Counter[int]()
     for one in plan.reading.repeated:
         read[one.first] += one.unit.num_bytes
     for slot, one in plan.evictions.items():
         left[one.written] += plan.lives[slot].num_bytes
-    places, place = [], ("", -1)
+    places, place = [], ""
     for call in plan.calls:
         if call.program.direction != "sum":  # which is of the segment before it
             direction = "backward" if call.is_repeat else call.program.direction
-            place = direction, call.program.segment
+            segment = call.program.segment
+            place = f"{direction} {segment}" if segment >= 0 else direction
         places.append(place)
-    segments = [[*own] for _, own in groupby(range(len(places)), places.__getitem__)]
-
-    def alike(own: list[int]) -> tuple[Any, ...]:
-        keys = dict.fromkeys(numbers[plan.calls[n].program.key] for n in own)
-        moved = [sum(counter[n] for n in own) for counter in (left, read)]
-        return places[own[0]][0], " ".join(keys), *moved
-
-    for (direction, programs, *moved), group in groupby(segments, alike):
-        rows = list(group)
-        first, last = rows[0], rows[-1]
-        pieces = [p for n in first for p in plan.calls[n].reads]
+    for place, group in groupby(range(len(places)), places.__getitem__):
+        own = [*group]
+        pieces = [piece for n in own for piece in plan.calls[n].reads]
         names = list(dict.fromkeys(_name(plan, piece) for piece in pieces))
-        text, each = ", ".join(names[:_MOST_NAMES]), ""
+        text = ", ".join(names[:_MOST_NAMES])
         if len(names) > _MOST_NAMES:
             text += f", {len(names) - _MOST_NAMES} more"
-        if len(rows) > 1:
-            each = " each"
-            ends = [p for n in last for p in plan.calls[n].reads][-1:]
-            text += "".join(f" … {_name(plan, piece)}" for piece in ends)
+        moved = [sum(counter[n] for n in own) for counter in (left, read)]
         yield (
-            _range(first[0], last[-1]),
-            f"{direction} {_range(places[first[0]][1], places[last[0]][1])}",
-            programs,
-            format_bytes(max(memory_bytes[first[0] : last[-1] + 1])),
-            *(f"{format_bytes(n)}{each}" if n else "" for n in moved),
+            f"{own[0]}-{own[-1]}" if own[1:] else f"{own[0]}",
+            place,
+            " ".join(dict.fromkeys(numbers[plan.calls[n].program.key] for n in own)),
+            format_bytes(max(memory_bytes[n] for n in own)),
+            *(format_bytes(num_bytes) if num_bytes else "" for num_bytes in moved),
             text,
         )
-
-
-def _range(first: int, last: int) -> str:
-    if first < 0:  # it is of no segment
-        return ""
-    return str(first) if first == last else f"{first}-{last}"
 
 
 def _name(plan: Any, piece: Piece) -> str:
