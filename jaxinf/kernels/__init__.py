@@ -7,7 +7,6 @@ extracted from an optimizer.
 from jaxinf.kernels.calls import KernelCall, Passage, stored_arrays
 from jaxinf.kernels.card_kernels import (
     STATUS_BYTES,
-    CardArgument,
     CardKernel,
     CardStatus,
     card_kernel,

@@ -59,7 +59,6 @@ from jaxinf.store.documents import (
     Id,
     Sum,
     check_leaf_paths,
-    encode_key,
     encode_path,
     leaf_name,
     read_document,

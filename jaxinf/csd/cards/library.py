@@ -95,7 +95,7 @@ class XrtLibrary:
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
-        self.xclBOSyncDirection = _Direction
+        self.xclBOSyncDirection = Direction
         self.xclbin = _Xclbin
         for name, kind in (
             ("device", _Device), ("kernel", _Kernel), ("bo", _Bo), ("run", _Run),
@@ -103,12 +103,12 @@ class XrtLibrary:
             setattr(self, name, type(name, (kind,), {"xrt": library}))
 
 
-class _Direction(enum.IntEnum):
+class Direction(enum.IntEnum):
     XCL_BO_SYNC_BO_TO_DEVICE = 0
     XCL_BO_SYNC_BO_FROM_DEVICE = 1
 
 
-class _Flags(enum.IntEnum):
+class Flags(enum.IntEnum):
     normal = 0
     p2p = 1 << 30
 
@@ -214,7 +214,7 @@ class _Kernel(_Owned):
 class _Bo(_Owned):
     """``bo(device, size, flags, group)``, or ``bo(parent, size, offset)``."""
 
-    flags = _Flags
+    flags = Flags
 
     def __init__(self, owner: _Owned, num_bytes: int, *rest: int) -> None:
         function = "xrtBOSubAlloc" if isinstance(owner, _Bo) else "xrtBOAlloc"
@@ -231,7 +231,7 @@ class _Bo(_Owned):
         memory = (ctypes.c_ubyte * self._num_bytes).from_address(address)
         return memoryview(memory).cast("B")
 
-    def sync(self, direction: _Direction, num_bytes: int, offset: int) -> None:
+    def sync(self, direction: Direction, num_bytes: int, offset: int) -> None:
         """Copies between host and card; ctypes releases the GIL meanwhile."""
         self._call("xrtBOSync", direction, num_bytes, offset)
 

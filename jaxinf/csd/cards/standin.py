@@ -9,7 +9,6 @@ ends with its buffer, and the card has 4 GiB.
 The kernels are those of the cards, compiled for this machine (`make -C hls csim`).
 """
 
-import enum
 import functools
 import mmap
 import threading
@@ -20,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxinf.csd.cards.library import KernelName
+from jaxinf.csd.cards.library import Direction, Flags, KernelName
 from jaxinf.csd.cards.xrt import DEVICE_BYTES
 from jaxinf.kernels import card_function, named_card_kernel
 from jaxinf.typing import Array
@@ -41,7 +40,7 @@ class EmulatedXrt:
     """
 
     def __init__(self, *, has_contexts: bool = True) -> None:
-        self.xclBOSyncDirection = _EmulatedDirection
+        self.xclBOSyncDirection = Direction
         self.xclbin, self.bo, self.kernel, self.run = (
             _EmulatedXclbin,
             _EmulatedBo,
@@ -50,17 +49,7 @@ class EmulatedXrt:
         )
         self.device = _EmulatedDevice
         if has_contexts:
-            self.device, self.hw_context = _EmulatedDeviceOfContexts, _EmulatedContext
-
-
-class _EmulatedFlags(enum.Enum):
-    normal = 0
-    p2p = 1
-
-
-class _EmulatedDirection(enum.Enum):
-    XCL_BO_SYNC_BO_TO_DEVICE = 0
-    XCL_BO_SYNC_BO_FROM_DEVICE = 1
+            self.hw_context = _EmulatedContext
 
 
 class _EmulatedDevice:
@@ -76,9 +65,7 @@ class _EmulatedDevice:
         self.loaded = xclbin
         return id(xclbin)
 
-
-class _EmulatedDeviceOfContexts(_EmulatedDevice):
-    register_xclbin = _EmulatedDevice.load_xclbin
+    register_xclbin = load_xclbin
 
 
 class _EmulatedXclbin:
@@ -131,7 +118,7 @@ class _EmulatedMemory:
 class _EmulatedBo:
     """``bo(owner, size, flags, group)``, or ``bo(parent, size, offset)``."""
 
-    flags = _EmulatedFlags
+    flags = Flags
 
     def __init__(self, owner: Any, num_bytes: int, *rest: Any) -> None:
         if isinstance(owner, _EmulatedBo):
@@ -146,9 +133,7 @@ class _EmulatedBo:
                 raise TypeError("bo: incompatible constructor arguments")
             if bank != 0:
                 raise RuntimeError(f"no memory bank {bank}")
-            self.memory = _EmulatedMemory(
-                owner, num_bytes, p2p=flags is _EmulatedFlags.p2p
-            )
+            self.memory = _EmulatedMemory(owner, num_bytes, p2p=flags is Flags.p2p)
             self._start = 0
         self.num_bytes = num_bytes
 
@@ -158,13 +143,13 @@ class _EmulatedBo:
     def map(self) -> memoryview:
         return self._part(self.memory.on_host).data
 
-    def sync(self, direction: _EmulatedDirection, num_bytes: int, offset: int) -> None:
+    def sync(self, direction: Direction, num_bytes: int, offset: int) -> None:
         if not 0 <= offset <= offset + num_bytes <= self.num_bytes:
             raise RuntimeError("sync: Invalid argument")
         place = slice(offset, offset + num_bytes)
         host = self._part(self.memory.on_host)[place]
         card = self._part(self.memory.on_card)[place]
-        if direction is _EmulatedDirection.XCL_BO_SYNC_BO_TO_DEVICE:
+        if direction is Direction.XCL_BO_SYNC_BO_TO_DEVICE:
             card[:] = host
         else:
             host[:] = card
