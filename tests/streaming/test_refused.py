@@ -192,7 +192,7 @@ def test_room_is_given_back_if_another_process_has_none(begun, monkeypatch):
     def refused(group, what, action):
         found = in_all(group, what, action)
         if what == "the room for a step":
-            raise ProcessError("process 1 has none", [1])
+            raise ProcessError("process 1 has none")
         return found
 
     with monkeypatch.context() as patched:
