@@ -86,6 +86,7 @@ class StoreDirectory:
         self.lock = lock
         self._replace_lock = threading.Lock()
         self._files: dict[tuple[str, int, int, str], tuple[Path, int]] = {}
+        self._checked: set[Path] = set()
 
     @classmethod
     def open(cls, path: Path) -> "StoreDirectory":
@@ -145,10 +146,13 @@ class StoreDirectory:
                 self.check_folder(root, root / name)
         self.committed_slot()
 
-    def check_folder(self, root: Path, folder: Path) -> None:
-        """Refuses a link on the way from a root to a directory, if there is one."""
-        with translated("look", folder), contextlib.suppress(FileNotFoundError):
-            os.close(open_beneath(root, folder.relative_to(root), os.O_DIRECTORY))
+    def check_folder(self, root: Path, folder: Path, *, is_slot: bool = False) -> None:
+        """Refuses a link on the way to a directory; looks once at each of a slot."""
+        if folder not in self._checked:
+            with translated("look", folder), contextlib.suppress(FileNotFoundError):
+                os.close(open_beneath(root, folder.relative_to(root), os.O_DIRECTORY))
+                if is_slot:  # snapshots come and go, each under a name of its own
+                    self._checked.add(folder)
 
     @cached_property
     def chunks(self) -> tuple[tuple[Chunk, ...], ...]:
@@ -180,7 +184,7 @@ class StoreDirectory:
         """Returns a chunk's real file, on its CSD."""
         file = self.data_path(place, one.csd) / one.name
         root = self.csd_directory(one.csd)
-        self.check_folder(root, file.parent)
+        self.check_folder(root, file.parent, is_slot=place in SLOTS)
         with translated("look", file), contextlib.suppress(FileNotFoundError):
             # The opener refuses links.
             if not stat.S_ISLNK((status := os.lstat(file)).st_mode):
