@@ -72,23 +72,11 @@ def look_at_host() -> Finding:
 
 
 def _cpu_problems(isa: str) -> list[Problem]:
-    compare = "compare a short run with plain optax"
     if isa in ("x86-64-v3", "x86-64-v4"):
         return []
-    if isa == "x86-64":
-        what = (
-            "it has no AVX2 and no fused multiply-add. Kernels compute these in "
-            "another way, more slowly. Their bits are those of newer processors, and "
-            "not of jitted optax on this one"
-        )
-        remedy = f"{compare}, or use an x86-64-v3 processor (2013 or later)"
-    elif toolchain.levels_of_machine(isa):
-        what = (
-            "updates have the bits of jitted optax on an x86-64 of Intel's, and not "
-            "of jitted optax here. They have been tested under emulation only"
-        )
-        remedy = compare
-    else:
+    what = "updates have the bits of jitted optax on an x86-64-v3, and not of that here"
+    remedy = "compare a short run with plain optax, or use an x86-64 of 2013 or later"
+    if not toolchain.levels():
         what = "jaxinf's C++ is for x86-64 and aarch64. No store can be trained here"
         remedy = "train on an x86-64 or aarch64 machine"
     return [Problem(f"the processor is {isa}: {what}", remedy)]

@@ -28,7 +28,6 @@ from jaxinf.transfer import (
     PAGE_BYTES,
     BufferPool,
     allocate_file,
-    fsync_file,
     read_into,
     supports_direct,
     write_from,
@@ -207,7 +206,7 @@ def measure_bandwidth(
                 moved_bytes += done
                 progress(moved_bytes, 3 * file_bytes)
             if transfer is not read:
-                fsync_file(file)
+                os.fsync(nameless.fileno())
             took_s = time.perf_counter() - began_s
             rates[transfer.__name__] = (moved_bytes - before) / took_s
     return Bandwidth(moved_bytes, **rates)

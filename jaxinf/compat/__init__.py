@@ -62,7 +62,6 @@ from jaxinf.compat.jaxprs import (
     Primitive,
     all_equations,
     bind,
-    branches,
     called_jaxpr,
     inner_jaxprs,
     source_frames,

@@ -92,11 +92,6 @@ def all_equations(jaxpr: Any) -> Iterator[Any]:
             yield from all_equations(inner)
 
 
-def branches(name: str, params: Mapping[str, Any]) -> Sequence[Any] | None:
-    """Returns the jaxprs of a conditional, chosen by its first operand; else None."""
-    return params["branches"] if name == "cond" else None
-
-
 def static_params(name: str, params: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns the parameters that matter to a body; None if unsupported."""
     if name not in ELEMENTWISE:

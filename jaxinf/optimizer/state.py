@@ -215,12 +215,6 @@ def next_state(
     )
 
 
-def placeholder_state(optimizer: PyTree, feedback: PyTree) -> SmartUpdateState:
-    """Makes the state with placeholders that ``optax.tree.map_params`` looks at."""
-    zero = jnp.int32(0)
-    return SmartUpdateState(zero, zero, optimizer, feedback)
-
-
 def check_state(
     state: SmartUpdateState, description: StoreDescription, *, num_feedback: int
 ) -> None:

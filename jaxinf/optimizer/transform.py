@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, get_args
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
@@ -24,7 +25,7 @@ from jaxinf.optimizer.callback import check_device_configuration
 from jaxinf.optimizer.host_side import HostFunctions
 from jaxinf.optimizer.init import init_state
 from jaxinf.optimizer.leaf_call import on_one_mesh
-from jaxinf.optimizer.state import SmartUpdateState, placeholder_state
+from jaxinf.optimizer.state import SmartUpdateState
 from jaxinf.optimizer.update import run_update
 from jaxinf.optimizer.wrapped import OffloadedOptimizer, OnExisting, UpdateDtype, align
 from jaxinf.program import Average, NonFinitePolicy, averaged, check_nonfinite
@@ -121,7 +122,8 @@ def smart_update(
 def _init(wrapped: OffloadedOptimizer, params: PyTree) -> SmartUpdateState:
     if compat.is_params_placeholder(params):
         feedback = params if wrapped.has_feedback else ()
-        return placeholder_state(wrapped.tx.init(params), feedback)
+        zero = jnp.int32(0)
+        return SmartUpdateState(zero, zero, wrapped.tx.init(params), feedback)
     check_device_configuration()
     wrapped.check()
     return init_state(wrapped, params)

@@ -404,11 +404,6 @@ class Group:
         except ProcessError as error:  # the service is gone, and with it the others
             _LOG.debug("%s: the others were not told: %s", self.where, error)
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether a process has said that it failed."""
-        return bool(self.said("failed"))
-
     def failure_of_others(self, step: int) -> ProcessError:
         """The error of a step that another process has failed; waits for its words."""
         until_s = time.monotonic() + 5

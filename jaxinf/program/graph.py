@@ -258,7 +258,7 @@ class _WithoutConditionals(Inliner):
 
     def equation(self, eqn: Any, inputs: list[Value]) -> Sequence[Value]:
         name, avals = eqn.primitive.name, [var.aval for var in eqn.outvars]
-        branches = compat.branches(name, eqn.params)
+        branches = eqn.params["branches"] if name == "cond" else None
         if branches is not None and inputs[0].is_literal:
             chosen = min(max(int(inputs[0].constant), 0), len(branches) - 1)
             return self.call(eqn, branches[chosen], inputs[1:])

@@ -178,7 +178,7 @@ class CompiledStep:
         try:
             self.group.agree(what, form, "give all the same shapes")
         except ProcessError as error:
-            if engine is not None and self.group.has_failed:
+            if engine is not None and self.group.said("failed"):
                 engine.health.fail(error)
             raise
         return waited_s

@@ -14,6 +14,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -166,8 +167,10 @@ class _TrainingRun:
                 f"already at step {first}, nothing to train: --steps is {last}"
             )
             return 0
-        with messages.saying_compilation(console):  # so that no step's time has it
-            step = self._mode.compile(self._devices.joined(self._batches[0]))
+        began_s = time.monotonic()
+        console.print("compiling …")  # so that no step's time has it
+        step = self._mode.compile(self._devices.joined(self._batches[0]))
+        console.print(f"ready after {time.monotonic() - began_s:.1f} s")
         if config.eval_every and self._best.step < 0:
             self._say_evaluation()
         coming = self._batches.starting_at(Batches.position_of(first))

@@ -5,13 +5,12 @@ terminal only plain lines are written, without control characters; printed text 
 taken for markup.
 """
 
-import contextlib
+import json
 import shlex
 import shutil
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.rows import TrainingData
 from jaxinf.train.evaluate import Evaluation
 from jaxinf.train.freezing import trained
-from jaxinf.train.metrics import StepLine, read_lines
+from jaxinf.train.metrics import StepLine, readable_lines
 from jaxinf.train.optimizers import (
     num_warmup_steps,
     peak_learning_rate,
@@ -98,7 +97,8 @@ def say_results(
       idle_bytes: resident memory of the process before it had the run's params.
     """
     said, logs = [], config.logs / "metrics.jsonl"
-    steps_s = [line["step_s"] for line in read_lines(logs) if line["step_s"]]
+    lines = (json.loads(line) for _, line in readable_lines(logs))
+    steps_s = [line["step_s"] for line in lines if line["step_s"]]
     if steps_s := steps_s[_NUM_FIRST:] or steps_s:
         said.append(f"time    {statistics.median(steps_s):.3g} s a step (median)")
     # As --memory means it: beside the process itself.
@@ -148,15 +148,6 @@ def describe(config: TrainConfig, found: Evaluation) -> str:
     if config.task_name != "classification":
         text += f"perplexity {found.perplexity:,.2f}, "
     return f"{text}{100 * found.accuracy:.1f} % right"
-
-
-@contextlib.contextmanager
-def saying_compilation(console: Console) -> Iterator[None]:
-    """Says that the body compiles, before the time that it takes."""
-    began_s = time.monotonic()
-    console.print("compiling …")
-    yield
-    console.print(f"ready after {time.monotonic() - began_s:.1f} s")
 
 
 class Progress:

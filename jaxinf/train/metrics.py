@@ -92,7 +92,7 @@ class JsonLines:
         kept: list[str] = []
         if step == 0 and path.exists():
             path.replace(path.with_suffix(".previous.jsonl"))
-        for number, line in _readable_lines(path):
+        for number, line in readable_lines(path):
             if self.last_step < number <= step:
                 kept.append(line)
                 self.last_step = number
@@ -188,12 +188,7 @@ def sum_of_processes(group: Group, line: StepLine) -> StepLine | None:
     return dataclasses.replace(line, stream=None, **sums)
 
 
-def read_lines(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Yields the readable lines of a log; none if there is none."""
-    yield from (json.loads(line) for _, line in _readable_lines(path))
-
-
-def _readable_lines(path: Path) -> Iterator[tuple[int, str]]:
+def readable_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yields steps and lines, without a line cut off by a kill."""
     if not path.exists():
         return

@@ -24,7 +24,6 @@ from jaxinf.transfer.failures import file_progress, store_error, translated
 from jaxinf.transfer.files import (
     allocate_file,
     fsync_directory,
-    fsync_file,
     opened_to_write,
     sync_filesystem,
     write_bytes_atomically,

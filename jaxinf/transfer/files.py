@@ -66,22 +66,14 @@ def write_bytes_atomically(path: PathLikeStr, content: bytes) -> None:
     fsync_directory(path.parent)
 
 
-def fsync_file(path: PathLikeStr) -> None:
-    """Blocks until the data and the length of a file are durable.
-
-    Raises:
-      StoreIOError: if the file is missing or the drive failed.
-    """
-    _fsync(path, os.O_RDONLY)
-
-
 def fsync_directory(path: PathLikeStr) -> None:
     """Blocks until the names in a directory are durable.
 
     Raises:
       StoreIOError: if it is not a directory or the drive failed.
     """
-    _fsync(path, os.O_RDONLY | os.O_DIRECTORY)
+    with translated("sync", path), _opened(path, os.O_DIRECTORY) as fd:
+        os.fsync(fd)
 
 
 def sync_filesystem(directory: PathLikeStr) -> None:
@@ -100,11 +92,6 @@ def sync_filesystem(directory: PathLikeStr) -> None:
         elif syncfs(ctypes.c_int(fd)):
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
-
-
-def _fsync(path: PathLikeStr, flags: int) -> None:
-    with translated("sync", path), _opened(path, flags) as fd:
-        os.fsync(fd)
 
 
 @contextlib.contextmanager

@@ -13,25 +13,22 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
-PHASES: Mapping[str, str] = MappingProxyType(
-    {
-        "read": "read",
-        "write": "write",
-        "update": "update",
-        "leaf": "wait",
-        "wait": "wait",
-        "program": "program",
-        "out": "copy",
-        "back": "copy",
-        "drain": "commit",
-        "sync": "commit",
-        "publish": "commit",
-        "meet": "commit",
-    }
-)
+PHASES: Mapping[str, str] = {
+    "read": "read",
+    "write": "write",
+    "update": "update",
+    "leaf": "wait",
+    "wait": "wait",
+    "program": "program",
+    "out": "copy",
+    "back": "copy",
+    "drain": "commit",
+    "sync": "commit",
+    "publish": "commit",
+    "meet": "commit",
+}
 """The phase of a step that each kind of span belongs to.
 
 Others have none: ``"fetch"`` (params of a streamed step) and ``"checksum"``.

@@ -13,7 +13,6 @@ from jaxinf.transfer import (
     failures,
     file_progress,
     fsync_directory,
-    fsync_file,
     sync_filesystem,
     write_bytes_atomically,
 )
@@ -96,9 +95,8 @@ def test_failures_leave_no_temporary_file(tmp_path, monkeypatch):
 def test_syncing(any_dir, monkeypatch):
     path, called = any_dir / "f", []
     with pytest.raises(StoreIOError, match="ENOENT"):
-        fsync_file(path)
+        fsync_directory(path)
     path.write_text("x")
-    fsync_file(path)
     fsync_directory(any_dir)
     sync_filesystem(any_dir)
     for sync in (fsync_directory, sync_filesystem):
