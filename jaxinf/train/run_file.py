@@ -62,12 +62,9 @@ _OTHER_NAMES = {  # of other programs, and what to write instead
     "eval-steps eval-interval": "--eval-every",
     "save-steps save-interval": "--checkpoint-every",
     "resume resume-from-checkpoint": "the command of the run again, which resumes",
-    "restore": "jaxinf checkpoint restore STORE NAME before the run",
     "report-to tensorboard wandb": "jaxinf report LOG_DIR, or send metrics.jsonl",
-    "model-config": "--preset FILE.json",
     "lora-alpha lora-r": "--lora RANK,alpha=A",
     "num-processes nproc-per-node": "--distributed HOST:PORT,N,I",
-    "replan": "--elastic",
 }
 _MOST_BYTES = 1 << 20
 
