@@ -62,6 +62,7 @@ _OTHER_NAMES = {  # of other programs, and what to write instead
     "eval-steps eval-interval": "--eval-every",
     "save-steps save-interval": "--checkpoint-every",
     "resume resume-from-checkpoint": "the command of the run again, which resumes",
+    "restore": "jaxinf checkpoint restore STORE NAME before the run",
     "report-to tensorboard wandb": "jaxinf report LOG_DIR, or send metrics.jsonl",
     "lora-alpha lora-r": "--lora RANK,alpha=A",
     "num-processes nproc-per-node": "--distributed HOST:PORT,N,I",
