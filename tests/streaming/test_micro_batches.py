@@ -99,11 +99,12 @@ def test_16_bit_gradients_add_up_in_32():
     assert_bits_of_one_part_after_another(replace(program, params=halves), 4, "keep")
 
 
-def test_a_segment_runs_for_all_parts_before_the_next_one():
+@pytest.mark.parametrize("share", [1.1, 2])  # with the scores in segments of their own
+def test_a_segment_runs_for_all_parts_before_the_next_one(share):
     """As far as all wait at its end; then one part after another, for its scores."""
     program = tied()
     ready = prepared(replace(program, batch=first_part(program.batch, 3)))
-    budget_bytes = smallest_bytes(ready, num_parts=3) * 2
+    budget_bytes = int(share * smallest_bytes(ready, num_parts=3))
     plan = cut_to_fit(ready, budget_bytes, num_parts=3)
     num_segments = len(plan.cuts) - 1
     early = make_programs(ready.lifetimes, plan.cuts, ready.keys).num_early

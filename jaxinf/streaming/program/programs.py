@@ -95,11 +95,18 @@ class Programs(NamedTuple):
         """Number of segments that run forward for all parts before the next one does.
 
         From the last one that reads params on, loss and scores are of one part at a
-        time.
+        time. So are the segments before it that read its params in backward alone: of
+        a tied table they take the scores' cotangents.
         """
         pairs = enumerate(zip(self.forward, self.backward, strict=True))
         readers = [k for k, pair in pairs if any(one and one.params for one in pair)]
-        return max(readers, default=0)
+        early = max(readers, default=0)
+        late = {one for program in self.forward[early:] for one in program.params}
+        while early and (backward := self.backward[early - 1]) is not None:
+            if late.isdisjoint({*backward.params} - {*self.forward[early - 1].params}):
+                break
+            early -= 1
+        return early
 
 
 def make_programs(lifetimes: Lifetimes, cuts: Sequence[int], keys: Keys) -> Programs:
