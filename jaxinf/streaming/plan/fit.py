@@ -44,9 +44,9 @@ PLAN_VERSION = 2
 _SHARE = 3
 _MAX_HALVINGS = 14
 # Of what is added to a budget, so much at least goes where bytes are missing: buffers
-# take at most three eighths. The last of three tries is generous: what works is then
+# take at most three eighths. The last tries are generous: what works is then
 # made less, so often at most.
-_SHARES = 5 / 8, 5 / 8, 1 / 8
+_SHARES = 5 / 8, 5 / 8, 1 / 8, 1 / 16
 _MAX_ADVICE_HALVINGS = 5
 
 
