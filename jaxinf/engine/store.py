@@ -21,12 +21,7 @@ from jaxinf.engine.dispatched import (
 )
 from jaxinf.engine.engine import Engine
 from jaxinf.engine.exports import ExportInfo
-from jaxinf.engine.opened import (
-    LAST_STEP,
-    OpenStore,
-    StepMetrics,
-    remove_surplus,
-)
+from jaxinf.engine.opened import LAST_STEP, OpenStore, StepMetrics, remove_surplus
 from jaxinf.engine.reading import check_like, read_array, read_leaf
 from jaxinf.engine.state_trees import read_carried, read_state
 from jaxinf.errors import ProcessError, StoreError

@@ -10,10 +10,10 @@ Invariant: a step writes updates to the slot that is not committed. So a crash a
   its leaves and the program are known to fit.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import optax
@@ -43,6 +43,7 @@ from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.initial import (
     BUFFERS_SHARE,
+    MakeLeaves,
     initial_inputs,
     trace_params,
 )
@@ -63,9 +64,6 @@ from jaxinf.streaming.update.near_storage import (
     trace_optimizer,
 )
 from jaxinf.typing import PyTree
-
-_MakeLeaves: TypeAlias = Callable[[int], Iterable[Any]]
-"""Returns the leaves in order, made in so many bytes."""
 
 
 class InStore(StateHome):
@@ -92,13 +90,13 @@ class InStore(StateHome):
 
     def first(
         self, init_fn: Callable[..., PyTree], args: Sequence[Any], shardings: PyTree
-    ) -> tuple[PyTree, _MakeLeaves]:
+    ) -> tuple[PyTree, MakeLeaves]:
         avals, make = trace_params(init_fn, *args)
         return sharded_like(avals, shardings), make
 
     def given(
         self, params: PyTree, state: PyTree, shardings: PyTree
-    ) -> tuple[PyTree, _MakeLeaves]:
+    ) -> tuple[PyTree, MakeLeaves]:
         if state is not None:
             raise ValueError("state: use store.load(params, state, step=…) instead")
         leaves = jax.tree.leaves(params)
@@ -182,7 +180,7 @@ class InStore(StateHome):
     def start(
         self,
         avals: PyTree,
-        make: _MakeLeaves,
+        make: MakeLeaves,
         ready: OrderedProgram | None,
         budget: Budget,
         plan: Callable[[OrderedProgram, NearStorageUpdates, Budget], Plan],

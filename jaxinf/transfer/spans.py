@@ -81,7 +81,7 @@ class Timeline:
     """
 
     def __init__(self) -> None:
-        self.annotate: Callable[[str], Any] | None = None
+        self.annotate: Callable[..., Any] | None = None
         self._lock = threading.Lock()
         self._phases: defaultdict[str, Clock] = defaultdict(Clock)
         self._drives: defaultdict[str, Clock] = defaultdict(Clock)

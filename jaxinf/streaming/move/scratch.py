@@ -277,7 +277,7 @@ class Spill:
     """
 
     def __init__(self, scratch: Scratch, planned: Waiting) -> None:
-        self._scratch, self.planned = scratch, planned
+        self._scratch = scratch
         own = planned.on_drive
         self._places = dict(zip(own, scratch.allocate(own.values()), strict=True))
         self._held: dict[Piece, jax.Array | Array | None] = {}  # None on a drive

@@ -5,7 +5,7 @@ memory.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -30,7 +30,7 @@ BUFFERS_SHARE = 4
 """Part of the memory that a store's buffers take while a leaf is written."""
 
 
-MakeLeaves: TypeAlias = Callable[[int], Iterator[Array]]
+MakeLeaves: TypeAlias = Callable[[int], Iterable[Any]]
 """Compiles the programs of all leaves, in so many bytes of memory; blocks. Returns an
 iterator that computes them in order; the caller may drop each before the next."""
 
