@@ -96,7 +96,7 @@ def plan_step(place, monkeypatch):
             tx,
             place / "store",
             memory_bytes="256MiB",
-            device_memory_bytes=share * smallest_bytes(traced(program)),
+            device_memory_bytes=int(share * smallest_bytes(traced(program))),
             has_aux=program.has_aux,
             **options,
         )
@@ -129,21 +129,26 @@ def taken_bytes(memory):
     return held - memory.alias_size_in_bytes + memory.temp_size_in_bytes
 
 
+def given_bytes(step):
+    """What its caller holds beside the plan."""
+    return sum(map(aval_bytes, (*step.batch, *step.consts)))
+
+
 @pytest.mark.parametrize("device", DEVICES + OTHERS)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_streamed_step(plan_step, name, device):
     """Its passes come first, then its programs, which fit in what is planned."""
     # A TPU pads the zoo's short arrays to many times their size.
     share = 64 if name in ZOO and device == "v5e" else 4
+    if name == "gpt2":  # in several programs
+        share = 2.5
     fitted, built = plan_step(name, device, share=share)
     limit_bytes = share * smallest_bytes(traced(program_of(name)))
     check_built(built, device)
     assert name != "gpt2" or any(one.donated[0] for one in built)
     calls = len(fitted.programs)
     assert len(built) > calls, "there are passes over the gradients"
-    step = fitted.traced
-    given_bytes = sum(map(aval_bytes, (*step.batch, *step.consts)))
-    planned_bytes = fitted.peak_bytes + given_bytes
+    planned_bytes = fitted.peak_bytes + given_bytes(fitted.traced)
     assert planned_bytes <= limit_bytes
     for one in built[-calls:]:
         assert taken_bytes(one.memory) <= planned_bytes
@@ -151,7 +156,7 @@ def test_a_streamed_step(plan_step, name, device):
 
 
 def test_bits_may_differ_between_runs_without_determinism(plan_step):
-    _, built = plan_step("gpt2", "h100", deterministic=False)
+    _, built = plan_step("gpt2", "h100", share=2.5, deterministic=False)
     assert sum(bool(one.float_atomics) for one in built) == 2  # logits, embedding
 
 
@@ -208,4 +213,5 @@ def test_a_function(device):
         compile_plan(plan, executables)
         peak_bytes = least_bytes(measured(plan, executables))
     check_built(built, device)
-    assert max(taken_bytes(one.memory) for one in built) <= peak_bytes
+    planned_bytes = peak_bytes + given_bytes(ready.traced)
+    assert max(taken_bytes(one.memory) for one in built) <= planned_bytes
