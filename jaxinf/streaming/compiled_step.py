@@ -32,8 +32,8 @@ from jaxinf.streaming.move.work_queues import MoveCounts
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.choice import NUM_MEASURED, StepTimes
 from jaxinf.streaming.plan.compiled import Executables
-from jaxinf.streaming.plan.fit import OrderedProgram
 from jaxinf.streaming.plan.reads import used_bytes
+from jaxinf.streaming.program.lifetimes import OrderedProgram
 from jaxinf.streaming.program.meshes import on_this_process
 from jaxinf.streaming.run import Runner
 from jaxinf.typing import JsonValue, PyTree

@@ -18,8 +18,8 @@ from jaxinf.errors import StreamError
 from jaxinf.streaming.home import NoUpdates, StateHome, without
 from jaxinf.streaming.move.params import Hold, Params, StoreParams, StoreReader
 from jaxinf.streaming.plan.calls import Plan
-from jaxinf.streaming.plan.fit import OrderedProgram
 from jaxinf.streaming.plan.memory import MemoryNeed, StepNeeds
+from jaxinf.streaming.program.lifetimes import OrderedProgram
 from jaxinf.streaming.program.trace import abstract
 from jaxinf.streaming.program.units import SHARED, StoreUnits, shared_bytes
 from jaxinf.typing import PyTree
@@ -69,7 +69,7 @@ class ReadStore(StateHome):
         if self._average:
             opened.averaged(0)  # or refuses
         store_units = StoreUnits(params, opened.divides)
-        units = {store_units.unit(piece) for piece in ready.lifetimes.sizes}
+        units = {store_units.unit(piece) for piece in ready.sizes}
         undivided = [unit.whole_bytes for unit in units if not unit.is_divided]
         purpose = "reading shards of params that are not stored alone"
         others = (

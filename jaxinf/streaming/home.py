@@ -16,8 +16,8 @@ from jaxinf.errors import StreamError
 from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.scratch import Scratch, Waiting
 from jaxinf.streaming.plan.calls import Plan
-from jaxinf.streaming.plan.fit import OrderedProgram
 from jaxinf.streaming.plan.memory import StepNeeds
+from jaxinf.streaming.program.lifetimes import OrderedProgram
 from jaxinf.streaming.update.apply_gradients import Agree
 from jaxinf.transfer import ByteCounts
 from jaxinf.typing import PyTree

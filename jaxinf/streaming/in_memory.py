@@ -24,11 +24,12 @@ from jaxinf.streaming.home import NoUpdates, StateHome, without
 from jaxinf.streaming.move.params import Hold, MemoryParams, Params
 from jaxinf.streaming.move.scratch import Scratch, writing_bytes
 from jaxinf.streaming.plan.calls import Plan
-from jaxinf.streaming.plan.fit import OrderedProgram, within
+from jaxinf.streaming.plan.cut_to_fit import within
 from jaxinf.streaming.plan.memory import Budget, MemoryNeed, StepNeeds
 from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.program.graph import Piece, aval_bytes
 from jaxinf.streaming.program.initial import check_init_fn
+from jaxinf.streaming.program.lifetimes import OrderedProgram
 from jaxinf.streaming.program.meshes import mesh_text
 from jaxinf.streaming.program.trace import abstract, check_params
 from jaxinf.streaming.update.apply_gradients import Agree

@@ -36,7 +36,7 @@ from jaxinf.streaming.home import StateHome
 from jaxinf.streaming.move.params import Hold, Params, StoreParams, StoreReader
 from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.plan.calls import Plan
-from jaxinf.streaming.plan.fit import OrderedProgram, within
+from jaxinf.streaming.plan.cut_to_fit import within
 from jaxinf.streaming.plan.kept import kept_cuts
 from jaxinf.streaming.plan.memory import Budget, return_freed_memory
 from jaxinf.streaming.plan.options import Options
@@ -47,6 +47,7 @@ from jaxinf.streaming.program.initial import (
     initial_inputs,
     trace_params,
 )
+from jaxinf.streaming.program.lifetimes import OrderedProgram
 from jaxinf.streaming.program.meshes import (
     mesh_of,
     mesh_text,
@@ -114,7 +115,7 @@ class InStore(StateHome):
         if avals is None:
             avals, shape = self.avals, self.engine.opened
         else:
-            pieces = tuple(ready.lifetimes.graph.gradients)
+            pieces = tuple(ready.graph.gradients)
             shape = self.engine.shape(self._described(avals, pieces)[1])
         own = self._optimizer(avals), shape, self._options
         return near_storage_updates(self.engine, ready, *own)
@@ -188,7 +189,7 @@ class InStore(StateHome):
         engine, group = self.engine, self.engine.group
         check_params(avals)
         self._check_mesh(mesh_of(avals))
-        pieces = () if ready is None else tuple(ready.lifetimes.graph.gradients)
+        pieces = () if ready is None else tuple(ready.graph.gradients)
         first, description = self._described(avals, pieces)
         plain = jax.tree.leaves(without_shardings(avals))
         scalars, inputs = initial_inputs(first, plain)

@@ -53,7 +53,7 @@ class Runner:
     ) -> None:
         self.values = Values() if values is None else values
         self.dispatched_s = self.waited_s = self._ended_s = 0.0
-        executables = {} if executables is None else executables
+        executables = Executables() if executables is None else executables
         self._executables = compile_plan(plan, executables)
         self.plan, mesh = plan.without_graph(), plan.traced.mesh
         self.call_s = [0.0] * len(plan.calls)

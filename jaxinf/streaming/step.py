@@ -26,11 +26,12 @@ from jaxinf.streaming.ctrl_c import Check, check_not_traced, step_thread
 from jaxinf.streaming.home import StateHome
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.choice import NUM_MEASURED, StepTimes, segments_to_recompute
-from jaxinf.streaming.plan.compiled import Executables, Measured
+from jaxinf.streaming.plan.compiled import Executables
+from jaxinf.streaming.plan.cut_to_fit import plan_within, within
 from jaxinf.streaming.plan.device import limit_of
-from jaxinf.streaming.plan.fit import OrderedProgram, plan_within, prepare, within
 from jaxinf.streaming.plan.memory import Budget, DeviceLimit, return_freed_memory
 from jaxinf.streaming.plan.options import Options
+from jaxinf.streaming.program.lifetimes import OrderedProgram, order_program
 from jaxinf.streaming.program.meshes import outside_mesh
 from jaxinf.streaming.program.trace import abstract, check_params
 from jaxinf.transfer import ByteCounts
@@ -55,7 +56,7 @@ class StreamedStep:
         self._group = Group("jaxinf.stream") if engine is None else engine.group
         self._group.may_hang = False  # it comes to the step's end
         self._on_thread, self._settle = step_thread()
-        self._executables: Executables = {}
+        self._executables = Executables(options.deterministic)
         self._limits: dict[Mesh | None, DeviceLimit] = {}
         self._bound: dict[Any, CompiledStep] = {}
         self._last: CompiledStep | None = None
@@ -237,9 +238,9 @@ class StreamedStep:
         ready = self._trace(batch, avals)
         with outside_mesh():
             updates = self._home.updates(ready, avals)
+            executables = Executables(self._options.deterministic, are_run=False)
             how = ready, updates, self._budget(ready, device)
-            plan = self._plan(*how, executables=Measured())
-            return count(plan, updates)
+            return count(self._plan(*how, executables=executables), updates)
 
     def rest(self) -> None:
         """Frees params and buffers until the next call; waits for updates."""
@@ -270,13 +271,12 @@ class StreamedStep:
     def _trace(self, batch: PyTree, avals: PyTree) -> OrderedProgram:
         """Traces the function for batches like this one."""
         options = self._options
-        return prepare(
+        return order_program(
             self._fn,
             avals,
             first_part(batch, options.micro_batches),
             has_loss=self._home.has_loss,
             has_aux=options.has_aux,
-            is_deterministic=options.deterministic,
         )
 
     def _budget(

@@ -50,9 +50,10 @@ from jaxinf.streaming.move.scratch import Scratch, ScratchRun
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.compiled import Executables, measured
-from jaxinf.streaming.plan.fit import OrderedProgram, plan_of, prepare
+from jaxinf.streaming.plan.cut_to_fit import plan_of
 from jaxinf.streaming.plan.leaving import evicted
-from jaxinf.streaming.program.cut import choose_cuts
+from jaxinf.streaming.program.cut import cuts_of
+from jaxinf.streaming.program.lifetimes import OrderedProgram, order_program
 from jaxinf.streaming.run import Runner
 from jaxinf.transfer import page_ceil
 
@@ -203,11 +204,10 @@ class Stack:
         self.params = MemoryParams(lambda: leaves)
         self.params.begin()
         self.place = place
-        self.ready: OrderedProgram = prepare(loss, params, self.batch)
-        times, tokens = self.ready.lifetimes, self.ready.tokens
-        self.cuts = {choose_cuts(times, tokens, n): None for n in LIMITS}
+        self.ready: OrderedProgram = order_program(loss, params, self.batch)
+        self.cuts = {cuts_of(self.ready, n): None for n in LIMITS}
         self.plan, self.most_bytes = self._cut()
-        self.executables: Executables = {}
+        self.executables = Executables()
         self.plan = measured(self.plan, self.executables)
         self.keep = self._way(plan_of(self.ready, self.plan.cuts, "keep"))
         # The drive's bandwidth, from the time of a step that keeps its values.

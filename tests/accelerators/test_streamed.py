@@ -22,13 +22,14 @@ from zoo import ZOO, Program
 import jaxinf
 from jaxinf.kernels.compiled import standard_kernels
 from jaxinf.streaming.in_memory import InMemory
+from jaxinf.streaming.plan import cut_to_fit as cutting
 from jaxinf.streaming.plan import device as planned_device
-from jaxinf.streaming.plan import fit
-from jaxinf.streaming.plan.compiled import compile_plan, measured
-from jaxinf.streaming.plan.fit import cut_to_fit, prepare
+from jaxinf.streaming.plan.compiled import Executables, compile_plan, measured
+from jaxinf.streaming.plan.cut_to_fit import cut_to_fit
 from jaxinf.streaming.plan.leaving import least_bytes
 from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.program.graph import aval_bytes
+from jaxinf.streaming.program.lifetimes import order_program
 from jaxinf.streaming.update.device_updates import DeviceUpdater
 
 every = pytest.mark.every
@@ -78,7 +79,9 @@ def shapes_of(tree):
 
 
 def traced(program):
-    return prepare(program.loss, program.params, program.batch, has_aux=program.has_aux)
+    return order_program(
+        program.loss, program.params, program.batch, has_aux=program.has_aux
+    )
 
 
 @pytest.fixture
@@ -87,7 +90,7 @@ def plan_step(place, monkeypatch):
 
     def make(name, device, tx=CLIPPED, share=4, **options):
         program, target = program_of(name), Target(device)
-        for module in (fit, planned_device):
+        for module in (cutting, planned_device):
             monkeypatch.setattr(module, "default_device", lambda: target.devices[0])
         # The devices of a topology have no memories.
         monkeypatch.setattr(planned_device, "_check_kinds", lambda device: None)
@@ -206,10 +209,10 @@ def test_updates_on_the_device(device):
 def test_a_function(device):
     """The same programs, without a gradient."""
     program, target = program_of("gpt2"), Target(device)
-    ready = prepare(program.loss, program.params, program.batch, has_loss=False)
+    ready = order_program(program.loss, program.params, program.batch, has_loss=False)
     with compiling_for(target) as built, jax.default_device(target.devices[0]):
         plan = cut_to_fit(ready, 3 * smallest_bytes(ready) // 2)
-        executables = {}
+        executables = Executables()
         compile_plan(plan, executables)
         peak_bytes = least_bytes(measured(plan, executables))
     check_built(built, device)

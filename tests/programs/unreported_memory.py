@@ -5,7 +5,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jaxinf.streaming.plan.fit import cut_to_fit, prepare
+from jaxinf.streaming.plan.cut_to_fit import cut_to_fit
+from jaxinf.streaming.program.lifetimes import order_program
 from jaxinf.streaming.program.programs import compile_program
 
 
@@ -21,7 +22,9 @@ def loss(p, x):
 def main():
     """Runs each program of the loss and its gradient."""
     like = jax.ShapeDtypeStruct((1, 2, 3072, 3072), jnp.float32)
-    for program in cut_to_fit(prepare(loss, like, like), 1 << 40).programs.values():
+    for program in cut_to_fit(
+        order_program(loss, like, like), 1 << 40
+    ).programs.values():
         compiled = compile_program(program)
         args = [jnp.ones(value.shape, value.dtype) for value in program.inputs]
         for _ in range(3):

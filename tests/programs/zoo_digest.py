@@ -6,7 +6,8 @@ import sys
 from streaming import numbers, prepared, smallest_bytes, streamed
 from zoo import ZOO
 
-from jaxinf.streaming.plan.fit import cut_to_fit, plan_of
+from jaxinf.streaming.plan.compiled import Executables
+from jaxinf.streaming.plan.cut_to_fit import cut_to_fit, plan_of
 
 __all__ = ["digest"]
 
@@ -17,7 +18,7 @@ def digest(name, cuts=None):
     ready = prepared(program)
     if cuts is None:
         cuts = cut_to_fit(ready, smallest_bytes(ready) * 3 // 2).cuts
-    found = numbers(streamed(program, plan_of(ready, cuts), {}))
+    found = numbers(streamed(program, plan_of(ready, cuts), Executables()))
     text = ready.fingerprint.encode() + b"".join(leaf.tobytes() for leaf in found)
     return cuts, hashlib.sha256(text).hexdigest()
 

@@ -10,15 +10,17 @@ from zoo import ZOO
 import jaxinf
 from jaxinf.streaming import compiled_step
 from jaxinf.streaming import step as steps
-from jaxinf.streaming.plan import fit, leaving
+from jaxinf.streaming.plan import cut_to_fit as cutting
+from jaxinf.streaming.plan import leaving
 from jaxinf.streaming.plan.choice import (
     NUM_MEASURED,
     StepTimes,
     freed_bytes,
     segments_to_recompute,
 )
-from jaxinf.streaming.plan.fit import cuts_of, plan_of
+from jaxinf.streaming.plan.cut_to_fit import plan_of
 from jaxinf.streaming.plan.leaving import evicted
+from jaxinf.streaming.program.cut import cuts_of
 
 PROGRAM = ZOO["l2_penalty"](depth=8)
 
@@ -26,7 +28,7 @@ PROGRAM = ZOO["l2_penalty"](depth=8)
 @pytest.fixture(autouse=True)
 def everything_leaves(monkeypatch):
     monkeypatch.setattr(leaving, "SMALL_BYTES", 1)
-    monkeypatch.setattr(fit, "evicted", lambda plan, _: evicted(plan, 0))
+    monkeypatch.setattr(cutting, "evicted", lambda plan, _: evicted(plan, 0))
 
 
 @pytest.fixture(scope="module")
@@ -110,13 +112,13 @@ def test_in_memory_without_a_choice_or_with_one_that_does_not_fit(
     monkeypatch.setattr(compiled_step, "StepTimes", slow)
     if not is_slow:
         monkeypatch.setattr(steps, "segments_to_recompute", lambda *_: frozenset())
-    most = fit.least_bytes
+    most = cutting.least_bytes
 
     def least_bytes(plan):
         """Of plans with repeated calls, more than there is."""
         return most(plan) + (any(call.is_repeat for call in plan.calls) << 40)
 
-    monkeypatch.setattr(fit, "least_bytes", least_bytes)
+    monkeypatch.setattr(cutting, "least_bytes", least_bytes)
     step = jaxinf.stream_in_memory(
         PROGRAM.loss,
         optax.sgd(0.1),

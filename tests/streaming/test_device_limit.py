@@ -10,8 +10,9 @@ from zoo import ZOO
 
 import jaxinf
 from jaxinf.errors import StreamError
+from jaxinf.streaming.plan import cut_to_fit as cutting
 from jaxinf.streaming.plan import device as planned_device
-from jaxinf.streaming.plan import fit, memory
+from jaxinf.streaming.plan import memory
 from jaxinf.streaming.plan.device import check_pinned, device_limit
 from jaxinf.streaming.plan.memory import DeviceLimit, StepNeeds, divide
 
@@ -184,6 +185,6 @@ def test_steps_and_functions_look_at_the_device(place, apart, monkeypatch, make)
         make(place)
     if make is not function_of:  # no value of it leaves the device
         device.stats["bytes_in_use"] = 0
-        monkeypatch.setattr(fit, "default_device", lambda: device)
+        monkeypatch.setattr(cutting, "default_device", lambda: device)
         with pytest.raises(StreamError, match="XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB="):
             make(place / "again")

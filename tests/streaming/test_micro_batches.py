@@ -24,7 +24,8 @@ import jaxinf
 from jaxinf.engine.opened import OpenStore
 from jaxinf.errors import StreamError
 from jaxinf.streaming.batches import first_part, parts_of, together
-from jaxinf.streaming.plan.fit import cut_to_fit, plan_of
+from jaxinf.streaming.plan.compiled import Executables
+from jaxinf.streaming.plan.cut_to_fit import cut_to_fit, plan_of
 from jaxinf.streaming.program.programs import make_programs
 
 pytestmark = pytest.mark.optimized("long")
@@ -71,7 +72,7 @@ def mean(*parts):
 def assert_bits_of_one_part_after_another(program, count, policy):
     ready = prepared(replace(program, batch=first_part(program.batch, count)))
     cuts = cut_to_fit(ready, smallest_bytes(ready) * 5 // 4).cuts
-    plan, executables = plan_of(ready, cuts), {}
+    plan, executables = plan_of(ready, cuts), Executables()
     parts = [
         streamed_plan(replace(program, batch=part), plan, executables)
         for part in parts_of(program.batch, count)
@@ -107,7 +108,7 @@ def test_a_segment_runs_for_all_parts_before_the_next_one(share):
     budget_bytes = int(share * smallest_bytes(ready, num_parts=3))
     plan = cut_to_fit(ready, budget_bytes, num_parts=3)
     num_segments = len(plan.cuts) - 1
-    early = make_programs(ready.lifetimes, plan.cuts, ready.keys).num_early
+    early = make_programs(ready, plan.cuts).num_early
     assert 1 < early < num_segments
     found = [
         (call.program.name, call.part)

@@ -28,9 +28,10 @@ from jaxinf.errors import BudgetError, StoreIOError, StoreSpaceError, StreamErro
 from jaxinf.streaming import compiled_step
 from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.move.values import Values
-from jaxinf.streaming.plan import fit, leaving
-from jaxinf.streaming.plan.compiled import measured
-from jaxinf.streaming.plan.fit import cut_to_fit, plan_of
+from jaxinf.streaming.plan import cut_to_fit as cutting
+from jaxinf.streaming.plan import leaving
+from jaxinf.streaming.plan.compiled import Executables, measured
+from jaxinf.streaming.plan.cut_to_fit import cut_to_fit, plan_of
 from jaxinf.streaming.plan.leaving import evicted, least_bytes, plan_tiers
 from jaxinf.transfer.pages import page_ceil
 
@@ -53,7 +54,7 @@ def plans(program):
     ready = prepared(program)
     cuts = cut_to_fit(ready, smallest_bytes(ready) * 3 // 2).cuts
     keep, offload = (plan_of(ready, cuts, policy) for policy in ("keep", "offload"))
-    return keep, measured(offload, executables := {}), executables
+    return keep, measured(offload, executables := Executables()), executables
 
 
 def least_of(plan):
@@ -249,7 +250,7 @@ def test_the_value_needed_last_leaves_first():
 @pytest.fixture
 def everything_leaves(small_values_leave, monkeypatch):
     """Lets every value leave that can, although the budget has room."""
-    monkeypatch.setattr(fit, "evicted", lambda plan, _: evicted(plan, 0))
+    monkeypatch.setattr(cutting, "evicted", lambda plan, _: evicted(plan, 0))
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from streaming import assert_near, in_memory, prepared, smallest_bytes, unit
 from zoo import ZOO, normal
 
 from jaxinf.errors import BudgetError, StreamError
-from jaxinf.streaming.plan.compiled import Measured, known_temps, measured
-from jaxinf.streaming.plan.fit import cut_to_fit, cuts_of, plan_of, prepare, within
+from jaxinf.streaming.plan.compiled import Executables, known_temps, measured
+from jaxinf.streaming.plan.cut_to_fit import cut_to_fit, plan_of, within
 from jaxinf.streaming.plan.memory import Budget, Memory, StepNeeds
 from jaxinf.streaming.plan.reads import (
     fetches_of,
@@ -22,9 +22,9 @@ from jaxinf.streaming.plan.reads import (
     keep_between,
     plan_reads,
 )
-from jaxinf.streaming.program.cut import Run, choose_cuts, find_runs
+from jaxinf.streaming.program.cut import Run, cuts_of, find_runs
 from jaxinf.streaming.program.graph import Piece
-from jaxinf.streaming.program.lifetimes import Stay, fill, occupancy
+from jaxinf.streaming.program.lifetimes import Stay, fill, occupancy, order_program
 from jaxinf.streaming.program.units import StoreUnits
 from jaxinf.streaming.run import Runner
 from jaxinf.terminal import parse_bytes
@@ -49,13 +49,12 @@ def pieces_of(plan):
 
 @pytest.mark.parametrize("name", family(DEEP, short=DEEP[-2:]))
 def test_more_equal_blocks_need_no_more_programs(name):
-    first = prepared(ZOO[name](depth=12)).lifetimes
+    first = prepared(ZOO[name](depth=12))
     limit_bytes = first.piece_bytes(first.sizes) // 6  # a little more than a block's
     plans = []
     for depth in (12, 24, 48):
         ready = prepared(ZOO[name](depth=depth))
-        cuts = choose_cuts(ready.lifetimes, ready.tokens, limit_bytes)
-        plans.append(plan_of(ready, cuts))
+        plans.append(plan_of(ready, cuts_of(ready, limit_bytes)))
     assert len({len(plan.programs) for plan in plans}) == 1
     few, more, most = (len(plan.calls) for plan in plans)
     assert few < more < most
@@ -101,7 +100,9 @@ def test_recomputing_holds_no_scores():
             x = x + scores @ x
         return jnp.mean(x**2)
 
-    ready = prepare(loss, [np.ones((64, 64), np.float32)] * 3, np.ones((512, 64), "f"))
+    ready = order_program(
+        loss, [np.ones((64, 64), np.float32)] * 3, np.ones((512, 64), "f")
+    )
     cuts = cut_to_fit(ready, 1 << 30, "keep").cuts
     plan = plan_of(ready, cuts, "recompute")
     num_forward = len(cuts) - 1
@@ -199,7 +200,7 @@ def test_large_closed_over_arrays_are_warned_of():
 
     found = r"1440000 bytes .*float32\[600, 600\]\).*in the batch: step"
     with pytest.warns(UserWarning, match=found):
-        ready = prepare(loss, GOOD, ONES)
+        ready = order_program(loss, GOOD, ONES)
     plan = cut_to_fit(ready, smallest_bytes(ready))
     found, _ = Runner(plan)(ONES, in_memory([ONES]), lambda *_: None)
     assert float(found) == pytest.approx(float(loss(GOOD, ONES)))
@@ -207,8 +208,8 @@ def test_large_closed_over_arrays_are_warned_of():
 
 def test_a_plan_prints_its_segments():
     ready = prepared(ZOO["linen_scan"](depth=12))
-    limit_bytes = ready.lifetimes.piece_bytes(ready.lifetimes.sizes) // 6
-    plan = plan_of(ready, choose_cuts(ready.lifetimes, ready.tokens, limit_bytes))
+    limit_bytes = ready.piece_bytes(ready.sizes) // 6
+    plan = plan_of(ready, cuts_of(ready, limit_bytes))
     units = StoreUnits(plan.traced.params, lambda *_: True)
     reading = plan_reads(plan, StepNeeds(units), Memory())
     plan = replace(plan, reading=reading)
@@ -244,7 +245,7 @@ def test_nothing_that_is_handed_out_lends_its_memory():
 
     params = [(normal(i, 64, 64) / 8, normal(10 + i, 8, 64)) for i in range(4)]
     batch, leaves = normal(20, 8, 64), jax.tree.leaves(params)
-    ready = prepare(loss, params, batch, has_aux=True)
+    ready = order_program(loss, params, batch, has_aux=True)
     plan = cut_to_fit(ready, smallest_bytes(ready, "keep"), "keep")
     assert any(plan.donated.values())
     handed = {}
@@ -271,7 +272,7 @@ def test_the_budget_that_a_refusal_names_is_near_the_least(tried):
 
 def test_what_known_programs_take_too_much_is_not_compiled():
     program = ZOO["gpt2_nano"]()
-    ready, known = prepared(program), Measured()
+    ready, known = prepared(program), Executables(are_run=False)
     plan = measured(plan_of(ready, cuts_of(ready, 1 << 40)), known)
     assert known_temps(plan, known) == plan.temp_bytes
-    assert known_temps(plan, Measured()) == {}
+    assert known_temps(plan, Executables()) == {}

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxinf import compat
-from jaxinf.streaming.plan.fit import prepare
+from jaxinf.streaming.program.lifetimes import order_program
 from jaxinf.streaming.program.programs import sums_large_products
 
 pytestmark = pytest.mark.optimized
@@ -37,8 +37,8 @@ def looped(a, b):
 )
 def test_sums_of_large_products_are_found(function, shape, expected):
     a, b = (jax.ShapeDtypeStruct(shape, jnp.float32) for _ in range(2))
-    ready = prepare(lambda p, x: jnp.sum(function(p, x)), a, b)
-    assert sums_large_products(ready.lifetimes.graph.nodes) == expected
+    ready = order_program(lambda p, x: jnp.sum(function(p, x)), a, b)
+    assert sums_large_products(ready.graph.nodes) == expected
 
 
 def test_an_option_that_is_unknown_or_the_users_is_left_alone(monkeypatch):

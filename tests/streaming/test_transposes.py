@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxinf.streaming.plan.fit import prepare
+from jaxinf.streaming.program.lifetimes import order_program
 
 pytestmark = pytest.mark.optimized
 
@@ -35,7 +35,7 @@ def test_a_gradient_is_not_transposed_after_its_product(precision):
 
     params, batch = {"w": random(8, 6)}, random(4, 5, 8)
     assert "transpose[" in str(jax.make_jaxpr(jax.grad(loss))(params, batch))
-    nodes = prepare(loss, params, batch).lifetimes.graph.nodes
+    nodes = order_program(loss, params, batch).graph.nodes
     assert not any(node.name == "transpose" for node in nodes)
     shapes = [n.outputs[0].shape for n in nodes if n.name == "dot_general"]
     assert shapes == [(4, 5, 6), (8, 6)]
@@ -61,5 +61,5 @@ def read_twice(params, batch):
 )
 def test_which_products_are_turned_round(loss, is_turned):
     params, batch = {"w": random(3, 4, 5)}, random(3, 6, 5)
-    nodes = prepare(loss, params, batch).lifetimes.graph.nodes
+    nodes = order_program(loss, params, batch).graph.nodes
     assert bool(transposed_products(nodes)) == (not is_turned)

@@ -11,7 +11,8 @@ from streaming import assert_same_bits, numbers, prepared, smallest_bytes, strea
 from zoo import ZOO
 
 from jaxinf.streaming.move.scratch import Scratch, Spill, waiting
-from jaxinf.streaming.plan.fit import cut_to_fit, plan_of
+from jaxinf.streaming.plan.compiled import Executables
+from jaxinf.streaming.plan.cut_to_fit import cut_to_fit, plan_of
 from jaxinf.streaming.program.graph import aval_bytes
 
 pytestmark = pytest.mark.optimized("long")
@@ -44,7 +45,7 @@ def test_gradients_are_those_of_one_jit(name, tmp_path):
     program = ZOO[name]()
     ready = prepared(program)
     budget_bytes = smallest_bytes(ready) * 3 // 2
-    executables = {}
+    executables = Executables()
     plan = cut_to_fit(ready, budget_bytes)
     loss, aux, gradients = streamed(program, plan, executables)
     expected_loss, expected_aux, expected = whole(program)
@@ -55,7 +56,7 @@ def test_gradients_are_those_of_one_jit(name, tmp_path):
 
     # With the same bits activations may be kept, and gradients be on a drive meanwhile.
     keeping = plan_of(ready, plan.cuts, "keep")
-    found = ready.lifetimes.graph.gradients.items()
+    found = ready.graph.gradients.items()
     sizes = {piece: max(1, aval_bytes(value.aval)) for piece, value in found}
     planned = waiting(sizes, 0)  # with no memory for them
     spill = Spill(Scratch([tmp_path]), planned)

@@ -15,8 +15,10 @@ import pytest
 from jaxinf.store import StoreDirectory
 from jaxinf.streaming.move.params import MemoryParams, StoreParams
 from jaxinf.streaming.move.scratch import waiting
-from jaxinf.streaming.plan.fit import cuts_of, plan_of, prepare, segment_limits
+from jaxinf.streaming.plan.cut_to_fit import plan_of
 from jaxinf.streaming.plan.reads import Reading
+from jaxinf.streaming.program.cut import cuts_of, segment_limits
+from jaxinf.streaming.program.lifetimes import order_program
 from jaxinf.streaming.program.units import StoreUnits, Unit
 from jaxinf.streaming.run import Runner
 from jaxinf.streaming.update import near_storage
@@ -26,7 +28,9 @@ CHUNKS = {"chunk_elements": 4096, "memory_bytes": 16 << 20}
 
 
 def prepared(program):
-    return prepare(program.loss, program.params, program.batch, has_aux=program.has_aux)
+    return order_program(
+        program.loss, program.params, program.batch, has_aux=program.has_aux
+    )
 
 
 def smallest_bytes(ready, policy="recompute", num_parts=1):

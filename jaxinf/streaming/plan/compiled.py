@@ -7,8 +7,8 @@ are the user's; JAX chooses those of other values when what makes them is compil
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -28,12 +28,20 @@ from jaxinf.streaming.program.programs import bytes_beside, compile_program
 
 _LOG = logging.getLogger("jaxinf.compile")
 
-Executables: TypeAlias = dict[tuple[Any, ...], Any]
-"""Compiled programs by key, donated inputs, and shardings of inputs and outputs."""
 
+@dataclass(frozen=True)
+class Executables:
+    """Compiled programs.
 
-class Measured(Executables):
-    """Programs that are compiled for what they take, and never run."""
+    Attributes:
+      is_deterministic: Whether they have the same bits in each run.
+      are_run: Whether they are compiled to run, not only for what they take.
+      known: By key, donated inputs, and shardings of inputs and outputs.
+    """
+
+    is_deterministic: bool = True
+    are_run: bool = True
+    known: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
 
 def compile_plan(plan: Plan, executables: Executables) -> Sequence[Any]:
@@ -45,32 +53,28 @@ def compile_plan(plan: Plan, executables: Executables) -> Sequence[Any]:
     Args:
       executables: Programs compiled before; new ones are added.
     """
-    mesh, found = plan.traced.mesh, []
+    mesh, known, found = plan.traced.mesh, executables.known, []
     held: dict[Slot, Any] = {}  # shardings of values
-    is_run = not isinstance(executables, Measured)
     new = {(c.program.key, plan.donated[c.program.key]) for c in plan.calls}
-    new -= {known[:2] for known in executables}
-    if new and is_run:
+    if executables.are_run and (new := new - {one[:2] for one in known}):
         _LOG.info("compiling %d programs", len(new))
     for call in plan.calls:
-        program, donated = call.program, plan.donated[call.program.key]
         inputs: tuple[Any, ...] = ()
         outputs: tuple[Any, ...] = ()
         if mesh is not None:
-            pairs = zip(call.takes, program.inputs, strict=True)
+            pairs = zip(call.takes, call.program.inputs, strict=True)
             inputs = tuple(_input(plan, mesh, held, *pair) for pair in pairs)
             outputs = _outputs(plan, mesh, call)
-        known = program.key, donated, inputs, outputs
-        if known not in executables:
-            executables[known] = compile_program(
-                program,
-                donated,
-                inputs,
-                outputs,
-                is_deterministic=plan.traced.is_deterministic,
-                is_run=is_run,
+        how = plan.donated[call.program.key], inputs, outputs
+        what = call.program.key, *how
+        if what not in known:
+            known[what] = compile_program(
+                call.program,
+                *how,
+                is_deterministic=executables.is_deterministic,
+                is_run=executables.are_run,
             )
-        found.append(executables[known])
+        found.append(known[what])
         if mesh is not None:
             chosen = zip(call.makes, found[-1].output_shardings, strict=True)
             held.update((slot, one) for slot, one in chosen if slot is not None)
@@ -105,7 +109,7 @@ def known_temps(plan: Plan, executables: Executables) -> Mapping[str, int]:
     """Returns temporaries, by key, of programs compiled before; of one device alone."""
     found = dict[str, int]()
     for key, program in plan.programs.items() if plan.traced.mesh is None else ():
-        known = executables.get((key, plan.donated[key], (), ()))
+        known = executables.known.get((key, plan.donated[key], (), ()))
         if known is not None:
             found[key] = bytes_beside(program, known)
     return found

@@ -14,8 +14,11 @@ from msgspec import structs
 
 from jaxinf.errors import StoreFormatError, StreamError
 from jaxinf.store import CommitRecord, KeptPlan, plan_of_before
-from jaxinf.streaming.plan.fit import PLAN_VERSION, OrderedProgram
+from jaxinf.streaming.program.lifetimes import OrderedProgram
 from jaxinf.streaming.program.meshes import mesh_text
+
+PLAN_VERSION = 2
+"""Changed whenever equal cuts would give other programs, and so other bits."""
 
 _GO_ON = "pass replan=True to go on with this one (bits then differ from here on)"
 
@@ -56,7 +59,7 @@ def kept_cuts(
       StreamError: They are of another function, version or mesh.
       StoreFormatError: They are damaged.
     """
-    num_nodes = len(ready.lifetimes.forward)
+    num_nodes = len(ready.forward)
     ((name, own),) = streams_of(ready, [0, num_nodes]).items()
     kept = record.streams.get(name) or plan_of_before(store, name)
     if kept is None:

@@ -4,13 +4,12 @@ Invariant: cuts depend on the graph and the limit alone; equal blocks are cut al
 """
 
 from collections.abc import Hashable, Iterator, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxinf.streaming.program.graph import Piece
-from jaxinf.streaming.program.lifetimes import Lifetimes
+from jaxinf.streaming.program.lifetimes import OrderedProgram
 
 # Smaller blocks share a segment: each program costs a dispatch.
 _SMALL_BYTES = 4 << 20
@@ -20,6 +19,7 @@ _TOLERANCE = 1.1
 _PHASE_TOLERANCE = 1.5
 # So often at least blocks repeat.
 _MIN_REPEATS = 3
+_MAX_HALVINGS = 14
 
 
 class Run(NamedTuple):
@@ -30,56 +30,67 @@ class Run(NamedTuple):
     length: int
 
 
-def choose_cuts(
-    lifetimes: Lifetimes, tokens: Sequence[Hashable], limit_bytes: int
-) -> tuple[int, ...]:
-    """Chooses the positions in the forward order of segments, with 0 and the end.
+def segment_limits(ready: OrderedProgram) -> list[int]:
+    """Returns bytes of segments to try, descending: from those of one segment on."""
+    bits = params_bits = ready.piece_bytes(ready.sizes).bit_length()
+    if num_nodes := len(ready.forward):
+        bits = max(bits, _segment_bytes(ready, 0, num_nodes).bit_length())
+    least = max(0, params_bits - _MAX_HALVINGS)
+    return [1 << n for n in range(bits, least, -1)]
+
+
+def cuts_of(ready: OrderedProgram, limit_bytes: int) -> tuple[int, ...]:
+    """Returns the cuts in the forward order, with 0 and the end; makes them once.
 
     Args:
-      tokens: For each forward node, a token that identifies its computation.
       limit_bytes: The most that a segment should need for params, kept and working
         values. If a single node needs more, it becomes a segment.
     """
+    once = ready.keys.once
+    return once(("cuts", limit_bytes), lambda: _choose_cuts(ready, limit_bytes))
+
+
+def _choose_cuts(ready: OrderedProgram, limit_bytes: int) -> tuple[int, ...]:
     cuts = [0]
-    for run in find_runs(tuple(tokens)):
-        blocks = _blocks(lifetimes, run)
+    for run in ready.keys.once("runs", lambda: find_runs(ready.tokens)):
+        blocks = _blocks(ready, run)
         if blocks is None or blocks[0] < cuts[-1]:
             continue
-        cuts += _divided(lifetimes, cuts[-1], blocks[0], limit_bytes)
-        cuts += _grouped(lifetimes, blocks, limit_bytes)
-    cuts += _divided(lifetimes, cuts[-1], len(lifetimes.forward), limit_bytes)
+        cuts += _divided(ready, cuts[-1], blocks[0], limit_bytes)
+        cuts += _grouped(ready, blocks, limit_bytes)
+    cuts += _divided(ready, cuts[-1], len(ready.forward), limit_bytes)
     return tuple(cuts)
 
 
-def segment_bytes(lifetimes: Lifetimes, start: int, end: int) -> int:
+def _segment_bytes(ready: OrderedProgram, start: int, end: int) -> int:
     """Estimates the memory of the segment between two cuts."""
-    *_, (_, need_bytes) = _ends(lifetimes, start, end)
+    *_, (_, need_bytes) = _ends(ready, start, end)
     return need_bytes
 
 
-def _blocks(lifetimes: Lifetimes, run: Run) -> list[int] | None:
+def _blocks(ready: OrderedProgram, run: Run) -> list[int] | None:
     """Starts of the run's blocks, and its end; None if they have no params."""
-    period, pieces = run.period, lifetimes.pieces
-    if not any(map(pieces.get, lifetimes.forward[run.start : run.start + period])):
+    period, pieces = run.period, ready.pieces
+    if not any(map(pieces.get, ready.forward[run.start : run.start + period])):
         return None
     ranked = []
     for offset in range(period):
         num_blocks = (run.length - offset) // period
         starts = run.start + offset + period * np.arange(num_blocks + 1)
-        cost = int(np.median(lifetimes.cut_bytes[starts[1:]]))
+        cost = int(np.median(ready.cut_bytes[starts[1:]]))
         ranked.append((cost, -num_blocks, offset, starts.tolist()))
     most = _PHASE_TOLERANCE * min(ranked)[0]
     cheap = [item for item in ranked if item[0] <= most]
     return min(cheap, key=lambda item: (item[1], item[0], item[2]))[3]
 
 
-def _grouped(lifetimes: Lifetimes, blocks: list[int], limit_bytes: int) -> list[int]:
+def _grouped(ready: OrderedProgram, blocks: list[int], limit_bytes: int) -> list[int]:
     """Cuts after the first of `blocks`, with several small blocks in a segment."""
     num_blocks = len(blocks) - 1
     first, last = blocks[num_blocks // 2 : num_blocks // 2 + 2]
-    block_bytes = segment_bytes(lifetimes, first, last)
+    block_bytes = _segment_bytes(ready, first, last)
     if block_bytes > limit_bytes:
-        inner = _divided(lifetimes, first, last, limit_bytes)
+        inner = _divided(ready, first, last, limit_bytes)
         return [start + cut - first for start in blocks[:-1] for cut in inner]
     most = max(1, min(limit_bytes, _SMALL_BYTES) // max(block_bytes, 1))
     # A power of two, so models of 12, 24 and 48 blocks have the same programs.
@@ -87,16 +98,18 @@ def _grouped(lifetimes: Lifetimes, blocks: list[int], limit_bytes: int) -> list[
     return blocks[num_blocks % group or group :: group]
 
 
-def _divided(lifetimes: Lifetimes, start: int, end: int, limit_bytes: int) -> list[int]:
+def _divided(
+    ready: OrderedProgram, start: int, end: int, limit_bytes: int
+) -> list[int]:
     """Cuts after `start` up to and including `end`, into segments within the limit.
 
     Each ends at the last of the cheapest cuts that leave it three quarters of the most
     bytes.
     """
-    cuts, cost = [], lifetimes.cut_bytes.__getitem__
+    cuts, cost = [], ready.cut_bytes.__getitem__
     while start < end:
         found = list[tuple[int, int]]()
-        for one in _ends(lifetimes, start, end):
+        for one in _ends(ready, start, end):
             if found and one[1] > limit_bytes:
                 break
             found.append(one)
@@ -108,21 +121,20 @@ def _divided(lifetimes: Lifetimes, start: int, end: int, limit_bytes: int) -> li
     return cuts
 
 
-def _ends(lifetimes: Lifetimes, start: int, stop: int) -> Iterator[tuple[int, int]]:
+def _ends(ready: OrderedProgram, start: int, stop: int) -> Iterator[tuple[int, int]]:
     """Yields the ends of a segment up to `stop`, with the bytes that it needs."""
     pieces, params, working = set[Piece](), 0, 0
-    of, cuts = lifetimes.pieces, lifetimes.backward_cuts
+    of, cuts = ready.pieces, ready.backward_cuts
     for at in range(start, stop):
-        backward = lifetimes.backward[int(cuts[at + 1]) : int(cuts[at])]
-        new = of[lifetimes.forward[at]].union(*map(of.__getitem__, backward)) - pieces
+        backward = ready.backward[int(cuts[at + 1]) : int(cuts[at])]
+        new = of[ready.forward[at]].union(*map(of.__getitem__, backward)) - pieces
         pieces |= new
-        params += lifetimes.piece_bytes(new)
-        working = max(working, int(lifetimes.working_bytes[at]))
-        kept = int(lifetimes.kept_bytes[at + 1] - lifetimes.kept_bytes[start])
+        params += ready.piece_bytes(new)
+        working = max(working, int(ready.working_bytes[at]))
+        kept = int(ready.kept_bytes[at + 1] - ready.kept_bytes[start])
         yield at + 1, params + kept + 2 * working
 
 
-@lru_cache(maxsize=8)  # a program is cut for many limits
 def find_runs(tokens: tuple[Hashable, ...], start: int = 0) -> list[Run]:
     """Finds disjoint runs of at least three periods, and returns them in order.
 

@@ -10,8 +10,9 @@ that is not named here counts as expensive.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -19,7 +20,10 @@ import numpy as np
 
 from jaxinf.compat import LIGHT
 from jaxinf.program import Graph, Node, Value
-from jaxinf.streaming.program.graph import Piece, Seed, num_bytes
+from jaxinf.streaming.program.graph import Piece, Seed, build_graph, num_bytes
+from jaxinf.streaming.program.keys import Keys, stable_digest
+from jaxinf.streaming.program.trace import Traced, trace
+from jaxinf.typing import PyTree
 
 _TINY_BYTES = 1024
 _SCALAR_BYTES = 64
@@ -66,15 +70,16 @@ def fill(occupied: np.ndarray, stays: Iterable[Stay], capacity: int) -> list[Sta
     return added
 
 
-@dataclass(frozen=True)
-class Lifetimes:
-    """An ordered program, and the costs and consequences of cuts in it.
+@dataclass(frozen=True, eq=False, repr=False)  # it has all nodes
+class OrderedProgram:
+    """A traced function, the order of its nodes, and the costs of cuts in it.
 
     Attributes:
+      traced: The function, of a part of a batch if there are several.
+      keys: Texts of the nodes, and what is made of the graph but once.
       forward, backward: The nodes that are not free, in the order in which they run.
       free: Nodes that no segment has; segments consist of the others.
       light: Nodes cheap enough to be computed again from kept values.
-      needs: Values of ordered nodes that a node needs, through free ones too.
       pieces: Parts of params that a node reads, through free ones too.
       sizes: Bytes of the parts of params that are read, and of complete gradients.
       backward_cuts: The backward cut that belongs to each forward cut. There, the part
@@ -85,12 +90,13 @@ class Lifetimes:
       kept_bytes: Cumulative bytes, by forward node, of results kept for backward.
     """
 
+    traced: Traced
     graph: Graph
+    keys: Keys
     forward: tuple[Node, ...]
     backward: tuple[Node, ...]
     free: Set[Node]
     light: Set[Node]
-    needs: _Needs
     pieces: _Pieces
     sizes: Mapping[Piece, int]
     backward_cuts: np.ndarray
@@ -101,26 +107,59 @@ class Lifetimes:
     def piece_bytes(self, pieces: Iterable[Piece]) -> int:
         return sum(self.sizes[piece] for piece in pieces)
 
+    @cached_property
+    def tokens(self) -> tuple[str, ...]:
+        """Tokens of the forward nodes; equal ones have equal computations."""
+        return tuple(map(self.keys.node, self.forward))
 
-def ordered(graph: Graph) -> Lifetimes:
-    """Classifies a graph's nodes, orders them, and says what each cut would cost."""
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of the whole computation, the same in every process."""
+        graph, traced = self.graph, self.traced
+        values = chain.from_iterable(node.inputs for node in graph.nodes)
+        inputs = [v for v in dict.fromkeys(values) if v.origin is not None]
+        lines = self.keys.describe(inputs, graph.nodes, graph.outputs)
+        origins = (str(value.origin) for value in inputs)
+        targets = "\n".join(map(str, graph.gradients))
+        specs: list[str] = []
+        if traced.mesh is not None:
+            specs = [str(a.sharding.spec) for a in (*traced.params, *traced.batch)]
+        return stable_digest(chain(lines, origins, [targets], traced.names, specs))
+
+
+def order_program(
+    fn: Callable[..., Any],
+    params: PyTree,
+    batch: PyTree,
+    *,
+    has_loss: bool = True,
+    has_aux: bool = False,
+) -> OrderedProgram:
+    """Traces a function, orders its nodes, and says what each cut would cost.
+
+    Arguments and errors are those of `trace`; `batch` is a part of one, if there are
+    several.
+    """
+    traced = trace(fn, params, batch, has_loss=has_loss, has_aux=has_aux)
+    graph = build_graph(traced)
     free, light, after_seed = set[Node](), set[Node](), set[Node]()
+    # Values of ordered nodes, and params, that a node needs, through free ones too.
     needs: dict[Node, frozenset[Value]] = {}
-    params: dict[Node, frozenset[Value]] = {}
+    read: dict[Node, frozenset[Value]] = {}
     for node in graph.nodes:
         values, through = node.inputs, [v.node for v in node.inputs if v.node in free]
         made = (v for v in values if v.node is not None and v.node not in free)
-        read = (v for v in values if isinstance(v.origin, Piece))
+        own = (v for v in values if isinstance(v.origin, Piece))
         needs[node] = frozenset(made).union(*map(needs.__getitem__, through))
-        params[node] = frozenset(read).union(*map(params.__getitem__, through))
+        read[node] = frozenset(own).union(*map(read.__getitem__, through))
         if any(isinstance(v.origin, Seed) or v.node in after_seed for v in values):
             after_seed.add(node)
         most = _PARAMS_RATIO * num_bytes(node.outputs)
-        if node.name in LIGHT and num_bytes(params[node]) <= most:
+        if node.name in LIGHT and num_bytes(read[node]) <= most:
             light.add(node)
-            if _is_free(node, needs[node], params[node]):
+            if _is_free(node, needs[node], read[node]):
                 free.add(node)
-    pieces = {n: frozenset(v.origin for v in params[n]) for n in graph.nodes}
+    pieces = {n: frozenset(v.origin for v in own) for n, own in read.items()}
     nodes = [node for node in graph.nodes if node not in free]
     forward = [node for node in nodes if node not in after_seed]
     forward = _penalties_early(forward, needs, pieces)
@@ -132,15 +171,19 @@ def ordered(graph: Graph) -> Lifetimes:
         0 if node in light else num_bytes(kept.intersection(node.outputs))
         for node in forward
     ]
-    return Lifetimes(
+    sizes = {piece: value.num_bytes for piece, value in graph.gradients.items()}
+    used = (v for node in graph.nodes for v in node.inputs)
+    sizes |= {v.origin: v.num_bytes for v in used if isinstance(v.origin, Piece)}
+    return OrderedProgram(
+        traced,
         graph,
+        Keys(),
         tuple(forward),
         tuple(backward),
         free,
         light,
-        needs,
         pieces,
-        _sizes(graph),
+        sizes,
         cuts,
         _live_bytes(forward, needs) + _live_bytes(backward, needs)[cuts],
         np.array([num_bytes(needs[n]) + num_bytes(n.outputs) for n in forward]),
@@ -158,16 +201,6 @@ def _is_free(node: Node, needs: Set[Value], params: Set[Value]) -> bool:
         num_bytes(needs) <= limit < out_bytes for limit in (_TINY_BYTES, _SCALAR_BYTES)
     )
     return is_spread or not (needs or is_count)
-
-
-def _sizes(graph: Graph) -> dict[Piece, int]:
-    sizes = {p: v.num_bytes for p, v in graph.gradients.items()}
-    read = (value for node in graph.nodes for value in node.inputs)
-    return sizes | {
-        value.origin: value.num_bytes
-        for value in read
-        if isinstance(value.origin, Piece)
-    }
 
 
 def _made(nodes: Sequence[Node]) -> dict[Value, int]:

@@ -20,7 +20,7 @@ from jaxinf import compat
 from jaxinf.program import Node, Value, ancestors, evaluate, graph_of
 from jaxinf.streaming.program.graph import Number, Piece, aval_bytes
 from jaxinf.streaming.program.keys import Keys
-from jaxinf.streaming.program.lifetimes import Lifetimes
+from jaxinf.streaming.program.lifetimes import OrderedProgram
 from jaxinf.streaming.program.meshes import struct, typed_sharding
 
 # glibc keeps smaller blocks anyway, so a plan is not exact to within their size.
@@ -109,16 +109,16 @@ class Programs(NamedTuple):
         return early
 
 
-def make_programs(lifetimes: Lifetimes, cuts: Sequence[int], keys: Keys) -> Programs:
+def make_programs(ready: OrderedProgram, cuts: Sequence[int]) -> Programs:
     """Makes the programs of the segments between `cuts`, once for a graph."""
     what = "programs", tuple(cuts)
-    return keys.once(what, lambda: _programs_of(lifetimes, cuts, keys))
+    return ready.keys.once(what, lambda: _programs_of(ready, cuts))
 
 
-def _programs_of(lifetimes: Lifetimes, cuts: Sequence[int], keys: Keys) -> Programs:
-    graph, free = lifetimes.graph, lifetimes.free
-    back = [int(lifetimes.backward_cuts[cut]) for cut in cuts]
-    segments = [lifetimes.forward[start:end] for start, end in pairwise(cuts)]
+def _programs_of(ready: OrderedProgram, cuts: Sequence[int]) -> Programs:
+    graph, free, keys = ready.graph, ready.free, ready.keys
+    back = [int(ready.backward_cuts[cut]) for cut in cuts]
+    segments = [ready.forward[start:end] for start, end in pairwise(cuts)]
     made = [v for v in dict.fromkeys(graph.outputs) if v.node in free]
     alone = [program_of("free", [v], keys, is_own=free.__contains__) for v in made]
     wanted = {*graph.outputs, *(v for program in alone for v in program.inputs)}
@@ -138,9 +138,9 @@ def _programs_of(lifetimes: Lifetimes, cuts: Sequence[int], keys: Keys) -> Progr
 
     backward, forward = list[Program | None](), list[Program]()
     for k, segment in enumerate(segments):
-        nodes = lifetimes.backward[back[k + 1] : back[k]]
+        nodes = ready.backward[back[k + 1] : back[k]]
         has_outputs = any(v in wanted for node in nodes for v in node.outputs)
-        light = lifetimes.light & {*segment}
+        light = ready.light & {*segment}
         backward.append(make("backward", k, nodes, light) if has_outputs else None)
     for k in reversed(range(len(segments))):
         forward.append(make("forward", k, segments[k]))

@@ -43,7 +43,6 @@ class Traced:
       consts: Arrays that the loss function, or one that it calls, closed over.
       seed_dtype: The loss's dtype, in which the cotangent is given; None if there is
         no loss.
-      is_deterministic: Whether its programs have the same bits in each run.
     """
 
     names: tuple[str, ...]
@@ -55,7 +54,6 @@ class Traced:
     consts: tuple[Any, ...]
     aux_tree: Any
     seed_dtype: Any
-    is_deterministic: bool
 
     @property
     def num_results(self) -> int:
@@ -116,7 +114,6 @@ def trace(
     *,
     has_loss: bool = True,
     has_aux: bool = False,
-    is_deterministic: bool = True,
 ) -> Traced:
     """Traces `fn(params, batch)`: a loss function and its gradient by params.
 
@@ -125,7 +122,6 @@ def trace(
         `has_loss` any pytree, and has no gradient.
       params: Tree of arrays or abstract values, all floating.
       batch: Tree of arrays or abstract values.
-      is_deterministic: Whether its programs have the same bits in each run.
 
     Raises:
       StreamError: A leaf of params is not a floating array, the loss is not a scalar,
@@ -167,7 +163,6 @@ def trace(
         tuple(consts.values()),
         jax.tree.structure(aux),
         seed_dtype,
-        is_deterministic,
     )
 
 

@@ -36,9 +36,9 @@ from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.scratch import THREADS_PER_DRIVE, Scratch, Spill
 from jaxinf.streaming.move.work_queues import WorkQueues
 from jaxinf.streaming.plan.calls import Plan
-from jaxinf.streaming.plan.fit import OrderedProgram
 from jaxinf.streaming.plan.kept import check_same, streams_of
 from jaxinf.streaming.program.graph import Piece
+from jaxinf.streaming.program.lifetimes import OrderedProgram
 from jaxinf.streaming.program.meshes import on_this_process
 from jaxinf.streaming.program.units import (
     Gradient,

@@ -40,10 +40,10 @@ from jaxinf.streaming.move.scratch import (
     writing_bytes,
 )
 from jaxinf.streaming.plan.calls import Plan
-from jaxinf.streaming.plan.fit import OrderedProgram
 from jaxinf.streaming.plan.memory import MemoryNeed, StepNeeds
 from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.program.graph import Piece, aval_bytes
+from jaxinf.streaming.program.lifetimes import OrderedProgram
 from jaxinf.streaming.program.units import SHARED, StoreUnits, Unit, shared_bytes
 from jaxinf.streaming.update.device_updates import device_share, needs_of_share
 from jaxinf.streaming.update.kernel_inputs import KernelInputs
@@ -267,7 +267,7 @@ def near_storage_updates(
     Args:
       engine: The store's; it is bound to the optimizer when a step runs.
     """
-    pieces, params = tuple(ready.lifetimes.graph.gradients), ready.traced.params
+    pieces, params = tuple(ready.graph.gradients), ready.traced.params
     is_alone = engine.group.is_alone
     passes = passes_for(program, pieces, is_alone=is_alone)
 
@@ -285,7 +285,7 @@ def near_storage_updates(
     )
     gradient_bytes = {
         piece: 0 if piece.leaf in idle else aval_bytes(value.aval)
-        for piece, value in ready.lifetimes.graph.gradients.items()
+        for piece, value in ready.graph.gradients.items()
     }
     inputs, compress = KernelInputs(engine, program, passes, options.jit), None
     num_bytes = inputs.compile(params, pieces)
@@ -296,7 +296,7 @@ def near_storage_updates(
     kernels = [leaf.kernel for leaf in program.leaves]
     own = shape, kernels, options, ready.traced.mesh
     share = device_share(*own, is_alone=is_alone)
-    read = frozenset(map(units.unit, ready.lifetimes.sizes))
+    read = frozenset(map(units.unit, ready.sizes))
     of_updates = passes, inputs, num_bytes, compress, share
     of_units = units, read, trained, idle, gradient_bytes
     return NearStorageUpdates(engine, options, program, shape, *of_updates, *of_units)
