@@ -57,7 +57,7 @@ class RunNeeds:
 def count(
     config: TrainConfig, batch: Batch | None, device_bytes: int | None
 ) -> RunNeeds:
-    """Counts what a run takes; traces it, and compiles the programs of a streamed one.
+    """Counts what a run takes; traces it, and compiles its programs.
 
     Args:
       config: a run in one process that `check` has returned.
@@ -99,8 +99,7 @@ def _whole(
     programs += (3 if config.clip_norm or config.compress else 1) * gradients
     if batch is not None:
         given = params, jax.eval_shape(lambda: batch)
-        closed = jax.make_jaxpr(gradients_of(config, graphdef))(*given)
-        programs = max(programs, program_bytes(closed))
+        programs = max(programs, program_bytes(gradients_of(config, graphdef), *given))
     needs = {"host_bytes": 0}
     if config.mode == "update":
         needs |= _stored(config)
