@@ -94,31 +94,7 @@ def piece_sharding(sharding: NamedSharding | None, piece: Piece) -> Any:
     return NamedSharding(sharding.mesh, PartitionSpec(*spec))
 
 
-class GraphInputs(Inliner):
-    """Makes nodes of a function whose inputs have one value each.
-
-    Attributes:
-      consts: The arrays that it, and the functions that it calls, closed over.
-    """
-
-    def __init__(self, consts: Iterable[Any]) -> None:
-        super().__init__()
-        self.consts = list(consts)
-        self._numbers = {id(const): i for i, const in enumerate(self.consts)}
-        self._inputs: dict[tuple[Origin, Any], Value] = {}
-
-    def input(self, origin: Origin, aval: Any) -> Value:
-        key = origin, aval.dtype
-        return self._inputs.setdefault(key, Value(aval, origin=origin))
-
-    def const(self, array: Any) -> Value:
-        number = self._numbers.setdefault(id(array), len(self.consts))
-        if number == len(self.consts):
-            self.consts.append(array)
-        return self.input(Const(number), jax.typeof(array))
-
-
-@dataclass(eq=False, slots=True, repr=False)
+@dataclass(frozen=True, eq=False, slots=True, repr=False)
 class Stack:
     """Values along a leading axis that does not exist as an array."""
 
@@ -131,13 +107,11 @@ Atom: TypeAlias = Value | Stack
 
 def build_graph(traced: Traced) -> Graph:
     """Builds the graph of a traced function; drops nodes without effect."""
-    unroller = _Unroller(traced.consts)
     origins: list[Origin] = [*map(Piece, range(len(traced.params)))]
     origins += [*map(Batch, range(len(traced.batch)))]
     origins += [Seed()] if traced.seed_dtype is not None else []
-    pairs = zip(origins, traced.closed.jaxpr.invars, strict=True)
-    inputs = [unroller.input(origin, var.aval) for origin, var in pairs]
-    outputs = unroller.inline(traced.closed, inputs)
+    unroller = _Unroller(traced.consts)
+    inputs, outputs = unroller.unroll(traced.closed, origins)
     num = traced.num_results
     results = tuple(map(unroller.computed, outputs[:num]))
     gradients = {
@@ -147,7 +121,15 @@ def build_graph(traced: Traced) -> Graph:
     }
     wanted = (*results, *gradients.values())
     nodes = _with_turned_products(prune(unroller.nodes, wanted), wanted)
-    return Graph(tuple(inputs), nodes, results, gradients)
+    return Graph(inputs, nodes, results, gradients)
+
+
+def graph_of_init(closed: Any, consts: Sequence[Any]) -> Graph:
+    """As `build_graph`, of a function that makes params: its arguments are a batch."""
+    unroller = _Unroller(consts)
+    origins = map(Batch, range(len(closed.jaxpr.invars)))
+    inputs, outputs = unroller.unroll(closed, [*origins])
+    return Graph(inputs, prune(unroller.nodes, outputs), tuple(outputs))
 
 
 def _pieces(piece: Piece, atom: Atom) -> Iterator[tuple[Piece, Atom]]:
@@ -209,16 +191,37 @@ def _turned(product: Node, transposed: Node) -> Node | None:
     return node
 
 
-class _Unroller(GraphInputs):
-    """Unrolls scans over params; what they collect is a stack."""
+class _Unroller(Inliner):
+    """Unrolls scans over params; what they collect is a stack.
+
+    Args:
+      consts: The arrays that the function, and those that it calls, closed over.
+    """
 
     def __init__(self, consts: Iterable[Any]) -> None:
-        super().__init__(consts)
+        super().__init__()
+        self._numbers = {id(const): i for i, const in enumerate(consts)}
+        self._inputs: dict[tuple[Origin, Any], Value] = {}
         self._items: dict[tuple[Value, int], Value] = {}
         self._whole: dict[Stack, Value] = {}
         self._zeros: set[Value] = set()
         self._sliced: set[tuple[int, ...]] = set()
         self._item_params: dict[int, tuple[Any, Any]] = {}
+
+    def unroll(
+        self, closed: Any, origins: Sequence[Origin]
+    ) -> tuple[tuple[Value, ...], list[Any]]:
+        """Returns the inputs of a jaxpr with these origins, and its results."""
+        pairs = zip(origins, closed.jaxpr.invars, strict=True)
+        inputs = [self.input(origin, var.aval) for origin, var in pairs]
+        return tuple(inputs), self.inline(closed, inputs)
+
+    def input(self, origin: Origin, aval: Any) -> Value:
+        key = origin, aval.dtype
+        return self._inputs.setdefault(key, Value(aval, origin=origin))
+
+    def const(self, array: Any) -> Value:
+        return self.input(Const(self._numbers[id(array)]), jax.typeof(array))
 
     def computed(self, atom: Atom) -> Value:
         value = self._value(atom)

@@ -6,6 +6,7 @@ memory.
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import jax
@@ -17,13 +18,13 @@ from jaxinf import compat
 from jaxinf.compat import LIGHT
 from jaxinf.csd import ScalarInputs
 from jaxinf.errors import BudgetError, StreamError, UnsupportedTransformError
-from jaxinf.program import InitProgram, Value, bind, key_data, path_name
+from jaxinf.program import Graph, InitProgram, Value, bind, key_data, path_name
 from jaxinf.store import ScalarState, encode_path
-from jaxinf.streaming.program.graph import Batch, Const, GraphInputs, Number
+from jaxinf.streaming.program.graph import Batch, Const, Number, graph_of_init
 from jaxinf.streaming.program.keys import Keys
 from jaxinf.streaming.program.meshes import on_one_device, outside_mesh
 from jaxinf.streaming.program.programs import compile_program, program_of
-from jaxinf.streaming.program.trace import abstract
+from jaxinf.streaming.program.trace import abstract, closed_over
 from jaxinf.typing import Array, PyTree
 
 BUFFERS_SHARE = 4
@@ -61,10 +62,9 @@ def trace_params(
             "init_fn: expected a function without side effects, found "
             f"{', '.join(map(str, closed.effects))}; remove prints and stores from it"
         )
-    inliner, variables = _LeafInliner(closed.consts), enumerate(closed.jaxpr.invars)
-    given = [inliner.input(Batch(i), var.aval) for i, var in variables]
-    outputs = inliner.inline(closed, given)
-    shapes = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in outputs]
+    consts = closed_over(closed)
+    graph = _with_numbers(graph_of_init(closed, consts))
+    shapes = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in graph.results]
     avals = jax.tree.structure(out).unflatten(shapes)
 
     def argument(value: Value) -> Any:
@@ -72,14 +72,14 @@ def trace_params(
             case Batch(leaf):
                 return jnp.asarray(flat[leaf])
             case Const(number):
-                return jnp.asarray(on_one_device(inliner.consts[number]))
+                return jnp.asarray(on_one_device(consts[number]))
             case Number(number):
                 return jnp.asarray(number, value.dtype)
         raise AssertionError(value.origin)
 
     def make(memory_bytes: int) -> Iterator[Array]:
         keys, executables = Keys(), dict[str, Any]()
-        programs = [program_of("leaf", [output], keys) for output in outputs]
+        programs = [program_of("leaf", [output], keys) for output in graph.results]
         paths = [path for path, _ in jax.tree.leaves_with_path(avals)]
         for program, path in zip(programs, paths, strict=True):
             if program.key not in executables:  # equal ones are compiled once
@@ -123,31 +123,35 @@ def check_init_fn(init_fn: Any) -> None:
         )
 
 
-class _LeafInliner(GraphInputs):
-    """Folds counts of the calls of a random key into numbers.
+def _with_numbers(graph: Graph) -> Graph:
+    """Makes the numbers that random keys are folded with arguments of a program.
 
-    The keys of leaves differ only in a number that a key is folded with. This number
-    becomes an argument, so leaves of one shape share one program.
+    The keys of leaves differ only in such a number, often the count of the calls before
+    it, so leaves of one shape share one program.
     """
-
-    def equation(self, eqn: Any, inputs: list[Value]) -> Sequence[Value]:
-        name, avals = eqn.primitive.name, [var.aval for var in eqn.outvars]
-        if name == "sharding_constraint":
-            return inputs  # a leaf is made on one device
-        constants = [value.constant for value in inputs]
-        is_known = bool(inputs) and all(one is not None for one in constants)
-        if name == "random_fold_in" and constants[1] is not None:
+    same: dict[Value, Value] = {}
+    numbers: dict[tuple[Number, Any], Value] = {}
+    for node in graph.nodes:
+        node.inputs = tuple(same.get(value, value) for value in node.inputs)
+        constants = [value.constant for value in node.inputs]
+        is_known = bool(constants) and all(one is not None for one in constants)
+        if node.name == "sharding_constraint":  # a leaf is made on one device
+            same[node.outputs[0]] = node.inputs[0]
+        elif node.name == "random_fold_in" and constants[1] is not None:
+            key, aval = node.inputs[0], node.inputs[1].aval
             number = Number(int(constants[1]))
-            inputs = [inputs[0], self.input(number, inputs[1].aval)]
-        outputs = super().equation(eqn, inputs)
-        if is_known and name in LIGHT and _is_integer(avals):
-            (count,) = bind(outputs[0].node, constants)
-            return [Value(avals[0], constant=np.asarray(count)[()])]
-        return outputs
+            own = numbers.setdefault((number, aval.dtype), Value(aval, origin=number))
+            node.inputs = key, own
+        elif is_known and node.name in LIGHT and _is_count(node.outputs):
+            (count,) = bind(node, constants)
+            known = Value(node.outputs[0].aval, constant=np.asarray(count)[()])
+            same[node.outputs[0]] = known
+    results = tuple(same.get(value, value) for value in graph.results)
+    return replace(graph, results=results)
 
 
-def _is_integer(avals: Sequence[Any]) -> bool:
-    kinds = [(aval.shape, jnp.issubdtype(aval.dtype, jnp.integer)) for aval in avals]
+def _is_count(values: Sequence[Value]) -> bool:
+    kinds = [(one.shape, jnp.issubdtype(one.dtype, jnp.integer)) for one in values]
     return kinds == [((), True)]
 
 

@@ -151,8 +151,8 @@ def trace(
         closed, aux = jax.make_jaxpr(flat, return_shape=True)(*given)
     mesh = mesh_in_program(closed, mesh)  # which only it may name
     _check_effects(closed)
-    consts = {id(const): const for const in _closed_over(closed)}
-    _warn_of_consts(consts.values())
+    consts = closed_over(closed)
+    _warn_of_consts(consts)
     return Traced(
         tuple(path_name(path) for path, _ in jax.tree.leaves_with_path(params)),
         tuple(on_mesh(given[0], mesh)),
@@ -160,7 +160,7 @@ def trace(
         tuple(on_mesh(given[1], mesh)),
         mesh,
         closed,
-        tuple(consts.values()),
+        consts,
         jax.tree.structure(aux),
         seed_dtype,
     )
@@ -208,14 +208,15 @@ def _check_effects(closed: Any) -> None:
     )
 
 
-def _closed_over(closed: Any) -> list[Any]:
-    """Arrays that `closed` and the functions that it calls close over.
+def closed_over(closed: Any) -> tuple[Any, ...]:
+    """Returns the arrays that a function, and those that it calls, close over.
 
     The innermost come first, as the numbers of constants in kept plans want it.
     """
     inner = [one for eqn in closed.jaxpr.eqns for one in inner_jaxprs(eqn.params)]
-    called = [_closed_over(one) for one in inner if isinstance(one, ClosedJaxpr)]
-    return [*chain.from_iterable(called[::-1]), *closed.consts]
+    called = [closed_over(one) for one in inner if isinstance(one, ClosedJaxpr)]
+    found = *chain.from_iterable(called[::-1]), *closed.consts
+    return tuple({id(const): const for const in found}.values())
 
 
 def _warn_of_consts(consts: Collection[Any]) -> None:
