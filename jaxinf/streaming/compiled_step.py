@@ -225,9 +225,9 @@ def compile_step(
     Args:
       updates: What the home's `updates` returned.
     """
-    errors, units = list[BaseException](), updates.needs.units
+    errors, unit_of = list[BaseException](), updates.needs.unit_of
     hold = partial(holding, group, errors)
-    params_bytes = 0 if units is None else used_bytes(plan.calls, units)
+    params_bytes = 0 if unit_of is None else used_bytes(plan.calls, unit_of)
     with ExitStack() as closing:
         sink = home.sink(updates, plan, ready, closing)
         values = Values()

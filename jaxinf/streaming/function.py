@@ -21,7 +21,7 @@ from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.memory import MemoryNeed, StepNeeds
 from jaxinf.streaming.program.lifetimes import OrderedProgram
 from jaxinf.streaming.program.trace import abstract
-from jaxinf.streaming.program.units import SHARED, StoreUnits, shared_bytes
+from jaxinf.streaming.program.units import SHARED, shared_bytes, units_of
 from jaxinf.typing import PyTree
 
 
@@ -68,8 +68,8 @@ class ReadStore(StateHome):
         opened, params = self.engine.opened, ready.traced.params
         if self._average:
             opened.averaged(0)  # or refuses
-        store_units = StoreUnits(params, opened.divides)
-        units = {store_units.unit(piece) for piece in ready.sizes}
+        unit_of = units_of(params, opened.divides)
+        units = {*map(unit_of, ready.sizes)}
         undivided = [unit.whole_bytes for unit in units if not unit.is_divided]
         purpose = "reading shards of params that are not stored alone"
         others = (
@@ -78,11 +78,11 @@ class ReadStore(StateHome):
         )
         frozen, export_bytes = frozenset(range(len(params))), opened.export_bytes
         how = {"export_bytes": export_bytes, "others": others}
-        return NoUpdates(StepNeeds(store_units, frozen, **how))
+        return NoUpdates(StepNeeds(unit_of, frozen, **how))
 
     def source(self, updates: NoUpdates, plan: Plan, hold: Hold) -> Params:
         reader = StoreReader(self.engine, average=self._average)
-        what = updates.needs.units, reader, plan.reading, hold
+        what = updates.needs.unit_of, reader, plan.reading, hold
         return StoreParams(*what, are_frozen=False)
 
     def join(self) -> None:

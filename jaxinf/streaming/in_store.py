@@ -136,7 +136,7 @@ class InStore(StateHome):
 
     def source(self, updates: NearStorageUpdates, plan: Plan, hold: Hold) -> Params:
         reader = StoreReader(self.engine)
-        return StoreParams(updates.needs.units, reader, plan.reading, hold)
+        return StoreParams(updates.needs.unit_of, reader, plan.reading, hold)
 
     def kept_cuts(self, ready: OrderedProgram) -> Sequence[int] | None:
         if self._options.replan or self.engine.commit is None:

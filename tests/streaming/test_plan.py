@@ -25,7 +25,7 @@ from jaxinf.streaming.plan.reads import (
 from jaxinf.streaming.program.cut import Run, cuts_of, find_runs
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.lifetimes import Stay, fill, occupancy, order_program
-from jaxinf.streaming.program.units import StoreUnits
+from jaxinf.streaming.program.units import units_of
 from jaxinf.streaming.run import Runner
 from jaxinf.terminal import parse_bytes
 
@@ -210,8 +210,8 @@ def test_a_plan_prints_its_segments():
     ready = prepared(ZOO["linen_scan"](depth=12))
     limit_bytes = ready.piece_bytes(ready.sizes) // 6
     plan = plan_of(ready, cuts_of(ready, limit_bytes))
-    units = StoreUnits(plan.traced.params, lambda *_: True)
-    reading = plan_reads(plan, StepNeeds(units), Memory())
+    needs = StepNeeds(units_of(plan.traced.params, lambda *_: True))
+    reading = plan_reads(plan, needs, Memory())
     plan = replace(plan, reading=reading)
     head, _, columns, *lines = str(plan).splitlines()
     assert f"{len(plan.calls)} calls of {len(plan.programs)} programs" in head

@@ -19,7 +19,7 @@ from jaxinf.streaming.plan.cut_to_fit import plan_of
 from jaxinf.streaming.plan.reads import Reading
 from jaxinf.streaming.program.cut import cuts_of, segment_limits
 from jaxinf.streaming.program.lifetimes import order_program
-from jaxinf.streaming.program.units import StoreUnits, Unit
+from jaxinf.streaming.program.units import Unit, units_of
 from jaxinf.streaming.run import Runner
 from jaxinf.streaming.update import near_storage
 
@@ -60,7 +60,7 @@ def read_ahead(reader, fetches, room_bytes, host_bytes=None):
         for unit in units
     ]
     return StoreParams(
-        StoreUnits(leaves, lambda *_: True),
+        units_of(leaves, lambda *_: True),
         reader,
         Reading(tuple(fetches), room_bytes, host_bytes),
     )

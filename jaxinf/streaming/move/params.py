@@ -27,7 +27,7 @@ from jaxinf.streaming.plan.memory import READER_BYTES
 from jaxinf.streaming.plan.reads import Fetch, Reading
 from jaxinf.streaming.program.graph import Piece, piece_sharding
 from jaxinf.streaming.program.meshes import default_device
-from jaxinf.streaming.program.units import StoreUnits, Unit
+from jaxinf.streaming.program.units import Unit, UnitOf
 from jaxinf.transfer import PAGE_BYTES, Buffer, BufferPool, aligned, span
 from jaxinf.typing import Array
 
@@ -172,7 +172,7 @@ class StoreParams:
 
     def __init__(
         self,
-        store_units: StoreUnits | None,
+        unit_of: UnitOf | None,
         reader: StoreReader,
         reading: Reading,
         hold: Hold = nullcontext,
@@ -183,8 +183,8 @@ class StoreParams:
         self._reading, self._are_frozen = reading, are_frozen
         self._version: tuple[int, int] | None = None  # of what stays
         self._hold = hold
-        assert store_units is not None, "params are read from a store"
-        self._store_units, self._reader = store_units, reader
+        assert unit_of is not None, "params are read from a store"
+        self._unit_of, self._reader = unit_of, reader
         self._device = default_device()
         self._has_link = reading.host_bytes is not None
         self._device_bytes = reading.room_bytes  # that are free, of one with its own
@@ -245,7 +245,7 @@ class StoreParams:
 
     def get(self, number: int, piece: Piece) -> jax.Array:
         """Returns a part of the params for the call of that number; blocks."""
-        unit = self._store_units.unit(piece)
+        unit = self._unit_of(piece)
         fetch = next(one for one in self._of_unit[unit] if one.last >= number)
         read = self._reads[fetch]
         with self._hold():

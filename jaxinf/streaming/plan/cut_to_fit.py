@@ -220,7 +220,7 @@ def _measured(
 
 def _with_params(plan: Plan, needs: StepNeeds) -> Plan:
     """Returns the plan with the params that are in memory anyway."""
-    if needs.units is not None:
+    if needs.unit_of is not None:
         return plan
     pieces = {piece for call in plan.calls for piece in call.reads}
     # A part of a leaf is copied for its calls.
@@ -235,12 +235,12 @@ def _placed(plan: Plan, needs: StepNeeds, memory: Memory) -> Plan:
     memory = replace(memory, programs=programs)
     host_bytes, tiers = memory.staged, None
     if plan.is_offloaded:
-        passing = 0 if needs.units is None else staged_bytes(needs.units, plan)
+        passing = 0 if needs.unit_of is None else staged_bytes(needs.unit_of, plan)
         host_bytes = (host_bytes - passing) // memory.pool_factor
         plan = evicted(plan, memory.programs)
     if memory.staged:
         tiers = plan_tiers(plan, host_bytes)
-        if needs.units is not None:
+        if needs.unit_of is not None:
             pool_bytes = memory.pool_factor * tiers.host_bytes
             memory = memory.without(pool_bytes, "keeping values")
     reading = plan_reads(plan, needs, memory)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from jaxinf.errors import BudgetError
-from jaxinf.streaming.program.units import StoreUnits, Unit
+from jaxinf.streaming.program.units import Unit, UnitOf
 from jaxinf.transfer import page_ceil
 
 READER_BYTES = 16 << 20
@@ -75,7 +75,7 @@ class StepNeeds:
     """What a step takes beside its programs, and how its params are read.
 
     Attributes:
-      units: How params are read from the store; None if they are in memory.
+      unit_of: The units in which params are read; None if they are in memory.
       frozen: Leaves that no update changes, so that they may stay from step to step.
       handed: Units whose updates can take what was read for a program.
       ring_bytes: The store's least buffers for updates; None if there are none.
@@ -85,7 +85,7 @@ class StepNeeds:
       writing_bytes: What writing values to drives takes, if they may leave.
     """
 
-    units: StoreUnits | None = None
+    unit_of: UnitOf | None = None
     frozen: Set[int] = frozenset()
     handed: Set[Unit] = frozenset()
     ring_bytes: int | None = None
@@ -161,7 +161,7 @@ def _divided(memory_bytes: int, needs: StepNeeds, device: DeviceLimit) -> Memory
         if not device.is_host:
             least = NUM_STAGED * page_ceil(gradient_bytes)
             params = f"params on their way to the device ({least} bytes)"
-    reading = 0 if needs.units is None else min(READER_BYTES, share)
+    reading = 0 if needs.unit_of is None else min(READER_BYTES, share)
     rest = memory_bytes - ring - pooled - reading
     if rest < least:
         raise BudgetError(

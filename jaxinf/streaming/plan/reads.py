@@ -18,7 +18,7 @@ import numpy as np
 from jaxinf.errors import BudgetError
 from jaxinf.streaming.plan.memory import NUM_STAGED, Memory, StepNeeds
 from jaxinf.streaming.program.lifetimes import Stay, fill, occupancy
-from jaxinf.streaming.program.units import StoreUnits, Unit
+from jaxinf.streaming.program.units import Unit, UnitOf
 from jaxinf.transfer import PAGE_BYTES
 
 if TYPE_CHECKING:  # which has the reads
@@ -96,10 +96,10 @@ def plan_reads(plan: "Plan", needs: StepNeeds, memory: Memory) -> Reading:
     Raises:
       BudgetError: The host has no room for params on their way to the device.
     """
-    calls, store_units, is_staged = plan.calls, needs.units, memory.staged > 0
-    if store_units is None:
+    calls, unit_of, is_staged = plan.calls, needs.unit_of, memory.staged > 0
+    if unit_of is None:
         return Reading()
-    fetches = fetches_of(map(store_units.unit, call.reads) for call in calls)
+    fetches = fetches_of(map(unit_of, call.reads) for call in calls)
     spare = max(0, memory.programs - plan.peak_bytes)
     held = held_bytes(fetches, len(calls))
     room = int(held.max(initial=0)) + spare
@@ -115,7 +115,7 @@ def plan_reads(plan: "Plan", needs: StepNeeds, memory: Memory) -> Reading:
                 -limit,
             )
     gradients = {
-        store_units.unit(piece): number
+        unit_of(piece): number
         for number, call in enumerate(calls)
         for piece, _ in call.gradients
     }
@@ -127,19 +127,19 @@ def plan_reads(plan: "Plan", needs: StepNeeds, memory: Memory) -> Reading:
     return Reading(fetches, used, unused_bytes=room - used)
 
 
-def staged_bytes(store_units: StoreUnits, plan: "Plan") -> int:
+def staged_bytes(unit_of: UnitOf, plan: "Plan") -> int:
     """Returns the host's memory that params take on their way to the device."""
     pieces = {piece for call in plan.calls for piece in call.reads}
-    sizes = (store_units.unit(piece).page_bytes for piece in pieces)
+    sizes = (unit_of(piece).page_bytes for piece in pieces)
     return NUM_STAGED * max(sizes, default=PAGE_BYTES)
 
 
-def used_bytes(calls: Sequence["Call"], store_units: StoreUnits) -> int:
+def used_bytes(calls: Sequence["Call"], unit_of: UnitOf) -> int:
     """Bytes of params that the calls of a step use, each time counted."""
     return sum(
         unit.num_bytes
         for call in calls
-        for unit in {store_units.unit(piece) for piece, _ in call.program.params}
+        for unit in {unit_of(piece) for piece, _ in call.program.params}
     )
 
 

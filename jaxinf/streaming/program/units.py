@@ -195,53 +195,48 @@ class Unit:
         return self.of_parts([jax.device_put(*one) for one in self.places(shards)])
 
 
+UnitOf: TypeAlias = Callable[[Piece], Unit]
+"""Returns the unit of a store that has a part of the params."""
+
+
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
 
 
-class StoreUnits:
-    """The units of a store.
+def units_of(
+    leaves: Sequence[jax.ShapeDtypeStruct],
+    can_move: Callable[[int, tuple[int, ...], tuple[int, ...]], bool],
+    undivided: Container[int] = (),
+) -> UnitOf:
+    """Returns what tells the units of a store.
 
     Args:
       leaves: Abstract values of the params' leaves; with a mesh they have shardings.
       can_move: Whether a box of a leaf (leaf, origin, extent) consists of whole chunks.
       undivided: Leaves whose shards the store does not move alone in any case.
     """
+    can_move = cache(can_move)
 
-    def __init__(
-        self,
-        leaves: Sequence[jax.ShapeDtypeStruct],
-        can_move: Callable[[int, tuple[int, ...], tuple[int, ...]], bool],
-        undivided: Container[int] = (),
-    ) -> None:
-        self._leaves = leaves
-        self._can_move = cache(can_move)
-        self._undivided = undivided
-        self._found = cache(self._find)
-
-    def unit(self, piece: Piece) -> Unit:
-        return self._found(piece.leaf, piece.index)
-
-    def _find(self, leaf: int, index: tuple[int, ...]) -> Unit:
-        aval, depth = self._leaves[leaf], len(index)
+    @cache
+    def found(leaf: int, index: tuple[int, ...]) -> Unit:
+        aval, depth = leaves[leaf], len(index)
         # On its leading axes chunks have the length 1. The first box decides for all,
         # since the last one may be a partial chunk.
         origin = (0,) * len(aval.shape)
-        while depth and not self._can_move(
+        while depth and not can_move(
             leaf, origin, (*(1,) * depth, *aval.shape[depth:])
         ):
             depth -= 1
         own = index[:depth]
         sharding = piece_sharding(aval.sharding, Piece(leaf, own))
         unit = Unit(leaf, own, aval.shape[depth:], np.dtype(aval.dtype), sharding)
+        places = ((unit.origin_of(box), unit.extent_of(box)) for box in unit.shards)
         is_divided = not unit.is_apart or (
-            leaf not in self._undivided
-            and all(
-                self._can_move(leaf, unit.origin_of(box), unit.extent_of(box))
-                for box in unit.shards
-            )
+            leaf not in undivided and all(can_move(leaf, *one) for one in places)
         )
         return replace(unit, is_divided=is_divided)
+
+    return lambda piece: found(piece.leaf, piece.index)
 
 
 def shared_bytes(units: Iterable[Unit]) -> int:
@@ -277,41 +272,29 @@ def arrived(copy: jax.Array) -> Array:
     return np.asarray(copy)
 
 
+@dataclass(frozen=True, eq=False)
 class ShardedGradient:
     """A gradient by shards: one replica of each in this process.
 
-    Args:
-      array: The gradient. Its other replicas may be freed.
-      copies: Whether to start a copy to pinned memory of the host, which is read in
-        place; nothing here holds the device's memory then.
-
     Attributes:
+      shards: On devices, or in pinned memory of the host, which is read in place.
       on_device: The gradient, if it stays there.
     """
 
-    def __init__(
-        self, array: jax.Array, *, copies: bool = False, stays: bool = False
-    ) -> None:
-        self.shape: tuple[int, ...] = array.shape
-        self.dtype = np.dtype(array.dtype)
-        is_alone = len(array.devices()) == 1
-        self.on_device = array if is_alone and (stays or not copies) else None
-        shards = reversed(array.addressable_shards)  # of replicas the first
-        self._parts = {Box.of(one.index, self.shape): one.data for one in shards}
-        if copies:
-            pinned = [p.sharding.with_memory_kind(PINNED) for p in self._parts.values()]
-            on_host = jax.device_put([*self._parts.values()], pinned)
-            self._parts = dict(zip(self._parts, on_host, strict=True))
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    shards: Mapping[Box, jax.Array]
+    on_device: jax.Array | None
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in self._parts.values())
+        return sum(part.nbytes for part in self.shards.values())
 
     def parts(self, boxes: Sequence[Box]) -> tuple[Array, ...] | None:
         """Returns the shards as they are, if these are the boxes; blocks."""
-        if self._parts.keys() != set(boxes):
+        if self.shards.keys() != set(boxes):
             return None
-        return tuple(arrived(self._parts[box]) for box in boxes)
+        return tuple(arrived(self.shards[box]) for box in boxes)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         """Gathers the whole, with zeros for shards of other processes; blocks."""
@@ -320,7 +303,7 @@ class ShardedGradient:
         if found is not None:
             return np.asarray(found[0], dtype)
         array = np.zeros(self.shape, self.dtype if dtype is None else dtype)
-        for box, part in self._parts.items():
+        for box, part in self.shards.items():
             array[box.slices] = arrived(part)
         return array
 
@@ -361,12 +344,22 @@ def handed_out(
     """Returns a program's gradient without the replicas on other devices.
 
     Args:
-      copies: Whether to start its copy to the host.
+      copies: Whether to start its copy to the host; nothing here then holds the
+        device's memory, unless it stays.
       stays: Whether one on a single device stays there, too.
     """
     if not isinstance(gradient, jax.Array):
         return gradient
-    return ShardedGradient(gradient, copies=copies, stays=stays)
+    shape, dtype = gradient.shape, np.dtype(gradient.dtype)
+    is_alone = len(gradient.devices()) == 1
+    on_device = gradient if is_alone and (stays or not copies) else None
+    replicas = reversed(gradient.addressable_shards)  # of a shard's the first
+    shards = {Box.of(one.index, shape): one.data for one in replicas}
+    if copies:
+        pinned = [one.sharding.with_memory_kind(PINNED) for one in shards.values()]
+        on_host = jax.device_put([*shards.values()], pinned)
+        shards = dict(zip(shards, on_host, strict=True))
+    return ShardedGradient(shape, dtype, shards, on_device)
 
 
 def whole(gradient: Gradient) -> jax.Array | Array:

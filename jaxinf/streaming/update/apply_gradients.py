@@ -150,7 +150,7 @@ class StoreSink:
         updates, leaf = self.updates, piece.leaf
         is_looked_at = bool(updates.passes.of_leaf(leaf))
         if leaf in updates.idle:
-            self._kept.add(updates.store_units.unit(piece))
+            self._kept.add(updates.unit_of(piece))
             if not is_looked_at:
                 return
         if is_looked_at and not self.engine.group.is_alone:  # whole, in all
@@ -333,7 +333,7 @@ class StoreSink:
         is_checked = self.engine.options.rewrites_steps
         for piece, handed in taken:
             if piece.leaf in updates.passes.whole:
-                unit = updates.store_units.unit(piece)
+                unit = updates.unit_of(piece)
                 complete = self._complete(unit, piece, handed)
                 if complete is None:
                     continue
@@ -353,7 +353,7 @@ class StoreSink:
         # The CSDs cannot tell whether a compressed gradient was finite.
         is_checked = self.updates.compress is not None and self._nonfinite != "allow"
         for piece, gradient in taken:
-            unit = self.updates.store_units.unit(piece)
+            unit = self.updates.unit_of(piece)
             complete = self._complete(unit, piece, gradient)
             if complete is None:
                 continue

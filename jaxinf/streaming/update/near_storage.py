@@ -44,7 +44,13 @@ from jaxinf.streaming.plan.memory import MemoryNeed, StepNeeds
 from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.program.graph import Piece, aval_bytes
 from jaxinf.streaming.program.lifetimes import OrderedProgram
-from jaxinf.streaming.program.units import SHARED, StoreUnits, Unit, shared_bytes
+from jaxinf.streaming.program.units import (
+    SHARED,
+    Unit,
+    UnitOf,
+    shared_bytes,
+    units_of,
+)
 from jaxinf.streaming.update.device_updates import device_share, needs_of_share
 from jaxinf.streaming.update.kernel_inputs import KernelInputs
 from jaxinf.transfer import ByteCounts
@@ -128,7 +134,7 @@ class NearStorageUpdates:
     inputs_bytes: int
     compress: Compress | None
     share: Assignment
-    store_units: StoreUnits
+    unit_of: UnitOf
     read: Set[Unit]
     trained: Set[Unit]
     idle: Set[int]
@@ -174,7 +180,7 @@ class NearStorageUpdates:
         )
         leaves = enumerate(self.program.leaves)
         return StepNeeds(
-            self.store_units,
+            self.unit_of,
             frozenset(number for number, leaf in leaves if is_idle(leaf.kernel)),
             frozenset(filter(self._takes_read, units)),
             ring_bytes=shape.least_memory_bytes,
@@ -275,8 +281,8 @@ def near_storage_updates(
         return leaf not in passes.whole and shape.divides(leaf, origin, extent)
 
     undivided = range(len(params)) if options.compress else passes.computed
-    units = StoreUnits(params, can_move, undivided)
-    trained = frozenset(map(units.unit, pieces))
+    unit_of = units_of(params, can_move, undivided)
+    trained = frozenset(map(unit_of, pieces))
     later = range(min(1, passes.num_passes - 1), passes.num_passes)
     idle = frozenset(
         number
@@ -296,9 +302,9 @@ def near_storage_updates(
     kernels = [leaf.kernel for leaf in program.leaves]
     own = shape, kernels, options, ready.traced.mesh
     share = device_share(*own, is_alone=is_alone)
-    read = frozenset(map(units.unit, ready.sizes))
+    read = frozenset(map(unit_of, ready.sizes))
     of_updates = passes, inputs, num_bytes, compress, share
-    of_units = units, read, trained, idle, gradient_bytes
+    of_units = unit_of, read, trained, idle, gradient_bytes
     return NearStorageUpdates(engine, options, program, shape, *of_updates, *of_units)
 
 
