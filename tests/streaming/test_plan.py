@@ -43,7 +43,7 @@ def cut_in_blocks(name, depth):
 
 def pieces_of(plan):
     """The parts of params that calls read, and those whose gradients they make."""
-    read = [piece for call in plan.calls for piece in call.reads]
+    read = [use.tensor for use in plan.uses]
     return read, [piece for call in plan.calls for piece, _ in call.gradients]
 
 
@@ -86,7 +86,9 @@ def test_what_stays_fits_and_nothing_else_would(drawn, capacity):
 def test_params_stay_for_a_later_call_if_they_fit(num_spare, num_reads):
     """Half of the room beyond the least is for reading ahead."""
     uses = [[0], [], [1, 2, 3, 4], [], [], [0]]
-    fetches = fetches_of(map(unit, leaves) for leaves in uses)
+    fetches = fetches_of(
+        Stay(n, n + 1, 0, unit(leaf)) for n, own in enumerate(uses) for leaf in own
+    )
     held = held_bytes(fetches, len(uses))
     joined = keep_between(fetches, held, num_spare * unit(0).page_bytes)
     assert len(joined) == num_reads
@@ -159,7 +161,8 @@ def test_gradients_do_not_wait_for_the_end(name):
     plan = cut_in_blocks(name, 12)
     if name == "l2_penalty":  # which reads params where they are anyway
         forward = [c for c in plan.calls if c.program.name.startswith("forward")]
-        read = [piece for call in forward for piece in call.reads if not call.is_repeat]
+        params = [c.program.params for c in forward if not c.is_repeat]
+        read = [piece for own in params for piece, _ in own]
         assert len(read) == len(set(read))
     all_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in plan.traced.params)
     assert pending_bytes(plan) < all_bytes / 8

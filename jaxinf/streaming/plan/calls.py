@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from jaxinf.streaming.plan.memory import Memory
 from jaxinf.streaming.plan.reads import Reading
 from jaxinf.streaming.plan.report import plan_text
 from jaxinf.streaming.program.graph import Origin, Piece
+from jaxinf.streaming.program.lifetimes import Stay, occupancy
 from jaxinf.streaming.program.programs import Program
 from jaxinf.streaming.program.trace import Traced
 from jaxinf.transfer import ByteCounts, page_ceil
@@ -71,8 +71,6 @@ class Call:
       is_complete: Whether they are of the whole batch.
       is_repeat: Whether it only recomputes.
       part: The part of the batch that it is of, if there are several.
-      held: Parts of params that it does not read, and their bytes: they stay for calls
-        of another part.
     """
 
     program: Program
@@ -83,22 +81,11 @@ class Call:
     is_complete: bool
     is_repeat: bool
     part: int = 0
-    held: tuple[tuple[Piece, int], ...] = ()
 
     @property
     def gradients(self) -> tuple[tuple[Piece, int], ...]:
         """Outputs that are complete gradients, which are handed out."""
         return self.pieces if self.is_complete else ()
-
-    @property
-    def params(self) -> tuple[tuple[Piece, int], ...]:
-        """Parts of params that are in memory while it runs, and their bytes."""
-        return (*self.program.params, *self.held)
-
-    @property
-    def reads(self) -> tuple[Piece, ...]:
-        """Parts of params that are in memory while it runs."""
-        return tuple(piece for piece, _ in self.params)
 
 
 @dataclass(frozen=True)
@@ -126,6 +113,7 @@ class Plan:
       cuts: Starts of the segments in the forward order.
       policy: The treatment of values that backward needs.
       results: Slots of the loss and of aux's leaves, of one part after another.
+      uses: When parts of params are in memory, in order.
       num_parts: Number of parts of a batch that each segment is called for in turn.
       peak_bytes: The peak memory of a step, as far as it was measured.
       temp_bytes: Temporaries of the compiled programs by key, as far as they are known.
@@ -145,6 +133,7 @@ class Plan:
     policy: Policy
     calls: tuple[Call, ...]
     results: tuple[Slot, ...]
+    uses: tuple[Stay, ...]
     num_parts: int = 1
     peak_bytes: int = 0
     temp_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -263,21 +252,17 @@ class Plan:
 
         One call runs, and the next waits with its params and room for its outputs.
         """
-        programs, found, before = self.programs, self.held_bytes(), set[Piece]()
-        reused = {
-            key: sum(programs[key].input_bytes[i] for i in own)
-            for key, own in self.donated.items()
-        }
+        uses = (use for use in self.uses if use.tensor not in self.resident)
+        early = (use._replace(start=max(0, use.start - 1)) for use in uses)
+        params = occupancy(len(self.calls), early)
+        programs, found = self.programs, (params + self.held_bytes()).tolist()
         for number, call in enumerate(self.calls):
             key = call.program.key
-            read = [one for one in call.params if one[0] not in self.resident]
-            new = sum(self._made_bytes(number)) - reused[key]
-            own = new + self.temp_bytes.get(key, 0)
-            found[number] += own + sum(size for _, size in read)
+            reused = sum(programs[key].input_bytes[i] for i in self.donated[key])
+            new = sum(self._made_bytes(number)) - reused
+            found[number] += new + self.temp_bytes.get(key, 0)
             if number:
-                more = sum(size for piece, size in read if piece not in before)
-                found[number - 1] += new + more
-            before = {piece for piece, _ in read}
+                found[number - 1] += new
         return found
 
     def held_bytes(self) -> list[int]:
@@ -287,14 +272,15 @@ class Plan:
         of neither count.
         """
         num_calls, lives, results = len(self.calls), self.lives, {*self.results}
-        change = [0] * (num_calls + 1)
-        for slot, (made, takers, num_bytes, _) in lives.items():
-            change[made + 1] += num_bytes
-            change[num_calls if slot in results else takers[-1] + 1] -= num_bytes
-        for slot, one in self.evictions.items():
-            change[one.gone - 1] -= lives[slot].num_bytes
-            change[one.back - 1] += lives[slot].num_bytes
-        return [*accumulate(change[:-1])]
+        stays = [
+            Stay(made + 1, num_calls if slot in results else takers[-1] + 1, num_bytes)
+            for slot, (made, takers, num_bytes, _) in lives.items()
+        ]
+        stays += [
+            Stay(one.gone - 1, one.back - 1, -lives[slot].num_bytes)
+            for slot, one in self.evictions.items()
+        ]
+        return occupancy(num_calls, stays).tolist()
 
     def _made_bytes(self, number: int) -> Sequence[int]:
         if self.output_bytes is not None:

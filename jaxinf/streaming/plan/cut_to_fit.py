@@ -100,8 +100,8 @@ def plan_of(
     """
     programs = make_programs(ready, cuts)
     again = range(len(cuts)) if policy == "recompute" else again
-    calls, results = sequence(ready.graph, programs, again, ready.keys, num_parts)
-    plan = Plan(ready.traced, tuple(cuts), policy, calls, results, num_parts)
+    what = sequence(ready.graph, programs, again, ready.keys, num_parts)
+    plan = Plan(ready.traced, tuple(cuts), policy, *what, num_parts)
     return replace(plan, peak_bytes=least_bytes(plan))
 
 
@@ -222,7 +222,7 @@ def _with_params(plan: Plan, needs: StepNeeds) -> Plan:
     """Returns the plan with the params that are in memory anyway."""
     if needs.unit_of is not None:
         return plan
-    pieces = {piece for call in plan.calls for piece in call.reads}
+    pieces = (use.tensor for use in plan.uses)
     # A part of a leaf is copied for its calls.
     whole = frozenset(p for p in pieces if not p.index and not p.rows)
     params_bytes = sum(map(aval_bytes, plan.traced.params))

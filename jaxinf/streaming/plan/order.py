@@ -14,7 +14,7 @@ inputs, so its bits are the same.
 """
 
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count, pairwise
 from typing import TypeAlias
@@ -23,7 +23,7 @@ from jaxinf.program import Graph, Value
 from jaxinf.streaming.plan.calls import Call, Slot
 from jaxinf.streaming.program.graph import Origin, Piece
 from jaxinf.streaming.program.keys import Keys
-from jaxinf.streaming.program.lifetimes import first_uses, last_uses
+from jaxinf.streaming.program.lifetimes import Stay, last_uses
 from jaxinf.streaming.program.programs import Program, Programs, sum_program
 
 _Run: TypeAlias = tuple[Program, int, bool]
@@ -36,8 +36,8 @@ def sequence(
     again: Container[int],
     keys: Keys,
     num_parts: int = 1,
-) -> tuple[tuple[Call, ...], tuple[Slot, ...]]:
-    """Returns the calls of one step, and the slots of its results.
+) -> tuple[tuple[Call, ...], tuple[Slot, ...], tuple[Stay, ...]]:
+    """Returns the calls of one step, the slots of its results, and the uses of params.
 
     Args:
       again: Segments whose values are computed again for backward.
@@ -50,56 +50,52 @@ def sequence(
     totals: dict[Program, Sequence[Slot]] = {}
     calls, starts, numbers = list[Call](), list[int](), count()
 
+    def add(
+        run: _Run,
+        takes: Iterable[Origin | Slot],
+        own: Mapping[int, Sequence[Piece]],
+        is_complete: bool,
+    ) -> tuple[Slot, ...]:
+        """Appends a call; returns what it makes."""
+        program, part, is_repeat = run
+        makes = tuple(Slot(next(numbers)) for _ in program.outputs)
+        pieces = tuple((piece, i) for i, found in own.items() for piece in found)
+        what = program, tuple(takes), makes, (), pieces, is_complete
+        calls.append(Call(*what, is_repeat, part))
+        return makes
+
     for block in _blocks(programs, again, num_parts):
         starts.append(len(calls))
         recomputed: dict[Value, Slot] = {}  # for the next call
         for run in block:
             program, part, is_repeat = run
-            takes = [
+            takes = (
                 v.origin or recomputed.get(v) or slots[part, v] for v in program.inputs
-            ]
+            )
             outputs = enumerate(program.outputs)
             own = {i: targets[v] for i, v in outputs if v in targets}
             is_summed = num_parts > 1 and bool(own) and not is_repeat
-            is_complete = not (is_summed or is_repeat)
-            call, found = _call(run, numbers, takes, own, is_complete)
-            calls.append(call)
-            made = dict(zip(program.outputs, found, strict=True))
-            recomputed = made if is_repeat else {}
+            made = add(run, takes, own, not (is_summed or is_repeat))
+            values = dict(zip(program.outputs, made, strict=True))
+            recomputed = values if is_repeat else {}
             if not is_repeat:
-                slots |= {(part, value): slot for value, slot in made.items()}
+                slots |= {(part, value): slot for value, slot in values.items()}
             if not is_summed:
                 continue
-            found = [found[i] for i in own]
+            sums = [made[i] for i in own]
             if part:
-                values = [program.outputs[i] for i in own]
-                total = sum_program(values, part, num_parts, keys)
-                given = [v.origin for v in total.inputs if v.origin is not None]
-                takes = [*totals[program], *found, *given]
+                added = [program.outputs[i] for i in own]
+                total = sum_program(added, part, num_parts, keys)
+                given = (v.origin for v in total.inputs if v.origin is not None)
                 handed, is_last = dict(enumerate(own.values())), part == num_parts - 1
-                run = total, part, False
-                call, found = _call(run, numbers, takes, handed, is_last)
-                calls.append(call)
-            totals[program] = found
+                takes = (*totals[program], *sums, *given)
+                sums = add((total, part, False), takes, handed, is_last)
+            totals[program] = sums
     results = tuple(
         slots[n, value] for n in range(num_parts) for value in graph.results
     )
-    return _with_lives(calls, results, starts if num_parts > 1 else ()), results
-
-
-def _call(
-    run: _Run,
-    numbers: Iterator[int],
-    takes: Sequence[Origin | Slot],
-    own: Mapping[int, Sequence[Piece]],
-    is_complete: bool,
-) -> tuple[Call, Sequence[Slot]]:
-    """Returns a call, and what it makes."""
-    program, part, is_repeat = run
-    makes = tuple(Slot(next(numbers)) for _ in program.outputs)
-    pieces = tuple((piece, i) for i, found in own.items() for piece in found)
-    what = program, tuple(takes), makes, (), pieces, is_complete
-    return Call(*what, is_repeat, part), makes
+    blocks = starts if num_parts > 1 else range(len(calls))
+    return _with_lives(calls, results), results, _uses(calls, blocks)
 
 
 def _blocks(
@@ -135,31 +131,30 @@ def _blocks(
     yield from map(each, programs.free)
 
 
-def _held(calls: Sequence[Call]) -> Iterator[tuple[tuple[Piece, int], ...]]:
-    """Yields for each call of a block what it does not read, but those around it do."""
-    read = [dict(call.program.params) for call in calls]
-    sizes = [one for own in read for one in own.items()]
-    first, last = first_uses(read), last_uses(read)
-    for number, own in enumerate(read):
-        yield tuple(
-            (piece, num_bytes)
-            for piece, num_bytes in dict(sizes).items()
-            if first[piece] < number < last[piece] and piece not in own
-        )
+def _uses(calls: Sequence[Call], starts: Sequence[int]) -> tuple[Stay, ...]:
+    """Returns when parts of params are in memory, in order.
 
-
-def _with_lives(
-    calls: Sequence[Call], results: Sequence[Slot], starts: Sequence[int]
-) -> tuple[Call, ...]:
-    """Returns the calls with what they free, and no slots for what none takes.
+    A part stays between calls of a block that read it, and from a call to the next.
 
     Args:
-      starts: First calls of blocks, of which params stay in memory.
+      starts: First calls of blocks.
     """
+    latest, found = dict[Piece, int](), list[Stay]()
+    for start, end in pairwise([*starts, len(calls)]):
+        for number in range(start, end):
+            for piece, num_bytes in calls[number].program.params:
+                own = latest.get(piece)
+                if own is None or found[own].stop <= min(start, number - 1):
+                    own = latest[piece] = len(found)
+                    found.append(Stay(number, number + 1, num_bytes, piece))
+                found[own] = found[own]._replace(stop=number + 1)
+    return tuple(found)
+
+
+def _with_lives(calls: Sequence[Call], results: Sequence[Slot]) -> tuple[Call, ...]:
+    """Returns the calls with what they free, and no slots for what none takes."""
     last = last_uses(call.takes for call in calls)
     last.update(dict.fromkeys(results, len(calls)))
-    blocks = (calls[a:b] for a, b in pairwise([*starts, len(calls)]))
-    held = [own for block in blocks for own in _held(block)] or [()] * len(calls)
     return tuple(
         replace(
             call,
@@ -169,7 +164,6 @@ def _with_lives(
                 for ref in dict.fromkeys(call.takes)
                 if type(ref) is Slot and last[ref] == number
             ),
-            held=held[number],
         )
         for number, call in enumerate(calls)
     )

@@ -99,7 +99,8 @@ def plan_reads(plan: "Plan", needs: StepNeeds, memory: Memory) -> Reading:
     calls, unit_of, is_staged = plan.calls, needs.unit_of, memory.staged > 0
     if unit_of is None:
         return Reading()
-    fetches = fetches_of(map(unit_of, call.reads) for call in calls)
+    uses = (use._replace(tensor=unit_of(use.tensor)) for use in plan.uses)
+    fetches = fetches_of(uses)
     spare = max(0, memory.programs - plan.peak_bytes)
     held = held_bytes(fetches, len(calls))
     room = int(held.max(initial=0)) + spare
@@ -129,8 +130,7 @@ def plan_reads(plan: "Plan", needs: StepNeeds, memory: Memory) -> Reading:
 
 def staged_bytes(unit_of: UnitOf, plan: "Plan") -> int:
     """Returns the host's memory that params take on their way to the device."""
-    pieces = {piece for call in plan.calls for piece in call.reads}
-    sizes = (unit_of(piece).page_bytes for piece in pieces)
+    sizes = (unit_of(use.tensor).page_bytes for use in plan.uses)
     return NUM_STAGED * max(sizes, default=PAGE_BYTES)
 
 
@@ -143,24 +143,23 @@ def used_bytes(calls: Sequence["Call"], unit_of: UnitOf) -> int:
     )
 
 
-def fetches_of(uses: Iterable[Iterable[Unit]]) -> tuple[Fetch, ...]:
+def fetches_of(uses: Iterable[Stay]) -> tuple[Fetch, ...]:
     """Returns the reads of one step, in order.
 
     A unit stays if the next call needs it, too; one needed later is read again.
 
     Args:
-      uses: The units that each call uses.
+      uses: When units are needed, in order.
     """
-    open_ones: dict[Unit, list[int]] = {}
-    found: list[tuple[Unit, list[int]]] = []
-    for number, units in enumerate(uses):
-        for unit in units:
-            calls = open_ones.get(unit)
-            if calls is None or calls[1] < number - 1:
-                calls = open_ones[unit] = [number, number]
-                found.append((unit, calls))
-            calls[1] = number
-    return tuple(Fetch(unit, first, last) for unit, (first, last) in found)
+    found = list[Fetch]()
+    latest = dict[Unit, int]()
+    for first, stop, _, unit in uses:
+        own = latest.get(unit)
+        if own is None or found[own].last < first - 1:
+            own = latest[unit] = len(found)
+            found.append(Fetch(unit, first, first))
+        found[own] = found[own]._replace(last=max(found[own].last, stop - 1))
+    return tuple(found)
 
 
 def held_bytes(fetches: Sequence[Fetch], num_calls: int) -> np.ndarray:

@@ -51,8 +51,9 @@ def plan_text(plan: Any) -> str:
 
 def largest_text(plan: Any) -> str:
     """Names what takes most in a `Plan`."""
-    worst = max(plan.calls, key=lambda call: sum(n for _, n in call.params))
-    sizes = sorted(dict(worst.params).items(), key=lambda one: -one[1])[:_MOST_PIECES]
+    params = (call.program.params for call in plan.calls)
+    worst = dict(max(params, key=lambda own: sum(size for _, size in own)))
+    sizes = sorted(worst.items(), key=lambda one: -one[1])[:_MOST_PIECES]
     named = [
         f"{plan.traced.names[piece.leaf]}{_index_text(piece)} ({num_bytes} bytes)"
         for piece, num_bytes in sizes
@@ -81,7 +82,7 @@ def _lines(plan: Any) -> Iterator[tuple[str, ...]]:
         places.append(place)
     for place, group in groupby(range(len(places)), places.__getitem__):
         own = [*group]
-        pieces = [piece for n in own for piece in plan.calls[n].reads]
+        pieces = [piece for n in own for piece, _ in plan.calls[n].program.params]
         names = list(dict.fromkeys(_name(plan, piece) for piece in pieces))
         text = ", ".join(names[:_MOST_NAMES])
         if len(names) > _MOST_NAMES:
