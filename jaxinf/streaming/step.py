@@ -28,8 +28,12 @@ from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.choice import NUM_MEASURED, StepTimes, segments_to_recompute
 from jaxinf.streaming.plan.compiled import Executables
 from jaxinf.streaming.plan.cut_to_fit import plan_within, within
-from jaxinf.streaming.plan.device import limit_of
-from jaxinf.streaming.plan.memory import Budget, DeviceLimit, return_freed_memory
+from jaxinf.streaming.plan.memory import (
+    Budget,
+    DeviceLimit,
+    limit_of,
+    return_freed_memory,
+)
 from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.program.lifetimes import OrderedProgram, order_program
 from jaxinf.streaming.program.meshes import outside_mesh

@@ -23,7 +23,7 @@ import jaxinf
 from jaxinf.kernels.compiled import standard_kernels
 from jaxinf.streaming.in_memory import InMemory
 from jaxinf.streaming.plan import cut_to_fit as cutting
-from jaxinf.streaming.plan import device as planned_device
+from jaxinf.streaming.plan import memory
 from jaxinf.streaming.plan.compiled import Executables, compile_plan, measured
 from jaxinf.streaming.plan.cut_to_fit import cut_to_fit
 from jaxinf.streaming.plan.leaving import least_bytes
@@ -90,10 +90,10 @@ def plan_step(place, monkeypatch):
 
     def make(name, device, tx=CLIPPED, share=4, **options):
         program, target = program_of(name), Target(device)
-        for module in (cutting, planned_device):
+        for module in (cutting, memory):
             monkeypatch.setattr(module, "default_device", lambda: target.devices[0])
         # The devices of a topology have no memories.
-        monkeypatch.setattr(planned_device, "_check_kinds", lambda device: None)
+        monkeypatch.setattr(memory, "_check_kinds", lambda device: None)
         step = jaxinf.stream(
             program.loss,
             tx,

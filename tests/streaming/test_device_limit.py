@@ -11,10 +11,14 @@ from zoo import ZOO
 import jaxinf
 from jaxinf.errors import StreamError
 from jaxinf.streaming.plan import cut_to_fit as cutting
-from jaxinf.streaming.plan import device as planned_device
 from jaxinf.streaming.plan import memory
-from jaxinf.streaming.plan.device import check_pinned, device_limit
-from jaxinf.streaming.plan.memory import DeviceLimit, StepNeeds, divide
+from jaxinf.streaming.plan.memory import (
+    DeviceLimit,
+    StepNeeds,
+    check_pinned,
+    device_limit,
+    divide,
+)
 
 pytestmark = pytest.mark.optimized("long")
 
@@ -61,7 +65,7 @@ def test_the_default_is_what_a_device_has_free(monkeypatch):
     # The smallest device of a mesh counts.
     devices = [Device(bytes_limit=n * GIB, bytes_in_use=0) for n in (80, 20)]
     mesh = SimpleNamespace(local_devices=devices)
-    limits = [planned_device.limit_of(mesh, given) for given in (None, GIB)]
+    limits = [memory.limit_of(mesh, given) for given in (None, GIB)]
     assert [one.num_bytes for one in limits] == [18 * GIB, GIB]
 
 
@@ -123,7 +127,7 @@ def apart(monkeypatch):
     def put(**stats):
         found = Device(**stats)
         monkeypatch.setattr(
-            planned_device, "device_limit", lambda _, given: device_limit(found, given)
+            memory, "device_limit", lambda _, given: device_limit(found, given)
         )
         return found
 

@@ -16,9 +16,15 @@ from jaxinf.errors import BudgetError, StreamError
 from jaxinf.processes import Group
 from jaxinf.streaming.plan.calls import Plan, Policy, may_leave
 from jaxinf.streaming.plan.compiled import Executables, known_temps, measured
-from jaxinf.streaming.plan.device import check_pinned
 from jaxinf.streaming.plan.leaving import evicted, least_bytes, plan_tiers
-from jaxinf.streaming.plan.memory import Budget, Memory, MemoryNeed, StepNeeds, divide
+from jaxinf.streaming.plan.memory import (
+    Budget,
+    Memory,
+    MemoryNeed,
+    StepNeeds,
+    check_pinned,
+    divide,
+)
 from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.plan.order import sequence
 from jaxinf.streaming.plan.reads import plan_reads, staged_bytes
