@@ -26,7 +26,7 @@ from jaxinf.engine import Engine
 from jaxinf.errors import ProcessError
 from jaxinf.processes import Group
 from jaxinf.streaming.home import StateHome
-from jaxinf.streaming.move.params import Hold, Params
+from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.move.work_queues import MoveCounts
 from jaxinf.streaming.plan.calls import Plan
@@ -84,7 +84,7 @@ class CompiledStep:
       params_bytes: Bytes of params that its programs use.
       times: The steps that ``policy="plan"`` has measured.
       errors: What this process has kept of a step until all agree; none of one alone.
-      hold: Keeps the errors of its context.
+      hold: Keeps the errors of its context, or of what it decorates; see `holding`.
       closing: Frees memory and files.
     """
 
@@ -96,7 +96,7 @@ class CompiledStep:
     params_bytes: int
     times: list[StepTimes]
     errors: list[BaseException]
-    hold: Hold
+    hold: Callable[[], Any]
     closing: ExitStack
 
     @property
@@ -122,15 +122,14 @@ class CompiledStep:
           extra_args, own_args: Those of all steps, and of this one.
           check: Called where the step can be given up; raises if it must be.
         """
-        given, check = {**extra_args, **own_args}, self._held(check)
+        given, check = {**extra_args, **own_args}, self.hold()(check)
         waited_s = self._begin(batch, given)
         runner, params, sink = self.runner, self.params, self.sink
         try:
             try:
                 began_s = time.perf_counter()
                 params.begin()
-                put = self._held(sink.put)
-                results = runner(batch, params, put, check, shares)
+                results = runner(batch, params, self.hold()(sink.put), check, shares)
                 step_s = time.perf_counter() - began_s
             finally:
                 params.stop()  # no program reads them any more
@@ -183,15 +182,6 @@ class CompiledStep:
                 engine.health.fail(error)
             raise
         return waited_s
-
-    def _held(self, action: Callable[..., None]) -> Callable[..., None]:
-        """Returns an action whose errors are kept until all processes agree."""
-
-        def run(*args: Any) -> None:
-            with self.hold():
-                action(*args)
-
-        return run
 
     def _metrics(self, values: MoveCounts, waited_s: float) -> StreamMetrics:
         counts = self.params.counts

@@ -29,8 +29,6 @@ class Count:
         gradients that wait there.
       drive_read_bytes, drive_write_bytes: Bytes that a step moves on drives, on
         average.
-      link_up_bytes, link_down_bytes: Bytes that a step copies to a JAX device with
-        memory of its own, and from it; else 0.
       plan: The calls; as a string, a table of them.
     """
 
@@ -39,8 +37,6 @@ class Count:
     disk_bytes: int
     drive_read_bytes: int
     drive_write_bytes: int
-    link_up_bytes: int
-    link_down_bytes: int
     plan: Plan = field(repr=False)
 
 
@@ -49,15 +45,6 @@ def count(plan: Plan, updates: Any) -> Count:
     traffic, last = plan.traffic, updates.waiting(plan)
     assert traffic is not None, "it was planned for these updates"
     host_bytes, device_bytes = _memory(plan, last)
-    up = down = 0
-    if device_bytes:
-        away = sum(plan.lives[slot].num_bytes for slot in plan.evictions)
-        up = away + sum(one.unit.num_bytes for one in plan.reading.repeated)
-        down = away + sum(
-            call.program.output_bytes[i]
-            for call in plan.calls
-            for i in {i for _, i in call.gradients}
-        )
     waiting_bytes = plan.away_bytes + (0 if last is None else file_bytes(last))
     return Count(
         plan=plan.without_graph(),
@@ -66,8 +53,6 @@ def count(plan: Plan, updates: Any) -> Count:
         disk_bytes=updates.disk_bytes + waiting_bytes,
         drive_read_bytes=traffic.drive_read_bytes,
         drive_write_bytes=traffic.drive_write_bytes,
-        link_up_bytes=up,
-        link_down_bytes=down,
     )
 
 
