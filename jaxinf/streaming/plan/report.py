@@ -20,33 +20,30 @@ _TITLES += ("values leaving", "params read", "params")
 
 def plan_text(plan: Any) -> str:
     """The calls of a `Plan`, those of a segment in a line."""
-    traced = plan.traced
-    read_bytes = sum(one.unit.num_bytes for one in plan.reading.repeated)
+    traced, reading, show = plan.traced, plan.reading, format_bytes
+    read_bytes = sum(one.unit.num_bytes for one in reading.repeated)
     away_bytes = sum(plan.lives[slot].num_bytes for slot in plan.evictions)
-    kept_bytes = sum(one.num_bytes for one in plan.reading.never_again)
-    head = (
-        f"{len(traced.names)} leaves of "
-        f"{format_bytes(sum(map(aval_bytes, traced.params)))}; "
+    kept_bytes = sum(one.num_bytes for one in reading.never_again)
+    head = [
+        f"{len(traced.names)} leaves of {show(sum(map(aval_bytes, traced.params)))}",
         f"{len(plan.cuts) - 1} segments, {len(plan.calls)} calls of "
-        f"{len(plan.programs)} programs a step ({plan.policy}); "
-        f"{format_bytes(read_bytes)} of params read, {format_bytes(away_bytes)} of "
-        f"values that leave, {format_bytes(plan.peak_bytes)} of memory"
-    )
-    if plan.traffic is not None:
-        head += (
-            f"; drives read {format_bytes(plan.traffic.drive_read_bytes)} and write "
-            f"{format_bytes(plan.traffic.drive_write_bytes)}"
-        )
+        f"{len(plan.programs)} programs a step ({plan.policy})",
+        f"{show(read_bytes)} of params read, {show(away_bytes)} of values that leave, "
+        f"{show(plan.peak_bytes)} of memory",
+    ]
+    if (moved := plan.traffic) is not None:
+        read, written = map(show, (moved.drive_read_bytes, moved.drive_write_bytes))
+        head.append(f"drives read {read} and write {written}")
     if plan.num_parts > 1:
-        head += f"; {plan.num_parts} parts of a batch"
+        head.append(f"{plan.num_parts} parts of a batch")
     if traced.mesh is not None:
-        head += f"; on {mesh_text(traced.mesh)}"
+        head.append(f"on {mesh_text(traced.mesh)}")
     if stay_bytes := plan.resident_bytes + kept_bytes:
-        head += f"; {format_bytes(stay_bytes)} of params stay from step to step"
+        head.append(f"{show(stay_bytes)} of params stay from step to step")
     lines = [_TITLES, *_lines(plan)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     cells = ([*map(str.rjust, line[:-1], widths), line[-1]] for line in lines)
-    return "\n".join([head, "", *("  ".join(line).rstrip() for line in cells)])
+    return "\n".join(["; ".join(head), "", *("  ".join(one).rstrip() for one in cells)])
 
 
 def largest_text(plan: Any) -> str:
@@ -54,10 +51,8 @@ def largest_text(plan: Any) -> str:
     params = (call.program.params for call in plan.calls)
     worst = dict(max(params, key=lambda own: sum(size for _, size in own)))
     sizes = sorted(worst.items(), key=lambda one: -one[1])[:_MOST_PIECES]
-    named = [
-        f"{plan.traced.names[piece.leaf]}{_index_text(piece)} ({num_bytes} bytes)"
-        for piece, num_bytes in sizes
-    ]
+    names = plan.traced.names
+    named = [f"{names[p.leaf]}{_index_text(p)} ({size} bytes)" for p, size in sizes]
     value_bytes = max((life.num_bytes for life in plan.lives.values()), default=0)
     return (
         f"{', '.join(named)}; the largest value between programs has {value_bytes} "
@@ -73,34 +68,32 @@ def _lines(plan: Any) -> Iterator[tuple[str, ...]]:
         read[one.first] += one.unit.num_bytes
     for slot, one in plan.evictions.items():
         left[one.written] += plan.lives[slot].num_bytes
-    places, place = [], ""
+    places = list[str]()
     for call in plan.calls:
-        if call.program.direction != "sum":  # which is of the segment before it
-            direction = "backward" if call.is_repeat else call.program.direction
-            segment = call.program.segment
-            place = f"{direction} {segment}" if segment >= 0 else direction
-        places.append(place)
+        name = call.program.name
+        if call.is_repeat:
+            name = name.replace("forward", "backward")
+        is_sum = call.program.direction == "sum"  # of the segment before it
+        places.append(places[-1] if is_sum else name)
     for place, group in groupby(range(len(places)), places.__getitem__):
         own = [*group]
-        pieces = [piece for n in own for piece, _ in plan.calls[n].program.params]
-        names = list(dict.fromkeys(_name(plan, piece) for piece in pieces))
-        text = ", ".join(names[:_MOST_NAMES])
-        if len(names) > _MOST_NAMES:
-            text += f", {len(names) - _MOST_NAMES} more"
-        moved = [sum(counter[n] for n in own) for counter in (left, read)]
+        calls = plan.calls[own[0] : own[-1] + 1]
+        params = (piece for call in calls for piece, _ in call.program.params)
+        names = list(dict.fromkeys(_name(plan, piece) for piece in params))
+        more = [f"{len(names) - _MOST_NAMES} more"] * (len(names) > _MOST_NAMES)
+        moved = (sum(counter[n] for n in own) for counter in (left, read))
         yield (
             f"{own[0]}-{own[-1]}" if own[1:] else f"{own[0]}",
             place,
-            " ".join(dict.fromkeys(numbers[plan.calls[n].program.key] for n in own)),
+            " ".join(dict.fromkeys(numbers[call.program.key] for call in calls)),
             format_bytes(max(memory_bytes[n] for n in own)),
             *(format_bytes(num_bytes) if num_bytes else "" for num_bytes in moved),
-            text,
+            ", ".join([*names[:_MOST_NAMES], *more]),
         )
 
 
 def _name(plan: Any, piece: Piece) -> str:
-    name = plan.traced.names[piece.leaf].rsplit("/", 1)[0]
-    return f"{name}{_index_text(piece)}"
+    return f"{plan.traced.names[piece.leaf].rsplit('/', 1)[0]}{_index_text(piece)}"
 
 
 def _index_text(piece: Piece) -> str:
