@@ -160,14 +160,9 @@ def sum_program(
     terms, too. Sums are in float32, or in the gradient's dtype if that is longer.
     """
     avals = tuple(value.aval for value in gradients)
-    what = avals, part == 1, num_parts if part == num_parts - 1 else None
-    return keys.once(("sum", *what), lambda: _sum_program(keys, *what))
-
-
-def _quotient(total: jax.Array, count: jax.Array) -> jax.Array:
-    """Divides an array by a number; XLA would multiply by the number's inverse."""
-    each = jnp.where(jnp.isnan(total), total, count.astype(total.dtype))
-    return jnp.divide(total, each)
+    count = num_parts if part == num_parts - 1 else None
+    what = "sum", avals, part == 1, count
+    return keys.once(what, lambda: _sum_program(keys, avals, part == 1, count))
 
 
 def _sum_program(
@@ -184,20 +179,20 @@ def _sum_program(
 
     def run(
         sums: Sequence[jax.Array], added: Sequence[jax.Array], count: jax.Array | None
-    ) -> list[jax.Array]:
-        totals = [
-            one.astype(aval.dtype) + other.astype(aval.dtype)
-            for one, other, aval in zip(sums, added, wide, strict=True)
-        ]
-        if count is None:
-            return totals
-        return [
-            _quotient(total, count).astype(aval.dtype)
-            for total, aval in zip(totals, avals, strict=True)
-        ]
+    ) -> Iterator[jax.Array]:
+        for one, other, to, aval in zip(sums, added, wide, avals, strict=True):
+            total = one.astype(to.dtype) + other.astype(to.dtype)
+            if count is None:
+                yield total
+                continue
+            # XLA would multiply by the inverse of a number that is the same for all.
+            each = jnp.where(jnp.isnan(total), total, count.astype(total.dtype))
+            yield jnp.divide(total, each).astype(aval.dtype)
 
     number = None if count is None else jax.ShapeDtypeStruct((), np.int32)
-    closed = jax.make_jaxpr(run)(added if is_first else wide, added, number)
+    closed = jax.make_jaxpr(lambda *args: [*run(*args)])(
+        added if is_first else wide, added, number
+    )
     graph = graph_of(closed)
     if count is not None:
         graph.inputs[-1].origin = Number(count)
