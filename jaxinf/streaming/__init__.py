@@ -9,19 +9,19 @@
 
 Where a question is answered:
 
-    where params and state are          home.py: in_store, in_memory, function
-    how memory is divided               plan/memory.py
-    how memory becomes cuts             plan/cut_to_fit.py
-    how calls and parts are ordered     plan/order.py
-    which values leave, and to where    plan/leaving.py
-    what is recomputed instead          plan/choice.py
-    which params are read when          plan/reads.py
-    how params come to a call           move/params.py
-    how values leave and come back      move/values.py
-    where a gradient becomes an update  update/apply_gradients.py, in_memory.py
-    which cuts a store keeps            plan/kept.py
-    how processes begin and end alike   compiled_step.py
-    what happens after Ctrl-C           ctrl_c.py
+    where params and state are             home.py: in_store, in_memory, function
+    how memory is divided                  plan/memory.py
+    how memory becomes cuts                plan/cut_to_fit.py
+    how calls and parts of a batch follow  plan/order.py
+    which values leave, and to where       plan/leaving.py
+    what is recomputed instead             plan/choice.py
+    which params are read when             plan/reads.py
+    how params come to a call              move/params.py
+    how values leave and come back         move/values.py
+    where a gradient becomes an update     update/apply_gradients.py, in_memory.py
+    which cuts a store keeps               plan/kept.py
+    how processes begin and end alike      compiled_step.py
+    what happens after Ctrl-C              ctrl_c.py; compiled_step.py cleans up
 
 Invariant: a user's loss function is traced with its gradient and never changed; the
 parts of that one jaxpr run.

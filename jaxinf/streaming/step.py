@@ -19,7 +19,6 @@ from jax.sharding import Mesh
 from jaxinf.engine import Store
 from jaxinf.errors import StreamError
 from jaxinf.processes import Group
-from jaxinf.streaming.batches import first_part, shares_of
 from jaxinf.streaming.compiled_step import CompiledStep, StreamMetrics, compile_step
 from jaxinf.streaming.count import Count, count
 from jaxinf.streaming.ctrl_c import Check, check_not_traced, step_thread
@@ -38,6 +37,7 @@ from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.program.lifetimes import OrderedProgram, order_program
 from jaxinf.streaming.program.meshes import outside_mesh
 from jaxinf.streaming.program.trace import abstract, check_params
+from jaxinf.streaming.run import first_part, shares_of
 from jaxinf.transfer import ByteCounts
 from jaxinf.typing import PyTree
 

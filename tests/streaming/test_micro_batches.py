@@ -23,10 +23,10 @@ from zoo import ZOO, Program, normal
 import jaxinf
 from jaxinf.engine.opened import OpenStore
 from jaxinf.errors import StreamError
-from jaxinf.streaming.batches import first_part, parts_of, together
 from jaxinf.streaming.plan.compiled import Executables
 from jaxinf.streaming.plan.cut_to_fit import cut_to_fit, plan_of
 from jaxinf.streaming.program.programs import make_programs
+from jaxinf.streaming.run import first_part, parts_of, together
 
 pytestmark = pytest.mark.optimized("long")
 
