@@ -8,11 +8,11 @@ Invariant: the same jaxpr and the same cuts give the same programs, in every pro
 What a step takes stays within its budgets, in all processes alike.
 """
 
-from collections.abc import Callable, Container, Sequence, Set
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from jaxinf.errors import BudgetError, StreamError
+from jaxinf.errors import BudgetError
 from jaxinf.processes import Group
 from jaxinf.streaming.plan.calls import Plan, Policy, may_leave
 from jaxinf.streaming.plan.compiled import Executables, known_temps, measured
@@ -136,33 +136,27 @@ def plan_within(
 
     Raises:
       BudgetError: The budget is too small.
-      StreamError: The program cannot be cut, or processes have kept other cuts.
+      StreamError: The program cannot be cut.
+      ProcessError: Other processes have other plans, or have failed.
     """
-    made: list[Any] = []
+    own, plans = list[Any](), list[Plan]()
 
     def divided() -> JsonValue:
-        made.append(own := _memory(ready, needs, options, budget))
-        return [own.programs, own.staged, own.spare, kept()]
+        own[:] = _memory(ready, needs, options, budget), kept()
+        return [own[0].programs, own[0].staged, own[0].spare]
 
     told = group.gather("the memory of a step", divided)
-    programs, staged, spare = (min(one[n] for one in told) for n in range(3))
-    memory = replace(made.pop(), programs=programs, staged=staged, spare=spare)
-    found = {tuple(cuts) for *_, cuts in told if cuts is not None}
-    if len(found) > 1:
-        raise StreamError(
-            "jaxinf.stream: expected one plan that all processes' stores keep, found "
-            f"{len(found)}; pass replan=True for another one (bits then "
-            "differ from here on)"
-        )
+    programs, staged, spare = map(min, zip(*told, strict=True))
+    memory = replace(own[0], programs=programs, staged=staged, spare=spare)
 
     def planned() -> JsonValue:
-        plan = _measured(ready, needs, options, memory, found, again, executables)
-        made.append(plan := _placed(plan, needs, memory))
-        return None if group.is_alone else plan.digest
+        what = ready, needs, options, memory, own[1], again, executables
+        plans.append(_placed(_measured(*what), needs, memory))
+        return None if group.is_alone else plans[0].digest
 
     remedy = "give all the same options, and the same versions of packages"
     group.agree("the plan of a step", planned, remedy)
-    return made[0]
+    return plans[0]
 
 
 def _memory(
@@ -188,11 +182,11 @@ def _measured(
     needs: StepNeeds,
     options: Options,
     memory: Memory,
-    kept: Set[tuple[int, ...]],
+    cuts: Sequence[int] | None,
     again: frozenset[int],
     executables: Executables,
 ) -> Plan:
-    """Returns a plan whose programs' memory fits: of kept cuts, or of new ones."""
+    """Returns a plan whose programs' memory fits, of new cuts if none are given."""
     policy, num_parts = options.policy, options.micro_batches
 
     def measure(plan: Plan) -> Plan:
@@ -205,10 +199,9 @@ def _measured(
         known = replace(known, peak_bytes=least_bytes(known))
         return known if known.peak_bytes > memory.programs else measure(plan)
 
-    if not kept:
+    if cuts is None:
         what = ready, memory.programs, policy, tried, memory.limit
         return cut_to_fit(*what, num_parts=num_parts)
-    (cuts,) = kept
     plan = measure(plan_of(ready, cuts, policy, num_parts, again))
     if again and plan.peak_bytes > memory.programs:
         plan = measure(plan_of(ready, cuts, policy, num_parts))
