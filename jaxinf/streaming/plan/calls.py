@@ -243,7 +243,7 @@ class Plan:
         """
         light = cache(Program.without_nodes)
         calls = tuple(replace(one, program=light(one.program)) for one in self.calls)
-        return replace(self, traced=replace(self.traced, closed=None), calls=calls)
+        return replace(self, calls=calls)
 
     # --- memory: loops over the calls --------------------------------------------
 

@@ -59,7 +59,6 @@ def evicted(
     exceed the budget.
 
     Args:
-      budget_bytes: Memory for a step's programs.
       memory: Returns the memory during each call. While a call runs, the one after it
         waits: what it needs is there.
     """
@@ -133,9 +132,6 @@ def plan_tiers(plan: Plan, host_bytes: int) -> Tiers:
 
     While too many bytes wait, the value that is needed last goes to a drive, as soon as
     it is made.
-
-    Args:
-      host_bytes: The most memory of the host for values.
 
     Raises:
       BudgetError: The host has no room for what is on its way.

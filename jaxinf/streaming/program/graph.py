@@ -105,13 +105,13 @@ class Stack:
 Atom: TypeAlias = Value | Stack
 
 
-def build_graph(traced: Traced) -> Graph:
+def build_graph(traced: Traced, closed: Any) -> Graph:
     """Builds the graph of a traced function; drops nodes without effect."""
     origins: list[Origin] = [*map(Piece, range(len(traced.params)))]
     origins += [*map(Batch, range(len(traced.batch)))]
     origins += [Seed()] if traced.seed_dtype is not None else []
     unroller = _Unroller(traced.consts)
-    inputs, outputs = unroller.unroll(traced.closed, origins)
+    inputs, outputs = unroller.unroll(closed, origins)
     num = traced.num_results
     results = tuple(map(unroller.computed, outputs[:num]))
     gradients = {

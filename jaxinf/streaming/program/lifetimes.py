@@ -140,8 +140,8 @@ def order_program(
     Arguments and errors are those of `trace`; `batch` is a part of one, if there are
     several.
     """
-    traced = trace(fn, params, batch, has_loss=has_loss, has_aux=has_aux)
-    graph = build_graph(traced)
+    traced, closed = trace(fn, params, batch, has_loss=has_loss, has_aux=has_aux)
+    graph = build_graph(traced, closed)
     free, light, after_seed = set[Node](), set[Node](), set[Node]()
     # Values of ordered nodes, and params, that a node needs, through free ones too.
     needs: dict[Node, frozenset[Value]] = {}

@@ -37,9 +37,6 @@ class Traced:
       params: Their abstract values; with a mesh each has a sharding over it.
       batch: Abstract values of the batch's leaves; shardings as of `params`.
       mesh: The devices; None for one.
-      closed: Its jaxpr, from params, batch and seed to loss, aux and gradients; None
-        once its programs are compiled. Of another function: from params and batch to
-        aux.
       consts: Arrays that the loss function, or one that it calls, closed over.
       seed_dtype: The loss's dtype, in which the cotangent is given; None if there is
         no loss.
@@ -50,7 +47,6 @@ class Traced:
     params_tree: Any
     batch: tuple[Any, ...]
     mesh: Mesh | None
-    closed: Any
     consts: tuple[Any, ...]
     aux_tree: Any
     seed_dtype: Any
@@ -114,7 +110,7 @@ def trace(
     *,
     has_loss: bool = True,
     has_aux: bool = False,
-) -> Traced:
+) -> tuple[Traced, Any]:
     """Traces `fn(params, batch)`: a loss function and its gradient by params.
 
     Args:
@@ -122,6 +118,10 @@ def trace(
         `has_loss` any pytree, and has no gradient.
       params: Tree of arrays or abstract values, all floating.
       batch: Tree of arrays or abstract values.
+
+    Returns:
+      What is known of it, and its jaxpr: from params, batch and seed to loss, aux and
+      gradients. That of another function is from params and batch to aux.
 
     Raises:
       StreamError: A leaf of params is not a floating array, the loss is not a scalar,
@@ -153,17 +153,17 @@ def trace(
     _check_effects(closed)
     consts = closed_over(closed)
     _warn_of_consts(consts)
-    return Traced(
+    traced = Traced(
         tuple(path_name(path) for path, _ in jax.tree.leaves_with_path(params)),
         tuple(on_mesh(given[0], mesh)),
         params_tree,
         tuple(on_mesh(given[1], mesh)),
         mesh,
-        closed,
         consts,
         jax.tree.structure(aux),
         seed_dtype,
     )
+    return traced, closed
 
 
 def _check_result(out: Any, has_aux: bool) -> tuple[Any, PyTree]:
