@@ -12,7 +12,7 @@ Where a question is answered:
     where params and state are             home.py: in_store, in_memory, function
     how memory is divided                  plan/memory.py
     how memory becomes cuts                plan/cut_to_fit.py
-    how calls and parts of a batch follow  plan/order.py
+    the order of calls, and of parts       plan/order.py
     which values leave, and to where       plan/leaving.py
     what is recomputed instead             plan/choice.py
     which params are read when             plan/reads.py

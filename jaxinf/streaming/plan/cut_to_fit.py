@@ -26,7 +26,7 @@ from jaxinf.streaming.plan.memory import (
     divide,
 )
 from jaxinf.streaming.plan.options import Options
-from jaxinf.streaming.plan.order import sequence
+from jaxinf.streaming.plan.order import order_calls
 from jaxinf.streaming.plan.reads import plan_reads, staged_bytes
 from jaxinf.streaming.plan.report import largest_text
 from jaxinf.streaming.program.cut import cuts_of, segment_limits
@@ -106,7 +106,7 @@ def plan_of(
     """
     programs = make_programs(ready, cuts)
     again = range(len(cuts)) if policy == "recompute" else again
-    what = sequence(ready.graph, programs, again, ready.keys, num_parts)
+    what = order_calls(ready.graph, programs, again, ready.keys, num_parts)
     plan = Plan(ready.traced, tuple(cuts), policy, *what, num_parts)
     return replace(plan, peak_bytes=least_bytes(plan))
 

@@ -30,7 +30,7 @@ _Run: TypeAlias = tuple[Program, int, bool]
 """A program, the part of the batch, and whether it only recomputes for the next one."""
 
 
-def sequence(
+def order_calls(
     graph: Graph,
     programs: Programs,
     again: Container[int],
