@@ -113,14 +113,14 @@ class Plan:
       cuts: Starts of the segments in the forward order.
       policy: The treatment of values that backward needs.
       results: Slots of the loss and of aux's leaves, of one part after another.
-      uses: When parts of params are in memory, in order.
+      uses: When parts of params are in memory, in order; without those that are there
+        in any case.
       num_parts: Number of parts of a batch that each segment is called for in turn.
       peak_bytes: The peak memory of a step, as far as it was measured.
       temp_bytes: Temporaries of the compiled programs by key, as far as they are known.
       output_bytes: On several devices, the bytes of each call's outputs in one memory;
         None for one device.
       evictions: Values that are on a drive for a time.
-      resident: Parts of params that are in memory in any case, and do not count.
       resident_bytes: Memory of params that stay between steps, in addition.
       memory: The memory, without that of values that wait on the host.
       tiers: Where values wait; None if the device's memory is the host's.
@@ -139,7 +139,6 @@ class Plan:
     temp_bytes: Mapping[str, int] = field(default_factory=dict)
     output_bytes: Sequence[Sequence[int]] | None = None
     evictions: Mapping[Slot, Eviction] = field(default_factory=dict)
-    resident: frozenset[Piece] = frozenset()
     resident_bytes: int = 0
     memory: Memory = field(default_factory=Memory)
     tiers: Tiers | None = None
@@ -252,8 +251,7 @@ class Plan:
 
         One call runs, and the next waits with its params and room for its outputs.
         """
-        uses = (use for use in self.uses if use.tensor not in self.resident)
-        early = (use._replace(start=max(0, use.start - 1)) for use in uses)
+        early = (use._replace(start=max(0, use.start - 1)) for use in self.uses)
         params = occupancy(len(self.calls), early)
         programs, found = self.programs, (params + self.held_bytes()).tolist()
         for number, call in enumerate(self.calls):

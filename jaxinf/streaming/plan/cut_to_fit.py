@@ -221,11 +221,10 @@ def _with_params(plan: Plan, needs: StepNeeds) -> Plan:
     """Returns the plan with the params that are in memory anyway."""
     if needs.unit_of is not None:
         return plan
-    pieces = (use.tensor for use in plan.uses)
     # A part of a leaf is copied for its calls.
-    whole = frozenset(p for p in pieces if not p.index and not p.rows)
+    copied = tuple(use for use in plan.uses if use.tensor.index or use.tensor.rows)
     params_bytes = sum(map(aval_bytes, plan.traced.params))
-    return replace(plan, resident=whole, resident_bytes=params_bytes)
+    return replace(plan, uses=copied, resident_bytes=params_bytes)
 
 
 def _placed(plan: Plan, needs: StepNeeds, memory: Memory) -> Plan:
