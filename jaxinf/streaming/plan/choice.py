@@ -44,7 +44,6 @@ def segments_to_recompute(plan: Plan, steps: Sequence[StepTimes]) -> frozenset[i
 
     Args:
       plan: That of the steps, of which values leave, and none is recomputed.
-      steps: Some measured steps.
     """
     away_bytes = sum(plan.lives[slot].num_bytes for slot in plan.evictions)
     best = min(steps, key=lambda one: one.step_s)

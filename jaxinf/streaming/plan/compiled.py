@@ -49,9 +49,6 @@ def compile_plan(plan: Plan, executables: Executables) -> Sequence[Any]:
 
     On several devices JAX chooses the shardings of values. A program is compiled for
     those of its inputs, so that equal blocks share one as soon as their inputs' agree.
-
-    Args:
-      executables: Programs compiled before; new ones are added.
     """
     mesh, known, found = plan.traced.mesh, executables.known, []
     held: dict[Slot, Any] = {}  # shardings of values

@@ -130,7 +130,6 @@ def plan_within(
     Args:
       ready: The function, traced for a part of a batch.
       group: The processes, which plan together, in the memory that all have.
-      executables: Programs compiled before; new ones are added.
       kept: Returns the cuts on which bits depend from before; None if there are none.
       again: Segments that ``policy="plan"`` recomputes.
 

@@ -52,9 +52,6 @@ def kept_cuts(
 ) -> Sequence[int] | None:
     """Returns the cuts that a store keeps for these leaves and this batch, or None.
 
-    Args:
-      record: Of the store's last step.
-
     Raises:
       StreamError: They are of another function, version or mesh.
       StoreFormatError: They are damaged.

@@ -243,11 +243,7 @@ def device_limit(device: Any, num_bytes: int | None) -> DeviceLimit:
 
 
 def limit_of(mesh: Mesh | None, num_bytes: int | None) -> DeviceLimit:
-    """Returns the limit for the JAX device, or for each of a mesh: of the smallest.
-
-    Raises:
-      StreamError: As `device_limit`, of any of them.
-    """
+    """Returns the limit for the JAX device, or for each of a mesh: of the smallest."""
     devices = [default_device()] if mesh is None else mesh.local_devices
     limits = [device_limit(device, num_bytes) for device in devices]
     return min(limits, key=lambda limit: limit.num_bytes or 0)
@@ -258,9 +254,6 @@ def check_pinned(device: Any, num_bytes: int) -> None:
 
     Args:
       num_bytes: What the pool may take for a step, with its rounding.
-
-    Raises:
-      StreamError: Names the variable, and what it needs.
     """
     text = os.environ.get(PINNED_VARIABLE, "")
     limit_gib = int(text) if text.isdecimal() else _DEFAULT_PINNED_GIB

@@ -183,7 +183,6 @@ def keep_between(
     that no update changes may stay from step to step.
 
     Args:
-      fetches: The reads of a step, in order.
       held: Memory for units during each call, at least; updated.
       spare_bytes: Memory for units beyond the most of it.
     """
@@ -241,7 +240,6 @@ def hand_over(
     """Chooses the reads that serve an update, those that wait least first.
 
     Args:
-      fetches: The reads of a step, in order.
       can_take: Whether the update of a unit can take its params from a read.
       held: Memory for units during each call, at least; updated.
       limit_bytes: Memory for units; at least the most of `held`.

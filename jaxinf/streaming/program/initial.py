@@ -110,11 +110,7 @@ def _check_room(path: Any, memory: Any, memory_bytes: int) -> None:
 
 
 def check_init_fn(init_fn: Any) -> None:
-    """Refuses what cannot be called to make params.
-
-    Raises:
-      StreamError: It is not a function.
-    """
+    """Refuses what cannot be called to make params: StreamError."""
     if not callable(init_fn):
         raise StreamError(
             "step.init: expected a function that returns the params, found a "
@@ -158,11 +154,7 @@ def _is_count(values: Sequence[Value]) -> bool:
 def initial_inputs(
     program: InitProgram, leaves: Sequence[jax.ShapeDtypeStruct]
 ) -> tuple[list[ScalarState], list[ScalarInputs]]:
-    """Returns the first scalar state, and the inputs of each leaf's initial state.
-
-    Raises:
-      UnsupportedTransformError: The state depends on params.
-    """
+    """Returns the first scalar state, and the inputs of each leaf's initial state."""
     check_init(program)
     scalars, inputs = program.compute(leaves)
     paths = map(encode_path, program.layout.scalar_keys)
@@ -174,11 +166,7 @@ def initial_inputs(
 
 
 def check_init(program: InitProgram) -> None:
-    """Refuses a first state that needs more than one leaf's params.
-
-    Raises:
-      UnsupportedTransformError: The state depends on all params.
-    """
+    """Refuses a first state that depends on all params: UnsupportedTransformError."""
     if program.needed_params or any(one.kernel.array_dtypes for one in program.leaves):
         raise UnsupportedTransformError(
             "jaxinf.stream: expected an optimizer whose first state is made leaf by "

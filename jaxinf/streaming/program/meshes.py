@@ -20,11 +20,7 @@ from jaxinf.typing import PyTree
 
 
 def sharding_of(name: str, leaf: Any) -> NamedSharding | None:
-    """Returns the sharding of an array over several devices; None if it has one.
-
-    Args:
-      name: Path of the array, for errors.
-      leaf: An array, or its shape and dtype.
+    """Returns the sharding of an array over several devices; None if it is on one.
 
     Raises:
       StreamError: It is on several devices in another way.
@@ -47,9 +43,6 @@ def sharding_of(name: str, leaf: Any) -> NamedSharding | None:
 
 def mesh_of(params: PyTree, batch: PyTree = None) -> Mesh | None:
     """Returns the mesh of arrays, or else of ``jax.set_mesh``; None for one device.
-
-    Args:
-      params, batch: Trees of arrays, or of shapes and dtypes.
 
     Raises:
       StreamError: They are on several meshes.

@@ -215,7 +215,6 @@ def compile_program(
       donated: Inputs whose memory an output may reuse.
       inputs: Shardings of its inputs; none for one device.
       outputs: Shardings that outputs must have, None where JAX chooses one.
-      is_deterministic: Whether it has the same bits in each run.
       is_run: Whether it is compiled to run, not only for the memory that it takes.
     """
     options = compiler_options(program.nodes, is_deterministic=is_deterministic)
