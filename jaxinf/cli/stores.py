@@ -90,8 +90,6 @@ class Store:
 
 def _print_copied(new: Path, done: Copied) -> None:
     print(f"{new}: step {done.step}, {format_bytes(done.num_bytes)} written")
-    if done.regridded:
-        print(f"with a new grid: {', '.join(map(printable, done.regridded))}")
     if done.dropped:
         names = ", ".join(map(printable, done.dropped))
         print(f"left out, as not all members had them: checkpoint {names}")

@@ -25,6 +25,7 @@ from jaxinf.layout import Chunk, covers, scatter, target_view
 from jaxinf.program import leaf_infos
 from jaxinf.store import (
     ChunkRun,
+    CommittedStep,
     Slot,
     StepReader,
     dtype_of,
@@ -99,12 +100,13 @@ def slot_reader(
     record = opened.commit
     if chunks.has_working:
         record = opened.finished.replace(checksums=chunks.checksums())
+    path = directory.step_path(slot)
+    places = tuple(directory.data_paths(path))
     return StepReader(
-        directory.step_path(slot),
-        record,
-        directory=directory,
+        CommittedStep(path, directory.manifest, record, places),
         meters=opened.meters,
         memory_bytes=memory_bytes,
+        drives=[str(directory.csd_directory(csd)) for csd in range(len(places))],
     )
 
 

@@ -87,11 +87,10 @@ def _divide(
     with store_source(path, holds=True, checkpoints=True) as source:
         done = copy_step(source, path, layout)
     _LOG.warning(
-        "%s: divided among %d processes, it was among %s; leaves with a new grid: "
-        "%s; checkpoints dropped, as not all had them: %s",
+        "%s: divided among %d processes, it was among %s; checkpoints dropped, as not "
+        "all had them: %s",
         path,
         count,
         found,
-        ", ".join(done.regridded) or "none",
         ", ".join(done.dropped) or "none",
     )

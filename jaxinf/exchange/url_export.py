@@ -33,7 +33,6 @@ from jaxinf.store import (
     Id,
     Manifest,
     Sum,
-    carry_files,
     check_free_space,
     over,
     read_document,
@@ -283,18 +282,14 @@ def export_url(
       StoreError: the step cannot be read.
     """
     manifest, options = step.manifest, options or ExportOptions()
-    if manifest.member is not None:
-        raise StoreFormatError(
-            f"{step.path}: expected a whole step, found a member's part; give the path "
-            "of the run"
-        )
     place, chunks = ObjectStore(url, options.stop), list(manifest.held())
     num_threads = _num_at_once(manifest, options.memory_bytes)
     record, carry = seal(step.commit.to_json()), step.commit.carry
     contents = without_csds(manifest)
     documents = {_BEGUN: record, **dict(step_documents(contents, carry))}
     documents |= {"jaxinf.json": seal(contents.to_json()), "commit.json": record}
-    documents |= {**(beside or {}), **carry_files(carry, step.read_carry())}
+    carried = zip((one.chunk for one in carry), step.read_carry(), strict=True)
+    documents |= {**(beside or {}), **dict(carried)}
     there = place.names()
     _check_free(place, there, step, record)
     if place.directory is not None:

@@ -92,10 +92,7 @@ class Group:
         Args:
           what: what it is about, for messages.
           make: makes this process's; an exception of it is raised here, and told to
-            the others.
-
-        Raises:
-          ProcessError: another process failed to make its value, or did not come.
+            the others, in which a ProcessError is raised.
         """
         if self.service is None:
             return [make()]
@@ -107,11 +104,7 @@ class Group:
         return found
 
     def agree(self, what: str, make: Callable[[], JsonValue], remedy: str) -> None:
-        """Refuses values that differ.
-
-        Raises:
-          ProcessError: names the process and both values; and as `gather`.
-        """
+        """Refuses values that differ; names the process and both values."""
         found = self.gather(what, make)
         others = [n for n, one in enumerate(found) if one != found[0]]
         if others:
@@ -125,20 +118,13 @@ class Group:
         """Returns what an action returns, when it has gone well in all processes.
 
         So no process fails where the others wait for it in a collective.
-
-        Raises:
-          ProcessError: as `gather`.
         """
         found: list[_T] = []
         self.gather(what, lambda: found.append(action()))
         return found[0]
 
     def first(self, what: str, make: Callable[[], JsonValue]) -> Any:
-        """Returns the value of process 0; the others wait as long as it makes it.
-
-        Raises:
-          ProcessError: it failed, or is silent.
-        """
+        """Returns the value of process 0; the others wait as long as it makes it."""
         if self.service is None:
             return make()
         topic = self._next()
@@ -151,12 +137,10 @@ class Group:
     def barrier(self, what: str) -> None:
         """Waits until every process has come; beside the other calls of the group.
 
+        If one failed, or did not come in time, no process goes on that sees it.
+
         Args:
           what: what is not done if one does not come, for messages.
-
-        Raises:
-          ProcessError: a process failed, or did not come in time, and no process goes
-            on that sees it.
         """
         if self.service is None:
             return
@@ -165,11 +149,7 @@ class Group:
         self.say(topic)
         found = self._words(topic, range(self.count), what)
         absent = [n for n in range(self.count) if n not in found]
-        failed = self.said("failed")
-        if absent:
-            failed = {
-                n: t for n, t in self.said("closed").items() if n in absent
-            } | failed
+        failed = self._failed(absent)
         if silent := [n for n in absent if n not in failed]:
             deserted.append(self)
             # They may come later, and must not go on then.
@@ -299,7 +279,7 @@ class Group:
                 while text is None:
                     wait_s = max(_LAST_LOOK_S, min(left_s(number), SLICE_S))
                     text = self.service.get(key, wait_s)
-                    if text is None and self._is_over(number):
+                    if text is None and number in self._failed([number]):
                         text = self.service.get(key, _LAST_LOOK_S)  # said meanwhile
                         break
                     before, signs = signs, signs if text else self.said("progress")
@@ -312,13 +292,13 @@ class Group:
                     found[number] = text
         return found
 
-    def _is_over(self, number: int) -> bool:
-        """Whether a process says nothing more."""
-        return number in self.said("failed") or number in self.said("closed")
+    def _failed(self, missing: Sequence[int]) -> dict[int, str]:
+        """Returns why processes failed, or why those that are missing have left."""
+        closed = self.said("closed") if missing else {}
+        return {n: closed[n] for n in missing if n in closed} | self.said("failed")
 
     def _absent_error(self, missing: Sequence[int], what: str) -> ProcessError:
-        failed, closed = self.said("failed"), self.said("closed")
-        if failed := failed or {n: closed[n] for n in missing if n in closed}:
+        if failed := self._failed(missing):
             return self._failed_error(failed, what)
         deserted.append(self)
         return ProcessError(
@@ -334,33 +314,34 @@ class Group:
 
     # --- progress ------------------------------------------------------------------
 
-    def report(self, progress: Callable[[], int]) -> None:
-        """Tells the others from time to time how far this process is, until it leaves.
-
-        Args:
-          progress: a number that changes as long as this process works.
-        """
-        if self.service is not None:
-            self._report(progress, self._has_left)
-
     @contextlib.contextmanager
     def living(self) -> Iterator[None]:
         """Says all the while that this process works, so that the others wait."""
-        if self.service is None:
-            yield
-            return
         ended, count = threading.Event(), itertools.count(1)
-        thread = self._report(lambda: next(count), ended)
+        thread = self.report(lambda: next(count), ended)
         try:
             yield
         finally:
             ended.set()
-            if thread.ident is not None:
+            if thread is not None and thread.ident is not None:
                 thread.join()
 
-    def _report(
-        self, progress: Callable[[], int], ended: threading.Event
-    ) -> threading.Thread:
+    def report(
+        self, progress: Callable[[], int], ended: threading.Event | None = None
+    ) -> threading.Thread | None:
+        """Tells the others from time to time how far this process is.
+
+        Args:
+          progress: a number that changes as long as this process works.
+          ended: when to stop; by default when it leaves.
+
+        Returns:
+          The thread that does it; None if there are no others.
+        """
+        if self.service is None:
+            return None
+        ended = ended or self._has_left
+
         def tell() -> None:
             said = 0
             while not ended.wait(self.limit_s / 4):
@@ -422,7 +403,6 @@ def all_processes(name: str, *, limit_s: float | None = None) -> Group:
 
     Args:
       name: what calls of the group begin with in messages, the same in all processes.
-      limit_s: as of a group.
     """
     return Group(name, compat.coordination(), name, limit_s=limit_s)
 
@@ -431,13 +411,7 @@ def join_group(path: Path) -> Group:
     """Finds out who has a path; in a program of several processes all call it.
 
     If all give one path, they have it together. If each gives a path of its own, each
-    is alone.
-
-    Args:
-      path: the path of a store or a run.
-
-    Raises:
-      ProcessError: some do not come, or some give one path and others another.
+    is alone. Anything else is refused.
     """
     program = all_processes("program")
     if program.is_alone:

@@ -105,6 +105,7 @@ from jaxinf.store.members import (
 from jaxinf.store.owners import claim_csds, look_at_store, read_owned
 from jaxinf.store.reader import (
     ChunkRun,
+    CommittedStep,
     Damage,
     StepReader,
     corrupt_chunk,
@@ -113,7 +114,6 @@ from jaxinf.store.reader import (
 )
 from jaxinf.store.steps import (
     CheckpointInfo,
-    CommittedStep,
     checkpoint_names,
     find_checkpoint,
     list_checkpoints,
@@ -127,7 +127,6 @@ from jaxinf.store.steps import (
     step_of,
 )
 from jaxinf.store.stock import (
-    carry_files,
     make_carry,
     read_carry,
     step_documents,

@@ -178,11 +178,7 @@ class KeptPlan(Document, frozen=True):
 
 
 def plan_of_before(store: Path, name: str) -> KeptPlan | None:
-    """Reads ``stream/NAME.json``, where a store kept a plan before its records did.
-
-    Raises:
-      StoreFormatError: the plan is damaged, or something else.
-    """
+    """Reads ``stream/NAME.json``, where a store kept a plan before its records did."""
     path = store / "stream" / f"{name}.json"
     if not os.path.lexists(path):
         return None
@@ -276,12 +272,7 @@ class CommitRecord(Document, frozen=True, omit_defaults=False):
 
     @classmethod
     def read(cls, path: Path | str, raw: bytes | None = None) -> "CommitRecord":
-        """Reads a slot's record; `raw` are its bytes, if they are no file's.
-
-        Raises:
-          StoreFormatError: the record is missing, damaged, edited, or of another
-            format.
-        """
+        """Reads a slot's record; raises as `read_document`, whose `raw` is this."""
 
         def check(document: Any) -> None:
             check_version(document)
@@ -295,41 +286,33 @@ class CommitRecord(Document, frozen=True, omit_defaults=False):
         return read_document(path, cls, _WHAT, _REMEDY, raw=raw, **hooks)
 
     def part(self, manifest: Manifest, commit: str = "") -> "CommitRecord":
-        """Returns the record of a whole step as a store's that holds a part of it.
+        """Returns the record of a whole step as one of a store that holds a part.
 
         Args:
-          manifest: the store's.
-          commit: the id of the commit, if it is a member.
+          commit: the id of the commit, if the store is a member.
         """
         sums = self.checksums
         held = {name: sums[name][list(x.held)] for name, x, _ in manifest.arrays()}
         return self.replace(checksums=held, commit=commit)
 
     def check_fits(self, path: Path | str, manifest: Manifest) -> None:
-        """Refuses a record whose arrays or chunks are not the store's.
-
-        Args:
-          path: path of the record, for the error.
-          manifest: manifest of the store.
-
-        Raises:
-          StoreFormatError: names the difference.
-        """
+        """Refuses a record at this path of other arrays or chunks than the store's."""
         unknown = self.inexact.keys() - {leaf.name for leaf in manifest.leaves}
-        if unknown:
-            raise StoreFormatError(
-                f"{path}: inexact: expected leaves of jaxinf.json, found "
-                f"{', '.join(sorted(unknown))}; the two are not of one store: {_REMEDY}"
-            )
+        problems = [
+            f"inexact: expected leaves of jaxinf.json, found {name}" for name in unknown
+        ]
         wanted = {name: len(leaf.held) for name, leaf, _ in manifest.arrays()}
-        for name in {**wanted, **self.checksums}:
-            expected, found = wanted.get(name), len(self.checksums.get(name, ()))
-            if found != expected:
-                raise StoreFormatError(
-                    f"{path}: array {name}: expected {expected or 0} checksums, as "
-                    f"jaxinf.json has chunks, found {found}; the two are not of one "
-                    f"store: {_REMEDY}"
-                )
+        found = {name: len(sums) for name, sums in self.checksums.items()}
+        problems += [
+            f"array {name}: expected {wanted.get(name, 0)} checksums, as jaxinf.json "
+            f"has chunks, found {found.get(name, 0)}"
+            for name in {**wanted, **found}
+            if wanted.get(name) != found.get(name, 0)
+        ]
+        if problems:
+            raise StoreFormatError(
+                f"{path}: {problems[0]}; the two are not of one store: {_REMEDY}"
+            )
 
 
 _SUMS = re.compile("(?:[0-9a-f]{8}(?: [0-9a-f]{8})*+)?")

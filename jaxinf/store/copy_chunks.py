@@ -1,4 +1,4 @@
-"""The chunks of a copy: which are linked, copied, recoded, or only have room.
+"""The chunks of a copy: which are linked, copied or recoded.
 
      same bytes ──── link, or copy with its checksum ───┐
      other codec ─── decoded and encoded ───────────────┼──► a chunk of a new store
@@ -8,17 +8,16 @@ Invariant: old files are only read, and all of a chunk is verified before it cou
 """
 
 import os
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import product
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 import numpy as np
 
-from jaxinf.layout import CodedSlot, box_runs, rounding_of_chunk
+from jaxinf.layout import Chunk, CodedSlot, box_runs, rounding_of_chunk
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.copy_source import CopySource
 from jaxinf.store.creation import existing_parent
@@ -26,6 +25,7 @@ from jaxinf.store.directory import StoreDirectory, allocate, link_file
 from jaxinf.store.manifest import ChunkFile, LeafRecord, StateRecord, dtype_of
 from jaxinf.store.reader import (
     PIECE_BYTES,
+    CommittedStep,
     StepReader,
     file_checksum,
     over,
@@ -40,7 +40,7 @@ from jaxinf.transfer import (
 )
 from jaxinf.typing import Array, ProgressCallback
 
-_How: TypeAlias = Literal["link", "copy", "recode", "regrid", "room"]
+_How: TypeAlias = Literal["link", "copy", "recode", "regrid"]
 
 
 @dataclass(frozen=True)
@@ -49,18 +49,18 @@ class CopiedChunk:
 
     Attributes:
       part: the new store.
-      place: slot ``a``, a checkpoint, or slot ``b``, which has room alone.
+      place: slot ``a``, or a checkpoint.
       one: the chunk.
-      how: ``"link"`` to `source`; ``"copy"`` of the same bytes, verified; ``"recode"``
-        from the decoded values; ``"regrid"`` from chunks of another grid; ``"room"``.
-      source: the directory below which the file of the same bytes is linked to.
+      how: ``"link"`` to the file below `source`; ``"copy"`` of the same bytes,
+        verified; ``"recode"`` from the decoded values; ``"regrid"`` from chunks of
+        another grid.
     """
 
     part: StoreDirectory
     place: str
     one: ChunkFile
     how: _How
-    source: Path | None = None
+    source: Path
 
     @property
     def target(self) -> Path:
@@ -77,19 +77,15 @@ def copied_chunks(
 ) -> Iterator[CopiedChunk]:
     """Yields the chunks of new stores; looks at old files, and writes nothing."""
     device = cache(lambda place: existing_parent(place)[1])
-    steps = [(name, step.places) for name, step in source.steps.items()]
     for part in parts:
-        for place, folders in [*steps, ("b", source.spares)]:
+        for place, step in source.steps.items():
             for one in part.manifest.held():
-                old, is_spare = source.whole.leaves[one.number], place == "b"
-                how, folder = _way(old, one), None
-                if how == "copy" and source.has_links and folders:
-                    folder = folders[old.csds[one.chunk]]
-                    is_near = device(folder) == device(part.csd_directory(one.csd))
-                    if is_near and (not is_spare or (folder / one.name).exists()):
+                old = source.whole.leaves[one.number]
+                how, folder = _way(old, one), step.path
+                if how == "copy" and source.has_links:
+                    folder = step.places[old.csds[one.chunk]]
+                    if device(folder) == device(part.csd_directory(one.csd)):
                         how = "link"
-                if is_spare and how != "link":
-                    how = "room"
                 yield CopiedChunk(part, place, one, how, folder)
 
 
@@ -104,14 +100,6 @@ def _arrays(leaf: LeafRecord, state: StateRecord) -> list[StateRecord]:
     return [one for one in leaf.states if one.slot == state.slot]
 
 
-def room_needed(chunks: Sequence[CopiedChunk]) -> dict[Path, int]:
-    """Returns bytes below each directory."""
-    needs: dict[Path, int] = defaultdict(int)
-    for new in chunks:
-        needs[new.part.csd_directory(new.one.csd)] += new.room_bytes
-    return needs
-
-
 # --- making them ---------------------------------------------------------------------
 
 
@@ -122,75 +110,50 @@ def make_steps(
 ) -> dict[str, CommitRecord]:
     """Makes the chunks of new stores' steps; blocks, and makes nothing durable.
 
-    Args:
-      progress: called with the bytes of elements done and in all.
-
     Returns:
       The records of all steps, by place, with the checksums of all chunks.
-
-    Raises:
-      StoreCorruptError: an old chunk is damaged.
-      StoreError: a drive failed or is full, or the source cannot be read.
     """
     total_bytes = sum(new.one.num_bytes for new in chunks)
-    done_bytes, records, leaves = 0, dict[str, CommitRecord](), source.whole.leaves
+    done_bytes, records = 0, dict[str, CommitRecord]()
     manifest = chunks[0].part.manifest if chunks else source.whole
-    for place in (*source.steps, "b"):
-        own = [new for new in chunks if new.place == place]
-        step = source.steps.get(place, source.step)
-        sums = dict[str, Array]()  # the right ones of chunks whose bytes stay
-        for name, leaf, _ in manifest.arrays():
-            held = step.commit.checksums.get(name, ())
-            is_same = len(held) == len(leaf.csds)
-            sums[name] = np.array(held if is_same else [0] * len(leaf.csds), np.uint32)
+    for place, step in source.steps.items():
+        sums = {
+            name: np.zeros(len(leaf.csds), np.uint32)
+            for name, leaf, _ in manifest.arrays()
+        }
         with step.reader() as reader:
-            make = partial(_make, leaves, reader, step.commit.step)
+            make = partial(_make, step, reader)
+            own = [new for new in chunks if new.place == place]
             for new, made in over(own, make, source.num_threads):
                 for name, checksum in made.items():
                     sums[name][new.one.chunk] = checksum
                 done_bytes += new.one.num_bytes
                 if progress is not None:
                     progress(done_bytes, total_bytes)
-            arrays = defaultdict[str, dict[int, CopiedChunk]](dict)
-            for new in own:
-                if new.how == "regrid":
-                    arrays[new.one.array][new.one.chunk] = new
-            for name, group in arrays.items():
-                _regrid(reader, leaves[next(iter(group.values())).one.number], group)
-                for number, new in group.items():
-                    size, pool = new.one.num_bytes, BufferPool(PIECE_BYTES)
-                    checksum = file_checksum(new.target, size, pool)
-                    sums[name][number] = checksum
-        if place != "b":
-            records[place] = step.commit.replace(checksums=sums)
+        records[place] = step.commit.replace(checksums=sums)
     return records
 
 
-def _make(
-    leaves: Sequence[LeafRecord], reader: StepReader, step: int, new: CopiedChunk
-) -> dict[str, int]:
-    """Makes a chunk's file; returns checksums of new bytes, by array."""
-    one = new.one
+def _make(step: CommittedStep, reader: StepReader, new: CopiedChunk) -> dict[str, int]:
+    """Makes a chunk's file; returns its checksum, by array."""
+    one, old = new.one, step.manifest.leaves[new.one.number]
+    if new.how == "recode" and one.state.is_beside:
+        return {}  # its state's codes come with it
     with translated("copy", new.target):
-        if new.how == "link" and new.source is not None:
+        new.target.parent.mkdir(parents=True, exist_ok=True)
+        if new.how == "recode":
+            return _recode(new, old, reader, step.commit.step)
+        if new.how == "link":
             check_holds(new.source, one.name, 0)  # no link leads there
-            new.target.parent.mkdir(parents=True, exist_ok=True)
             link_file(new.source / one.name, new.target)
-        elif new.how == "regrid":
-            _allocate(new)  # its boxes come from several chunks
-        elif new.how == "copy":
-            _allocate(new)
+        else:
+            allocate(new.target, one)
             with opened_to_write(new.target) as fd:
-                for piece in reader.stored(leaves[one.number], one.state, one.chunk):
+                if new.how == "regrid":
+                    return {one.array: _regrid(fd, new, old, reader)}
+                for piece in reader.stored(old, one.state, one.chunk):
                     _put(fd, piece.values, piece.start * one.state.itemsize)
-        elif new.how == "recode" and not one.state.is_beside:
-            return _recode(new, leaves[one.number], reader, step)
-    return {}
-
-
-def _allocate(new: CopiedChunk) -> None:
-    new.target.parent.mkdir(parents=True, exist_ok=True)
-    allocate(new.target, new.one)
+    return {one.array: step.commit.checksums[one.array][one.chunk]}
 
 
 def write_box(
@@ -228,7 +191,8 @@ def _recode(
     first, *beside = states = _arrays(leaf, one.state)
     files = [replace(new, one=one._replace(state=state)) for state in states]
     for file in files:
-        _allocate(file)
+        file.target.parent.mkdir(parents=True, exist_ok=True)
+        allocate(file.target, file.one)
     slots = [slot.name for slot in leaf.slots]
     rounding = rounding_of_chunk(one.number, one.chunk, step)
     key = rounding + slots.index(first.slot) & 0xFFFFFFFF
@@ -250,27 +214,25 @@ def _recode(
     return {name: crc32c_combine(sums) for name, sums in found.items()}
 
 
-def _regrid(
-    reader: StepReader, old: LeafRecord, new: Mapping[int, CopiedChunk]
-) -> None:
-    """Moves an array's elements as they are stored to chunks of another grid."""
-    first = next(iter(new.values())).one
-    grid, state = first.leaf.grid, first.state
-    for box, values in reader.boxes(old, state, PIECE_BYTES // 4, decoded=False):
-        bounds = zip(box.start, box.extent, grid.chunk_shape, strict=True)
-        near = [range(a // size, -(-(a + n) // size)) for a, n, size in bounds]
-        for index in product(*near):
-            own = new[int(np.ravel_multi_index(index, grid.grid_shape))]
-            with translated("write", own.target):
-                _put_box(own, box.start, values)
+def _regrid(fd: int, new: CopiedChunk, old: LeafRecord, reader: StepReader) -> int:
+    """Writes the elements, as they are stored, of chunks of another grid."""
+    one, chunk = new.one, new.one.layout
+    pairs = enumerate(old.grid.chunks())
+    near = {n for n, at in pairs if np.less(*_common(at.start, at.extent, chunk)).all()}
+    most, options = PIECE_BYTES // 4, {"decoded": False, "chunks": near}
+    for box, values in reader.boxes(old, one.state, most, **options):
+        first, last = _common(box.start, box.extent, chunk)
+        if np.less(first, last).all():
+            inside = tuple(map(slice, first - box.start, last - box.start))
+            start = np.subtract(first, chunk.start).tolist()
+            write_box(fd, one.leaf.chunk_shape, start, values[inside])
+    with closing(BufferPool(PIECE_BYTES)) as pool:
+        return file_checksum(new.target, one.num_bytes, pool)
 
 
-def _put_box(new: CopiedChunk, start: Sequence[int], values: Array) -> None:
-    """Writes the part of a leaf's box, which begins at an index, that a chunk has."""
-    chunk = new.one.layout
-    first = np.maximum(start, chunk.start)
-    last = np.minimum(np.add(start, values.shape), np.add(chunk.start, chunk.extent))
-    begin, extent = first - start, last - first
-    part, inside = values[tuple(map(slice, begin, begin + extent))], first - chunk.start
-    with opened_to_write(new.target) as fd:
-        write_box(fd, new.one.leaf.chunk_shape, inside.tolist(), part)
+def _common(
+    start: Sequence[int], extent: Sequence[int], chunk: Chunk
+) -> tuple[Array, Array]:
+    """Returns where what a box and a chunk have in common begins and ends."""
+    ends = np.add(start, extent), np.add(chunk.start, chunk.extent)
+    return np.maximum(start, chunk.start), np.minimum(*ends)

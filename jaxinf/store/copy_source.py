@@ -8,34 +8,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxinf.errors import StoreFormatError, StoreLockedError
+from jaxinf.errors import StoreLockedError
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.creation import files_beside
-from jaxinf.store.directory import StoreDirectory, check_there, next_slot
+from jaxinf.store.directory import StoreDirectory, check_there
 from jaxinf.store.manifest import Manifest, without_csds
 from jaxinf.store.members import (
     all_members,
     check_of_one,
     hold_members,
     is_of_one,
-    is_run,
     of_one_commit,
 )
-from jaxinf.store.owners import look_at_store
+from jaxinf.store.reader import CommittedStep
 from jaxinf.store.steps import (
-    CommittedStep,
     check_arrays,
     checkpoint_names,
     joined_step,
-    pinned_step,
     prune_snapshots,
     readable_step,
     step_of,
-)
-
-_PART = (
-    "expected a whole step, found a member's part; export the checkpoint of the run: "
-    "jaxinf checkpoint export RUN DEST --checkpoint NAME"
 )
 
 
@@ -50,7 +42,6 @@ class CopySource:
       beside: what belongs to a store beside its steps, by the names of files.
       has_links: whether chunks may be linked to: they are a store's.
       num_threads: number of chunks that may be in memory at once.
-      spares: directories of the other slot's chunks by CSD, of a store that is held.
       dropped: checkpoints that are not of all members.
       held: the members or the store, if this process holds them.
     """
@@ -61,7 +52,6 @@ class CopySource:
     beside: Mapping[str, bytes]
     has_links: bool = True
     num_threads: int = 4
-    spares: Sequence[Path] = ()
     dropped: tuple[str, ...] = ()
     held: Sequence[StoreDirectory] = ()
 
@@ -95,7 +85,6 @@ def store_source(
     Raises:
       StoreLockedError: a run, or a reader of a step, has it open, with `holds`.
       ProcessError: a member cannot be seen, or they have no step in common.
-      StoreFormatError: there is no store, or none with a committed step.
       StoreMismatchError: a checkpoint has other arrays than the store, or is not of
         one commit in all members.
       ValueError: there is no such checkpoint; lists the others.
@@ -106,30 +95,28 @@ def store_source(
             yield _copied_out(path)
             return
         path, checkpoint = store, path.name
-    spares: list[Path] = []
     with contextlib.ExitStack() as stack:
         if holds:
             parts = stack.enter_context(hold_members(path))
             for one in parts:
                 prune_snapshots(one)
                 check_unread(one)
-                slot = next_slot(one.committed_slot())
-                spares += one.data_paths(one.step_path(slot))
             step = _joined(parts)
         elif checkpoint is not None:
             parts = all_members(path)
             step = _kept_step(parts, checkpoint)
-        elif is_run(path):
-            parts = all_members(path)
-            pinned, undo = of_one_commit(
-                path, parts, lambda one, held: held.enter_context(pinned_step(one))
-            )
-            stack.enter_context(undo)
-            step = joined_step(pinned)
         else:
-            step = stack.enter_context(readable_step(look_at_store(path)))
-            step.check()
-            parts = [StoreDirectory(path, step.manifest)]
+            parts = all_members(path)
+            pinned, _ = stack.enter_context(
+                of_one_commit(
+                    path,
+                    parts,
+                    lambda one, undo: undo.enter_context(readable_step(one)),
+                )
+            )
+            step = joined_step(pinned)
+            pairs = zip(parts, pinned, strict=True)
+            parts = [StoreDirectory(one.path, held.manifest) for one, held in pairs]
         steps, dropped = {"a": step}, set[str]()
         if checkpoints:
             names = [{*checkpoint_names(one)} for one in parts]
@@ -144,7 +131,6 @@ def store_source(
             steps,
             files_beside(parts[0].path),
             has_links=not step.warning and checkpoint is None,
-            spares=spares,
             dropped=tuple(sorted(dropped)),
             held=parts if holds else (),
         )
@@ -163,8 +149,6 @@ def check_unread(directory: StoreDirectory) -> None:
 
 def _kept_step(parts: Sequence[StoreDirectory], name: str) -> CommittedStep:
     check_of_one(parts, name)
-    if len(parts) == 1 and parts[0].manifest.member is not None:
-        raise StoreFormatError(f"{parts[0].path}: {_PART}")
     for one in parts:
         check_arrays(one, name)
     return _joined(parts, f"checkpoints/{name}")
@@ -180,12 +164,8 @@ def _joined(parts: Sequence[StoreDirectory], place: str | None = None) -> Commit
 def _copied_out(path: Path) -> CopySource:
     """Returns a checkpoint that was copied out of its store."""
     check_there(path)
-    commit, manifest = path / "commit.json", Manifest.read(path / "jaxinf.json")
-    if manifest.member is not None:
-        raise StoreFormatError(f"{path}: {_PART}")
-    step = CommittedStep(
-        path, without_csds(manifest), CommitRecord.read(commit), (path,)
-    )
-    step.check()
+    manifest = Manifest.read(path / "jaxinf.json")
+    record = CommitRecord.read(path / "commit.json")
+    step = joined_step([CommittedStep(path, without_csds(manifest), record, (path,))])
     beside = files_beside(path)
     return CopySource(str(path), [step.manifest], {"a": step}, beside, has_links=False)

@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,26 +27,23 @@ from jaxinf.errors import (
     StoreIOError,
     StoreMismatchError,
 )
-from jaxinf.store.copy_chunks import copied_chunks, make_steps, room_needed
+from jaxinf.store.copy_chunks import copied_chunks, make_steps
 from jaxinf.store.copy_source import CopySource, check_unread
 from jaxinf.store.creation import (
     begin_store,
     check_free_space,
     lay_out,
     make_place,
+    remove_csds,
+    required_bytes,
 )
-from jaxinf.store.directory import SLOTS, StoreDirectory
-from jaxinf.store.formats import (
-    AS_IT_IS,
-    Formats,
-    ShardsOf,
-    divided,
-)
+from jaxinf.store.directory import StoreDirectory
+from jaxinf.store.formats import AS_IT_IS, Formats, ShardsOf, divided
 from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.manifest import LeafRecord, Manifest, Member
 from jaxinf.store.members import find_members, member_name
-from jaxinf.store.owners import check_owners, check_places, claim_csds
-from jaxinf.store.stock import make_carry, write_carry
+from jaxinf.store.owners import check_places, claim_csds
+from jaxinf.store.stock import write_carry
 from jaxinf.transfer import fsync_directory, translated, write_bytes_atomically
 from jaxinf.typing import ProgressCallback
 
@@ -86,13 +84,11 @@ class Copied:
     Attributes:
       step: the step.
       num_bytes: bytes that it wrote; others are links.
-      regridded: names of leaves with another grid.
       dropped: checkpoints that some members lacked.
     """
 
     step: int
     num_bytes: int
-    regridded: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
 
 
@@ -117,9 +113,7 @@ def copy_step(
       StoreFormatError: something else is at the target.
       StoreMismatchError: chunks cannot be recoded on a new grid.
       StoreSpaceError: there is no room; nothing was written.
-      StoreLockedError: another process makes the same copy.
       StoreCorruptError: a chunk is damaged; there is no copy.
-      StoreError: a drive failed, or the source cannot be read.
     """
     target = Path(os.path.realpath(target))
     staging = _staging(target)
@@ -148,9 +142,7 @@ def copy_step(
         lock.release()
     for place in find_members(target) or [target]:
         claim_csds(StoreDirectory.open(place))
-    pairs = zip(source.whole.leaves, manifests[0].leaves, strict=True)
-    regridded = tuple(b.name for a, b in pairs if a.chunk_shape != b.chunk_shape)
-    return Copied(source.step.commit.step, num_bytes, regridded, source.dropped)
+    return Copied(source.step.commit.step, num_bytes, source.dropped)
 
 
 def left_by_copy(path: Path) -> Path | None:
@@ -215,8 +207,6 @@ def _roots(source: CopySource, layout: CopyLayout, number: int) -> list[str]:
             f"expected CSD roots for process {number}, found none, and the others have "
             'some; name them with a template: --csd-root "/mnt/nvme{process}"'
         )
-    if len(set(roots)) != len(roots):
-        raise ValueError(f"the same CSD root is given twice: {roots}")
     return roots
 
 
@@ -243,13 +233,19 @@ def _make(
 ) -> int:
     """Makes the new stores whole and durable beside their place; returns their bytes.
 
-    Links take none.
+    Links take none. In place the spare slots are links, too, since the old store's room
+    becomes free at the end.
     """
     pairs = zip(_names(len(manifests)), manifests, strict=True)
     parts = [StoreDirectory(staging / name, manifest) for name, manifest in pairs]
     with translated("copy", source.where):
         chunks = list(copied_chunks(source, parts))
-    needs = room_needed(chunks)
+    needs = Counter[Path]()
+    for new in chunks:
+        needs[new.part.csd_directory(new.one.csd)] += new.room_bytes
+    num_bytes = needs.total()
+    for part in () if source.held else parts:
+        needs.update(required_bytes(part, 1))
     check_free_space(needs, "the chunks to come need", "free some, or give others")
     is_run = len(parts) > 1
     ids = {place: f"{uuid.uuid4().hex}-0" if is_run else "" for place in source.steps}
@@ -259,14 +255,12 @@ def _make(
     records = make_steps(source, chunks, progress)
     for part in parts:
         with translated("copy", part.path):
-            make_place(part, "b")
             for name, content in source.beside.items():
                 (part.path / name).parent.mkdir(exist_ok=True)
                 write_bytes_atomically(part.path / name, content)
             for place, record in records.items():
                 root, carry = part.step_path(place), record.carry
                 make_place(part, place, carry)
-                make_carry(root, part.manifest, carry)
                 write_carry(root, carry, source.steps[place].read_carry())
                 if place == "a":
                     part.sync()
@@ -274,10 +268,11 @@ def _make(
                     part.manifest.write(root / "jaxinf.json")
                 own = record.part(part.manifest, ids[place])
                 own.write(root / "commit.json")
+            make_place(part, "b", source="a" if source.held else None)
     for part in parts:
         part.sync()
         part.flip("a")
-    return sum(one.room_bytes for one in chunks if one.how != "room")
+    return num_bytes
 
 
 # --- its place -----------------------------------------------------------------------
@@ -322,26 +317,16 @@ def _discard(staging: Path, target: Path, *, keeps: bool = False) -> None:
     with translated("removal", staging):
         for place in (*find_members(staging), staging):
             if (place / "jaxinf.json").exists():
-                _give_up_csds(StoreDirectory.open(place))
+                remove_csds(StoreDirectory.open(place))
         for entry in staging.iterdir():
             moved = target / entry.name
             is_own = _OWN.fullmatch(entry.name)
             if not is_own and target.is_dir() and not os.path.lexists(moved):
                 entry.rename(moved)
-            elif keeps and entry.name == "lock":
-                continue
             elif entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
-            else:
+            elif not (keeps and entry.name == "lock"):
                 entry.unlink()
         if not keeps:
             staging.rmdir()
             fsync_directory(staging.parent)
-
-
-def _give_up_csds(directory: StoreDirectory) -> None:
-    """Removes the directories of a store that is given up from its CSDs."""
-    check_owners(directory, unmade=True)
-    for csd in range(len(directory.manifest.csds)):
-        for name in (*SLOTS, "checkpoints", "."):  # the note of the owner goes last
-            shutil.rmtree(directory.csd_directory(csd) / name, ignore_errors=True)

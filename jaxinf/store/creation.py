@@ -10,7 +10,7 @@ import re
 import shutil
 import uuid
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -20,16 +20,12 @@ from jaxinf.errors import StoreFormatError, StoreSpaceError
 from jaxinf.layout import deal
 from jaxinf.store.commit import CarriedArray, CommitRecord
 from jaxinf.store.directory import SLOTS, StoreDirectory, allocate, link_file
-from jaxinf.store.manifest import (
-    LeafRecord,
-    Manifest,
-    Member,
-    held_by,
-)
-from jaxinf.store.owners import check_owners, check_places, make_csds
-from jaxinf.store.stock import create_documents, link_carry, make_folder
+from jaxinf.store.manifest import LeafRecord, Manifest, Member, held_by
+from jaxinf.store.owners import check_owners, check_places, claim_csds
+from jaxinf.store.stock import OF_ITEMS, link_carry, orbax_links, step_documents
 from jaxinf.terminal import format_bytes
 from jaxinf.transfer import (
+    check_holds,
     fsync_directory,
     open_beneath,
     read_beneath,
@@ -47,7 +43,7 @@ def lay_out(
     member: Member | None = None,
     owners: Sequence[Sequence[int]] = (),
 ) -> Manifest:
-    """Assigns places to the chunks of a store; every new manifest is made here.
+    """Assigns places to the chunks of a store.
 
     Args:
       contents: the store's leaves, with their chunk shapes; their places are ignored.
@@ -61,13 +57,12 @@ def lay_out(
         leaves.append(bare if member is None else held_by(bare, owners[number], member))
     sizes = [leaf.chunk_bytes[number] for leaf in leaves for number in leaf.held]
     csds = iter(deal(sizes, max(1, len(csd_roots))))
-    dealt = (
-        replace(n, csds=tuple(-1 if csd < 0 else next(csds) for csd in n.csds))
-        for n in leaves
-    )
     return replace(
         contents,
-        leaves=tuple(dealt),
+        leaves=tuple(
+            replace(n, csds=tuple(-1 if csd < 0 else next(csds) for csd in n.csds))
+            for n in leaves
+        ),
         store_id=uuid.uuid4().hex,
         csds=tuple(csd_roots),
         member=member,
@@ -125,11 +120,7 @@ def csd_bytes(manifest: Manifest) -> list[int]:
 
 
 def files_beside(store: Path) -> dict[str, bytes]:
-    """Returns what a run needs beside its steps: cuts of programs, a tokenizer.
-
-    Raises:
-      StoreIOError: a file cannot be read, is too large, or is a link.
-    """
+    """Returns what a run needs beside its steps: cuts of programs, a tokenizer."""
     found = {}
     for name in ("stream", "tokenizer"):
         with contextlib.suppress(FileNotFoundError):
@@ -153,14 +144,11 @@ def is_unfinished(path: Path) -> bool:
 
 
 def check_free_space(needs: Mapping[Path, int], what: str, remedy: str) -> None:
-    """Refuses needs for which file systems have no room.
+    """Raises StoreSpaceError for needs for which a file system has no room.
 
     Args:
       needs: bytes below each directory, which need not exist.
       what, remedy: parts of the message.
-
-    Raises:
-      StoreSpaceError: names the file system, the bytes needed and the bytes free.
     """
     totals: dict[int, int] = defaultdict(int)
     places: dict[int, Path] = {}
@@ -186,26 +174,21 @@ def existing_parent(path: Path) -> tuple[Path, int]:
     return path, path.stat().st_dev
 
 
-def required_bytes(directory: StoreDirectory) -> dict[Path, int]:
-    """Returns the bytes of a new store on each CSD, with both slots."""
+def required_bytes(directory: StoreDirectory, num_steps: int = 2) -> dict[Path, int]:
+    """Returns the bytes of a store's steps on each CSD, by default of both slots."""
     held = enumerate(csd_bytes(directory.manifest))
-    return {directory.csd_directory(csd): 2 * num_bytes for csd, num_bytes in held}
+    return {directory.csd_directory(csd): num_steps * size for csd, size in held}
 
 
 def check_space(directory: StoreDirectory, *, num_more: int = 0) -> None:
-    """Refuses a store for which its file systems have no room.
+    """Refuses a store, not made yet, for which its file systems have no room.
 
     Args:
-      directory: the store, not made yet.
       num_more: number of further copies of the state, beside the two slots.
-
-    Raises:
-      StoreSpaceError: names the file system, the bytes needed and the bytes free.
     """
     kept = f" and {num_more} kept steps" if num_more else ""
-    needs = required_bytes(directory).items()
     check_free_space(
-        {place: num_bytes // 2 * (2 + num_more) for place, num_bytes in needs},
+        required_bytes(directory, 2 + num_more),
         f"the store's two slots{kept} of {directory.manifest.num_params:,} params need",
         "free some, or choose another directory or more CSD roots",
     )
@@ -215,11 +198,6 @@ def create_store(directory: StoreDirectory) -> None:
     """Makes every directory and file of a new store, preallocated, without a step.
 
     The caller has called `check_space` before it locked the path.
-
-    Raises:
-      StoreFormatError: a CSD root is inside the store, or below ``/proc``.
-      StoreSpaceError: the file system is full.
-      StoreIOError: the operating system refused something.
     """
     check_places(directory)
     with translated("creation", directory.path):
@@ -234,7 +212,7 @@ def begin_store(directory: StoreDirectory) -> None:
     """Makes a store's own directories; with its manifest, its owner is known."""
     directory.path.mkdir(parents=True, exist_ok=True)
     directory.manifest.write(directory.path / "jaxinf.json")
-    make_csds(directory)
+    claim_csds(directory, unmade=True)
 
 
 def make_place(
@@ -252,48 +230,77 @@ def make_place(
 
     Args:
       carry: arrays that the step carries.
-      source: the step whose files are linked to, those that it carries, too; by
-        default chunks have room.
+      source: the step whose files are linked to, those that it carries, too, and
+        documents as far as they say the same; by default chunks have room.
       named: the name that the place gets when it is complete.
     """
     is_item = place.startswith("checkpoints/")
     step, made, manifest = directory.step_path(place), set[str](), directory.manifest
     held = None if source is None else directory.step_path(source)
-    create_documents(step, manifest, carry, is_item=is_item, source=held)
-    csds = range(directory.num_csds)
-    roots = [str(directory.data_path(place, csd)) for csd in csds]
-    targets = [str(directory.data_path(named or place, csd)) for csd in csds]
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    for name, content in step_documents(manifest, carry, is_item=is_item):
+        _make_folder(os.path.dirname(f"{step}/{name}"), made)
+        if held is not None and not (is_item and name in OF_ITEMS):
+            check_holds(held, name, 0)  # no link leads there
+            link_file(held / name, step / name)
+        else:
+            with open(os.open(f"{step}/{name}", flags, 0o644), "wb", 0) as document:
+                document.write(content)
+    roots = [str(path) for path in directory.data_paths(step)]
     # A store has tens of thousands, and a `Path` costs as much as a file.
     for one in manifest.held():
-        key = one.name
-        file, name = f"{roots[one.csd]}/{key}", f"{step}/{key}"
-        make_folder(os.path.dirname(file), made)
+        file = f"{roots[one.csd]}/{one.name}"
+        _make_folder(os.path.dirname(file), made)
         if not os.path.lexists(file):
             if source is None:
                 allocate(file, one)
             else:
                 link_file(directory.file_of(source, one), Path(file))
-        if manifest.csds:
-            make_folder(os.path.dirname(name), made)
-            if not os.path.lexists(name):
-                os.symlink(f"{targets[one.csd]}/{key}", name)
+    for name, target in step_links(directory, place, carry, named=named):
+        _make_folder(os.path.dirname(f"{step}/{name}"), made)
+        if not os.path.lexists(f"{step}/{name}"):
+            os.symlink(target, f"{step}/{name}")
     if held is not None:
         link_carry(held, step, carry)
+
+
+def _make_folder(folder: str, made: set[str]) -> None:
+    """Makes a directory and those above it, but for those that are `made`."""
+    if folder not in made:
+        os.makedirs(folder, exist_ok=True)
+        made.add(folder)
+
+
+def step_links(
+    directory: StoreDirectory,
+    place: str,
+    carry: Sequence[CarriedArray],
+    *,
+    named: str | None = None,
+) -> Iterator[tuple[str, str]]:
+    """Yields names and targets of the links by which other tools find what it has.
+
+    The arguments are those of `make_place`.
+    """
+    if place.startswith("checkpoints/"):
+        yield from orbax_links(directory.manifest, carry).items()
+    if directory.manifest.csds:
+        csds = range(directory.num_csds)
+        roots = [str(directory.data_path(named or place, csd)) for csd in csds]
+        for one in directory.manifest.held():
+            yield one.name, f"{roots[one.csd]}/{one.name}"
+
+
+# --- the end of a store --------------------------------------------------------------
 
 
 def discard_store(directory: StoreDirectory) -> None:
     """Removes a store that never committed a step; the caller holds its lock.
 
-    Raises:
-      StoreFormatError: it has committed a step, or its chunks are another store's;
-        nothing is removed.
+    One that did, or whose chunks are another store's, is refused.
     """
     check_never_committed(directory)
-    check_owners(directory, unmade=True)
-    for csd, root in enumerate(directory.manifest.csds):
-        shutil.rmtree(directory.csd_directory(csd), ignore_errors=True)
-        if os.path.isdir(root):
-            fsync_directory(root)
+    remove_csds(directory)
     shutil.rmtree(directory.path / "slots", ignore_errors=True)
     fsync_directory(directory.path)  # without a manifest the rest cannot be removed
     with translated("removal", directory.path):
@@ -301,12 +308,18 @@ def discard_store(directory: StoreDirectory) -> None:
     fsync_directory(directory.path)
 
 
-def check_never_committed(directory: StoreDirectory) -> None:
-    """Distinguishes a store that was never finished from one that lost `current`.
+def remove_csds(directory: StoreDirectory) -> None:
+    """Removes what a store has on its CSDs, if it is the owner, and durably."""
+    check_owners(directory, unmade=True)
+    for csd, root in enumerate(directory.manifest.csds):
+        for name in (*SLOTS, "checkpoints", "."):  # the note of the owner goes last
+            shutil.rmtree(directory.csd_directory(csd) / name, ignore_errors=True)
+        if os.path.isdir(root):
+            fsync_directory(root)
 
-    Raises:
-      StoreFormatError: the store has committed a step.
-    """
+
+def check_never_committed(directory: StoreDirectory) -> None:
+    """Refuses a store with a committed step, also one that lost `current`."""
     if directory.committed_slot() is not None:
         raise StoreFormatError(
             f"{directory.path}: expected no committed step, found one"

@@ -46,7 +46,6 @@ _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 def other_slot(slot: Slot) -> Slot:
-    """Returns the other slot."""
     return "b" if slot == "a" else "a"
 
 
@@ -154,6 +153,13 @@ class StoreDirectory:
                 if is_slot:  # snapshots come and go, each under a name of its own
                     self._checked.add(folder)
 
+    @property
+    def num_csds(self) -> int:
+        """Number of CSDs that the chunks are spread over, at least 1."""
+        return max(1, len(self.manifest.csds))
+
+    # --- chunk files -------------------------------------------------------------
+
     @cached_property
     def chunks(self) -> tuple[tuple[Chunk, ...], ...]:
         """The chunks of every leaf, in grid order."""
@@ -190,11 +196,6 @@ class StoreDirectory:
             if not stat.S_ISLNK((status := os.lstat(file)).st_mode):
                 check_regular(file, status)
         return file
-
-    @property
-    def num_csds(self) -> int:
-        """Number of CSDs that the chunks are spread over, at least 1."""
-        return max(1, len(self.manifest.csds))
 
     # --- slots -------------------------------------------------------------------
 
@@ -239,18 +240,12 @@ class StoreDirectory:
         It proves nothing of a spare slot's chunks: its removal need not be durable
         when the slot is rewritten.
         """
-        try:
+        with contextlib.suppress(StoreFormatError):
             return CommitRecord.read(self.step_path(slot) / "commit.json")
-        except StoreFormatError:
-            return None
+        return None
 
     def read_record(self, place: str) -> CommitRecord:
-        """Returns the record of a step; it has a checksum for every chunk.
-
-        Raises:
-          StoreFormatError: the record is missing, damaged, or has other arrays than the
-            store.
-        """
+        """Returns a step's record; refuses one of other arrays than the store's."""
         path = self.step_path(place) / "commit.json"
         record = CommitRecord.read(path)
         record.check_fits(path, self.manifest)
@@ -319,7 +314,6 @@ class StoreDirectory:
         takes its place. If the file is too short, it gets its length back.
 
         Args:
-          place, leaf, chunk, state: the chunk.
           keeps: whether a new file gets the old one's content; otherwise the caller
             must write the whole chunk.
         """
@@ -356,20 +350,14 @@ class StoreDirectory:
     def _replacement(self, csd: int, file: Path) -> Iterator[Path]:
         """Yields a temporary name; the file that the body makes there replaces `file`.
 
-        Of these names there is one a CSD, since one file is replaced at a time.
+        Of these names there is one a CSD, since one file is replaced at a time. What a
+        crash leaves there goes with the next replacement.
         """
         temporary = self.csd_directory(csd) / _REPLACEMENT
         with translated("replacement", file):
             temporary.unlink(missing_ok=True)
             yield temporary
             temporary.rename(file)
-
-    def prune_replacements(self) -> None:
-        """Removes the leftovers of replaced chunk files, after a crash."""
-        for csd in range(self.num_csds):
-            temporary = self.csd_directory(csd) / _REPLACEMENT
-            with translated("removal", temporary):
-                temporary.unlink(missing_ok=True)
 
 
 def allocate(file: PathLikeStr, one: ChunkFile) -> None:
@@ -392,11 +380,7 @@ def _status(file: Path) -> os.stat_result:
 
 
 def link_file(source: Path, target: Path) -> None:
-    """Gives a file a second name, on the same file system; follows no link.
-
-    Raises:
-      StoreIOError, StoreSpaceError: the source is no file, or the file system refused.
-    """
+    """Gives a file a second name, on the same file system; follows no link."""
     with translated("hard link", source):
         check_regular(source, os.lstat(source))
     with translated(f"hard link of {source}", target):

@@ -6,8 +6,7 @@ path component that any POSIX file system takes.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar
@@ -54,8 +53,7 @@ Dtype: TypeAlias = Annotated[
     ),
 ]
 
-_BLANK = "00000000"
-_END = re.compile(rb'"crc32c": "([0-9a-f]{8})"\n}\n\Z')
+_SEAL = re.compile(rb'("crc32c": ")([0-9a-f]{8})("\n}\n)\Z')
 
 
 def seal(document: Any) -> bytes:
@@ -73,19 +71,18 @@ def seal(document: Any) -> bytes:
     if isinstance(document, msgspec.Struct):
         document = msgspec.to_builtins(document)
     bare = {key: value for key, value in document.items() if key != "crc32c"}
-    text = encode({**bare, "crc32c": _BLANK})
-    digits = f"{_crc(text):08x}".encode()
-    found = _END.search(text)
-    assert found is not None
-    return text[: found.start(1)] + digits + text[found.end(1) :]
+    return _sealed(encode({**bare, "crc32c": "00000000"}))
+
+
+def _sealed(raw: bytes) -> bytes:
+    """Returns a document's bytes with the right checksum."""
+    blank = _SEAL.sub(rb"\g<1>00000000\3", raw)
+    digits = b"%08x" % crc32c(np.frombuffer(blank, np.uint8))
+    return _SEAL.sub(rb"\g<1>%b\3" % digits, blank)
 
 
 def write_document(path: Path, document: Any) -> None:
-    """Seals a document and writes it; blocks until it is durable.
-
-    Raises:
-      StoreSpaceError, StoreIOError: it cannot be written; the old one stays.
-    """
+    """Seals a document and writes it, durably; the old one stays if it cannot."""
     write_bytes_atomically(path, seal(document))
 
 
@@ -96,6 +93,7 @@ def read_document(
     remedy: str,
     *,
     check: Callable[[Any], None] = lambda document: None,
+    finish: Callable[[_Kind], _Kind] = lambda value: value,
     dec_hook: Callable[[type, Any], Any] | None = None,
     raw: bytes | None = None,
 ) -> _Kind:
@@ -105,6 +103,7 @@ def read_document(
       path: path of the file; a link is not followed.
       what: the expected document, for the error.
       check: refuses JSON of another kind or version, whatever its seal is.
+      finish: refuses a value whose parts do not fit, by a ValueError.
       dec_hook: makes values of types that msgspec does not know.
       raw: its bytes, if they are no file's.
 
@@ -112,21 +111,21 @@ def read_document(
       StoreFormatError: the document is missing, not a file, too large, not JSON,
         changed since it was written, or of another type.
     """
-    with refusing(path, what, remedy):
+    try:
         if raw is None:
             raw = read_beneath(Path(path).parent, Path(path).name, MOST_BYTES)
         document = parse_json(raw)
         check(document)
-        _check_seal(path, raw, what, remedy)
+        if (found := _SEAL.search(raw)) is None or raw != _sealed(raw):
+            held, right = "at its end", "none"
+            if found is not None:
+                held, right = (one[-12:-4].decode() for one in (raw, _sealed(raw)))
+            raise StoreFormatError(
+                f"{path}: expected {what} of the CRC-32C {held}, found {right}; the "
+                f"file was edited or damaged: {remedy}"
+            )
         del document["crc32c"]
-        return convert(document, kind, dec_hook=dec_hook)
-
-
-@contextmanager
-def refusing(path: Path | str, what: str, remedy: str) -> Iterator[None]:
-    """Turns errors of a document that cannot be understood into `StoreFormatError`."""
-    try:
-        yield
+        return finish(convert(document, kind, dec_hook=dec_hook))
     except (StoreIOError, ValueError) as error:
         raise StoreFormatError(
             f"{path}: expected {what}, found none that can be read ({error}); {remedy}"
@@ -134,11 +133,7 @@ def refusing(path: Path | str, what: str, remedy: str) -> Iterator[None]:
 
 
 def read_foreign(path: Path, kind: type[_Kind], what: str, remedy: str) -> _Kind:
-    """Reads a JSON document of another tool; follows links.
-
-    Raises:
-      ExchangeError: the document is missing, not a file, too large, or not of the type.
-    """
+    """Reads a JSON document of another tool, or raises ExchangeError; follows links."""
     try:
         return decode(read_bounded(path, MOST_BYTES), kind)
     except (StoreIOError, ValueError) as error:
@@ -146,23 +141,6 @@ def read_foreign(path: Path, kind: type[_Kind], what: str, remedy: str) -> _Kind
             f"{path}: expected {what}, found a document that cannot be read "
             f"({error}); {remedy}"
         ) from error
-
-
-def _check_seal(path: Path | str, raw: bytes, what: str, remedy: str) -> None:
-    """Refuses a document that was changed after it was written."""
-    end, held, found = _END.search(raw), "at its end", "none"
-    if end is not None:
-        blank = raw[: end.start(1)] + _BLANK.encode() + raw[end.end(1) :]
-        held, found = end.group(1).decode(), f"{_crc(blank):08x}"
-    if held != found:
-        raise StoreFormatError(
-            f"{path}: expected {what} of the CRC-32C {held}, found {found}; the file "
-            f"was edited or damaged: {remedy}"
-        )
-
-
-def _crc(raw: bytes) -> int:
-    return crc32c(np.frombuffer(raw, np.uint8))
 
 
 # --- names ----------------------------------------------------------------------------
@@ -198,11 +176,7 @@ def array_name(state: str, path: Sequence[str]) -> str:
 
 
 def check_leaf_paths(paths: Iterable[Sequence[str]], states: Iterable[str]) -> None:
-    """Refuses trees whose array names would collide or be too long.
-
-    Raises:
-      ValueError: names the leaves, and the keys to rename.
-    """
+    """Raises ValueError for trees whose array names would collide or be too long."""
     longest = max((len(state.encode()) for state in states), default=0)
     seen: dict[str, Sequence[str]] = {}
     for path in paths:

@@ -44,11 +44,7 @@ class Formats:
     average: str | None = None
 
     def of(self, held: Manifest, where: str) -> Manifest:
-        """Returns a manifest with these formats, whose places are as before.
-
-        Raises:
-          ValueError: no leaf is bfloat16.
-        """
+        """Returns a manifest with these formats, whose places are as before."""
         if self.master and all(leaf.dtype != "bfloat16" for leaf in held.leaves):
             raise ValueError(
                 f"{where}: master={self.master!r}: expected params that are "
@@ -65,15 +61,14 @@ AS_IT_IS = Formats()
 def coded_leaf(leaf: LeafRecord, formats: Formats) -> LeafRecord:
     """Returns a leaf in these formats."""
     is_small = math.prod(leaf.shape) < _MIN_CODED_ELEMENTS
+    own = {MASTER_PARAMS: formats.master, AVERAGE: formats.average}
     stored: list[StateRecord] = []
     for held in leaf.states:
         if held.is_beside:
             continue
-        own = {MASTER_PARAMS: formats.master, AVERAGE: formats.average}
         wanted, state = own.get(held.name, formats.state), held.decoded()
-        if held.name == MASTER_PARAMS:
-            may_change = leaf.dtype == "bfloat16"
-        else:
+        may_change = leaf.dtype == "bfloat16"
+        if held.name != MASTER_PARAMS:
             is_plain = state.dtype != "float32" or state.name in _NEVER_CODED
             may_change = not (is_small or is_plain)
         codec = held.codec
@@ -123,12 +118,11 @@ def divided(
 ) -> tuple[list[LeafRecord], list[list[int]]]:
     """Returns leaves with the grids that shards need, and the owners of their chunks.
 
+    A leaf with codes that would need a new grid is refused.
+
     Args:
       count: number of processes.
       shards_of: by default, shards of devices in a line.
-
-    Raises:
-      StoreMismatchError: a leaf with codes would need a new grid.
     """
     most = max((math.prod(n.chunk_shape) for n in leaves), default=1)
     found, holders = [], []

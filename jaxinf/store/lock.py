@@ -33,8 +33,8 @@ class Holder(msgspec.Struct, frozen=True):
     command: tuple[str, ...]
 
 
+# Attempts to lock a file that others keep removing before it is locked.
 _NUM_ATTEMPTS = 1000
-"""Attempts to lock a file that others keep removing before it is locked."""
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _IS_TAKEN = {errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES}
@@ -67,21 +67,19 @@ class LockFile:
                 with translated("locking", path):
                     self.fd = os.open(path, _FLAGS, 0o644)
                 _OPEN.add(self)
-            try:
-                self._status = os.fstat(self.fd)
-                check_regular(path, self._status)
-                fcntl.flock(self.fd, how)
-                if self.is_in_place():
-                    return
-            except OSError as error:
-                self.close()
-                if error.errno in _IS_TAKEN:
-                    raise BlockingIOError(*error.args) from error
-                raise store_error("locking", path, error) from error
-            except BaseException:
-                self.close()
-                raise
-            self.close()
+            with contextlib.ExitStack() as undo:
+                undo.callback(self.close)
+                try:
+                    self._status = os.fstat(self.fd)
+                    check_regular(path, self._status)
+                    fcntl.flock(self.fd, how)
+                    if self.is_in_place():
+                        undo.pop_all()
+                        return
+                except OSError as error:
+                    if error.errno in _IS_TAKEN:
+                        raise BlockingIOError(*error.args) from error
+                    raise store_error("locking", path, error) from error
         raise StoreFormatError(
             f"{path}: expected to open the file of that name, found another one in "
             f"each of {_NUM_ATTEMPTS} attempts; another process replaces it all the "
@@ -135,12 +133,10 @@ class StoreLock:
                 f"locked by {_holder(store_path / 'lock')}"
             ) from error
         own = Holder(os.getpid(), socket.gethostname(), tuple(sys.argv))
-        try:
-            with translated("locking", self._file.path):
-                self._write(json.dumps(msgspec.to_builtins(own)))
-        except BaseException:
-            self._file.close()
-            raise
+        with contextlib.ExitStack() as undo, translated("locking", self._file.path):
+            undo.callback(self._file.close)
+            self._write(json.dumps(msgspec.to_builtins(own)))
+            undo.pop_all()
 
     def check(self) -> None:
         """Refuses to go on if another process could hold the lock, too.

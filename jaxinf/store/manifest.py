@@ -5,8 +5,9 @@ does not parse is a `StoreFormatError`; nothing is guessed.
 """
 
 import difflib
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
@@ -38,7 +39,6 @@ from jaxinf.store.documents import (
     encode_key,
     leaf_name,
     read_document,
-    refusing,
     write_document,
 )
 from jaxinf.transfer import page_ceil
@@ -58,6 +58,13 @@ _MOST_CHUNK_ELEMENTS = 1 << 36  # 16,384 times the usual size of a chunk
 
 # Codecs of arrays that belong to the array before them, and the ends of their names.
 BESIDE = {"scale": "_scale", "remainder": "_remainder"}
+
+# The dtype of each codec, and codec and dtype of what it has beside.
+_CODED: dict[str, tuple[Any, ...]] = {
+    "bf16": ("bfloat16",),
+    "split": ("bfloat16", ("remainder", "int16")),
+    "int8": ("uint8", ("scale", "float32")),
+}
 
 Process: TypeAlias = Annotated[int, Meta(ge=0, lt=2**20)]
 """Number of a process."""
@@ -103,14 +110,14 @@ class StateRecord(Document, frozen=True, array_like=True):
         return dtype_of(self.dtype).itemsize
 
     @property
-    def slot(self) -> str:
-        """Name of the optimizer's state, also for its scales or remainders."""
-        return self.name.removesuffix(BESIDE.get(self.codec, ""))
-
-    @property
     def is_beside(self) -> bool:
         """Whether it belongs to the array before it, and is not a state of its own."""
         return self.codec in BESIDE
+
+    @property
+    def slot(self) -> str:
+        """Name of the optimizer's state, also for its scales or remainders."""
+        return self.name.removesuffix(BESIDE.get(self.codec, ""))
 
     def num_elements(self, num_leaf_elements: int) -> int:
         """Returns the number of its elements for a number of the leaf's."""
@@ -120,14 +127,9 @@ class StateRecord(Document, frozen=True, array_like=True):
 
     def coded(self, codec: str) -> tuple["StateRecord", ...]:
         """Returns the arrays that store this state with a codec."""
-        if codec == "bf16":
-            return (StateRecord(self.name, "bfloat16", codec),)
-        if codec == "split":
-            rest = StateRecord(self.name + BESIDE["remainder"], "int16", "remainder")
-            return (StateRecord(self.name, "bfloat16", codec), rest)
-        assert codec == "int8"
-        scales = StateRecord(self.name + BESIDE["scale"], "float32", "scale")
-        return (StateRecord(self.name, "uint8", codec), scales)
+        dtype, *beside = _CODED[codec]
+        more = (StateRecord(self.name + BESIDE[x], d, x) for x, d in beside)
+        return (StateRecord(self.name, dtype, codec), *more)
 
     def decoded(self) -> "StateRecord":
         """Returns the state in the form that the optimizer computes with."""
@@ -169,8 +171,6 @@ class LeafRecord(Document, frozen=True, kw_only=True, dict=True, gc=True):
         """Returns the directory of a state's array, relative to a slot."""
         return array_name(state, self.path)
 
-    # --- states ----------------------------------------------------------------------
-
     def state(self, name: str) -> StateRecord:
         """Returns the record of a stored array, which must exist."""
         return next(state for state in self.states if state.name == name)
@@ -199,18 +199,18 @@ class LeafRecord(Document, frozen=True, kw_only=True, dict=True, gc=True):
         length = scales_length(self.grid)
         return (len(self.csds) * length,), (length,)
 
-    @cached_property
+    def chunks(self, state: StateRecord) -> Sequence[Chunk]:
+        """Returns the chunks of a state's array, one for each of the leaf's grid."""
+        is_scale = state.codec == "scale"
+        return scale_chunks(self.grid) if is_scale else self.grid.chunks()
+
+    @property
     def chunk_bytes(self) -> list[int]:
         """Bytes of each chunk on the drive, all states together."""
         return [
             sum(ChunkFile(-1, self, state, number).drive_bytes for state in self.states)
             for number in range(self.grid.num_chunks)
         ]
-
-    def chunks(self, state: StateRecord) -> Sequence[Chunk]:
-        """Returns the chunks of a state's array, one for each of the leaf's grid."""
-        is_scale = state.codec == "scale"
-        return scale_chunks(self.grid) if is_scale else self.grid.chunks()
 
     @cached_property
     def held(self) -> Sequence[int]:
@@ -229,8 +229,8 @@ class LeafRecord(Document, frozen=True, kw_only=True, dict=True, gc=True):
         """Each chunk's position in `held`; -1 for one that is not held."""
         if not self.owners:
             return range(len(self.csds))
-        found = {number: place for place, number in enumerate(self.held)}
-        return tuple(found.get(number, -1) for number in range(len(self.csds)))
+        count = itertools.count()
+        return tuple(-1 if csd < 0 else next(count) for csd in self.csds)
 
 
 class ChunkFile(NamedTuple):
@@ -322,8 +322,8 @@ class Manifest(Document, frozen=True, kw_only=True, dict=True, gc=True):
     def of_contents(
         cls,
         leaves: Sequence[LeafRecord],
-        kernels: Mapping[str, tuple[str, ...]],
-        created_by: Mapping[str, str],
+        kernels: dict[str, tuple[str, ...]],
+        created_by: dict[str, str],
     ) -> "Manifest":
         """Makes one without places.
 
@@ -332,15 +332,9 @@ class Manifest(Document, frozen=True, kw_only=True, dict=True, gc=True):
           kernels: the updates' equations as text, by id.
           created_by: versions of jaxinf, jax and optax.
         """
-        return cls(
-            format="jaxinf",
-            format_version=FORMAT_VERSION,
-            store_id="",
-            created_by=dict(created_by),
-            csds=(),
-            kernels=dict(kernels),
-            leaves=tuple(leaves),
-        )
+        header = {"format": "jaxinf", "format_version": FORMAT_VERSION, "store_id": ""}
+        given = {"created_by": created_by, "kernels": kernels, "leaves": tuple(leaves)}
+        return cls(**header, **given, csds=())
 
     @cached_property
     def num_params(self) -> int:
@@ -426,19 +420,9 @@ class Manifest(Document, frozen=True, kw_only=True, dict=True, gc=True):
 
     @classmethod
     def read(cls, path: Path | str, raw: bytes | None = None) -> "Manifest":
-        """Reads ``jaxinf.json``; `raw` are its bytes, if they are no file's.
-
-        Raises:
-          StoreFormatError: the manifest is damaged, or of another format.
-        """
-        held = read_document(path, cls, _WHAT, _REMEDY, check=check_version, raw=raw)
-        with refusing(path, _WHAT, _REMEDY):
-            _check(held)
-            member = held.member
-            if member is None:
-                return held
-            leaves = [held_by(leaf, leaf.owners, member) for leaf in held.leaves]
-            return replace(held, leaves=tuple(leaves))
+        """Reads ``jaxinf.json``; raises as `read_document`, whose `raw` is this."""
+        hooks = {"check": check_version, "finish": _checked}
+        return read_document(path, cls, _WHAT, _REMEDY, raw=raw, **hooks)
 
 
 def without_csds(manifest: Manifest) -> Manifest:
@@ -460,55 +444,6 @@ def _form(leaf: LeafRecord) -> tuple[str, ...]:
     return f"shape {leaf.shape}", f"params {leaf.dtype}", f"states ({states})"
 
 
-def _check(held: Manifest) -> None:
-    """Raises ValueError if the parts do not fit each other."""
-    member = held.member
-    if member is not None and member.number >= member.count:
-        raise ValueError(f"member {member.number} of {member.count}")
-    for leaf in held.leaves:
-        if problem := _problem(leaf, member):
-            raise ValueError(f"leaf {leaf.name}: {problem}")
-        if leaf.kernel not in held.kernels:
-            raise ValueError(f"leaf {leaf.name}: no kernel {leaf.kernel!r}")
-        if max(leaf.csds, default=0) >= max(1, len(held.csds)):
-            raise ValueError(f"leaf {leaf.name}: no such CSDs: {leaf.csds}")
-    states = {state.name for leaf in held.leaves for state in leaf.states}
-    if not all(name == encode_key(name) for name in states):
-        raise ValueError(f"states {sorted(states)} are no file names")
-    check_leaf_paths([leaf.path for leaf in held.leaves], states)
-
-
-def _problem(leaf: LeafRecord, member: Member | None) -> str | None:
-    """Says what is wrong with a leaf; None if nothing is."""
-    if len(leaf.shard_counts) != len(leaf.shape):
-        return f"{len(leaf.shard_counts)} shard counts"
-    lengths = [math.prod(leaf.shape), math.prod(leaf.chunk_shape)]
-    if lengths[0] >= _MOST_ELEMENTS or lengths[1] > _MOST_CHUNK_ELEMENTS:
-        return "more elements than a leaf or chunk has"
-    if len({state.name for state in leaf.states}) != len(leaf.states):
-        return "two states of one name"
-    if leaf.slots[:1] != (StateRecord(MASTER_PARAMS, "float32"),):
-        return "no float32 params first"
-    codec = leaf.states[0].codec
-    if codec and (codec not in MASTER_CODECS or leaf.dtype != "bfloat16"):
-        return f"{leaf.dtype} params coded as {codec!r}"
-    if leaf.grid.num_chunks != len(leaf.csds):
-        return f"{leaf.grid.num_chunks} chunks, {len(leaf.csds)} CSDs"
-    count = 0 if member is None else member.count
-    if len(leaf.owners) != (len(leaf.csds) if count else 0) or (
-        max(leaf.owners, default=-1) >= count
-    ):
-        return f"{len(leaf.csds)} chunks, owners {shown(leaf.owners)} of {count}"
-    for number, state in enumerate(leaf.states):
-        if state.codec == "split" and number:
-            return f"{state.name} is no master"
-        if state.codec in {*CODECS, *MASTER_CODECS}:
-            wanted = StateRecord(state.name, "float32").coded(state.codec)
-            if leaf.states[number : number + len(wanted)] != wanted:
-                return f"{state.name} is not {wanted}"
-    return None
-
-
 def check_version(document: Any) -> None:
     """Raises ValueError for a document of another format version, or of none."""
     found = document.get("format_version") if isinstance(document, dict) else None
@@ -517,3 +452,54 @@ def check_version(document: Any) -> None:
             f"format version {shown(found)}, expected {FORMAT_VERSION}; a higher "
             "one is a newer jaxinf's"
         )
+
+
+def _checked(held: Manifest) -> Manifest:
+    """Returns a manifest as its member has it; ValueError if its parts do not fit."""
+    member = held.member
+    if member is not None and member.number >= member.count:
+        raise ValueError(f"member {member.number} of {member.count}")
+    for leaf in held.leaves:
+        problem = _problem(leaf, 0 if member is None else member.count)
+        if leaf.kernel not in held.kernels:
+            problem = f"no kernel {leaf.kernel!r}"
+        if max(leaf.csds, default=0) >= max(1, len(held.csds)):
+            problem = f"no such CSDs: {leaf.csds}"
+        if problem:
+            raise ValueError(f"leaf {leaf.name}: {problem}")
+    if not all(name == encode_key(name) for name in held.state_names):
+        raise ValueError(f"states {held.state_names} are no file names")
+    check_leaf_paths([leaf.path for leaf in held.leaves], held.state_names)
+    if member is None:
+        return held
+    leaves = [held_by(leaf, leaf.owners, member) for leaf in held.leaves]
+    return replace(held, leaves=tuple(leaves))
+
+
+def _problem(leaf: LeafRecord, num_members: int) -> str | None:
+    """Says what is wrong with a leaf; None if nothing is."""
+    master, num_chunks = leaf.states[0], len(leaf.csds)
+    lengths = [math.prod(leaf.shape), math.prod(leaf.chunk_shape)]
+    if len(leaf.shard_counts) != len(leaf.shape):
+        return f"{len(leaf.shard_counts)} shard counts"
+    if lengths[0] >= _MOST_ELEMENTS or lengths[1] > _MOST_CHUNK_ELEMENTS:
+        return "more elements than a leaf or chunk has"
+    if len({state.name for state in leaf.states}) != len(leaf.states):
+        return "two states of one name"
+    if master.is_beside or master.decoded() != StateRecord(MASTER_PARAMS, "float32"):
+        return "no float32 params first"
+    if master.codec and (master.codec not in MASTER_CODECS or leaf.dtype != "bfloat16"):
+        return f"{leaf.dtype} params coded as {master.codec!r}"
+    if leaf.grid.num_chunks != num_chunks:
+        return f"{leaf.grid.num_chunks} chunks, {num_chunks} CSDs"
+    is_owned = len(leaf.owners) == (num_chunks if num_members else 0)
+    if not is_owned or max(leaf.owners, default=-1) >= num_members:
+        return f"{num_chunks} chunks, owners {shown(leaf.owners)} of {num_members}"
+    for number, state in enumerate(leaf.states):
+        if state.codec == "split" and number:
+            return f"{state.name} is no master"
+        if state.codec in _CODED:
+            wanted = StateRecord(state.name, "float32").coded(state.codec)
+            if leaf.states[number : number + len(wanted)] != wanted:
+                return f"{state.name} is not {wanted}"
+    return None

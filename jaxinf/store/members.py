@@ -9,9 +9,9 @@ import contextlib
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import NamedTuple
 
 from jaxinf.errors import (
     ProcessError,
@@ -23,9 +23,10 @@ from jaxinf.store.commit import CommitRecord
 from jaxinf.store.directory import StoreDirectory, next_slot
 from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.owners import check_is_store, claim_csds, look_at_store, read_owned
+from jaxinf.store.reader import CommittedStep
 from jaxinf.store.steps import (
     CheckpointInfo,
-    CommittedStep,
+    check_exists,
     checkpoint_names,
     find_checkpoint,
     list_checkpoints,
@@ -52,16 +53,14 @@ class CommitAction(Enum):
     FLIP = "flip"  # `current` names the slot
 
 
-@dataclass(frozen=True, order=True)
-class StepId:
+class StepId(NamedTuple):
     """A committed step as members tell each other: its number, its commit's id."""
 
     step: int
     commit: str
 
 
-@dataclass(frozen=True)
-class HeldSteps:
+class HeldSteps(NamedTuple):
     """The steps of a member's slots: the committed one, that of the other's record."""
 
     current: StepId | None
@@ -69,9 +68,7 @@ class HeldSteps:
 
     def has(self, step: StepId | None) -> bool:
         """Whether a slot has a step, or no step is wanted and none is committed."""
-        if step is None:
-            return self.current is None
-        return step in (self.current, self.spare)
+        return step in self if step else self.current is None
 
 
 def agreed_step(members: Sequence[HeldSteps]) -> StepId | None:
@@ -150,7 +147,7 @@ def missing_members(members: Sequence[StoreDirectory]) -> list[int]:
 
 
 def all_members(path: Path) -> list[StoreDirectory]:
-    """Opens all members of a run, or a store of one process, for reading."""
+    """Opens all members of a run by number, or a store of one process, for reading."""
     if not is_run(path):
         return [look_at_store(path)]
     members = [look_at_store(place) for place in find_members(path)]
@@ -181,7 +178,6 @@ def hold_members(
     Raises:
       StoreLockedError: a run has them open.
       ProcessError: a member cannot be seen, or they have no step in common.
-      StoreError: a member is damaged.
     """
     is_alone, members = not is_run(path), list[StoreDirectory]()
     with contextlib.ExitStack() as stack:
@@ -201,50 +197,42 @@ def hold_members(
                 )
             claim_csds(directory)
             members.append(directory)
-        if not is_alone:
-            _to_common_step(path, members, needs_common=needs_common)
+        held = [held_steps(one) for one in members]
+        try:
+            to_step(members, None if is_alone else agreed_step(held))
+        except LookupError:
+            if needs_common:
+                pairs = zip(members, held, strict=True)
+                listed = ", ".join(f"{one.path.name}: {steps}" for one, steps in pairs)
+                raise ProcessError(
+                    f"{path}: expected a step that all have, found {listed}; go back "
+                    f"to a checkpoint of all: jaxinf checkpoint restore {path} NAME "
+                    "--discard-current"
+                ) from None
         yield members
 
 
-def _to_common_step(
-    path: Path, members: Sequence[StoreDirectory], *, needs_common: bool
-) -> None:
-    held = [held_steps(one) for one in members]
-    try:
-        to_step(members, agreed_step(held))
-    except LookupError:
-        if needs_common:
-            pairs = zip(members, held, strict=True)
-            listed = ", ".join(f"{one.path.name}: {steps}" for one, steps in pairs)
-            raise ProcessError(
-                f"{path}: expected a step that all have, found {listed}; go back to a "
-                f"checkpoint of all: jaxinf checkpoint restore {path} NAME "
-                "--discard-current"
-            ) from None
-
-
+@contextlib.contextmanager
 def of_one_commit(
     path: Path,
     members: Sequence[StoreDirectory],
     take: Callable[[StoreDirectory, contextlib.ExitStack], CommittedStep],
-) -> tuple[list[CommittedStep], contextlib.ExitStack]:
-    """Takes a step of one commit from all members, also while the run goes on; blocks.
+) -> Iterator[tuple[list[CommittedStep], contextlib.ExitStack]]:
+    """Yields a step of one commit of all members, also while the run goes on; blocks.
 
     Members that were killed at different steps go to the common one.
 
     Args:
-      take: takes a member's step. What it gives the stack is undone if the steps are
-        not of one commit.
-
-    Returns:
-      The steps, and the stack of all, which the caller closes.
+      take: takes a member's step. What it gives the stack, which is yielded, too, is
+        undone at the end, or if the steps are not of one commit.
     """
     steps = ""
     for _ in range(_NUM_ATTEMPTS):
         with contextlib.ExitStack() as undo:
             found = [take(one, undo) for one in members]
             if len({one.commit.commit for one in found}) == 1:
-                return found, undo.pop_all()
+                yield found, undo
+                return
         pairs = zip(members, found, strict=True)
         steps = ", ".join(f"{one.path.name}: {n.commit.step}" for one, n in pairs)
         with contextlib.suppress(StoreLockedError), hold_members(path):
@@ -262,15 +250,8 @@ def of_one_commit(
 def save_whole(path: Path, name: str | None = None) -> list[Path]:
     """Keeps the committed step of all members; blocks, and returns its directories.
 
-    Any process may do so beside a running run.
-
-    Args:
-      path: the path of the store or the run.
-      name: name of the checkpoint; by default the step's number.
-
-    Raises:
-      ProcessError: a member cannot be seen, or they are at different steps.
-      StoreMismatchError: there is a checkpoint of that name.
+    Any process may do so beside a running run; raises as `save_checkpoint`, and a
+    ProcessError if a member cannot be seen, or they are at different steps.
     """
 
     def keep(one: StoreDirectory, undo: contextlib.ExitStack) -> CommittedStep:
@@ -278,17 +259,13 @@ def save_whole(path: Path, name: str | None = None) -> list[Path]:
         undo.callback(remove_checkpoint, one, kept)
         return step_of(one, one.step_path(f"checkpoints/{kept}"))
 
-    made, undo = of_one_commit(path, all_members(path), keep)
-    undo.pop_all()
+    with of_one_commit(path, all_members(path), keep) as (made, undo):
+        undo.pop_all()
     return [one.path for one in made]
 
 
 def list_whole(path: Path) -> list[CheckpointInfo]:
-    """Returns the checkpoints that all members have of one commit, by step and name.
-
-    Raises:
-      ProcessError, StoreError: as `save_whole`.
-    """
+    """Returns the checkpoints that all members have of one commit, by step and name."""
     members = all_members(path)
     lists = [list_checkpoints(one) for one in members]  # those that can be read
     if len(members) == 1:
@@ -298,16 +275,12 @@ def list_whole(path: Path) -> list[CheckpointInfo]:
 
 
 def is_of_one(members: Sequence[StoreDirectory], name: str) -> bool:
-    """Whether a checkpoint is of one commit in all members.
-
-    Raises:
-      ValueError: a member has no checkpoint of that name; lists its others.
-    """
+    """Whether a checkpoint, which each member has, is of one commit in all."""
     return len({find_checkpoint(one, name).commit for one in members}) == 1
 
 
 def check_of_one(members: Sequence[StoreDirectory], name: str) -> None:
-    """Raises a StoreMismatchError, or as `is_of_one`, if it is not."""
+    """Refuses a checkpoint that is not of one commit in all members."""
     if not is_of_one(members, name):
         raise StoreMismatchError(
             f"{members[0].path.parent}: checkpoint {name!r}: expected one of all "
@@ -329,11 +302,8 @@ def restore_whole(
       discard_current: whether the committed step may be in no checkpoint.
 
     Raises:
-      ValueError: a member has no checkpoint of that name.
       StoreMismatchError: its arrays differ from a store's, or they are not of one
         commit; or no checkpoint keeps the committed step.
-      StoreSpaceError: the drives have too little room.
-      StoreLockedError, ProcessError: as `hold_members`.
     """
     with hold_members(path, needs_common=not discard_current) as members:
         check_of_one(members, name)
@@ -366,16 +336,12 @@ def remove_whole(path: Path, names: Sequence[str]) -> None:
     """Removes checkpoints of all members, or none if one exists nowhere; blocks.
 
     What an interrupted removal has left goes, too.
-
-    Raises:
-      ValueError: no member has a checkpoint of a name.
-      ProcessError, StoreError: as `save_whole`.
     """
     members = all_members(path)
     by_name = {n: [m for m in members if n in checkpoint_names(m)] for n in names}
     for name, holders in by_name.items():
         if not holders:
-            find_checkpoint(members[0], name)  # raises
+            check_exists(members[0], name)  # raises
     for name, holders in by_name.items():
         for one in holders:
             remove_checkpoint(one, name)

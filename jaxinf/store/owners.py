@@ -44,12 +44,11 @@ class _Identity(msgspec.Struct):
 
 
 def look_at_store(path: Path) -> StoreDirectory:
-    """Opens a store for reading; checks its layout and the presence of CSDs; blocks.
+    """Opens a store for reading; checks its layout and the presence of CSDs.
 
     Raises:
       StoreFormatError: the path is not a store, a directory of it is a link, or a CSD
         is missing.
-      StoreIOError: a file or directory cannot be read.
     """
     check_is_store(path)
     directory = StoreDirectory.open(path)
@@ -60,18 +59,16 @@ def look_at_store(path: Path) -> StoreDirectory:
 
 
 def read_owned(path: Path, *, unmade: bool = False) -> StoreDirectory:
-    """Opens a store for writing, in its present state; blocks.
+    """Opens a store for writing, in its present state.
 
     The caller holds a lock under which the manifest does not change: that of the
     writer, of the checkpoints, or of flips.
 
     Args:
-      path: the store.
       unmade: as for `check_owners`.
 
     Raises:
       StoreFormatError: as `look_at_store`; or nothing shows that a CSD is this store's.
-      StoreIOError: a file or directory cannot be read.
     """
     check_is_store(path)
     directory = StoreDirectory.open(path)
@@ -81,10 +78,7 @@ def read_owned(path: Path, *, unmade: bool = False) -> StoreDirectory:
 
 
 def current_store(directory: StoreDirectory) -> StoreDirectory:
-    """Returns the store in its present state; reads nothing if this is its writer.
-
-    The caller holds a lock as for `read_owned`.
-    """
+    """Returns the store as `read_owned`; reads nothing if this is its writer."""
     return read_owned(directory.path) if directory.lock is None else directory
 
 
@@ -100,6 +94,20 @@ def check_is_store(path: Path) -> None:
 
 
 # --- owners --------------------------------------------------------------------------
+
+
+def check_places(directory: StoreDirectory) -> None:
+    """Refuses CSD roots that no store may have."""
+    own = directory.path.resolve()
+    for csd, root in enumerate(directory.manifest.csds):
+        way = [Path(root), *Path(root).parents]
+        way += [Path(os.path.realpath(place)) for place in way]  # of a loop, too
+        for folder in (own, Path("/proc")):
+            if any(place.is_relative_to(folder) for place in way):
+                raise StoreFormatError(
+                    f"{directory.path}: expected CSD {csd} on a drive of its own, "
+                    f"found it at {root}, which is below {folder}; give another root"
+                )
 
 
 def check_owners(
@@ -124,41 +132,20 @@ def check_owners(
 
 
 def claim_csds(directory: StoreDirectory, *, unmade: bool = False) -> None:
-    """Renews this store's note on every CSD; the caller holds the store's lock.
+    """Makes and renews this store's note on every CSD, by which its owner is known.
 
-    Raises:
-      StoreFormatError: as for `check_owners`; nothing is written.
+    It raises as `check_owners`, and writes nothing then; the caller holds the lock.
     """
     for csd, owner in enumerate(check_owners(directory, unmade=unmade)):
         if owner is None or not _is_here(directory, owner):
-            file = directory.csd_directory(csd) / _NOTE
-            write_bytes_atomically(file, encode(_Owner(str(directory.path.resolve()))))
+            folder = directory.csd_directory(csd)
+            with translated("creation", folder):
+                folder.mkdir(exist_ok=True)
+            write_bytes_atomically(folder / _NOTE, _note(directory))
 
 
-def make_csds(directory: StoreDirectory) -> None:
-    """Makes the store's directory on every CSD that has none, with its note first.
-
-    So the owner is known even if the process is killed at any instant.
-    """
-    check_owners(directory, unmade=True)
-    for csd in range(len(directory.manifest.csds)):
-        with translated("creation", directory.csd_directory(csd)):
-            directory.csd_directory(csd).mkdir(exist_ok=True)
-    claim_csds(directory, unmade=True)
-
-
-def check_places(directory: StoreDirectory) -> None:
-    """Refuses CSD roots that no store may have."""
-    own = directory.path.resolve()
-    for csd, root in enumerate(directory.manifest.csds):
-        way = [Path(root), *Path(root).parents]
-        way += [Path(os.path.realpath(place)) for place in way]  # of a loop, too
-        for folder in (own, Path("/proc")):
-            if any(place.is_relative_to(folder) for place in way):
-                raise StoreFormatError(
-                    f"{directory.path}: expected CSD {csd} on a drive of its own, "
-                    f"found it at {root}, which is below {folder}; give another root"
-                )
+def _note(directory: StoreDirectory) -> bytes:
+    return encode(_Owner(str(directory.path.resolve())))
 
 
 def _check_present(directory: StoreDirectory, csd: int) -> None:
@@ -178,36 +165,29 @@ def _owner(directory: StoreDirectory, csd: int, *, unmade: bool) -> str | None:
         return None
     _check_present(directory, csd)
     try:
-        owner = _read_note(folder)
+        with open(open_beneath(folder, _NOTE), "rb") as file:
+            if (user := os.fstat(file.fileno()).st_uid) != os.geteuid():
+                raise StoreIOError(f"it belongs to the user of id {user}")
+            owner = decode(file.read(_NOTE_BYTES), _Owner).store
     except (OSError, StoreError, DocumentError) as error:
         if unmade and isinstance(error, FileNotFoundError):
             with translated("look", folder):
                 if {*SLOTS, "checkpoints"}.isdisjoint(os.listdir(folder)):
                     return None
-        text = encode(_Owner(str(directory.path.resolve()))).decode()
-        file = shlex.quote(str(folder / _NOTE))
+        text, place = _note(directory).decode(), shlex.quote(str(folder / _NOTE))
         raise StoreFormatError(
             f"{directory.path}: expected the chunks of this store on its CSD {csd}, "
             f"{folder}, found no note of this user's ({_NOTE}) that says so ({error}). "
-            f"If they are this store's, write the note: rm -f {file}; "
-            f"echo {shlex.quote(' '.join(text.split()))} > {file}"
+            f"If they are this store's, write the note: rm -f {place}; "
+            f"echo {shlex.quote(' '.join(text.split()))} > {place}"
         ) from error
-    if _is_elsewhere(directory, owner):
+    if not _is_here(directory, owner) and _has_store(directory, owner):
         raise StoreFormatError(
             f"{directory.path}: expected a store of its own, found a copy of {owner}, "
             f"whose chunks on a CSD ({folder}) it would overwrite; open that one, or "
             'make a store that shares nothing with it ("jaxinf store copy STORE NEW")'
         )
     return owner
-
-
-def _read_note(folder: Path) -> str:
-    """Returns the store that owns a CSD's directory, as this user has noted there."""
-    with open(open_beneath(folder, _NOTE), "rb") as file:
-        user = os.fstat(file.fileno()).st_uid
-        if user != os.geteuid():
-            raise StoreIOError(f"it belongs to the user of id {user}")
-        return decode(file.read(_NOTE_BYTES), _Owner).store
 
 
 def _is_here(directory: StoreDirectory, owner: str) -> bool:
@@ -218,15 +198,12 @@ def _is_here(directory: StoreDirectory, owner: str) -> bool:
         return False
 
 
-def _is_elsewhere(directory: StoreDirectory, owner: str) -> bool:
-    """Whether the store that a note names still exists in another directory."""
-    if _is_here(directory, owner):
-        return False
+def _has_store(directory: StoreDirectory, owner: str) -> bool:
+    """Whether a path has this store, or another thing that cannot be read."""
     try:
         raw = read_beneath(owner, "jaxinf.json", MOST_BYTES)
         return decode(raw, _Identity).store_id == directory.manifest.store_id
     except StoreIOError as error:
-        # One that cannot be read may exist.
         return not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError)
     except DocumentError:
         return True

@@ -1,4 +1,4 @@
-"""The one reader of a step's chunks: it verifies and decodes them.
+"""A committed step, and the one reader of its chunks: it verifies and decodes them.
 
       file ──► pieces ──► checksum ──► decoded ──► the caller
                              └─ of the whole chunk, before its last piece is returned
@@ -9,7 +9,7 @@ caller's array. No caller gets all of a damaged chunk: it gets an error instead.
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +26,6 @@ from jaxinf.layout import (
     portions,
 )
 from jaxinf.store.commit import CommitRecord
-from jaxinf.store.directory import StoreDirectory
 from jaxinf.store.manifest import (
     ChunkFile,
     LeafRecord,
@@ -34,6 +33,7 @@ from jaxinf.store.manifest import (
     StateRecord,
     dtype_of,
 )
+from jaxinf.store.stock import read_carry
 from jaxinf.transfer import (
     PAGE_BYTES,
     BufferPool,
@@ -52,6 +52,48 @@ PIECE_BYTES = 4 << 20
 _MOST_THREADS = 4
 _T = TypeVar("_T")
 _R = TypeVar("_R")
+
+
+@dataclass(frozen=True)
+class CommittedStep:
+    """A committed step with its chunks, which does not change while it is read.
+
+    Attributes:
+      path: a directory with a slot's layout, of a run the first member's.
+      manifest: the store's, as it was when the step was pinned; of a run that of a
+        store of one process. The CSDs of its chunks are `places`.
+      commit: the step's record, of a run with the checksums of all members.
+      places: directories that have chunks in a slot's layout.
+      warning: why chunks may change nevertheless; else empty.
+      fetch: returns the bytes of a chunk by its name, perhaps with more behind them,
+        if they are no files.
+    """
+
+    path: Path
+    manifest: Manifest
+    commit: CommitRecord
+    places: tuple[Path, ...]
+    warning: str = ""
+    fetch: Callable[[str], bytes] | None = None
+
+    def check(self) -> None:
+        """Raises StoreFormatError if the record is not of the store's arrays."""
+        self.commit.check_fits(self.path / "commit.json", self.manifest)
+
+    def reader(self, memory_bytes: int = 32 << 20) -> "StepReader":
+        """Makes a reader of its chunks, with so much memory for pieces."""
+        return StepReader(self, memory_bytes=memory_bytes)
+
+    def boxes(
+        self, leaf: LeafRecord, state: StateRecord, most_elements: int
+    ) -> Iterator[tuple[ChunkBox, Array]]:
+        """Yields a leaf's state, decoded; see `StepReader.boxes`."""
+        with self.reader() as reader:
+            yield from reader.boxes(leaf, state, most_elements)
+
+    def read_carry(self) -> Sequence[bytes]:
+        """Returns the arrays that it carries; raises as `jaxinf.store.read_carry`."""
+        return read_carry(self.path, self.commit.carry, self.fetch)
 
 
 @dataclass(frozen=True)
@@ -182,39 +224,22 @@ class StepReader:
       num_threads: number of threads that its memory is for.
 
     Args:
-      step: a slot, a checkpoint or a snapshot, which does not change meanwhile.
-      record: the step's commit record; by default it is read.
-      directory: the step's store, which gives the places of chunks, since links are not
-        followed. Required if the store has CSDs.
-      places: directories of chunks by CSD, in place of those of a store.
+      step: the step, which does not change meanwhile.
       memory_bytes: approximate memory for the pieces read at a time.
       meters: counts the bytes read.
-      fetch: returns a chunk's bytes by its name in a step, and perhaps more; for those
-        that are no files.
-
-    Raises:
-      StoreFormatError: the step has no readable record.
+      drives: names of the CSDs' drives for the reads' spans; by default the places.
     """
 
     def __init__(
         self,
-        step: Path,
-        record: CommitRecord | None = None,
+        step: CommittedStep,
         *,
-        directory: StoreDirectory | None = None,
-        places: Sequence[Path] = (),
         memory_bytes: int = 8 * PIECE_BYTES,
         meters: ByteMeters | None = None,
-        fetch: Callable[[str], bytes] | None = None,
+        drives: Sequence[str] = (),
     ) -> None:
-        self._fetch, self._places = fetch, places or [step]
-        self._drives = list(map(str, self._places))
-        if directory is not None:
-            self._places = directory.data_paths(step)
-            csds = range(directory.num_csds)
-            self._drives = [str(directory.csd_directory(csd)) for csd in csds]
-        self._sums = (record or CommitRecord.read(step / "commit.json")).checksums
-        self._meters = meters
+        self._step, self._meters = step, meters
+        self._drives = drives or list(map(str, step.places))
         self.num_threads = max(1, min(_MOST_THREADS, memory_bytes // (2 * PIECE_BYTES)))
         fitting = memory_bytes // self.num_threads // 8
         # A piece has whole blocks of codes, and whole pages of their scales.
@@ -265,46 +290,41 @@ class StepReader:
         per_piece: int = 0,
         into: Callable[[Chunk], Array | None] = lambda _: None,
     ) -> Iterator[ChunkRun]:
-        """Yields a chunk's elements as stored; blocks.
+        """Yields a chunk's elements as stored; blocks, and raises as `pieces`.
 
         Args:
-          leaf, state: the array.
-          number: number of the chunk.
           per_piece: elements of a piece; by default as many as fit into memory.
           into: returns where the chunk's elements are wanted, of the stored dtype, 1-D
             and contiguous, or None; pieces that fit there are read there, and are
             views of it. After an error it holds what was read.
-
-        Raises:
-          StoreCorruptError, StoreIOError: as for `pieces`.
         """
-        one = ChunkFile(-1, leaf, state, number)
+        one, step = ChunkFile(-1, leaf, state, number), self._step
         chunk, place = one.layout, leaf.places[number]
-        target, csd = into(chunk), self._place(one)
         assert place >= 0, f"leaf {leaf.name}: chunk {number} is another member's"
-        sums = self._sums.get(one.array, ())
+        sums = step.commit.checksums.get(one.array, ())
         expected = int(sums[place]) if place < len(sums) else None
+        root = step.places[one.csd] if step.places else step.path
 
         def check(found: int) -> None:
             if found != expected:
-                file = self._places[csd] / one.name
-                raise corrupt_chunk(file, one, expected, found)
+                raise corrupt_chunk(root / one.name, one, expected, found)
 
         piece_bytes = (per_piece or self._piece_elements) * state.itemsize
-        if self._fetch is None:
+        if step.fetch is None:
+            target = into(chunk)
             pieces = stored_pieces(
-                self._places[csd],
+                root,
                 one.name,
                 one.num_bytes,
                 self._pool,
                 check,
                 piece_bytes=piece_bytes,
                 meters=self._meters,
-                drive=self._drives[csd],
+                drive=self._drives[one.csd],
                 target=None if target is None else target.view(np.uint8),
             )
         else:
-            content = np.frombuffer(self._fetch(one.name), np.uint8)[: one.num_bytes]
+            content = np.frombuffer(step.fetch(one.name), np.uint8)[: one.num_bytes]
             check(crc32c(content) if content.size else 0)
             starts = range(0, content.size, piece_bytes)
             pieces = (content[start : start + piece_bytes] for start in starts)
@@ -321,16 +341,21 @@ class StepReader:
         most_elements: int,
         *,
         decoded: bool = True,
+        chunks: Collection[int] | None = None,
     ) -> Iterator[tuple[ChunkBox, Array]]:
-        """Yields a leaf's state in boxes of so many elements, chunk by chunk; blocks.
+        """Yields a leaf's state in boxes of so many elements, chunk by chunk.
 
-        Raises:
-          StoreCorruptError, StoreIOError: as for `pieces`; before a chunk's last box.
+        It blocks, and raises as `pieces`, before a chunk's last box.
+
+        Args:
+          chunks: the numbers of chunks to read; by default all.
         """
         read = self.pieces if decoded else self.stored
         dtype = dtype_of((state.decoded() if decoded else state).dtype)
         every = portions(leaf.grid, most_elements)
         for number, boxes in itertools.groupby(every, key=lambda box: box.chunk):
+            if chunks is not None and number not in chunks:
+                continue
             pieces, rest = read(leaf, state, number), np.empty(0, dtype)
             for box in boxes:
                 out, done = np.empty(box.num_elements, dtype), 0
@@ -341,9 +366,6 @@ class StepReader:
                     out[done : done + part.size] = part
                     rest, done = rest[part.size :], done + part.size
                 yield box, out.reshape(box.extent)
-
-    def _place(self, one: ChunkFile) -> int:
-        return one.csd if len(self._places) > 1 else 0
 
 
 def find_leaf(manifest: Manifest, state: str, leaf: str) -> LeafRecord:

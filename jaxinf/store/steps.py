@@ -15,8 +15,8 @@ import logging
 import os
 import shutil
 import uuid
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,64 +30,20 @@ from jaxinf.errors import (
     StoreMismatchError,
     StoreSpaceError,
 )
-from jaxinf.layout import ChunkBox
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.creation import check_free_space, make_place
 from jaxinf.store.directory import SLOTS, Slot, StoreDirectory, link_file, other_slot
 from jaxinf.store.lock import LockFile, lock_exclusively
-from jaxinf.store.manifest import LeafRecord, Manifest, StateRecord
+from jaxinf.store.manifest import Manifest
 from jaxinf.store.owners import current_store
-from jaxinf.store.reader import StepReader
-from jaxinf.store.stock import link_carry, make_carry, read_carry
+from jaxinf.store.reader import CommittedStep
+from jaxinf.store.stock import link_carry, make_carry
 from jaxinf.transfer import fsync_directory, translated
-from jaxinf.typing import Array
 
 _OWNER_LOCK = "owner.lock"
 _MAX_NAME_BYTES = 200
 _LEFTOVERS = (".new-", ".gone-")
 _LOG = logging.getLogger("jaxinf")
-
-
-@dataclass(frozen=True)
-class CommittedStep:
-    """A committed step with its chunks, which does not change while it is read.
-
-    Attributes:
-      path: a directory with a slot's layout, of a run the first member's.
-      manifest: the store's, as it was when the step was pinned; of a run that of a
-        store of one process. The CSDs of its chunks are `places`.
-      commit: the step's record, of a run with the checksums of all members.
-      places: directories that have chunks in a slot's layout.
-      warning: why chunks may change nevertheless; else empty.
-      fetch: returns the bytes of a chunk by its name, if they are no files.
-    """
-
-    path: Path
-    manifest: Manifest
-    commit: CommitRecord
-    places: tuple[Path, ...]
-    warning: str = ""
-    fetch: Callable[[str], bytes] | None = None
-
-    def check(self) -> None:
-        """Raises StoreFormatError if the record is not of the store's arrays."""
-        self.commit.check_fits(self.path / "commit.json", self.manifest)
-
-    def reader(self, memory_bytes: int = 32 << 20) -> StepReader:
-        """Makes a reader of its chunks, with so much memory for pieces."""
-        options = {"places": self.places, "fetch": self.fetch}
-        return StepReader(self.path, self.commit, memory_bytes=memory_bytes, **options)
-
-    def boxes(
-        self, leaf: LeafRecord, state: StateRecord, most_elements: int
-    ) -> Iterator[tuple[ChunkBox, Array]]:
-        """Yields a leaf's state, decoded; see `StepReader.boxes`."""
-        with self.reader() as reader:
-            yield from reader.boxes(leaf, state, most_elements)
-
-    def read_carry(self) -> Sequence[bytes]:
-        """Returns the arrays that it carries; raises as `jaxinf.store.read_carry`."""
-        return read_carry(self.path, self.commit.carry, self.fetch)
 
 
 def step_of(directory: StoreDirectory, path: Path) -> CommittedStep:
@@ -97,15 +53,57 @@ def step_of(directory: StoreDirectory, path: Path) -> CommittedStep:
     return CommittedStep(path, directory.manifest, record, places)
 
 
+def joined_step(steps: Sequence[CommittedStep]) -> CommittedStep:
+    """Returns one step of those of all members by number, or of a store alone."""
+    first = steps[0]
+    for one in steps:
+        if one.manifest.common != first.manifest.common:
+            raise StoreMismatchError(
+                f"{one.path}: expected the leaves and owners of {first.path}, found "
+                "others; restore the member's jaxinf.json"
+            )
+        one.check()
+    member = first.manifest.member
+    if member is None:
+        return first
+    if len(steps) != member.count:
+        raise StoreFormatError(
+            f"{first.path}: expected a whole step, found a member's part; give the "
+            "path of the run, or an export of it (jaxinf checkpoint export RUN DEST)"
+        )
+    starts = np.cumsum([0, *(len(one.places) for one in steps)]).tolist()
+    leaves, sums, bounds = [], {}, dict[str, np.float32]()
+    for held in zip(*(one.manifest.leaves for one in steps), strict=True):
+        owners = held[0].owners
+        csds = [starts[own] + held[own].csds[n] for n, own in enumerate(owners)]
+        leaves.append(structs.replace(held[0], csds=tuple(csds), owners=()))
+        for state in held[0].states:
+            name = held[0].array_name(state.name)
+            sums[name] = np.zeros(len(owners), np.uint32)
+            for leaf, one in zip(held, steps, strict=True):
+                sums[name][list(leaf.held)] = one.commit.checksums[name]
+    for one in steps:
+        for name, bound in one.commit.inexact.items():
+            bounds[name] = max(bound, bounds.get(name, bound))
+    changes = {"leaves": tuple(leaves), "csds": (), "member": None}
+    return CommittedStep(
+        first.path,
+        structs.replace(first.manifest, **changes),
+        first.commit.replace(checksums=sums, commit="", inexact=bounds),
+        tuple(place for one in steps for place in one.places),
+        next((one.warning for one in steps if one.warning), ""),
+    )
+
+
+# --- pins ----------------------------------------------------------------------------
+
+
 @contextlib.contextmanager
 def pinned_step(directory: StoreDirectory) -> Iterator[CommittedStep]:
     """Pins the committed step until the context ends.
 
-    Any process may do this, beside a running writer; no data moves.
-
-    Raises:
-      StoreFormatError: no step is committed yet; or as `jaxinf.store.read_owned`.
-      StoreIOError: the store cannot be written to.
+    Any process may do this, beside a running writer; no data moves. It raises as
+    `read_owned`, and a StoreIOError if the store cannot be written to.
     """
     place = f"snapshots/{uuid.uuid4().hex}"
     root = directory.step_path(place)
@@ -128,13 +126,9 @@ def pinned_step(directory: StoreDirectory) -> Iterator[CommittedStep]:
 
 @contextlib.contextmanager
 def readable_step(directory: StoreDirectory) -> Iterator[CommittedStep]:
-    """Pins a store's committed step while the context lasts.
+    """Pins the committed step, or yields it as it is, with a warning.
 
-    One that lacks a chunk, or whose store this user cannot write to, is read as it is,
-    with a warning.
-
-    Raises:
-      StoreFormatError: the store is damaged, or no step is committed yet.
+    It is as it is if it lacks a chunk, or if this user cannot write to the store.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -161,50 +155,6 @@ def _live_step(directory: StoreDirectory) -> CommittedStep:
                 raise
 
 
-def joined_step(steps: Sequence[CommittedStep]) -> CommittedStep:
-    """Returns one step of those of all members by number, or of a store alone."""
-    first = steps[0]
-    for one in steps:
-        if one.manifest.common != first.manifest.common:
-            raise StoreMismatchError(
-                f"{one.path}: expected the leaves and owners of {first.path}, found "
-                "others; restore the member's jaxinf.json"
-            )
-        one.check()
-    if first.manifest.member is None:
-        return first
-    starts = np.cumsum([0, *(len(one.places) for one in steps)]).tolist()
-    leaves, sums, bounds = [], {}, dict[str, np.float32]()
-    for held in zip(*(one.manifest.leaves for one in steps), strict=True):
-        owners = held[0].owners
-        csds = [starts[own] + held[own].csds[n] for n, own in enumerate(owners)]
-        leaves.append(structs.replace(held[0], csds=tuple(csds), owners=()))
-        for state in held[0].states:
-            name = held[0].array_name(state.name)
-            sums[name] = np.zeros(len(owners), np.uint32)
-            for leaf, one in zip(held, steps, strict=True):
-                sums[name][list(leaf.held)] = one.commit.checksums[name]
-    for one in steps:
-        for name, bound in one.commit.inexact.items():
-            bounds[name] = max(bound, bounds.get(name, bound))
-    manifest = structs.replace(
-        first.manifest,
-        leaves=tuple(leaves),
-        csds=(),
-        member=None,
-    )
-    commit = first.commit.replace(checksums=sums, commit="", inexact=bounds)
-    places = tuple(place for one in steps for place in one.places)
-    return CommittedStep(first.path, manifest, commit, places)
-
-
-def remove_step(directory: StoreDirectory, place: str) -> None:
-    """Removes a step at a place, on every CSD and in the store."""
-    paths = [directory.data_path(place, csd) for csd in range(directory.num_csds)]
-    for path in (*paths, directory.step_path(place)):
-        shutil.rmtree(path, ignore_errors=True)
-
-
 def prune_snapshots(directory: StoreDirectory) -> None:
     """Removes snapshots of ended processes; the caller is the store's writer."""
     root = directory.path / "snapshots"
@@ -226,6 +176,13 @@ def prune_snapshots(directory: StoreDirectory) -> None:
                 remove_step(directory, f"snapshots/{entry.name}")
 
 
+def remove_step(directory: StoreDirectory, place: str) -> None:
+    """Removes a step at a place, on every CSD and in the store."""
+    path = directory.step_path(place)
+    for root in (*directory.data_paths(path), path):
+        shutil.rmtree(root, ignore_errors=True)
+
+
 # --- checkpoints ---------------------------------------------------------------------
 
 
@@ -236,76 +193,6 @@ class CheckpointInfo:
     name: str
     step: int
     committed_at: str  # UTC
-
-
-def save_checkpoint(
-    directory: StoreDirectory, name: str | None = None, *, overwrite: bool = False
-) -> str:
-    """Keeps the committed step; any process may do so beside a running writer.
-
-    Blocks until the checkpoint is durable. It takes time and space only for the links.
-    From the next steps on, the step's data is on the drives twice; the room for that is
-    checked first.
-
-    Args:
-      directory: the store.
-      name: name of the checkpoint, which is returned. By default it is the step's
-        number, and Orbax's CheckpointManager lists it.
-      overwrite: whether a checkpoint of that name is replaced, unless it has this very
-        step. It stays until the new one is complete and durable.
-
-    Raises:
-      ValueError: the name is not valid, or is another step's number.
-      StoreMismatchError: there is a checkpoint of that name.
-      StoreSpaceError: the drives have too little room; nothing was made.
-      StoreFormatError: no step is committed yet; or as `jaxinf.store.read_owned`.
-      StoreIOError: the store cannot be written to.
-    """
-    if name is not None:
-        _check_name(name)
-    new = f"checkpoints/.new-{uuid.uuid4().hex}"
-    with _managed(directory) as directory, contextlib.ExitStack() as undo:
-        temporary = directory.step_path(new)
-        with lock_exclusively(directory.publish_lock):
-            slot = directory.need_slot()
-            record = directory.read_record(slot)
-            name = str(record.step) if name is None else name
-            if name.isdecimal() and name != str(record.step):
-                raise ValueError(
-                    f"checkpoint name {name!r}: a number is the name of that step's "
-                    f"checkpoint, and the store is at step {record.step}; give a name "
-                    "with a letter"
-                )
-            place = f"checkpoints/{name}"
-            path = directory.step_path(place)
-            if is_there := os.path.lexists(path):
-                if not overwrite or name not in checkpoint_names(directory):
-                    raise StoreMismatchError(
-                        f"{directory.path}: there is a checkpoint {name!r} already; "
-                        "give another name, or replace it (store.checkpoint(name, "
-                        "overwrite=True)), or remove it (jaxinf checkpoint remove "
-                        f'"{directory.path}" {name})'
-                    )
-                with contextlib.suppress(StoreFormatError):  # a damaged one is replaced
-                    held = CommitRecord.read(path / "commit.json")
-                    is_same = held.committed_at == record.committed_at
-                    if is_same and held.step == record.step:
-                        return name
-            else:  # one that replaces another has its room
-                _check_space(directory, slot)
-            undo.callback(remove_step, directory, new)
-            with translated("checkpoint", path):
-                make_place(directory, new, record.carry, source=slot, named=place)
-        with translated("checkpoint", path):
-            directory.manifest.write(temporary / "jaxinf.json")
-            record.write(temporary / "commit.json")
-            directory.sync()
-            gone = _set_aside(directory, name) if is_there else None
-            _rename(directory, new, place, appears=True)
-        undo.pop_all()
-        if gone is not None:
-            remove_step(directory, gone)
-    return name
 
 
 def checkpoint_names(directory: StoreDirectory) -> list[str]:
@@ -333,27 +220,22 @@ def list_checkpoints(directory: StoreDirectory) -> list[CheckpointInfo]:
 
 
 def find_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
-    """Returns a checkpoint's record.
-
-    Raises:
-      ValueError: there is no checkpoint of that name; lists the existing ones.
-      StoreFormatError: its record cannot be read.
-    """
-    names = checkpoint_names(directory)
-    if name not in names:
-        held = ", ".join(names) or "none"
-        raise ValueError(
-            f"{directory.path}: expected a checkpoint {name!r}; there are: {held}"
-        )
+    """Returns a checkpoint's record; raises as `check_exists`."""
+    check_exists(directory, name)
     return CommitRecord.read(directory.step_path(f"checkpoints/{name}") / "commit.json")
 
 
-def check_arrays(directory: StoreDirectory, name: str) -> None:
-    """Refuses a checkpoint of other arrays than the store's.
+def check_exists(directory: StoreDirectory, name: str) -> None:
+    """Raises ValueError without a checkpoint of that name; lists the others."""
+    if name not in (names := checkpoint_names(directory)):
+        raise ValueError(
+            f"{directory.path}: expected a checkpoint {name!r}; there are: "
+            f"{', '.join(names) or 'none'}"
+        )
 
-    Raises:
-      StoreMismatchError: it is one; says how to make a store of it.
-    """
+
+def check_arrays(directory: StoreDirectory, name: str) -> None:
+    """Refuses a checkpoint of other arrays than the store's; says what to do."""
     root = directory.step_path(f"checkpoints/{name}")
     if Manifest.read(root / "jaxinf.json").leaves != directory.manifest.leaves:
         raise StoreMismatchError(
@@ -363,16 +245,69 @@ def check_arrays(directory: StoreDirectory, name: str) -> None:
     directory.read_record(f"checkpoints/{name}")
 
 
-def remove_checkpoint(directory: StoreDirectory, name: str) -> None:
-    """Removes a checkpoint, damaged or not; blocks until its removal is durable.
+def save_checkpoint(
+    directory: StoreDirectory, name: str | None = None, *, overwrite: bool = False
+) -> str:
+    """Keeps the committed step; any process may do so beside a running writer.
+
+    Blocks until the checkpoint is durable. It takes time and space only for the links.
+    From the next steps on, the step's data is on the drives twice; the room for that is
+    checked first.
+
+    Args:
+      name: name of the checkpoint, which is returned. By default it is the step's
+        number, and Orbax's CheckpointManager lists it.
+      overwrite: whether a checkpoint of that name is replaced, unless it has this very
+        step. It stays until the new one is complete and durable.
 
     Raises:
-      ValueError: there is no checkpoint of that name.
-      StoreFormatError: as `jaxinf.store.read_owned`; nothing was removed.
+      ValueError: the name is not valid, or is another step's number.
+      StoreMismatchError: there is a checkpoint of that name.
+      StoreSpaceError: the drives have too little room; nothing was made.
     """
+    new = f"checkpoints/.new-{uuid.uuid4().hex}"
+    with _managed(directory) as directory, contextlib.ExitStack() as undo:
+        with lock_exclusively(directory.publish_lock):
+            slot = directory.need_slot()
+            record = directory.read_record(slot)
+            name = str(record.step) if name is None else name
+            _check_name(name, record.step)
+            place = f"checkpoints/{name}"
+            path = directory.step_path(place)
+            if is_there := os.path.lexists(path):
+                if not overwrite or name not in checkpoint_names(directory):
+                    raise StoreMismatchError(
+                        f"{directory.path}: there is a checkpoint {name!r} already; "
+                        "give another name, or replace it (store.checkpoint(name, "
+                        "overwrite=True)), or remove it (jaxinf checkpoint remove "
+                        f'"{directory.path}" {name})'
+                    )
+                with contextlib.suppress(StoreFormatError):  # a damaged one is replaced
+                    held = CommitRecord.read(path / "commit.json")
+                    wanted = record.step, record.committed_at
+                    if (held.step, held.committed_at) == wanted:
+                        return name
+            else:  # one that replaces another has its room
+                _check_space(directory, slot)
+            undo.callback(remove_step, directory, new)
+            with translated("checkpoint", path):
+                make_place(directory, new, record.carry, source=slot, named=place)
+        with translated("checkpoint", path):
+            directory.manifest.write(directory.step_path(new) / "jaxinf.json")
+            record.write(directory.step_path(new) / "commit.json")
+            directory.sync()
+            gone = _set_aside(directory, name) if is_there else None
+            _rename(directory, new, place, appears=True)
+        undo.pop_all()
+        if gone is not None:
+            remove_step(directory, gone)
+    return name
+
+
+def remove_checkpoint(directory: StoreDirectory, name: str) -> None:
+    """Removes a checkpoint, damaged or not; blocks until its removal is durable."""
     with _managed(directory) as directory:
-        if name not in checkpoint_names(directory):
-            find_checkpoint(directory, name)  # raises
+        check_exists(directory, name)
         remove_step(directory, _set_aside(directory, name))
 
 
@@ -381,23 +316,17 @@ def restore_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
 
     The caller is the store's writer and holds the lock of the checkpoints, too. The
     links replace the content of the spare slot. The step committed before then becomes
-    the spare one, until the next step is written.
-
-    Raises:
-      ValueError: there is no such checkpoint.
-      StoreMismatchError: its tree differs from the store's.
-      StoreSpaceError: the drives have too little room; nothing was changed.
+    the spare one, until the next step is written. A refusal changes nothing.
     """
     record, place = find_checkpoint(directory, name), f"checkpoints/{name}"
     check_arrays(directory, name)
     spare = other_slot(directory.need_slot())
-    target = directory.step_path(spare)
     _check_space(directory, None)
     directory.unpublish(spare)
     for one in directory.manifest.held():
         directory.link_chunk(place, spare, one.number, one.chunk, one.state.name)
-    make_carry(target, directory.manifest, record.carry)
-    link_carry(directory.step_path(place), target, record.carry)
+    make_carry(directory.step_path(spare), directory.manifest, record.carry)
+    link_carry(*map(directory.step_path, (place, spare)), record.carry)
     directory.sync()
     directory.publish(spare, record)
     return record
@@ -412,15 +341,11 @@ def prune_leftovers(directory: StoreDirectory) -> None:
     if not root.is_dir():
         return
     names = {name for name in os.listdir(root) if not name.startswith(_LEFTOVERS)}
-    own = [directory.csd_directory(n) for n in range(len(directory.manifest.csds))]
-    for folder in [root, *(data / "checkpoints" for data in own)]:
+    for folder in {root, *directory.data_paths(root)}:
         for name in os.listdir(folder) if folder.is_dir() else ():
             if name not in names:
                 with translated("removal", folder / name):
                     shutil.rmtree(folder / name)
-
-
-# --- inside ------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -437,12 +362,18 @@ def _managed(directory: StoreDirectory) -> Iterator[StoreDirectory]:
         yield directory
 
 
-def _check_name(name: str) -> None:
+def _check_name(name: str, step: int) -> None:
+    """Refuses a checkpoint's name for a step."""
     is_plain = name.isprintable() and "/" not in name and not name.startswith(".")
     if not name or not is_plain or len(name.encode()) > _MAX_NAME_BYTES:
         raise ValueError(
             f"checkpoint name {name!r}: expected a file name that does not start with "
             f"a dot, without slashes, of at most {_MAX_NAME_BYTES} bytes"
+        )
+    if name.isdecimal() and name != str(step):
+        raise ValueError(
+            f"checkpoint name {name!r}: a number is the name of that step's "
+            f"checkpoint, and the store is at step {step}; give a name with a letter"
         )
 
 
@@ -450,10 +381,11 @@ def _rename(
     directory: StoreDirectory, old: str, new: str, *, appears: bool = False
 ) -> None:
     """Renames a checkpoint, on CSDs too; one that appears is complete before."""
-    csds = range(len(directory.manifest.csds))
-    pairs = [(directory.data_path(old, n), directory.data_path(new, n)) for n in csds]
-    own = [(directory.step_path(old), directory.step_path(new))]
-    for source, target in pairs + own if appears else own + pairs:
+    paths = [directory.step_path(place) for place in (old, new)]
+    pairs = list(zip(*map(directory.data_paths, paths), strict=True))
+    if directory.manifest.csds:
+        pairs = [*pairs, tuple(paths)] if appears else [tuple(paths), *pairs]
+    for source, target in pairs:
         if source.exists():
             source.rename(target)
             fsync_directory(source.parent)
@@ -467,16 +399,15 @@ def _set_aside(directory: StoreDirectory, name: str) -> str:
     return gone
 
 
-# --- room ----------------------------------------------------------------------------
-
-
 def _check_space(directory: StoreDirectory, pinned: Slot | None) -> None:
     """Refuses if later steps would have no room to replace the linked files.
+
+    No step writes a chunk that both slots share, except after a restore.
 
     Args:
       pinned: the slot whose files are about to be linked to.
     """
-    needs, shared_needs = defaultdict[Path, int](int), defaultdict[Path, int](int)
+    needs, shared = Counter[Path](), Counter[Path]()
     for one in directory.manifest.held():
         files = [directory.file_of(slot, one) for slot in SLOTS]
         found = [os.lstat(file) if file.exists() else None for file in files]
@@ -486,10 +417,10 @@ def _check_space(directory: StoreDirectory, pinned: Slot | None) -> None:
         )
         first, second = found
         is_shared = first and second and os.path.samestat(first, second)
-        own = shared_needs if is_shared else needs  # no step writes a shared one
+        own = shared if is_shared else needs
         own[directory.csd_directory(one.csd)] += num_files * one.drive_bytes
     check_free_space(
-        needs or shared_needs,  # unless all are, after a restore
+        needs or shared,
         "with this checkpoint the steps to come need",
         "free some, or remove another checkpoint (jaxinf checkpoint "
         f'list "{directory.path}")',

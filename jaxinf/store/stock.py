@@ -10,7 +10,7 @@ never written. A store whose steps carry nothing has no file of it.
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from jaxinf.compat import ORBAX_DICT_KEY, ORBAX_HANDLER
-from jaxinf.documents import MOST_BYTES, DocumentError, encode, parse_json
-from jaxinf.errors import StoreCorruptError, StoreError
+from jaxinf.documents import MOST_BYTES, encode
+from jaxinf.errors import StoreCorruptError
 from jaxinf.store.commit import CARRY, CarriedArray
 from jaxinf.store.directory import link_file
 from jaxinf.store.documents import encode_key
@@ -34,8 +34,11 @@ from jaxinf.transfer import (
 
 _ITEM = "default"  # a checkpoint's only tree for Orbax's CheckpointManager
 _STATE = "state"  # the name of that tree for Orbax's newer Checkpointer
-_OF_ITEMS = ("_CHECKPOINT_METADATA", "orbax.checkpoint")  # others are a slot's, too
-_TIMES = ("init_timestamp_nsecs", "commit_timestamp_nsecs")
+OF_ITEMS = ("_CHECKPOINT_METADATA", "orbax.checkpoint")
+"""Documents that are a checkpoint's own; it shares others with a slot."""
+
+TIMES = ("init_timestamp_nsecs", "commit_timestamp_nsecs")
+"""Keys of a document that say when it was made."""
 
 
 @cache
@@ -91,16 +94,18 @@ def step_documents(
     *,
     is_item: bool = False,
 ) -> Iterator[tuple[str, bytes]]:
-    """Yields the documents by which other tools read a step's chunks, by name.
+    """Yields the documents by which other tools read a step's arrays, by name.
 
     Args:
-      carry: arrays that the step carries, which have documents of their own.
+      carry: arrays that the step carries.
       is_item: whether the tree is the item of a checkpoint, as Orbax's managers expect,
         rather than the checkpoint itself.
     """
     for name, leaf, state in manifest.arrays():
         shape, chunk_shape = map(tuple, leaf.array_grid(state))
         yield f"{name}/zarr.json", array_document(shape, chunk_shape, state.dtype)
+    for one in carry:
+        yield one.document, _carried_document(one)
     group = {"zarr_format": 3, "node_type": "group", "attributes": {}}
     yield "zarr.json", encode(group)
     yield "_METADATA", tree_document(manifest, carry)
@@ -109,86 +114,13 @@ def step_documents(
         "item_handlers": {_ITEM: ORBAX_HANDLER} if is_item else ORBAX_HANDLER,
         "metrics": {},
         "performance_metrics": {},
-        **dict.fromkeys(_TIMES, now),
+        **dict.fromkeys(TIMES, now),
         "custom_metadata": {},
     }
     yield "_CHECKPOINT_METADATA", encode(checkpoint)
     yield "commit_success.txt", b"Checkpoint commit was successful.\n"
     if is_item:
         yield "orbax.checkpoint", b""  # by which Orbax knows a checkpoint
-
-
-def create_documents(
-    step: Path,
-    manifest: Manifest,
-    carry: Sequence[CarriedArray] = (),
-    *,
-    is_item: bool = False,
-    source: Path | None = None,
-) -> None:
-    """Writes `step_documents` into a directory, with links to an item if it is one.
-
-    With a source they are links to those of that step, as far as they say the same.
-    """
-    made: set[str] = set()
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-    for name, content in step_documents(manifest, carry, is_item=is_item):
-        make_folder(os.path.dirname(f"{step}/{name}"), made)
-        if source is not None and not (is_item and name in _OF_ITEMS):
-            check_holds(source, name, 0)  # no link leads there
-            link_file(source / name, step / name)
-            continue
-        with open(os.open(f"{step}/{name}", flags, 0o644), "wb", 0) as document:
-            document.write(content)
-    if is_item:
-        make_folder(f"{step}/{_ITEM}", made)
-        for name, target in orbax_links(manifest, carry).items():
-            (step / name).symlink_to(target)
-
-
-def document_problems(
-    step: Path,
-    manifest: Manifest,
-    carry: Sequence[CarriedArray],
-    *,
-    is_item: bool,
-) -> Iterator[tuple[str, str]]:
-    """Yields the name and the problem of each document or carried array that differs.
-
-    Spelling and times of documents may differ.
-    """
-    own = [(one.document, _carried_document(one)) for one in carry]
-    for name, expected in (*step_documents(manifest, carry, is_item=is_item), *own):
-        try:
-            found = read_beneath(step, name, MOST_BYTES)
-            if found != expected and _content(found) != _content(expected):
-                yield name, "expected what jaxinf writes, found others"
-        except (StoreError, DocumentError) as error:
-            yield name, f"cannot be read ({error})"
-    for one in carry:
-        try:
-            read_carry(step, [one])
-        except StoreError as error:
-            yield one.chunk, str(error)
-
-
-def _content(raw: bytes) -> Any:
-    """Returns what a document says, but for times."""
-    found = parse_json(raw)
-    for name in _TIMES:
-        if isinstance(found, dict) and isinstance(found.get(name), int):
-            del found[name]
-    return found
-
-
-def make_folder(folder: str, made: set[str]) -> None:
-    """Makes a directory and those above it, but for those that are `made`."""
-    if folder not in made:
-        os.makedirs(folder, exist_ok=True)
-        made.add(folder)
-
-
-# --- Orbax's managers ----------------------------------------------------------------
 
 
 def orbax_links(manifest: Manifest, carry: Sequence[CarriedArray]) -> dict[str, str]:
@@ -214,7 +146,7 @@ def make_carry(step: Path, manifest: Manifest, carry: Sequence[CarriedArray]) ->
             else:
                 os.unlink(entry.path)
         for one in carry:
-            (step / one.chunk).parent.mkdir(parents=True)
+            (step / one.name).mkdir()
             (step / one.document).write_bytes(_carried_document(one))
         document = tree_document(manifest, carry)
         if read_beneath(step, "_METADATA", MOST_BYTES) != document:
@@ -224,21 +156,21 @@ def make_carry(step: Path, manifest: Manifest, carry: Sequence[CarriedArray]) ->
 def write_carry(
     step: Path, carry: Sequence[CarriedArray], values: Sequence[bytes]
 ) -> None:
-    """Writes the arrays, where `make_carry` has made room; the caller syncs them."""
+    """Writes the arrays beside their documents; the caller syncs them."""
     for one, value in zip(carry, values, strict=True):
-        with translated("write", step / one.chunk):
-            (step / one.chunk).unlink(missing_ok=True)  # a checkpoint may have it, too
-            (step / one.chunk).write_bytes(value)
+        chunk = step / one.chunk
+        with translated("write", chunk):
+            chunk.parent.mkdir(parents=True, exist_ok=True)
+            chunk.unlink(missing_ok=True)  # a checkpoint may have it, too
+            chunk.write_bytes(value)
 
 
 def link_carry(source: Path, target: Path, carry: Sequence[CarriedArray]) -> None:
-    """Links the arrays of a step into another one, without a record."""
+    """Links the arrays of a step into another one, beside their documents."""
     for one in carry:
+        check_holds(source, one.chunk, 0)  # no link leads there
         (target / one.chunk).parent.mkdir(parents=True, exist_ok=True)
-        for name in (one.document, one.chunk):
-            check_holds(source, name, 0)  # no link leads there
-            (target / name).unlink(missing_ok=True)
-            link_file(source / name, target / name)
+        link_file(source / one.chunk, target / one.chunk)
 
 
 def read_carry(
@@ -248,9 +180,7 @@ def read_carry(
 ) -> list[bytes]:
     """Returns the arrays of a step, whose chunks are fetched if they are no files.
 
-    Raises:
-      StoreCorruptError: one differs from its checksum.
-      StoreError: one is missing, or cannot be read.
+    A StoreError is raised of one that is missing, or differs from its checksum.
     """
     values = []
     for one in carry:
@@ -267,14 +197,6 @@ def read_carry(
             )
         values.append(raw)
     return values
-
-
-def carry_files(
-    carry: Sequence[CarriedArray], values: Sequence[bytes]
-) -> Mapping[str, bytes]:
-    """Returns all files of the arrays, by name in a step."""
-    found = {one.chunk: value for one, value in zip(carry, values, strict=True)}
-    return found | {one.document: _carried_document(one) for one in carry}
 
 
 def _carried_document(one: CarriedArray) -> bytes:

@@ -8,14 +8,17 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+from jaxinf.documents import MOST_BYTES, DocumentError, parse_json
 from jaxinf.errors import StoreError, StoreFormatError
 from jaxinf.store.commit import CarriedArray, CommitRecord
+from jaxinf.store.creation import step_links
 from jaxinf.store.directory import SLOTS, StoreDirectory
 from jaxinf.store.manifest import ChunkFile, Manifest
 from jaxinf.store.reader import PIECE_BYTES, Damage, file_checksum, over
-from jaxinf.store.stock import document_problems, orbax_links
-from jaxinf.transfer import BufferPool, open_beneath
+from jaxinf.store.stock import TIMES, read_carry, step_documents
+from jaxinf.transfer import BufferPool, open_beneath, read_beneath
 from jaxinf.typing import ProgressCallback
 
 
@@ -48,14 +51,7 @@ def verify_step(
     except StoreFormatError as error:
         return [Damage(record_path, "commit record", str(error))]
     place = directory.place_of(step_path)
-    is_item = place.startswith("checkpoints/")
-    damages = []
-    for own in SLOTS if place.startswith("snapshots/") else (place,):
-        damages += _link_damages(directory, own, record.carry if is_item else ())
-    problems = document_problems(step_path, manifest, record.carry, is_item=is_item)
-    damages += [Damage(step_path / name, name, why) for name, why in problems]
-    if is_item:
-        damages += _manifest_damages(step_path / "jaxinf.json", manifest)
+    damages = [*_damages_of_names(directory, place, record.carry)]
     seen, total, done = {} if seen is None else seen, step_bytes(directory), 0
     with closing(BufferPool(num_threads * PIECE_BYTES)) as pool:
 
@@ -103,39 +99,59 @@ def _problem(
     return None
 
 
-def _link_damages(
+def _damages_of_names(
     directory: StoreDirectory, place: str, carry: Sequence[CarriedArray]
 ) -> Iterator[Damage]:
-    """Yields links of a step that are missing or have a wrong target."""
-    step_path, links = directory.step_path(place), dict[str, str]()
-    if place.startswith("checkpoints/"):
-        links = orbax_links(directory.manifest, carry)
-    for one in directory.manifest.held() if directory.manifest.csds else ():
+    """Yields what is wrong with documents, carried arrays and links of a step.
+
+    Spelling and times of documents may differ.
+    """
+    step, manifest = directory.step_path(place), directory.manifest
+    is_item = place.startswith("checkpoints/")
+    for name, expected in step_documents(manifest, carry, is_item=is_item):
         try:
-            directory.check_folder(directory.path, (step_path / one.name).parent)
-            links[one.name] = str(directory.file_of(place, one))
+            found = read_beneath(step, name, MOST_BYTES)
+            if found != expected and _content(found) != _content(expected):
+                problem = "expected what jaxinf writes, found others"
+                yield Damage(step / name, name, problem)
+        except (StoreError, DocumentError) as error:
+            yield Damage(step / name, name, f"cannot be read ({error})")
+    for one in carry:
+        try:
+            read_carry(step, [one])
         except StoreError as error:
-            what = f"leaf {one.leaf.name}, {one.state.name}"
-            yield Damage(step_path / one.array, what, str(error))
-    for name, expected in links.items():
+            yield Damage(step / one.chunk, one.chunk, str(error))
+    for own in SLOTS if place.startswith("snapshots/") else (place,):
+        for name, target in step_links(directory, own, carry):
+            file, wanted = directory.step_path(own) / name, f"one to {target}"
+            try:
+                directory.check_folder(directory.path, file.parent)
+                found = f"one to {os.readlink(file)}"
+            except FileNotFoundError:
+                found = "nothing"
+            except StoreError as error:
+                found = str(error)
+            except OSError:
+                found = "another file"
+            if found != wanted:
+                problem = f"expected a symbolic link to {target}, found {found}"
+                yield Damage(file, f"link {name}", problem)
+    if is_item:
+        file, problem = step / "jaxinf.json", ""
         try:
-            found = f"one to {os.readlink(step_path / name)}"
-        except FileNotFoundError:
-            found = "nothing"
-        except OSError:
-            found = "another file"
-        if found != f"one to {expected}":
-            problem = f"expected a symbolic link to {expected}, found {found}"
-            yield Damage(step_path / name, f"link {name}", problem)
+            held = Manifest.read(file)
+            if (held.store_id, held.leaves) != (manifest.store_id, manifest.leaves):
+                problem = "expected the arrays of this store, found another manifest"
+        except StoreFormatError as error:
+            problem = str(error)
+        if problem:
+            yield Damage(file, file.name, problem)
 
 
-def _manifest_damages(file: Path, manifest: Manifest) -> Iterator[Damage]:
-    """Yields the damage of a checkpoint's manifest."""
-    try:
-        held = Manifest.read(file)
-        if (held.store_id, held.leaves) == (manifest.store_id, manifest.leaves):
-            return
-        problem = "expected the arrays of this store, found another manifest"
-    except StoreFormatError as error:
-        problem = str(error)
-    yield Damage(file, file.name, problem)
+def _content(raw: bytes) -> Any:
+    """Returns what a document says, but for times."""
+    found = parse_json(raw)
+    for name in TIMES:
+        if isinstance(found, dict) and isinstance(found.get(name), int):
+            del found[name]
+    return found

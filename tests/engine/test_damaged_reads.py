@@ -11,7 +11,6 @@ from jaxinf.exchange import (
     export_url,
 )
 from jaxinf.store import (
-    StepReader,
     StoreDirectory,
     pinned_step,
     step_of,
@@ -38,7 +37,8 @@ def bind(driver, leaf, state):
 
 def read_raw(driver, leaf, state):
     record = next(r for r in driver.opened.directory.manifest.leaves if r.name == leaf)
-    with StepReader(driver.store.path / "current") as reader:
+    step = step_of(driver.opened.directory, driver.store.path / "current")
+    with step.reader() as reader:
         list(reader.stored(record, record.state(state), 0))
 
 

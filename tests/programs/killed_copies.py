@@ -22,12 +22,12 @@ from raw_stores import decoded
 from jaxinf.store import (
     CommitRecord,
     StateRecord,
-    StepReader,
     StoreDirectory,
     create_store,
     find_members,
     num_processes,
     save_checkpoint,
+    step_of,
     store_source,
     verify_step,
 )
@@ -81,19 +81,17 @@ def contents(path, checkpoint=None):
     """Reads all arrays of a step of a store or of a run, to the bit."""
     if find_members(path):
         with store_source(path, checkpoint) as source:
-            step = source.step
-            places = {"places": step.places, "record": step.commit}
-            return _arrays(step.path, step.manifest, **places)
+            return _arrays(source.step)
     directory = StoreDirectory.open(path)
     place = path / ("current" if checkpoint is None else f"checkpoints/{checkpoint}")
-    return _arrays(place, directory.manifest, directory=directory)
+    return _arrays(step_of(directory, place))
 
 
-def _arrays(place, manifest, **options):
-    with StepReader(place, **options) as reader:
+def _arrays(step):
+    with step.reader() as reader:
         return {
             leaf.array_name(state.name): decoded(reader, leaf, state).tobytes()
-            for leaf in manifest.leaves
+            for leaf in step.manifest.leaves
             for state in leaf.states
             if not state.is_beside
         }

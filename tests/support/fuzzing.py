@@ -26,12 +26,12 @@ from jaxinf.cli import main
 from jaxinf.errors import JaxinfError
 from jaxinf.exchange.safetensors_files import read_safetensors
 from jaxinf.store import (
-    StepReader,
     StoreDirectory,
     list_checkpoints,
     remove_checkpoint,
     save_checkpoint,
     seal,
+    step_of,
     verify_step,
 )
 from jaxinf.train.data.tokenizer import open_tokenizer
@@ -233,8 +233,8 @@ def _status_bytes(name):
 def read_everything(path):
     """Reads everything that a run and its tools read from a store."""
     directory = StoreDirectory.open(path)
-    record = directory.read_commit()
-    with StepReader(path / "current", record) as reader:
+    directory.read_commit()
+    with step_of(directory, path / "current").reader() as reader:
         for leaf in directory.manifest.leaves:
             for state in leaf.states:
                 for chunk in leaf.held if not state.is_beside else ():

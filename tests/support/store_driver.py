@@ -18,7 +18,7 @@ from jaxinf.csd import ScalarInputs
 from jaxinf.engine import FirstParams, UpdateRequest, describe, engine_of
 from jaxinf.layout.codecs import encode_split
 from jaxinf.program import trace_init, trace_update
-from jaxinf.store import ScalarState, StepReader, StoreDirectory
+from jaxinf.store import CommitRecord, CommittedStep, ScalarState, StoreDirectory
 
 LEAVES = {
     "bias": ((129,), "float32"),
@@ -177,10 +177,13 @@ class Driver:
     def found(self, path=None):
         """Reads and decodes the same from a slot, by default the committed one."""
         path = self.store.path / "current" if path is None else path
-        directory = None
+        directory = self.opened.directory
+        places = [path] * directory.num_csds
         if path.is_relative_to(self.store.path):
-            directory = self.opened.directory
-        with StepReader(path, directory=directory) as reader:
+            places = directory.data_paths(path)
+        record = CommitRecord.read(path / "commit.json")
+        step = CommittedStep(path, directory.manifest, record, tuple(places))
+        with step.reader() as reader:
             return {
                 record.name: tuple(
                     decoded(reader, record, state)
