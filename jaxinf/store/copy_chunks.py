@@ -8,16 +8,18 @@ Invariant: old files are only read, and all of a chunk is verified before it cou
 """
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 import numpy as np
 
-from jaxinf.layout import Chunk, CodedSlot, box_runs, rounding_of_chunk
+from jaxinf.layout import CodedSlot, box_runs, rounding_of_chunk
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.copy_source import CopySource
 from jaxinf.store.creation import existing_parent
@@ -121,39 +123,54 @@ def make_steps(
             name: np.zeros(len(leaf.csds), np.uint32)
             for name, leaf, _ in manifest.arrays()
         }
+        jobs = defaultdict[tuple[str, int], list[CopiedChunk]](list)
+        for new in chunks:
+            if new.place == place:  # chunks of another grid are made together
+                number = -1 if new.how == "regrid" else new.one.chunk
+                jobs[new.one.array, number].append(new)
         with step.reader() as reader:
             make = partial(_make, step, reader)
-            own = [new for new in chunks if new.place == place]
-            for new, made in over(own, make, source.num_threads):
-                for name, checksum in made.items():
-                    sums[name][new.one.chunk] = checksum
-                done_bytes += new.one.num_bytes
+            for job, made in over(jobs.values(), make, source.num_threads):
+                for (name, number), checksum in made.items():
+                    sums[name][number] = checksum
+                done_bytes += sum(new.one.num_bytes for new in job)
                 if progress is not None:
                     progress(done_bytes, total_bytes)
         records[place] = step.commit.replace(checksums=sums)
     return records
 
 
-def _make(step: CommittedStep, reader: StepReader, new: CopiedChunk) -> dict[str, int]:
-    """Makes a chunk's file; returns its checksum, by array."""
+def _make(
+    step: CommittedStep, reader: StepReader, job: Sequence[CopiedChunk]
+) -> dict[tuple[str, int], int]:
+    """Makes the files of a chunk, or of an array; returns checksums by their places."""
+    new = job[0]
     one, old = new.one, step.manifest.leaves[new.one.number]
     if new.how == "recode" and one.state.is_beside:
         return {}  # its state's codes come with it
     with translated("copy", new.target):
-        new.target.parent.mkdir(parents=True, exist_ok=True)
         if new.how == "recode":
             return _recode(new, old, reader, step.commit.step)
+        if new.how == "regrid":
+            return _regrid({chunk.one.chunk: chunk for chunk in job}, old, reader)
         if new.how == "link":
             check_holds(new.source, one.name, 0)  # no link leads there
+            new.target.parent.mkdir(parents=True, exist_ok=True)
             link_file(new.source / one.name, new.target)
         else:
-            allocate(new.target, one)
-            with opened_to_write(new.target) as fd:
-                if new.how == "regrid":
-                    return {one.array: _regrid(fd, new, old, reader)}
+            with _new_file(new) as fd:
                 for piece in reader.stored(old, one.state, one.chunk):
                     _put(fd, piece.values, piece.start * one.state.itemsize)
-    return {one.array: step.commit.checksums[one.array][one.chunk]}
+    return {(one.array, one.chunk): step.commit.checksums[one.array][one.chunk]}
+
+
+@contextmanager
+def _new_file(new: CopiedChunk) -> Iterator[int]:
+    """Makes a chunk's file, with room for it; yields its descriptor."""
+    new.target.parent.mkdir(parents=True, exist_ok=True)
+    allocate(new.target, new.one)
+    with opened_to_write(new.target) as fd:
+        yield fd
 
 
 def write_box(
@@ -185,54 +202,56 @@ def _put(fd: int, values: Array, offset_bytes: int) -> None:
 
 def _recode(
     new: CopiedChunk, old: LeafRecord, reader: StepReader, step: int
-) -> dict[str, int]:
+) -> dict[tuple[str, int], int]:
     """Writes a state's array in its codec, and what is stored beside it."""
     one, leaf = new.one, new.one.leaf
     first, *beside = states = _arrays(leaf, one.state)
-    files = [replace(new, one=one._replace(state=state)) for state in states]
-    for file in files:
-        file.target.parent.mkdir(parents=True, exist_ok=True)
-        allocate(file.target, file.one)
     slots = [slot.name for slot in leaf.slots]
     rounding = rounding_of_chunk(one.number, one.chunk, step)
     key = rounding + slots.index(first.slot) & 0xFFFFFFFF
-    found: dict[str, list[tuple[int, int]]] = {file.one.array: [] for file in files}
-    for piece in reader.pieces(old, _arrays(old, first)[0], one.chunk):
-        arrays = [np.ascontiguousarray(piece.values)]
-        if first.codec:
-            arrays = [
-                np.empty(state.num_elements(piece.values.size), dtype_of(state.dtype))
-                for state in states
-            ]
-            rest = arrays[1] if beside else None
-            CodedSlot(arrays[0], rest, key, piece.start).encode(piece.values)
-        for file, data in zip(files, arrays, strict=True):
-            state = file.one.state
-            with opened_to_write(file.target) as fd:
+    files = [replace(new, one=one._replace(state=state)) for state in states]
+    sums: list[list[tuple[int, int]]] = [[] for _ in files]
+    with ExitStack() as stack:
+        fds = [stack.enter_context(_new_file(file)) for file in files]
+        for piece in reader.pieces(old, _arrays(old, first)[0], one.chunk):
+            arrays = [np.ascontiguousarray(piece.values)]
+            if first.codec:
+                size = piece.values.size
+                arrays = [
+                    np.empty(x.num_elements(size), dtype_of(x.dtype)) for x in states
+                ]
+                rest = arrays[1] if beside else None
+                CodedSlot(arrays[0], rest, key, piece.start).encode(piece.values)
+            for fd, state, data, own in zip(fds, states, arrays, sums, strict=True):
                 _put(fd, data, state.num_elements(piece.start) * state.itemsize)
-            found[file.one.array].append((crc32c(data), data.nbytes))
-    return {name: crc32c_combine(sums) for name, sums in found.items()}
+                own.append((crc32c(data), data.nbytes))
+    pairs = zip(files, sums, strict=True)
+    return {(file.one.array, one.chunk): crc32c_combine(own) for file, own in pairs}
 
 
-def _regrid(fd: int, new: CopiedChunk, old: LeafRecord, reader: StepReader) -> int:
-    """Writes the elements, as they are stored, of chunks of another grid."""
-    one, chunk = new.one, new.one.layout
-    pairs = enumerate(old.grid.chunks())
-    near = {n for n, at in pairs if np.less(*_common(at.start, at.extent, chunk)).all()}
-    most, options = PIECE_BYTES // 4, {"decoded": False, "chunks": near}
-    for box, values in reader.boxes(old, one.state, most, **options):
-        first, last = _common(box.start, box.extent, chunk)
-        if np.less(first, last).all():
-            inside = tuple(map(slice, first - box.start, last - box.start))
-            start = np.subtract(first, chunk.start).tolist()
-            write_box(fd, one.leaf.chunk_shape, start, values[inside])
+def _regrid(
+    new: Mapping[int, CopiedChunk], old: LeafRecord, reader: StepReader
+) -> dict[tuple[str, int], int]:
+    """Moves an array's elements as they are stored to chunks of another grid."""
+    first = next(iter(new.values())).one
+    grid, state, most = first.leaf.grid, first.state, PIECE_BYTES // 4
+    for one in new.values():
+        with _new_file(one):
+            pass
+    for box, values in reader.boxes(old, state, most, decoded=False):
+        bounds = zip(box.start, box.extent, grid.chunk_shape, strict=True)
+        near = [range(a // size, -(-(a + n) // size)) for a, n, size in bounds]
+        for index in product(*near):
+            own = new[int(np.ravel_multi_index(index, grid.grid_shape))]
+            chunk = own.one.layout
+            begin = np.maximum(box.start, chunk.start)
+            ends = np.add(box.start, box.extent), np.add(chunk.start, chunk.extent)
+            part = tuple(map(slice, begin - box.start, np.minimum(*ends) - box.start))
+            start = (begin - chunk.start).tolist()
+            with opened_to_write(own.target) as fd:
+                write_box(fd, grid.chunk_shape, start, values[part])
     with closing(BufferPool(PIECE_BYTES)) as pool:
-        return file_checksum(new.target, one.num_bytes, pool)
-
-
-def _common(
-    start: Sequence[int], extent: Sequence[int], chunk: Chunk
-) -> tuple[Array, Array]:
-    """Returns where what a box and a chunk have in common begins and ends."""
-    ends = np.add(start, extent), np.add(chunk.start, chunk.extent)
-    return np.maximum(start, chunk.start), np.minimum(*ends)
+        return {
+            (first.array, number): file_checksum(own.target, own.one.num_bytes, pool)
+            for number, own in new.items()
+        }

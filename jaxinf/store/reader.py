@@ -9,7 +9,7 @@ caller's array. No caller gets all of a damaged chunk: it gets an error instead.
 
 import itertools
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -341,21 +341,15 @@ class StepReader:
         most_elements: int,
         *,
         decoded: bool = True,
-        chunks: Collection[int] | None = None,
     ) -> Iterator[tuple[ChunkBox, Array]]:
         """Yields a leaf's state in boxes of so many elements, chunk by chunk.
 
         It blocks, and raises as `pieces`, before a chunk's last box.
-
-        Args:
-          chunks: the numbers of chunks to read; by default all.
         """
         read = self.pieces if decoded else self.stored
         dtype = dtype_of((state.decoded() if decoded else state).dtype)
         every = portions(leaf.grid, most_elements)
         for number, boxes in itertools.groupby(every, key=lambda box: box.chunk):
-            if chunks is not None and number not in chunks:
-                continue
             pieces, rest = read(leaf, state, number), np.empty(0, dtype)
             for box in boxes:
                 out, done = np.empty(box.num_elements, dtype), 0
