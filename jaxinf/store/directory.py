@@ -206,17 +206,15 @@ class StoreDirectory:
             target = os.readlink(current)
         except FileNotFoundError:
             return None
-        except OSError as error:
-            raise StoreFormatError(
-                f"{current}: expected a symlink to slots/a or slots/b, found a file; "
-                "was the store copied without its symlinks? Copy it with cp -a"
-            ) from error
+        except OSError:
+            target = "a file"
         for slot in SLOTS:
             if target == f"slots/{slot}":
                 return slot
         raise StoreFormatError(
             f"{current}: expected a symlink to slots/a or slots/b, found {target!r}; "
-            "restore the symlink to the slot whose commit.json has the higher step"
+            "was the store copied without its symlinks? Copy it with cp -a, or restore "
+            "the symlink to the slot whose commit.json has the higher step"
         )
 
     def need_slot(self) -> Slot:

@@ -108,6 +108,12 @@ class Shards:
     counts: tuple[int, ...]
     holders: Sequence[Sequence[int]] = ()
 
+    def holders_of(self, count: int) -> Sequence[Sequence[int]]:
+        """Returns the processes that have each shard, of so many."""
+        num = math.prod(self.counts)
+        in_line = [(shard * count // num,) for shard in range(num)]
+        return self.holders or (in_line if num > 1 else [range(count)])
+
 
 ShardsOf: TypeAlias = Callable[[LeafRecord], Shards]
 """Returns the shards of a leaf in the run that a store is divided for."""
@@ -125,11 +131,10 @@ def divided(
       shards_of: by default, shards of devices in a line.
     """
     most = max((math.prod(n.chunk_shape) for n in leaves), default=1)
-    found, holders = [], []
-    for leaf in leaves:
-        shards = shards_of(leaf) if shards_of else _in_line(leaf, count)
-        found.append(_with_grid(leaf, shards.counts, most, where))
-        holders.append(_holders(shards, count))
+    shards = [shards_of(n) if shards_of else _in_line(n, count) for n in leaves]
+    pairs = zip(leaves, shards, strict=True)
+    found = [_with_grid(leaf, own.counts, most, where) for leaf, own in pairs]
+    holders = [own.holders_of(count) for own in shards]
     return found, deal_to_members(found, count, holders)
 
 
@@ -147,7 +152,7 @@ def is_divided_for(path: Path, shards_of: ShardsOf) -> bool:
         shards = shards_of(leaf)
         if _is_cut(leaf, shards.counts):
             return False
-        places = chunk_holders(leaf, shards.counts, _holders(shards, count))
+        places = chunk_holders(leaf, shards.counts, shards.holders_of(count))
         pairs = zip(leaf.owners or (0,) * len(places), places, strict=True)
         if any(own not in holders for own, holders in pairs):
             return False
@@ -179,13 +184,6 @@ def _in_line(leaf: LeafRecord, count: int) -> Shards:
     if len(along) != 1 or leaf.shape[along[0]] % wanted:
         return Shards(leaf.shard_counts)
     return Shards(tuple(wanted if n > 1 else 1 for n in leaf.shard_counts))
-
-
-def _holders(shards: Shards, count: int) -> Sequence[Sequence[int]]:
-    num = math.prod(shards.counts)
-    if num == 1 and not shards.holders:
-        return [range(count)]
-    return shards.holders or [(shard * count // num,) for shard in range(num)]
 
 
 def _is_cut(leaf: LeafRecord, counts: Sequence[int]) -> bool:
