@@ -54,13 +54,6 @@ class Group:
       service: the service; None in a program of one process, or for a store of its own.
       session: id of the group, the same in all processes.
       limit_s: the longest silence of a process; by default `LIMIT_S`.
-
-    Attributes:
-      number: number of this process, 0 if it is alone.
-      count: number of processes.
-      is_alone: whether there is no other.
-      may_hang: whether the program may wait for another process in a collective
-        without end, so that a failure must end this process.
     """
 
     def __init__(
@@ -73,8 +66,10 @@ class Group:
     ) -> None:
         self.where, self.service, self.session = where, service, session
         self.is_alone = service is None
-        self.number = 0 if service is None else service.process
+        self.number = 0 if service is None else service.process  # of this process
         self.count = 1 if service is None else service.num_processes
+        # Whether the program may wait for another process in a collective without end,
+        # so that a failure must end this process.
         self.may_hang = True
         self.num_barriers = 0
         self._limit_s = limit_s

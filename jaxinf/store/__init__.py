@@ -106,7 +106,6 @@ from jaxinf.store.owners import claim_csds, look_at_store, read_owned
 from jaxinf.store.reader import (
     ChunkRun,
     CommittedStep,
-    Damage,
     StepReader,
     corrupt_chunk,
     find_leaf,
@@ -132,4 +131,4 @@ from jaxinf.store.stock import (
     step_documents,
     write_carry,
 )
-from jaxinf.store.verify import step_bytes, verify_step
+from jaxinf.store.verify import Damage, step_bytes, verify_step

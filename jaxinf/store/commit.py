@@ -55,20 +55,13 @@ def schedule_free_params(params: Array, z: Array, b1: np.float32) -> Array:
 
 
 class ScalarState(Document, frozen=True):
-    """A value of the optax state that belongs to no leaf: a count, a hyperparameter.
+    """A value of the optax state that belongs to no leaf: a count, a hyperparameter."""
 
-    Attributes:
-      path: its path in the optax state; see `jaxinf.store.documents`.
-      dtype, shape: of the array.
-      data: the bits of its elements, in C order.
-      text: the value for people; it is not read.
-    """
-
-    path: str
+    path: str  # in the optax state; see `jaxinf.store.documents`
     dtype: Dtype
     shape: Lengths
     data: Annotated[str, pattern("(?:[0-9a-f]{2})*+", "bytes in hex digits")]
-    text: str = msgspec.field(default="", name="value")
+    text: str = msgspec.field(default="", name="value")  # for people; it is not read
 
     @classmethod
     def of(cls, path: str, value: Array) -> Self:
@@ -99,18 +92,12 @@ MOST_CARRIED_BYTES = 64 << 20
 
 
 class CarriedArray(Document, frozen=True):
-    """An array that a step carries; see `jaxinf.store.stock`.
+    """An array that a step carries; see `jaxinf.store.stock`."""
 
-    Attributes:
-      path: its keys in the tree that was given.
-      shape, dtype: of the array; typed keys are their numbers.
-      crc32c: CRC-32C of its elements, in C order.
-    """
-
-    path: tuple[str, ...]
+    path: tuple[str, ...]  # its keys in the tree that was given
     shape: Lengths
-    dtype: Dtype
-    crc32c: Sum
+    dtype: Dtype  # typed keys are their numbers
+    crc32c: Sum  # of its elements, in C order
 
     @classmethod
     def of(cls, path: tuple[str, ...], shape: Any, dtype: str, raw: bytes) -> Self:
@@ -158,19 +145,12 @@ _Mesh: TypeAlias = Annotated[dict[_Axis, _Length], Meta(max_length=64)]
 
 
 class KeptPlan(Document, frozen=True):
-    """The cuts of a streamed program, on which a step's bits depend.
+    """The cuts of a streamed program, on which a step's bits depend."""
 
-    Attributes:
-      version: of the programs that jaxinf makes of cuts.
-      fingerprint: of the traced program.
-      cuts: the nodes at which segments begin, and the number of nodes.
-      mesh: devices along each axis of the mesh; empty without one.
-    """
-
-    version: _Count
-    fingerprint: Annotated[str, Meta(max_length=256)]
-    cuts: tuple[_Count, ...]
-    mesh: _Mesh = msgspec.field(default_factory=dict)
+    version: _Count  # of the programs that jaxinf makes of cuts
+    fingerprint: Annotated[str, Meta(max_length=256)]  # of the traced program
+    cuts: tuple[_Count, ...]  # where segments begin, and the number of nodes
+    mesh: _Mesh = msgspec.field(default_factory=dict)  # devices along each axis
 
     def __post_init__(self) -> None:
         if self.cuts[:1] != (0,) or [*self.cuts] != sorted({*self.cuts}):
@@ -196,42 +176,32 @@ _ALWAYS += ("checksums",)
 class CommitRecord(Document, frozen=True, omit_defaults=False):
     """``commit.json``: a committed step's data beside its chunks; see docs/format.md.
 
-    Attributes:
-      step: number of the step.
-      scalar_state: the optimizer's scalar state.
-      skipped_steps: number of steps skipped so far for a non-finite gradient.
-      payload: the caller's data.
-      checksums: CRC-32C of each chunk, uint32, by array name in grid order.
-      committed_at: time of the commit for people to read, UTC.
-      commit: in a member, the id of the commit, which all members' records have: a
-        session's and a number; empty in other stores.
-      device_updates: a JAX device computed every so many updates of subgroups; 0: none;
-        "auto": some, in a step by which their number was measured.
-      inexact: leaves by name whose 16-bit params on the JAX device were not the rounded
-        master after the step; with the greatest difference.
-      carry: arrays that the caller has given beside the optimizer's.
-      streams: the cuts of programs by the digest of their leaves and batch, those of
-        all steps so far.
-      documents: of stores written before; not used.
-      carried: the bytes of `carry` until they are committed; not in the document.
+    A JAX device computed every `device_updates`-th update of a subgroup; 0: none;
+    "auto": some, in a step by which their number was measured. `inexact` has the leaves
+    whose 16-bit params on the JAX device were not the rounded master after the step,
+    with the greatest difference.
     """
 
     step: _Step
     scalar_state: tuple[ScalarState, ...]
-    skipped_steps: _Step = 0
-    payload: Any = None
+    skipped_steps: _Step = 0  # so far, for a non-finite gradient
+    payload: Any = None  # the caller's
+    # CRC-32C of each chunk, uint32, by array in grid order.
     checksums: dict[Name, np.ndarray] = msgspec.field(default_factory=dict)
     committed_at: Annotated[str, Meta(max_length=64)] = msgspec.field(
         default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds")
     )
+    # Of a run's commit, the same in all members: a session's id and a number.
     commit: Annotated[
         str, pattern("(?:[0-9a-f]{32}-[0-9]{1,16})?", "an id of a session and a number")
     ] = ""
     device_updates: _Every | Literal["auto"] = 0
     inexact: dict[str, np.float32] = msgspec.field(default_factory=dict)
     carry: tuple[CarriedArray, ...] = ()
+    # The cuts of all programs so far, by the digest of their leaves and batch.
     streams: dict[Id, KeptPlan] = msgspec.field(default_factory=dict)
-    documents: dict[str, Sum] = msgspec.field(default_factory=dict)
+    documents: dict[str, Sum] = msgspec.field(default_factory=dict)  # of old stores
+    # Bytes of what it carries, until they are committed; not in the document.
     carried: tuple[bytes, ...] = ()
 
     def __post_init__(self) -> None:

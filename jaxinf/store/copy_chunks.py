@@ -49,17 +49,12 @@ _How: TypeAlias = Literal["link", "copy", "recode", "regrid"]
 class CopiedChunk:
     """A chunk's file in a new store, and where its bytes come from.
 
-    Attributes:
-      part: the new store.
-      place: slot ``a``, or a checkpoint.
-      one: the chunk.
-      how: ``"link"`` to the file below `source`; ``"copy"`` of the same bytes,
-        verified; ``"recode"`` from the decoded values; ``"regrid"`` from chunks of
-        another grid.
+    It is a link to a file below `source`, a verified copy of the same bytes, recoded
+    from the decoded values, or made of chunks of another grid.
     """
 
     part: StoreDirectory
-    place: str
+    place: str  # slot a, or a checkpoint
     one: ChunkFile
     how: _How
     source: Path

@@ -35,25 +35,17 @@ from jaxinf.store.steps import (
 class CopySource:
     """Steps that are copied together.
 
-    Attributes:
-      where: what it is, for messages.
-      parts: the manifests of the members by number, or of the store alone.
-      steps: the committed step as slot ``a``, and checkpoints as ``checkpoints/NAME``.
-      beside: what belongs to a store beside its steps, by the names of files.
-      has_links: whether chunks may be linked to: they are a store's.
-      num_threads: number of chunks that may be in memory at once.
-      dropped: checkpoints that are not of all members.
-      held: the members or the store, if this process holds them.
+    The committed step is slot ``a`` among `steps`, others are ``checkpoints/NAME``.
     """
 
-    where: str
-    parts: Sequence[Manifest]
+    where: str  # for messages
+    parts: Sequence[Manifest]  # of the members by number, or of the store alone
     steps: Mapping[str, CommittedStep]
-    beside: Mapping[str, bytes]
-    has_links: bool = True
-    num_threads: int = 4
-    dropped: tuple[str, ...] = ()
-    held: Sequence[StoreDirectory] = ()
+    beside: Mapping[str, bytes]  # a store's files beside its steps, by name
+    has_links: bool = True  # whether chunks may be linked to: they are a store's
+    num_threads: int = 4  # and chunks that may be in memory at once
+    dropped: tuple[str, ...] = ()  # checkpoints that are not of all members
+    held: Sequence[StoreDirectory] = ()  # the stores, if this process holds them
 
     @property
     def step(self) -> CommittedStep:

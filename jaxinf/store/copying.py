@@ -62,34 +62,23 @@ _OWN = re.compile(
 class CopyLayout:
     """The form of a copy; what is not given stays.
 
-    Attributes:
-      formats: of its arrays.
-      csd_roots: existing CSD roots, in which ``{process}`` is a process's number. By
-        default none, and in place those that there are.
-      processes: number of processes.
-      shards_of: returns the shards that a leaf will have; by default those of devices
-        in a line.
+    In CSD roots, which exist, ``{process}`` is a process's number. Without any a copy
+    has none, and in place those that there are.
     """
 
     formats: Formats = AS_IT_IS
     csd_roots: Sequence[str] = ()
-    processes: int | None = None
-    shards_of: ShardsOf | None = None
+    processes: int | None = None  # their number
+    shards_of: ShardsOf | None = None  # by default those of devices in a line
 
 
 @dataclass(frozen=True)
 class Copied:
-    """What came of a copy.
-
-    Attributes:
-      step: the step.
-      num_bytes: bytes that it wrote; others are links.
-      dropped: checkpoints that some members lacked.
-    """
+    """What came of a copy."""
 
     step: int
-    num_bytes: int
-    dropped: tuple[str, ...] = ()
+    num_bytes: int  # that it wrote; others are links
+    dropped: tuple[str, ...] = ()  # checkpoints that some members lacked
 
 
 def copy_step(
@@ -135,8 +124,6 @@ def copy_step(
         except (JaxinfError, ValueError):
             _discard(staging, target)
             raise
-        with translated("copy", target):
-            fsync_directory(target.parent)
         _discard(staging, target)  # in place, what was there
     finally:
         lock.release()
@@ -291,6 +278,7 @@ def _publish(source: CopySource, staging: Path, target: Path) -> None:
             _exchange(staging, target)
         else:
             staging.rename(target)
+        fsync_directory(target.parent)
 
 
 def _exchange(first: Path, second: Path) -> None:

@@ -159,10 +159,7 @@ _MAX_NAME_BYTES = 255
 @lru_cache(maxsize=1 << 16)
 def encode_key(key: str) -> str:
     """Percent-encodes ``/``, ``%`` and control characters, for use in a file name."""
-    return "".join(
-        f"%{ord(c):02X}" if c in "/%" or ord(c) < 32 or ord(c) == 127 else c
-        for c in key
-    )
+    return re.sub("[/%\0-\x1f\x7f]", lambda found: f"%{ord(found[0]):02X}", key)
 
 
 def leaf_name(path: Sequence[str]) -> str:

@@ -99,13 +99,11 @@ def store_formats(held: Manifest) -> Formats:
 class Shards:
     """A leaf's shards in a run.
 
-    Attributes:
-      counts: their number along each dimension.
-      holders: the processes whose devices have each, in C order; empty if the devices
-        are in a line, as many for each process.
+    Holders are the processes whose devices have each shard, in C order; they are empty
+    if the devices are in a line, as many for each process.
     """
 
-    counts: tuple[int, ...]
+    counts: tuple[int, ...]  # along each dimension
     holders: Sequence[Sequence[int]] = ()
 
     def holders_of(self, count: int) -> Sequence[Sequence[int]]:

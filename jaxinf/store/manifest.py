@@ -139,28 +139,19 @@ class StateRecord(Document, frozen=True, array_like=True):
 class LeafRecord(Document, frozen=True, kw_only=True, dict=True, gc=True):
     """One leaf of the params tree.
 
-    Attributes:
-      path: its keys.
-      shape: its natural shape.
-      dtype: the dtype of the params on the JAX device.
-      kernel: key into `Manifest.kernels`.
-      states: its stored arrays, the master params first.
-      chunk_shape: chunk shape of every state's array; empty before it is laid out.
-      shard_counts: shards along each dimension when the store was made.
-      csds: the CSD of each chunk, in grid order; -1 (on disk 0) for one that another
-        member holds. Empty before the leaf is laid out.
-      owners: in a member, the number of the member that holds each chunk; else empty.
+    In a member the CSD of a chunk that another one holds is -1, on disk 0. Before a
+    leaf is laid out, it has neither a chunk shape nor CSDs.
     """
 
     path: _Path
     shape: Lengths
-    dtype: Dtype
-    kernel: str
-    states: Annotated[tuple[StateRecord, ...], Meta(min_length=1)]
-    chunk_shape: _Parts
-    shard_counts: _Parts
-    csds: tuple[_Csd, ...]
-    owners: tuple[Process, ...] = ()
+    dtype: Dtype  # of the params on the JAX device
+    kernel: str  # key into `Manifest.kernels`
+    states: Annotated[tuple[StateRecord, ...], Meta(min_length=1)]  # the master first
+    chunk_shape: _Parts  # of every state's array
+    shard_counts: _Parts  # along each dimension, when the store was made
+    csds: tuple[_Csd, ...]  # of each chunk, in grid order
+    owners: tuple[Process, ...] = ()  # in a member, the member that holds each chunk
 
     @property
     def name(self) -> str:
@@ -234,18 +225,12 @@ class LeafRecord(Document, frozen=True, kw_only=True, dict=True, gc=True):
 
 
 class ChunkFile(NamedTuple):
-    """A chunk's file in each step of a store.
+    """A chunk's file in each step of a store."""
 
-    Attributes:
-      number: number of the leaf; -1 where it does not matter.
-      leaf, state: of which it is.
-      chunk: its number in the leaf's grid.
-    """
-
-    number: int
+    number: int  # of the leaf; -1 where it does not matter
     leaf: LeafRecord
     state: StateRecord
-    chunk: int
+    chunk: int  # its number in the leaf's grid
 
     @property
     def layout(self) -> Chunk:
@@ -290,16 +275,10 @@ class ChunkFile(NamedTuple):
 
 
 class Member(Document, frozen=True):
-    """A store's part in a run of several processes, each of which has a store.
+    """A store's part in a run of several processes, each of which has a store."""
 
-    Attributes:
-      run: id of the run, 32 hex digits; the same in all members.
-      number: number of this member's process.
-      count: number of members.
-    """
-
-    run: Id
-    number: Process
+    run: Id  # the same in all members
+    number: Process  # this member's
     count: Annotated[int, Meta(ge=2, le=2**20)]
 
 

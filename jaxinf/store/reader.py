@@ -58,22 +58,16 @@ _R = TypeVar("_R")
 class CommittedStep:
     """A committed step with its chunks, which does not change while it is read.
 
-    Attributes:
-      path: a directory with a slot's layout, of a run the first member's.
-      manifest: the store's, as it was when the step was pinned; of a run that of a
-        store of one process. The CSDs of its chunks are `places`.
-      commit: the step's record, of a run with the checksums of all members.
-      places: directories that have chunks in a slot's layout.
-      warning: why chunks may change nevertheless; else empty.
-      fetch: returns the bytes of a chunk by its name, perhaps with more behind them,
-        if they are no files.
+    That of a run has the manifest of a store of one process, whose CSDs are `places`,
+    and the checksums of all members. If chunks are no files, `fetch` returns the bytes
+    of one by its name, perhaps with more behind them.
     """
 
-    path: Path
-    manifest: Manifest
+    path: Path  # of a slot's layout; of a run the first member's
+    manifest: Manifest  # as it was when the step was pinned
     commit: CommitRecord
-    places: tuple[Path, ...]
-    warning: str = ""
+    places: tuple[Path, ...]  # directories of chunks, in a slot's layout
+    warning: str = ""  # why chunks may change nevertheless
     fetch: Callable[[str], bytes] | None = None
 
     def check(self) -> None:
@@ -98,28 +92,12 @@ class CommittedStep:
 
 @dataclass(frozen=True)
 class ChunkRun:
-    """A run of a chunk's elements.
+    """A run of a chunk's elements."""
 
-    Attributes:
-      number: number of the chunk in its leaf's grid.
-      chunk: the chunk, with its place in the leaf.
-      start: number of the run's first element in the chunk.
-      values: the elements, one-dimensional; valid until the next piece is requested.
-    """
-
-    number: int
+    number: int  # of the chunk in its leaf's grid
     chunk: Chunk
-    start: int
-    values: Array
-
-
-@dataclass(frozen=True)
-class Damage:
-    """A damaged chunk, document or link of a step."""
-
-    file: Path  # the real one, even if it is missing
-    what: str  # leaf, state, chunk and CSD, or the document
-    problem: str  # the expected and the found value
+    start: int  # number of the run's first element in the chunk
+    values: Array  # one-dimensional; valid until the next piece is requested
 
 
 def corrupt_chunk(

@@ -7,6 +7,7 @@ found, not only the first, and a file that two steps share is read once.
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,19 @@ from jaxinf.store.commit import CarriedArray, CommitRecord
 from jaxinf.store.creation import step_links
 from jaxinf.store.directory import SLOTS, StoreDirectory
 from jaxinf.store.manifest import ChunkFile, Manifest
-from jaxinf.store.reader import PIECE_BYTES, Damage, file_checksum, over
+from jaxinf.store.reader import PIECE_BYTES, file_checksum, over
 from jaxinf.store.stock import TIMES, read_carry, step_documents
 from jaxinf.transfer import BufferPool, open_beneath, read_beneath
 from jaxinf.typing import ProgressCallback
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A damaged chunk, document or link of a step."""
+
+    file: Path  # the real one, even if it is missing
+    what: str  # leaf, state, chunk and CSD, or the document
+    problem: str  # the expected and the found value
 
 
 def step_bytes(directory: StoreDirectory) -> int:
