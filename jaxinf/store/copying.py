@@ -124,7 +124,9 @@ def copy_step(
         except (JaxinfError, ValueError):
             _discard(staging, target)
             raise
-        _discard(staging, target)  # in place, what was there
+        with translated("copy", target):
+            fsync_directory(target.parent)  # before what was there goes
+        _discard(staging, target)
     finally:
         lock.release()
     for place in find_members(target) or [target]:
@@ -278,7 +280,6 @@ def _publish(source: CopySource, staging: Path, target: Path) -> None:
             _exchange(staging, target)
         else:
             staging.rename(target)
-        fsync_directory(target.parent)
 
 
 def _exchange(first: Path, second: Path) -> None:
