@@ -7,8 +7,10 @@ Where a question is answered:
     what a commit says                   commit.py
     what a store holds                   manifest.py
     names; a stranger's documents        documents.py; paths: transfer/beneath.py
+    codecs, grids; who has which chunk   formats.py
+    how files are made and removed       creation.py; who owns a CSD: owners.py
     how chunks are read and verified     reader.py, verify.py
-    how a step is copied or recoded      copying.py, copy_chunks.py, formats.py
+    how a step is copied or recoded      copying.py, copy_chunks.py
     how a step is kept or pinned         steps.py; of several members: members.py
     what a copy begins with              copy_source.py
     what other zarr readers see          stock.py
@@ -36,14 +38,11 @@ from jaxinf.store.creation import (
     check_free_space,
     check_never_committed,
     check_space,
-    chunk_holders,
     create_store,
     csd_bytes,
-    deal_to_members,
     discard_store,
     files_beside,
     is_unfinished,
-    lay_out,
     required_bytes,
 )
 from jaxinf.store.directory import (
@@ -70,8 +69,11 @@ from jaxinf.store.formats import (
     MasterFormat,
     Shards,
     StateFormat,
+    chunk_holders,
     coded_leaf,
+    deal_to_members,
     is_divided_for,
+    lay_out,
     num_processes,
     store_formats,
 )

@@ -32,13 +32,12 @@ from jaxinf.store.copy_source import CopySource, check_unread
 from jaxinf.store.creation import (
     begin_store,
     check_free_space,
-    lay_out,
     make_place,
     remove_csds,
     required_bytes,
 )
 from jaxinf.store.directory import StoreDirectory
-from jaxinf.store.formats import AS_IT_IS, Formats, ShardsOf, divided
+from jaxinf.store.formats import AS_IT_IS, Formats, ShardsOf, divided, lay_out
 from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.manifest import LeafRecord, Manifest, Member
 from jaxinf.store.members import find_members, member_name

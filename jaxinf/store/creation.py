@@ -1,26 +1,22 @@
-"""A new store: the places of its chunks, and its files with room for two slots.
+"""A new store's files: the room for them, how they are made, how they are removed.
 
-Invariant: every new manifest is made here. Only files of this store are removed, and
-only if it never committed a step.
+Invariant: only files of this store are removed, and only if it never committed a step,
+or is given up.
 """
 
 import contextlib
 import os
 import re
 import shutil
-import uuid
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from msgspec.structs import replace
-
 from jaxinf.documents import MOST_BYTES
 from jaxinf.errors import StoreFormatError, StoreSpaceError
-from jaxinf.layout import deal
 from jaxinf.store.commit import CarriedArray, CommitRecord
 from jaxinf.store.directory import SLOTS, StoreDirectory, allocate, link_file
-from jaxinf.store.manifest import LeafRecord, Manifest, Member, held_by
+from jaxinf.store.manifest import Manifest
 from jaxinf.store.owners import check_owners, check_places, claim_csds
 from jaxinf.store.stock import OF_ITEMS, link_carry, orbax_links, step_documents
 from jaxinf.terminal import format_bytes
@@ -34,78 +30,6 @@ from jaxinf.transfer import (
 
 BESIDE = re.compile(r"(?:stream|tokenizer)/[A-Za-z0-9_]+(?:\.[a-z]+)+")
 """Names of files beside a store's steps, which a run goes on with."""
-
-
-def lay_out(
-    contents: Manifest,
-    csd_roots: Sequence[str],
-    *,
-    member: Member | None = None,
-    owners: Sequence[Sequence[int]] = (),
-) -> Manifest:
-    """Assigns places to the chunks of a store.
-
-    Args:
-      contents: the store's leaves, with their chunk shapes; their places are ignored.
-      csd_roots: CSD roots for the chunks; empty for the store itself.
-      member: the store's part in a run of several processes.
-      owners: by leaf, the member that holds each chunk; of a run alone.
-    """
-    leaves = []
-    for number, leaf in enumerate(contents.leaves):
-        bare = replace(leaf, csds=(0,) * leaf.grid.num_chunks, owners=())
-        leaves.append(bare if member is None else held_by(bare, owners[number], member))
-    sizes = [leaf.chunk_bytes[number] for leaf in leaves for number in leaf.held]
-    csds = iter(deal(sizes, max(1, len(csd_roots))))
-    return replace(
-        contents,
-        leaves=tuple(
-            replace(n, csds=tuple(-1 if csd < 0 else next(csds) for csd in n.csds))
-            for n in leaves
-        ),
-        store_id=uuid.uuid4().hex,
-        csds=tuple(csd_roots),
-        member=member,
-    )
-
-
-def deal_to_members(
-    leaves: Sequence[LeafRecord],
-    count: int,
-    holders: Sequence[Sequence[Sequence[int]]],
-) -> list[list[int]]:
-    """Returns the owner of each chunk by leaf, in a new run of several processes.
-
-    Args:
-      leaves: with their chunk shapes and numbers of shards.
-      count: number of processes.
-      holders: by leaf, and then by shard in C order, the numbers of the processes whose
-        JAX devices have the shard. Chunks of shards that several have are divided.
-    """
-    chunk_bytes, places = [], []
-    for leaf, own in zip(leaves, holders, strict=True):
-        places += chunk_holders(leaf, leaf.shard_counts, own)
-        chunk_bytes += leaf.chunk_bytes
-    owners = iter(deal(chunk_bytes, count, places))
-    return [[next(owners) for _ in leaf.grid.chunks()] for leaf in leaves]
-
-
-def chunk_holders(
-    leaf: LeafRecord, shard_counts: Sequence[int], holders: Sequence[Sequence[int]]
-) -> list[Sequence[int]]:
-    """Returns the processes that have each chunk of a leaf.
-
-    Args:
-      shard_counts: number of shards along each dimension.
-      holders: the processes that have each shard, in C order.
-    """
-    found = []
-    for chunk in leaf.grid.chunks():
-        shard, along = 0, zip(chunk.start, leaf.shape, shard_counts, strict=True)
-        for start, length, count in along:
-            shard = shard * count + start // max(1, length // count)
-        found.append(holders[shard])
-    return found
 
 
 # --- bytes of CSDs -------------------------------------------------------------------

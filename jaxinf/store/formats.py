@@ -1,10 +1,11 @@
-"""The forms of a store that a copy may change: codecs, grids, owners of chunks.
+"""The forms of a store: codecs, grids, and the owners and places of its chunks.
 
-Invariant: a leaf with other codecs has the same slots, and a grid that shards do not
-  cut stays.
+Invariant: every new manifest is made here. A leaf with other codecs has the same slots,
+and a grid that shards do not cut stays.
 """
 
 import math
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,16 @@ from typing import Literal, TypeAlias
 from msgspec import structs
 
 from jaxinf.errors import StoreMismatchError
-from jaxinf.layout import choose_grid
-from jaxinf.store.creation import chunk_holders, deal_to_members, is_unfinished
+from jaxinf.layout import choose_grid, deal
+from jaxinf.store.creation import is_unfinished
 from jaxinf.store.documents import ERROR_FEEDBACK, MASTER_PARAMS
-from jaxinf.store.manifest import LeafRecord, Manifest, StateRecord
+from jaxinf.store.manifest import (
+    LeafRecord,
+    Manifest,
+    Member,
+    StateRecord,
+    held_by,
+)
 from jaxinf.store.members import find_members
 from jaxinf.typing import AVERAGE
 
@@ -208,3 +215,75 @@ def _with_grid(
         chunk_shape = choose_grid(leaf.shape, **options).chunk_shape
     changes = {"chunk_shape": chunk_shape, "shard_counts": counts}
     return structs.replace(leaf, csds=(), owners=(), **changes)
+
+
+# --- owners and places --------------------------------------------------------------
+
+
+def lay_out(
+    contents: Manifest,
+    csd_roots: Sequence[str],
+    *,
+    member: Member | None = None,
+    owners: Sequence[Sequence[int]] = (),
+) -> Manifest:
+    """Assigns places to the chunks of a store.
+
+    Args:
+      contents: the store's leaves, with their chunk shapes; their places are ignored.
+      csd_roots: CSD roots for the chunks; empty for the store itself.
+      member: the store's part in a run of several processes.
+      owners: by leaf, the member that holds each chunk; of a run alone.
+    """
+    leaves = []
+    for number, leaf in enumerate(contents.leaves):
+        bare = structs.replace(leaf, csds=(0,) * leaf.grid.num_chunks, owners=())
+        leaves.append(bare if member is None else held_by(bare, owners[number], member))
+    sizes = [leaf.chunk_bytes[number] for leaf in leaves for number in leaf.held]
+    csds = iter(deal(sizes, max(1, len(csd_roots))))
+
+    def placed(leaf: LeafRecord) -> LeafRecord:
+        found = tuple(-1 if csd < 0 else next(csds) for csd in leaf.csds)
+        return structs.replace(leaf, csds=found)
+
+    changes = {"store_id": uuid.uuid4().hex, "csds": tuple(csd_roots), "member": member}
+    return structs.replace(contents, leaves=tuple(map(placed, leaves)), **changes)
+
+
+def deal_to_members(
+    leaves: Sequence[LeafRecord],
+    count: int,
+    holders: Sequence[Sequence[Sequence[int]]],
+) -> list[list[int]]:
+    """Returns the owner of each chunk by leaf, in a new run of several processes.
+
+    Args:
+      leaves: with their chunk shapes and numbers of shards.
+      count: number of processes.
+      holders: by leaf, and then by shard in C order, the numbers of the processes whose
+        JAX devices have the shard. Chunks of shards that several have are divided.
+    """
+    chunk_bytes, places = [], []
+    for leaf, own in zip(leaves, holders, strict=True):
+        places += chunk_holders(leaf, leaf.shard_counts, own)
+        chunk_bytes += leaf.chunk_bytes
+    owners = iter(deal(chunk_bytes, count, places))
+    return [[next(owners) for _ in leaf.grid.chunks()] for leaf in leaves]
+
+
+def chunk_holders(
+    leaf: LeafRecord, shard_counts: Sequence[int], holders: Sequence[Sequence[int]]
+) -> list[Sequence[int]]:
+    """Returns the processes that have each chunk of a leaf.
+
+    Args:
+      shard_counts: number of shards along each dimension.
+      holders: the processes that have each shard, in C order.
+    """
+    found = []
+    for chunk in leaf.grid.chunks():
+        shard, along = 0, zip(chunk.start, leaf.shape, shard_counts, strict=True)
+        for start, length, count in along:
+            shard = shard * count + start // max(1, length // count)
+        found.append(holders[shard])
+    return found
