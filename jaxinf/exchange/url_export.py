@@ -282,6 +282,11 @@ def export_url(
       StoreError: the step cannot be read.
     """
     manifest, options = step.manifest, options or ExportOptions()
+    if manifest.member is not None:
+        raise StoreFormatError(
+            f"{step.path}: expected a whole step, found a member's part; give the path "
+            "of the run"
+        )
     place, chunks = ObjectStore(url, options.stop), list(manifest.held())
     num_threads = _num_at_once(manifest, options.memory_bytes)
     record, carry = seal(step.commit.to_json()), step.commit.carry
