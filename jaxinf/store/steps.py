@@ -326,7 +326,7 @@ def restore_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
     for one in directory.manifest.held():
         directory.link_chunk(place, spare, one.number, one.chunk, one.state.name)
     make_carry(directory.step_path(spare), directory.manifest, record.carry)
-    link_carry(*map(directory.step_path, (place, spare)), record.carry)
+    link_carry(directory.step_path(place), directory.step_path(spare), record.carry)
     directory.sync()
     directory.publish(spare, record)
     return record
