@@ -46,6 +46,7 @@ _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 def other_slot(slot: Slot) -> Slot:
+    """Returns the other slot."""
     return "b" if slot == "a" else "a"
 
 
