@@ -3,19 +3,22 @@
 Where a question is answered:
 
     a user's calls                       store.py
-    how a path becomes an open store     open_stores.py, engine.py, opening.py
-    whose params a step may use         binding.py
+    how a path becomes an open store     open_stores.py, engine.py
+    how its files are found and made     opening.py, also of several processes
+    what a store must hold for a run     description.py
+    whose params a step may use          binding.py
     how a gradient becomes tasks         opened.py, updates.py
     in which order a commit is durable   opened.py (`_end_step`, `_publish`)
     where a chunk's newest bytes are     chunks.py
-    which state stays in memory          shape.py (`staying`), transfer/cache.py
+    which state stays in memory          shape.py (`staying`)
     what drives move in a step           shape.py (`moved_bytes`)
-    how leaves come back to JAX          reading.py
+    how leaves come back to JAX          reading.py, state_trees.py; carry.py
     what happens after an error          failure.py
 
 Invariant: host memory does not grow with the model; a step is all or nothing.
 """
 
+from jaxinf.engine.carry import carried_leaves, check_carried
 from jaxinf.engine.description import (
     LeafDescription,
     StoreDescription,
@@ -23,7 +26,7 @@ from jaxinf.engine.description import (
     describe,
     keeps_feedback,
 )
-from jaxinf.engine.engine import Engine, FirstParams
+from jaxinf.engine.engine import Engine
 from jaxinf.engine.exports import ExportInfo
 from jaxinf.engine.failure import check_announced
 from jaxinf.engine.open_stores import close, open_store, store_of
@@ -35,6 +38,7 @@ from jaxinf.engine.options import (
 )
 from jaxinf.engine.reading import (
     StateReader,
+    average_states,
     check_like,
     read_feedback,
     read_leaf,
@@ -54,10 +58,10 @@ from jaxinf.engine.sharding import (
     shard_holders,
     sum_bits,
 )
-from jaxinf.engine.state_trees import carried_leaves, check_carried
 from jaxinf.engine.store import Store, engine_of
 from jaxinf.engine.updates import (
     Assignment,
+    FirstParams,
     KeptLeaf,
     SlotRequest,
     UpdateRequest,

@@ -1,6 +1,6 @@
 """The newest version of every chunk: its slot, its checksum, and how it is moved.
 
-      stored ──► pending ──end_step──► working slot ──end_commit──► committed slot
+      stored ──end_step──► working slot ──end_commit──► committed slot
 
 Invariant: readers load the version of the last finished step, and every chunk that
 differs from its checksum is detected: no result of it is stored or returned.
@@ -18,14 +18,7 @@ import numpy as np
 
 from jaxinf.csd import Csd, Transfer
 from jaxinf.engine.shape import SubgroupLayout
-from jaxinf.errors import StoreCorruptError, StoreFormatError
-from jaxinf.store import (
-    ChunkFile,
-    Slot,
-    StoreDirectory,
-    corrupt_chunk,
-    other_slot,
-)
+from jaxinf.store import Slot, StoreDirectory, corrupt_chunk, other_slot
 from jaxinf.transfer import (
     Compute,
     Failure,
@@ -51,20 +44,15 @@ class ChunkTable:
     """The chunk files of a store, an entry for each leaf, state and chunk. Thread-safe.
 
     Args:
-      checksums: checksums of the committed step, by array name; empty for a new store.
+      checksums: checksums of the committed step, by array name, one a chunk; empty for
+        a new store.
 
     Attributes:
       target: the slot that steps write to until the next commit.
-
-    Raises:
-      StoreFormatError: there is not one checksum for each chunk.
     """
 
     def __init__(
-        self,
-        directory: StoreDirectory,
-        target: Slot,
-        checksums: Mapping[str, Array],
+        self, directory: StoreDirectory, target: Slot, checksums: Mapping[str, Array]
     ) -> None:
         self._directory = directory
         self.target: Slot = target
@@ -74,39 +62,27 @@ class ChunkTable:
         self._first = array("q")  # a leaf's first entry
         self._num_chunks = array("q")
         self._places: list[Sequence[int]] = []  # of chunks among those that are held
-        self._lengths = array("q")  # in bytes, without padding
         self._sums = array("I")
         self._names: list[tuple[str, int]] = []  # name and number of chunks, by array
-        for number, leaf in enumerate(directory.manifest.leaves):
+        for leaf in directory.manifest.leaves:
+            num_chunks = len(leaf.held)
             self._first.append(len(self._sums))
-            self._num_chunks.append(len(leaf.held))
+            self._num_chunks.append(num_chunks)
             self._places.append(leaf.places)
             for state in leaf.states:
                 name = leaf.array_name(state.name)
-                self._names.append((name, len(leaf.held)))
-                held = checksums.get(name)
-                if held is not None and len(held) != len(leaf.held):
-                    raise StoreFormatError(
-                        f"{directory.path}: the commit of slot {self.committed} has "
-                        f"{len(held)} checksums of {name}, "
-                        f"expected {len(leaf.held)}, one a chunk; restore a "
-                        "checkpoint or a backup"
-                    )
-                self._sums.extend([0] * len(leaf.held) if held is None else held)
-                self._lengths.extend(
-                    ChunkFile(number, leaf, state, chunk).num_bytes
-                    for chunk in leaf.held
-                )
+                self._names.append((name, num_chunks))
+                self._sums.extend(checksums.get(name, [0] * num_chunks))
+        lengths = (one.num_bytes for one in directory.manifest.held())
+        self._lengths = array("q", lengths)  # without padding
         self._is_working = bytearray(len(self._sums))
         self._is_shared = bytearray(len(self._sums))
         self._is_in_memory = bytearray(len(self._sums))
-        self._pending: dict[int, int] = {}
-        self._deferred: set[int] = set()
-        self._loaded: dict[tuple[int, Slot], _Parts] = {}
-        self._given: dict[int, _Parts] = {}
-        self._storing: dict[int, _Parts] = {}
         self._parts: dict[int, _Parts] = {}  # of newest versions, where they are known
-        self._pending_parts: dict[int, _Parts] = {}
+        self._loaded: dict[int, _Parts] = {}  # of other newest versions, as read
+        self._given: dict[int, _Parts] = {}
+        self._stored: dict[int, _Parts] = {}  # of the step under way
+        self._deferred: set[int] = set()
         self._prepare_lock = threading.Lock()
         self._prepared: set[int] = set()
 
@@ -115,14 +91,17 @@ class ChunkTable:
         """The slot of the last committed step; empty in a new store."""
         return other_slot(self.target)
 
-    def source(self, layout: SubgroupLayout, state: int) -> Slot:
-        """Returns the slot with the newest version of a state of a subgroup's chunk."""
-        is_working = self._is_working[self._entry(layout, state)]
+    def slot(self, leaf: int, chunk: int, state: int) -> Slot:
+        """Returns the slot with the newest version of a state's chunk."""
+        first = self._first[leaf] + self._places[leaf][chunk]
+        is_working = self._is_working[first + state * self._num_chunks[leaf]]
         return self.target if is_working else self.committed
 
-    def sources(
-        self, layout: SubgroupLayout, states: Sequence[int]
-    ) -> tuple[tuple[int, Slot], ...]:
+    def source(self, layout: SubgroupLayout, state: int) -> Slot:
+        """As `slot`, of a subgroup's chunk."""
+        return self.slot(layout.subgroup.leaf, layout.subgroup.chunk, state)
+
+    def sources(self, layout: SubgroupLayout, states: Sequence[int]) -> Loads:
         """Returns numbers and slots of a subgroup's states."""
         found = tuple([self.source(layout, state) for state in states])
         return _paired(tuple(states), found)
@@ -155,44 +134,40 @@ class ChunkTable:
     def loaded(
         self, layout: SubgroupLayout, state: int, slot: Slot, checksum: int
     ) -> None:
-        """Notes a part that was read; verifies a chunk when all its parts are.
+        """Verifies a part that was read, or its chunk when all parts of it are.
 
         Parts that this process has written are verified one by one, as those that stay
-        in memory are not read. A subgroup of another chunk that is read again before
-        the step ends is compared with the first read, so that parts of two reads never
-        count as one chunk.
+        in memory are not read. Others that are read again before the step ends are
+        compared with the first read, so that parts of two reads never count as one
+        chunk.
 
         Raises:
           StoreCorruptError: the chunk is damaged.
         """
-        entry = self._entry(layout, state)
-        found = checksum
-        if layout.extents[state].num_bytes < self._lengths[entry]:
-            offset = layout.subgroup.offset_elements
-            if entry in self._parts:
-                written, _ = self._parts[entry][offset]
-                if written != checksum:
-                    raise self._corrupt(layout, state, slot, written, checksum)
-                return
+        entry, offset = self._entry(layout, state), layout.subgroup.offset_elements
+        found, expected, when = checksum, self._sums[entry], "as written"
+        if layout.sizes[state] < self._lengths[entry]:
             with self._lock:
-                parts = self._loaded.setdefault((entry, slot), {})
-                first, _ = parts.get(offset, (None, 0))
-                found = None
-                if first is None:
-                    found = self._whole(parts, layout, state, checksum)
-            if first not in (None, checksum):
-                when = f"when elements from {offset} on were read before"
-                raise self._corrupt(layout, state, slot, first, checksum, when)
-        expected = self._sums[entry]
+                if known := self._parts.get(entry):
+                    expected, _ = known[offset]
+                elif first := self._loaded.setdefault(entry, {}).get(offset):
+                    expected, _ = first
+                    when = f"when elements from {offset} on were read before"
+                else:
+                    parts = self._add(self._loaded, layout, state, checksum)
+                    found = self._whole(entry, parts)
         if found not in (None, expected):
-            raise self._corrupt(layout, state, slot, expected, found)
+            directory, at = self._directory, layout.place(state)
+            file, one = directory.chunk_file(slot, *at), directory.held_chunk(*at)
+            where = {"when": when, "store": str(directory.path)}
+            raise corrupt_chunk(file, one, expected, found, **where)
 
     def matches(self, layout: SubgroupLayout, state: int, checksum: int) -> bool:
         """Whether a copy equals the newest version, when the whole chunk is known."""
         entry = self._entry(layout, state)
         with self._lock:
-            parts = self._given.setdefault(entry, {})
-            found = self._whole(parts, layout, state, checksum)
+            parts = self._add(self._given, layout, state, checksum)
+            found = self._whole(entry, parts)
             if found is not None:
                 del self._given[entry]
         return found in (None, self._sums[entry])
@@ -211,14 +186,7 @@ class ChunkTable:
             self._is_shared[entry] = False
             if is_in_memory:
                 self._deferred.add(entry)
-            if layout.extents[state].num_bytes == self._lengths[entry]:
-                self._pending[entry] = checksum
-                return
-            parts = self._storing.setdefault(entry, {})
-            whole = self._whole(parts, layout, state, checksum)
-            if whole is not None:
-                self._pending_parts[entry] = self._storing.pop(entry)
-                self._pending[entry] = whole
+            self._add(self._stored, layout, state, checksum)
 
     def prepare_write(self, layout: SubgroupLayout, state: int) -> Path:
         """Returns the file of the target slot for a part of a chunk.
@@ -241,12 +209,14 @@ class ChunkTable:
     def end_step(self) -> None:
         """Makes the stored parts the newest version."""
         with self._lock:
-            assert not self._storing
-            for entry, checksum in self._pending.items():
-                self._sums[entry] = checksum
+            for entry, parts in self._stored.items():
+                whole = self._whole(entry, parts)
+                assert whole is not None, "a step writes all of a chunk"
+                self._sums[entry] = whole
                 self._is_working[entry] = True
                 self._is_in_memory[entry] = entry in self._deferred
-            self._parts |= self._pending_parts
+                if len(parts) > 1:
+                    self._parts[entry] = parts
             self._loaded.clear()
         self.forget_step()
 
@@ -258,10 +228,8 @@ class ChunkTable:
     def forget_step(self) -> None:
         """Forgets the writes of a step that has not ended; its reads stay."""
         with self._lock:
-            self._pending.clear()
-            self._pending_parts.clear()
+            self._stored.clear()
             self._deferred.clear()
-            self._storing.clear()
             self._given.clear()
         with self._prepare_lock:
             self._prepared.clear()
@@ -270,15 +238,11 @@ class ChunkTable:
         """Links every chunk that no step has written into the target slot."""
         if all(map(operator.or_, self._is_working, self._is_shared)):
             return
-        entry = 0
-        for number, leaf in enumerate(self._directory.manifest.leaves):
-            for state in leaf.states:
-                for chunk in leaf.held:
-                    if not self._is_working[entry] and not self._is_shared[entry]:
-                        slots = self.committed, self.target
-                        self._directory.link_chunk(*slots, number, chunk, state.name)
-                        self._is_shared[entry] = True
-                    entry += 1
+        for entry, one in enumerate(self._directory.manifest.held()):
+            if not self._is_working[entry] and not self._is_shared[entry]:
+                at = one.number, one.chunk, one.state.name
+                self._directory.link_chunk(self.committed, self.target, *at)
+                self._is_shared[entry] = True
 
     def end_commit(self) -> None:
         """Notes that the target slot is published."""
@@ -292,38 +256,29 @@ class ChunkTable:
         first = self._first[leaf] + self._places[leaf][layout.subgroup.chunk]
         return first + state * self._num_chunks[leaf]
 
-    def _whole(
-        self, parts: _Parts, layout: SubgroupLayout, state: int, checksum: int
-    ) -> int | None:
-        """Returns the chunk's checksum if all its subgroups are among the parts."""
-        subgroup, extent = layout.subgroup, layout.extents[state]
-        parts[subgroup.offset_elements] = (checksum, extent.num_bytes)
-        num_bytes = self._lengths[self._entry(layout, state)]
-        if sum(length for _, length in parts.values()) < num_bytes:
-            return None
-        if len(parts) == 1:
-            return checksum
-        return crc32c_combine(parts[offset] for offset in sorted(parts))
-
-    def _corrupt(
+    def _add(
         self,
+        known: dict[int, _Parts],
         layout: SubgroupLayout,
         state: int,
-        slot: Slot,
-        expected: int,
-        found: int,
-        when: str = "as written",
-    ) -> StoreCorruptError:
-        directory, at = self._directory, layout.place(state)
-        file, one = directory.chunk_file(slot, *at), directory.held_chunk(*at)
-        where = {"when": when, "store": str(directory.path)}
-        return corrupt_chunk(file, one, expected, found, **where)
+        checksum: int,
+    ) -> _Parts:
+        """Adds a part to those of its chunk, and returns these."""
+        parts = known.setdefault(self._entry(layout, state), {})
+        parts[layout.subgroup.offset_elements] = (checksum, layout.sizes[state])
+        return parts
+
+    def _whole(self, entry: int, parts: _Parts) -> int | None:
+        """Returns the checksum of a chunk if all its parts are there."""
+        if sum([length for _, length in parts.values()]) < self._lengths[entry]:
+            return None
+        if len(parts) == 1:
+            return next(iter(parts.values()))[0]
+        return crc32c_combine(parts[offset] for offset in sorted(parts))
 
 
 @cache
-def _paired(
-    states: tuple[int, ...], slots: tuple[Slot, ...]
-) -> tuple[tuple[int, Slot], ...]:
+def _paired(states: tuple[int, ...], slots: tuple[Slot, ...]) -> Loads:
     """Returns one shared object, which saves work for the garbage collector."""
     return tuple(zip(states, slots, strict=True))
 

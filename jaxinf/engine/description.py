@@ -90,6 +90,16 @@ class LeafDescription:
         """Its shape."""
         return self.record.shape
 
+    @property
+    def needed_holders(self) -> tuple[tuple[int, ...], ...]:
+        """Its holders, which a run of several processes needs."""
+        if not self.holders:
+            raise DeviceConfigurationError(
+                f"leaf {self.name}: expected params on a mesh of all processes of the "
+                "run, found none; put them on one"
+            )
+        return self.holders
+
 
 @dataclass(frozen=True, eq=False)
 class StoreDescription:
@@ -144,21 +154,12 @@ def planned(
     coded = replace(description.contents, leaves=tuple(leaves))
     roots, part = [str(root) for root in options.csds] or held_roots, {}
     if not group.is_alone:
-        holders = [_holders(leaf) for leaf in description.leaves]
+        holders = [leaf.needed_holders for leaf in description.leaves]
         part = {
             "member": Member(group.session, group.number, group.count),
             "owners": deal_to_members(coded.leaves, group.count, holders),
         }
     return StoreDirectory(options.path, lay_out(coded, roots, **part))
-
-
-def _holders(leaf: LeafDescription) -> tuple[tuple[int, ...], ...]:
-    if not leaf.holders:
-        raise DeviceConfigurationError(
-            f"leaf {leaf.name}: expected params on a mesh of all processes of the run, "
-            "found none; put them on one"
-        )
-    return leaf.holders
 
 
 def _master_codec(options: StoreOptions, description: StoreDescription) -> str:
@@ -200,8 +201,7 @@ def describe(
         _check_compressed(compression, update)
     kernels = dict.fromkeys(leaf.kernel.identity for leaf in update.leaves)
     ids = {text: f"k{number}" for number, text in enumerate(kernels)}
-    leaves = []
-    held_by = holders or [()] * len(update.leaves)
+    leaves, held_by = [], holders or [()] * len(update.leaves)
     of_each = zip(update.leaves, init.leaves, shard_counts, held_by, strict=True)
     for leaf, first, counts, held in of_each:
         info = leaf.info
@@ -260,7 +260,7 @@ def check_form(options: StoreOptions, manifest: Manifest) -> None:
             f"{list(manifest.csds) or 'the store itself'}, given were "
             f"{list(given)}; leave csds out when opening an existing store"
         )
-    if _differs(manifest, Formats(wanted)):
+    if _is_other(manifest, Formats(wanted)):
         raise StoreMismatchError(
             f"{path}: the store holds its state as {found.state}, asked for "
             f"was state={wanted!r}; leave it out, or make a store of the other kind "
@@ -274,7 +274,7 @@ def check_form(options: StoreOptions, manifest: Manifest) -> None:
         )
 
 
-def _differs(held: Manifest, formats: Formats) -> bool:
+def _is_other(held: Manifest, formats: Formats) -> bool:
     """Whether a store has other formats; small leaves have none."""
     return any(leaf != coded_leaf(leaf, formats) for leaf in held.leaves)
 
@@ -318,8 +318,8 @@ def _check_average(directory: StoreDirectory, description: StoreDescription) -> 
     is_asked = AVERAGE in description.contents.state_names
     asked = (description.average or "fp32") if is_asked else "none"
     found = store_formats(held).average or "none"
-    is_other = (found == "none") == is_asked
-    if held.leaves and (is_other or _differs(held, Formats(average=asked))):
+    is_other = is_asked == (found == "none") or _is_other(held, Formats(average=asked))
+    if held.leaves and is_other:
         raise StoreMismatchError(
             f"{directory.path}: expected an average of the params in the form "
             f"{asked!r}, found {found!r}; give smart_update(…, average=) as the "
@@ -333,7 +333,7 @@ def check_division(directory: StoreDirectory, description: StoreDescription) -> 
     if directory.manifest.member is None:
         return
     for record, leaf in zip(directory.manifest.leaves, description.leaves, strict=True):
-        places = chunk_holders(record, leaf.record.shard_counts, _holders(leaf))
+        places = chunk_holders(record, leaf.record.shard_counts, leaf.needed_holders)
         for number, holders in enumerate(places):
             if record.owners[number] not in holders:
                 raise StoreMismatchError(

@@ -47,8 +47,7 @@ def wait_for_dispatched() -> None:
     while not all(map(_is_ready, jax.live_arrays())):
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_S)
-    with contextlib.suppress(Exception):
-        jax.effects_barrier()
+    wait_for_callbacks()
 
 
 def wait_for_callbacks() -> None:

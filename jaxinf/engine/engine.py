@@ -5,17 +5,15 @@ there is a store and has no optional part.
 """
 
 import contextlib
+import itertools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxinf.csd import Csd, CsdBuffer, ScalarInputs, initialise_states
 from jaxinf.documents import encode, parse_json
 from jaxinf.engine.binding import RESTART, ResumeCheck
 from jaxinf.engine.description import (
@@ -31,9 +29,9 @@ from jaxinf.engine.failure import StoreHealth
 from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.opening import begin_anew, create, open_place
 from jaxinf.engine.options import StoreOptions
-from jaxinf.engine.shape import StoreShape, SubgroupLayout
+from jaxinf.engine.shape import StoreShape
 from jaxinf.engine.state_trees import load_step
-from jaxinf.engine.updates import gather_inputs, rounding_of
+from jaxinf.engine.updates import FirstParams, first_tasks
 from jaxinf.errors import (
     StaleStateError,
     StoreClosedError,
@@ -52,8 +50,8 @@ from jaxinf.store import (
     checkpoint_names,
     save_checkpoint,
 )
-from jaxinf.transfer import ByteMeters, Task, file_progress
-from jaxinf.typing import Array, JsonValue, PyTree
+from jaxinf.transfer import ByteMeters, file_progress
+from jaxinf.typing import JsonValue, PyTree
 
 _LOG = logging.getLogger("jaxinf")
 
@@ -65,28 +63,13 @@ _ONE_EACH = (
 _MOST_PAYLOAD_BYTES = 16 << 20  # the record must stay within the limit of a document
 
 
-class FirstParams(NamedTuple):
-    """The params of a leaf of a new store, or of a shard of it.
-
-    Attributes:
-      leaf: its number.
-      params: in their own dtype; only read.
-      origin: index in the leaf of the array's first element.
-      inputs: inputs of the initial state beside the params.
-    """
-
-    leaf: int
-    params: Array
-    origin: Sequence[int]
-    inputs: ScalarInputs
-
-
 class Engine:
     """A store in this process, with files or still without. Thread-safe.
 
     Attributes:
       options: the options of the store.
       group: the processes that have the store together.
+      files: its open files; None if there is no store yet, not even a new one.
       health: whether it can be used, and the failure that stopped it.
       meters: the bytes that it has moved.
       exports: the exports of its steps to a URL.
@@ -123,7 +106,7 @@ class Engine:
         self.binding = ResumeCheck(lambda: self.opened)
         group.report(lambda: hash((meters.snapshot(), file_progress())))
         self.health.listen(self._tell_others)
-        self._opened: OpenStore | None = open_place(self)
+        self.files: OpenStore | None = open_place(self)
 
     def _tell_others(self) -> None:
         health, error = self.health, self.health.error
@@ -138,38 +121,44 @@ class Engine:
     # --- the store -------------------------------------------------------------------
 
     @property
-    def has_files(self) -> bool:
-        """Whether there is a store, even a new one."""
-        return self._opened is not None
-
-    @property
     def opened(self) -> OpenStore:
-        """The open store, which may still lack its initial state.
+        """Its `files`, which may still lack the initial state.
 
         Raises:
           StoreFormatError: there is no store yet.
         """
-        if self._opened is None:
+        if self.files is None:
             raise StoreFormatError(
                 f"{self.options.path}: the store is empty until tx.init has run on it"
             )
-        return self._opened
+        return self.files
 
     @property
     def directory(self) -> StoreDirectory:
-        """The files of the open store.
-
-        Raises:
-          BaseException: the exception that stopped the store, or as `opened`.
-        """
+        """The files of the open store; raises what has stopped it."""
         self.health.check()
         return self.opened.directory
 
     @property
     def commit(self) -> CommitRecord | None:
         """The last committed step's record; None for a new store."""
-        opened = self._opened
-        return None if opened is None or opened.is_new else opened.commit
+        files = self.files
+        return None if files is None or files.is_new else files.commit
+
+    @property
+    def layout(self) -> StateLayout:
+        """The places of the optax state in the store.
+
+        Raises:
+          StaleStateError: no optimizer has been bound to it.
+        """
+        layout = self._bound[-1].layout if self._bound else None
+        if layout is None:
+            raise StaleStateError(
+                f"{self.options.path}: expected an optimizer for the store's state, "
+                "found none; call tx.init(params) of smart_update(tx, store) first"
+            )
+        return layout
 
     def shape(self, description: StoreDescription) -> StoreShape:
         """The shape of the existing or future store; writes nothing.
@@ -177,66 +166,16 @@ class Engine:
         Raises:
           ValueError: the options do not suit the description.
         """
-        if self._opened is not None:
-            return self._opened
+        if self.files is not None:
+            return self.files
         return StoreShape(self.options, planned(self.options, self.group, description))
 
     def chunk_shape(self, description: StoreDescription, leaf: int) -> tuple[int, ...]:
         """The shape of a leaf's chunks, in the existing or future store."""
-        if self._opened is not None:
-            return self._opened.directory.manifest.leaves[leaf].chunk_shape
+        if self.files is not None:
+            return self.files.directory.manifest.leaves[leaf].chunk_shape
         one = description.leaves[leaf].record
         return choose_grid(one.shape, shard_counts=one.shard_counts).chunk_shape
-
-    # --- its end ---------------------------------------------------------------------
-
-    def on_close(self, action: Callable[[], None]) -> None:
-        """Registers a function that `close` calls before the workers stop."""
-        self._on_close.append(action)
-
-    def close(self) -> None:
-        """Ends the step in flight, stops the workers, releases the lock; idempotent.
-
-        A failure of the store is not raised here.
-        """
-        with self._guard:
-            if self.health.is_closed:
-                return
-            self.health.is_closed = True
-        if sys.exception() is not None:
-            self.exports.stop.set()
-        elif self.exports.under_way:
-            _LOG.warning(
-                "%s: closing waits for the export to %s; Ctrl-C gives it up",
-                self.options.path,
-                self.exports.under_way,
-            )
-        self.group.leave()
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.release)
-            if self._opened is not None:
-                stack.callback(self._opened.close)
-            for action in reversed(self._on_close):
-                stack.callback(action)
-            if self._opened is not None:
-                try:
-                    self._opened.end()
-                except KeyboardInterrupt:
-                    self.exports.stop.set()
-                    self._opened.end()
-                    raise
-
-    def release(self) -> None:
-        """Releases the lock; idempotent. In a forked child the parent keeps it."""
-        if self.lock is not None:
-            self.lock.release()
-            self.lock = None
-
-    def disown(self) -> None:
-        """Ends the use of the store in a forked child; the parent keeps it."""
-        self._guard, self.path_lock = threading.RLock(), threading.RLock()
-        self.health.disown()
-        self.release()
 
     # --- its contents ----------------------------------------------------------------
 
@@ -250,7 +189,6 @@ class Engine:
         """Binds the store to an optimizer and a tree; may make the store.
 
         Args:
-          description: the content.
           may_create: whether to make the store if there is none.
           uses_budget: whether its own memory budget is used, and not another.
 
@@ -291,15 +229,15 @@ class Engine:
 
     def _create(self, description: StoreDescription, *, uses_budget: bool) -> None:
         self._bound.clear()  # an earlier init on this store did not finish
-        unfinished = self._opened
+        unfinished = self.files
         if unfinished is not None and unfinished.directory.committed_slot():
             check_same(unfinished.directory, description)
-            self._opened = begin_anew(self, unfinished)
+            self.files = begin_anew(self, unfinished)
             return
-        self._opened = None
+        self.files = None
         if unfinished is not None:
             unfinished.close()
-        self._opened = create(self, description, uses_budget=uses_budget)
+        self.files = create(self, description, uses_budget=uses_budget)
 
     def restart(self, description: StoreDescription) -> None:
         """Keeps the existing run as a checkpoint, and waits for a new one.
@@ -320,11 +258,10 @@ class Engine:
             )
             check_same(opened.directory, description, remedy)
             if step := opened.commit.step:
-                held, number = checkpoint_names(opened.directory), 1
-                name = first = f"step-{step}-before-restart"
-                while name in held:
-                    number += 1
-                    name = f"{first}-{number}"
+                held = checkpoint_names(opened.directory)
+                ends = itertools.chain([""], (f"-{n}" for n in itertools.count(2)))
+                names = (f"step-{step}-before-restart{end}" for end in ends)
+                name = next(name for name in names if name not in held)
                 save_checkpoint(opened.directory, name)
                 _LOG.warning(
                     "%s: restarted at step 0; the run that was there is kept at step "
@@ -333,63 +270,22 @@ class Engine:
                     step,
                     name,
                 )
-            self._opened = begin_anew(self, opened)
+            self.files = begin_anew(self, opened)
             self._bound = [description]
 
     def initialise(
         self, description: StoreDescription, given: Sequence[FirstParams]
     ) -> None:
         """Makes master params and initial states of a new store's leaves; blocks."""
-        opened, held, tasks = self.opened, list(given), []
-
-        def compute(
-            place: int, layout: SubgroupLayout, csd: Csd, buffer: CsdBuffer, _: object
-        ) -> None:
-            leaf, params, origin, inputs = held[place]
-            own = layout.gather(params, origin)
-            initialise_states(
-                csd,
-                buffer,
-                layout.kernel_extents,
-                description.leaves[leaf].init_kernel,
-                own,
-                gather_inputs(layout, inputs, origin),
-                rounding_of(layout, 0),
-            )
-            if layout.feedback is not None:
-                extent = layout.extents[layout.feedback]
-                csd.put(buffer, extent, np.zeros(extent.num_elements, extent.dtype))
-            opened.meters.add(link_down_bytes=own.nbytes)
-
-        for place, one in enumerate(given):
-            for layout in opened.layouts(one.leaf, one.origin, one.params.shape):
-                stores = tuple(range(len(layout.states)))
-                tasks.append(
-                    Task(layout, partial(compute, place, layout), stores=stores)
-                )
-        opened.mover.run(tasks)
-        held.clear()  # a worker keeps a reference to its last task
+        opened = self.opened
+        tasks = [first_tasks(opened, description, one) for one in given]
+        opened.mover.run([*itertools.chain.from_iterable(tasks)])
 
     def finish_initialisation(self, scalars: Sequence[ScalarState]) -> None:
         """Commits step 0; every leaf must have been initialised."""
         self.opened.commit_given(0, scalars)
         self.num_replaced += 1
         self.binding.at = 0
-
-    @property
-    def layout(self) -> StateLayout:
-        """The places of the optax state in the store.
-
-        Raises:
-          StaleStateError: no optimizer has been bound to it.
-        """
-        layout = self._bound[-1].layout if self._bound else None
-        if layout is None:
-            raise StaleStateError(
-                f"{self.options.path}: expected an optimizer for the store's state, "
-                "found none; call tx.init(params) of smart_update(tx, store) first"
-            )
-        return layout
 
     def load(self, params: Sequence[Any], state: PyTree, step: int) -> None:
         """Makes params and an optax state the store's first step after step 0.
@@ -398,8 +294,8 @@ class Engine:
           StoreMismatchError: the store is at another step, or a leaf does not fit.
           ProcessError: another process failed.
         """
-        with self._guard, self.paused():
-            layout, opened = self.layout, self.opened
+        layout, opened = self.layout, self.opened
+        with self._guard, opened.paused():
             if opened.is_new or opened.finished.step:
                 raise StoreMismatchError(
                     f"{self.options.path}: load: expected a store at step 0, found "
@@ -416,20 +312,14 @@ class Engine:
     def wait(self) -> None:
         """Commits every finished step; blocks until all are durable."""
         self.health.check()
-        if self._opened is not None:
-            self._opened.wait()
+        if self.files is not None:
+            self.files.wait()
 
     def join(self) -> None:
         """Blocks until the last step has ended, and its commit if it has one."""
         self.health.check()
-        if self._opened is not None:
-            self._opened.join()
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Prevents steps from beginning and committing while the context lasts."""
-        with self._opened.paused() if self._opened else contextlib.nullcontext():
-            yield
+        if self.files is not None:
+            self.files.join()
 
     def annotate(self, step: int, payload: JsonValue) -> None:
         """Keeps a caller's payload for the commit of a step that has not finished.
@@ -455,3 +345,53 @@ class Engine:
         with self._payloads_lock:
             self.last_step = step
             return self._payloads.pop(step, None)
+
+    # --- its end ---------------------------------------------------------------------
+
+    def on_close(self, action: Callable[[], None]) -> None:
+        """Registers a function that `close` calls before the workers stop."""
+        self._on_close.append(action)
+
+    def close(self) -> None:
+        """Ends the step in flight, stops the workers, releases the lock; idempotent.
+
+        A failure of the store is not raised here.
+        """
+        with self._guard:
+            if self.health.is_closed:
+                return
+            self.health.is_closed = True
+        if sys.exception() is not None:
+            self.exports.stop.set()
+        elif self.exports.under_way:
+            _LOG.warning(
+                "%s: closing waits for the export to %s; Ctrl-C gives it up",
+                self.options.path,
+                self.exports.under_way,
+            )
+        self.group.leave()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.release)
+            if self.files is not None:
+                stack.callback(self.files.close)
+            for action in self._on_close[::-1]:
+                stack.callback(action)
+            if self.files is not None:
+                try:
+                    self.files.end()
+                except KeyboardInterrupt:
+                    self.exports.stop.set()
+                    self.files.end()
+                    raise
+
+    def release(self) -> None:
+        """Releases the lock; idempotent. In a forked child the parent keeps it."""
+        if self.lock is not None:
+            self.lock.release()
+            self.lock = None
+
+    def disown(self) -> None:
+        """Ends the use of the store in a forked child; the parent keeps it."""
+        self._guard, self.path_lock = threading.RLock(), threading.RLock()
+        self.health.disown()
+        self.release()

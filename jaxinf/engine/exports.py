@@ -69,20 +69,12 @@ class Exports:
             )
         self.infos: list[ExportInfo] = []
         self.under_way, self.stop = "", _Stop()
-        self._options, self._is_checked = options, url is None
+        self._options, self._is_checked = options, False
 
     def check(self, step: int) -> None:
-        """Refuses a place that cannot be used, once, before the first step; blocks.
-
-        Args:
-          step: the step from which the run goes on.
-
-        Raises:
-          ExchangeError: the place cannot be used, or has another run's export.
-        """
-        if not self._is_checked:
-            every, url = self._options.export_every, self._options.export_to
-            assert url is not None
+        """Refuses a place that cannot be used, once, before the step after this one."""
+        every, url = self._options.export_every, self._options.export_to
+        if url is not None and not self._is_checked:
             check_exports(url, (step // every + 1) * every)
             self._is_checked = True
 

@@ -123,8 +123,8 @@ def open_store(
       StoreLockedError: a live process has the store open; names the process.
       StoreFormatError: it is not a store, is damaged, or has a newer format.
     """
-    path, group = _absolute(path), None
-    held = _open_at(path)
+    path = _absolute(path)
+    held, group = _open_at(path), Group(path)
     if held is not None and engine_of(held).health.error is None:
         path = held.path
     else:
@@ -134,7 +134,6 @@ def open_store(
             # JAX ends its service at the exit; what is registered later, runs before.
             atexit.unregister(_close_all)
             atexit.register(_close_all)
-    group = group or Group(path)
 
     def read() -> tuple[StoreOptions, dict[str, Any]]:
         given = {
@@ -154,32 +153,29 @@ def open_store(
             given["memory_bytes"] = given_bytes("memory_bytes", memory_bytes)
         return StoreOptions(path, **given), given
 
-    with _lock(path):
+    lock = _locks.setdefault(path.resolve(), threading.RLock())
+    with lock:
         options, given = group.in_all("the options of open_store", read)
-        held = _get(path)
-        if held is not None and (error := engine_of(held).health.error) is not None:
+        if (held := _get(path)) is not None:
+            error = engine_of(held).health.error
+            if error is None:
+                _check_given(engine_of(held), options, given)
+                return held
             said = f"{type(error).__name__}: {error}"
             _LOG.warning("%s: was stopped by %s; it is opened anew", path, said)
             engine_of(held).close()
-            held = None
-        if held is None:
-            return _open_anew(options, group)
-        _check_given(engine_of(held), options, given)
-        return held
+        for name in _ALIKE if not group.is_alone else ():
+            what, value = f"open_store(…, {name}=)", partial(getattr, options, name)
+            group.agree(what, value, "give it alike in all of them")
+        engine, place = Engine(options, group, lock), path.resolve()
+        store = _open[place] = Store(engine)
 
+        def forget() -> None:
+            if _open.get(place) is store:
+                del _open[place]
 
-def _open_anew(options: StoreOptions, group: Group) -> Store:
-    for name in _ALIKE if not group.is_alone else ():
-        what, value = f"open_store(…, {name}=)", partial(getattr, options, name)
-        group.agree(what, value, "give it alike in all of them")
-    engine = Engine(options, group, _lock(options.path))
-    store = _open[options.path.resolve()] = Store(engine)
-    engine.on_close(lambda: _forget(store))
-    return store
-
-
-def _lock(path: Path) -> threading.RLock:
-    return _locks.setdefault(path.resolve(), threading.RLock())
+        engine.on_close(forget)
+        return store
 
 
 def _get(path: Path) -> Store | None:
@@ -187,19 +183,12 @@ def _get(path: Path) -> Store | None:
     return None if held is None or engine_of(held).health.is_closed else held
 
 
-def _forget(held: Store) -> None:
-    """Forgets a store that is closed."""
-    for path, one in list(_open.items()):
-        if one is held:
-            del _open[path]
-
-
 def _check_given(
     engine: Engine, options: StoreOptions, given: Mapping[str, Any]
 ) -> None:
     """Refuses options that are not those of the open store."""
     held = engine.options
-    roots = engine.opened.directory.manifest.csds if engine.has_files else None
+    roots = engine.files.directory.manifest.csds if engine.files else None
     for name, value in given.items():
         if getattr(held, name) == getattr(options, name):
             continue

@@ -14,18 +14,19 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxinf.csd import Csd, CsdFleet, open_csds
+from jaxinf.csd import Csd, CsdFleet
 from jaxinf.engine.binding import stale_state
+from jaxinf.engine.carry import carry_fields, carry_form
 from jaxinf.engine.chunks import ChunkTable, make_mover
+from jaxinf.engine.reading import average_states
 from jaxinf.engine.shape import StoreShape
 from jaxinf.engine.updates import (
     Assignment,
@@ -37,11 +38,10 @@ from jaxinf.engine.updates import (
     nan_scalars,
     recall_tasks,
 )
-from jaxinf.errors import StoreError, StoreMismatchError
+from jaxinf.errors import StoreError
 from jaxinf.interrupts import Ending, Work
 from jaxinf.layout import Subgroup
 from jaxinf.store import (
-    SCHEDULE_FREE,
     CarriedArray,
     CommitAction,
     CommitRecord,
@@ -49,29 +49,18 @@ from jaxinf.store import (
     ScalarState,
     Slot,
     StoreDirectory,
-    checkpoint_names,
     make_carry,
     next_slot,
-    remove_checkpoint,
     save_checkpoint,
     write_carry,
 )
-from jaxinf.transfer import (
-    ByteCounts,
-    ByteMeters,
-    Limits,
-    Task,
-    idle,
-    span,
-)
-from jaxinf.typing import AVERAGE, Array
+from jaxinf.transfer import ByteCounts, Limits, Task, idle, span
+from jaxinf.typing import Array
 
 if TYPE_CHECKING:
     from jaxinf.engine.engine import Engine
 
 _LOG = logging.getLogger("jaxinf")
-
-_NUM_METRICS_KEPT = 8
 
 LAST_STEP = 2**31 - 1
 """The last step that a state's int32 counts."""
@@ -103,8 +92,8 @@ class _Step:
     """A step under way.
 
     Attributes:
-      updated: what its updates have read and written, by subgroup in order; as tasks
-        that compute nothing, since those of the updates hold arrays.
+      updated: by subgroup in order, what its updates have read and written; tasks that
+        compute nothing, since those of the updates hold arrays.
       kept: elements of what it leaves as it is, by leaf and origin.
       nan_scalars: scalars that are NaN and that it computed with.
       is_finite: whether every gradient so far is.
@@ -119,24 +108,6 @@ class _Step:
     recalls: bool = False
 
 
-def open_fleet(shape: StoreShape, meters: ByteMeters) -> CsdFleet:
-    """Opens the CSDs of an existing or future store; writes nothing."""
-    path = shape.directory.path
-    here = next(p for p in (path, *path.parents) if p.exists())
-    fleet = open_csds(
-        shape.options.csd,
-        [Path(root) for root in shape.directory.manifest.csds] or [here],
-        memory_bytes=max(shape.memory_bytes, shape.longest_bytes),
-        meters=meters,
-    )
-    try:
-        fleet.check_buffer(shape.longest_bytes, shape.longest_elements)
-    except BaseException:
-        fleet.close()
-        raise
-    return fleet
-
-
 class OpenStore(StoreShape):
     """A store's files, its CSDs and workers, and the step that they run. Thread-safe.
 
@@ -149,7 +120,7 @@ class OpenStore(StoreShape):
       fleet: its CSDs, if they are open; closed with this.
 
     Attributes:
-      options, health, meters, group, take_payload: the engine's.
+      health, meters, group: the engine's.
       chunks: the newest version of each chunk.
       fleet, csds: the CSDs that update the chunks.
       mover: the workers.
@@ -160,6 +131,7 @@ class OpenStore(StoreShape):
       assignment, elsewhere: the updates that the CSDs do not compute, and the
         subgroups of these.
       memory_bytes: the limit of buffers on the host.
+      metrics: those of the last few steps of this process.
     """
 
     def __init__(
@@ -170,8 +142,7 @@ class OpenStore(StoreShape):
         fleet: CsdFleet | None = None,
     ) -> None:
         super().__init__(engine.options, directory)
-        self._exports, self.health = engine.exports, engine.health
-        self.take_payload = engine.take_payload
+        self._engine, self.health = engine, engine.health
         self.meters, self.group = engine.meters, engine.group
         self.is_new = commit is None
         self.commit = self.finished = commit or CommitRecord(step=0, scalar_state=())
@@ -183,12 +154,12 @@ class OpenStore(StoreShape):
         self.chunks = ChunkTable(directory, target, self.commit.checksums)
         self._moved: frozenset[Subgroup] | None = None
         self._staying: frozenset[Subgroup] = frozenset()
-        self._metrics: deque[StepMetrics] = deque(maxlen=_NUM_METRICS_KEPT)
+        self.metrics: deque[StepMetrics] = deque(maxlen=8)
         self._guard = threading.RLock()
         self._ending: Ending | None = None  # of the last step's commit
         self._step: _Step | None = None
         self._counted = self.meters.snapshot()
-        self.fleet = fleet or open_fleet(self, engine.meters)
+        self.fleet = fleet or self.open_fleet(self.meters)
         roots = [directory.csd_directory(csd) for csd in range(directory.num_csds)]
         try:
             self.csds: list[Csd] = list(
@@ -204,33 +175,15 @@ class OpenStore(StoreShape):
             self.keep_state()
 
     def averaged(self, leaf: int) -> tuple[int, ...]:
-        """Returns the numbers of the states of which a leaf's average is made.
-
-        These are the average alone, or of a schedule-free optimizer the master params
-        and its z. Leaves that it does not train are their own average.
-
-        Raises:
-          StoreMismatchError: the store has no average.
-        """
-        states = [state.name for state in self.directory.manifest.leaves[leaf].states]
-        if AVERAGE in states:
-            return (states.index(AVERAGE),)
-        if self.finished.schedule_free_b1 is not None:
-            return (0, states.index(SCHEDULE_FREE)) if SCHEDULE_FREE in states else (0,)
-        raise StoreMismatchError(
-            f"{self.options.path}: expected an average of the params, found "
-            f"{', '.join(states)}; leave average=True out"
-        )
+        """See `average_states`."""
+        return average_states(self, leaf)
 
     # --- state in memory -------------------------------------------------------------
 
-    def limit_memory(self, num_bytes: int) -> int:
-        """Sets the limit of buffers on the host from now on, and returns it.
+    def limit_memory(self, num_bytes: int) -> None:
+        """Sets the limit of buffers on the host, or `least_memory_bytes` if it is more.
 
         No step may be under way, nor a commit.
-
-        Args:
-          num_bytes: the wanted limit. It is raised to `least_memory_bytes`.
         """
         granted = max(num_bytes, self.least_memory_bytes)
         if granted != self.memory_bytes:
@@ -239,18 +192,10 @@ class OpenStore(StoreShape):
                 self.keep_state()
                 self.mover.end_step()  # drops what was prefetched
         self.fleet.limit_memory(granted)
-        return granted
 
     def keep_state(self) -> None:
         """Chooses what stays in memory between steps; no task may be under way."""
         self._keep(self.staying(self.memory_bytes, self._moved))
-
-    def begin_load(self) -> None:
-        """Begins a step that is loaded as a whole, until `commit_given`."""
-        self._keep(frozenset())  # what was read is of the step before
-        self.mover.end_step()
-        self._begin_slot()
-        self.mover.defer_writes(False)
 
     def _keep(self, staying: frozenset[Subgroup]) -> None:
         if staying != self._staying:
@@ -263,7 +208,7 @@ class OpenStore(StoreShape):
             self.chunks.end_flush()
 
     def assign(self, assignment: Assignment) -> None:
-        """Sets who computes updates; no step may be under way, nor a commit."""
+        """Sets who computes updates, between steps."""
         if assignment.updater is not None:
             self.mover.compute_elsewhere(assignment.updater.num_at_once)
         self.assignment = assignment
@@ -299,16 +244,7 @@ class OpenStore(StoreShape):
                 # It may have been kept by a computation that failed elsewhere.
                 under_way.kept.pop((one.leaf, one.origin), None)
                 if isinstance(one, KeptLeaf):
-                    layouts = self.layouts(one.leaf, one.origin, one.shape)
-                    own = [layout.subgroup for layout in layouts]
-                    if not under_way.updated.keys().isdisjoint(own):
-                        raise StoreError(
-                            f"{self.options.path}: leaf {self.name(one.leaf)}: step "
-                            f"{step + 1} has updated it, and is now to leave it as it "
-                            "is; open the store again, and run the step again"
-                        )
-                    num = sum([subgroup.num_elements for subgroup in own])
-                    under_way.kept[one.leaf, one.origin] = num
+                    self._leave(one, under_way)
             found = [RequestedUpdate(self, one, step + 1) for one in updates]
             tasks = [task for one in found for task in one.tasks]
             if under_way.updated.keys() & {task.piece.subgroup for task in tasks}:
@@ -319,17 +255,28 @@ class OpenStore(StoreShape):
             for task in tasks:
                 under_way.updated[task.piece.subgroup] = replace(task, compute=idle)
             under_way.nan_scalars += bad
-        self._run(tasks)
+        with span("leaf"):
+            self.mover.run(tasks)
         finite = [one.is_finite for one in found]
         if not all(finite):
             under_way.is_finite = False
         return finite
 
+    def _leave(self, kept: KeptLeaf, under_way: _Step) -> None:
+        """Notes what a step leaves as it is."""
+        layouts = self.layouts(kept.leaf, kept.origin, kept.shape)
+        own = [layout.subgroup for layout in layouts]
+        if not under_way.updated.keys().isdisjoint(own):
+            raise StoreError(
+                f"{self.options.path}: leaf {self.name(kept.leaf)}: step "
+                f"{self.finished.step + 1} has updated it, and is now to leave it as "
+                "it is; open the store again, and run the step again"
+            )
+        num_elements = sum([subgroup.num_elements for subgroup in own])
+        under_way.kept[kept.leaf, kept.origin] = num_elements
+
     def recall(self, step: int, *requests: SlotRequest) -> None:
         """Reads slots before the step's first update; blocks until every `out` is full.
-
-        Args:
-          step: the step of the caller's state.
 
         Raises:
           StaleStateError, StoreError: as `update`.
@@ -337,7 +284,8 @@ class OpenStore(StoreShape):
         with self._guard:
             self._begin(step).recalls = True
             tasks = [task for one in requests for task in recall_tasks(self, one)]
-        self._run(tasks)
+        with span("leaf"):
+            self.mover.run(tasks)
         self.meters.add(link_up_bytes=sum([one.out.nbytes for one in requests]))
 
     def _begin(self, step: int) -> _Step:
@@ -357,15 +305,11 @@ class OpenStore(StoreShape):
             if self._step is None:
                 if not self.num_uncommitted:
                     self._begin_slot()
-                if not self._metrics:  # earlier traffic is of `init`, not of a step
+                if not self.metrics:  # earlier traffic is of `init`, not of a step
                     self._counted = self.meters.snapshot()
                 self.mover.defer_writes(not self._must_commit(step + 1))
                 self._step = _Step(time.monotonic())
             return self._step
-
-    def _run(self, tasks: Sequence[Task]) -> None:
-        with span("leaf"):
-            self.mover.run(tasks)
 
     def finish(
         self,
@@ -396,7 +340,6 @@ class OpenStore(StoreShape):
         """
         with self._guard:
             ended = self._begin(step)
-            step += 1
             if ended.nan_scalars and ended.is_finite:
                 error = nan_scalar_error(self, ended.nan_scalars, scalars)
                 self.abandon()
@@ -410,20 +353,15 @@ class OpenStore(StoreShape):
             kept = {self.name(leaf) for leaf, _ in ended.kept}
             still = {n: bound for n, bound in before.inexact.items() if n in kept}
             still |= {self.name(n): np.float32(x) for n, x in inexact.items()}
-            raw = [value.tobytes() for value in carry.values()]
             record = CommitRecord(
-                step=step,
+                step=step + 1,
                 scalar_state=tuple(scalars),
                 skipped_steps=skipped_steps,
-                payload=self.take_payload(step),
+                payload=self._engine.take_payload(step + 1),
                 inexact=still,
                 device_updates=self.assignment.every,
-                carry=tuple(
-                    CarriedArray.of(path, value.shape, value.dtype.name, own)
-                    for (path, value), own in zip(carry.items(), raw, strict=True)
-                ),
-                carried=tuple(raw),
                 streams={**before.streams, **streams},
+                **carry_fields(carry),
             )
             work = Work(partial(self._end_step, record, ended, time.monotonic()))
             # First, since an interrupt may come when the thread runs already.
@@ -447,37 +385,47 @@ class OpenStore(StoreShape):
                 self._publish()
             if options.keeps(step):
                 made = save_checkpoint(self.directory, overwrite=True)
-                remove_surplus(self.directory, options.num_kept, made)
-            traffic = self.meters.snapshot()
-            moved = {s: x for s, x in ended.updated.items() if x.loads or x.stores}
-            moved_bytes = sum([task.piece.num_bytes for task in moved.values()])
-            self._metrics.append(
-                StepMetrics(
-                    step=step,
-                    update_s=updated_s - ended.started_s,
-                    commit_s=time.monotonic() - updated_s,
-                    traffic=traffic - self._counted,
-                    is_committed=self.commit.step == step,
-                    hit_share=self.mover.take_found_bytes() / max(1, moved_bytes),
-                )
-            )
-            self._counted = traffic
-            if self._moved is None or not self._moved.issuperset(moved):
-                self._moved = (self._moved or frozenset()).union(moved)
-                self.keep_state()
-            kept = self.mover.end_step()
-            # A step that reads slots first would take what was read ahead.
-            if not (ended.recalls or self.health.is_closed):
-                due = [x for s, x in ended.updated.items() if x.loads and s not in kept]
-                for task in due:
-                    states = [state for state, _ in task.loads]
-                    task.loads = self.chunks.sources(task.piece, states)
-                    task.stores = ()
-                self.mover.prefetch(due)  # in the order in which gradients came
+                options.remove_surplus(self.directory, made)
+            self._note_cost(ended, updated_s)
+            self._read_ahead(ended)
             if options.exports(step):
-                self._exports.run(self.directory, step)
+                self._engine.exports.run(self.directory, step)
         except BaseException as error:
             self.health.fail(error)
+
+    def _note_cost(self, ended: _Step, updated_s: float) -> None:
+        """Adds the metrics of the step that has ended; learns what steps move."""
+        moved = {
+            s: task for s, task in ended.updated.items() if task.loads or task.stores
+        }
+        moved_bytes = sum([task.piece.num_bytes for task in moved.values()])
+        traffic = self.meters.snapshot()
+        self.metrics.append(
+            StepMetrics(
+                step=self.finished.step,
+                update_s=updated_s - ended.started_s,
+                commit_s=time.monotonic() - updated_s,
+                traffic=traffic - self._counted,
+                is_committed=not self.num_uncommitted,
+                hit_share=self.mover.take_found_bytes() / max(1, moved_bytes),
+            )
+        )
+        self._counted = traffic
+        if self._moved is None or not self._moved.issuperset(moved):
+            self._moved = (self._moved or frozenset()).union(moved)
+            self.keep_state()
+
+    def _read_ahead(self, ended: _Step) -> None:
+        """Reads for the next step what this one has, in the order of its gradients."""
+        kept = self.mover.end_step()
+        # A step that reads slots first would take what was read ahead.
+        if not (ended.recalls or self.health.is_closed):
+            due = [x for s, x in ended.updated.items() if x.loads and s not in kept]
+            for task in due:
+                states = [state for state, _ in task.loads]
+                task.loads = self.chunks.sources(task.piece, states)
+                task.stores = ()
+            self.mover.prefetch(due)
 
     def abandon(self) -> None:
         """Abandons the step without a commit; it may start over."""
@@ -490,11 +438,7 @@ class OpenStore(StoreShape):
                 self._step = None
 
     def _check_undoable(self, step: _Step) -> None:
-        """Stops the store if chunks of uncommitted steps were overwritten.
-
-        Raises:
-          StoreError: gives the number of lost steps.
-        """
+        """Stops the store if chunks of uncommitted steps were overwritten."""
         if self.num_uncommitted and step.updated:
             error = StoreError(
                 f"{self.options.path}: step {self.finished.step + 1} was given up after"
@@ -526,11 +470,7 @@ class OpenStore(StoreShape):
             self._commit()
 
     def join(self) -> None:
-        """Blocks until the last step has ended, and its commit if it has one.
-
-        Raises:
-          BaseException: the exception that stopped the store.
-        """
+        """Blocks until the last step has ended, and its commit if it has one."""
         self.health.check()
         self._join()
         self.health.check()
@@ -566,22 +506,13 @@ class OpenStore(StoreShape):
         self.mover.close()
         self.fleet.close()
 
-    @property
-    def metrics(self) -> StepMetrics | None:
-        """Those of the last step of this process."""
-        return self._metrics[-1] if self._metrics else None
-
     def metrics_of(self, step: int) -> StepMetrics | None:
-        """Metrics of one of the last few steps of this process, or None.
-
-        Blocks only for the commit of that step.
-        """
+        """Those of a step, or None; blocks only for the commit of that step."""
         with self._guard:
-            last = self.metrics
-            if self._ending is not None and (last is None or last.step < step):
+            if self._ending and (not self.metrics or self.metrics[-1].step < step):
                 self.join()
             # A copy, since a later step's commit may append at the same time.
-            return next((m for m in tuple(self._metrics) if m.step == step), None)
+            return next((m for m in tuple(self.metrics) if m.step == step), None)
 
     @property
     def _has_updated(self) -> bool:
@@ -614,19 +545,21 @@ class OpenStore(StoreShape):
         """Makes the slot that is written next free of a step."""
         self.directory.unpublish(self.chunks.target)
 
-    def commit_given(self, step: int, scalars: Sequence[ScalarState]) -> None:
-        """Commits a step that was given as a whole: the first, or one that is loaded.
+    def begin_given(self) -> None:
+        """Begins a step that is given as a whole in place of the last."""
+        self._keep(frozenset())  # what was read is of the step before
+        self.mover.end_step()
+        self._begin_slot()
+        self.mover.defer_writes(False)
 
-        Tasks have written all of it; blocks.
-        """
+    def commit_given(self, step: int, scalars: Sequence[ScalarState]) -> None:
+        """Commits the first step, or a loaded one, which tasks have written; blocks."""
         self.mover.drain()
         self.health.check()
         self.chunks.end_step()
         assert self.chunks.is_all_written or not self.is_new
-        payload = self.take_payload(step)
-        self.finished = CommitRecord(
-            step=step, scalar_state=tuple(scalars), payload=payload
-        )
+        payload, held = self._engine.take_payload(step), tuple(scalars)
+        self.finished = CommitRecord(step=step, scalar_state=held, payload=payload)
         self._commit()
         self.is_new = False
         self.keep_state()
@@ -645,49 +578,27 @@ class OpenStore(StoreShape):
         self._flush()
         self.chunks.share_unwritten()
         group, slot, directory = self.group, self.chunks.target, self.directory
-        self._put_carried(slot)
+        carry, step = self.finished.carry, directory.step_path(slot)
+        if self._carries.get(slot) != carry_form(carry):
+            make_carry(step, directory.manifest, carry)
+            self._carries[slot] = carry_form(carry)
+        write_carry(step, carry, self.finished.carried)
         record = self.finished.replace(
             checksums=self.chunks.checksums(),
             carried=(),
             commit="" if group.is_alone else f"{group.session}-{group.num_barriers}",
         )
-        meets = (f"step {record.step} is not committed here",)
-        actions: dict[CommitAction, tuple[str, Callable[..., None], Sequence[Any]]] = {
-            CommitAction.SYNC: ("sync", directory.sync, ()),
-            CommitAction.RECORD: ("publish", directory.write_record, (slot, record)),
-            CommitAction.MEET: ("meet", group.barrier, meets),
-            CommitAction.FLIP: ("publish", directory.flip, (slot,)),
+        write = partial(directory.write_record, slot, record)
+        meet = partial(group.barrier, f"step {record.step} is not committed here")
+        actions = {
+            CommitAction.SYNC: ("sync", directory.sync),
+            CommitAction.RECORD: ("publish", write),
+            CommitAction.MEET: ("meet", meet),
+            CommitAction.FLIP: ("publish", partial(directory.flip, slot)),
         }
         for action in CommitAction:
-            name, act, arguments = actions[action]
+            name, act = actions[action]
             with span(name):
-                act(*arguments)
+                act()
         self.chunks.end_commit()
         self.commit = self.finished = record
-
-    def _put_carried(self, slot: Slot) -> None:
-        """Writes what the step carries."""
-        carry, step = self.finished.carry, self.directory.step_path(slot)
-        form = tuple(CarriedArray(x.path, x.shape, x.dtype, "") for x in carry)
-        if self._carries.get(slot) != form:
-            make_carry(step, self.directory.manifest, carry)
-            self._carries[slot] = form
-        write_carry(step, carry, self.finished.carried)
-
-
-def remove_surplus(directory: StoreDirectory, num_kept: int, made: str) -> None:
-    """Removes the checkpoints that no longer stay, now that one was made.
-
-    Only those named by their number go, and none of later steps: they are of another
-    run, which went back.
-
-    Args:
-      num_kept: how many stay of these; 0 for all.
-      made: name of the one just made.
-    """
-    if made.isdecimal() and num_kept:
-        names = checkpoint_names(directory)
-        numbers = sorted(int(n) for n in names if n.isdecimal() and n == str(int(n)))
-        held = [number for number in numbers if number <= int(made)]
-        for old in held[:-num_kept]:
-            remove_checkpoint(directory, str(old))

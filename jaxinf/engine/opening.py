@@ -3,15 +3,24 @@
       options ─► lock ─► form compared ─► leftovers removed ─► step to go on from
                    └─► nothing there: made by `create`, once a description is known
 
-Invariant: everything on disk is checked before anything is written, and nothing is
-written without the store's lock. Nothing here is thread-safe.
+The stores of several processes are opened or made together, if they are the members of
+one run. Invariant: everything on disk is checked before anything is written, and
+nothing is written without the store's lock. Each process judges the same summaries of
+the members, so that all refuse them alike. Nothing here is thread-safe.
 """
 
 import contextlib
 import fnmatch
+import hashlib
+import json
 import logging
+import os
+import socket
+from collections.abc import Sequence
+from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxinf.engine.description import (
     StoreDescription,
@@ -19,28 +28,26 @@ from jaxinf.engine.description import (
     kernel_needs,
     planned,
 )
-from jaxinf.engine.members import (
-    check_alone,
-    check_members,
-    check_plans,
-    division_advice,
-    held_summary,
-    planned_summary,
-)
-from jaxinf.engine.opened import OpenStore, open_fleet
+from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.options import check_writable
 from jaxinf.engine.shape import StoreShape
-from jaxinf.errors import StoreFormatError
+from jaxinf.errors import ProcessError, StoreFormatError, StoreMismatchError
 from jaxinf.processes import Group, join_group
 from jaxinf.store import (
     SLOTS,
+    HeldSteps,
+    Manifest,
+    StepId,
     StoreDirectory,
     StoreLock,
+    agreed_step,
     check_never_committed,
     check_space,
     claim_csds,
     create_store,
     discard_store,
+    find_checkpoint,
+    held_steps,
     is_unfinished,
     lock_exclusively,
     member_name,
@@ -63,6 +70,8 @@ _LOG = logging.getLogger("jaxinf")
 _HARMLESS = ("lost+found", "lock", "publish.lock", "checkpoints.lock")
 _HARMLESS += ("current.tmp", ".jaxinf*")
 
+_VERSIONS = "the same jaxinf, jax and optax in all processes"
+
 
 # --- a place --------------------------------------------------------------------------
 
@@ -84,7 +93,7 @@ def join_run(path: Path) -> Group:
         raise StoreFormatError(
             f"{path}: expected a run of {group.count} processes, which has a store in "
             f"{member_name(0)} and so on, found the store of one process; "
-            f"{division_advice(path, group.count)}"
+            f"{_division_advice(path, group.count)}"
         )
     return group
 
@@ -100,7 +109,7 @@ def _check_place(path: Path) -> None:
             f"store {path}: expected the store of one process, found the members of a "
             f"run of several ({num} of them); start as many processes, and call "
             "jax.distributed.initialize before open_store, or "
-            + division_advice(path, 1)
+            + _division_advice(path, 1)
         )
     foreign = sorted(
         entry.name
@@ -114,6 +123,13 @@ def _check_place(path: Path) -> None:
             f"neither jaxinf.json nor emptiness ({', '.join(foreign[:3])}, …); give "
             "another path"
         )
+
+
+def _division_advice(path: Path, count: int) -> str:
+    return (
+        f'divide it among {count}: jaxinf store copy "{path}" "{path}" --processes '
+        f"{count} (the trainer's --elastic does it), or start it as before"
+    )
 
 
 # --- a store that is there ------------------------------------------------------------
@@ -140,11 +156,11 @@ def open_place(engine: "Engine") -> OpenStore | None:
         if not is_there(path):
             return None
         engine.lock = StoreLock(path)
-        return None if group.is_alone else held_summary(path, group, options.restore)
+        return None if group.is_alone else _held_summary(path, group, options.restore)
 
     with contextlib.ExitStack() as undo:
         undo.callback(engine.release)
-        step = check_members(path, group.gather("open_store", hold))
+        step = _common_step(path, group.gather("open_store", hold))
 
         def recover() -> OpenStore | None:
             if engine.lock is None:
@@ -187,7 +203,7 @@ def _open_locked(engine: "Engine", lock: StoreLock) -> OpenStore | None:
             return None
         directory = read_owned(path)
         directory.lock = lock
-        check_alone(directory, engine.group)
+        _check_own(directory, engine.group)
         check_form(options, directory.manifest)
         # A damaged record is refused before anything is written.
         commit = None if options.restore else directory.read_commit()
@@ -229,12 +245,12 @@ def create(
       StoreError: nothing was written; as `jaxinf.smart_update` documents.
       CsdError: a CSD cannot run the optimizer.
     """
-    group = engine.group
+    options, group = engine.options, engine.group
 
     def summary() -> JsonValue:
-        return planned_summary(
-            planned(engine.options, group, description).manifest, engine.options
-        )
+        host, roots = socket.gethostname(), map(os.path.realpath, options.csds)
+        shared = _in_common(planned(options, group, description).manifest)
+        return {**shared, "roots": [[host, root] for root in roots]}
 
     with contextlib.ExitStack() as undo:
 
@@ -243,7 +259,7 @@ def create(
             undo.callback(opened.close)
             return opened
 
-        check_plans(engine.options.path, group.gather("init", summary))
+        _check_plans(options.path, group.gather("init", summary))
         opened = group.in_all("init", make)
         undo.pop_all()
     return opened
@@ -253,18 +269,19 @@ def _create(
     engine: "Engine", description: StoreDescription, *, uses_budget: bool
 ) -> OpenStore:
     options, path = engine.options, engine.options.path
-    directory = planned(options, engine.group, description)
+    roots, leftover = (), None
     if engine.lock is not None and is_there(path):
         leftover = read_owned(path, unmade=True)
-        own = options, engine.group, description, leftover.manifest.csds
-        directory = planned(*own)
+        roots = leftover.manifest.csds
+    directory = planned(options, engine.group, description, roots)
+    if leftover is not None:
         discard_store(leftover)
     check_space(directory, num_more=options.num_kept)
     shape = StoreShape(options, directory)
     if uses_budget:
         shape.check_memory()
     with contextlib.ExitStack() as undo:
-        fleet = undo.enter_context(contextlib.closing(open_fleet(shape, engine.meters)))
+        fleet = undo.enter_context(contextlib.closing(shape.open_fleet(engine.meters)))
         fleet.check(kernel_needs(description, directory.manifest))
         if engine.lock is None:
             _check_place(path)
@@ -282,3 +299,149 @@ def _create(
         create_store(directory)
         undo.pop_all()
     return OpenStore(engine, directory, None, fleet)
+
+
+# --- members of a run -----------------------------------------------------------------
+
+
+def _check_own(directory: StoreDirectory, group: Group) -> None:
+    """Refuses a store that is not of this process's kind, or another member's."""
+    held, path = directory.manifest.member, directory.path
+    found = None if held is None else (held.number, held.count)
+    expected = None if group.is_alone else (group.number, group.count)
+    if found == expected:
+        return
+    if found is None:
+        remedy = "run it in one, or give another path"
+    elif expected is None:
+        remedy = (
+            f"start {found[1]} processes, call jax.distributed.initialize before "
+            f"open_store, and open the run's path ({path.parent})"
+        )
+    else:
+        remedy = f"run with {found[1]} processes, each with its directory of before"
+        if found[1] != group.count:
+            remedy += f", or {_division_advice(path.parent, group.count)}"
+    raise StoreMismatchError(
+        f"{path}: expected {_whose(expected)}, found {_whose(found)}; {remedy}"
+    )
+
+
+def _whose(member: tuple[int, int] | None) -> str:
+    if member is None:
+        return "the store of one process"
+    return f"member {member[0]} of a run of {member[1]} processes"
+
+
+def _held_summary(path: Path, group: Group, restore: str | None) -> JsonValue:
+    """Describes an existing member to the others.
+
+    Raises:
+      StoreError: it is not this process's member, is damaged, or lacks the checkpoint.
+    """
+    directory = StoreDirectory.open(path)
+    _check_own(directory, group)
+    held = directory.manifest.member
+    assert held is not None
+    directory.read_commit()  # refuses one that is damaged
+    found, kept = held_steps(directory), None
+    if restore is not None:
+        record = find_checkpoint(directory, restore)
+        kept = [record.step, record.commit]
+    return {
+        "run": held.run,
+        **_in_common(directory.manifest),
+        "steps": [
+            one and [one.step, one.commit] for one in (found.current, found.spare)
+        ],
+        "restore": kept,
+    }
+
+
+def _common_step(path: Path, found: Sequence[Any]) -> StepId | None:
+    """Returns the step that all members go on from; None if none has one.
+
+    With a checkpoint to restore they need none in common.
+
+    Args:
+      found: a `_held_summary` of each process, or None where there is no member.
+
+    Raises:
+      ProcessError: a member is missing, or they have no step in common.
+      StoreMismatchError: they are not of one run.
+    """
+    pairs = [(None, None) if one is None else one["steps"] for one in found]
+    steps = [HeldSteps(*(one and StepId(*one) for one in pair)) for pair in pairs]
+    if not any(step.current for step in steps):
+        return None  # no step was ever committed: the store is made anew
+    missing = [n for n, one in enumerate(found) if one is None]
+    if missing:
+        raise ProcessError(
+            f"{path}: expected a member of the run in each of {len(found)} processes, "
+            f"found none in process {', '.join(map(str, missing))}; start the run with "
+            "its processes at the same numbers as before, mount what is missing, or "
+            "move the run's directory aside, in all places where it lies, and start "
+            "anew",
+        )
+    _check_equal(
+        path,
+        found,
+        run="members of one run",
+        contents="members with the same leaves, optimizer and division",
+        versions=_VERSIONS,
+        restore="the checkpoint to restore to be of one commit in all members",
+    )
+    try:
+        return agreed_step(steps)
+    except LookupError:
+        if found[0]["restore"] is not None:
+            return None
+        listed = "; ".join(
+            f"process {n}: step {_shown(one.current)}, in its other slot "
+            f"{_shown(one.spare)}"
+            for n, one in enumerate(steps)
+        )
+        raise ProcessError(
+            f"{path}: expected a step that all members have, found none: {listed}. "
+            "Was one of them restored from a backup, or restored alone? Restore a "
+            "checkpoint that all have: open_store(path, restore=NAME)",
+        ) from None
+
+
+def _check_plans(path: Path, found: Sequence[Any]) -> None:
+    """Refuses members that would not fit each other, before they are made.
+
+    Raises:
+      StoreMismatchError: another optimizer, tree, mesh or version in one of them.
+      ValueError: two processes of one host share a CSD root.
+    """
+    same = "the same params, mesh, shardings and optimizer in all processes"
+    _check_equal(path, found, versions=_VERSIONS, contents=same)
+    roots = sorted(tuple(root) for one in found for root in one["roots"])
+    for (host, root), after in pairwise(roots):
+        if (host, root) == after and len(found) > 1:
+            raise ValueError(
+                f"csds: expected roots of its own in each process of host {host}, "
+                f"found {root} in several; give a template, such as "
+                "'/mnt/nvme{process}'"
+            )
+
+
+def _check_equal(path: Path, found: Sequence[Any], **what: str) -> None:
+    for key, wanted in what.items():
+        values = [json.dumps(one[key]) for one in found]
+        if len(set(values)) > 1:
+            listed = "; ".join(f"process {n}: {text}" for n, text in enumerate(values))
+            raise StoreMismatchError(f"{path}: expected {wanted}, found {listed}")
+
+
+def _in_common(manifest: Manifest) -> dict[str, JsonValue]:
+    text = json.dumps(manifest.common, sort_keys=True)
+    return {
+        "contents": hashlib.sha256(text.encode()).hexdigest(),
+        "versions": {name: version(name) for name in ("jaxinf", "jax", "optax")},
+    }
+
+
+def _shown(step: StepId | None) -> str:
+    return "none" if step is None else f"{step.step} (commit {step.commit[-12:]})"

@@ -11,7 +11,13 @@ from typing import Literal, TypeAlias, get_args
 from jaxinf.csd import CsdSpec, parse_csd
 from jaxinf.errors import ExchangeError
 from jaxinf.exchange import ObjectStore
-from jaxinf.store import CODECS, StateFormat
+from jaxinf.store import (
+    CODECS,
+    StateFormat,
+    StoreDirectory,
+    checkpoint_names,
+    remove_checkpoint,
+)
 
 Durability: TypeAlias = Literal["step", "checkpoint"] | int
 """The steps after which to commit; see `jaxinf.open_store`."""
@@ -83,6 +89,19 @@ class StoreOptions:
     def workers_of(self, num_csds: int) -> int:
         """Returns the number of requests at the drives at once, beside the kernels."""
         return max(LEAST_WORKERS, WORKERS_A_DRIVE * num_csds)
+
+    def remove_surplus(self, directory: StoreDirectory, made: str) -> None:
+        """Removes the checkpoints that no longer stay, now that one was made.
+
+        Only those named by their number go, and none of later steps: they are of
+        another run, which went back.
+        """
+        if made.isdecimal() and self.num_kept:
+            names = checkpoint_names(directory)
+            names = [n for n in names if n.isdecimal() and n == str(int(n))]
+            held = sorted(number for number in map(int, names) if number <= int(made))
+            for old in held[: -self.num_kept]:
+                remove_checkpoint(directory, str(old))
 
     @property
     def rewrites_steps(self) -> bool:

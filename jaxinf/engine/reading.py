@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxinf.engine.sharding import (
+    box_of,
     boxes_with_holders,
     gathered_whole,
     own_parts,
@@ -24,6 +25,7 @@ from jaxinf.errors import StoreError, StoreMismatchError
 from jaxinf.layout import Chunk, covers, scatter, target_view
 from jaxinf.program import leaf_infos
 from jaxinf.store import (
+    SCHEDULE_FREE,
     ChunkRun,
     CommittedStep,
     Slot,
@@ -34,7 +36,7 @@ from jaxinf.store import (
     schedule_free_params,
 )
 from jaxinf.transfer import MACHINE_MEMORY_BYTES
-from jaxinf.typing import Array, PyTree
+from jaxinf.typing import AVERAGE, Array, PyTree
 
 if TYPE_CHECKING:  # whose steps compare what is read here
     from jaxinf.engine.opened import OpenStore
@@ -52,12 +54,63 @@ class StateReader:
 
     def __init__(self, opened: "OpenStore", memory_bytes: int | None = None) -> None:
         self._opened, chunks, slots = opened, opened.chunks, list[Slot]()
+        record, directory = opened.commit, opened.directory
         if not chunks.is_all_written:
             slots.append(chunks.committed)
         if chunks.has_working:
             slots.append(chunks.target)
+            record = opened.finished.replace(checksums=chunks.checksums())
         each = (memory_bytes or opened.options.memory_bytes) // max(1, len(slots))
-        self._readers = {slot: slot_reader(opened, slot, each) for slot in slots}
+        csds = range(directory.num_csds)
+        drives = [str(directory.csd_directory(csd)) for csd in csds]
+
+        def reader(slot: Slot) -> StepReader:
+            path = directory.step_path(slot)
+            places = tuple(directory.data_paths(path))
+            step = CommittedStep(path, directory.manifest, record, places)
+            how = {"meters": opened.meters, "memory_bytes": each}
+            return StepReader(step, drives=drives, **how)
+
+        self._readers = {slot: reader(slot) for slot in slots}
+
+    def each_piece(
+        self,
+        leaf: int,
+        state: int,
+        chunks: Sequence[int],
+        dtype: np.dtype,
+        visit: Callable[[ChunkRun], None],
+        into: Callable[[Chunk], Array | None] = lambda _: None,
+    ) -> None:
+        """Calls `visit`, from several threads, with the pieces of chunks of a state.
+
+        Args:
+          into: as for `StepReader.stored`, if the pieces are of the stored dtype.
+
+        Raises:
+          StoreError: the drive failed, or a chunk is damaged, perhaps only after its
+            last piece; the store is stopped.
+        """
+        opened = self._opened
+        record = opened.directory.manifest.leaves[leaf]
+        chosen = record.states[state]
+
+        def take(reader: StepReader, number: int) -> None:
+            if dtype_of(chosen.dtype) == dtype:
+                pieces = reader.stored(record, chosen, number, into=into)
+            else:
+                pieces = reader.pieces(record, chosen, number)
+            for piece in pieces:
+                visit(replace(piece, values=piece.values.astype(dtype, copy=False)))
+
+        try:
+            for slot, reader in self._readers.items():
+                own = [n for n in chunks if opened.chunks.slot(leaf, n, state) == slot]
+                for _ in over(own, partial(take, reader), reader.num_threads):
+                    pass
+        except StoreError as error:
+            opened.health.fail(error)
+            raise
 
     def read(self, leaf: int, out: Array, origin: Sequence[int], *states: int) -> None:
         """Reads a box of a leaf's state, or its average; blocks.
@@ -68,19 +121,32 @@ class StateReader:
             (`StoreShape.divides`). If it has the dtype of the store's `params`, they
             are rounded in the same way as these, otherwise to nearest even.
           origin: index in the leaf of its first element.
-          states: number of the state, or the two of `OpenStore.averaged`.
+          states: number of the state, or the two of `average_states`.
         """
-        chunks = self._opened.chunks
-        slots = {
-            layout.subgroup.chunk: chunks.source(layout, states[0])
-            for layout in self._opened.layouts(leaf, origin, out.shape)
-        }
-        for slot, reader in self._readers.items():
-            numbers = [number for number, held in slots.items() if held == slot]
-            if numbers:
-                _read_chunks(self._opened, reader, leaf, out, origin, numbers, states)
+        opened, start = self._opened, tuple(origin)
+        chunks = opened.chunks_of(leaf, origin, out.shape)
+        if len(states) > 1:  # the schedule-free average is computed chunk by chunk
+            b1 = opened.finished.schedule_free_b1
+            assert b1 is not None
+            for chunk in (opened.directory.chunks[leaf][number] for number in chunks):
+                y, z = (np.empty(chunk.extent, np.float32) for _ in states)
+                for state, part in zip(states, (y, z), strict=True):
+                    self.read(leaf, part, chunk.start, state)
+                values = schedule_free_params(y, z, b1).astype(out.dtype)
+                scatter(out, chunk, start, 0, values.reshape(-1))
+            return
 
-    def close(self) -> None:
+        def visit(piece: ChunkRun) -> None:
+            if not np.may_share_memory(piece.values, out):
+                scatter(out, piece.chunk, start, piece.start, piece.values)
+            opened.meters.add(link_up_bytes=piece.values.nbytes)
+
+        def into(chunk: Chunk) -> Array | None:
+            return target_view(out, chunk, start, 0, chunk.num_elements)
+
+        self.each_piece(leaf, states[0], chunks, out.dtype, visit, into)
+
+    def close(self, *_: object) -> None:
         """Frees the memory."""
         for reader in self._readers.values():
             reader.__exit__()
@@ -88,25 +154,26 @@ class StateReader:
     def __enter__(self) -> "StateReader":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    __exit__ = close
 
 
-def slot_reader(
-    opened: "OpenStore", slot: Slot, memory_bytes: int = 32 << 20
-) -> StepReader:
-    """Returns a reader of the newest chunks in a slot; blocks at times."""
-    chunks, directory = opened.chunks, opened.directory
-    record = opened.commit
-    if chunks.has_working:
-        record = opened.finished.replace(checksums=chunks.checksums())
-    path = directory.step_path(slot)
-    places = tuple(directory.data_paths(path))
-    return StepReader(
-        CommittedStep(path, directory.manifest, record, places),
-        meters=opened.meters,
-        memory_bytes=memory_bytes,
-        drives=[str(directory.csd_directory(csd)) for csd in range(len(places))],
+def average_states(opened: "OpenStore", leaf: int) -> tuple[int, ...]:
+    """Returns the numbers of the states of which a leaf's average is made.
+
+    These are the average alone, or of a schedule-free optimizer the master params and
+    its z. Leaves that it does not train are their own average.
+
+    Raises:
+      StoreMismatchError: the store has no average.
+    """
+    states = [state.name for state in opened.directory.manifest.leaves[leaf].states]
+    if AVERAGE in states:
+        return (states.index(AVERAGE),)
+    if opened.finished.schedule_free_b1 is not None:
+        return (0, states.index(SCHEDULE_FREE)) if SCHEDULE_FREE in states else (0,)
+    raise StoreMismatchError(
+        f"{opened.options.path}: expected an average of the params, found "
+        f"{', '.join(states)}; leave average=True out"
     )
 
 
@@ -117,77 +184,6 @@ def read_feedback(
     states = opened.directory.manifest.leaves[leaf].states
     with StateReader(opened) as reader:
         reader.read(leaf, out, origin, len(states) - 1)
-
-
-def each_piece(
-    opened: "OpenStore",
-    reader: StepReader,
-    leaf: int,
-    dtype: np.dtype,
-    chunks: Sequence[int],
-    visit: Callable[[ChunkRun], None],
-    state: int = 0,
-    into: Callable[[Chunk], Array | None] = lambda _: None,
-) -> None:
-    """Calls `visit`, from several threads, with the pieces of a state.
-
-    Args:
-      state: number of the state in the leaf's record; the master params by default.
-      into: as for `StepReader.stored`, if the pieces are of the stored dtype.
-    """
-    record = opened.directory.manifest.leaves[leaf]
-    chosen = record.states[state]
-
-    def take(number: int) -> None:
-        if dtype_of(chosen.dtype) == dtype:
-            pieces = reader.stored(record, chosen, number, into=into)
-        else:
-            pieces = reader.pieces(record, chosen, number)
-        for piece in pieces:
-            visit(replace(piece, values=piece.values.astype(dtype, copy=False)))
-
-    try:
-        for _ in over(chunks, take, reader.num_threads):
-            pass
-    except StoreError as error:
-        opened.health.fail(error)
-        raise
-
-
-def _read_chunks(
-    opened: "OpenStore",
-    reader: StepReader,
-    leaf: int,
-    out: Array,
-    origin: Sequence[int],
-    chunks: Sequence[int],
-    states: Sequence[int],
-) -> None:
-    """Reads chunks of a state into the box `out` of the leaf, in place if it can be.
-
-    Of two states the schedule-free average is computed, chunk by chunk.
-    """
-    if len(states) > 1:
-        b1 = opened.finished.schedule_free_b1
-        assert b1 is not None
-        for number in chunks:
-            chunk = opened.directory.chunks[leaf][number]
-            y, z = (np.empty(chunk.extent, np.float32) for _ in range(2))
-            for state, part in zip(states, (y, z), strict=True):
-                _read_chunks(opened, reader, leaf, part, chunk.start, [number], [state])
-            values = schedule_free_params(y, z, b1).astype(out.dtype)
-            scatter(out, chunk, tuple(origin), 0, values.reshape(-1))
-        return
-
-    def visit(piece: ChunkRun) -> None:
-        if not np.may_share_memory(piece.values, out):
-            scatter(out, piece.chunk, tuple(origin), piece.start, piece.values)
-        opened.meters.add(link_up_bytes=piece.values.nbytes)
-
-    def into(chunk: Chunk) -> Array | None:
-        return target_view(out, chunk, tuple(origin), 0, chunk.num_elements)
-
-    each_piece(opened, reader, leaf, out.dtype, chunks, visit, states[0], into)
 
 
 # --- whole arrays ---------------------------------------------------------------------
@@ -275,8 +271,7 @@ def read_leaf(opened: "OpenStore", number: int, like: Any, *states: int) -> jax.
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
-        bounds = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
-        box = [start for start, _ in bounds], [stop - start for start, stop in bounds]
+        box = box_of(index, shape)
         return read_box(*box) if opened.divides(number, *box) else whole()[index]
 
     return jax.make_array_from_callback(shape, sharding, read)

@@ -5,12 +5,13 @@ card, every worker of its share) can hold two subgroups if `check_memory` accept
 budget, and each subgroup starts on a page of its files.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
-from jaxinf.csd import Extent
+from jaxinf.csd import CsdFleet, Extent, open_csds
 from jaxinf.engine.options import StoreOptions
 from jaxinf.errors import StoreMismatchError
 from jaxinf.exchange import least_memory
@@ -33,7 +34,7 @@ from jaxinf.store import (
     StoreDirectory,
     dtype_of,
 )
-from jaxinf.transfer import ByteCounts, page_ceil, stays
+from jaxinf.transfer import ByteCounts, ByteMeters, page_ceil
 from jaxinf.typing import Array
 
 _LEAST_SHARE = 4  # workers at one of several cards
@@ -169,12 +170,29 @@ class StoreShape:
         self.memory_bytes = options.memory_bytes - self.export_bytes
         self._num_workers = options.workers_of(len(directory.manifest.csds) or 1)
         self._layouts = self._cut()
-        everything = list(self._all_layouts())
-        self.num_bytes = sum([one.num_bytes for one in everything])
-        self.longest_bytes = max((x.num_bytes for x in everything), default=0)
-        lengths = (x.subgroup.num_elements for x in everything)
+        self._all = [one for leaf in self._layouts for chunk in leaf for one in chunk]
+        self.num_bytes = sum([one.num_bytes for one in self._all])
+        self.longest_bytes = max((x.num_bytes for x in self._all), default=0)
+        lengths = (x.subgroup.num_elements for x in self._all)
         self.longest_elements = max(lengths, default=0)
         self._boxes: dict[tuple[Any, ...], list[SubgroupLayout]] = {}
+
+    def open_fleet(self, meters: ByteMeters) -> CsdFleet:
+        """Opens its CSDs; writes nothing."""
+        path = self.directory.path
+        here = next(p for p in (path, *path.parents) if p.exists())
+        fleet = open_csds(
+            self.options.csd,
+            [Path(root) for root in self.directory.manifest.csds] or [here],
+            memory_bytes=max(self.memory_bytes, self.longest_bytes),
+            meters=meters,
+        )
+        try:
+            fleet.check_buffer(self.longest_bytes, self.longest_elements)
+        except BaseException:
+            fleet.close()
+            raise
+        return fleet
 
     def name(self, leaf: int) -> str:
         """Returns a leaf's name by its number."""
@@ -240,9 +258,6 @@ class StoreShape:
                     )
             found.append(chunks)
         return found
-
-    def _all_layouts(self) -> Iterator[SubgroupLayout]:
-        return (one for leaf in self._layouts for chunk in leaf for one in chunk)
 
     # --- where they are ---------------------------------------------------------------
 
@@ -330,13 +345,14 @@ class StoreShape:
             # Reads, updates and writes overlap there; short subgroups move together.
             longest_bytes = max(self.longest_bytes, _QUICK_BYTES)
             memory_bytes -= _EACH * self._num_workers * longest_bytes
-        order = [
-            (one.subgroup, one.num_bytes)
-            for one in sorted(self._all_layouts(), key=lambda layout: layout.num_bytes)
-            if moved is None or one.subgroup in moved
-        ]
-        found = zip(order, stays(order, max(0, memory_bytes)), strict=True)
-        return frozenset(subgroup for (subgroup, _), is_kept in found if is_kept)
+        found = set[Subgroup]()
+        for one in sorted(self._all, key=lambda layout: layout.num_bytes):
+            if moved is None or one.subgroup in moved:
+                memory_bytes -= one.num_bytes
+                if memory_bytes < 0:
+                    break
+                found.add(one.subgroup)
+        return frozenset(found)
 
     def moved_bytes(
         self,

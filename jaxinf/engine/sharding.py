@@ -45,46 +45,49 @@ def boxes_with_holders(
     """Returns origin and extent of each shard, and the processes that have it."""
     found: dict[tuple[int, ...], tuple[tuple[int, ...], set[int]]] = {}
     for device, index in sharding.devices_indices_map(tuple(shape)).items():
-        start, extent = _box(index, shape)
+        start, extent = box_of(index, shape)
         found.setdefault(start, (extent, set()))[1].add(device.process_index)
     return [(start, *found[start]) for start in sorted(found)]
 
 
-def _box(
+def box_of(
     index: Sequence[slice], shape: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns origin and extent of a shard."""
     bounds = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
     return tuple(a for a, _ in bounds), tuple(b - a for a, b in bounds)
 
 
 def shard_holders(
-    sharding: NamedSharding | None, shape: Sequence[int]
+    sharding: NamedSharding | None,
+    shape: Sequence[int],
+    counts: Sequence[int] | None = None,
 ) -> tuple[tuple[int, ...], ...]:
-    """Returns the processes whose devices have each shard, in C order of the shards."""
-    boxes = [] if sharding is None else boxes_with_holders(sharding, shape)
-    return tuple(tuple(sorted(holders)) for _, _, holders in boxes)
+    """Returns the processes whose devices have each shard, in C order of the shards.
+
+    Args:
+      counts: number of equal parts along each dimension, a multiple of the shards', to
+        return the holders of each part.
+    """
+    if sharding is None:
+        return ()
+    holders = [tuple(sorted(own)) for _, _, own in boxes_with_holders(sharding, shape)]
+    if counts is None:
+        return tuple(holders)
+    shards, found = shard_counts(sharding, shape), []
+    for part in np.ndindex(*counts):
+        numbers = zip(part, shards, counts, strict=True)
+        shard = tuple(n * own // count for n, own, count in numbers)
+        found.append(holders[np.ravel_multi_index(shard, shards)])
+    return tuple(found)
+
+
+part_holders = shard_holders
 
 
 def has_shared_parts(sharding: NamedSharding, shape: Sequence[int]) -> bool:
     """Whether several processes have devices with the same part of an array."""
     return any(len(own) > 1 for _, _, own in boxes_with_holders(sharding, shape))
-
-
-def part_holders(
-    sharding: NamedSharding, shape: Sequence[int], counts: Sequence[int]
-) -> tuple[tuple[int, ...], ...]:
-    """Returns the processes that have each part of an array, in C order of the parts.
-
-    Args:
-      counts: number of equal parts along each dimension, a multiple of the shards'.
-    """
-    shards = np.array(shard_counts(sharding, shape), np.int64)
-    holders = shard_holders(sharding, shape)
-    found = []
-    for part in np.ndindex(*counts):
-        shard = np.array(part, np.int64) * shards // np.array(counts, np.int64)
-        found.append(holders[np.ravel_multi_index(tuple(shard), tuple(shards))])
-    return tuple(found)
 
 
 def distinct_shards(leaf: Any) -> list[tuple[tuple[slice, ...], Array]]:
@@ -184,7 +187,7 @@ def own_parts(
     places = sharding.addressable_devices_indices_map(tuple(shape))
     holders: dict[Any, list[Any]] = {}
     for device, index in places.items():
-        holders.setdefault(_box(index or (), shape), []).append(device)
+        holders.setdefault(box_of(index or (), shape), []).append(device)
     own = {}
     for box, devices in holders.items():
         part = read(*box)  # one at a time: a process may have many

@@ -8,12 +8,11 @@ import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax
-import numpy as np
 
+from jaxinf.engine.carry import read_carried
 from jaxinf.engine.dispatched import (
     check_thread,
     wait_for_callbacks,
@@ -21,9 +20,9 @@ from jaxinf.engine.dispatched import (
 )
 from jaxinf.engine.engine import Engine
 from jaxinf.engine.exports import ExportInfo
-from jaxinf.engine.opened import LAST_STEP, OpenStore, StepMetrics, remove_surplus
-from jaxinf.engine.reading import check_like, read_array, read_leaf
-from jaxinf.engine.state_trees import read_carried, read_state
+from jaxinf.engine.opened import LAST_STEP, OpenStore, StepMetrics
+from jaxinf.engine.reading import average_states, check_like, read_array, read_leaf
+from jaxinf.engine.state_trees import read_state
 from jaxinf.errors import ProcessError, StoreError
 from jaxinf.interrupts import raise_kept
 from jaxinf.program import is_trained, trained
@@ -104,12 +103,12 @@ class Store:
     def _at_last_step(self, state: Any = None) -> Iterator[OpenStore]:
         """The open store at its last finished step; meanwhile no step begins."""
         self.wait(state)
-        engine = self._engine
-        with engine.paused():
+        opened = self._engine.opened
+        with opened.paused():
             try:
-                yield engine.opened
+                yield opened
             except StoreError:
-                engine.health.check()  # raises it, so that `close` need not
+                opened.health.check()  # raises it, so that `close` need not
                 raise
 
     def _last_commit(self) -> CommitRecord | None:
@@ -119,19 +118,22 @@ class Store:
     @property
     def metrics(self) -> StepMetrics | None:
         """Time and traffic of the last step committed by this process."""
-        return self._engine.opened.metrics if self._engine.has_files else None
+        files = self._engine.files
+        return files.metrics[-1] if files and files.metrics else None
 
     def metrics_of(self, step: int) -> StepMetrics | None:
         """Time and traffic of a step; None if not one of this process's last eight.
 
         Waits for the step's commit, and for no later one.
         """
-        return self._engine.opened.metrics_of(step) if self._engine.has_files else None
+        files = self._engine.files
+        return files.metrics_of(step) if files else None
 
     @property
     def peak_memory_bytes(self) -> int:
         """The peak use of the memory budget so far."""
-        return self._engine.opened.fleet.peak_bytes if self._engine.has_files else 0
+        files = self._engine.files
+        return files.fleet.peak_bytes if files else 0
 
     # --- its arrays ----------------------------------------------------------------
 
@@ -161,7 +163,7 @@ class Store:
         with self._at_last_step(state) as opened:
             check_like(opened, trained(like))
             for number, place in enumerate(places):
-                states = opened.averaged(number) if average else (0,)
+                states = average_states(opened, number) if average else (0,)
                 leaves[place] = read_leaf(opened, number, leaves[place], *states)
         return jax.tree.unflatten(treedef, leaves)
 
@@ -229,9 +231,8 @@ class Store:
             )
         with self._at_last_step() as opened:
             number = self._manifest.leaves.index(record)
-            dtype = np.float32 if chosen.codec else dtype_of(chosen.dtype)
-            state_number = record.states.index(chosen)
-            return read_array(opened, number, np.dtype(dtype), state_number)
+            dtype = dtype_of(chosen.decoded().dtype)
+            return read_array(opened, number, dtype, record.states.index(chosen))
 
     def load(self, params: PyTree, opt_state: PyTree, *, step: int) -> None:
         """Makes params and an optax state the store's step, in one commit; blocks.
@@ -334,7 +335,7 @@ class Store:
                 if given not in held and given in checkpoint_names(directory):
                     remove_checkpoint(directory, given)
                 raise
-            remove_surplus(directory, opened.options.num_kept, made)
+            opened.options.remove_surplus(directory, made)
             return made
 
     def checkpoints(self) -> list[CheckpointInfo]:
@@ -417,7 +418,7 @@ class Store:
                     "%s: interrupted while steps were under way: those after step %d, "
                     "the last one that has arrived, are lost",
                     self.path,
-                    engine.opened.finished.step if engine.has_files else 0,
+                    engine.files.finished.step if engine.files else 0,
                 )
                 raise
             finally:
@@ -432,12 +433,7 @@ class Store:
     def __enter__(self) -> "Store":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
             self.close()
         except Exception as failure:

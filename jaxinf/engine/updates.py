@@ -9,17 +9,26 @@ a part is not contiguous, and used only until `OpenStore.update` or `OpenStore.r
 returns. Which subgroups an updater computes changes between steps only.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from jaxinf.compress import SparseGradient, SparseLeaf
-from jaxinf.csd import Csd, CsdBuffer, Rounding, ScalarInputs, Update, is_idle
-from jaxinf.engine.binding import diverged_error, same_values
-from jaxinf.engine.reading import slot_reader
+from jaxinf.csd import (
+    Csd,
+    CsdBuffer,
+    Rounding,
+    ScalarInputs,
+    Update,
+    initialise_states,
+    is_idle,
+)
+from jaxinf.engine.binding import difference, difference_of, diverged_error
+from jaxinf.engine.description import StoreDescription
+from jaxinf.engine.reading import StateReader
 from jaxinf.engine.shape import StoreShape, SubgroupLayout
 from jaxinf.errors import (
     DivergedParamsError,
@@ -30,14 +39,12 @@ from jaxinf.kernels import scalars_used, specialise, state_read
 from jaxinf.layout import (
     Subgroup,
     covers,
-    gather,
     rounding_of_chunk,
     target_view,
 )
 from jaxinf.program import Kernel
 from jaxinf.store import (
     ERROR_FEEDBACK,
-    ChunkRun,
     ScalarState,
     dtype_of,
 )
@@ -46,6 +53,26 @@ from jaxinf.typing import Array
 
 if TYPE_CHECKING:  # whose steps are made here
     from jaxinf.engine.opened import OpenStore
+
+
+_READER_BYTES = 32 << 20
+"""Memory to look at a chunk for what differs."""
+
+
+class FirstParams(NamedTuple):
+    """The params of a leaf of a new store, or of a shard of it.
+
+    Attributes:
+      leaf: its number.
+      params: in their own dtype; only read.
+      origin: index in the leaf of the array's first element.
+      inputs: inputs of the initial state beside the params.
+    """
+
+    leaf: int
+    params: Array
+    origin: Sequence[int]
+    inputs: ScalarInputs
 
 
 @dataclass(frozen=True)
@@ -280,30 +307,14 @@ class RequestedUpdate:
         start = subgroup.offset_elements
         return sent.part(start, start + subgroup.num_elements)
 
-    def _compare(
-        self,
-        layout: SubgroupLayout,
-        stored: Array,
-        given: Array,
-        *,
-        is_sound: bool = False,
-    ) -> None:
-        """Refuses params that differ from the master of a subgroup, or of its chunk.
-
-        Args:
-          is_sound: whether all of the chunk was read, and is not damaged.
-        """
-        stored = stored.astype(given.dtype, copy=False)
-        bits = np.dtype(f"u{given.itemsize}")  # twice as fast as numbers
-        places = np.flatnonzero(stored.view(bits) != given.view(bits))
-        stored, given = stored[places], given[places]
-        if not same_values(stored, given, bound=self._inexact or 0.0):
-            if not is_sound and self._is_comparable(layout):
-                for _ in self._stored_pieces(layout):  # damage would explain it
-                    pass
-            differ = f" (at one place they are {given[:3]}, the store's {stored[:3]})"
-            leaf = f"leaf {self._opened.name(self._request.leaf)}"
-            raise diverged_error(leaf, differ)
+    def _compare(self, layout: SubgroupLayout, stored: Array, given: Array) -> None:
+        """Refuses params that differ from the master of a subgroup."""
+        if differs := difference(stored, given, self._inexact or 0.0):
+            if self._is_comparable(layout):  # damage would explain it
+                at = layout.subgroup.leaf, 0, [layout.subgroup.chunk], given.dtype
+                with StateReader(self._opened, _READER_BYTES) as reader:
+                    reader.each_piece(*at, lambda _: None)
+            raise self._diverged(differs)
 
     def _check_taken(self, layout: SubgroupLayout, checksum: int) -> None:
         """Checks that the params used equal those that the last step stored.
@@ -313,28 +324,46 @@ class RequestedUpdate:
         """
         if self._opened.chunks.matches(layout, 0, checksum):
             return
-        assert self._given is not None
-        differs: DivergedParamsError | None = None
-        for piece in self._stored_pieces(layout):
-            held, origin = piece.values, self._request.origin
-            given = gather(self._given, piece.chunk, origin, piece.start, held.size)
-            try:
-                self._compare(layout, held, given, is_sound=True)
-            except DivergedParamsError as error:
-                differs = differs or error
-        if differs is not None:  # the chunk is not damaged
-            raise differs
+        given, subgroup = self._given, layout.subgroup
+        assert given is not None
+        at = subgroup.leaf, given, self._request.origin, [subgroup.chunk]
+        with StateReader(self._opened, _READER_BYTES) as reader:
+            differs = difference_of(reader, *at)
+        if differs:
+            raise self._diverged(differs)
 
-    def _stored_pieces(self, layout: SubgroupLayout) -> Iterator[ChunkRun]:
-        """Yields the master params of a subgroup's chunk, as stored.
+    def _diverged(self, difference: str) -> DivergedParamsError:
+        leaf = self._opened.name(self._request.leaf)
+        return diverged_error(f"leaf {leaf}", difference)
 
-        Raises:
-          StoreCorruptError: the chunk is damaged; perhaps only after its last piece.
-        """
-        opened, subgroup = self._opened, layout.subgroup
-        leaf = opened.directory.manifest.leaves[subgroup.leaf]
-        with slot_reader(opened, opened.chunks.source(layout, 0)) as reader:
-            yield from reader.stored(leaf, leaf.states[0], subgroup.chunk)
+
+def first_tasks(
+    opened: "OpenStore", description: StoreDescription, given: FirstParams
+) -> list[Task]:
+    """Makes the tasks that write a leaf's master params and initial states."""
+    kernel = description.leaves[given.leaf].init_kernel
+
+    def task(layout: SubgroupLayout) -> Task:
+        def compute(csd: Csd, buffer: CsdBuffer, _: Collection[int]) -> None:
+            own = layout.gather(given.params, given.origin)
+            initialise_states(
+                csd,
+                buffer,
+                layout.kernel_extents,
+                kernel,
+                own,
+                gather_inputs(layout, given.inputs, given.origin),
+                rounding_of(layout, 0),
+            )
+            if layout.feedback is not None:
+                extent = layout.extents[layout.feedback]
+                csd.put(buffer, extent, np.zeros(extent.num_elements, extent.dtype))
+            opened.meters.add(link_down_bytes=own.nbytes)
+
+        return Task(layout, compute, stores=tuple(range(len(layout.states))))
+
+    layouts = opened.layouts(given.leaf, given.origin, given.params.shape)
+    return [task(layout) for layout in layouts]
 
 
 def recall_tasks(opened: "OpenStore", request: SlotRequest) -> list[Task]:
@@ -343,8 +372,7 @@ def recall_tasks(opened: "OpenStore", request: SlotRequest) -> list[Task]:
     def task(layout: SubgroupLayout) -> Task:
         state = layout.slots.index(request.slot)
 
-        def compute(csd: Csd, buffer: CsdBuffer, tells: Collection[int]) -> None:
-            del tells
+        def compute(csd: Csd, buffer: CsdBuffer, _: Collection[int]) -> None:
             values = csd.view(buffer, layout.extents[state])
             values = values[: layout.subgroup.num_elements]
             values = values.astype(request.out.dtype, copy=False)

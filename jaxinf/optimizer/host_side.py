@@ -82,7 +82,7 @@ class StartedUpdates:
             self._changed.wait_for(fits)
             self._taken_bytes += num_bytes
             if self._pool is None:
-                num_csds = len(engine.opened.csds) if engine.has_files else 1
+                num_csds = len(engine.files.csds) if engine.files else 1
                 num_workers = engine.options.workers_of(num_csds)
                 self._pool = ThreadPoolExecutor(num_workers, "jaxinf-leaf")
                 engine.on_close(self._pool.shutdown)

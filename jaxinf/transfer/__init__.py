@@ -16,7 +16,6 @@ from jaxinf.transfer.beneath import (
     read_beneath,
     read_bounded,
 )
-from jaxinf.transfer.cache import stays
 from jaxinf.transfer.checksums import crc32c, crc32c_combine
 from jaxinf.transfer.direct import REFUSALS, read_into, supports_direct, write_from
 from jaxinf.transfer.failure import Failure

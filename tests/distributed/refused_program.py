@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from msgspec import structs
 
 import jaxinf
-from jaxinf.engine import members
+from jaxinf.engine import opening
 from jaxinf.processes import group
 from jaxinf.store import Manifest
 from jaxinf.streaming.plan import memory
@@ -102,12 +102,12 @@ def old_copy(place, mesh, number):
 
 def other_version(place, mesh, number):
     if number == 1:
-        members.version = lambda name: "0.4.0" if name == "jax" else "1"
+        opening.version = lambda name: "0.4.0" if name == "jax" else "1"
     try:
         with jaxinf.open_store(place / "version") as store:
             made(store, replicated(mesh))
     finally:
-        members.version = version
+        opening.version = version
 
 
 def opened_before(place, mesh, number):

@@ -67,6 +67,7 @@ def test_what_stays_is_not_read_again(cached, memory, num_csds):
     stays = state_bytes(driver, staying=True)
     rest = state_bytes(driver, staying=False)
     assert (stays > 0) == (memory > LEAST)
+    assert stays <= memory
     assert (rest == 0) == (memory == ALL)
     read, written = moved(driver, 6)
     assert 5 * rest <= read <= 7 * rest  # a part of a step's bytes is read ahead

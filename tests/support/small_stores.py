@@ -31,9 +31,7 @@ def reset(*, chunk_elements: int | None = None, num_workers: int | None = None) 
 
 def keep_nothing(monkeypatch: Any) -> None:
     """Lets no state stay in memory in a test, so that all that steps use is read."""
-    monkeypatch.setattr(
-        "jaxinf.engine.shape.stays", lambda order, _: [False] * len(order)
-    )
+    monkeypatch.setattr(shape.StoreShape, "staying", lambda *_: frozenset())
 
 
 def open_store(

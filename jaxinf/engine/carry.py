@@ -1,0 +1,174 @@
+"""Arrays that a caller gives a step to commit with it.
+
+Invariant: all steps of a process carry arrays of the same names, shapes and dtypes.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinf.errors import StoreMismatchError
+from jaxinf.program import key_data, leaf_path
+from jaxinf.store import CARRY, CarriedArray, check_carry, dtype_of, read_carry
+from jaxinf.typing import Array, PyTree
+
+if TYPE_CHECKING:
+    from jaxinf.engine.engine import Engine
+    from jaxinf.engine.opened import OpenStore
+
+_OF_NUMPY = (bool, int, float, np.ndarray, np.generic)
+
+
+def carried_leaves(tree: PyTree, what: str = CARRY) -> dict[tuple[str, ...], Any]:
+    """Returns a tree's arrays by their paths, typed keys as numbers; traceable.
+
+    Args:
+      what: name of the tree, for messages.
+
+    Raises:
+      TypeError: a leaf is no array of numbers; names it.
+      ValueError: two leaves have one path.
+    """
+    found = {}
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        path = leaf_path(keys)
+        where = "/".join((what, *path))
+        if isinstance(leaf, _OF_NUMPY):
+            leaf = jnp.asarray(leaf)
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            raise TypeError(
+                f"{where}: expected an array or a number, found "
+                f"{type(leaf).__name__}; leave it out of the tree"
+            )
+        data = data_of(leaf)
+        dtype = np.dtype(data.dtype)
+        if dtype.kind not in "biuf" and dtype.name != "bfloat16":
+            raise TypeError(
+                f"{where}: expected real numbers, bools or typed keys, found "
+                f"{dtype.name}; carry it in another dtype"
+            )
+        if path in found:
+            raise ValueError(f"{where}: expected one leaf of this name, found two")
+        found[path] = data
+    return found
+
+
+def check_carried(
+    engine: "Engine", carried: Mapping[tuple[str, ...], Any], states: Iterable[str]
+) -> None:
+    """Refuses what a step cannot carry, or what other steps do not.
+
+    Args:
+      carried: as `carried_leaves` returns; nothing but shapes and dtypes is read.
+      states: names of the store's states.
+
+    Raises:
+      ValueError: says why.
+    """
+    form = _form_of(carried)
+    where = f"{engine.options.path}: carry"
+    try:
+        check_carry(form)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    if form and CARRY in states:
+        raise ValueError(
+            f"{where}: expected no state of the optimizer of this name, found one, "
+            "whose files it would share; rename that field"
+        )
+    if engine.carried not in (None, form):
+        raise ValueError(
+            f"{where}: expected the arrays of the steps before, "
+            f"{_shown(engine.carried or ())}, found {_shown(form)}; give every step "
+            "the same, or close the store and open it again"
+        )
+    engine.carried = form
+
+
+def carry_fields(carried: Mapping[tuple[str, ...], Array]) -> dict[str, Any]:
+    """Returns the fields of a record that carries these arrays; copies them."""
+    raw = [value.tobytes() for value in carried.values()]
+    carry = tuple(
+        CarriedArray.of(path, value.shape, value.dtype.name, own)
+        for (path, value), own in zip(carried.items(), raw, strict=True)
+    )
+    return {"carry": carry, "carried": tuple(raw)}
+
+
+def carry_form(carry: Iterable[CarriedArray]) -> tuple[CarriedArray, ...]:
+    """Returns what is the same in all steps: names, shapes and dtypes."""
+    return tuple(CarriedArray(x.path, x.shape, x.dtype, "") for x in carry)
+
+
+def read_carried(opened: "OpenStore", like: PyTree) -> PyTree:
+    """Returns what the committed step carries, in the form of a tree; blocks.
+
+    Nothing may be committed meanwhile.
+    """
+    step = opened.directory.step_path(opened.chunks.committed)
+    carry, wanted = opened.commit.carry, carried_leaves(like, "like")
+    where = f"{opened.options.path}: carried: step {opened.commit.step}"
+    if not carry:
+        raise StoreMismatchError(
+            f"{where}: expected arrays that it carries, found none; give them to each "
+            "step, tx.update(grads, state, params, carry=tree), or jaxinf.stream(…, "
+            "carry=fn), and read them if store.step is not 0"
+        )
+    if {*carry_form(carry)} != {*_form_of(wanted)}:
+        raise StoreMismatchError(
+            f"{where}: expected a tree `like` of its arrays, {_shown(carry)}, found "
+            f"{_shown(_form_of(wanted))}; give the tree that update was given"
+        )
+    values = {
+        one.path: np.frombuffer(raw, dtype_of(one.dtype)).reshape(one.shape)
+        for one, raw in zip(carry, read_carry(step, carry), strict=True)
+    }
+    leaves, treedef = jax.tree.flatten(like)
+    return treedef.unflatten(
+        [
+            array_like(values[path], leaf if hasattr(leaf, "dtype") else data)
+            for (path, data), leaf in zip(wanted.items(), leaves, strict=True)
+        ]
+    )
+
+
+def _form_of(carried: Mapping[tuple[str, ...], Any]) -> tuple[CarriedArray, ...]:
+    return tuple(
+        CarriedArray(path, tuple(x.shape), np.dtype(x.dtype).name, "")
+        for path, x in carried.items()
+    )
+
+
+def _shown(form: Iterable[CarriedArray]) -> str:
+    return some_of(["/".join(x.path) + f" {x.dtype}{list(x.shape)}" for x in form])
+
+
+# --- leaves, also of an optax state ---------------------------------------------------
+
+
+def array_like(value: Array, like: Any) -> jax.Array:
+    """Returns an array of the store in the form of `like`, and in its place."""
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        impls: list[Any] = []  # of a shape it is known while tracing alone
+        jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), like)
+        return jax.random.wrap_key_data(jnp.asarray(value), impl=impls[0])
+    sharding = getattr(like, "sharding", None)
+    if not getattr(like, "committed", True):
+        sharding = None
+    return jax.device_put(np.asarray(value, like.dtype), sharding)
+
+
+def data_of(leaf: Any) -> Any:
+    """A leaf as an array or a shape, without reading it; typed keys as numbers."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.eval_shape(key_data, leaf)
+    return key_data(leaf) if hasattr(leaf, "dtype") else np.asarray(leaf)
+
+
+def some_of(names: Sequence[str]) -> str:
+    """Lists the first few names."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return (", ".join(names[:5]) or "none") + more
