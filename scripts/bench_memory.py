@@ -30,7 +30,7 @@ def measure(arguments: argparse.Namespace, place: Path) -> list[dict[str, Any]]:
         memory_bytes = int(share * 12 * num_params)
         options = {"durability": durability, "memory_bytes": memory_bytes}
         rig = UpdateRig(place / f"{share}", num_params, **options)
-        engine, moved = rig.store._engine, []
+        engine, moved = rig.engine, []
         bench.reset_peak()
         for _ in range(2):
             for _ in range(durability):

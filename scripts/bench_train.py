@@ -27,6 +27,7 @@ from flax import nnx
 from jaxinf_models import GPT2, PRESETS, abstract_params, split
 
 import jaxinf
+from jaxinf.engine import engine_of
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.step import compile_train_step
 
@@ -88,13 +89,13 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
     options = {"memory_bytes": arguments.memory, "durability": arguments.durability}
     store = jaxinf.open_store(place / "store", **options)
     update = Trainer(arguments, jaxinf.smart_update(tx, store))
-    meters = store._engine.opened.meters
+    meters = engine_of(store).opened.meters
     commits, moved, before = [], [], meters.snapshot()
     for turn in range(arguments.reps):
         first = turn * (num_steps + 1)
         memory.turn(arguments, first, num_steps)
         update.turn(arguments, first, num_steps)
-        store._engine.join()
+        engine_of(store).join()
         after = meters.snapshot()
         store.wait()
         moved.append((after - before, meters.snapshot() - after))

@@ -59,7 +59,7 @@ class Rep:
 
 def run_steps(rig: UpdateRig, num_steps: int) -> Rep:
     """Runs steps, each committed before the next; returns when prefetches are done."""
-    engine = rig.store._engine
+    engine = rig.engine
     expected = engine.opened.meters.snapshot().drive_read_bytes
     expected += num_steps * moved_bytes(rig.transfers())[0]
     bench.reset_peak()
@@ -85,7 +85,7 @@ def run_steps(rig: UpdateRig, num_steps: int) -> Rep:
 
 def wait_read_ahead(rig: UpdateRig, expected_bytes: int) -> None:
     """Blocks until the expected bytes have been read, or no more bytes are read."""
-    meters = rig.store._engine.opened.meters
+    meters = rig.engine.opened.meters
     quiet_since, last = time.perf_counter(), -1
     while (found := meters.snapshot().drive_read_bytes) < expected_bytes:
         if found != last:
@@ -99,7 +99,7 @@ def wait_read_ahead(rig: UpdateRig, expected_bytes: int) -> None:
 
 def measure_floor(rig: UpdateRig, rep: Rep, place: Path, fio_seconds: float) -> None:
     """Measures the seconds to move a step's bytes, by way."""
-    transfers, opened = rig.transfers(), rig.store._engine.opened
+    transfers, opened = rig.transfers(), rig.engine.opened
     workers = opened.options.workers_of(len(opened.csds))
     for name, loop in LOOPS.items():
         began = time.perf_counter()
@@ -141,7 +141,7 @@ def summary(rig: UpdateRig, reps: list[Rep]) -> dict[str, Any]:
             "cpu_user_ms": 1e3 * median(rep.user_s for rep in reps),
             "cpu_system_ms": 1e3 * median(rep.system_s for rep in reps),
             "commit_s": median(seconds for rep in reps for seconds in rep.commit_s),
-            "memory_bytes": rig.store._engine.opened.options.memory_bytes,
+            "memory_bytes": rig.engine.opened.options.memory_bytes,
             "rss_over_caller_bytes": peak - rig.caller_bytes,
         }
     )
@@ -167,7 +167,7 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
     read, written = moved_bytes(rig.transfers())
     for _ in range(NUM_WARM_UP):  # both slots are only preallocated before
         rig.step()
-    rig.store._engine.join()
+    rig.engine.join()
     reps = []
     for _ in range(arguments.reps):
         reps.append(run_steps(rig, arguments.steps))

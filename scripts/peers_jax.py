@@ -33,7 +33,7 @@ def update(given: dict[str, Any]) -> Contender:
 
     def step() -> None:
         rig.step()
-        rig.store._engine.join()
+        rig.engine.join()
 
     return Contender(_about(given["params"]), _timed(step), lambda: time.sleep(REST_S))
 

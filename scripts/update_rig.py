@@ -17,7 +17,7 @@ from floor import Piece, Transfer
 import jaxinf
 from jaxinf.compress import SparseLeaf
 from jaxinf.csd import ScalarInputs
-from jaxinf.engine import SubgroupLayout, UpdateRequest
+from jaxinf.engine import SubgroupLayout, UpdateRequest, engine_of
 from jaxinf.optimizer.leaf_call import LeafCall, grouped
 from jaxinf.program import averaged, trace_init, trace_update
 from jaxinf.store import ScalarState, Slot, dtype_of, encode_path
@@ -54,6 +54,7 @@ class UpdateRig:
         ends = [num_params * i // count for i in range(count + 1)]
         self.params = [np.full(size, 0.5, dtype) for size in np.diff(ends)]
         self.store = jaxinf.open_store(path, **options)
+        self.engine = engine_of(self.store)
         named = {f"leaf{n:05}": leaf for n, leaf in enumerate(self.params)}
         tx = optax.adamw(1e-3)
         jaxinf.smart_update(tx, self.store, average=average).init(named)
@@ -66,8 +67,8 @@ class UpdateRig:
         self.gradients: list[Array | SparseLeaf] = [
             np.full_like(leaf, 1e-3) for leaf in self.params
         ]
-        stored = self.store._manifest.leaves[0].states[0]
-        takes_params = self.store._engine.opened.options.csd.takes_params
+        stored = self.engine.directory.manifest.leaves[0].states[0]
+        takes_params = self.engine.opened.options.csd.takes_params
         self._takes_params = takes_params and dtype_of(stored.dtype) == np.dtype(dtype)
         self.step_number = 0
         self._groups = grouped(
@@ -88,7 +89,7 @@ class UpdateRig:
 
     def step(self) -> None:
         """Updates every leaf once; the commit may still be in flight at the end."""
-        opened = self.store._engine.opened
+        opened = self.engine.opened
         new, inputs = jax.device_get(self._prologue(self._scalar_state))
         for group in self._groups:
             requests = [self._request(number, inputs[number]) for number in group]
@@ -119,7 +120,7 @@ class UpdateRig:
 
         State that stays in memory is not read.
         """
-        opened = self.store._engine.opened
+        opened = self.engine.opened
         kept = opened.staying(opened.memory_bytes)
         return [
             self._transfer(layout, is_kept=layout.subgroup in kept)
@@ -128,7 +129,7 @@ class UpdateRig:
         ]
 
     def _transfer(self, layout: SubgroupLayout, *, is_kept: bool) -> Transfer:
-        opened = self.store._engine.opened
+        opened = self.engine.opened
         states = range(len(layout.states))
 
         def piece(state: int, slot: Slot) -> Piece:

@@ -82,7 +82,7 @@ def measure_one(
     rig = UpdateRig(place / "store", arguments.params, csds=roots, csd=csd)
     if method == "SU+O+C":
         for number, gradient in enumerate(rig.gradients):
-            grid = rig.store._manifest.leaves[number].grid
+            grid = rig.engine.directory.manifest.leaves[number].grid
             top_k = jaxinf.top_k(arguments.ratio)
             sent, _ = compress_leaf(jnp.asarray(gradient), grid, top_k)
             rig.gradients[number] = jax.device_get(sent)
@@ -90,7 +90,7 @@ def measure_one(
     for _ in range(arguments.reps + 1):
         began, cpu = time.perf_counter(), time.process_time()
         rig.step()
-        rig.store._engine.join()
+        rig.engine.join()
         times.append(time.perf_counter() - began)
         busy.append((time.process_time() - cpu) / times[-1] / (os.cpu_count() or 1))
     metrics = rig.store.metrics
