@@ -123,15 +123,15 @@ class StateReader:
           origin: index in the leaf of its first element.
           states: number of the state, or the two of `average_states`.
         """
-        opened, start = self._opened, tuple(origin)
+        opened, start, (state, *others) = self._opened, tuple(origin), states
         chunks = opened.chunks_of(leaf, origin, out.shape)
-        if len(states) > 1:  # the schedule-free average is computed chunk by chunk
+        if others:  # the schedule-free average is computed chunk by chunk
             b1 = opened.finished.schedule_free_b1
             assert b1 is not None
-            for chunk in (opened.directory.chunks[leaf][number] for number in chunks):
+            for chunk in (opened.directory.chunks[leaf][n] for n in chunks):
                 y, z = (np.empty(chunk.extent, np.float32) for _ in states)
-                for state, part in zip(states, (y, z), strict=True):
-                    self.read(leaf, part, chunk.start, state)
+                for number, part in zip(states, (y, z), strict=True):
+                    self.read(leaf, part, chunk.start, number)
                 values = schedule_free_params(y, z, b1).astype(out.dtype)
                 scatter(out, chunk, start, 0, values.reshape(-1))
             return
@@ -144,7 +144,7 @@ class StateReader:
         def into(chunk: Chunk) -> Array | None:
             return target_view(out, chunk, start, 0, chunk.num_elements)
 
-        self.each_piece(leaf, states[0], chunks, out.dtype, visit, into)
+        self.each_piece(leaf, state, chunks, out.dtype, visit, into)
 
     def close(self, *_: object) -> None:
         """Frees the memory."""
