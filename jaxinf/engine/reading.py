@@ -68,8 +68,8 @@ class StateReader:
             path = directory.step_path(slot)
             places = tuple(directory.data_paths(path))
             step = CommittedStep(path, directory.manifest, record, places)
-            how = {"meters": opened.meters, "memory_bytes": each}
-            return StepReader(step, drives=drives, **how)
+            meters = opened.meters
+            return StepReader(step, memory_bytes=each, meters=meters, drives=drives)
 
         self._readers = {slot: reader(slot) for slot in slots}
 
