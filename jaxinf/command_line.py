@@ -5,7 +5,6 @@ Invariant: no code here depends on a particular command.
 
 import difflib
 from collections.abc import Collection
-from pathlib import Path
 
 import tyro
 
@@ -23,24 +22,6 @@ ByteSize = tyro.constructors.PrimitiveConstructorSpec[int](
 
 class UsageError(Exception):
     """The command line parses, but asks for something impossible; exit status 2."""
-
-
-def expand_home(path: Path, name: str) -> Path:
-    """Returns a path with ``~`` replaced.
-
-    Args:
-      name: the flag or command that it is given to, for the error.
-
-    Raises:
-      UsageError: there is no such user.
-    """
-    try:
-        return path.expanduser()
-    except RuntimeError as error:
-        raise UsageError(
-            f"{name} {path}: expected the home of a user, found no such user; give the "
-            "path in full"
-        ) from error
 
 
 def did_you_mean(word: str, known: Collection[str]) -> str:

@@ -119,12 +119,6 @@ class BudgetError(StreamError):
             advice = f"{found} works"
         super().__init__(f"{limit}: {problem}; {advice}{otherwise}")
 
-    def _advising(self, works: Mapping[str, str]) -> "BudgetError":
-        """Returns the same with budgets that work."""
-        return BudgetError(
-            self.limit, self.problem, self.missing_bytes, self.otherwise, works
-        )
-
 
 class UnsupportedTransformError(JaxinfError):
     """An optax transformation cannot be updated near storage."""

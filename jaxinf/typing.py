@@ -23,9 +23,6 @@ FLOAT_DTYPES = (FLOAT32, BFLOAT16, FLOAT16)
 AVERAGE = "average"
 """The state that holds the average of the params, after the optimizer's states."""
 
-AVERAGE_SCALARS = (("average_count", np.int32), ("average_weight", np.float32))
-"""Names and types of an average's scalar state; its first values are zeros."""
-
 PyTree: TypeAlias = Any
 """Any JAX pytree."""
 

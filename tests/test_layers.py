@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 FLOORS = [
-    "command_line interrupts documents terminal compat errors typing".split(),
+    "command_line documents terminal compat errors typing".split(),
     ["transfer", "compress", "program", "native", "layout"],
     ["csd", "kernels", "exchange", "store", "processes"],
     ["engine"],

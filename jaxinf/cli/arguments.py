@@ -3,12 +3,11 @@
 Invariant: no code here depends on a particular command.
 """
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-
-from jaxinf.command_line import expand_home
 
 
 def option(metavar: str | None = None, text: str | None = None) -> Any:
@@ -25,12 +24,8 @@ Switch = Annotated[bool, option()]
 
 
 def whole_path(text: str) -> Path:
-    """Returns an absolute path, with ``~`` replaced.
-
-    Raises:
-      UsageError: there is no such user.
-    """
-    return expand_home(Path(text), "the path").absolute()
+    """Returns an absolute path, with ``~`` replaced."""
+    return Path(os.path.expanduser(text)).absolute()
 
 
 AnyPath = Annotated[

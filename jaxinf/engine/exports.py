@@ -16,8 +16,7 @@ from jaxinf.exchange import (
     least_memory,
     url_of_step,
 )
-from jaxinf.interrupts import is_kept
-from jaxinf.processes import Group
+from jaxinf.processes import Group, is_kept
 from jaxinf.store import StoreDirectory, files_beside, pinned_step
 
 _LOG = logging.getLogger("jaxinf")

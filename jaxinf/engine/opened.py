@@ -39,8 +39,8 @@ from jaxinf.engine.updates import (
     recall_tasks,
 )
 from jaxinf.errors import StoreError
-from jaxinf.interrupts import Ending, Work
 from jaxinf.layout import Subgroup
+from jaxinf.processes import Ending, Work
 from jaxinf.store import (
     CarriedArray,
     CommitAction,

@@ -22,7 +22,6 @@ from jaxinf.store import ScalarState
 from jaxinf.transfer import Task
 from jaxinf.typing import (
     AVERAGE,
-    AVERAGE_SCALARS,
     FLOAT32,
     FLOAT_DTYPES,
     Array,
@@ -33,7 +32,9 @@ if TYPE_CHECKING:
     from jaxinf.engine.opened import OpenStore
 
 _PIECE_ELEMENTS = 1 << 16
-_OF_AVERAGE = (AVERAGE, *(name for name, _ in AVERAGE_SCALARS))
+# Names and types of an average's scalar state; its first values are zeros.
+_AVERAGE_SCALARS = (("average_count", np.int32), ("average_weight", np.float32))
+_OF_AVERAGE = (AVERAGE, *(name for name, _ in _AVERAGE_SCALARS))
 
 
 class _Place(NamedTuple):

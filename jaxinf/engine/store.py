@@ -24,7 +24,7 @@ from jaxinf.engine.opened import LAST_STEP, OpenStore, StepMetrics
 from jaxinf.engine.reading import average_states, check_like, read_array, read_leaf
 from jaxinf.engine.state_trees import read_state
 from jaxinf.errors import ProcessError, StoreError
-from jaxinf.interrupts import raise_kept
+from jaxinf.processes import raise_kept
 from jaxinf.program import is_trained, trained
 from jaxinf.store import (
     CheckpointInfo,

@@ -28,7 +28,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxinf import compat
 from jaxinf.engine import callers, sum_bits
 from jaxinf.errors import DeviceConfigurationError
-from jaxinf.interrupts import run_whole
+from jaxinf.processes import run_whole
 from jaxinf.typing import PyTree
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh

@@ -21,7 +21,7 @@ import jax
 
 from jaxinf import compat
 from jaxinf.errors import StreamError
-from jaxinf.interrupts import Work, start_thread
+from jaxinf.processes import Work, start_thread
 from jaxinf.typing import PyTree
 
 Check: TypeAlias = Callable[[], None]

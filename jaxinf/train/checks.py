@@ -7,13 +7,14 @@ opened, before anything is written, is not repeated here.
 
 import dataclasses
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
 
 from jaxinf_models import MODELS, ModelFiles, abstract_params
 
-from jaxinf.command_line import UsageError, expand_home
+from jaxinf.command_line import UsageError
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.freezing import check_frozen
 from jaxinf.train.lora import check_lora
@@ -74,8 +75,8 @@ def _of_values(config: TrainConfig) -> _Problems:
     for name, field in FLAGS.items():
         value = getattr(config, field.name)
         for path in value if isinstance(value, tuple) else (value,):
-            if isinstance(path, Path):
-                expand_home(path, f"--{name}")
+            if isinstance(path, Path) and os.path.expanduser(path)[:1] == "~":
+                yield f"--{name} {path}: expected the home of a user, found none"
         least = _AT_LEAST.get(name)
         if least is not None and isinstance(value, int | float) and not value >= least:
             yield f"--{name}: expected at least {least}, got {value}"

@@ -11,7 +11,7 @@ from copies import chunks_of, copied
 import jaxinf
 from jaxinf.errors import ExchangeError
 from jaxinf.exchange import ObjectStore
-from jaxinf.interrupts import raise_kept, run_whole
+from jaxinf.processes import raise_kept, run_whole
 from jaxinf.store import StoreDirectory
 
 LEAVES = {"w": ((6, 1024), "float32"), "half": ((33, 257), "bfloat16")}

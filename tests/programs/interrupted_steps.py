@@ -17,8 +17,8 @@ import optax
 import pytest
 
 import jaxinf
-from jaxinf import interrupts
 from jaxinf.optimizer.host_side import HostFunctions
+from jaxinf.processes import interrupts
 
 PARAMS = {name: jnp.linspace(-1, 1, 3000).reshape(60, 50) for name in "abc"}
 

@@ -265,7 +265,9 @@ def within(budget: Budget, plan: Callable[[Budget], _Plan], *, advises: bool) ->
     given, names = vars(budget), ("memory_bytes", "device_memory_bytes")
     raised = {k: n for k in names if (n := getattr(works, k)) != given[k]}
     if raised:
-        refused = refused._advising({k: exact_bytes(n) for k, n in raised.items()})
+        sizes = {k: exact_bytes(n) for k, n in raised.items()}
+        of = refused.limit, refused.problem, refused.missing_bytes, refused.otherwise
+        refused = BudgetError(*of, works=sizes)
     raise refused
 
 
