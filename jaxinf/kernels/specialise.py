@@ -7,9 +7,9 @@ Gradient accumulation needs it: optax selects old or new state of the inner opti
 a boolean scalar, and multiplies the update by zero between two emissions.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -40,15 +40,21 @@ def specialise(kernel: Kernel, scalars: Sequence[np.generic | Array]) -> Kernel:
     """
     if not any(dtype == np.bool_ for dtype in kernel.scalar_dtypes):
         return kernel
-    pairs = list(zip(kernel.scalar_dtypes, scalars, strict=True))
-    known = tuple(bool(s) if dtype == np.bool_ else None for dtype, s in pairs)
+    pairs = zip(kernel.scalar_dtypes, scalars, strict=True)
     zeros = tuple(dtype != np.bool_ and not np.any(s) for dtype, s in pairs)
-    variants = _memo(kernel, "variants")
-    if (known, zeros) not in variants:
-        chosen = _folded(kernel, known, (False,) * len(zeros))
-        is_same = chosen.unchanged == kernel.unchanged
-        variants[known, zeros] = kernel if is_same else _folded(kernel, known, zeros)
-    return variants[known, zeros]
+    return _saving(kernel, _decisions(kernel, scalars), zeros) or kernel
+
+
+@functools.cache
+def _saving(kernel: Kernel, known: _Known, zeros: tuple[bool, ...]) -> Kernel | None:
+    chosen = _folded(kernel, known, (False,) * len(zeros))
+    is_same = chosen.unchanged == kernel.unchanged
+    return None if is_same else _folded(kernel, known, zeros)
+
+
+def _decisions(kernel: Kernel, scalars: Sequence[np.generic | Array]) -> _Known:
+    pairs = zip(kernel.scalar_dtypes, scalars, strict=True)
+    return tuple(bool(s) if dtype == np.bool_ else None for dtype, s in pairs)
 
 
 def scalars_used(
@@ -58,32 +64,24 @@ def scalars_used(
 
     Branches that these scalars do not take are ignored.
     """
-    pairs = list(zip(kernel.scalar_dtypes, scalars, strict=True))
-    known = tuple(bool(s) if dtype == np.bool_ else None for dtype, s in pairs)
+    known = _decisions(kernel, scalars)
     taken = _folded(kernel, known, (False,) * len(known))
     inputs = inputs_of(taken.equations, [taken.update, *taken.new_slots])
     return frozenset(index for kind, index in inputs if kind == "scalar")
 
 
+@functools.cache
 def state_read(kernel: Kernel) -> frozenset[str]:
     """Returns the states whose old values the update or the new state depends on.
 
     They are slots' names and ``"params"``.
     """
-    memo = _memo(kernel, "state_read")
-    if not memo:
-        states = zip(kernel.slots, kernel.new_slots, strict=True)
-        changed = [value for name, value in states if name not in kernel.unchanged]
-        inputs = inputs_of(kernel.equations, [kernel.update, *changed])
-        names = {kernel.slots[index] for kind, index in inputs if kind == "slot"}
-        needs_params = ("params", 0) in inputs or kernel.update is not None
-        memo[None] = frozenset(names | ({"params"} if needs_params else set()))
-    return memo[None]
-
-
-def _memo(kernel: Kernel, name: str) -> dict[Any, Any]:
-    """Returns a cache that lives with the kernel: hashing a kernel would cost more."""
-    return vars(kernel).setdefault(f"_{name}", {})
+    states = zip(kernel.slots, kernel.new_slots, strict=True)
+    changed = [value for name, value in states if name not in kernel.unchanged]
+    inputs = inputs_of(kernel.equations, [kernel.update, *changed])
+    names = {kernel.slots[index] for kind, index in inputs if kind == "slot"}
+    needs_params = ("params", 0) in inputs or kernel.update is not None
+    return frozenset(names | ({"params"} if needs_params else set()))
 
 
 def _folded(kernel: Kernel, known: _Known, zeros: tuple[bool, ...]) -> Kernel:

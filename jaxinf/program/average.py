@@ -6,7 +6,7 @@ Invariant: the average follows the params that ``optax.apply_updates`` gives, in
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
@@ -154,15 +154,19 @@ def averaged(
     ) -> tuple[PyTree, AveragedState]:
         assert isinstance(state, AveragedState), "init made it"
         updates, inner = tx.update(updates, state.inner, params, **extra_args)
-        is_emitted = _is_emitted(state.inner, inner)
+        emitted = _emitted(state.inner, inner)
         count = jnp.asarray(optax.safe_increment(state.average_count))
-        if is_emitted is not None:
+        if emitted:
+            is_emitted = functools.reduce(operator.and_, emitted)
             count = jnp.where(is_emitted, count, state.average_count)
+            emitted = [is_emitted]
         weight, step_size = _step_size(average, count, state.average_weight)
         new = jax.tree.map(_applied, updates, params, is_leaf=lambda x: x is None)
         mean = optax.incremental_update(new, state.average, step_size)
-        is_due = _is_due(average, count, is_emitted)
-        if is_due is not None:
+        if average.every > 1:
+            emitted.append(count % average.every == 0)
+        if emitted:
+            is_due = functools.reduce(operator.and_, emitted)
             mean, weight = jax.tree.map(
                 lambda m, old: jnp.where(is_due, m, old),
                 (mean, weight),
@@ -192,40 +196,23 @@ def _step_size(
     return new, jnp.where(new > 0, step_size / new, 0)
 
 
-def _is_due(
-    average: Average, count: jax.Array, is_emitted: jax.Array | None
-) -> jax.Array | None:
-    """Returns whether an update counts in the average; None if every one does."""
-    conditions = [] if is_emitted is None else [is_emitted]
-    if average.every > 1:
-        conditions.append(count % average.every == 0)
-    return _all(conditions)
-
-
-def _is_emitted(old: PyTree, new: PyTree) -> jax.Array | None:
-    """Returns whether an update changes params; None if every one does.
+def _emitted(old: PyTree, new: PyTree) -> list[jax.Array]:
+    """Returns conditions of an update that changes params; none if each one does.
 
     An ``optax.MultiSteps`` counts its emissions, and an ``optax.apply_if_finite`` tells
     whether the last update was finite.
     """
-    pairs = zip(_conditional(old), _conditional(new), strict=True)
-    return _all(
-        [
-            after.gradient_step != before.gradient_step
-            if isinstance(after, optax.MultiStepsState)
-            else after.last_finite
-            for before, after in pairs
-        ]
-    )
-
-
-def _all(conditions: Sequence[jax.Array]) -> jax.Array | None:
-    return functools.reduce(operator.and_, conditions) if conditions else None
-
-
-def _conditional(state: PyTree) -> list[Any]:
-    """Returns the states of transformations that may hold updates back."""
     kinds = (optax.MultiStepsState, optax.ApplyIfFiniteState)
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds))
-    found = [node for node in nodes if isinstance(node, kinds)]
-    return found + [one for node in found for one in _conditional(tuple(node))]
+
+    def holding(state: PyTree) -> list[Any]:
+        """Returns the states of transformations that may hold updates back."""
+        nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds))
+        found = [node for node in nodes if isinstance(node, kinds)]
+        return found + [one for node in found for one in holding(tuple(node))]
+
+    return [
+        after.gradient_step != before.gradient_step
+        if isinstance(after, optax.MultiStepsState)
+        else after.last_finite
+        for before, after in zip(holding(old), holding(new), strict=True)
+    ]

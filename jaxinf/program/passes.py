@@ -101,27 +101,72 @@ class PassComputation:
         ]
 
 
-@dataclass(frozen=True, eq=False)
 class Passes:
     """A prologue in passes.
 
-    Attributes:
+    Args:
       gradients, params: The inputs that are gradients and params, by leaf.
       recalled: The inputs that are stored state, each with its leaf and its slot.
+      late: Numbers that are known after the first pass only, such as the loss.
+      sliced: Leaves whose gradients arrive in slices along leading axes.
+
+    Attributes:
       num_passes: Number of passes; with one no gradient waits.
       parts: By pass and leaf, what a pass computes of the leaf.
       before: What is computed before each pass, from the exports of all before it; and
         after the last one, the new scalar state.
+
+    Raises:
+      UnsupportedTransformError: More than a few numbers of a leaf are needed together
+        with others, or too many passes.
     """
 
-    prologue: Prologue
-    gradients: Sequence[Value]
-    params: Sequence[Value]
-    recalled: Mapping[Value, tuple[int, StateSlot]]
-    num_passes: int
-    parts: Mapping[tuple[int, int], PassComputation]
-    before: Sequence[PassComputation]
-    sliced: Set[int]
+    def __init__(
+        self,
+        prologue: Prologue,
+        gradients: Sequence[Value],
+        params: Sequence[Value],
+        recalled: Mapping[Value, tuple[int, StateSlot]],
+        *,
+        late: Set[Value] = frozenset(),
+        sliced: Set[int] = frozenset(),
+    ) -> None:
+        self.prologue, self.gradients, self.params = prologue, gradients, params
+        self.recalled, self._sliced = recalled, sliced
+        # The leaf of each value that depends on the arrays of one leaf alone. Others
+        # are numbers, or do not depend on any leaf.
+        self._owners = {value: leaf for leaf, value in enumerate(gradients)}
+        self._owners |= {value: leaf for leaf, value in enumerate(params)}
+        self._owners |= {value: leaf for value, (leaf, _) in recalled.items()}
+        # The first pass in which a value can be computed by its leaf's part; by any
+        # part, if it has no owner. And that in which any part can have it as a number.
+        self._stages: dict[Value, int] = {}
+        self._numbers: dict[Value, int] = {}
+        # Sums, maxima and minima of leaves in slices, with their leaves.
+        self._gathered: dict[Value, int] = {}
+        # Values without an owner that depend on leaves; and arrays without an owner
+        # whose elements are equal, as long as any slice.
+        self._mixed: set[Value] = set()
+        self._spread: set[Value] = set()
+        inputs = [value for value in prologue.inputs if value not in self._owners]
+        for value in prologue.inputs:
+            self._put(value, int(value in late))
+        from_slices = {gradients[leaf] for leaf in sliced}
+        for node in prologue.nodes:
+            self._follow(node, from_slices)
+        made = (value for node in prologue.nodes for value in node.outputs)
+        self._places = {v: i for i, v in enumerate((*prologue.inputs, *made))}
+        self._new_state = [v for v in prologue.scalar_state if v.constant is None]
+        self._wanted = [  # what kernels take, with their leaves
+            (value, number)
+            for number, leaf in enumerate(prologue.leaves)
+            for value in leaf.taken
+            if value.constant is None
+        ]
+        self.num_passes = self._count_passes()
+        exports = self._find_exports()
+        self.parts = self._make_parts(exports)
+        self.before = self._make_before(exports, inputs)
 
     def part(self, number: int, leaf: int) -> PassComputation | None:
         """Returns the computation of a pass on a leaf; None if there is none."""
@@ -136,178 +181,81 @@ class Passes:
     def whole(self) -> Set[int]:
         """Leaves in slices that have to be gathered before a pass."""
         parts = self.parts.values()
-        return {p.leaf for p in parts if p.leaf in self.sliced and not p.is_sliced}
+        return {p.leaf for p in parts if p.leaf in self._sliced and not p.is_sliced}
 
     @cached_property
     def computed(self) -> Set[int]:
         """Leaves of which the last pass computes something; they are needed whole."""
-        last = self.num_passes - 1
-        return {leaf for number, leaf in self.parts if number == last}
+        return {leaf for number, leaf in self.parts if number == self._last}
 
+    # --- the division ----------------------------------------------------------------
 
-def in_passes(
-    prologue: Prologue,
-    gradients: Sequence[Value],
-    params: Sequence[Value],
-    recalled: Mapping[Value, tuple[int, StateSlot]],
-    *,
-    late: Set[Value] = frozenset(),
-    sliced: Set[int] = frozenset(),
-) -> Passes:
-    """Divides a prologue into passes.
-
-    Args:
-      gradients, params, recalled: As in `Passes`.
-      late: Numbers that are known after the first pass only, such as the loss.
-      sliced: Leaves whose gradients arrive in slices along leading axes.
-
-    Raises:
-      UnsupportedTransformError: More than a few numbers of a leaf are needed together
-        with others, or too many passes.
-    """
-    owners = {value: leaf for leaf, value in enumerate(gradients)}
-    owners |= {value: leaf for leaf, value in enumerate(params)}
-    owners |= {value: leaf for value, (leaf, _) in recalled.items()}
-    division = _Division(prologue, gradients, owners, late, sliced)
-    num_passes = division.num_passes()
-    exports = division.exports(num_passes - 1)
-    parts = division.parts(num_passes, exports)
-    shared = [
-        value
-        for leaf, kernel in enumerate(prologue.leaves)
-        for value in kernel.scalars
-        if not division.is_own(value, leaf, num_passes - 1)
-    ]
-    before: list[PassComputation] = []
-    done: set[Value] = set()
-    for number in range(num_passes + 1):
-        known = {
-            value
-            for value in prologue.inputs
-            if value not in owners and division.stages[value] <= number
-        } | {value for value, (n, _) in exports.items() if n < number}
-        if number < num_passes:
-            known |= done
-            own = [part for (n, _), part in parts.items() if n == number]
-            outputs = [v for part in own for v in part.numbers if v not in known]
-        else:
-            outputs = division.new_state
-        numbers = tuple(dict.fromkeys(outputs))
-        scalars = tuple(dict.fromkeys(shared if number == num_passes - 1 else ()))
-        given, nodes = division.needed((*numbers, *scalars), known.__contains__)
-        before.append(PassComputation((), given, nodes, numbers, scalars))
-        done.update(numbers)
-    return Passes(
-        prologue, gradients, params, recalled, num_passes, parts, before, sliced
-    )
-
-
-class _Division:
-    """A prologue between its passes.
-
-    Attributes:
-      owners: The leaf of each value that depends on the arrays of one leaf alone.
-        Others are numbers, or do not depend on any leaf.
-      stages: The first pass in which a value can be computed by its leaf's part; by any
-        part, if it has no owner.
-      numbers: The first pass in which any part can have a value, as a number.
-      gathered: Sums, maxima and minima of leaves in slices, with their leaves.
-      mixed: Values without an owner that depend on leaves.
-      spread: Arrays without an owner whose elements are equal, as long as any slice.
-    """
-
-    def __init__(
-        self,
-        prologue: Prologue,
-        gradients: Sequence[Value],
-        owners: Mapping[Value, int],
-        late: Set[Value],
-        sliced: Set[int],
-    ) -> None:
-        self.prologue, self.gradients, self.sliced = prologue, gradients, sliced
-        self.owners = dict(owners)
-        self.stages: dict[Value, int] = {}
-        self.numbers: dict[Value, int] = {}
-        self.gathered: dict[Value, int] = {}
-        self.mixed: set[Value] = set()
-        self.spread: set[Value] = set()
-        for value in prologue.inputs:
-            self._put(value, int(value in late))
-        from_slices = {gradients[leaf] for leaf in sliced}
-        for node in prologue.nodes:
-            self._follow(node, from_slices)
-        made = (value for node in prologue.nodes for value in node.outputs)
-        self.places = {v: i for i, v in enumerate((*prologue.inputs, *made))}
-        self.new_state = [v for v in prologue.scalar_state if v.constant is None]
-        self.wanted = [  # what kernels take, with their leaves
-            (value, number)
-            for number, leaf in enumerate(prologue.leaves)
-            for value in leaf.values
-            if value.constant is None
-        ]
+    @property
+    def _last(self) -> int:
+        return self.num_passes - 1
 
     def _follow(self, node: Node, from_slices: set[Value]) -> None:
         """Finds the owner and the pass of a node's results."""
         read = [value for value in node.inputs if value.constant is None]
-        own = {v: self.owners[v] for v in read if v in self.owners}
-        stage = max((self.stages[value] for value in read), default=0)
+        own = {v: self._owners[v] for v in read if v in self._owners}
+        stage = max((self._stages[value] for value in read), default=0)
         if len(leaves := set(own.values())) == 1:
             is_total = node.name in _TOTALS and not node.outputs[0].shape
             if is_total and from_slices.issuperset(own):
-                self.gathered.update(dict.fromkeys(node.outputs, next(iter(leaves))))
+                self._gathered.update(dict.fromkeys(node.outputs, next(iter(leaves))))
                 leaves, stage = set(), stage + 1
-            elif leaves <= self.sliced and _follows(node, from_slices, self.spread):
+            elif leaves <= self._sliced and _follows(node, from_slices, self._spread):
                 from_slices.update(node.outputs)
         elif leaves:
             leaves = {leaf for value, leaf in own.items() if not _is_one(value)}
             if len(leaves) > 1:
                 raise _too_much(next(v for v in own if not _is_one(v)))
             foreign = (v for v, leaf in own.items() if leaf not in leaves)
-            stage = max([stage, *(self.numbers[value] for value in foreign)])
-        if not leaves and (node.is_spread or _follows(node, self.spread)):
-            self.spread.update(value for value in node.outputs if value.shape)
-        if not leaves and (own or not self.mixed.isdisjoint(read)):
-            self.mixed.update(node.outputs)
+            stage = max([stage, *(self._numbers[value] for value in foreign)])
+        if not leaves and (node.is_spread or _follows(node, self._spread)):
+            self._spread.update(value for value in node.outputs if value.shape)
+        if not leaves and (own or not self._mixed.isdisjoint(read)):
+            self._mixed.update(node.outputs)
         for value in node.outputs:
-            self.owners.update((value, leaf) for leaf in leaves)
+            self._owners.update((value, leaf) for leaf in leaves)
             self._put(value, stage)
 
     def _put(self, value: Value, stage: int) -> None:
         """Notes a value whose owner is known."""
-        self.stages[value] = stage
-        if value not in self.owners:
-            self.numbers[value] = stage
+        self._stages[value] = stage
+        if value not in self._owners:
+            self._numbers[value] = stage
         elif value.node is None or not _is_light(value.node):
-            self.numbers[value] = stage + 1
+            self._numbers[value] = stage + 1
         else:
             read = (v for v in value.node.inputs if v.constant is None)
-            self.numbers[value] = max(self.numbers[v] for v in read)
+            self._numbers[value] = max(self._numbers[v] for v in read)
 
-    def is_own(self, value: Value, leaf: int, number: int) -> bool:
+    def _is_own(self, value: Value, leaf: int, number: int) -> bool:
         """Whether a leaf's part in a pass computes a value by itself."""
-        if self.owners.get(value) != leaf:
+        if self._owners.get(value) != leaf:
             return False
-        return not _is_one(value) or self.numbers[value] > number
+        return not _is_one(value) or self._numbers[value] > number
 
-    def is_number(self, value: Value, leaf: int, number: int) -> bool:
+    def _is_number(self, value: Value, leaf: int, number: int) -> bool:
         """Whether a leaf's part in a pass gets a value as a number."""
-        if value in self.owners:
-            return not self.is_own(value, leaf, number)
-        if value.node is None or value in self.mixed:
+        if value in self._owners:
+            return not self._is_own(value, leaf, number)
+        if value.node is None or value in self._mixed:
             return True
-        return value not in self.spread and math.prod(value.shape) <= _FEW
+        return value not in self._spread and math.prod(value.shape) <= _FEW
 
-    def num_passes(self) -> int:
+    def _count_passes(self) -> int:
+        stages = self._stages
         ends = [
-            self.stages[v] if self.owners.get(v, leaf) == leaf else self.numbers[v]
-            for v, leaf in self.wanted
+            stages[v] if self._owners.get(v, leaf) == leaf else self._numbers[v]
+            for v, leaf in self._wanted
         ]
-        ends += [self.numbers[value] - 1 for value in self.new_state]
+        ends += [self._numbers[value] - 1 for value in self._new_state]
         found = 1 + max(ends, default=0)
         if found <= _MOST_PASSES:
             return max(1, found)
-        stages = self.stages
-        values = [*(value for value, _ in self.wanted), *self.new_state]
+        values = [*(value for value, _ in self._wanted), *self._new_state]
         nodes = prune(self.prologue.nodes, [max(values, key=stages.__getitem__)])
         culprit = max(nodes, key=lambda node: stages[node.outputs[0]])
         raise UnsupportedTransformError(
@@ -317,56 +265,55 @@ class _Division:
             "jaxinf.smart_update"
         )
 
-    def exports(self, last: int) -> dict[Value, tuple[int, int]]:
+    def _find_exports(self) -> dict[Value, tuple[int, int]]:
         """Returns numbers that leaves give, each with its pass and its leaf.
 
         Those are of what others use, or later passes again.
         """
-        found = {v: (self.stages[v] - 1, leaf) for v, leaf in self.gathered.items()}
-        reads: list[tuple[Value, int | None]] = [(v, None) for v in self.new_state]
+        found = {v: (self._stages[v] - 1, leaf) for v, leaf in self._gathered.items()}
+        reads: list[tuple[Value, int | None]] = [(v, None) for v in self._new_state]
         for node in self.prologue.nodes:
             out = node.outputs[0]
-            if out not in self.gathered:
-                reads += [(value, self.owners.get(out)) for value in node.inputs]
-        for value, leaf in dict.fromkeys((*reads, *self.wanted)):
-            is_own = leaf is not None and self.is_own(value, leaf, last)
-            if value in self.owners and not is_own:
-                for root in self.roots(value):
-                    found[root] = self.stages[root], self.owners[root]
+            if out not in self._gathered:
+                reads += [(value, self._owners.get(out)) for value in node.inputs]
+        for value, leaf in dict.fromkeys((*reads, *self._wanted)):
+            is_own = leaf is not None and self._is_own(value, leaf, self._last)
+            if value in self._owners and not is_own:
+                for root in self._roots(value):
+                    found[root] = self._stages[root], self._owners[root]
         return found
 
-    def roots(self, value: Value) -> list[Value]:
+    def _roots(self, value: Value) -> list[Value]:
         """Returns values from which a leaf's number follows by those on numbers."""
         stack, found = [value], dict[Value, None]()
         while stack:
             one = stack.pop()
             if one.node is not None and _is_light(one.node):
-                stack += [v for v in one.node.inputs if v in self.owners]
-            elif not _is_one(one) and one not in self.new_state:
+                stack += [v for v in one.node.inputs if v in self._owners]
+            elif not _is_one(one) and one not in self._new_state:
                 raise _too_much(one)
             else:
                 found[one] = None
         return list(found)
 
-    def parts(
-        self, num_passes: int, exports: Mapping[Value, tuple[int, int]]
+    def _make_parts(
+        self, exports: Mapping[Value, tuple[int, int]]
     ) -> dict[tuple[int, int], PassComputation]:
-        """Returns what each pass computes of each leaf."""
-        last = num_passes - 1
         given: defaultdict[tuple[int, int], list[Value]] = defaultdict(list)
         for value, at in exports.items():
             given[at].append(value)
         found = {}
         for leaf, kernel in enumerate(self.prologue.leaves):
-            own = [v for v in kernel.scalars if self.is_own(v, leaf, last)]
-            for number in range(num_passes):
-                scalars, arrays = (own, kernel.arrays) if number == last else ((), ())
+            own = [v for v in kernel.scalars if self._is_own(v, leaf, self._last)]
+            for number in range(self.num_passes):
+                is_last = number == self._last
+                scalars, arrays = (own, kernel.arrays) if is_last else ((), ())
                 if given[number, leaf] or scalars or arrays:
                     outputs = given[number, leaf], scalars, arrays
-                    found[number, leaf] = self.part(number, leaf, *outputs)
+                    found[number, leaf] = self._make_part(number, leaf, *outputs)
         return found
 
-    def part(
+    def _make_part(
         self,
         number: int,
         leaf: int,
@@ -377,17 +324,17 @@ class _Division:
         outputs = (*exports, *scalars, *arrays)
 
         def is_own(value: Value) -> bool:
-            return value.node is None and value in self.owners
+            return value.node is None and value in self._owners
 
         def is_given(value: Value) -> bool:
-            is_known = value not in exports and self.is_number(value, leaf, number)
+            is_known = value not in exports and self._is_number(value, leaf, number)
             return is_own(value) or is_known
 
-        given, nodes = self.needed(outputs, is_given)
+        given, nodes = self._needed(outputs, is_given)
         own = tuple(filter(is_own, given))
         # Slices of the gradient, with leading axes kept, may be enough.
         takes_slices = own == (self.gradients[leaf],) and all(
-            v in self.gathered for v in outputs if v.constant is None
+            v in self._gathered for v in outputs if v.constant is None
         )
         return PassComputation(
             own,
@@ -397,11 +344,42 @@ class _Division:
             tuple(dict.fromkeys(scalars)),
             tuple(dict.fromkeys(arrays)),
             leaf,
-            self.prologue.leaves[leaf].shape,
-            leaf in self.sliced and takes_slices,
+            self.prologue.leaves[leaf].info.shape,
+            leaf in self._sliced and takes_slices,
         )
 
-    def needed(
+    def _make_before(
+        self, exports: Mapping[Value, tuple[int, int]], inputs: Sequence[Value]
+    ) -> list[PassComputation]:
+        """Returns what is computed before each pass and after the last.
+
+        Args:
+          inputs: Those of no leaf.
+        """
+        shared = [
+            value
+            for leaf, kernel in enumerate(self.prologue.leaves)
+            for value in kernel.scalars
+            if not self._is_own(value, leaf, self._last)
+        ]
+        before: list[PassComputation] = []
+        done: set[Value] = set()
+        for number in range(self.num_passes + 1):
+            known = {value for value in inputs if self._stages[value] <= number}
+            known |= {value for value, (n, _) in exports.items() if n < number}
+            outputs = self._new_state
+            if number < self.num_passes:
+                known |= done
+                own = [part for (n, _), part in self.parts.items() if n == number]
+                outputs = [v for part in own for v in part.numbers if v not in known]
+            numbers = tuple(dict.fromkeys(outputs))
+            scalars = tuple(dict.fromkeys(shared if number == self._last else ()))
+            given, nodes = self._needed((*numbers, *scalars), known.__contains__)
+            before.append(PassComputation((), given, nodes, numbers, scalars))
+            done.update(numbers)
+        return before
+
+    def _needed(
         self, outputs: Sequence[Value], is_given: Callable[[Value], bool]
     ) -> tuple[tuple[Value, ...], tuple[Node, ...]]:
         """Returns the given values that outputs follow from, and the computation.
@@ -423,8 +401,8 @@ class _Division:
                 nodes.add(value.node)
                 stack += [v for v in value.node.inputs if v.constant is None]
         return (
-            tuple(sorted(given, key=self.places.__getitem__)),
-            tuple(sorted(nodes, key=lambda node: self.places[node.outputs[0]])),
+            tuple(sorted(given, key=self._places.__getitem__)),
+            tuple(sorted(nodes, key=lambda node: self._places[node.outputs[0]])),
         )
 
 

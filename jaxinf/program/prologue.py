@@ -5,6 +5,7 @@ Invariant: only nodes that the outputs need are computed.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -30,60 +31,40 @@ class LeafInputs:
 
 
 @dataclass(frozen=True, eq=False)
-class _Wanted:
-    """The values that one leaf's kernel reads."""
-
-    shape: tuple[int, ...]
-    scalars: tuple[Value, ...]
-    arrays: tuple[Value, ...]
-
-    @property
-    def values(self) -> tuple[Value, ...]:
-        return self.scalars + self.arrays
-
-
-@dataclass(frozen=True, eq=False)
 class Prologue:
-    """A pruned graph, and which of its values are the outputs."""
+    """A graph, and which of its values are wanted.
 
-    nodes: tuple[Node, ...]
-    inputs: tuple[Value, ...]
-    scalar_state: tuple[Value, ...]
-    leaves: tuple[_Wanted, ...]
+    Attributes:
+      all_nodes: Nodes from which all that is wanted follows, and perhaps others.
+      scalar_state: The new scalar state.
+      leaves: The bodies, with the scalars and arrays that each takes.
+    """
 
-    @classmethod
-    def of(
-        cls,
-        nodes: Sequence[Node],
-        inputs: Sequence[Value],
-        scalar_state: Sequence[Value],
-        leaves: Sequence[BodyBuilder],
-    ) -> "Prologue":
-        """Prunes `nodes` to those that the new scalar state and the bodies need."""
-        own = tuple(
-            _Wanted(leaf.info.shape, tuple(leaf.scalars), tuple(leaf.arrays))
-            for leaf in leaves
-        )
-        wanted = [*scalar_state, *(value for leaf in own for value in leaf.values)]
-        return cls(prune(nodes, wanted), tuple(inputs), tuple(scalar_state), own)
+    all_nodes: Sequence[Node]
+    inputs: Sequence[Value]
+    scalar_state: Sequence[Value]
+    leaves: Sequence[BodyBuilder]
+
+    @cached_property
+    def nodes(self) -> tuple[Node, ...]:
+        return prune(self.all_nodes, self._outputs)
 
     @property
-    def outputs(self) -> list[Value]:
-        """All results: the new scalar state, then the inputs of each body."""
-        own = (value for leaf in self.leaves for value in leaf.values)
+    def _outputs(self) -> list[Value]:
+        own = (value for leaf in self.leaves for value in leaf.taken)
         return [*self.scalar_state, *own]
 
     @property
     def read(self) -> set[Value]:
         """The values, inputs among them, on which an output depends."""
-        return {v for node in self.nodes for v in node.inputs}.union(self.outputs)
+        return {v for node in self.nodes for v in node.inputs}.union(self._outputs)
 
     def __call__(
         self, inputs: Sequence[jax.Array]
     ) -> tuple[list[jax.Array], list[LeafInputs]]:
         """Computes the new scalar state and the kernels' inputs; traceable."""
         env: dict[Value, Any] = dict(zip(self.inputs, inputs, strict=True))
-        found = iter(evaluate(self.nodes, self.outputs, env))
+        found = iter(evaluate(self.nodes, self._outputs, env))
         scalar_state = [jnp.asarray(next(found)) for _ in self.scalar_state]
         known: dict[Value, jax.Array] = {}  # leaves share scalars
         leaves = []
@@ -92,9 +73,9 @@ class Prologue:
                 one = next(found)
                 if value not in known:
                     known[value] = as_scalar(one, value)
-            arrays = (jnp.broadcast_to(next(found), leaf.shape) for _ in leaf.arrays)
-            scalars = tuple(known[value] for value in leaf.scalars)
-            leaves.append(LeafInputs(scalars, tuple(arrays)))
+            shape = leaf.info.shape
+            arrays = tuple(jnp.broadcast_to(next(found), shape) for _ in leaf.arrays)
+            leaves.append(LeafInputs(tuple(known[v] for v in leaf.scalars), arrays))
         return scalar_state, leaves
 
 
@@ -112,9 +93,8 @@ def key_data(value: jax.Array) -> jax.Array:
 
 def typed_like(value: Any, like: Any) -> jax.Array:
     """The reverse of `key_data`, for keys like others, or like their shape."""
-    if not jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-        return value
-    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+    is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
+    if not is_key or jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return value
     kinds: list[Any] = []  # only a key itself tells, if it is traced
     aval = jax.ShapeDtypeStruct(like.shape, like.dtype)

@@ -36,6 +36,10 @@ _REMEDY = (
 )
 
 
+_KERNELS: dict[Kernel, Kernel] = {}
+"""Each kernel of this process once: leaves share it, and caches find it at once."""
+
+
 @dataclass(eq=False)
 class BodyBuilder:
     """Collects the equations of one leaf's body, in a canonical order.
@@ -54,6 +58,11 @@ class BodyBuilder:
     arrays: list[Value] = field(default_factory=list)
     _known: dict[Value, Operand] = field(default_factory=dict)
     _results: dict[Equation, Result] = field(default_factory=dict)
+
+    @property
+    def taken(self) -> list[Value]:
+        """All that the prologue has to compute."""
+        return [*self.scalars, *self.arrays]
 
     def scalar(self, index: int) -> Input:
         return Input("scalar", index, np.dtype(self.scalars[index].dtype))
@@ -90,8 +99,8 @@ class BodyBuilder:
         reciprocals: tuple[bool, ...] = (),
         reduced: tuple[int, ...] = (),
     ) -> Kernel:
-        """Returns the kernel of the equations so far; see `Kernel`."""
-        return Kernel(
+        """Returns the kernel of the equations so far; of equal ones the first."""
+        kernel = Kernel(
             slots=tuple(slot.name for slot in slots),
             slot_dtypes=tuple(slot.dtype for slot in slots),
             scalar_dtypes=tuple(scalar_dtype(value.dtype) for value in self.scalars),
@@ -102,6 +111,7 @@ class BodyBuilder:
             reciprocals=reciprocals,
             reduced=reduced,
         )
+        return _KERNELS.setdefault(kernel, kernel)
 
     def also_used_by(self, nodes: Sequence[Node]) -> tuple[int, ...]:
         """Numbers of the equations whose values enter nodes outside of the body."""
@@ -126,11 +136,16 @@ class BodyBuilder:
             return None
         if value in self.local:
             return None
-        if math.prod(value.shape) == 1 and (
-            not value.shape or value.shape != self.info.shape
-        ):
-            return self._scalar(value)
-        return None if self._is_elementwise(value) else self._array(value)
+        is_one = math.prod(value.shape) == 1
+        if is_one and (not value.shape or value.shape != self.info.shape):
+            self._check_dtype(value)
+            self.scalars.append(value)
+            return self.scalar(len(self.scalars) - 1)
+        if self._is_elementwise(value):
+            return None
+        self._check_dtype(value)
+        self.arrays.append(value)
+        return Input("array", len(self.arrays) - 1, value.dtype)
 
     def _is_elementwise(self, value: Value) -> bool:
         node = value.node
@@ -157,16 +172,6 @@ class BodyBuilder:
                 f"{self.info.name}: expected numbers of at most 32 bits in the update, "
                 f"found {value.dtype}; turn jax_enable_x64 off, or cast in the schedule"
             )
-
-    def _scalar(self, value: Value) -> Input:
-        self._check_dtype(value)
-        self.scalars.append(value)
-        return self.scalar(len(self.scalars) - 1)
-
-    def _array(self, value: Value) -> Input:
-        self._check_dtype(value)
-        self.arrays.append(value)
-        return Input("array", len(self.arrays) - 1, value.dtype)
 
     def _emit(self, value: Value, node: Node) -> Operand:
         operands = tuple(self._known[operand] for operand in node.inputs)
@@ -204,9 +209,10 @@ def stored_culprit(values: Sequence[Value]) -> Node | None:
             continue
         seen.add(node)
         stored = [value for value in node.inputs if value.stored]
-        if stored and not _keeps_shape(node):
-            deeper = stored_culprit(stored)
-            return deeper or node
+        shapes = (), node.outputs[0].shape
+        keeps_shape = all(value.shape in shapes for value in node.inputs)
+        if stored and not (keeps_shape and is_elementwise(node)):
+            return stored_culprit(stored) or node
         stack += [value.node for value in stored]
     return None
 
@@ -237,10 +243,3 @@ def origin_of(node: Node) -> str:
     transform = next((match[1] for match in matches if match), "")
     whose = f", for {transform}" if transform and transform not in name else ""
     return f" (from {name} in {short}{whose})"
-
-
-def _keeps_shape(node: Node) -> bool:
-    if not is_elementwise(node):
-        return False
-    shape = node.outputs[0].shape
-    return all(value.shape in ((), shape) for value in node.inputs)

@@ -21,8 +21,8 @@ from jaxinf import compat
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.program.arguments import ExtraArgs, told_what_to_give
 from jaxinf.program.graph import Graph, Node, Value, graph_of, prune
-from jaxinf.program.kernel import Constant, Input, Kernel, Operand
-from jaxinf.program.passes import Passes, in_passes
+from jaxinf.program.kernel import Constant, Input, Operand
+from jaxinf.program.passes import Passes
 from jaxinf.program.prologue import LeafInputs, Prologue, typed_like
 from jaxinf.program.split import BodyBuilder, is_elementwise, refusal, stored_culprit
 from jaxinf.program.state import (
@@ -107,7 +107,7 @@ class UpdateProgram:
         inputs, recall = self._inputs, self.recall
         named = zip(inputs.extra, self._extra_args.dynamic, strict=True)
         own = zip(recall.leaves, recall.slots, strict=True) if recall else ()
-        return in_passes(
+        return Passes(
             self._prologue,
             inputs.gradients,
             inputs.params,
@@ -233,16 +233,14 @@ def trace_init(
     closed, state = jax.make_jaxpr(tx.init, return_shape=True)(avals)
     layout = layout_of(state, avals)
     graph = graph_of(closed)
-    kernels: dict[Kernel, Kernel] = {}
     leaves, builders = [], []
     for info, slots, own in zip(infos, layout.slots, graph.inputs, strict=True):
         builder = BodyBuilder(info, {own: Input("params", 0, FLOAT32)})
         first = [builder.operand(graph.results[slot.state_index]) for slot in slots]
-        kernel = builder.kernel(slots, None, first)
-        leaves.append(LeafKernel(info, slots, kernels.setdefault(kernel, kernel)))
+        leaves.append(LeafKernel(info, slots, builder.kernel(slots, None, first)))
         builders.append(builder)
     scalar_state = [graph.results[index] for index in layout.scalar_indices]
-    prologue = Prologue.of(graph.nodes, graph.inputs, scalar_state, builders)
+    prologue = Prologue(graph.nodes, graph.inputs, scalar_state, builders)
     return InitProgram(layout, tuple(leaves), prologue)
 
 
@@ -273,7 +271,6 @@ def _divided(
     local = _local_values(graph, infos, recalled)
     nodes = prune(graph.nodes, graph.results)
     uses = _uses(nodes, graph.results)
-    kernels: dict[Kernel, Kernel] = {}
     leaves, builders = [], []
     for index, (info, slots) in enumerate(zip(infos, layout.slots, strict=True)):
         inputs = {
@@ -293,7 +290,7 @@ def _divided(
         reduced = builder.also_used_by(nodes) if recalled else ()
         flags = _reciprocals(builder, uses)
         kernel = builder.kernel(slots, update, new, flags, reduced)
-        leaves.append(LeafKernel(info, slots, kernels.setdefault(kernel, kernel)))
+        leaves.append(LeafKernel(info, slots, kernel))
         builders.append(builder)
     groups = _Inputs(
         graph.inputs[:num],
@@ -303,7 +300,7 @@ def _divided(
         tuple(recalled),
     )
     flat = [value for group in groups for value in group]
-    prologue = Prologue.of(graph.nodes, flat, scalar_state, builders)
+    prologue = Prologue(graph.nodes, flat, scalar_state, builders)
     return UpdateProgram(tuple(leaves), extra, groups, prologue, recall)
 
 
