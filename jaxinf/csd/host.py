@@ -10,9 +10,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from jaxinf.compress import SparseGradient
 from jaxinf.csd.base import (
@@ -26,7 +24,8 @@ from jaxinf.csd.base import (
 from jaxinf.csd.initial import states_as_slots
 from jaxinf.csd.sparse import run_sparse
 from jaxinf.errors import CsdError, UnsupportedTransformError
-from jaxinf.kernels import KernelCall, Passage, compiled
+from jaxinf.kernels import CallInputs, KernelCall, Passage, compiled
+from jaxinf.layout import CodedSlot
 from jaxinf.native import transfers as native
 from jaxinf.program import Kernel
 from jaxinf.transfer import (
@@ -196,28 +195,20 @@ class HostCsd:
         reads = [number in update.tells for number in range(len(extents))]
         reads[0] |= given is not None
         passage = Passage(given, reads=reads)
-        repeated = self._repeated.get(id(extents))
-        if (
-            repeated is not None
-            and repeated.is_of(extents, kernel, own.num_bytes)
-            and isinstance(gradient, np.ndarray)
-            and repeated.call.fits(
-                gradient=gradient, out=out, scalars=inputs.scalars, given=given
+        is_sparse = isinstance(gradient, SparseGradient)
+        values = gradient.values if is_sparse else gradient
+        sent = CallInputs(values, out, inputs.scalars, inputs.arrays)
+        if is_sparse:
+            states, passage.writes = (
+                self._states(own, update),
+                _written(extents, kernel),
             )
-        ):
-            passage.writes = repeated.writes
-            is_finite = repeated.call.run(
-                gradient=gradient,
-                out=out,
-                scalars=inputs.scalars,
-                passage=passage,
-                address=own.memory.address,
-                key=rounding.key,
-                first=rounding.first,
-            )
+            found = compiled(kernel)
+            is_finite = run_sparse(found, states, gradient, sent, passage)
         else:
-            passage.writes = _written(extents, kernel)
-            is_finite = self._run(own, update, passage)
+            call, passage.writes = self._call(own, update, sent)
+            seed = {"key": rounding.key, "first": rounding.first}
+            is_finite = call.run(sent, passage, address=own.memory.address, **seed)
         own.known = {
             extent.buffer_offset_bytes: checksum
             for extent, checksum, is_written in zip(
@@ -230,38 +221,26 @@ class HostCsd:
             is_finite, {n: read[n] for n, is_wanted in enumerate(reads) if is_wanted}
         )
 
-    def _run(self, own: _HostBuffer, update: Update, passage: Passage) -> bool:
-        """Runs the kernel with all checks, and keeps what makes the next run short."""
-        extents, kernel, gradient, inputs, out, rounding, *_ = update
-        views = [self.view(own, extent) for extent in extents]
-        states = states_as_slots(views, extents, rounding)
-        found = compiled(kernel)
-        arguments: dict[str, Any] = {
-            "params": states[0],
-            "slots": states[1:],
-            "scalars": inputs.scalars,
-            "arrays": inputs.arrays,
-            "out": out,
-            "passage": passage,
-        }
-        if isinstance(gradient, SparseGradient):
-            return run_sparse(found.run, gradient=gradient, **arguments)
-        is_finite = found.run(gradient=gradient, **arguments)
+    def _call(
+        self, own: _HostBuffer, update: Update, inputs: CallInputs
+    ) -> tuple[KernelCall, Sequence[bool]]:
+        """Returns a checked call, and what it writes; kept if the extents will be."""
+        extents, kernel = update.extents, update.kernel
+        kept = self._repeated.get(id(extents))
+        is_of_these = kept and kept.is_of(extents, kernel, own.num_bytes)
+        if kept is not None and is_of_these and kept.call.fits(inputs, update.given):
+            return kept.call, kept.writes
+        states, writes = self._states(own, update), _written(extents, kernel)
+        seed = {"key": update.rounding.key, "first": update.rounding.first}
+        address = own.memory.address
+        call = compiled(kernel).call(states, inputs, address=address, **seed)
         if isinstance(extents, tuple) and not inputs.arrays:
-            call = KernelCall(
-                found.entry,
-                found.constants,
-                states=states,
-                gradient=gradient,
-                out=out,
-                scalar_dtypes=kernel.scalar_dtypes,
-                address=own.memory.address,
-                key=rounding.key,
-                first=rounding.first,
-            )
-            repeated = _Repeated(extents, kernel, call, passage.writes)
-            self._repeated[id(extents)] = repeated
-        return is_finite
+            self._repeated[id(extents)] = _Repeated(extents, kernel, call, writes)
+        return call, writes
+
+    def _states(self, own: _HostBuffer, update: Update) -> list[Array | CodedSlot]:
+        views = [self.view(own, extent) for extent in update.extents]
+        return states_as_slots(views, update.extents, update.rounding)
 
     def view(self, buffer: CsdBuffer, extent: Extent) -> Array:
         """The buffer's own memory as an array of the extent's dtype."""

@@ -40,16 +40,11 @@ class CsdSpec:
     wrap: Callable[[CsdFleet], CsdFleet] | None = None
 
     @property
-    def takes_params(self) -> bool:
-        """Whether it is cheaper to use the caller's params than to read the master.
-
-        It is if they are in the same memory, not across a link.
-        """
-        return self.kind == "host"
-
-    @property
     def has_cards(self) -> bool:
-        """Whether each CSD has a memory of its own, on a card."""
+        """Whether each CSD has a memory of its own, on a card, across a link.
+
+        Else it is cheaper to take the caller's params than to read the master.
+        """
         return self.kind != "host"
 
     @property

@@ -4,14 +4,14 @@ Invariant: bits and checksums are those of the dense gradient with zeros between
   sent elements; temporary memory does not grow with the subgroup.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from jaxinf.compress import SparseGradient
 from jaxinf.csd.initial import slot_part
-from jaxinf.kernels import Passage, stored_arrays
+from jaxinf.kernels import CallInputs, CompiledKernel, Passage, stored_arrays
 from jaxinf.layout import CodedSlot
 from jaxinf.transfer import crc32c_combine
 from jaxinf.typing import Array
@@ -22,20 +22,17 @@ _PIECE_ELEMENTS = 1 << 18
 
 
 def run_sparse(
-    run: Callable[..., bool],
-    *,
+    kernel: CompiledKernel,
+    states: Sequence[Array | CodedSlot],
     gradient: SparseGradient,
-    params: Array | CodedSlot,
-    slots: Sequence[Array | CodedSlot],
-    scalars: Sequence[np.generic | Array],
-    arrays: Sequence[Array],
-    out: Array,
+    inputs: CallInputs,
     passage: Passage,
 ) -> bool:
     """Runs a kernel piece by piece, each piece's gradient scattered into a scratch.
 
     Args:
-      run: `jaxinf.kernels.CompiledKernel.run`; see there for the others.
+      states: params, then slots.
+      inputs: all but the gradient.
 
     Returns:
       Whether every value is finite.
@@ -50,19 +47,13 @@ def run_sparse(
         dense = scratch[: sent.num_elements]
         sent.put_into(dense)
         given = None if passage.given is None else passage.given[part]
-        own_params, *own_slots = (slot_part(s, part) for s in (params, *slots))
+        params, *slots = (slot_part(state, part) for state in states)
+        arrays = [array[part] for array in inputs.arrays]
         own = replace(passage, given=given)
-        is_finite &= run(
-            gradient=dense,
-            params=own_params,
-            slots=own_slots,
-            scalars=scalars,
-            arrays=[array[part] for array in arrays],
-            out=out[part],
-            passage=own,
-        )
+        piece = CallInputs(dense, inputs.out[part], inputs.scalars, arrays)
+        is_finite &= kernel.call((params, *slots), piece).run(piece, own)
         dense[sent.indices] = 0
-        stored = stored_arrays(own_params, own_slots)
+        stored = stored_arrays(params, slots)
         sums.append((own, [array.nbytes for array in stored]))
     passage.read = _combined([(own.read, lengths) for own, lengths in sums])
     passage.written = _combined([(own.written, lengths) for own, lengths in sums])

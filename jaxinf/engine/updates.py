@@ -439,7 +439,7 @@ def can_take(opened: StoreShape, leaf: int, dtype: np.dtype) -> bool:
     It does if its kernel reads them.
     """
     stored = opened.directory.manifest.leaves[leaf].states[0]
-    return opened.options.csd.takes_params and dtype == dtype_of(stored.dtype)
+    return not opened.options.csd.has_cards and dtype == dtype_of(stored.dtype)
 
 
 def moved_states(

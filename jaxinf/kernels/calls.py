@@ -10,7 +10,7 @@ import struct
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -96,6 +96,15 @@ class EntryPoint:
         self.holding: Callable[..., int] = prototype(address)
 
 
+class CallInputs(NamedTuple):
+    """What a call gets beside the states; see `CompiledKernel.run`."""
+
+    gradient: Array
+    out: Array
+    scalars: Sequence[np.generic | Array] = ()
+    arrays: Sequence[Array] = ()
+
+
 class KernelCall:
     """A kernel's call on arrays like those that it was made from. Thread-safe.
 
@@ -108,9 +117,7 @@ class KernelCall:
       entry: the kernel's function.
       constants: the words of its literals.
       states: params, then slots, all in the buffer. All arrays are contiguous.
-      gradient, out: as long as the states.
-      scalar_dtypes: of the scalars.
-      num_arrays: number of the prologue's arrays.
+      like: inputs of its dtypes and lengths.
       address: where the buffer begins; 0 if the states are at their addresses.
       key, first: seed of rounding of the buffer, which the states' own count from.
 
@@ -122,19 +129,18 @@ class KernelCall:
         self,
         entry: EntryPoint,
         constants: Sequence[int],
-        *,
         states: Sequence[Array | CodedSlot],
-        gradient: Array,
-        out: Array,
-        scalar_dtypes: Sequence[np.dtype],
-        num_arrays: int = 0,
+        like: CallInputs,
+        *,
         address: int = 0,
         key: int = 0,
         first: int = 0,
     ) -> None:
+        gradient, out, scalars, arrays = like
         is_short = gradient.size <= _SHORT_ELEMENTS
         self._function = entry.holding if is_short else entry.releasing
-        self._constants, self._scalar_dtypes = constants, tuple(scalar_dtypes)
+        self._constants = constants
+        self._scalar_dtypes = tuple([scalar.dtype for scalar in scalars])
         params = states[0]
         codes = params.codes if isinstance(params, CodedSlot) else params
         self._shape, self._dtypes = out.shape, (gradient.dtype, out.dtype, codes.dtype)
@@ -143,30 +149,24 @@ class KernelCall:
         ends = [array.ctypes.data + array.nbytes for array in stored]
         self.num_bytes = max(ends) - address
         self._num_stored = len(stored)
-        num_words, num_sums = len(scalar_dtypes) + len(constants), 2 * len(stored)
+        num_words, num_sums = len(scalars) + len(constants), 2 * len(stored)
         length = struct.calcsize(_ARRAY)
         arrays_at = (2 + len(states)) * length  # behind gradient, params, out, slots
-        passage_at = arrays_at + num_arrays * length
+        passage_at = arrays_at + len(arrays) * length
         words_at = passage_at + struct.calcsize(_PASSAGE)
-        constants_at = words_at + 4 * len(scalar_dtypes)
+        constants_at = words_at + 4 * len(scalars)
         self._sums_at = words_at + 4 * num_words
         states_at = (0, length, 2 * length, 3 * length)
         self._offsets = *states_at, arrays_at, words_at, constants_at, passage_at
         self._packer = struct.Struct(
-            _ARRAY * (2 + len(states) + num_arrays)
+            _ARRAY * (2 + len(states) + len(arrays))
             + _PASSAGE
             + f"{num_words}I{4 * num_sums}x{num_sums}s"
         )
 
-    def fits(
-        self,
-        *,
-        gradient: Array,
-        out: Array,
-        scalars: Sequence[np.generic | Array],
-        given: Array | None,
-    ) -> bool:
-        """Whether these arguments are like those that it was made from."""
+    def fits(self, inputs: CallInputs, given: Array | None) -> bool:
+        """Whether these, and given params, are like those that it was made from."""
+        gradient, out, scalars, _ = inputs
         for array, dtype in zip((gradient, out, given), self._dtypes, strict=True):
             if array is not None and not (
                 array.shape == self._shape
@@ -179,12 +179,9 @@ class KernelCall:
 
     def run(
         self,
-        *,
-        gradient: Array,
-        out: Array,
-        scalars: Sequence[np.generic | Array],
+        inputs: CallInputs,
         passage: Passage,
-        arrays: Sequence[Array] = (),
+        *,
         address: int = 0,
         key: int = 0,
         first: int = 0,
@@ -192,12 +189,15 @@ class KernelCall:
         """Updates the states of a buffer in place; returns whether all is finite.
 
         Args:
-          gradient, out, scalars, arrays: as of `CompiledKernel.run`.
+          inputs: like those that the call was made from.
           passage: receives the checksums.
           address: where the buffer begins.
           key, first: the seed of rounding.
         """
         given, num_stored = passage.given, self._num_stored
+        given = None if given is None else np.ascontiguousarray(given)
+        gradient = np.ascontiguousarray(inputs.gradient)
+        arrays = [np.ascontiguousarray(array) for array in inputs.arrays]
         none = bytes(num_stored)
         wanted = bytes(passage.reads or none) + bytes(passage.writes or none)
         sums_at, num_sums = self._sums_at, 2 * num_stored
@@ -213,7 +213,7 @@ class KernelCall:
             )
             for offset, beside, code, own_key, own_first in self._places
         ]
-        fields = [*array_fields(gradient), *master, *array_fields(out)]
+        fields = [*array_fields(gradient), *master, *array_fields(inputs.out)]
         for slot in slots:
             fields += slot
         for array in arrays:
@@ -226,7 +226,7 @@ class KernelCall:
             start + sums_at,
             start + sums_at + 4 * num_sums,
             passage.wants_params,
-            *map(scalar_word, scalars),
+            *map(scalar_word, inputs.scalars),
             *self._constants,
             wanted,
         )

@@ -12,6 +12,7 @@ are arguments, so that one kernel serves all hyperparameters.
 """
 
 import functools
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -21,8 +22,7 @@ import numpy as np
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.kernels.calls import scalar_word
 from jaxinf.kernels.compiled import standard_kernels
-from jaxinf.kernels.emitter import UnsupportedKernelError, emit
-from jaxinf.kernels.estimates import ESTIMATES_BYTES
+from jaxinf.kernels.emitter import emit
 from jaxinf.kernels.lowering import lower
 from jaxinf.layout import CODE_BLOCK
 from jaxinf.program import Kernel
@@ -36,6 +36,9 @@ STATUS_BYTES = 64
 gradient is finite, otherwise 0; from [1] the checksums of `CardStatus`; [15] not 0 if
 top-k's positions are not valid; the others 0.
 """
+
+ESTIMATES_BYTES = 64 + 2 * 8192
+"""Bytes of the table of `rsqrt_estimates`: a block, then 8,192 entries of 16 bits."""
 
 GRADIENTS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 RESULTS = {
@@ -222,21 +225,18 @@ def named_card_kernel(name: str) -> CardKernel:
     Raises:
       ValueError: there is no such kernel.
     """
-    compressed = name.endswith("_topk")
-    parts = name.removesuffix("_topk").removeprefix("jaxinf_").rsplit("_", 3)
     dtypes = {short: dtype for dtype, short in GRADIENTS.items()}
     codecs = {short: codec for codec, short in STATES.items()}
-    if len(parts) == 4 and parts[0] in _bodies():
-        body, gradient, out, state = parts
-        if gradient in dtypes and out in RESULTS and state in codecs:
-            dtype = np.dtype(dtypes[gradient])
-            kernel = _bodies()[body]
-            return card_kernel(kernel, dtype, out, codecs[state], compressed)
-    kinds = "_".join(f"<{'|'.join(kind)}>" for kind in (dtypes, RESULTS, codecs))
-    raise ValueError(
-        f"card kernel: expected jaxinf_<body>_{kinds}[_topk] with one of the bodies "
-        f"{', '.join(_bodies())}; found {name!r}"
-    )
+    kinds = "_".join(f"({'|'.join(kind)})" for kind in (dtypes, RESULTS, codecs))
+    match = re.fullmatch(form := f"jaxinf_(.+)_{kinds}(_topk)?", name)
+    kernel = _bodies().get(match[1]) if match else None
+    if match is None or kernel is None:
+        raise ValueError(
+            f"card kernel: expected {form} with one of the bodies "
+            f"{', '.join(_bodies())}; found {name!r}"
+        )
+    dtype, codec = np.dtype(dtypes[match[2]]), codecs[match[4]]
+    return card_kernel(kernel, dtype, match[3], codec, bool(match[5]))
 
 
 def _arguments(
@@ -282,10 +282,7 @@ def _body_of(kernel: Kernel) -> tuple[str, tuple[int, ...]]:
                 f"{slot} as {dtype}: the optimizer's own state must be float32 "
                 'there; open_store(state="bf16") stores it in fewer bits'
             )
-    try:
-        source = emit(lower(kernel))
-    except UnsupportedKernelError as error:
-        raise _refusal(str(error)) from error
+    source = emit(lower(kernel))
     body = _bodies_by_text().get(source.text)
     if body is None:
         known = ", ".join(_bodies())

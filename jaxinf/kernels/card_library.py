@@ -1,22 +1,29 @@
-"""Card kernels on a machine without a card: the same C++, compiled for its CPU.
+"""Card kernels on a machine without a card, and what cards take from their host.
 
 Invariant: a library is built from the same sources as for synthesis, with the header
-  files in ``hls/csim`` in place of the vendor's.
+  files in ``hls/csim`` in place of the vendor's. With this host's table of estimates, a
+  card's kernel gives the bits of the host's own on every processor, since both compute
+  ``cpp/rsqrt.hpp``.
 """
 
 import ctypes
 import functools
 import hashlib
 import importlib.util
+import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxinf.kernels.card_kernels import CardKernel
-from jaxinf.kernels.card_source import card_source
-from jaxinf.native import cached_library, load_library, toolchain
+import numpy as np
 
+from jaxinf.kernels.card_kernels import ESTIMATES_BYTES, CardKernel
+from jaxinf.kernels.card_source import card_source
+from jaxinf.native import cached_library, libraries, load_library, toolchain
+from jaxinf.typing import Array
+
+_LOGGER = logging.getLogger("jaxinf.kernels")
 _FLAGS = (
     "-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden",
     "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
@@ -47,14 +54,26 @@ def card_library(*cards: CardKernel) -> Path:
         raise toolchain.CompilerError(
             f"card kernels run here as compiled C++: {toolchain.NO_COMPILER}"
         )
-    text, command = card_source(cards), _command(compiler)
+    hls = hls_directory()
+    # The bodies' ``#include "shell.hpp"`` finds the card's.
+    include = hls / "include", hls / "csim", toolchain.INCLUDE, toolchain.GENERATED
+    # With the processor's fused multiply-add: a call is slow.
+    level = next((x for x in toolchain.levels() if x in _WITH_FMA), None)
+    begin = toolchain.words(compiler, level)
+    text, command = card_source(cards), [*begin, *_FLAGS, *(f"-I{p}" for p in include)]
     digest = hashlib.sha256(text.encode())
-    for path in _inputs(cards[0].body):
+    headers = sorted(path for place in include[:3] for path in place.glob("*.h*"))
+    for path in (*headers, toolchain.GENERATED / f"{cards[0].body}.cpp"):
         digest.update(path.read_bytes())
     status = os.stat(os.path.realpath(compiler))
     digest.update(repr((command, status.st_size, status.st_mtime_ns)).encode())
-    compile_ = functools.partial(_compile, text, command)
-    return cached_library(f"card-{digest.hexdigest()}", compile_)
+
+    def compile_to(output: Path) -> None:
+        source = output.with_suffix(".cpp")
+        source.write_text(text)
+        toolchain.run_compiler([*command, str(source), "-lm", "-o", str(output)])
+
+    return cached_library(f"card-{digest.hexdigest()}", compile_to)
 
 
 def card_function(card: CardKernel) -> Callable[..., None]:
@@ -77,25 +96,32 @@ def hls_directory() -> Path:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
-def _command(compiler: str) -> list[str]:
-    """Returns a command with the processor's fused multiply-add: a call is slow."""
-    level = next((x for x in toolchain.levels() if x in _WITH_FMA), None)
-    begin = toolchain.words(compiler, level)
-    return [*begin, *_FLAGS, *(f"-I{path}" for path in _include_paths())]
+@functools.cache
+def rsqrt_estimates() -> Array:
+    """Returns the host's estimates of 1 / sqrt(x) as a read-only table.
 
+    The first call takes 0.1 s, or runs the compiler.
 
-def _include_paths() -> Sequence[Path]:
-    """The bodies' ``#include "shell.hpp"`` finds the card's."""
-    hls = hls_directory()
-    return hls / "include", hls / "csim", toolchain.INCLUDE, toolchain.GENERATED
-
-
-def _inputs(body: str) -> list[Path]:
-    headers = [p for path in _include_paths()[:3] for p in path.glob("*.h*")]
-    return [*sorted(headers), toolchain.GENERATED / f"{body}.cpp"]
-
-
-def _compile(text: str, command: Sequence[str], output: Path) -> None:
-    source = output.with_suffix(".cpp")
-    source.write_text(text)
-    toolchain.run_compiler([*command, str(source), "-lm", "-o", str(output)])
+    Returns:
+      ``(ESTIMATES_BYTES / 4,)`` uint32. [0] is the number of Newton steps that the host
+      takes, 1 or 2. It is 0 if the host has no such estimate: its processor is neither
+      x86-64 nor aarch64, or the instruction does not read a table. A card then rounds
+      sqrt(x) and its reciprocal. From [16] on follow the entries of ``cpp/rsqrt.hpp``,
+      two in a word, the first in the lower half.
+    """
+    table, reason = np.zeros(ESTIMATES_BYTES // 4, np.uint32), ""
+    try:
+        function = libraries.load_helper(toolchain.RSQRT_ESTIMATES)
+    except (toolchain.CompilerError, OSError) as error:
+        function, reason = None, str(error)
+    if function is not None:
+        function.argtypes = [ctypes.c_void_p]
+        table[0] = function(table[16:].ctypes.data)
+        if not table[0]:
+            reason = "this processor's instruction does not estimate by a table"
+    if reason:
+        _LOGGER.warning(
+            "cards compute 1 / sqrt(x) with other last bits than this host: %s", reason
+        )
+    table.flags.writeable = False
+    return table

@@ -13,9 +13,9 @@ from types import MappingProxyType
 
 import numpy as np
 
-from jaxinf.errors import CsdError, UnsupportedTransformError
-from jaxinf.kernels.calls import EntryPoint, KernelCall, Passage
-from jaxinf.kernels.emitter import Source, UnsupportedKernelError, emit, header
+from jaxinf.errors import CsdError
+from jaxinf.kernels.calls import CallInputs, EntryPoint, KernelCall, Passage
+from jaxinf.kernels.emitter import emit, header
 from jaxinf.kernels.lowering import lower
 from jaxinf.layout import CODE_BLOCK, CodedSlot
 from jaxinf.native import libraries, toolchain
@@ -81,34 +81,30 @@ class CompiledKernel:
           ValueError: A dtype, shape or count is not the kernel's, or what is written
             is not contiguous.
         """
-        passage = passage or Passage()
-        numbers = [np.asarray(scalar)[()] for scalar in scalars]
-        _check_arguments(self.kernel, gradient, (params, *slots), numbers, arrays, out)
-        if passage.given is not None:
-            passage.given = np.ascontiguousarray(passage.given)
-        gradient = np.ascontiguousarray(gradient)
-        call = KernelCall(
-            self.entry, self.constants, states=(params, *slots), gradient=gradient,
-            out=out, scalar_dtypes=self.kernel.scalar_dtypes, num_arrays=len(arrays),
-        )  # fmt: skip
-        return call.run(
-            gradient=gradient,
-            out=out,
-            scalars=numbers,
-            passage=passage,
-            arrays=list(map(np.ascontiguousarray, arrays)),
-        )
+        inputs = CallInputs(gradient, out, scalars, arrays)
+        return self.call((params, *slots), inputs).run(inputs, passage or Passage())
+
+    def call(
+        self, states: Sequence[Array | CodedSlot], like: CallInputs, **seed: int
+    ) -> KernelCall:
+        """Returns a call on these states, with inputs like these, which are checked.
+
+        Args:
+          states: params, then slots.
+          seed: `address`, `key` and `first` of `KernelCall`.
+
+        Raises:
+          ValueError: as `run`.
+        """
+        _check_arguments(self.kernel, states, like)
+        return KernelCall(self.entry, self.constants, states, like, **seed)
 
 
 def _check_arguments(
-    kernel: Kernel,
-    gradient: Array,
-    states: Sequence[Array | CodedSlot],
-    scalars: Sequence[np.generic | Array],
-    arrays: Sequence[Array],
-    out: Array,
+    kernel: Kernel, states: Sequence[Array | CodedSlot], inputs: CallInputs
 ) -> None:
     """Checks what the machine code relies on; it knows neither lengths nor dtypes."""
+    gradient, out, scalars, arrays = inputs
     is_coded, num = isinstance(states[0], CodedSlot), out.size
     outs = (FLOAT32, BFLOAT16) if is_coded else FLOAT_DTYPES
     needs = [("gradient", gradient, num, FLOAT_DTYPES), ("out", out, num, outs)]
@@ -143,8 +139,7 @@ def compiled(kernel: Kernel) -> CompiledKernel:
     finds each kernel once.
 
     Raises:
-      UnsupportedTransformError: the kernel computes with integers of fewer than 32
-        bits.
+      UnsupportedTransformError: it computes with integers of fewer than 32 bits.
       CsdError: there is no compiler for it, or the compiler failed, or kernels are not
         made for this processor.
     """
@@ -193,26 +188,21 @@ def compile_kernel(
     """Returns the kernel for one level, from the package or compiled by `compiler`.
 
     Raises:
-      UnsupportedKernelError: It has no C++ form.
+      UnsupportedTransformError: It has no C++ form.
       CompilerError: There is no compiler, or it failed.
     """
     source = emit(lower(kernel))
     function, origin = None, "package"
     if compiler is None:
         function = libraries.load_prebuilt(source.text, level)
-        compiler = compiler or toolchain.find_compiler()
+        compiler = toolchain.find_compiler()
     if function is None:
         if compiler is None:
             raise toolchain.CompilerError(toolchain.NO_COMPILER)
         text = source_of(kernel)
         function, origin = libraries.load_cached(text, level, compiler), "cache"
-    return CompiledKernel(
-        kernel=kernel,
-        level=level,
-        origin=origin,
-        entry=EntryPoint(function),
-        constants=source.constants,
-    )
+    entry = EntryPoint(function)
+    return CompiledKernel(kernel, level, origin, entry, source.constants)
 
 
 def source_of(
@@ -225,8 +215,8 @@ def source_of(
     Args:
       versions: versions of the libraries behind the equations, by name.
     """
-    source: Source = emit(lower(kernel))
-    return header(title, kernel.describe(), versions or {}) + source.text
+    text = emit(lower(kernel)).text
+    return header(title, kernel.describe(), versions or {}) + text
 
 
 @functools.cache
@@ -258,11 +248,6 @@ def _find(kernel: Kernel) -> CompiledKernel:
         )
     try:
         return compile_kernel(kernel, level=levels[0])
-    except UnsupportedKernelError as error:
-        raise UnsupportedTransformError(
-            "the optimizer's kernel: expected float32 and 32-bit integers, to which "
-            f"16-bit floats are widened, found {error}; compute in float32 or int32"
-        ) from error
     except (toolchain.CompilerError, OSError) as error:
         raise CsdError(
             "the optimizer's kernel is not in this installation, and was not "

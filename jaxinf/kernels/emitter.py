@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxinf.errors import UnsupportedTransformError
 from jaxinf.kernels.lowering import uniform_results
 from jaxinf.program import Constant, Equation, Input, Kernel, Operand, Result
 from jaxinf.typing import FLOAT32
@@ -25,10 +26,6 @@ _CALLS = frozenset(
     logistic max min nextafter pow reciprocal rem sign sin sqrt tanh
     """.split()
 )
-
-
-class UnsupportedKernelError(Exception):
-    """A body has no C++ form: it has integers of fewer than 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ def emit(body: Kernel) -> Source:
     """Returns the C++ of a lowered kernel.
 
     Raises:
-      UnsupportedKernelError: A value has no 32-bit form.
+      UnsupportedTransformError: A value has no 32-bit form.
     """
     return _Emitter(body).emit()
 
@@ -73,80 +70,63 @@ class _Emitter:
     names: dict[Operand, str] = field(default_factory=dict)
 
     def emit(self) -> Source:
-        self._name_inputs()
-        self._name_outputs()
-        uniform = uniform_results(self.body.equations)
-        for index, equation in enumerate(self.body.equations):
-            self._equation(index, equation, uniform[index])
-        stores = self._stores()
+        body = self.body
+        slots = [n if n in _READABLE else f"slot_{i}" for i, n in enumerate(body.slots)]
+        self._name_inputs(slots)
+        for slot, value in zip(slots, body.new_slots, strict=True):
+            if isinstance(value, Result):
+                self.names.setdefault(value, f"new_{slot}")
+        uniform = uniform_results(body.equations)
+        for index, equation in enumerate(body.equations):
+            result, kind = Result(index, equation.dtype), _type(equation.dtype)
+            value = self._expression(equation)
+            if uniform[index]:
+                self.names[result] = self._member(f"r{index}", kind, value)
+            else:
+                name = self.names.setdefault(result, f"t{index}")
+                self.lines.append(f"const {kind} {name} = {value};")
+        writes = [name not in body.unchanged for name in body.slots]
+        for number, value in enumerate(body.new_slots):
+            if writes[number]:
+                bits = f"L::bits({self._operand(value)})"
+                self.lines.append(f"new_slots[{number}] = {bits};")
+        if body.update is not None:
+            self.lines.append(f"update = {self._operand(body.update)};")
         setup = "\n      , ".join(self.setup)
         text = _TEMPLATE.format(
-            num_slots=len(self.body.slots),
-            num_arrays=self.body.num_arrays,
-            has_update=str(self.body.update is not None).lower(),
-            writes=", ".join(map(str, [*self._writes(), False])).lower(),
+            num_slots=len(body.slots),
+            num_arrays=body.num_arrays,
+            has_update=str(body.update is not None).lower(),
+            writes=", ".join(map(str, [*writes, False])).lower(),
             members="".join(f"  {line}\n" for line in self.members),
             setup=f"\n      : {setup}" if setup else "",
-            lines="".join(f"    {line}\n" for line in [*self.lines, *stores]),
+            lines="".join(f"    {line}\n" for line in self.lines),
         )
         return Source(text, tuple(self.constants))
 
-    def _name_inputs(self) -> None:
+    def _name_inputs(self, slots: Sequence[str]) -> None:
         used = {o for equation in self.body.equations for o in equation.inputs}
         used |= {o for o in (self.body.update, *self.body.new_slots) if o is not None}
         inputs = [operand for operand in used if isinstance(operand, Input)]
         for operand in sorted(inputs, key=lambda o: (o.kind, o.index)):
-            if operand.kind in ("gradient", "params"):
-                self.names[operand] = operand.kind
+            number, kind = operand.index, operand.kind
+            if kind in ("gradient", "params"):
+                self.names[operand] = kind
                 continue
-            number, kind = operand.index, _type(operand.dtype)
-            if operand.kind == "scalar":
-                value = _typed(kind, f"L::uniform(scalars[{number}])")
-                self.names[operand] = self._member(f"s{number}", kind, value)
+            type_ = _type(operand.dtype)
+            if kind == "scalar":
+                value = _typed(type_, f"L::uniform(scalars[{number}])")
+                self.names[operand] = self._member(f"s{number}", type_, value)
                 continue
-            name = self._slot_name(number) if operand.kind == "slot" else f"a{number}"
-            value = _typed(kind, f"{operand.kind}s[{number}]")
-            self.lines.append(f"const {kind} {name} = {value};")
+            name = slots[number] if kind == "slot" else f"a{number}"
+            value = _typed(type_, f"{kind}s[{number}]")
+            self.lines.append(f"const {type_} {name} = {value};")
             self.names[operand] = name
-
-    def _name_outputs(self) -> None:
-        for number, value in enumerate(self.body.new_slots):
-            if isinstance(value, Result) and value not in self.names:
-                self.names[value] = f"new_{self._slot_name(number)}"
-
-    def _slot_name(self, number: int) -> str:
-        name = self.body.slots[number]
-        return name if name in _READABLE else f"slot_{number}"
 
     def _member(self, name: str, kind: str, value: str) -> str:
         self.members.append(f"const {kind} {name};")
         self.setup.append(f"{name}({value})")
         return name
-
-    def _equation(self, index: int, equation: Equation, uniform: bool) -> None:
-        result = Result(index, equation.dtype)
-        kind = _type(equation.dtype)
-        value = self._expression(equation)
-        if uniform:
-            self.names[result] = self._member(f"r{index}", kind, value)
-            return
-        name = self.names.setdefault(result, f"t{index}")
-        self.lines.append(f"const {kind} {name} = {value};")
-
-    def _stores(self) -> list[str]:
-        stores = []
-        for number, value in enumerate(self.body.new_slots):
-            if self._writes()[number]:
-                stores.append(f"new_slots[{number}] = L::bits({self._operand(value)});")
-        if self.body.update is not None:
-            stores.append(f"update = {self._operand(self.body.update)};")
-        return stores
-
-    def _writes(self) -> list[bool]:
-        return [
-            not (isinstance(v, Input) and (v.kind, v.index) == ("slot", number))
-            for number, v in enumerate(self.body.new_slots)
-        ]
 
     def _operand(self, operand: Operand) -> str:
         if isinstance(operand, Constant):
@@ -187,13 +167,20 @@ class _Emitter:
                 return _select(inputs, wide)
             case "convert_element_type":
                 return _converted(inputs[0], wide, dtype)
-        raise UnsupportedKernelError(f"the operation {op} on {dtype}")
+        raise _refusal(f"the operation {op} on {dtype}")
 
 
 def _type(dtype: np.dtype) -> str:
     if dtype.name not in _TYPES:
-        raise UnsupportedKernelError(f"values of {dtype}")
+        raise _refusal(f"values of {dtype}")
     return _TYPES[dtype.name]
+
+
+def _refusal(what: str) -> UnsupportedTransformError:
+    return UnsupportedTransformError(
+        "the optimizer's kernel: expected float32 and 32-bit integers, to which 16-bit "
+        f"floats are widened, found {what}; compute in float32 or int32"
+    )
 
 
 def _typed(kind: str, bits: str) -> str:

@@ -69,12 +69,33 @@ def lower(kernel: Kernel) -> Kernel:
     reduced = [values[number] for number in kernel.reduced]
     roots = {value for value in (*outputs, *reduced) if isinstance(value, Result)}
     roots |= _shared(simple.equations, roots)
-    fuser = _Fuser(simple.equations, roots)
+    contracted, done = _Builder(), dict[Operand, Operand]()
+
+    def output(operand: Operand) -> Operand:
+        """Contracts an output's loop, after those that it reads."""
+        if isinstance(operand, Result) and operand not in done:
+            loop = _Loop(simple.equations, roots - {operand}, operand)
+            for needed in loop.reads:
+                output(needed)
+            done[operand] = contract(loop, operand, {})
+        return done.get(operand, operand)
+
+    def contract(
+        loop: _Loop, operand: Operand, known: dict[Operand, Operand]
+    ) -> Operand:
+        if not isinstance(operand, Result) or operand in loop.reads:
+            return done.get(operand, operand)
+        if operand not in known:
+            equation = loop.contracted(operand)
+            inputs = tuple(contract(loop, one, known) for one in equation.inputs)
+            known[operand] = contracted.append(replace(equation, inputs=inputs))
+        return known[operand]
+
     # The equations of the stored values come first, then those of the update.
-    finals = [fuser.output(value) for value in new_slots]
-    final = None if update is None else fuser.output(update)
-    equations = tuple(fuser.equations)
-    return replace(kernel, equations=equations, update=final, new_slots=tuple(finals))
+    finals = tuple(output(value) for value in new_slots)
+    final = None if update is None else output(update)
+    equations = tuple(contracted.equations)
+    return replace(kernel, equations=equations, update=final, new_slots=finals)
 
 
 def uniform_results(equations: Sequence[Equation]) -> list[bool]:
@@ -252,40 +273,6 @@ class _Simplifier(_Builder):
                 base = self._product(base, base)
         result = Constant.of(1, FLOAT32) if result is None else result
         return self.emit("reciprocal", FLOAT32, result) if exponent < 0 else result
-
-
-class _Fuser(_Builder):
-    """Contracts each output's loop."""
-
-    def __init__(self, source: Sequence[Equation], roots: set[Result]) -> None:
-        super().__init__()
-        self._source = source
-        self._roots = roots
-        self._done: dict[Operand, Operand] = {}
-
-    def output(self, operand: Operand) -> Operand:
-        """Emits the equations that compute an operand, and returns its new form."""
-        if not isinstance(operand, Result):
-            return operand
-        if operand not in self._done:
-            loop = _Loop(self._source, self._roots - {operand}, operand)
-            for needed in loop.reads:
-                self.output(needed)
-            self._done[operand] = self._build(loop, operand, {})
-        return self._done[operand]
-
-    def _build(
-        self, loop: "_Loop", operand: Operand, known: dict[Operand, Operand]
-    ) -> Operand:
-        if not isinstance(operand, Result):
-            return operand
-        if operand in loop.reads:
-            return self._done[operand]
-        if operand not in known:
-            equation = loop.contracted(operand)
-            inputs = tuple(self._build(loop, o, known) for o in equation.inputs)
-            known[operand] = self.append(replace(equation, inputs=inputs))
-        return known[operand]
 
 
 _EXPENSIVE = frozenset(

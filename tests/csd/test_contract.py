@@ -15,7 +15,7 @@ def test_kinds_have_names():
     assert all(parse_csd(kind).kind == kind for kind in CSD_KINDS)
     spec = parse_csd("emulated:buffers=2")
     assert (spec.kind, spec.num_buffers) == ("emulated", 2)
-    assert not spec.takes_params
+    assert spec.has_cards
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,8 @@ def pair(tmp_path, monkeypatch):
     original = KernelCall.__init__
     monkeypatch.setattr(KernelCall, "__init__", init)
     yield make
-    # One chunk makes a call for each of four updates; the other for the first alone,
-    # and once more to keep it.
-    assert len(checked) == 6
+    # One chunk makes a call for each of four updates, the other for the first alone.
+    assert len(checked) == 5
     for chunk in made:
         chunk.close()
 

@@ -254,4 +254,4 @@ def test_options_come_before_the_environment():
     assert (spec.xclbin, spec.num_devices) == (Path("/of/environment"), 3)
     spec = parse_csd("smartssd:xclbin=/given", environ)
     assert (spec.xclbin, spec.num_devices) == (Path("/given"), 3)
-    assert not spec.takes_params
+    assert spec.has_cards

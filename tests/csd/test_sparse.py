@@ -8,7 +8,7 @@ import pytest
 from jaxinf.compress import SparseGradient
 from jaxinf.csd import sparse
 from jaxinf.csd.sparse import run_sparse
-from jaxinf.kernels import Passage, compiled
+from jaxinf.kernels import CallInputs, Passage, compiled
 from jaxinf.layout import CodedSlot
 from jaxinf.program import trace_update
 
@@ -56,15 +56,12 @@ def test_bits_and_checksums(num, dtype, codec, monkeypatch):
             for s in state
         ]
         passage = Passage(given=given, reads=wanted, writes=wanted)
-        arguments = {
-            "params": params, "slots": slots, "scalars": SCALARS, "arrays": [],
-            "out": out, "passage": passage,
-        }  # fmt: skip
-        run = compiled(KERNEL).run
+        states, kernel = [params, *slots], compiled(KERNEL)
+        inputs = CallInputs(dense, out, SCALARS)
         if gradient is dense:
-            is_finite = run(gradient=gradient, **arguments)
+            is_finite = kernel.call(states, inputs).run(inputs, passage)
         else:
-            is_finite = run_sparse(run, gradient=gradient, **arguments)
+            is_finite = run_sparse(kernel, states, gradient, inputs, passage)
         assert is_finite
         memory = [params, out, *map(memory_of, slots)]
         results.append((memory, passage.read, passage.written))

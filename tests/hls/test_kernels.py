@@ -9,11 +9,10 @@ import pytest
 from covering import covering
 from families import family
 
-from jaxinf.kernels import compiled
+from jaxinf.kernels import compiled, rsqrt_estimates
 from jaxinf.kernels.card_kernels import CardKernel, card_kernel
 from jaxinf.kernels.card_library import card_function, card_library
 from jaxinf.kernels.compiled import standard_kernels
-from jaxinf.kernels.estimates import rsqrt_estimates
 from jaxinf.layout import CODE_BLOCK, CodedSlot
 from jaxinf.native import toolchain
 from jaxinf.transfer import crc32c

@@ -6,8 +6,13 @@ import optax
 import pytest
 
 from jaxinf.errors import UnsupportedTransformError
-from jaxinf.kernels import CardStatus, card_kernel, named_card_kernel
-from jaxinf.kernels.estimates import ESTIMATES_BYTES, rsqrt_estimates
+from jaxinf.kernels import (
+    ESTIMATES_BYTES,
+    CardStatus,
+    card_kernel,
+    named_card_kernel,
+    rsqrt_estimates,
+)
 from jaxinf.program import trace_update
 
 FLOAT32 = np.dtype(np.float32)

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxinf.kernels import estimates
-from jaxinf.kernels.estimates import rsqrt_estimates
+from jaxinf.kernels import rsqrt_estimates
 from jaxinf.native import libraries, toolchain
 
 make = rsqrt_estimates.__wrapped__
@@ -37,6 +36,13 @@ def test_machines_without_a_table(monkeypatch, caplog):
         patch.setattr(libraries, "load_prebuilt", lambda *_: None)
         assert not make().any()
     assert "other last bits than this host: expected a C++ compiler" in caplog.text
-    monkeypatch.setattr(estimates, "estimating_function", lambda: lambda entries: 0)
+    monkeypatch.setattr(libraries, "load_helper", lambda name: Refusing())
     assert not make().any()
     assert "instruction does not estimate by a table" in caplog.text
+
+
+class Refusing:
+    """A helper of a processor whose instruction reads no table."""
+
+    def __call__(self, entries):
+        return 0

@@ -10,7 +10,7 @@ KERNELS = """
 import logging, sys
 from jaxinf.kernels.compiled import compile_kernel, standard_kernels
 from jaxinf.native import toolchain, transfers
-from jaxinf.kernels.estimates import rsqrt_estimates
+from jaxinf.kernels import rsqrt_estimates
 logging.basicConfig()
 origins = {
     compile_kernel(kernel, level=level).origin
