@@ -18,7 +18,6 @@ from jaxinf.transfer.beneath import (
 )
 from jaxinf.transfer.checksums import crc32c, crc32c_combine
 from jaxinf.transfer.direct import REFUSALS, read_into, supports_direct, write_from
-from jaxinf.transfer.failure import Failure
 from jaxinf.transfer.failures import file_progress, store_error, translated
 from jaxinf.transfer.files import (
     allocate_file,
@@ -29,7 +28,7 @@ from jaxinf.transfer.files import (
 )
 from jaxinf.transfer.memory import MACHINE_MEMORY_BYTES, free_memory
 from jaxinf.transfer.meters import ByteCounts, ByteMeters
-from jaxinf.transfer.mover import Mover
+from jaxinf.transfer.mover import Failure, Mover
 from jaxinf.transfer.pages import PAGE_BYTES, page_ceil
 from jaxinf.transfer.pool import Buffer, BufferPool, aligned, aligned_array
 from jaxinf.transfer.queues import Queues

@@ -12,12 +12,12 @@ import logging
 import mmap
 import os
 import secrets
-from collections.abc import Iterator
 
 import numpy as np
 
 from jaxinf.errors import StoreIOError
 from jaxinf.transfer.failures import translated
+from jaxinf.transfer.files import opened
 from jaxinf.transfer.meters import ByteMeters
 from jaxinf.transfer.pages import PAGE_BYTES, page_ceil, page_floor
 from jaxinf.typing import Array, PathLikeStr
@@ -57,13 +57,10 @@ def read_into(
       shown: the path in errors, for a file without a name.
 
     Raises:
-      ValueError: if array, offset or length are not as described.
       StoreIOError: if the file is missing, too short, or the drive failed; or direct
         I/O was refused.
     """
     _check_request(path, array, offset_bytes, num_bytes)
-    if not array.flags.writeable:
-        raise ValueError(f"{os.fspath(path)}: expected a writable array to read into")
     pages = page_ceil(num_bytes)
     if pages > array.shape[0]:
         pages = page_floor(num_bytes)
@@ -106,7 +103,6 @@ def write_from(
       offset_bytes, num_bytes, meters, buffered, shown: as for `read_into`.
 
     Raises:
-      ValueError: if array, offset or length are not as described.
       StoreSpaceError: if there is no room.
       StoreIOError: if the file is missing or the drive failed; or direct I/O was
         refused.
@@ -218,15 +214,10 @@ def _run(
     return done
 
 
-@contextlib.contextmanager
-def _opened(path: PathLikeStr, flags: int) -> Iterator[int]:
+def _opened(path: PathLikeStr, flags: int) -> contextlib.AbstractContextManager[int]:
     if not os.fspath(path).startswith(_OWN_DESCRIPTORS):
         flags |= os.O_NOFOLLOW
-    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
+    return opened(path, flags | os.O_NONBLOCK)
 
 
 def _warn_once(device: int, directory: PathLikeStr, error: OSError) -> None:
@@ -244,21 +235,10 @@ def _warn_once(device: int, directory: PathLikeStr, error: OSError) -> None:
 def _check_request(
     path: PathLikeStr, array: Array, offset_bytes: int, num_bytes: int
 ) -> None:
-    found = None
-    if array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous:
-        found = f"{array.dtype} of shape {array.shape}, strides {array.strides}"
-    elif array.ctypes.data % PAGE_BYTES:
-        found = f"an array at address {array.ctypes.data:#x}"
-    elif offset_bytes < 0 or offset_bytes % PAGE_BYTES:
-        found = f"an offset of {offset_bytes}"
-    elif not 0 <= num_bytes <= array.shape[0]:
-        found = f"{num_bytes} bytes of an array of {array.shape[0]}"
-    if found is not None:
-        raise ValueError(
-            f"{os.fspath(path)}: expected a contiguous 1-D uint8 array on a page "
-            f"boundary, an offset in whole pages of {PAGE_BYTES} and a length within "
-            f"the array, found {found}; take the array from a BufferPool"
-        )
+    assert (array.dtype, array.ndim) == (np.uint8, 1), path
+    assert array.flags.c_contiguous, path
+    assert not (array.ctypes.data | offset_bytes) % PAGE_BYTES, path
+    assert 0 <= num_bytes <= array.shape[0], path
 
 
 def _written_pages(

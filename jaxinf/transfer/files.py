@@ -72,7 +72,7 @@ def fsync_directory(path: PathLikeStr) -> None:
     Raises:
       StoreIOError: if it is not a directory or the drive failed.
     """
-    with translated("sync", path), _opened(path, os.O_DIRECTORY) as fd:
+    with translated("sync", path), opened(path, os.O_DIRECTORY) as fd:
         os.fsync(fd)
 
 
@@ -85,7 +85,7 @@ def sync_filesystem(directory: PathLikeStr) -> None:
       StoreIOError: if it is not a directory or the drive failed.
       StoreSpaceError: if delayed allocation found no room.
     """
-    with translated("sync", directory), _opened(directory, os.O_DIRECTORY) as fd:
+    with translated("sync", directory), opened(directory, os.O_DIRECTORY) as fd:
         syncfs = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None)
         if syncfs is None:
             os.sync()
@@ -94,19 +94,14 @@ def sync_filesystem(directory: PathLikeStr) -> None:
             raise OSError(code, os.strerror(code))
 
 
-@contextlib.contextmanager
-def opened_to_write(path: PathLikeStr) -> Iterator[int]:
-    """Yields a descriptor for writing an existing file, which may not be a symlink.
-
-    Raises:
-      OSError: the operating system refused it.
-    """
-    with _opened(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
-        yield fd
+def opened_to_write(path: PathLikeStr) -> contextlib.AbstractContextManager[int]:
+    """Opens an existing file for writing, which may not be a symlink; see `opened`."""
+    return opened(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 @contextlib.contextmanager
-def _opened(path: PathLikeStr, flags: int) -> Iterator[int]:
+def opened(path: PathLikeStr, flags: int) -> Iterator[int]:
+    """Yields a descriptor of a file. Raises OSError, which the caller translates."""
     fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
     try:
         yield fd
@@ -117,7 +112,7 @@ def _opened(path: PathLikeStr, flags: int) -> Iterator[int]:
 @contextlib.contextmanager
 def _new_file(path: PathLikeStr) -> Iterator[int]:
     """Opens a new file; removes it if the body fails."""
-    with _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
+    with opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
         try:
             yield fd
         except BaseException:

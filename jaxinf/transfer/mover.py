@@ -14,9 +14,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
+from types import TracebackType
 
 from jaxinf.errors import StoreClosedError, StoreError
-from jaxinf.transfer.failure import Failure
 from jaxinf.transfer.queues import Queues
 from jaxinf.transfer.scheduling import next_own, next_unit
 from jaxinf.transfer.tasks import (
@@ -34,6 +34,47 @@ _LOG = logging.getLogger("jaxinf")
 
 OVERDUE_S = 60.0
 """Duration of a unit after which a warning names its drive, again and again."""
+
+
+class Failure:
+    """The one failure of all threads that must stop then: the first error, as it is.
+
+    Every listener gets that object. Thread-safe; no method blocks for long.
+
+    Attributes:
+      error: the first error, the same object every time; None if there is none.
+      note: makes a note for the error, or None; called before anyone sees the error.
+    """
+
+    def __init__(self) -> None:
+        self.note: Callable[[], str | None] = lambda: None
+        self._lock = threading.Lock()
+        self.error: BaseException | None = None
+        self._traceback: TracebackType | None = None
+        self._listeners: list[Callable[[], None]] = []
+
+    def fail(self, error: BaseException) -> None:
+        """Keeps the error if it is the first, and then tells the listeners."""
+        with self._lock:
+            if self.error is not None:
+                return
+            note = self.note()
+            if note is not None:
+                error.add_note(note)
+            listeners = list(self._listeners)
+            self.error, self._traceback = error, error.__traceback__
+        for listener in listeners:
+            listener()
+
+    def raise_error(self) -> None:
+        """Raises the error, if there is one."""
+        if self.error is not None:
+            raise self.error.with_traceback(self._traceback)
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Registers a listener; the failing thread calls it with the error kept."""
+        with self._lock:
+            self._listeners.append(listener)
 
 
 class Mover:

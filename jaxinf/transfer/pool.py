@@ -47,42 +47,17 @@ class Buffer:
 
     Attributes:
       num_bytes: length in bytes: the requested one, rounded up to whole pages.
+      array: the memory, `uint8[num_bytes]`, writable; there until the release.
+      address: its address in the process's memory.
     """
 
-    __slots__ = ("_mapping", "_pool", "num_bytes")
+    __slots__ = ("_mapping", "_pool", "address", "array", "num_bytes")
 
     def __init__(self, pool: "BufferPool", mapping: "_Mapping") -> None:
         self._pool = pool
         self._mapping: _Mapping | None = mapping
+        self.array, self.address = mapping.array, mapping.address
         self.num_bytes = mapping.array.nbytes
-
-    @property
-    def address(self) -> int:
-        """Its address in the process's memory.
-
-        Raises:
-          ValueError: if the buffer was released.
-        """
-        return self._lent.address
-
-    @property
-    def array(self) -> Array:
-        """The memory, `uint8[num_bytes]`, writable.
-
-        Raises:
-          ValueError: if the buffer was released.
-        """
-        return self._lent.array
-
-    @property
-    def _lent(self) -> "_Mapping":
-        mapping = self._mapping  # another thread may release it
-        if mapping is None:
-            raise ValueError(
-                f"buffer of {self.num_bytes} bytes: used after its release; keep it "
-                "until the last read or write of it is complete"
-            )
-        return mapping
 
     def release(self) -> None:
         """Gives the memory back to the pool; again: does nothing. Thread-safe."""
@@ -223,6 +198,7 @@ class BufferPool:
             mapping, buffer._mapping = buffer._mapping, None
             if mapping is None:
                 return
+            del buffer.array  # whoever uses it now gets an error
             self.used_bytes -= buffer.num_bytes
             self._idle.setdefault(buffer.num_bytes, []).append(mapping)
             self._idle_bytes += buffer.num_bytes

@@ -30,7 +30,7 @@ def test_buffers_are_whole_aligned_pages(num_bytes, rounded):
         assert buffer.array.dtype == np.uint8
         assert buffer.array.ctypes.data % PAGE_BYTES == 0
         buffer.array[:] = 255
-    with pytest.raises(ValueError, match="used after its release"):
+    with pytest.raises(AttributeError):
         _ = buffer.array
 
 

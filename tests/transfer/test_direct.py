@@ -135,26 +135,6 @@ def test_what_is_no_file(tmp_path, aligned, caplog, call, name, message):
     assert not caplog.records
 
 
-@pytest.mark.parametrize(
-    ("change", "found"),
-    [
-        (lambda a: (a.view(np.int8), 0, 1), "int8 of shape"),
-        (lambda a: (a.reshape(2, -1), 0, 1), "uint8 of shape"),
-        (lambda a: (a[::2], 0, 1), ".*strides"),
-        (lambda a: (a[1:], 0, 1), "an array at address"),
-        (lambda a: (a, 512, 1), "an offset of 512"),
-        (lambda a: (a, -4096, 1), "an offset of -4096"),
-        (lambda a: (a, 0, 8193), "8193 bytes of an array of 8192"),
-        (lambda a: (a, 0, -1), "-1 bytes"),
-    ],
-)
-def test_bad_arguments(tmp_path, aligned, change, found):
-    path = new(tmp_path / "f", 8192)
-    for call in (read_into, write_from):
-        with pytest.raises(ValueError, match=f"found {found}.*BufferPool"):
-            call(path, *change(aligned(8192)))
-
-
 def test_missing_root():
     with pytest.raises(StoreIOError, match=r"probe of direct I/O failed.*ENOENT"):
         supports_direct("/nonexistent/root")
