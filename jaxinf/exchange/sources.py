@@ -1,14 +1,14 @@
 """Another tool's checkpoint: its arrays, read block by block, and its tokenizer.
 
-Invariant: no element is read before `SourceArray.blocks` is iterated. Of a tokenizer,
-  only files with known names are copied, whole and without a change; none is read by a
-  link out of its folder.
+Invariant: no element is read before `TensorLeaf.read`. Of a tokenizer, only files with
+  known names are copied, whole and without a change; none is read by a link out of its
+  folder.
 """
 
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,23 +49,6 @@ class SourceArray:
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def blocks(self) -> Iterator[tuple[tuple[slice, ...], Array]]:
-        """Yields boxes and their elements by direct reads: a file may be cut off."""
-        grid = LeafGrid(self.shape, tuple(max(1, n) for n in self.shape))
-        itemsize = self.dtype.itemsize
-        with translated("read", self.path), open(self.path, "rb") as stream:
-            for box in portions(grid, _PIECE_BYTES // itemsize):
-                values = np.empty(box.num_elements, self.dtype)
-                stream.seek(self.offset_bytes + box.offset_elements * itemsize)
-                if stream.readinto(values.view(np.uint8).data) < values.nbytes:
-                    raise ExchangeError(
-                        f"{self.path}: truncated in {self.name} while it was read; "
-                        "copy the file anew"
-                    )
-                fd, end = stream.fileno(), stream.tell()
-                os.posix_fadvise(fd, 0, end, os.POSIX_FADV_DONTNEED)
-                yield box.slices, values.reshape(box.extent)
-
 
 class TensorLeaf(DeferredArray):
     """A leaf of params, read from a tensor when it is used.
@@ -86,21 +69,36 @@ class TensorLeaf(DeferredArray):
     def read(self) -> Array:
         """See `DeferredArray`; needs one block of memory beside the result.
 
+        By direct reads: the file may be cut off meanwhile.
+
         Raises:
           ExchangeError: a finite value is too large for the leaf's dtype.
         """
+        source = self.source
+        grid = LeafGrid(source.shape, tuple(max(1, n) for n in source.shape))
+        itemsize = source.dtype.itemsize
         # The allocator may keep freed memory, which would add up for large leaves.
         result = aligned_array(self.shape, self.dtype)
         theirs = result.transpose(np.argsort(self.axes)) if self.axes else result
-        for box, values in self.source.blocks():
-            try:
-                with np.errstate(over="raise"):
-                    theirs[(*box, ...)] = values
-            except FloatingPointError:
-                raise ExchangeError(
-                    f"{self.source.name}: expected values that {self.dtype} holds, "
-                    "found larger ones; give params of another dtype"
-                ) from None
+        with translated("read", source.path), open(source.path, "rb") as stream:
+            for box in portions(grid, _PIECE_BYTES // itemsize):
+                values = np.empty(box.num_elements, source.dtype)
+                stream.seek(source.offset_bytes + box.offset_elements * itemsize)
+                if stream.readinto(values.view(np.uint8).data) < values.nbytes:
+                    raise ExchangeError(
+                        f"{source.path}: truncated in {source.name} while it was read; "
+                        "copy the file anew"
+                    )
+                fd, end = stream.fileno(), stream.tell()
+                os.posix_fadvise(fd, 0, end, os.POSIX_FADV_DONTNEED)
+                try:
+                    with np.errstate(over="raise"):
+                        theirs[(*box.slices, ...)] = values.reshape(box.extent)
+                except FloatingPointError:
+                    raise ExchangeError(
+                        f"{source.name}: expected values that {self.dtype} holds, "
+                        "found larger ones; give params of another dtype"
+                    ) from None
         return result
 
 

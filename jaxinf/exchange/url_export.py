@@ -13,7 +13,7 @@ import math
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
@@ -48,9 +48,6 @@ _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)
 # What tensorstore raises: of a wrong spec, of a file system, of any other service.
 _FAILURES = (ValueError, OSError, RuntimeError)
 _SLICE_S = 0.1  # between looks at whether to stop
-
-Stamp: TypeAlias = tuple[int, int]
-"""The length of an object in bytes, and its CRC-32C."""
 
 
 def is_url(text: str) -> bool:
@@ -94,17 +91,6 @@ class ObjectStore:
         found = self._result(f"read {name}", lambda: self._store.read(name))
         return found.value if found.state == "value" else None
 
-    def get(self, name: str, stamp: Stamp) -> bytes:
-        """Returns an object of a known stamp."""
-        found = self.read(name)
-        if found is None or stamp_of(found) != stamp:
-            raise ExchangeError(
-                f"{self.where}: {name}: expected {stamp[0]} bytes of CRC-32C "
-                f"{stamp[1]:08x}, found {_shown(found)}; the export is torn: export to "
-                "this URL again, which writes what is missing or differs"
-            )
-        return found
-
     def put(self, name: str, value: bytes) -> None:
         """Writes an object, and reads it back."""
         self._result(f"write {name}", lambda: self._store.write(name, value))
@@ -113,16 +99,6 @@ class ObjectStore:
                 f"{self.where}: {name}: expected the {_shown(value)} that were "
                 f"written, found {_shown(found)}; this place does not keep what it is "
                 "given, or not at once: try again"
-            )
-
-    def check_all(self, wanted: Iterable[str], remedy: str) -> None:
-        """Refuses a place that lacks objects, by their names."""
-        missing = sorted(set(wanted) - self.names())
-        if missing:
-            more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-            raise ExchangeError(
-                f"{self.where}: expected all objects of an export, found none of "
-                f"{', '.join(missing[:8])}{more}; {remedy}"
             )
 
     def _result(self, action: str, begin: Callable[[], Any]) -> Any:
@@ -183,7 +159,8 @@ def _parsed(url: str) -> tuple[str, dict[str, Any]]:
     return shown, spec
 
 
-def stamp_of(value: bytes) -> Stamp:
+def stamp_of(value: bytes) -> tuple[int, int]:
+    """Returns the length of an object in bytes, and its CRC-32C."""
     return len(value), crc32c(np.frombuffer(value, np.uint8)) if value else 0
 
 
@@ -306,7 +283,7 @@ def export_url(
     total_bytes, done_bytes, num_kept = sum(one.file_bytes for one in chunks), 0, 0
     with step.reader(options.memory_bytes // _COPIES) as reader:
 
-        def bring(one: ChunkFile) -> tuple[Stamp, bool]:
+        def bring(one: ChunkFile) -> tuple[tuple[int, int], bool]:
             """Writes a chunk, unless it is there and right: zeros follow it."""
             pieces = reader.stored(one.leaf, one.state, one.chunk)
             content = b"".join(piece.values.tobytes() for piece in pieces)
@@ -325,7 +302,6 @@ def export_url(
     for name, value in documents.items():
         if name != _BEGUN:
             place.put(name, value)
-    place.check_all(objects, "they were written: try again")
     listed = {n: (num, f"{crc:08x}") for n, (num, crc) in objects.items()}
     commit = listed[_BEGUN][1]
     at = manifest.store_id, step.commit.step
@@ -431,14 +407,25 @@ def export_source(url: str, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> CopySou
             f"{found}; {remedy}"
         )
     listed = {n: (b, int(crc, 16)) for n, (b, crc) in export.objects.items()}
-    place.check_all(listed, f"they were removed: {_AGAIN}")
+    if missing := sorted(listed.keys() - place.names()):
+        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        raise ExchangeError(
+            f"{place.where}: expected all objects of an export, found none of "
+            f"{', '.join(missing[:8])}{more}; they were removed: {_AGAIN}"
+        )
 
     def get(name: str) -> bytes:
         if name not in listed:
             raise ExchangeError(
                 f"{place.where}: expected {name} in {MANIFEST}, found it not; {_AGAIN}"
             )
-        return place.get(name, listed[name])
+        found, (num_bytes, checksum) = place.read(name), listed[name]
+        if found is None or stamp_of(found) != (num_bytes, checksum):
+            raise ExchangeError(
+                f"{place.where}: {name}: expected {num_bytes} bytes of CRC-32C "
+                f"{checksum:08x}, found {_shown(found)}; the export is torn: {_AGAIN}"
+            )
+        return found
 
     where = f"{place.where}: commit.json"
     manifest = Manifest.read(f"{place.where}: jaxinf.json", get("jaxinf.json"))
