@@ -29,8 +29,14 @@ from jaxinf.transfer.files import (
 from jaxinf.transfer.memory import MACHINE_MEMORY_BYTES, free_memory
 from jaxinf.transfer.meters import ByteCounts, ByteMeters
 from jaxinf.transfer.mover import Failure, Mover
-from jaxinf.transfer.pages import PAGE_BYTES, page_ceil
-from jaxinf.transfer.pool import Buffer, BufferPool, aligned, aligned_array
+from jaxinf.transfer.pool import (
+    PAGE_BYTES,
+    Buffer,
+    BufferPool,
+    aligned,
+    aligned_array,
+    page_ceil,
+)
 from jaxinf.transfer.queues import Queues
 from jaxinf.transfer.spans import Busy, add_span, span, timeline
 from jaxinf.transfer.tasks import (

@@ -19,7 +19,7 @@ from jaxinf.errors import StoreIOError
 from jaxinf.transfer.failures import translated
 from jaxinf.transfer.files import opened
 from jaxinf.transfer.meters import ByteMeters
-from jaxinf.transfer.pages import PAGE_BYTES, page_ceil, page_floor
+from jaxinf.transfer.pool import PAGE_BYTES, page_ceil, page_floor
 from jaxinf.typing import Array, PathLikeStr
 
 REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP})

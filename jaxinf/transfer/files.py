@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxinf.transfer.failures import translated
-from jaxinf.transfer.pages import page_ceil
+from jaxinf.transfer.pool import page_ceil
 from jaxinf.typing import PathLikeStr
 
 _NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}

@@ -18,14 +18,26 @@ from typing import Literal, Protocol, overload
 import numpy as np
 
 from jaxinf.errors import StoreClosedError
-from jaxinf.transfer.pages import PAGE_BYTES, page_ceil, page_floor
 from jaxinf.typing import Array
+
+PAGE_BYTES = 4096
+"""Unit of direct I/O: of file offsets, buffer addresses and lengths."""
 
 _HUGE_BYTES = 2 << 20
 """A huge page, on x86-64 and most of AArch64; elsewhere the hint has no effect."""
 
 _SLAB_BYTES = 8 << 20
 """Buffers that are mapped together are not longer than this in all."""
+
+
+def page_floor(num_bytes: int) -> int:
+    """Rounds down to whole pages."""
+    return num_bytes - num_bytes % PAGE_BYTES
+
+
+def page_ceil(num_bytes: int) -> int:
+    """Rounds up to whole pages."""
+    return num_bytes + -num_bytes % PAGE_BYTES
 
 
 class Registry(Protocol):

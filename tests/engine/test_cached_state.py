@@ -10,7 +10,7 @@ from families import family
 
 import jaxinf
 from jaxinf.csd.cards import card
-from jaxinf.transfer.pages import page_ceil
+from jaxinf.transfer import page_ceil
 
 LEAVES = {
     "bias": ((129,), "float32"),

@@ -33,7 +33,7 @@ from jaxinf.streaming.plan import leaving
 from jaxinf.streaming.plan.compiled import Executables, measured
 from jaxinf.streaming.plan.cut_to_fit import cut_to_fit, plan_of
 from jaxinf.streaming.plan.leaving import evicted, least_bytes, plan_tiers
-from jaxinf.transfer.pages import page_ceil
+from jaxinf.transfer import page_ceil
 
 pytestmark = pytest.mark.optimized("long")
 

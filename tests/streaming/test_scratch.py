@@ -12,8 +12,7 @@ from jaxinf.streaming.move.scratch import (
     Scratch,
     place_bytes,
 )
-from jaxinf.transfer import ByteMeters
-from jaxinf.transfer.pages import page_ceil
+from jaxinf.transfer import ByteMeters, page_ceil
 from jaxinf.transfer.pool import aligned
 
 SIZES = [0, 1, 1023, 4095, 4096, 4097, PART_BYTES - 1, 2 * PART_BYTES + 5]

@@ -23,7 +23,7 @@ from jax.experimental import io_callback
 from jax.sharding import Sharding
 
 from jaxinf import compat
-from jaxinf.transfer.pages import PAGE_BYTES
+from jaxinf.transfer import PAGE_BYTES
 
 __all__ = ["Copy", "LateCopies"]
 
