@@ -14,8 +14,11 @@ import optax
 
 from jaxinf.kernels.card_kernels import named_card_kernel
 from jaxinf.kernels.card_source import card_source
-from jaxinf.kernels.compiled import source_of, standard_kernels
+from jaxinf.kernels.compiled import standard_kernels
+from jaxinf.kernels.emitter import emit
+from jaxinf.kernels.lowering import lower
 from jaxinf.native.toolchain import GENERATED, content_hash
+from jaxinf.program import Kernel
 
 HLS = Path(__file__).parents[1] / "hls"
 
@@ -26,9 +29,8 @@ def main() -> None:
             write(HLS / "generated" / f"{name}.cpp", card_text(name))
         return
     kernels = standard_kernels()
-    # The comment names versions; a file that differs only in them is not rewritten.
-    versions = {"jax": jax.__version__, "optax": optax.__version__}
-    texts = {name: source_of(k, f"{name}.", versions) for name, k in kernels.items()}
+    texts = {name: host_text(name, kernel) for name, kernel in kernels.items()}
+    # A file that differs only in its comment is not rewritten.
     write_all(GENERATED, texts, content_hash)
     write_all(
         HLS / "generated", {name: card_text(name) for name in listed_card_kernels()}
@@ -38,6 +40,15 @@ def main() -> None:
 def listed_card_kernels() -> list[str]:
     lines = (HLS / "kernels.txt").read_text().splitlines()
     return [line for line in lines if not line.startswith("#")]
+
+
+def host_text(name: str, kernel: Kernel) -> str:
+    versions = f"jax {jax.__version__}, optax {optax.__version__}"
+    lines = [f"{name}.", "", f"Emitted by jaxinf from these equations ({versions}):"]
+    lines += ["", *(f"  {line}" for line in kernel.describe())]
+    lines += ["", "# stands for a literal: c0, c1, ... below, in order of use."]
+    comment = "".join(f"// {line}".rstrip() + "\n" for line in lines)
+    return comment + emit(lower(kernel)).text
 
 
 def card_text(name: str) -> str:

@@ -5,7 +5,7 @@ the builder (`jaxinf.kernels.card_source`).
 
 A card kernel is one emitted body for one dtype of gradient, of result and of state:
 
-    jaxinf_<body>_<f32|bf16|f16>_<update|params|bf16|f16>_<f32|bf16|int8>[_topk]
+    jaxinf_<body>_<f32|bf16|f16>_<update|bf16|f16>_<f32|bf16|int8>[_topk]
 
 <body> is the name of a source in ``generated/``; literals and the prologue's scalars
 are arguments, so that one kernel serves all hyperparameters.
@@ -41,12 +41,7 @@ ESTIMATES_BYTES = 64 + 2 * 8192
 """Bytes of the table of `rsqrt_estimates`: a block, then 8,192 entries of 16 bits."""
 
 GRADIENTS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
-RESULTS = {
-    "update": "float32",
-    "params": "float32",
-    "bf16": "bfloat16",
-    "f16": "float16",
-}
+RESULTS = {"update": "float32", "bf16": "bfloat16", "f16": "float16"}
 STATES = {"": "f32", "bf16": "bf16", "int8": "int8"}
 _STATE_DTYPES = {"f32": "float32", "bf16": "bfloat16", "int8": "uint8"}
 _ITEM_BYTES = {"uint8": 1, "bfloat16": 2, "float16": 2}
@@ -116,8 +111,8 @@ class CardKernel:
       name: Name in the xclbin and of the C function.
       body: The source in ``generated/`` without its suffix.
       gradient: ``f32``, ``bf16`` or ``f16``.
-      out: ``update`` (optax's u) or ``params`` (the new master), float32; ``bf16`` or
-        ``f16``: the new params, rounded to nearest even.
+      out: ``update``: optax's u, float32; ``bf16`` or ``f16``: the new params, rounded
+        to nearest even.
       state: ``f32``; ``bf16`` or ``int8``: the store's codec.
       compressed: Whether the gradient comes as top-k values and positions.
       slots: Names of the stored state, in order.

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxinf.errors import CsdError
 from jaxinf.kernels.calls import CallInputs, EntryPoint, KernelCall, Passage
-from jaxinf.kernels.emitter import emit, header
+from jaxinf.kernels.emitter import emit
 from jaxinf.kernels.lowering import lower
 from jaxinf.layout import CODE_BLOCK, CodedSlot
 from jaxinf.native import libraries, toolchain
@@ -192,31 +192,9 @@ def compile_kernel(
       CompilerError: There is no compiler, or it failed.
     """
     source = emit(lower(kernel))
-    function, origin = None, "package"
-    if compiler is None:
-        function = libraries.load_prebuilt(source.text, level)
-        compiler = toolchain.find_compiler()
-    if function is None:
-        if compiler is None:
-            raise toolchain.CompilerError(toolchain.NO_COMPILER)
-        text = source_of(kernel)
-        function, origin = libraries.load_cached(text, level, compiler), "cache"
+    function, origin = libraries.load_function(source.text, level, compiler)
     entry = EntryPoint(function)
     return CompiledKernel(kernel, level, origin, entry, source.constants)
-
-
-def source_of(
-    kernel: Kernel,
-    title: str = "An optimizer's kernel.",
-    versions: Mapping[str, str] | None = None,
-) -> str:
-    """Returns the C++ of a kernel with its header comment.
-
-    Args:
-      versions: versions of the libraries behind the equations, by name.
-    """
-    text = emit(lower(kernel)).text
-    return header(title, kernel.describe(), versions or {}) + text
 
 
 @functools.cache

@@ -5,7 +5,7 @@ Invariant: the text depends on the equations alone. Literals are numbered argume
 hyperparameters or in the precision of their state share one compiled function.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -48,16 +48,6 @@ def emit(body: Kernel) -> Source:
       UnsupportedTransformError: A value has no 32-bit form.
     """
     return _Emitter(body).emit()
-
-
-def header(title: str, equations: Sequence[str], versions: Mapping[str, str]) -> str:
-    """Returns the comment above a source: title, equations, versions of libraries."""
-    made_with = ", ".join(f"{name} {version}" for name, version in versions.items())
-    of_versions = f" ({made_with})" if made_with else ""
-    lines = [title, "", f"Emitted by jaxinf from these equations{of_versions}:", ""]
-    lines += [f"  {line}" for line in equations]
-    lines += ["", "# stands for a literal: c0, c1, ... below, in order of use."]
-    return "".join(f"// {line}".rstrip() + "\n" for line in lines)
 
 
 @dataclass

@@ -48,27 +48,36 @@ def load_cached(source: str, level: str, compiler: str) -> Any:
     return load_library(path).jaxinf_entry
 
 
-def load_helper(path: Path) -> Any:
-    """Returns the entry point of one of `toolchain.HELPERS`.
-
-    None on processors other than x86-64 and aarch64.
+def load_function(
+    source: str, level: str, compiler: str | None = None
+) -> tuple[Any, str]:
+    """Returns the entry point of `source`, and whether the package or the cache has it.
 
     If the installed package lacks it, this blocks while it is compiled.
 
+    Args:
+      compiler: Compiles it in any case; by default what is found, if need be.
+
     Raises:
       CompilerError: There is no compiler, or it failed.
+      OSError: See `load_cached`.
     """
-    levels = toolchain.levels()
-    if not levels:
-        return None
-    source = path.read_text()
-    function = load_prebuilt(source, levels[0])
+    function = None if compiler else load_prebuilt(source, level)
     if function is not None:
-        return function
-    compiler = toolchain.find_compiler()
+        return function, "package"
+    compiler = compiler or toolchain.find_compiler()
     if compiler is None:
         raise toolchain.CompilerError(toolchain.NO_COMPILER)
-    return load_cached(source, levels[0], compiler)
+    return load_cached(source, level, compiler), "cache"
+
+
+def load_helper(path: Path) -> Any:
+    """Returns the entry point of one of `toolchain.HELPERS`; as `load_function`.
+
+    None on processors other than x86-64 and aarch64.
+    """
+    levels = toolchain.levels()
+    return load_function(path.read_text(), levels[0])[0] if levels else None
 
 
 def cached_library(key: str, compile_: Callable[[Path], None]) -> Path:

@@ -49,7 +49,7 @@ def test_scalars_are_signed_bits():
     assert values[3:-2] == tuple(np.array(card.constants, np.uint32).view(np.int32))
     assert values[-2:] == (-(1 << 30), 0x3F800000)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))
-    card = card_kernel(kernel_of(tx), FLOAT32, "params", compressed=True)
+    card = card_kernel(kernel_of(tx), FLOAT32, "update", compressed=True)
     scalars = [np.bool_(True), *[np.float32(1)] * 3]
     counts = dict.fromkeys(("num_elements", "num_selected"), 1)
     keys = dict.fromkeys(("rounding_key", "rounding_first"), 0)

@@ -20,11 +20,11 @@ from jaxinf.kernels.card_library import card_library
 KINDS = {
     # Of the engine's tests.
     "sgd_momentum": (
-        "f32_update_f32", "f32_params_f32", "bf16_bf16_f32", "f32_update_f32_topk",
+        "f32_update_f32", "bf16_bf16_f32", "f32_update_f32_topk",
     ),
     # Of the contract's cases.
     "adamw": (
-        "f32_update_f32", "f32_params_f32", "bf16_bf16_f32", "f16_f16_int8",
+        "f32_update_f32", "bf16_bf16_f32", "f16_f16_int8",
         "f32_update_bf16", "f32_update_int8",
     ),
     "lion": ("f32_update_int8",),
