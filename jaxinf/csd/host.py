@@ -118,10 +118,11 @@ class _Repeated(NamedTuple):
     call: KernelCall
     writes: Sequence[bool]
 
-    def is_of(self, extents: Sequence[Extent], kernel: Kernel, num_bytes: int) -> bool:
+    def fits(self, update: Update, inputs: CallInputs, num_bytes: int) -> bool:
         """Whether it was made for these, and a buffer of the length holds them."""
-        is_same = self.extents is extents and self.kernel is kernel
-        return is_same and self.call.num_bytes <= num_bytes
+        is_same = self.extents is update.extents and self.kernel is update.kernel
+        holds = is_same and self.call.num_bytes <= num_bytes
+        return holds and self.call.fits(inputs, update.given)
 
 
 class HostCsd:
@@ -199,11 +200,8 @@ class HostCsd:
         values = gradient.values if is_sparse else gradient
         sent = CallInputs(values, out, inputs.scalars, inputs.arrays)
         if is_sparse:
-            states, passage.writes = (
-                self._states(own, update),
-                _written(extents, kernel),
-            )
-            found = compiled(kernel)
+            passage.writes = _written(extents, kernel)
+            found, states = compiled(kernel), self._states(own, update)
             is_finite = run_sparse(found, states, gradient, sent, passage)
         else:
             call, passage.writes = self._call(own, update, sent)
@@ -227,8 +225,7 @@ class HostCsd:
         """Returns a checked call, and what it writes; kept if the extents will be."""
         extents, kernel = update.extents, update.kernel
         kept = self._repeated.get(id(extents))
-        is_of_these = kept and kept.is_of(extents, kernel, own.num_bytes)
-        if kept is not None and is_of_these and kept.call.fits(inputs, update.given):
+        if kept is not None and kept.fits(update, inputs, own.num_bytes):
             return kept.call, kept.writes
         states, writes = self._states(own, update), _written(extents, kernel)
         seed = {"key": update.rounding.key, "first": update.rounding.first}
