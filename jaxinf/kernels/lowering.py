@@ -135,7 +135,6 @@ class _Builder:
 
     equations: list[Equation] = field(default_factory=list)
     _results: dict[Equation, Result] = field(default_factory=dict)
-    _uniform: list[bool] = field(default_factory=list)
 
     def emit(self, op: str, dtype: np.dtype, *inputs: Operand, **params: int) -> Result:
         equation = Equation(op, inputs, tuple(sorted(params.items())), dtype)
@@ -146,11 +145,7 @@ class _Builder:
             result = Result(len(self.equations), equation.dtype)
             self._results[equation] = result
             self.equations.append(equation)
-            self._uniform.append(all(map(self.is_uniform, equation.inputs)))
         return self._results[equation]
-
-    def is_uniform(self, operand: Operand) -> bool:
-        return _is_uniform(operand, self._uniform)
 
 
 class _Simplifier(_Builder):
@@ -239,7 +234,8 @@ class _Simplifier(_Builder):
         return self.emit("reciprocal", FLOAT32, divisor)
 
     def _quotient(self, x: Operand, y: Operand) -> Operand:
-        if not self.is_uniform(x) and self._is_inverted(y):
+        is_uniform = _is_uniform(x, uniform_results(self.equations))
+        if not is_uniform and self._is_inverted(y):
             return self._product(x, self._reciprocal(y))
         if root := self._find("sqrt", y):
             return self._product(x, self.emit("rsqrt", FLOAT32, *root))
@@ -254,13 +250,12 @@ class _Simplifier(_Builder):
         return self.emit("div", FLOAT32, x, y)
 
     def _is_inverted(self, divisor: Operand) -> bool:
-        if isinstance(divisor, Constant):
-            return True
-        return (
-            isinstance(divisor, Input)
-            and divisor.kind == "scalar"
-            and divisor.index in self._reciprocals
-        )
+        match divisor:
+            case Constant():
+                return True
+            case Input(kind="scalar"):
+                return divisor.index in self._reciprocals
+        return False
 
     def _power(self, base: Operand, exponent: int) -> Operand:
         result: Operand | None = None
