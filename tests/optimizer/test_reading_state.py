@@ -57,6 +57,9 @@ def test_stored_arrays_have_optax_s_names_and_shapes(open_store):
     for found, like in ((mu["w"], PARAMS["w"]), (mu["deep"][1], PARAMS["deep"][1])):
         assert (found.shape, found.dtype) == (like.shape, like.dtype)
     assert repr(mu["deep"][0]) == "StoredArray(mu of deep/0)"
+    for use in (np.asarray, jnp.sum, lambda x: x == 0, lambda x: x.sum()):
+        with pytest.raises(jaxinf.StoreError, match="mu of leaf w is in the store"):
+            use(mu["w"])
     with pytest.raises(AttributeError, match=r"'hyperparams'; .*tree_get\(state, "):
         _ = state.hyperparams
     for protocol in ("__array__", "__jax_array__", "_asdict_"):
