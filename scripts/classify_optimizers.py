@@ -271,7 +271,7 @@ def classify(name: str, case: Case) -> tuple[str, ...]:
     except Exception as error:  # optax may raise anything
         return REFUSED, REFUSED, "", "", f"optax: {str(error).splitlines()[0]}"
     leaf = program.leaves[-1]
-    if num := leaf.kernel.num_arrays:
+    if num := len(leaf.kernel.array_dtypes):
         notes.append(f"arrays of the leaf's shape that the JAX device computes: {num}")
     return (
         EXACT if name.split(",")[0] in BITS else NEAR,

@@ -377,7 +377,7 @@ def _check_compressed(compression: TopK, program: UpdateProgram) -> None:
     Raises:
       UnsupportedTransformError: gives the reason and the remedy.
     """
-    recall, dense = program.recall, [x for x in program.leaves if x.kernel.num_arrays]
+    recall, dense = program.recall, [x for x in program.leaves if x.kernel.array_dtypes]
     front = "put that in front: optax.chain(…, smart_update(tx, store, compress=…))"
     if recall is not None and recall.counter is None:
         lacking = (

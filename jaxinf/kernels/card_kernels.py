@@ -269,7 +269,7 @@ def _arguments(
 
 
 def _body_of(kernel: Kernel) -> tuple[str, tuple[int, ...]]:
-    if kernel.num_arrays:
+    if kernel.array_dtypes:
         raise _refusal("an update that needs more than scalars beside the state")
     for slot, dtype in zip(kernel.slots, kernel.slot_dtypes, strict=True):
         if dtype != FLOAT32:

@@ -85,7 +85,7 @@ class _Emitter:
         setup = "\n      , ".join(self.setup)
         text = _TEMPLATE.format(
             num_slots=len(body.slots),
-            num_arrays=body.num_arrays,
+            num_arrays=len(body.array_dtypes),
             has_update=str(body.update is not None).lower(),
             writes=", ".join(map(str, [*writes, False])).lower(),
             members="".join(f"  {line}\n" for line in self.members),

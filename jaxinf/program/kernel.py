@@ -125,11 +125,6 @@ class Kernel:
         """Hash of all fields, cached: a step looks kernels up for every subgroup."""
         return hash(tuple(getattr(self, f.name) for f in fields(self)))
 
-    @property
-    def num_arrays(self) -> int:
-        """Number of prologue arrays that it reads."""
-        return len(self.array_dtypes)
-
     @cached_property
     def unchanged(self) -> frozenset[str]:
         """Slots (and ``"params"``) that the update provably does not change."""

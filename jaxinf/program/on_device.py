@@ -24,7 +24,7 @@ def is_computable(kernel: Kernel) -> bool:
     It has not if XLA computes an array outside the kernel, which decides its rounding,
     nor with an average of the params, which has the update's sum with them.
     """
-    is_whole = not kernel.num_arrays and not kernel.reduced
+    is_whole = not kernel.array_dtypes and not kernel.reduced
     return is_whole and AVERAGE not in kernel.slots
 
 

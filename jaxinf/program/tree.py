@@ -51,7 +51,7 @@ def leaf_infos(params: PyTree) -> tuple[LeafInfo, ...]:
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     if not leaves:
         raise ValueError("params: expected at least one array, found an empty tree")
-    infos = tuple(_leaf_info(path, leaf) for path, leaf in leaves)
+    infos = tuple(_leaf_info(leaf_path(keys), leaf) for keys, leaf in leaves)
     counts = Counter(info.path for info in infos)
     for info in infos:
         if counts[info.path] > 1:
@@ -96,8 +96,7 @@ def trained(params: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf if is_trained(leaf) else None, params)
 
 
-def _leaf_info(keys: tuple[Any, ...], leaf: Any) -> LeafInfo:
-    path = leaf_path(keys)
+def _leaf_info(path: tuple[str, ...], leaf: Any) -> LeafInfo:
     where = "/".join(("params", *path))
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         raise TypeError(

@@ -160,10 +160,9 @@ class InitProgram:
         Args:
           leaves: The params' leaves, deferred or not; shapes of those not needed.
         """
-        needed = {n: leaves[n] for n in self.needed_params}
         given = {
-            n: leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
-            for n, leaf in needed.items()
+            n: leaf if isinstance(leaf := leaves[n], jax.Array) else np.asarray(leaf)
+            for n in self.needed_params
         }
 
         def run(given: dict[int, Any]) -> Any:

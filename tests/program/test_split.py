@@ -215,7 +215,7 @@ def test_what_needs_no_storage_is_an_array():
         {"w": jnp.ones((2, 3))},
     )
     kernel = program.leaves[0].kernel
-    assert kernel.num_arrays == 2
+    assert len(kernel.array_dtypes) == 2
     gradients, params = [jnp.ones((2, 3))], [jnp.ones((2, 3), jnp.bfloat16)]
     _, (inputs,) = program.prologue(gradients, params, [])
     assert {array.shape for array in inputs.arrays} == {(2, 3)}
