@@ -13,7 +13,7 @@ are arguments, so that one kernel serves all hyperparameters.
 
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -203,13 +203,34 @@ def card_kernel(
     """
     body, constants = _body_of(kernel)
     gradient, state = GRADIENTS[gradient_dtype.name], STATES[codec]
-    name = f"jaxinf_{body}_{gradient}_{out}_{state}{'_topk' if compressed else ''}"
-    arguments = _arguments(
-        kernel, gradient_dtype.name, out, state, len(constants), compressed
-    )
+    number: Count = "selected" if compressed else "elements"
+    pointers: list[tuple[str, str, bool, Count]] = []
+    pointers.append(("gradient", gradient_dtype.name, False, number))
+    if compressed:
+        pointers.append(("indices", "int32", False, "selected"))
+    states: list[tuple[str, str, Count]] = [("params", "float32", "elements")]
+    for slot in kernel.slots:
+        states.append((slot, _STATE_DTYPES[state], "elements"))
+        if state == "int8":
+            states.append((f"{slot}_scales", "float32", "blocks"))
+    for name, dtype, count in states:
+        pointers.append((f"{name}_in", dtype, False, count))
+        pointers.append((f"{name}_out", dtype, True, count))
+    if any(equation.op == "rsqrt" for equation in lower(kernel).equations):
+        pointers.append(("rsqrt_estimates", "uint32", False, "estimates"))
+    pointers.append(("out", RESULTS[out], True, "elements"))
+    pointers.append(("status", "uint32", True, "status"))
+    names = ["num_elements", *(["num_selected"] if compressed else [])]
+    words = [(name, "uint32") for name in (*names, "rounding_key", "rounding_first")]
+    words += [(f"c{i}", "float32") for i in range(len(constants))]
+    for i, dtype in enumerate(kernel.scalar_dtypes):
+        words.append((f"s{i}", "uint32" if dtype == np.bool_ else dtype.name))
+    arguments = [CardArgument(n, "pointer", t, o, c) for n, t, o, c in pointers]
+    arguments += [CardArgument(name, "scalar", dtype) for name, dtype in words]
     return CardKernel(
-        name, body, gradient, out, state, compressed, kernel.slots,
-        tuple(arguments), constants,
+        f"jaxinf_{body}_{gradient}_{out}_{state}{'_topk' if compressed else ''}",
+        body, gradient, out, state, compressed, kernel.slots, tuple(arguments),
+        constants,
     )  # fmt: skip
 
 
@@ -232,40 +253,6 @@ def named_card_kernel(name: str) -> CardKernel:
         )
     dtype, codec = np.dtype(dtypes[match[2]]), codecs[match[4]]
     return card_kernel(kernel, dtype, match[3], codec, bool(match[5]))
-
-
-def _arguments(
-    kernel: Kernel,
-    gradient: str,
-    out: str,
-    state: str,
-    num_constants: int,
-    compressed: bool,
-) -> Iterator[CardArgument]:
-    """Yields pointers, then scalars."""
-    number: Count = "selected" if compressed else "elements"
-    yield CardArgument("gradient", "pointer", gradient, count=number)
-    if compressed:
-        yield CardArgument("indices", "pointer", "int32", count="selected")
-    states: list[tuple[str, str, Count]] = [("params", "float32", "elements")]
-    for slot in kernel.slots:
-        states.append((slot, _STATE_DTYPES[state], "elements"))
-        if state == "int8":
-            states.append((f"{slot}_scales", "float32", "blocks"))
-    for name, dtype, count in states:
-        yield CardArgument(f"{name}_in", "pointer", dtype, False, count)
-        yield CardArgument(f"{name}_out", "pointer", dtype, True, count)
-    if any(equation.op == "rsqrt" for equation in lower(kernel).equations):
-        yield CardArgument("rsqrt_estimates", "pointer", "uint32", count="estimates")
-    yield CardArgument("out", "pointer", RESULTS[out], True, "elements")
-    yield CardArgument("status", "pointer", "uint32", True, "status")
-    names = ["num_elements", *(["num_selected"] if compressed else [])]
-    words = [(name, "uint32") for name in (*names, "rounding_key", "rounding_first")]
-    words += [(f"c{i}", "float32") for i in range(num_constants)]
-    for i, dtype in enumerate(kernel.scalar_dtypes):
-        words.append((f"s{i}", "uint32" if dtype == np.bool_ else dtype.name))
-    for name, dtype in words:
-        yield CardArgument(name, "scalar", dtype)
 
 
 def _body_of(kernel: Kernel) -> tuple[str, tuple[int, ...]]:
