@@ -68,15 +68,11 @@ def stored_arrays(
     params: Array | CodedSlot, slots: Sequence[Array | CodedSlot]
 ) -> list[Array]:
     """Returns the arrays of a subgroup in their order on the drive, codes apart."""
-    result = []
-    for state in (params, *slots):
-        if not isinstance(state, CodedSlot):
-            result.append(state)
-            continue
-        result.append(state.codes)
-        if state.beside is not None:
-            result.append(state.beside)
-    return result
+    states = (
+        (state.codes, state.beside) if isinstance(state, CodedSlot) else (state,)
+        for state in (params, *slots)
+    )
+    return [array for own in states for array in own if array is not None]
 
 
 class EntryPoint:
@@ -144,7 +140,12 @@ class KernelCall:
         params = states[0]
         codes = params.codes if isinstance(params, CodedSlot) else params
         self._shape, self._dtypes = out.shape, (gradient.dtype, out.dtype, codes.dtype)
-        self._places = [_place(state, address, key, first) for state in states]
+        self._places: list[tuple[int, int | None, int, int | None, int]] = []
+        for state in states:  # offsets, code, and seed of its own
+            data, beside, code, own_key, own_first = array_fields(state)
+            own = own_key - key if isinstance(state, CodedSlot) else None
+            at = beside - address if beside else None
+            self._places.append((data - address, at, code, own, own_first - first))
         stored = stored_arrays(params, states[1:])
         ends = [array.ctypes.data + array.nbytes for array in stored]
         self.num_bytes = max(ends) - address
@@ -256,13 +257,3 @@ def scalar_word(number: np.generic | Array) -> int:
     if number.dtype == np.bool_:
         return _WORD if number else 0
     return int.from_bytes(number.tobytes(), sys.byteorder)
-
-
-def _place(
-    state: Array | CodedSlot, address: int, key: int, first: int
-) -> tuple[int, int | None, int, int | None, int]:
-    """Returns where a buffer has a state: offsets, code, and seed of its own."""
-    data, beside, code, own_key, own_first = array_fields(state)
-    own = own_key - key if isinstance(state, CodedSlot) else None
-    at = beside - address if beside else None
-    return data - address, at, code, own, own_first - first

@@ -203,14 +203,10 @@ def standard_kernels() -> Mapping[str, Kernel]:
 
     The first call traces them all, which takes about a second.
     """
-    kernels: dict[str, Kernel] = {}
-    known: set[str] = set()
+    by_text: dict[str, tuple[str, Kernel]] = {}
     for name, kernel in traced_kernels().items():
-        text = emit(lower(kernel)).text
-        if text not in known:
-            known.add(text)
-            kernels[name] = kernel
-    return MappingProxyType(kernels)
+        by_text.setdefault(emit(lower(kernel)).text, (name, kernel))
+    return MappingProxyType(dict(by_text.values()))
 
 
 _LOCK = threading.Lock()

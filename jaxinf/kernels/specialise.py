@@ -8,7 +8,7 @@ a boolean scalar, and multiplies the update by zero between two emissions.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -26,6 +26,13 @@ from jaxinf.program import (
 from jaxinf.typing import Array
 
 _Known = tuple[bool | None, ...]
+
+_LOGIC: Mapping[str, Callable[[list[bool]], bool]] = {
+    "not": lambda inputs: not inputs[0],
+    "and": all,
+    "or": any,
+    "convert_element_type": lambda inputs: inputs[0],
+}
 
 # Operations that map zero to zero. Products with zero count as zero, too, which is
 # exact for finite values.
@@ -131,7 +138,8 @@ def _decided(
         return inputs[1 + int(first.value)]
     literals = [bool(i.value) for i in inputs if isinstance(i, Constant)]
     if first.dtype == np.bool_ and len(literals) == len(inputs):
-        return _logic(equation, literals)
+        logic = _LOGIC.get(equation.op)
+        return Constant.of(logic(literals), equation.dtype) if logic else None
     is_zero = [_is_zero(operand) for operand in inputs]
     if equation.dtype.kind in "fV" and has_zeros:
         if equation.op == "mul" and any(is_zero):
@@ -139,21 +147,6 @@ def _decided(
         if equation.op in _KEEP_ZERO and is_zero[0]:
             return Constant.of(0, equation.dtype)
     return None
-
-
-def _logic(equation: Equation, inputs: list[bool]) -> Operand | None:
-    match equation.op:
-        case "not":
-            value = not inputs[0]
-        case "and":
-            value = all(inputs)
-        case "or":
-            value = any(inputs)
-        case "convert_element_type":
-            value = inputs[0]
-        case _:
-            return None
-    return Constant.of(value, equation.dtype)
 
 
 def _is_zero(operand: Operand) -> bool:
