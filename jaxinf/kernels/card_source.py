@@ -33,11 +33,20 @@ def card_source(cards: Sequence[CardKernel]) -> str:
 
 
 def _kernel(card: CardKernel) -> Iterator[str]:
-    arguments = [_parameter(argument) for argument in card.arguments]
+    words = [f"    jaxinf::Word {scalar.name}" for scalar in card.scalars]
+    memory = [
+        f"    {'' if one.is_output else 'const '}jaxinf::Wide* {one.name}"
+        for one in card.pointers
+    ]
     yield f"JAXINF_CARD_KERNEL void {card.name}("
-    yield ",\n".join(f"    {argument}" for argument in arguments) + ") {"
-    for pointer in card.pointers:
-        yield f"#pragma HLS INTERFACE m_axi port={pointer.name} " + _port(card, pointer)
+    yield ",\n".join([*memory, *words]) + ") {"
+    for one in card.pointers:
+        way = "write" if one.is_output else "read"
+        bursts = f"num_{way}_outstanding=16 max_{way}_burst_length=64"
+        num_bytes = one.num_bytes(_COSIM_ELEMENTS, _COSIM_ELEMENTS)
+        depth = f"depth={num_bytes // CARD_ALIGNMENT_BYTES}"
+        port = f"bundle={_bundle(card, one)} offset=slave {depth} {bursts}"
+        yield f"#pragma HLS INTERFACE m_axi port={one.name} {port}"
     yield "  using namespace jaxinf;"
     for kind, names in sorted(_streams(card).items()):
         if names:
@@ -49,32 +58,17 @@ def _kernel(card: CardKernel) -> Iterator[str]:
     yield "}"
 
 
-def _parameter(argument: CardArgument) -> str:
-    if argument.kind == "scalar":
-        return f"jaxinf::Word {argument.name}"
-    const = "" if argument.is_output else "const "
-    return f"{const}jaxinf::Wide* {argument.name}"
-
-
 def _bundle(card: CardKernel, pointer: CardArgument) -> str:
     """Returns the port of a pointer. Each port has one reader and one writer."""
     for end in ("_in", "_out"):
         if pointer.name.endswith(end):
             return pointer.name.removesuffix(end)
-    if pointer.name == "out":
+    if pointer.name in ("gradient", "out"):
         return "gradient"
     # Short pointers share the status's port. If two inputs are short, the table gets a
     # port of its own.
-    if pointer.name == "rsqrt_estimates" and card.compressed:
-        return pointer.name
-    return "gradient" if pointer.name == "gradient" else "status"
-
-
-def _port(card: CardKernel, pointer: CardArgument) -> str:
-    way = "write" if pointer.is_output else "read"
-    bursts = f"num_{way}_outstanding=16 max_{way}_burst_length=64"
-    depth = pointer.num_bytes(_COSIM_ELEMENTS, _COSIM_ELEMENTS) // CARD_ALIGNMENT_BYTES
-    return f"bundle={_bundle(card, pointer)} offset=slave depth={depth} {bursts}"
+    is_alone = pointer.name == "rsqrt_estimates" and card.compressed
+    return pointer.name if is_alone else "status"
 
 
 def _streams(card: CardKernel) -> dict[str, list[str]]:

@@ -9,7 +9,6 @@ import platform
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import numpy as np
 
@@ -132,11 +131,10 @@ def _check_arguments(
 
 
 def compiled(kernel: Kernel) -> CompiledKernel:
-    """Returns the kernel as machine code.
+    """Returns the kernel as machine code; a process finds each once. Thread-safe.
 
     The package contains the common optimizers; others are compiled once and kept in
-    `toolchain.cache_directory`. Blocks while the compiler runs. Thread-safe; a process
-    finds each kernel once.
+    `toolchain.cache_directory`. Blocks while the compiler runs.
 
     Raises:
       UnsupportedTransformError: it computes with integers of fewer than 32 bits.
@@ -206,7 +204,7 @@ def standard_kernels() -> Mapping[str, Kernel]:
     by_text: dict[str, tuple[str, Kernel]] = {}
     for name, kernel in traced_kernels().items():
         by_text.setdefault(emit(lower(kernel)).text, (name, kernel))
-    return MappingProxyType(dict(by_text.values()))
+    return dict(by_text.values())
 
 
 _LOCK = threading.Lock()
