@@ -225,7 +225,7 @@ def describe(
             forms = (sent, *forms[: compression.warmup_steps])
         leaves.append(LeafDescription(record, leaf.kernel, first.kernel, forms, held))
     paths = tuple(map(encode_path, init.layout.scalar_keys))
-    codec = "" if average is None else average._codec
+    codec = "bf16" if average is not None and average.form == "bf16" else ""
     return StoreDescription(tuple(leaves), paths, codec, init.layout)
 
 

@@ -21,17 +21,16 @@ class ExtraArgs:
     @classmethod
     def of(cls, extra_args: Mapping[str, Any]) -> "ExtraArgs":
         leaves, treedef = jax.tree_util.tree_flatten_with_path(dict(extra_args))
-        known = [(p[0].key, _aval(x) if _is_dynamic(x) else x) for p, x in leaves]
-        return cls(treedef, tuple(known))
+        return cls(treedef, tuple((path[0].key, _known(x)) for path, x in leaves))
 
     @property
     def dynamic(self) -> list[tuple[str, jax.ShapeDtypeStruct]]:
         """The inputs' names and shapes."""
-        return [pair for pair in self.leaves if _is_input(pair[1])]
+        return [pair for pair in self.leaves if isinstance(pair[1], _Aval)]
 
     def rebuild(self, dynamic: Sequence[jax.Array]) -> dict[str, Any]:
         values = iter(dynamic)
-        leaves = [next(values) if _is_input(x) else x for _, x in self.leaves]
+        leaves = [next(values) if isinstance(x, _Aval) else x for _, x in self.leaves]
         return self.treedef.unflatten(leaves)
 
     def dynamic_values(self, extra_args: Mapping[str, Any]) -> list[jax.Array]:
@@ -41,8 +40,8 @@ class ExtraArgs:
             raise _mismatch(str(self.treedef), str(treedef))
         values = list[jax.Array]()
         for leaf, (_, known) in zip(leaves, self.leaves, strict=True):
-            if _is_input(known):
-                if not _is_dynamic(leaf) or tuple(jnp.shape(leaf)) != known.shape:
+            if isinstance(known, _Aval):
+                if getattr(_known(leaf), "shape", None) != known.shape:
                     raise _mismatch(str(known), repr(leaf))
                 values.append(jnp.asarray(leaf).astype(known.dtype))
             elif leaf is not known and (
@@ -52,21 +51,15 @@ class ExtraArgs:
         return values
 
 
-def _is_input(known: Any) -> bool:
-    return isinstance(known, jax.ShapeDtypeStruct)
+_Aval = jax.ShapeDtypeStruct
 
 
-def _is_dynamic(leaf: Any) -> bool:
-    numbers = (int, float, complex)
-    is_number = isinstance(leaf, numbers) and not isinstance(leaf, bool)
-    return is_number or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
-
-
-def _aval(leaf: Any) -> jax.ShapeDtypeStruct:
-    if hasattr(leaf, "dtype"):
-        return jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype)
-    array = jax.eval_shape(lambda: jnp.asarray(leaf))
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, weak_type=True)
+def _known(leaf: Any) -> Any:
+    """Returns the shape of an array or a number, an input; other leaves as they are."""
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        return _Aval(tuple(leaf.shape), leaf.dtype)
+    is_number = isinstance(leaf, int | float | complex) and not isinstance(leaf, bool)
+    return _Aval((), jnp.result_type(leaf), weak_type=True) if is_number else leaf
 
 
 def _mismatch(expected: str, found: str) -> ValueError:

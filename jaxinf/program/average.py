@@ -32,11 +32,6 @@ class Average:
     debias: bool = False
     form: AverageFormat = "fp32"
 
-    @property
-    def _codec(self) -> str:
-        """The codec of its stored array; empty for none."""
-        return "bf16" if self.form == "bf16" else ""
-
 
 class AveragedState(NamedTuple):
     """The state of an optimizer with an average.

@@ -262,11 +262,16 @@ class _WithoutConditionals(Inliner):
         if branches is not None and inputs[0].is_literal:
             chosen = min(max(int(inputs[0].constant), 0), len(branches) - 1)
             return self.call(eqn, branches[chosen], inputs[1:])
-        if branches is not None and not _is_of_scalars(inputs, avals):
-            return self._selected(eqn, branches, inputs)
-        if _is_identity(name, inputs, avals):
-            return inputs[: len(avals)]
-        return super().equation(eqn, inputs)
+        if branches is not None:
+            shapes = [value.shape for value in inputs] + [aval.shape for aval in avals]
+            # One that neither takes nor gives more than scalars is kept.
+            if any(shapes) or any(value.stored for value in inputs):
+                return self._selected(eqn, branches, inputs)
+        is_identity = name in compat.IDENTITIES and all(
+            value.shape == tuple(aval.shape) and value.dtype == aval.dtype
+            for value, aval in zip(inputs, avals, strict=False)
+        )
+        return inputs[: len(avals)] if is_identity else super().equation(eqn, inputs)
 
     def _selected(
         self, eqn: Any, branches: Sequence[Any], inputs: Sequence[Value]
@@ -282,18 +287,3 @@ class _WithoutConditionals(Inliner):
                 node = Node(select, (index, *cases), {}, sources=sources)
                 found += self.append(node, [var.aval])
         return found
-
-
-def _is_of_scalars(inputs: Sequence[Value], avals: Sequence[Any]) -> bool:
-    """Whether a conditional is kept: it neither takes nor gives more than scalars."""
-    shapes = [value.shape for value in inputs] + [aval.shape for aval in avals]
-    return not any(shapes) and not any(value.stored for value in inputs)
-
-
-def _is_identity(name: str, inputs: Sequence[Value], avals: Sequence[Any]) -> bool:
-    if name not in compat.IDENTITIES:
-        return False
-    return all(
-        value.shape == tuple(aval.shape) and value.dtype == aval.dtype
-        for value, aval in zip(inputs, avals, strict=False)
-    )

@@ -51,7 +51,22 @@ def leaf_infos(params: PyTree) -> tuple[LeafInfo, ...]:
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     if not leaves:
         raise ValueError("params: expected at least one array, found an empty tree")
-    infos = tuple(_leaf_info(leaf_path(keys), leaf) for keys, leaf in leaves)
+    infos: list[LeafInfo] = []
+    for keys, leaf in leaves:
+        path = leaf_path(keys)
+        where = "/".join(("params", *path))
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            raise TypeError(
+                f"{where}: expected an array, found {type(leaf).__name__}; make a "
+                "number an array, jnp.float32(x), and keep other values out of the "
+                "params tree"
+            )
+        if leaf.dtype not in FLOAT_DTYPES:
+            raise TypeError(
+                f"{where}: expected float32, bfloat16 or float16, found {leaf.dtype}; "
+                "keep other arrays out of the params tree, or cast them"
+            )
+        infos.append(LeafInfo(path, tuple(leaf.shape), np.dtype(leaf.dtype)))
     counts = Counter(info.path for info in infos)
     for info in infos:
         if counts[info.path] > 1:
@@ -59,7 +74,7 @@ def leaf_infos(params: PyTree) -> tuple[LeafInfo, ...]:
                 f"{info.name}: expected one leaf per path, found two; paths are told "
                 "apart as strings, so rename one (1 and '1' are the same name)"
             )
-    return infos
+    return tuple(infos)
 
 
 def leaf_path(keys: tuple[Any, ...]) -> tuple[str, ...]:
@@ -94,18 +109,3 @@ def is_trained(leaf: Any) -> bool:
 def trained(params: PyTree) -> PyTree:
     """Returns the params with None for each leaf that is not trained."""
     return jax.tree.map(lambda leaf: leaf if is_trained(leaf) else None, params)
-
-
-def _leaf_info(path: tuple[str, ...], leaf: Any) -> LeafInfo:
-    where = "/".join(("params", *path))
-    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-        raise TypeError(
-            f"{where}: expected an array, found {type(leaf).__name__}; make a number "
-            "an array, jnp.float32(x), and keep other values out of the params tree"
-        )
-    if leaf.dtype not in FLOAT_DTYPES:
-        raise TypeError(
-            f"{where}: expected float32, bfloat16 or float16, found {leaf.dtype}; keep "
-            "other arrays out of the params tree, or cast them"
-        )
-    return LeafInfo(path, tuple(leaf.shape), np.dtype(leaf.dtype))
