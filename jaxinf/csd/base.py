@@ -155,9 +155,11 @@ class CsdBuffer(Protocol):
     @property
     def num_bytes(self) -> int:
         """Its length."""
+        ...
 
     def release(self) -> None:
         """Returns the memory; its views must no longer be used."""
+        ...
 
 
 class Transfer(NamedTuple):
@@ -182,13 +184,16 @@ class Csd(Protocol):
     @property
     def memory(self) -> object:
         """The memory of its buffers; CSDs with the same memory compete for it."""
+        ...
 
     @property
     def is_host(self) -> bool:
         """Whether `update` runs on the caller's thread, where no interrupt ends it."""
+        ...
 
     def acquire(self, num_bytes: int) -> CsdBuffer | None:
         """Returns a buffer, or None if the budget has no room now; never blocks."""
+        ...
 
     def read(self, transfers: Sequence[Transfer]) -> None:
         """Drive → buffers.
@@ -196,6 +201,7 @@ class Csd(Protocol):
         Raises:
           StoreIOError: naming file, offset and errno.
         """
+        ...
 
     def write(self, transfers: Sequence[Transfer]) -> None:
         """Buffers → drive; complete but not yet durable on return.
@@ -203,6 +209,7 @@ class Csd(Protocol):
         Raises:
           StoreIOError, StoreSpaceError: naming file, offset and errno.
         """
+        ...
 
     def checksum(self, buffer: CsdBuffer, extent: Extent) -> int | None:
         """Returns the CRC-32C of a state's elements in the buffer, without padding.
@@ -210,15 +217,18 @@ class Csd(Protocol):
         None between `read` and the next `update` if the CSD computes it in the pass of
         the update; then request it from `update`.
         """
+        ...
 
     def update(self, buffer: CsdBuffer, update: Update) -> UpdateOutcome:
         """Runs a kernel over the subgroup in the buffer."""
+        ...
 
     def view(self, buffer: CsdBuffer, extent: Extent) -> Array:
         """Returns a state of the buffer for the host to read, until the release.
 
         This is fast for a state that was read `for_host`; a card's own memory is slow.
         """
+        ...
 
     def put(
         self,
@@ -232,6 +242,7 @@ class Csd(Protocol):
           buffer, extent: the buffer, and the state in it.
           values: of the extent's dtype.
         """
+        ...
 
 
 class CsdFleet(Protocol):
@@ -240,13 +251,16 @@ class CsdFleet(Protocol):
     @property
     def peak_bytes(self) -> int:
         """Peak bytes of buffers in one memory so far."""
+        ...
 
     def limit_memory(self, num_bytes: int) -> None:
         """Limits the host memory of buffers from now on."""
+        ...
 
     @property
     def num_kernels(self) -> int:
         """Number of updates to run at once; a CSD may run fewer."""
+        ...
 
     def check(self, needs: Sequence[KernelNeed]) -> None:
         """Refuses needs that this kind of CSD cannot meet, before anything is written.
@@ -254,6 +268,7 @@ class CsdFleet(Protocol):
         Raises:
           CsdError: names the leaf, the missing feature and the remedy.
         """
+        ...
 
     def check_buffer(self, num_bytes: int, num_elements: int) -> None:
         """Refuses subgroups that are too long for the CSDs' memory.
@@ -261,6 +276,7 @@ class CsdFleet(Protocol):
         Raises:
           CsdError: gives the length, the memory and the remedy.
         """
+        ...
 
     def attach(
         self, directories: Sequence[Path], buffer_bytes: int, num_elements: int
@@ -271,6 +287,8 @@ class CsdFleet(Protocol):
           directories: one existing directory for each CSD.
           buffer_bytes, num_elements: size of the longest subgroup.
         """
+        ...
 
     def close(self) -> None:
         """Releases all resources; buffers still lent stay valid until their release."""
+        ...
