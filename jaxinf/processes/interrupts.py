@@ -31,6 +31,7 @@ class Ending:
         self._lock.acquire()
 
     def reach(self) -> None:
+        """Ends all waits, those to come included."""
         self.is_reached = True
         self._lock.release()
 
@@ -50,6 +51,7 @@ class Work:
         self.ending = Ending()
 
     def run(self) -> None:
+        """Runs the function, at the first call, and keeps what it raises."""
         function, self._function = self._function, None
         if function is None:
             return
