@@ -251,13 +251,16 @@ class Plan:
 
         One call runs, and the next waits with its params and room for its outputs.
         """
-        early = (use._replace(start=max(0, use.start - 1)) for use in self.uses)
+        early = (Stay(max(0, one - 1), end, size) for one, end, size, _ in self.uses)
         params = occupancy(len(self.calls), early)
-        programs, found = self.programs, (params + self.held_bytes()).tolist()
+        found = (params + self.held_bytes()).tolist()
+        reused = {
+            key: sum(program.input_bytes[i] for i in self.donated[key])
+            for key, program in self.programs.items()
+        }
         for number, call in enumerate(self.calls):
             key = call.program.key
-            reused = sum(programs[key].input_bytes[i] for i in self.donated[key])
-            new = sum(self._made_bytes(number)) - reused
+            new = sum(self._made_bytes(number)) - reused[key]
             found[number] += new + self.temp_bytes.get(key, 0)
             if number:
                 found[number - 1] += new

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count, pairwise
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from jaxinf.program import Graph, Value
 from jaxinf.streaming.plan.calls import Call, Slot
@@ -139,16 +139,16 @@ def _uses(calls: Sequence[Call], starts: Sequence[int]) -> tuple[Stay, ...]:
     Args:
       starts: First calls of blocks.
     """
-    latest, found = dict[Piece, int](), list[Stay]()
+    latest, found = dict[Piece, list[Any]](), list[list[Any]]()
     for start, end in pairwise([*starts, len(calls)]):
         for number in range(start, end):
             for piece, num_bytes in calls[number].program.params:
                 own = latest.get(piece)
-                if own is None or found[own].stop <= min(start, number - 1):
-                    own = latest[piece] = len(found)
-                    found.append(Stay(number, number + 1, num_bytes, piece))
-                found[own] = found[own]._replace(stop=number + 1)
-    return tuple(found)
+                if own is None or own[1] <= min(start, number - 1):
+                    own = latest[piece] = [number, number + 1, num_bytes, piece]
+                    found.append(own)
+                own[1] = number + 1
+    return tuple(Stay(*own) for own in found)
 
 
 def _with_lives(calls: Sequence[Call], results: Sequence[Slot]) -> tuple[Call, ...]:

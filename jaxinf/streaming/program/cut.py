@@ -4,6 +4,7 @@ Invariant: cuts depend on the graph and the limit alone; equal blocks are cut al
 """
 
 from collections.abc import Hashable, Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -52,7 +53,7 @@ def cuts_of(ready: OrderedProgram, limit_bytes: int) -> tuple[int, ...]:
 
 def _choose_cuts(ready: OrderedProgram, limit_bytes: int) -> tuple[int, ...]:
     cuts = [0]
-    for run in ready.keys.once("runs", lambda: find_runs(ready.tokens)):
+    for run in find_runs(ready.tokens):
         blocks = _blocks(ready, run)
         if blocks is None or blocks[0] < cuts[-1]:
             continue
@@ -135,6 +136,7 @@ def _ends(ready: OrderedProgram, start: int, stop: int) -> Iterator[tuple[int, i
         yield at + 1, params + kept + 2 * working
 
 
+@lru_cache(maxsize=8)  # a program is cut for many limits, and traced again
 def find_runs(tokens: tuple[Hashable, ...], start: int = 0) -> list[Run]:
     """Finds disjoint runs of at least three periods, and returns them in order.
 

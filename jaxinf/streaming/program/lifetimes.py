@@ -53,9 +53,9 @@ class Stay(NamedTuple):
 def occupancy(num_calls: int, stays: Iterable[Stay]) -> np.ndarray:
     """Returns the bytes of all stays during each call; int64, of shape (num_calls,)."""
     change = [0] * (num_calls + 1)
-    for stay in stays:
-        change[stay.start] += stay.num_bytes
-        change[stay.stop] -= stay.num_bytes
+    for start, stop, size, _ in stays:
+        change[start] += size
+        change[stop] -= size
     return np.cumsum(change[:-1], dtype=np.int64)
 
 
