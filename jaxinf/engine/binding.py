@@ -45,11 +45,7 @@ class ResumeCheck:
         self._differing = ""  # a leaf whose params differ from the run's
 
     def begin(self, step: int) -> None:
-        """Begins a comparison with a run's state of a step; no step may be under way.
-
-        Raises:
-          StaleStateError: it is not the store's.
-        """
+        """Begins a comparison with a run's state; no step may be under way."""
         self._close()
         opened = self._opened()
         if step != opened.commit.step:
@@ -85,11 +81,7 @@ class ResumeCheck:
             self._differing = record.name
 
     def finish(self) -> None:
-        """Binds the run; every leaf was compared.
-
-        Raises:
-          StoreMismatchError: the params differ from the step's.
-        """
+        """Binds the run, whose leaves were all compared, or refuses their params."""
         opened, leaf = self._opened(), self._differing
         self._close()
         path, step = opened.options.path, opened.commit.step

@@ -59,14 +59,11 @@ def carried_leaves(tree: PyTree, what: str = CARRY) -> dict[tuple[str, ...], Any
 def check_carried(
     engine: "Engine", carried: Mapping[tuple[str, ...], Any], states: Iterable[str]
 ) -> None:
-    """Refuses what a step cannot carry, or what other steps do not.
+    """Refuses what a step cannot carry, or what other steps do not: ValueError.
 
     Args:
       carried: as `carried_leaves` returns; nothing but shapes and dtypes is read.
       states: names of the store's states.
-
-    Raises:
-      ValueError: says why.
     """
     form = _form_of(carried)
     where = f"{engine.options.path}: carry"
@@ -104,10 +101,7 @@ def carry_form(carry: Iterable[CarriedArray]) -> tuple[CarriedArray, ...]:
 
 
 def read_carried(opened: "OpenStore", like: PyTree) -> PyTree:
-    """Returns what the committed step carries, in the form of a tree; blocks.
-
-    Nothing may be committed meanwhile.
-    """
+    """Returns what the committed step carries, in the form of a tree; blocks."""
     step = opened.directory.step_path(opened.chunks.committed)
     carry, wanted = opened.commit.carry, carried_leaves(like, "like")
     where = f"{opened.options.path}: carried: step {opened.commit.step}"

@@ -293,16 +293,7 @@ def make_mover(
     limits: Limits,
     failure: Failure,
 ) -> Mover:
-    """Makes the mover of a store.
-
-    Args:
-      csds: the store's CSDs, by number.
-      limits: numbers of requests that move bytes, and of tasks that compute, at once.
-      failure: receives a task's error; once it is set, no more work is done.
-
-    Raises:
-      StoreError: the process can have no more threads.
-    """
+    """Makes the mover of a store with these CSDs; see `Mover`."""
     queues = Queues(
         [(id(csd.memory), csd.is_host) for csd in csds],
         lambda task: csds[task.piece.drive].acquire(task.piece.num_bytes),
@@ -323,12 +314,7 @@ class _Executor:
         self._drives = [str(directory.csd_directory(n)) for n in range(len(csds))]
 
     def perform(self, unit: Unit) -> Sequence[Loads]:
-        """Executes a unit; of a load, returns what only the update can verify. Blocks.
-
-        Raises:
-          StoreError: the drive failed, or a chunk is damaged.
-          BaseException: any exception of a task's `compute`.
-        """
+        """Executes a unit; returns what is loaded and only the update can verify."""
         match unit:
             case Load(drive, items):
                 reads = [self._read(one, *at) for one, states in items for at in states]

@@ -141,9 +141,6 @@ def planned(
 
     Args:
       held_roots: CSD roots if the options name none.
-
-    Raises:
-      ValueError: the options do not suit the description.
     """
     master = _master_codec(options, description)
     formats = Formats(options.state or "fp32", master, description.average)
@@ -282,11 +279,7 @@ def _is_other(held: Manifest, formats: Formats) -> bool:
 def check_same(
     directory: StoreDirectory, description: StoreDescription, remedy: str = ""
 ) -> None:
-    """Refuses a store of another optimizer or tree; shows the difference.
-
-    Args:
-      remedy: a further one for the message.
-    """
+    """Refuses a store of another optimizer or tree; shows the difference."""
     held, wanted = directory.manifest, description.contents
     _check_average(directory, description)
     tree = held.tree_difference(wanted)
@@ -353,12 +346,7 @@ def keeps_feedback(compression: TopK | None) -> bool:
 
 
 def check_compression(compression: TopK | None, options: StoreOptions) -> None:
-    """Refuses an invalid compression, or one that the store cannot keep.
-
-    Raises:
-      TypeError: it is not a compression.
-      ValueError: the store cannot keep its error feedback.
-    """
+    """Refuses what is no compression, or needs what the store cannot keep."""
     if compression is not None and not isinstance(compression, TopK):
         raise TypeError(
             f"compress={compression!r}: expected jaxinf.top_k(ratio) or None"
@@ -372,11 +360,7 @@ def check_compression(compression: TopK | None, options: StoreOptions) -> None:
 
 
 def _check_compressed(compression: TopK, program: UpdateProgram) -> None:
-    """Refuses an optimizer whose gradients cannot be sent compressed.
-
-    Raises:
-      UnsupportedTransformError: gives the reason and the remedy.
-    """
+    """Refuses an optimizer whose gradients cannot be sent compressed."""
     recall, dense = program.recall, [x for x in program.leaves if x.kernel.array_dtypes]
     front = "put that in front: optax.chain(…, smart_update(tx, store, compress=…))"
     if recall is not None and recall.counter is None:

@@ -16,11 +16,7 @@ _SHORTEST_S, _LONGEST_S = 0.0005, 0.02
 
 
 def check_thread(what: str) -> None:
-    """Refuses to wait on a thread of JAX's, whose computation would wait for itself.
-
-    Raises:
-      StoreError: the caller is a callback.
-    """
+    """Refuses to wait on a thread of JAX's, whose computation would wait for itself."""
     if _is_thread_of_jax():
         raise StoreError(
             f"{what}: expected a thread of the program's, found one that Python did "
@@ -51,10 +47,7 @@ def wait_for_dispatched() -> None:
 
 
 def wait_for_callbacks() -> None:
-    """Blocks until all callbacks have run that this thread has dispatched.
-
-    Errors are not raised, since a store keeps its own.
-    """
+    """Blocks until all callbacks that this thread has dispatched have run."""
     if compat.has_backend() and not _is_thread_of_jax():
         with contextlib.suppress(Exception):
             jax.effects_barrier()

@@ -122,11 +122,7 @@ class Engine:
 
     @property
     def opened(self) -> OpenStore:
-        """Its `files`, which may still lack the initial state.
-
-        Raises:
-          StoreFormatError: there is no store yet.
-        """
+        """Its `files`, which may still lack the initial state, but must be there."""
         if self.files is None:
             raise StoreFormatError(
                 f"{self.options.path}: the store is empty until tx.init has run on it"
@@ -147,11 +143,7 @@ class Engine:
 
     @property
     def layout(self) -> StateLayout:
-        """The places of the optax state in the store.
-
-        Raises:
-          StaleStateError: no optimizer has been bound to it.
-        """
+        """The places of the optax state in the store, by the optimizer bound last."""
         layout = self._bound[-1].layout if self._bound else None
         if layout is None:
             raise StaleStateError(
@@ -161,11 +153,7 @@ class Engine:
         return layout
 
     def shape(self, description: StoreDescription) -> StoreShape:
-        """The shape of the existing or future store; writes nothing.
-
-        Raises:
-          ValueError: the options do not suit the description.
-        """
+        """The shape of the existing or future store; writes nothing."""
         if self.files is not None:
             return self.files
         return StoreShape(self.options, planned(self.options, self.group, description))
@@ -242,11 +230,7 @@ class Engine:
     def restart(self, description: StoreDescription) -> None:
         """Keeps the existing run as a checkpoint, and waits for a new one.
 
-        Steps in flight are waited for. The committed step does not change until
-        `finish_initialisation`.
-
-        Raises:
-          StoreMismatchError: the new run has other leaves or another optimizer.
+        The committed step does not change until `finish_initialisation`.
         """
         wait_for_dispatched()
         with self._guard:
@@ -288,12 +272,7 @@ class Engine:
         self.binding.at = 0
 
     def load(self, params: Sequence[Any], state: PyTree, step: int) -> None:
-        """Makes params and an optax state the store's first step after step 0.
-
-        Raises:
-          StoreMismatchError: the store is at another step, or a leaf does not fit.
-          ProcessError: another process failed.
-        """
+        """Makes params and an optax state the store's first step after step 0."""
         layout, opened = self.layout, self.opened
         with self._guard, opened.paused():
             if opened.is_new or opened.finished.step:
@@ -322,12 +301,7 @@ class Engine:
             self.files.join()
 
     def annotate(self, step: int, payload: JsonValue) -> None:
-        """Keeps a caller's payload for the commit of a step that has not finished.
-
-        Raises:
-          ValueError: the step is finished already, or the payload holds NaN or Inf.
-          TypeError: the payload has no form in JSON.
-        """
+        """Keeps a caller's payload for the commit of a step that has not finished."""
         self.health.check()
         raw = encode({"payload": payload})  # nested as it will be in the record
         payload = parse_json(raw, most_bytes=_MOST_PAYLOAD_BYTES)["payload"]
@@ -353,10 +327,7 @@ class Engine:
         self._on_close.append(action)
 
     def close(self) -> None:
-        """Ends the step in flight, stops the workers, releases the lock; idempotent.
-
-        A failure of the store is not raised here.
-        """
+        """Ends the step in flight, stops the workers; idempotent, raises no failure."""
         with self._guard:
             if self.health.is_closed:
                 return

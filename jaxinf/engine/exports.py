@@ -27,7 +27,6 @@ class ExportInfo:
     """A step that was due for export.
 
     Attributes:
-      step: its number.
       url: where it is, or was to be.
       problem: why it is not there; else empty.
     """

@@ -276,11 +276,7 @@ class OpenStore(StoreShape):
         under_way.kept[kept.leaf, kept.origin] = num_elements
 
     def recall(self, step: int, *requests: SlotRequest) -> None:
-        """Reads slots before the step's first update; blocks until every `out` is full.
-
-        Raises:
-          StaleStateError, StoreError: as `update`.
-        """
+        """Reads slots before the step's first update; blocks until they are there."""
         with self._guard:
             self._begin(step).recalls = True
             tasks = [task for one in requests for task in recall_tasks(self, one)]
@@ -451,12 +447,7 @@ class OpenStore(StoreShape):
     # --- waiting ---------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Commits every finished step; blocks until all are durable.
-
-        Raises:
-          StoreError: a step that overwrites an uncommitted one is under way.
-          BaseException: the exception that stopped the store.
-        """
+        """Commits every finished step; blocks until all are durable."""
         with self._guard:
             self.join()
             if not self.num_uncommitted:

@@ -82,12 +82,7 @@ def is_there(path: Path) -> bool:
 
 
 def join_run(path: Path) -> Group:
-    """Finds out who has a path, which is no store of one process if several have it.
-
-    Raises:
-      ProcessError: some processes do not come, or give another path.
-      StoreFormatError: there is a store of one process at the path.
-    """
+    """Finds out who has a path, which is no store of one process if several have it."""
     group = join_group(path)
     if not group.is_alone and is_there(path):
         raise StoreFormatError(
@@ -140,11 +135,7 @@ def open_place(engine: "Engine") -> OpenStore | None:
 
     Returns:
       The open store; None if there is none, or if its creation was interrupted. It is
-      then locked, and must be made again.
-
-    Raises:
-      NotADirectoryError, PermissionError: the path cannot be a store.
-      StoreError: as `jaxinf.open_store` documents; the lock is given back.
+      then locked, and must be made again. After an error the lock is given back.
     """
     options, group, path = engine.options, engine.group, engine.options.path
     _check_place(path)
@@ -236,14 +227,10 @@ def begin_anew(engine: "Engine", opened: OpenStore) -> OpenStore:
 def create(
     engine: "Engine", description: StoreDescription, *, uses_budget: bool
 ) -> OpenStore:
-    """Makes a store, also in place of an unfinished one.
+    """Makes a store, also in place of an unfinished one; one refused writes nothing.
 
     Args:
       uses_budget: whether its own memory budget will be used.
-
-    Raises:
-      StoreError: nothing was written; as `jaxinf.smart_update` documents.
-      CsdError: a CSD cannot run the optimizer.
     """
     options, group = engine.options, engine.group
 
@@ -335,11 +322,7 @@ def _whose(member: tuple[int, int] | None) -> str:
 
 
 def _held_summary(path: Path, group: Group, restore: str | None) -> JsonValue:
-    """Describes an existing member to the others.
-
-    Raises:
-      StoreError: it is not this process's member, is damaged, or lacks the checkpoint.
-    """
+    """Describes an existing member to the others, or refuses it."""
     directory = StoreDirectory.open(path)
     _check_own(directory, group)
     held = directory.manifest.member
@@ -366,10 +349,6 @@ def _common_step(path: Path, found: Sequence[Any]) -> StepId | None:
 
     Args:
       found: a `_held_summary` of each process, or None where there is no member.
-
-    Raises:
-      ProcessError: a member is missing, or they have no step in common.
-      StoreMismatchError: they are not of one run.
     """
     pairs = [(None, None) if one is None else one["steps"] for one in found]
     steps = [HeldSteps(*(one and StepId(*one) for one in pair)) for pair in pairs]
@@ -410,12 +389,7 @@ def _common_step(path: Path, found: Sequence[Any]) -> StepId | None:
 
 
 def _check_plans(path: Path, found: Sequence[Any]) -> None:
-    """Refuses members that would not fit each other, before they are made.
-
-    Raises:
-      StoreMismatchError: another optimizer, tree, mesh or version in one of them.
-      ValueError: two processes of one host share a CSD root.
-    """
+    """Refuses members that would not fit each other, before they are made."""
     same = "the same params, mesh, shardings and optimizer in all processes"
     _check_equal(path, found, versions=_VERSIONS, contents=same)
     roots = sorted(tuple(root) for one in found for root in one["roots"])

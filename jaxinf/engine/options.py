@@ -148,12 +148,7 @@ def _check_exports(every: int, url: str | None) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Refuses a path that is not a writable directory and cannot become one.
-
-    Raises:
-      NotADirectoryError: it is a file, or below one.
-      PermissionError: this user may not write to it.
-    """
+    """Refuses a path that is not a writable directory and cannot become one."""
     there = path
     while not there.exists():
         there = there.parent

@@ -130,11 +130,7 @@ def check_processes(group: Group, mesh: Any) -> None:
     """Refuses a run of several processes whose store or mesh is not of all of them.
 
     Args:
-      group: the processes that have the store.
       mesh: the params' mesh, maybe of shapes alone; None for one JAX device.
-
-    Raises:
-      DeviceConfigurationError: says what to change; nothing was written.
     """
     count, found = jax.process_count(), set[int]()
     if count == 1:
@@ -181,7 +177,6 @@ def own_parts(
     """Returns an array with what this process holds, for `put_together`; no collective.
 
     Args:
-      sharding: the array's, on a mesh of all processes.
       read: reads a box, by its origin and extent, with zeros for what others hold.
     """
     places = sharding.addressable_devices_indices_map(tuple(shape))
@@ -200,11 +195,8 @@ def own_parts(
 def put_together(parts: jax.Array, *, donates: bool = False) -> jax.Array:
     """Puts shards together whose replicas have what their process has, else zeros.
 
-    No process may come without its parts: the others would wait for ever.
-
-    Args:
-      parts: the array; its sharding is on a mesh of all processes.
-      donates: whether its memory is reused.
+    No process may come without its parts: the others would wait for ever. Its memory
+    may be given away.
     """
     sharding = parts.sharding
     assert isinstance(sharding, NamedSharding)
@@ -221,11 +213,7 @@ def gathered_whole(part: Array) -> Array:
 
 
 def replicas_differ(array: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Whether replicas of a shard have other bits, by a checksum; traceable.
-
-    Returns:
-      bool, the same on all devices.
-    """
+    """Whether replicas of a shard have other bits, on all devices alike; traceable."""
     mesh, unused = sharding.mesh, _unused_axes(sharding)
     if not unused or array.size == 0:
         return jnp.bool_(False)

@@ -41,7 +41,6 @@ class _Place(NamedTuple):
     """The place of a leaf of the optax state in a store.
 
     Attributes:
-      name: names of its keys joined by ``/``.
       leaf: number of the params' leaf; None for scalar state.
       number: number of the leaf's state, or of the scalar.
       shape, dtype: of the array; typed keys are their numbers.
@@ -79,10 +78,6 @@ def load_step(
 
     Args:
       params: leaves of the store's shapes, of 16 or 32 bits.
-
-    Raises:
-      StoreMismatchError: a tree is another, or a leaf has another shape or dtype.
-      ProcessError: another process failed.
     """
     what, group = f"load of step {step}", opened.group
     stored, scalars = group.in_all(what, lambda: _given(opened, layout, params, state))

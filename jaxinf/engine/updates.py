@@ -63,7 +63,6 @@ class FirstParams(NamedTuple):
     """The params of a leaf of a new store, or of a shard of it.
 
     Attributes:
-      leaf: its number.
       params: in their own dtype; only read.
       origin: index in the leaf of the array's first element.
       inputs: inputs of the initial state beside the params.
@@ -94,8 +93,6 @@ class SlotRequest:
     """A request for a slot of a leaf, or of a JAX device's shard of it.
 
     Attributes:
-      leaf: its number.
-      slot: the slot's name.
       origin: index in the leaf of the first element of `out`.
       out: receives the values in its dtype.
     """
@@ -111,8 +108,6 @@ class UpdateRequest:
     """The arrays of an update of a leaf, or of a JAX device's shard of it.
 
     Attributes:
-      leaf: its number.
-      kernel: the update.
       origin: index in the leaf of the arrays' first element.
       gradient: 16 or 32 bits, or its compressed form; only read.
       inputs: scalars, and arrays of the gradient's shape.
@@ -234,11 +229,7 @@ class RequestedUpdate:
         buffer: CsdBuffer,
         tells: Collection[int],
     ) -> Mapping[int, int]:
-        """Updates the buffer, and writes the result to the request's `out`.
-
-        Returns:
-          The checksums of the states in `tells`, as read.
-        """
+        """Updates the buffer and the request's `out`; returns checksums as read."""
         request, layout, origin = self._request, task.piece, self._request.origin
         subgroup, chunk = layout.subgroup, layout.chunk
         offset, num = subgroup.offset_elements, subgroup.num_elements
@@ -410,11 +401,7 @@ def nan_scalars(
 def nan_scalar_error(
     opened: "OpenStore", found: Sequence[str], scalars: Sequence[ScalarState]
 ) -> NonFiniteScalarError:
-    """Makes the error for a step that would compute with NaN.
-
-    Args:
-      scalars: the optimizer's scalars, which may name the value.
-    """
+    """Makes the error for a step that would compute with NaN; a scalar may name it."""
     named = ", ".join(
         scalar.path
         for scalar in scalars
@@ -445,12 +432,7 @@ def can_take(opened: StoreShape, leaf: int, dtype: np.dtype) -> bool:
 def moved_states(
     kernel: Kernel, layout: SubgroupLayout
 ) -> tuple[frozenset[int], tuple[int, ...]]:
-    """Returns the states that an update reads from the drive, and those it writes.
-
-    Args:
-      kernel: the update, not specialised.
-      layout: the subgroup's.
-    """
+    """Returns the states that an update, not specialised, reads and those it writes."""
     return _moved(kernel, layout.slots, layout.feedback is not None)
 
 
