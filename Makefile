@@ -106,8 +106,8 @@ test-xrt: $(VENV)/installed  ## cards' code on the real XRT runtime (installs it
 	dpkg-query --show $(XRT_PACKAGES) >/dev/null 2>&1 || ! command -v apt-get >/dev/null || { \
 	  $(SUDO) apt-get update -qq && $(SUDO) apt-get install -qq -y --no-install-recommends $(XRT_PACKAGES); }
 	$(BIN)/python -m pip install --quiet '.[test-xrt]'
-	JAXINF_TEST_XRT=$(VENV)/xrt $(BIN)/pytest -n auto --dist loadfile --timeout 900 -m 'not cards' tests/xrt \
-	  $(addprefix tests/engine/test_,$(addsuffix .py,failures integrity order steps))
+	JAXINF_TEST_XRT=$(VENV)/xrt $(BIN)/python tests/xrt/run.py $(wildcard tests/xrt/test_*.py) \
+	  $(addprefix tests/engine/test_,$(addsuffix .py,failures integrity order steps)) -- --timeout 900 -m 'not cards'
 
 test-distributed: $(VENV)/installed  ## runs in several processes (JAXINF_FAULTS=long: more, and kills)
 	$(BIN)/pytest -n 2 --dist worksteal -rP tests/distributed

@@ -1,16 +1,14 @@
 """Compiles programs for accelerators that this machine does not have.
 
 XLA compiles for a device that is described in text, without a driver. What needs
-JAX's private parts is here, and `check_private_parts` says when JAX changes them. A
-callback is compiled into a program that nothing can run: it is lowered without the
-client of its platform, which is not there.
+JAX's private parts is here. A callback is compiled into a program that nothing can run:
+it is lowered without the client of its platform, which is not there.
 
 Invariant: nothing runs for an accelerator; arguments are shapes.
 """
 
 import contextlib
 import functools
-import inspect
 import math
 import os
 import re
@@ -32,7 +30,6 @@ __all__ = [
     "CUDA_DEVICES",
     "Built",
     "Target",
-    "check_private_parts",
     "compiled",
     "compiling_for",
 ]
@@ -226,24 +223,3 @@ def _placed(target: Target, arguments: Any) -> Any:
         )
 
     return jax.tree.map(placed, arguments)
-
-
-def check_private_parts() -> None:
-    """Says which of JAX's private parts is not as this module expects.
-
-    Raises:
-      AssertionError: JAX has changed; names the part.
-    """
-    expected = {
-        mlir.ModuleContext.get_backend: ["self", "optional"],
-        compiler.backend_compile_and_load: [
-            "backend",
-            "module",
-            "executable_devices",
-            "options",
-            "host_callbacks",
-        ],
-    }
-    for function, names in expected.items():
-        found = [*inspect.signature(function).parameters]
-        assert found == names, f"{function.__qualname__}: {found}, expected {names}"

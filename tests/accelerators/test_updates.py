@@ -6,7 +6,6 @@ donated.
 
 import dataclasses
 
-import ahead_of_time
 import callback_form
 import hlo_order
 import jax
@@ -87,10 +86,6 @@ def check_donated(built, target):
     assert built.num_aliased == num_arrays > 0
     if target != "v5e":
         assert built.memory.alias_size_in_bytes == num_bytes
-
-
-def test_private_parts_of_jax_are_as_expected():
-    ahead_of_time.check_private_parts()
 
 
 @pytest.mark.parametrize("device", ["h100", *OTHERS])

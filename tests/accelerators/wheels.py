@@ -8,9 +8,9 @@ whatever plugin it finds in its environment.
 """
 
 import os
+import shutil
 import subprocess
 import sys
-import tempfile
 from importlib import metadata
 from pathlib import Path
 
@@ -20,46 +20,33 @@ EXTRAS = ("cuda12-local", "tpu")
 NAMES = ("jax-cuda12-plugin", "libtpu")
 
 
-def requirements() -> list[str]:
+def requirements() -> set[str]:
     """Returns the plugins that fit the installed JAX, and the CUDA plugin's library."""
-    found: list[str] = []
-    for text in metadata.requires("jax") or ():
-        one = Requirement(text)
-        if one.name not in NAMES or one.marker is None:
+    found = set()
+    for one in map(Requirement, metadata.requires("jax") or ()):
+        marker = one.marker
+        if one.name not in NAMES or marker is None:
             continue
-        if any(one.marker.evaluate({"extra": extra}) for extra in EXTRAS):
-            found.append(f"{one.name}{one.specifier}")
+        if any(marker.evaluate({"extra": extra}) for extra in EXTRAS):
+            found.add(f"{one.name}{one.specifier}")
             if one.name == "jax-cuda12-plugin":
-                found.append(f"jax-cuda12-pjrt{one.specifier}")
-    return sorted(set(found))
-
-
-def folder() -> Path:
-    """Returns the folder for this JAX and this Python."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return Path(cache) / "jaxinf" / f"plugins-{metadata.version('jax')}-{python}"
+                found.add(f"jax-cuda12-pjrt{one.specifier}")
+    return found
 
 
 def main() -> None:
-    """Downloads them unless they are there."""
-    place = folder()
+    """Downloads them, 0.5 GB, unless they are there."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    place = cache / "jaxinf" / f"plugins-{metadata.version('jax')}-{python}"
     if not place.exists():
-        place.parent.mkdir(parents=True, exist_ok=True)
-        wanted = requirements()
-        print(
-            f"downloading {', '.join(wanted)} into {place}: 0.5 GB, which take 1.2 GB; "
-            "once for this version of JAX",
-            file=sys.stderr,
-        )
-        with tempfile.TemporaryDirectory(dir=place.parent) as part:
-            command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-            subprocess.run([*command, "--target", f"{part}/made", *wanted], check=True)
-            try:
-                os.rename(f"{part}/made", place)
-            except OSError:
-                if not place.exists():  # else another run has made it meanwhile
-                    raise
+        part = place.with_name(f"{place.name}.part")
+        shutil.rmtree(part, ignore_errors=True)
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+        command += ["--target", str(part), *sorted(requirements())]
+        print(f"downloading 0.5 GB into {place}", file=sys.stderr)
+        subprocess.run(command, check=True)
+        part.rename(place)
     print(place)
 
 

@@ -5,16 +5,14 @@ import fcntl
 import logging
 
 import numpy as np
-import optax
 import pytest
-from csd_contract import SIMPLE, Case, Chunk
+from csd_contract import Chunk
 
 import jaxinf.transfer.direct as direct
 from jaxinf.csd import Transfer, parse_csd
 from jaxinf.csd.cards import peer, smartssd, standin
 from jaxinf.csd.cards.peer import with_card
 from jaxinf.csd.cards.smartssd import open_emulated
-from jaxinf.engine.options import StoreOptions
 from jaxinf.errors import CsdError, StoreIOError
 from jaxinf.transfer import (
     BufferPool,
@@ -67,17 +65,6 @@ def test_what_a_drive_refuses_is_not_buffered(drive, refusing):
             ):
                 move(drive / "file", buffer.array, 0, 8192, buffered=False)
     assert set(refusing) == {"direct"}
-
-
-def test_a_file_that_ends_within_a_page(drive):
-    """Its last bytes would go through the page cache."""
-    (drive / "file").write_bytes(bytes(5000))
-    with (
-        BufferPool(1 << 20).acquire(8192) as buffer,
-        pytest.raises(StoreIOError, match="cannot reach the card's memory"),
-        with_card(buffer.array, 0),
-    ):
-        write_from(drive / "file", buffer.array, 0, 5000, buffered=False)
 
 
 def test_a_page_is_tried_at_open(drive, refusing, monkeypatch):
@@ -148,15 +135,6 @@ def test_the_host_reads_the_file_and_not_the_card(written, num_elements):
     np.testing.assert_array_equal(chunk.states()[0], wanted[0])
 
 
-def test_a_frozen_leaf_is_read_by_the_host(written):
-    chunk = written(Case("frozen", tx=optax.set_to_zero()))
-    read_for_host(chunk)
-    outcome, out = chunk.update()
-    assert outcome.is_finite
-    np.testing.assert_array_equal(out, 0)
-    assert (chunk.buffer.state.array == 0xEE).all()
-
-
 def test_a_kernel_takes_what_was_read_for_the_host(written):
     """State was prefetched for a step that changes nothing, and another step came."""
     results = []
@@ -202,18 +180,3 @@ def test_a_card_that_gives_no_more(tmp_path, monkeypatch, caplog):
     for buffer in filter(None, again):
         buffer.release()
     chunk.close()
-
-
-def test_a_card_that_gives_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(standin, "DEVICE_BYTES", 3 << 14)
-    with pytest.raises(CsdError, match="bytes of its memory"):
-        Chunk(EMULATED, tmp_path, SIMPLE, 30_000)
-
-
-@pytest.mark.parametrize(
-    ("csd", "num_csds", "expected"),
-    [("host", 1, 4), ("host", 10, 20), ("emulated", 2, 4), ("smartssd", 3, 6)],
-)
-def test_workers(tmp_path, csd, num_csds, expected):
-    options = StoreOptions(tmp_path, csd=parse_csd(csd))
-    assert options.workers_of(num_csds) == expected

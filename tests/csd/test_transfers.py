@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from jaxinf.csd import Extent, HostCsd, Transfer, host
+from jaxinf.csd import Extent, HostCsd, Transfer
 from jaxinf.errors import StoreIOError
 from jaxinf.native import libraries, toolchain
 from jaxinf.native import transfers as native
@@ -14,7 +14,6 @@ from jaxinf.transfer import (
     ByteCounts,
     ByteMeters,
     read_into,
-    supports_direct,
     write_from,
 )
 
@@ -125,28 +124,6 @@ def test_what_is_unusual_among_many(tmp_path, csd, meters, way):
             call(transfers)
     for number in {*range(110)} - {70}:
         np.testing.assert_array_equal(memory(transfers[number]), wanted[number])
-
-
-def test_one_call_for_all(tmp_path, csd, monkeypatch):
-    native_or_skip()
-    function, calls = native.function(), []
-
-    def counted(*arguments):
-        calls.append(arguments[0])
-        return function(*arguments)
-
-    def refuse(*arguments):
-        raise AssertionError("one at a time")
-
-    monkeypatch.setattr(native, "function", lambda: counted)
-    if not supports_direct(tmp_path):
-        pytest.skip(f"{tmp_path}: no direct I/O there")
-    for name in ("read_into", "write_from"):
-        monkeypatch.setattr(host, name, refuse)
-    transfers = transfers_of(tmp_path, csd)
-    csd.write(transfers)
-    csd.read(transfers)
-    assert calls == [len(LENGTHS)] * 2
 
 
 def test_no_compiler_is_no_error(monkeypatch, caplog):

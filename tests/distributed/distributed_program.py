@@ -86,7 +86,6 @@ def parsed(arguments):
     parser.add_argument("--stop", help="POINT:NUMBER: until SIGCONT")
     parser.add_argument("--interrupt", type=int, help="Ctrl-C at this gradient")
     parser.add_argument("--fail", help="STEP:CALL:PATH: EIO from then on")
-    parser.add_argument("--clock", type=int, help="seconds by which it is wrong")
     parser.add_argument("--stops", action="store_true", help="after SIGTERM")
     parser.add_argument("--pace", type=float, default=0, help="seconds between steps")
     return parser.parse_args(arguments)
@@ -154,9 +153,6 @@ def begin(given):
     """Does what happens before the store is opened: faults that are asked for, JAX."""
     # A shell starts jobs in the background with Ctrl-C ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if given.clock:
-        ctypes.CDLL(None).clock_shift(given.clock)
-        print("clock", int(time.time()), flush=True)
     group.LIMIT_S = given.limit
     for asked, action in ((given.kill, die), (given.hang, hang), (given.stop, stop)):
         if asked:

@@ -89,23 +89,6 @@ def test_more_devices_give_nearly_the_losses_of_one(
     assert_nearly(found[0], expected)
 
 
-def test_another_run_goes_on_also_with_clocks_days_apart(alone, tmp_path):
-    words = words_of("update", "replicated")
-    expected = losses(alone("--steps", 6, *words))
-    wrong = {
-        "variables": {"LD_PRELOAD": str(built_shim(tmp_path))},
-        "own": {0: ["--clock", "86400"], 1: ["--clock", "-86400"]},
-    }
-    for steps, first, clocks in ((3, 0, {}), (6, 3, wrong)):
-        arguments = (tmp_path / "store", *words, "--steps", steps)
-        processes = ran(tmp_path, *arguments, **clocks)
-        for output in processes.outputs():
-            assert line(output, "at") == str(first)
-            assert losses(output) == {n: expected[n] for n in range(first, steps)}
-    late, early = (int(line(output, "clock")) for output in processes.outputs())
-    assert late - early > 170_000
-
-
 def test_what_a_step_carries_is_that_of_one_run_after_kills(alone, tmp_path):
     words = (*words_of("update", "mixed"), "--carry", "--steps", 6)
     expected, arguments = alone(*words), (tmp_path / "store", *words)

@@ -31,19 +31,6 @@ def test_losses_go_on(alone, tmp_path, layout):
 
 
 @pytest.mark.long
-def test_a_run_is_made_again_from_an_export(alone, tmp_path):
-    path, made = tmp_path / "run", tmp_path / "made"
-    expected = losses(alone("--layout", "mixed", "--steps", 6))
-    ran(tmp_path, path, "--layout", "mixed", "--steps", 2)
-    url = f"file://{tmp_path}/export"
-    assert main(["checkpoint", "export", str(path), url]) == 0
-    shutil.rmtree(path / "process-00001")  # a drive is lost
-    assert main(["store", "copy", url, str(made), "--processes", "2"]) == 0
-    found = losses(ran(tmp_path, made, "--layout", "mixed", "--more", 4).output(0))
-    assert found == {step: expected[step] for step in range(2, 6)}
-
-
-@pytest.mark.long
 def test_a_mesh_that_cuts_chunks_has_a_new_grid(tmp_path):
     """In four processes, in one, or in two with two devices each: the same losses."""
     path, words, found = tmp_path / "run", ("--layout", "fsdp"), []

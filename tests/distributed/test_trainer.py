@@ -145,28 +145,3 @@ def test_elastic_runs_have_the_losses_of_one(small, tmp_path, mode):
         found += trained(tmp_path, name, *arguments, "--elastic", **options)
     losses = [{s["step"]: s["loss"] for s in one} for one in (found, whole)]
     assert losses[0] == losses[1]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("field", "value"), [("learning-rate", "0.5"), ("data", __file__)]
-)
-def test_processes_that_differ_are_refused_before_the_first_step(
-    small, tmp_path, field, value
-):
-    own = {1: [f"--{field}", value]}
-    words = (
-        *small,
-        "--steps",
-        2,
-        "--store",
-        tmp_path / "s",
-        "--log-dir",
-        tmp_path / "l",
-    )
-    with running(tmp_path, *words, program=TRAINER, own=own) as processes:
-        assert all(processes.wait()), processes
-    assert not (tmp_path / "l" / "metrics.jsonl").exists()
-    for output in processes.outputs():
-        assert f"--{field}" in output
-        assert re.search("process [01]", output)

@@ -2,13 +2,9 @@
 
 from itertools import product
 
-import jax
-import jax.numpy as jnp
-import optax
 import pytest
 from families import family
 
-import jaxinf
 from jaxinf.csd.cards import card
 from jaxinf.transfer import page_ceil
 
@@ -104,48 +100,6 @@ def test_a_step_that_is_given_up_leaves_memory_as_before(
     driver.update(order, gradient=7.0)
     driver.engine.opened.abandon()
     driver.steps(4).check(7)
-
-
-def _gated(inner, num_steps):
-    """An optimizer that changes nothing after some steps, by a comparison."""
-
-    def init(params):
-        return jnp.zeros((), jnp.int32), inner.init(params)
-
-    def update(grads, state, params=None):
-        count, held = state
-        updates, new = inner.update(grads, held, params)
-        is_on = count < num_steps
-        updates = jax.tree.map(lambda u: jnp.where(is_on, u, 0.0), updates)
-        kept = jax.tree.map(lambda a, b: jnp.where(is_on, a, b), new, held)
-        return updates, (count + 1, kept)
-
-    return optax.GradientTransformation(init, update)
-
-
-@pytest.mark.parametrize("idle", ["gradient", "kernel"])
-def test_a_leaf_that_a_step_leaves_alone_is_committed(place, idle):
-    inner = optax.adam(0.1)
-    optimizer = _gated(inner, 2) if idle == "kernel" else inner
-    params = {"a": jnp.ones((64, 64)), "b": jnp.full(300, 2.0)}
-    with jaxinf.open_store(place / "store", durability=8) as store:
-        tx = jaxinf.smart_update(optimizer, store)
-        state = tx.init(params)
-        for step in range(4):
-            grads = jax.tree.map(jnp.sin, params)
-            if idle == "gradient" and step >= 2:
-                grads = grads | {"b": None}
-            updates, state = jax.jit(tx.update)(grads, state, params)
-            params = {
-                name: params[name] if update is None else params[name] + update
-                for name, update in updates.items()
-            }
-        store.wait(state)
-    with jaxinf.open_store(place / "store") as store:
-        jaxinf.smart_update(optimizer, store).init(params)
-        assert store.step == 4
-        found = store.params(like=params)
-        assert all(jnp.array_equal(found[name], params[name]) for name in params)
 
 
 @pytest.mark.parametrize("memory", family([PART, 16 * ALL], short=[16 * ALL]))

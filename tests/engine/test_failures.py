@@ -3,16 +3,13 @@
 import threading
 
 import pytest
-from store_driver import LEAVES
 
+from jaxinf.csd.cards import card
 from jaxinf.errors import (
+    CsdError,
     StaleStateError,
-    StoreClosedError,
     StoreIOError,
 )
-
-TIMEOUT_S = 60
-MORE = {**LEAVES, "wide": ((64, 4096), "float32")}
 
 
 def cut_chunk(driver, slot, leaf=1, state="params"):
@@ -49,18 +46,6 @@ def check_all_raise(driver):
             method()
         assert caught.value is error
     driver.close()
-
-
-def test_what_read_has_told_close_does_not_repeat(drive):
-    drive().init().steps(2).close()
-    driver = drive().init()
-    cut_chunk(driver, "a")
-    with pytest.raises(StoreIOError, match=r"params\.embed/c/0/0") as caught:
-        driver.store.read("params", "embed")
-    driver.close()
-    with pytest.raises(StoreIOError) as again:
-        driver.update()
-    assert again.value is caught.value
 
 
 def test_a_damaged_chunk_that_is_read(drive):
@@ -109,35 +94,6 @@ def test_an_error_of_the_body_is_not_hidden_by_close(drive):
     assert driver.engine.health.is_closed
 
 
-def test_closing_beside_a_running_step(drive):
-    driver = drive(leaves=MORE, chunk_elements=4096, memory_bytes=1 << 20).init()
-    raised = []
-    ready = threading.Event()
-
-    def train():
-        try:
-            while True:
-                driver.step()
-                if driver.at == 3:
-                    ready.set()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    assert ready.wait(TIMEOUT_S)
-    driver.close()
-    thread.join(TIMEOUT_S)
-    assert not thread.is_alive()
-    assert isinstance(raised[0], StoreClosedError)
-    assert driver.engine.health.error is None
-    assert all(csd.memory.used_bytes == 0 for csd in driver.opened.csds)
-    step = driver.opened.commit.step
-    again = drive(leaves=MORE).init()
-    assert again.at == step >= 2
-    again.check(step)
-
-
 def test_what_arrives_late_of_a_step_that_failed(drive):
     """A late callback comes after the failure, or when the store is open again."""
     drive().init().steps(3).close()
@@ -162,3 +118,54 @@ def test_what_arrives_late_of_a_step_that_failed(drive):
     with pytest.raises(StaleStateError, match="of step 2, the store is at step 3"):
         reopened.engine.opened.update(2, late)
     assert reopened.engine.opened._step is None
+
+
+# --- cards ----------------------------------------------------------------------------
+
+WIDE = {"w": ((9, 4096), "float32"), "v": ((3, 4096), "float32")}
+
+
+@pytest.fixture
+def cards(drive):
+    """Three emulated cards, with a step committed."""
+    return (
+        drive(num_csds=3, csd="emulated", leaves=WIDE, chunk_elements=4096)
+        .init()
+        .steps(1)
+    )
+
+
+def unit_of(driver, csd):
+    """Returns the executor of a card's kernels."""
+    return driver.opened.csds[csd]._card._device.unit
+
+
+@pytest.mark.parametrize("how", ["fails", "hangs"])
+def test_a_card_that_fails_or_hangs(cards, drive, monkeypatch, how):
+    driver = cards
+    driver.store.wait()
+    gate = threading.Event()
+    if how == "fails":
+        message = "card 1: kernel .* ended as error"
+        for found in driver.opened.csds[1]._found.values():
+            vars(found.kernel._kernel)["function"] = None  # a bus error, on a card
+    else:
+        message = r"card 1: .* has not ended after(.|\n)*xbutil reset --device 1"
+        monkeypatch.setattr(card, "RUN_TIMEOUT_S", 0.2)
+        blocked = unit_of(driver, 1).submit(gate.wait)
+    with pytest.raises(CsdError, match=message) as error:
+        driver.step()
+    gate.set()
+    if how == "hangs":
+        blocked.result()
+    root = driver.opened.directory.manifest.csds[1]
+    assert f"CSD {root}/jaxinf-" in str(error.value)
+    for call in (driver.store.check, driver.finish):
+        with pytest.raises(CsdError) as again:
+            call()
+        assert again.value is error.value
+    driver.close()
+    assert all(csd.memory.used_bytes == 0 for csd in driver.opened.csds)
+    reopened = drive(csd="emulated", leaves=WIDE).init()
+    assert reopened.at == 1
+    reopened.steps(2).check(3)

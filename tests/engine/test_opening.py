@@ -2,25 +2,23 @@
 
 import json
 import shutil
-import threading
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from raw_stores import stored
-from store_driver import Driver
 
 import jaxinf
 from jaxinf.errors import (
-    StaleStateError,
     StoreFormatError,
     StoreLockedError,
     StoreMismatchError,
 )
 from jaxinf.store import StoreLock, seal
 
-# --- a place ------------------------------------------------------------------------
+# --- a place -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -63,7 +61,7 @@ def test_opening_writes_nothing(place):
     assert not list(place.iterdir())
 
 
-# --- one writer ---------------------------------------------------------------------
+# --- one writer --------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -92,27 +90,7 @@ def test_a_run_whose_lock_was_removed_commits_nothing_more(
     second.steps(2).check(5)
 
 
-# --- stores that were not finished --------------------------------------------------
-
-
-def test_a_second_init_makes_a_new_store_anew(drive, place):
-    driver = drive()
-    assert driver.engine.bind(driver.description, may_create=True)
-    with pytest.raises(StaleStateError, match=r"call tx\.init\(params\) on it first"):
-        driver.engine.bind(driver.description)
-    workers = worker_names()
-    other = Driver(place / "elsewhere", {"v": ((5,), "float32")})
-    assert driver.engine.bind(other.description, may_create=True)
-    assert worker_names() == workers
-    other.close()
-    other.store = driver.store
-    other.init().steps(2).check(2)
-    assert list(other.found()) == ["v"]
-
-
-def worker_names():
-    threads = threading.enumerate()
-    return sorted(t.name for t in threads if t.name.startswith("jaxinf"))
+# --- stores that were not finished -------------------------------------------------
 
 
 def test_a_store_that_lost_current_is_not_made_anew(drive, place):
@@ -124,7 +102,7 @@ def test_a_store_that_lost_current_is_not_made_anew(drive, place):
     drive().init().check(3)
 
 
-# --- copies, roots ------------------------------------------------------------------
+# --- copies, roots -----------------------------------------------------------------
 
 
 def test_copies_without_its_csds_take_nothing_from_the_original(drive, place):
@@ -171,22 +149,7 @@ def test_csd_roots_of_a_store(drive, place):
     drive(num_csds=2).init().check(1)
 
 
-# --- the optimizer and the params ---------------------------------------------------
-
-
-def test_other_params_and_optimizers(drive):
-    drive().init().steps(1).close()
-    driver = drive()
-    driver.initial["embed"][39, 1024] += 1
-    message = r"params are not those .* of that step \(leaf embed"
-    with pytest.raises(StoreMismatchError, match=message):
-        driver.init()
-    driver.close()
-    driver = drive(tx=optax.sgd(0.25, momentum=0.75))  # constants are no difference
-    assert not driver.engine.bind(driver.description)
-
-
-# --- what an open store shows -------------------------------------------------------
+# --- what an open store shows ------------------------------------------------------
 
 
 def test_params_like(drive):
@@ -225,3 +188,73 @@ def test_a_damaged_store_gives_its_lock_back(drive, place):
     record.write_text(text)
     StoreLock(place / "store").release()
     drive().init().check(0)
+
+
+# --- one process, one path, one store ------------------------------------------------
+
+PARAMS = {"w": jnp.ones((40, 30))}
+
+
+def test_a_second_opening_gets_the_same_store(open_store, place):
+    first = open_store()
+    tx = jaxinf.smart_update(optax.adam(1e-2), first)
+    state = tx.init(PARAMS)
+    (place / "link").symlink_to(place / "store")
+    second = open_store("link")
+    assert open_store() is second is first
+    _, state = tx.update(PARAMS, state, PARAMS)
+    second.wait(state)
+    assert first.step == 1
+    second.close()
+    with pytest.raises(jaxinf.StoreClosedError, match="open it again"):
+        _ = first.step
+    with open_store() as third:
+        assert third is not first
+        jaxinf.close(place / "store")
+        jaxinf.close(place / "store")
+        with pytest.raises(jaxinf.StoreClosedError):
+            third.check()
+
+
+def test_options_of_the_open_store(open_store, place):
+    first = open_store(memory_bytes=1 << 20, durability=2)
+    assert open_store(durability=2) is first
+    for options, message in (
+        ({"memory_bytes": 1 << 21}, "memory_bytes=2097152: the store is open"),
+        ({"durability": "step"}, r"with durability=2, .*leave it out, or close"),
+        ({"csds": [place]}, "csds="),
+        ({"restore": "best"}, "restore='best'"),
+        ({"csd": "emulated"}, "csd="),
+    ):
+        with pytest.raises(ValueError, match=message):
+            open_store(**options)
+    first.close()
+
+
+def test_factories_called_in_init_and_in_update(place):
+    """Some programs make their optimizer wherever they need it."""
+
+    def make():
+        return jaxinf.smart_update(optax.sgd(0.5), place / "store")
+
+    shapes = jax.eval_shape(lambda p: make().init(p), PARAMS)
+    state = jax.jit(lambda p: make().init(p))(PARAMS)
+    assert jax.tree.structure(shapes) == jax.tree.structure(state)
+    updates, state = jax.jit(lambda *given: make().update(*given))(
+        PARAMS, state, PARAMS
+    )
+    np.testing.assert_array_equal(updates["w"], -0.5)
+    assert int(state.step) == 1
+    jaxinf.close(place / "store")
+
+
+def test_a_store_that_failed_is_opened_anew(place, caplog):
+    tx = jaxinf.smart_update(optax.adam(1e-2), place / "store")
+    state = tx.init(PARAMS)
+    with pytest.raises(jaxinf.NonFiniteGradientError):
+        tx.update({"w": jnp.full((40, 30), jnp.nan)}, state, PARAMS)
+    tx = jaxinf.smart_update(optax.adam(1e-2), place / "store")
+    assert "was stopped by NonFiniteGradientError" in caplog.text
+    _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    assert int(state.step) == 1
+    jaxinf.close(place / "store")

@@ -19,9 +19,6 @@ from jaxinf.errors import (
 PAGE = 4096
 NUM_BYTES = 8  # of state a param: master and momentum
 
-# Odd rows above the chunk size, so that chunks are cut in subgroups.
-LARGE = {"odd": ((5, 100_003), "float32"), "row": ((70_001,), "float32")}
-
 
 LEAST = {"num_workers": 1, "memory_bytes": 2 * NUM_BYTES * PAGE}
 LITTLE = {"num_workers": 4, "memory_bytes": 8 * NUM_BYTES * PAGE}
@@ -56,20 +53,6 @@ def test_steps_are_exact(drive, num_csds, options):
     again = drive(num_workers=4).init()
     assert again.at == 5
     again.steps(1).check(6)
-
-
-def test_leaves_larger_than_memory(drive):
-    options = {"num_workers": 2, "memory_bytes": 4 * NUM_BYTES * 3 * PAGE}
-    driver = drive(leaves=LARGE, chunk_elements=1 << 16, **options).init()
-    layouts = driver.opened.layouts(0, (0, 0), (5, 100_003))
-    cut = [layout.subgroup.offset_elements for layout in layouts]
-    assert any(offset > 0 for offset in cut)
-    driver.steps(3).check(3)
-    assert driver.engine.opened.fleet.peak_bytes <= options["memory_bytes"]
-    driver.close()
-    # The budget belongs to the run, not to the store.
-    driver = drive(leaves=LARGE, num_workers=1, memory_bytes=1 << 22).init()
-    driver.steps(2).check(5)
 
 
 FROZEN_LEAVES = {

@@ -11,7 +11,6 @@ import pytest
 import raw_stores
 
 from jaxinf.store import (
-    CommitRecord,
     CommittedStep,
     ScalarState,
     StateRecord,
@@ -41,15 +40,6 @@ LEAVES = {
 }
 
 
-def any_bits(rng: np.random.Generator, shape: tuple, dtype: np.dtype) -> np.ndarray:
-    """Draws values of all kinds: NaN with payloads, denormals, infinities."""
-    if dtype.kind == "b":
-        return rng.integers(0, 2, shape).astype(bool)
-    count = int(np.prod(shape, dtype=np.int64))
-    raw = np.frombuffer(rng.bytes(count * dtype.itemsize), dtype)
-    return raw.reshape(shape)
-
-
 @pytest.fixture
 def make_step(place: Path) -> Callable[..., tuple[CommittedStep, dict]]:
     """Makes a store with one committed step; returns it and its arrays by name."""
@@ -64,39 +54,31 @@ def make_step(place: Path) -> Callable[..., tuple[CommittedStep, dict]]:
         )
         directory = StoreDirectory(place / f"{name}-store", manifest)
         create_store(directory)
-        arrays, checksums = raw_stores.fill_slot(
-            directory, "a", partial(any_bits, np.random.default_rng(0))
-        )
         scalars = (
             ScalarState.of("[0].count", np.asarray(7, np.int32)),
             ScalarState.of(
                 "[1]['rate']", np.asarray([0.1, np.nan], ml_dtypes.bfloat16)
             ),
         )
-        record = CommitRecord(7, scalars, 2, {"seed": 3}, checksums)
-        directory.publish("a", record)
+        fields = {"scalar_state": scalars, "skipped_steps": 2, "payload": {"seed": 3}}
+        draw = partial(raw_stores.any_bits, np.random.default_rng(0))
+        arrays = raw_stores.publish(directory, "a", draw, step=7, **fields)
         return step_of(directory, directory.path / "current"), arrays
 
     return make
-
-
-def same_bits(found: np.ndarray, expected: np.ndarray) -> bool:
-    return (
-        found.dtype == expected.dtype
-        and found.shape == expected.shape
-        and found.tobytes() == expected.tobytes()
-    )
 
 
 @pytest.fixture
 def check_bits() -> Callable[[dict, dict], None]:
     """Compares arrays by name, to the bit."""
 
+    def form(array: np.ndarray) -> tuple:
+        return array.dtype, array.shape, array.tobytes()
+
     def check(found: dict, expected: dict) -> None:
         assert sorted(found) == sorted(expected)
-        differing = [
-            n for n in expected if not same_bits(np.asarray(found[n]), expected[n])
-        ]
+        wanted = {name: form(array) for name, array in expected.items()}
+        differing = [n for n in wanted if form(np.asarray(found[n])) != wanted[n]]
         assert not differing
 
     return check

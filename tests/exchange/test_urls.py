@@ -114,54 +114,50 @@ def replace_chunk(folder, name):
     edit(folder / "export.json", lambda d: d["objects"].update({name: listed}))
 
 
+def written(name, raw):
+    return lambda folder: (folder / name).write_bytes(raw)
+
+
+def cut(name, length):
+    return lambda folder: os.truncate(folder / name, length)
+
+
+def gone(name):
+    return lambda folder: (folder / name).unlink()
+
+
+def newer(folder):
+    edit(folder / "export.json", lambda document: document.update(format_version=2))
+
+
+# Those of a chunk: another one than the record's, none, a torn one, a bit.
 DAMAGES = {
-    "a chunk that is not the record's": (
-        lambda f: replace_chunk(f, "params.scale/c"),
-        r"params\.scale/c: leaf scale, params, .* as written, found",
+    r"params\.scale/c: leaf scale, params, .* as written, found": (
+        lambda folder: replace_chunk(folder, "params.scale/c")
     ),
-    "a chunk is gone": (
-        lambda f: (f / "params.scale/c").unlink(),
-        r"none of params\.scale/c",
+    r"none of params\.scale/c": gone("params.scale/c"),
+    r"nu\.h0\.attn\.bias/c/0: expected \d+ bytes": cut("nu.h0.attn.bias/c/0", 100),
+    r"mu\.scale/c: expected 2 bytes": written("mu.scale/c", b"\x01\x7f"),
+    "was interrupted, or the": gone("export.json"),
+    "nothing of one; check the URL": shutil.rmtree,
+    r"export\.json: expected the manifest of an .*, found none": cut(
+        "export.json", 300
     ),
-    "a chunk is torn": (
-        lambda f: os.truncate(f / "nu.h0.attn.bias/c/0", 100),
-        r"nu\.h0\.attn\.bias/c/0: expected \d+ bytes",
-    ),
-    "a bit": (
-        lambda f: (f / "mu.scale/c").write_bytes(b"\x01\x7f"),
-        r"mu\.scale/c: expected 2 bytes",
-    ),
-    "no manifest": (lambda f: (f / "export.json").unlink(), "was interrupted, or the"),
-    "nothing": (shutil.rmtree, "nothing of one; check the URL"),
-    "half a manifest": (
-        lambda f: os.truncate(f / "export.json", 300),
-        r"export\.json: expected the manifest of an export, found none",
-    ),
-    "a newer format": (
-        lambda f: edit(f / "export.json", lambda d: d.update(format_version=2)),
-        "use a newer jaxinf",
-    ),
-    "a document of other tools": (
-        lambda f: (f / "_METADATA").write_text("garbage"),
-        r"_METADATA: expected \d+ bytes",
-    ),
-    "another record": (
-        lambda f: (f / "commit.json").write_bytes(b"{}"),
-        r"commit\.json: expected",
-    ),
+    "use a newer jaxinf": newer,
+    r"_METADATA: expected \d+ bytes": written("_METADATA", b"garbage"),
+    r"commit\.json: expected": written("commit.json", b"{}"),
 }
 
 
 FEW = {("h0", "attn", "bias"): ((129,), (1,)), ("scale",): ((), ())}
 
 
-@pytest.mark.parametrize("name", DAMAGES)
-def test_damage_is_found_at_import_by_name(make_step, place, name):
+@pytest.mark.parametrize("message", DAMAGES)
+def test_damage_is_found_at_import_by_name(make_step, place, message):
     step, _ = make_step(leaves=FEW)
     url = f"file://{place}/out"
     export_url(step, url)
-    damage, message = DAMAGES[name]
-    damage(place / "out")
+    DAMAGES[message](place / "out")
     refusals = ExchangeError, StoreFormatError, StoreCorruptError
     with pytest.raises(refusals, match=message):
         copied(url, place / "made")

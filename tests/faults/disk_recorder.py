@@ -11,6 +11,7 @@ import os
 import stat
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 from disk_model import PAGE_BYTES, ROOT, Barrier, Log, Piece, tree
@@ -46,6 +47,12 @@ class Recorder:
         self._take_initial()
         for name in _RECORDED:
             self._replace(os, name, getattr(self, f"_{name}"))
+        for name, number in {"mkdir": 0, "symlink": 1, "link": 1}.items():
+            self._replace(os, name, partial(self._made, name, number))
+        for name in ("unlink", "rmdir"):
+            self._replace(os, name, partial(self._removed, name))
+        for name in ("fsync", "fdatasync"):
+            self._replace(os, name, partial(self._synchronise, name))
         self._replace(os, "replace", self._rename)
         self._replace(os, "open", self._open_descriptor, "open_descriptor")
         self._replace(builtins, "open", self._open)
@@ -230,34 +237,17 @@ class Recorder:
                 size = max(self._disk.get(("size", inode), 0), offset + length)
                 self._did({("size", inode): size})
 
-    def _mkdir(self, path, mode=0o777, *, dir_fd=None):
+    def _made(self, how, number, *arguments, dir_fd=None, **others):
+        """Makes a name, which is the argument of that number."""
         with self._lock:
-            self._real["mkdir"](path, mode, dir_fd=dir_fd)
-            entry = self._entry(path, dir_fd)
+            options = others if dir_fd is None else {"dir_fd": dir_fd, **others}
+            self._real[how](*arguments, **options)
+            path, entry = arguments[number], self._entry(arguments[number], dir_fd)
             if entry is not None:
-                self._did({entry: self._new(path)})
+                known = self._known(os.lstat(path)) if how == "link" else None
+                self._did({entry: self._new(path) if known is None else known})
 
-    def _symlink(self, target, path, *more, **others):
-        with self._lock:
-            self._real["symlink"](target, path, *more, **others)
-            entry = self._entry(path)
-            if entry is not None:
-                self._did({entry: self._new(path)})
-
-    def _link(self, source, path, **others):
-        with self._lock:
-            self._real["link"](source, path, **others)
-            entry = self._entry(path)
-            if entry is not None:
-                self._did({entry: self._known(os.lstat(path))})
-
-    def _unlink(self, path, *, dir_fd=None):
-        self._removed("unlink", path, dir_fd)
-
-    def _rmdir(self, path, *, dir_fd=None):
-        self._removed("rmdir", path, dir_fd)
-
-    def _removed(self, how, path, dir_fd):
+    def _removed(self, how, path, *, dir_fd=None):
         with self._lock:
             self._real[how](path, dir_fd=dir_fd)
             entry = self._entry(path, dir_fd)
@@ -272,12 +262,6 @@ class Recorder:
                 self._did({new: self._disk[old], old: None})
 
     # --- barriers ------------------------------------------------------------------
-
-    def _fsync(self, fd):
-        self._synchronise("fsync", fd)
-
-    def _fdatasync(self, fd):
-        self._synchronise("fdatasync", fd)
 
     def _synchronise(self, how, fd):
         with self._lock:
@@ -304,22 +288,7 @@ class Recorder:
         return os.stat_result(values, fields)
 
 
-_RECORDED = (
-    "fdatasync",
-    "fsync",
-    "ftruncate",
-    "link",
-    "mkdir",
-    "posix_fallocate",
-    "pwrite",
-    "pwritev",
-    "rename",
-    "rmdir",
-    "stat",
-    "symlink",
-    "unlink",
-    "write",
-)
+_RECORDED = "ftruncate posix_fallocate pwrite pwritev rename stat write".split()
 
 
 class _RecordedFile(io.FileIO):

@@ -1,4 +1,4 @@
-/* Preloaded below a program: system calls that fail, and a clock that is wrong.
+/* Preloaded below a program: system calls that fail.
  *
  * The program sets what it wants by fault_set, found in itself: the n-th call from now
  * on of a name on a file whose path holds a text fails with an error, and all after it.
@@ -12,15 +12,12 @@
 #include <string.h>
 #include <sys/file.h>
 #include <sys/syscall.h>
-#include <sys/time.h>
 #include <sys/uio.h>
-#include <time.h>
 #include <unistd.h>
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static char fault_call[32], fault_path[256];
 static int fault_errno, fault_after, fault_hits;
-static long clock_seconds;
 
 void fault_set(const char *call, const char *path, int error, int after) {
   pthread_mutex_lock(&lock);
@@ -33,8 +30,6 @@ void fault_set(const char *call, const char *path, int error, int after) {
 }
 
 int fault_count(void) { return fault_hits; }
-
-void clock_shift(long seconds) { clock_seconds = seconds; }
 
 static int fails(const char *call, int fd) {
   char link[64], path[4096];
@@ -96,9 +91,3 @@ GUARDED(int, fsync, "fsync", (int fd), (fd))
 GUARDED(int, fdatasync, "fdatasync", (int fd), (fd))
 GUARDED(int, flock, "flock", (int fd, int operation), (fd, operation))
 GUARDED(int, syncfs, "syncfs", (int fd), (fd))
-
-int clock_gettime(clockid_t id, struct timespec *now) {
-  const int result = REAL(clock_gettime)(id, now);
-  if (!result && id == CLOCK_REALTIME) now->tv_sec += clock_seconds;
-  return result;
-}

@@ -5,12 +5,14 @@ between two operations, the states that a crash may leave are put on a drive and
 by the real code. `JAXINF_FAULTS=long` visits many more of them.
 """
 
+import os
 from dataclasses import replace
 from unittest import mock
 
 import numpy as np
 import pytest
 from disk_model import Barrier
+from disk_recorder import Recorder
 from families import LONG
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -234,6 +236,13 @@ def test_any_loss_at_any_boundary(run, data):
 
 
 # --- the enumerator finds errors ---------------------------------------------------
+
+
+def test_what_the_recorder_does_not_see_is_noticed(place):
+    with Recorder(place) as recorder:
+        os.system(f"touch {place}/unseen")
+        with pytest.raises(AssertionError):
+            recorder.check()
 
 
 def barriers_of_commit(run):

@@ -7,7 +7,7 @@ import pytest
 
 from jaxinf.kernels.compiled import compile_kernel
 from jaxinf.layout import CODE_BLOCK, CodedSlot
-from jaxinf.layout.codecs import encode_bf16, random_bits
+from jaxinf.layout.codecs import encode_bf16
 from jaxinf.native.toolchain import levels
 from jaxinf.program import trace_update
 
@@ -196,11 +196,3 @@ def test_int8_rounds_without_bias(value):
     decoded = slot.decode().reshape(num_blocks, CODE_BLOCK)[:, 1:]
     assert len(np.unique(decoded)) <= 2
     assert abs(decoded.mean() / value - 1) < 2e-3
-
-
-def test_random_bits_depend_on_counter_and_key():
-    counters = np.arange(1 << 16, dtype=np.uint32)
-    one, other = random_bits(counters, 1), random_bits(counters, 2)
-    assert abs(one.mean() / 32767.5 - 1) < 0.01
-    assert abs(np.corrcoef(one, other)[0, 1]) < 0.02
-    assert abs(np.corrcoef(one[1:], one[:-1])[0, 1]) < 0.02

@@ -9,10 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from reference_kernel import evaluate
 
-import jaxinf
-from jaxinf.errors import CsdError, UnsupportedTransformError
+from jaxinf.errors import UnsupportedTransformError
 from jaxinf.kernels import compiled
 from jaxinf.kernels.compiled import compile_kernel, standard_kernels
 from jaxinf.kernels.emitter import emit
@@ -111,21 +109,15 @@ def test_the_package_brings_the_common_optimizers(num_leaves):
 
 
 @needs_levels
-@pytest.mark.parametrize("num", [0, 1, 7, 8, 9, 16, 17, 511, 512, 513, 1025, 100003])
-def test_sizes(num):
+@pytest.mark.parametrize("num", [0, 1, 7, 8, 9, 16, 17, 511, 512, 513, 1025, 9999])
+def test_cut_anywhere_the_bits_are_the_same(num):
     kernel = kernel_of(optax.adamw(1e-2))
-    whole, expected = chunk(kernel, num), chunk(kernel, num)
-    assert compiled(kernel).run(**whole)
-    assert evaluate(kernel, **expected)
-    for left, right in zip(outputs(whole), outputs(expected), strict=True):
-        np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-7)
-    # Cut anywhere, the bits are the same.
-    parts, cut = chunk(kernel, num), num // 3
-    for part in (slice(0, cut), slice(cut, num)):
-        run = compiled(kernel).run
+    run, whole, parts = compiled(kernel).run, chunk(kernel, 9999), chunk(kernel, 9999)
+    assert run(**whole)
+    for part in (slice(0, num), slice(num, None)):
         run(**{
             name: [a[part] for a in value] if name == "slots"
-            else value if name in ("scalars", "arrays") else value[part]
+            else value if name == "scalars" else value[part]
             for name, value in parts.items()
         })  # fmt: skip
     assert_same_bits(outputs(parts), outputs(whole))
@@ -171,10 +163,14 @@ def test_slots_that_trade_places():
 
     tx = optax.GradientTransformation(lambda p: dict.fromkeys("abc", p), update)
     kernel = kernel_of(tx)
-    found, expected = chunk(kernel, 1000), chunk(kernel, 1000)
+    found, before = chunk(kernel, 1000), chunk(kernel, 1000)
     compiled(kernel).run(**found)
-    evaluate(kernel, **expected)
-    assert_same_bits(outputs(found), outputs(expected))
+    slots, old = (
+        dict(zip(kernel.slots, x["slots"], strict=True)) for x in (found, before)
+    )
+    pairs = [(found["out"], old["a"]), (slots["a"], old["b"]), (slots["c"], old["c"])]
+    pairs += [(slots["b"], before["gradient"])]
+    assert_same_bits(*zip(*pairs, strict=True))
 
 
 @needs_levels
@@ -273,56 +269,16 @@ def test_a_kernel_is_compiled_once(tmp_path, monkeypatch):
         assert log.read_text().split() == ["run"]
     (library,) = (tmp_path / "cache" / "kernels").iterdir()
     assert library.suffix == ".so"
-    arguments, expected = chunk(kernel, 1000), chunk(kernel, 1000)
+    arguments = chunk(kernel, 1000)
     found.run(**arguments)
-    evaluate(kernel, **expected)
-    assert_same_bits(outputs(arguments), outputs(expected))
+    expected = np.float32(-0.1) * np.clip(arguments["gradient"], -4, 4)
+    assert_same_bits([arguments["out"]], [expected])
     (tmp_path / "file").write_text("")  # a cache that cannot be written
     monkeypatch.setenv("JAXINF_CACHE_DIR", str(tmp_path / "file"))
     assert make(3.0)[1].run(**chunk(kernel, 10))
 
 
 # ---- without a compiled form
-
-REFUSED = """
-import jax.numpy as jnp, optax
-from jaxinf.errors import CsdError
-from jaxinf.kernels import compiled
-from jaxinf.program import trace_update
-for tx in (optax.chain(optax.clip(3.0), optax.scale(-0.1)), optax.adamw(1e-3)):
-    kernel = trace_update(tx, [jnp.zeros(8)]).leaves[0].kernel
-    try:
-        print(compiled(kernel).origin)
-    except CsdError as error:
-        print(error)
-"""
-
-
-@pytest.mark.long
-@needs_levels
-def test_without_a_compiler_only_the_packages_kernels_run(run_python, tmp_path):
-    result = run_python(REFUSED, CXX="none", PATH=os.fspath(tmp_path))
-    refusal, origin = result.stdout.splitlines()
-    assert "was not compiled: expected a C++" in refusal
-    assert "found none; install one, or run: pip install 'jaxinf[compiler]'" in refusal
-    assert origin == "package"
-    script = tmp_path / "c++"
-    script.write_text("#!/bin/sh\necho 'error: out of cheese' >&2\nexit 3\n")
-    script.chmod(0o755)
-    cache = {"JAXINF_CACHE_DIR": str(tmp_path / "cache"), "CXX": str(script)}
-    result = run_python(REFUSED, **cache)
-    assert "exited with status 3: error: out of cheese\npackage" in result.stdout
-
-
-@needs_levels
-def test_an_optimizer_without_a_kernel_makes_no_store(tmp_path, monkeypatch):
-    monkeypatch.setattr(toolchain, "find_compiler", lambda: None)
-    inner = optax.chain(optax.clip(7.0), optax.scale(-0.1))
-    with jaxinf.open_store(tmp_path / "store") as store:
-        tx = jaxinf.smart_update(inner, store)
-        with pytest.raises(CsdError, match=r"leaf w: .* 'jaxinf\[compiler\]'"):
-            tx.init({"w": jnp.ones(8)})
-    assert not (tmp_path / "store").exists()
 
 
 @needs_levels

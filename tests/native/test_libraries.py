@@ -1,7 +1,6 @@
 """The cache of compiled libraries: complete or made again, also with other makers."""
 
 import os
-import re
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -149,37 +148,3 @@ def test_a_cache_that_cannot_be_used(load, tmp_path, caplog, monkeypatch, what):
         (record,) = caplog.records
         assert "nobody else can write" in record.getMessage()
         assert "JAXINF_CACHE_DIR" in record.getMessage()
-
-
-@pytest.mark.parametrize(
-    ("spoil", "found"),
-    [
-        # The symbol's version, as of a wheel for a newer glibc.
-        (lambda x: x.replace(b"GLIBC_2.", b"GLIBC_9."), "`GLIBC_9.[0-9.]+' not found"),
-        (lambda x: b"MZ" + x[2:], "invalid ELF header"),
-        (lambda x: x[:100], "cannot read file data"),
-    ],
-    ids=["glibc", "header", "cut"],
-)
-def test_a_package_of_another_system_is_told(
-    tmp_path, monkeypatch, caplog, spoil, found
-):
-    level = toolchain.levels()[0]
-    content = toolchain.prebuilt_library(level).read_bytes()
-    monkeypatch.setattr(toolchain, "PREBUILT", tmp_path)
-    path = toolchain.prebuilt_library(level)
-    path.write_bytes(spoil(content))
-    assert path.read_bytes() != content
-    libraries.open_prebuilt.cache_clear()
-    try:
-        assert libraries.load_prebuilt(SOURCE, level) is None
-        assert libraries.load_prebuilt(SOURCE, level) is None
-    finally:
-        libraries.open_prebuilt.cache_clear()
-    (record,) = caplog.records
-    assert (
-        f"is for another system, or damaged: {path} cannot be loaded: "
-        in record.message
-    )
-    assert re.search(found, record.message)
-    assert "run: pip install --force-reinstall --no-deps PATH" in record.message

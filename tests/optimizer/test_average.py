@@ -1,7 +1,6 @@
 """Averages of params near storage: bits, traffic, ways to read them, refusals."""
 
 import json
-import os
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +9,8 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
-import small_stores
 import zarr
+from small_stores import same
 
 import jaxinf
 from jaxinf.cli import main
@@ -36,10 +35,6 @@ def new_params(shapes=SHAPES, dtype=jnp.float32):
 
 def like(params, dtype=np.float32):
     return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, dtype), params)
-
-
-def assert_equal(found, expected):
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def trained(store, average, num_steps, *, tx=None, params=None, first=1, seen=None):
@@ -112,7 +107,7 @@ def test_bits_are_those_of_optax(name, open_store):
         nonlocal average
         found = store.params(like(params), average=True)
         average = expected(store.params(like(params)), average, number)
-        assert_equal(found, average)
+        same(found, average)
 
     trained(store, jaxinf.ema(**arguments), 6, tx=tx, seen=seen)
     assert np.any(np.asarray(average["w"]) != np.asarray(params["w"]))
@@ -129,31 +124,6 @@ def test_a_debiased_average_is_that_of_a_moment(open_store):
     trained(store, jaxinf.ema(DECAY, debias=True), 5, seen=seen)
     expected = total / (1 - DECAY**5)
     np.testing.assert_allclose(store.read("average", "w"), expected, rtol=2e-6)
-
-
-def inode(path, slot, state):
-    return os.stat(path / f"slots/{slot}/{state}.w/c/0/0").st_ino
-
-
-@pytest.mark.long
-def test_between_two_averagings_files_are_linked(open_store, monkeypatch):
-    small_stores.keep_nothing(monkeypatch)
-    store, written = open_store(), {}
-
-    def seen(number):
-        written[number] = store.metrics.traffic
-        is_linked = inode(store.path, "a", "average") == inode(
-            store.path, "b", "average"
-        )
-        assert is_linked == (number % 3 != 0)
-
-    params = new_params(ONE)
-    trained(store, jaxinf.ema(DECAY, every=3), 6, params=params, seen=seen)
-    page = 4096
-    num_bytes = -(-4 * 7000 // page) * page
-    less, more = written[5], written[6]
-    assert more.drive_write_bytes - less.drive_write_bytes == num_bytes
-    assert more.drive_read_bytes - less.drive_read_bytes == num_bytes
 
 
 @pytest.mark.parametrize(
@@ -201,7 +171,7 @@ def test_other_tools_read_it(place, capsys):
     tensors = place / "tensors"
     words = ["checkpoint", "export", str(path), str(tensors), "--average"]
     assert not main([*words, "--format", "safetensors"])
-    assert_equal(safetensors.numpy.load_file(tensors / "model.safetensors"), average)
+    same(safetensors.numpy.load_file(tensors / "model.safetensors"), average)
     capsys.readouterr()
     assert not main(["inspect", str(path), "--json"])
     assert "average" in json.dumps(json.loads(capsys.readouterr().out))
@@ -218,7 +188,7 @@ def test_resumed_is_uninterrupted(open_store):
     state = trained(parts, average, 2, params=new_params(ONE), first=4)
     assert int(state.average_count) == 5
     for name in ("params", "average"):
-        assert_equal(parts.read(name, "w"), whole.read(name, "w"))
+        same(parts.read(name, "w"), whole.read(name, "w"))
 
 
 @pytest.mark.long
@@ -241,7 +211,7 @@ def test_streaming_updates_and_evaluates_it(open_store):
             step(batch)
             average = by_number(store.params(params), average, number)
     store = open_store()
-    assert_equal(store.params(params, average=True), average)
+    same(store.params(params, average=True), average)
     f = jaxinf.stream_function(loss_fn, store, memory_bytes=256 << 20, average=True)
     np.testing.assert_allclose(f(batch), loss_fn(average, batch), rtol=1e-6)
     f.close()

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from small_stores import same
 
 import jaxinf
 from jaxinf.compress import sparsify
@@ -50,11 +51,6 @@ def run(tx, params, seeds, state=None):
     return params, state
 
 
-def assert_same(tree, other):
-    for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("compression", "tx"),
@@ -79,26 +75,9 @@ def test_bits_of_the_same_in_memory(compression, tx, open_store):
     expected, held = run(reference, make(0), range(1, 6))
     smart = optax.chain(clip, jaxinf.smart_update(tx, store, compress=compression))
     found, state = run(smart, make(0), range(1, 6))
-    assert_same(found, expected)
-    assert_same(state[1].error_feedback, held[1].error_feedback)
-    assert_same(store.params(like=found, state=state), expected)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("ratio", "values"), [(0.02, None), (0.06, "bfloat16")])
-def test_link_traffic_is_the_ratio_exactly(ratio, values, open_store):
-    store = open_store(csd="emulated", chunk_elements=51_200)
-    compression = jaxinf.top_k(ratio, values=values, warmup_steps=1)
-    tx = jaxinf.smart_update(optax.adam(1e-2), store, compress=compression)
-    params = {"a": jnp.ones((512, 500)), "b": jnp.ones((25_600,))}
-    dense_bytes = 4 * sum(leaf.size for leaf in params.values())
-    state = tx.init(params)
-    for step, expected in ((1, dense_bytes), (2, ratio * dense_bytes)):
-        updates, state = tx.update(params, state, params)
-        params = optax.apply_updates(params, updates)
-        traffic = store.metrics_of(step).traffic
-        assert traffic.link_down_bytes == expected
-        assert traffic.link_up_bytes == dense_bytes
+    same(found, expected)
+    same(state[1].error_feedback, held[1].error_feedback)
+    same(store.params(like=found, state=state), expected)
 
 
 def poisoned(seed, value):
@@ -123,8 +102,8 @@ def test_skipped_step_leaves_no_trace(open_store):
             assert int(state.skipped_steps) == 1
         results.append(run(tx, params, [4, 5], state))
     (expected, before), (found, after) = results
-    assert_same(found, expected)
-    assert_same(after.error_feedback, before.error_feedback)
+    same(found, expected)
+    same(after.error_feedback, before.error_feedback)
 
 
 # --- refusals ------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from small_stores import same
 
 import jaxinf
 from jaxinf.errors import StaleStateError, StoreMismatchError
@@ -60,15 +61,6 @@ def _steps(tx, params, state, first, last) -> Any:
     return params, state
 
 
-def _same(found, expected):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        assert one.dtype == other.dtype
-        if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
-            one, other = jax.random.key_data(one), jax.random.key_data(other)
-        np.testing.assert_array_equal(one, other)
-
-
 def _first(tx, params):
     """The first state of optax, in float32."""
     return _plain(tx).init(jax.tree.map(lambda p: p.astype(jnp.float32), params))
@@ -103,7 +95,7 @@ def _uninterrupted(store, tx, params):
 def test_a_loaded_state_goes_on_as_the_run_did(open_store, name):
     tx = CASES[name]()
     middle, expected = _uninterrupted(open_store("first"), tx, PARAMS)
-    _same(_go_on(open_store("second"), tx, *middle, 4), expected)
+    same(_go_on(open_store("second"), tx, *middle, 4), expected)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +111,7 @@ def test_every_stored_format_goes_on_with_its_bits(open_store, state, master):
     tx, formats = optax.adam(1e-2), {"state": state, "master": master}
     middle, expected = _uninterrupted(open_store("first", **formats), tx, params)
     store = open_store("second", **formats)
-    _same(_go_on(store, tx, *middle, 4, params), expected)
+    same(_go_on(store, tx, *middle, 4, params), expected)
 
 
 class _Late(DeferredArray):
@@ -146,7 +138,7 @@ def test_leaves_may_be_read_one_by_one(open_store):
         jax.tree.map(lambda x: _Late(x) if x.ndim else x, tree)
         for tree in (params, state)
     ]
-    _same(_go_on(open_store(), plain, late[0], late[1], 4), expected)
+    same(_go_on(open_store(), plain, late[0], late[1], 4), expected)
 
 
 ADAM = optax.adam(1e-2).init(PARAMS)
@@ -223,6 +215,6 @@ def test_a_load_that_ends_half_way_leaves_step_0(open_store, place, how):
         store = open_store("crashed")
         jaxinf.smart_update(plain, store).init(PARAMS)
     assert store.step == 0
-    _same((store.params(like=PARAMS), store.state(like=ADAM)), (PARAMS, ADAM))
+    same((store.params(like=PARAMS), store.state(like=ADAM)), (PARAMS, ADAM))
     store.load(*middle, step=4)  # it may be repeated
-    _same((store.params(like=PARAMS), store.state(like=ADAM)), middle)
+    same((store.params(like=PARAMS), store.state(like=ADAM)), middle)

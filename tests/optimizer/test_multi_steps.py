@@ -10,16 +10,13 @@ import numpy as np
 import optax
 import pytest
 from clipped_steps import clipped, train
+from small_stores import same
 
 import jaxinf
 
 pytestmark = pytest.mark.optimized
 
 PROGRAM = Path(clipped_steps.__file__)
-
-
-def same(found, expected):
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 @pytest.mark.parametrize(
@@ -97,11 +94,18 @@ def test_killed_between_the_rounds(open_store, run_python, place):
 
 
 @pytest.mark.long
-def test_on_a_mesh(run_python, place):
-    devices = "--xla_force_host_platform_device_count=2"
-    run_python(PROGRAM, "on_mesh", place, XLA_FLAGS=devices, PJRT_NPROC="8")
-    expected, _ = train(clipped(2).gradient_transformation(), 4)
-    for kind in ("Auto", "Explicit"):
-        found = np.load(place / f"{kind}.npz")
-        for name, value in expected.items():
-            np.testing.assert_allclose(found[name], value, 1e-5, 1e-7)
+def test_bytes_written_of_accumulation(open_store):
+    store, per_step = open_store(), []
+    tx = jaxinf.smart_update(optax.MultiSteps(optax.adam(1e-2), 3), store)
+    params = {"big": jnp.full((1 << 20,), 0.5), "small": jnp.full((1 << 13,), 0.5)}
+    state = tx.init(params)
+    for _ in range(4):
+        updates, state = tx.update(params, state, params)
+        params = optax.apply_updates(params, updates)
+        store.wait(state)
+        per_step.append(store.metrics.traffic.drive_write_bytes)
+    found = store.params(like=params)
+    jax.tree.map(np.testing.assert_array_equal, found, params)
+    num = (1 << 20) + (1 << 13)
+    # The accumulator alone, or all; what is read is in memory, or not.
+    assert per_step[1:] == [4 * num, 16 * num, 4 * num]

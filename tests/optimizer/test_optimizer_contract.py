@@ -17,6 +17,7 @@ import numpy as np
 import optax
 import pytest
 from families import family
+from small_stores import same
 
 import jaxinf
 
@@ -146,15 +147,6 @@ def near_storage(name, store):
     return jaxinf.smart_update(tx, store, extra_args=example), names
 
 
-def assert_same_bits(found, expected):
-    for left, right in zip(
-        jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
-    ):
-        if jnp.issubdtype(left.dtype, jax.dtypes.prng_key):
-            left, right = jax.random.key_data(left), jax.random.key_data(right)
-        np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("name", family(ACCEPTED, short=IN_SHORT, beyond=PARTS))
 def test_contract(name, place):
@@ -172,7 +164,7 @@ def test_contract(name, place):
         store.wait(state)
         assert step._cache_size() == 1, "compiled again"
         assert store.step == NUM_STEPS
-        assert_same_bits(store.params(like=params), params)
+        same(store.params(like=params), params)
     np.testing.assert_allclose(first[:-1] + second, expected, rtol=LOSS_TOLERANCE)
     if CASES[name].descends:
         assert expected[-1] < expected[0]
@@ -186,4 +178,4 @@ def test_contract(name, place):
         again = run(step, resumed, smart.init(resumed), NUM_STEPS // 2)
         store.wait(again[1])
         assert again[2] == second
-        assert_same_bits(again[:2], (params, state))
+        same(again[:2], (params, state))

@@ -96,3 +96,9 @@ def test_states_pass_through_other_tools(open_store, place):
         jax.tree.map(np.testing.assert_array_equal, part, state)
     updates, _ = tx.update(GRADIENTS, parts[-1], params)
     assert jax.tree.structure(updates) == jax.tree.structure(PARAMS)
+
+
+def test_a_function_of_stored_state_is_refused_with_the_line_to_write(open_store):
+    _, _, state = start(open_store(), optax.adam(1e-2), 2)
+    with pytest.raises(jaxinf.JaxinfError, match=r"store\.state\(like="):
+        optax.tree.norm(optax.tree.get(state, "mu"))

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from small_stores import same
 
 import jaxinf
 
@@ -44,11 +45,6 @@ def copied(tree):
 
 def on_host(tree):
     return jax.tree.map(np.asarray, tree)
-
-
-def assert_same(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
 def trained(tx, run, num_steps):
@@ -94,12 +90,12 @@ def test_fresh_params_never_train_on_an_old_state(how, open_store, place):
     store.checkpoint("two")
     state = tx.init(store.params(like=FRESH))
     found = HOWS[how](tx, store.params(like=FRESH), state)
-    assert_same(on_host(found), kept[3])
+    same(on_host(found), kept[3])
     store.close()
     store, tx = opened(open_store, restore="two")
     tx.init(FRESH)
     found = HOWS[how](tx, *copied(kept[2]))
-    assert_same(on_host(found), kept[3])
+    same(on_host(found), kept[3])
 
 
 def test_an_update_without_params_is_refused(open_store):
@@ -130,8 +126,8 @@ def test_a_state_before_the_last_is_refused(how, durability, open_store):
         store.check()
     store, tx = opened(open_store)  # as the error says
     params = store.params(like=PARAMS)
-    assert_same(on_host(params), second[0])
-    assert_same(on_host(HOWS[how](tx, params, tx.init(params))), third)
+    same(on_host(params), second[0])
+    same(on_host(HOWS[how](tx, params, tx.init(params))), third)
 
 
 # --- a program with checkpoints of its own -------------------------------------
@@ -160,10 +156,10 @@ def test_init_then_restore_goes_on_to_the_bit(compress, at, open_store):
     tx = smart(store)
     made = tx.init(PARAMS)
     assert int(made.step) == store.step == at
-    assert_same(made, first[at - 1][1])
+    same(made, first[at - 1][1])
     rest = trained(tx, first[at - 1], 5 - at)
     assert store.step == 5
-    assert_same(rest[-1], whole[-1])
+    same(rest[-1], whole[-1])
 
 
 def test_a_step_that_the_store_has_not(open_store):
@@ -186,7 +182,7 @@ def test_a_step_that_the_store_has_not(open_store):
     store.close()
     store, tx = opened(open_store)  # as the error says
     params = store.params(like=params)
-    assert_same(trained(tx, (params, tx.init(params)), 1)[0], kept[5])
+    same(trained(tx, (params, tx.init(params)), 1)[0], kept[5])
 
 
 def test_a_kept_step_is_named_and_gone_on_from(open_store):
@@ -201,7 +197,7 @@ def test_a_kept_step_is_named_and_gone_on_from(open_store):
         eager(tx, *kept[1])
     store, tx = opened(open_store, restore="2", keep_steps=(2, 2))
     tx.init(PARAMS)
-    assert_same(trained(tx, kept[1], 3)[-1], kept[4])
+    same(trained(tx, kept[1], 3)[-1], kept[4])
     assert names(store) == ["2", "4"]
     trained(tx, kept[4], 1)
     assert names(store) == ["4", "6"]
@@ -213,7 +209,7 @@ def test_restart_keeps_the_old_run_and_begins_anew(open_store, caplog):
     tx = jaxinf.smart_update(optax.adam(1e-2), store, on_existing="restart")
     state = jax.jit(tx.init)(PARAMS)
     assert int(state.step) == store.step == 0
-    assert_same(trained(tx, (PARAMS, state), 2)[-1], kept[2])
+    same(trained(tx, (PARAMS, state), 2)[-1], kept[2])
     assert [i.name for i in store.checkpoints()] == ["step-3-before-restart"]
     assert "kept at step 3" in caplog.text
     tx.init(PARAMS)

@@ -1,6 +1,8 @@
-"""`smart_update` against plain optax: in jit, scan, chains, accumulation and Flax."""
+"""`smart_update` against plain optax: how it is called, odd leaves and gradients."""
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import callback_form
 import jax
@@ -8,14 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from small_stores import same, train
 
 import jaxinf
+from jaxinf.optimizer.host_side import StartedUpdates
 
 pytestmark = pytest.mark.optimized
 
 INPUTS = jnp.asarray(np.random.default_rng(7).standard_normal((16, 33), np.float32))
-
-WITHOUT_CLOSE = Path(__file__).parents[1] / "programs" / "store_without_close.py"
+TIMEOUT_S = 60
+INTERRUPTED = Path(__file__).parents[1] / "programs" / "interrupted_steps.py"
 
 
 def make_params(dtype=jnp.float32):
@@ -32,33 +36,26 @@ def make_params(dtype=jnp.float32):
     return jax.tree.map(lambda x: x.astype(dtype), params)
 
 
-def loss_of(params, inputs=INPUTS):
+def loss_of(params, number=0):
     params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
     weights, (bias, scale) = params["deep"]
-    hidden = jnp.tanh(inputs @ params["w"])
+    hidden = jnp.tanh(INPUTS * (1 + number % 3) @ params["w"])
     return jnp.mean((scale * (hidden @ weights + bias) - 1.0) ** 2)
 
 
-def train(tx, params, num_steps):
-    """Returns losses, params and state after some jitted steps."""
-    state = tx.init(params)
+def scanned(tx, params, state):
+    """Returns losses, params and state of six steps."""
 
-    @jax.jit
-    def step(params, state, inputs):
-        loss, gradients = jax.value_and_grad(loss_of)(params, inputs)
+    def step(carry, number):
+        params, state = carry
+        loss, gradients = jax.value_and_grad(loss_of)(params, number)
         updates, state = tx.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, loss
+        return (optax.apply_updates(params, updates), state), loss
 
-    losses = []
-    for number in range(num_steps):
-        params, state, loss = step(params, state, INPUTS * (1 + number % 3))
-        losses.append(float(loss))
-    return losses, params, state
+    return jax.lax.scan(step, (params, state), jnp.arange(6))
 
 
-def assert_same(a, b):
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+# --- how it is called -----------------------------------------------------------------
 
 
 def test_eval_shape_has_no_side_effect(place):
@@ -73,23 +70,12 @@ def test_eval_shape_has_no_side_effect(place):
 
 
 def test_init_under_jit_and_update_in_scan_with_donation(open_store):
-    tx = jaxinf.smart_update(optax.adamw(1e-2), open_store())
-    expected, _, _ = train(optax.adamw(1e-2), make_params(), 6)
+    plain = optax.adamw(1e-2)
+    tx = jaxinf.smart_update(plain, open_store())
     state = jax.jit(tx.init)(make_params())
-
-    def body(carry, number):
-        params, state = carry
-        inputs = INPUTS * (1 + number % 3)
-        loss, gradients = jax.value_and_grad(loss_of)(params, inputs)
-        updates, state = tx.update(gradients, state, params)
-        return (optax.apply_updates(params, updates), state), loss
-
-    @jax.jit
-    def run(params, state):
-        return jax.lax.scan(body, (params, state), jnp.arange(6))
-
-    run = jax.jit(run, donate_argnums=(0, 1))
-    (params, state), losses = run(make_params(), state)
+    run = jax.jit(scanned, static_argnums=0, donate_argnums=(1, 2))
+    (params, state), losses = run(tx, make_params(), state)
+    _, expected = run(plain, make_params(), plain.init(make_params()))
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
     assert int(state.step) == 6
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(params))
@@ -97,21 +83,22 @@ def test_init_under_jit_and_update_in_scan_with_donation(open_store):
 
 @pytest.mark.long
 def test_both_kinds_of_callbacks_give_the_same_bits(open_store, monkeypatch):
-    results = []
+    results, gradients = [], [jax.jit(jax.grad(loss_of))] * 4
     for kind in ("buffer", "start"):
         callback_form.use(kind, monkeypatch)
-        tx = jaxinf.smart_update(optax.adamw(1e-2), open_store(kind))
-        results.append(train(tx, make_params(jnp.bfloat16), 4)[:2])
-    assert_same(*results)
+        params = make_params(jnp.bfloat16)
+        tx, store = optax.adamw(1e-2), open_store(kind)
+        results.append(train(store, tx, params, gradients)[1])
+    same(*results)
 
 
-@pytest.mark.long
-def test_a_script_that_never_closes_loses_nothing(place, run_python, open_store):
-    run_python(WITHOUT_CLOSE, place / "store")
-    store = open_store()
-    assert store.step == 3
-    params = store.params(like={"w": jnp.ones((1000, 100))})
-    np.testing.assert_allclose(params["w"], 0.97, rtol=1e-3)
+def test_update_leaks_no_tracers(open_store):
+    params = {"w": jnp.linspace(-1.0, 1.0, 64)}
+    tx = jaxinf.smart_update(optax.adamw(1e-2), open_store())
+    with jax.checking_leaks():
+        state = tx.init(params)
+        updates, _ = jax.jit(tx.update)(params, state, params)
+        jax.block_until_ready(updates)
 
 
 def test_read_params_are_as_free_to_move_as_the_given_ones(open_store):
@@ -140,4 +127,133 @@ def test_what_is_dispatched_is_waited_for(how, open_store):
         elif how == "checkpoint":
             assert store.checkpoint() == str(step)
         else:
-            assert_same(store.params(like=params), params)
+            same(store.params(like=params), params)
+
+
+def test_small_leaves_come_in_one_call(open_store, monkeypatch):
+    kind, calls = jaxinf.engine.opened.OpenStore, []
+    update = kind.update
+
+    def noted(self, step, *requests):
+        calls.append([request.leaf for request in requests])
+        return update(self, step, *requests)
+
+    monkeypatch.setattr(kind, "update", noted)
+    shapes = {"a": (7,), "b": (0, 3), "c": (), "long": (600, 500), "table": (128, 64)}
+    params = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    store = open_store()
+    train(store, optax.adamw(1e-2), params, [params] * 3)
+    store.wait()
+    assert sorted(map(sorted, calls)) == [[0, 1, 2, 4]] * 3 + [[3]] * 3
+
+
+def test_gradients_that_wait_take_no_more_than_the_budget(open_store):
+    """Those of updates that are started, and fetched later."""
+    started = StartedUpdates(open_store(memory_bytes=1000))
+    gates = [threading.Event() for _ in range(3)]
+
+    def start(number, num_bytes):
+        gate = gates[number]
+        started.start((number,), lambda: gate.wait(TIMEOUT_S), num_bytes)
+
+    start(0, 5000)  # alone longer than the limit
+    second = threading.Thread(target=start, args=(1, 400))
+    second.start()
+    second.join(0.1)
+    assert second.is_alive()
+    gates[0].set()
+    second.join(TIMEOUT_S)
+    start(2, 600)
+    gates[1].set()
+    gates[2].set()
+    for number in range(3):
+        assert started.finish((number,))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["", "start"])
+def test_an_interrupt_in_a_callback_waits_for_its_end(run_python, place, form):
+    """A program's handler stays."""
+    assert run_python(INTERRUPTED, place, CALLBACK_FORM=form).stdout == "done\n"
+
+
+# --- odd leaves and gradients ---------------------------------------------------------
+
+
+def test_leaves_that_are_no_numbers_stay_as_they_are(open_store):
+    """As of a model of Equinox: a function, a text, and integers without gradients."""
+    others = {"activation": jax.nn.relu, "name": "a", "positions": jnp.arange(6)}
+    params, store, plain = {"w": INPUTS, **others}, open_store(), optax.adamw(1e-2)
+    tx: Any = jaxinf.smart_update(plain, store)
+    gradients = {"w": INPUTS, **dict.fromkeys(others)}
+    updates, state = tx.update(gradients, tx.init(params), params)
+    expected, _ = plain.update(INPUTS, plain.init(INPUTS), INPUTS)
+    np.testing.assert_allclose(updates["w"], np.asarray(expected), rtol=1e-4)
+    assert {leaf.name for leaf in store._manifest.leaves} == {"w"}
+    read = store.params(like=params, state=state)
+    assert (read["activation"], read["name"]) == (jax.nn.relu, "a")
+    np.testing.assert_array_equal(read["positions"], others["positions"])
+
+
+def adamw_bits(tx, others):
+    params = {"w": jnp.linspace(-1.0, 1.0, 4), **others}
+    state, update = tx.init(params), jax.jit(tx.update)
+    for n in range(20):
+        gradients = jax.tree.map(lambda p, n=n: (p * 0.37 + n).astype(p.dtype), params)
+        updates, state = update(gradients, state, params)
+        params = jax.jit(optax.apply_updates)(params, updates)
+    return np.asarray(params["w"])
+
+
+@pytest.mark.parametrize(
+    ("others", "counts"),
+    [({"empty": jnp.zeros((0, 3))}, True), ({"key": jax.random.PRNGKey(1)}, False)],
+    ids=["without elements", "integers"],
+)
+def test_a_leaf_that_is_not_trained_changes_no_bit(open_store, others, counts):
+    """In optax's program integers are a second use of what divides the moments."""
+    tx = optax.adamw(1e-2)
+    found = adamw_bits(jaxinf.smart_update(tx, open_store()), others)
+    np.testing.assert_array_equal(found, adamw_bits(tx, others if counts else {}))
+
+
+@pytest.mark.parametrize(
+    ("durability", "compress", "callback"),
+    [(2, None, "start"), ("step", jaxinf.top_k(0.5), "buffer")],
+)
+def test_a_missing_gradient_leaves_params_and_state_as_they_are(
+    open_store, durability, compress, callback, monkeypatch
+):
+    callback_form.use(callback, monkeypatch)
+    store = open_store(durability=durability)
+    tx = jaxinf.smart_update(optax.adamw(1e-2), store, compress=compress)
+    params = {"a": INPUTS, "b": INPUTS[:3]}
+    state, update = tx.init(params), jax.jit(tx.update)
+    for _ in range(5):
+        updates, state = update({"a": params["a"], "b": None}, state, params)
+        params["a"] += updates["a"]
+    store.wait(state)
+    assert store.step == 5
+    assert np.any(store.read("mu", "a"))
+    assert not np.any(store.read("mu", "b"))
+    np.testing.assert_array_equal(store.read("params", "b"), INPUTS[:3])
+
+
+def test_a_frozen_leaf_causes_no_traffic(open_store):
+    params = {"w": jnp.ones((100, 1000)), "b": jnp.zeros((1000,), jnp.bfloat16)}
+    store = open_store()
+    tx = jaxinf.smart_update(optax.adam(1e-2), store)
+    state, update = tx.init(params), jax.jit(tx.update)
+    for _ in range(3):
+        gradients = {"w": None, "b": jnp.ones((1000,), jnp.bfloat16)}
+        updates, state = update(gradients, state, params)
+        assert updates["w"] is None
+        params["b"] = (params["b"] + updates["b"]).astype(jnp.bfloat16)
+        store.wait(state)
+    traffic = store.metrics.traffic
+    assert traffic.drive_write_bytes < 4 * params["w"].size
+    assert traffic.link_down_bytes < params["w"].size
+    # A later gradient finds moments that have waited, and counts that have not.
+    updates, _ = update({"w": params["w"], "b": None}, state, params)
+    expected = -0.01 * 0.1 / (1 - 0.9**4) / (np.sqrt(0.001 / (1 - 0.999**4)))
+    np.testing.assert_allclose(updates["w"], expected, rtol=1e-4)

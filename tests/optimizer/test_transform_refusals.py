@@ -3,11 +3,13 @@
 import shutil
 from functools import partial
 
+import callback_form
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from small_stores import same
 
 import jaxinf
 
@@ -34,20 +36,18 @@ def committed(store):
     return jax.tree.map(np.asarray, store.params(like=PARAMS))
 
 
-def same(found, expected):
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-
-
 # --- NaN -----------------------------------------------------------------------------
 
 
-def test_nan_gradient_is_refused_and_nothing_committed(open_store):
+@pytest.mark.parametrize("form", ["buffer", "start"])
+def test_nan_gradient_is_refused_and_nothing_committed(open_store, monkeypatch, form):
+    callback_form.use(form, monkeypatch)
     store = open_store()
     tx, state = start(store)
     params, state = apply(tx, GRADIENTS, state)
     before = committed(store)
     with pytest.raises(jax.errors.JaxRuntimeError, match="NaN or Inf in the gradient"):
-        apply(tx, with_nan(GRADIENTS), state, params)
+        jax.block_until_ready(apply(tx, with_nan(GRADIENTS), state, params))
     with pytest.raises(
         jaxinf.NonFiniteGradientError, match=r"step 2: .* gradient of b"
     ):
@@ -135,19 +135,22 @@ def test_an_error_on_a_tpu_is_reported(open_store, monkeypatch):
 
 PLATEAU = optax.chain(optax.adamw(1e-2), optax.contrib.reduce_on_plateau())
 REFUSED = {
-    "reduction": (optax.lamb(1e-3), PARAMS, "reduce_sum"),
-    "argument": (PLATEAU, PARAMS, r"'value'.*extra_args=\{\"value\": 0\.0\}.*, v"),
-    "number": (ADAM, {"a": [1.0]}, r"params/a.*: expected an array, found float"),
-    "key": (ADAM, {"\ud800": PARAMS["b"]}, "expected keys that UTF-8"),
+    "reduction": (optax.lamb(1e-3), PARAMS, {}, "reduce_sum"),
+    "argument": (PLATEAU, PARAMS, {}, r"'value'.*extra_args=\{\"value\": 0\.0\}.*, v"),
+    "number": (ADAM, {"a": [1.0]}, {}, r"params/a.*: expected an array, found float"),
+    "key": (ADAM, {"\ud800": PARAMS["b"]}, {}, "expected keys that UTF-8"),
+    "nonfinite": (ADAM, PARAMS, {"nonfinite": "maybe"}, '.maybe.: expected "error"'),
+    "updates": (ADAM, PARAMS, {"updates": "bfloat16"}, '"gradient" or "float32"'),
+    "existing": (ADAM, PARAMS, {"on_existing": "anew"}, 'expected "resume"'),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_by_init(open_store, place, name):
-    tx, params, message = REFUSED[name]
+def test_refused_before_there_is_a_store(open_store, place, name):
+    tx, params, options, message = REFUSED[name]
     errors = TypeError, ValueError, jaxinf.UnsupportedTransformError
     with pytest.raises(errors, match=message):
-        jaxinf.smart_update(tx, open_store()).init(params)
+        jaxinf.smart_update(tx, open_store(), **options).init(params)
     assert not (place / "store").exists()
 
 
@@ -214,17 +217,95 @@ def test_a_state_of_something_else(open_store):
     store.close()
 
 
+# --- transformations of JAX -----------------------------------------------------------
+
+
+def stacked(tree, num):
+    return jax.tree.map(lambda x: jnp.stack([x] * num), tree)
+
+
+def vmapped(tx, state, inside):
+    update = jax.vmap(inside(tx.update), in_axes=(0, None, None))
+    update(stacked(GRADIENTS, 2), state, PARAMS)
+
+
+def differentiated(tx, state, inside):
+    def updated(gradients):
+        updates, _ = tx.update(gradients, state, PARAMS)
+        return sum(jnp.sum(u) for u in jax.tree.leaves(updates))
+
+    jax.grad(inside(updated))(GRADIENTS)
+
+
+@pytest.mark.parametrize("inside", [jax.jit, lambda f: f], ids=["jit", "eager"])
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("call", "message"),
     [
-        ({"nonfinite": "maybe"}, r'nonfinite=.maybe.: expected "error"'),
-        ({"updates": "bfloat16"}, 'expected "gradient" or "float32"'),
-        ({"on_existing": "anew"}, r'on_existing=.anew.: expected "resume"'),
+        (vmapped, r"update is called in jax.vmap over 2 exam"),
+        (differentiated, r"update is differentiated \(jax.grad, jax.j"),
     ],
 )
-def test_arguments(open_store, options, message):
+def test_an_update_is_refused(open_store, call, message, inside):
+    store = open_store()
+    tx = jaxinf.smart_update(optax.adam(1e-2), store)
+    state = tx.init(PARAMS)
     with pytest.raises(ValueError, match=message):
-        jaxinf.smart_update(ADAM, open_store(), **options)
+        call(tx, state, inside)
+    store.check()
+    assert store.step == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda tx: jax.vmap(tx.init)(stacked(PARAMS, 2)),
+            r"init is called in jax.vmap over 2 examples",
+        ),
+        (
+            lambda tx: jax.grad(lambda params: tx.init(params).step * 1.0)(PARAMS),
+            r"give init what jax.lax.stop_gradient",
+        ),
+    ],
+)
+def test_init_is_refused(open_store, place, call, message):
+    tx = jaxinf.smart_update(optax.adam(1e-2), open_store())
+    with pytest.raises(ValueError, match=message):
+        call(tx)
+    assert not (place / "store").exists()
+
+
+def seeded(tx):
+    """Trains like programs that vmap over seeds, with `init` and `update` inside."""
+
+    def run(scale):
+        params = jax.tree.map(lambda x: scale * x, PARAMS)
+
+        def step(carry, _):
+            params, state = carry
+            gradients = jax.tree.map(jnp.sin, params)
+            updates, state = tx.update(gradients, state, params)
+            return (optax.apply_updates(params, updates), state), params["b"][0]
+
+        return jax.lax.scan(step, (params, tx.init(params)), length=3)
+
+    return run
+
+
+def test_vmap_over_one_seed_is_the_run_itself(open_store):
+    scales = jnp.full(1, 0.5)
+    (wanted, _), losses = jax.jit(jax.vmap(seeded(optax.adam(1e-2))))(scales)
+    store = open_store()
+    tx = jaxinf.smart_update(optax.adam(1e-2), store)
+    (params, state), first = jax.jit(jax.vmap(seeded(tx)))(scales)
+    assert state.step.tolist() == [3]
+    assert params["w"].shape == (1, 300, 20)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5),
+        (params, first),
+        (wanted, losses),
+    )
+    assert store.step == 3
 
 
 # --- the store ------------------------------------------------------------------------

@@ -4,12 +4,10 @@ Each test runs a program with four CPU devices in a process of its own, because 
 number is fixed when JAX starts.
 """
 
-import json
-import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
+from cases import Cases
 from families import BEYOND
 from hlo_order import called_lines, computations, numbers
 
@@ -24,50 +22,23 @@ DEVICES = {
 }
 
 
-@pytest.mark.long
-def test_same_bits_on_four_devices_and_after_changes_of_mesh(place, run_python):
-    run_python(PROGRAM, place, "one")
-    runs = ["four", "other_mesh", "traced_init"]
-    result = run_python(
-        PROGRAM, place, *runs, "out_shardings", "refused_mesh", **DEVICES
-    )
-    figures, undivided, refused = result.stdout.splitlines()
-    figures = json.loads(figures)
-    # Replicated leaves cross the link once, not once for each device.
-    assert figures["down"] == 8 * figures["num"]  # gradients and params
-    assert "smart_update(tx, store, shardings=…)" in undivided
-    assert "run on a mesh whose shards are" in refused
-    expected = np.load(place / "one.npz")
-    for name in ("four", "traced"):
-        found = np.load(place / f"{name}.npz")
-        for leaf in expected.files:
-            np.testing.assert_array_equal(found[leaf], expected[leaf], err_msg=leaf)
+@pytest.fixture(scope="module")
+def process():
+    cases = Cases("programs/sharded_updates.py", **DEVICES)
+    yield cases
+    cases.close()
 
 
 @pytest.mark.long
-def test_compressed_gradients_have_the_same_bits_whatever_the_mesh(place, run_python):
-    traffic = []
-
-    def run(name, *words, **environment):
-        result = run_python(PROGRAM, place, "compressed", name, *words, **environment)
-        traffic.append(result.stdout)
-
-    # The store is made by four devices, whose shards then are its chunks.
-    run("four", 1, 3, 0, **DEVICES)
-    shutil.copytree(place / "four", place / "one", symlinks=True)
-    run("four", 3, 6, 1, **DEVICES)
-    run("one", 3, 6, 0)
-    assert len(set(traffic)) == 1
-    four, one = (np.load(place / f"{name}.npz") for name in ("four", "one"))
-    for name in four.files:
-        np.testing.assert_array_equal(four[name], one[name], err_msg=name)
-    assert 0.9 < np.mean(four["left/columns"] != 0) < 1
+@pytest.mark.parametrize("function", ["resharded", "compressed"])
+def test_the_bits_do_not_depend_on_the_mesh(place, process, function):
+    process.run(function, place)
 
 
 @pytest.mark.long
-def test_an_export_is_not_waited_for_beside_a_collective(place, run_python):
+def test_an_export_is_not_waited_for_beside_a_collective(place, process):
     """XLA ends a process whose devices wait for one of them for 40 s."""
-    order = run_python(PROGRAM, place, "exporting", **DEVICES).stdout.split()
+    order = process.run("exporting", place)
     first = order.index("export")
     assert {*order[:first], *order[first + 1 : -1]} == {"update"}
     assert 2 * first == len(order) - 2
@@ -87,7 +58,7 @@ HOWS = [
 @pytest.mark.long
 @pytest.mark.parametrize(("how", "callback", "repeats"), HOWS)
 def test_failure_beside_collectives(place, run_python, how, callback, repeats):
-    words = [place, "failure", how, repeats]
+    words = [place, how, repeats]
     result = run_python(PROGRAM, *words, CALLBACK_FORM=callback, **DEVICES)
     said = result.stdout.splitlines()
     assert len(said) == 5
@@ -102,8 +73,8 @@ def test_failure_beside_collectives(place, run_python, how, callback, repeats):
 
 
 @pytest.mark.long
-def test_no_device_waits_in_a_collective_while_params_are_compared(place, run_python):
-    found = computations(run_python(PROGRAM, place, "bound", **DEVICES).stdout)
+def test_no_device_waits_in_a_collective_while_params_are_compared(place, process):
+    found = computations(process.run("bound", place))
     lines, collective = found["ENTRY"], r" (all-|collective-|reduce-)[\w\-]*\("
     branches = {
         n: called_lines(lines[n], found) for n in numbers(lines, " conditional")
@@ -120,14 +91,15 @@ def test_no_device_waits_in_a_collective_while_params_are_compared(place, run_py
 
 @pytest.mark.long
 def test_a_failure_that_nothing_asked_about_is_the_exit_status(place, run_python):
-    result = run_python(PROGRAM, place, "failure", "last", 0, check=False, **DEVICES)
+    result = run_python(PROGRAM, place, "last", 0, check=False, **DEVICES)
     assert result.returncode == 1
     last = result.stderr.splitlines()[-1]
     assert "stopped by NonFiniteGradientError: step 2: NaN or Inf" in last
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("callback", ["buffer", "start"])
-def test_restart_on_four_devices(place, run_python, callback):
-    result = run_python(PROGRAM, place, "restart", CALLBACK_FORM=callback, **DEVICES)
-    assert "the params are not those that the store holds" in result.stdout
+def test_pmap_and_shard_map(place, process):
+    said = process.run("mapped", place)
+    assert "update is called in jax.pmap or jax.shard_map over {'i': 4}" in said[0]
+    assert "init is called in jax.pmap" in said[1]
+    assert "update is called in jax.pmap or jax.shard_map over {'d': 4}" in said[2]

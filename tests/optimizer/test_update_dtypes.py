@@ -1,7 +1,6 @@
 """Updates of 16-bit params have the gradient's dtype, and lose nothing over time."""
 
 import json
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,13 +29,6 @@ def steps_of(tx):
         return jax.jit(optax.apply_updates)(params, updates), state
 
     return step
-
-
-def applied(params: dict[str, Any], updates: Any) -> dict[str, Any]:
-    return {
-        name: p if updates[name] is None else p + updates[name]
-        for name, p in params.items()
-    }
 
 
 def bounds_of(store):
@@ -153,19 +145,3 @@ def test_a_step_is_skipped_by_cond(tmp_path):
         store.wait(state)
         assert store.step == int(state.step) == 2
         differences(store, params)
-
-
-@pytest.mark.long
-def test_a_leaf_without_a_gradient_stays_inexact(tmp_path):
-    params = {"w": numbers(0, jnp.bfloat16), "x": numbers(1, jnp.bfloat16)}
-    with jaxinf.open_store(tmp_path / "store", durability=3) as store:
-        tx = jaxinf.smart_update(optax.sgd(0.7), store)
-        state = tx.init(params)
-        for seed, has_gradient in enumerate((True, False, False, True)):
-            gradient = numbers(seed, jnp.bfloat16) if has_gradient else None
-            gradients = {"w": gradient, "x": numbers(9, jnp.bfloat16)}
-            updates, state = tx.update(gradients, state, params)
-            params = applied(params, updates)
-            store.wait(state)
-            assert "w" in bounds_of(store)
-            differences(store, params)

@@ -1,17 +1,14 @@
-"""Steps of `MultiSteps` around a clip; as a program, killed or on a mesh of two.
+"""Steps of `MultiSteps` around a clip; as a program, killed.
 
-python clipped_steps.py killed|on_mesh FOLDER
+python clipped_steps.py killed FOLDER
 """
 
-import os
-import signal
 import sys
 
 import jax
 import numpy as np
 import optax
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from inject import at_call, die
 
 import jaxinf
 
@@ -53,31 +50,13 @@ def killed(place):
     params, state = train(tx, 1)
     store.wait(state)
     np.savez(place + "/params.npz", **params)
-    recall = store._engine.opened.recall
 
-    def last(*arguments):
-        recall(*arguments)
+    def last():
         print("recalled", flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
 
-    store._engine.opened.recall = last
+    at_call(store._engine.opened, "recall", 1, last, after=True)
     tx.update(make(2), state, params)
-
-
-def on_mesh(place):
-    """Leaves params of four steps in KIND.npz, for each kind of axis."""
-    specs = {"w": P("d"), "b": P(), "scale": P()}
-    for kind in (AxisType.Auto, AxisType.Explicit):
-        mesh = jax.make_mesh((2,), ("d",), axis_types=(kind,))
-        at = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
-        tx = jaxinf.smart_update(clipped(2), f"{place}/{kind.name}", shardings=at)
-        params = jax.device_put(make(0), at)
-        state, update = jax.jit(tx.init)(params), jax.jit(tx.update)
-        for seed in range(1, 5):
-            gradients = jax.device_put(make(seed), at)
-            updates, state = update(gradients, state, params)
-            params = APPLY(params, updates)
-        np.savez(f"{place}/{kind.name}.npz", **params)
 
 
 if __name__ == "__main__":

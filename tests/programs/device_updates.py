@@ -8,8 +8,6 @@ commit. With "tier" in the name of the STORE state stays on the host; with "rare
 steps have one commit.
 """
 
-import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import small_stores
+from inject import at_call, die
 
 import jaxinf
 from jaxinf.csd.host import HostCsd
@@ -84,26 +83,12 @@ def open_store(path):
     return small_stores.open_store(path, **CHUNKS, durability=durability)
 
 
-def kill_at(point, number):
-    """Kills this process at the so many-th time of a point."""
-    owner, name = POINTS[point]
-    method, num_calls = getattr(owner, name), 0
-
-    def counted(*arguments, **named):
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls == number:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return method(*arguments, **named)
-
-    setattr(owner, name, counted)
-
-
 def main():
     """Trains until it is killed; notes each committed step beside the store."""
     path, point, number = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     step = open_step(open_store(path), 2)
-    kill_at(point, number)
+    owner, name = POINTS[point]
+    at_call(owner, name, number, die)
     for batch in batches()[step.store.step :]:
         step(batch)
         if "rare" in path.name:

@@ -1,4 +1,4 @@
-"""Ctrl-C in a callback of a step: `optimizer/test_interrupts.py`.
+"""Ctrl-C in a callback of a step: `optimizer/test_transform.py`.
 
 An interrupt in a callback comes with the next call, and no result is lost.
 

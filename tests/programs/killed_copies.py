@@ -1,4 +1,4 @@
-"""Copies a store in place for other numbers of processes, and to another path, killed.
+"""Copies a store in place for other numbers of processes, killed.
 
 As a program it kills a copy so many times, at random calls of the operating system,
 looks at what is left, completes it, and goes on with the next number.
@@ -6,7 +6,6 @@ looks at what is left, completes it, and goes on with the next number.
 
 import os
 import random
-import shutil
 import signal
 import sys
 import traceback
@@ -20,7 +19,6 @@ from copies import copied
 from raw_stores import decoded
 
 from jaxinf.store import (
-    CommitRecord,
     StateRecord,
     StoreDirectory,
     create_store,
@@ -58,16 +56,9 @@ def make(place, num_csds=0, mu=MU):
         place / "run", raw_stores.make_manifest(states, LEAVES, roots)
     )
     create_store(directory)
-    rng = np.random.default_rng(0)
-
-    def draw(shape, dtype):
-        values = np.frombuffer(rng.bytes(int(np.prod(shape)) * dtype.itemsize), dtype)
-        return values.reshape(shape)
-
+    draw = partial(raw_stores.any_bits, np.random.default_rng(0))
     for step, slot in enumerate(("a", "b")):
-        _, sums = raw_stores.fill_slot(directory, slot, draw)
-        record = CommitRecord(step, (), 0, {"seed": 3}, sums)
-        directory.publish(slot, record)
+        raw_stores.publish(directory, slot, draw, step=step, payload={"seed": 3})
         if step == 0:
             save_checkpoint(directory, "kept")
     return directory.path
@@ -183,29 +174,7 @@ def main(path, num_kills):
         for root in path.parent.glob("csd*/*"):
             assert len(list(root.iterdir())) <= (int(root.name) < count), root
     assert num_regridded > num_kills // 4
-    to_another_path(path, path.with_name("new"), num_kills // 4)
     print(f"{sum(seen.values())} kills: {dict(seen)}; {num_regridded} new grids after")
-
-
-def to_another_path(path, new, num_kills):
-    """Kills copies in another format; OLD stays, and the same call completes NEW."""
-    rng, expected = random.Random(2), contents(path)
-    roots = sorted(path.parent.glob("csd*/3"))
-    action = partial(copied, path, new, state="fp32", roots=roots)
-    for number in range(num_kills):
-        status, _ = count_calls(action, rng.randrange(1, 1000))
-        assert contents(path) == expected, number
-        assert not damages(path), number
-        if not new.exists():
-            assert status == signal.SIGKILL
-            assert count_calls(action)[0] == 0
-        assert not leftovers(new)
-        assert contents(new) == expected, number
-        assert not damages(new), number
-        for root in roots:
-            [made] = root.iterdir()
-            shutil.rmtree(made)
-        shutil.rmtree(new)
 
 
 if __name__ == "__main__":

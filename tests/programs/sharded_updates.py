@@ -1,11 +1,11 @@
-"""Updates of sharded params: `optimizer/test_transform_sharded.py`.
+"""Updates of sharded params on four devices: `optimizer/test_transform_sharded.py`.
 
-python sharded_updates.py FOLDER RUN …
-python sharded_updates.py FOLDER failure HOW REPEATS
-python sharded_updates.py FOLDER compressed STORE FIRST LAST JIT_INIT
+    python sharded_updates.py FOLDER HOW REPEATS
+
+An update fails beside collectives. Without arguments it serves the other functions.
 """
 
-import json
+import shutil
 import sys
 import time
 
@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import serve
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from small_stores import same
 
 import jaxinf
 from jaxinf.engine import exports
@@ -37,10 +39,11 @@ def make(seed):
 
 
 def on(mesh, tree, specs=SPECS):
-    if mesh is None:
-        return tree
-    shardings = {name: NamedSharding(mesh, specs[name]) for name in tree}
-    return jax.device_put(tree, shardings)
+    return tree if mesh is None else jax.device_put(tree, shardings_of(mesh, specs))
+
+
+def shardings_of(mesh, specs=SPECS):
+    return {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
 
 
 def four_devices():
@@ -66,88 +69,82 @@ def steps(tx, params, state, mesh, seeds, specs=SPECS):
     return params, state
 
 
-def save(path, tree):
-    np.savez(path, **{name: np.asarray(value) for name, value in tree.items()})
+def on_host(tree):
+    return jax.tree.map(np.asarray, tree)
 
 
-def one(place):
-    with jaxinf.open_store(place + "/one") as store:
-        tx = smart(store)
-        params = make(0)
-        params, state = steps(tx, params, tx.init(params), None, range(1, 7))
-        save(place + "/one.npz", store.params(like=params, state=state))
-
-
-def four(place):
-    """Prints the number of params, and the bytes that have come down."""
+def resharded(place):
+    """Has the bits of one device on four, on two by two, and after a traced init."""
     mesh = four_devices()
+    with jaxinf.open_store(place + "/one") as store:
+        tx, params = smart(store), make(0)
+        params, state = steps(tx, params, tx.init(params), None, range(1, 7))
+        expected = on_host(store.params(like=params, state=state))
     with jaxinf.open_store(place + "/four") as store:
-        tx = smart(store)
-        params = on(mesh, make(0))
+        tx, params = smart(store), on(mesh, make(0))
         params, state = steps(tx, params, tx.init(params), mesh, range(1, 4))
-        for name, value in params.items():
-            wanted = NamedSharding(mesh, SPECS[name])
-            assert value.sharding.is_equivalent_to(wanted, value.ndim)
+        for name, wanted in shardings_of(mesh).items():
+            assert params[name].sharding.is_equivalent_to(wanted, params[name].ndim)
         back = store.params(like=params, state=state)
-        assert all(bool((back[n] == params[n]).all()) for n in params)
+        same(on_host(back), on_host(params))
         assert back["columns"].sharding == params["columns"].sharding
-        num_bytes = store.metrics.traffic.link_down_bytes
+        # Gradients and params; replicated leaves cross the link once.
         num = sum(value.size for value in params.values())
-        print(json.dumps({"num": num, "down": num_bytes}))
-
-
-def other_mesh(place):
-    """Goes on with the store of `four`."""
+        assert store.metrics.traffic.link_down_bytes == 8 * num
     mesh = two_by_two()
     with jaxinf.open_store(place + "/four") as store:
-        params = store.params(like=on(mesh, make(0), TWO_AXES))
-        tx = smart(store)
+        params, tx = store.params(like=on(mesh, make(0), TWO_AXES)), smart(store)
         state = tx.init(params)
         params, state = steps(tx, params, state, mesh, range(4, 7), TWO_AXES)
-        save(place + "/four.npz", store.params(like=params, state=state))
-
-
-def traced_init(place):
-    patch = pytest.MonkeyPatch()
-    callback_form.use("start", patch)
+        same(on_host(store.params(like=params, state=state)), expected)
     mesh = four_devices()
-    shardings = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
-    with jaxinf.open_store(place + "/traced") as store:
-        tx = smart(store, shardings=shardings)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        jaxinf.open_store(place + "/t") as store,
+    ):
+        callback_form.use("start", patch)
+        tx = smart(store, shardings=shardings_of(mesh))
         params = on(mesh, make(0))
-        state = jax.jit(tx.init)(params)
-        params, state = steps(tx, params, state, mesh, range(1, 7))
+        params, state = steps(tx, params, jax.jit(tx.init)(params), mesh, range(1, 7))
         counts = {leaf.name: leaf.shard_counts for leaf in store._manifest.leaves}
         assert counts["columns"] == (1, 4)
-        save(place + "/traced.npz", store.params(like=params, state=state))
-    patch.undo()
+        same(on_host(store.params(like=params, state=state)), expected)
+    with (
+        jaxinf.open_store(place + "/one") as store,
+        pytest.raises(jaxinf.StoreMismatchError, match="run on a mesh whose shards ar"),
+    ):
+        smart(store).init(on(mesh, make(0)))
 
 
-def out_shardings(place):
-    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,))
-    shardings = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
-    with jaxinf.open_store(place + "/out") as store:
-        tx = smart(store)
+def compressed(place):
+    """Has the same bits and traffic whatever the mesh.
 
-        def init():
-            params = make(0)
-            return params, tx.init(params)
+    Four devices make the store, whose shards then are its chunks.
+    """
 
-        with jax.set_mesh(mesh):
-            out = shardings, NamedSharding(mesh, P())
-            params, state = jax.jit(init, out_shardings=out)()
-            with pytest.raises(jaxinf.StoreMismatchError) as raised:
-                steps(tx, params, state, mesh, range(1, 2))
-    print(raised.value)
+    def run(name, mesh, seeds, init):
+        with jaxinf.open_store(f"{place}/{name}", csd="emulated") as store:
+            compression = jaxinf.top_k(0.05, error_feedback=True, warmup_steps=1)
+            shardings = None if mesh is None else shardings_of(mesh)
+            tx = smart(store, compress=compression, shardings=shardings)
+            params = on(mesh, make(0))
+            params = store.params(like=params) if store.exists else params
+            params, state = steps(tx, params, init(tx)(params), mesh, seeds)
+            final, left = store.params(like=params, state=state), state.error_feedback
+            if mesh is not None:
+                own = left["columns"].sharding
+                assert own.is_equivalent_to(params["columns"].sharding, 2)
+            traffic = store.metrics.traffic.link_down_bytes
+            return on_host((final, left)), traffic
 
-
-def refused_mesh(place):
-    """The store of `one` is not made for such shards."""
-    with jaxinf.open_store(place + "/one") as store:
-        try:
-            smart(store).init(on(four_devices(), make(0)))
-        except jaxinf.StoreMismatchError as error:
-            print(error)
+    mesh = four_devices()
+    _, first = run("four", mesh, range(1, 3), lambda tx: tx.init)
+    shutil.copytree(f"{place}/four", f"{place}/alone", symlinks=True)
+    four, second = run("four", mesh, range(3, 6), lambda tx: jax.jit(tx.init))
+    one, third = run("alone", None, range(3, 6), lambda tx: tx.init)
+    assert first == second == third
+    same(four, one)
+    assert 0.9 < np.mean(four[1]["columns"] != 0) < 1
 
 
 def failure(place, how, repeats):
@@ -206,86 +203,24 @@ def failure(place, how, repeats):
             print(error)
 
 
-def compressed(place, name, first, last, jit_init):
-    """Makes or goes on with a store, by steps from `first` to before `last`.
-
-    Prints the bytes that have come down; leaves params and what was left out in a file.
-    """
-    mesh = four_devices() if jax.device_count() > 1 else None
-    with jaxinf.open_store(f"{place}/{name}", csd="emulated") as store:
-        compression = jaxinf.top_k(0.05, error_feedback=True, warmup_steps=1)
-        options = {"compress": compression}
-        if mesh is not None:
-            options["shardings"] = {n: NamedSharding(mesh, s) for n, s in SPECS.items()}
-        tx, params = smart(store, **options), on(mesh, make(0))
-        params = store.params(like=params) if store.exists else params
-        state = (jax.jit(tx.init) if jit_init else tx.init)(params)
-        params, state = steps(tx, params, state, mesh, range(first, last))
-        final = store.params(like=params, state=state)
-        left = state.error_feedback
-        if mesh is not None:
-            own = left["columns"].sharding
-            assert own.is_equivalent_to(params["columns"].sharding, 2)
-        save(f"{place}/{name}.npz", final | {f"left/{n}": x for n, x in left.items()})
-        print(store.metrics.traffic.link_down_bytes)
-
-
 def bound(place):
-    """Compiles a step on a mesh and prints it, as XLA has scheduled it."""
+    """Compiles a step on a mesh; returns it as XLA has scheduled it."""
     mesh = two_by_two()
     params = {
         "rows": jax.device_put(jnp.ones((64, 256)), NamedSharding(mesh, P("x"))),
         "whole": jax.device_put(jnp.zeros(256), NamedSharding(mesh, P())),
     }
-    with jaxinf.open_store(place + "/store") as store:
+    with jaxinf.open_store(place + "/bound") as store:
         tx = smart(store)
         state = tx.init(params)
-        print(jax.jit(tx.update).lower(params, state, params).compile().as_text())
-
-
-def restart(place):
-    """Goes on from params of the program's own, and prints why others are refused."""
-    mesh = four_devices()
-
-    def opened(restore=None):
-        store = jaxinf.open_store(place + "/store", restore=restore)
-        return store, smart(store)
-
-    store, tx = opened()
-    params = on(mesh, make(0))
-    two = steps(tx, params, tx.init(params), mesh, range(1, 3))
-    store.checkpoint(state=two[1])
-    own = jax.tree.map(np.asarray, two)
-    whole = steps(tx, *two, mesh, range(3, 4))
-    store.wait(whole[1])
-    whole = jax.tree.map(np.asarray, whole[0])
-    store.close()
-
-    store, tx = opened("2")
-    state = tx.init(on(mesh, make(7)))
-    devices = set(mesh.devices.flat)
-    assert all(leaf.sharding.device_set == devices for leaf in jax.tree.leaves(state))
-    state = jax.tree.map(lambda x, old: jax.device_put(x, old.sharding), own[1], state)
-    rest, state = steps(tx, on(mesh, own[0]), state, mesh, range(3, 4))
-    store.wait(state)
-    assert store.step == 3
-    jax.tree.map(np.testing.assert_array_equal, whole, jax.tree.map(np.asarray, rest))
-    store.close()
-
-    store, tx = opened()
-    state = tx.init(on(mesh, make(7)))
-    updates, state = jax.jit(tx.update)(on(mesh, make(1)), state, on(mesh, make(7)))
-    assert all(bool(jnp.isnan(u).all()) for u in jax.tree.leaves(updates))
-    try:
-        store.check()
-    except jaxinf.StoreMismatchError as error:
-        print(error)
+        lowered = jax.jit(tx.update).lower(params, state, params)
+        return lowered.compile().as_text()
 
 
 def exporting(place):
-    """Prints in which order the exports end and the updates of replicas begin."""
+    """Tells in which order the exports end and the updates of replicas begin."""
     mesh, order, whole = four_devices(), [], dict.fromkeys(SPECS, P())
-    update = HostFunctions.update
+    export, update = exports.export_url, HostFunctions.update
 
     def slow_export(*_, **__):
         time.sleep(2)
@@ -302,15 +237,36 @@ def exporting(place):
         state = tx.init(params)
         params, state = steps(tx, params, state, mesh, range(1, 3), whole)
         jax.block_until_ready(params)
-    print(*order)
+    exports.export_url, HostFunctions.update = export, update
+    return order
+
+
+def mapped(place):
+    """Tells why four devices are refused in `pmap` and `shard_map`; one has a step."""
+    said, params = [], {"w": jnp.ones((300, 20))}
+    with jaxinf.open_store(place + "/mapped") as store:
+        tx = smart(store)
+        tree = params, tx.init(params), params
+        four = jax.tree.map(lambda x: jnp.stack([x] * 4), tree)
+        specs = {"in_specs": P(), "out_specs": P(), "check_vma": False}
+        whole = jax.shard_map(tx.update, mesh=four_devices(), **specs)
+        for call in (
+            lambda: jax.pmap(tx.update, axis_name="i")(*four),
+            lambda: jax.pmap(tx.init)(four[0]),
+            lambda: jax.jit(whole)(*tree),
+        ):
+            with pytest.raises(ValueError, match="is called in") as error:
+                call()
+            said.append(str(error.value))
+        assert store.step == 0
+        one = jax.tree.map(lambda x: x[None], tree)
+        assert jax.pmap(tx.update)(*one)[1].step.tolist() == [1]
+    return said
 
 
 if __name__ == "__main__":
     callback_form.use_given()
-    if sys.argv[2] == "failure":
-        failure(sys.argv[1], sys.argv[3], int(sys.argv[4]))
-    elif sys.argv[2] == "compressed":
-        compressed(*sys.argv[1:4:2], *map(int, sys.argv[4:]))
+    if sys.argv[1:]:
+        failure(sys.argv[1], sys.argv[2], int(sys.argv[3]))
     else:
-        for name in sys.argv[2:]:
-            globals()[name](sys.argv[1])
+        serve(resharded, compressed, bound, exporting, mapped)

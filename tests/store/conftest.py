@@ -8,7 +8,6 @@ import pytest
 import raw_stores
 
 from jaxinf.store import (
-    CommitRecord,
     Manifest,
     Slot,
     StateRecord,
@@ -69,15 +68,10 @@ def write_step() -> Callable[..., dict[str, np.ndarray]]:
 
     def write(directory: StoreDirectory, slot: Slot, step: int) -> dict:
         rng = np.random.default_rng(step)
-        if directory.committed_slot() is not None:
-            directory.unpublish(slot)
-        arrays, sums = raw_stores.fill_slot(
-            directory,
-            slot,
-            lambda shape, dtype: rng.integers(-99, 99, shape).astype(dtype),
-        )
-        record = CommitRecord(step, (), checksums=sums)
-        directory.publish(slot, record)
-        return arrays
+
+        def draw(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+            return rng.integers(-99, 99, shape).astype(dtype)
+
+        return raw_stores.publish(directory, slot, draw, step=step)
 
     return write

@@ -13,10 +13,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from orbax.checkpoint.experimental import v1
-
-HAS_LOAD = hasattr(v1, "load")
-"""Older releases of the experimental interface open no directory without its marker."""
 
 MESH = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
@@ -54,15 +50,6 @@ def check_directory(path, arrays):
     wanted = target(metadata)
     with ocp.StandardCheckpointer() as checkpointer:
         check(checkpointer.restore(path, wanted), arrays, sharding_of)
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        arguments = ocp.checkpoint_utils.construct_restore_args(wanted)
-        restored = checkpointer.restore(path, restore_args=arguments)
-        check(restored, arrays, sharding_of)
-    if HAS_LOAD:
-        check(v1.load(path, wanted), arrays, sharding_of)
-        assert v1.is_orbax_checkpoint(path)
-        check(v1.load(path), arrays)
-        assert sorted(v1.metadata(path).metadata) == sorted(metadata)
 
 
 def check_manager(root, step, arrays):
@@ -74,10 +61,6 @@ def check_manager(root, step, arrays):
     with ocp.CheckpointManager(root, item_handlers=handler) as manager:
         wanted = target(dict(manager.item_metadata(step).tree))
         check(manager.restore(step, args=standard(wanted)), arrays, sharding_of)
-    if HAS_LOAD:
-        with v1.training.Checkpointer(root) as checkpointer:
-            assert [c.step for c in checkpointer.checkpoints] == [step]
-            check(checkpointer.load(step, wanted), arrays, sharding_of)
 
 
 def main() -> None:

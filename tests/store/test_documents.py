@@ -1,12 +1,29 @@
-"""A document with a flipped bit is refused."""
+"""Documents: flipped bits are refused, records keep their bits, names are unique."""
 
 import shutil
 
+import ml_dtypes
+import numpy as np
 import pytest
 from golden_stores import golden
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
+from jaxinf.documents import decode, encode
 from jaxinf.errors import StoreFormatError
-from jaxinf.store import CommitRecord, Manifest, StoreDirectory, seal, verify_step
+from jaxinf.store import (
+    CommitRecord,
+    Manifest,
+    ScalarState,
+    StoreDirectory,
+    check_leaf_paths,
+    encode_path,
+    leaf_name,
+    seal,
+    verify_step,
+)
+from jaxinf.store.documents import array_name, encode_key, write_document
 
 
 @pytest.mark.long
@@ -58,3 +75,122 @@ def test_verify_sees_what_other_tools_read(tmp_path, step, name, is_gone):
     [damage] = verify_step(directory, path / step)
     assert damage.what == name
     assert ("ENOENT" if is_gone else "cannot be read") in damage.problem
+
+
+# --- the commit record: bits in, the same bits out -----------------------------------
+
+DTYPES = [
+    np.dtype(f"{kind}{num_bytes}")
+    for kind, sizes in {
+        "b": "1",
+        "i": "1248",
+        "u": "1248",
+        "f": "248",
+        "c": "8",
+    }.items()
+    for num_bytes in sizes
+] + [np.dtype(ml_dtypes.bfloat16)]
+
+
+def same_bits(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def round_trip(tmp_path, **fields):
+    path = tmp_path / "commit.json"
+    CommitRecord(**fields).write(path)
+    return CommitRecord.read(path)
+
+
+@given(st.data())
+def test_scalars_keep_their_bits(data):
+    dtype = data.draw(st.sampled_from(DTYPES))
+    shape = data.draw(hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4))
+    size = int(np.prod(shape)) * dtype.itemsize
+    raw = data.draw(st.binary(min_size=size, max_size=size))
+    if dtype.kind == "b":
+        raw = bytes(byte & 1 for byte in raw)
+    value = np.frombuffer(raw, dtype).reshape(shape)
+    raw = encode(ScalarState.of("#0/.x", value))
+    back = decode(raw, ScalarState)
+    assert back.path == "#0/.x"
+    assert same_bits(back.value, value)
+
+
+def test_record(tmp_path):
+    fields = {
+        "step": 2**31 - 1,
+        "scalar_state": (),
+        "skipped_steps": 3,
+        "payload": {"position": [1, 2], "text": "ü", "none": None},
+        "inexact": {"a/b": 0.0, "ü": 2.0**-30},
+        "device_updates": 2,
+        "committed_at": "then",
+    }
+    assert round_trip(tmp_path, **fields) == CommitRecord(**fields)
+    assert CommitRecord(step=0, scalar_state=()).committed_at.endswith("+00:00")
+
+
+def test_numbers_of_a_record(tmp_path):
+    path = tmp_path / "commit.json"
+    document = CommitRecord(step=1, scalar_state=()).to_json()
+    inexact = ("bf800000", "7f800000", "7fc00000", "3f8", 1.0)
+    for key, value in (
+        *(("device_updates", number) for number in (0, -2, 2.0, "2", True)),
+        *(("inexact", {"a": x}) for x in inexact),
+        *(("format_version", version) for version in (2, 3.0, True, "3", None)),
+    ):
+        write_document(path, document | {key: value})
+        with pytest.raises(StoreFormatError, match=key.replace("_v", " v")):
+            CommitRecord.read(path)
+
+
+# --- names on disk, and paths of places in the optimizer's state ---------------------
+
+KEYS = st.text(st.characters(blacklist_categories=("Cs",)))
+
+
+@given(KEYS, KEYS)
+def test_encoding_is_one_path_component_and_injective(one, other):
+    name = encode_key(one)
+    assert "/" not in name
+    assert "\0" not in name
+    assert (encode_key(other) == name) == (one == other)
+
+
+def test_names():
+    path = ("h/0", "50%", "a\n")
+    assert leaf_name(path) == "h%2F0/50%25/a%0A"
+    assert array_name("mu", path) == "mu.h%2F0.50%25.a%0A"
+    assert array_name("params", ()) == "params"
+
+
+def test_refuses_names_that_collide_or_are_too_long():
+    check_leaf_paths([("x" * 248,)], ["params"])
+    for paths, states, message in (
+        (
+            [("a", "b.c"), ("a.b", "c")],
+            ["params"],
+            r"\['a', 'b.c'\] and \['a.b', 'c'\]",
+        ),
+        ([("x" * 249,)], ["params"], "takes 256 bytes, a file name has at most 255"),
+        ([("é" * 130,)], ["mu"], "shorten the keys"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_leaf_paths(paths, states)
+
+
+@pytest.mark.parametrize(
+    ("keys", "path"),
+    [
+        ((), ""),
+        ((("field", "count"),), ".count"),
+        ((("key", 3), ("key", "a/b")), "#3/a%2Fb"),
+        ((("key", ".count"),), "%2Ecount"),
+        ((("key", "#3"), ("key", "=x")), "%233/%3Dx"),
+        ((("key", ""), ("key", True), ("key", None)), "=/=True/=None"),
+        ((("key", -1), ("other", "x[0]")), "#-1/=x[0]"),
+    ],
+)
+def test_spelling(keys, path):
+    assert encode_path(keys) == path

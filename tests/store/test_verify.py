@@ -41,19 +41,6 @@ def chunk_links(directory, slot):
     return links
 
 
-def test_swapped_links_of_chunks(spread):
-    links = chunk_links(spread, "b")
-    links = [link for link in links if "params.h0.attn.kernel" in str(link)][:2]
-    targets = [os.readlink(link) for link in links]
-    for link, target in zip(links, reversed(targets), strict=True):
-        link.unlink()
-        link.symlink_to(target)
-    found = damages(spread, "slots/b")
-    named = [f"link {link.relative_to(spread.path / 'slots/b')}" for link in links]
-    assert [damage.what for damage in found][:2] == named
-    assert f"to {targets[0]}, found one to {targets[1]}" in found[0].problem
-
-
 @pytest.mark.parametrize(
     ("kind", "problem"),
     [("gone", "nothing"), ("file", "another file"), ("other", "one to ")],
@@ -93,7 +80,7 @@ def test_a_bit_of_a_chunk(whole):
 
 
 def test_another_shape_in_the_documents_of_an_array(whole):
-    file = whole.path / "current/params.a/zarr.json"
+    file = (whole.path / "current").resolve() / "params.a/zarr.json"
     document = json.loads(file.read_text())
     document["shape"][0] += 1
     file.write_text(json.dumps(document, indent=1) + "\n")

@@ -17,7 +17,7 @@ def process():
     cases.close()
 
 
-KINDS = ("explicit", "named", "specs", "shard_map", "jit")
+KINDS = ("explicit", "named", "specs", "shard_map")
 PROGRAMS = ("tied_and_unused", "linen_scan", "scan_nested", "scan_twice_cast")
 OPTIONS = "clipped ratios parts typed_parts weighed rewritten compressed bf16".split()
 CASES = [

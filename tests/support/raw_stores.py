@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tensorstore
@@ -13,6 +14,7 @@ import tensorstore
 import jaxinf
 from jaxinf.layout import choose_grid
 from jaxinf.store import (
+    CommitRecord,
     LeafRecord,
     Manifest,
     Slot,
@@ -114,6 +116,29 @@ def fill_slot(
             checksums[leaf.array_name(state.name)] = np.asarray(sums, np.uint32)
     directory.sync()
     return arrays, checksums
+
+
+def publish(directory: StoreDirectory, slot: Slot, draw: Any, **record: Any) -> dict:
+    """Writes a step's chunks and its record as the engine does; returns the arrays.
+
+    Args:
+      draw: as for `fill_slot`.
+      record: fields of the record.
+    """
+    if directory.committed_slot() is not None:
+        directory.unpublish(slot)
+    arrays, checksums = fill_slot(directory, slot, draw)
+    fields = {"scalar_state": (), "checksums": checksums} | record
+    directory.publish(slot, CommitRecord(**fields))
+    return arrays
+
+
+def any_bits(rng: np.random.Generator, shape: tuple, dtype: np.dtype) -> np.ndarray:
+    """Draws values of all kinds: NaN with payloads, denormals, infinities."""
+    if dtype.kind == "b":
+        return rng.integers(0, 2, shape).astype(bool)
+    count = int(np.prod(shape, dtype=np.int64))
+    return np.frombuffer(rng.bytes(count * dtype.itemsize), dtype).reshape(shape)
 
 
 def flip_bit(file: Path, at: int = 0) -> None:

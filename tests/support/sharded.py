@@ -128,18 +128,6 @@ def make(kind, depth=DEPTH):
                 out_specs=P("data"),
             ),
         ),
-        "jit": partial(
-            _loss,
-            constrained=_same,
-            block=jax.jit(
-                _dense,
-                in_shardings=tuple(
-                    NamedSharding(mesh, spec)
-                    for spec in (P("data"), P(None, "model"), P("model"), P())
-                ),
-                out_shardings=NamedSharding(mesh, P("data")),
-            ),
-        ),
         "explicit": _typed_loss,
     }
     params, batch = _numbers(depth)

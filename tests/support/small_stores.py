@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
 import jaxinf
@@ -69,3 +71,13 @@ def train(
         params = optax.apply_updates(params, updates)
         each(params, state)
     return tx, params, state
+
+
+def same(found: Any, expected: Any) -> None:
+    """Compares two trees of arrays to the bit; random keys by their data."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert one.dtype == other.dtype
+        if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
+            one, other = jax.random.key_data(one), jax.random.key_data(other)
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))

@@ -1,11 +1,8 @@
-import contextlib
 import os
-import shutil
-import tempfile
-from pathlib import Path
 
 import numpy as np
 import pytest
+from raw_stores import memory_directory
 
 from jaxinf.transfer import BufferPool
 
@@ -31,10 +28,8 @@ def memory_dir():
     """A directory in a tmpfs."""
     if not os.path.isdir("/dev/shm"):
         pytest.skip("no /dev/shm: no tmpfs to test on")
-    path = Path(tempfile.mkdtemp(dir="/dev/shm"))
-    yield path
-    with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(path)
+    with memory_directory() as path:
+        yield path
 
 
 @pytest.fixture(params=["disk", "tmpfs"])

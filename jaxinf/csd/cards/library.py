@@ -11,7 +11,6 @@ same from 2021.1 (2.11) to 2026.1.
 
 import ctypes
 import enum
-import itertools
 import os
 import weakref
 from pathlib import Path
@@ -113,20 +112,6 @@ class Flags(enum.IntEnum):
     p2p = 1 << 30
 
 
-_LIVE: "weakref.WeakSet[_Owned]" = weakref.WeakSet()
-_NUMBERS = itertools.count()
-
-
-def close_all() -> None:
-    """Closes every handle, the newest first; the interpreter does so at its exit.
-
-    A program that ends another way calls it itself. No object of this module may be
-    used afterwards.
-    """
-    for owned in sorted(_LIVE, key=lambda owned: owned.number, reverse=True):
-        owned.close()
-
-
 class _Owned:
     """A handle that is closed once. It keeps the object it was made from (`_of`)."""
 
@@ -139,19 +124,15 @@ class _Owned:
         self.handle = getattr(self.xrt, function)(*arguments)
         if not self.handle:
             raise _failure(function)
-        self.number, self._of = next(_NUMBERS), of
-        self._end = weakref.finalize(self, getattr(self.xrt, close), self.handle)
-        _LIVE.add(self)
+        self._of = of
+        # At the program's exit the newest is closed first.
+        weakref.finalize(self, getattr(self.xrt, close), self.handle)
 
     def _call(self, function: str, *arguments: Any) -> None:
         """Calls a function on the handle, which returns 0 if it succeeds."""
         ctypes.set_errno(0)
         if getattr(self.xrt, function)(self.handle, *arguments):
             raise _failure(function)
-
-    def close(self) -> None:
-        """Closes the handle; a second call does nothing."""
-        self._end()
 
 
 def _failure(what: str) -> RuntimeError:

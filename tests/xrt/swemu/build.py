@@ -16,11 +16,10 @@ import sysconfig
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from .glue import write_glue
-from .table import Unit
+from .table import Unit, write_glue
 from .xclbin import PLATFORM, write_xclbin
 
 __all__ = ["NUM_DEVICES", "Runtime", "RuntimeUnavailable", "build_runtime"]
@@ -38,32 +37,29 @@ class RuntimeUnavailable(Exception):
     """XRT is not available here; the message gives the reason and the remedy."""
 
 
-@dataclass(frozen=True)
-class Runtime:
-    """The places of the parts."""
+class Runtime(NamedTuple):
+    """The places of the parts.
+
+    Attributes:
+      directory: of all of them.
+      prefix: the value of ``XILINX_XRT``.
+      vitis: that of ``XILINX_VITIS``, below which XRT finds the device model.
+      model: the device model's executable.
+      python: the directory with pyxrt, for ``PYTHONPATH``.
+    """
 
     directory: Path
+    prefix: Path
+    vitis: Path
+    model: Path
+    python: Path
 
-    @property
-    def prefix(self) -> Path:
-        """The value of ``XILINX_XRT``."""
-        return self.directory / "xrt"
-
-    @property
-    def vitis(self) -> Path:
-        """The value of ``XILINX_VITIS``, below which XRT finds the device model."""
-        return self.directory / "vitis"
-
-    @property
-    def model(self) -> Path:
-        """The device model's executable."""
+    @classmethod
+    def at(cls, directory: Path) -> "Runtime":
+        vitis = directory / "vitis"
         model = "data/emulation/unified/cpu_em/generic_pcie/model/genericpciemodel"
-        return self.vitis / model
-
-    @property
-    def python(self) -> Path:
-        """The directory with pyxrt, for ``PYTHONPATH``."""
-        return self.directory / "python"
+        parts = directory / "xrt", vitis, vitis / model, directory / "python"
+        return cls(directory, *parts)
 
 
 def build_runtime(directory: Path) -> Runtime:
@@ -77,7 +73,7 @@ def build_runtime(directory: Path) -> Runtime:
     inputs = [Path(__file__), *sorted(sources)]
 
     def build(target: Path) -> None:
-        runtime = Runtime(target)
+        runtime = Runtime.at(target)
         with ThreadPoolExecutor() as pool:
             parts = [
                 pool.submit(_build_binding, runtime),
@@ -90,7 +86,7 @@ def build_runtime(directory: Path) -> Runtime:
         (target / "emconfig.json").write_text(text)
 
     key = [VERSION, sys.version, *(path.read_bytes() for path in inputs)]
-    return Runtime(_make_once(directory, "runtime", key, build))
+    return Runtime.at(_make_once(directory, "runtime", key, build))
 
 
 def build_xclbin(
@@ -139,19 +135,12 @@ def _make_once(
         part = part.encode() if isinstance(part, str) else part
         digest.update(len(part).to_bytes(8) + part)
     target = directory / f"{name}-{digest.hexdigest()[:16]}"
-    if target.exists():
-        return target
-    directory.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=directory))
-    try:
-        make(unfinished)
-        unfinished.chmod(0o755)
-        unfinished.rename(target)
-    except OSError:
-        if not target.exists():  # otherwise another process was faster
-            raise
-    finally:
+    if not target.exists():
+        unfinished = target.with_suffix(".unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        make(unfinished)
+        unfinished.rename(target)
     return target
 
 
@@ -161,26 +150,23 @@ def check_packages() -> Path:
     Raises:
       RuntimeUnavailable: see `build_runtime`.
     """
-    for tool in ("dpkg-query", "g++", "ar", "objcopy"):
-        if shutil.which(tool) is None:
-            raise RuntimeUnavailable(
-                f"{tool} is not here; the emulation needs Debian 12 with "
-                "apt-get install dpkg g++ binutils"
-            )
-    for package in PACKAGES:
-        query = ["dpkg-query", "--show", "--showformat=${Version} ${Architecture}"]
+    tools = ("dpkg-query", "g++", "ar", "objcopy")
+    missing = [tool for tool in tools if shutil.which(tool) is None]
+    query = ["dpkg-query", "--show", "--showformat=${Version} ${Architecture}"]
+    for package in () if missing else PACKAGES:
         result = subprocess.run(
             [*query, package], capture_output=True, text=True, check=False
         )
-        found = result.stdout.strip() or "not installed"
-        if found != f"{VERSION} amd64":
-            raise RuntimeUnavailable(
-                f"{package}: expected {VERSION} for amd64 (Debian 12), whose "
-                f"libxrt_swemu the repair is made for; found: {found}. On Debian 12: "
-                f"apt-get install {' '.join(PACKAGES)} uuid-dev"
-            )
+        if result.stdout.strip() != f"{VERSION} amd64":
+            missing.append(f"{package} {VERSION} for amd64")
     if not Path("/usr/include/uuid/uuid.h").exists():
-        raise RuntimeUnavailable("uuid/uuid.h is missing: apt-get install uuid-dev")
+        missing.append("uuid-dev")
+    if missing:
+        raise RuntimeUnavailable(
+            f"missing: {', '.join(missing)}; the emulation needs Debian 12, whose "
+            "libxrt_swemu the repair is made for, with apt-get install dpkg g++ "
+            f"binutils {' '.join(PACKAGES)} uuid-dev"
+        )
     return Path("/usr/lib") / _output(["g++", "-print-multiarch"])
 
 

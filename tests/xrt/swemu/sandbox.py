@@ -6,11 +6,9 @@ of the sandbox is left, whatever happened inside.
 """
 
 import os
-import select
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -59,11 +57,6 @@ class Sandbox:
         self._run_directory = self._directory / "run"
         self._run_directory.mkdir()
         self._sessions: set[int] = set()
-
-    @property
-    def directory(self) -> Path:
-        """The directory of its files."""
-        return self._directory
 
     @property
     def environment(self) -> dict[str, str]:
@@ -123,40 +116,6 @@ class Sandbox:
             output = log.read().decode(errors="replace")
         return Finished(process.returncode, timed_out, output)
 
-    def call(self, function: Callable[[], None], *, limit_s: float) -> Finished:
-        """Calls a function in a fork of this process, in a session of its own.
-
-        The fork's output goes where this process's goes. This process must not have
-        threads that hold locks, nor have loaded XRT.
-        """
-        sys.stdout.flush()
-        sys.stderr.flush()
-        child = os.fork()
-        if child == 0:
-            self._enter(function)
-        self._sessions.add(child)
-        timed_out = True
-        try:
-            timed_out = not _wait_for_end(child, limit_s)
-        finally:
-            if timed_out:
-                os.kill(child, signal.SIGKILL)
-            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        return Finished(status, timed_out)
-
-    def _enter(self, function: Callable[[], None]) -> None:
-        status = 1
-        try:
-            os.setsid()
-            os.environ.update(self.environment)
-            sys.path.insert(0, str(self._runtime.python))
-            function()
-            status = 0
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
-
     def processes(self) -> list[int]:
         """Returns running processes of the sandbox's sessions, or in its directory."""
         marker = f"\0SDACCEL_EM_RUN_DIR={self._directory}/".encode()
@@ -189,17 +148,6 @@ class Sandbox:
             time.sleep(0.01)
         shutil.rmtree(self._directory)
         return lines
-
-
-def _wait_for_end(child: int, limit_s: float) -> bool:
-    """Returns whether the child ended in time; does not reap it."""
-    descriptor = os.pidfd_open(child)
-    try:
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN)
-        return bool(poll.poll(limit_s * 1000))
-    finally:
-        os.close(descriptor)
 
 
 def _kill(process: int) -> str:

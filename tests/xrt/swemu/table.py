@@ -1,45 +1,33 @@
-"""The table of a card's kernels, with their registers and addresses.
+"""A card's kernels with their registers and addresses, and C++ that calls them so.
 
 Invariant: the register map is that of HLS's s_axilite adapter, so that one table serves
 the metadata of an xclbin and the code that calls a kernel with its register file.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple
 
 from jaxinf.kernels.card_kernels import CardArgument
 
-__all__ = ["CardKernel", "Kernel", "Register", "Unit", "registers", "units"]
+__all__ = ["Kernel", "Register", "Unit", "registers", "units", "write_glue"]
 
 FIRST_REGISTER = 0x10
 FIRST_UNIT = 0x1400000
 UNIT_RANGE = 0x10000
 
 
-class CardKernel(Protocol):
-    """The required part of a kernel; `jaxinf.kernels.CardKernel` has it.
+class Kernel(NamedTuple):
+    """What a kernel must have, as `jaxinf.kernels.CardKernel` does.
 
     It is an ``extern "C"`` function of this name. Every scalar is passed as an unsigned
     32-bit word of its bits.
     """
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def arguments(self) -> Sequence[CardArgument]: ...
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """A `CardKernel` for tests."""
-
     name: str
     arguments: tuple[CardArgument, ...]
 
 
-@dataclass(frozen=True)
-class Register:
+class Register(NamedTuple):
     """The place of an argument in its kernel's register file."""
 
     argument: CardArgument
@@ -47,16 +35,15 @@ class Register:
     num_bytes: int
 
 
-@dataclass(frozen=True)
-class Unit:
+class Unit(NamedTuple):
     """A compute unit: an instance of a kernel, with the address of its registers."""
 
-    kernel: CardKernel
+    kernel: Any
     name: str
     base: int
 
 
-def registers(kernel: CardKernel) -> Iterator[Register]:
+def registers(kernel: Any) -> Iterator[Register]:
     """Yields the arguments' registers: 64 bits a pointer, 32 a scalar, each reserved
     32 bits behind them."""
     offset = FIRST_REGISTER
@@ -66,13 +53,42 @@ def registers(kernel: CardKernel) -> Iterator[Register]:
         offset += num_bytes + 4
 
 
-def units(kernels: Sequence[CardKernel], per_kernel: int = 1) -> list[Unit]:
+def units(kernels: Sequence[Any]) -> list[Unit]:
     """The compute units, at ascending addresses.
 
     Their names are short: an xclbin has 63 bytes for kernel and unit together.
     """
-    instances = [kernel for kernel in kernels for _ in range(per_kernel)]
     return [
         Unit(kernel, f"u{index}", FIRST_UNIT + index * UNIT_RANGE)
-        for index, kernel in enumerate(instances)
+        for index, kernel in enumerate(kernels)
     ]
+
+
+def write_glue(compute_units: Sequence[Unit]) -> str:
+    """Returns C++ that is linked with the kernels into the library of an xclbin.
+
+    Pointers are declared as ``void*``: the functions are ``extern "C"``, so that the
+    kernels' own types, and their headers, are not needed.
+    """
+    parts = ['#include "card_units.hpp"\n', *map(_caller, compute_units)]
+    rows = (f'{{"{u.name}", {u.base:#x}, run_{u.kernel.name}}}' for u in compute_units)
+    parts.append(f"const CardUnit card_units[] = {{{', '.join(rows)}}};")
+    parts.append(f"const unsigned card_num_units = {len(compute_units)};\n")
+    return "\n".join(parts)
+
+
+def _caller(unit: Unit) -> str:
+    types, values = [], []
+    for argument, offset, num_bytes in registers(unit.kernel):
+        word = f"card_register<std::uint{8 * num_bytes}_t>(registers, {offset:#x})"
+        is_pointer = argument.kind == "pointer"
+        types.append("void*" if is_pointer else "std::uint32_t")
+        values.append(f"addresses({word})" if is_pointer else word)
+    name = unit.kernel.name
+    return (
+        f'extern "C" void {name}({", ".join(types)});\n'
+        f"static void run_{name}(const unsigned char* registers,\n"
+        f"    const CardAddresses& addresses) {{\n"
+        f"  {name}({', '.join(values)});\n"
+        f"}}\n"
+    )

@@ -11,8 +11,7 @@ from xml.etree import ElementTree
 
 from .table import UNIT_RANGE, Unit, registers
 
-__all__ = ["PLATFORM", "connectivity", "ip_layout", "memory_topology", "metadata"]
-__all__ += ["write_xclbin"]
+__all__ = ["PLATFORM", "write_xclbin"]
 
 PLATFORM = "xilinx_u2_gen3x4_xdma_gc_base_2"
 DDR_BYTES = 2 << 30
@@ -23,6 +22,10 @@ HEADER_BYTES, SECTION_HEADER_BYTES = 456, 40
 MEM_DDR4, IP_KERNEL = 1, 1
 SW_EMULATION = 5
 INTERRUPT_ENABLED = 1
+PORTS = (
+    ("M_AXI_GMEM", "master", "0xFFFFFFFF", "512"),
+    ("S_AXI_CONTROL", "slave", hex(UNIT_RANGE), "32"),
+)
 
 
 def write_xclbin(library: bytes, compute_units: Sequence[Unit]) -> bytes:
@@ -74,56 +77,33 @@ def connectivity(compute_units: Sequence[Unit]) -> bytes:
 
 def metadata(compute_units: Sequence[Unit]) -> bytes:
     """The XML from which XRT takes arguments, registers and compute units."""
+    add = ElementTree.SubElement
     project = ElementTree.Element("project", name="kernels")
-    platform = ElementTree.SubElement(project, "platform", name=PLATFORM, vendor="")
-    device = ElementTree.SubElement(platform, "device", name="card")
-    core = ElementTree.SubElement(
-        device, "core", name="OCL_REGION_0", target="csim", type="clc_region"
-    )
-    for kernel in {unit.kernel.name: unit.kernel for unit in compute_units}.values():
-        element = ElementTree.SubElement(
-            core, "kernel", name=kernel.name, language="c", type="pl"
-        )
-        _add_ports(element)
-        for number, register in enumerate(registers(kernel)):
-            pointer = register.argument.kind == "pointer"
-            ElementTree.SubElement(
-                element,
-                "arg",
-                name=register.argument.name,
-                addressQualifier="1" if pointer else "0",
-                id=str(number),
-                port="M_AXI_GMEM" if pointer else "S_AXI_CONTROL",
-                size=hex(register.num_bytes),
-                offset=hex(register.offset),
-                hostOffset="0x0",
-                hostSize=hex(register.num_bytes),
-                type=register.argument.type + ("*" if pointer else ""),
-            )
-        for unit in compute_units:
-            if unit.kernel.name == kernel.name:
-                _add_instance(element, unit)
+    platform = add(project, "platform", name=PLATFORM, vendor="")
+    device = add(platform, "device", name="card")
+    core = add(device, "core", name="OCL_REGION_0", target="csim", type="clc_region")
+    for unit in compute_units:
+        kernel = unit.kernel
+        element = add(core, "kernel", name=kernel.name, language="c", type="pl")
+        for name, mode, address_range, width in PORTS:
+            add(
+                element, "port", name=name, mode=mode, range=address_range,
+                dataWidth=width, portType="addressable", base="0x0",
+            )  # fmt: skip
+        for number, (argument, offset, num_bytes) in enumerate(registers(kernel)):
+            pointer = argument.kind == "pointer"
+            add(
+                element, "arg", name=argument.name, id=str(number),
+                addressQualifier="1" if pointer else "0", offset=hex(offset),
+                port="M_AXI_GMEM" if pointer else "S_AXI_CONTROL", hostOffset="0x0",
+                size=hex(num_bytes), hostSize=hex(num_bytes),
+                type=argument.type + "*" * pointer,
+            )  # fmt: skip
+        instance = add(element, "instance", name=unit.name)
+        base = {"base": hex(unit.base), "range": hex(UNIT_RANGE)}
+        add(instance, "addrRemap", base, port="S_AXI_CONTROL")
     ElementTree.indent(project)
     return ElementTree.tostring(project, encoding="utf-8", xml_declaration=True) + b"\n"
-
-
-def _add_ports(kernel: ElementTree.Element) -> None:
-    ElementTree.SubElement(
-        kernel, "port", name="M_AXI_GMEM", mode="master", range="0xFFFFFFFF",
-        dataWidth="512", portType="addressable", base="0x0",
-    )  # fmt: skip
-    ElementTree.SubElement(
-        kernel, "port", name="S_AXI_CONTROL", mode="slave", range=hex(UNIT_RANGE),
-        dataWidth="32", portType="addressable", base="0x0",
-    )  # fmt: skip
-
-
-def _add_instance(kernel: ElementTree.Element, unit: Unit) -> None:
-    instance = ElementTree.SubElement(kernel, "instance", name=unit.name)
-    ElementTree.SubElement(
-        instance, "addrRemap", base=hex(unit.base), range=hex(UNIT_RANGE),
-        port="S_AXI_CONTROL",
-    )  # fmt: skip
 
 
 def _container(sections: dict[int, bytes]) -> bytes:

@@ -1,16 +1,18 @@
-"""Updates whose call is kept for the next step: bits and checksums of checked calls.
+"""Updates of the host: calls that are kept for the next step, and sparse gradients.
 
 The host keeps a call for extents that come as one tuple; a list is checked every time.
 """
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
-from csd_contract import CASES, SIMPLE, Chunk, assert_same
+from csd_contract import ADAMW, CASES, SIMPLE, Chunk, assert_same
 from families import family
 
-from jaxinf.csd import Rounding, ScalarInputs, Update, parse_csd
+from jaxinf.compress import SparseGradient
+from jaxinf.csd import Rounding, ScalarInputs, Update, parse_csd, sparse
 from jaxinf.kernels import KernelCall
 from jaxinf.native import toolchain
 from jaxinf.transfer import crc32c
@@ -118,3 +120,45 @@ def test_an_update_that_repeats_is_checked_like_the_first(tmp_path):
     np.testing.assert_array_equal(out, -0.5 * (gradient + before / 2))
     small.release()
     chunk.close()
+
+
+# --- sparse gradients --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", ["", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("num", [1, 1023, 1024, 1025, 5000])
+def test_a_sparse_gradient_has_the_bits_of_a_dense_one(
+    tmp_path, num, dtype, codec, monkeypatch
+):
+    monkeypatch.setattr(sparse, "_PIECE_ELEMENTS", 1024)
+    rng = np.random.default_rng(num)
+    indices = np.sort(rng.choice(num, min(num, 40), replace=False)).astype(np.int32)
+    values = rng.standard_normal(indices.size).astype(dtype)
+    dense = np.zeros(num, dtype)
+    dense[indices] = values
+    case, results = replace(ADAMW, dtype=np.dtype(dtype).type, codec=codec), []
+    for gradient in (dense, SparseGradient(indices, values, num)):
+        root = tmp_path / f"{len(results)}"
+        chunk = Chunk(HOST, root, case, num).initialise()
+        outcome, out = chunk.update(gradient=gradient)
+        assert outcome.is_finite
+        found = chunk.checksums(), outcome.read_checksums
+        results.append((found, [out, *chunk.states()]))
+        chunk.close()
+    (found, arrays), (wanted, expected) = results
+    assert found == wanted
+    assert_same(arrays, expected)
+
+
+def test_parts_of_a_sparse_gradient():
+    sent = SparseGradient(
+        np.array([0, 7, 8, 99], np.int32), np.arange(4, dtype=np.float32), 100
+    )
+    part = sent.part(7, 99)
+    assert part.num_elements == 92
+    assert part.indices.tolist() == [0, 1]
+    assert part.values.tolist() == [1, 2]
+    assert sent.part(9, 99).indices.size == 0
+    assert sent.part(0, 100) is sent
+    assert sent.nbytes == 32

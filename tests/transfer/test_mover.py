@@ -1,0 +1,339 @@
+"""The mover over drives in memory: what stays, what is written when, and who waits.
+
+Random programs on it that must end are in `test_deadlock.py`.
+"""
+
+import contextlib
+import signal
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+
+from jaxinf.errors import StoreClosedError
+from jaxinf.transfer import Compute, Failure, Limits, Load, Mover, Queues, Task, Write
+
+PAGE, LONG = 4096, 4 << 20
+"""Bytes of a state; a long one is worth a request of its own."""
+NUM_STATES = 3
+TIMEOUT_S = 60
+
+
+@dataclass(frozen=True)
+class Piece:
+    """States of one length, on the only drive."""
+
+    key: int
+    state_bytes: int = PAGE
+    drive: int = 0
+
+    @property
+    def sizes(self):
+        return (self.state_bytes,) * NUM_STATES
+
+    @property
+    def num_bytes(self):
+        return NUM_STATES * self.state_bytes
+
+
+def task(piece, loads=(0, 1, 2), stores=(0, 1, 2), compute=lambda *_: None):
+    return Task(piece, compute, tuple((state, "a") for state in loads), stores)
+
+
+class Buffer:
+    """A part of a rig's memory."""
+
+    def __init__(self, rig, num_bytes):
+        self.rig, self.num_bytes = rig, num_bytes
+        rig.used_bytes += num_bytes
+
+    def release(self):
+        self.rig.used_bytes -= self.num_bytes
+
+
+class Rig:
+    """A mover that counts what it moves, by piece and state; a gate holds that back."""
+
+    def __init__(self, limits=(2, 2), memory_bytes=1 << 40):
+        self.memory_bytes, self.used_bytes = memory_bytes, 0
+        self.loads, self.writes, self.is_verified = Counter(), Counter(), True
+        self.gate, self.at_gate = threading.Event(), threading.Event()
+        self.gate.set()
+        self.failure = Failure()
+        queues = Queues([(0, True)], self.acquire, Limits(*limits))
+        self.mover = Mover("a test", queues, self.perform, self.failure, ["/a"])
+
+    def acquire(self, wanted):
+        num_bytes = wanted.piece.num_bytes
+        if self.used_bytes + num_bytes > self.memory_bytes:
+            return None
+        return Buffer(self, num_bytes)
+
+    def perform(self, unit):
+        if isinstance(unit, Compute):
+            unit.resident.task.compute(None, unit.resident.buffer, ())
+            return ()
+        self.at_gate.set()
+        assert self.gate.wait(TIMEOUT_S)
+        for resident, states in unit.items:
+            for state in states:
+                number = state[0] if isinstance(unit, Load) else state
+                moved = self.loads if isinstance(unit, Load) else self.writes
+                moved[resident.task.piece.key, number] += 1
+        if isinstance(unit, Write):
+            return ()
+        return [() if self.is_verified else states for _, states in unit.items]
+
+    def loaded(self, key):
+        return [self.loads[key, state] for state in range(NUM_STATES)]
+
+    def step(self, *tasks, given_up=()):
+        self.mover.run(tasks)
+        self.mover.drain()
+        self.mover.end_step(given_up)
+
+    def prefetched(self, *pieces):
+        """Returns when all states of these pieces are loaded."""
+        self.mover.prefetch([task(piece) for piece in pieces])
+        until(lambda: all(self.loaded(piece.key) == [1] * 3 for piece in pieces))
+
+    def close(self):
+        self.gate.set()
+        self.mover.close()
+        assert self.used_bytes == 0
+
+
+def until(is_true):
+    until_s = time.monotonic() + TIMEOUT_S
+    while not is_true():
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def make():
+    """Makes rigs; all memory must come back."""
+    rigs = []
+
+    def make_one(*arguments, **options):
+        rigs.append(Rig(*arguments, **options))
+        return rigs[-1]
+
+    yield make_one
+    for rig in rigs:
+        rig.close()
+
+
+# --- what stays, and what is written ------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stores", "gives_up", "stays", "written"),
+    [
+        ((), False, True, [0, 1, 2]),  # a task that moves nothing
+        ((), True, True, [0, 1, 2]),
+        ((1,), True, True, [0, 2]),  # what a step that is given up has changed
+        ((0,), False, False, [0, 1, 2]),
+    ],
+)
+def test_what_no_commit_has_written_is_written_after_another_task(
+    make, stores, gives_up, stays, written
+):
+    rig, piece = make(), Piece(0)
+    rig.mover.keep(frozenset([0]))
+    rig.mover.defer_writes(True)
+    rig.step(task(piece))
+    assert not rig.writes
+    if not stays:
+        rig.mover.keep(frozenset())
+    rig.step(task(piece, loads=(), stores=stores), given_up=[0] * gives_up)
+    assert rig.mover.flush()
+    assert rig.writes == Counter((0, state) for state in written)
+    assert bool(rig.used_bytes) == stays
+
+
+def test_what_was_read_ahead_and_not_used_is_read_again(make):
+    """A task verifies what it uses; the rest has no known checksum."""
+    rig, piece = make(), Piece(0)
+    rig.is_verified = False
+    rig.mover.keep(frozenset([0]))
+    rig.prefetched(piece)
+    rig.step(task(piece, loads=(2,), stores=(2,)))
+    rig.step(task(piece, loads=(0, 2), stores=(2,)))
+    assert rig.loaded(0) == [2, 1, 1]
+
+
+def test_held_prefetches_begin_later_and_submitted_tasks_do_not_wait(make):
+    rig = make()
+    rig.mover.hold_prefetches(True)
+    rig.mover.prefetch([task(Piece(0)), task(Piece(1))])
+    rig.mover.run([task(Piece(1))])
+    assert (rig.loaded(0), rig.loaded(1)) == ([0] * 3, [1] * 3)
+    rig.mover.hold_prefetches(False)
+    until(lambda: rig.loaded(0) == [1] * 3)
+
+
+def test_a_prefetch_gets_no_memory_that_a_submitted_task_waits_for(make):
+    rig = make(memory_bytes=2 * Piece(0, LONG).num_bytes - 1)
+    rig.gate.clear()
+    runs = in_thread(lambda: rig.mover.run([task(Piece(n, LONG)) for n in (0, 1)]))
+    assert rig.at_gate.wait(TIMEOUT_S)
+    rig.mover.prefetch([task(Piece(2))])
+    time.sleep(0.05)
+    assert rig.used_bytes == Piece(0, LONG).num_bytes
+    rig.gate.set()
+    assert runs() is None
+
+
+def test_what_a_step_computed_does_not_count_when_it_is_given_up(make):
+    rig, piece, other = make(), Piece(0), Piece(1)
+    rig.mover.keep(frozenset([0, 1]))
+    rig.mover.run([task(piece), task(other)])
+    rig.mover.drain()
+    rig.step(task(piece), given_up=[0])  # again in the same step
+    assert rig.loaded(0) == [2] * 3
+    rig.step(task(piece), task(other))
+    assert (rig.loaded(0), rig.loaded(1)) == ([3] * 3, [1] * 3)
+
+
+# --- who waits ------------------------------------------------------------------------
+
+
+def in_thread(action):
+    """Runs an action in a thread; a call returns its result, or the error it raised."""
+    box = []
+
+    def run():
+        try:
+            box.append(action())
+        except BaseException as error:
+            box.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+
+    def result():
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive()
+        return box[0]
+
+    return result
+
+
+def wait_until_closing(mover):
+    with contextlib.suppress(StoreClosedError):
+        while True:
+            mover.run([])
+
+
+class Slow:
+    """A computation that says when it has begun, and ends when it may."""
+
+    def __init__(self):
+        self.inside, self.may_end = threading.Event(), threading.Event()
+        self.has_ended = False
+
+    def __call__(self, csd, buffer, tells):
+        self.inside.set()
+        assert self.may_end.wait(TIMEOUT_S)
+        self.has_ended = True
+
+
+def test_a_task_that_waits_for_a_processor_is_not_forgotten(make):
+    rig, slow = make((1, 1)), Slow()
+    rig.prefetched(Piece(0), Piece(1))
+    first = in_thread(lambda: rig.mover.run([task(Piece(0), compute=slow)]))
+    assert slow.inside.wait(TIMEOUT_S)
+    second = in_thread(lambda: rig.mover.run([task(Piece(1))]))
+    time.sleep(0.05)  # a worker has found that it may not compute
+    slow.may_end.set()
+    assert first() is second() is None
+
+
+def test_no_compute_runs_after_run_has_raised(make):
+    """The tasks' arrays belong to XLA, which frees them."""
+    rig, slow, returned = make(), Slow(), threading.Event()
+
+    def failing(csd, buffer, tells):
+        assert slow.inside.wait(TIMEOUT_S)
+        raise KeyError("failing")
+
+    def run():
+        tasks = [task(Piece(0), compute=slow), task(Piece(1), compute=failing)]
+        try:
+            rig.mover.run(tasks)
+        finally:
+            assert slow.has_ended
+            returned.set()
+
+    runs = in_thread(run)
+    until(lambda: rig.failure.error is not None)
+    assert not returned.wait(0.05)
+    slow.may_end.set()
+    assert isinstance(runs(), KeyError)
+
+
+def test_closing_wakes_who_waits(make):
+    rig = make((1, 1))
+    rig.gate.clear()
+    runs = in_thread(lambda: rig.mover.run([task(Piece(n)) for n in range(10)]))
+    assert rig.at_gate.wait(TIMEOUT_S)
+    drains, closing = in_thread(rig.mover.drain), in_thread(rig.mover.close)
+    wait_until_closing(rig.mover)
+    rig.gate.set()
+    assert closing() is None
+    assert isinstance(runs(), StoreClosedError)
+    assert isinstance(drains(), StoreClosedError)
+    rig.mover.close()
+    with pytest.raises(StoreClosedError, match="the store is closed; open it again"):
+        rig.mover.run([task(Piece(0))])
+
+
+def test_closing_waits_for_the_submitter(make):
+    rig, slow = make((3, 3)), Slow()
+    rig.prefetched(Piece(0))
+    runs = in_thread(lambda: rig.mover.run([task(Piece(0), compute=slow)]))
+    assert slow.inside.wait(TIMEOUT_S)
+    closing = in_thread(rig.mover.close)
+    wait_until_closing(rig.mover)
+    time.sleep(0.05)
+    assert rig.used_bytes > 0
+    slow.may_end.set()
+    assert runs() is closing() is None
+
+
+@pytest.fixture
+def interruptible():
+    """Ctrl-C as in a terminal; programs in the background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("ahead", [False, True], ids=["waits", "computes"])
+def test_no_compute_runs_after_an_interrupt(make, ahead):
+    """Ctrl-C ends the wait of the main thread, or what it computes."""
+    rig, ended, both = make(), threading.Event(), threading.Barrier(2)
+    pieces = [Piece(0), Piece(1)] if ahead else [Piece(0)]
+    if ahead:
+        rig.prefetched(*pieces)
+
+    def compute(csd, buffer, tells):
+        if ahead:
+            both.wait(TIMEOUT_S)
+        if not ahead:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        elif threading.current_thread() is threading.main_thread():
+            signal.raise_signal(signal.SIGINT)
+        time.sleep(0.2)
+        ended.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        rig.mover.run([task(piece, compute=compute) for piece in pieces])
+    assert ended.is_set()
+    assert isinstance(rig.failure.error, KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        rig.mover.drain()
