@@ -44,7 +44,7 @@ def check_frozen(patterns: tuple[str, ...], params: PyTree, model: str) -> None:
     """
     if not patterns:
         return
-    names = names_of(params)
+    names = leaves_by_name(params)
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
             raise UsageError(
@@ -64,7 +64,7 @@ def check_source(frozen: Frozen, params: PyTree, source: Any) -> None:
     Raises:
       UsageError: names the leaves.
     """
-    named = zip(names_of(params), jax.tree.leaves(params), strict=True)
+    named = leaves_by_name(params).items()
     new = [name for name, leaf in named if not isinstance(leaf, DeferredArray)]
     if frozen and (random := [name for name in new if name in frozen]):
         raise UsageError(
@@ -73,8 +73,9 @@ def check_source(frozen: Frozen, params: PyTree, source: Any) -> None:
         )
 
 
-def names_of(params: PyTree) -> list[str]:
-    return [_name(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
+def leaves_by_name(params: PyTree) -> dict[str, Any]:
+    named = jax.tree_util.tree_leaves_with_path(params)
+    return {_name(keys): leaf for keys, leaf in named}
 
 
 def train_others(
@@ -85,9 +86,8 @@ def train_others(
         return optimizer
 
     def labels(params: PyTree) -> PyTree:
-        return _by_name(
-            lambda name, _: "frozen" if name in frozen else "trained", params
-        )
+        all_trained = jax.tree.map(lambda _: "trained", params)
+        return _changed(frozen, lambda _: "frozen", all_trained)
 
     return optax.multi_transform(
         {"trained": optimizer, "frozen": optax.set_to_zero()}, labels
@@ -96,24 +96,19 @@ def train_others(
 
 def without_gradients(frozen: Frozen, params: PyTree) -> PyTree:
     """Returns the params; a loss of them has gradients of zero for frozen leaves."""
-    if not frozen:
-        return params
-    return _by_name(
-        lambda name, leaf: jax.lax.stop_gradient(leaf) if name in frozen else leaf,
-        params,
-    )
+    return _changed(frozen, jax.lax.stop_gradient, params)
 
 
 def trained(frozen: Frozen, tree: PyTree) -> PyTree:
     """Returns a tree like the params', with None in place of frozen leaves."""
+    return _changed(frozen, lambda leaf: None, tree)
+
+
+def _changed(frozen: Frozen, change: Callable[[Any], Any], tree: PyTree) -> PyTree:
     if not frozen:
         return tree
-    return _by_name(lambda name, leaf: None if name in frozen else leaf, tree)
-
-
-def _by_name(function: Callable[[str, Any], Any], params: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(
-        lambda keys, leaf: function(_name(keys), leaf), params
+        lambda keys, leaf: change(leaf) if _name(keys) in frozen else leaf, tree
     )
 
 

@@ -48,7 +48,7 @@ def load(config: TrainConfig) -> tuple[TrainConfig, TrainingData]:
                 task=config.task_name,
                 seq_len=seq_len,
                 most_tokens=limit,
-                num_token_types=getattr(model, "num_token_types", 0),
+                has_types=getattr(model, "num_token_types", 0) > 0,
             )
         for rows in (data.train, data.validation):
             rows[0]  # decodes the first image, which may not suit the model
@@ -69,25 +69,20 @@ def make_batches(config: TrainConfig, data: TrainingData) -> Batches:
     Raises:
       UsageError: the processes, or their devices, cannot share a batch evenly.
     """
-    num_processes = jax.process_count()
     num_shares = jax.device_count() if config.distributed is not None else 1
     num_parts = config.micro_batches if config.mode != "stream" else 1
     if config.batch_size % (num_shares * num_parts):
-        sharers = f"{num_processes} processes"
-        if num_shares > num_processes:
-            sharers = f"{num_shares} JAX devices"
-        if num_parts > 1:
-            sharers += f" x {num_parts} micro-batches"
+        parts = f" x {num_parts} micro-batches" if num_parts > 1 else ""
         raise UsageError(
-            f"--batch-size: expected a multiple of the {sharers}, got "
-            f"{config.batch_size}"
+            f"--batch-size: expected a multiple of the {num_shares} JAX devices"
+            f"{parts}, got {config.batch_size}"
         )
     return Batches(
         data.train,
         batch_size=config.batch_size,
         seed=config.seed,
         row_map=data.row_map,
-        shard=(jax.process_index(), num_processes),
+        shard=(jax.process_index(), jax.process_count()),
     )
 
 

@@ -20,11 +20,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxinf.command_line import UsageError
 from jaxinf.exchange import LORA_A, LORA_B
 from jaxinf.train.data.errors import shown_names
-from jaxinf.train.freezing import Frozen, names_of
+from jaxinf.train.freezing import Frozen, leaves_by_name
 from jaxinf.typing import PyTree
 
 ALPHA = 16.0
@@ -93,7 +94,7 @@ def check_lora(lora: Lora, params: PyTree, model: str) -> None:
     Raises:
       UsageError: names the pattern, and matrices that there are.
     """
-    named = [*zip(names_of(params), jax.tree.leaves(params), strict=True)]
+    named = leaves_by_name(params).items()
     if not any(lora.takes(*one) for one in named):
         every = Lora(lora.rank, ("*",))
         known = shown_names([name for name, leaf in named if every.takes(name, leaf)])
@@ -109,23 +110,18 @@ def with_new(lora: Lora, params: PyTree, seed: int = 0) -> PyTree:
     Args:
       params: those of the model; leaves may be deferred.
     """
+    leaves: dict[Any, Any] = flatten_dict(params)
     key = jax.random.key(seed)
-
-    def grown(tree: PyTree, path: str = "") -> PyTree:
-        if not isinstance(tree, dict):
-            return tree
-        new = {name: grown(below, f"{path}{name}/") for name, below in tree.items()}
-        name, kernel = f"{path}kernel", tree.get("kernel")
-        if kernel is None or not lora.takes(name, kernel):
-            return new
+    for path, kernel in [*leaves.items()]:
+        name = "/".join(map(str, path))
+        if not lora.takes(name, kernel):
+            continue
         num_in, num_out = kernel.shape
         own, bound = jax.random.fold_in(key, zlib.crc32(name.encode())), num_in**-0.5
         a = jax.random.uniform(own, (num_in, lora.rank), jnp.float32, -bound, bound)
-        new[LORA_A] = a.astype(kernel.dtype)
-        new[LORA_B] = jnp.zeros((lora.rank, num_out), kernel.dtype)
-        return new
-
-    return grown(params)
+        leaves[(*path[:-1], LORA_A)] = a.astype(kernel.dtype)
+        leaves[(*path[:-1], LORA_B)] = jnp.zeros((lora.rank, num_out), kernel.dtype)
+    return unflatten_dict(leaves)
 
 
 def model_of(graphdef: Any, params: PyTree, alpha: float = ALPHA) -> Any:
@@ -134,9 +130,11 @@ def model_of(graphdef: Any, params: PyTree, alpha: float = ALPHA) -> Any:
     Args:
       graphdef: the model's graph, which knows nothing of adapters.
     """
-    adapters: dict[tuple[str, ...], tuple[Any, Any]] = {}
-    model = nnx.merge(graphdef, _without_adapters(params, (), adapters))
-    for path, (a, b) in adapters.items():
+    leaves: dict[Any, Any] = flatten_dict(params)
+    adapted = [path[:-1] for path in leaves if path[-1] == LORA_A]
+    adapters = [[leaves.pop((*at, n)) for n in (LORA_A, LORA_B)] for at in adapted]
+    model = nnx.merge(graphdef, unflatten_dict(leaves))
+    for path, (a, b) in zip(adapted, adapters, strict=True):
         owner = functools.reduce(getattr, path[:-1], model)
         setattr(owner, path[-1], _Adapted(getattr(owner, path[-1]), a, b, alpha))
     return model
@@ -156,17 +154,3 @@ class _Adapted(nnx.Module):
         given = x, self._a[...], self._b[...]
         own, a, b = (y.astype(self._layer.dtype) for y in given)
         return self._layer(x) + own @ a @ b * self._scale
-
-
-def _without_adapters(
-    tree: PyTree, path: tuple[str, ...], adapters: dict[tuple[str, ...], Any]
-) -> PyTree:
-    if not isinstance(tree, dict):
-        return tree
-    if LORA_A in tree:
-        adapters[path] = tree[LORA_A], tree[LORA_B]
-    return {
-        key: _without_adapters(value, (*path, key), adapters)
-        for key, value in tree.items()
-        if key not in (LORA_A, LORA_B)
-    }

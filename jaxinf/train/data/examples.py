@@ -95,19 +95,17 @@ def _text(where: str, name: str, value: Any) -> Text:
 
 
 def _messages(where: str, turns: Any) -> list[Message]:
-    if not isinstance(turns, list) or not turns:
-        raise DataError(f"{where}: expected a list of messages, found {shown(turns)}")
-    for number, turn in enumerate(turns, 1):
-        if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
-            raise DataError(
-                f"{where}: message {number}: expected an object with a role of "
-                f"{_ROLES} and its content, found {shown(turn)}"
-            )
-    roles = {message["role"] for message in turns}
+    given = turns if isinstance(turns, list) else []
+    roles = [turn.get("role") if isinstance(turn, dict) else None for turn in given]
+    if not roles or not all(isinstance(role, str) for role in roles):
+        raise DataError(
+            f"{where}: expected a list of messages, each an object with a role of "
+            f"{_ROLES} and its content, found {shown(turns)}"
+        )
     if "assistant" not in roles:
         raise DataError(
             f"{where}: expected a message of the assistant, from which the model "
-            f"learns; found roles {shown_names(roles)}"
+            f"learns; found roles {shown_names({*roles})}"
         )
     return turns
 

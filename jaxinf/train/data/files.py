@@ -8,18 +8,15 @@ columns that are used are read.
 """
 
 import glob
-import gzip
-import io
 import json
 import os
 import sysconfig
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from jaxinf.documents import shown
-from jaxinf.train.data.errors import DataError, refusing, shown_names
-from jaxinf.transfer import MACHINE_MEMORY_BYTES
+from jaxinf.train.data.errors import DataError, refusing
 
 PLAIN_TEXT = ""  # the field of a plain text file; users cannot give this name
 _ROWS_AT_ONCE = 1024
@@ -29,12 +26,11 @@ _SKIPPED_LIBRARY_DIRS = {"site-packages", "dist-packages", "test", "tests", "idl
 _SKIPPED_LIBRARY_DIRS |= {"encodings", "pydoc_data"}
 
 _SNIFFED_BYTES = 8192
-_FORMATS = {".jsonl": "lines", ".ndjson": "lines", ".json": "json"}
-_FORMATS |= {".parquet": "parquet"}
-_FORMATS |= dict.fromkeys((".csv", ".tsv", ".arrow", ".feather"), "none")
-_GZIP, _PARQUET, _UTF_8_MARK = b"\x1f\x8b", b"PAR1", b"\xef\xbb\xbf"
-# bzip2, UTF-16, UTF-32; others that are no text have a NUL.
-_NO_TEXT = (b"BZh", b"\xff\xfe", b"\xfe\xff")
+_FORMATS = {".jsonl": "lines", ".ndjson": "lines", ".parquet": "parquet"}
+_FORMATS |= dict.fromkeys((".json", ".csv", ".tsv", ".arrow", ".feather"), "none")
+_PARQUET, _UTF_8_MARK = b"PAR1", b"\xef\xbb\xbf"
+# gzip, bzip2, UTF-16, UTF-32; others that are no text have a NUL.
+_NO_TEXT = (b"\x1f\x8b", b"BZh", b"\xff\xfe", b"\xfe\xff")
 
 
 def find_files(patterns: Sequence[str]) -> tuple[list[Path], list[Path]]:
@@ -42,8 +38,8 @@ def find_files(patterns: Sequence[str]) -> tuple[list[Path], list[Path]]:
 
     Args:
       patterns: each a file (taken as it is), a directory (every text and Parquet file
-        below it, also those packed by gzip, hidden ones not; text has no NUL among the
-        first 8,192 bytes), or a glob, where `**` crosses directories (files only).
+        below it, hidden ones not; text has no NUL among the first 8,192 bytes), or a
+        glob, where `**` crosses directories (files only).
 
     Returns:
       Resolved paths, sorted, each once; and those of directories that are left out,
@@ -93,19 +89,13 @@ def _walk(root: Path, skipped: Collection[str] = ()) -> Iterator[Path]:
 
 
 def _format_of(path: Path) -> str:
-    """Returns ``lines`` of JSON, ``json``, ``parquet``, ``text``, or ``none``."""
+    """Returns ``lines`` of JSON, ``parquet``, ``text``, or ``none``."""
     with path.open("rb") as file:
         head = file.read(_SNIFFED_BYTES)
-    name = Path(path.name.lower())
-    suffix = (name.with_suffix("") if name.suffix == ".gz" else name).suffix
-    kind = _FORMATS.get(suffix) or ("parquet" if head.startswith(_PARQUET) else "text")
-    if kind != "parquet" and not head.startswith(_GZIP) and not _is_text(head):
-        return "none"
-    return kind
-
-
-def _is_text(head: bytes) -> bool:
-    return b"\0" not in head and not head.startswith(_NO_TEXT)
+    kind = _FORMATS.get(path.suffix.lower())
+    kind = kind or ("parquet" if head.startswith(_PARQUET) else "text")
+    is_text = b"\0" not in head and not head.startswith(_NO_TEXT)
+    return kind if is_text or kind == "parquet" else "none"
 
 
 # --- records -------------------------------------------------------------------------
@@ -128,8 +118,7 @@ class Record(NamedTuple):
 def read_records(path: Path, used: Collection[str]) -> Iterator[Record]:
     """Yields the records of a file, in order.
 
-    A text file is one record, or none if it is empty; a .json file that is no list,
-    too.
+    A text file is one record, or none if it is empty.
 
     Args:
       used: names of the columns to read of a table.
@@ -143,56 +132,26 @@ def read_records(path: Path, used: Collection[str]) -> Iterator[Record]:
     if kind == "parquet":
         yield from _rows(path, used)
         return
-    with refusing(f"{path}: expected a whole file of {kind}"), _opened(path) as file:
-        head = file.peek()
-        if kind == "none" or not _is_text(head):
-            raise DataError(
-                f"{path}: expected text, JSON or Parquet, packed by gzip at most, "
-                "found another table, an archive, UTF-16, or a NUL byte; save a table "
-                "as JSON lines or Parquet, unpack an archive, convert text to UTF-8, "
-                "or leave it out"
-            )
-        if head.startswith(_UTF_8_MARK):
-            file.read(len(_UTF_8_MARK))
+    if kind == "none":
+        raise DataError(
+            f"{path}: expected text in UTF-8, JSON lines or Parquet, found other JSON, "
+            "another table, an archive, UTF-16, or a NUL byte; save records as JSON "
+            "lines (.jsonl) or Parquet, unpack an archive, convert text to UTF-8, or "
+            "leave it out"
+        )
+    with path.open("rb") as file:
+        if file.read(len(_UTF_8_MARK)) != _UTF_8_MARK:
+            file.seek(0)
         if kind == "lines":
             for number, line in enumerate(file, 1):
-                where = f"{path}:{number}"
-                yield _record(where, _parsed(line.rstrip(b"\r\n"), where, "line"))
-        elif text := _read_whole(path, file):
-            if kind == "json" and text.lstrip()[:1] == b"[":
-                for number, fields in enumerate(_parsed(text, str(path), "file"), 1):
-                    yield _record(f"{path}: item {number}", fields)
-            else:
-                yield Record(str(path), {PLAIN_TEXT: text})
+                yield _record(f"{path}:{number}", line.rstrip(b"\r\n"))
+        elif text := file.read():
+            yield Record(str(path), {PLAIN_TEXT: text})
 
 
-def _opened(path: Path) -> io.BufferedReader:
-    with path.open("rb") as file:
-        is_packed = file.read(len(_GZIP)) == _GZIP
-    opening: Any = gzip.open if is_packed else open
-    return io.BufferedReader(opening(path, "rb"), _SNIFFED_BYTES)
-
-
-def _read_whole(path: Path, file: IO[bytes]) -> bytes:
-    """Reads the rest of a file; refuses more than the machine's memory."""
-    content = bytearray()
-    while chunk := file.read(1 << 24):
-        content += chunk
-        if len(content) > MACHINE_MEMORY_BYTES:
-            raise DataError(
-                f"{path}: expected at most {MACHINE_MEMORY_BYTES} bytes once unpacked, "
-                "as this machine has, found more; divide it, or give JSON lines"
-            )
-    return bytes(content)
-
-
-def _parsed(text: bytes, where: str, part: str) -> Any:
-    wanted = "a JSON object" if part == "line" else "a list in JSON"
-    with refusing(f"{where}: expected {wanted}", f"mend or remove the {part}"):
-        return json.loads(text)
-
-
-def _record(where: str, fields: Any) -> Record:
+def _record(where: str, line: bytes) -> Record:
+    with refusing(f"{where}: expected a JSON object", "mend or remove the line"):
+        fields = json.loads(line)
     if isinstance(fields, dict):
         return Record(where, fields)
     raise DataError(
@@ -204,23 +163,15 @@ def _rows(path: Path, used: Collection[str]) -> Iterator[Record]:
     """Yields the rows of a Parquet file."""
     number = 0
     with refusing(f"{path}: expected a file of parquet", "save it again"):
-        import pyarrow.dataset as dataset
+        import pyarrow.parquet as parquet
 
-        table = dataset.dataset(str(path), format="parquet")
-        columns = [name for name in table.schema.names if name in used]
-        if len(set(columns)) < len(columns):
-            raise DataError(
-                f"{path}: expected each column once, found {shown_names(columns)}"
-            )
-        unread = tuple(sorted(set(table.schema.names) - set(columns)))
-        for batch in table.to_batches(
-            columns=columns,
-            batch_size=_ROWS_AT_ONCE,
-            batch_readahead=1,
-            fragment_readahead=1,
-            use_threads=False,
-        ):
-            batch.validate(full=True)  # offsets outside it could end the process
-            for fields in batch.to_pylist():
-                number += 1
-                yield Record(f"{path}: row {number}", fields, unread)
+        with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            columns = [name for name in names if name in used]
+            unread = tuple(sorted({*names} - {*columns}))
+            how: Any = {"columns": columns, "use_threads": False}
+            for batch in file.iter_batches(_ROWS_AT_ONCE, **how):
+                batch.validate(full=True)  # offsets outside it could end the process
+                for fields in batch.to_pylist():
+                    number += 1
+                    yield Record(f"{path}: row {number}", fields, unread)

@@ -37,18 +37,12 @@ class Encoded(NamedTuple):
       is_learned: bool [n].
       label: -1 for none.
       token_types: uint8 [n], the number of each token's text; None for one text.
-      num_uncut: number of tokens before a cut; 0 if it is the number of tokens.
     """
 
     tokens: Array
     is_learned: Array
     label: int = -1
     token_types: Array | None = None
-    num_uncut: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_uncut or self.tokens.size
 
     def digest(self) -> bytes:
         """SHA-256 of its content."""
@@ -111,16 +105,13 @@ def split_tokens(
     parts: Sequence[Encoded], share: float
 ) -> tuple[list[Encoded], list[Encoded]]:
     """Splits a share of the tokens off at the end, which may cut a text."""
-    ends = np.cumsum([part.tokens.size for part in parts])
-    at = int(ends[-1]) - int(ends[-1] * share)
-    number = int(np.searchsorted(ends, at))
-    cut = at - (int(ends[number - 1]) if number else 0)
-    first, last = [*parts[:number]], [*parts[number + 1 :]]
-    for half, tokens in ((first, slice(cut)), (last, slice(cut, None))):
-        ids = parts[number].tokens[tokens]
-        if ids.size:
-            place = 0 if half is last else len(half)
-            half.insert(place, Encoded(ids, all_of(ids)))
+    num_tokens = sum(part.tokens.size for part in parts)
+    at, first, last = num_tokens - int(num_tokens * share), [], []
+    for tokens in (part.tokens for part in parts):
+        for half, ids in ((first, tokens[:at]), (last, tokens[at:])):
+            if ids.size:
+                half.append(Encoded(ids, all_of(ids)))
+        at = max(0, at - tokens.size)
     return first, last
 
 

@@ -60,28 +60,24 @@ def load_texts(
     task: TaskName,
     seq_len: int | None,
     most_tokens: int | None = None,
-    num_token_types: int = 0,
+    has_types: bool = False,
 ) -> forms.TrainingData:
     """Reads texts (blocks), in the steps that all tasks share.
 
     Args:
       seq_len: tokens in a row; None for those of the longest example.
       most_tokens: most tokens in a row for the model; None for no limit.
-      num_token_types: types of tokens that the model tells apart; 0 for none.
+      has_types: whether the model tells the texts of a pair apart.
 
     Raises:
       DataError: the data is empty or malformed.
       OSError: a file cannot be read.
     """
-    tokenizer, data = open_tokenizer(options.tokenizer), options.data
-    files, left_out = find_files(data) if data else (standard_library_files(), [])
-    held_files: list[Path] = []
-    if (share := options.held_out_share) is None:
-        held_files, others = find_files(options.validation)
-        left_out += others
-
-    reader = _Reader(task, tokenizer, num_token_types, options.loss_on == "all")
+    tokenizer, share = open_tokenizer(options.tokenizer), options.held_out_share
+    reader = _Reader(task, tokenizer, has_types, options.loss_on == "all")
     most = seq_len or min(_MOST_USUAL_TOKENS, most_tokens or _MOST_USUAL_TOKENS)
+    files = reader.find(options.data)
+    held_files = reader.find(options.validation) if share is None else []
     train = reader.read(files, "--data", most)
     is_text, example = reader.kind == "text", reader.shown(train[0])
     if seq_len is None:
@@ -96,15 +92,13 @@ def load_texts(
     else:  # at least one of several
         at = len(train) - max(int(len(train) > 1), int(len(train) * share))
         train, held = train[:at], train[at:]
-    rows = [
-        reader.rows(part, seq_len, name)
-        for part, name in ((train, "train"), (held, "validation"))
-    ]
+    both = {"train": train, "validation": held}
+    rows = [reader.rows(part, seq_len, name) for name, part in both.items()]
 
     unit, nums = "examples", [len(train), len(held)]
     if is_text:
         unit = "bytes" if tokenizer.name == "bytes" else "tokens"
-        nums = [sum(part.num_tokens for (part,) in half) for half in (train, held)]
+        nums = [sum(part.tokens.size for (part,) in half) for half in (train, held)]
     sides = [side for half in (train, held) for side in zip(*half, strict=True)]
     prints = " ".join(map(forms.fingerprint, sides))
     labels = [part.label for part in chain(*sides)]
@@ -120,7 +114,7 @@ def load_texts(
             "tokenizer": tokenizer.fingerprint,
             "sha256": hashlib.sha256(prints.encode()).hexdigest(),
         },
-        notes=tuple(reader.remarks(left_out)),
+        notes=tuple(reader.remarks()),
         seq_len=seq_len,
         example=example,
     )
@@ -132,7 +126,7 @@ def _usual_length(encoded: _Examples, most: int, held_share: float) -> int:
     Args:
       held_share: the share of texts that is held out, and must have rows, too.
     """
-    sizes = [part.num_tokens for parts in encoded for part in parts]
+    sizes = [part.tokens.size for parts in encoded for part in parts]
     longest = -(-max(sizes) // _ROUNDED_TO) * _ROUNDED_TO
     if held_share:
         longest = min(longest, int(sum(sizes) * held_share) // 2)
@@ -154,21 +148,21 @@ class _Reader:
     """How the texts of a run are read, and what reading finds.
 
     Attributes:
-      num_types: types of tokens that the model tells apart; 0 for none.
+      has_types: whether the model tells the texts of a pair apart.
       learn_all: whether prompts are learned, too.
       first: the first example of the training data, once it is read.
       unused: fields of records without a use.
-      num_json: files of JSON that are read as text.
+      left_out: files of folders that are no text.
       notes: what is cut or left out.
     """
 
     task: TaskName
     tokenizer: Tokenizer
-    num_types: int
+    has_types: bool
     learn_all: bool
     first: Example | None = None
     unused: set[str] = dataclasses.field(default_factory=set)
-    num_json: int = 0
+    left_out: list[str] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
 
     @property
@@ -183,11 +177,17 @@ class _Reader:
 
     # --- reading ---------------------------------------------------------------------
 
+    def find(self, names: Sequence[str]) -> list[Path]:
+        """Returns the files of names, by default those of the standard library."""
+        files, others = find_files(names) if names else (standard_library_files(), [])
+        self.left_out += [path.name for path in others]
+        return files
+
     def read(self, files: Sequence[Path], flag: str, most: int) -> _Examples:
         """Reads files.
 
         Args:
-          flag: names the files, for errors.
+          flag: the flag that names the files, for errors.
           most: most tokens of a labelled text or a source; more are cut.
 
         Raises:
@@ -200,9 +200,7 @@ class _Reader:
             self.first = self.first or example
             if problem := self._problem(self.first, example, flag):
                 raise DataError(f"{example.where}: {problem}")
-            self.num_json += example.where.endswith(".json")
-            encode = self._classified if example.kind == "labelled" else self._learned
-            parts = encode(example, most)
+            parts = self._encoded(example, most)
             if not all(part.tokens.size for part in parts):
                 raise DataError(f"{example.where}: expected text, found none")
             found.append(parts)
@@ -216,15 +214,14 @@ class _Reader:
     def _problem(self, first: Example, example: Example, flag: str) -> str:
         """Returns why an example does not suit the run; nothing if it does."""
         kind, expected = example.kind, _EXPECTED[self.task]
-        if (kind, len(example.texts)) != (first.kind, len(first.texts)):
-            if kind == first.kind == "labelled":
-                return f"expected 'text_pair' in all, or in none, as {first.where}"
-            if kind != first.kind:
-                return (
-                    f"expected records of one kind, found {_MEANT[kind]} after those "
-                    f"of {first.where}, which are {first.kind}; train on them one "
-                    "after the other"
-                )
+        if kind != first.kind:
+            return (
+                f"expected records of one kind, found {_MEANT[kind]} after those of "
+                f"{first.where}, which are {first.kind}; train on them one after the "
+                "other"
+            )
+        if kind == "labelled" and len(example.texts) != len(first.texts):
+            return f"expected 'text_pair' in all, or in none, as {first.where}"
         if kind not in expected:
             meant = " or ".join(_MEANT[one] for one in expected)
             return f"--task {self.task} expects {meant}, {flag} has {_MEANT[kind]}"
@@ -241,13 +238,17 @@ class _Reader:
             )
         return ""
 
-    def _learned(self, example: Example, most: int) -> tuple[Encoded, ...]:
-        """Encodes an example whose last text is learned, behind a prompt if any."""
-        learn_all, tokenizer = self.learn_all, self.tokenizer
+    def _encoded(self, example: Example, most: int) -> tuple[Encoded, ...]:
+        """Encodes an example; its last text is learned, behind a prompt if any."""
+        learn_all, tokenizer, where = self.learn_all, self.tokenizer, example.where
+        if example.kind == "labelled":
+            how = {"most": most, "has_types": self.has_types}
+            ids, types = tokenizer.classified(where, example.texts, **how)
+            return (Encoded(ids, all_of(ids), example.label, types),)
         if example.messages:
             assert isinstance(tokenizer, FolderTokenizer)
             return (Encoded(*tokenizer.conversation(example, learn_all=learn_all)),)
-        where, (*prompts, text) = example.where, example.texts
+        *prompts, text = example.texts
         is_whole = self.is_apart or not prompts
         ids = tokenizer.encode(where, text, is_whole=is_whole)
         if tokenizer.end is not None and not (is_whole and tokenizer.adds_end):
@@ -262,36 +263,10 @@ class _Reader:
         is_learned = learn_all | (np.arange(joined.size) >= prompt.size)
         return (Encoded(joined, is_learned),)
 
-    def _classified(self, example: Example, most: int) -> tuple[Encoded, ...]:
-        has_types, num_texts = self.num_types > 0, len(example.texts)
-        need = num_texts + self.tokenizer.num_special(num_texts, has_types=has_types)
-        if most < need:
-            what = ("a text", "two texts")[num_texts - 1]
-            raise DataError(
-                f"--seq-len: expected at least {need} tokens, for {what} and its "
-                f"special tokens, got {most}"
-            )
-        ids, types, num = self.tokenizer.classified(
-            example.where, example.texts, most=most, has_types=has_types
-        )
-        if types is not None and types.max() >= self.num_types:
-            raise DataError(
-                f"--tokenizer {self.tokenizer.name}: expected token types below "
-                f"{self.num_types}, as the model has, found {types.max()} in pairs "
-                "of texts"
-            )
-        return (Encoded(ids, all_of(ids), example.label, types, num),)
-
     # --- rows ------------------------------------------------------------------------
 
     def ordered(self, encoded: _Examples, flag: str, seq_len: int) -> _Examples:
-        """Leaves out what has no answer in a row, and sorts."""
-        if self.kind != "text":
-            encoded = self._fitting(encoded, flag, seq_len)
-        return sorted(encoded, key=lambda parts: [part.digest() for part in parts])
-
-    def _fitting(self, encoded: _Examples, flag: str, seq_len: int) -> _Examples:
-        """Leaves out examples whose answers begin after the cut, and notes cuts."""
+        """Sorts; leaves out examples whose answers begin after the cut, notes cuts."""
         limit, kept = seq_len, encoded
         if self.kind == "dialogue" and not self.is_apart:
             limit += 1  # the last target has no place of its own
@@ -303,16 +278,16 @@ class _Reader:
                 f"found {len(encoded):,} examples whose answers all begin later, the "
                 f"first after {min(starts):,} tokens; give a --seq-len above that"
             )
-        if num := sum(any(p.num_tokens > limit for p in parts) for parts in encoded):
+        num = sum(any(p.tokens.size >= limit for p in parts) for parts in encoded)
+        if num and self.kind != "text":
             self.notes.append(
-                f"{num:,} examples are longer than --seq-len {seq_len} and are cut "
-                "there"
+                f"{num:,} examples reach --seq-len {seq_len}; longer ones are cut there"
             )
         if num := len(encoded) - len(kept):
             self.notes.append(
                 f"{num:,} of those have no answer before the cut and are left out"
             )
-        return kept
+        return sorted(kept, key=lambda parts: [part.digest() for part in parts])
 
     def rows(self, examples: _Examples, seq_len: int, name: str) -> forms.Rows:
         """Returns the rows of examples in the form of their kind and task."""
@@ -324,7 +299,7 @@ class _Reader:
                 need = f"seq_len + 1 = {seq_len + 1}" if is_causal else f"{seq_len}"
                 raise DataError(
                     f"expected at least {need} tokens of {name} text, got "
-                    f"{sum(part.num_tokens for part in parts)}; name more text or "
+                    f"{sum(part.tokens.size for part in parts)}; name more text or "
                     "shorten the sequence"
                 )
             return rows
@@ -340,17 +315,15 @@ class _Reader:
 
     # --- what the user is told -------------------------------------------------------
 
-    def remarks(self, left_out: Sequence[Path]) -> Iterator[str]:
+    def remarks(self) -> Iterator[str]:
         yield from self.notes
-        if left_out:
+        if self.left_out:
             yield (
-                f"{len(left_out):,} files of folders are neither text nor Parquet and "
-                f"are left out: {shown_names([path.name for path in left_out])}"
+                f"{len(self.left_out):,} files of folders are neither text nor Parquet "
+                f"and are left out: {shown_names(self.left_out)}"
             )
         if self.unused:
             yield f"fields of records that are not used: {shown_names(self.unused)}"
-        if num := self.num_json:
-            yield f"{num:,} .json files that are no list of records, read as text"
 
     def shown(self, parts: Sequence[Encoded]) -> str:
         """Decodes the first example; what is learned is in guillemets, and cut."""

@@ -8,7 +8,6 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator, Sequence
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -44,26 +43,16 @@ class ByteTokenizer:
     ) -> Array:
         return np.frombuffer(_as_bytes(where, text), np.uint8)[:most]
 
-    def num_special(self, num_texts: int, *, has_types: bool) -> int:
-        return num_texts if has_types else 1
-
     def classified(
         self, where: str, texts: Sequence[Text], *, most: int, has_types: bool
-    ) -> tuple[Array, Array | None, int]:
-        parts = [self.encode(where, text, is_whole=False) for text in texts]
-        num_special = self.num_special(len(parts), has_types=has_types)
-        sizes = [part.size for part in parts]
-        num, room = sum(sizes) + num_special, most - num_special
-        short = min(min(sizes), room // 2)
-        rooms = [short, room - short] if len(parts) == 2 else [room]
-        if sizes[0] > sizes[-1]:
-            rooms.reverse()
-        parts = [part[:size] for part, size in zip(parts, rooms, strict=True)]
-        end = np.zeros(1, np.uint8)
-        if len(parts) == 1 or not has_types:
-            return np.concatenate([*parts, end]), None, num
-        types = np.repeat(np.array([0, 1], np.uint8), [part.size + 1 for part in parts])
-        return np.concatenate([parts[0], end, parts[1], end]), types, num
+    ) -> tuple[Array, Array | None]:
+        if len(texts) > 1:
+            raise DataError(
+                f"{where}: expected one text, found two, which bytes do not tell "
+                "apart; give a --tokenizer, or join them in the data"
+            )
+        ids = self.encode(where, texts[0], is_whole=False, most=most - 1)
+        return np.append(ids, np.uint8(self.end)), None
 
     def decode(self, ids: Array) -> bytes:
         return bytes(min(int(i), 0xFF) for i in np.asarray(ids))
@@ -146,34 +135,26 @@ class FolderTokenizer:
         with refusing(f"--tokenizer {self.name}: expected ids of {where}"):
             return self._ids(self._tokenizer(string, **how).input_ids)
 
-    def num_special(self, num_texts: int, *, has_types: bool) -> int:
-        """Returns the number of special tokens around a text, or a pair."""
-        return self._tokenizer.num_special_tokens_to_add(pair=num_texts == 2)
-
     def classified(
         self, where: str, texts: Sequence[Text], *, most: int, has_types: bool
-    ) -> tuple[Array, Array | None, int]:
+    ) -> tuple[Array, Array | None]:
         """Encodes a text or a pair; of what is too long, the longer text is cut first.
 
         Args:
           has_types: whether the model has types of tokens.
 
         Returns:
-          Ids, their types (uint8) for a pair if the model has them, and the number of
-          tokens before the cut.
+          Ids, and their types (uint8) for a pair if the model has them.
         """
         strings = [_as_str(where, text) for text in texts]
         is_typed = has_types and len(strings) == 2
-        read, how = self._tokenizer, {"return_token_type_ids": is_typed}
+        how = {"return_token_type_ids": is_typed, "truncation": True}
         with refusing(f"--tokenizer {self.name}: expected ids of {where}"):
-            found = read(*strings, **how)
-            num = len(found.input_ids)
-            if num > most:
-                found = read(*strings, truncation=True, max_length=most, **how)
+            found = self._tokenizer(*strings, max_length=most, **how)
         ids = self._ids(found.input_ids)
         if not has_types and self._has_pad:  # transformers reads before the padding
             ids = ids[: 1 + max(np.flatnonzero(ids != self.pad), default=0)]
-        return ids, np.array(found.token_type_ids, np.uint8) if is_typed else None, num
+        return ids, np.array(found.token_type_ids, np.uint8) if is_typed else None
 
     def conversation(self, example: Example, *, learn_all: bool) -> tuple[Array, Array]:
         """Returns the ids of messages by the chat template, and which are learned.
@@ -203,24 +184,14 @@ class FolderTokenizer:
         return ids, is_learned
 
     def _answers(self, example: Example, text: str) -> Iterator[tuple[int, int]]:
-        """Yields where answers are: what their messages add to those before them.
-
-        Text behind all messages, which a template may write, is no answer.
-        """
-        at = 0
+        """Yields where answers are: what their messages add to those before them."""
         for number, message in enumerate(example.messages):
             if message["role"] != "assistant" or not number:  # answers nothing
                 continue
             prompt = self._rendered(example, number, add_generation_prompt=True)
             through = self._rendered(example, number + 1)
-            both = zip(prompt, through, strict=False)
-            start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
-            rest = prompt[start:]
-            stop = len(through) - len(rest)
-            is_added = through.endswith(rest) and at <= start < stop
-            if rest and is_added:
-                is_added = prompt == self._rendered(example, number)
-            if not is_added or text[:stop] != through[:stop]:
+            is_added = through.startswith(prompt) and text.startswith(through)
+            if not is_added or through == prompt:
                 raise DataError(
                     f"{example.where}: expected the chat template of --tokenizer "
                     f"{self.name} to write each message behind those before it, found "
@@ -229,8 +200,7 @@ class FolderTokenizer:
                     "prompt: give one answer in each record, or --loss-on all, or mark "
                     "answers in the template by {% generation %}"
                 )
-            yield start, stop
-            at = stop
+            yield len(prompt), len(through)
 
     def _rendered(self, example: Example, num: int | None = None, **how: Any) -> Any:
         """Returns the first messages, or all, as the template writes them."""
@@ -287,18 +257,12 @@ def tokenizer_in(folder: Path, num_ids: int) -> Path | None:
 
 
 def _as_bytes(where: str, text: Text) -> bytes:
-    try:
+    with refusing(f"{where}: expected text"):
         return text if isinstance(text, bytes) else text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"{where}: expected text, found {error.reason}") from error
 
 
 def _as_str(where: str, text: Text) -> str:
-    text = _as_bytes(where, text)
-    try:
-        return text.decode()
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{where}: expected UTF-8, found byte {text[error.start]:#x} at offset "
-            f"{error.start}; convert the file, or train on bytes (no --tokenizer)"
-        ) from error
+    raw = _as_bytes(where, text)
+    remedy = "convert the file, or train on bytes (no --tokenizer)"
+    with refusing(f"{where}: expected UTF-8", remedy):
+        return raw.decode()

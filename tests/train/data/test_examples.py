@@ -23,10 +23,9 @@ def test_forms_of_records(record, kind, found):
     assert unused == {"when", *({"id"} & {*record})}
 
 
-@pytest.mark.parametrize("order", [1, -1])
-def test_pairs_in_some_records_only(order, load, write):
-    records = [{"text": "a", "text_pair": "b", "label": 1}, {"text": "a", "label": 1}]
-    path = write("f.jsonl", records[::order])
+def test_pairs_in_some_records_only(load, write):
+    records = [{"text": "a", "label": 1}, {"text": "a", "text_pair": "b", "label": 1}]
+    path = write("f.jsonl", records)
     with pytest.raises(DataError, match=r":2: expected 'text_pair' in all.*:1"):
         load(path, task="classification")
 
@@ -51,7 +50,7 @@ def test_pairs_in_some_records_only(order, load, write):
         ({"text": "a", "label": True}, "found True"),
         ({"messages": []}, "expected a list of messages"),
         ({"messages": [{"role": "user", "content": "a"}]}, "a message of the assist"),
-        ({"messages": ["a"]}, "message 1: expected an object with a role"),
+        ({"messages": ["a"]}, "messages, each an object with a role of"),
     ],
 )
 def test_records_that_are_none(fields, message):

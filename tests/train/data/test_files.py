@@ -28,14 +28,14 @@ def names(root, files):
 
 
 def test_directory_gives_text_files_and_names_what_is_left_out(tree):
-    (tree / "d").write_bytes(gzip.compress(b"text"))
-    for name in ("rows.csv", "rows.CSV.gz", "rows.arrow"):
+    (tree / "d.gz").write_bytes(gzip.compress(b"text"))
+    for name in ("rows.CSV", "rows.json", "rows.arrow"):
         (tree / name).write_text("text")
     (tree / "e.TXT").write_text("text", encoding="utf-16")
     (tree / "f.jsonl").write_text("{}", encoding="utf-16")
     files, left_out = find_files([str(tree)])
-    assert names(tree, files) == ["a.txt", "d", "sub/b.py", "sub/deep/c.py"]
-    found = ["e.TXT", "f.jsonl", "rows.CSV.gz", "rows.arrow", "rows.csv"]
+    assert names(tree, files) == ["a.txt", "sub/b.py", "sub/deep/c.py"]
+    found = ["d.gz", "e.TXT", "f.jsonl", "rows.CSV", "rows.arrow", "rows.json"]
     assert names(tree, left_out) == [*found, "sub/binary.dat"]
 
 

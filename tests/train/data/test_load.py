@@ -80,7 +80,7 @@ def test_long_examples_are_cut_and_said(load, write):
     records += [{"prompt": "z", "response": "y" * 50}]
     data = load(write("a.jsonl", records), seq_len=8)
     assert data.notes == (
-        "2 examples are longer than --seq-len 8 and are cut there",
+        "2 examples reach --seq-len 8; longer ones are cut there",
         "1 of those have no answer before the cut and are left out",
     )
     path = write("a.jsonl", [{"prompt": "p" * 30, "response": "r"}] * 5)
@@ -118,21 +118,7 @@ def test_records_that_do_not_suit_the_task(load, write, records, task, message):
         load(write("a.jsonl", records), task=task)
 
 
-@pytest.mark.parametrize("cut_first", [True, False])
-def test_pairs_of_bytes(load, write, cut_first):
-    texts = ["abcdef", "xy"] if cut_first else ["xy", "abcdef"]
-    record = {"text": texts[0], "text_pair": texts[1], "label": 1}
-    path = write("a.jsonl", [record] * 2)
-    how = {"task": "classification", "validation": ("0.5",)}
-    data = load(path, num_token_types=2, **how)
-    row, first, second = data.train[0], texts[0][:4], texts[1][:4]
-    assert bytes(row["tokens"].astype(np.uint8)) == f"{first}\0{second}\0".encode()
-    types = [0] * (len(first) + 1) + [1] * (len(second) + 1)
-    assert row["token_types"].tolist() == types
-    assert data.notes[0] == "2 examples are longer than --seq-len 8 and are cut there"
-    data = load(path, seq_len=12, **how)
-    row = data.train[0]
-    assert bytes(row["tokens"].astype(np.uint8)) == "".join(texts).encode() + bytes(4)
-    assert row["segments"].sum() == 9
-    assert "token_types" not in row
-    assert data.notes == ()
+def test_pairs_of_bytes_are_refused(load, write):
+    record = {"text": "abcdef", "text_pair": "xy", "label": 1}
+    with pytest.raises(DataError, match=r"a.jsonl:1: expected one text, found two"):
+        load(write("a.jsonl", [record] * 2), task="classification")

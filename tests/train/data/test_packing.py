@@ -140,9 +140,12 @@ def test_pairs():
 
 
 def test_single():
-    row = single(encoded([[5, 6]], labels=[3]), 4, pad=9)[0]
+    (part,) = encoded([[5, 6]], labels=[3])
+    part = part._replace(token_types=np.array([0, 1], np.uint8))
+    row = single([part], 4, pad=9)[0]
     assert row["tokens"].tolist() == [5, 6, 9, 9]
     assert row["segments"].tolist() == [1, 1, 0, 0]
+    assert row["token_types"].tolist() == [0, 1, 0, 0]
     assert row["labels"] == 3
 
 

@@ -64,11 +64,10 @@ def test_ids_of_pairs(both):
     for most, pair in product((6, 99), zip(TEXTS, TEXTS[::-1], strict=True)):
         expected = theirs(*pair, return_token_type_ids=True, truncation=True,
                           max_length=most)  # fmt: skip
-        ids, types, num = ours.classified("a", pair, most=most, has_types=True)
+        ids, types = ours.classified("a", pair, most=most, has_types=True)
         assert ids.tolist() == expected.input_ids
         assert types.tolist() == expected.token_type_ids
-        assert num == len(theirs(*pair).input_ids)
-        ids, types, _ = ours.classified("a", pair, most=most, has_types=False)
+        ids, types = ours.classified("a", pair, most=most, has_types=False)
         # transformers reads the class at the last token that is no padding.
         pad = ours.end if theirs.pad_token_id is None else theirs.pad_token_id
         kept = 1 + max(n for n, one in enumerate(expected.input_ids) if one != pad)
@@ -125,6 +124,7 @@ ROLES = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %
         ("{% for m in messages %}{% if loop.last %}last {% endif %}{{ m }}\n"
          "{% endfor %}", CHANGES),
         (ROLES + "{% if add_generation_prompt %}assistant\n{% endif %}", CHANGES),
+        (ROLES + "$", CHANGES),
         ("{{ messages.__class__.__mro__ }}", "SecurityError"),
         ("{{ messages.append(1) }}", "SecurityError"),
         ("{% include '/etc/passwd' %}", "no loader"),
@@ -140,23 +140,12 @@ def test_templates_that_are_refused(tmp_path, template, message):
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("template", "text", "learned"),
-    [
-        (
-            "{% for m in messages %}{{ m['content'] }}{% endfor %}$",
-            b"one two?threetextit is nine$",  # what follows all messages is no answer
-            b"threeit is nine",
-        ),
-        ("{{ strftime_now('%d %b %Y') }}", b"26 Jul 2024", b""),  # always the same day
-    ],
-)
-def test_odd_templates(tmp_path, template, text, learned):
+def test_a_template_sees_always_the_same_day(tmp_path):
+    template = "{{ strftime_now('%d %b %Y') }}"
     tokenizer = open_tokenizer(byte_level(tmp_path, chat_template=template))
-    example = Example("a.jsonl:1", "dialogue", (), TALK[:3] + TALK[-1:])
-    ids, is_learned = tokenizer.conversation(example, learn_all=not learned)
-    assert tokenizer.decode(ids) == text
-    assert tokenizer.decode(ids[is_learned]) == (learned or text)
+    example = Example("a.jsonl:1", "dialogue", (), TALK[:2])
+    ids, _ = tokenizer.conversation(example, learn_all=True)
+    assert tokenizer.decode(ids) == b"26 Jul 2024"
 
 
 def test_fingerprint_tells_tokenizers_apart(tmp_path):
@@ -170,10 +159,10 @@ def test_fingerprint_tells_tokenizers_apart(tmp_path):
 def test_text_that_is_none(tmp_path):
     path = word_level(tmp_path, ["one"]) / "tokenizer.json"
     tokenizer = open_tokenizer(path)
-    with pytest.raises(DataError, match=r"a.txt: expected UTF-8, found byte 0xff at"):
+    with pytest.raises(DataError, match=r"a.txt: expected UTF-8: .*byte 0xff in"):
         tokenizer.encode("a.txt", b"one\xff", is_whole=True)
     for one in (tokenizer, ByteTokenizer()):
-        with pytest.raises(DataError, match=r"a.jsonl:3: expected text, found surrog"):
+        with pytest.raises(DataError, match=r"a.jsonl:3: expected text: .*surrogates"):
             one.encode("a.jsonl:3", "\ud800", is_whole=True)
     document = json.loads(path.read_text())
     document["pre_tokenizer"] = {"type": "FixedLength", "length": 0}
