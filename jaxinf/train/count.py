@@ -23,8 +23,8 @@ from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
 from jaxinf.train.devices import Devices
 from jaxinf.train.freezing import trained
-from jaxinf.train.modes import named_flags, streamed_step
-from jaxinf.train.opening import open_run
+from jaxinf.train.modes import streamed_step
+from jaxinf.train.opening import named_flags, open_run, refused_as_usage
 from jaxinf.train.optimizers import make_optimizer
 from jaxinf.train.step import gradients_of
 from jaxinf.typing import FLOAT32, PyTree
@@ -54,6 +54,8 @@ class RunNeeds:
     drive_write_bytes: int = 0
 
 
+@named_flags()
+@refused_as_usage()
 def count(
     config: TrainConfig, batch: Batch | None, device_bytes: int | None
 ) -> RunNeeds:
@@ -68,55 +70,59 @@ def count(
     Raises:
       JaxinfError: as `jaxinf.open_store`, `jaxinf.smart_update`, `jaxinf.stream`.
     """
-    size = num_params(config.model_config)
-    needs = RunNeeds(num_params=size, num_drives=_num_drives(config))
+    found = {"host_bytes": 0}
+    with contextlib.ExitStack() as stack:
+        if config.mode != "memory":
+            planned, store = stack.enter_context(_planned_store(config))
+            if config.mode == "stream":
+                found = _streamed(planned, store, batch, device_bytes)
+            else:
+                found = _stored(config, store)
     if config.mode != "stream":
-        return replace(needs, **_whole(config, batch, device_bytes))
-    assert batch is not None
-    limit = None
-    if device_bytes is not None:
-        limit = DeviceLimit(config.device_memory or device_bytes, is_host=False)
-    with (
-        _planned_store(config) as (elsewhere, store),
-        named_flags(),
-        streamed_step(elsewhere, store) as step,
-    ):
-        found = step.dry_run(batch, config.abstract[1], device=limit)
-    names = [one.name for one in fields(RunNeeds) if one.name.endswith("_bytes")]
-    return replace(needs, **{name: getattr(found, name) for name in names})
+        programs, gradients = _program_bytes(config, batch)
+        if device_bytes is None:
+            found["host_bytes"] += programs
+        else:
+            found["device_bytes"] = programs
+            if config.mode == "update":  # gradients and updates cross
+                found["host_bytes"] += 2 * gradients
+    size = num_params(config.model_config)
+    return RunNeeds(num_params=size, num_drives=_num_drives(config), **found)
 
 
-def _whole(
-    config: TrainConfig, batch: Batch | None, device_bytes: int | None
-) -> dict[str, int]:
-    """Counts a step whose loss and gradient are one program."""
+def _program_bytes(config: TrainConfig, batch: Batch | None) -> tuple[int, int]:
+    """Counts what a program of a loss and its gradients takes, and these gradients."""
     graphdef, params = config.abstract
-    gradients = FLOAT32.itemsize * sum(
-        leaf.size for leaf in jax.tree.leaves(trained(config.frozen, params))
-    )
+    own = jax.tree.leaves(trained(config.frozen, params))
+    gradients = FLOAT32.itemsize * sum(leaf.size for leaf in own)
     # Gradients, clipped gradients, updates; without clipping they are soon gone.
     programs = _num_bytes(params)
     programs += (3 if config.clip_norm or config.compress else 1) * gradients
     if batch is not None:
         given = params, jax.eval_shape(lambda: batch)
         programs = max(programs, program_bytes(gradients_of(config, graphdef), *given))
-    needs = {"host_bytes": 0}
-    if config.mode == "update":
-        needs |= _stored(config)
-    else:
+    if config.mode == "memory":
         programs += _num_bytes(jax.eval_shape(make_optimizer(config).init, params))
-    if device_bytes is None:
-        return needs | {"host_bytes": needs["host_bytes"] + programs}
-    if config.mode == "update":  # gradients and updates cross
-        needs["host_bytes"] += 2 * gradients
-    return needs | {"device_bytes": programs}
+    return programs, gradients
 
 
 def _num_bytes(tree: PyTree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _stored(config: TrainConfig) -> dict[str, int]:
+def _streamed(
+    config: TrainConfig, store: Store, batch: Batch | None, device_bytes: int | None
+) -> dict[str, int]:
+    limit = None
+    if device_bytes is not None:
+        limit = DeviceLimit(config.device_memory or device_bytes, is_host=False)
+    with streamed_step(config, store) as step:
+        found = step.dry_run(batch, config.abstract[1], device=limit)
+    names = [one.name for one in fields(RunNeeds) if one.name.endswith("_bytes")]
+    return {name: getattr(found, name) for name in names}
+
+
+def _stored(config: TrainConfig, store: Store) -> dict[str, int]:
     """Counts bytes on disk, of buffers, and those that updates read and write."""
     params = config.abstract[1]
     tx = averaged(make_optimizer(config), config.average)
@@ -127,17 +133,14 @@ def _stored(config: TrainConfig) -> dict[str, int]:
         average=config.average,
         compression=config.compression,
     )
-    with _planned_store(config) as (_, store):
-        shape = engine_of(store).shape(description)
-    moves = []
+    shape, moves = engine_of(store).shape(description), []
     leaves = zip(jax.tree.leaves(params), description.leaves, strict=True)
     for number, (leaf, one) in enumerate(leaves):
         taken = {0} if can_take(shape, number, leaf.dtype) else set()
         for layout in shape.layouts(number, (0,) * leaf.ndim, leaf.shape):
             loads, stores = moved_states(one.kernel, layout)
             moves.append((layout, loads - taken, stores))
-    often = shape.options.steps_per_commit or config.steps
-    every = min(often, config.checkpoint_every or often)
+    every = shape.options.steps_per_commit or config.steps
     moved = shape.moved_bytes(moves, shape.memory_bytes, every)
     return {
         "host_bytes": min(config.buffer_bytes, shape.num_bytes),
@@ -150,6 +153,10 @@ def _stored(config: TrainConfig) -> dict[str, int]:
 @contextlib.contextmanager
 def _planned_store(config: TrainConfig) -> Iterator[tuple[TrainConfig, Store]]:
     """Opens a run's store in a temporary directory; nothing is written."""
+    durability, every = config.durability, config.checkpoint_every
+    if durability != "step" and every:  # a checkpoint commits, too
+        often = every if durability == "checkpoint" else durability
+        durability = min(often, every)
     with tempfile.TemporaryDirectory() as folder:
         roots = tuple(Path(folder, f"drive{n}") for n in range(len(config.csd_root)))
         for root in roots:
@@ -158,6 +165,7 @@ def _planned_store(config: TrainConfig) -> Iterator[tuple[TrainConfig, Store]]:
             config,
             store=Path(folder, "store"),
             csd_root=roots,
+            durability=durability,
             device_updates=None,  # would try the device
         )
         with contextlib.closing(open_run(elsewhere, Devices())) as store:

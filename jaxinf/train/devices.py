@@ -44,9 +44,9 @@ class Devices:
 
         def shape(leaf: Any) -> jax.ShapeDtypeStruct:
             spec: list[str | None] = [None] * len(leaf.shape)
-            along = sharded_dimension(leaf.shape, mesh.size)
-            if self.is_sharded and along is not None:
-                spec[along] = _AXIS
+            fitting = [n for n, d in enumerate(leaf.shape) if d and d % mesh.size == 0]
+            if self.is_sharded and fitting:  # on the longest
+                spec[max(fitting, key=lambda n: leaf.shape[n])] = _AXIS
             sharding = NamedSharding(mesh, PartitionSpec(*spec))
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
@@ -70,21 +70,12 @@ class Devices:
         rows = NamedSharding(mesh, PartitionSpec(_AXIS))
 
         def put(array: Any) -> Any:
-            is_of_rows = isinstance(array, np.ndarray) and array.ndim > 0
-            if not is_of_rows or len(array) % mesh.size:
-                return array
-            return jax.make_array_from_callback(array.shape, rows, array.__getitem__)
+            has_rows = isinstance(array, np.ndarray) and array.ndim > 0
+            return (
+                array if not has_rows or len(array) % mesh.size else _put(array, rows)
+            )
 
         return jax.tree.map(put, batch)
-
-    def whole(self, tree: PyTree) -> PyTree:
-        """Returns whole arrays on a device of this process; all processes call it."""
-        if self.mesh is None:
-            return tree
-        if self.is_sharded:
-            everywhere = NamedSharding(self.mesh, PartitionSpec())
-            tree = jax.jit(_same, out_shardings=everywhere)(tree)
-        return jax.tree.map(lambda x: x.addressable_data(0), tree)
 
 
 def devices_of(config: TrainConfig) -> Devices:
@@ -94,28 +85,19 @@ def devices_of(config: TrainConfig) -> Devices:
     return Devices(Mesh(np.array(jax.devices()), (_AXIS,)), config.fsdp)
 
 
-def sharded_dimension(shape: tuple[int, ...], count: int) -> int | None:
-    """Returns the longest dimension that `count` devices divide; None if none is."""
-    fitting = [n for n, d in enumerate(shape) if d and d % count == 0]
-    return max(fitting, key=lambda n: shape[n], default=None)
-
-
 def placed(tree: PyTree, like: PyTree) -> PyTree:
     """Puts arrays that all processes have where `like` has them on a mesh."""
 
-    def put(array: Any, like: Any) -> Any:
-        if like.sharding is None:
-            return array
-        whole = np.asarray(array)
-        return jax.make_array_from_callback(
-            whole.shape, like.sharding, whole.__getitem__
-        )
-
-    return jax.tree.map(put, tree, like)
+    return jax.tree.map(
+        lambda x, like: x if like.sharding is None else _put(x, like.sharding),
+        tree,
+        like,
+    )
 
 
-def _same(tree: PyTree) -> PyTree:
-    return tree
+def _put(array: Any, sharding: NamedSharding) -> jax.Array:
+    whole = np.asarray(array)
+    return jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)
 
 
 # --- processes -----------------------------------------------------------------------

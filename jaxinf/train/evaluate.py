@@ -1,8 +1,8 @@
 """Evaluation on held-out data, its log, and the best step so far.
 
-Invariant: the cost is bounded for any model size, and the result
-is a pure function of params, data and seed. A new loss is compared with the loss of the
-existing checkpoint, which each later commit has, so none is replaced by a worse one.
+Invariant: the cost is bounded for any model size, and the result is a pure function of
+params, data and seed. A new loss is compared with the loss of the existing checkpoint,
+which each later commit has, so none is replaced by a worse one.
 """
 
 import math
@@ -94,12 +94,11 @@ def evaluator(
     batches = one_epoch(data.validation, batch_size=config.batch_size, **how)
     size = num_params(config.model_config) * num_tokens(batches[0])
     fitting = min(max(_LOSS_BUDGET / size, _MIN_BATCHES), _MAX_BATCHES)
-    num_batches = min(int(fitting), len(batches))
+    numbers = range(min(int(fitting), len(batches)))
 
     def evaluate(params: PyTree) -> Evaluation:
-        found = (scored(params, batches[number]) for number in range(num_batches))
-        total = sum((np.array(one, np.float64) for one in found), np.zeros(3))
-        loss, weight, correct = total
+        found = [np.array(scored(params, batches[n]), np.float64) for n in numbers]
+        loss, weight, correct = np.sum(found, axis=0)
         return Evaluation(float(loss / weight), float(correct / weight))
 
     return evaluate

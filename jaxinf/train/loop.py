@@ -10,35 +10,32 @@ Invariant: batch n is a function of the data, the seed and n alone, and each com
 import contextlib
 import dataclasses
 import functools
-import importlib.metadata
 import json
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import jax
-import optax
 from jaxinf_models import num_params
 from rich.console import Console
 
 from jaxinf.command_line import UsageError
-from jaxinf.engine import Store
 from jaxinf.processes import Group, all_processes
 from jaxinf.terminal import make_console
 from jaxinf.train import messages, resume
 from jaxinf.train.checks import check
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.data.loader import Batch, Batches
+from jaxinf.train.data.loader import Batch
 from jaxinf.train.data.rows import TrainingData
 from jaxinf.train.devices import connect, devices_of
 from jaxinf.train.evaluate import BEST, Best, Evaluation, best_of, evaluator, num_tokens
 from jaxinf.train.loading import load, make_batches
-from jaxinf.train.metrics import JsonLines, MetricsLog, StepLine, sum_of_processes
-from jaxinf.train.modes import Done, import_weights, in_memory, near_storage, streamed
-from jaxinf.train.opening import open_run
+from jaxinf.train.metrics import JsonLines, MetricsLog, StepLine
+from jaxinf.train.modes import Done, import_weights, in_memory, streamed
+from jaxinf.train.opening import named_flags, open_run
 from jaxinf.train.optimizers import check_optimizer, learning_rates, resolved_settings
 from jaxinf.train.run_file import text_of_run
 from jaxinf.train.signals import stop_number, stop_requests
@@ -48,6 +45,7 @@ from jaxinf.typing import PyTree
 _TIMEOUT_S = 600.0  # for a process that is behind the others
 
 
+@named_flags()
 def train(config: TrainConfig) -> int:
     """Trains, or resumes training, until `config.steps`; blocks.
 
@@ -61,8 +59,7 @@ def train(config: TrainConfig) -> int:
     """
     config = check(config)
     check_optimizer(config)
-    console = make_console(soft_wrap=True)
-    run_file = text_of_run(config)
+    console, run_file = make_console(soft_wrap=True), text_of_run(config)
     group = Group("train")
     if config.distributed is not None:
         connect(config.distributed)
@@ -81,10 +78,8 @@ def train(config: TrainConfig) -> int:
         return 0
     with console.status("reading the data"):
         config, data = load(config)
-    batches = make_batches(config, data)
-    messages.say_config(console, config, data)
     with contextlib.ExitStack() as stack:
-        run = _TrainingRun(config, data, batches, group, console, stack)
+        run = _TrainingRun(config, data, group, console, stack)
         _keep_config(run.step, config, run_file)
         signal_number = run.go()
         if run.step < config.steps:
@@ -104,59 +99,43 @@ class _TrainingRun:
         self,
         config: TrainConfig,
         data: TrainingData,
-        batches: Batches,
         group: Group,
         console: Console,
         stack: contextlib.ExitStack,
     ) -> None:
-        self._config, self._data, self._batches = config, data, batches
+        self._config, self._data = config, data
         self._group, self._console = group, console
+        self._batches = make_batches(config, data)
+        messages.say_config(console, config, data)
         self._devices, self._idle_bytes = devices_of(config), rss_bytes()
         self._store = store = None
         if config.mode != "memory":
-            store = open_run(config, self._devices)
-            self._store = stack.enter_context(contextlib.closing(store))
+            self._store = store = open_run(config, self._devices)
+            stack.callback(store.close)
         self._identity = resume.identity_of(config, data)
         resume.check_same(self._identity, group)
-        self.step = self._first_step(store)
-        _make_logs(config.logs)  # before the store is made
-        with console.status("making or reading the store"):
-            if store is None:
-                self._mode = in_memory(config)
-            elif config.mode == "stream":
-                first = self._devices.joined(batches[0])
-                self._mode = streamed(config, store, self._devices, first)
+        self.step, changes = 0, list[str]()
+        if store is not None and store.step:
+            self.step, changes = resume.resumed(config, self._identity, store.payload)
+            console.print(f"resuming at step {self.step}")
+        for change in changes:
+            console.print(f"  changed from here on: {change}")
+        with _made_logs(config.logs), console.status("making or reading the store"):
+            if store is not None and config.mode == "stream":
+                first = self._devices.joined(self._batches[0])
+                self._mode = streamed(config, store, self._devices, first, stack)
             else:
-                self._mode = near_storage(config, store, self._devices)
-        stack.callback(self._mode.close)
+                self._mode = in_memory(config, store, self._devices)
         self._num_updates = store.step if store else 0
         self._num_kept_updates = -1  # at the last checkpoint
         self._learning_rate = learning_rates(config)
         self._timer = StepTimer(config, self.step)
         stack.callback(self._timer.close)
         self._best = best_of(store, group)
-
-        def opened(log: Any) -> Any:
-            return stack.enter_context(contextlib.closing(log))
-
-        logs = config.logs
-        validation = JsonLines(logs / "validation.jsonl", self.step, first=0)
-        self._validation = opened(validation)
-        self._sums = None  # of several processes, which the first one writes
-        if group.number == 0 and not group.is_alone:
-            self._sums = opened(MetricsLog(logs.parent, self.step))
-        self._metrics = opened(MetricsLog(logs, self.step, self._add_up))
-
-    def _first_step(self, store: Store | None) -> int:
-        if store is None or not store.step:
-            return 0
-        step, changes = resume.resumed(
-            self._config, self._identity, store.payload, self._batches
-        )
-        self._console.print(f"resuming at step {step}")
-        for change in changes:
-            self._console.print(f"  changed from here on: {change}")
-        return step
+        self._validation = JsonLines(config.logs / "validation.jsonl", self.step, 0)
+        stack.callback(self._validation.close)
+        self._metrics = MetricsLog(config.logs, self.step)
+        stack.callback(self._metrics.close)
 
     def go(self) -> int:
         """Trains until the last step, or until a signal; returns its number or 0."""
@@ -173,7 +152,7 @@ class _TrainingRun:
         console.print(f"ready after {time.monotonic() - began_s:.1f} s")
         if config.eval_every and self._best.step < 0:
             self._say_evaluation()
-        coming = self._batches.starting_at(Batches.position_of(first))
+        coming = self._batches.starting_at(first)
         progress = messages.Progress(console, config, first)
         with (
             contextlib.closing(coming),
@@ -195,13 +174,12 @@ class _TrainingRun:
     def _one_step(self, step: Callable[[Batch], Done], batch: Batch) -> StepLine:
         number, store = self.step + 1, self._store
         if store is not None:
-            payload = resume.payload_of(
-                self._identity, number, batch, self._batches.shard
-            )
-            store.annotate(self._num_updates + 1, payload | self._best.payload())
+            payload = resume.payload_of(self._identity, number) | self._best.payload()
+            store.annotate(self._num_updates + 1, payload)
         try:
-            with self._timer.step(number):
-                done = step(self._devices.joined(batch))
+            done, measured = self._timer.measure(
+                number, lambda: step(self._devices.joined(batch))
+            )
         except jax.errors.JaxRuntimeError:
             if store is not None:
                 store.check()  # raises what stopped it, without JAX's wrapping
@@ -211,7 +189,7 @@ class _TrainingRun:
             *(number, done.loss, num_tokens(batch)),
             learning_rate=self._learning_rate(self._num_updates),
             gradient_norm=done.norm,
-            **self._timer.fields(),
+            **measured,
         )
         if done.is_skipped:
             self._console.print(f"step {number}: skipped, NaN or Inf in a gradient")
@@ -219,12 +197,6 @@ class _TrainingRun:
         self._metrics.add(line, done.costs)
         self._timer.ended(number, done.costs)
         return line
-
-    def _add_up(self, line: StepLine) -> None:
-        if not self._group.is_alone:
-            total = sum_of_processes(self._group, line)
-            if self._sums is not None and total is not None:
-                self._sums.write(total)
 
     def _keep(self) -> None:
         """Keeps a checkpoint, unless all batches since the last one were skipped."""
@@ -248,21 +220,12 @@ class _TrainingRun:
     def _evaluate(self) -> Evaluation:
         """Evaluates the params; once a step it logs that, and keeps the best so far."""
         self._timer.forget()
-        params = self._devices.whole(self._mode.params())
-        evaluate = functools.partial(self._evaluator, params)
-        if self._mode.is_joint:
-            found = evaluate()
-        else:
-            found = Evaluation(*self._group.first("the evaluation", evaluate))
+        found = self._evaluator(self._mode.params())
         if self.step > self._validation.last_step:
-            line = {
-                "step": self.step,
-                # Less than that if batches were skipped.
-                "committed": self._num_updates if self._store else 0,
-                "loss": found.loss,
-                "perplexity": found.perplexity,
-                "accuracy": found.accuracy,
-            }
+            # Less than the step if batches were skipped.
+            committed = self._num_updates if self._store else 0
+            line = {"step": self.step, "committed": committed, "loss": found.loss}
+            line |= {"perplexity": found.perplexity, "accuracy": found.accuracy}
             self._validation.write(self.step, json.dumps(line))
         is_offered = self._config.eval_every > 0 and self.step > 0
         if self._store and is_offered and found.loss < self._best.loss:
@@ -296,7 +259,10 @@ class _TrainingRun:
         return messages.EXPORT_FAILED
 
 
-def _make_logs(logs: Path) -> None:
+@contextlib.contextmanager
+def _made_logs(logs: Path) -> Iterator[None]:
+    """Makes the log directory; removes a new one if the body fails."""
+    is_new = not logs.exists()
     try:
         logs.mkdir(parents=True, exist_ok=True)
         problem = "" if os.access(logs, os.W_OK) else "no access to write"
@@ -307,6 +273,13 @@ def _make_logs(logs: Path) -> None:
             f"--log-dir {logs}: expected a directory, or a place for one, found: "
             f"{problem}; name another, outside the store"
         )
+    try:
+        yield
+    except BaseException:
+        if is_new:
+            with contextlib.suppress(OSError):
+                logs.rmdir()
+        raise
 
 
 def _keep_config(step: int, config: TrainConfig, run_file: str) -> None:
@@ -317,12 +290,8 @@ def _keep_config(step: int, config: TrainConfig, run_file: str) -> None:
       run_file: the run as it was asked for.
     """
     document = config.to_json() | resolved_settings(config)
-    document["versions"] = {
-        "jaxinf": importlib.metadata.version("jaxinf"),
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "optax": optax.__version__,
-    }
+    versions = {name: version(name) for name in ("jaxinf", "jax", "optax")}
+    document["versions"] = {"python": platform.python_version(), **versions}
     texts = {"json": json.dumps(document, indent=1) + "\n", "toml": run_file}
     for kind, text in texts.items():
         path = config.logs / f"config.{kind}"

@@ -7,7 +7,6 @@ taken for markup.
 
 import json
 import shlex
-import shutil
 import statistics
 import sys
 import time
@@ -41,15 +40,15 @@ _INTERVAL_S = 5.0  # between lines of progress
 
 def say_config(console: Console, config: TrainConfig, data: TrainingData) -> None:
     """Describes the run in a few lines."""
-    source = " ".join(config.data) or "Python's standard library"
-    batch, num_rows = f"{config.batch_size} images", len(data.train)
-    about = ""
+    about, num_rows = data.description, len(data.train)
+    batch = f"{config.batch_size} images"
     if data.tokenizer is not None:
         unit = "bytes" if data.tokenizer.name == "bytes" else "tokens"
         batch = f"{config.batch_size} x {config.seq_len} {unit}"
         if config.source and unit == "tokens":
-            about = f", tokens by {data.tokenizer.name}"
+            about += f", tokens by {data.tokenizer.name}"
     epochs = config.steps * config.batch_size / num_rows
+    steps = f"{config.steps} of {batch}, seed {config.seed}: {epochs:.3g} epochs of "
     decay, num_warmup = weight_decay(config), num_warmup_steps(config)
     rate = f"{config.optimizer}, learning rate {peak_learning_rate(config):g}, "
     rate += f"{config.schedule} after {num_warmup} steps of warm-up"
@@ -58,21 +57,15 @@ def say_config(console: Console, config: TrainConfig, data: TrainingData) -> Non
         rate += " (defaults for fine-tuning)"
     if num_warmup > config.steps / 10:
         rate += "; the warm-up is more than a tenth of the run"
+    model = f"{config.model_name}: {num_params(config.model_config):,} params in "
+    source = " ".join(config.data) or "Python's standard library"
     rows = [
-        (
-            "model",
-            f"{config.model_name}: {num_params(config.model_config):,} params in "
-            f"{config.param_dtype}, computed in {config.dtype}",
-        ),
+        ("model", f"{model}{config.param_dtype}, computed in {config.dtype}"),
         ("task", config.task_name),
-        ("data", f"{source}: {data.description}{about}"),
+        ("data", f"{source}: {about}"),
         *(("", note) for note in data.notes),
         *([("example", data.example)] if data.example else []),
-        (
-            "steps",
-            f"{config.steps} of {batch}, seed {config.seed}: {epochs:.3g} epochs of "
-            f"{num_rows:,} rows",
-        ),
+        ("steps", f"{steps}{num_rows:,} rows"),
         ("rate", rate),
     ]
     if config.frozen:
@@ -107,34 +100,24 @@ def say_results(
         taken += f" of --memory {format_bytes(config.memory)}"
     idle = f"{format_bytes(idle_bytes)} of the process itself"
     said.append(f"memory  at most {taken}, beside {idle}")
-    jaxinf = _installed("jaxinf")
     if store is not None:
         said.append(f"store   {store.path}: step {store.step}; to look inside:")
-        said.append(f"  {jaxinf} inspect {_near(store.path)}")
+        said.append(f"  {_command('jaxinf', 'inspect', store.path)}")
     said.append(f"logs    {logs}; to make a page of them:")
-    said.append(f"  {jaxinf} report {_near(config.logs)}")
+    said.append(f"  {_command('jaxinf', 'report', config.logs)}")
     console.print("\n".join(said), markup=False, highlight=False)
 
 
-def _installed(name: str) -> str:
-    """Returns what starts a program that is installed beside this Python."""
-    path = Path(sys.executable).with_name(name)
-    is_other = path.exists() and shutil.which(name) != str(path)
-    return _near(path) if is_other else name
-
-
-def _near(path: Path) -> str:
-    """Returns a path as a word of a shell, from here if it is below."""
-    here = Path.cwd()
-    return shlex.quote(str(path.relative_to(here) if here in path.parents else path))
+def _command(*words: str | Path) -> str:
+    """Returns a shell's command, also where what is installed is not on the PATH."""
+    return shlex.join([sys.executable, "-m", *map(str, words)])
 
 
 def say_stopped(console: Console, config: TrainConfig, step: int) -> None:
     """Says at which step a signal stopped the run, and how to resume it."""
     text = "; --mode memory keeps nothing to resume"
     if config.store is not None:
-        python = _installed(Path(sys.executable).name)
-        run = f"{python} -m jaxinf.train --config {_near(config.logs / 'config.toml')}"
+        run = _command("jaxinf.train", "--config", config.logs / "config.toml")
         place = config.store.absolute()
         text = f", which is committed to {place}; to go on from there:\n  {run}"
         if config.distributed:  # names this process

@@ -16,15 +16,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from jaxinf.processes import Group
 from jaxinf.transfer import ByteCounts, translated
 
 Costs: TypeAlias = Callable[[], dict[str, Any]]
 """Blocks until a step is durable, then returns the fields of its `StepLine` that only
 the store knows."""
-
-_SUMMED = ("tokens", "drive_read_bytes", "drive_write_bytes")
-_SUMMED += ("link_down_bytes", "link_up_bytes", "rss_bytes")
 
 NO_TRAFFIC: dict[str, Any] = {f.name: 0 for f in dataclasses.fields(ByteCounts)}
 
@@ -60,11 +56,10 @@ class StepLine:
 
     def with_costs(self, costs: Mapping[str, Any]) -> "StepLine":
         """Returns the line with what only the store knows."""
-        parts = {
-            name: {**(getattr(self, name) or {}), **costs.get(name, {})}
-            for name in ("phases", "memory")
-        }
-        return dataclasses.replace(self, **{**costs, **parts})
+        phases = {**(self.phases or {}), **costs.get("phases", {})}
+        memory = {**(self.memory or {}), **costs.get("memory", {})}
+        both = {"phases": phases, "memory": memory}
+        return dataclasses.replace(self, **{**costs, **both})
 
     def to_json(self) -> str:
         """Returns the line without its newline; NaN, which JSON lacks, becomes null."""
@@ -87,7 +82,7 @@ class JsonLines:
       first: the first step that may have a line.
     """
 
-    def __init__(self, path: Path, step: int, *, first: int = 1) -> None:
+    def __init__(self, path: Path, step: int, first: int = 1) -> None:
         self.last_step = first - 1
         kept: list[str] = []
         if step == 0 and path.exists():
@@ -123,26 +118,20 @@ class MetricsLog:
     Args:
       log_dir: the log directory; made if it does not exist.
       step: the last committed step; the file is continued after it.
-      complete: called with each line once its step's costs are known.
     """
 
-    def __init__(
-        self,
-        log_dir: Path,
-        step: int,
-        complete: Callable[[StepLine], None] = lambda line: None,
-    ) -> None:
-        self._complete = complete
+    def __init__(self, log_dir: Path, step: int) -> None:
         self._held: tuple[StepLine, Costs] | None = None
         log_dir.mkdir(parents=True, exist_ok=True)
         self._last, path = log_dir / "metrics.last.json", log_dir / "metrics.jsonl"
         is_continued = path.exists()
         self._lines = JsonLines(path, step)
         if is_continued:  # lacks the last lines of a killed run
-            waiting = _waiting_line(self._last)
+            waiting = StepLine(0)
+            with contextlib.suppress(OSError, ValueError, TypeError):
+                waiting = StepLine(**json.loads(self._last.read_text()))
             for number in range(self._lines.last_step + 1, step + 1):
-                is_waiting = waiting is not None and waiting.step == number
-                self.write(waiting if waiting and is_waiting else StepLine(number))
+                self.write(waiting if waiting.step == number else StepLine(number))
         self._last.unlink(missing_ok=True)
 
     def add(self, line: StepLine, costs: Costs) -> None:
@@ -159,9 +148,7 @@ class MetricsLog:
         """Writes the line that is held, once its step is durable."""
         if self._held is not None:
             (line, costs), self._held = self._held, None
-            line = line.with_costs(costs())
-            self.write(line)
-            self._complete(line)
+            self.write(line.with_costs(costs()))
         self._last.unlink(missing_ok=True)
 
     def write(self, line: StepLine) -> None:
@@ -175,19 +162,6 @@ class MetricsLog:
         self._lines.close()
 
 
-def sum_of_processes(group: Group, line: StepLine) -> StepLine | None:
-    """Returns, in process 0, a step's line with the sums of all; all call it."""
-    topic = f"line-{line.step}"
-    group.say(topic, line.to_json())
-    if group.number:
-        return None
-    found = [json.loads(group.hear(topic, n)) for n in range(group.count)]
-    group.forget(topic)
-    values = {name: [one[name] for one in found] for name in _SUMMED}
-    sums = {name: None if None in v else sum(v) for name, v in values.items()}
-    return dataclasses.replace(line, stream=None, **sums)
-
-
 def readable_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yields steps and lines, without a line cut off by a kill."""
     if not path.exists():
@@ -196,9 +170,3 @@ def readable_lines(path: Path) -> Iterator[tuple[int, str]]:
         for line in file:
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 yield int(json.loads(line)["step"]), line.rstrip() + "\n"
-
-
-def _waiting_line(path: Path) -> StepLine | None:
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        return StepLine(**json.loads(path.read_text()))
-    return None

@@ -7,14 +7,14 @@ new run's params are compared with a store's before its first step.
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from jax.sharding import SingleDeviceSharding
 
 from jaxinf.command_line import UsageError
 from jaxinf.engine import Store, divide_for, engine_of, open_store
-from jaxinf.errors import StoreMismatchError
+from jaxinf.errors import StoreMismatchError, StreamError
 from jaxinf.exchange import keep_tokenizer, tokenizer_files
 from jaxinf.store import required_bytes
 from jaxinf.streaming import store_memory_bytes
@@ -23,9 +23,36 @@ from jaxinf.train.devices import Devices
 from jaxinf.train.resume import architecture_of, first_payload, other_fields
 
 _NUM_KEPT = 3  # checkpoints
-_Made = TypeVar("_Made")
+_FLAGS = {  # of arguments of `jaxinf.stream`
+    "device_memory_bytes": "--device-memory",
+    "memory_bytes": "--memory",
+    "device_updates": "--device-updates",
+    "replan=True": "--elastic",
+}
 
 
+@contextlib.contextmanager
+def refused_as_usage() -> Iterator[None]:
+    """Makes an argument that the store or a step refuses an error of usage."""
+    try:
+        yield
+    except (ValueError, NotADirectoryError) as error:
+        raise UsageError(str(error)) from error
+
+
+@contextlib.contextmanager
+def named_flags() -> Iterator[None]:
+    """Makes a refusal name the flags, not the arguments of `jaxinf.stream`."""
+    try:
+        yield
+    except StreamError as error:
+        text = str(error)
+        for argument, flag in _FLAGS.items():
+            text = text.replace(argument, flag)
+        raise StreamError(text) from error
+
+
+@refused_as_usage()
 def open_run(config: TrainConfig, devices: Devices) -> Store:
     """Opens a run's store; a new one says at step 0 which model it has.
 
@@ -37,35 +64,33 @@ def open_run(config: TrainConfig, devices: Devices) -> Store:
     memory_bytes = config.buffer_bytes
     if config.mode == "stream":
         memory_bytes = store_memory_bytes(memory_bytes)  # divides chunks
-    with refused_as_usage():
-        if config.elastic:
-            alone = SingleDeviceSharding(jax.devices()[0])
-            shapes = devices.shapes(config.abstract[1])
-            shardings = jax.tree.map(lambda leaf: leaf.sharding or alone, shapes)
-            divide_for(config.store, shardings, config.csd_root or ())
-        store = open_store(
-            config.store,
-            csds=config.csd_root,
-            csd=config.csd,
-            memory_bytes=memory_bytes,
-            durability=config.durability,
-            state=config.state,
-            keep_steps=(0, _NUM_KEPT) if config.checkpoint_every else None,
-            export_every=config.checkpoint_every if config.export_to else None,
-            export_to=config.export_to,
-        )
+    if config.elastic:
+        alone = SingleDeviceSharding(jax.devices()[0])
+        shapes = devices.shapes(config.abstract[1])
+        shardings = jax.tree.map(lambda leaf: leaf.sharding or alone, shapes)
+        divide_for(config.store, shardings, config.csd_root or ())
+    store = open_store(
+        config.store,
+        csds=config.csd_root,
+        csd=config.csd,
+        memory_bytes=memory_bytes,
+        durability=config.durability,
+        state=config.state,
+        keep_steps=(0, _NUM_KEPT) if config.checkpoint_every else None,
+        export_every=config.checkpoint_every if config.export_to else None,
+        export_to=config.export_to,
+    )
     if not store.exists:
         store.annotate(0, first_payload(config))
     return store
 
 
-def begin(config: TrainConfig, store: Store, make: Callable[[], _Made]) -> _Made:
+def begin(config: TrainConfig, store: Store, make: Callable[[], Any]) -> Any:
     """Makes a new store with `make`, and keeps the run's tokenizer there.
 
     Of a store at step 0, `make` compares the params.
 
     Raises:
-      UsageError: an argument of the store is out of range.
       StoreMismatchError: another model than a store of step 0 was made with.
     """
     files = tokenizer_files(
@@ -80,19 +105,9 @@ def begin(config: TrainConfig, store: Store, make: Callable[[], _Made]) -> _Made
             "give the --from, or the --model, --preset, --task and --lora that made "
             "it, or another --store"
         )
-    with refused_as_usage():
-        made = make()
+    made = make()
     keep_tokenizer(store.path, files)
     return made
-
-
-@contextlib.contextmanager
-def refused_as_usage() -> Iterator[None]:
-    """Makes an argument that the store refuses an error of usage."""
-    try:
-        yield
-    except (ValueError, NotADirectoryError) as error:
-        raise UsageError(str(error)) from error
 
 
 def stored_bytes(store: Store) -> int:

@@ -9,7 +9,7 @@ import ast
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,8 +17,10 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 from jaxinf_models import num_params
+from optax.contrib import ScheduleFreeState
 
 from jaxinf.command_line import UsageError, did_you_mean
+from jaxinf.compress import sparsify
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.program import trace_init, trace_update
 from jaxinf.streaming import check_init, passes_for, trace_optimizer
@@ -67,10 +69,9 @@ def check_optimizer(config: TrainConfig) -> None:
             f"--learning-rate: expected with --optimizer {config.optimizer}, which has "
             "no default here"
         )
-    shapes = {"kernel": (256, 256), "bias": (256,)}
-    params = {
-        name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()
-    }
+    params = jax.eval_shape(
+        lambda: {"kernel": jnp.ones((256, 256)), "bias": jnp.ones(256)}
+    )
     try:
         optimizer = make_optimizer(dataclasses.replace(config, lora=None))
         state = jax.eval_shape(optimizer.init, params)
@@ -107,32 +108,30 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
       Exception: as optax, for values that it cannot take.
     """
     chosen = _find(config.optimizer)
-    parameters = inspect.signature(chosen).parameters
-    options = _options(config, parameters)
-    decay = weight_decay(config)
-    if decay is not None:
-        options["weight_decay"] = decay
-    if config.optimizer == "sgd":  # with 0 none is stored
-        options["momentum"] = options.get("momentum", _MOMENTUM) or None
-    rate = _rate(config, next(iter(parameters.values())))
-    optimizer = chosen(rate, **options)
+    optimizer = chosen(_rate(config, chosen), **_arguments(config, chosen))
     if config.clip_norm and config.compress is None:
-        optimizer = optax.chain(make_clipping(config), optimizer)
+        optimizer = optax.chain(_clipping(config), optimizer)
     return train_others(config.frozen, optimizer)
 
 
-def make_clipping(config: TrainConfig) -> optax.GradientTransformation:
-    """Makes the clipping by the global norm, or an identity if it is off."""
-    if not config.clip_norm:
-        return optax.identity()
-    return optax.clip_by_global_norm(config.clip_norm)
+def memory_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """Makes the optimizer whose state is in memory.
+
+    It treats compression, and gradients that are not finite, like `smart_update`.
+    """
+    tx = make_optimizer(config)
+    if config.compression is not None:
+        tx = optax.chain(_clipping(config), sparsify(config.compression), tx)
+    return optax.apply_if_finite(tx, max_consecutive_errors=2**31 - 1)
 
 
 def behind_clipping(
     config: TrainConfig, tx: optax.GradientTransformation
-) -> optax.GradientTransformationExtraArgs:
-    """Puts the clipping in front of an optimizer; the state is the optimizer's own."""
-    clipping, clipped = make_clipping(config), optax.with_extra_args_support(tx)
+) -> optax.GradientTransformation:
+    """Puts the clipping before a compression; the state is the optimizer's own."""
+    if config.compress is None:
+        return tx
+    clipping, clipped = _clipping(config), optax.with_extra_args_support(tx)
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
@@ -141,6 +140,23 @@ def behind_clipping(
         return clipped.update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(clipped.init, update)
+
+
+def _clipping(config: TrainConfig) -> optax.GradientTransformation:
+    norm = config.clip_norm
+    return optax.clip_by_global_norm(norm) if norm else optax.identity()
+
+
+def schedule_free_average(params: PyTree, state: Any) -> PyTree:
+    """Returns the average of params that a schedule-free optimizer in memory keeps."""
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, ScheduleFreeState))
+    (held,) = [one for one in leaves if isinstance(one, ScheduleFreeState)]
+
+    def averaged(y: jax.Array, z: Any) -> jax.Array:
+        is_frozen = isinstance(z, optax.MaskedNode)
+        return y if is_frozen else (y - (1 - held.b1) * z) / held.b1
+
+    return jax.tree.map(averaged, params, held.z)
 
 
 def _find(name: str) -> Callable[..., Any]:
@@ -161,21 +177,28 @@ def _find(name: str) -> Callable[..., Any]:
     )
 
 
-def _options(
-    config: TrainConfig, parameters: Mapping[str, inspect.Parameter]
-) -> dict[str, Any]:
-    """Reads ``--optimizer-args``."""
+def _arguments(config: TrainConfig, chosen: Callable[..., Any]) -> dict[str, Any]:
+    """Reads ``--optimizer-args``, with the trainer's defaults of some optimizers."""
+    parameters = inspect.signature(chosen).parameters
     names = [name for name in parameters if name not in _RATES]
-    options: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for word in config.optimizer_args:
         key, _, text = word.partition("=")
-        if not text or key not in names or key in options:
+        if not text or key not in names or key in found:
             raise UsageError(
                 f"--optimizer-args {word}: expected KEY=VALUE, each key once; "
                 f"{config.optimizer} has {', '.join(names)} (and --learning-rate)"
             )
-        options[key] = _literal(text)
-    return options
+        found[key] = _literal(text)
+        is_number = type(parameters[key].default) in (int, float)
+        if is_number and isinstance(found[key], bool):
+            raise UsageError(f"--optimizer-args {word}: expected a number")
+    if config.optimizer in ("adamw", "lion"):
+        usual = _WEIGHT_DECAY if config.source is None else _FINE_TUNING_DECAY
+        found["weight_decay"] = float(found.get("weight_decay", usual))
+    if config.optimizer == "sgd":  # with 0 none is stored
+        found["momentum"] = found.get("momentum", _MOMENTUM) or None
+    return found
 
 
 def _literal(text: str) -> Any:
@@ -203,14 +226,8 @@ def peak_learning_rate(config: TrainConfig) -> float:
 
 
 def weight_decay(config: TrainConfig) -> float | None:
-    """Returns the decay of adamw and lion, given or by default; None for others."""
-    if config.optimizer not in ("adamw", "lion"):
-        return None
-    for word in config.optimizer_args:
-        key, _, text = word.partition("=")
-        if key == "weight_decay":
-            return float(text)
-    return _WEIGHT_DECAY if config.source is None else _FINE_TUNING_DECAY
+    """Returns the optimizer's decay, given or by default; None if it has none."""
+    return _arguments(config, _find(config.optimizer)).get("weight_decay")
 
 
 def num_warmup_steps(config: TrainConfig) -> int:
@@ -228,21 +245,20 @@ def make_schedule(config: TrainConfig) -> optax.Schedule:
         after = optax.constant_schedule(peak)
     elif config.schedule == "cosine":
         after = optax.cosine_decay_schedule(peak, num_left, alpha=_COSINE_FLOOR)
-    elif config.schedule == "linear":
-        after = optax.linear_schedule(peak, 0.0, num_left)
     else:
-        num_stable = max(0, round(_STABLE_SHARE * config.steps) - num_warmup)
-        after = optax.linear_schedule(
-            *(peak, 0.0), max(1, num_left - num_stable), num_stable
-        )
+        share = _STABLE_SHARE if config.schedule == "wsd" else 0
+        num_stable = max(0, round(share * config.steps) - num_warmup)
+        num_falling = max(1, num_left - num_stable)
+        after = optax.linear_schedule(peak, 0.0, num_falling, num_stable)
     # Starts at peak / (n + 1), because a first step at rate 0 would waste a batch.
     warmup = optax.linear_schedule(peak / (num_warmup + 1), peak, num_warmup)
     return optax.join_schedules([warmup, after], [num_warmup]) if num_warmup else after
 
 
-def _rate(config: TrainConfig, parameter: inspect.Parameter) -> Any:
+def _rate(config: TrainConfig, chosen: Callable[..., Any]) -> Any:
     """Returns the schedule, or a number for optimizers that take only a number."""
-    if "Callable" in str(parameter.annotation):
+    first = next(iter(inspect.signature(chosen).parameters.values()))
+    if "Callable" in str(first.annotation):
         return make_schedule(config)
     num_warmup = num_warmup_steps(config)
     if config.schedule != "constant" or num_warmup:

@@ -4,8 +4,8 @@ Invariant: a resumed run continues at exactly the next batch of exactly the same
 or is refused with a list of what differs.
 """
 
-import importlib.metadata
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any
 
 from jaxinf_models import config_to_json, family_of
@@ -14,21 +14,19 @@ from jaxinf.command_line import UsageError
 from jaxinf.errors import StoreMismatchError
 from jaxinf.processes import Group
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.data.loader import Batch, Batches, batch_checksum
 from jaxinf.train.data.rows import TrainingData
 from jaxinf.train.optimizers import resolved_settings
 from jaxinf.typing import JsonValue
 
 _MADE_BY = "jaxinf.train"
-_LOADER = "grain"
-_LOADER_VERSION = importlib.metadata.version(_LOADER)
+_LOADER = {"name": "grain", "version": version("grain")}
 
 # Settings that decide batches, shapes or numbers: a run may not change them.
 _FIXED = ("seed", "batch_size", "seq_len", "model", "preset", "dtype", "param_dtype")
 _FIXED += ("task", "num_labels", "optimizer", "compress", "freeze", "lora")
 # Settings that a user may change in a run; a change is reported.
 _FREE = ("learning_rate", "weight_decay", "schedule", "warmup_steps")
-_FREE += ("clip_norm", "nonfinite", "optimizer_args")
+_FREE += ("clip_norm", "nonfinite", "optimizer_args", "ema", "micro_batches")
 
 
 # --- what a commit says --------------------------------------------------------------
@@ -67,17 +65,9 @@ def identity_of(config: TrainConfig, data: TrainingData) -> dict[str, Any]:
     return first_payload(config) | own
 
 
-def payload_of(
-    own: Mapping[str, Any], step: int, batch: Batch, shard: tuple[int, int]
-) -> dict[str, JsonValue]:
+def payload_of(own: Mapping[str, Any], step: int) -> dict[str, JsonValue]:
     """Returns the payload of the commit of batch `step` (1 is the first)."""
-    loader: dict[str, JsonValue] = {
-        "name": _LOADER,
-        "version": _LOADER_VERSION,
-        "state": Batches.position_of(step),
-        "batch_crc32c": batch_checksum(batch),
-        "shard": list(shard),
-    }
+    loader: dict[str, JsonValue] = {**_LOADER, "state": {"next_index": step}}
     examples = step * own["settings"]["batch_size"]
     return {**own, "step": step, "examples": examples, "loader": loader}
 
@@ -105,13 +95,12 @@ def check_same(own: Mapping[str, Any], group: Group) -> None:
 
 
 def resumed(
-    config: TrainConfig, own: Mapping[str, Any], payload: JsonValue, batches: Batches
+    config: TrainConfig, own: Mapping[str, Any], payload: JsonValue
 ) -> tuple[int, list[str]]:
     """Checks that a command may go on with the run of a commit.
 
     Args:
       own: the identity of this command.
-      batches: this command's batches; the last one of the run is compared.
 
     Returns:
       The number of batches that the run has done, and the settings that apply from here
@@ -153,15 +142,13 @@ def resumed(
             "as --config with the config.toml of its logs does, or another --store to "
             "begin a new run"
         )
-    loader = said.get("loader")
-    _check_batch(config, step, loader if isinstance(loader, Mapping) else {}, batches)
     # A decay has the length of the run.
     names = _FREE if settings["schedule"] == "constant" else (*_FREE, "steps")
-    return step, [
-        f"{name} {held.get(name)} -> {settings[name]}"
-        for name in names
-        if held.get(name) != settings[name]
-    ]
+    pairs = {name: (held.get(name), settings[name]) for name in names if name in held}
+    loader = said.get("loader")
+    if isinstance(loader, Mapping):
+        pairs["grain"] = loader.get("version"), _LOADER["version"]
+    return step, [f"{name} {a} -> {b}" for name, (a, b) in pairs.items() if a != b]
 
 
 def other_fields(theirs: JsonValue, ours: Mapping[str, Any]) -> list[str]:
@@ -182,25 +169,6 @@ def other_fields(theirs: JsonValue, ours: Mapping[str, Any]) -> list[str]:
         for name in sorted({*held, *own} - {"fields", "model_type", "extra"})
         if held.get(name) != own.get(name)
     ]
-
-
-def _check_batch(
-    config: TrainConfig, step: int, loader: Mapping[str, Any], batches: Batches
-) -> None:
-    """Checks that the loader makes the same batch from the same data."""
-    # That part is compared which was kept: processes may be others now.
-    number, count = loader.get("shard", batches.shard)
-    if 0 <= number < count and config.batch_size % count == 0:
-        part = batches.share((number, count))[step - 1]
-        if batch_checksum(part) == loader.get("batch_crc32c"):
-            return
-    raise StoreMismatchError(
-        f"{config.store}: expected the batch of step {step} to be the one that the run "
-        "saw, found another, of the same data: a package that makes batches has "
-        f"changed. The run had {loader.get('name')} {loader.get('version')}, here is "
-        f"{_LOADER} {_LOADER_VERSION}; transformers, pillow and numpy may differ too. "
-        "Install the run's own to go on with it, or give another --store"
-    )
 
 
 def _data_line(data: Mapping[str, Any]) -> str:

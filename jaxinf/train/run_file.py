@@ -12,7 +12,6 @@ is taken for a flag.
 """
 
 import contextlib
-import dataclasses
 import glob
 import io
 import json
@@ -20,6 +19,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -85,23 +85,25 @@ def config_of(
         for name in names.intersection(others.split()):
             raise UsageError(f"--{name}: not known; write {answer}")
     given = _of_words(words, prog)
-    if (path := given.run_file) is None:
+    if given.run_file is None:
         return given
-    values, where = _document(path), f"--config {path}"
-    _parsed(values, where)  # also those that flags replace
     gone = names.union(*(_INSTEAD.get(name, ()) for name in names))
     if given.model_file is not None:
         gone.add("model")
-    left = {name: value for name, value in values.items() if name not in gone}
-    fields = [FLAGS[name].name for name in names if name in FLAGS]
-    own = {field: getattr(given, field) for field in fields}
-    return dataclasses.replace(_parsed(left, where), **own)
+    usual = {FLAGS[name].name: FLAGS[name].default for name in gone if name in FLAGS}
+    return _of_words(words, prog, replace(read_run(given.run_file), **usual))
 
 
-def _of_words(words: Sequence[str], prog: str | None = None) -> TrainConfig:
+def _of_words(
+    words: Sequence[str], prog: str | None = None, default: TrainConfig | None = None
+) -> TrainConfig:
     """Reads a command line, in which ``none`` may stand for None."""
     words = [re.sub(r"(?i)^(--[\w-]+=)?none$", r"\1None", word) for word in words]
-    return tyro.cli(TrainConfig, prog=prog, args=words)
+    usual = default or TrainConfig()
+    return tyro.cli(TrainConfig, prog=prog, args=words, default=usual)
+
+
+# --- reading -------------------------------------------------------------------------
 
 
 def read_run(path: Path) -> TrainConfig:
@@ -110,13 +112,6 @@ def read_run(path: Path) -> TrainConfig:
     Raises:
       UsageError: names the file and what is wrong with it.
     """
-    return _parsed(_document(path), f"--config {path}")
-
-
-# --- reading -------------------------------------------------------------------------
-
-
-def _document(path: Path) -> dict[str, Any]:
     try:
         with open(os.path.expanduser(path), "rb") as file:
             content = file.read(_MOST_BYTES + 1)
@@ -128,43 +123,30 @@ def _document(path: Path) -> dict[str, Any]:
             f"--config {path}: expected a file with a run's settings in TOML, such as "
             f"steps = 100 in a line, found: {error}"
         ) from error
-    values = dict[str, Any]()
-    for key, value in found.items():
-        name = key.replace("_", "-")
-        if name not in _IN_FILES:
-            near = did_you_mean(name, _IN_FILES) or "--help lists them"
-            text = f"{shown(key)}: no setting of a run's file; {near}"
-            raise UsageError(f"--config {path}: {text}")
-        if name in values:
-            text = f"{key}: set twice, once with - and once with _"
-            raise UsageError(f"--config {path}: {text}")
-        values[name] = value
-    return values
-
-
-def _parsed(values: Mapping[str, Any], where: str) -> TrainConfig:
-    """Returns the run of values by flags' names.
-
-    Raises:
-      UsageError: names what is wrong; begins with `where`.
-    """
     said = io.StringIO()
     try:
-        words = _words(values)
+        words = _words(found)
         with contextlib.redirect_stderr(said):
             return _of_words(words)
     except SystemExit:
         text = " ".join(re.sub("[│─╭╮╰╯]|---+", " ", said.getvalue()).split())
         text = re.split("Argument helptext|For full helptext", text)[0]
-        raise UsageError(f"{where}: {text.strip()}") from None
+        raise UsageError(f"--config {path}: {text.strip()}") from None
     except ValueError as error:
-        raise UsageError(f"{where}: {error}") from error
+        raise UsageError(f"--config {path}: {error}") from error
 
 
 def _words(values: Mapping[str, Any]) -> list[str]:
     """Returns values as a command line in which none of them is taken for a flag."""
-    words = list[str]()
-    for name, value in values.items():
+    words, names = list[str](), set[str]()
+    for key, value in values.items():
+        name = key.replace("_", "-")
+        if name not in _IN_FILES:
+            near = did_you_mean(name, _IN_FILES) or "--help lists them"
+            raise ValueError(f"{shown(key)}: no setting of a run's file; {near}")
+        if name in names:
+            raise ValueError(f"{key}: set twice, once with - and once with _")
+        names.add(name)
         default = _IN_FILES[name].default
         if isinstance(default, bool):
             if not isinstance(value, bool):
@@ -199,7 +181,7 @@ def text_of_run(config: TrainConfig) -> str:
     Paths are absolute.
     """
     if config.store is None:
-        config = dataclasses.replace(config, log_dir=config.logs)
+        config = replace(config, log_dir=config.logs)
     lines = [
         f"# A run of jaxinf {metadata.version('jaxinf')}. It starts, or goes on, with",
         "#   python -m jaxinf.train --config FILE",

@@ -36,16 +36,12 @@ def stop_requests(*, is_quiet: bool) -> Iterator[list[int]]:
         for one in _SIGNALS:
             signal.signal(one, signal.SIG_DFL)
         text = f"{signal.Signals(number).name}: finishing this step; once more ends at "
-        text += "once\n"
-        with contextlib.suppress(OSError):
-            # A handler may interrupt a print, so it cannot use the same stream.
-            if not is_quiet:
-                os.write(1, text.encode())
+        if not is_quiet:  # a handler may interrupt a print: not on the same stream
+            with contextlib.suppress(OSError):
+                os.write(1, f"{text}once\n".encode())
 
-    if threading.current_thread() is not threading.main_thread():
-        yield requests
-        return
-    before = {number: signal.signal(number, ask) for number in _SIGNALS}
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, ask) for number in _SIGNALS if is_main}
     try:
         yield requests
     finally:

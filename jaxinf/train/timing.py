@@ -5,20 +5,20 @@ counts for the step after. Evaluations and checkpoints count for none. A trace h
 whole steps, up to the end of the last one's commit.
 """
 
-import contextlib
 import resource
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.metrics import Costs
-from jaxinf.transfer import Busy, timeline
+from jaxinf.transfer import timeline
 
 _NUM_BEFORE, _NUM_TRACED = 2, 3  # steps that compile and read anew come first
+_Done = TypeVar("_Done")
 
 
 class StepTimer:
@@ -33,14 +33,17 @@ class StepTimer:
         last = min(step + _NUM_BEFORE + _NUM_TRACED, config.steps)
         self._traced = range(first, last + 1) if config.trace else range(0)
         self._folder, self._is_tracing = config.logs / "trace", False
-        self._step_s = self._busy_s = 0.0
         self._since_s: float | None = None
-        self._busy = Busy({}, {})
         self._drives: dict[str, None] = {}  # that were busy so far
 
-    @contextlib.contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        """Measures the body, and records it if it is one of the steps to trace."""
+    def measure(
+        self, number: int, step: Callable[[], _Done]
+    ) -> tuple[_Done, dict[str, Any]]:
+        """Runs a step, and records it if it is one of the steps to trace.
+
+        Returns:
+          What the step returns, and fields of its `StepLine`.
+        """
         if number in self._traced and not self._is_tracing:
             self._is_tracing = True
             options = jax.profiler.ProfileOptions()
@@ -54,33 +57,29 @@ class StepTimer:
             self._since_s = time.monotonic()
         began_s = time.monotonic()
         with jax.profiler.StepTraceAnnotation("step", step_num=number):
-            yield
+            done = step()
         ended_s = time.monotonic()
-        self._step_s, self._busy_s = ended_s - began_s, ended_s - self._since_s
-        self._busy, self._since_s = timeline.take_busy(), ended_s
-        self._drives |= dict.fromkeys(self._busy.drives)
-
-    def forget(self) -> None:
-        """Counts what is busy from the begin of the next step."""
-        self._since_s = None
-
-    def fields(self) -> Mapping[str, Any]:
-        """Returns the fields of a `StepLine` that it has measured, of the last step."""
-        step_s, busy = self._step_s, self._busy
+        step_s, busy_s = ended_s - began_s, ended_s - self._since_s
+        busy, self._since_s = timeline.take_busy(), ended_s
+        self._drives |= dict.fromkeys(busy.drives)
         none = dict.fromkeys(("read", "update", "write", "wait", "commit"), 0.0)
         phases = {**none, **busy.phases}
         phases.setdefault("program", max(0.0, step_s - phases["wait"]))
         used = rss_bytes()
-        return {
+        return done, {
             "step_s": step_s,
             "rss_bytes": used,
             "phases": {name: round(seconds, 6) for name, seconds in phases.items()},
             "drives": {
-                name: round(min(1.0, busy.drives.get(name, 0.0) / self._busy_s), 4)
+                name: round(min(1.0, busy.drives.get(name, 0.0) / busy_s), 4)
                 for name in self._drives
             },
             "memory": {"host": used, "device": _device_bytes()},
         }
+
+    def forget(self) -> None:
+        """Counts what is busy from the begin of the next step."""
+        self._since_s = None
 
     def ended(self, number: int, costs: Costs) -> None:
         """Called after each step; blocks for the commit of the last traced one."""

@@ -55,6 +55,16 @@ def test_drives_share_what_a_step_moves(place, run, run_json):
     assert two["drives_s"] == pytest.approx(one["drives_s"] / 2)
 
 
+@pytest.mark.parametrize("mode", [(), ("--mode", "stream", "--memory", "64MiB")])
+def test_checkpoints_write_what_stays_in_memory(place, run_json, mode):
+    words = ("plan", *SMALL, *mode, "--durability", "checkpoint", "--steps", 100)
+    written = [
+        run_json(*words, *more)["step"]["drive_write_bytes"]
+        for more in ((), ("--checkpoint-every", 10), ("--checkpoint-every", 2))
+    ]
+    assert written[0] < written[1] < written[2]
+
+
 def test_what_does_not_fit(place, run, run_json, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(plan, "MACHINE_MEMORY_BYTES", 1000)

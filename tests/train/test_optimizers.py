@@ -103,6 +103,7 @@ def test_gradients_of_parts_are_those_of_the_whole():
         ("chain", (), "expected an optimizer of optax or optax.contrib"),
         ("adamw", ("b3=1",), "b3=1: expected .* once; adamw has b1, b2, eps, "),
         ("adamw", ("b2=",), "b2=: expected KEY=VALUE"),
+        ("adamw", ("b1=true",), "b1=true: expected a number"),
         ("adamw", ("b2=high",), "b2=high: expected arguments that optax takes"),
         ("adamw", ("weight_decay=high",), "could not convert string to float"),
         ("adamw", ("b2=0.9", "b2=0.8"), "b2=0.8: expected KEY=VALUE, each key once"),

@@ -39,13 +39,9 @@ def test_resume_of_another_programs_store_is_refused(run, tmp_path, capsys):
     assert run("--store", tmp_path / "store", "--steps", 2) == 0
     slot = (tmp_path / "store/current").resolve()
     record = json.loads((slot / "commit.json").read_text())
-    for payload, expected in (
-        (None, "another program made it"),
-        (record["payload"] | {"loader": [1]}, "The run had None None"),
-    ):
-        (slot / "commit.json").write_bytes(seal(record | {"payload": payload}))
-        assert run("--store", tmp_path / "store", "--steps", 3) == 1
-        assert expected in capsys.readouterr().err
+    (slot / "commit.json").write_bytes(seal(record | {"payload": None}))
+    assert run("--store", tmp_path / "store", "--steps", 3) == 1
+    assert "another program made it" in capsys.readouterr().err
 
 
 def test_failing_drive_is_one_message(run, tmp_path, capfd, monkeypatch):
@@ -113,17 +109,9 @@ def test_usage_errors(run, tmp_path, capsys, monkeypatch, words, expected):
     assert not (tmp_path / "s").exists()
 
 
-def files_below(folder):
-    """Returns the content of all files, and the names of all directories."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
-        for path in folder.rglob("*")
-    }
-
-
 def test_a_first_start_that_fails_leaves_no_file(run, tmp_path, monkeypatch):
     monkeypatch.setattr(
         os, "statvfs", lambda path: SimpleNamespace(f_bavail=1, f_frsize=4096)
     )
     assert run("--store", tmp_path / "store", "--steps", 2) == 1
-    assert files_below(tmp_path) == {"store-log": None}
+    assert not [*tmp_path.iterdir()]

@@ -4,16 +4,13 @@ Invariant: batch n is a function of the rows, the seed and n alone, for any numb
   processes or threads. So a position in the data is one number.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import grain
-import numpy as np
-from crc32c import crc32c
 
 from jaxinf.train.data.rows import RowMap, Rows
-from jaxinf.typing import Array, JsonValue
+from jaxinf.typing import Array
 
 Batch: TypeAlias = Mapping[str, Array]
 
@@ -40,36 +37,25 @@ class Batches:
         row_map: RowMap | None = None,
         shard: tuple[int, int] = (0, 1),
     ) -> None:
-        self.shard, self._batch_size = shard, batch_size
-        self._rows = _mapped(_shuffled(rows, seed).repeat(), row_map)
+        number, num_shards = shard
+        endless = _mapped(_shuffled(rows, seed).repeat(), row_map)
+        shares = endless.batch(batch_size // num_shards, drop_remainder=True)
+        # Together they are the batch of one process, in its order.
+        self._batches = shares[number::num_shards] if num_shards > 1 else shares
 
     def __getitem__(self, number: int) -> Batch:
         """Batch `number`, from 0."""
-        return self.share(self.shard)[number]
+        return self._batches[number]
 
-    def starting_at(
-        self, position: Mapping[str, JsonValue]
-    ) -> grain.DatasetIterator[Batch]:
-        """Iterates over batches from a position on; a thread of Grain prefetches them.
+    def starting_at(self, number: int) -> grain.DatasetIterator[Batch]:
+        """Iterates over batches from one on; a thread of Grain prefetches them.
 
         Returns:
           An endless iterator. Close it to end the thread.
         """
-        iterator: Any = iter(self.share(self.shard).to_iter_dataset(_READ_AHEAD))
-        iterator.set_state(dict(position))
+        iterator: Any = iter(self._batches.to_iter_dataset(_READ_AHEAD))
+        iterator.set_state({"next_index": number})
         return iterator
-
-    @staticmethod
-    def position_of(num_batches: int) -> dict[str, JsonValue]:
-        """Returns the state of Grain's iterator after a number of batches."""
-        return {"next_index": num_batches}
-
-    def share(self, shard: tuple[int, int]) -> Any:
-        """Returns the batches that a process among others would have, by number."""
-        number, num_shards = shard
-        shares = self._rows.batch(self._batch_size // num_shards, drop_remainder=True)
-        # Together they are the batch of one process, in its order.
-        return shares[number::num_shards] if num_shards > 1 else shares
 
 
 def one_epoch(
@@ -78,20 +64,6 @@ def one_epoch(
     """Yields every row once, always in the same batches; the last may be short."""
     shuffled = _mapped(_shuffled(rows, seed), row_map)
     return shuffled.batch(batch_size, drop_remainder=False)
-
-
-def batch_checksum(batch: Batch) -> int:
-    """CRC-32C over names, types, shapes and bytes of a batch.
-
-    A commit keeps it. It reveals a loader that makes other batches than the run had:
-    with another version of Grain, NumPy, a tokenizer, or a decoder of images.
-    """
-    checksum = 0
-    for name in sorted(batch):
-        array = np.ascontiguousarray(batch[name])
-        head = json.dumps([name, str(array.dtype), list(array.shape)])
-        checksum = crc32c(array.tobytes(), crc32c(head.encode(), checksum))
-    return checksum
 
 
 def _shuffled(rows: Rows, seed: int) -> Any:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxinf.train.data.loader import Batches, batch_checksum, one_epoch
+from jaxinf.train.data.loader import Batches, one_epoch
 from jaxinf.train.data.rows import masking
 
 
@@ -48,18 +48,19 @@ def test_batches_golden():
     """
     batches = Batches(Numbers(1000), batch_size=4, seed=9, row_map=noisy)
     assert batches[5]["number"].tolist() == [204, 741, 607, 987]
-    assert batch_checksum(batches[5]) == 1395767006
+    noise = [827919079, 483971743, 137068898, 154486675]
+    assert batches[5]["noise"][0].tolist() == noise
 
 
 def test_any_position_resumes_at_the_very_next_batch():
     def make():
         return Batches(Numbers(7), batch_size=3, seed=2**32 - 1, row_map=noisy)
 
-    iterator = make().starting_at(Batches.position_of(0))
+    iterator = make().starting_at(0)
     seen = [next(iterator) for _ in range(9)]
     for number in range(9):
         assert_same(make()[number], seen[number])
-        resumed = make().starting_at(Batches.position_of(number))
+        resumed = make().starting_at(number)
         for expected in seen[number:]:
             assert_same(next(resumed), expected)
 
@@ -88,14 +89,6 @@ def test_one_epoch_is_always_the_same():
     numbers = np.concatenate([batch["number"] for batch in first])
     assert sorted(numbers) == list(range(10))
     assert [len(batch["number"]) for batch in first] == [4, 4, 2]
-
-
-def test_checksum_tells_batches_apart():
-    batch = {"a": np.arange(6, dtype=np.int32), "b": np.ones((2, 3), np.float32)}
-    before = batch_checksum(batch)
-    assert batch_checksum(dict(reversed(batch.items()))) == before
-    for change in ({"a": batch["a"] + 1}, {"b": batch["b"].T}, {"c": batch["a"]}):
-        assert batch_checksum(batch | change) != before
 
 
 # --- masking --------------------------------------------------------------------------
