@@ -66,6 +66,17 @@ def rounded(figures: Mapping[str, Any]) -> dict[str, Any]:
     return {k: float(f"{v:.5g}") if type(v) is float else v for k, v in figures.items()}
 
 
+def print_table(
+    rows: Sequence[Mapping[str, Any]], width: int = 12, digits: str = ".3g"
+) -> None:
+    """Prints records in columns, below their names, and an empty line."""
+    for row in [dict.fromkeys(rows[0]), *rows] if rows else ():
+        cells = (k if v is None else v for k, v in row.items())
+        texts = (f"{v:{digits}}" if isinstance(v, float) else str(v) for v in cells)
+        print("  ".join(f"{text:>{width}}" for text in texts))
+    print()
+
+
 def load_average() -> float:
     """Returns how many programs run, this one among them."""
     return round(os.getloadavg()[0], 2)

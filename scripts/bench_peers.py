@@ -15,9 +15,8 @@ then --steps that do. Without an environment for DeepSpeed it is left out.
     time, bytes,    a contender's over those of the first, the median of the turns' own
     memory          ratios; then an interval that has the median with 95 % confidence
 
---anew starts each in each turn, if they do not fit into memory together. DeepSpeed
-compiles its C++ when it first runs, which takes minutes (TORCH_EXTENSIONS_DIR says
-where it is kept); it needs the headers of libaio.
+DeepSpeed compiles its C++ when it first runs, which takes minutes (TORCH_EXTENSIONS_DIR
+says where it is kept); it needs the headers of libaio.
 """
 
 import argparse
@@ -84,7 +83,6 @@ def contenders(arguments: argparse.Namespace) -> dict[str, tuple[str, str, Any]]
             for name, value in dataclasses.asdict(config).items()
             if type(value) is int
         },
-        "policy": "keep",
         "state": "fp32",
         "durability": "step",
     }
@@ -95,22 +93,17 @@ def contenders(arguments: argparse.Namespace) -> dict[str, tuple[str, str, Any]]
         own = {**given, **own, "contender": contender}
         return sys.executable, "peers_jax.py", own
 
-    def deepspeed(**own: Any) -> tuple[str, str, Any]:
-        own = {**given, **own, "contender": f"deepspeed {arguments.what}"}
-        return arguments.deepspeed_python, "peers_torch.py", own
-
     found = {}
-    if arguments.what == "update":
+    if arguments.what == "step":
+        found["jaxinf"] = ours("step")
+    else:
         for state, name in (("fp32", "jaxinf"), ("int8", "jaxinf, int8")):
             found[name] = ours("update", state=state)
             own = {"state": state, "durability": "checkpoint"}
             found[f"{name}, not flushed"] = ours("update", **own)
-        if arguments.deepspeed_python:
-            found["DeepSpeed"] = deepspeed()
-    for policy in arguments.policy if arguments.what == "step" else ():
-        found[f"jaxinf, {policy}"] = ours("step", policy=policy)
-        if arguments.deepspeed_python:
-            found[f"DeepSpeed, {policy}"] = deepspeed(policy=policy)
+    if arguments.deepspeed_python:
+        own = given | {"contender": f"deepspeed {arguments.what}"}
+        found["DeepSpeed"] = arguments.deepspeed_python, "peers_torch.py", own
     found["optax in memory"] = ours(f"{arguments.what} in memory")
     return found
 
@@ -122,21 +115,16 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
     about: dict[str, dict[str, Any]] = {}
     with ExitStack() as stack:
         processes = {}
+        for number, (name, program) in enumerate(programs.items()):
+            where = place / f"{number}"
+            processes[name] = stack.enter_context(running(*program, where)), where
+            about[name] = answer(*processes[name])
         for turn in range(arguments.turns):
-            for number, (name, program) in enumerate(programs.items()):
-                where = place / f"{number}-{turn if arguments.anew else 0}"
-                if name not in processes:
-                    process = stack.enter_context(running(*program, where))
-                    processes[name] = process
-                    about[name] = answer(process, where)
-                process = processes[name]
+            for name, (process, where) in processes.items():
                 assert process.stdin is not None
                 process.stdin.write(f"{arguments.steps}\n")
                 process.stdin.flush()
                 turns[name].append(answer(process, where))
-                if arguments.anew:
-                    del processes[name]
-                    stack.close()
             shown = (f"{name} {own[-1]['step_s']:.2f} s" for name, own in turns.items())
             print(f"turn {turn + 1}: {', '.join(shown)}", file=sys.stderr)
     first = by_figure(next(iter(turns.values())))
@@ -202,12 +190,7 @@ if __name__ == "__main__":
         micro_batches=1,
         batch_size={"type": int, "default": 4, "help": "of a part"},
         seq_len=256,
-        policy={
-            "nargs": "+", "choices": ("keep", "recompute"), "default": ["keep"],
-            "help": "of activations, for jaxinf's step and DeepSpeed's",
-        },
         memory=bench.SIZE | {"default": 4 << 30, "help": "of jaxinf's step"},
         turns=8,
         steps={"type": int, "default": 1, "help": "counted in a turn"},
-        anew=bench.FLAG,
-    )  # fmt: skip
+    )

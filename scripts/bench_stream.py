@@ -22,14 +22,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 import bench
-import jax
-from bench_train import OPTIONS, Trainer, batch, optimizer
-from flax import nnx
-from jaxinf_models import GPT2, PRESETS, abstract_params, loss, split
+from bench_train import OPTIONS, Trainer, batch_of, model, optimizer
 
 import jaxinf
-from jaxinf.streaming import StreamedStep
-from jaxinf.streaming.plan.calls import Policy
+from jaxinf.streaming import Policy, StreamedStep
 
 DRAIN_S = 0.5
 POLICIES: tuple[Policy, ...] = get_args(Policy)
@@ -41,36 +37,26 @@ class Streamed:
     def __init__(
         self, arguments: argparse.Namespace, store: jaxinf.Store, policy: Policy
     ) -> None:
-        config = PRESETS[arguments.preset]
-        graphdef, _ = abstract_params(config)
-
-        def loss_fn(params: Any, data: Any) -> jax.Array:
-            model = nnx.merge(graphdef, params)
-            return loss(model, data["tokens"], data["targets"])
-
+        loss_fn, init = model(arguments.preset)
         self.step: StreamedStep = jaxinf.stream(
             loss_fn,
             optimizer(arguments.clip_norm),
             store,
             memory_bytes=arguments.memory,
             policy=policy,
-            micro_batches=arguments.micro_batches,
         )
-        self.step.init(
-            lambda: split(GPT2(config, rngs=nnx.Rngs(0)))[1], batch=batch(arguments, 0)
-        )
+        self.step.init(init, batch=batch_of(arguments, 0))
         self.seconds: list[float] = []
         self.dispatched_s: list[float] = []
-        self.drive_bytes = self.offloaded_bytes = 0
-        self.first_s = self._step(batch(arguments, 0))  # traces, plans and compiles
+        self.drive_bytes = 0
+        self._step(batch_of(arguments, 0))  # traces, plans and compiles
 
     def turn(self, arguments: argparse.Namespace, first: int) -> None:
         """Two steps, of which the second counts."""
-        self._step(batch(arguments, first))
-        self.seconds.append(self._step(batch(arguments, first + 1)))
+        self._step(batch_of(arguments, first))
+        self.seconds.append(self._step(batch_of(arguments, first + 1)))
         assert self.step.metrics is not None
         self.dispatched_s.append(self.step.metrics.dispatched_s)
-        self.offloaded_bytes = self.step.metrics.offloaded_drive_bytes
         self.step.store.wait()
         self.drive_bytes = drive_bytes(self.step.store)
 
@@ -91,11 +77,7 @@ class Streamed:
                 "drive_bytes": self.drive_bytes,
                 "bytes_ratio": self.drive_bytes / update_bytes,
                 "dispatch_share": statistics.median(a / b for a, b in shares),
-                "first_step_s": self.first_s,
-                "calls": len(plan.calls),
-                "programs": len(plan.programs),
                 "peak_bytes": plan.peak_bytes,
-                "offloaded_bytes": self.offloaded_bytes,
             }
         )
 
@@ -123,7 +105,6 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
     found = {
         "preset": arguments.preset,
         "batch": f"{arguments.batch_size} x {arguments.seq_len}",
-        "micro_batches": arguments.micro_batches,
         "clip_norm": arguments.clip_norm,
         "memory_bytes": arguments.memory,
         "load_average": bench.load_average(),
@@ -153,6 +134,5 @@ if __name__ == "__main__":
         memory=bench.SIZE | {"default": 4 << 30, "help": "of the streamed step"},
         ring=bench.SIZE | {"default": 1 << 30, "help": "of the other's store"},
         policy={"nargs": "+", "choices": POLICIES, "default": POLICIES},
-        micro_batches=1,
         reps=10,
     )

@@ -16,6 +16,7 @@ Bytes are of drives, in a step; what `store.wait` writes after a turn is counted
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
-from jaxinf_models import GPT2, PRESETS, abstract_params, split
+from jaxinf_models import GPT2, PRESETS, abstract_params, loss, split
 
 import jaxinf
 from jaxinf.engine import engine_of
@@ -40,17 +41,27 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+def model(preset: str) -> tuple[Callable[..., jax.Array], Callable[[], Any]]:
+    """Returns the loss function of a GPT-2, and what makes its params."""
+    config = PRESETS[preset]
+    graphdef, _ = abstract_params(config)
+
+    def loss_fn(params: Any, data: Any) -> jax.Array:
+        return loss(nnx.merge(graphdef, params), data["tokens"], data["targets"])
+
+    return loss_fn, lambda: split(GPT2(config, rngs=nnx.Rngs(0)))[1]
+
+
 class Trainer:
     """One model in training by a jit, with `tx` in memory or near storage."""
 
     def __init__(self, arguments: argparse.Namespace, tx: Any) -> None:
-        config = PRESETS[arguments.preset]
-        graphdef, _ = abstract_params(config)
-        self.params = jax.jit(lambda: split(GPT2(config, rngs=nnx.Rngs(0)))[1])()
+        graphdef, _ = abstract_params(PRESETS[arguments.preset])
+        self.params = jax.jit(model(arguments.preset)[1])()
         self.state = tx.init(self.params)
         self.losses: list[float] = []
         self.seconds: list[float] = []
-        made = self.params, self.state, batch(arguments, 0)
+        made = self.params, self.state, batch_of(arguments, 0)
         own = TrainConfig(clip_norm=arguments.clip_norm)
         self.compiled: Any = compile_train_step(own, graphdef, tx, *made, is_fused=True)
 
@@ -60,19 +71,18 @@ class Trainer:
         for number in range(first, first + num_steps + 1):
             began = time.perf_counter()
             self.params, self.state, (loss, _) = jax.block_until_ready(
-                self.compiled(self.params, self.state, batch(arguments, number))
+                self.compiled(self.params, self.state, batch_of(arguments, number))
             )
             seconds.append(time.perf_counter() - began)
             self.losses.append(float(loss))
         self.seconds.append(statistics.mean(seconds[1:]))
 
 
-def batch(arguments: argparse.Namespace, number: int) -> dict[str, np.ndarray]:
+def batch_of(arguments: Any, number: int) -> dict[str, np.ndarray]:
     """Returns tokens and targets, the same for the same number."""
-    rng = np.random.default_rng(number)
-    shape = (arguments.batch_size, arguments.seq_len + 1)
-    tokens = rng.integers(PRESETS[arguments.preset].vocab_size, size=shape)
-    tokens = tokens.astype(np.int32)
+    shape = arguments.batch_size, arguments.seq_len + 1
+    most = PRESETS[arguments.preset].vocab_size
+    tokens = np.random.default_rng(number).integers(most, size=shape).astype(np.int32)
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 

@@ -24,19 +24,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 import bench
-import ml_dtypes
-import numpy as np
 from floor import LOOPS, fio_s, moved_bytes
 from update_rig import UpdateRig
 
-import jaxinf
-from jaxinf.engine import MasterChoice
-from jaxinf.program import AverageFormat
 from jaxinf.store import StateFormat
 from jaxinf.transfer import sync_filesystem
 
 NUM_WARM_UP = 4
-DTYPES = {"fp32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
 
 
 @dataclass
@@ -149,21 +143,11 @@ def summary(rig: UpdateRig, reps: list[Rep]) -> dict[str, Any]:
 
 def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
     """Runs all repetitions and summarises them."""
-    names = "csd", "state", "master"
-    options = {name: getattr(arguments, name) for name in names}
+    options = {"csd": arguments.csd, "state": arguments.state}
     if arguments.memory is not None:
         options["memory_bytes"] = arguments.memory
-    if arguments.csds:
-        options["csds"] = [place / f"csd{n}" for n in range(arguments.csds)]
-        for root in options["csds"]:
-            root.mkdir()
-    form = arguments.average
-    average = None if form is None else jaxinf.ema(0.999, form=form)
-    num_params, dtype = int(arguments.params), DTYPES[arguments.params_dtype]
-    rig = UpdateRig(
-        place / "store", num_params, arguments.leaves,
-        dtype=dtype, average=average, **options,
-    )  # fmt: skip
+    num_params = int(arguments.params)
+    rig = UpdateRig(place / "store", num_params, arguments.leaves, **options)
     read, written = moved_bytes(rig.transfers())
     for _ in range(NUM_WARM_UP):  # both slots are only preallocated before
         rig.step()
@@ -175,7 +159,8 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
     found = {
         "params": num_params,
         "leaves": len(rig.params),
-        **{name: getattr(arguments, name) for name in (*names, "params_dtype")},
+        "csd": arguments.csd,
+        "state": arguments.state,
         "load_average": bench.load_average(),
         "drive_read_bytes_per_param": round(read / num_params, 3),
         "drive_write_bytes_per_param": round(written / num_params, 3),
@@ -192,11 +177,7 @@ if __name__ == "__main__":
         params=200e6,
         leaves={"type": int, "help": "default: one for each 16 Mi params"},
         state={"choices": get_args(StateFormat), "default": "fp32"},
-        master={"choices": get_args(MasterChoice), "default": "auto"},
-        average={"choices": get_args(AverageFormat), "help": "keep an average, too"},
-        params_dtype={"choices": [*DTYPES], "default": "fp32"},
         csd="host",
-        csds={"type": int, "default": 0, "help": "number of CSD roots"},
         reps=5,
         steps={"type": int, "default": 3, "help": "in a repetition"},
         memory=bench.SIZE,

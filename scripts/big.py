@@ -13,25 +13,19 @@ The limit holds for all processes of the run.
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
-import tyro
-from bench import resident_bytes
-from jaxinf_models import PRESETS, num_params
+import bench
 
-from jaxinf.command_line import ByteSize
 from jaxinf.terminal import format_bytes
 
-# Two slots of params, mu and nu, and the gradients that wait for the norm.
-BYTES_A_PARAM = 2 * 12 + 4
 # Memory beside `--memory`: Python, JAX, the traced model and its programs. GPT-2 XL
 # wants a `--memory` of 1,276 MiB: no part of its table of 307 MiB moves alone.
 OWN_BYTES = 768 << 20
@@ -40,31 +34,6 @@ TOLERANCE = 1e-4
 # RLIMIT_DATA counts stacks and arenas that nobody touches, too.
 UNTOUCHED_BYTES = 1 << 30
 _POLL_S = 0.05
-
-
-@dataclass(frozen=True)
-class Options:
-    """Trains a model that does not fit in memory, kills it, and trains on.
-
-    Attributes:
-      store: Directory on the drive, for the store and the logs; removed at the end.
-      preset: Size of the GPT-2.
-      small: Size of the GPT-2 that is compared with one jit.
-      limit: Limit of resident memory.
-      steps: Number of steps in all.
-      kill_after: Number of the step after whose commit the run is killed.
-      kill_delay_s: Time from that commit to the kill, so that it falls into a step.
-      seq_len: Tokens in a batch.
-    """
-
-    store: Path
-    preset: str = "xl"
-    small: str = "nano"
-    limit: Annotated[int, ByteSize] = 2 << 30
-    steps: int = 4
-    kill_after: int = 2
-    kill_delay_s: float = 10.0
-    seq_len: int = 64
 
 
 class Watcher:
@@ -115,23 +84,7 @@ def _resident_bytes(group: int) -> Iterator[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError):
             if os.getpgid(int(folder.name)) == group:
-                yield resident_bytes("VmHWM", folder.name)
-
-
-def check_disk(place: Path, needed_bytes: int) -> None:
-    """Prints what a drive needs and has; refuses one without room.
-
-    Raises:
-      SystemExit: Says how many bytes are missing.
-    """
-    free_bytes = shutil.disk_usage(place).free
-    needed, free = f"{needed_bytes / 1e9:.1f} GB", f"{free_bytes / 1e9:.1f} GB"
-    print(f"disk    {needed} needed, {free} free", flush=True)
-    if free_bytes < needed_bytes:
-        raise SystemExit(
-            f"{place}: expected {needed} free, found {free}; name a directory on a "
-            "larger drive with --store, or a smaller model with --preset"
-        )
+                yield bench.resident_bytes("VmHWM", folder.name)
 
 
 def losses(place: Path) -> list[float]:
@@ -149,9 +102,11 @@ def committed_step(store: Path) -> int:
     return -1
 
 
-def command(options: Options, place: Path, preset: str, steps: int, mode: str) -> list:
+def command(
+    options: Namespace, place: Path, preset: str, steps: int, mode: str
+) -> list:
     """The command of a run whose log is in `place`, streamed or in memory."""
-    words = ["--optimizer", "adamw", "--batch-size", 1, "--seq-len", options.seq_len]
+    words = ["--optimizer", "adamw", "--batch-size", 1, "--seq-len", 64]
     # At the preset's rate the losses of a few steps without warm-up go up and down.
     words += ["--warmup-steps", 0, "--clip-norm", 1, "--learning-rate", 2e-5]
     words += ["--log-dir", place / "log", "--preset", preset, "--steps", steps]
@@ -161,7 +116,7 @@ def command(options: Options, place: Path, preset: str, steps: int, mode: str) -
     return [sys.executable, "-m", "jaxinf.train", *map(str, words)]
 
 
-def check_small(options: Options, root: Path) -> None:
+def check_small(options: Namespace, root: Path) -> None:
     """Compares the losses of a smaller model with those of one jit.
 
     Raises:
@@ -170,13 +125,13 @@ def check_small(options: Options, root: Path) -> None:
     both = []
     for mode in ("stream", "memory"):
         place = root / mode
-        words = command(options, place, options.small, CHECKED_STEPS, mode)
+        words = command(options, place, "nano", CHECKED_STEPS, mode)
         subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
         both.append(losses(place))
     found, expected = both
     difference = max(abs(a - b) / b for a, b in zip(found, expected, strict=True))
     print(
-        f"check   {options.small} and one jit: losses of {len(found)} steps differ by "
+        f"check   nano and one jit: losses of {len(found)} steps differ by "
         f"at most {difference:.1e} of themselves",
         flush=True,
     )
@@ -184,7 +139,7 @@ def check_small(options: Options, root: Path) -> None:
         raise SystemExit(f"expected losses {expected}, found {found}")
 
 
-def train(options: Options, root: Path) -> int:
+def train(options: Namespace, root: Path) -> int:
     """Trains, kills, resumes; returns the peak of resident memory.
 
     Raises:
@@ -202,8 +157,8 @@ def train(options: Options, root: Path) -> int:
     finally:
         first.kill()
     step = committed_step(big / "store")
-    print(f"killed  with SIGKILL in step {step + 1}; step {step} is committed")
-    sys.stdout.flush()
+    text = f"killed  with SIGKILL in step {step + 1}; step {step} is committed"
+    print(text, flush=True)
     second = Watcher(words, options.limit)
     try:
         if second.wait():
@@ -217,24 +172,29 @@ def train(options: Options, root: Path) -> int:
     return max(first.peak_bytes, second.peak_bytes)
 
 
-def main() -> None:
-    """Checks, trains, prints."""
-    options = tyro.cli(Options, description=__doc__)
-    options.store.mkdir(parents=True, exist_ok=True)
+def measure(options: Namespace, place: Path) -> dict[str, float]:
+    """Checks, trains; returns what it has taken."""
     began_s = time.monotonic()
-    root = options.store / "run"
-    shutil.rmtree(root, ignore_errors=True)
-    check_disk(options.store, BYTES_A_PARAM * num_params(PRESETS[options.preset]))
-    try:
-        check_small(options, root)
-        peak_bytes = train(options, root)
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
-    print(
-        f"peak    {format_bytes(peak_bytes)} resident, limit "
-        f"{format_bytes(options.limit)}; {time.monotonic() - began_s:.0f} s in all"
-    )
+    check_small(options, place)
+    peak_bytes = train(options, place)
+    seconds = time.monotonic() - began_s
+    return {"peak": peak_bytes, "limit": options.limit, "seconds": seconds}
+
+
+def show(found: dict[str, Any]) -> None:
+    """Prints the peak of memory, and the time."""
+    peak, limit = map(format_bytes, (found["peak"], found["limit"]))
+    print(f"peak    {peak} resident, limit {limit}; {found['seconds']:.0f} s in all")
 
 
 if __name__ == "__main__":
-    main()
+    bench.run(
+        __doc__,
+        measure,
+        show,
+        preset={"default": "xl", "help": "of the GPT-2"},
+        limit=bench.SIZE | {"default": 2 << 30, "help": "of resident memory"},
+        steps={"type": int, "default": 4, "help": "in all"},
+        kill_after={"type": int, "default": 2, "help": "step, once it is committed"},
+        kill_delay_s={"type": float, "default": 10.0, "help": "into the next step"},
+    )

@@ -63,7 +63,7 @@ class Run:
     """One setting: a store that is trained, killed and opened again.
 
     Attributes:
-      lost: number of steps that had to be repeated, for each kill.
+      counts: kills by phase, losses that were compared, bits that differed.
       faults: the errors found.
     """
 
@@ -74,7 +74,6 @@ class Run:
     memory_bytes: int
     place: Path
     counts: Counter[str] = field(default_factory=Counter)
-    lost: list[int] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
     @property
@@ -264,7 +263,7 @@ class Campaign:
         if said.status == -signal.SIGKILL:
             run.counts.update(("kills", said.phase))
             held = max(said.held, min(before, at))
-            self.examine(run, said, held, max(before, at, said.started + 1))
+            self.examine(run, held, max(before, at, said.started + 1))
         elif said.status:
             run.faults.append(f"a run ended with status {said.status}")
             run.start_over()
@@ -310,7 +309,7 @@ class Campaign:
             run.counts["bits"] += difference.bit_count()
             run.faults.append(f"the loss of step {step} differs")
 
-    def examine(self, run: Run, said: Said, held: int, may_hold: int) -> None:
+    def examine(self, run: Run, held: int, may_hold: int) -> None:
         """Opens the store of a killed process and verifies it."""
         try:
             step, damages = run.step, [*run.damages()]
@@ -319,11 +318,8 @@ class Campaign:
         if damages:
             run.faults += damages
             run.start_over()
-            return
-        if not held <= step <= may_hold:
+        elif not held <= step <= may_hold:
             run.faults.append(f"opened at step {step}, expected {held} to {may_hold}")
-        if said.started >= 0:
-            run.lost.append(max(0, said.started + (said.started in said.losses) - step))
 
 
 def runs(directory: Path) -> Iterator[Run]:
@@ -340,9 +336,7 @@ def report(all_runs: list[Run]) -> int:
     columns = ("kills", *PHASES, "stores", "losses", "bits")
     for run in all_runs:
         counts = ", ".join(f"{run.counts[name]} {name}" for name in columns)
-        lost = statistics.fmean(run.lost) if run.lost else 0.0
-        most = max(run.lost, default=0)
-        print(f"{run.name}: {counts}; {lost:.2f} steps lost, {most} at most")
+        print(f"{run.name}: {counts}")
     faults = [f"{run.name}: {fault}" for run in all_runs for fault in run.faults]
     kills, bits = (sum(run.counts[n] for run in all_runs) for n in ("kills", "bits"))
     print(f"{kills} kills, {bits} mismatching bits, {len(faults)} faults")

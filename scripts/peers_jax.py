@@ -4,6 +4,7 @@ Invariant: each is used as its own documentation has it.
 """
 
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -13,8 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
-from jaxinf_models import GPT2, PRESETS, abstract_params, loss, num_params, split
+from bench_train import batch_of, model
 from peer_turns import Contender, serve
 from update_rig import UpdateRig
 
@@ -35,7 +35,7 @@ def update(given: dict[str, Any]) -> Contender:
         rig.step()
         rig.engine.join()
 
-    return Contender(_about(given["params"]), _timed(step), lambda: time.sleep(REST_S))
+    return _timed(given, step, lambda: time.sleep(REST_S))
 
 
 def update_in_memory(given: dict[str, Any]) -> Contender:
@@ -45,19 +45,7 @@ def update_in_memory(given: dict[str, Any]) -> Contender:
     sizes[-1] -= sizes.sum() - given["params"]
     gradients = [jnp.full(size, 1e-3) for size in sizes]
     params = [jnp.full(size, 0.5) for size in sizes]
-    held = params, tx.init(params)
-
-    def new(params: Any, state: Any, gradients: Any) -> Any:
-        updates, state = tx.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state
-
-    jitted = jax.jit(new, donate_argnums=(0, 1))
-
-    def step() -> None:
-        nonlocal held
-        held = jax.block_until_ready(jitted(*held, gradients))
-
-    return Contender(_about(given["params"]), _timed(step))
+    return _in_memory(given, tx, params, gradients, lambda params, given: given)
 
 
 def streamed(given: dict[str, Any]) -> Contender:
@@ -65,13 +53,14 @@ def streamed(given: dict[str, Any]) -> Contender:
 
     A step pays for what the step before has left, such as its commit.
     """
-    loss_fn, init, data = _model(given)
+    loss_fn, init = model(given["preset"])
+    data = _batch(given)
     step = jaxinf.stream(
         loss_fn,
         optax.adamw(3e-4),
         Path(given["place"]) / "store",
         memory_bytes=given["memory"],
-        policy=given["policy"],
+        policy="keep",
         micro_batches=given["micro_batches"],
     )
     step.init(init, batch=data)
@@ -80,70 +69,63 @@ def streamed(given: dict[str, Any]) -> Contender:
         step.store.wait()
         time.sleep(REST_S)
 
-    return Contender(_about(given["params"]), _timed(lambda: step(data)), rest)
+    return _timed(given, lambda: step(data), rest)
 
 
 def in_memory(given: dict[str, Any]) -> Contender:
     """A whole step of JAX and optax in one jit, in memory."""
-    loss_fn, init, data = _model(given)
-    tx, num_parts = optax.adamw(3e-4), given["micro_batches"]
-    params = jax.jit(init)()
-    held = params, tx.init(params)
-    parts = jax.tree.map(lambda a: a.reshape(num_parts, -1, a.shape[1]), data)
+    (loss_fn, init), num_parts = model(given["preset"]), given["micro_batches"]
+    parts = jax.tree.map(lambda a: a.reshape(num_parts, -1, a.shape[1]), _batch(given))
 
-    def new(params: Any, state: Any, parts: Any) -> Any:
+    def gradients(params: Any, parts: Any) -> Any:
         def add(total: Any, part: Any) -> Any:
-            _, gradients = jax.value_and_grad(loss_fn)(params, part)
-            return jax.tree.map(jnp.add, total, gradients), None
+            return jax.tree.map(jnp.add, total, jax.grad(loss_fn)(params, part)), None
 
         if num_parts == 1:
-            first = jax.tree.map(lambda a: a[0], parts)
-            _, gradients = jax.value_and_grad(loss_fn)(params, first)
-        else:
-            total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), parts)
-            gradients = jax.tree.map(lambda g: g / num_parts, total)
-        updates, state = tx.update(gradients, state, params)
+            return jax.grad(loss_fn)(params, jax.tree.map(lambda a: a[0], parts))
+        total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), parts)
+        return jax.tree.map(lambda g: g / num_parts, total)
+
+    params = jax.jit(init)()
+    return _in_memory(given, optax.adamw(3e-4), params, parts, gradients)
+
+
+def _in_memory(
+    given: dict[str, Any],
+    tx: optax.GradientTransformation,
+    params: Any,
+    data: Any,
+    gradients: Callable[[Any, Any], Any],
+) -> Contender:
+    def new(params: Any, state: Any, data: Any) -> Any:
+        updates, state = tx.update(gradients(params, data), state, params)
         return optax.apply_updates(params, updates), state
 
-    jitted = jax.jit(new, donate_argnums=(0, 1))
+    jitted, held = jax.jit(new, donate_argnums=(0, 1)), (params, tx.init(params))
 
     def step() -> None:
         nonlocal held
-        held = jax.block_until_ready(jitted(*held, parts))
+        held = jax.block_until_ready(jitted(*held, data))
 
-    return Contender(_about(given["params"]), _timed(step))
+    return _timed(given, step)
 
 
-def _timed(step: Callable[[], object]) -> Callable[[], float]:
+def _timed(
+    given: dict[str, Any], step: Callable[[], object], *rest: Callable[[], object]
+) -> Contender:
     def seconds() -> float:
         began = time.perf_counter()
         step()
         return time.perf_counter() - began
 
-    return seconds
+    about = {"params": given["params"]}
+    about |= {name: version(name) for name in ("jax", "optax")}
+    return Contender(about, seconds, *rest)
 
 
-def _model(given: dict[str, Any]) -> tuple[Any, Any, dict[str, np.ndarray]]:
-    """The loss function of a GPT-2, what makes its params, and a batch."""
-    config = PRESETS[given["preset"]]
-    graphdef, _ = abstract_params(config)
-
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        model = nnx.merge(graphdef, params)
-        return loss(model, batch["tokens"], batch["targets"])
-
-    def init() -> Any:
-        return split(GPT2(config, rngs=nnx.Rngs(0)))[1]
-
-    given["params"] = num_params(config)
-    shape = given["micro_batches"] * given["batch_size"], given["seq_len"] + 1
-    tokens = np.random.default_rng(0).integers(config.vocab_size, size=shape)
-    tokens = tokens.astype(np.int32)
-    return loss_fn, init, {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-
-
-def _about(params: int) -> dict[str, Any]:
-    return {"params": params, **{name: version(name) for name in ("jax", "optax")}}
+def _batch(given: dict[str, Any]) -> dict[str, np.ndarray]:
+    whole = given | {"batch_size": given["micro_batches"] * given["batch_size"]}
+    return batch_of(Namespace(**whole), 0)
 
 
 CONTENDERS = {

@@ -19,7 +19,7 @@ from jaxinf.compress import SparseLeaf
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import SubgroupLayout, UpdateRequest, engine_of
 from jaxinf.optimizer.leaf_call import LeafCall, grouped
-from jaxinf.program import averaged, trace_init, trace_update
+from jaxinf.program import trace_init, trace_update
 from jaxinf.store import ScalarState, Slot, dtype_of, encode_path
 from jaxinf.transfer import page_ceil
 from jaxinf.typing import Array
@@ -35,8 +35,6 @@ class UpdateRig:
       path: the store's directory.
       num_params: number of params over all leaves.
       num_leaves: number of leaves; None for leaves of 16 Mi elements.
-      dtype: dtype of params and gradients: float32 or bfloat16.
-      average: the average of the params that is kept, too.
       options: options of `jaxinf.open_store`.
     """
 
@@ -45,20 +43,16 @@ class UpdateRig:
         path: Path,
         num_params: int,
         num_leaves: int | None = None,
-        *,
-        dtype: Any = np.float32,
-        average: jaxinf.Average | None = None,
         **options: Any,
     ) -> None:
         count = num_leaves or -(-num_params // LEAF_ELEMENTS)
         ends = [num_params * i // count for i in range(count + 1)]
-        self.params = [np.full(size, 0.5, dtype) for size in np.diff(ends)]
+        self.params = [np.full(size, 0.5, np.float32) for size in np.diff(ends)]
         self.store = jaxinf.open_store(path, **options)
         self.engine = engine_of(self.store)
         named = {f"leaf{n:05}": leaf for n, leaf in enumerate(self.params)}
         tx = optax.adamw(1e-3)
-        jaxinf.smart_update(tx, self.store, average=average).init(named)
-        tx = averaged(tx, average)
+        jaxinf.smart_update(tx, self.store).init(named)
         self._program, layout = trace_update(tx, named), trace_init(tx, named).layout
         self._paths = [encode_path(keys) for keys in layout.scalar_keys]
         first = [layout.avals[index] for index in layout.scalar_indices]
@@ -69,7 +63,7 @@ class UpdateRig:
         ]
         stored = self.engine.directory.manifest.leaves[0].states[0]
         takes_params = not self.engine.opened.options.csd.has_cards
-        self._takes_params = takes_params and dtype_of(stored.dtype) == np.dtype(dtype)
+        self._takes_params = takes_params and dtype_of(stored.dtype) == np.float32
         self.step_number = 0
         self._groups = grouped(
             [LeafCall(n, leaf.shape, None) for n, leaf in enumerate(self.params)]
@@ -99,8 +93,7 @@ class UpdateRig:
         opened.finish(self.step_number, [*named], 0)
         self.step_number += 1
         for params, out in zip(self.params, self._next_params, strict=True):
-            if out.dtype == np.float32:  # an update, which JAX adds beside the commit
-                np.add(params, out, out=out)
+            np.add(params, out, out=out)  # as JAX does beside the commit
         self.params, self._next_params = self._next_params, self.params
 
     def _request(self, number: int, scalars: tuple[Array, ...]) -> UpdateRequest:

@@ -1,4 +1,4 @@
-"""`make big`: limits of memory and disk, a run of a small model."""
+"""`make big`: a limit of memory, and a run of a small model."""
 
 import resource
 import sys

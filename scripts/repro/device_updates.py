@@ -123,8 +123,7 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
 
 def show(found: dict[str, Any]) -> None:
     """Prints a line for each choice."""
-    for row in found["rows"]:
-        print(*(f"{name} {value:.3g}" for name, value in row.items()), sep=", ")
+    bench.print_table(found["rows"])
     print(f"fastest here: {found['fastest']}")
 
 

@@ -15,6 +15,7 @@ of a file are not independent.
 """
 
 import argparse
+import contextlib
 import json
 import time
 from collections import defaultdict
@@ -27,18 +28,16 @@ import finetune_tasks as tasks
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
-from jaxinf_models import abstract_params, deferred_params, make_model, split
+from jaxinf_models import abstract_params
 
 from jaxinf.cli import main as jaxinf_main
-from jaxinf.compress import sparsify
 from jaxinf.train.__main__ import main as train_main
 from jaxinf.train.checks import check
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.loading import load, make_batches
-from jaxinf.train.modes import held_params
-from jaxinf.train.optimizers import make_clipping, make_optimizer
+from jaxinf.train.modes import first_params, held_params
+from jaxinf.train.optimizers import memory_optimizer
 from jaxinf.train.step import compile_train_step
 
 FEEDBACK = ",error_feedback=true"
@@ -177,37 +176,26 @@ class Task:
         """Trains a run of the task as `--mode memory` does; returns the params."""
         config = replace(check(config), num_labels=self.config.num_labels)
         config = replace(config, seq_len=self.config.seq_len)
-        if config.source is not None:
-            assert config.files is not None
-            deferred = config.files, config.model_config, config.seed
-            params = held_params(deferred_params(*deferred))
-        else:
-            params = split(make_model(config.model_config, rngs=nnx.Rngs(config.seed)))
-            params = params[1]
-        tx = make_optimizer(config)
-        if config.compression is not None:
-            tx = optax.chain(make_clipping(config), sparsify(config.compression), tx)
+        params, tx = held_params(first_params(config)), memory_optimizer(config)
         state, batches = jax.jit(tx.init)(params), make_batches(config, self.data)
         key = config.compress, config.learning_rate, config.steps
         if key not in self._steps:
             made = (params, state, batches[0])
             self._steps[key] = compile_train_step(config, self._graphdef, tx, *made)
-        coming = batches.starting_at(batches.position_of(0))
-        for _ in range(config.steps):
-            params, state, _ = self._steps[key](params, state, next(coming))
-        coming.close()
+        with contextlib.closing(batches.starting_at(0)) as coming:
+            for _ in range(config.steps):
+                params, state, _ = self._steps[key](params, state, next(coming))
         return params
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    """Does the runs of a part that the results lack, until the time is over."""
+    """Does the runs of a part that the results lack."""
     place: Path = arguments.place
     place.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(place / "programs"))
     results = place / "results.jsonl"
     done = [Run(**line["run"]) for line in read(results)]
     tasks.make(place / "tasks", arguments.most)
-    end_s = time.monotonic() + 60 * arguments.minutes
     if arguments.part == "pretraining":
         pretrain(place, arguments.layers, arguments.pretraining_steps)
         return
@@ -215,8 +203,6 @@ def measure(arguments: argparse.Namespace) -> None:
     for run in part(arguments.part, arguments.seeds, arguments.steps, arguments.layers):
         if run in done:
             continue
-        if time.monotonic() > end_s:
-            return
         key = run.task, run.start
         if key not in made:
             made[key] = Task(config_of(place, run._replace(variant="dense")))
@@ -329,7 +315,6 @@ def main(words: Sequence[str] | None = None) -> None:
     runs = commands.add_parser("run")
     runs.add_argument("place", type=Path)
     runs.add_argument("--part", choices=PARTS, required=True)
-    runs.add_argument("--minutes", type=float, default=80, help="to begin runs in")
     runs.add_argument("--seeds", type=int, default=3)
     runs.add_argument("--steps", type=int, default=300)
     runs.add_argument("--layers", type=int, default=4, help="4 are 3.7 M params")

@@ -267,11 +267,7 @@ def measure(*_: Any) -> dict[str, list[dict[str, Any]]]:
 def show(found: dict[str, list[dict[str, Any]]]) -> None:
     """Prints both tables."""
     for rows in found.values():
-        for row in [dict.fromkeys(rows[0]), *rows]:
-            cells = (k if v is None else v for k, v in row.items())
-            texts = (f"{v:.3f}" if isinstance(v, float) else str(v) for v in cells)
-            print("  ".join(f"{text:>24}" for text in texts))
-        print()
+        bench.print_table(rows, 24, ".3f")
 
 
 if __name__ == "__main__":

@@ -156,12 +156,8 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
 
 def show(found: dict[str, Any]) -> None:
     """Prints each published number beside the model's; then the emulation."""
-    for rows in (found["model"], found["emulation"]):
-        for row in [dict.fromkeys(rows[0]), *rows] if rows else ():
-            cells = (k if v is None else v for k, v in row.items())
-            texts = (f"{v:.3g}" if isinstance(v, float) else str(v) for v in cells)
-            print("  ".join(f"{text:>12}" for text in texts))
-        print()
+    bench.print_table(found["model"])
+    bench.print_table(found["emulation"])
     print(found["summary"])
 
 

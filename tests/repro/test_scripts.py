@@ -112,12 +112,7 @@ def activations(found):
 RUNS = {
     "update": ("bench_update.py", UPDATE, moves(0, 12)),
     "cards": ("bench_update.py", [*UPDATE, "--csd", "emulated"], moves(12, 12)),
-    "average": ("bench_update.py", [*UPDATE, "--average", "bf16"], moves(0, 14)),
-    "codes": (
-        "bench_update.py",
-        [*UPDATE, "--params-dtype", "bf16", "--state", "int8", "--master", "none"],
-        moves(0, 4),
-    ),
+    "codes": ("bench_update.py", [*UPDATE, "--state", "int8"], moves(0, 6)),
     "train": ("bench_train.py", [*NANO, "--reps", 1, "--steps", 1], train),
     "memory": ("bench_memory.py", ["--params", 4_000_000, "--durability", 1], memory),
     "stream": ("bench_stream.py", [*NANO, "--reps", 2, "--memory", "64MiB"], stream),
