@@ -9,7 +9,8 @@
 
 Where a question is answered:
 
-    where params and state are             home.py: in_store, in_memory, function
+    where params and state are             in_store.py, in_memory.py, function.py
+    what these give to a step              home.py
     how memory is divided                  plan/memory.py
     how memory becomes cuts                plan/cut_to_fit.py
     the order of calls, and of parts       plan/order.py
@@ -18,6 +19,7 @@ Where a question is answered:
     which params are read when             plan/reads.py
     how params come to a call              move/params.py
     how values leave and come back         move/values.py
+    how gradients wait for the last        move/spill.py
     where a gradient becomes an update     update/apply_gradients.py, in_memory.py
     which cuts a store keeps               plan/kept.py
     how processes begin and end alike      compiled_step.py

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -25,7 +25,10 @@ from jax.dtypes import result_type
 from jaxinf.engine import Engine
 from jaxinf.errors import ProcessError
 from jaxinf.processes import Group
-from jaxinf.streaming.home import StateHome
+from jaxinf.streaming.function import ReadStore
+from jaxinf.streaming.home import Endpoints, Sink
+from jaxinf.streaming.in_memory import InMemory
+from jaxinf.streaming.in_store import InStore
 from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.move.work_queues import MoveCounts
@@ -37,6 +40,9 @@ from jaxinf.streaming.program.lifetimes import OrderedProgram
 from jaxinf.streaming.program.meshes import on_this_process
 from jaxinf.streaming.run import Runner
 from jaxinf.typing import JsonValue, PyTree
+
+Home: TypeAlias = InStore | InMemory | ReadStore
+"""Where params and state are; `InStore` says what the methods of all are for."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,6 @@ class CompiledStep:
     """The steps of a plan.
 
     Attributes:
-      sink: Takes gradients; see `StoreSink`.
       params_bytes: Bytes of params that its programs use.
       times: The steps that ``policy="plan"`` has measured.
       errors: What this process has kept of a step until all agree; none of one alone.
@@ -88,11 +93,11 @@ class CompiledStep:
       closing: Frees memory and files.
     """
 
-    home: StateHome
+    home: Home
     group: Group
     runner: Runner
     params: Params
-    sink: Any
+    sink: Sink
     params_bytes: int
     times: list[StepTimes]
     errors: list[BaseException]
@@ -204,28 +209,25 @@ class CompiledStep:
 def compile_step(
     plan: Plan,
     ready: OrderedProgram,
-    updates: Any,
-    home: StateHome,
+    ends: Endpoints,
+    home: Home,
     group: Group,
     executables: Executables,
     times: list[StepTimes],
 ) -> CompiledStep:
-    """Takes the room of a plan's steps; blocks while its programs are compiled.
-
-    Args:
-      updates: What the home's `updates` returned.
-    """
-    errors, unit_of = list[BaseException](), updates.needs.unit_of
+    """Takes the room of a plan's steps; blocks while its programs are compiled."""
+    errors, unit_of = list[BaseException](), ends.needs.unit_of
     hold = partial(holding, group, errors)
     params_bytes = 0 if unit_of is None else used_bytes(plan.calls, unit_of)
     with ExitStack() as closing:
-        sink = home.sink(updates, plan, ready, closing)
+        sink = ends.sink(plan, ready)
+        closing.callback(sink.close)
         values = Values()
         if plan.is_offloaded:
-            values = Values(plan, home.scratch(), plan.tiers)
+            values = Values(plan, ends.scratch(), plan.tiers)
         closing.callback(values.close)
         runner = Runner(plan, executables, values)
-        params = home.source(updates, plan, hold)
+        params = ends.source(plan, hold)
         closing.callback(params.close)
         own = runner, params, sink, params_bytes, times, errors, hold
         return CompiledStep(home, group, *own, closing.pop_all())

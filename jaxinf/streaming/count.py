@@ -10,7 +10,8 @@ from typing import Any
 import jax
 
 from jaxinf import compat
-from jaxinf.streaming.move.scratch import Waiting, file_bytes
+from jaxinf.streaming.home import Endpoints
+from jaxinf.streaming.move.spill import file_bytes
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.memory import NUM_STAGED
 from jaxinf.streaming.program.graph import Piece
@@ -40,9 +41,9 @@ class Count:
     plan: Plan = field(repr=False)
 
 
-def count(plan: Plan, updates: Any) -> Count:
+def count(plan: Plan, ends: Endpoints) -> Count:
     """Counts what a plan's steps take and move, with such updates."""
-    traffic, last = plan.traffic, updates.waiting(plan)
+    traffic, last = plan.traffic, ends.on_drives(plan)
     assert traffic is not None, "it was planned for these updates"
     host_bytes, device_bytes = _memory(plan, last)
     waiting_bytes = plan.away_bytes + (0 if last is None else file_bytes(last))
@@ -50,19 +51,19 @@ def count(plan: Plan, updates: Any) -> Count:
         plan=plan.without_graph(),
         host_bytes=host_bytes,
         device_bytes=device_bytes,
-        disk_bytes=updates.disk_bytes + waiting_bytes,
+        disk_bytes=ends.disk_bytes() + waiting_bytes,
         drive_read_bytes=traffic.drive_read_bytes,
         drive_write_bytes=traffic.drive_write_bytes,
     )
 
 
-def _memory(plan: Plan, last: Waiting | None) -> tuple[int, int]:
+def _memory(plan: Plan, last: Mapping[Piece, int] | None) -> tuple[int, int]:
     """Returns the memory of the host at a step's peak, and of a device with its own."""
     reading, memory, tiers = plan.reading, plan.memory, plan.tiers
     programs = plan.peak_bytes + plan.resident_bytes
     if not memory.staged:  # where gradients wait in the programs' memory
         if last is not None:
-            most = _most_bytes(plan, last.on_drive)
+            most = _most_bytes(plan, last)
             programs = max(programs, most + plan.resident_bytes)
         spare = max(0, memory.programs - plan.peak_bytes)
         ahead = max(0, spare - reading.unused_bytes)

@@ -7,7 +7,7 @@
 Invariant: a call reads one finished step of the store, and writes nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,17 +15,19 @@ import jax.numpy as jnp
 
 from jaxinf.engine import Store, check_like, engine_of
 from jaxinf.errors import StreamError
-from jaxinf.streaming.home import NoUpdates, StateHome, without
+from jaxinf.streaming.home import Endpoints, without
 from jaxinf.streaming.move.params import Hold, Params, StoreParams, StoreReader
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.memory import MemoryNeed, StepNeeds
+from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.lifetimes import OrderedProgram
 from jaxinf.streaming.program.trace import abstract
 from jaxinf.streaming.program.units import SHARED, shared_bytes, units_of
-from jaxinf.typing import PyTree
+from jaxinf.streaming.update.apply_gradients import Agree
+from jaxinf.typing import Array, PyTree
 
 
-class ReadStore(StateHome):
+class ReadStore:
     """A store whose params a function reads. Until a step, all of them may stay.
 
     Args:
@@ -33,7 +35,7 @@ class ReadStore(StateHome):
       average: Whether its params are the store's average.
     """
 
-    what, has_loss = "a function", False
+    what, has_loss, num_skipped = "a function", False, 0
 
     def __init__(self, store: Store, *, closes: bool, average: bool) -> None:
         self.store, self.engine = store, engine_of(store)
@@ -47,7 +49,9 @@ class ReadStore(StateHome):
             self._avals = _nested(self.store)
         return self._avals
 
-    def first(self, init_fn: Callable[..., PyTree], args: Any, shardings: Any) -> Any:
+    def first(
+        self, init_fn: Callable[..., PyTree], args: Any, shardings: PyTree
+    ) -> tuple[PyTree, None]:
         raise StreamError("f.init: a function's params are the store's; leave it out")
 
     def given(
@@ -64,7 +68,7 @@ class ReadStore(StateHome):
         like = self.avals if like is None else like
         return self.store.params(like, average=self._average)
 
-    def updates(self, ready: OrderedProgram, avals: PyTree = None) -> NoUpdates:
+    def endpoints(self, ready: OrderedProgram, avals: PyTree = None) -> Endpoints:
         opened, params = self.engine.opened, ready.traced.params
         if self._average:
             opened.averaged(0)  # or refuses
@@ -78,12 +82,17 @@ class ReadStore(StateHome):
         )
         frozen, export_bytes = frozenset(range(len(params))), opened.export_bytes
         how = {"export_bytes": export_bytes, "others": others}
-        return NoUpdates(StepNeeds(unit_of, frozen, **how))
 
-    def source(self, updates: NoUpdates, plan: Plan, hold: Hold) -> Params:
-        reader = StoreReader(self.engine, average=self._average)
-        what = updates.needs.unit_of, reader, plan.reading, hold
-        return StoreParams(*what, are_frozen=False)
+        def source(plan: Plan, hold: Hold) -> Params:
+            reader = StoreReader(self.engine, average=self._average)
+            own = unit_of, reader, plan.reading, hold
+            return StoreParams(*own, are_frozen=False)
+
+        needs = StepNeeds(unit_of, frozen, **how)
+        return Endpoints(needs, source, sink=lambda *_: NoGradients())
+
+    def take_turn(self, plan: Plan) -> None: ...
+    def rest(self) -> None: ...
 
     def join(self) -> None:
         if self._average:
@@ -94,6 +103,25 @@ class ReadStore(StateHome):
     def close(self, *error: Any) -> None:
         if self._closes:
             self.store.close()
+
+
+class NoGradients:
+    """The sink of a function."""
+
+    waited_s, spilled_bytes = 0.0, (0, 0)
+
+    def begin(self, extra_args: Mapping[str, Any], params: Params) -> None:
+        without(extra_args=extra_args or None)
+
+    def put(self, piece: Piece, gradient: jax.Array | Array) -> None:
+        raise AssertionError("a function has no gradients")
+
+    def finish(self, extra_args: Any, results: Any, check: Any, agree: Agree) -> bool:
+        agree(lambda: ())
+        return False
+
+    def abandon(self) -> None: ...
+    def close(self) -> None: ...
 
 
 def _nested(store: Store) -> PyTree:

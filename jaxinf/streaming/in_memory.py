@@ -16,12 +16,9 @@ import jax.numpy as jnp
 import optax
 
 from jaxinf.errors import StreamError
-from jaxinf.program import (
-    path_name,
-    refused_gradient,
-)
-from jaxinf.streaming.home import NoUpdates, StateHome, without
-from jaxinf.streaming.move.params import Hold, MemoryParams, Params
+from jaxinf.program import path_name, refused_gradient
+from jaxinf.streaming.home import Endpoints, without
+from jaxinf.streaming.move.params import MemoryParams, Params
 from jaxinf.streaming.move.scratch import Scratch, writing_bytes
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.cut_to_fit import within
@@ -36,7 +33,7 @@ from jaxinf.streaming.update.apply_gradients import Agree
 from jaxinf.typing import Array, PathLikeStr, PyTree
 
 
-class InMemory(StateHome):
+class InMemory:
     """Params and the state of any optax optimizer, and the sink of their gradients.
 
     It holds gradients whole or in slices of stacks until a step has all.
@@ -47,6 +44,10 @@ class InMemory(StateHome):
     Attributes:
       update, add: The optimizer's update, and its addition to params, each a jit.
     """
+
+    what, has_loss, num_skipped = "a step", True, 0
+    store = engine = None
+    waited_s, spilled_bytes = 0.0, (0, 0)
 
     def __init__(
         self, tx: optax.GradientTransformation, options: Options, folder: PathLikeStr
@@ -91,10 +92,10 @@ class InMemory(StateHome):
         make: Callable[[], tuple[PyTree, PyTree]],
         ready: OrderedProgram | None,
         budget: Budget,
-        plan: Callable[[OrderedProgram, NoUpdates, Budget], Plan],
+        plan: Callable[[OrderedProgram, Endpoints, Budget], Plan],
     ) -> None:
         if ready is not None:
-            within(budget, partial(plan, ready, self.updates(ready)), advises=True)
+            within(budget, partial(plan, ready, self.endpoints(ready)), advises=True)
         params, state = make()
         if state is None:
             state = jax.jit(self._tx.init)(params)
@@ -109,7 +110,7 @@ class InMemory(StateHome):
 
     # --- a step's plan -------------------------------------------------------------
 
-    def updates(self, ready: OrderedProgram, avals: PyTree = None) -> NoUpdates:
+    def endpoints(self, ready: OrderedProgram, avals: PyTree = None) -> Endpoints:
         traced = ready.traced
         if traced.mesh is not None:
             raise StreamError(
@@ -124,18 +125,23 @@ class InMemory(StateHome):
         held_bytes = 2 * params_bytes + sum(map(aval_bytes, state))  # with gradients
         purpose = "holding params, gradients and optax's state (or give a store)"
         held = MemoryNeed(held_bytes, purpose, is_on_device=True)
-        return NoUpdates(StepNeeds(others=(held,), writing_bytes=writing_bytes(1)))
+        needs = StepNeeds(others=(held,), writing_bytes=writing_bytes(1))
+        return Endpoints(
+            needs,
+            source=lambda *_: MemoryParams(lambda: jax.tree.leaves(self._current[0])),
+            sink=lambda *_: self,
+            scratch=lambda: Scratch([self._folder]),
+        )
 
-    def source(self, updates: NoUpdates, plan: Plan, hold: Hold) -> Params:
-        return MemoryParams(lambda: jax.tree.leaves(self._current[0]))
-
-    def scratch(self) -> Scratch:
-        return Scratch([self._folder], content="activations")
+    def take_turn(self, plan: Plan) -> None: ...
+    def join(self) -> None: ...
+    def rest(self) -> None: ...
+    def close(self, *error: Any) -> None: ...
 
     # --- a step, as its sink -------------------------------------------------------
 
     def begin(self, extra_args: Mapping[str, Any], params: Params) -> None:
-        super().begin(extra_args, params)
+        without(extra_args=extra_args or None)
         self.abandon()
 
     def put(self, piece: Piece, gradient: jax.Array | Array) -> None:

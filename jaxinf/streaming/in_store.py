@@ -11,7 +11,6 @@ Invariant: a step writes updates to the slot that is not committed. So a crash a
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -32,15 +31,14 @@ from jaxinf.engine import (
 )
 from jaxinf.errors import StreamError
 from jaxinf.program import UpdateProgram, averaged, trace_init
-from jaxinf.streaming.home import StateHome
+from jaxinf.streaming.home import Endpoints
 from jaxinf.streaming.move.params import Hold, Params, StoreParams, StoreReader
-from jaxinf.streaming.move.scratch import Scratch
+from jaxinf.streaming.move.scratch import store_scratch
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.cut_to_fit import within
 from jaxinf.streaming.plan.kept import kept_cuts
 from jaxinf.streaming.plan.memory import Budget, return_freed_memory
 from jaxinf.streaming.plan.options import Options
-from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.initial import (
     BUFFERS_SHARE,
     MakeLeaves,
@@ -57,18 +55,19 @@ from jaxinf.streaming.program.meshes import (
 )
 from jaxinf.streaming.program.trace import abstract, check_params
 from jaxinf.streaming.program.units import part_counts
-from jaxinf.streaming.update.apply_gradients import StoreSink, store_scratch
+from jaxinf.streaming.update.apply_gradients import StoreSink
 from jaxinf.streaming.update.near_storage import (
-    NearStorageUpdates,
-    near_storage_updates,
     passes_for,
+    plan_updates,
     trace_optimizer,
 )
 from jaxinf.typing import PyTree
 
 
-class InStore(StateHome):
+class InStore:
     """A store that a step reads, updates and commits."""
+
+    what, has_loss, num_skipped = "a step", True, 0
 
     def __init__(
         self, tx: optax.GradientTransformation, store: Store, options: Options
@@ -92,12 +91,14 @@ class InStore(StateHome):
     def first(
         self, init_fn: Callable[..., PyTree], args: Sequence[Any], shardings: PyTree
     ) -> tuple[PyTree, MakeLeaves]:
+        """Returns shapes, dtypes and shardings of the first params; what makes them."""
         avals, make = trace_params(init_fn, *args)
         return sharded_like(avals, shardings), make
 
     def given(
         self, params: PyTree, state: PyTree, shardings: PyTree
     ) -> tuple[PyTree, MakeLeaves]:
+        """As `first`, of params that are there."""
         if state is not None:
             raise ValueError("state: use store.load(params, state, step=…) instead")
         leaves = jax.tree.leaves(params)
@@ -108,42 +109,43 @@ class InStore(StateHome):
 
     # --- a step --------------------------------------------------------------------
 
-    def updates(
-        self, ready: OrderedProgram, avals: PyTree = None
-    ) -> NearStorageUpdates:
+    def endpoints(self, ready: OrderedProgram, avals: PyTree = None) -> Endpoints:
+        """Returns those of a traced program.
+
+        Args:
+          avals: The params of a store that is not made yet.
+        """
         self._check_mesh(ready.traced.mesh)
+        engine = self.engine
         if avals is None:
-            avals, shape = self.avals, self.engine.opened
+            avals, shape = self.avals, engine.opened
         else:
-            pieces = tuple(ready.graph.gradients)
-            shape = self.engine.shape(self._described(avals, pieces)[1])
-        own = self._optimizer(avals), shape, self._options
-        return near_storage_updates(self.engine, ready, *own)
+            shape = engine.shape(self._described(avals, ready)[1])
+        program = self._optimizer(avals)
+        updates = plan_updates(engine, ready, program, shape, self._options)
 
-    def sink(
-        self,
-        updates: NearStorageUpdates,
-        plan: Plan,
-        ready: OrderedProgram,
-        closing: ExitStack,
-    ) -> StoreSink:
-        sink = StoreSink(updates, plan, ready)
-        closing.callback(sink.close)
-        return sink
+        def source(plan: Plan, hold: Hold) -> Params:
+            reader = StoreReader(engine)
+            return StoreParams(updates.unit_of, reader, plan.reading, hold)
 
-    def scratch(self) -> Scratch:
-        return store_scratch(self.engine)
+        return Endpoints(
+            updates.needs,
+            source,
+            sink=partial(StoreSink, updates),
+            on_drives=updates.on_drives,
+            traffic=updates.traffic,
+            disk_bytes=updates.disk_bytes,
+            scratch=partial(store_scratch, engine),
+            kept_cuts=partial(self._kept_cuts, ready),
+        )
 
-    def source(self, updates: NearStorageUpdates, plan: Plan, hold: Hold) -> Params:
-        reader = StoreReader(self.engine)
-        return StoreParams(updates.needs.unit_of, reader, plan.reading, hold)
-
-    def kept_cuts(self, ready: OrderedProgram) -> Sequence[int] | None:
+    def _kept_cuts(self, ready: OrderedProgram) -> Sequence[int] | None:
         if self._options.replan or self.engine.commit is None:
             return None
         return kept_cuts(self.store.path, self.engine.opened.finished, ready)
 
     def take_turn(self, plan: Plan) -> None:
+        """Gets ready for the steps of a plan."""
         engine = self.engine
         engine.health.check()
         if plan.store_bytes != engine.opened.memory_bytes:
@@ -151,9 +153,11 @@ class InStore(StateHome):
             engine.opened.limit_memory(plan.store_bytes)
 
     def join(self) -> None:
+        """Waits for the updates of the step before."""
         self.engine.join()
 
     def rest(self) -> None:
+        """Frees buffers until the next step."""
         self.engine.join()
         self.engine.opened.limit_memory(0)
 
@@ -184,28 +188,34 @@ class InStore(StateHome):
         make: MakeLeaves,
         ready: OrderedProgram | None,
         budget: Budget,
-        plan: Callable[[OrderedProgram, NearStorageUpdates, Budget], Plan],
+        plan: Callable[[OrderedProgram, Endpoints, Budget], Plan],
     ) -> None:
+        """Makes the first step, once that is known to fit in a budget, or resumes.
+
+        Args:
+          make: Of `first` or `given`.
+          ready: The function, if a batch was given.
+          plan: Plans a step; raises BudgetError.
+        """
         engine, group = self.engine, self.engine.group
         check_params(avals)
         self._check_mesh(mesh_of(avals))
-        pieces = () if ready is None else tuple(ready.graph.gradients)
-        first, description = self._described(avals, pieces)
+        first, description = self._described(avals, ready)
         plain = jax.tree.leaves(without_shardings(avals))
         scalars, inputs = initial_inputs(first, plain)
-        made, updates = iter(()), None
+        made, ends = iter(()), None
         if engine.commit is None:
             if ready is not None:
-                what = partial(self.updates, ready, avals)
-                updates = group.in_all("the optimizer's programs", what)
+                own = partial(self.endpoints, ready, avals)
+                ends = group.in_all("the optimizer's programs", own)
 
             def fitting(budget: Budget) -> Iterator[Any]:
                 """Returns the leaves, which can be made if a step fits, too."""
                 host_bytes = budget.memory_bytes
                 num_bytes = min(budget.device_memory_bytes or host_bytes, host_bytes)
                 made = group.in_all("the first params", lambda: make(num_bytes))
-                if ready is not None and updates is not None:
-                    plan(ready, updates, budget)
+                if ready is not None and ends is not None:
+                    plan(ready, ends, budget)
                 return iter(made)
 
             made = within(budget, fitting, advises=group.is_alone)
@@ -218,7 +228,7 @@ class InStore(StateHome):
         return_freed_memory()  # of traces and of the first params
 
     def _described(
-        self, avals: PyTree, pieces: Sequence[Piece]
+        self, avals: PyTree, ready: OrderedProgram | None
     ) -> tuple[Any, StoreDescription]:
         """Returns the optimizer's first state, traced, and the store for a program.
 
@@ -226,6 +236,7 @@ class InStore(StateHome):
           UnsupportedTransformError: The optimizer needs too much of all leaves.
         """
         options, update = self._options, self._optimizer(avals)
+        pieces = () if ready is None else tuple(ready.graph.gradients)
         is_alone = self.engine.group.is_alone
         passes_for(update, pieces, is_alone=is_alone)
         held, holders = jax.tree.leaves(avals), list[Any]()

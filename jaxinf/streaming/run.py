@@ -104,25 +104,8 @@ class Runner:
         ]
         dtype = traced.seed_dtype or np.float32
         seeds = [self._put(np.array(share, dtype)) for share in shares]
-        self.dispatched_s = self.waited_s = self._ended_s = 0.0
-        try:
-            self._call_all(placed, seeds, params, hand_out, check)
-            return together(self._results(len(parts)), shares)
-        finally:
-            while self._in_flight:  # those that an error has left
-                with contextlib.suppress(RuntimeError):  # the step's own is raised
-                    jax.block_until_ready(self._in_flight.popleft()[2])
-            self.values.reset()
-
-    def _call_all(
-        self,
-        parts: Sequence[Sequence[jax.Array]],
-        seeds: Sequence[jax.Array],
-        params: Params,
-        hand_out: Callable[[Piece, jax.Array], None],
-        check: Callable[[], None],
-    ) -> None:
         values = self.values
+        self.dispatched_s = self.waited_s = self._ended_s = 0.0
 
         def read(ref: Origin | Slot, number: int, part: int) -> Any:
             match ref:
@@ -132,7 +115,7 @@ class Runner:
                     check()
                     return params.get(number, ref)
                 case Batch():
-                    return parts[part][ref.leaf]
+                    return placed[part][ref.leaf]
                 case Const():
                     return self._consts[ref.number]
                 case Seed():
@@ -140,20 +123,27 @@ class Runner:
                 case Number():
                     return self._number(ref.number)
 
-        for number, call in enumerate(self.plan.calls):
-            if len(self._in_flight) == MAX_IN_FLIGHT:
+        try:
+            for number, call in enumerate(self.plan.calls):
+                if len(self._in_flight) == MAX_IN_FLIGHT:
+                    self._await_first(params)
+                values.before(number)
+                inputs = [read(ref, number, call.part) for ref in call.takes]
+                outputs = self._dispatch(number, inputs)
+                del inputs
+                values.put(call.makes, outputs)
+                values.after(number, call.frees)
+                for piece, i in call.gradients:
+                    hand_out(piece, outputs[i])
+                del outputs
+            while self._in_flight:
                 self._await_first(params)
-            values.before(number)
-            inputs = [read(ref, number, call.part) for ref in call.takes]
-            outputs = self._dispatch(number, inputs)
-            del inputs
-            values.put(call.makes, outputs)
-            values.after(number, call.frees)
-            for piece, i in call.gradients:
-                hand_out(piece, outputs[i])
-            del outputs
-        while self._in_flight:
-            self._await_first(params)
+            return together(self._results(len(parts)), shares)
+        finally:
+            while self._in_flight:  # those that an error has left
+                with contextlib.suppress(RuntimeError):  # the step's own is raised
+                    jax.block_until_ready(self._in_flight.popleft()[2])
+            values.reset()
 
     def _dispatch(self, number: int, inputs: list[Any]) -> Sequence[jax.Array]:
         began_s = time.perf_counter()

@@ -10,19 +10,24 @@ memory are steps whose params have another home.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Self
 
 import jax
-from jax.sharding import Mesh
 
 from jaxinf.engine import Store
 from jaxinf.errors import StreamError
 from jaxinf.processes import Group
-from jaxinf.streaming.compiled_step import CompiledStep, StreamMetrics, compile_step
+from jaxinf.streaming.compiled_step import (
+    CompiledStep,
+    Home,
+    StreamMetrics,
+    compile_step,
+)
 from jaxinf.streaming.count import Count, count
 from jaxinf.streaming.ctrl_c import Check, check_not_traced, step_thread
-from jaxinf.streaming.home import StateHome
+from jaxinf.streaming.home import Endpoints
+from jaxinf.streaming.in_memory import InMemory
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.choice import NUM_MEASURED, StepTimes, segments_to_recompute
 from jaxinf.streaming.plan.compiled import Executables
@@ -51,9 +56,7 @@ class StreamedStep:
     params of the store's last finished step, and no step may run meanwhile.
     """
 
-    def __init__(
-        self, fn: Callable[..., Any], home: StateHome, options: Options
-    ) -> None:
+    def __init__(self, fn: Callable[..., Any], home: Home, options: Options) -> None:
         return_freed_memory(collects=False)
         self._fn, self._home, self._options = fn, home, options
         engine = home.engine
@@ -61,11 +64,11 @@ class StreamedStep:
         self._group.may_hang = False  # it comes to the step's end
         self._on_thread, self._settle = step_thread()
         self._executables = Executables(options.deterministic)
-        self._limits: dict[Mesh | None, DeviceLimit] = {}
+        device_bytes = options.device_memory_bytes
+        self._limit_of = cache(lambda mesh: limit_of(mesh, device_bytes))
         self._bound: dict[Any, CompiledStep] = {}
         self._last: CompiledStep | None = None
         self._metrics: StreamMetrics | None = None
-        self._ready: OrderedProgram | None = None  # traced by `init`, bound at its end
         weights = options.weights
         self._weights = None if weights is None else jax.jit(weights)
 
@@ -141,17 +144,15 @@ class StreamedStep:
 
     def _start(self, avals: PyTree, make: Any, batch: PyTree) -> None:
         budget = Budget(self._options.memory_bytes, self._options.device_memory_bytes)
-        try:
-            if batch is not None:
-                ready = self._ready = self._trace(batch, avals)
-                what = "the memory of the device"
-                budget = self._group.in_all(what, lambda: self._budget(ready))
-            with outside_mesh():
-                self._home.start(avals, make, self._ready, budget, self._plan_within)
-            if batch is not None:
-                self.compile(batch)
-        finally:
-            self._ready = None
+        ready = None
+        if batch is not None:
+            ready = self._trace(batch, avals)
+            own = partial(self._budget, ready)
+            budget = self._group.in_all("the memory of the device", own)
+        with outside_mesh():
+            self._home.start(avals, make, ready, budget, self._plan_within)
+        if batch is not None:
+            self._compile(batch, ready)
 
     def params(self, like: PyTree = None) -> PyTree:
         """Returns the params that the next call reads; blocks until they are read.
@@ -171,8 +172,14 @@ class StreamedStep:
         return self._home.params(like)
 
     def state(self) -> PyTree:
-        """Returns optax's state of a step in memory, which later steps leave alone."""
+        """Returns optax's state of a step in memory, which later steps leave alone.
+
+        Raises:
+          StreamError: It is in a store.
+        """
         self._settle()
+        if not isinstance(self._home, InMemory):
+            raise StreamError("step.state: it is in the store; use store.state(like=)")
         return self._home.state()
 
     def compile(self, batch: PyTree) -> Plan:
@@ -184,9 +191,13 @@ class StreamedStep:
         Raises:
           StreamError: The program cannot be cut to fit, or the saved plan is another's.
         """
+        return self._compile(batch)
+
+    def _compile(self, batch: PyTree, ready: OrderedProgram | None = None) -> Plan:
         self._settle()
-        key = self._key(batch)
-        return self._on_thread(lambda check: self._take_turn(key)).plan
+        bound = self._bind(batch, ready)
+        self._on_thread(lambda check: self._take_turn(bound))
+        return bound.plan
 
     @property
     def plan(self) -> Plan | None:
@@ -241,10 +252,10 @@ class StreamedStep:
         avals = self._home.avals if params is None else abstract(params)
         ready = self._trace(batch, avals)
         with outside_mesh():
-            updates = self._home.updates(ready, avals)
-            executables = Executables(self._options.deterministic, are_run=False)
-            how = ready, updates, self._budget(ready, device)
-            return count(self._plan(*how, executables=executables), updates)
+            ends = self._home.endpoints(ready, avals)
+            own = Executables(self._options.deterministic, are_run=False)
+            budget = self._budget(ready, device)
+            return count(self._plan(ready, ends, budget, executables=own), ends)
 
     def rest(self) -> None:
         """Frees params and buffers until the next call; waits for updates."""
@@ -287,77 +298,80 @@ class StreamedStep:
         self, ready: OrderedProgram, device: DeviceLimit | None = None
     ) -> Budget:
         """Returns the memory of a step, on a device whose own was looked at once."""
-        mesh, own_bytes = ready.traced.mesh, self._options.device_memory_bytes
-        if device is None:
-            if mesh not in self._limits:
-                self._limits[mesh] = limit_of(mesh, own_bytes)
-            device = self._limits[mesh]
-        return Budget(self._options.memory_bytes, own_bytes, device)
+        device = device or self._limit_of(ready.traced.mesh)
+        options = self._options
+        return Budget(options.memory_bytes, options.device_memory_bytes, device)
 
     def _plan_within(
-        self, ready: OrderedProgram, updates: Any, budget: Budget, **how: Any
+        self, ready: OrderedProgram, ends: Endpoints, budget: Budget, **how: Any
     ) -> Plan:
-        how = {"executables": self._executables, "group": self._group, **how}
-        plan = plan_within(ready, updates.needs, self._options, budget, **how)
-        return replace(plan, traffic=updates.traffic(plan))
+        how = {"executables": self._executables, "kept": ends.kept_cuts, **how}
+        own = ends.needs, self._options, budget
+        plan = plan_within(ready, *own, group=self._group, **how)
+        return replace(plan, traffic=ends.traffic(plan))
 
     def _plan(
-        self, ready: OrderedProgram, updates: Any, budget: Budget, **how: Any
+        self, ready: OrderedProgram, ends: Endpoints, budget: Budget, **how: Any
     ) -> Plan:
-        how = {"kept": partial(self._home.kept_cuts, ready), **how}
-        plan = partial(self._plan_within, ready, updates, **how)
+        """Returns a plan; if memory does not suffice, the error names a budget."""
+        plan = partial(self._plan_within, ready, ends, **how)
         return within(budget, plan, advises=self._group.is_alone)
 
-    def _key(self, batch: PyTree) -> Any:
-        """Binds batches of this shape unless they are, and returns their key."""
+    def _bind(self, batch: PyTree, ready: OrderedProgram | None = None) -> CompiledStep:
+        """Returns the steps of batches of this shape; plans and compiles new ones.
+
+        Args:
+          ready: The function, if it was traced for this batch.
+        """
         leaves, tree = jax.tree.flatten(abstract(batch))
         key = (tree, *((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
-        times, again = self._choose(key)
-        if key in self._bound:
-            return key
-        group, what = self._group, f"the trace of {self._home.what}"
-        ready, updates, budget = group.in_all(what, partial(self._traced, batch))
-        # What one process is refused, by its device or its drive, all are: none goes on
-        # to a step, where it would wait for the others.
+        bound, times, how = self._bound.get(key), list[StepTimes](), dict[str, Any]()
+        if bound is not None and len(bound.times) == NUM_MEASURED:
+            times, again = bound.times, segments_to_recompute(bound.plan, bound.times)
+            times.append(times[-1])  # it is chosen once
+            if again:
+                how = {"kept": partial(tuple, bound.plan.cuts), "again": again}
+                self._bound.pop(key).close()
+                bound = self._last = None
+        if bound is None:
+            bound = self._bound[key] = self._plan_and_compile(batch, ready, times, how)
+            return_freed_memory()  # of planning and compilation
+        return bound
+
+    def _plan_and_compile(
+        self,
+        batch: PyTree,
+        ready: OrderedProgram | None,
+        times: list[StepTimes],
+        how: Mapping[str, Any],
+    ) -> CompiledStep:
+        """Plans and compiles the steps of a batch in all processes, or in none.
+
+        What one process is refused, by its device or its drive, all are: none goes on
+        to a step, where it would wait for the others.
+        """
+        group, home, made = self._group, self._home, list[CompiledStep]()
+
+        def trace_here() -> tuple[OrderedProgram, Endpoints, Budget]:
+            traced = ready or self._trace(batch, home.avals)
+            with outside_mesh():
+                return traced, home.endpoints(traced), self._budget(traced)
+
+        traced, ends, budget = group.in_all(f"the trace of {home.what}", trace_here)
         with outside_mesh():
-            plan = self._plan(ready, updates, budget, **again)
-            own = ready, updates, self._home, group, self._executables, times
-            made = list[CompiledStep]()
+            plan = self._plan(traced, ends, budget, **how)
+
+            def compile_here() -> None:
+                own = {"executables": self._executables, "times": times}
+                made.append(compile_step(plan, traced, ends, home, group, **own))
+
             try:
-                group.in_all(
-                    "the room for a step", lambda: made.append(compile_step(plan, *own))
-                )
+                group.in_all("the room for a step", compile_here)
             except BaseException:
                 for one in made:
                     one.close()
                 raise
-        self._bound[key] = made[0]
-        return_freed_memory()  # of planning and compilation
-        return key
-
-    def _choose(self, key: Any) -> tuple[list[StepTimes], dict[str, Any]]:
-        """Unbinds batches of this shape if segments are to be recomputed from now on.
-
-        Returns:
-          The steps that were measured, and what their plan is to have.
-        """
-        bound = self._bound.get(key)
-        if bound is None or len(bound.times) != NUM_MEASURED:
-            return [], {}
-        again = segments_to_recompute(bound.plan, bound.times)
-        bound.times.append(bound.times[-1])  # it is chosen once
-        if not again:
-            return bound.times, {}
-        cuts, self._last = bound.plan.cuts, None
-        self._bound.pop(key).close()
-        return bound.times, {"kept": lambda: cuts, "again": again}
-
-    def _traced(self, batch: PyTree) -> tuple[OrderedProgram, Any, Budget]:
-        ready, self._ready = self._ready, None
-        if ready is None:
-            ready = self._trace(batch, self._home.avals)
-        with outside_mesh():
-            return ready, self._home.updates(ready), self._budget(ready)
+        return made[0]
 
     # --- a run ---------------------------------------------------------------------
 
@@ -380,14 +394,14 @@ class StreamedStep:
         """
         check_not_traced(batch, extra_args)
         self._settle()
-        key, options = self._key(batch), self._options
+        bound, options = self._bind(batch), self._options
 
         def body(check: Check) -> tuple[Any, PyTree]:
-            bound = self._take_turn(key)
+            self._take_turn(bound)
             with outside_mesh():
                 shares = shares_of(batch, options.micro_batches, self._weights)
-                own = options.extra_args, extra_args or {}, check
-                loss, aux, self._metrics = bound.run(batch, shares, *own)
+                given = options.extra_args, extra_args or {}
+                loss, aux, self._metrics = bound.run(batch, shares, *given, check)
             return loss, aux
 
         loss, aux = self._on_thread(body)
@@ -395,11 +409,9 @@ class StreamedStep:
             return aux
         return loss, aux if options.has_aux else None
 
-    def _take_turn(self, key: Any) -> CompiledStep:
-        """Returns what batches are bound to, and gives it the memory for reading."""
-        bound = self._bound[key]
+    def _take_turn(self, bound: CompiledStep) -> None:
+        """Gives steps the memory for reading, which those of before have."""
         if self._last is not None and self._last is not bound:
             self._last.params.rest()
         self._last = bound
         self._home.take_turn(bound.plan)
-        return bound

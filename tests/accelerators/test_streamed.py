@@ -108,8 +108,8 @@ def plan_step(place, monkeypatch):
             step.load(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params))
             with compiling_for(target) as built, jax.default_device(target.devices[0]):
                 ready = step._trace(program.batch, params)
-                updates = step._home.updates(ready)
-                fitted = step._plan_within(ready, updates, step._budget(ready))
+                ends = step._home.endpoints(ready)
+                fitted = step._plan_within(ready, ends, step._budget(ready))
         return fitted, built
 
     return make
@@ -189,7 +189,7 @@ def test_updates_on_the_device(device):
     """State takes the memory of the old one, and params that are not split."""
     target = Target(device)
     jit = Options(1 << 30).jit
-    programs = DeviceUpdater(jax.devices()[0], is_host=True, jit=jit)
+    programs = DeviceUpdater(jax.devices()[0], jit)
     kernel = standard_kernels()["adamw"]
     wide = of_shape(1 << 20, dtype=jnp.float32)
     halves = tuple(of_shape(1 << 20, dtype=d) for d in (jnp.bfloat16, jnp.int16))

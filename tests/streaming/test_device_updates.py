@@ -17,7 +17,7 @@ from streaming import assert_same_states, states
 import jaxinf
 from jaxinf.csd.host import HostCsd
 from jaxinf.errors import BudgetError, StoreError, StreamError
-from jaxinf.streaming.update import apply_gradients
+from jaxinf.streaming.update import device_updates as on_device
 from jaxinf.streaming.update.apply_gradients import StoreSink
 from jaxinf.streaming.update.device_updates import (
     NUM_MEASURED,
@@ -302,7 +302,7 @@ def test_k_is_measured_once_and_kept(opened, monkeypatch, caplog, every):
         assert all(0 < one < 60 for one in seconds)
         return every if len(seconds) == NUM_MEASURED else next_interval(seconds, most)
 
-    monkeypatch.setattr(apply_gradients, "next_interval", chosen)
+    monkeypatch.setattr(on_device, "next_interval", chosen)
     plain = opened(None, "plain")
 
     def go_on(asked, num_steps):

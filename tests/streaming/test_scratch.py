@@ -40,10 +40,10 @@ def test_values_come_back(tmp_path, num_drives):
     scratch, beside = Scratch(folders, meters), Scratch(folders)
     rng = np.random.default_rng(0)
     values = [rng.integers(0, 256, size).astype(np.uint8) for size in SIZES]
-    places = scratch.allocate(SIZES)
+    places = scratch.allocate(dict(enumerate(SIZES))).values()
     for value, place in zip(values, places, strict=True):
         write(scratch, place, value)
-    (other,) = beside.allocate([9000])
+    other = beside.allocate({0: 9000})[0]
     write(beside, other, np.ones(9000, np.uint8))
     beside.close()
     for value, place in zip(values, places, strict=True):
@@ -71,7 +71,7 @@ def test_without_files_that_have_no_name(tmp_path, monkeypatch):
 
 def test_what_cannot_be_written_is_named(tmp_path, monkeypatch):
     with pytest.raises(StoreIOError, match=r"none \(a file of activations\): making"):
-        Scratch([tmp_path / "none"]).allocate([1])
+        Scratch([tmp_path / "none"]).allocate({0: 1})
 
     def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -80,10 +80,10 @@ def test_what_cannot_be_written_is_named(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(os, "posix_fallocate", full)
         with pytest.raises(StoreSpaceError, match="reserving room failed"):
-            Scratch([tmp_path]).allocate([1])
+            Scratch([tmp_path]).allocate({0: 1})
     assert len(os.listdir("/proc/self/fd")) == num_open
     scratch = Scratch([tmp_path])
-    (place,) = scratch.allocate([1])
+    place = scratch.allocate({0: 1})[0]
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwritev", full)
         with pytest.raises(StoreSpaceError, match=r"activations\): write at byte 0"):

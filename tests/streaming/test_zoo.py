@@ -10,7 +10,8 @@ from families import family
 from streaming import assert_same_bits, numbers, prepared, smallest_bytes, streamed
 from zoo import ZOO
 
-from jaxinf.streaming.move.scratch import Scratch, Spill, waiting
+from jaxinf.streaming.move.scratch import Scratch
+from jaxinf.streaming.move.spill import Spill, beyond_memory
 from jaxinf.streaming.plan.compiled import Executables
 from jaxinf.streaming.plan.cut_to_fit import cut_to_fit, plan_of
 from jaxinf.streaming.program.graph import aval_bytes
@@ -58,8 +59,7 @@ def test_gradients_are_those_of_one_jit(name, tmp_path):
     keeping = plan_of(ready, plan.cuts, "keep")
     found = ready.graph.gradients.items()
     sizes = {piece: max(1, aval_bytes(value.aval)) for piece, value in found}
-    planned = waiting(sizes, 0)  # with no memory for them
-    spill = Spill(Scratch([tmp_path]), planned)
+    spill = Spill(Scratch([tmp_path]), beyond_memory(sizes, 0))
     again = streamed(program, keeping, executables, spill)
     assert_same_bits(again, (loss, aux, gradients))
     assert spill.written_bytes >= sum(leaf.nbytes for leaf in gradients)

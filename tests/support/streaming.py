@@ -14,7 +14,7 @@ import pytest
 
 from jaxinf.store import StoreDirectory
 from jaxinf.streaming.move.params import MemoryParams, StoreParams
-from jaxinf.streaming.move.scratch import waiting
+from jaxinf.streaming.move.spill import beyond_memory
 from jaxinf.streaming.plan.cut_to_fit import plan_of
 from jaxinf.streaming.plan.reads import Reading
 from jaxinf.streaming.program.cut import cuts_of, segment_limits
@@ -49,7 +49,7 @@ def in_memory(leaves):
 def bytes_held():
     """Returns the memory of each params source that has some for reading."""
     sources = (one for one in gc.get_objects() if isinstance(one, StoreParams))
-    return [source.held_bytes for source in sources if source.held_bytes]
+    return [n for source in sources if (n := source._pool.held_bytes)]
 
 
 def read_ahead(reader, fetches, room_bytes, host_bytes=None):
@@ -108,9 +108,9 @@ def spill_beyond(monkeypatch, num_bytes):
     """Lets gradients that wait have so much memory, and beyond it the drive."""
 
     def own(sizes, *_):
-        return waiting(sizes, num_bytes)
+        return beyond_memory(sizes, num_bytes)
 
-    monkeypatch.setattr(near_storage, "waiting", own)
+    monkeypatch.setattr(near_storage, "beyond_memory", own)
 
 
 @contextlib.contextmanager

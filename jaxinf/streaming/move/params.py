@@ -8,7 +8,7 @@ Invariant: reads are of the store's last finished step. A buffer is read into on
 no program, no copy and no update can still read it.
 """
 
-from collections import deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -172,7 +172,7 @@ class StoreParams:
 
     def __init__(
         self,
-        unit_of: UnitOf | None,
+        unit_of: UnitOf,
         reader: StoreReader,
         reading: Reading,
         hold: Hold = nullcontext,
@@ -180,58 +180,49 @@ class StoreParams:
         are_frozen: bool = True,
     ) -> None:
         self.counts = MoveCounts()
-        self._reading, self._are_frozen = reading, are_frozen
-        self._version: tuple[int, int] | None = None  # of what stays
-        self._hold = hold
-        assert unit_of is not None, "params are read from a store"
         self._unit_of, self._reader = unit_of, reader
+        self._reading, self._hold = reading, hold
+        self._are_frozen = are_frozen
+        self._version: tuple[int, int] | None = None  # of what stays
         self._device = default_device()
         self._has_link = reading.host_bytes is not None
-        self._device_bytes = reading.room_bytes  # that are free, of one with its own
         registry = compat.memory_registry(self._device) if self._has_link else None
         num_bytes = reading.host_bytes if self._has_link else reading.room_bytes
         self._pool = BufferPool(max(num_bytes or 0, PAGE_BYTES), registry=registry)
+        self._device_bytes = reading.room_bytes  # that are free, of one with its own
         self._jobs = WorkQueues("jaxinf-fetch")
         self._changed = self._jobs.changed
-        self._uploads = Uploads(
-            self._jobs,
-            is_registered=registry is not None,
-            pinned_bytes=reading.largest_bytes,
-        )
+        self._uploads = Uploads(self._jobs, pins=registry is None)
         self._reads: dict[Fetch, _Read] = {}
-        self._to_read: deque[_Read] = deque()
-        self._is_reading = False
-        self._to_copy: deque[_Read] = deque()
-        self._of_unit: dict[Unit, list[Fetch]] = {}  # in order
-        self._ends: dict[int, list[Fetch]] = {}  # by their last call
+        # The reads of a unit, in order; those that end with a call; and for an update.
+        self._of_unit: defaultdict[Unit, list[Fetch]] = defaultdict(list)
+        self._ends: defaultdict[int, list[Fetch]] = defaultdict(list)
+        self._updates: dict[Unit, Fetch] = {}
         for fetch in reading.fetches:
-            self._of_unit.setdefault(fetch.unit, []).append(fetch)
+            self._of_unit[fetch.unit].append(fetch)
             if not fetch.stays:
-                self._ends.setdefault(fetch.last, []).append(fetch)
-        self._updates = {
-            fetch.unit: fetch for fetch in reading.fetches if fetch.gradient is not None
-        }
+                self._ends[fetch.last].append(fetch)
+            if fetch.gradient is not None:
+                self._updates[fetch.unit] = fetch
 
     # --- a step --------------------------------------------------------------------
 
     def begin(self) -> None:
         """Starts to read."""
-        self._free_updates()
         self.stop()
         num_replaced, step = self._reader.version
         version = num_replaced, 0 if self._are_frozen else step
-        if version != self._version:
-            self._drop_staying()
-            self._version = version
+        self._forget(staying=version != self._version)
+        self._version = version
         new = [fetch for fetch in self._reading.fetches if not self._has_stayed(fetch)]
         if not new:
             return
         self._reader.begin(self._reading.num_first(new))
-        reads = [_Read(one, is_held=one.gradient is not None) for one in new]
-        self._reads.update((one.fetch, one) for one in reads)
         with self._changed:
-            self._to_read.extend(reads)
-            self._go_on()
+            for fetch in new:
+                read = _Read(fetch, is_held=fetch.gradient is not None)
+                self._reads[fetch] = read
+                self._jobs.submit(partial(self._read, read))
 
     def _has_stayed(self, fetch: Fetch) -> bool:
         """Whether a unit's first read is that of the step before."""
@@ -292,22 +283,25 @@ class StoreParams:
         with self._changed:
             for fetch in self._ends.get(number, ()):
                 self._release(self._reads[fetch])
-            self._go_on()
 
     def stop(self) -> None:
         """Ends a run; no program may be in flight. What is under way is waited for."""
-        with self._changed:
-            self._to_read.clear()
-        self._jobs.reset()
-        self._to_copy.clear()  # also what was read meanwhile
         self._uploads.drop()
-        self._is_reading = False
         with self._changed:
             for read in [*self._reads.values()]:
                 if not (read.is_there and read.fetch.stays):
                     read.is_held &= read.is_there
                     self._release(read)
         self._reader.close()
+
+    def _forget(self, *, staying: bool) -> None:
+        """Frees units that updates of a step have left, and those that stay."""
+        for unit in self._updates:
+            self.free(unit)
+        with self._changed:
+            for read in [*self._reads.values()]:
+                if staying and read.fetch.stays:
+                    self._release(read)
 
     def take(self, unit: Unit) -> Sequence[Array] | None:
         """Returns a unit's shards for its update; None if it has to read them.
@@ -325,17 +319,11 @@ class StoreParams:
             if (read := self._to_update(unit)) is not None:
                 read.is_held = False
                 self._settle(read)
-                self._go_on()
 
     def _to_update(self, unit: Unit) -> _Read | None:
         fetch = self._updates.get(unit)
         read = fetch and self._reads.get(fetch)
         return read if read and read.is_held else None
-
-    @property
-    def held_bytes(self) -> int:
-        """Memory of the host for reading that is held now."""
-        return self._pool.held_bytes
 
     def free_idle(self) -> None:
         """Frees memory that holds no params, as after the last read of a step."""
@@ -343,8 +331,7 @@ class StoreParams:
 
     def rest(self) -> None:
         """Frees the memory for reading until the next run."""
-        self._free_updates()
-        self._drop_staying()
+        self._forget(staying=True)
         self._pool.free_idle()
 
     def close(self) -> None:
@@ -354,7 +341,7 @@ class StoreParams:
         self._jobs.close()
         self._pool.close()
 
-    # --- memory --------------------------------------------------------------------
+    # --- memory; the caller has the lock -------------------------------------------
 
     def _release(self, read: _Read) -> None:
         """Notes that no call of this step, or of the next, reads a unit any more."""
@@ -375,65 +362,37 @@ class StoreParams:
             self._reads.pop(read.fetch, None)
         self._changed.notify_all()
 
-    def _free_updates(self) -> None:
-        """Frees units that updates of a step have left, which was given up."""
-        for unit in self._updates:
-            self.free(unit)
+    # --- reads, and copies to the device; each waits for its memory, on a thread -----
 
-    def _drop_staying(self) -> None:
+    def _read(self, read: _Read) -> None:
+        unit = read.fetch.unit
+
+        def has_memory() -> bool:
+            read.memory = self._pool.acquire(unit.page_bytes, block=False)
+            return read.memory is not None
+
+        self._jobs.wait_for(has_memory)
+        self._reader.read(unit, read.shards)
         with self._changed:
-            for read in [*self._reads.values()]:
-                if read.fetch.stays:
-                    self._release(read)
+            self.counts.num_read_bytes += unit.num_bytes
+            read.is_there = not self._has_link
+            self._settle(read)
+            if self._has_link:
+                self._jobs.submit(partial(self._upload, read), "to the device")
 
-    # --- reads, and copies to the device -------------------------------------------
-
-    def _go_on(self) -> None:
-        """Starts what there is room for, in order; the caller has the lock."""
-        if self._to_read and not self._is_reading:
-            self._is_reading = True
-            self._jobs.submit(self._read_on)
-        while self._to_copy:
-            read, unit = self._to_copy[0], self._to_copy[0].fetch.unit
-            if unit.num_bytes > self._device_bytes:
-                break
-            self._to_copy.popleft()
+    def _upload(self, read: _Read) -> None:
+        unit = read.fetch.unit
+        with self._changed:
+            self._jobs.wait_for(lambda: unit.num_bytes <= self._device_bytes)
             self._device_bytes -= unit.num_bytes
             read.has_room = True
-            pairs = unit.places(read.shards, SingleDeviceSharding(self._device))
-            self._uploads.start(pairs, partial(self._copied, read))
-
-    def _read_on(self) -> None:
-        """Reads units as long as there is memory; on a thread."""
-        while (read := self._next()) is not None:
-            unit = read.fetch.unit
-            self._reader.read(unit, read.shards)
-            with self._changed:
-                self.counts.num_read_bytes += unit.num_bytes
-                if self._has_link:
-                    self._to_copy.append(read)
-                else:
-                    read.is_there = True
-                self._settle(read)
-                self._go_on()
-
-    def _next(self) -> _Read | None:
-        """Returns the next read, with memory; None if there is none now."""
-        with self._changed:
-            if self._to_read:
-                read = self._to_read[0]
-                num_bytes = read.fetch.unit.page_bytes
-                read.memory = self._pool.acquire(num_bytes, block=False)
-                if read.memory is not None:
-                    return self._to_read.popleft()
-            self._is_reading = False
-            return None
+        pairs = unit.places(read.shards, SingleDeviceSharding(self._device))
+        self._uploads.start(pairs, partial(self._copied, read))
 
     def _copied(self, read: _Read, copies: Sequence[jax.Array]) -> None:
         with self._changed:
             read.value, read.is_there = read.fetch.unit.of_parts(copies), True
             self._settle(read)
-            self._go_on()
 
 
 Params: TypeAlias = MemoryParams | StoreParams

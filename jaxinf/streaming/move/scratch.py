@@ -8,21 +8,19 @@ They are never synced.
 """
 
 import itertools
-import math
 import os
 import tempfile
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 
+from jaxinf.engine import Engine
 from jaxinf.streaming.move.work_queues import WorkQueues
-from jaxinf.streaming.program.graph import Piece
 from jaxinf.transfer import (
     ByteMeters,
     aligned,
@@ -38,6 +36,8 @@ PART_BYTES = 4 << 20
 """The longest part of a value that is moved at once."""
 
 THREADS_PER_DRIVE = 2
+
+_Key = TypeVar("_Key")
 
 
 class ScratchRun(NamedTuple):
@@ -91,11 +91,10 @@ class Scratch:
         self._meters = ByteMeters() if meters is None else meters
         self._content, self._num_threads = content, num_threads
         self.jobs = WorkQueues(f"jaxinf-{content}")
-        self._forms: dict[Sequence[ScratchRun], tuple[Any, Any]] = {}
         self._own = threading.local()  # a thread's memory to write a part from
         self._files: list[int] = []
 
-    def allocate(self, sizes: Iterable[int]) -> list[Sequence[ScratchRun]]:
+    def allocate(self, sizes: Mapping[_Key, int]) -> dict[_Key, tuple[ScratchRun, ...]]:
         """Takes room for values of so many bytes; blocks. Called once.
 
         Returns:
@@ -104,71 +103,49 @@ class Scratch:
         Raises:
           StoreSpaceError, StoreIOError: A drive is full, or failed.
         """
-        places, ends = [], [0] * len(self._folders)
+        places, ends = {}, [0] * len(self._folders)
         turns = itertools.cycle(range(len(self._folders)))
-        for num_bytes in sizes:
+        for key, num_bytes in sizes.items():
             parts = []
             for start in range(0, max(num_bytes, 1), PART_BYTES):
                 drive, stop = next(turns), min(start + PART_BYTES, num_bytes)
                 parts.append(ScratchRun(drive, ends[drive], start, stop))
                 ends[drive] += page_ceil(stop - start)
-            places.append(tuple(parts))
+            places[key] = tuple(parts)
         try:
-            self._open(ends if places else ())
+            for drive, end in enumerate(ends if places else ()):
+                self._open(drive, end)
         except BaseException:
             self.close()
             raise
         return places
 
-    def _open(self, ends: Sequence[int]) -> None:
-        for drive, end in enumerate(ends):
-            making = translated("making a file", self._shown(drive))
-            with making, tempfile.TemporaryFile(dir=self._folders[drive]) as file:
-                self._files.append(os.dup(file.fileno()))
-            if end:
-                with translated("reserving room", self._shown(drive)):
-                    os.posix_fallocate(self._files[drive], 0, end)
+    def _open(self, drive: int, num_bytes: int) -> None:
+        making = translated("making a file", self._shown(drive))
+        with making, tempfile.TemporaryFile(dir=self._folders[drive]) as file:
+            self._files.append(os.dup(file.fileno()))
+        if num_bytes:
+            with translated("reserving room", self._shown(drive)):
+                os.posix_fallocate(self._files[drive], 0, num_bytes)
 
     # --- moves ---------------------------------------------------------------------
 
-    def start_write(
+    def start(
         self,
+        move: Callable[[ScratchRun, Any], None],
         parts: Sequence[ScratchRun],
-        value: Array | jax.Array,
+        array: Array | jax.Array,
         ended: Callable[[], None] = lambda: None,
     ) -> Set[ScratchRun]:
-        """Starts to write a value, which may still be computed.
+        """Starts to `write` a value, which may still be computed, or to `read` it.
 
         Args:
+          array: The value, or memory for it in whole pages.
           ended: Called when all of it is there, on a thread with the lock of `jobs`.
 
         Returns:
-          The parts that have still to be written.
+          The parts that have still to be moved.
         """
-        self._forms[parts] = value.shape, value.dtype
-        return self._start(self.write, parts, value, ended)
-
-    def array(self, parts: Sequence[ScratchRun], memory: Array) -> Array:
-        """Returns what was written there, in the memory that it was read into."""
-        shape, dtype = self._forms[parts]
-        return np.frombuffer(memory, dtype, math.prod(shape)).reshape(shape)
-
-    def start_read(
-        self,
-        parts: Sequence[ScratchRun],
-        out: Array,
-        ended: Callable[[], None] = lambda: None,
-    ) -> Set[ScratchRun]:
-        """As `start_write`, into a value's memory, in whole pages."""
-        return self._start(self.read, parts, out, ended)
-
-    def _start(
-        self,
-        move: Callable[..., None],
-        parts: Sequence[ScratchRun],
-        array: Array | jax.Array,
-        ended: Callable[[], None],
-    ) -> Set[ScratchRun]:
         left = {*parts}
 
         def run(part: ScratchRun) -> None:
@@ -211,133 +188,32 @@ class Scratch:
 
     def _move(self, call: Any, part: ScratchRun, memory: Array) -> None:
         drive, kind = part.drive, "read" if call is read_into else "write"
+        file, shown = f"/proc/self/fd/{self._files[drive]}", self._shown(drive)
         with span(kind, drive=str(self._folders[drive])):
-            call(
-                f"/proc/self/fd/{self._files[drive]}",
-                memory,
-                part.offset_bytes,
-                len(memory),
-                meters=self._meters,
-                shown=self._shown(drive),
-            )
+            how = {"meters": self._meters, "shown": shown}
+            call(file, memory, part.offset_bytes, len(memory), **how)
 
     def close(self) -> None:
         """Ends the threads and closes the files, which removes them; idempotent."""
         self.jobs.close()
-        files, self._files = self._files, []
-        for file in files:
-            os.close(file)
+        while self._files:
+            os.close(self._files.pop())
 
     def _shown(self, drive: int) -> str:
         return f"{self._folders[drive]} (a file of {self._content})"
 
 
-# --- gradients that wait ------------------------------------------------------------
+def store_scratch(engine: Engine, content: str = "activations") -> Scratch:
+    """Returns files on the store's drives, for what waits there in a step."""
+    directory, meters = engine.opened.directory, engine.opened.meters
+    folders = [directory.path]
+    if directory.manifest.csds:
+        folders = [*map(directory.csd_directory, range(directory.num_csds))]
+    num_threads = 1 if content == "gradients" else THREADS_PER_DRIVE
+    return Scratch(folders, meters, content=content, num_threads=num_threads)
 
 
-class Waiting(NamedTuple):
-    """Gradients that wait for the last one of a step.
-
-    Attributes:
-      capacity_bytes: Memory for those that stay there.
-      on_drive: The others, which go to a drive, and their bytes.
-    """
-
-    capacity_bytes: int
-    on_drive: Mapping[Piece, int]
-
-
-def waiting(sizes: Mapping[Piece, int], capacity_bytes: int) -> Waiting:
-    """Chooses the gradients that wait in memory: in their order, as there is room."""
-    left_bytes, on_drive = capacity_bytes, dict[Piece, int]()
-    for piece, num_bytes in sizes.items():
-        if num_bytes > left_bytes:
-            on_drive[piece] = num_bytes
-        else:
-            left_bytes -= num_bytes
-    return Waiting(capacity_bytes, on_drive)
-
-
-def file_bytes(planned: Waiting) -> int:
-    """Returns the bytes of all that go to the file, in whole pages."""
-    return sum(map(page_ceil, planned.on_drive.values()))
-
-
-class Spill:
-    """Holds gradients until they are dropped. Used from one thread at a time.
-
-    An array that it returns stays valid for as long as someone refers to it.
-
-    Args:
-      scratch: Files for gradients that go to drives, closed with this.
-
-    Attributes:
-      kept_bytes: The most bytes in memory since `reset`.
-      written_bytes: Bytes written to the file since then, in whole pages.
-    """
-
-    def __init__(self, scratch: Scratch, planned: Waiting) -> None:
-        self._scratch = scratch
-        own = planned.on_drive
-        self._places = dict(zip(own, scratch.allocate(own.values()), strict=True))
-        self._held: dict[Piece, jax.Array | Array | None] = {}  # None on a drive
-        self.reset()
-
-    def put(self, key: Piece, value: jax.Array | Array) -> None:
-        """Takes a gradient; blocks while it is written.
-
-        Raises:
-          StoreSpaceError, StoreIOError: The drive is full, or failed.
-        """
-        assert key not in self._held, "a gradient leaves once"
-        if key not in self._places:
-            self._held[key] = value
-            self._held_bytes += value.nbytes
-            self.kept_bytes = max(self.kept_bytes, self._held_bytes)
-            return
-        parts, array = self._places[key], np.asarray(value, order="C")
-        left = self._scratch.start_write(parts, array)
-        self._scratch.jobs.wait_for(lambda: not left)
-        self._held[key] = None
-        self.written_bytes += place_bytes(parts)
-
-    def read(self, *, removes: bool = False) -> Iterator[tuple[Piece, Array]]:
-        """Yields all gradients, in the order in which they came.
-
-        What is read ahead has as much memory as the largest of them.
-
-        Args:
-          removes: Whether to drop each, so that it is read for the last time.
-        """
-        keys = [*self._held]
-        to_read = deque(key for key in keys if key in self._places)
-        sizes = {key: place_bytes(self._places[key]) for key in to_read}
-        room_bytes = max(sizes.values(), default=0)
-        begun: deque[tuple[Array, Set[ScratchRun]]] = deque()
-        for key in keys:
-            while to_read and sizes[to_read[0]] <= room_bytes:
-                first = to_read.popleft()
-                parts, memory = self._places[first], aligned(sizes[first])
-                begun.append((memory, self._scratch.start_read(parts, memory)))
-                room_bytes -= sizes[first]
-            value = self._held.pop(key) if removes else self._held[key]
-            if value is not None:
-                self._held_bytes -= value.nbytes if removes else 0
-                yield key, np.asarray(value)
-                continue
-            memory, left = begun.popleft()
-            self._scratch.jobs.wait_for(lambda left=left: not left)
-            yield key, self._scratch.array(self._places[key], memory)
-            del memory
-            room_bytes += sizes[key]
-
-    def reset(self) -> None:
-        """Drops all gradients."""
-        self._scratch.jobs.reset()
-        self._held.clear()
-        self._held_bytes = self.written_bytes = self.kept_bytes = 0
-
-    def close(self) -> None:
-        """Drops everything, and the file; idempotent."""
-        self.reset()
-        self._scratch.close()
+def array_in(memory: Array, like: jax.ShapeDtypeStruct | Array) -> Array:
+    """Returns the array of a value in the memory that it was read into."""
+    num_bytes = like.size * like.dtype.itemsize
+    return memory[:num_bytes].view(like.dtype).reshape(like.shape)

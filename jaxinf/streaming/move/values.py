@@ -11,16 +11,15 @@ any time is what the plan says, however slow the drives are: what still has to b
 written is waited for, or comes back from the host's memory and is not read.
 """
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 
 from jaxinf import compat
-from jaxinf.streaming.move.scratch import Scratch, ScratchRun, place_bytes
+from jaxinf.streaming.move.scratch import Scratch, ScratchRun, array_in, place_bytes
 from jaxinf.streaming.move.work_queues import MoveCounts, Uploads
 from jaxinf.streaming.plan.calls import Plan, Slot, Tiers
 from jaxinf.streaming.plan.leaving import NUM_COPIES
@@ -36,6 +35,7 @@ class _Away:
     """A value that is leaving, away, or on its way back.
 
     Attributes:
+      form: Its shape, dtype and sharding.
       parts: Its place on drives; none if it stays on the host.
       value: On the device, until it is on the host, and when it is back.
       host: On the host, until it is written, and back if it comes from there.
@@ -45,11 +45,11 @@ class _Away:
       is_read: Whether it is in `memory`.
       is_due: Whether the device has memory for it, and its way back has not begun.
       is_forwarded: Whether it comes back from `host`, although a drive will have it.
+      is_back: Whether it is on the device, or where the device reads it.
     """
 
-    slot: Slot
+    form: jax.ShapeDtypeStruct
     parts: Sequence[ScratchRun]
-    sharding: Any
     value: jax.Array | None
     host: jax.Array | None = None
     memory: Buffer | None = None
@@ -64,6 +64,12 @@ class _Away:
     def num_bytes(self) -> int:
         """Memory that it takes on its way, in whole pages."""
         return place_bytes(self.parts)
+
+    @property
+    def array(self) -> Array:
+        """The value in the memory that it was read into."""
+        assert self.memory is not None, "it was read"
+        return array_in(self.memory.array, self.form)
 
 
 class Values:
@@ -87,18 +93,17 @@ class Values:
         self._scratch = Scratch(()) if scratch is None else scratch
         evictions = {} if plan is None else plan.evictions
         lives = {} if plan is None else plan.lives
-        self._tiers = tiers
         on_drive = tiers.on_drive if tiers else tuple(evictions)
-        sizes = (lives[slot].num_bytes for slot in on_drive)
-        places = zip(on_drive, self._scratch.allocate(sizes), strict=True)
-        self._places: Mapping[Slot, Sequence[ScratchRun]] = dict(places)
+        sizes = {slot: lives[slot].num_bytes for slot in on_drive}
+        self._places = self._scratch.allocate(sizes)
         most_bytes = max(tiers.room, default=0) if tiers else 0
         if plan is not None and not tiers:
             most_bytes = _most_back(plan, self._places)
         registry = compat.memory_registry(default_device()) if tiers else None
         self._pool = BufferPool(max(most_bytes, PAGE_BYTES), registry=registry)
-        self._jobs, self._changed = self._scratch.jobs, self._scratch.jobs.changed
-        self._uploads = Uploads(self._jobs, is_registered=registry is not None)
+        self._tiers, self._jobs = tiers, self._scratch.jobs
+        self._changed = self._jobs.changed
+        self._uploads = Uploads(self._jobs, pins=registry is None)
         in_order = sorted(evictions.items(), key=lambda item: item[1].needed)
         first_gone = sorted(in_order, key=lambda item: item[1].gone)
         self._leaving = _by_call((slot, one.written) for slot, one in first_gone)
@@ -107,8 +112,6 @@ class Values:
         self._ends = _by_call((s, lives[s].takers[-1]) for s in evictions)
         self._held: dict[Slot, jax.Array] = {}
         self._away: dict[Slot, _Away] = {}
-        self._to_copy: deque[_Away] = deque()  # to the host
-        self._to_read: deque[Slot] = deque()
         self._counts = MoveCounts()
         self.reset()
 
@@ -124,7 +127,7 @@ class Values:
             away = self._away[slot]
             self._wait_for(lambda: away.is_back)
             if away.value is None:  # the device reads it in place
-                put = jax.device_put(self._array(away), away.sharding)
+                put = jax.device_put(away.array, away.form.sharding)
                 away.value = jax.block_until_ready(put)
             assert away.value is not None
             self._held[slot] = away.value
@@ -138,12 +141,18 @@ class Values:
         if self._tiers and self._tiers.room:
             with self._changed:
                 self._read_bytes = self._tiers.room[number]
-                self._go_on()
+                self._changed.notify_all()
+        if self._tiers and not number:
+            for slot in self._tiers.on_drive:
+                self._jobs.submit(partial(self._read, slot), "in")
         for slot in self._gone.get(number, ()):
             self._wait_for(partial(self._is_gone, self._away[slot]))
             del self._held[slot]
         for slot in self._back.get(number, ()):
-            self._come_back(self._away[slot])
+            if self._tiers:
+                self._come_back(self._away[slot])
+            else:
+                self._jobs.submit(partial(self._read, slot), "in")
 
     def put(self, slots: Sequence[Slot | None], outputs: Sequence[jax.Array]) -> None:
         """Takes a call's outputs, those that have a slot."""
@@ -166,24 +175,18 @@ class Values:
             with self._changed:
                 away.value = None
                 self._free(away)
-                del self._away[slot]
-                self._go_on()
 
     def reset(self) -> None:
         """Drops everything; no call may be under way. Blocks until no value moves."""
-        self._jobs.reset()
-        self._held.clear()
-        self._to_copy.clear()
-        self._to_read.clear()
         self._uploads.drop()
-        for away in self._away.values():
-            away.value = away.host = None
-            self._free(away)
+        self._held.clear()
+        with self._changed:
+            for away in self._away.values():
+                away.value = away.host = None
+                self._free(away)
         self._away.clear()
-        tiers = self._tiers
-        self._way_bytes = tiers.leaving_bytes if tiers else 0
+        self._way_bytes = self._tiers.leaving_bytes if self._tiers else 0
         self._read_bytes, self._back_bytes = self._pool.capacity_bytes, 0
-        self._to_read.extend(tiers.on_drive if tiers else ())
         self._pool.free_idle()  # it goes back to the system between steps
 
     def counts(self) -> MoveCounts:
@@ -201,23 +204,27 @@ class Values:
     # --- out -----------------------------------------------------------------------
 
     def _leave(self, slot: Slot, value: jax.Array) -> None:
-        away = _Away(slot, self._places.get(slot, ()), value.sharding, value)
+        form = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding)
+        away = _Away(form, self._places.get(slot, ()), value)
         with self._changed:
             self._away[slot] = away
-            if self._tiers:
-                self._to_copy.append(away)
-                self._go_on()
-                return
-        self._write(away, value)
+        if self._tiers:
+            self._jobs.submit(partial(self._copy_out, away), "out")
+        else:
+            self._write(away, value)
 
     def _is_gone(self, away: _Away) -> bool:
         """Whether this does not hold it in the device's memory, or in the host's."""
         return away.value is None and (away.host is None or bool(self._tiers))
 
     def _copy_out(self, away: _Away) -> None:
-        """Copies a value to the host; on a thread."""
+        """Copies a value to the host, for which it waits for memory; on a thread."""
+        num_bytes = NUM_COPIES * away.num_bytes
+        with self._changed:
+            self._jobs.wait_for(lambda: num_bytes <= self._way_bytes)
+            self._way_bytes -= num_bytes
         value = jax.block_until_ready(away.value)
-        pinned = away.sharding.with_memory_kind(PINNED)
+        pinned = away.form.sharding.with_memory_kind(PINNED)
         with span("out"):
             host = jax.block_until_ready(jax.device_put(value, pinned))
         del value
@@ -227,74 +234,68 @@ class Values:
 
     def _write(self, away: _Away, host: jax.Array) -> None:
         """Starts to write a value, in place of which the host has it."""
+        num_bytes = host.nbytes
 
         def written() -> None:
-            self._counts.num_written_bytes += host_bytes
+            self._counts.num_written_bytes += num_bytes
             away.is_written = True
             self._settle(away)
 
-        host_bytes = host.nbytes
         with self._changed:
             away.host, away.value = host, None
             away.is_written = not away.parts
             self._changed.notify_all()
-        self._scratch.start_write(away.parts, host, written)
+        self._scratch.start(self._scratch.write, away.parts, host, written)
 
     def _settle(self, away: _Away) -> None:
-        """Frees a value's memory on its way to drives once nothing needs it there."""
+        """Frees a value's memory on its way to drives once nothing needs it there.
+
+        The caller has the lock, as of all that follows.
+        """
         is_source = not away.is_back and (away.is_forwarded or not away.parts)
         if away.host is not None and away.is_written and not is_source:
             away.host = None
             self._way_bytes += NUM_COPIES * away.num_bytes
-        self._go_on()
+        self._changed.notify_all()
 
     # --- back ----------------------------------------------------------------------
+
+    def _read(self, slot: Slot) -> None:
+        """Starts to read a value, once drives have it and there is room; on a thread.
+
+        One that is forwarded is not read.
+        """
+
+        def is_next() -> bool:
+            away = self._away.get(slot)
+            room_bytes = self._read_bytes - self._back_bytes
+            return away is not None and (
+                away.is_forwarded or (away.is_written and away.num_bytes <= room_bytes)
+            )
+
+        def read() -> None:
+            self._counts.num_read_bytes += away.array.nbytes
+            away.is_read, away.is_back = True, not self._tiers
+            self._upload(away)
+            self._changed.notify_all()
+
+        with self._changed:
+            self._jobs.wait_for(is_next)
+            away = self._away[slot]
+            if away.is_forwarded:
+                return
+            away.has_room = True
+            self._back_bytes += away.num_bytes
+        away.memory = self._pool.acquire(away.num_bytes)
+        self._scratch.start(self._scratch.read, away.parts, away.memory.array, read)
 
     def _come_back(self, away: _Away) -> None:
         """Lets a value come back, for which the device has memory; does not block."""
         with self._changed:
-            if self._tiers:
-                is_on_host = away.host is not None
-                away.is_due, away.is_forwarded = True, is_on_host and bool(away.parts)
-                self._counts.num_forwarded += away.is_forwarded
-                self._upload(away)
-            else:
-                self._to_read.append(away.slot)
-            self._go_on()
-
-    def _go_on(self) -> None:
-        """Starts what there is room for; the caller has the lock.
-
-        Values leave in order, and are read in the order of their use.
-        """
-        while self._to_copy:
-            num_bytes = NUM_COPIES * self._to_copy[0].num_bytes
-            if num_bytes > self._way_bytes:
-                break
-            self._way_bytes -= num_bytes
-            self._jobs.submit(partial(self._copy_out, self._to_copy.popleft()), "out")
-        while self._to_read and (away := self._away.get(self._to_read[0])) is not None:
-            if not away.is_forwarded:
-                room_bytes = self._read_bytes - self._back_bytes
-                if not away.is_written or away.num_bytes > room_bytes:
-                    break
-                away.has_room = True
-                self._back_bytes += away.num_bytes
-                self._jobs.submit(partial(self._read, away), "in")
-            self._to_read.popleft()
-        self._changed.notify_all()
-
-    def _read(self, away: _Away) -> None:
-        """Starts to read a value, for which there is room; on a thread."""
-
-        def read() -> None:
-            self._counts.num_read_bytes += self._array(away).nbytes
-            away.is_read, away.is_back = True, not self._tiers
+            away.is_due = True
+            away.is_forwarded = away.host is not None and bool(away.parts)
             self._upload(away)
-            self._go_on()
-
-        away.memory = self._pool.acquire(away.num_bytes)
-        self._scratch.start_read(away.parts, away.memory.array, read)
+            self._changed.notify_all()
 
     def _upload(self, away: _Away) -> None:
         """Copies a value to the device, if it is due and on the host."""
@@ -308,13 +309,8 @@ class Values:
                 self._free(away)
                 self._settle(away)
 
-        source = self._array(away) if away.host is None else away.host
-        self._uploads.start([(source, away.sharding)], ended)
-
-    def _array(self, away: _Away) -> Array:
-        """Returns a value in the memory that it was read into."""
-        assert away.memory is not None, "it was read"
-        return self._scratch.array(away.parts, away.memory.array)
+        source = away.array if away.host is None else away.host
+        self._uploads.start([(source, away.form.sharding)], ended)
 
     def _free(self, away: _Away) -> None:
         """Frees the memory that a value was read into."""
@@ -324,6 +320,7 @@ class Values:
         if away.memory is not None:
             away.memory.release()
             away.memory = None
+        self._changed.notify_all()
 
     def _wait_for(self, is_done: Callable[[], bool]) -> None:
         with span("wait"):

@@ -1,8 +1,8 @@
 """Threads that move params, values and gradients beside the programs of a step.
 
 Invariant: the jobs of a queue begin in the order in which they were submitted, and wait
-for drives and devices alone. A source's memory is used again only after its copies to a
-device have ended, also if a step is given up.
+for those of other queues alone. A source's memory is used again only after its copies
+to a device have ended, also if a step is given up.
 """
 
 import threading
@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import jax
 
@@ -31,7 +31,6 @@ class MoveCounts:
       waited_s: Time that the caller waited for any move.
       num_got, num_ready: Number of tensors that the caller got, and of those that were
         on the device already.
-      num_forwarded: Number of values that came back before a drive had them.
       num_out_bytes: Bytes copied from a device with memory of its own to the host.
     """
 
@@ -40,7 +39,6 @@ class MoveCounts:
     waited_s: float = 0.0
     num_got: int = 0
     num_ready: int = 0
-    num_forwarded: int = 0
     num_out_bytes: int = 0
 
     @property
@@ -86,29 +84,34 @@ class WorkQueues:
     def wait_for(self, is_done: Callable[[], bool]) -> float:
         """Blocks until a condition holds, with the lock; returns the seconds.
 
+        Jobs may wait, too: for what those of other queues, or the caller, do.
+
         Raises:
           BaseException: The first error of a job.
+          StoreClosedError: Jobs are dropped, of which the caller is one.
         """
+
+        def ends() -> bool:
+            return self.error is not None or self._is_dropping or is_done()
+
         began_s = time.perf_counter()
         with self.changed:
-            self.changed.wait_for(lambda: self.error is not None or is_done())
+            self.changed.wait_for(ends)
             if self.error is not None:
                 raise self.error
+            if self._is_dropping:
+                raise StoreClosedError(f"{self._name}: its jobs were dropped")
         return time.perf_counter() - began_s
 
     def end(self) -> None:
         """Blocks until all jobs have ended; raises as `wait_for`."""
         self.wait_for(lambda: not self._num_left)
 
-    def fail(self, error: BaseException) -> None:
-        with self.changed:
-            self.error = self.error or error
-            self.changed.notify_all()
-
     def reset(self) -> None:
-        """Drops jobs that have not begun; blocks until all others have ended."""
+        """Drops jobs that have not begun, or wait; blocks until all have ended."""
         with self.changed:
             self._is_dropping = True
+            self.changed.notify_all()
             self.changed.wait_for(lambda: not self._num_left)
             self._is_dropping, self.error = False, None
 
@@ -137,7 +140,8 @@ class WorkQueues:
             if not self._is_dropping and self.error is None:
                 job()
         except BaseException as error:
-            self.fail(error)
+            with self.changed:
+                self.error = self.error or error
         del job  # it holds values
         with self.changed:
             self._num_left -= 1
@@ -151,6 +155,74 @@ def _serve(queue: "SimpleQueue[Callable[[], None] | None]") -> None:
         del run  # it refers to the jobs
 
 
+_T = TypeVar("_T")
+
+Action: TypeAlias = Callable[[Sequence[_T]], Callable[[], None] | None]
+"""Begins with items, in their order; returns what is left to do, beside later ones."""
+
+# Items up to this long are taken together, if several wait.
+_SHORT_BYTES = 1 << 20
+
+
+class BoundedQueue(Generic[_T]):
+    """Items that wait for an action on threads, bounded in bytes.
+
+    Args:
+      jobs: Have a queue of that name for them.
+      room_bytes: Memory for items, until the work on them is over.
+    """
+
+    def __init__(
+        self, jobs: WorkQueues, name: str, *, num_threads: int, room_bytes: int = 1
+    ) -> None:
+        self._jobs, self._name, self._num_threads = jobs, name, num_threads
+        self._room_bytes, self._held_bytes = max(1, room_bytes), 0
+        self._waiting: deque[tuple[_T, int]] = deque()
+        self._in_order = threading.Lock()
+
+    def put(self, item: _T, num_bytes: int, action: Action[_T]) -> float:
+        """Passes an item on; blocks while too many wait, and returns the seconds.
+
+        One is always accepted. All that wait have the same action.
+
+        Raises:
+          BaseException: The first error of a job.
+        """
+        most = self._room_bytes - min(num_bytes, self._room_bytes)
+        waited_s = self._jobs.wait_for(lambda: self._held_bytes <= most)
+        with self._jobs.changed:
+            self._waiting.append((item, num_bytes))
+            self._held_bytes += num_bytes
+            job = partial(self._pass_on, action)
+            self._jobs.submit(job, self._name, self._num_threads)
+        return waited_s
+
+    def drop(self) -> None:
+        """Drops items that wait, and all jobs; blocks until what runs is over."""
+        self._jobs.reset()
+        self._waiting.clear()
+        self._held_bytes = 0
+
+    def _pass_on(self, action: Action[_T]) -> None:
+        """Works on the next items, unless another job took them; on a thread."""
+        with self._in_order:
+            taken, sizes = list[_T](), list[int]()
+            while self._waiting and self._jobs.error is None:
+                if sizes and max(sizes[-1], self._waiting[0][1]) > _SHORT_BYTES:
+                    break
+                item, num_bytes = self._waiting.popleft()
+                taken.append(item)
+                sizes.append(num_bytes)
+                del item
+            work = action(taken) if taken else None
+            del taken
+        if work is not None:
+            work()
+            del work
+        with self._jobs.changed:
+            self._held_bytes -= sum(sizes)
+
+
 Pairs: TypeAlias = Sequence[tuple[Array | jax.Array, Any]]
 """The arrays of a tensor on the host, and where each of them goes."""
 
@@ -158,75 +230,41 @@ Ended: TypeAlias = Callable[[Sequence[jax.Array]], None]
 """Takes the copies of a tensor, on a thread that has no lock."""
 
 
-class Uploads:
-    """Copies tensors in order to devices that have memory of their own, on threads.
+class Uploads(BoundedQueue[tuple[Pairs, Ended]]):
+    """Copies tensors in order to devices that have memory of their own.
+
+    A copy to new memory of the device waits for programs that were enqueued before it.
+    So all that waits is copied by one call, and two calls are under way.
 
     Args:
-      jobs: Have a queue for them.
-      is_registered: Whether the device copies from the host's memory as it is;
-        otherwise each array is pinned on its way.
-      pinned_bytes: Memory for what is pinned; one tensor at a time always has room.
+      pins: Whether arrays are pinned on their way, since the device does not copy from
+        the host's memory as it is; then one tensor is at a time.
     """
 
-    def __init__(
-        self, jobs: WorkQueues, *, is_registered: bool, pinned_bytes: int = 0
-    ) -> None:
-        self._jobs, self._pinned_bytes = jobs, pinned_bytes
-        self._is_registered = is_registered
-        self._waiting: deque[tuple[Pairs, Ended]] = deque()
+    def __init__(self, jobs: WorkQueues, *, pins: bool) -> None:
+        num_threads = 1 if pins else 2
+        super().__init__(jobs, "uploads", num_threads=num_threads, room_bytes=1 << 62)
+        self._pins = pins
 
     def start(self, pairs: Pairs, ended: Ended) -> None:
         """Starts to copy a tensor."""
-        # A copy to new memory of the device waits for programs that were enqueued
-        # before it. So all that waits is started at once, and two calls are under way
-        # where nothing else limits them.
-        with self._jobs.changed:
-            self._waiting.append((pairs, ended))
-            self._jobs.submit(self._copy, "uploads", 2 if self._is_registered else 1)
+        num_bytes = sum(source.nbytes for source, _ in pairs) if self._pins else 0
+        self.put((pairs, ended), num_bytes, self._copy)
 
-    def drop(self) -> None:
-        """Drops what waits; its jobs were dropped."""
-        self._waiting.clear()
-
-    def _copy(self) -> None:
-        """Copies what waits, by one call as far as pinned memory allows."""
-        room_bytes, batch = self._pinned_bytes, deque[tuple[Pairs, Ended]]()
-        with self._jobs.changed:
-            while self._waiting:
-                pageable = self._pageable(self._waiting[0][0])
-                room_bytes -= sum(source.nbytes for source, _ in pageable)
-                if batch and room_bytes < 0:
-                    break
-                batch.append(self._waiting.popleft())
-        if not batch:  # another job had it
-            return
+    def _copy(self, batch: Sequence[tuple[Pairs, Ended]]) -> Callable[[], None]:
         pairs = [pair for own, _ in batch for pair in own]
-        with span("back"):
-            begun = deque(self._begun(pairs))
-            del pairs
-            while batch:
-                own, ended = batch.popleft()
-                copies = [begun.popleft() for _ in own]
-                try:
+        sources, places = [x for x, _ in pairs], [to for _, to in pairs]
+        if self._pins:
+            pinned = [to.with_memory_kind(PINNED) for to in places]
+            sources = jax.device_put(sources, pinned)
+        begun, left = deque(jax.device_put(sources, places)), deque(batch)
+
+        def wait() -> None:
+            with span("back"):
+                while left:
+                    own, ended = left.popleft()
+                    copies = [begun.popleft() for _ in own]
                     ended(jax.block_until_ready(copies))
-                except BaseException as error:
-                    self._jobs.fail(error)
-                del own, ended, copies  # they hold memory
+                    del own, ended, copies  # they hold memory
 
-    def _begun(self, pairs: Pairs) -> list[jax.Array]:
-        """Starts to copy by one call; what is not pinned is so once for all devices."""
-        pageable = self._pageable(pairs)
-        pinned = jax.device_put(
-            [x for x, _ in pageable],
-            [to.with_memory_kind(PINNED) for _, to in pageable],
-        )
-        there = {id(x): own for (x, _), own in zip(pageable, pinned, strict=True)}
-        sources = [there.get(id(x), x) for x, _ in pairs]
-        return jax.device_put(sources, [to for _, to in pairs])
-
-    def _pageable(self, pairs: Pairs) -> Pairs:
-        """Returns those that are pinned on their way, each once."""
-        if self._is_registered:
-            return ()
-        found = {id(x): (x, to) for x, to in pairs if not isinstance(x, jax.Array)}
-        return [*found.values()]
+        return wait

@@ -9,11 +9,11 @@ before a store is made or changed, and a resumed run keeps to the k that its com
 records. k is measured once, in the first steps of a store.
 """
 
-import itertools
 import logging
 import math
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -23,12 +23,7 @@ import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from jaxinf.csd import Csd, CsdBuffer, Extent, Update, UpdateOutcome
-from jaxinf.engine import (
-    Assignment,
-    Store,
-    StoreShape,
-    engine_of,
-)
+from jaxinf.engine import Assignment, Store, StoreShape, engine_of
 from jaxinf.errors import StoreError, StreamError
 from jaxinf.kernels import state_read
 from jaxinf.program import (
@@ -38,6 +33,7 @@ from jaxinf.program import (
     kernel_function,
     split_params,
 )
+from jaxinf.store import CommitRecord
 from jaxinf.streaming.plan import memory
 from jaxinf.streaming.plan.memory import MemoryNeed
 from jaxinf.streaming.plan.options import Options
@@ -102,16 +98,13 @@ def device_interval(
             )
         if every is None and kept:
             every, remedy = kept, "give 0 for device_updates and replan=True"
-    csd, found, other = engine.options.csd, "", ""
-    if is_compressed:
-        found, other = (
-            "the host updates with compressed gradients",
-            "leave compress out",
-        )
-    if csd.has_cards:
-        found, other = f'on csd="{csd.kind}" cards update state', 'use csd="host"'
-    if every and found:
-        raise ValueError(f"device_updates={every!r}: {found}; {remedy}, or {other}")
+    csd, compressed = engine.options.csd, "the host updates with compressed gradients"
+    for is_so, found, other in (
+        (csd.has_cards, f'on csd="{csd.kind}" cards update state', 'use csd="host"'),
+        (is_compressed, compressed, "leave compress out"),
+    ):
+        if every and is_so:
+            raise ValueError(f"device_updates={every!r}: {found}; {remedy}, or {other}")
     return every or 0
 
 
@@ -145,9 +138,7 @@ def device_share(
             f"device_updates: expected one device, found {where}; leave it out, or, "
             "if the store's last step had it, give 0 for it and replan=True"
         )
-    device = default_device()
-    is_host = memory.device_is_host(device)
-    updater = DeviceUpdater(device, is_host=is_host, jit=options.jit)
+    updater = DeviceUpdater(default_device(), options.jit)
     found = tuple(
         layout.subgroup
         for leaf, kernel in enumerate(kernels)
@@ -228,6 +219,27 @@ def next_interval(seconds: Sequence[float], most: int) -> int:
     return best if best_s <= (1 - _LEAST_GAIN) * host_s else 0
 
 
+def next_assignment(
+    share: Assignment, last: CommitRecord, update_s: Sequence[float]
+) -> Assignment:
+    """Returns what the device computes in the next step; "auto" is chosen at its time.
+
+    Args:
+      share: What it may compute; all that it can, while k is "auto".
+      last: The store's last step.
+      update_s: Seconds of the updates of each step so far.
+    """
+    if share.every != "auto":
+        return share
+    every = last.device_updates
+    if not last.step or every == "auto":  # not chosen by batches of another shape
+        every = next_interval(update_s, len(share.subgroups))
+        if len(update_s) < NUM_MEASURED:
+            return replace(every_kth(share, every), every="auto")
+        _LOG.warning("device_updates=%d, as measured in the first steps", every)
+    return every_kth(share, every)
+
+
 # --- an update on the device ---------------------------------------------------------
 
 
@@ -238,10 +250,10 @@ class DeviceUpdater:
     XLA chooses other products to fuse with sums.
 
     Args:
-      is_host: Whether its memory is the host's, so that no copy is pinned.
       jit: `jax.jit` with the options of compilation.
 
     Attributes:
+      is_host: Whether the device's memory is the host's, so that no copy is pinned.
       widen: ``(gradient, params)`` to both in float32, and whether the gradient is
         finite. Params are those of the store, one or two arrays, or none.
       add: ``(params, update)``, float32, to new params as the store has them: in
@@ -250,8 +262,9 @@ class DeviceUpdater:
 
     num_at_once = NUM_ROOMS
 
-    def __init__(self, device: Any, *, is_host: bool, jit: Any = jax.jit) -> None:
-        self.device, self.is_host, self._jit = device, is_host, jit
+    def __init__(self, device: Any, jit: Any) -> None:
+        self.device, self.is_host = device, memory.device_is_host(device)
+        self._jit = jit
         self._on_device = SingleDeviceSharding(device)
         self._guard = threading.Lock()
         self._programs: dict[Kernel, Any] = {}
@@ -301,15 +314,14 @@ class DeviceUpdater:
         assert isinstance(given.gradient, np.ndarray), "those sent in part stay"
         kernel, read = given.kernel, state_read(given.kernel)
         names = ["params"] * num_params + list(kernel.slots)
-        is_read = [name in read for name in names]
-        up = self._up([given.gradient, *itertools.compress(views, is_read)])
-        gradients, coming = [up[0]], iter(up[1:])
-        states = [next(coming) if own else None for own in is_read]
+        numbers = [number for number, name in enumerate(names) if name in read]
+        gradient, *up = self._up([given.gradient, *(views[n] for n in numbers)])
+        states = dict(zip(numbers, up, strict=True))
         del up
-        params = tuple(own for own in states[:num_params] if own is not None)
-        wide, master, is_finite = self.widen(gradients.pop(), params)
-        slots = states[num_params:]
-        del states, params
+        params = tuple(states.pop(n) for n in range(num_params) if n in states)
+        wide, master, is_finite = self.widen(gradient, params)
+        del gradient, params
+        slots = [states.pop(n, None) for n in range(num_params, len(names))]
         compute = self.program(kernel)
         update, new_slots, _ = compute(wide, master, slots, list(given.inputs.scalars))
         del slots, wide

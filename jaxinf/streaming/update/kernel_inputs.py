@@ -132,7 +132,7 @@ class KernelInputs:
 
     def finish(self) -> list[Array]:
         """Returns the new scalar state, after the last pass."""
-        new, _ = self._computed_before(self._passes.num_passes)
+        new = self._computed_before(self._passes.num_passes)
         self.close()
         return [
             np.array(key_data(new[value]) if value.constant is None else value.constant)
@@ -149,21 +149,15 @@ class KernelInputs:
 
     def _start(self, number: int) -> None:
         self._number, self._given, self._shared = number, set(), {}
-        numbers, scalars = self._computed_before(number)
-        self._env.update(numbers)
-        self._kernel_scalars = {v: np.asarray(one) for v, one in scalars.items()}
+        part, found = self._passes.before[number], self._computed_before(number)
+        self._env.update((value, found[value]) for value in part.exports)
+        self._kernel_scalars = {v: np.asarray(found[v]) for v in part.scalars}
 
-    def _computed_before(
-        self, number: int
-    ) -> tuple[dict[Value, jax.Array], dict[Value, jax.Array]]:
+    def _computed_before(self, number: int) -> dict[Value, jax.Array]:
         """Returns the numbers and the kernels' scalars of what comes before a pass."""
         part = self._passes.before[number]
         found = self._between[number](*(self._env[value] for value in part.inputs))
-        num = len(part.exports)
-        return (
-            dict(zip(part.exports, found[:num], strict=True)),
-            dict(zip(part.scalars, found[num:], strict=True)),
-        )
+        return dict(zip((*part.exports, *part.scalars), found, strict=True))
 
     def _note(self, part: PassComputation, found: Sequence[jax.Array]) -> None:
         if part.leaf in self._given:

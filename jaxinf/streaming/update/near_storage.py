@@ -32,13 +32,8 @@ from jaxinf.layout import LeafGrid
 from jaxinf.program import Passes, UpdateProgram, trace_update
 from jaxinf.store import required_bytes
 from jaxinf.streaming.move.params import AT_ONCE
-from jaxinf.streaming.move.scratch import (
-    PART_BYTES,
-    Waiting,
-    file_bytes,
-    waiting,
-    writing_bytes,
-)
+from jaxinf.streaming.move.scratch import PART_BYTES, writing_bytes
+from jaxinf.streaming.move.spill import beyond_memory, file_bytes
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.memory import MemoryNeed, StepNeeds
 from jaxinf.streaming.plan.options import Options
@@ -108,8 +103,8 @@ def passes_for(
 # --- its updates ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class NearStorageUpdates:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class UpdatePlan:
     """The updates of a step: what they compute, take and move.
 
     Attributes:
@@ -150,9 +145,11 @@ class NearStorageUpdates:
         """Bytes of the largest gradient."""
         return max(self.gradient_bytes.values(), default=0)
 
-    @property
+    def name(self, leaf: int) -> str:
+        return self.program.leaves[leaf].info.name
+
     def disk_bytes(self) -> int:
-        """Bytes of the store with both slots."""
+        """Returns the bytes of the store with both slots."""
         return sum(required_bytes(self.shape.directory).values())
 
     @cached_property
@@ -167,22 +164,21 @@ class NearStorageUpdates:
         num_drives = max(1, shape.directory.num_csds)
         # Of threads that write a gradient that waits, beside one's own.
         threads_bytes = min((num_drives - 1) * PART_BYTES, self.largest_bytes)
+        moving = "moving shards of params that are not stored alone"
         writing = "writing gradients to several drives at once"
         numbers = "computing numbers of its gradients"
         others = (
-            MemoryNeed(
-                apart_bytes, "moving shards of params that are not stored alone"
-            ),
+            MemoryNeed(apart_bytes, moving),
             MemoryNeed(shared_bytes(units), SHARED),
-            MemoryNeed(threads_bytes if waits else 0, writing),
+            MemoryNeed(threads_bytes * waits, writing),
             *needs_of_share(shape, self.share, self.largest_bytes),
             MemoryNeed(self.inputs_bytes, numbers, is_on_device=True),
         )
         leaves = enumerate(self.program.leaves)
         return StepNeeds(
-            self.unit_of,
-            frozenset(number for number, leaf in leaves if is_idle(leaf.kernel)),
-            frozenset(filter(self._takes_read, units)),
+            unit_of=self.unit_of,
+            frozen=frozenset(number for number, leaf in leaves if is_idle(leaf.kernel)),
+            handed=frozenset(filter(self._takes_read, units)),
             ring_bytes=shape.least_memory_bytes,
             gradient_bytes=max((unit.num_bytes for unit in units), default=0),
             export_bytes=shape.export_bytes,
@@ -202,8 +198,12 @@ class NearStorageUpdates:
             return True
         return any(_PARAMS in loads for _, loads, _ in self._moved(unit))
 
-    def waiting(self, plan: Plan) -> Waiting | None:
-        """Returns the gradients that wait for the last one; None if none does.
+    def kept_bytes(self, plan: Plan) -> int:
+        """Returns the memory for gradients that wait for the last one."""
+        return plan.memory.gradients // 2 if self.are_deferred else 0
+
+    def on_drives(self, plan: Plan) -> Mapping[Piece, int] | None:
+        """Returns the gradients that wait there for the last one; None if none waits.
 
         Parts of a leaf that a pass needs whole wait together.
         """
@@ -215,7 +215,7 @@ class NearStorageUpdates:
                 is_whole = piece.leaf in self.passes.whole
                 key = Piece(piece.leaf) if is_whole else piece
                 sizes[key] = sizes.pop(key, 0) + self.gradient_bytes[piece]
-        return waiting(sizes, plan.memory.gradients // 2)
+        return beyond_memory(sizes, self.kept_bytes(plan))
 
     # --- the bytes that they move --------------------------------------------------
 
@@ -244,8 +244,7 @@ class NearStorageUpdates:
         every = shape.options.steps_per_commit or math.inf
         moved = shape.moved_bytes(moves, plan.store_bytes, every, AT_ONCE)
         read += moved.drive_read_bytes
-        waits, away_bytes = self.waiting(plan), plan.away_bytes
-        wait_bytes = 0 if waits is None else file_bytes(waits)
+        away_bytes, wait_bytes = plan.away_bytes, file_bytes(self.on_drives(plan) or {})
         num_reads = max(1, passes.num_passes - 1)
         return ByteCounts(
             drive_read_bytes=read + away_bytes + num_reads * wait_bytes,
@@ -261,21 +260,22 @@ class NearStorageUpdates:
         return [(layout, *moved_states(kernel, layout)) for layout in layouts]
 
 
-def near_storage_updates(
+def plan_updates(
     engine: Engine,
     ready: OrderedProgram,
     program: UpdateProgram,
     shape: StoreShape,
     options: Options,
-) -> NearStorageUpdates:
-    """Returns the updates of steps of a traced loss function; compiles their programs.
+) -> UpdatePlan:
+    """Plans the updates of a traced loss function's steps; compiles their programs.
 
     Args:
       engine: The store's; it is bound to the optimizer when a step runs.
     """
-    pieces, params = tuple(ready.graph.gradients), ready.traced.params
-    is_alone = engine.group.is_alone
+    gradients, params = ready.graph.gradients, ready.traced.params
+    pieces, is_alone = tuple(gradients), engine.group.is_alone
     passes = passes_for(program, pieces, is_alone=is_alone)
+    kernels = [leaf.kernel for leaf in program.leaves]
 
     def can_move(leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:
         return leaf not in passes.whole and shape.divides(leaf, origin, extent)
@@ -285,27 +285,36 @@ def near_storage_updates(
     trained = frozenset(map(unit_of, pieces))
     later = range(min(1, passes.num_passes - 1), passes.num_passes)
     idle = frozenset(
-        number
-        for number, leaf in enumerate(program.leaves)
-        if is_idle(leaf.kernel) and not any(passes.part(n, number) for n in later)
+        leaf
+        for leaf, kernel in enumerate(kernels)
+        if is_idle(kernel) and not any(passes.part(n, leaf) for n in later)
     )
-    gradient_bytes = {
-        piece: 0 if piece.leaf in idle else aval_bytes(value.aval)
-        for piece, value in ready.graph.gradients.items()
-    }
     inputs, compress = KernelInputs(engine, program, passes, options.jit), None
-    num_bytes = inputs.compile(params, pieces)
+    inputs_bytes = inputs.compile(params, pieces)
     if options.compress is not None:
-        what = engine, options.compress, shape, options.jit, trained
-        compress, own_bytes = compressor(*what)
-        num_bytes = max(num_bytes, own_bytes)
-    kernels = [leaf.kernel for leaf in program.leaves]
-    own = shape, kernels, options, ready.traced.mesh
-    share = device_share(*own, is_alone=is_alone)
-    read = frozenset(map(unit_of, ready.sizes))
-    of_updates = passes, inputs, num_bytes, compress, share
-    of_units = unit_of, read, trained, idle, gradient_bytes
-    return NearStorageUpdates(engine, options, program, shape, *of_updates, *of_units)
+        how = engine, options.compress, shape, options.jit
+        compress, own_bytes = compressor(*how, trained)
+        inputs_bytes = max(inputs_bytes, own_bytes)
+    mesh = ready.traced.mesh
+    return UpdatePlan(
+        engine=engine,
+        options=options,
+        program=program,
+        shape=shape,
+        passes=passes,
+        inputs=inputs,
+        inputs_bytes=inputs_bytes,
+        compress=compress,
+        share=device_share(shape, kernels, options, mesh, is_alone=is_alone),
+        unit_of=unit_of,
+        read=frozenset(map(unit_of, ready.sizes)),
+        trained=trained,
+        idle=idle,
+        gradient_bytes={
+            piece: 0 if piece.leaf in idle else aval_bytes(value.aval)
+            for piece, value in gradients.items()
+        },
+    )
 
 
 def compressor(
