@@ -53,6 +53,7 @@ def check_whole(path, names):
     for csd in range(len(directory.manifest.csds)):
         kept = directory.csd_directory(csd) / "checkpoints"
         assert {p.name for p in kept.glob("*")} <= set(names)
+    assert not list(path.glob("snapshots/*"))
 
 
 def snapshot(directory):
@@ -77,29 +78,30 @@ def test_a_program_that_opened_the_store_before(moving, name):
     lock = "publish.lock" if name == "snapshot" else "checkpoints.lock"
     assert moving.calls == [lock]
     check_whole(moving.path, names)
-    assert not list(moving.path.glob("snapshots/*"))
     driver = Driver(moving.path, leaves=LEAVES).init()
     driver.check(3)
     driver.steps(2).check(5)
     driver.close()
 
 
-def test_a_checkpoint_is_restored(moving, run):
+RESTORE = ("checkpoint", "restore", "STORE", "kept", "--discard-current")
+
+
+@pytest.mark.parametrize(
+    ("words", "lock", "step"),
+    [
+        (RESTORE, "lock", 2),
+        (("inspect", "STORE"), "publish.lock", 3),
+        (("verify", "STORE"), "publish.lock", 3),
+        (("store", "copy", "STORE", "NEW", "--state", "bf16"), "publish.lock", 3),
+    ],
+)
+def test_a_command(moving, run, words, lock, step):
     moving.start()
-    words = ["kept", "--discard-current"]
-    assert run("checkpoint", "restore", moving.path, *words).status == 0
-    assert moving.calls == ["lock"]
+    places = {"STORE": moving.path, "NEW": moving.place / "new"}
+    result = run(*(places.get(word, word) for word in words))
+    assert result.status == 0, result.err
+    assert moving.calls == [lock]
     check_whole(moving.path, ["kept"])
-    with jaxinf.open_store(moving.path) as store:
-        assert store.step == 2
-
-
-@pytest.mark.parametrize("command", ["inspect", "verify", "copy"])
-def test_a_look(moving, run, command):
-    moving.start()
-    if command == "copy":
-        assert copied(moving.path, moving.place / "new", state="bf16").step == 3
-    else:
-        result = run(command, moving.path)
-        assert result.status == 0, result.err
-    assert moving.calls == ["publish.lock"]
+    with jaxinf.open_store(moving.path) as one:
+        assert one.step == step

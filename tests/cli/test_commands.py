@@ -2,13 +2,11 @@ import json
 import re
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 import jaxinf
-from jaxinf.cli import main
 from jaxinf.terminal import format_bytes, format_count, parse_bytes
 
 
@@ -31,11 +29,6 @@ def test_a_wrong_command_line_is_told_what_is_right(words, advice, run):
     assert advice in " ".join(re.sub("[│─╭╮╰╯]", " ", result.err).split())
     assert "Traceback" not in result.err
     assert "usage: jaxinf" in run().out
-
-
-def test_console_script():
-    [script] = metadata.entry_points(group="console_scripts", name="jaxinf")
-    assert script.load() is main
 
 
 @pytest.mark.long

@@ -69,25 +69,6 @@ def test_no_token_sees_a_later_one(made):
         nnx.merge(*made)(tokens_of((1, 17)))
 
 
-@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
-def test_bfloat16_compute(param_dtype):
-    config = dataclasses.replace(TINY, dtype="bfloat16", param_dtype=param_dtype)
-    graphdef, params = split(make_model(config, rngs=nnx.Rngs(0)))
-    tokens = tokens_of((2, 16))
-    model = nnx.merge(graphdef, params)
-    assert jax.eval_shape(model.hidden, tokens).dtype == jnp.bfloat16
-    logits = jax.jit(lambda params: nnx.merge(graphdef, params)(tokens))(params)
-    assert logits.dtype == jnp.float32
-    # The same params in fp32: bfloat16 keeps 8 bits, logits here are about 0.1.
-    as_fp32 = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
-    exact = nnx.merge(abstract_params(TINY)[0], as_fp32)(tokens)
-    np.testing.assert_allclose(logits, exact, atol=5e-3)
-    batch = {"tokens": tokens, "targets": tokens}
-    _, grads = jax.eval_shape(lambda p: value_of(graphdef, p, batch), params)
-    for tree in (params, grads):
-        assert {x.dtype for x in jax.tree.leaves(tree)} == {jnp.dtype(param_dtype)}
-
-
 @pytest.mark.parametrize(("seq", "max_logits_bytes"), [(12, 1 << 28), (13, 1000)])
 def test_loss_is_mean_cross_entropy(made, monkeypatch, seq, max_logits_bytes):
     """Whole or in slices (13 is a prime: one token a slice), with the same gradient."""

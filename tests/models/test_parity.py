@@ -13,14 +13,12 @@ import pytest
 from flax import nnx
 from jaxinf_models import (
     abstract_params,
-    config_for,
-    config_from_json,
+    pretrained,
     score,
     task_loss,
 )
 
 from jaxinf.cli import main as jaxinf_main
-from jaxinf.exchange import HuggingFaceFolder
 from jaxinf.train.__main__ import main as train
 
 pytestmark = pytest.mark.optimized
@@ -51,68 +49,56 @@ LLAMA3 = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 
-# Name: class of the config and of the model, task, the config's arguments.
-CASES = {
-    "gpt2": (
-        *("GPT2Config", "GPT2LMHeadModel", "causal-lm"),
-        {**LM, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16},
-    ),
-    "gpt2-classes": (
-        *("GPT2Config", "GPT2ForSequenceClassification", "classification"),
-        {**LM, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}
-        | {"num_labels": 5, "pad_token_id": 0},
-    ),
-    "bert": ("BertConfig", "BertForMaskedLM", "masked-lm", BERT),
-    "bert-classes": (
-        *("BertConfig", "BertForSequenceClassification", "classification"),
-        {**BERT, "num_labels": 5},
-    ),
-    "t5": ("T5Config", "T5ForConditionalGeneration", "seq2seq", T5),
-    "t5-gated": (
-        *("T5Config", "T5ForConditionalGeneration", "seq2seq"),
-        {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
-    ),
-    "vit": (
-        *("ViTConfig", "ViTForImageClassification", "classification"),
-        {**SMALL, "intermediate_size": 48, "image_size": 12, "patch_size": 4}
-        | {"num_labels": 7},
-    ),
-    "bloom": (
-        *("BloomConfig", "BloomForCausalLM", "causal-lm"),
-        {**LM, "hidden_size": 36, "n_layer": 2, "n_head": 6},
-    ),
-    "llama": ("LlamaConfig", "LlamaForCausalLM", "causal-lm", LLAMA),
-    "llama-3": (
-        *("LlamaConfig", "LlamaForCausalLM", "causal-lm"),
-        {**GROUPED, "rope_parameters": LLAMA3, "tie_word_embeddings": True},
-    ),
-    "llama-linear": (
-        *("LlamaConfig", "LlamaForCausalLM", "causal-lm"),
-        {**GROUPED, "rope_parameters": LINEAR},
-    ),
-    "llama-classes": (
-        *("LlamaConfig", "LlamaForSequenceClassification", "classification"),
-        {**GROUPED, "num_labels": 5, "pad_token_id": 0},
-    ),
-    "mistral": (
-        *("MistralConfig", "MistralForCausalLM", "causal-lm"),
-        {**GROUPED, "sliding_window": 5},
-    ),
-    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", "causal-lm", GROUPED),
-    "qwen3": (
-        *("Qwen3Config", "Qwen3ForCausalLM", "causal-lm"),
-        {**GROUPED, "head_dim": 12, "tie_word_embeddings": True},
-    ),
+GPT2 = {**LM, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}
+VIT = {**SMALL, "intermediate_size": 48, "image_size": 12, "patch_size": 4}
+GATED = {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+TIED = {**GROUPED, "tie_word_embeddings": True}
+FIVE, PADDED = {"num_labels": 5}, {"pad_token_id": 0}
+
+TASKS = {
+    "LMHeadModel": "causal-lm",
+    "ForCausalLM": "causal-lm",
+    "ForMaskedLM": "masked-lm",
+    "ForSequenceClassification": "classification",
+    "ForImageClassification": "classification",
+    "ForConditionalGeneration": "seq2seq",
 }
+CLASSES = "ForSequenceClassification"
+CASES = {
+    "gpt2": ("GPT2", "LMHeadModel", GPT2),
+    "gpt2-classes": ("GPT2", CLASSES, GPT2 | FIVE | PADDED),
+    "bert": ("Bert", "ForMaskedLM", BERT),
+    "bert-classes": ("Bert", CLASSES, BERT | FIVE),
+    "t5": ("T5", "ForConditionalGeneration", T5),
+    "t5-gated": ("T5", "ForConditionalGeneration", GATED),
+    "vit": ("ViT", "ForImageClassification", VIT | {"num_labels": 7}),
+    "bloom": (
+        "Bloom",
+        "ForCausalLM",
+        LM | {"hidden_size": 36, "n_layer": 2, "n_head": 6},
+    ),
+    "llama": ("Llama", "ForCausalLM", LLAMA),
+    "llama-3": ("Llama", "ForCausalLM", TIED | {"rope_parameters": LLAMA3}),
+    "llama-linear": ("Llama", "ForCausalLM", GROUPED | {"rope_parameters": LINEAR}),
+    "llama-classes": ("Llama", CLASSES, GROUPED | FIVE | PADDED),
+    "mistral": ("Mistral", "ForCausalLM", GROUPED | {"sliding_window": 5}),
+    "qwen2": ("Qwen2", "ForCausalLM", GROUPED),
+    "qwen3": ("Qwen3", "ForCausalLM", TIED | {"head_dim": 12}),
+}
+"""By name: the family of classes, the head's, and the config's arguments."""
+
+
+def task_of(case):
+    return TASKS[CASES[case][1]]
 
 
 def original(case):
     """Makes their model, with weights so large that every term affects the logits."""
-    config_type, model_type, _, arguments = CASES[case]
-    config = getattr(transformers, config_type)(**arguments)
+    kind, head, arguments = CASES[case]
+    config = getattr(transformers, f"{kind}Config")(**arguments)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
-    model = getattr(transformers, model_type)(config).eval()
+    model = getattr(transformers, kind + head)(config).eval()
     if case == "t5-gated":  # version 1.1's own head, which this class ties
         model.lm_head.weight = torch.nn.Parameter(model.shared.weight.detach().clone())
     generator = torch.Generator().manual_seed(0)
@@ -127,7 +113,7 @@ def original(case):
 def batch_for(case, model):
     """Makes a batch with padding and weights, in our form and in theirs."""
     rng = np.random.default_rng(1)
-    task = CASES[case][2]
+    task = task_of(case)
     if case == "vit":
         images = rng.standard_normal((BATCH, 12, 12, 3), np.float32)
         batch = {"images": images, "labels": rng.integers(0, 7, BATCH)}
@@ -163,32 +149,16 @@ def loss_of(logits, batch):
     return (losses * weights).sum() / weights.sum()
 
 
-def nested(leaves):
-    tree = {}
-    for path, leaf in leaves.items():
-        *keys, last = path.split("/")
-        node = tree
-        for key in keys:
-            node = node.setdefault(key, {})
-        node[last] = leaf
-    return tree
-
-
 def flat(tree):
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in leaves}
 
 
 def read(folder, task):
-    """Reads a checkpoint as a graphdef and params."""
-    checkpoint = HuggingFaceFolder.read(folder)
-    found = checkpoint.architecture
-    config = config_for(config_from_json(found.model, found.fields), task)
-    graphdef, abstract = abstract_params(config)
-    shapes = {path: leaf.shape for path, leaf in flat(abstract).items()}
-    leaves = checkpoint.leaves(shapes, np.dtype(np.float32))
-    assert None not in leaves.values()
-    return checkpoint, graphdef, nested({p: jnp.asarray(x) for p, x in leaves.items()})
+    """Reads a checkpoint as a config, a graphdef and params."""
+    model = pretrained(folder, task)
+    graphdef, _ = abstract_params(model.config)
+    return model.config, graphdef, jax.tree.map(jnp.asarray, model.params)
 
 
 def difference(ours, theirs):
@@ -200,7 +170,7 @@ def difference(ours, theirs):
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_loss_and_gradients_agree(case, tmp_path):
-    model, task = original(case), CASES[case][2]
+    model, task = original(case), task_of(case)
     model.save_pretrained(tmp_path)
     _, graphdef, params = read(tmp_path, task)
     batch, their_batch = batch_for(case, model)
@@ -258,7 +228,7 @@ def compare_gradients(gradients, model, task, folder):
 @pytest.mark.parametrize("case", ["bert", "t5", "mistral"])
 def test_packed_documents_are_as_if_alone(case, tmp_path):
     """Documents in one row, with their own segments, have the scores of single rows."""
-    model, task = original(case), CASES[case][2]
+    model, task = original(case), task_of(case)
     model.save_pretrained(tmp_path)
     _, graphdef, params = read(tmp_path, task)
     batch, _ = batch_for(case, model)
@@ -278,15 +248,15 @@ def test_packed_documents_are_as_if_alone(case, tmp_path):
     np.testing.assert_allclose(packed_scores, apart, rtol=1e-5)
 
 
-CLASSES = ["gpt2-classes", "bert-classes", "llama-classes"]
+CLASSIFIERS = ["gpt2-classes", "bert-classes", "llama-classes"]
 
 
-@pytest.mark.parametrize("case", [*CLASSES, "t5-gated", "vit", "llama-3"])
+@pytest.mark.parametrize("case", [*CLASSIFIERS, "t5-gated", "vit", "llama-3"])
 def test_transformers_loads_an_export_with_the_same_bits(case, place):
     """In bfloat16, through sharded files, a store, and back."""
     model = original(case).to(torch.bfloat16)
     model.save_pretrained(place / "hf", max_shard_size="20KB")
-    task = ("--task", CASES[case][2])
+    task = ("--task", task_of(case))
     words = ("--from", place / "hf", *task, "--store", place / "s", "--steps", 0)
     assert train([str(word) for word in words]) == 0
     words = ("checkpoint", "export", place / "s", place / "out")
@@ -305,11 +275,9 @@ def test_transformers_loads_an_export_with_the_same_bits(case, place):
 
 @pytest.mark.parametrize("case", ["bert", "t5-gated", "vit", "qwen3"])
 def test_bfloat16_and_dropout_and_remat(case, tmp_path):
-    model, task = original(case), CASES[case][2]
+    model, task = original(case), task_of(case)
     model.save_pretrained(tmp_path)
-    checkpoint, graphdef, params = read(tmp_path, task)
-    found = checkpoint.architecture
-    config = config_for(config_from_json(found.model, found.fields), task)
+    config, graphdef, params = read(tmp_path, task)
     config = dataclasses.replace(config, dtype="bfloat16", dropout=0.5)
     mixed, _ = abstract_params(config)
     batch, _ = batch_for(case, model)
