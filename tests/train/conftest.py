@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import time
 
 import numpy as np
 import pytest
@@ -82,19 +81,3 @@ def uninterrupted(run, losses):
     with memory_directory() as root:
         assert run("--store", root / "store", "--steps", 120) == 0
         return losses(root / "store-log")
-
-
-@pytest.fixture(scope="session")
-def wait_for_steps():
-    """Waits until a run in another process has logged so many steps."""
-
-    def wait(log_dir, num_steps):
-        deadline = time.monotonic() + 240
-        metrics = log_dir / "metrics.jsonl"
-        while time.monotonic() < deadline:
-            if metrics.exists() and len(metrics.read_text().splitlines()) >= num_steps:
-                return
-            time.sleep(0.02)
-        raise AssertionError(f"{num_steps} steps were not done in 240 s")
-
-    return wait

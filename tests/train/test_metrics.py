@@ -18,12 +18,18 @@ def write(log_dir, first, last):
     log.close()
 
 
-@pytest.mark.parametrize("resumed_at", [0, 1, 3, 5])
-def test_continues_after_the_committed_step(tmp_path, resumed_at):
+@pytest.mark.parametrize("rest", ["", '{"step": 3', "\0\0\0", '{"step": null}', "[]"])
+@pytest.mark.parametrize("resumed_at", [0, 1, 5])
+def test_continues_after_the_committed_step(tmp_path, resumed_at, rest):
+    """Also behind what a crash or somebody else has left at the end."""
+    path = tmp_path / "metrics.jsonl"
     write(tmp_path, 0, 5)
+    path.write_text(path.read_text() + rest)
     write(tmp_path, resumed_at, 7)
-    assert steps_in(tmp_path / "metrics.jsonl") == [1, 2, 3, 4, 5, 6, 7]
-    assert '"loss": null' not in (tmp_path / "metrics.jsonl").read_text()
+    assert steps_in(path) == [1, 2, 3, 4, 5, 6, 7]
+    assert '"loss": null' not in path.read_text()
+    previous = tmp_path / "metrics.previous.jsonl"
+    assert previous.exists() == (resumed_at == 0)
 
 
 def test_line_held_when_killed_is_written_on_resume(tmp_path):
@@ -53,19 +59,3 @@ def test_lost_line_is_there_without_its_costs(tmp_path):
     path = tmp_path / "metrics.jsonl"
     assert steps_in(path) == [1, 2, 3, 4]
     assert json.loads(path.read_text().splitlines()[3])["loss"] is None
-
-
-def test_new_run_keeps_the_previous_metrics(tmp_path):
-    write(tmp_path, 0, 3)
-    write(tmp_path, 0, 2)
-    assert steps_in(tmp_path / "metrics.jsonl") == [1, 2]
-    assert steps_in(tmp_path / "metrics.previous.jsonl") == [1, 2, 3]
-
-
-@pytest.mark.parametrize("rest", ["", '{"step": 3', "\0\0\0", '{"step": null}', "[]"])
-def test_damaged_tail_is_dropped(tmp_path, rest):
-    write(tmp_path, 0, 2)
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(path.read_text() + rest)
-    write(tmp_path, 2, 3)
-    assert steps_in(path) == [1, 2, 3]

@@ -9,6 +9,7 @@ from flax import nnx
 from jaxinf_models import GPT2Config, make_model, split
 
 from jaxinf.command_line import UsageError
+from jaxinf.compat import all_equations
 from jaxinf.native import toolchain
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.optimizers import (
@@ -77,22 +78,28 @@ def test_schedules(schedule, expected):
 
 
 @pytest.mark.long
-def test_gradients_of_parts_are_those_of_the_whole():
+def test_gradients_of_parts_and_computed_again_are_those_of_the_whole():
     graphdef, params = split(make_model(TINY, rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 32, (6, 9), np.int32)
     weights = rng.integers(0, 2, (6, 8)) * np.arange(6)[:, None].astype(bool)
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
     batch |= {"weights": weights.astype(np.float32)}  # a row has none
-    given = (TrainConfig(freeze=("wte/*", "wpe*"), micro_batches=n) for n in (1, 3))
-    whole, parts = (
-        jax.jit(gradients_of(config, graphdef))(params, batch) for config in given
-    )
-    assert jax.tree.structure(whole) == jax.tree.structure(parts)
-    for one, other in zip(*map(jax.tree.leaves, (whole, parts)), strict=True):
-        assert one.dtype == other.dtype
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
-    assert len(jax.tree.leaves(parts)) < len(jax.tree.leaves((0, params)))
+    found, products = [], []
+    for own in ({"policy": "keep"}, {"policy": "recompute"}, {"micro_batches": 3}):
+        function = gradients_of(TrainConfig(freeze=("wte/*", "wpe*"), **own), graphdef)
+        found.append(jax.jit(function)(params, batch))
+        equations = all_equations(jax.make_jaxpr(function)(params, batch).jaxpr)
+        names = [eqn.primitive.name for eqn in equations]
+        products.append(names.count("dot_general"))
+    assert products[1] > products[0]  # XLA of a CPU saves no memory by it
+    whole, *others = found
+    assert len(jax.tree.leaves(whole)) < len(jax.tree.leaves((0, params)))
+    for other in others:
+        assert jax.tree.structure(whole) == jax.tree.structure(other)
+        for one, two in zip(*map(jax.tree.leaves, (whole, other)), strict=True):
+            assert one.dtype == two.dtype
+            np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(

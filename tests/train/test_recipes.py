@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import recipe_sizes
+from hub_folders import write_folder
 from jaxinf_models import MODELS
 from jaxinf_models.bert import BertConfig
 from jaxinf_models.llama import LlamaConfig
@@ -13,7 +14,6 @@ from jaxinf_models.t5 import T5Config
 from jaxinf_models.vit import ViTConfig
 from small_pictures import write_pictures
 
-from jaxinf.cli import main as jaxinf_main
 from jaxinf.train.__main__ import main
 from jaxinf.train.run_file import read_run
 
@@ -49,19 +49,9 @@ def _places(run, place):
     if run.mode == "stream":
         words += ["--memory", "256MiB"]
     if run.source is not None:
-        words += ["--from", str(_folder(place))]
+        write_folder(place / "hf", TINY["llama"])
+        words += ["--from", str(place / "hf")]
     return words
-
-
-def _folder(place):
-    """A folder of Hugging Face's, with a Llama of one layer."""
-    words = ["--model", "llama", "--steps", "1", "--batch-size", "1", "--seq-len", "8"]
-    words += ["--store", str(place / "first")]
-    (place / "first.txt").write_text("some text " * 50)
-    assert main([*words, "--data", str(place / "first.txt")]) == 0
-    words = ["checkpoint", "export", str(place / "first"), str(place / "hf")]
-    assert jaxinf_main([*words, "--format", "huggingface"]) == 0
-    return place / "hf"
 
 
 def _data(run, place, text):

@@ -23,14 +23,20 @@ KEYS += ["drive_read_bytes", "drive_write_bytes", "link_down_bytes", "link_up_by
 KEYS += ["rss_bytes", "learning_rate", "gradient_norm", "phases", "drives", "memory"]
 
 
-def test_metrics_of_update(run, lines, tmp_path):
+def leaves_of(store):
+    """Sizes of leaves by their paths."""
+    leaves = json.loads((store / "jaxinf.json").read_text())["leaves"]
+    return {
+        "/".join(leaf["path"]): int(np.prod(leaf["shape"], dtype=int))
+        for leaf in leaves
+    }
+
+
+def test_metrics_of_update_and_what_its_commit_says(run, lines, tmp_path):
     assert run("--store", tmp_path / "store", "--steps", 5) == 0
     found = lines(tmp_path / "store-log")
     assert [line["step"] for line in found] == [1, 2, 3, 4, 5]
-    num_params = sum(
-        np.prod(leaf["shape"], dtype=int)
-        for leaf in json.loads((tmp_path / "store/jaxinf.json").read_text())["leaves"]
-    )
+    num_params = sum(leaves_of(tmp_path / "store").values())
     for line in found:
         assert list(line) == KEYS
         assert None not in line.values()
@@ -41,6 +47,13 @@ def test_metrics_of_update(run, lines, tmp_path):
         assert line["link_down_bytes"] == 8 * num_params  # gradients and params
         assert line["drive_write_bytes"] >= 12 * num_params
         assert line["rss_bytes"] > 1 << 20
+    with jaxinf.open_store(tmp_path / "store") as store:
+        payload: Any = store.payload
+    assert (payload["step"], payload["examples"]) == (5, 10)
+    assert payload["loader"]["name"] == "grain"
+    assert payload["loader"]["state"] == {"next_index": 5}
+    assert payload["settings"]["seed"] == 0
+    assert len(payload["data"]["sha256"]) == 64
 
 
 FROZEN = ("--freeze", "w?e", "h0/mlp/*")
@@ -49,10 +62,7 @@ LORA = ("--lora", 2)
 
 def frozen_and_trained(store):
     """Names of frozen leaves, and the number of params of the others, of TINY."""
-    leaves = json.loads((store / "jaxinf.json").read_text())["leaves"]
-    sizes = {
-        "/".join(leaf["path"]): np.prod(leaf["shape"], dtype=int) for leaf in leaves
-    }
+    sizes = leaves_of(store)
     frozen = [name for name in sizes if name.startswith(("w", "h0/mlp/"))]
     if any("/lora_" in name for name in sizes):
         frozen = [name for name in sizes if "/lora_" not in name]
@@ -154,18 +164,6 @@ def test_report(run, tmp_path, capsys):
     assert (config["steps"], config["store"]) == (4, str(store))
     with jaxinf.open_store(store) as opened:
         assert [one.name for one in opened.checkpoints()] == ["best"]
-
-
-def test_commit_says_where_in_the_data(run, tmp_path):
-    assert run("--store", tmp_path / "store", "--steps", 3) == 0
-    with jaxinf.open_store(tmp_path / "store") as store:
-        payload: Any = store.payload
-    assert payload["step"] == 3
-    assert payload["examples"] == 6
-    assert payload["loader"]["name"] == "grain"
-    assert payload["loader"]["state"] == {"next_index": 3}
-    assert payload["settings"]["seed"] == 0
-    assert len(payload["data"]["sha256"]) == 64
 
 
 # --- non-finite gradients -------------------------------------------------------------

@@ -1,7 +1,7 @@
 """A run as a file: read, written, and refused."""
 
 import dataclasses
-import os
+import re
 import tomllib
 from pathlib import Path
 
@@ -9,11 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxinf.cli import main as jaxinf_main
 from jaxinf.command_line import UsageError
 from jaxinf.train.__main__ import main
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.options import FLAGS
-from jaxinf.train.run_file import NOT_IN_FILES, config_of, read_run, text_of_run
+from jaxinf.train.run_file import (
+    _OTHER_NAMES,
+    NOT_IN_FILES,
+    config_of,
+    read_run,
+    text_of_run,
+)
 
 FULL = TrainConfig(
     store=Path("/a/store"),
@@ -50,11 +57,6 @@ def read(tmp_path):
     return call
 
 
-@pytest.mark.parametrize("config", [FULL, TrainConfig(store=Path("/s"))])
-def test_what_is_written_reads_back(read, config):
-    assert read(text_of_run(config)) == config
-
-
 @settings(max_examples=25)
 @given(
     st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])).map(
@@ -65,11 +67,11 @@ def test_what_is_written_reads_back(read, config):
 )
 def test_any_value_reads_back(tmp_path_factory, text, number, whole):
     path = tmp_path_factory.getbasetemp() / "any.toml"
-    config = dataclasses.replace(
-        FULL, compress=text, optimizer_args=(text,), clip_norm=number, seed=whole
-    )
-    path.write_text(text_of_run(config), encoding="utf-8", newline="")
-    assert read_run(path) == config
+    own = {"compress": text, "optimizer_args": (text,), "clip_norm": number}
+    for one in (FULL, TrainConfig(store=Path("/s"))):
+        config = dataclasses.replace(one, **own, seed=whole)
+        path.write_text(text_of_run(config), encoding="utf-8", newline="")
+        assert read_run(path) == config
 
 
 def test_every_flag_can_be_in_a_file(read):
@@ -106,39 +108,28 @@ def test_paths_are_absolute(read, tmp_path, monkeypatch):
     assert found.source == folder / "../hf"
 
 
-def test_a_name_that_is_no_text_is_refused_where_it_is_read(read):
-    config = dataclasses.replace(FULL, store=Path(os.fsdecode(b"/a/\xff")))
-    text = text_of_run(config).encode(errors="backslashreplace")
-    with pytest.raises(UsageError, match="in TOML, such as"):
-        read(text)
-
-
 ROWS = [
     ("batch-sise = 8", "'batch-sise': no setting of a run's file; did you mean ba"),
     ("[train]\nsteps = 8", "'train': no setting of a run's file"),
+    ("trace = true", "'trace': no setting of a run's file"),
+    ('"a\\nb" = 1', "'a\\nb': no setting of a run's file"),
     ("steps = 'ten'", "--steps"),
     ("steps = true", "steps: expected a number, or a text without NUL that"),
-    (f"steps = 0x{'f' * 9999}", "run.toml: Exceeds the limit"),
-    (f"elastic = 0x{'f' * 9999}", "elastic: expected true or false, found a num"),
-    (f"steps = 1{'0' * 9999}", "in TOML, such as steps = 100"),
+    ("steps = [1, 2]", "steps: expected one value, found a list of 2"),
     ("elastic = 1", "elastic: expected true or false, found 1"),
     ("store = 1979-05-27", "begin with -, found datetime.date(1979, 5, 27)"),
     ('store = "a\\u0000"', "store: expected a number, or a text without NUL"),
     ("data = ['--log-dir', '/x']", "does not begin with -, found '--log-dir'"),
-    ("preset = '--log-dir'", "preset: expected a number, or a text"),
     ("data = [['a']]", "data: expected a number, or a text"),
-    ("steps = [1, 2]", "steps: expected one value, found a list of 2"),
     ("state = 'fp16'", "run.toml: Invalid choice invalid choice 'fp16' for"),
     ("memory = 'much'", "expected a number of bytes such as 1GiB"),
-    ("durability = 'now'", "--durability"),
-    ("trace = true", "'trace': no setting of a run's file"),
     ("seq_len = 8\nseq-len = 8", "seq-len: set twice, once with - and once with _"),
     ("steps: 100", "in TOML, such as steps = 100 in a line, found: Expected"),
+    (f"steps = 1{'0' * 9999}", "in TOML, such as steps = 100"),
+    (f"elastic = 0x{'f' * 9999}", "elastic: expected true or false, found a num"),
     ("a =" + "[" * 100_000, "in TOML, such as"),
     (b"store = '\xff'", "in TOML, such as steps = 100 in a line, found: 'utf"),
     ("#" * (1 << 21), "more than 1 MiB; is it the file?"),
-    ('"a\\nb" = 1', "'a\\nb': no setting of a run's file"),
-    ("help = true", "'help': no setting of a run's file"),
 ]
 
 
@@ -148,6 +139,8 @@ def test_refusals(read, text, expected):
         read(text)
     assert expected in str(refused.value)
     assert str(refused.value).startswith("--config ")
+    with pytest.raises(UsageError, match=r"no.toml: expected a file with a run's"):
+        read_run(Path("/no.toml"))
 
 
 def test_texts_that_are_taken(read):
@@ -157,32 +150,6 @@ def test_texts_that_are_taken(read):
         memory=4096, durability=3
     )
     assert read("memory = 'none'") == read("") == TrainConfig()
-
-
-def test_places_that_are_no_file(tmp_path):
-    for path, expected in (
-        ("no.toml", r"no.toml: expected a file with a run's settings in TOML"),
-        ("", "Is a directory"),
-        ("/dev/zero", "more than 1 MiB"),
-    ):
-        with pytest.raises(UsageError, match=expected):
-            read_run(tmp_path / path)
-
-
-@pytest.mark.long
-def test_flags_win(run, losses, tmp_path):
-    file, log, drive = (tmp_path / name for name in ("run.toml", "s-log", "drive"))
-    drive.mkdir()
-    lines = ["steps = 2", "seed = 5", f'store = "{tmp_path}/s"', 'data = ["/no/such"]']
-    lines += ['csd-root = ["/no/such"]', 'memory = "64MiB"']
-    file.write_text("\n".join(lines))
-    assert run("--config", file, "--steps", 1, "--csd-root", drive) == 0
-    first = losses(log)
-    assert len(first) == 1
-    assert any(drive.iterdir())
-    text = (log / "config.toml").read_text()
-    written = tomllib.loads(text)
-    assert (written["csd-root"], written["seed"]) == ([str(drive)], 5)
 
 
 def test_flags_take_values_back(tmp_path):
@@ -202,15 +169,53 @@ def test_the_file_of_a_run_goes_on_with_it(run, losses, tmp_path, tiny, capsys):
     words = ("--seed", 5, "--learning-rate", "1e-3")
     for name, steps in (("s", 2), ("t", 4)):
         assert run("--store", tmp_path / name, "--steps", steps, *words) == 0
-    file = str(tmp_path / "s-log" / "config.toml")
+    log = tmp_path / "s-log"
+    file = str(log / "config.toml")
     with tiny():
         assert main(["--config", file, "--steps", "4"]) == 0
-        found, expected = (losses(tmp_path / f"{name}-log") for name in "st")
-        assert found == expected
+        assert losses(log) == losses(tmp_path / "t-log")
         capsys.readouterr()
         assert main(["--config", file, "--steps=5", "--learning-rate", "2e-3"]) == 0
         assert "learning_rate 0.001 -> 0.002" in capsys.readouterr().out
-        assert main(["--config", file, "--steps", "6"]) == 0
-    written = tomllib.loads((tmp_path / "s-log" / "config.toml").read_text())
-    assert (written["steps"], written["learning-rate"]) == (6, 2e-3)
-    assert (tmp_path / "s-log" / "config.5.toml").is_file()
+    written = tomllib.loads((log / "config.toml").read_text())
+    found = [written[name] for name in ("steps", "learning-rate", "seed")]
+    assert found == [5, 2e-3, 5]
+    assert (log / "config.4.toml").is_file()
+
+
+# --- the help, and names of other programs' flags -------------------------------------
+
+
+WORDS = {f"--{name}" for name in FLAGS}
+
+
+@pytest.mark.parametrize("words", [["train", "--help"], ["train", "-h"]])
+def test_help_shows_each_flag(capsys, words):
+    with pytest.raises(SystemExit) as ended:
+        jaxinf_main(words)
+    assert ended.value.code == 0
+    listed = re.findall(r"(?m)^\W{1,3}(--\w[\w-]+)", capsys.readouterr().out)
+    assert sorted(listed) == sorted(WORDS)
+
+
+@pytest.mark.parametrize(
+    ("word", "answer"),
+    [
+        ("--lr", "write --learning-rate"),
+        ("--num-train-epochs=3", "write --epochs"),
+        ("--gradient_accumulation_steps", "--micro-batches"),
+        ("--output-dir", "write --store"),
+    ],
+)
+@pytest.mark.parametrize("start", [main, lambda w: jaxinf_main(["plan", *w])])
+def test_names_of_other_programs_are_answered(start, word, answer, capsys):
+    assert start([word, "1"]) == 2
+    err = capsys.readouterr().err
+    assert word.partition("=")[0].replace("_", "-") + ": not known" in err
+    assert answer in err
+
+
+def test_answers_name_flags():
+    for names, answer in _OTHER_NAMES.items():
+        assert WORDS.issuperset(re.findall(r"--[\w-]+", answer))
+        assert WORDS.isdisjoint(f"--{name}" for name in names.split())
