@@ -62,7 +62,6 @@ from jaxinf.engine.store import Store, engine_of
 from jaxinf.engine.updates import (
     Assignment,
     FirstParams,
-    KeptLeaf,
     SlotRequest,
     UpdateRequest,
     can_take,

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -30,7 +30,6 @@ from jaxinf.engine.reading import average_states
 from jaxinf.engine.shape import StoreShape
 from jaxinf.engine.updates import (
     Assignment,
-    KeptLeaf,
     RequestedUpdate,
     SlotRequest,
     UpdateRequest,
@@ -94,7 +93,6 @@ class _Step:
     Attributes:
       updated: by subgroup in order, what its updates have read and written; tasks that
         compute nothing, since those of the updates hold arrays.
-      kept: elements of what it leaves as it is, by leaf and origin.
       nan_scalars: scalars that are NaN and that it computed with.
       is_finite: whether every gradient so far is.
       recalls: whether it has read slots before its updates, as the next one may.
@@ -102,7 +100,6 @@ class _Step:
 
     started_s: float
     updated: dict[Subgroup, Task] = field(default_factory=dict)
-    kept: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
     nan_scalars: tuple[str, ...] = ()
     is_finite: bool = True
     recalls: bool = False
@@ -216,7 +213,7 @@ class OpenStore(StoreShape):
 
     # --- a step ----------------------------------------------------------------------
 
-    def update(self, step: int, *requests: UpdateRequest | KeptLeaf) -> list[bool]:
+    def update(self, step: int, *requests: UpdateRequest) -> list[bool]:
         """Updates leaves or shards; blocks until every `out` has its result.
 
         Args:
@@ -233,19 +230,13 @@ class OpenStore(StoreShape):
             one that is not committed; else `finish` raises it.
           StoreError: the drive failed.
         """
-        updates = [one for one in requests if isinstance(one, UpdateRequest)]
-        bad = nan_scalars(self, updates)
+        bad = nan_scalars(self, requests)
         with self._guard:
             under_way = self._begin(step)
             if bad and self.num_uncommitted and not under_way.updated:
                 self.wait()  # otherwise the overwritten steps would be lost
                 raise nan_scalar_error(self, bad, ())
-            for one in requests:
-                # It may have been kept by a computation that failed elsewhere.
-                under_way.kept.pop((one.leaf, one.origin), None)
-                if isinstance(one, KeptLeaf):
-                    self._leave(one, under_way)
-            found = [RequestedUpdate(self, one, step + 1) for one in updates]
+            found = [RequestedUpdate(self, one, step + 1) for one in requests]
             tasks = [task for one in found for task in one.tasks]
             if under_way.updated.keys() & {task.piece.subgroup for task in tasks}:
                 # The computation failed elsewhere and is run again. Its earlier writes
@@ -261,19 +252,6 @@ class OpenStore(StoreShape):
         if not all(finite):
             under_way.is_finite = False
         return finite
-
-    def _leave(self, kept: KeptLeaf, under_way: _Step) -> None:
-        """Notes what a step leaves as it is."""
-        layouts = self.layouts(kept.leaf, kept.origin, kept.shape)
-        own = [layout.subgroup for layout in layouts]
-        if not under_way.updated.keys().isdisjoint(own):
-            raise StoreError(
-                f"{self.options.path}: leaf {self.name(kept.leaf)}: step "
-                f"{self.finished.step + 1} has updated it, and is now to leave it as "
-                "it is; open the store again, and run the step again"
-            )
-        num_elements = sum([subgroup.num_elements for subgroup in own])
-        under_way.kept[kept.leaf, kept.origin] = num_elements
 
     def recall(self, step: int, *requests: SlotRequest) -> None:
         """Reads slots before the step's first update; blocks until they are there."""
@@ -314,6 +292,7 @@ class OpenStore(StoreShape):
         skipped_steps: int,
         inexact: Mapping[int, float] = MappingProxyType({}),
         *,
+        kept: Collection[int] = (),
         carry: Mapping[tuple[str, ...], Array] = MappingProxyType({}),
         streams: Mapping[str, KeptPlan] = MappingProxyType({}),
     ) -> None:
@@ -327,6 +306,7 @@ class OpenStore(StoreShape):
           inexact: leaves whose 16-bit params at the caller differ in bits from
             `UpdateRequest.out`, and the greatest difference. The next step does not
             use the caller's.
+          kept: leaves that it leaves as they are.
           carry: further arrays by path, which are copied.
           streams: the cuts of the programs that have computed it.
 
@@ -342,12 +322,11 @@ class OpenStore(StoreShape):
                 self.wait()  # commits the steps before
                 raise error
             done = sum([one.num_elements for one in ended.updated])
-            done += sum(ended.kept.values())
+            done += sum([self._left(leaf, ended) for leaf in kept])
             num = self.directory.manifest.num_held_params
             assert done == num, f"the step updated {done} of {num} params"
-            before = self.finished
-            kept = {self.name(leaf) for leaf, _ in ended.kept}
-            still = {n: bound for n, bound in before.inexact.items() if n in kept}
+            before, names = self.finished, {*map(self.name, kept)}
+            still = {n: bound for n, bound in before.inexact.items() if n in names}
             still |= {self.name(n): np.float32(x) for n, x in inexact.items()}
             record = CommitRecord(
                 step=step + 1,
@@ -369,6 +348,17 @@ class OpenStore(StoreShape):
                 work.run()  # unless the thread does
                 if not isinstance(error, RuntimeError):  # it may have no more threads
                     raise
+
+    def _left(self, leaf: int, ended: _Step) -> int:
+        """Returns the number of held elements of a leaf that a step leaves as it is."""
+        own = [one.subgroup for chunk in self.chunk_layouts(leaf) for one in chunk]
+        if not ended.updated.keys().isdisjoint(own):  # by a computation that failed
+            raise StoreError(
+                f"{self.options.path}: leaf {self.name(leaf)}: step "
+                f"{self.finished.step + 1} has updated it, and is now to leave it as "
+                "it is; open the store again, and run the step again"
+            )
+        return sum([subgroup.num_elements for subgroup in own])
 
     def _end_step(self, record: CommitRecord, ended: _Step, updated_s: float) -> None:
         options, step = self.options, record.step

@@ -75,20 +75,6 @@ class FirstParams(NamedTuple):
 
 
 @dataclass(frozen=True)
-class KeptLeaf:
-    """A leaf, or a JAX device's shard of it, that a step leaves as it is.
-
-    Attributes:
-      origin: index in the leaf of the first element.
-      shape: of the leaf or shard.
-    """
-
-    leaf: int
-    origin: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class SlotRequest:
     """A request for a slot of a leaf, or of a JAX device's shard of it.
 

@@ -244,13 +244,12 @@ class HostFunctions:
         self._clear_parts(outs, call)
         places, requests = [], []
         for place, (leaf, out) in enumerate(zip(call.leaves, outs.arrays, strict=True)):
-            if leaf.held == GO:
+            if leaf.is_kept:
+                outs.statuses[place] = FINITE
+            elif leaf.held == GO:
                 described = description.leaves[leaf.number]
                 requests.append(leaf.request(call, described, out))
-                if leaf.is_kept:
-                    outs.statuses[place] = FINITE
-                else:
-                    places.append(place)
+                places.append(place)
             else:
                 if out is not None:
                     out[...] = 0
@@ -301,6 +300,7 @@ class HostFunctions:
         *,
         order: Sequence[int],
         measured: Sequence[int],
+        kept: Sequence[int],
         paths: Sequence[tuple[str, ...]],
     ) -> None:
         """Callback: ends the step when every leaf has been updated.
@@ -308,6 +308,7 @@ class HostFunctions:
         Args:
           order: leaves in the order of the statuses.
           measured: leaves in the order of the differences.
+          kept: leaves that have no gradient.
           arguments: step and skipped steps of the state; for each leaf the status; for
             each with 16-bit params the greatest difference of the updated ones from the
             store's, or `EXACT`; the new scalar state; the arrays to carry.
@@ -336,6 +337,7 @@ class HostFunctions:
                 named,
                 int(skipped),
                 leaves,
+                kept=kept,
                 carry=dict(zip(paths, carried, strict=True)),
             )
             engine.binding.at = int(step) + 1

@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinf.csd import ScalarInputs
-from jaxinf.engine import KeptLeaf, LeafDescription, UpdateRequest
+from jaxinf.engine import LeafDescription, UpdateRequest
 from jaxinf.optimizer.callback import (
     AnyMesh,
     HostCallback,
@@ -142,11 +142,8 @@ class LeafCall:
 
     def request(
         self, call: "HostCall", leaf: LeafDescription, out: Any
-    ) -> UpdateRequest | KeptLeaf:
+    ) -> UpdateRequest:
         """On the host: makes the request; `out` gets the update or 16-bit params."""
-        origin = call.origin(self)
-        if self.is_kept:
-            return KeptLeaf(self.number, origin, self.part_shape)
         probe = self.probe
         if probe is None:
             given = np.zeros(0, out.dtype) if self.params is None else self.params
@@ -154,7 +151,7 @@ class LeafCall:
         return UpdateRequest(
             leaf=self.number,
             kernel=leaf.kernel,
-            origin=origin,
+            origin=call.origin(self),
             gradient=self.gradient,
             inputs=call.inputs(self),
             out=out,

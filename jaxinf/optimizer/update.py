@@ -132,6 +132,7 @@ def run_update(
     # XLA schedules the calls in this order, that of the tree.
     order = [leaf.number for call in reversed(calls) for leaf in call.leaves]
     how = {"order": order, "measured": list(inexact), "paths": tuple(carried)}
+    how["kept"] = [n for n, gradient in enumerate(gradients) if gradient is None]
     verdict = call_once(
         step.guarded(wrapped.host.commit, is_last=True, **how),
         mesh_of(shardings),

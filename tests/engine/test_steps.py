@@ -9,7 +9,6 @@ from families import family
 from store_driver import RATE, TX
 
 from jaxinf.csd.cards.memory import set_bytes
-from jaxinf.engine import KeptLeaf
 from jaxinf.errors import (
     DivergedParamsError,
     StaleStateError,
@@ -122,17 +121,16 @@ def test_a_computation_that_failed_elsewhere_may_run_again(drive):
         driver.check(step)
 
 
-def test_a_leaf_is_kept_or_updated_by_the_last_computation(drive):
+def test_a_leaf_that_a_failed_computation_has_updated_is_not_left_alone(drive):
     driver = drive().init()
-    leaf = driver.description.leaves[0]
-    kept = KeptLeaf(0, (0,) * len(leaf.shape), leaf.shape)
-    steps = driver.engine.opened
-    steps.update(0, kept)
-    driver.step()
-    driver.check(1)
-    steps.update(1, driver.part(0))
+    driver.update(range(1, len(driver.leaves)))
+    driver.opened.finish(0, driver.scalars(1), 0, kept=[0])
+    driver.store.wait()
+    first, found = driver.expected(0)["bias"], driver.found()["bias"]
+    np.testing.assert_array_equal(found[0], first[0])
+    driver.opened.update(1, driver.part(0))
     with pytest.raises(StoreError, match=r"leaf bias: step 2 has updated it"):
-        steps.update(1, kept)
+        driver.opened.finish(1, driver.scalars(2), 0, kept=[0])
 
 
 def test_states_of_other_steps_are_refused(drive):

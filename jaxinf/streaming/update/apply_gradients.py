@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from jaxinf.csd import ScalarInputs
-from jaxinf.engine import KeptLeaf, UpdateRequest, carried_leaves, check_carried
+from jaxinf.engine import UpdateRequest, carried_leaves, check_carried
 from jaxinf.errors import StreamError
 from jaxinf.program import refused_gradient
 from jaxinf.store import ScalarState
@@ -102,7 +102,7 @@ class StoreSink:
         # Units of which parts are missing, and the parts that are there.
         self._parts: dict[Unit, tuple[Array, set[Piece]]] = {}
         self._bad: list[str] = []  # leaves that refuse the step
-        self._kept = set[Unit]()  # units that stay as they are
+        self._kept = set[int]()  # leaves that stay as they are
         if self.spill is not None:
             self.spill.reset()
 
@@ -111,7 +111,7 @@ class StoreSink:
         updates, leaf = self.updates, piece.leaf
         is_looked_at = bool(updates.passes.of_leaf(leaf))
         if leaf in updates.idle:
-            self._kept.add(updates.unit_of(piece))
+            self._kept.add(leaf)
             if not is_looked_at:
                 return
         if is_looked_at and not updates.engine.group.is_alone:  # whole, in all
@@ -206,18 +206,11 @@ class StoreSink:
     def _commit(self, carried: Mapping[tuple[str, ...], Array]) -> None:
         """Ends the step; starts the commit of its leaves and scalars, if it is due."""
         opened = self.updates.engine.opened
-        kept = [
-            KeptLeaf(unit.leaf, unit.origin_of(box), unit.extent_of(box))
-            for unit in sorted(self._kept, key=lambda unit: (unit.leaf, unit.index))
-            for box in unit.boxes
-        ]
-        if kept:
-            opened.update(self._step, *kept)
         last, new = opened.finished, self.updates.inputs.finish()
         held = zip(last.scalar_state, new, strict=True)
         scalars = [ScalarState.of(old.path, value) for old, value in held]
         num_skipped = last.skipped_steps + self._num_skipped
-        own = {"carry": carried, "streams": self._streams}
+        own = {"kept": self._kept, "carry": carried, "streams": self._streams}
         opened.finish(self._step, scalars, num_skipped, **own)
         self._num_skipped = 0
 
