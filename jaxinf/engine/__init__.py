@@ -51,7 +51,6 @@ from jaxinf.engine.sharding import (
     distinct_shards,
     has_shared_parts,
     local_shards,
-    part_holders,
     put_together,
     replicas_differ,
     shard_counts,

@@ -26,7 +26,6 @@ from jaxinf.csd import Csd, CsdFleet
 from jaxinf.engine.binding import stale_state
 from jaxinf.engine.carry import carry_fields, carry_form
 from jaxinf.engine.chunks import ChunkTable, make_mover
-from jaxinf.engine.reading import average_states
 from jaxinf.engine.shape import StoreShape
 from jaxinf.engine.updates import (
     Assignment,
@@ -170,10 +169,6 @@ class OpenStore(StoreShape):
             raise
         if not self.is_new:
             self.keep_state()
-
-    def averaged(self, leaf: int) -> tuple[int, ...]:
-        """See `average_states`."""
-        return average_states(self, leaf)
 
     # --- state in memory -------------------------------------------------------------
 

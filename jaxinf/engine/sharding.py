@@ -82,9 +82,6 @@ def shard_holders(
     return tuple(found)
 
 
-part_holders = shard_holders
-
-
 def has_shared_parts(sharding: NamedSharding, shape: Sequence[int]) -> bool:
     """Whether several processes have devices with the same part of an array."""
     return any(len(own) > 1 for _, _, own in boxes_with_holders(sharding, shape))

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxinf.engine import Store, check_like, engine_of
+from jaxinf.engine import Store, average_states, check_like, engine_of
 from jaxinf.errors import StreamError
 from jaxinf.streaming.home import Endpoints, without
 from jaxinf.streaming.move.params import Hold, Params, StoreParams, StoreReader
@@ -71,7 +71,7 @@ class ReadStore:
     def endpoints(self, ready: OrderedProgram, avals: PyTree = None) -> Endpoints:
         opened, params = self.engine.opened, ready.traced.params
         if self._average:
-            opened.averaged(0)  # or refuses
+            average_states(opened, 0)  # or refuses
         unit_of = units_of(params, opened.divides)
         units = {*map(unit_of, ready.sizes)}
         undivided = [unit.whole_bytes for unit in units if not unit.is_divided]

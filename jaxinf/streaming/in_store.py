@@ -27,7 +27,7 @@ from jaxinf.engine import (
     describe,
     distinct_shards,
     engine_of,
-    part_holders,
+    shard_holders,
 )
 from jaxinf.errors import StreamError
 from jaxinf.program import UpdateProgram, averaged, trace_init
@@ -244,7 +244,7 @@ class InStore:
         counts = part_counts(held, pieces)
         if not is_alone:  # the processes that have each part of each leaf
             pairs = zip(on_mesh(held, mesh_of(avals)), counts, strict=True)
-            holders = [part_holders(x.sharding, x.shape, own) for x, own in pairs]
+            holders = [shard_holders(x.sharding, x.shape, own) for x, own in pairs]
         how = {"average": options.average, "compression": options.compress}
         return first, describe(update, first, counts, holders=holders, **how)
 

@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import SingleDeviceSharding
 
 from jaxinf import compat
-from jaxinf.engine import Engine, StateReader, put_together
+from jaxinf.engine import Engine, StateReader, average_states, put_together
 from jaxinf.streaming.move.work_queues import MoveCounts, Uploads, WorkQueues
 from jaxinf.streaming.plan.memory import READER_BYTES
 from jaxinf.streaming.plan.reads import Fetch, Reading
@@ -103,7 +103,7 @@ class StoreReader:
         """
         reader, opened = self._reader, self._engine.opened
         assert reader is not None, "a step has begun"
-        states = opened.averaged(unit.leaf) if self._average else (0,)
+        states = average_states(opened, unit.leaf) if self._average else (0,)
         with span("fetch"):
             parts = shards if unit.is_divided else [np.zeros(unit.shape, unit.dtype)]
             for box, part in zip(unit.boxes, parts, strict=True):
