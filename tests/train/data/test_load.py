@@ -1,15 +1,20 @@
 """Files to rows, for every kind of data and task: learned parts and refusals."""
 
+import gzip
+import json
+
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 import tokenizers
 from small_tokenizers import word_level
 
 from jaxinf.train.data.errors import DataError
+from jaxinf.train.data.examples import example_of
+from jaxinf.train.data.files import PLAIN_TEXT, Record, find_files, read_records
 
 PAIRS = [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(40)]
-LABELLED = [{"text": f"number {n}", "label": n % 3} for n in range(40)]
-TEXTS = [{"text": f"text number {n}, all of it.", "id": n} for n in range(40)]
 
 
 def word_tokenizer(folder, *special, **config):
@@ -27,12 +32,6 @@ def test_the_tail_of_a_text_is_held_out(load, write):
     train, held = tokens_of(data.train), tokens_of(data.validation)
     assert not set(train) & set(held)
     assert held.tolist() == [*range(152, 200)][-held.size :]
-
-
-def test_labels_are_numbers(load, write):
-    data = load(write("a.jsonl", LABELLED), task="classification", seq_len=16)
-    assert data.num_labels == 3
-    assert data.example == "number 0\\x00 → «0»"
 
 
 @pytest.mark.parametrize("begins", [False, True])
@@ -99,26 +98,136 @@ def test_order_of_files_does_not_count(load, write):
     assert load(one).identity != identity
 
 
+# --- examples -------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
-    ("records", "task", "message"),
+    ("record", "kind", "found"),
     [
-        (TEXTS, "seq2seq", r"a.jsonl:1: --task seq2seq expects prompts.* has text"),
-        (TEXTS, "classification", "expects a text and its label, --data has text"),
-        (PAIRS, "masked-lm", "--task masked-lm expects text, --data has prompts"),
-        (LABELLED, "causal-lm", "expects text or prompts .*has a text and its label"),
-        ([], "causal-lm", r"expected text, found 1 file\(s\) without a record"),
-        (PAIRS[:1], "causal-lm", "expected at least one validation example"),
-        (TEXTS[:1], "causal-lm", r"seq_len \+ 1 = 9 tokens of validation text, got 1"),
-        ([{"text": "a", "label": 7}] * 3, "classification", "labels of 0 to 2"),
+        ({"text": "one", "id": 7}, "text", ("one",)),
+        ({"prompt": "1+1=", "response": "2"}, "dialogue", ("1+1=", "2")),
+        ({"text": "1", "text_pair": "2", "label": 0}, "labelled", ("1", "2")),
+        ({"text": "1", "label": 1, "prompt": None}, "labelled", ("1",)),
     ],
-    ids=range(8),
 )
-def test_records_that_do_not_suit_the_task(load, write, records, task, message):
-    with pytest.raises(DataError, match=message):
-        load(write("a.jsonl", records), task=task)
+def test_forms_of_records(record, kind, found):
+    unused = set()
+    example = example_of(Record("f.jsonl:1", record, ("when",)), unused)
+    assert (example.kind, example.texts) == (kind, found)
+    assert unused == {"when", *({"id"} & {*record})}
 
 
-def test_pairs_of_bytes_are_refused(load, write):
-    record = {"text": "abcdef", "text_pair": "xy", "label": 1}
-    with pytest.raises(DataError, match=r"a.jsonl:1: expected one text, found two"):
-        load(write("a.jsonl", [record] * 2), task="classification")
+def test_names_that_a_terminal_would_obey(load, write):
+    rows = [{"text": "one two three " * 9, "\x1b[2J\ud800": 1}] * 9
+    (note,) = load(write("a.jsonl", rows)).notes
+    assert note.endswith(r"not used: '\x1b[2J\ud800'")
+
+
+# --- records --------------------------------------------------------------------------
+
+
+USED = ("text",)
+
+
+def texts(path):
+    return [record.fields["text"] for record in read_records(path, USED)]
+
+
+def test_plain_text(write):
+    (record,) = read_records(write("a.txt", b"one\ntwo\xff"), USED)
+    assert record.fields == {PLAIN_TEXT: b"one\ntwo\xff"}
+    assert list(read_records(write("empty.txt", ""), USED)) == []
+
+
+def test_a_byte_order_mark_is_no_data(write):
+    rows = [{"text": f"line {n}\u2028ü"} for n in range(9)]
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    for name, text, found in (
+        ("a.JSONL", lines, rows),
+        ("a.txt", "line one\nü\n", [{PLAIN_TEXT: "line one\nü\n".encode()}]),
+    ):
+        for mark in (b"", b"\xef\xbb\xbf"):
+            path = write(name, mark + text.encode())
+            assert [one.fields for one in read_records(path, USED)] == found
+
+
+def test_nested_columns_and_files_without_a_suffix(tmp_path):
+    turns = [[{"role": "user", "content": None}], [{"role": "a", "content": "b"}]]
+    table = pa.table({"text": ["one", "two"], "none": pa.nulls(2), "turns": turns})
+    table, many = pa.concat_tables([table] * 900), {"row_group_size": 700}
+    path = tmp_path / "a.PARQUET"
+    pyarrow.parquet.write_table(table, path, compression="zstd", **many)
+    (tmp_path / "by-content").write_bytes(path.read_bytes())
+    for path in tmp_path.iterdir():
+        records = list(read_records(path, ("text", "none", "turns")))
+        assert [record.fields for record in records] == table.to_pylist()
+        assert records[-1].where == f"{path}: row 1800"
+
+
+def test_only_columns_that_are_used_are_converted(tmp_path):
+    nanoseconds = pa.array([1, 2], pa.timestamp("ns"))
+    table = pa.table({"text": ["one", "two"], "when": nanoseconds})
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(table, path)
+    assert texts(path) == ["one", "two"]
+    assert next(iter(read_records(path, USED))).unread == ("when",)
+    with pytest.raises(DataError, match="ValueError: Nanosecond"):
+        list(read_records(path, ("when",)))
+
+
+# --- files ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A directory with text, binary, empty and hidden files."""
+    (tmp_path / "a.txt").write_text("first text\n")
+    (tmp_path / "sub" / "deep").mkdir(parents=True)
+    (tmp_path / "sub" / "b.py").write_text("print('b')\n")
+    (tmp_path / "sub" / "deep" / "c.py").write_text("print('c')\n")
+    (tmp_path / "sub" / "binary.dat").write_bytes(b"\x7fELF\0\0\0")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_text("hidden\n")
+    (tmp_path / ".hidden").write_text("hidden\n")
+    return tmp_path.resolve()
+
+
+def names(root, files):
+    return [str(file.relative_to(root)) for file in files]
+
+
+def test_directory_gives_text_files_and_names_what_is_left_out(tree):
+    (tree / "d.gz").write_bytes(gzip.compress(b"text"))
+    for name in ("rows.CSV", "rows.json", "rows.arrow"):
+        (tree / name).write_text("text")
+    (tree / "e.TXT").write_text("text", encoding="utf-16")
+    (tree / "f.jsonl").write_text("{}", encoding="utf-16")
+    files, left_out = find_files([str(tree)])
+    assert names(tree, files) == ["a.txt", "sub/b.py", "sub/deep/c.py"]
+    found = ["d.gz", "e.TXT", "f.jsonl", "rows.CSV", "rows.arrow", "rows.json"]
+    assert names(tree, left_out) == [*found, "sub/binary.dat"]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "expected"),
+    [
+        (["sub/binary.dat", ".hidden"], [".hidden", "sub/binary.dat"]),
+        (["**/*.py"], ["sub/b.py", "sub/deep/c.py"]),
+        (["sub/*"], ["sub/b.py", "sub/binary.dat"]),
+        (["?.txt"], ["a.txt"]),
+        (["notes[1].txt"], ["notes[1].txt"]),
+    ],
+)
+def test_names_and_globs(tree, patterns, expected):
+    (tree / "notes[1].txt").write_text("text")
+    files, _ = find_files([str(tree / pattern) for pattern in patterns])
+    assert names(tree, files) == expected
+
+
+def test_duplicates_and_links_count_once(tree):
+    (tree / "link.txt").symlink_to(tree / "a.txt")
+    (tree / "dangling.txt").symlink_to(tree / "nowhere")
+    patterns = [str(tree), str(tree / "a.txt"), str(tree / "sub/../a.txt")]
+    assert names(tree, find_files(patterns)[0])[:2] == ["a.txt", "sub/b.py"]
+    assert len(find_files(patterns)[0]) == 3
