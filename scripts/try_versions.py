@@ -20,7 +20,7 @@ TESTS = """
     tests/optimizer/test_optimizer_contract.py tests/csd/test_contract.py
     tests/optimizer/test_transform.py tests/optimizer/test_transform_refusals.py
     tests/optimizer/test_transform_sharded.py tests/test_compat.py
-    tests/streaming/test_streamed.py tests/streaming/test_running.py
+    tests/streaming/test_streamed.py tests/streaming/test_plan.py
     tests/streaming/test_saved_plans.py tests/streaming/test_refused.py tests/program
     tests/kernels/test_operations.py tests/train/test_run.py
     tests/distributed/test_bits.py tests/store/test_stock_readers.py

@@ -95,10 +95,7 @@ class Group:
         self._say_made(topic, what, make)
         found = self._values(topic, what, range(self.count))
         deserted.clear()
-        # All have read what was said before, since they have come to this topic.
-        read, self._read = self._read, [topic]
-        for one in read if self.number == 0 else ():
-            self.forget(one)
+        self._forget_read(topic)
         return found
 
     def agree(self, what: str, make: Callable[[], JsonValue], remedy: str) -> None:
@@ -181,7 +178,8 @@ class Group:
         return value
 
     def _values(self, topic: str, what: str, numbers: Sequence[int]) -> list[Any]:
-        told = self._words(topic, numbers, what)
+        words = self._words(topic, numbers, what)
+        told = {number: json.loads(text) for number, text in words.items()}
         failed = {n: one["error"] for n, one in told.items() if "error" in one} or {
             n: f"it makes another call, {one['what']}"
             for n, one in told.items()
@@ -192,6 +190,12 @@ class Group:
         if missing := [number for number in numbers if number not in told]:
             raise self._absent_error(missing, what)
         return [told[number]["value"] for number in numbers]
+
+    def _forget_read(self, topic: str) -> None:
+        """Removes what all have read, since they have come to this topic."""
+        read, self._read = self._read, [topic]
+        for one in read if self.number == 0 else ():
+            self.forget(one)
 
     # --- words ---------------------------------------------------------------------
 
@@ -208,11 +212,15 @@ class Group:
         return {int(k.rpartition("/")[2]): json.loads(v) for k, v in found.items()}
 
     def hear(self, topic: str, number: int) -> Any:
-        """Waits for what a process says of a topic, as long as it may say it."""
+        """Waits for what a process says of a topic, as long as it may say it.
+
+        Raises:
+          ProcessError: it failed, left, or is silent.
+        """
         words = self._words(topic, [number], topic)
         if number not in words:
             raise self._absent_error([number], topic)
-        return words[number]
+        return json.loads(words[number])
 
     def _key(self, topic: str) -> str:
         return f"jaxinf/{self.session}/{topic}"
@@ -251,11 +259,11 @@ class Group:
         """The longest wait for a process that reports no progress."""
         return LIMIT_S if self._limit_s is None else self._limit_s
 
-    def _words(self, topic: str, numbers: Sequence[int], what: str) -> dict[int, Any]:
+    def _words(self, topic: str, numbers: Sequence[int], what: str) -> dict[int, str]:
         """Waits for what processes say; lacks those that may not say it any more."""
         assert self.service is not None
         heard_s = dict.fromkeys(numbers, time.monotonic())
-        found, signs = dict[int, Any](), dict[int, Any]()
+        found, signs = dict[int, str](), dict[int, Any]()
 
         def left_s(number: int) -> float:
             return heard_s[number] + self.limit_s - time.monotonic()
@@ -276,7 +284,7 @@ class Group:
                     if left_s(number) <= 0:
                         break
                 if text is not None:
-                    found[number] = json.loads(text)
+                    found[number] = text
         return found
 
     def _failed(self, missing: Sequence[int]) -> dict[int, str]:

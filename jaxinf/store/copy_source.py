@@ -22,9 +22,9 @@ from jaxinf.store.members import (
 )
 from jaxinf.store.reader import CommittedStep
 from jaxinf.store.steps import (
+    check_arrays,
     checkpoint_names,
     joined_step,
-    kept_step,
     prune_snapshots,
     readable_step,
     step_of,
@@ -93,8 +93,7 @@ def store_source(
             for one in parts:
                 prune_snapshots(one)
                 check_unread(one)
-            current = [one.step_path(one.need_slot()) for one in parts]
-            step = joined_step(list(map(step_of, parts, current)))
+            step = _joined(parts)
         elif checkpoint is not None:
             parts = all_members(path)
             step = _kept_step(parts, checkpoint)
@@ -142,7 +141,16 @@ def check_unread(directory: StoreDirectory) -> None:
 
 def _kept_step(parts: Sequence[StoreDirectory], name: str) -> CommittedStep:
     check_of_one(parts, name)
-    return joined_step([kept_step(one, name) for one in parts])
+    for one in parts:
+        check_arrays(one, name)
+    return _joined(parts, f"checkpoints/{name}")
+
+
+def _joined(parts: Sequence[StoreDirectory], place: str | None = None) -> CommittedStep:
+    """Returns a step of all members, by default the committed one."""
+    return joined_step(
+        [step_of(one, one.step_path(place or one.need_slot())) for one in parts]
+    )
 
 
 def _copied_out(path: Path) -> CopySource:

@@ -16,7 +16,7 @@ import shutil
 import uuid
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec import structs
@@ -37,7 +37,7 @@ from jaxinf.store.creation import (
     required_bytes,
 )
 from jaxinf.store.directory import StoreDirectory
-from jaxinf.store.formats import Formats, ShardsOf, divided, lay_out
+from jaxinf.store.formats import AS_IT_IS, Formats, ShardsOf, divided, lay_out
 from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.manifest import LeafRecord, Manifest, Member
 from jaxinf.store.members import find_members, member_name
@@ -65,7 +65,7 @@ class CopyLayout:
     has none, and in place those that there are.
     """
 
-    formats: Formats = field(default_factory=Formats)
+    formats: Formats = AS_IT_IS
     csd_roots: Sequence[str] = ()
     processes: int | None = None  # their number
     shards_of: ShardsOf | None = None  # by default those of devices in a line

@@ -62,6 +62,9 @@ class Formats:
         return structs.replace(held, leaves=leaves)
 
 
+AS_IT_IS = Formats()
+
+
 def coded_leaf(leaf: LeafRecord, formats: Formats) -> LeafRecord:
     """Returns a leaf in these formats."""
     is_small = math.prod(leaf.shape) < _MIN_CODED_ELEMENTS

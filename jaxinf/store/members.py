@@ -29,11 +29,11 @@ from jaxinf.store.steps import (
     check_exists,
     checkpoint_names,
     find_checkpoint,
-    kept_step,
     list_checkpoints,
     remove_checkpoint,
     restore_checkpoint,
     save_checkpoint,
+    step_of,
 )
 
 _MEMBER = re.compile(r"process-\d{5,}")
@@ -257,7 +257,7 @@ def save_whole(path: Path, name: str | None = None) -> list[Path]:
     def keep(one: StoreDirectory, undo: contextlib.ExitStack) -> CommittedStep:
         kept = save_checkpoint(one, name)
         undo.callback(remove_checkpoint, one, kept)
-        return kept_step(one, kept)
+        return step_of(one, one.step_path(f"checkpoints/{kept}"))
 
     with of_one_commit(path, all_members(path), keep) as (made, undo):
         undo.pop_all()

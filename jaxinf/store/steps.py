@@ -234,18 +234,15 @@ def check_exists(directory: StoreDirectory, name: str) -> None:
         )
 
 
-def kept_step(directory: StoreDirectory, name: str) -> CommittedStep:
-    """Returns a checkpoint's step; refuses one of other arrays than the store's."""
-    check_exists(directory, name)
+def check_arrays(directory: StoreDirectory, name: str) -> None:
+    """Refuses a checkpoint of other arrays than the store's; says what to do."""
     root = directory.step_path(f"checkpoints/{name}")
     if Manifest.read(root / "jaxinf.json").leaves != directory.manifest.leaves:
         raise StoreMismatchError(
             f"{root}: the checkpoint holds other arrays than the store does now; make "
             f'a store of it: cp -rL "{root}" COPY, then jaxinf store copy COPY NEW'
         )
-    step = step_of(directory, root)
-    step.check()
-    return step
+    directory.read_record(f"checkpoints/{name}")
 
 
 def save_checkpoint(
@@ -321,7 +318,8 @@ def restore_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
     links replace the content of the spare slot. The step committed before then becomes
     the spare one, until the next step is written. A refusal changes nothing.
     """
-    record, place = kept_step(directory, name).commit, f"checkpoints/{name}"
+    record, place = find_checkpoint(directory, name), f"checkpoints/{name}"
+    check_arrays(directory, name)
     spare = other_slot(directory.need_slot())
     _check_space(directory, None)
     directory.unpublish(spare)

@@ -52,17 +52,19 @@ def array_document(
             "node_type": "array",
             "shape": shape,
             "data_type": dtype,
-            "chunk_grid": _named("regular", chunk_shape=chunk_shape),
-            "chunk_key_encoding": _named("default", separator="/"),
+            "chunk_grid": {
+                "name": "regular",
+                "configuration": {"chunk_shape": chunk_shape},
+            },
+            "chunk_key_encoding": {
+                "name": "default",
+                "configuration": {"separator": "/"},
+            },
             "fill_value": dtype_of(dtype).type(0).item(),
-            "codecs": [_named("bytes", endian="little")],
+            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
             "attributes": {},
         }
     )
-
-
-def _named(name: str, **configuration: Any) -> dict[str, Any]:
-    return {"name": name, "configuration": configuration}
 
 
 def tree_document(manifest: Manifest, carry: Sequence[CarriedArray] = ()) -> bytes:

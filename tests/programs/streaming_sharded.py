@@ -12,20 +12,12 @@ from cases import serve
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded import SPECS, make, trained
-from streaming import (
-    Numbers,
-    assert_near,
-    assert_same_bits,
-    moved_as_planned,
-    read_ahead,
-)
+from streaming import assert_near, assert_same_bits, moved_as_planned
 from zoo import ZOO
 
 import jaxinf
 from jaxinf.errors import StreamError
-from jaxinf.streaming.plan.reads import Fetch
 from jaxinf.streaming.program import units
-from jaxinf.streaming.program.graph import Piece
 
 units.MIN_SLICE_BYTES = 4096
 MEMORY_BYTES = 64 << 20
@@ -64,36 +56,31 @@ def named_shardings(one):
 
 
 def training(place, kind):
+    """Three steps, by one policy in a store that is opened again on the way."""
     one = make(kind)
-    losses = {}
-    for policy in ("recompute", "keep"):
-        with opened(place, policy) as store:
-            step = streamed(one, store, policy=policy)
-            with one.entered():
-                step.load(one.params, batch=one.batch)
-            losses[policy] = trained(step, one, 2)
-            moved_as_planned(step)
-        with opened(place, policy) as store:
-            step = streamed(one, store, policy=policy)
-            step.load(one.params)
-            losses[policy] += trained(step, one, 1)
-            back = store.params(like=one.params)
-            assert back["up"].sharding == one.params["up"].sharding
-            if policy == "recompute":
-                recomputed = back
-    with opened(place, "whole") as store:
-        step = streamed(one, store)
-        with one.entered():
-            step.load(one.params, batch=one.batch)
-        assert trained(step, one, 3) == losses["keep"] == losses["recompute"]
-        assert_same_bits(store.params(like=one.params), back)
-        counts = {leaf.name: leaf.shard_counts for leaf in store._manifest.leaves}
-        assert counts["first"] == (1, 2), counts
-        assert counts["out"] == (2, 2), counts
-    assert_same_bits(recomputed, back)
-    expected, params = on_one_device(one)
-    np.testing.assert_allclose(losses["keep"], expected, rtol=1e-5)
-    assert_near(back, params, 2e-5)
+    found = {}
+    for policy, parts in (("recompute", (3,)), ("keep", (2, 1))):
+        losses = []
+        for num_steps in parts:
+            with opened(place, policy) as store:
+                step = streamed(one, store, policy=policy)
+                with one.entered():
+                    step.load(one.params, batch=one.batch)
+                losses += trained(step, one, num_steps)
+                if num_steps > 1:  # state that stays in memory is read at first
+                    moved_as_planned(step)
+                params = store.params(like=one.params)
+                assert params["up"].sharding == one.params["up"].sharding
+                leaves = store._manifest.leaves
+                counts = {leaf.name: leaf.shard_counts for leaf in leaves}
+                assert (counts["first"], counts["out"]) == ((1, 2), (2, 2)), counts
+        found[policy] = losses, params
+    losses, params = found["keep"]
+    assert found["recompute"][0] == losses
+    assert_same_bits(found["recompute"][1], params)
+    expected, whole = on_one_device(one)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert_near(params, whole, 2e-5)
 
 
 OPTIONS = {
@@ -133,33 +120,6 @@ def options(place, name):
             assert_near(found, store.params(like=params), 2e-5)
 
 
-def replicas(place):
-    mesh = make("named").mesh
-    spec, shape = P(None, "model"), (16, 50)
-    there = NamedSharding(mesh, spec)
-    unit = units.Unit(0, (), shape, np.dtype(np.float32), there)
-    expected = np.arange(16 * 50, dtype=np.float32).reshape(shape)
-
-    class Expected(Numbers):
-        def read(self, unit, shards):
-            for box, shard in zip(unit.shards, shards, strict=True):
-                shard[...] = expected[box.slices]
-
-    params = read_ahead(Expected(), [Fetch(unit, 0, 0, gradient=0)], 4 * 4096)
-    params.begin()
-    on_device, shards = params.get(0, Piece(0)), params.take(unit)
-    np.testing.assert_array_equal(on_device, expected)
-    assert shards is not None
-    assert len(shards) == 2
-    found = {
-        (shard.index[1].start or 0, shard.data.unsafe_buffer_pointer())
-        for shard in on_device.addressable_shards
-    }
-    first, second = shards
-    assert found == {(0, first.ctypes.data), (25, second.ctypes.data)}, found
-    params.close()
-
-
 def function(place):
     one = make("named")
 
@@ -170,27 +130,22 @@ def function(place):
         step = streamed(one, store)
         step.load(one.params, batch=one.batch)
         trained(step, one, 1)
-        beside = jaxinf.stream_function(outputs, store, memory_bytes=MEMORY_BYTES)
-        beside.load(one.params)
-        found = beside(one.batch)
-        assert beside.metrics.fetched_drive_bytes > 0
-        params = store.params(like=one.params)
-        expected = jax.jit(outputs)(params, one.batch)
-        np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-6)
-        np.testing.assert_allclose(found["first"], expected["first"], atol=1e-5)
-        beside.close()
         step.close()
     with opened(place, "function") as store:
-        alone = jaxinf.stream_function(outputs, store, memory_bytes=MEMORY_BYTES)
-        alone.load(one.params)
-        assert_same_bits(alone(one.batch), found)
-        assert alone.metrics.fetched_drive_bytes == sum(
-            p.nbytes for p in jax.tree.leaves(params)
-        )
+        params = store.params(like=one.params)
+        expected = jax.jit(outputs)(params, one.batch)
         # Params of which nothing is said are replicated, and read once for all devices.
-        whole = jaxinf.stream_function(outputs, store, memory_bytes=MEMORY_BYTES)
-        np.testing.assert_allclose(whole(one.batch)["loss"], found["loss"], rtol=1e-6)
-        assert whole.metrics.fetched_drive_bytes == alone.metrics.fetched_drive_bytes
+        for shardings in (True, False):
+            alone = jaxinf.stream_function(outputs, store, memory_bytes=MEMORY_BYTES)
+            if shardings:
+                alone.load(one.params)
+            found = alone(one.batch)
+            np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-6)
+            np.testing.assert_allclose(found["first"], expected["first"], atol=1e-5)
+            assert alone.metrics.fetched_drive_bytes == sum(
+                leaf.nbytes for leaf in jax.tree.leaves(params)
+            )
+            alone.close()
 
 
 def other_devices(place):
@@ -340,49 +295,32 @@ def initialised(place):
         keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))
         return {n: 0.1 * jax.random.normal(keys[n], a.shape) for n, a in shapes.items()}
 
-    key = jax.random.key(3)
-    store = opened(place, "init")
-    step = streamed(one, store)
-    step.init(init, key, batch=one.batch, shardings=named_shardings(one))
-    first = jax.jit(init)(key)
-    assert_same_bits(store.params(like=one.params), first)
-    counts = {leaf.name: leaf.shard_counts for leaf in store._manifest.leaves}
-    assert counts["up"] == (3, 1, 2), counts
-    assert counts["shift"] == (1, 2), counts
-    losses = trained(step, one, 2)
-    step.close()
-    store = opened(place, "init")
-    step = streamed(one, store)
-    step.init(init, key, shardings=named_shardings(one))
-    assert store.step == 2
-    assert trained(step, one, 1)[0] < losses[0]
-    assert "on 4 devices (data=2, model=2)" in str(step.plan)
-    step.close()
-
-    # Under jax.set_mesh a new key is replicated over the mesh.
     def placed(key):
         params = init(key)
         out = jax.lax.with_sharding_constraint(params["out"], P("data"))
         return {**params, "out": out}
 
-    for kind, made in (("specs", placed), ("explicit", init)):
+    first, losses = jax.jit(init)(jax.random.key(3)), []
+    for kind, made in (("named", init), ("specs", placed), ("explicit", init)):
         one = make(kind)
         store = opened(place, kind)
         step = streamed(one, store)
-        with one.entered():
+        with one.entered():  # under jax.set_mesh a new key is replicated over the mesh
             key = jax.random.key(3)
-            assert len(key.devices()) == 4
             step.init(made, key, batch=one.batch, shardings=named_shardings(one))
         assert_same_bits(store.params(like=one.params), first)
-        np.testing.assert_allclose(trained(step, one, 1)[0], losses[0], rtol=1e-5)
+        counts = {leaf.name: leaf.shard_counts for leaf in store._manifest.leaves}
+        assert counts["up"] == (3, 1, 2), counts
+        losses += trained(step, one, 1)
+        assert "on 4 devices (data=2, model=2)" in str(step.plan)
         step.close()
+    np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
 
 
 if __name__ == "__main__":
     serve(
         training,
         options,
-        replicas,
         function,
         other_devices,
         refused,

@@ -8,7 +8,7 @@ from late_copies import LateCopies
 from streaming import CHUNKS
 
 import jaxinf
-from jaxinf.streaming.plan import memory
+from jaxinf.streaming.plan import cut_to_fit, leaving, memory
 
 
 @pytest.fixture
@@ -41,3 +41,18 @@ def late(own_memory: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[LateCopi
     model = LateCopies(monkeypatch)
     yield model
     model.settle()
+
+
+@pytest.fixture
+def small_values_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leaving, "SMALL_BYTES", 1)
+
+
+@pytest.fixture
+def everything_leaves(
+    small_values_leave: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lets every value leave that can, although the budget has room."""
+    del small_values_leave
+    evicted = leaving.evicted
+    monkeypatch.setattr(cut_to_fit, "evicted", lambda plan, _: evicted(plan, 0))

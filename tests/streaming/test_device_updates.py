@@ -15,8 +15,7 @@ from raw_stores import memory_directory
 from streaming import assert_same_states, states
 
 import jaxinf
-from jaxinf.csd.host import HostCsd
-from jaxinf.errors import BudgetError, StoreError, StreamError
+from jaxinf.errors import StoreError, StreamError
 from jaxinf.streaming.update import device_updates as on_device
 from jaxinf.streaming.update.apply_gradients import StoreSink
 from jaxinf.streaming.update.device_updates import (
@@ -77,8 +76,10 @@ def num_assigned(step):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, np.float32) for name in OPTIMIZERS), ("adamw", jnp.bfloat16)],
+)
 def test_the_stores_bits_are_those_of_the_host(opened, name, dtype):
     losses, expected = on_the_host(name, dtype)
     for every, durability in ((1, "step"), (2, 2), (3, "checkpoint")):
@@ -90,54 +91,25 @@ def test_the_stores_bits_are_those_of_the_host(opened, name, dtype):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
-def test_a_device_with_memory_of_its_own_gets_and_gives_pinned_memory(
-    opened, late, dtype
-):
-    own = {"dtype": dtype, "device_memory_bytes": 64 << 20}
+def test_a_device_with_memory_of_its_own_gets_and_gives_pinned_memory(opened, late):
+    own = {"device_memory_bytes": 64 << 20}
     plain = opened(None, "plain", **own)
-    losses, num_copies = train(plain, dtype), len(late.copies)
+    losses, num_copies = train(plain), len(late.copies)
     step = opened(2, "device", **own)
-    assert train(step, dtype) == losses
+    assert train(step) == losses
     assert_same_states(states(step.store), states(plain.store))
     ways = {(one.source, one.target) for one in late.copies[num_copies:]}
     assert ways >= {("pinned_host", "device"), ("device", "pinned_host")}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["adamw", "clipped"])
-def test_a_gradient_with_nan_is_noticed_on_the_device(opened, name):
-    step = opened(1, "store", OPTIMIZERS[name], nonfinite="skip")
+def test_a_gradient_with_nan_is_noticed_on_the_device(opened):
+    step = opened(1, nonfinite="skip")
     for batch in (FIRST, np.full_like(FIRST, np.nan), SECOND):
         step(batch)
     step.store.wait()
     assert (step.store.step, step.num_skipped) == (2, 1)
-    assert_same_states(states(step.store), on_the_host(name)[1][2])
-
-
-def test_the_host_goes_on_while_the_device_computes(opened, monkeypatch):
-    host, device, calls = threading.Event(), threading.Event(), []
-    update, host_update = DeviceUpdater.update, HostCsd.update
-
-    def late(self, *arguments, **named):
-        calls.append(1)
-        if len(calls) == 1:
-            device.set()
-            assert host.wait(60), "the host's update of another subgroup"
-        return update(self, *arguments, **named)
-
-    def on_host(self, *arguments, **named):
-        result = host_update(self, *arguments, **named)
-        if device.is_set():
-            host.set()
-        return result
-
-    step = opened(4)
-    monkeypatch.setattr(DeviceUpdater, "update", late)
-    monkeypatch.setattr(HostCsd, "update", on_host)
-    step(FIRST)
-    step.store.wait()
-    assert len(calls) == 2
+    assert_same_states(states(step.store), on_the_host()[1][2])
 
 
 def test_gradients_of_updates_under_way_have_room(open_store, monkeypatch):
@@ -186,7 +158,7 @@ def test_state_that_crosses_the_link_is_counted(opened):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [1, 3, 4])
+@pytest.mark.parametrize("number", [1, 4])
 def test_a_failure_on_the_device_leaves_the_committed_step(opened, number, monkeypatch):
     _, expected = on_the_host()
     step = opened(2)
@@ -243,24 +215,21 @@ INT8, CARDS = {"store": {"state": "int8"}}, {"store": {"csd": "emulated"}}
 
 
 @pytest.mark.parametrize(
-    ("every", "options", "error", "message"),
+    ("every", "options", "message"),
     [
-        *((n, {}, ValueError, "device_updates=.*exp") for n in (-1, 1.5, "2", True)),
-        (9, {}, StreamError, "expected more subgroups"),
-        (1, INT8, StreamError, "expected more subgroups"),
-        (2, CARDS, ValueError, r'on csd="emulated" cards update state'),
-        ("auto", CARDS, ValueError, r"device_updates='auto': on csd=.*leave"),
-        (
-            *(2, {"compress": jaxinf.TopK(0.1)}),
-            *(ValueError, "device_updates out, or leave compress"),
-        ),
-        (2, {"device_memory_bytes": 3 << 20}, BudgetError, "updates on the device"),
+        *((wrong, {}, "device_updates=.*exp") for wrong in (-1, 1.5, "2", True)),
+        (9, {}, "expected more subgroups"),
+        (1, INT8, "expected more subgroups"),
+        (2, CARDS, r'on csd="emulated" cards update state'),
+        ("auto", CARDS, r"device_updates='auto': on csd=.*leave"),
+        (2, {"compress": jaxinf.TopK(0.1)}, "device_updates out, or leave compress"),
+        (2, {"device_memory_bytes": 3 << 20}, "updates on the device"),
     ],
 )
 def test_what_the_device_cannot_compute_is_refused(
-    opened, every, options, error, message, place
+    opened, every, options, message, place
 ):
-    with pytest.raises(error, match=message):
+    with pytest.raises((StreamError, ValueError), match=message):
         opened(every, **options)
     assert not (place / "store/jaxinf.json").exists()
 
@@ -274,9 +243,7 @@ def test_what_the_device_cannot_compute_is_refused(
         (4, 10, 3, 8, 4, 4),
         (4, 1, 2, 8, 2, 1),  # all on the device is fastest
         (4, 5, 3.9, 8, 3, 0),  # it would save less than 5 %
-        (4, 3.9, 4, 8, 2, 0),
         (4, 400, 4, 8, 8, 0),  # the device has one at least
-        (4, 1, 1, 1, 1, 1),
     ],
 )
 def test_k_is_what_shortens_the_updates(

@@ -1,6 +1,8 @@
 """Values that leave, for drives or by the host's memory: bits, memory, failures."""
 
+import errno
 import gc
+import os
 import threading
 import time
 import weakref
@@ -9,31 +11,41 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import late_copies
+import numpy as np
 import optax
 import pytest
 from families import family
 from golden_streams import edit, streams
 from streaming import (
+    CHUNKS,
     assert_same_bits,
+    assert_same_states,
     moved_as_planned,
     prepared,
     run,
     smallest_bytes,
-    streamed,
+    states,
+    trained,
 )
+from streaming import streamed as streamed_plan
 from zoo import ONLY_PLANNED, ZOO, Program, normal
 
 import jaxinf
 from jaxinf.errors import BudgetError, StoreIOError, StoreSpaceError, StreamError
 from jaxinf.streaming import compiled_step
-from jaxinf.streaming.move.scratch import Scratch
+from jaxinf.streaming.move.scratch import PART_BYTES, Scratch, place_bytes
 from jaxinf.streaming.move.values import Values
-from jaxinf.streaming.plan import cut_to_fit as cutting
-from jaxinf.streaming.plan import leaving
+from jaxinf.streaming.plan.choice import (
+    NUM_MEASURED,
+    StepTimes,
+    freed_bytes,
+    segments_to_recompute,
+)
 from jaxinf.streaming.plan.compiled import Executables, measured
 from jaxinf.streaming.plan.cut_to_fit import cut_to_fit, plan_of
 from jaxinf.streaming.plan.leaving import evicted, least_bytes, plan_tiers
-from jaxinf.transfer import page_ceil
+from jaxinf.streaming.program.cut import cuts_of
+from jaxinf.transfer import ByteMeters, aligned, page_ceil
 
 pytestmark = pytest.mark.optimized("long")
 
@@ -41,20 +53,23 @@ TX = optax.adam(1e-2)
 ENOUGH = 1 << 40
 
 
-@pytest.fixture
-def small_values_leave(monkeypatch):
-    monkeypatch.setattr(leaving, "SMALL_BYTES", 1)
-
-
 # --- plans ---------------------------------------------------------------------------
 
 
-def plans(program):
-    """Plans of one program: with all values in memory, and with some away."""
-    ready = prepared(program)
-    cuts = cut_to_fit(ready, smallest_bytes(ready) * 3 // 2).cuts
-    keep, offload = (plan_of(ready, cuts, policy) for policy in ("keep", "offload"))
-    return keep, measured(offload, executables := Executables()), executables
+@pytest.fixture
+def plans(small_values_leave):
+    """Makes plans of a program: with all values in memory, and with the most away."""
+
+    def make(program):
+        ready = prepared(program)
+        cuts = cut_to_fit(ready, smallest_bytes(ready) * 3 // 2).cuts
+        keep, offload = (plan_of(ready, cuts, policy) for policy in ("keep", "offload"))
+        offload = measured(offload, executables := Executables())
+        plan = evicted(offload, budget_bytes := least_bytes(offload))
+        assert plan.peak_bytes <= budget_bytes
+        return keep, plan, executables
+
+    return make
 
 
 def least_of(plan):
@@ -73,9 +88,9 @@ def pinned_bytes():
 
 
 class Watched(Values):
-    """Notes the most bytes of values, and of the host's copies, while a step runs."""
+    """Sees that values which are gone take no memory; notes the host's for copies."""
 
-    peak_bytes = most_pinned_bytes = 0
+    most_pinned_bytes = 0
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -86,8 +101,6 @@ class Watched(Values):
     def put(self, slots, outputs):
         super().put(slots, outputs)
         self.made |= zip(slots, map(weakref.ref, outputs), strict=True)
-        held_bytes = sum(value.nbytes for value in self._held.values())
-        self.peak_bytes = max(self.peak_bytes, held_bytes)
 
     def before(self, number):
         super().before(number)
@@ -98,70 +111,40 @@ class Watched(Values):
         self.most_pinned_bytes = max(self.most_pinned_bytes, pinned)
 
 
-QUICK = ("custom_rules", "scan_remat_reverse")
-
-
-@pytest.mark.usefixtures("small_values_leave")
-@pytest.mark.parametrize("name", family(ZOO, short=QUICK, beyond=ONLY_PLANNED))
-def test_bits_are_those_of_keep(name, tmp_path):
+@pytest.mark.parametrize(
+    "name", family(ZOO, short=["scan_remat_reverse"], beyond=ONLY_PLANNED)
+)
+def test_bits_are_those_of_keep(name, plans, tmp_path):
+    """By way of drives alone, and of a host that has room for all, none, or some."""
     program = ZOO[name]()
-    keep, offload, executables = plans(program)
-    expected = streamed(program, keep, executables)
-    least, most = least_bytes(offload), max(offload.call_bytes())
-    for budget in {least, (least + most) // 2}:
-        plan = evicted(offload, budget)
-        assert plan.peak_bytes <= budget
-        values = Values(plan, Scratch([tmp_path]))
-        for _ in range(2):  # the second step reuses the files
-            found = streamed(program, plan, executables, values=values)
-            assert_same_bits(found, expected)
-        counts = values.counts()
-        sizes = [plan.lives[slot].num_bytes for slot in plan.evictions]
-        assert counts.num_written_bytes == counts.num_read_bytes == 2 * sum(sizes)
-        values.close()
-    assert not list(tmp_path.iterdir())
-
-
-NAMES = ("scan_remat_reverse", "custom_rules", "gpt2_nano", "linen_dropout")
-
-
-@pytest.mark.usefixtures("small_values_leave")
-@pytest.mark.parametrize("name", family(NAMES, short=NAMES[:1]))
-def test_bits_are_those_of_keep_by_way_of_the_host(name, tmp_path):
-    program = ZOO[name]()
-    keep, offload, executables = plans(program)
-    plan = evicted(offload, least_bytes(offload))
-    expected = streamed(program, keep, executables)
+    keep, plan, executables = plans(program)
+    expected = streamed_plan(program, keep, executables)
     sizes = {slot: plan.lives[slot].num_bytes for slot in plan.evictions}
     most, least = plan_tiers(plan, ENOUGH).host_bytes, least_of(plan)
-    for host_bytes in (most, least, (least + most) // 2):
-        tiers = plan_tiers(plan, host_bytes)
+    for host_bytes in (None, most, least, (least + most) // 2):
+        tiers = None if host_bytes is None else plan_tiers(plan, host_bytes)
         values = Watched(plan, Scratch([tmp_path]), tiers)
-        for _ in range(2):
-            found = streamed(program, plan, executables, values=values)
+        for _ in range(2):  # the second step reuses the files
+            found = streamed_plan(program, plan, executables, values=values)
             assert_same_bits(found, expected)
         counts = values.counts()
-        on_drive = sum(sizes[slot] for slot in tiers.on_drive)
-        assert bool(on_drive) == (host_bytes < most)
-        assert counts.num_out_bytes == 2 * sum(sizes.values())
+        slots = sizes if tiers is None else tiers.on_drive
+        on_drive = sum(sizes[slot] for slot in slots)
         assert counts.num_written_bytes == 2 * on_drive
         assert counts.num_read_bytes <= 2 * on_drive
-        assert max(values.most_pinned_bytes, tiers.host_bytes) <= host_bytes
+        if tiers is not None:
+            assert bool(on_drive) == (host_bytes < most)
+            assert counts.num_out_bytes == 2 * sum(sizes.values())
+            assert max(values.most_pinned_bytes, tiers.host_bytes) <= host_bytes
         values.close()
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.usefixtures("small_values_leave")
-@pytest.mark.parametrize(
-    ("names", "has_link"), [(["write", "read"], True), (["write"], False)]
-)
-def test_bits_do_not_depend_on_a_slow_drive(names, has_link, tmp_path, monkeypatch):
+def test_bits_do_not_depend_on_a_slow_drive(plans, tmp_path, monkeypatch):
     """What still has to be written, and what is read late, is waited for."""
     program, drive = ZOO["l2_penalty"](depth=8), threading.Lock()
-    keep, offload, executables = plans(program)
-    plan = evicted(offload, least_bytes(offload))
+    keep, plan, executables = plans(program)
     least = least_of(plan)
-    tiers = plan_tiers(plan, least) if has_link else None
 
     def slow(move):
         def moved(scratch, part, *arguments, **named):
@@ -171,22 +154,19 @@ def test_bits_do_not_depend_on_a_slow_drive(names, has_link, tmp_path, monkeypat
 
         return moved
 
-    for name in names:
+    for name in ("write", "read"):
         monkeypatch.setattr(Scratch, name, slow(getattr(Scratch, name)))
-    values = (Watched if has_link else Values)(plan, Scratch([tmp_path]), tiers)
-    found = streamed(program, plan, executables, values=values)
-    assert_same_bits(found, streamed(program, keep, executables))
+    values = Watched(plan, Scratch([tmp_path]), plan_tiers(plan, least))
+    found = streamed_plan(program, plan, executables, values=values)
+    assert_same_bits(found, streamed_plan(program, keep, executables))
     assert values.counts().num_written_bytes > 0
-    if has_link:  # the host is not filled
-        assert values.most_pinned_bytes <= least
+    assert values.most_pinned_bytes <= least  # the host is not filled
     values.close()
 
 
-@pytest.mark.usefixtures("small_values_leave")
-def test_a_value_that_is_still_written_is_forwarded(tmp_path, monkeypatch):
+def test_a_value_that_is_still_written_is_forwarded(plans, tmp_path, monkeypatch):
     program, coming = ZOO["l2_penalty"](depth=8), threading.Event()
-    keep, offload, executables = plans(program)
-    plan = evicted(offload, least_bytes(offload))
+    keep, plan, executables = plans(program)
     tiers = replace(plan_tiers(plan, least_of(plan)), leaving_bytes=ENOUGH)
     first = min(one.back for one in plan.evictions.values())
     write, before = Scratch.write, Values.before
@@ -203,94 +183,58 @@ def test_a_value_that_is_still_written_is_forwarded(tmp_path, monkeypatch):
     monkeypatch.setattr(Scratch, "write", written)
     monkeypatch.setattr(Values, "before", noted)
     values = Values(plan, Scratch([tmp_path]), tiers)
-    found = streamed(program, plan, executables, values=values)
-    assert_same_bits(found, streamed(program, keep, executables))
+    found = streamed_plan(program, plan, executables, values=values)
+    assert_same_bits(found, streamed_plan(program, keep, executables))
     counts = values.counts()
     assert counts.num_read_bytes < counts.num_written_bytes
     values.close()
 
 
-@pytest.mark.usefixtures("small_values_leave")
-def test_memory_is_as_planned(tmp_path):
-    program = ZOO["l2_penalty"](depth=8)
-    _, offload, executables = plans(program)
-    plan = evicted(offload, least_bytes(offload))
-    values = Watched(plan, Scratch([tmp_path]))
-    streamed(program, plan, executables, values=values)
-    in_memory = Watched()
-    streamed(program, offload, executables, values=in_memory)
-    assert values.peak_bytes < 0.7 * in_memory.peak_bytes
-    values.close()
-
-
-@pytest.mark.usefixtures("small_values_leave")
-def test_the_value_needed_last_leaves_first():
+def test_the_value_needed_last_leaves_first(plans):
     plan = plans(ZOO["l2_penalty"](depth=8))[1]
-    most = max(plan.call_bytes())
-    assert not evicted(plan, most).evictions
-    one = evicted(plan, most - 1).evictions
+    whole = replace(plan, evictions={})
+    least, most = least_bytes(whole), max(whole.call_bytes())
+    assert least < 0.7 * most
+    for budget_bytes in range(least, most, 4096):
+        assert evicted(whole, budget_bytes).peak_bytes <= budget_bytes
+    one = evicted(whole, most - 1).evictions
     others = [
         life.takers[-1]
         for slot, life in plan.lives.items()
         if slot not in one and life.takers and life.made == 0
     ]
     assert max(eviction.needed for eviction in one.values()) >= max(others)
-    for eviction in evicted(plan, 0).evictions.values():
-        assert eviction.written + 2 <= eviction.gone < eviction.back <= eviction.needed
-    away = evicted(plan, least_bytes(plan))
-    on_drive = plan_tiers(away, least_of(away)).on_drive
-    stay = [e.needed for slot, e in away.evictions.items() if slot not in on_drive]
-    assert min(away.evictions[s].needed for s in on_drive) >= max(stay, default=0)
+    on_drive = plan_tiers(plan, least_of(plan)).on_drive
+    stay = [e.needed for slot, e in plan.evictions.items() if slot not in on_drive]
+    assert min(plan.evictions[s].needed for s in on_drive) >= max(stay, default=0)
 
 
 # --- steps on a CPU ------------------------------------------------------------------
-
-
-@pytest.fixture
-def everything_leaves(small_values_leave, monkeypatch):
-    """Lets every value leave that can, although the budget has room."""
-    monkeypatch.setattr(cutting, "evicted", lambda plan, _: evicted(plan, 0))
-
-
-@pytest.fixture
-def offloading(everything_leaves, open_store):
-    """Opens steps of a program by their policy."""
-
-    def make(program, policy, **options):
-        step = jaxinf.stream(
-            program.loss,
-            TX,
-            open_store(policy, chunk_elements=4096, memory_bytes=16 << 20, **options),
-            memory_bytes=256 << 20,
-            policy=policy,
-        )
-        step.load(program.params, batch=program.batch)
-        return step
-
-    return make
 
 
 def assert_same_params(step, other, program):
     assert_same_bits(*(s.store.params(like=program.params) for s in (step, other)))
 
 
+@pytest.mark.usefixtures("everything_leaves")
 @pytest.mark.parametrize(
     ("name", "num_csds"),
     family([("l2_penalty", 2), ("scan_remat_reverse", 0)], short=[("l2_penalty", 2)]),
 )
-def test_a_step_is_that_of_keep(name, num_csds, offloading, place):
-    program = ZOO[name]()
-    csds = [place / f"csd{i}" for i in range(num_csds)]
+def test_a_step_is_that_of_keep(name, num_csds, streamed, open_store, place):
+    program, csds = ZOO[name](), [place / f"csd{i}" for i in range(num_csds)]
     for csd in csds:
         csd.mkdir()
-    offload = offloading(program, "offload", csds=csds)
-    keep = offloading(program, "keep")
-    assert run(offload, program, 3) == run(keep, program, 3)
-    assert_same_params(offload, keep, program)
+    store = open_store("offload", csds=csds, **CHUNKS)
+    offload = streamed(program, TX, store=store, policy="offload")
+    losses, found = trained(offload, program)
+    keep = streamed(program, TX, "keep", policy="keep")
+    expected_losses, expected = trained(keep, program)
+    assert losses == expected_losses
+    assert_same_states(found, expected)
     assert offload.metrics.offloaded_drive_bytes > 0
     assert offload.metrics.fetched_drive_bytes > 0
     assert not keep.metrics.offloaded_drive_bytes
-    moved_as_planned(offload)
 
 
 # --- steps on a device with memory of its own ----------------------------------------
@@ -305,40 +249,31 @@ def wide(params, batch):
 
 LAYERS = {"layers": [normal(i, 64, 64) / 8 for i in range(12)]}
 WIDE = Program(wide, LAYERS, normal(100, 2048, 64))  # values of 512 KiB
-DEVICE_BYTES = 9 << 19
+OFFLOAD = {"policy": "offload", "device_memory_bytes": 9 << 19}
+KEEP = {"policy": "keep", "device_memory_bytes": 64 << 20}
 # What leaves has room on the host, or not.
-HOSTS = {"host": 64 << 20, "drives": 17 << 20}
+ROOM, NO_ROOM = {"memory_bytes": 64 << 20}, {"memory_bytes": 17 << 20}
 
 
-def opened(open_store, name, memory_bytes, device=DEVICE_BYTES, **options):
-    options = {"policy": "offload"} | options
-    options |= {"memory_bytes": memory_bytes, "device_memory_bytes": device}
-    store = open_store(name, chunk_elements=4096, memory_bytes=4 << 20)
-    return jaxinf.stream(wide, TX, store, **options)
-
-
-def kept(open_store, like, **options):
+def kept(streamed, like):
     """A step with all values in memory, and the cuts of another one."""
-    options |= {"memory_bytes": 256 << 20, "device": 64 << 20, "policy": "keep"}
-    first = opened(open_store, "keep", **options)
+    first = streamed(WIDE, TX, "keep", **KEEP)
     first.load(LAYERS)
     first.close()
     like.store.wait()
     record = first.store.path / "current/commit.json"
     edit(record, streams=streams(like.store.path))
-    step = opened(open_store, "keep", **options)
+    step = streamed(WIDE, TX, "keep", **KEEP)
     step.load(LAYERS)
     return step
 
 
-def test_a_value_keeps_its_memory_until_its_copy_has_left(
-    open_store, late, monkeypatch
-):
+def test_a_value_keeps_its_memory_until_its_copy_has_left(streamed, late, monkeypatch):
     """A copy that is under way holds what it reads, which `Watched` looks for."""
     del late
     monkeypatch.setattr(late_copies, "DELAY_S", 0.02)
     monkeypatch.setattr(compiled_step, "Values", Watched)
-    step = opened(open_store, "step", HOSTS["host"])
+    step = streamed(WIDE, TX, **ROOM, **OFFLOAD)
     step.load(LAYERS, batch=WIDE.batch)
     step(WIDE.batch)
     assert step.metrics.offloaded_host_bytes > 0
@@ -346,18 +281,17 @@ def test_a_value_keeps_its_memory_until_its_copy_has_left(
 
 @pytest.mark.long
 @pytest.mark.usefixtures("own_memory")
-def test_a_host_that_is_too_small_is_named(open_store, place):
+def test_a_host_that_is_too_small_is_named(streamed, open_store, place):
     message = r"memory_bytes: it leaves \d+ bytes of the host for values .* expected "
     message += r"2097152, .* 4 x the largest, .* memory_bytes=.* works"
-    options = {"memory_bytes": 9 << 20, "device_memory_bytes": DEVICE_BYTES}
-    options |= {"policy": "offload", "scratch": place}
+    scratch = {"memory_bytes": 9 << 20, "scratch": place}
     for step in (
-        opened(open_store, "step", 15 << 20),
-        jaxinf.stream_in_memory(wide, TX, **options),
+        streamed(WIDE, TX, memory_bytes=15 << 20, **OFFLOAD),
+        jaxinf.stream_in_memory(wide, TX, **scratch, **OFFLOAD),
     ):
         with pytest.raises(StreamError, match=message):
             step.load(LAYERS, batch=WIDE.batch)
-    assert not open_store("step").exists
+    assert not open_store("store").exists
 
 
 @pytest.mark.long
@@ -370,8 +304,8 @@ def test_a_host_that_is_too_small_is_named(open_store, place):
         (Scratch, "read", 2, StoreIOError),
     ],
 )
-def test_a_step_that_ends_early(open_store, monkeypatch, owner, name, number, error):
-    step = opened(open_store, "step", HOSTS["drives"])
+def test_a_step_that_ends_early(streamed, monkeypatch, owner, name, number, error):
+    step = streamed(WIDE, TX, **NO_ROOM, **OFFLOAD)
     step.load(LAYERS, batch=WIDE.batch)
     found = run(step, WIDE, 1)
     real, hits = getattr(owner, name), []
@@ -386,8 +320,133 @@ def test_a_step_that_ends_early(open_store, monkeypatch, owner, name, number, er
         patched.setattr(owner, name, stop)
         with pytest.raises(error):
             step(WIDE.batch)
-    hits.clear()
     found += run(step, WIDE, 2)
-    keep = kept(open_store, step)
+    keep = kept(streamed, step)
     assert found == run(keep, WIDE, 3)
     assert_same_params(step, keep, WIDE)
+
+
+# --- files without names --------------------------------------------------------------
+
+
+SIZES = [0, 1, 4095, 4096, 4097, PART_BYTES - 1, 2 * PART_BYTES + 5]
+
+
+def write(scratch, place, value):
+    for part in place:
+        scratch.write(part, value)
+
+
+def read(scratch, place):
+    out = aligned(place_bytes(place))
+    for part in place:
+        scratch.read(part, out)
+    return out
+
+
+def test_values_come_back(tmp_path):
+    """All are written before one is read: places do not overlap, nor do runs' files."""
+    folders = [tmp_path / str(i) for i in range(3)]
+    for folder in folders:
+        folder.mkdir()
+    meters = ByteMeters()
+    scratch, beside = Scratch(folders, meters), Scratch(folders)
+    rng = np.random.default_rng(0)
+    values = [rng.integers(0, 256, size).astype(np.uint8) for size in SIZES]
+    places = scratch.allocate(dict(enumerate(SIZES))).values()
+    for value, place in zip(values, places, strict=True):
+        write(scratch, place, value)
+    write(beside, beside.allocate({0: 9000})[0], np.ones(9000, np.uint8))
+    beside.close()
+    for value, place in zip(values, places, strict=True):
+        np.testing.assert_array_equal(read(scratch, place)[: value.nbytes], value)
+    counts = meters.snapshot()
+    assert counts.drive_write_bytes == sum(page_ceil(size) for size in SIZES)
+    assert counts.drive_read_bytes == counts.drive_write_bytes
+    assert {part.drive for place in places for part in place} == {0, 1, 2}
+    assert not any(list(folder.iterdir()) for folder in folders)
+    scratch.close()
+
+
+def test_what_cannot_be_written_is_named(tmp_path, monkeypatch):
+    with pytest.raises(StoreIOError, match=r"none \(a file of activations\): making"):
+        Scratch([tmp_path / "none"]).allocate({0: 1})
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    num_open = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        with pytest.raises(StoreSpaceError, match="reserving room failed"):
+            Scratch([tmp_path]).allocate({0: 1})
+    assert len(os.listdir("/proc/self/fd")) == num_open
+    scratch = Scratch([tmp_path])
+    place = scratch.allocate({0: 1})[0]
+    monkeypatch.setattr(os, "pwritev", full)
+    with pytest.raises(StoreSpaceError, match=r"activations\): write at byte 0"):
+        write(scratch, place, np.zeros(1, np.uint8))
+    scratch.close()
+
+
+# --- policy="plan" --------------------------------------------------------------------
+
+
+PROGRAM = ZOO["l2_penalty"](depth=8)
+
+
+def times(plan, waited_share, seconds):
+    """Measured steps of a second in all, of which forward calls take these seconds."""
+    own = [seconds.get(call.program.name, 0.0) for call in plan.calls]
+    return [StepTimes(1.0, waited_share, own)] * NUM_MEASURED
+
+
+@pytest.mark.usefixtures("everything_leaves")
+def test_the_cheapest_bytes_are_recomputed_as_far_as_drives_are_slower():
+    ready = prepared(PROGRAM)
+    plan = evicted(plan_of(ready, cuts_of(ready, 1 << 14), "plan"), 0)
+    freed = freed_bytes(plan)
+    assert len(freed) > 3
+    away_bytes = sum(plan.lives[slot].num_bytes for slot in plan.evictions)
+    cost = {k: 1e-4 * (1 + n) * freed[k] / away_bytes for n, k in enumerate(freed)}
+    seconds = {f"forward {k}": own_s for k, own_s in cost.items()}
+    everything = segments_to_recompute(plan, times(plan, 1.0, seconds))
+    assert everything == set(freed)
+    some = segments_to_recompute(plan, times(plan, 0.3, seconds))
+    assert some == set(list(freed)[: len(some)])
+    left = away_bytes - sum(freed[k] for k in some)
+    assert left / away_bytes <= 0.7 + sum(cost[k] for k in some)
+    assert 0 < len(some) < len(freed)
+    dear = {
+        name: 2 * freed[k] / away_bytes for name, k in zip(seconds, freed, strict=True)
+    }
+    assert not segments_to_recompute(plan, times(plan, 1.0, dear))
+
+
+def slow(step_s, waited_s, call_s):
+    """What a drive would give that takes nearly all of a step's time."""
+    return StepTimes(step_s, 0.9 * step_s, [1e-9] * len(call_s))
+
+
+@pytest.mark.usefixtures("everything_leaves")
+def test_a_plan_that_is_chosen_changes_no_bit(streamed, monkeypatch):
+    monkeypatch.setattr(compiled_step, "StepTimes", slow)
+    found, num_steps = {}, 2 * NUM_MEASURED + 1
+    for policy in ("keep", "plan"):
+        step = streamed(PROGRAM, TX, policy, policy=policy, micro_batches=2)
+        step.load(PROGRAM.params, batch=PROGRAM.batch)
+        losses, plans = [], []
+        for _ in range(num_steps):
+            losses += run(step, PROGRAM, 1)
+            plans.append(step.plan)
+        moved_as_planned(step, "drive_write_bytes")
+        found[policy] = losses, states(step.store)
+    assert found["plan"][0] == found["keep"][0]
+    assert_same_states(found["plan"][1], found["keep"][1])
+    first, *_, last = plans
+    assert first is plans[NUM_MEASURED - 1] is not last
+    assert first.cuts == last.cuts
+    assert not any(call.is_repeat for call in first.calls)
+    assert any(call.is_repeat for call in last.calls)
+    assert len(last.evictions) < len(first.evictions)
+    assert plans[NUM_MEASURED] is last  # it is chosen once

@@ -1,6 +1,4 @@
-"""Params that stay in memory for updates and for other steps: bits, bytes, ends."""
-
-import threading
+"""Params and state that stay in memory: bits, bytes, ends."""
 
 import jax
 import jax.numpy as jnp
@@ -10,86 +8,15 @@ import pytest
 import small_stores
 from families import family
 from streaming import (
-    Numbers,
+    CHUNKS,
     assert_same_states,
     moved_as_planned,
-    read_ahead,
+    run,
     states,
-    trained,
-    unit,
 )
 from zoo import ZOO
 
 import jaxinf
-from jaxinf.streaming.plan import reads
-from jaxinf.streaming.plan.reads import Fetch
-from jaxinf.streaming.program.graph import Piece
-
-PAGE_BYTES = 4096
-FETCHES = [Fetch(unit(0), 0, 0, gradient=3), Fetch(unit(1), 1, 1)]
-
-
-def assert_step(params):
-    """Reads both units, as a step does that takes the first one for its update."""
-    params.begin()
-    np.testing.assert_array_equal(params.get(0, Piece(0)), np.zeros(1024))
-    params.done(0)
-    np.testing.assert_array_equal(params.take(unit(0)), np.zeros((1, 1024)))
-    params.free(unit(0))
-    assert params.take(unit(0)) is None
-    np.testing.assert_array_equal(params.get(1, Piece(1)), np.ones(1024))
-    params.close()
-
-
-def test_a_step_is_given_up_while_a_read_waits_for_an_update():
-    params = read_ahead(Numbers(), FETCHES, PAGE_BYTES)
-    params.begin()
-    params.get(0, Piece(0))
-    params.done(0)
-    params.stop()  # there is no room for the second unit
-    assert params.counts.num_read_bytes == PAGE_BYTES
-    assert_step(params)
-
-
-def test_a_step_is_given_up_while_a_read_has_no_room_on_the_device():
-    reader = Numbers(num_free=1)
-    params = read_ahead(reader, FETCHES, PAGE_BYTES, host_bytes=2 * PAGE_BYTES)
-    params.begin()
-    params.get(0, Piece(0))  # the device has room for no other
-    assert reader.reached.wait(60)
-    threading.Timer(0.1, reader.goes_on.set).start()
-    params.stop()
-    assert_step(params)
-
-
-def test_the_last_read_before_the_gradient_serves_the_update():
-    calls = [(0, 0, 0), (1, 1, 1), (0, 3, 4), (1, 6, 6)]
-    fetches = [Fetch(unit(leaf), *first_and_last) for leaf, *first_and_last in calls]
-    made = {unit(0): 4, unit(1): 5}
-    held = reads.held_bytes(fetches, 8)
-    found = reads.hand_over(fetches, made, lambda unit: True, held, 1 << 20)
-    assert [fetch.gradient for fetch in found] == [None, 5, 4, None]
-
-
-@pytest.mark.parametrize(
-    "name",
-    family(["half_precision_loss", "stack_by_index"], short=["half_precision_loss"]),
-)
-def test_params_from_memory_give_the_bits_of_params_from_the_drive(
-    name, streamed, monkeypatch
-):
-    small_stores.keep_nothing(monkeypatch)  # of params, too, if they can stay
-    program, tx = ZOO[name](), optax.adamw(1e-2)
-    memory = streamed(program, tx, "memory")
-    losses, found = trained(memory, program)
-    monkeypatch.setattr(reads, "hand_over", lambda fetches, *_, **__: fetches)
-    drive = streamed(program, tx, "drive")
-    same_losses, expected = trained(drive, program)
-    assert losses == same_losses
-    assert_same_states(found, expected)
-    param_bytes = sum(np.asarray(x).nbytes for x in jax.tree.leaves(program.params))
-    saved = drive.traffic.drive_read_bytes - memory.traffic.drive_read_bytes
-    assert saved > param_bytes // 2
 
 
 def test_a_frozen_base_that_fits_is_read_once(streamed):
@@ -156,3 +83,51 @@ def test_what_stays_is_read_again_after_the_store_was_replaced(replace, open_sto
         assert f(batch) == step(batch)[0] == 3 * 2048
         step(batch)
         assert step.metrics.fetched_drive_bytes == batch.nbytes  # the base stays
+
+
+# --- state -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("durability", "tx"),
+    family([("step", "adam"), (2, "lamb")], short=[("step", "adam")]),
+)
+def test_state_that_stays_moves_fewer_bytes(
+    durability, tx, streamed, open_store, monkeypatch
+):
+    program, found = ZOO["tied_and_unused"](), []
+    for name in ("kept", "none kept"):
+        if name == "none kept":
+            small_stores.keep_nothing(monkeypatch)
+        store = open_store(name, **CHUNKS, durability=durability)
+        step = streamed(program, getattr(optax, tx)(1e-2), store=store)
+        step.load(program.params, batch=program.batch)
+        losses, planned = run(step, program, 4), step.traffic
+        store.wait()
+        moved = [store.metrics_of(n).traffic for n in (3, 4)]
+        assert {one.drive_read_bytes for one in moved} == {planned.drive_read_bytes}
+        written = sum(one.drive_write_bytes for one in moved)
+        assert written == 2 * planned.drive_write_bytes
+        assert store.metrics_of(4).hit_share == (name == "kept")
+        found.append((losses, planned, states(store)))
+    (losses, kept, expected), (same_losses, plain, same) = found
+    assert losses == same_losses
+    assert_same_states(same, expected)
+    assert kept.drive_read_bytes < plain.drive_read_bytes
+    assert (kept.drive_write_bytes < plain.drive_write_bytes) == (durability == 2)
+
+
+def test_what_checkpoints_alone_write_is_none_of_a_steps(streamed, open_store):
+    program = ZOO["tied_and_unused"]()
+    store = open_store(**CHUNKS, durability="checkpoint")
+    step = streamed(program, optax.adam(1e-2), store=store)
+    step.load(program.params, batch=program.batch)
+    meters = store._engine.opened.meters
+    for name in ("first", "second"):
+        before = meters.snapshot().drive_write_bytes
+        run(step, program, 3)
+        store._engine.opened.join()
+        after = meters.snapshot().drive_write_bytes
+        assert after - before == 3 * step.traffic.drive_write_bytes
+        store.checkpoint(name)
+        assert meters.snapshot().drive_write_bytes > after

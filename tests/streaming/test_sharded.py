@@ -24,11 +24,11 @@ CASES = [
     *(("training", kind) for kind in KINDS),
     *(("zoo", name) for name in (*PROGRAMS, "moe_map")),
     *(("options", name) for name in OPTIONS),
-    *(("initialised", ""), ("replicas", ""), ("function", "")),
+    *(("initialised", ""), ("function", "")),
     *(("other_devices", ""), ("refused", "")),
 ]
 
 
-@pytest.mark.parametrize(("function", "name"), family(CASES, short=[("replicas", "")]))
+@pytest.mark.parametrize(("function", "name"), family(CASES, short=[("function", "")]))
 def test_on_four_devices(function, name, process, place):
     process.run(function, place, *[name] * bool(name))
