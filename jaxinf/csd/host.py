@@ -205,8 +205,8 @@ class HostCsd:
             is_finite = run_sparse(found, states, gradient, sent, passage)
         else:
             call, passage.writes = self._call(own, update, sent)
-            seed = {"key": rounding.key, "first": rounding.first}
-            is_finite = call.run(sent, passage, address=own.memory.address, **seed)
+            seed = own.memory.address, rounding.key, rounding.first
+            is_finite = call.run(sent, passage, *seed)
         own.known = {
             extent.buffer_offset_bytes: checksum
             for extent, checksum, is_written in zip(

@@ -182,7 +182,6 @@ class KernelCall:
         self,
         inputs: CallInputs,
         passage: Passage,
-        *,
         address: int = 0,
         key: int = 0,
         first: int = 0,
@@ -198,7 +197,7 @@ class KernelCall:
         given, num_stored = passage.given, self._num_stored
         given = None if given is None else np.ascontiguousarray(given)
         gradient = np.ascontiguousarray(inputs.gradient)
-        arrays = [np.ascontiguousarray(array) for array in inputs.arrays]
+        arrays = list(map(np.ascontiguousarray, inputs.arrays))
         none = bytes(num_stored)
         wanted = bytes(passage.reads or none) + bytes(passage.writes or none)
         sums_at, num_sums = self._sums_at, 2 * num_stored

@@ -141,6 +141,12 @@ def averaged(
         count, weight = jnp.zeros((), jnp.int32), jnp.zeros((), FLOAT32)
         return AveragedState(tx.init(params), copy, count, weight)
 
+    def step_size_at(count: jax.Array) -> Any:
+        decay = average.decay
+        if not callable(decay):
+            return 1 - float(decay)
+        return 1 - jnp.asarray(decay(jnp.maximum(count - 1, 0)), FLOAT32)
+
     def update(
         updates: PyTree,
         state: optax.OptState,
@@ -155,8 +161,15 @@ def averaged(
             is_emitted = functools.reduce(operator.and_, emitted)
             count = jnp.where(is_emitted, count, state.average_count)
             emitted = [is_emitted]
-        weight, step_size = _step_size(average, count, state.average_weight)
-        new = jax.tree.map(_applied, updates, params, is_leaf=lambda x: x is None)
+        weight, step_size = state.average_weight, step_size_at(count)
+        if average.debias:
+            weight = weight + step_size * (1 - weight)
+            step_size = jnp.where(weight > 0, step_size / weight, 0)
+        new = jax.tree.map(
+            lambda u, p: p if u is None else p + jnp.asarray(u).astype(FLOAT32),
+            *(updates, params),
+            is_leaf=lambda x: x is None,
+        )
         mean = optax.incremental_update(new, state.average, step_size)
         if average.every > 1:
             emitted.append(count % average.every == 0)
@@ -170,25 +183,6 @@ def averaged(
         return updates, AveragedState(inner, mean, count, weight)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _applied(update: Any, params: jax.Array) -> jax.Array:
-    return params if update is None else params + jnp.asarray(update).astype(FLOAT32)
-
-
-def _step_size(
-    average: Average, count: jax.Array, weight: jax.Array
-) -> tuple[jax.Array, jax.Array | float]:
-    decay = average.decay
-    if callable(decay):
-        value = decay(jnp.maximum(count - 1, 0))
-        step_size: Any = 1 - jnp.asarray(value, FLOAT32)
-    else:
-        step_size = 1 - float(decay)
-    if not average.debias:
-        return weight, step_size
-    new = weight + step_size * (1 - weight)
-    return new, jnp.where(new > 0, step_size / new, 0)
 
 
 def _emitted(old: PyTree, new: PyTree) -> list[jax.Array]:
