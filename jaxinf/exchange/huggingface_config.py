@@ -203,7 +203,12 @@ def write_config(
     fields, extra = architecture.fields, dict(architecture.extra)
     kind = _model_type(architecture)
     if task == "classification" and architecture.model in _READ_LAST:
-        extra |= _padding(extra)
+        # The last token before the padding is read, and `transformers` refuses a batch
+        # without one. A model without one gets its end, as in the trainer.
+        end = extra.get("eos_token_id")
+        end = end[0] if isinstance(end, list) and end else end
+        if end is not None and extra.get("pad_token_id") is None:
+            extra["pad_token_id"] = end
     family, num_labels = FAMILIES[kind], fields.get("num_labels")
     if len(extra.get("id2label") or ()) != num_labels:
         extra = {k: v for k, v in extra.items() if k not in _LABELS}
@@ -220,18 +225,6 @@ def write_config(
         **extra,
         "torch_dtype": dtype,
     }
-
-
-def _padding(extra: Document) -> Fields:
-    """Returns the padding of a classifier that reads the last token before it.
-
-    `transformers` refuses a batch without one. Where a model has none, its end is used,
-    as the trainer does.
-    """
-    end = extra.get("eos_token_id")
-    end = end[0] if isinstance(end, list) and end else end
-    pad = extra.get("pad_token_id")
-    return {} if end is None or pad is not None else {"pad_token_id": end}
 
 
 def _model_type(architecture: Architecture) -> str:
