@@ -39,16 +39,14 @@ _NEVER_CODED = (ERROR_FEEDBACK, "acc_grads")  # sums, in which every bit counts
 class Formats:
     """The formats of a store's state, or of a copy's; those that are None stay.
 
-    Attributes:
-      state: of the optimizer's float32 state, except in small leaves.
-      master: of the master of params that are bfloat16 on the JAX device: ``"split"``,
-        the params with 16-bit remainders; ``"none"``, the params alone.
-      average: of the params' average, except in small leaves.
+    Small leaves have float32 state and averages. The master of params that are bfloat16
+    on the JAX device may be ``"split"``, the params with 16-bit remainders, or
+    ``"none"``, the params alone.
     """
 
-    state: str | None = None
+    state: str | None = None  # of the optimizer's float32 state
     master: str | None = None
-    average: str | None = None
+    average: str | None = None  # of the params' average
 
     def of(self, held: Manifest, where: str) -> Manifest:
         """Returns a manifest with these formats, whose places are as before."""

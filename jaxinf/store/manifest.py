@@ -57,7 +57,7 @@ _MOST_ELEMENTS = 1 << 58  # with 16 bytes each, 2^62 bytes
 _MOST_CHUNK_ELEMENTS = 1 << 36  # 16,384 times the usual size of a chunk
 
 # Codecs of arrays that belong to the array before them, and the ends of their names.
-BESIDE = {"scale": "_scale", "remainder": "_remainder"}
+_ENDS = {"scale": "_scale", "remainder": "_remainder"}
 
 # The dtype of each codec, and codec and dtype of what it has beside.
 _CODED: dict[str, tuple[Any, ...]] = {
@@ -87,22 +87,17 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 
 class StateRecord(Document, frozen=True, array_like=True):
-    """One stored array of a leaf.
+    """One stored array of a leaf: a state, or what belongs to the one before it.
 
-    Attributes:
-      name: name of the optax state's field; with an end of `BESIDE` if it belongs to
-        the array before it.
-      dtype: dtype of the stored elements.
-      codec: the codec for float32: ``"bf16"`` (rounded stochastically), ``"int8"``
-        (codes; their scales are the next array), ``"scale"`` (these scales),
-        ``"split"`` (rounded to bfloat16; the remainders are the next array),
-        ``"remainder"`` (these remainders); empty if the optimizer computes with the
-        stored elements.
+    Codecs are of float32: ``"bf16"``, rounded stochastically; ``"int8"``, codes, whose
+    scales are the next array, ``"scale"``; ``"split"``, rounded to bfloat16, whose
+    remainders are the next array, ``"remainder"``. Without one the optimizer computes
+    with the stored elements.
     """
 
-    name: Name
-    dtype: Dtype
-    codec: Annotated[str, one_of("", *CODECS, *MASTER_CODECS, *BESIDE)] = ""
+    name: Name  # of the optax state's field, perhaps with one of `_ENDS`
+    dtype: Dtype  # of the stored elements
+    codec: Annotated[str, one_of("", *CODECS, *MASTER_CODECS, *_ENDS)] = ""
 
     @property
     def itemsize(self) -> int:
@@ -112,12 +107,12 @@ class StateRecord(Document, frozen=True, array_like=True):
     @property
     def is_beside(self) -> bool:
         """Whether it belongs to the array before it, and is not a state of its own."""
-        return self.codec in BESIDE
+        return self.codec in _ENDS
 
     @property
     def slot(self) -> str:
         """Name of the optimizer's state, also for its scales or remainders."""
-        return self.name.removesuffix(BESIDE.get(self.codec, ""))
+        return self.name.removesuffix(_ENDS.get(self.codec, ""))
 
     def num_elements(self, num_leaf_elements: int) -> int:
         """Returns the number of its elements for a number of the leaf's."""
@@ -128,7 +123,7 @@ class StateRecord(Document, frozen=True, array_like=True):
     def coded(self, codec: str) -> tuple["StateRecord", ...]:
         """Returns the arrays that store this state with a codec."""
         dtype, *beside = _CODED[codec]
-        more = (StateRecord(self.name + BESIDE[x], d, x) for x, d in beside)
+        more = (StateRecord(self.name + _ENDS[x], d, x) for x, d in beside)
         return (StateRecord(self.name, dtype, codec), *more)
 
     def decoded(self) -> "StateRecord":
