@@ -149,16 +149,3 @@ def test_a_sparse_gradient_has_the_bits_of_a_dense_one(
     (found, arrays), (wanted, expected) = results
     assert found == wanted
     assert_same(arrays, expected)
-
-
-def test_parts_of_a_sparse_gradient():
-    sent = SparseGradient(
-        np.array([0, 7, 8, 99], np.int32), np.arange(4, dtype=np.float32), 100
-    )
-    part = sent.part(7, 99)
-    assert part.num_elements == 92
-    assert part.indices.tolist() == [0, 1]
-    assert part.values.tolist() == [1, 2]
-    assert sent.part(9, 99).indices.size == 0
-    assert sent.part(0, 100) is sent
-    assert sent.nbytes == 32

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import threading
 from itertools import product
 
 import jax.numpy as jnp
@@ -171,26 +170,6 @@ def test_slots_that_trade_places():
     pairs = [(found["out"], old["a"]), (slots["a"], old["b"]), (slots["c"], old["c"])]
     pairs += [(slots["b"], before["gradient"])]
     assert_same_bits(*zip(*pairs, strict=True))
-
-
-@needs_levels
-def test_threads_share_a_kernel_and_its_mode_is_their_own():
-    kernel = kernel_of(optax.adamw(1e-2))
-    expected = chunk(kernel, 100003)
-    compiled(kernel).run(**expected)
-    chunks = [chunk(kernel, 100003) for _ in range(4)]
-    threads = [
-        threading.Thread(target=compiled(kernel).run, kwargs=arguments)
-        for arguments in chunks
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for found in chunks:
-        assert_same_bits(outputs(found), outputs(expected))
-    # Flushing denormals ends with the call.
-    assert np.float32(1e-30) * np.float32(1e-10) > 0
 
 
 def hard_numbers(rng, num):

@@ -46,6 +46,8 @@ def test_denormals_are_flushed():
     compiled(shrink).run(gradient=gradient, params=params, out=out)
     np.testing.assert_array_equal(out, np.float32([0, 0, 2e-38, 0, np.nan]))
     np.testing.assert_array_equal(params, np.float32([0, 0, -2e-38, 0, np.nan]))
+    # Flushing denormals ends with the call.
+    assert np.float32(1e-30) * np.float32(1e-10) > 0
 
 
 def test_initial_state_is_elementwise_in_the_params():

@@ -171,13 +171,6 @@ def test_shards_are_covered_by_whole_chunks(case):
     assert sorted(found) == list(range(grid.num_chunks))
 
 
-def test_scalar_and_empty_leaves():
-    (chunk,) = LeafGrid((), ()).chunks()
-    assert (chunk.key, chunk.num_elements, chunk.stored_elements) == ("c", 1, 1)
-    empty = LeafGrid((0, 5), (1, 4096))
-    assert (empty.grid_shape, empty.num_chunks, empty.chunks()) == ((0, 1), 0, ())
-
-
 def test_partly_covered_chunk_is_named():
     for start, extent, key in (
         ((2, 0), (8, 6), "c/0/0"),
@@ -286,22 +279,6 @@ def test_every_element_is_in_one_subgroup(shape, max_elements, max_chunk_element
         assert sum(lengths) == chunk.num_elements
         assert len(lengths) == -(-chunk.num_elements // limit)
         assert max(lengths) - min(lengths) < 2 * UNIT
-
-
-@pytest.mark.parametrize(
-    ("num_elements", "max_elements", "lengths"),
-    [
-        (1, 4096, [1]),
-        (4096, 4096, [4096]),
-        (4097, 4096, [4096, 1]),
-        (4 * 4096, 3 * 4096, [2 * 4096, 2 * 4096]),
-        (5 * 4096 + 5, 4 * 4096 + 9, [3 * 4096, 2 * 4096 + 5]),
-    ],
-)
-def test_cut(num_elements, max_elements, lengths):
-    grid = LeafGrid((num_elements,), (1 << 20,))
-    runs = subgroups(0, grid, [0], max_elements)
-    assert [run.num_elements for run in runs] == lengths
 
 
 @given(

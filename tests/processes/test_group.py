@@ -92,19 +92,6 @@ def test_a_process_speaks_when_threads_cannot_start(monkeypatch):
     assert [*said] == ["jaxinf/id/failed/1", "jaxinf/id/closed/1"]
 
 
-def test_one_alone_asks_nobody():
-    group = processes.Group("run")
-    assert group.gather("x", lambda: 1) == [1]
-    assert group.first("x", lambda: 2) == 2
-    group.agree("x", lambda: 3, "")
-    group.barrier("x")
-    with group.living():
-        group.say("x")
-    assert group.said("x") == {}
-    assert not group.said("failed")
-    group.leave()
-
-
 def test_all_have_the_values_of_all(groups):
     for n in range(3):
         found = in_each(groups, lambda g, n=n: g.gather("x", lambda: [n, g.number]))
