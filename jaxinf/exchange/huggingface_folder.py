@@ -28,7 +28,6 @@ from jaxinf.exchange.params import (
     said_architecture,
 )
 from jaxinf.exchange.safetensors_files import (
-    is_safetensors,
     read_safetensors,
     write_tensors,
 )
@@ -69,12 +68,12 @@ class HuggingFaceFolder:
                 "check the path"
             )
         architecture = read_config_file(within(path, "config.json"))
-        if not is_safetensors(path):
+        if not (tensors := read_safetensors(path)):
             raise ExchangeError(
                 f"{path}: expected weights as safetensors, found none; weights of "
                 "other formats are not read: save them with save_pretrained"
             )
-        return cls(path, architecture, read_safetensors(path))
+        return cls(path, architecture, tensors)
 
     def check_counts(self) -> None:
         """Refuses a config with larger counts than its tensors can have.

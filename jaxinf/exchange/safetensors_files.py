@@ -44,7 +44,6 @@ from jaxinf.typing import JsonValue
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
-_SUFFIX = ".safetensors"
 _FILE = pattern(
     r"[^./\0][^/\0]*\.safetensors",
     "the name of a safetensors file in the same folder; nothing outside it is read",
@@ -70,12 +69,6 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, Annotated[str, _FILE]]
 
 
-def is_safetensors(path: Path) -> bool:
-    """Whether a path is a safetensors file, or a directory of some."""
-    has_index = (path / INDEX_NAME).is_file()
-    return has_index or path.name.endswith(_SUFFIX) or any(path.glob("*" + _SUFFIX))
-
-
 def read_safetensors(path: Path) -> dict[str, SourceArray]:
     """Reads the headers of a file, or of the files of a directory.
 
@@ -91,7 +84,7 @@ def read_safetensors(path: Path) -> dict[str, SourceArray]:
     elif (path / WEIGHTS_NAME).exists():
         files = [within(path, WEIGHTS_NAME)]
     else:
-        files = [within(path, file.name) for file in sorted(path.glob("*" + _SUFFIX))]
+        files = [within(path, file.name) for file in sorted(path.glob("*.safetensors"))]
     arrays: dict[str, SourceArray] = {}
     for file in files:
         found = _read_file(file)
