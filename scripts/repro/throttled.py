@@ -37,7 +37,6 @@ class CsdRates:
 
     Attributes:
       drive_read, drive_write: limits of each drive, which serves one request at a time.
-      internal: limit between a drive and its card, for both directions together.
       kernel: limit of each card's kernel, by its input of state and dense gradient.
       decompress: limit of each card's decompressor, by its output of dense gradient.
       allocate: limit of the host's allocation of buffers, for all CSDs in turn.
@@ -48,7 +47,6 @@ class CsdRates:
 
     drive_read: float | None = None
     drive_write: float | None = None
-    internal: float | None = None
     kernel: float | None = None
     decompress: float | None = None
     allocate: float | None = None
@@ -57,12 +55,12 @@ class CsdRates:
     is_joined: bool = False
 
 
-def throttled(csd: str, rates: CsdRates | Sequence[CsdRates]) -> CsdSpec:
+def throttled(csd: str, rates: CsdRates) -> CsdSpec:
     """Returns a value of `csd=`: CSDs of a kind that are slowed down.
 
     Args:
       csd: the kind, with its options; see `jaxinf.csd.parse_csd`.
-      rates: limits of every CSD, or of each; all CSDs share one link.
+      rates: limits of every CSD; all share one link.
     """
     return replace(parse_csd(csd), wrap=partial(ThrottledFleet, rates=rates))
 
@@ -117,7 +115,7 @@ def wait(*passages: Passage) -> None:
 class ThrottledFleet:
     """See `jaxinf.csd.CsdFleet`: a fleet whose CSDs are throttled behind one link."""
 
-    def __init__(self, fleet: CsdFleet, rates: CsdRates | Sequence[CsdRates]) -> None:
+    def __init__(self, fleet: CsdFleet, rates: CsdRates) -> None:
         self._fleet = fleet
         self._rates = rates
 
@@ -129,10 +127,8 @@ class ThrottledFleet:
     ) -> "Sequence[ThrottledCsd]":
         """Returns the fleet's CSDs, throttled."""
         csds = self._fleet.attach(directories, buffer_bytes, num_elements)
-        link, num, rates = Server(), len(csds), self._rates
-        each = [rates] * num if isinstance(rates, CsdRates) else rates
-        pairs = zip(csds, each, strict=True)
-        return [ThrottledCsd(csd, own, link, num) for csd, own in pairs]
+        link = Server()
+        return [ThrottledCsd(csd, self._rates, link, len(csds)) for csd in csds]
 
 
 class ThrottledCsd:
@@ -154,7 +150,7 @@ class ThrottledCsd:
         self._csd = csd
         self._rates = rates
         self._link, self._host, self._num_csds = link, Server(), num_csds
-        self._drive, self._internal, self._kernel = Server(), Server(), Server()
+        self._drive, self._kernel = Server(), Server()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._csd, name)
@@ -180,10 +176,10 @@ class ThrottledCsd:
             self._csd.write(transfers)
 
     def _moving(self, num_bytes: int, rate: float | None) -> Any:
-        way = (self._internal, num_bytes, self._rates.internal)
+        ways: list[Passage] = [(self._drive, num_bytes, rate)]
         if self._csd.is_host:
-            way = self._crossing(num_bytes)
-        return held_up((self._drive, num_bytes, rate), way)
+            ways.append(self._crossing(num_bytes))
+        return held_up(*ways)
 
     def _crossing(self, num_bytes: int) -> Passage:
         return self._link, num_bytes, self._rates.link
