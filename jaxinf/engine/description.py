@@ -114,8 +114,8 @@ class StoreDescription:
 
     leaves: tuple[LeafDescription, ...]
     scalar_paths: tuple[str, ...]
-    average: str = ""
-    layout: StateLayout | None = None
+    average: str
+    layout: StateLayout
 
     def __post_init__(self) -> None:
         names = {state.name for leaf in self.leaves for state in leaf.record.states}

@@ -144,13 +144,12 @@ class Engine:
     @property
     def layout(self) -> StateLayout:
         """The places of the optax state in the store, by the optimizer bound last."""
-        layout = self._bound[-1].layout if self._bound else None
-        if layout is None:
+        if not self._bound:
             raise StaleStateError(
                 f"{self.options.path}: expected an optimizer for the store's state, "
                 "found none; call tx.init(params) of smart_update(tx, store) first"
             )
-        return layout
+        return self._bound[-1].layout
 
     def shape(self, description: StoreDescription) -> StoreShape:
         """The shape of the existing or future store; writes nothing."""
