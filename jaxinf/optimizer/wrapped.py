@@ -220,7 +220,7 @@ class OffloadedOptimizer:
         key = [treedef, avals, compat.trace_context()]
         if not extra_args and self._last_trace[:3] == key:
             return self._last_trace[3]
-        update = trace_update(self.tx, params, extra_args, may_recall=True)
+        update = trace_update(self.tx, params, extra_args, may_recall="sums")
         traced = trace_init(self.tx, params), update
         if not extra_args:
             self._last_trace[:] = [*key, traced]

@@ -6,9 +6,9 @@ ends with that leaf's, and the shapes agree) or scalar state, which stays in JAX
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
 import numpy as np
@@ -204,6 +204,10 @@ def _check_scalar_bytes(paths: Sequence[str], avals: Sequence[Any]) -> None:
         )
 
 
+RecallLimit: TypeAlias = Literal["", "sums", "all"]
+"""What a prologue may recall: nothing, sums of gradients, or all in every step."""
+
+
 @dataclass(frozen=True)
 class Recall:
     """Stored state that a prologue needs, beside kernels that read it by themselves.
@@ -224,25 +228,15 @@ class Recall:
     counter: int | None
 
 
-def recall_all(layout: StateLayout) -> Recall | None:
-    """Returns all slots; None without any."""
-    owned = ((slot, leaf) for leaf, own in enumerate(layout.slots) for slot in own)
-    pairs = [pair for pair in owned if pair[0].name != AVERAGE]  # nobody needs it
-    return Recall(*zip(*pairs, strict=True), counter=None) if pairs else None
-
-
-def find_recall(layout: StateLayout) -> Recall | None:
-    """Returns the sums of an ``optax.MultiSteps`` and its count; None without one."""
-    for counter, keys in enumerate(layout.scalar_keys):
-        if not keys or keys[-1] != ("field", "mini_step"):
-            continue
+def find_recalls(layout: StateLayout, most: RecallLimit) -> Iterator[Recall]:
+    """Yields the sums of an ``optax.MultiSteps`` with its count, then all slots."""
+    pairs = [(slot, leaf) for leaf, own in enumerate(layout.slots) for slot in own]
+    for counter, keys in enumerate(layout.scalar_keys if most else ()):
         sums = (*keys[:-1], ("field", "acc_grads"))
-        found = [
-            (slot, leaf)
-            for leaf, own in enumerate(layout.slots)
-            for slot in own
-            if layout.keys[slot.state_index][: len(sums)] == sums
-        ]
-        if found and [leaf for _, leaf in found] == [*range(len(layout.slots))]:
-            return Recall(*zip(*found, strict=True), counter=counter)
-    return None
+        found = [x for x in pairs if layout.keys[x[0].state_index][: len(sums)] == sums]
+        is_count = keys[-1:] == (("field", "mini_step"),)
+        if is_count and [leaf for _, leaf in found] == [*range(len(layout.slots))]:
+            yield Recall(*zip(*found, strict=True), counter=counter)
+    needed = [pair for pair in pairs if pair[0].name != AVERAGE]
+    if most == "all" and needed:
+        yield Recall(*zip(*needed, strict=True), counter=None)

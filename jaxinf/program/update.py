@@ -28,12 +28,12 @@ from jaxinf.program.split import BodyBuilder, is_elementwise, refusal, stored_cu
 from jaxinf.program.state import (
     LeafKernel,
     Recall,
+    RecallLimit,
     StateLayout,
     as_transform,
-    find_recall,
+    find_recalls,
     float32_avals,
     layout_of,
-    recall_all,
 )
 from jaxinf.program.tree import LeafInfo, leaf_infos
 from jaxinf.typing import AVERAGE, FLOAT32, PyTree
@@ -179,8 +179,7 @@ def trace_update(
     params: PyTree,
     extra_args: Mapping[str, Any] | None = None,
     *,
-    may_recall: bool = False,
-    may_recall_all: bool = False,
+    may_recall: RecallLimit = "",
 ) -> UpdateProgram:
     """Traces ``tx.update`` and divides it; nothing is computed on real data.
 
@@ -190,9 +189,8 @@ def trace_update(
         float32 params and gradients in every case, because the master is float32.
       extra_args: Keyword arguments of ``tx.update``. Arrays, avals, int and float are
         inputs of the program; other values (bool, str, callables) are fixed here.
-      may_recall: Whether the prologue may need stored state, if it cannot be divided
+      may_recall: The stored state that the prologue may need, if it cannot be divided
         otherwise; see `Recall`.
-      may_recall_all: Whether it may need all stored state, in every step.
 
     Raises:
       TypeError, ValueError: See `leaf_infos`; or the update needs arguments that are
@@ -212,9 +210,7 @@ def trace_update(
     try:
         return _divided(closed, layout, extra, infos, None)
     except UnsupportedTransformError:
-        recalls = [find_recall(layout) if may_recall else None]
-        recalls += [recall_all(layout) if may_recall_all else None]
-        for recall in filter(None, recalls):
+        for recall in find_recalls(layout, may_recall):
             with contextlib.suppress(UnsupportedTransformError):
                 return _divided(closed, layout, extra, infos, recall)
         raise

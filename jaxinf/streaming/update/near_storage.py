@@ -70,7 +70,7 @@ def trace_optimizer(
     extra_args: Mapping[str, Any] | None = None,
 ) -> UpdateProgram:
     """As `jaxinf.program.trace_update`, of one that may read all stored state."""
-    return trace_update(tx, params, extra_args, may_recall=True, may_recall_all=True)
+    return trace_update(tx, params, extra_args, may_recall="all")
 
 
 def passes_for(
