@@ -53,7 +53,8 @@ Dtype: TypeAlias = Annotated[
     ),
 ]
 
-_SEAL = re.compile(rb'("crc32c": ")([0-9a-f]{8})("\n}\n)\Z')
+_SEAL = re.compile(rb'"crc32c": "[0-9a-f]{8}"\n}\n')
+_SEAL_BYTES = 23  # at the end of a document
 
 
 def seal(document: Any) -> bytes:
@@ -76,9 +77,9 @@ def seal(document: Any) -> bytes:
 
 def _sealed(raw: bytes) -> bytes:
     """Returns a document's bytes with the right checksum."""
-    blank = _SEAL.sub(rb"\g<1>00000000\3", raw)
-    digits = b"%08x" % crc32c(np.frombuffer(blank, np.uint8))
-    return _SEAL.sub(rb"\g<1>%b\3" % digits, blank)
+    head, tail = raw[:-12], raw[-4:]  # around the eight digits
+    blank = head + b"00000000" + tail
+    return head + b"%08x" % crc32c(np.frombuffer(blank, np.uint8)) + tail
 
 
 def write_document(path: Path, document: Any) -> None:
@@ -116,12 +117,13 @@ def read_document(
             raw = read_beneath(Path(path).parent, Path(path).name, MOST_BYTES)
         document = parse_json(raw)
         check(document)
-        if (found := _SEAL.search(raw)) is None or raw != _sealed(raw):
-            held, right = "at its end", "none"
-            if found is not None:
-                held, right = (one[-12:-4].decode() for one in (raw, _sealed(raw)))
+        is_sealed = _SEAL.fullmatch(raw[-_SEAL_BYTES:]) is not None
+        right = _sealed(raw) if is_sealed else b""
+        if raw != right:
+            held = raw[-12:-4].decode() if is_sealed else "at its end"
+            found = right[-12:-4].decode() or "none"
             raise StoreFormatError(
-                f"{path}: expected {what} of the CRC-32C {held}, found {right}; the "
+                f"{path}: expected {what} of the CRC-32C {held}, found {found}; the "
                 f"file was edited or damaged: {remedy}"
             )
         del document["crc32c"]
