@@ -201,6 +201,7 @@ def _open_locked(engine: "Engine", lock: StoreLock) -> OpenStore | None:
         claim_csds(directory)
         prune_snapshots(directory)
         prune_leftovers(directory)
+        directory.prune_replacements()
         if options.restore is not None:
             commit = restore_checkpoint(directory, options.restore)
     directory.check_files(directory.committed_slot() or SLOTS[0])

@@ -349,14 +349,20 @@ class StoreDirectory:
     def _replacement(self, csd: int, file: Path) -> Iterator[Path]:
         """Yields a temporary name; the file that the body makes there replaces `file`.
 
-        Of these names there is one a CSD, since one file is replaced at a time. What a
-        crash leaves there goes with the next replacement.
+        Of these names there is one a CSD, since one file is replaced at a time.
         """
         temporary = self.csd_directory(csd) / _REPLACEMENT
         with translated("replacement", file):
             temporary.unlink(missing_ok=True)
             yield temporary
             temporary.rename(file)
+
+    def prune_replacements(self) -> None:
+        """Removes the leftovers of replaced chunk files, after a crash."""
+        for csd in range(self.num_csds):
+            temporary = self.csd_directory(csd) / _REPLACEMENT
+            with translated("removal", temporary):
+                temporary.unlink(missing_ok=True)
 
 
 def allocate(file: PathLikeStr, one: ChunkFile) -> None:
