@@ -132,7 +132,7 @@ def test_bits_are_those_of_keep(name, plans, tmp_path):
         on_drive = sum(sizes[slot] for slot in slots)
         assert counts.num_written_bytes == 2 * on_drive
         assert counts.num_read_bytes <= 2 * on_drive
-        if tiers is not None:
+        if host_bytes is not None:
             assert bool(on_drive) == (host_bytes < most)
             assert counts.num_out_bytes == 2 * sum(sizes.values())
             assert max(values.most_pinned_bytes, tiers.host_bytes) <= host_bytes
