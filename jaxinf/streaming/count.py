@@ -4,18 +4,21 @@ Invariant: no program is run, nothing is written, and params are never made.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import jax
-
-from jaxinf import compat
 from jaxinf.streaming.home import Endpoints
 from jaxinf.streaming.move.spill import file_bytes
 from jaxinf.streaming.plan.calls import Plan
+from jaxinf.streaming.plan.compiled import Executables, measured
+from jaxinf.streaming.plan.cut_to_fit import plan_of
 from jaxinf.streaming.plan.memory import NUM_STAGED
-from jaxinf.streaming.program.graph import Piece
-from jaxinf.streaming.program.programs import UNOPTIMIZED
+from jaxinf.streaming.program.cut import cuts_of
+from jaxinf.streaming.program.graph import Piece, aval_bytes
+from jaxinf.streaming.program.lifetimes import order_program
+from jaxinf.typing import PyTree
+
+_UNLIMITED = 1 << 62
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,13 +90,16 @@ def _most_bytes(plan: Plan, on_drive: Mapping[Piece, int]) -> int:
     return max(most, held)
 
 
-def program_bytes(function: Callable[..., Any], *avals: Any) -> int:
-    """Returns what XLA says that a function takes whole; compiles it, and blocks.
+def program_bytes(loss_fn: Callable[..., Any], params: PyTree, batch: PyTree) -> int:
+    """Returns what a loss and its gradients take, with all params and values in memory.
 
-    These are arguments, results and temporaries. It is not optimized for speed.
+    Programs are those of a streamed step, and XLA says what they take: one is compiled
+    for all equal blocks, in less time than a program of the whole. Gradients of params
+    that the loss stops do not count. Blocks.
     """
-    options = UNOPTIMIZED if jax.default_backend() == "cpu" else None
-    compiled = compat.compile_lowered(jax.jit(function).lower(*avals), options)
-    memory = compiled.memory_analysis()
-    ends_bytes = memory.argument_size_in_bytes + memory.output_size_in_bytes
-    return ends_bytes + memory.temp_size_in_bytes
+    ready = order_program(loss_fn, params, batch)
+    plan = plan_of(ready, cuts_of(ready, _UNLIMITED), "keep")
+    plan = measured(replace(plan, uses=()), Executables(are_run=False))
+    gradients = ready.graph.gradients.items()
+    stopped = {p: 0 for p, value in gradients if value.node and value.node.is_spread}
+    return sum(map(aval_bytes, ready.traced.params)) + _most_bytes(plan, stopped)

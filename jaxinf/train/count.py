@@ -26,7 +26,7 @@ from jaxinf.train.freezing import trained
 from jaxinf.train.modes import streamed_step
 from jaxinf.train.opening import named_flags, open_run, refused_as_usage
 from jaxinf.train.optimizers import make_optimizer
-from jaxinf.train.step import gradients_of
+from jaxinf.train.step import loss_of
 from jaxinf.typing import FLOAT32, PyTree
 
 
@@ -99,8 +99,11 @@ def _program_bytes(config: TrainConfig, batch: Batch | None) -> tuple[int, int]:
     programs = _num_bytes(params)
     programs += (3 if config.clip_norm or config.compress else 1) * gradients
     if batch is not None:
-        given = params, jax.eval_shape(lambda: batch)
-        programs = max(programs, program_bytes(gradients_of(config, graphdef), *given))
+        parts = config.micro_batches
+        part = jax.tree.map(lambda rows: rows[: len(rows) // parts], batch)
+        loss_fn = loss_of(config, graphdef)
+        step = program_bytes(loss_fn, params, jax.eval_shape(lambda: part))
+        programs = max(programs, step + (gradients if parts > 1 else 0))
     if config.mode == "memory":
         programs += _num_bytes(jax.eval_shape(make_optimizer(config).init, params))
     return programs, gradients

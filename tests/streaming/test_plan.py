@@ -15,6 +15,7 @@ from streaming import assert_near, in_memory, prepared, run, smallest_bytes, uni
 from zoo import ZOO, Program, normal
 
 from jaxinf.errors import BudgetError
+from jaxinf.streaming.count import program_bytes
 from jaxinf.streaming.plan import reads
 from jaxinf.streaming.plan.cut_to_fit import cut_to_fit, plan_of
 from jaxinf.streaming.program.cut import cuts_of
@@ -331,3 +332,14 @@ def test_a_budget_that_is_too_small_is_answered_with_one_that_works(streamed):
         streamed(PROGRAM, TX, memory_bytes="64KiB").dry_run(PROGRAM.batch, SHAPES)
     with streamed(PROGRAM, TX, **refused.value.works) as step:
         assert step.dry_run(PROGRAM.batch, SHAPES).host_bytes
+
+
+@pytest.mark.parametrize("name", ["gpt2_nano", "haiku", "scan_remat_reverse"])
+def test_a_whole_program_is_counted_to_within_a_third(name):
+    program = ZOO[name]()
+    given = program.params, program.batch
+    compiled = jax.jit(jax.value_and_grad(program.loss)).lower(*given).compile()
+    memory = compiled.memory_analysis()
+    expected = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    expected += memory.temp_size_in_bytes
+    assert 2 * expected < 3 * program_bytes(program.loss, *given) < 4 * expected

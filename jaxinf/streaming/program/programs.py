@@ -28,8 +28,8 @@ LARGE_BYTES = 32 << 20
 # The product of arrays with fewer axes is summed in tiles, and takes no memory
 # (docs/decisions.md, "Sums of large products").
 NUM_AXES = 4
-UNOPTIMIZED = {"xla_backend_optimization_level": 0}
-"""An option of XLA's CPU compiler: code in less time, for arrays in the same memory."""
+# Machine code in less time, for arrays in the same memory.
+_UNOPTIMIZED = {"xla_backend_optimization_level": 0}
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,7 +219,7 @@ def compile_program(
     """
     options = compiler_options(program.nodes, is_deterministic=is_deterministic)
     if not is_run and jax.default_backend() == "cpu":
-        options = {**(options or {}), **UNOPTIMIZED}
+        options = {**(options or {}), **_UNOPTIMIZED}
 
     def run(*args: jax.Array) -> list[jax.Array]:
         env: dict[Value, Any] = dict(zip(program.inputs, args, strict=True))
