@@ -106,7 +106,6 @@ class StoreDescription:
     """All leaves in the order of the flattened params tree.
 
     Attributes:
-      leaves: one for each leaf.
       scalar_paths: paths of the scalar state in the optax state.
       average: codec of the params' average in a new store; empty for none.
       layout: the places of the stored and the scalar state in the optax state.
@@ -190,9 +189,6 @@ def describe(
       average: the average of the params that the optimizer keeps.
       compression: that of its gradients.
       holders: of each leaf, see `LeafDescription`.
-
-    Raises:
-      UnsupportedTransformError: its gradients cannot be sent compressed.
     """
     if compression is not None:
         _check_compressed(compression, update)

@@ -116,7 +116,6 @@ class StateReader:
         """Reads a box of a leaf's state, or its average; blocks.
 
         Args:
-          leaf: number of the leaf.
           out: an array of the wanted dtype; it must cover whole chunks
             (`StoreShape.divides`). If it has the dtype of the store's `params`, they
             are rounded in the same way as these, otherwise to nearest even.
@@ -161,10 +160,8 @@ def average_states(opened: "OpenStore", leaf: int) -> tuple[int, ...]:
     """Returns the numbers of the states of which a leaf's average is made.
 
     These are the average alone, or of a schedule-free optimizer the master params and
-    its z. Leaves that it does not train are their own average.
-
-    Raises:
-      StoreMismatchError: the store has no average.
+    its z. Leaves that it does not train are their own average. A store without one is
+    refused.
     """
     states = [state.name for state in opened.directory.manifest.leaves[leaf].states]
     if AVERAGE in states:
@@ -190,13 +187,10 @@ def read_feedback(
 
 
 def check_like(opened: "OpenStore", like: PyTree, what: str = "`like`") -> None:
-    """Compares a tree of arrays, or of shapes and dtypes, with the store's leaves.
+    """Refuses a tree of arrays, or of shapes and dtypes, of other leaves or shapes.
 
     Args:
       what: name of the argument, for messages.
-
-    Raises:
-      StoreMismatchError: `like` has other leaves or shapes than the store.
     """
     held = [(leaf.name, leaf.shape) for leaf in opened.directory.manifest.leaves]
     asked = [(leaf_name(i.path), i.shape) for i in leaf_infos(like)]

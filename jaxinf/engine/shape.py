@@ -56,11 +56,9 @@ class SubgroupLayout:
     """The places of a subgroup's states in its buffer.
 
     Attributes:
-      subgroup: the subgroup.
       states: names of the stored arrays, master params first.
       slots: for each array, the state of the optimizer to which it belongs.
       extents: one for each array.
-      chunk: the subgroup's.
     """
 
     subgroup: Subgroup
@@ -268,11 +266,7 @@ class StoreShape:
     def layouts(
         self, leaf: int, origin: Sequence[int], extent: Sequence[int]
     ) -> Sequence[SubgroupLayout]:
-        """Returns the held subgroups of a box: a JAX device's shard, or a leaf.
-
-        Raises:
-          StoreMismatchError: the box cuts a chunk, so the store does not fit the mesh.
-        """
+        """Returns the held subgroups of a box: a JAX device's shard, or a leaf."""
         box = leaf, tuple(origin), tuple(extent)
         if box not in self._boxes:
             self._boxes[box] = [
@@ -285,7 +279,7 @@ class StoreShape:
     def chunks_of(
         self, leaf: int, origin: Sequence[int], extent: Sequence[int]
     ) -> Sequence[int]:
-        """Returns the numbers of the held chunks of a box, as for `layouts`."""
+        """Returns the numbers of the held chunks of a box, which may not cut one."""
         record = self.directory.manifest.leaves[leaf]
         try:
             found = covers(record.grid, tuple(origin), tuple(extent))

@@ -364,7 +364,7 @@ def recall_tasks(opened: "OpenStore", request: SlotRequest) -> list[Task]:
 def nan_scalars(
     opened: StoreShape, requests: Sequence[UpdateRequest]
 ) -> tuple[str, ...]:
-    """Returns the scalars that are NaN and used, by leaf and number, for an error.
+    """Names the scalars that are NaN and used, for an error.
 
     A learning rate of NaN turns all state into NaN, whatever the gradients are. Inf is
     accepted, because some optimizers start with it. A scalar is checked only in a
