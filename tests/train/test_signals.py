@@ -73,7 +73,8 @@ def test_signal_commits_and_resumes(
 @pytest.mark.long
 def test_killed_run_has_each_line_once(start, run, losses, uninterrupted, tmp_path):
     process, metrics = start(5), tmp_path / "store-log/metrics.jsonl"
-    while metrics.read_text().count("\n") < 4:  # a thread writes the lines
+    # A thread writes the lines.
+    while not metrics.exists() or metrics.read_text().count("\n") < 4:
         time.sleep(0.02)
     process.kill()
     process.communicate()
