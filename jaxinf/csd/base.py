@@ -80,7 +80,7 @@ class Update(NamedTuple):
         elements that were not sent are zero.
       inputs: scalars and further arrays.
       out: 1-D; float32 receives the update, a 16-bit dtype the new params; these are
-        the stored ones if params are coded.
+        the stored ones if params are coded. None if nobody wants them.
       rounding: the seed of stochastic rounding.
       given: params to use instead of the buffer's, of the same dtype. Only for a kind
         without cards.
@@ -91,7 +91,7 @@ class Update(NamedTuple):
     kernel: Kernel
     gradient: Array | SparseGradient
     inputs: ScalarInputs
-    out: Array
+    out: Array | None
     rounding: Rounding
     given: Array | None = None
     tells: Collection[int] = ()

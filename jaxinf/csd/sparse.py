@@ -50,7 +50,8 @@ def run_sparse(
         params, *slots = (slot_part(state, part) for state in states)
         arrays = [array[part] for array in inputs.arrays]
         own = replace(passage, given=given)
-        piece = CallInputs(dense, inputs.out[part], inputs.scalars, arrays)
+        out = None if inputs.out is None else inputs.out[part]
+        piece = CallInputs(dense, out, inputs.scalars, arrays)
         is_finite &= kernel.call((params, *slots), piece).run(piece, own)
         dense[sent.indices] = 0
         stored = stored_arrays(params, slots)

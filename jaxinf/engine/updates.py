@@ -226,10 +226,10 @@ class RequestedUpdate:
                 self._compare(layout, master, params)
             elif not offset and chunk.start == origin and probe.size:
                 self._compare(layout, master[: probe.size], probe)
-        out = None
+        result = out = None
         if request.out is not None:
             out = target_view(request.out, chunk, origin, offset, num)
-        result = np.empty(num, self._out_dtype) if out is None else out
+            result = np.empty(num, self._out_dtype) if out is None else out
         gradient = self._gradient(layout)
         update = Update(
             layout.kernel_extents,
@@ -242,7 +242,7 @@ class RequestedUpdate:
             tells,
         )
         down = gradient.nbytes + (0 if params is None else params.nbytes)
-        up = 0 if request.out is None else result.nbytes
+        up = 0 if result is None else result.nbytes
         if updater is None:
             outcome = csd.update(buffer, update)
         else:
@@ -260,7 +260,7 @@ class RequestedUpdate:
             left = layout.gather(request.feedback, origin)
             csd.put(buffer, layout.extents[layout.feedback], left)
             down += left.nbytes
-        if out is None and request.out is not None:
+        if out is None and result is not None:
             layout.scatter(request.out, origin, result)
         self._opened.meters.add(link_down_bytes=down, link_up_bytes=up)
         return checksums

@@ -33,6 +33,9 @@ _WORD = 0xFFFFFFFF
 _ARRAY = "PPiII4x"
 """``jaxinf::Array`` of ``cpp/shell.hpp``: data, beside, dtype, key, first."""
 
+_NOWHERE = (0, 0, _CODES[FLOAT32], 0, 0)
+"""The fields of an `out` that nobody wants."""
+
 _PASSAGE = "PPPi4x"
 """``jaxinf::Passage``: given, sums, wanted, wants_params."""
 
@@ -96,7 +99,7 @@ class CallInputs(NamedTuple):
     """What a call gets beside the states; see `CompiledKernel.run`."""
 
     gradient: Array
-    out: Array
+    out: Array | None
     scalars: Sequence[np.generic | Array] = ()
     arrays: Sequence[Array] = ()
 
@@ -139,7 +142,9 @@ class KernelCall:
         self._scalar_dtypes = tuple([scalar.dtype for scalar in scalars])
         params = states[0]
         codes = params.codes if isinstance(params, CodedSlot) else params
-        self._shape, self._dtypes = out.shape, (gradient.dtype, out.dtype, codes.dtype)
+        self._shape, self._has_out = gradient.shape, out is not None
+        result = None if out is None else out.dtype
+        self._dtypes = gradient.dtype, result, codes.dtype
         self._places: list[tuple[int, int | None, int, int | None, int]] = []
         for state in states:  # offsets, code, and seed of its own
             data, beside, code, own_key, own_first = array_fields(state)
@@ -168,6 +173,8 @@ class KernelCall:
     def fits(self, inputs: CallInputs, given: Array | None) -> bool:
         """Whether these, and given params, are like those that it was made from."""
         gradient, out, scalars, _ = inputs
+        if (out is not None) != self._has_out:
+            return False
         for array, dtype in zip((gradient, out, given), self._dtypes, strict=True):
             if array is not None and not (
                 array.shape == self._shape
@@ -213,7 +220,8 @@ class KernelCall:
             )
             for offset, beside, code, own_key, own_first in self._places
         ]
-        fields = [*array_fields(gradient), *master, *array_fields(inputs.out)]
+        out = _NOWHERE if inputs.out is None else array_fields(inputs.out)
+        fields = [*array_fields(gradient), *master, *out]
         for slot in slots:
             fields += slot
         for array in arrays:

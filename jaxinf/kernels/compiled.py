@@ -47,7 +47,7 @@ class CompiledKernel:
         *,
         gradient: Array,
         params: Array | CodedSlot,
-        out: Array,
+        out: Array | None,
         slots: Sequence[Array | CodedSlot] = (),
         scalars: Sequence[np.generic | Array] = (),
         arrays: Sequence[Array] = (),
@@ -70,6 +70,7 @@ class CompiledKernel:
           arrays: ``(n,)`` each, the chunk's part of the prologue's arrays.
           out: ``(n,)``: float32 receives `u`; bfloat16 or float16 receives the new
             params rounded to nearest even, or, of coded params, their bfloat16 codes.
+            None: nobody wants them.
           passage: work beside the update.
 
         Returns:
@@ -104,9 +105,13 @@ def _check_arguments(
 ) -> None:
     """Checks what the machine code relies on; it knows neither lengths nor dtypes."""
     gradient, out, scalars, arrays = inputs
-    is_coded, num = isinstance(states[0], CodedSlot), out.size
+    params = states[0]
+    is_coded = isinstance(params, CodedSlot)
+    num = (params.codes if isinstance(params, CodedSlot) else params).size
     outs = (FLOAT32, BFLOAT16) if is_coded else FLOAT_DTYPES
-    needs = [("gradient", gradient, num, FLOAT_DTYPES), ("out", out, num, outs)]
+    needs = [("gradient", gradient, num, FLOAT_DTYPES)]
+    if out is not None:
+        needs.append(("out", out, num, outs))
     for array, dtype in zip(arrays, kernel.array_dtypes, strict=True):
         needs.append(("arrays", array, num, (dtype,)))
     for state, dtype in zip(states, (FLOAT32, *kernel.slot_dtypes), strict=True):

@@ -39,6 +39,7 @@ __all__ = [
     "Chunk",
     "chunks",
     "test_a_buffer_is_not_waited_for_and_comes_back",
+    "test_a_result_that_nobody_wants_changes_no_state",
     "test_checksums_are_of_what_was_read_and_written",
     "test_errors_name_the_file",
     "test_files_shorter_than_a_page",
@@ -171,7 +172,7 @@ class Chunk:
     def states(self):
         return [self.csd.view(self.buffer, e).copy() for e in self.extents]
 
-    def update(self, step=1, gradient=None, scalars=None, buffer=None):
+    def update(self, step=1, gradient=None, scalars=None, buffer=None, wants=True):
         """Runs the kernel; returns the outcome and the result."""
         if gradient is None:
             rng = np.random.default_rng([step, 7])
@@ -182,7 +183,7 @@ class Chunk:
             scalars = [
                 np.array(1.25 + step / 8, dtype) for dtype in self.kernel.scalar_dtypes
             ]
-        out = np.empty(self.num_elements, self.case.dtype)
+        out = np.empty(self.num_elements, self.case.dtype) if wants else None
         outcome = self.csd.update(
             self.buffer if buffer is None else buffer,
             Update(
@@ -247,6 +248,21 @@ def test_steps_have_the_hosts_bits(chunks, case, num_elements):
         np.testing.assert_array_equal(
             tested[: extent.num_bytes], host[: extent.num_bytes]
         )
+
+
+@pytest.mark.parametrize("num_elements", [1000, 40_000])
+@pytest.mark.parametrize("case", [SIMPLE, ADAMW, CASES[5]], ids=str)
+def test_a_result_that_nobody_wants_changes_no_state(chunks, case, num_elements):
+    results = []
+    for wants, chunk in enumerate(chunks(case, num_elements)):
+        chunk.initialise()
+        for step in (1, 2):
+            outcome, _ = chunk.update(step, wants=bool(wants))
+        results.append([outcome.is_finite, chunk.checksums(), *chunk.states()])
+    (_, *tested), (is_finite, *host) = results
+    assert is_finite
+    assert tested[0] == host[0]
+    assert_same(tested[1:], host[1:])
 
 
 def test_checksums_are_of_what_was_read_and_written(chunks):

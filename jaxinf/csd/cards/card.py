@@ -136,7 +136,7 @@ class CardCsd:
         """Runs the card's kernel; this thread sleeps meanwhile."""
         extents, kernel, gradient, inputs, out, rounding, *_ = update
         assert update.given is None  # a card reads its own params
-        own = _own(buffer)
+        own, num = _own(buffer), extents[0].num_elements
         if is_idle(kernel):
             return self._update_nothing(own, update)
         found = self._kernel(update)
@@ -148,7 +148,7 @@ class CardCsd:
         card = found.card
         num_selected = _send(own, gradient)
         words = card.scalar_values(
-            num_elements=out.size,
+            num_elements=num,
             num_selected=num_selected,
             rounding_key=rounding.key,
             rounding_first=rounding.first,
@@ -159,14 +159,15 @@ class CardCsd:
             found.kernel.run(arguments, words, RUN_TIMEOUT_S)
         except CsdError as error:
             raise CsdError(f"CSD {self._root}: {error}") from error
-        own.out.from_card(out.nbytes)
+        if out is not None:
+            own.out.from_card(out.nbytes)
+            out[...] = _as_array(own.out.array, out)
         own.status.from_card(STATUS_BYTES)
-        out[...] = _as_array(own.out.array, out)
         status = card.read_status(own.status.array[:STATUS_BYTES].view(np.uint32))
         if not status.indices_valid:
             raise CsdError(
                 f"CSD {self._root}: kernel {card.name}: expected rising indices below "
-                f"{out.size}, found others; what compresses the gradient is broken"
+                f"{num}, found others; what compresses the gradient is broken"
             )
         for extent, checksum in zip(extents, status.checksums_written, strict=True):
             own.sums[extent.buffer_offset_bytes] = checksum
@@ -192,7 +193,7 @@ class CardCsd:
     def _kernel(self, update: Update) -> "_Found":
         """Returns the card's kernel, looked up once: a look-up takes long."""
         extents, kernel, gradient, _, out, *_ = update
-        result = RESULTS[out.dtype.name]
+        result = "update" if out is None else RESULTS[out.dtype.name]
         codec = extents[1].codec if len(extents) > 1 else ""
         is_sparse = isinstance(gradient, SparseGradient)
         dtype = (gradient.values if is_sparse else gradient).dtype
@@ -209,7 +210,10 @@ class CardCsd:
         """Handles a leaf that the optimizer does not change, without the card."""
         extents, kernel, gradient, inputs, out, *_ = update
         if isinstance(gradient, SparseGradient):
-            sent, gradient = gradient, np.zeros(out.size, gradient.values.dtype)
+            sent, gradient = (
+                gradient,
+                np.zeros(gradient.num_elements, gradient.values.dtype),
+            )
             sent.put_into(gradient)
         views = [self.view(own, extent) for extent in extents]
         is_finite = compiled(kernel).run(

@@ -295,7 +295,8 @@ __attribute__((noinline)) bool chunk(long num, const Array& gradient,
   }
   Sum sums[2][2 + 2 * Body::num_slots];  // before and after
   const bool is_long = num >= streamed_elements;
-  const bool streams_out = is_long && out.dtype == float32;
+  const bool has_out = out.data;
+  const bool streams_out = has_out && is_long && out.dtype == float32;
   const bool streams_params =
       is_long && passage.given && params.dtype == float32 && Body::has_update;
   // Sums of the blocks before and after go on beside this block's codes: there the vector
@@ -346,8 +347,8 @@ __attribute__((noinline)) bool chunk(long num, const Array& gradient,
     block.gradient = (const float*)widened(gradient, start, length, *free++);
     block.params = streams_params ? (float*)params_block
                                   : (float*)widened(params, start, length, params_copy);
-    block.update = out.dtype == float32 && !streams_out ? (float*)out.data + start
-                                                        : (float*)*free;
+    const bool is_in_place = has_out && out.dtype == float32 && !streams_out;
+    block.update = is_in_place ? (float*)out.data + start : (float*)*free;
     ++free;
     for (int k = 0; k < Body::num_slots; ++k)
       block.slots[k] = (float*)widened(slots[k], start, length, *free++);
@@ -363,7 +364,8 @@ __attribute__((noinline)) bool chunk(long num, const Array& gradient,
         narrowed(slots[k], start, length, (const Word*)block.slots[k], beside);
     if (Body::has_update)
       narrowed(params, start, length, (const Word*)block.params, beside);
-    if (params.dtype != float32 && out.dtype != float32)  // the result is the codes
+    if (!has_out) {
+    } else if (params.dtype != float32 && out.dtype != float32)  // the result is the codes
       std::memcpy((std::uint16_t*)out.data + start,
                   (const std::uint16_t*)params.data + start,
                   (size_t)length * sizeof(std::uint16_t));
