@@ -3,7 +3,7 @@
 Invariant: cuts depend on the graph and the limit alone; equal blocks are cut alike.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -14,8 +14,8 @@ from jaxinf.streaming.program.lifetimes import OrderedProgram
 
 # Smaller blocks share a segment: each program costs a dispatch.
 _SMALL_BYTES = 4 << 20
-# Factor by which a cut may exceed the cheapest one, to save a segment.
-_TOLERANCE = 1.1
+# So many bytes at cuts are worth a segment less.
+_SEGMENT_BYTES = 1 << 20
 # Factor by which a cut may exceed the cheapest one, to save a block.
 _PHASE_TOLERANCE = 1.5
 # So often at least blocks repeat.
@@ -65,8 +65,10 @@ def _choose_cuts(ready: OrderedProgram, limit_bytes: int) -> tuple[int, ...]:
 
 def _segment_bytes(ready: OrderedProgram, start: int, end: int) -> int:
     """Estimates the memory of the segment between two cuts."""
-    *_, (_, need_bytes) = _ends(ready, start, end)
-    return need_bytes
+    pieces = set[Piece]().union(*(_pieces(ready, at) for at in range(start, end)))
+    kept = int(ready.kept_bytes[end] - ready.kept_bytes[start])
+    working = int(ready.working_bytes[start:end].max())
+    return ready.piece_bytes(pieces) + kept + 2 * working
 
 
 def _blocks(ready: OrderedProgram, run: Run) -> list[int] | None:
@@ -102,38 +104,49 @@ def _grouped(ready: OrderedProgram, blocks: list[int], limit_bytes: int) -> list
 def _divided(
     ready: OrderedProgram, start: int, end: int, limit_bytes: int
 ) -> list[int]:
-    """Cuts after `start` up to and including `end`, into segments within the limit.
+    """Cuts after `start` up to and including `end`, with the fewest bytes at all cuts.
 
-    Each ends at the last of the cheapest cuts that leave it three quarters of the most
-    bytes.
+    Segments stay within the limit, but for those of a single node.
     """
-    cuts, cost = [], ready.cut_bytes.__getitem__
-    while start < end:
-        found = list[tuple[int, int]]()
-        for one in _ends(ready, start, end):
-            if found and one[1] > limit_bytes:
-                break
-            found.append(one)
-        last, most = found[-1]
-        large = [cut for cut, need in found if 4 * need >= 3 * most]
-        most = _TOLERANCE * min(map(cost, large))
-        start = end if last == end else max(c for c in large if cost(c) <= most)
-        cuts.append(start)
-    return cuts
+    length = end - start
+    kept = ready.kept_bytes[start : end + 1]
+    uses = _new_pieces(ready, start, end)
+    least = np.full(length + 1, np.inf)  # bytes at the cuts up to each position
+    least[0], before = 0, np.zeros(length + 1, int)
+    for first in range(length):
+        is_new = (uses["place"] >= first) & (uses["before"] < first)
+        new, sizes = uses["place"][is_new] - first, uses["bytes"][is_new]
+        params = np.bincount(new, sizes, length - first).cumsum()
+        working = np.maximum.accumulate(ready.working_bytes[start + first : end])
+        needs = params + kept[first + 1 :] - kept[first] + 2 * working
+        most = max(1, int(np.searchsorted(needs, limit_bytes, "right")))
+        ends = slice(first + 1, first + 1 + most)
+        bytes_at_cuts = least[first] + _SEGMENT_BYTES + ready.cut_bytes[start:][ends]
+        is_less = bytes_at_cuts < least[ends]
+        least[ends][is_less] = bytes_at_cuts[is_less]
+        before[ends][is_less] = first
+    cuts, at = [], length
+    while at:
+        cuts.append(start + at)
+        at = int(before[at])
+    return cuts[::-1]
 
 
-def _ends(ready: OrderedProgram, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Yields the ends of a segment up to `stop`, with the bytes that it needs."""
-    pieces, params, working = set[Piece](), 0, 0
+def _new_pieces(ready: OrderedProgram, start: int, end: int) -> np.ndarray:
+    """Returns the uses of params: their place, the place of the use before, bytes."""
+    last, uses = dict[Piece, int](), list[tuple[int, int, int]]()
+    for place in range(end - start):
+        for piece in _pieces(ready, start + place):
+            uses.append((place, last.get(piece, -1), ready.sizes[piece]))
+            last[piece] = place
+    return np.array(uses, [("place", int), ("before", int), ("bytes", int)])
+
+
+def _pieces(ready: OrderedProgram, at: int) -> set[Piece]:
+    """Returns the params that a forward node and its part of backward read."""
     of, cuts = ready.pieces, ready.backward_cuts
-    for at in range(start, stop):
-        backward = ready.backward[int(cuts[at + 1]) : int(cuts[at])]
-        new = of[ready.forward[at]].union(*map(of.__getitem__, backward)) - pieces
-        pieces |= new
-        params += ready.piece_bytes(new)
-        working = max(working, int(ready.working_bytes[at]))
-        kept = int(ready.kept_bytes[at + 1] - ready.kept_bytes[start])
-        yield at + 1, params + kept + 2 * working
+    backward = ready.backward[int(cuts[at + 1]) : int(cuts[at])]
+    return set().union(of[ready.forward[at]], *map(of.__getitem__, backward))
 
 
 @lru_cache(maxsize=8)  # a program is cut for many limits, and traced again
