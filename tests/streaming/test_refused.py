@@ -134,6 +134,20 @@ def test_params_are_read_as_they_were_given(begun):
         begun(program=more)
 
 
+def test_a_step_whose_params_cannot_be_read_is_run_again(begun, monkeypatch):
+    step = begun()
+
+    def fail(*args):
+        raise OSError("the drive is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StateReader, "read", fail)
+        with pytest.raises(OSError, match="the drive is gone"):
+            step(SMALL.batch)
+    run(step, SMALL, 1)
+    assert step.store.step == 1
+
+
 def test_a_full_drive_refuses_the_step_while_gradients_are_spilled(begun, monkeypatch):
     spill_beyond(monkeypatch, 0)
     step = begun(CLIPPED)
