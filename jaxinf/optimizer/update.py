@@ -62,7 +62,7 @@ from jaxinf.optimizer.leaf_call import (
     send,
     traced_shardings,
 )
-from jaxinf.optimizer.state import SmartUpdateState, check_state, next_state
+from jaxinf.optimizer.state import SmartUpdateState, check_state, in_jax, next_state
 from jaxinf.optimizer.wrapped import OffloadedOptimizer, entering
 from jaxinf.program import LeafInputs, StateSlot, key_data
 from jaxinf.typing import FLOAT_DTYPES, PyTree
@@ -99,7 +99,7 @@ def run_update(
     description = wrapped.describe(init, program, shardings)
     _check(wrapped, description, shardings, state, gradients)
     check_carried(wrapped.engine, carried, description.contents.state_names)
-    old = jax.tree.leaves(state.optimizer)
+    old = jax.tree.leaves(in_jax(state))
     feedback = jax.tree.leaves(state.error_feedback)
     pairs = zip(gradients, on_device, strict=True)
     whole = [jnp.zeros_like(p) if g is None else g for g, p in pairs]
@@ -381,8 +381,8 @@ class _StepCalls:
         """Whether the params may equal the store's, and can be handed over for free."""
         is_free = shares_memory() and bool(self.shardings or jax.device_count() == 1)
         is_stored = params.dtype in (jnp.float32, jnp.bfloat16)
-        has_cards = self.wrapped.engine.options.csd.has_cards
-        return is_free and is_stored and not has_cards
+        takes = self.wrapped.engine.options.csd.takes_params
+        return is_free and is_stored and takes
 
 
 def _check(
