@@ -381,8 +381,8 @@ class _StepCalls:
         """Whether the params may equal the store's, and can be handed over for free."""
         is_free = shares_memory() and bool(self.shardings or jax.device_count() == 1)
         is_stored = params.dtype in (jnp.float32, jnp.bfloat16)
-        takes = self.wrapped.engine.options.csd.takes_params
-        return is_free and is_stored and takes
+        has_cards = self.wrapped.engine.options.csd.has_cards
+        return is_free and is_stored and not has_cards
 
 
 def _check(
