@@ -169,9 +169,7 @@ class RecordedRun:
                 return f"a mixture that says it is step {step}"
             if not self._spare_is_whole(driver):
                 return f"step {step}, and a mixture in the other slot that verifies"
-            leftovers = {*self.place.rglob("*.new")}
-            leftovers -= {*self.place.rglob("replacement.new")}  # goes with the next
-            if leftovers:
+            if leftovers := list(self.place.rglob("*.new")):
                 return f"step {step}, and {leftovers}"
             if goes_on and not is_whole(driver.init().steps(1), step + 1):
                 return f"step {step}, and a mixture after it"

@@ -165,15 +165,15 @@ VISITED = {
 }
 
 
-def runs(*names):
-    """Parametrises a test with runs; the longer ones only if there is time."""
+def runs(*names, short=(("plain", 0),)):
+    """Parametrises a test with runs; those that are not short only if there is time."""
     return pytest.mark.parametrize(
         "run",
         [
             pytest.param(
                 (name, num_csds),
                 id=f"{name}-{num_csds}",
-                marks=[] if (name, num_csds) == ("plain", 0) else [pytest.mark.faults],
+                marks=[] if (name, num_csds) in short else [pytest.mark.faults],
             )
             for name in names
             for num_csds in ((0, 3) if LONG else SCRIPTS[name][2])
@@ -219,7 +219,7 @@ def test_every_boundary_of_the_creation(run):
     enumerate_states(run, 0, one_in=20 if LONG else 1000)
 
 
-@runs(*SCRIPTS)
+@runs(*SCRIPTS, short=(("plain", 0), ("frozen", 3)))
 @settings(
     max_examples=NUM_EXAMPLES,
     deadline=None,
