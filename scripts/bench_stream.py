@@ -44,6 +44,7 @@ class Streamed:
             store,
             memory_bytes=arguments.memory,
             policy=policy,
+            micro_batches=arguments.micro_batches,
         )
         self.step.init(init, batch=batch_of(arguments, 0))
         self.seconds: list[float] = []
@@ -105,6 +106,7 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
     found = {
         "preset": arguments.preset,
         "batch": f"{arguments.batch_size} x {arguments.seq_len}",
+        "micro_batches": arguments.micro_batches,
         "clip_norm": arguments.clip_norm,
         "memory_bytes": arguments.memory,
         "load_average": bench.load_average(),
@@ -133,6 +135,7 @@ if __name__ == "__main__":
         **OPTIONS,
         memory=bench.SIZE | {"default": 4 << 30, "help": "of the streamed step"},
         ring=bench.SIZE | {"default": 1 << 30, "help": "of the other's store"},
+        micro_batches=1,
         policy={"nargs": "+", "choices": POLICIES, "default": POLICIES},
         reps=10,
     )
