@@ -195,6 +195,8 @@ def _roots(source: CopySource, layout: CopyLayout, number: int) -> list[str]:
             f"expected CSD roots for process {number}, found none, and the others have "
             'some; name them with a template: --csd-root "/mnt/nvme{process}"'
         )
+    if len(set(roots)) != len(roots):
+        raise ValueError(f"the same CSD root is given twice: {roots}")
     return roots
 
 

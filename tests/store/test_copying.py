@@ -146,6 +146,7 @@ def test_refusals(place, monkeypatch):
     for source, target, options, message in (
         (path, None, {"processes": 0}, "processes=0: expected from 1"),
         (path, None, {"processes": 2, "roots": ["/none/1"]}, "CSD root /none/1: expec"),
+        (path, None, {"roots": [place, place]}, "the same CSD root is given twice"),
         (place / "none", None, {"processes": 2}, r"found nothing; check the path"),
         (path, place / "taken", {}, "expected nothing there, or an empty"),
         (path, place / "new", {"state": "fp32", "processes": 3}, "make two copies"),
