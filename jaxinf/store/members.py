@@ -30,6 +30,7 @@ from jaxinf.store.steps import (
     checkpoint_names,
     find_checkpoint,
     list_checkpoints,
+    prune_leftovers,
     remove_checkpoint,
     restore_checkpoint,
     save_checkpoint,
@@ -196,6 +197,7 @@ def hold_members(
                     "all its processes"
                 )
             claim_csds(directory)
+            prune_leftovers(directory)
             members.append(directory)
         held = [held_steps(one) for one in members]
         try:

@@ -42,7 +42,8 @@ from jaxinf.transfer import fsync_directory, translated
 
 _OWNER_LOCK = "owner.lock"
 _MAX_NAME_BYTES = 200
-_LEFTOVERS = (".new-", ".gone-")
+_ASIDE = ".old-"  # before the name of a checkpoint that another one replaces
+_LEFTOVERS = (".new-", ".gone-", _ASIDE)
 _LOG = logging.getLogger("jaxinf")
 
 
@@ -296,11 +297,13 @@ def save_checkpoint(
             directory.manifest.write(directory.step_path(new) / "jaxinf.json")
             record.write(directory.step_path(new) / "commit.json")
             directory.sync()
-            gone = _set_aside(directory, name) if is_there else None
+            old = f"checkpoints/{_ASIDE}{name}"
+            if is_there:
+                _rename(directory, place, old)
             _rename(directory, new, place, appears=True)
         undo.pop_all()
-        if gone is not None:
-            remove_step(directory, gone)
+        if is_there:
+            remove_step(directory, old)
     return name
 
 
@@ -335,11 +338,22 @@ def restore_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
 def prune_leftovers(directory: StoreDirectory) -> None:
     """Removes checkpoints whose creation or removal was interrupted by a crash.
 
-    The caller holds the lock of the checkpoints.
+    One that was to be replaced is put back, unless another has its name. The caller
+    holds the lock of the checkpoints.
     """
     root = directory.path / "checkpoints"
     if not root.is_dir():
         return
+    for old in sorted(root.glob(f"{_ASIDE}[!.]*")):
+        path = root / old.name.removeprefix(_ASIDE)
+        if os.path.lexists(path) or old.is_symlink() or not old.is_dir():
+            continue
+        with translated("renaming", path):
+            pairs = zip(*map(directory.data_paths, (old, path)), strict=True)
+            for held, half in pairs:
+                if held.exists():  # what is under the name is of the other one
+                    shutil.rmtree(half, ignore_errors=True)
+            _rename(directory, *map(directory.place_of, (old, path)), appears=True)
     names = {name for name in os.listdir(root) if not name.startswith(_LEFTOVERS)}
     for folder in {root, *directory.data_paths(root)}:
         for name in os.listdir(folder) if folder.is_dir() else ():

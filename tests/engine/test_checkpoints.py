@@ -10,7 +10,7 @@ import pytest
 from families import family
 
 from jaxinf.errors import StoreIOError, StoreMismatchError, StoreSpaceError
-from jaxinf.store import seal, verify_step
+from jaxinf.store import restore_whole, seal, verify_step
 
 
 def path_of(driver, name):
@@ -192,6 +192,16 @@ def test_leftovers_of_a_crash_go(drive, place):
     assert [p.name for p in root.iterdir()] == ["kept"]
     assert not list(place.rglob("half"))
     again.check(1, path_of(again, "kept"))
+    again.close()
+    # One that was to be replaced is put back; some files are the other one's.
+    for folder in (root, *place.glob("csd*/*/checkpoints")):
+        (folder / "kept").rename(folder / ".old-kept")
+    (folder / "kept" / "half").mkdir(parents=True)
+    restore_whole(driver.store.path, "kept", discard_current=True)
+    assert [p.name for p in place.rglob("checkpoints/*")] == ["kept"] * 3
+    again = drive(driver.store.path).init()
+    again.check(1, path_of(again, "kept"))
+    assert is_clean(again, "kept")
     again.close()
 
 

@@ -100,6 +100,7 @@ REFUSING = {
     "checkpoints/kept": {"remove", "restore", "open to restore"},
     "checkpoints/.new-1": {"save", "remove", "open", "train"},
     "checkpoints/.gone-1": {"save", "remove", "open", "train"},
+    "checkpoints/.old-1": {"save", "remove", "open", "train"},
     "snapshots/old/owner.lock": {"open", "train"},
 }
 
@@ -124,7 +125,8 @@ FILES = (
 FOLDERS = (
     *("slots", "slots/a", "slots/b", "slots/b/params.w", "slots/b/params.w/c"),
     *("current", "current.tmp", "checkpoints", "checkpoints/kept", "snapshots"),
-    *("checkpoints/.new-1", "checkpoints/.gone-1", "snapshots/old", "stream"),
+    *("checkpoints/.new-1", "checkpoints/.gone-1", "checkpoints/.old-1"),
+    *("snapshots/old", "stream"),
     *("checkpoints/kept/default", "checkpoints/kept/state"),
 )
 KINDS = (  # one of each kind, for `make test`
