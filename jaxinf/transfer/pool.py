@@ -60,7 +60,7 @@ class Buffer:
     Attributes:
       num_bytes: length in bytes: the requested one, rounded up to whole pages.
       array: the memory, `uint8[num_bytes]`, writable; there until the release.
-      address: its address in the process's memory.
+      address: its address in the process's memory; there until the release.
     """
 
     __slots__ = ("_mapping", "_pool", "address", "array", "num_bytes")
@@ -210,7 +210,7 @@ class BufferPool:
             mapping, buffer._mapping = buffer._mapping, None
             if mapping is None:
                 return
-            del buffer.array  # whoever uses it now gets an error
+            del buffer.array, buffer.address  # whoever uses them now gets an error
             self.used_bytes -= buffer.num_bytes
             self._idle.setdefault(buffer.num_bytes, []).append(mapping)
             self._idle_bytes += buffer.num_bytes
