@@ -48,7 +48,7 @@ def load(config: TrainConfig) -> tuple[TrainConfig, TrainingData]:
                 task=config.task_name,
                 seq_len=seq_len,
                 most_tokens=limit,
-                has_types=getattr(model, "num_token_types", 0) > 0,
+                num_types=getattr(model, "num_token_types", 0),
             )
         for rows in (data.train, data.validation):
             rows[0]  # decodes the first image, which may not suit the model

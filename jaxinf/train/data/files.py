@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxinf.documents import shown
-from jaxinf.train.data.errors import DataError, refusing
+from jaxinf.train.data.errors import DataError, refusing, shown_names
 
 PLAIN_TEXT = ""  # the field of a plain text file; users cannot give this name
 _ROWS_AT_ONCE = 1024
@@ -168,6 +168,11 @@ def _rows(path: Path, used: Collection[str]) -> Iterator[Record]:
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
             columns = [name for name in names if name in used]
+            if len({*columns}) < len(columns):
+                raise DataError(
+                    f"{path}: expected each column once, found {shown_names(columns)}; "
+                    "rename one"
+                )
             unread = tuple(sorted({*names} - {*columns}))
             how: Any = {"columns": columns, "use_threads": False}
             for batch in file.iter_batches(_ROWS_AT_ONCE, **how):

@@ -60,21 +60,21 @@ def load_texts(
     task: TaskName,
     seq_len: int | None,
     most_tokens: int | None = None,
-    has_types: bool = False,
+    num_types: int = 0,
 ) -> forms.TrainingData:
     """Reads texts (blocks), in the steps that all tasks share.
 
     Args:
       seq_len: tokens in a row; None for those of the longest example.
       most_tokens: most tokens in a row for the model; None for no limit.
-      has_types: whether the model tells the texts of a pair apart.
+      num_types: types of tokens that the model tells apart; 0 for none.
 
     Raises:
       DataError: the data is empty or malformed.
       OSError: a file cannot be read.
     """
     tokenizer, share = open_tokenizer(options.tokenizer), options.held_out_share
-    reader = _Reader(task, tokenizer, has_types, options.loss_on == "all")
+    reader = _Reader(task, tokenizer, num_types, options.loss_on == "all")
     most = seq_len or min(_MOST_USUAL_TOKENS, most_tokens or _MOST_USUAL_TOKENS)
     files = reader.find(options.data)
     held_files = reader.find(options.validation) if share is None else []
@@ -148,7 +148,7 @@ class _Reader:
     """How the texts of a run are read, and what reading finds.
 
     Attributes:
-      has_types: whether the model tells the texts of a pair apart.
+      num_types: types of tokens that the model tells apart; 0 for none.
       learn_all: whether prompts are learned, too.
       first: the first example of the training data, once it is read.
       unused: fields of records without a use.
@@ -158,7 +158,7 @@ class _Reader:
 
     task: TaskName
     tokenizer: Tokenizer
-    has_types: bool
+    num_types: int
     learn_all: bool
     first: Example | None = None
     unused: set[str] = dataclasses.field(default_factory=set)
@@ -242,7 +242,7 @@ class _Reader:
         """Encodes an example; its last text is learned, behind a prompt if any."""
         learn_all, tokenizer, where = self.learn_all, self.tokenizer, example.where
         if example.kind == "labelled":
-            how = {"most": most, "has_types": self.has_types}
+            how = {"most": most, "num_types": self.num_types}
             ids, types = tokenizer.classified(where, example.texts, **how)
             return (Encoded(ids, all_of(ids), example.label, types),)
         if example.messages:

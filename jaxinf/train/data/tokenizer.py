@@ -44,7 +44,7 @@ class ByteTokenizer:
         return np.frombuffer(_as_bytes(where, text), np.uint8)[:most]
 
     def classified(
-        self, where: str, texts: Sequence[Text], *, most: int, has_types: bool
+        self, where: str, texts: Sequence[Text], *, most: int, num_types: int
     ) -> tuple[Array, Array | None]:
         if len(texts) > 1:
             raise DataError(
@@ -136,25 +136,43 @@ class FolderTokenizer:
             return self._ids(self._tokenizer(string, **how).input_ids)
 
     def classified(
-        self, where: str, texts: Sequence[Text], *, most: int, has_types: bool
+        self, where: str, texts: Sequence[Text], *, most: int, num_types: int
     ) -> tuple[Array, Array | None]:
         """Encodes a text or a pair; of what is too long, the longer text is cut first.
 
         Args:
-          has_types: whether the model has types of tokens.
+          num_types: types of tokens that the model has.
 
         Returns:
           Ids, and their types (uint8) for a pair if the model has them.
+
+        Raises:
+          DataError: as `encode`; or special tokens leave no room for the texts, or the
+            model has fewer types.
         """
-        strings = [_as_str(where, text) for text in texts]
-        is_typed = has_types and len(strings) == 2
+        strings, num = [_as_str(where, text) for text in texts], len(texts)
+        is_typed = num_types > 0 and num == 2
         how = {"return_token_type_ids": is_typed, "truncation": True}
         with refusing(f"--tokenizer {self.name}: expected ids of {where}"):
+            least = num + self._tokenizer.num_special_tokens_to_add(pair=num == 2)
+            if most < least:  # transformers returns them without a cut, or empty
+                raise DataError(
+                    f"--seq-len: expected at least {least} tokens, for {num} text(s) "
+                    f"and their special tokens, got {most}"
+                )
             found = self._tokenizer(*strings, max_length=most, **how)
         ids = self._ids(found.input_ids)
-        if not has_types and self._has_pad:  # transformers reads before the padding
+        if not num_types and self._has_pad:  # transformers reads before the padding
             ids = ids[: 1 + max(np.flatnonzero(ids != self.pad), default=0)]
-        return ids, np.array(found.token_type_ids, np.uint8) if is_typed else None
+        if not is_typed:
+            return ids, None
+        types = np.array(found.token_type_ids, np.uint8)
+        if types.max() >= num_types:  # a model would read another type, or NaN
+            raise DataError(
+                f"--tokenizer {self.name}: expected token types below {num_types}, as "
+                f"the model has, found {types.max()} in pairs of texts"
+            )
+        return ids, types
 
     def conversation(self, example: Example, *, learn_all: bool) -> tuple[Array, Array]:
         """Returns the ids of messages by the chat template, and which are learned.

@@ -175,6 +175,13 @@ def test_only_columns_that_are_used_are_converted(tmp_path):
         list(read_records(path, ("when",)))
 
 
+def test_a_column_that_is_there_twice_is_refused(tmp_path):
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], ["text", "text"])
+    pyarrow.parquet.write_table(table, path := tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="each column once, found 'text', 'text'"):
+        list(read_records(path, USED))
+
+
 # --- files ----------------------------------------------------------------------------
 
 

@@ -64,15 +64,27 @@ def test_ids_of_pairs(both):
     for most, pair in product((6, 99), zip(TEXTS, TEXTS[::-1], strict=True)):
         expected = theirs(*pair, return_token_type_ids=True, truncation=True,
                           max_length=most)  # fmt: skip
-        ids, types = ours.classified("a", pair, most=most, has_types=True)
+        ids, types = ours.classified("a", pair, most=most, num_types=2)
         assert ids.tolist() == expected.input_ids
         assert types.tolist() == expected.token_type_ids
-        ids, types = ours.classified("a", pair, most=most, has_types=False)
+        ids, types = ours.classified("a", pair, most=most, num_types=0)
         # transformers reads the class at the last token that is no padding.
         pad = ours.end if theirs.pad_token_id is None else theirs.pad_token_id
         kept = 1 + max(n for n, one in enumerate(expected.input_ids) if one != pad)
         assert ids.tolist() == expected.input_ids[:kept]
         assert types is None
+    if max(expected.token_type_ids):
+        with pytest.raises(DataError, match=r"types below 1, .*found 1"):
+            ours.classified("a", pair, most=99, num_types=1)
+
+
+@pytest.mark.parametrize("texts", [("one",), ("one", "two")], ids=len)
+def test_special_tokens_leave_room_for_texts(both, texts):
+    ours, theirs = both
+    least = len(texts) + theirs.num_special_tokens_to_add(pair=len(texts) == 2)
+    assert ours.classified("a", texts, most=least, num_types=2)[0].size == least
+    with pytest.raises(DataError, match=f"--seq-len: expected at least {least} tok"):
+        ours.classified("a", texts, most=least - 1, num_types=2)
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
