@@ -10,7 +10,7 @@
 namespace jaxinf {
 
 // Lengths in words. The table is a block that begins with the number of Newton steps, then
-// two estimates in each word: jaxinf/kernels/estimates.py.
+// two estimates in each word: jaxinf/kernels/card_library.py.
 constexpr Word estimate_words = num_estimates / 2;
 constexpr Word table_words = 16 + estimate_words;
 
