@@ -262,8 +262,9 @@ class _TrainingRun:
 @contextlib.contextmanager
 def _made_logs(logs: Path) -> Iterator[None]:
     """Makes the log directory; removes a new one if the body fails."""
-    is_new = not logs.exists()
+    is_new = False
     try:
+        is_new = not logs.exists()
         logs.mkdir(parents=True, exist_ok=True)
         problem = "" if os.access(logs, os.W_OK) else "no access to write"
     except OSError as error:

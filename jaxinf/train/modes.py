@@ -48,6 +48,9 @@ from jaxinf.train.optimizers import (
 from jaxinf.train.step import compile_train_step, loss_of, weight_of_part
 from jaxinf.typing import DeferredArray, PyTree
 
+# Share of the budget for pieces read and traced programs during an import.
+_IMPORT_BYTES, _IMPORT_LEAF_BYTES = 4 << 20, 64 << 10
+
 
 class Done(NamedTuple):
     """What a step has done; its commit may still be in flight.
@@ -204,6 +207,10 @@ def import_weights(config: TrainConfig) -> int:
     Raises:
       UsageError: the store has a run already.
     """
+    params = first_params(config)
+    aside_bytes = _IMPORT_BYTES + _IMPORT_LEAF_BYTES * len(jax.tree.leaves(params))
+    aside_bytes = min(aside_bytes, config.buffer_bytes // 4)
+    config = dataclasses.replace(config, memory=config.buffer_bytes - aside_bytes)
     with contextlib.closing(open_run(config, Devices())) as store:
         tx = _store_optimizer(config, store)
         if store.step:
@@ -211,7 +218,7 @@ def import_weights(config: TrainConfig) -> int:
                 f"--steps 0: {config.store} is at step {store.step} already; give a "
                 "--store that is new"
             )
-        begin(config, store, functools.partial(tx.init, first_params(config)))
+        begin(config, store, functools.partial(tx.init, params))
         return store.step
 
 

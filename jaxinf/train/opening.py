@@ -23,11 +23,13 @@ from jaxinf.train.devices import Devices
 from jaxinf.train.resume import architecture_of, first_payload, other_fields
 
 _NUM_KEPT = 3  # checkpoints
-_FLAGS = {  # of arguments of `jaxinf.stream`
+_FLAGS = {  # of arguments of jaxinf's functions
     "device_memory_bytes": "--device-memory",
     "memory_bytes": "--memory",
     "device_updates": "--device-updates",
     "replan=True": "--elastic",
+    'durability="step"': "--durability step",
+    "error_feedback=True": "--compress …,error_feedback=true",
 }
 
 
@@ -37,7 +39,7 @@ def refused_as_usage() -> Iterator[None]:
     try:
         yield
     except (ValueError, NotADirectoryError) as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(_with_flags(error)) from error
 
 
 @contextlib.contextmanager
@@ -46,10 +48,14 @@ def named_flags() -> Iterator[None]:
     try:
         yield
     except StreamError as error:
-        text = str(error)
-        for argument, flag in _FLAGS.items():
-            text = text.replace(argument, flag)
-        raise StreamError(text) from error
+        raise StreamError(_with_flags(error)) from error
+
+
+def _with_flags(error: Exception) -> str:
+    text = str(error)
+    for argument, flag in _FLAGS.items():
+        text = text.replace(argument, flag)
+    return text
 
 
 @refused_as_usage()

@@ -67,6 +67,7 @@ USAGE = (
     ("--mode memory", "--store: --mode memory keeps nothing"),
     ("--log-dir s/log", "--log-dir"),
     ("--log-dir /proc/1/zz", "--log-dir /proc/1/zz: expected"),
+    (f"--log-dir /{300 * 'a'}", "aaa: expected a directory, or a place for one"),
     ("--csd-root /nowhere", "CSD root /nowhere"),
     ("--clip-norm inf", "--clip-norm: expected a finite number, got inf"),
     ("--learning-rate nan", "--learning-rate: expected more"),
@@ -88,7 +89,8 @@ USAGE = (
     ("--compress top_k:2", "top_k: expected a ratio above 0 and at most 1"),
     ("--compress random:0.1", "--compress 'random:0.1': expected top_k:RATIO"),
     ("--compress top_k:0.1,error_feedback=true --durability 5",
-     'expected durability="step", found a store'),
+     "--compress …,error_feedback=true: each step commits its error feedback, expected "
+     "--durability step, found"),
     ("--compress top_k:0.1,error_feedback=true --mode stream --memory 1GiB",
      "give --clip-norm 0, or leave error feedback"),
     ("--export-to file:///a", "--export-to: expected --checkpoint-every K"),
