@@ -220,7 +220,9 @@ class _TrainingRun:
     def _evaluate(self) -> Evaluation:
         """Evaluates the params; once a step it logs that, and keeps the best so far."""
         self._timer.forget()
-        found = self._evaluator(self._mode.params())
+        own = self._evaluator(self._mode.params())
+        # Other processors may round otherwise, and all must keep the same best.
+        found = Evaluation(*self._group.first("the evaluation", lambda: own))
         if self.step > self._validation.last_step:
             # Less than the step if batches were skipped.
             committed = self._num_updates if self._store else 0
