@@ -1,6 +1,7 @@
 """Params on a device with memory of its own: the same path, forced on a CPU."""
 
 import contextlib
+import threading
 from types import SimpleNamespace
 
 import jax
@@ -8,10 +9,12 @@ import numpy as np
 import optax
 import pytest
 from families import family
+from jax.sharding import SingleDeviceSharding
 from streaming import Numbers, assert_same_states, read_ahead, trained, unit
 from zoo import ZOO
 
 from jaxinf.errors import StreamError
+from jaxinf.streaming.move.work_queues import Uploads, WorkQueues
 from jaxinf.streaming.plan import memory
 from jaxinf.streaming.plan.memory import DeviceLimit, check_pinned, device_limit
 from jaxinf.streaming.plan.reads import Fetch
@@ -83,6 +86,55 @@ def test_no_more_is_read_ahead_than_the_device_holds():
         if leaf:
             params.done(leaf - 1)
     params.close()
+
+
+def test_what_is_pinned_on_its_way_has_its_memory(monkeypatch):
+    """Short tensors that wait together, each for two devices."""
+    jobs, goes_on, pinned_bytes = WorkQueues("uploads"), threading.Event(), []
+    uploads = Uploads(jobs, pins=True, pinned_bytes=2 * PAGE_BYTES)
+    put, to = jax.device_put, SingleDeviceSharding(jax.devices()[0])
+
+    def noting(arrays, places):
+        pinned_bytes.append(sum(x.nbytes for x in arrays if type(x) is np.ndarray))
+        return put(arrays, places)
+
+    monkeypatch.setattr(jax, "device_put", noting)
+    jobs.submit(goes_on.wait, "uploads")  # the one thread
+    found = []
+    for number in range(7):
+        page = np.full(1024, number, np.float32)
+        uploads.start([(page, to), (page, to)], found.append)
+    goes_on.set()
+    jobs.end()
+    assert sum(pinned_bytes) == 7 * PAGE_BYTES
+    assert max(pinned_bytes) == 2 * PAGE_BYTES
+    assert [float(x[0]) for copies in found for x in copies] == [
+        n for n in range(7) for _ in range(2)
+    ]
+    jobs.close()
+
+
+@pytest.mark.parametrize("host_pages", [None, 2])
+def test_a_step_is_given_up_while_a_read_waits(host_pages):
+    """For memory that an update has, or for room on the device."""
+    fetches = [Fetch(unit(0), 0, 0, gradient=3), Fetch(unit(1), 1, 1)]
+    host_bytes = host_pages and host_pages * PAGE_BYTES
+    num_threads = threading.active_count()
+    params = read_ahead(Numbers(), fetches, PAGE_BYTES, host_bytes)
+    params.begin()
+    params.get(0, Piece(0))
+    if host_pages is None:
+        params.done(0)
+    params.stop()
+    params.begin()
+    np.testing.assert_array_equal(params.get(0, Piece(0)), np.zeros(1024))
+    params.done(0)
+    np.testing.assert_array_equal(params.take(unit(0)), np.zeros((1, 1024)))
+    params.free(unit(0))
+    assert params.take(unit(0)) is None
+    np.testing.assert_array_equal(params.get(1, Piece(1)), np.ones(1024))
+    params.close()
+    assert threading.active_count() == num_threads
 
 
 @pytest.fixture

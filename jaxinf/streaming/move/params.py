@@ -192,7 +192,10 @@ class StoreParams:
         self._device_bytes = reading.room_bytes  # that are free, of one with its own
         self._jobs = WorkQueues("jaxinf-fetch")
         self._changed = self._jobs.changed
-        self._uploads = Uploads(self._jobs, pins=registry is None)
+        pinned_bytes = reading.largest_bytes
+        self._uploads = Uploads(
+            self._jobs, pins=registry is None, pinned_bytes=pinned_bytes
+        )
         self._reads: dict[Fetch, _Read] = {}
         # The reads of a unit, in order; those that end with a call; and for an update.
         self._of_unit: defaultdict[Unit, list[Fetch]] = defaultdict(list)

@@ -170,13 +170,21 @@ class BoundedQueue(Generic[_T]):
     Args:
       jobs: Have a queue of that name for them.
       room_bytes: Memory for items, until the work on them is over.
+      together_bytes: The most of several items that are taken together.
     """
 
     def __init__(
-        self, jobs: WorkQueues, name: str, *, num_threads: int, room_bytes: int = 1
+        self,
+        jobs: WorkQueues,
+        name: str,
+        *,
+        num_threads: int,
+        room_bytes: int = 1 << 62,
+        together_bytes: int = 1 << 62,
     ) -> None:
         self._jobs, self._name, self._num_threads = jobs, name, num_threads
         self._room_bytes, self._held_bytes = max(1, room_bytes), 0
+        self._together_bytes = together_bytes
         self._waiting: deque[tuple[_T, int]] = deque()
         self._in_order = threading.Lock()
 
@@ -208,7 +216,11 @@ class BoundedQueue(Generic[_T]):
         with self._in_order:
             taken, sizes = list[_T](), list[int]()
             while self._waiting and self._jobs.error is None:
-                if sizes and max(sizes[-1], self._waiting[0][1]) > _SHORT_BYTES:
+                next_bytes = self._waiting[0][1]
+                if sizes and (
+                    max(sizes[-1], next_bytes) > _SHORT_BYTES
+                    or sum(sizes) + next_bytes > self._together_bytes
+                ):
                     break
                 item, num_bytes = self._waiting.popleft()
                 taken.append(item)
@@ -237,34 +249,39 @@ class Uploads(BoundedQueue[tuple[Pairs, Ended]]):
     So all that waits is copied by one call, and two calls are under way.
 
     Args:
-      pins: Whether arrays are pinned on their way, since the device does not copy from
-        the host's memory as it is; then one tensor is at a time.
+      pins: Whether arrays are pinned on their way, each once for all devices, since
+        these do not copy from the host's memory as it is; one call is then under way.
+      pinned_bytes: Memory for what is pinned; one tensor always has room.
     """
 
-    def __init__(self, jobs: WorkQueues, *, pins: bool) -> None:
-        num_threads = 1 if pins else 2
-        super().__init__(jobs, "uploads", num_threads=num_threads, room_bytes=1 << 62)
+    def __init__(self, jobs: WorkQueues, *, pins: bool, pinned_bytes: int = 0) -> None:
+        how = {"num_threads": 1, "together_bytes": pinned_bytes}
+        super().__init__(jobs, "uploads", **(how if pins else {"num_threads": 2}))
         self._pins = pins
 
     def start(self, pairs: Pairs, ended: Ended) -> None:
         """Starts to copy a tensor."""
-        num_bytes = sum(source.nbytes for source, _ in pairs) if self._pins else 0
-        self.put((pairs, ended), num_bytes, self._copy)
+        sizes = {id(source): source.nbytes for source, _ in pairs}
+        self.put((pairs, ended), sum(sizes.values()) * self._pins, self._copy)
 
     def _copy(self, batch: Sequence[tuple[Pairs, Ended]]) -> Callable[[], None]:
-        pairs = [pair for own, _ in batch for pair in own]
+        return partial(self._copy_all, deque(batch))
+
+    def _copy_all(self, left: deque[tuple[Pairs, Ended]]) -> None:
+        with span("back"):
+            begun = deque(self._begun([pair for own, _ in left for pair in own]))
+            while left:
+                own, ended = left.popleft()
+                copies = [begun.popleft() for _ in own]
+                ended(jax.block_until_ready(copies))
+                del own, ended, copies  # they hold memory
+
+    def _begun(self, pairs: Pairs) -> list[jax.Array]:
         sources, places = [x for x, _ in pairs], [to for _, to in pairs]
         if self._pins:
-            pinned = [to.with_memory_kind(PINNED) for to in places]
-            sources = jax.device_put(sources, pinned)
-        begun, left = deque(jax.device_put(sources, places)), deque(batch)
-
-        def wait() -> None:
-            with span("back"):
-                while left:
-                    own, ended = left.popleft()
-                    copies = [begun.popleft() for _ in own]
-                    ended(jax.block_until_ready(copies))
-                    del own, ended, copies  # they hold memory
-
-        return wait
+            once = {id(x): (x, to) for x, to in pairs}.values()
+            ways = [to.with_memory_kind(PINNED) for _, to in once]
+            pinned = jax.device_put([x for x, _ in once], ways)
+            there = {id(x): own for (x, _), own in zip(once, pinned, strict=True)}
+            sources = [there[id(x)] for x in sources]
+        return jax.device_put(sources, places)
