@@ -242,6 +242,28 @@ def test_params_are_those_of_jitted_optax(tx, atol, opened):
         assert_near(found, expected, atol)
 
 
+def of_a_shared_number():
+    """Updates by a bfloat16 number that also another number of each leaf takes."""
+
+    def update(updates, count, params=None):
+        scale = 1 / (3 + count).astype(jnp.bfloat16)
+
+        def scaled(x):
+            size = jnp.max(jnp.abs(x)).astype(jnp.bfloat16) * scale
+            step = x.astype(jnp.bfloat16) * scale
+            return -step.astype(x.dtype) / (1 + size.astype(x.dtype))
+
+        return jax.tree.map(scaled, updates), count + 1
+
+    return optax.GradientTransformation(lambda params: jnp.int32(0), update)
+
+
+def test_a_number_of_a_leaf_and_of_its_kernel(opened):
+    tx = of_a_shared_number()
+    found = params_after(opened(tx))
+    assert_same_bits(found, in_memory(tx, {}, PARAMS, BATCHES, [0.0] * 3))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "tx",

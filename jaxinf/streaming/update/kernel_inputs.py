@@ -132,7 +132,9 @@ class KernelInputs:
 
     def finish(self) -> list[Array]:
         """Returns the new scalar state, after the last pass."""
-        new = self._computed_before(self._passes.num_passes)
+        number = self._passes.num_passes
+        exports = self._passes.before[number].exports
+        new = dict(zip(exports, self._computed_before(number), strict=True))
         self.close()
         return [
             np.array(key_data(new[value]) if value.constant is None else value.constant)
@@ -150,14 +152,16 @@ class KernelInputs:
     def _start(self, number: int) -> None:
         self._number, self._given, self._shared = number, set(), {}
         part, found = self._passes.before[number], self._computed_before(number)
-        self._env.update((value, found[value]) for value in part.exports)
-        self._kernel_scalars = {v: np.asarray(found[v]) for v in part.scalars}
+        num, scalars = len(part.exports), part.scalars
+        self._env.update(zip(part.exports, found[:num], strict=True))
+        # A value may be of both, and has the kernel's dtype here.
+        own = map(np.asarray, found[num:])
+        self._kernel_scalars = dict(zip(scalars, own, strict=True))
 
-    def _computed_before(self, number: int) -> dict[Value, jax.Array]:
-        """Returns the numbers and the kernels' scalars of what comes before a pass."""
+    def _computed_before(self, number: int) -> Sequence[jax.Array]:
+        """Returns the numbers, then the kernels' scalars, before a pass."""
         part = self._passes.before[number]
-        found = self._between[number](*(self._env[value] for value in part.inputs))
-        return dict(zip((*part.exports, *part.scalars), found, strict=True))
+        return self._between[number](*(self._env[value] for value in part.inputs))
 
     def _note(self, part: PassComputation, found: Sequence[jax.Array]) -> None:
         if part.leaf in self._given:
