@@ -3,6 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 
@@ -22,7 +23,8 @@ from zoo import ZOO
 
 import jaxinf
 from jaxinf.engine import StateReader
-from jaxinf.errors import StoreMismatchError, StreamError
+from jaxinf.errors import ProcessError, StoreMismatchError, StreamError
+from jaxinf.processes import Group
 from jaxinf.streaming import compiled_step
 
 SGD, CLIP = optax.sgd(0.1), optax.clip_by_global_norm(0.1)
@@ -158,6 +160,34 @@ def test_a_full_drive_refuses_the_step_while_gradients_are_spilled(begun, monkey
     assert step.store.step == 1
     run(step, SMALL, 1)
     assert step.store.step == 2
+
+
+# --- where other processes have a say ------------------------------------------------
+
+
+def test_room_is_given_back_if_another_process_has_none(begun, monkeypatch):
+    spill_beyond(monkeypatch, 0)
+    step, in_all = begun(CLIPPED), Group.in_all
+
+    def num_files():
+        paths = [one.resolve() for one in Path("/proc/self/fd").iterdir()]
+        return sum(path.name.endswith(" (deleted)") for path in paths)
+
+    before = num_files()
+
+    def refused(group, what, action):
+        found = in_all(group, what, action)
+        if what == "the room for a step":
+            raise ProcessError("process 1 has none")
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Group, "in_all", refused)
+        with pytest.raises(ProcessError, match="process 1 has none"):
+            step(SMALL.batch)
+    assert num_files() == before
+    run(step, SMALL, 1)
+    assert num_files() > before
 
 
 def test_an_interrupt_while_updates_run_gives_the_step_up():
