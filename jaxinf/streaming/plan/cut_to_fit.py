@@ -70,10 +70,15 @@ def cut_to_fit(
       BudgetError: No cut fits; names the params that are too large.
     """
     best: Plan | None = None
+    tried = set[Sequence[int]]()
     most = budget_bytes // _SHARE
     # Ever smaller segments, those of a third of the budget first.
     limits = sorted(segment_limits(ready), key=lambda n: (n > most, abs(most - n)))
-    for cuts in dict.fromkeys(cuts_of(ready, limit) for limit in limits):
+    for most_bytes in limits:
+        cuts = cuts_of(ready, most_bytes)
+        if cuts in tried:
+            continue
+        tried.add(cuts)
         plan = plan_of(ready, cuts, policy, num_parts)
         if plan.peak_bytes <= budget_bytes:
             plan = measure(plan)
