@@ -1,12 +1,13 @@
 """Drives that come and go: read-only, not mounted, without power."""
 
 import random
+import re
 import subprocess
 
 import pytest
 from families import LONG
 
-from jaxinf.errors import StoreError, StoreFormatError
+from jaxinf.errors import ExchangeError, StoreError, StoreFormatError, StoreIOError
 from jaxinf.store import verify_step
 
 STEP = 3
@@ -27,6 +28,36 @@ def test_a_file_system_becomes_read_only(mount_tmpfs, drive):
     driver = drive(path / "store").init()
     driver.check(STEP)
     driver.steps(2).check(STEP + 2)
+
+
+def test_a_csd_becomes_read_only_during_a_run(mount_tmpfs, drive):
+    roots = [mount_tmpfs(f"csd{number}") for number in range(3)]
+    path = roots[0].parent / "store"
+    driver = drive(path, csds=roots).init().steps(STEP)
+    driver.store.wait()
+    remount(roots[1], "ro")
+    with pytest.raises(StoreIOError, match=r"csd1/.*\(EROFS\); mount .*writable"):
+        driver.durable_step()
+    driver.engine.close()
+    remount(roots[1], "rw")
+    driver = drive(path).init()
+    driver.check(STEP)
+    driver.steps(2).check(STEP + 2)
+
+
+def test_an_export_to_a_read_only_or_full_place(mount_tmpfs, drive, place):
+    out = mount_tmpfs("out", size="64k")
+    options = {"export_every": 2, "export_to": f"file://{out}"}
+    options["memory_bytes"] = 128 << 20
+    remount(out, "ro")
+    with pytest.raises(ExchangeError, match=r"/out: cannot "):
+        drive(place / "refused", **options).init()
+    remount(out, "rw")
+    driver = drive(place / "store", **options).init().steps(2)
+    driver.store.wait()
+    [info] = driver.store.exports()
+    assert re.match(r"StoreSpaceError: .*/out: the export takes", info.problem)
+    driver.steps(1).check(3)
 
 
 def test_a_csd_that_is_not_mounted(mount_ext4, place, drive):

@@ -66,6 +66,18 @@ def test_no_free_bytes_stop_no_step(small, drive):
     driver.steps(STEP).check(2 + STEP)
 
 
+def test_no_free_inodes_at_the_commit(small, drive):
+    driver = drive(small / "store").init().steps(STEP)
+    driver.store.wait()
+    made = fill_inodes(small)
+    with pytest.raises(StoreSpaceError, match=REMEDIES["inodes"]) as caught:
+        driver.durable_step()
+    assert str(small / "store") in str(caught.value)
+    driver = go_on_with_room(drive, driver, made, STEP)
+    driver.check(STEP)
+    driver.steps(3).check(STEP + 3)
+
+
 @pytest.mark.parametrize("what", FILLERS)
 def test_full_in_the_middle_of_a_step(small, drive, what):
     """Chunks that a reader holds are replaced, and that takes room."""
@@ -87,3 +99,15 @@ def test_full_at_the_creation(small, drive, what):
     with pytest.raises(StoreSpaceError, match=r"inodes|has [\d,]+ free"):
         driver.init()
     go_on_with_room(drive, driver, made, 0).steps(STEP).check(STEP)
+
+
+def test_a_full_csd(mount_tmpfs, drive):
+    roots = [mount_tmpfs(f"csd{number}", size="2m") for number in range(3)]
+    driver = drive(roots[0].parent / "store", csds=roots).init().steps(STEP)
+    with driver.store.snapshot():
+        driver.durable_step()
+        (made,) = fill_bytes(roots[0])
+        with pytest.raises(StoreSpaceError, match=str(roots[0])):
+            driver.durable_step()
+    driver = go_on_with_room(drive, driver, [made], STEP + 1)
+    driver.steps(1).check(STEP + 2)
