@@ -9,6 +9,7 @@ import platform
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -105,10 +106,11 @@ def _check_arguments(
 ) -> None:
     """Checks what the machine code relies on; it knows neither lengths nor dtypes."""
     gradient, out, scalars, arrays = inputs
-    params = states[0]
-    is_coded = isinstance(params, CodedSlot)
-    num = (params.codes if isinstance(params, CodedSlot) else params).size
-    outs = (FLOAT32, BFLOAT16) if is_coded else FLOAT_DTYPES
+    params, outs = states[0], FLOAT_DTYPES
+    if isinstance(params, CodedSlot):
+        params, outs = params.codes, (FLOAT32, BFLOAT16)
+    num = params.size
+    needs: list[tuple[str, Array, int, Sequence[np.dtype[Any]]]]
     needs = [("gradient", gradient, num, FLOAT_DTYPES)]
     if out is not None:
         needs.append(("out", out, num, outs))

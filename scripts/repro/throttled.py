@@ -202,7 +202,7 @@ class ThrottledCsd:
         num_bytes = dense_bytes + sum(extent.num_bytes for extent in update.extents)
         with held_up((self._kernel, num_bytes, self._rates.kernel)):
             outcome = self._csd.update(buffer, update)
-        wait(self._crossing(update.out.nbytes))
+        wait(self._crossing(0 if update.out is None else update.out.nbytes))
         return outcome
 
     def put(self, buffer: CsdBuffer, extent: Extent, values: Array) -> None:

@@ -194,9 +194,10 @@ def test_leftovers_of_a_crash_go(drive, place):
     again.check(1, path_of(again, "kept"))
     again.close()
     # One that was to be replaced is put back; some files are the other one's.
-    for folder in (root, *place.glob("csd*/*/checkpoints")):
+    folders = [root, *place.glob("csd*/*/checkpoints")]
+    for folder in folders:
         (folder / "kept").rename(folder / ".old-kept")
-    (folder / "kept" / "half").mkdir(parents=True)
+    (folders[-1] / "kept" / "half").mkdir(parents=True)
     restore_whole(driver.store.path, "kept", discard_current=True)
     assert [p.name for p in place.rglob("checkpoints/*")] == ["kept"] * 3
     again = drive(driver.store.path).init()
