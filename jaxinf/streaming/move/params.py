@@ -25,9 +25,9 @@ from jaxinf.engine import Engine, StateReader, average_states, put_together
 from jaxinf.streaming.move.work_queues import MoveCounts, Uploads, WorkQueues
 from jaxinf.streaming.plan.memory import READER_BYTES
 from jaxinf.streaming.plan.reads import Fetch, Reading
-from jaxinf.streaming.program.graph import Piece, piece_sharding
+from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.meshes import default_device
-from jaxinf.streaming.program.units import Unit, UnitOf
+from jaxinf.streaming.program.units import Unit, UnitOf, piece_sharding
 from jaxinf.transfer import PAGE_BYTES, Buffer, BufferPool, aligned, span
 from jaxinf.typing import Array
 

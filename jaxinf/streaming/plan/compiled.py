@@ -21,10 +21,10 @@ from jaxinf.streaming.program.graph import (
     Origin,
     Piece,
     aval_bytes,
-    piece_sharding,
 )
 from jaxinf.streaming.program.meshes import typed_sharding
 from jaxinf.streaming.program.programs import bytes_beside, compile_program
+from jaxinf.streaming.program.units import piece_sharding
 
 _LOG = logging.getLogger("jaxinf.compile")
 

@@ -80,20 +80,6 @@ def num_bytes(values: Iterable[Value]) -> int:
     return sum(aval_bytes(value.aval) for value in values)
 
 
-def piece_sharding(sharding: NamedSharding | None, piece: Piece) -> Any:
-    """Returns the sharding of a piece, from that of its leaf; None stays None.
-
-    Axes of the mesh that divide an indexed dimension, or one of which only some rows
-    are taken, hold replicas of the piece.
-    """
-    if sharding is None:
-        return None
-    spec = tuple(sharding.spec)[len(piece.index) :]
-    if piece.rows is not None and spec:
-        spec = (None, *spec[1:])
-    return NamedSharding(sharding.mesh, PartitionSpec(*spec))
-
-
 @dataclass(frozen=True, eq=False, slots=True, repr=False)
 class Stack:
     """Values along a leading axis that does not exist as an array."""

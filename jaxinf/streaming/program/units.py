@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxinf.engine import has_shared_parts, put_together, shard_counts
-from jaxinf.streaming.program.graph import Piece, piece_sharding
+from jaxinf.streaming.program.graph import Piece
 from jaxinf.transfer import page_ceil
 from jaxinf.typing import Array
 
@@ -366,3 +366,17 @@ def whole(gradient: Gradient) -> jax.Array | Array:
     """Returns a gradient as one array: on its device if it is there, or gathered."""
     on_device = getattr(gradient, "on_device", None)
     return np.asarray(gradient) if on_device is None else on_device
+
+
+def piece_sharding(sharding: NamedSharding | None, piece: Piece) -> Any:
+    """Returns the sharding of a piece, from that of its leaf; None stays None.
+
+    Axes of the mesh that divide an indexed dimension, or one of which only some rows
+    are taken, hold replicas of the piece.
+    """
+    if sharding is None:
+        return None
+    spec = tuple(sharding.spec)[len(piece.index) :]
+    if piece.rows is not None and spec:
+        spec = (None, *spec[1:])
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec))
