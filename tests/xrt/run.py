@@ -10,7 +10,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from pytest import ExitCode
+import pytest
 from swemu.build import (
     NUM_DEVICES,
     Runtime,
@@ -75,7 +75,10 @@ def run_file(
     late = f"\nkilled after {LIMIT_S} s" if finished.timed_out else ""
     print(finished.output + late, *(f"left: {line}" for line in left), sep="\n")
     # Of a part of the tests a file may have none.
-    is_well = finished.status in (ExitCode.OK, ExitCode.NO_TESTS_COLLECTED)
+    is_well = finished.status in (
+        pytest.ExitCode.OK,
+        pytest.ExitCode.NO_TESTS_COLLECTED,
+    )
     return is_well and not left
 
 
