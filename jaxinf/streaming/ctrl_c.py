@@ -7,8 +7,8 @@ Python raises an interrupt in the main thread, between any two instructions. Her
 thread only waits, and a body that was given up is over before the next one begins. What
 it has begun is ended by who began it: programs by `Runner` (run.py), reads and updates
 by `CompiledStep.run` (compiled_step.py), which leaves the store at its last step. One
-that is past its last `check` still commits; the interrupt is raised all the same, and the
-loss is gone.
+that is past its last `check` still commits; the interrupt is raised all the same, and
+the loss is gone.
 
 Invariant: bodies run one after another, and each to its end.
 """
