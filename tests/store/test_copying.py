@@ -76,9 +76,12 @@ def test_an_average_and_codes_stay(place):
     assert [state.name for state in states if "average" in state.name]
     (path / "metrics.jsonl").write_text("{}")  # a user's
     expected, calls = raw(path), []
+
+    def report(*call):
+        calls.append(call)
+
     for count, given in ((1, roots), (3, roots[:2]), (2, ())):
-        progress = lambda *call: calls.append(call)  # noqa: E731
-        copied(path, None, progress, processes=count, roots=given)
+        copied(path, None, report, processes=count, roots=given)
         assert calls[-1][0] == calls[-1][1] > 0
         assert raw(path) == expected
         assert len(find_members(path) or [path]) == count

@@ -210,10 +210,8 @@ class CardCsd:
         """Handles a leaf that the optimizer does not change, without the card."""
         extents, kernel, gradient, inputs, out, *_ = update
         if isinstance(gradient, SparseGradient):
-            sent, gradient = (
-                gradient,
-                np.zeros(gradient.num_elements, gradient.values.dtype),
-            )
+            sent = gradient
+            gradient = np.zeros(sent.num_elements, sent.values.dtype)
             sent.put_into(gradient)
         views = [self.view(own, extent) for extent in extents]
         is_finite = compiled(kernel).run(

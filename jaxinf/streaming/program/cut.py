@@ -14,8 +14,8 @@ from jaxinf.streaming.program.lifetimes import OrderedProgram
 
 # Smaller blocks share a segment: each program costs a dispatch.
 _SMALL_BYTES = 4 << 20
-# So many bytes at cuts are worth a segment less.
-_SEGMENT_BYTES = 1 << 20
+# A further segment costs as much as so many bytes at cuts.
+_SEGMENT_COST = 1 << 20
 # Factor by which a cut may exceed the cheapest one, to save a block.
 _PHASE_TOLERANCE = 1.5
 # So often at least blocks repeat.
@@ -121,7 +121,7 @@ def _divided(
         needs = params + kept[first + 1 :] - kept[first] + 2 * working
         most = max(1, int(np.searchsorted(needs, limit_bytes, "right")))
         ends = slice(first + 1, first + 1 + most)
-        bytes_at_cuts = least[first] + _SEGMENT_BYTES + ready.cut_bytes[start:][ends]
+        bytes_at_cuts = least[first] + _SEGMENT_COST + ready.cut_bytes[start:][ends]
         is_less = bytes_at_cuts < least[ends]
         least[ends][is_less] = bytes_at_cuts[is_less]
         before[ends][is_less] = first
