@@ -14,7 +14,7 @@ Invariant: a kernel's state moves only between the drive and the card's memory. 
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +32,6 @@ from jaxinf.csd.cards.peer import with_card
 from jaxinf.csd.cards.xrt import XrtCard, XrtKernel
 from jaxinf.errors import CsdError
 from jaxinf.kernels import STATUS_BYTES, CardKernel, Passage, card_kernel, compiled
-from jaxinf.program import Kernel
 from jaxinf.transfer import PAGE_BYTES, ByteMeters, crc32c, read_into, write_from
 from jaxinf.typing import Array
 
@@ -66,7 +65,7 @@ class CardCsd:
         self._card = card
         self._root = root
         self._meters, self._buffered = meters, buffered
-        self._found: dict[tuple[int, str, str, str, bool], _Found] = {}
+        self._found: dict[tuple[Any, ...], tuple[CardKernel, XrtKernel]] = {}
         self._lock = threading.Lock()
 
     def acquire(self, num_bytes: int) -> CsdBuffer | None:
@@ -139,13 +138,12 @@ class CardCsd:
         own, num = _own(buffer), extents[0].num_elements
         if is_idle(kernel):
             return self._update_nothing(own, update)
-        found = self._kernel(update)
+        card, runs = self._kernel(update)
         for extent in extents:
             # Its kernel needs state that was read for the host.
             host = own.host.pop(extent.buffer_offset_bytes, None)
             if host is not None:
                 own.pages(extent)[: host.size] = host
-        card = found.card
         num_selected = _send(own, gradient)
         words = card.scalar_values(
             num_elements=num,
@@ -156,7 +154,7 @@ class CardCsd:
         )
         arguments = self._arguments(card, own, extents)
         try:
-            found.kernel.run(arguments, words, RUN_TIMEOUT_S)
+            runs.run(arguments, words, RUN_TIMEOUT_S)
         except CsdError as error:
             raise CsdError(f"CSD {self._root}: {error}") from error
         if out is not None:
@@ -190,20 +188,20 @@ class CardCsd:
             named |= {f"{name}_in": part, f"{name}_out": part}
         return [named[pointer.name] for pointer in card.pointers]
 
-    def _kernel(self, update: Update) -> "_Found":
+    def _kernel(self, update: Update) -> tuple[CardKernel, XrtKernel]:
         """Returns the card's kernel, looked up once: a look-up takes long."""
         extents, kernel, gradient, _, out, *_ = update
         result = "update" if out is None else RESULTS[out.dtype.name]
         codec = extents[1].codec if len(extents) > 1 else ""
         is_sparse = isinstance(gradient, SparseGradient)
         dtype = (gradient.values if is_sparse else gradient).dtype
-        key = (id(kernel), dtype.name, result, codec, is_sparse)
+        key = kernel, dtype.name, result, codec, is_sparse
         with self._lock:
             if key not in self._found:
                 card = card_kernel(kernel, dtype, result, codec, is_sparse)
                 found = self._card.kernel(card.name)
                 self.memory.check_bank(found, card)
-                self._found[key] = _Found(kernel, card, found)
+                self._found[key] = card, found
             return self._found[key]
 
     def _update_nothing(self, own: CardBuffer, update: Update) -> UpdateOutcome:
@@ -225,17 +223,6 @@ class CardCsd:
         )
         sums = {n: crc32c(view) for n, view in enumerate(views)}
         return UpdateOutcome(is_finite, sums)
-
-
-class _Found(NamedTuple):
-    """A kernel of the card, and the update that it runs.
-
-    The reference to the update keeps its id, a key of the look-up, from being reused.
-    """
-
-    update: Kernel
-    card: CardKernel
-    kernel: XrtKernel
 
 
 def _send(own: CardBuffer, gradient: Array | SparseGradient) -> int:

@@ -11,17 +11,19 @@ same from 2021.1 (2.11) to 2026.1.
 
 import ctypes
 import enum
+import mmap
 import os
+import re
 import weakref
 from pathlib import Path
 from typing import Any
 
-from jaxinf.csd.cards.xclbin import kernel_names
 from jaxinf.errors import CsdError
 
 LIBRARY = "libxrt_coreutil.so.2"
 """XRT's library, in ``lib`` below XILINX_XRT, or on the loader's path."""
 
+_KERNEL = re.compile(rb'<kernel\s(?:[^>]*\s)?name="(\w+)"')
 _HANDLE, _INT, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
 _UUID_BYTES = 16
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -157,14 +159,16 @@ class _Device(_Owned):
 
 
 class _Xclbin:
-    """The file; the names of its kernels are read in Python."""
+    """The file; the names of its kernels are in its metadata, which is XML."""
 
     def __init__(self, path: str) -> None:
-        try:
-            self._names = kernel_names(Path(path))
-        except (OSError, ValueError) as error:
-            raise RuntimeError(f"cannot read xclbin: {error}") from error
-        self.path = path
+        with open(path, "rb") as file:
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        with content:
+            found = dict.fromkeys(_KERNEL.findall(content))
+        if not found:
+            raise RuntimeError("there are no kernels in it")
+        self.path, self._names = path, [name.decode() for name in found]
 
     def get_kernels(self) -> "list[KernelName]":
         return [KernelName(name) for name in self._names]

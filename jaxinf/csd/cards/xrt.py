@@ -151,7 +151,7 @@ class XrtCard:
             self._load(str(xclbin))
         except (AttributeError, TypeError) as error:
             raise _too_old(error) from error
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, OSError) as error:
             raise CsdError(
                 f"card {device}: refuses {xclbin}: {error}; give the xclbin that was "
                 "built for the card's platform (`xbutil examine` names it; make -C hls "
