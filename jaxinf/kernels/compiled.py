@@ -6,7 +6,6 @@ same on every processor level of x86-64.
 
 import functools
 import platform
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -137,8 +136,9 @@ def _check_arguments(
         raise ValueError(f"scalars: expected {kernel.scalar_dtypes}, found {found}")
 
 
+@functools.lru_cache(maxsize=4096)
 def compiled(kernel: Kernel) -> CompiledKernel:
-    """Returns the kernel as machine code; a process finds each once. Thread-safe.
+    """Returns the kernel as machine code, which is kept. Thread-safe.
 
     The package contains the common optimizers; others are compiled once and kept in
     `toolchain.cache_directory`. Blocks while the compiler runs.
@@ -148,10 +148,19 @@ def compiled(kernel: Kernel) -> CompiledKernel:
       CsdError: there is no compiler for it, or the compiler failed, or kernels are not
         made for this processor.
     """
-    with _LOCK:
-        if kernel not in _FOUND:
-            _FOUND[kernel] = _find(kernel)
-        return _FOUND[kernel]
+    levels = toolchain.levels()
+    if not levels:
+        raise CsdError(
+            "kernels are C++ for x86-64 and aarch64: expected such a processor, found "
+            f"{platform.machine()}; train on another machine"
+        )
+    try:
+        return compile_kernel(kernel, level=levels[0])
+    except (toolchain.CompilerError, OSError) as error:
+        raise CsdError(
+            "the optimizer's kernel is not in this installation, and was not "
+            f"compiled: {error}"
+        ) from error
 
 
 def initialise(
@@ -212,23 +221,3 @@ def standard_kernels() -> Mapping[str, Kernel]:
     for name, kernel in traced_kernels().items():
         by_text.setdefault(emit(lower(kernel)).text, (name, kernel))
     return dict(by_text.values())
-
-
-_LOCK = threading.Lock()
-_FOUND: dict[Kernel, CompiledKernel] = {}
-
-
-def _find(kernel: Kernel) -> CompiledKernel:
-    levels = toolchain.levels()
-    if not levels:
-        raise CsdError(
-            "kernels are C++ for x86-64 and aarch64: expected such a processor, found "
-            f"{platform.machine()}; train on another machine"
-        )
-    try:
-        return compile_kernel(kernel, level=levels[0])
-    except (toolchain.CompilerError, OSError) as error:
-        raise CsdError(
-            "the optimizer's kernel is not in this installation, and was not "
-            f"compiled: {error}"
-        ) from error

@@ -106,14 +106,14 @@ class Graph:
 
 def ancestors(
     values: Iterable[Any], is_own: Callable[[Any], bool] = lambda node: True
-) -> set[Any]:
+) -> Mapping[Any, None]:
     """Returns the nodes from which values follow, through own nodes alone."""
-    found: set[Any] = set()
+    found: dict[Any, None] = {}
     stack = [value.node for value in values]
     while stack:
         node = stack.pop()
         if node is not None and node not in found and is_own(node):
-            found.add(node)
+            found[node] = None
             stack += [value.node for value in node.inputs]
     return found
 

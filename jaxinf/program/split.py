@@ -4,6 +4,7 @@ Invariant: a body reads only its own leaf's gradient, master params and slots; t
   prologue computes all its other inputs, as scalars or arrays.
 """
 
+import functools
 import math
 import re
 from collections.abc import Mapping, Sequence, Set
@@ -13,7 +14,7 @@ import numpy as np
 
 from jaxinf import compat
 from jaxinf.errors import UnsupportedTransformError
-from jaxinf.program.graph import Node, Value
+from jaxinf.program.graph import Node, Value, ancestors
 from jaxinf.program.kernel import (
     Constant,
     Equation,
@@ -36,8 +37,10 @@ _REMEDY = (
 )
 
 
-_KERNELS: dict[Kernel, Kernel] = {}
-"""Each kernel of this process once: leaves share it, and caches find it at once."""
+@functools.lru_cache(maxsize=4096)
+def _first_equal(kernel: Kernel) -> Kernel:
+    """Returns the first of equal kernels: leaves share it, caches find it at once."""
+    return kernel
 
 
 @dataclass(eq=False)
@@ -111,7 +114,7 @@ class BodyBuilder:
             reciprocals=reciprocals,
             reduced=reduced,
         )
-        return _KERNELS.setdefault(kernel, kernel)
+        return _first_equal(kernel)
 
     def also_used_by(self, nodes: Sequence[Node]) -> tuple[int, ...]:
         """Numbers of the equations whose values enter nodes outside of the body."""
@@ -132,7 +135,8 @@ class BodyBuilder:
             self._check_dtype(value)
             return Constant.of(value.constant, value.dtype)
         if value.stored:
-            self._check_stored(value)
+            if not self._is_elementwise(value):
+                raise refusal(self.info.name, value)
             return None
         if value in self.local:
             return None
@@ -154,17 +158,6 @@ class BodyBuilder:
             and value.shape == self.info.shape
             and (node.is_spread or is_elementwise(node))
         )
-
-    def _check_stored(self, value: Value) -> None:
-        node = value.node
-        if node is None:
-            raise UnsupportedTransformError(
-                f"{self.info.name}: its update reads the stored state of another "
-                f"leaf; {_REMEDY}"
-            )
-        if not self._is_elementwise(value):
-            culprit = stored_culprit([value]) or node
-            raise refusal(self.info.name, culprit)
 
     def _check_dtype(self, value: Value) -> None:
         if not is_supported_dtype(value.dtype):
@@ -199,29 +192,28 @@ def is_elementwise(node: Node) -> bool:
     )
 
 
-def stored_culprit(values: Sequence[Value]) -> Node | None:
-    """Finds the first node on stored state that is not elementwise."""
-    seen: set[Node] = set()
-    stack = [value.node for value in values]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        stored = [value for value in node.inputs if value.stored]
+def refusal(where: str, value: Value) -> UnsupportedTransformError:
+    """Makes the error for a value that depends on stored state not element by element.
+
+    It names the first node that is not elementwise, none of whose operands follows from
+    another such.
+    """
+
+    def is_culprit(node: Node) -> bool:
         shapes = (), node.outputs[0].shape
         keeps_shape = all(value.shape in shapes for value in node.inputs)
-        if stored and not (keeps_shape and is_elementwise(node)):
-            return stored_culprit(stored) or node
-        stack += [value.node for value in stored]
-    return None
+        has_state = any(value.stored for value in node.inputs)
+        return has_state and not (keeps_shape and is_elementwise(node))
 
-
-def refusal(where: str, node: Node) -> UnsupportedTransformError:
-    """Makes the error for stored state that enters `node`."""
+    node, values = value.node, [value]
+    while culprit := next(filter(is_culprit, ancestors(values)), None):
+        node, values = culprit, culprit.inputs
+    found = "the stored state of another leaf"
+    if node is not None:
+        found = f"the primitive {node.name}{origin_of(node)} on it"
     return UnsupportedTransformError(
-        f"{where}: expected an update elementwise in stored optimizer state, found the "
-        f"primitive {node.name}{origin_of(node)} on it; {_REMEDY}"
+        f"{where}: expected an update elementwise in stored optimizer state, found "
+        f"{found}; {_REMEDY}"
     )
 
 
@@ -231,9 +223,8 @@ def origin_of(node: Node) -> str:
     And the transformation that it is for; empty if neither is known.
     """
     frames = [f for source in node.sources for f in compat.source_frames(source)]
-    paths = [(file.replace("\\", "/"), name) for file, name in frames]
     internal = "/jax/", "/jaxinf/program/"
-    paths = [one for one in paths if not any(part in one[0] for part in internal)]
+    paths = [one for one in frames if not any(part in one[0] for part in internal)]
     if not paths:
         return ""
     file, name = paths[0]

@@ -24,7 +24,7 @@ from jaxinf.program.graph import Graph, Node, Value, graph_of, prune
 from jaxinf.program.kernel import Constant, Input, Operand
 from jaxinf.program.passes import Passes
 from jaxinf.program.prologue import LeafInputs, Prologue, typed_like
-from jaxinf.program.split import BodyBuilder, is_elementwise, refusal, stored_culprit
+from jaxinf.program.split import BodyBuilder, is_elementwise, refusal
 from jaxinf.program.state import (
     LeafKernel,
     Recall,
@@ -258,7 +258,9 @@ def _divided(
     state = graph.inputs[2 * num : 2 * num + num_state]
     new_state = graph.results[num:]
     scalar_state = [new_state[index] for index in layout.scalar_indices]
-    _check_scalar_state(layout, scalar_state)
+    for path, value in zip(layout.scalar_paths, scalar_state, strict=True):
+        if value.stored:
+            raise refusal(f"optimizer state{path}", value)
     recalled = {
         state[slot.state_index]: leaf
         for slot, leaf in zip(slots_read, recall.leaves if recall else (), strict=True)
@@ -394,19 +396,6 @@ def _uses(nodes: Sequence[Node], results: Sequence[Value]) -> Mapping[Value, int
         if any(math.prod(value.shape) for value in node.outputs):
             uses.update(node.inputs)
     return uses
-
-
-def _check_scalar_state(layout: StateLayout, scalar_state: Sequence[Value]) -> None:
-    for path, value in zip(layout.scalar_paths, scalar_state, strict=True):
-        if value.stored:
-            culprit = stored_culprit([value])
-            where = f"optimizer state{path}"
-            if culprit is not None:
-                raise refusal(where, culprit)
-            raise UnsupportedTransformError(
-                f"{where}: expected scalar state that depends on gradients, params "
-                "and other scalar state only, found one that depends on stored state"
-            )
 
 
 def _reciprocals(builder: BodyBuilder, uses: Mapping[Value, int]) -> tuple[bool, ...]:
