@@ -119,9 +119,9 @@ def read_config(document: Any, *, where: str) -> Architecture:
             f"{where}: expected a model_type of {', '.join(FAMILIES)}, found {kind!r}; "
             "other architectures are not known here"
         )
-    document, problems = _with_first_names(document, family)
+    document = _with_first_names(document, family)
     known = {**family.defaults, **document}
-    problems += [
+    problems = [
         problem for item in document.items() if (problem := _problem(family, *item))
     ]
     problems += [
@@ -147,18 +147,12 @@ def read_config(document: Any, *, where: str) -> Architecture:
     )
 
 
-def _with_first_names(document: Document, family: Family) -> tuple[Fields, list[str]]:
-    """Returns a document without second names of fields, and what contradicts."""
-    aliases, problems = family.aliases, []
-    found = {k: v for k, v in document.items() if k not in aliases}
-    for second, first in aliases.items():
-        value = document.get(second)
-        if value is not None and found.setdefault(first, value) != value:
-            problems.append(
-                f"{second}: expected {shown(found[first])}, the value of {first}, "
-                f"found {shown(value)}"
-            )
-    return found, problems
+def _with_first_names(document: Document, family: Family) -> Fields:
+    """Returns a document without second names of fields, after which a first counts."""
+    aliases = family.aliases
+    given = {k: v for k, v in document.items() if v is not None}
+    seconds = {aliases[k]: v for k, v in given.items() if k in aliases}
+    return seconds | {k: v for k, v in document.items() if k not in aliases}
 
 
 def _problem(family: Family, name: str, value: Any) -> str | None:

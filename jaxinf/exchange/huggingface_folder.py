@@ -118,23 +118,15 @@ class HuggingFaceFolder:
             _full_name(name, family, expected): array
             for name, array in self.tensors.items()
         }
-        tied = {
-            alias: name
-            for alias, name in family.tied.items()
-            if alias not in expected
-            and name in expected
-            and "score/kernel" not in shapes  # it has no output table
-        }
-        for alias, name in tied.items():
-            if alias in found and name not in found:
-                found[name] = found.pop(alias)
+        for alias, name in family.tied.items():
+            if alias in found and alias not in expected and name in expected:
+                found.setdefault(name, found.pop(alias))
         wanted = {  # shapes there
             path: tuple(shapes[path][a] for a in np.argsort(axes)) or shapes[path]
             for path, (_, axes) in tensors.items()
         }
         new = _new_heads(family, names, wanted, found)
-        leaves: dict[str, TensorLeaf | None] = {}
-        problems = []
+        leaves, problems = dict[str, TensorLeaf | None](), list[str]()
         for path, (name, axes) in tensors.items():
             array = None if path in new else found.get(name)
             if path not in new and (problem := _problem(array, wanted[path])):
@@ -143,7 +135,7 @@ class HuggingFaceFolder:
         problems += [
             f"{name}: not a tensor of this model"
             for name in found
-            if name not in expected and name not in tied and not family.is_unused(name)
+            if name not in expected and not family.is_unused(name)
         ]
         if problems:
             more = len(problems) - _MAX_LINES

@@ -76,7 +76,7 @@ class ObjectStore:
     """
 
     def __init__(self, url: str, stop: threading.Event | None = None) -> None:
-        self._stop = stop
+        self._stop = stop or threading.Event()
         self.where, spec = _parsed(url)
         self.directory = Path(spec["path"]) if spec["driver"] == "file" else None
         self._store: Any = self._result("open", lambda: tensorstore.KvStore.open(spec))
@@ -105,8 +105,6 @@ class ObjectStore:
         """Waits for tensorstore; it asks a server that is busy again for minutes."""
         try:
             future = begin()
-            if self._stop is None:
-                return future.result()
             while not self._stop.is_set():
                 try:
                     return future.result(timeout=_SLICE_S)
@@ -159,16 +157,17 @@ def _parsed(url: str) -> tuple[str, dict[str, Any]]:
     return shown, spec
 
 
-def stamp_of(value: bytes) -> tuple[int, int]:
-    """Returns the length of an object in bytes, and its CRC-32C."""
-    return len(value), crc32c(np.frombuffer(value, np.uint8)) if value else 0
+def stamp_of(value: bytes) -> tuple[int, str]:
+    """Returns the length of an object in bytes, and its CRC-32C as 8 digits."""
+    checksum = crc32c(np.frombuffer(value, np.uint8)) if value else 0
+    return len(value), f"{checksum:08x}"
 
 
 def _shown(found: bytes | None) -> str:
     if found is None:
         return "none"
     num_bytes, checksum = stamp_of(found)
-    return f"{num_bytes} bytes ({format_bytes(num_bytes)}) of CRC-32C {checksum:08x}"
+    return f"{num_bytes} bytes ({format_bytes(num_bytes)}) of CRC-32C {checksum}"
 
 
 # --- exports -------------------------------------------------------------------------
@@ -210,10 +209,7 @@ class ExportManifest(Document, frozen=True):
         raw, where = place.read(MANIFEST), f"{place.where}: {MANIFEST}"
         if raw is None:
             return None
-        try:
-            return read_document(where, cls, _WHAT, _REMEDY, raw=raw)
-        except StoreFormatError as error:
-            raise ExchangeError(str(error)) from error
+        return read_document(where, cls, _WHAT, _REMEDY, raw=raw)
 
 
 def export_url_at(place: str) -> str | None:
@@ -283,7 +279,7 @@ def export_url(
     total_bytes, done_bytes, num_kept = sum(one.file_bytes for one in chunks), 0, 0
     with step.reader(options.memory_bytes // _COPIES) as reader:
 
-        def bring(one: ChunkFile) -> tuple[tuple[int, int], bool]:
+        def bring(one: ChunkFile) -> tuple[tuple[int, str], bool]:
             """Writes a chunk, unless it is there and right: zeros follow it."""
             pieces = reader.stored(one.leaf, one.state, one.chunk)
             content = b"".join(piece.values.tobytes() for piece in pieces)
@@ -302,10 +298,8 @@ def export_url(
     for name, value in documents.items():
         if name != _BEGUN:
             place.put(name, value)
-    listed = {n: (num, f"{crc:08x}") for n, (num, crc) in objects.items()}
-    commit = listed[_BEGUN][1]
-    at = manifest.store_id, step.commit.step
-    place.put(MANIFEST, seal(ExportManifest("jaxinf export", 1, *at, commit, listed)))
+    at = manifest.store_id, step.commit.step, objects[_BEGUN][1]
+    place.put(MANIFEST, seal(ExportManifest("jaxinf export", 1, *at, objects)))
     return UrlReport(len(objects) + 1, sum(n for n, _ in objects.values()), num_kept)
 
 
@@ -341,8 +335,7 @@ def _check_free(
     export, store_id = ExportManifest.read(place), step.manifest.store_id
     if export is not None:
         found = f"step {export.step} of store {export.store_id}"
-        is_same = f"{stamp_of(record)[1]:08x}" == export.commit
-        is_same &= export.store_id == store_id
+        is_same = (export.store_id, export.commit) == (store_id, stamp_of(record)[1])
     else:  # the first object may be torn
         found = f"other objects, such as {min(there, default='')}"
         begun = place.read(_BEGUN) if there else b""
@@ -406,7 +399,7 @@ def export_source(url: str, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> CopySou
             f"{place.where}: expected {MANIFEST}, which completes an export, found "
             f"{found}; {remedy}"
         )
-    listed = {n: (b, int(crc, 16)) for n, (b, crc) in export.objects.items()}
+    listed = export.objects
     if missing := sorted(listed.keys() - place.names()):
         more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         raise ExchangeError(
@@ -423,7 +416,7 @@ def export_source(url: str, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> CopySou
         if found is None or stamp_of(found) != (num_bytes, checksum):
             raise ExchangeError(
                 f"{place.where}: {name}: expected {num_bytes} bytes of CRC-32C "
-                f"{checksum:08x}, found {_shown(found)}; the export is torn: {_AGAIN}"
+                f"{checksum}, found {_shown(found)}; the export is torn: {_AGAIN}"
             )
         return found
 

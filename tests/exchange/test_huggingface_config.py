@@ -134,7 +134,6 @@ REFUSED = [
     ("qwen3", "use_sliding_window", True, "use_sliding_window: expected False"),
     ("qwen3", "layer_types", ["sliding_attention"], "expected 'full_attention'"),
     ("gpt2", "scale_attn_by_inverse_layer_idx", True, "expected False, as this"),
-    ("gpt2", "hidden_size", 8, "hidden_size: expected 32, the value of n_embd"),
     ("t5", "dense_act_fn", "relu", "dense_act_fn: expected 'gelu_new', found 'relu'"),
     ("bert", "is_decoder", True, "is_decoder: expected False"),
     ("bert", "problem_type", "regression", "problem_type: expected 'single_label"),
