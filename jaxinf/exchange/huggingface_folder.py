@@ -239,6 +239,7 @@ def export_huggingface(
     tensors = _tensors(params, architecture, dtype)
     config = write_config(architecture, task, tensors[0].dtype.name)
     files = {**(beside or {}), "config.json": config}
+    options = options or ExportOptions()
     write_tensors(destination, tensors, {"format": "pt"}, files, options)
 
 
@@ -266,7 +267,7 @@ def _architecture_like(
     found = HuggingFaceFolder.read(folder)
     architecture = found.architecture
     _tensors(params, architecture, None)  # refuses other leaves
-    shapes = {param.path: tuple(param.leaf.shape) for param in params}
+    shapes = {param.leaf.name: tuple(param.leaf.shape) for param in params}
     found.leaves(shapes, np.dtype(np.float32))
     heads = [shapes[head] for head in _CLASS_HEADS if head in shapes]
     if not heads:
@@ -282,7 +283,7 @@ def _tensors(
     tensors = []
     for param in params:
         try:
-            name, axes = architecture.family.find(param.path)
+            name, axes = architecture.family.find(param.leaf.name)
         except KeyError as error:
             raise ExchangeError(
                 f"{param.step.path}: leaf {param.leaf.name} is none of a "

@@ -74,11 +74,6 @@ class ParamArray:
     axes: tuple[int, ...] = ()
 
     @property
-    def path(self) -> str:
-        """Its keys, joined by ``/``."""
-        return "/".join(self.leaf.path)
-
-    @property
     def shape(self) -> tuple[int, ...]:
         shape = tuple(self.leaf.shape)
         return tuple(shape[a] for a in self.axes) if self.axes else shape
@@ -145,10 +140,10 @@ def param_arrays(step: CommittedStep, *, average: bool = False) -> list[ParamArr
     alpha, result = said_architecture(step).get("lora_alpha"), []
     for path, array in arrays.items():
         parts = [arrays.get((*path[:-1], name)) for name in (LORA_A, LORA_B)]
-        if not isinstance(alpha, int | float) or None in parts:
-            result.append(array)
-        elif path[-1] == "kernel":
-            result.append(replace(array, adapter=(*parts, float(alpha))))
-        elif path[-1] not in (LORA_A, LORA_B):
-            result.append(array)
+        if isinstance(alpha, int | float) and None not in parts:
+            if path[-1] in (LORA_A, LORA_B):
+                continue
+            if path[-1] == "kernel":
+                array = replace(array, adapter=(*parts, float(alpha)))
+        result.append(array)
     return result

@@ -57,7 +57,6 @@ _DTYPES |= {
 } | {"BOOL": "bool"}
 _NAMES = {name: code for code, name in _DTYPES.items()}
 
-_HEADER_BYTES_AN_ARRAY = 512
 _SLACK_BYTES = 1 << 20
 # Copies of a portion: as read, cast, and with its axes in the tensor's order.
 _COPIES = 3
@@ -152,7 +151,7 @@ def export_safetensors(
     """
     tensors = param_arrays(step, average=average)
     metadata = {"format": "flax", "step": str(step.commit.step)}
-    write_tensors(destination, tensors, metadata, {}, options)
+    write_tensors(destination, tensors, metadata, {}, options or ExportOptions())
 
 
 def write_tensors(
@@ -160,7 +159,7 @@ def write_tensors(
     tensors: Sequence[ParamArray],
     metadata: Mapping[str, str],
     beside: Mapping[str, JsonValue | bytes],
-    options: ExportOptions | None,
+    options: ExportOptions,
 ) -> None:
     """Makes a directory with a safetensors file; as `export_safetensors`.
 
@@ -168,19 +167,19 @@ def write_tensors(
       metadata: texts for the file's header.
       beside: further files by name, as JSON or bytes.
     """
-    options = options or ExportOptions()
     if options.memory_bytes < 1 << 20:
         raise ValueError(
             f"memory_bytes={options.memory_bytes}: expected at least {1 << 20}"
         )
-    total_bytes = sum(tensor.num_bytes for tensor in tensors)
-    room_bytes = total_bytes + _HEADER_BYTES_AN_ARRAY * (len(tensors) + 8)
-    with _new_directory(destination, room_bytes) as directory:
-        path, done_bytes = directory / WEIGHTS_NAME, 0
-        for num_bytes in _write_file(path, tensors, metadata, options.memory_bytes):
-            done_bytes += num_bytes
-            if options.progress is not None:
-                options.progress(done_bytes, total_bytes)
+    header, num_bytes = _header(tensors, metadata)
+    with _new_directory(destination, len(header) + num_bytes) as directory:
+        path = directory / WEIGHTS_NAME
+        with translated("write", path), open(path, "xb") as stream:
+            stream.write(header)
+            stream.flush()
+            os.ftruncate(stream.fileno(), len(header) + num_bytes)
+            _write_elements(stream.fileno(), len(header), tensors, options)
+            os.fsync(stream.fileno())
         for name, document in beside.items():
             raw = document if isinstance(document, bytes) else encode(document)
             write_bytes_atomically(directory / name, raw)
@@ -201,9 +200,8 @@ def _new_directory(destination: Path, num_bytes: int) -> Iterator[Path]:
         "the export takes up to",
         "free some, or export to another directory",
     )
-    temporary = destination.with_name(
-        f".{destination.name}.{secrets.token_hex(4)}.partial"
-    )
+    name = f".{destination.name}.{secrets.token_hex(4)}.partial"
+    temporary = destination.with_name(name)
     with translated("creation", temporary):
         temporary.mkdir()
     try:
@@ -217,13 +215,10 @@ def _new_directory(destination: Path, num_bytes: int) -> Iterator[Path]:
     fsync_directory(destination.parent)
 
 
-def _write_file(
-    path: Path,
-    tensors: Sequence[ParamArray],
-    metadata: Mapping[str, str],
-    memory_bytes: int,
-) -> Iterator[int]:
-    """Yields the bytes of each portion written."""
+def _header(
+    tensors: Sequence[ParamArray], metadata: Mapping[str, str]
+) -> tuple[bytes, int]:
+    """Returns a file's header, and the bytes of the elements after it."""
     # The library writes only what is in memory as a whole.
     document: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
@@ -236,20 +231,23 @@ def _write_file(
         }
     text = json.dumps(document, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with translated("write", path), open(path, "xb") as stream:
-        stream.write(struct.pack("<Q", len(text)) + text)
-        stream.flush()
-        fd, offset_bytes = stream.fileno(), 8 + len(text)
-        os.ftruncate(fd, offset_bytes + end)
-        most = min(DEFAULT_CHUNK_ELEMENTS, memory_bytes // (_COPIES * 4))
-        for tensor in tensors:
-            for portion, values in tensor.stream(most):
-                start = portion.start
-                values = values.astype(tensor.dtype, copy=False)
-                if tensor.axes:
-                    start = tuple(start[a] for a in tensor.axes)
-                    values = np.ascontiguousarray(values.transpose(tensor.axes))
-                write_box(fd, tensor.shape, start, values, offset_bytes)
-                yield values.nbytes
-            offset_bytes += tensor.num_bytes
-        os.fsync(fd)
+    return struct.pack("<Q", len(text)) + text, end
+
+
+def _write_elements(
+    fd: int, offset_bytes: int, tensors: Sequence[ParamArray], options: ExportOptions
+) -> None:
+    most = min(DEFAULT_CHUNK_ELEMENTS, options.memory_bytes // (_COPIES * 4))
+    done_bytes, total_bytes = 0, sum(tensor.num_bytes for tensor in tensors)
+    for tensor in tensors:
+        for portion, values in tensor.stream(most):
+            start = portion.start
+            values = values.astype(tensor.dtype, copy=False)
+            if tensor.axes:
+                start = tuple(start[a] for a in tensor.axes)
+                values = np.ascontiguousarray(values.transpose(tensor.axes))
+            write_box(fd, tensor.shape, start, values, offset_bytes)
+            done_bytes += values.nbytes
+            if options.progress is not None:
+                options.progress(done_bytes, total_bytes)
+        offset_bytes += tensor.num_bytes

@@ -1,6 +1,6 @@
 """The processes of a run, as one of them sees them: what they tell each other.
 
-     say:     a word of this process, which the others see at once or wait for
+     say:     a word of this process, which the others see at once
      gather:  every process gives a value ──► each gets the values of all
      agree:   every process gives the same value, or all raise
      first:   process 0 does something ──► all get its value
@@ -210,17 +210,6 @@ class Group:
         with self._serving(topic):
             found = self.service.below(self._key(topic), self.limit_s)
         return {int(k.rpartition("/")[2]): json.loads(v) for k, v in found.items()}
-
-    def hear(self, topic: str, number: int) -> Any:
-        """Waits for what a process says of a topic, as long as it may say it.
-
-        Raises:
-          ProcessError: it failed, left, or is silent.
-        """
-        words = self._words(topic, [number], topic)
-        if number not in words:
-            raise self._absent_error([number], topic)
-        return json.loads(words[number])
 
     def _key(self, topic: str) -> str:
         return f"jaxinf/{self.session}/{topic}"

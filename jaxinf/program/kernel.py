@@ -154,9 +154,9 @@ class Kernel:
 
     def _lines(self, num_equations: int, slots: Sequence[str]) -> list[str]:
         lines = [
-            f"%{index}: {equation.dtype} = {equation.op}{_params(equation)} "
-            + ", ".join(map(_operand, equation.inputs))
-            for index, equation in enumerate(self.equations[:num_equations])
+            f"%{index}: {one.dtype} = {one.op}{_listed(one.params)} "
+            + ", ".join(map(_operand, one.inputs))
+            for index, one in enumerate(self.equations[:num_equations])
         ]
         outputs = [("update", self.update)]
         values = zip(self.slots, self.new_slots, strict=True)
@@ -193,10 +193,9 @@ def inputs_of(
     return {(o.kind, o.index) for o in needed if isinstance(o, Input)}
 
 
-def _params(equation: Equation) -> str:
-    if not equation.params:
-        return ""
-    return "[" + " ".join(f"{name}={value}" for name, value in equation.params) + "]"
+def _listed(params: Sequence[tuple[str, Any]]) -> str:
+    words = " ".join(f"{name}={value}" for name, value in params)
+    return f"[{words}]" if words else ""
 
 
 def _operand(operand: Operand | None) -> str:

@@ -130,11 +130,7 @@ def test_an_error_of_one_is_raised_in_all(groups, call):
 
 @pytest.mark.parametrize(
     "call",
-    [
-        lambda group: group.gather("x", int),
-        lambda group: group.barrier("x"),
-        lambda group: group.hear("x", 2),
-    ],
+    [lambda group: group.gather("x", int), lambda group: group.barrier("x")],
 )
 def test_one_that_is_silent_is_named_within_the_limit(groups, call):
     began_s = time.monotonic()
@@ -164,9 +160,9 @@ def test_progress_extends_the_wait_for_that_process_alone(groups):
         for group in groups[1:]:
             others.submit(report, group, lambda group: group.gather("x", int))
         assert groups[0].gather("x", int) == [0, 0, 0]
-        others.submit(report, groups[1], lambda group: None)
-        with pytest.raises(ProcessError, match="found none of process 2"):
-            groups[0].hear("y", 2)
+        others.submit(report, groups[2], lambda group: None)
+        with pytest.raises(ProcessError, match="found none of process 0"):
+            groups[1].first("y", int)
 
 
 def test_the_others_wait_as_long_as_the_first_works(groups):
@@ -181,11 +177,11 @@ def test_one_that_failed_or_left_is_not_waited_for(groups, monkeypatch):
     monkeypatch.setattr(processes.group, "LIMIT_S", 600)
     groups[2].fail(OSError("no drive"))
     groups[1].leave()
-    for call in (lambda: groups[0].hear("x", 2), lambda: groups[0].barrier("x")):
+    for call in (groups[0].barrier, lambda what: groups[0].gather(what, int)):
         with pytest.raises(ProcessError, match="process 2: OSError: no drive"):
-            call()
+            call("x")
     assert "OSError: no drive" in str(groups[0].failure_of_others(3))
-    mine, other = (processes.Group("run", g.service, "other") for g in groups[:2])
+    other, mine = (processes.Group("run", g.service, "other") for g in groups[:2])
     other.leave()
-    with pytest.raises(ProcessError, match="process 1: it closed the store"):
-        mine.hear("x", 1)
+    with pytest.raises(ProcessError, match="process 0: it closed the store"):
+        mine.first("x", int)
