@@ -25,8 +25,6 @@ key classes, ``keystr``     of ``jax.tree_util``. Other classes: names of leaves
                             Another text: error messages have it; no file does
 ``serialization`` of Flax   registers placeholders, where a program uses Flax. Moved:
                             ``flax.serialization.to_bytes`` of a state fails
-placeholder of params       of ``optax.tree.map_params``, not public. Renamed: that
-                            function fails for a state
 bits of ``jax.random``      computed as Threefry of each element's index. Computed
                             otherwise: streaming draws other first params than jitted
                             code for leaves that are large beside the budget
@@ -70,7 +68,6 @@ from jaxinf.compat.jaxprs import (
 from jaxinf.compat.libraries import (
     ORBAX_DICT_KEY,
     ORBAX_HANDLER,
-    is_params_placeholder,
     register_with_flax,
 )
 from jaxinf.compat.meshes import (

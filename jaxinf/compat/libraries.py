@@ -1,19 +1,9 @@
-"""Insides of optax, Flax and Orbax that are not promised.
+"""Insides of Flax and Orbax that are not promised.
 
 Invariant: Flax and Orbax are not imported.
 """
 
 import sys
-from typing import Any
-
-# ---- optax
-
-
-def is_params_placeholder(params: Any) -> bool:
-    """Whether params are what ``optax.tree.map_params`` gives to an ``init``."""
-    kind = type(params)
-    return kind.__name__ == "_ParamsPlaceholder" and kind.__module__[:5] == "optax"
-
 
 # ---- Flax
 

@@ -158,12 +158,10 @@ def covers(
     for dim, (first, length) in enumerate(zip(start, extent, strict=True)):
         chunk, end = grid.chunk_shape[dim], first + length
         if first % chunk or (end % chunk and end != grid.shape[dim]):
-            at = ranges[dim][0] if first % chunk else ranges[dim][-1]
-            index = tuple(at if d == dim else r[0] for d, r in enumerate(ranges))
             raise ValueError(
-                f"{where}: chunk {grid.chunk(index).key} of chunk shape "
-                f"{grid.chunk_shape} lies only partly inside along dimension {dim}; "
-                "use the sharding the grid was made for, or convert the store"
+                f"{where}: a chunk of chunk shape {grid.chunk_shape} lies only partly "
+                f"inside along dimension {dim}; use the sharding the grid was made "
+                "for, or another grid (jaxinf store copy)"
             )
     return [ravel(index, grid.grid_shape) for index in itertools.product(*ranges)]
 
@@ -285,15 +283,6 @@ def _cost(grid: LeafGrid, max_elements: int) -> int:
 
 @lru_cache(maxsize=1024)
 def divisors(number: int) -> tuple[int, ...]:
-    """Returns all divisors, the smallest first, by trial division of what is left."""
-    divisors, prime = [1], 2
-    while number > 1:
-        if prime * prime > number:
-            prime = number
-        power, multiples = 1, list(divisors)
-        while number % prime == 0:
-            number //= prime
-            power *= prime
-            divisors += [power * m for m in multiples]
-        prime += 1
-    return tuple(sorted(divisors))
+    """Returns all divisors, the smallest first."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return tuple(sorted({*small, *(number // n for n in small)}))

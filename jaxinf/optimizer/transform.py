@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, get_args
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
@@ -120,10 +119,6 @@ def smart_update(
 
 
 def _init(wrapped: OffloadedOptimizer, params: PyTree) -> SmartUpdateState:
-    if compat.is_params_placeholder(params):
-        feedback = params if wrapped.has_feedback else ()
-        zero = jnp.int32(0)
-        return SmartUpdateState(zero, zero, wrapped.tx.init(params), feedback)
     check_device_configuration()
     wrapped.check()
     return init_state(wrapped, params)
