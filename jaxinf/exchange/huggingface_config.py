@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeAlias
 
 from msgspec import Meta
 
-from jaxinf.documents import DocumentError, convert, shown
+from jaxinf.documents import convert, shown
 from jaxinf.errors import ExchangeError
 from jaxinf.exchange.huggingface_families import (
     FAMILIES,
@@ -121,30 +121,23 @@ def read_config(document: Any, *, where: str) -> Architecture:
         )
     document = _with_first_names(document, family)
     known = {**family.defaults, **document}
-    problems = [
-        problem for item in document.items() if (problem := _problem(family, *item))
-    ]
-    problems += [
-        f"{theirs}: expected a value, found none"
-        for theirs in family.names.values()
-        if known.get(theirs) is None
-    ]
-    if not problems:
-        try:
-            fields = {ours: known[theirs] for ours, theirs in family.names.items()}
-            fields |= family.own | family.read(known)
-            if "classification" in family.classes:
-                labels = document.get("id2label")
-                num = len(labels) if labels else document.get("num_labels", 2)
-                fields["num_labels"] = num
-            extra = {k: document[k] for k in (*_EXTRA, *_LABELS) if k in document}
-            return Architecture(family.model, fields, str(kind), extra)
-        except _UNREADABLE as error:
-            problems = [f"{type(error).__name__}: {error}"]
-    raise ExchangeError(
-        f"{where}: a {kind} that cannot be read here: {'; '.join(problems)}. Nothing "
-        "was written"
-    )
+    try:
+        for name, value in document.items():
+            _check_field(family, name, value)
+        for theirs in family.names.values():
+            if known.get(theirs) is None:
+                raise ValueError(f"{theirs}: expected a value, found none")
+        fields = {ours: known[theirs] for ours, theirs in family.names.items()}
+        fields |= family.own | family.read(known)
+        if "classification" in family.classes:
+            labels = document.get("id2label")
+            fields["num_labels"] = len(labels or ()) or document.get("num_labels", 2)
+    except _UNREADABLE as error:
+        raise ExchangeError(
+            f"{where}: a {kind} that cannot be read here: {error}. Nothing was written"
+        ) from error
+    extra = {k: document[k] for k in (*_EXTRA, *_LABELS) if k in document}
+    return Architecture(family.model, fields, str(kind), extra)
 
 
 def _with_first_names(document: Document, family: Family) -> Fields:
@@ -155,30 +148,29 @@ def _with_first_names(document: Document, family: Family) -> Fields:
     return seconds | {k: v for k, v in document.items() if k not in aliases}
 
 
-def _problem(family: Family, name: str, value: Any) -> str | None:
-    """Describes a value that cannot be read, or a field that is not known."""
+def _check_field(family: Family, name: str, value: Any) -> None:
+    """Refuses a value that cannot be read, and a field that is not known."""
     ours = _PLAIN | family.fixed
     if value is None or (name in ours and value in (ours[name], *_SAME.get(name, ()))):
-        return None
+        return
     if name in ours:
-        found = shown(value)
-        return f"{name}: expected {ours[name]!r}, as this model has it, found {found}"
+        raise ValueError(
+            f"{name}: expected {ours[name]!r}, as this model has it, found "
+            f"{shown(value)}"
+        )
     if name in (*family.names.values(), *family.defaults, *_KINDS):
-        try:
-            convert(value, _KINDS.get(name, _Count), name)
-        except DocumentError as error:
-            return str(error)
-        return None
+        convert(value, _KINDS.get(name, _Count), name)
+        return
     is_of_ends = name.startswith(_HARMLESS_BEGINNINGS) or name.endswith("_token_id")
     if is_of_ends or name in _HARMLESS:
-        return None
+        return
     if name == "quantization_config":
         found = value.get("quant_method") if isinstance(value, dict) else value
-        return (
+        raise ValueError(
             f"{name}: expected weights of 16 or 32 bits, found {shown(found)}; give "
             "the weights that these were made of"
         )
-    return (
+    raise ValueError(
         f"{shown(name)}: expected no such field, as it is not known here what it "
         f"changes, found {shown(value)}; take it out if no result depends on it"
     )
@@ -186,7 +178,8 @@ def _problem(family: Family, name: str, value: Any) -> str | None:
 
 def read_config_file(path: Path) -> Architecture:
     """Reads a config.json that has no weights."""
-    document = read_foreign(path, dict[str, Any], "a JSON document", "copy it anew")
+    what, remedy = "a config.json of Hugging Face", "check the path, or copy it anew"
+    document = read_foreign(path, dict[str, Any], what, remedy)
     return read_config(document, where=str(path))
 
 

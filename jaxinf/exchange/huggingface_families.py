@@ -171,14 +171,13 @@ _GPT2 = Family(
     prefix="transformer.",
     tied={"lm_head.weight": "transformer.wte.weight"},
     heads=("score/",),
-    unused=r"transformer\.h\.\d+\.attn\.(masked_)?bias|(lm_head|score)\.weight",
+    unused=r"transformer\.h\.\d+\.attn\.(masked_)?bias|score\.weight",
     defaults={"resid_pdrop": 0.1},
     fixed={
         "activation_function": "gelu_new",
         "layer_norm_epsilon": 1e-5,
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,
-        "add_cross_attention": False,
         "tie_word_embeddings": True,
     },
     read=_read_gpt2,
@@ -296,8 +295,7 @@ _LLAMA = Family(
     prefix="model.",
     tied={"lm_head.weight": "model.embed_tokens.weight"},
     heads=("score/", "lm_head"),
-    unused=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
-    r"|(lm_head|score)\.weight",
+    unused=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|score\.weight",
     defaults={"rms_norm_eps": 1e-6, "tie_word_embeddings": False},
     fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     own={"window": None, "qkv_bias": False, "qk_norm": False},
@@ -370,8 +368,7 @@ _BERT = Family(
     r"|qa_outputs\..*",
     defaults={"hidden_dropout_prob": 0.1, "type_vocab_size": 2},
     fixed=_ENCODER_FIXED
-    | {"position_embedding_type": "absolute", "is_decoder": False}
-    | {"add_cross_attention": False, "tie_word_embeddings": True},
+    | {"position_embedding_type": "absolute", "tie_word_embeddings": True},
 )
 
 _VIT = Family(

@@ -61,12 +61,6 @@ class HuggingFaceFolder:
     @classmethod
     def read(cls, path: Path) -> "HuggingFaceFolder":
         """Reads config.json, the index and the headers, of this folder alone."""
-        if not path.is_dir():
-            found = "a file" if path.exists() else "nothing"
-            raise ExchangeError(
-                f"{path}: expected a Hugging Face checkpoint folder, found {found}; "
-                "check the path"
-            )
         architecture = read_config_file(within(path, "config.json"))
         if not (tensors := read_safetensors(path)):
             raise ExchangeError(

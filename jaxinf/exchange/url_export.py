@@ -356,11 +356,8 @@ def url_of_step(url: str, step: int) -> str:
 def check_exports(url: str, step: int) -> None:
     """Refuses a place to which a run's steps cannot be exported; blocks.
 
-    It is written to: ``exports.json`` says what the place is.
-
-    Args:
-      url: the place.
-      step: the next step to be exported, of which there must be no export.
+    It is written to: ``exports.json`` says what the place is. Of `step`, the next one
+    to be exported, there must be no export.
     """
     there = ObjectStore(url_of_step(url, step))
     if any(there.read(name) is not None for name in (MANIFEST, _BEGUN)):
@@ -377,10 +374,6 @@ def check_exports(url: str, step: int) -> None:
 
 def export_source(url: str, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> CopySource:
     """Returns the step of an `export_url`, whose objects are all there; blocks.
-
-    Args:
-      url: its place.
-      memory_bytes: memory for data in transit.
 
     Raises:
       ExchangeError: there is no export, it was interrupted, or objects are gone or
