@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxinf.errors import UnsupportedTransformError
+from jaxinf.kernels.calls import scalar_word
 from jaxinf.kernels.lowering import uniform_results
 from jaxinf.program import Constant, Equation, Input, Kernel, Operand, Result
 from jaxinf.typing import FLOAT32
@@ -122,7 +123,7 @@ class _Emitter:
         if isinstance(operand, Constant):
             kind = _type(operand.dtype)
             number = len(self.constants)
-            self.constants.append(_word(operand))
+            self.constants.append(scalar_word(operand.value))
             value = _typed(kind, f"L::uniform(constants[{number}])")
             return self._member(f"c{number}", kind, value)
         return self.names[operand]
@@ -175,13 +176,6 @@ def _refusal(what: str) -> UnsupportedTransformError:
 
 def _typed(kind: str, bits: str) -> str:
     return bits if kind == "F32" else f"L::as_{kind.lower()}({bits})"
-
-
-def _word(constant: Constant) -> int:
-    value = constant.value
-    if constant.dtype == np.bool_:
-        return 0xFFFFFFFF if value else 0
-    return int(np.asarray(value).view(np.uint32))
 
 
 def _select(inputs: Sequence[str], index_dtype: np.dtype) -> str:

@@ -27,12 +27,19 @@ from jaxinf.csd.base import (
     UpdateOutcome,
     is_idle,
 )
-from jaxinf.csd.cards.memory import CardBuffer, CardMemory, host_pages
+from jaxinf.csd.cards.memory import CardBuffer, CardMemory
 from jaxinf.csd.cards.peer import with_card
 from jaxinf.csd.cards.xrt import XrtCard, XrtKernel
 from jaxinf.errors import CsdError
 from jaxinf.kernels import STATUS_BYTES, CardKernel, Passage, card_kernel, compiled
-from jaxinf.transfer import PAGE_BYTES, ByteMeters, crc32c, read_into, write_from
+from jaxinf.transfer import (
+    PAGE_BYTES,
+    ByteMeters,
+    aligned,
+    crc32c,
+    read_into,
+    write_from,
+)
 from jaxinf.typing import Array
 
 RESULTS = {"bfloat16": "bf16", "float16": "f16", "float32": "update"}
@@ -85,7 +92,7 @@ class CardCsd:
                 with with_card(pages, extent.file_offset_bytes):
                     read_into(file, pages, *place, meters=meters, buffered=buffered)
                 continue
-            memory = host_pages(extent.num_bytes)
+            memory = aligned(extent.num_bytes)
             read_into(file, memory, *place, meters=meters)
             if for_host:
                 own.host[extent.buffer_offset_bytes] = memory
@@ -101,7 +108,7 @@ class CardCsd:
                 with with_card(pages, extent.file_offset_bytes):
                     write_from(file, pages, *place, meters=meters, buffered=buffered)
             else:
-                memory = host_pages(extent.num_bytes)
+                memory = aligned(extent.num_bytes)
                 memory[: extent.num_bytes] = pages[: extent.num_bytes]
                 write_from(file, memory, *place, meters=meters)
 

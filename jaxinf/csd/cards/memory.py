@@ -4,7 +4,6 @@ Invariant: buffers take no more memory than the card has or the store's limit al
 """
 
 import logging
-import mmap
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -200,12 +199,6 @@ class CardBuffer:
         if key not in self.parts:
             self.parts[key] = card.part(self.state, *key)
         return self.parts[key]
-
-
-def host_pages(num_bytes: int) -> Array:
-    """Returns page-aligned memory of the host, at least one page."""
-    memory = mmap.mmap(-1, max(PAGE_BYTES, page_ceil(num_bytes)))
-    return np.frombuffer(memory, np.uint8)
 
 
 def set_bytes(state_bytes: int, num_elements: int) -> int:
