@@ -13,7 +13,7 @@ import mmap
 import threading
 import warnings
 from collections import Counter
-from typing import Literal, Protocol, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 
@@ -38,17 +38,6 @@ def page_floor(num_bytes: int) -> int:
 def page_ceil(num_bytes: int) -> int:
     """Rounds up to whole pages."""
     return num_bytes + -num_bytes % PAGE_BYTES
-
-
-class Registry(Protocol):
-    """Memory of the host that a device copies from, and to, by itself.
-
-    Both calls block. They raise `RuntimeError` if the device's driver refuses.
-    """
-
-    def dma_map(self, address: int, size: int) -> None: ...
-
-    def dma_unmap(self, address: int) -> None: ...
 
 
 class Buffer:
@@ -91,8 +80,9 @@ class BufferPool:
 
     Args:
       capacity_bytes: the budget.
-      registry: where all memory is registered as long as the pool has it; what is
-        refused there is lent all the same, with a warning.
+      registry: registers all memory as long as the pool has it, by `dma_map(address,
+        size)` and `dma_unmap(address)`; what it refuses, by a RuntimeError, is lent all
+        the same, with a warning.
 
     Attributes:
       capacity_bytes: the budget, rounded down to whole pages.
@@ -103,9 +93,7 @@ class BufferPool:
       ValueError: if the budget holds no page.
     """
 
-    def __init__(
-        self, capacity_bytes: int, *, registry: Registry | None = None
-    ) -> None:
+    def __init__(self, capacity_bytes: int, *, registry: Any = None) -> None:
         self.capacity_bytes = page_floor(capacity_bytes)
         if self.capacity_bytes <= 0:
             raise ValueError(
@@ -238,7 +226,7 @@ class _Mapping:
 
     def __init__(self, memory: mmap.mmap, start: int, num_bytes: int) -> None:
         self._memory = memory
-        self._registry: Registry | None = None
+        self._registry: Any = None
         self._start = start
         everything = np.frombuffer(memory, np.uint8)
         self.array: Array = everything[start : start + num_bytes]
@@ -252,7 +240,7 @@ class _Mapping:
         starts = range(first, first + num_bytes * num_parts, num_bytes)
         return [cls(memory, start, num_bytes) for start in starts]
 
-    def register(self, registry: Registry) -> None:
+    def register(self, registry: Any) -> None:
         """Registers the memory until it is freed; warns if that is refused."""
         try:
             registry.dma_map(self.address, self.array.nbytes)
