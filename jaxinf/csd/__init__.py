@@ -18,5 +18,5 @@ from jaxinf.csd.base import (
     is_idle,
 )
 from jaxinf.csd.host import HostCsd
-from jaxinf.csd.initial import initialise_states
+from jaxinf.csd.host_kernels import initialise_states
 from jaxinf.csd.kinds import CSD_KINDS, CsdSpec, open_csds, parse_csd

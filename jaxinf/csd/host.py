@@ -21,8 +21,7 @@ from jaxinf.csd.base import (
     Update,
     UpdateOutcome,
 )
-from jaxinf.csd.initial import states_as_slots
-from jaxinf.csd.sparse import run_sparse
+from jaxinf.csd.host_kernels import run_sparse, states_as_slots
 from jaxinf.errors import CsdError, UnsupportedTransformError
 from jaxinf.kernels import CallInputs, KernelCall, Passage, compiled
 from jaxinf.layout import CodedSlot

@@ -231,5 +231,5 @@ def _encoded(
     slot = CodedSlot(*arrays, key=None)
     for start in range(0, values.size, _PIECE_ELEMENTS):
         stop = min(start + _PIECE_ELEMENTS, values.size)
-        slot.part(start, stop).encode(values[start:stop].astype(np.float32))
+        slot[start:stop].encode(values[start:stop].astype(np.float32))
     return arrays

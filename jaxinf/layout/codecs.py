@@ -74,8 +74,9 @@ class CodedSlot:
         else:
             encode_split(values, self.codes, self.beside)
 
-    def part(self, start: int, stop: int) -> "CodedSlot":
-        """Elements of it; `start` is a multiple of 256."""
+    def __getitem__(self, part: slice) -> "CodedSlot":
+        """Returns elements of it, from a multiple of 256."""
+        start, stop = part.start, part.stop
         size = CODE_BLOCK if self.remainders is None else 1
         beside = self.beside
         if beside is not None:

@@ -12,7 +12,7 @@ from csd_contract import ADAMW, CASES, SIMPLE, Chunk, assert_same
 from families import family
 
 from jaxinf.compress import SparseGradient
-from jaxinf.csd import Rounding, ScalarInputs, Update, parse_csd, sparse
+from jaxinf.csd import Rounding, ScalarInputs, Update, host_kernels, parse_csd
 from jaxinf.kernels import KernelCall
 from jaxinf.native import toolchain
 from jaxinf.transfer import crc32c
@@ -131,7 +131,7 @@ def test_an_update_that_repeats_is_checked_like_the_first(tmp_path):
 def test_a_sparse_gradient_has_the_bits_of_a_dense_one(
     tmp_path, num, dtype, codec, monkeypatch
 ):
-    monkeypatch.setattr(sparse, "_PIECE_ELEMENTS", 1024)
+    monkeypatch.setattr(host_kernels, "_PIECE_ELEMENTS", 1024)
     rng = np.random.default_rng(num)
     indices = np.sort(rng.choice(num, min(num, 40), replace=False)).astype(np.int32)
     values = rng.standard_normal(indices.size).astype(dtype)
