@@ -10,7 +10,6 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from jaxinf.compress import SparseGradient
 from jaxinf.csd.base import (
@@ -23,8 +22,7 @@ from jaxinf.csd.base import (
 )
 from jaxinf.csd.host_kernels import run_sparse, states_as_slots
 from jaxinf.errors import CsdError, UnsupportedTransformError
-from jaxinf.kernels import CallInputs, KernelCall, Passage, compiled
-from jaxinf.layout import CodedSlot
+from jaxinf.kernels import CallInputs, Passage, compiled
 from jaxinf.native import transfers as native
 from jaxinf.program import Kernel
 from jaxinf.transfer import (
@@ -104,26 +102,6 @@ class _HostBuffer:
         self.memory.release()
 
 
-class _Repeated(NamedTuple):
-    """What makes the next run of a kernel over the same extents short.
-
-    Attributes:
-      extents: held here, so that no others have their identity.
-      writes: for each extent whether the kernel changes it.
-    """
-
-    extents: tuple[Extent, ...]
-    kernel: Kernel
-    call: KernelCall
-    writes: Sequence[bool]
-
-    def fits(self, update: Update, inputs: CallInputs, num_bytes: int) -> bool:
-        """Whether it was made for these, and a buffer of the length holds them."""
-        is_same = self.extents is update.extents and self.kernel is update.kernel
-        holds = is_same and self.call.num_bytes <= num_bytes
-        return holds and self.call.fits(inputs, update.given)
-
-
 class HostCsd:
     """See `jaxinf.csd.Csd`. Thread-safe.
 
@@ -137,7 +115,6 @@ class HostCsd:
     def __init__(self, memory: BufferPool, meters: ByteMeters) -> None:
         self.memory = memory
         self._meters = meters
-        self._repeated: dict[int, _Repeated] = {}  # by the extents' identity
         native.function()  # compiles it now if it is not in the cache
 
     def acquire(self, num_bytes: int) -> CsdBuffer | None:
@@ -194,18 +171,16 @@ class HostCsd:
         own = _own(buffer)
         reads = [number in update.tells for number in range(len(extents))]
         reads[0] |= given is not None
-        passage = Passage(given, reads=reads)
+        passage = Passage(given, reads=reads, writes=_written(extents, kernel))
         is_sparse = isinstance(gradient, SparseGradient)
         values = gradient.values if is_sparse else gradient
         sent = CallInputs(values, out, inputs.scalars, inputs.arrays)
+        views = [self.view(own, extent) for extent in extents]
+        states, found = states_as_slots(views, extents, rounding), compiled(kernel)
         if is_sparse:
-            passage.writes = _written(extents, kernel)
-            found, states = compiled(kernel), self._states(own, update)
             is_finite = run_sparse(found, states, gradient, sent, passage)
         else:
-            call, passage.writes = self._call(own, update, sent)
-            seed = own.memory.address, rounding.key, rounding.first
-            is_finite = call.run(sent, passage, *seed)
+            is_finite = found.call(states, sent, passage)
         own.known = {
             extent.buffer_offset_bytes: checksum
             for extent, checksum, is_written in zip(
@@ -217,26 +192,6 @@ class HostCsd:
         return UpdateOutcome(
             is_finite, {n: read[n] for n, is_wanted in enumerate(reads) if is_wanted}
         )
-
-    def _call(
-        self, own: _HostBuffer, update: Update, inputs: CallInputs
-    ) -> tuple[KernelCall, Sequence[bool]]:
-        """Returns a checked call, and what it writes; kept if the extents will be."""
-        extents, kernel = update.extents, update.kernel
-        kept = self._repeated.get(id(extents))
-        if kept is not None and kept.fits(update, inputs, own.num_bytes):
-            return kept.call, kept.writes
-        states, writes = self._states(own, update), _written(extents, kernel)
-        seed = {"key": update.rounding.key, "first": update.rounding.first}
-        address = own.memory.address
-        call = compiled(kernel).call(states, inputs, address=address, **seed)
-        if isinstance(extents, tuple) and not inputs.arrays:
-            self._repeated[id(extents)] = _Repeated(extents, kernel, call, writes)
-        return call, writes
-
-    def _states(self, own: _HostBuffer, update: Update) -> list[Array | CodedSlot]:
-        views = [self.view(own, extent) for extent in update.extents]
-        return states_as_slots(views, update.extents, update.rounding)
 
     def view(self, buffer: CsdBuffer, extent: Extent) -> Array:
         """The buffer's own memory as an array of the extent's dtype."""

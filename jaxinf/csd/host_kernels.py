@@ -116,7 +116,7 @@ def run_sparse(
         own = replace(passage, given=given)
         out = None if inputs.out is None else inputs.out[part]
         piece = CallInputs(dense, out, inputs.scalars, arrays)
-        is_finite &= kernel.call((params, *slots), piece).run(piece, own)
+        is_finite &= kernel.call((params, *slots), piece, own)
         dense[sent.indices] = 0  # the others are
         stored = stored_arrays(params, slots)
         sums.append((own, [array.nbytes for array in stored]))

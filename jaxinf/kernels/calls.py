@@ -5,6 +5,7 @@ update has the results of separate passes over the arrays, and is done in the sa
 """
 
 import ctypes
+import functools
 import operator
 import struct
 import sys
@@ -104,146 +105,81 @@ class CallInputs(NamedTuple):
     arrays: Sequence[Array] = ()
 
 
-class KernelCall:
-    """A kernel's call on arrays like those that it was made from. Thread-safe.
+def call_kernel(
+    entry: EntryPoint,
+    constants: Sequence[int],
+    states: Sequence[Array | CodedSlot],
+    inputs: CallInputs,
+    passage: Passage,
+) -> bool:
+    """Updates states in place; returns whether all of the gradient is finite.
 
-    The states, params and slots, lie at the same places of any buffer. It releases the
-    GIL while the kernel runs, unless that takes some microseconds only. All arguments
-    are in one piece of memory, packed at once: arrays, passage, words (scalars,
-    constants, sums), and the wanted flags.
+    It releases the GIL while the kernel runs, unless that takes some microseconds only.
 
     Args:
-      entry: the kernel's function.
-      constants: the words of its literals.
-      states: params, then slots, all in the buffer. All arrays are contiguous.
-      like: inputs of its dtypes and lengths.
-      address: where the buffer begins; 0 if the states are at their addresses.
-      key, first: seed of rounding of the buffer, which the states' own count from.
-
-    Attributes:
-      num_bytes: end of the last state in the buffer.
+      constants: the words of the kernel's literals.
+      states: params, then slots; contiguous, as is `out`.
+      passage: receives the checksums.
     """
+    gradient, out, given = inputs.gradient, inputs.out, passage.given
+    gradient = np.ascontiguousarray(gradient)
+    given = None if given is None else np.ascontiguousarray(given)
+    arrays = list(map(np.ascontiguousarray, inputs.arrays))
+    params, *slots = states
+    fields = [*array_fields(gradient), *array_fields(params)]
+    for array in (out, *slots, *arrays):
+        fields += _NOWHERE if array is None else array_fields(array)
+    num_stored = len(stored_arrays(params, slots))
+    none = bytes(num_stored)
+    wanted = bytes(passage.reads or none) + bytes(passage.writes or none)
+    counts = len(slots), len(arrays), len(inputs.scalars), len(constants), num_stored
+    packer, offsets, sums_at = _layout(*counts)
+    memory = ctypes.create_string_buffer(packer.size)
+    start = ctypes.addressof(memory)
+    packer.pack_into(
+        memory,
+        0,
+        *fields,
+        0 if given is None else given.ctypes.data,
+        start + sums_at,
+        start + sums_at + 4 * len(wanted),
+        passage.wants_params,
+        *map(scalar_word, inputs.scalars),
+        *constants,
+        wanted,
+    )
+    is_short = gradient.size <= _SHORT_ELEMENTS
+    function = entry.holding if is_short else entry.releasing
+    finite = function(gradient.size, *[start + offset for offset in offsets])
+    sums = struct.unpack_from(f"{len(wanted)}I", memory, sums_at)
+    told = tuple(map(operator.mul, sums, wanted))
+    passage.read, passage.written = told[:num_stored], told[num_stored:]
+    return bool(finite)
 
-    def __init__(
-        self,
-        entry: EntryPoint,
-        constants: Sequence[int],
-        states: Sequence[Array | CodedSlot],
-        like: CallInputs,
-        *,
-        address: int = 0,
-        key: int = 0,
-        first: int = 0,
-    ) -> None:
-        gradient, out, scalars, arrays = like
-        is_short = gradient.size <= _SHORT_ELEMENTS
-        self._function = entry.holding if is_short else entry.releasing
-        self._constants = constants
-        self._scalar_dtypes = tuple([scalar.dtype for scalar in scalars])
-        params = states[0]
-        codes = params.codes if isinstance(params, CodedSlot) else params
-        self._shape, self._has_out = gradient.shape, out is not None
-        result = None if out is None else out.dtype
-        self._dtypes = gradient.dtype, result, codes.dtype
-        self._places: list[tuple[int, int | None, int, int | None, int]] = []
-        for state in states:  # offsets, code, and seed of its own
-            data, beside, code, own_key, own_first = array_fields(state)
-            own = own_key - key if isinstance(state, CodedSlot) else None
-            at = beside - address if beside else None
-            self._places.append((data - address, at, code, own, own_first - first))
-        stored = stored_arrays(params, states[1:])
-        ends = [array.ctypes.data + array.nbytes for array in stored]
-        self.num_bytes = max(ends) - address
-        self._num_stored = len(stored)
-        num_words, num_sums = len(scalars) + len(constants), 2 * len(stored)
-        length = struct.calcsize(_ARRAY)
-        arrays_at = (2 + len(states)) * length  # behind gradient, params, out, slots
-        passage_at = arrays_at + len(arrays) * length
-        words_at = passage_at + struct.calcsize(_PASSAGE)
-        constants_at = words_at + 4 * len(scalars)
-        self._sums_at = words_at + 4 * num_words
-        states_at = (0, length, 2 * length, 3 * length)
-        self._offsets = *states_at, arrays_at, words_at, constants_at, passage_at
-        self._packer = struct.Struct(
-            _ARRAY * (2 + len(states) + len(arrays))
-            + _PASSAGE
-            + f"{num_words}I{4 * num_sums}x{num_sums}s"
-        )
 
-    def fits(self, inputs: CallInputs, given: Array | None) -> bool:
-        """Whether these, and given params, are like those that it was made from."""
-        gradient, out, scalars, _ = inputs
-        if (out is not None) != self._has_out:
-            return False
-        for array, dtype in zip((gradient, out, given), self._dtypes, strict=True):
-            if array is not None and not (
-                array.shape == self._shape
-                and array.dtype == dtype
-                and array.flags.c_contiguous
-            ):
-                return False
-        dtypes = tuple([scalar.dtype for scalar in scalars])
-        return dtypes == self._scalar_dtypes and not any(s.shape for s in scalars)
+@functools.lru_cache(maxsize=256)
+def _layout(
+    num_slots: int, num_arrays: int, num_scalars: int, num_constants: int, num_sums: int
+) -> tuple[struct.Struct, tuple[int, ...], int]:
+    """Returns the layout of a call's arguments, which are packed at once.
 
-    def run(
-        self,
-        inputs: CallInputs,
-        passage: Passage,
-        address: int = 0,
-        key: int = 0,
-        first: int = 0,
-    ) -> bool:
-        """Updates the states of a buffer in place; returns whether all is finite.
+    They are arrays (gradient, params, out, slots, others), the passage, words (scalars,
+    constants), sums before and after, and whether each is wanted.
 
-        Args:
-          inputs: like those that the call was made from.
-          passage: receives the checksums.
-          address: where the buffer begins.
-          key, first: the seed of rounding.
-        """
-        given, num_stored = passage.given, self._num_stored
-        given = None if given is None else np.ascontiguousarray(given)
-        gradient = np.ascontiguousarray(inputs.gradient)
-        arrays = list(map(np.ascontiguousarray, inputs.arrays))
-        none = bytes(num_stored)
-        wanted = bytes(passage.reads or none) + bytes(passage.writes or none)
-        sums_at, num_sums = self._sums_at, 2 * num_stored
-        memory = ctypes.create_string_buffer(self._packer.size)
-        start = ctypes.addressof(memory)
-        master, *slots = [
-            (
-                address + offset,
-                0 if beside is None else address + beside,
-                code,
-                0 if own_key is None else key + own_key & _WORD,
-                0 if own_key is None else first + own_first & _WORD,
-            )
-            for offset, beside, code, own_key, own_first in self._places
-        ]
-        out = _NOWHERE if inputs.out is None else array_fields(inputs.out)
-        fields = [*array_fields(gradient), *master, *out]
-        for slot in slots:
-            fields += slot
-        for array in arrays:
-            fields += array_fields(array)
-        self._packer.pack_into(
-            memory,
-            0,
-            *fields,
-            0 if given is None else given.ctypes.data,
-            start + sums_at,
-            start + sums_at + 4 * num_sums,
-            passage.wants_params,
-            *map(scalar_word, inputs.scalars),
-            *self._constants,
-            wanted,
-        )
-        offsets = [start + offset for offset in self._offsets]
-        finite = self._function(gradient.size, *offsets)
-        sums = struct.unpack_from(f"{num_sums}I", memory, sums_at)
-        told = tuple(map(operator.mul, sums, wanted))
-        passage.read, passage.written = told[:num_stored], told[num_stored:]
-        return bool(finite)
+    Returns:
+      Their form; offsets of gradient, params, out, slots, arrays, scalars, constants
+      and passage; offset of the sums.
+    """
+    length, num_words = struct.calcsize(_ARRAY), num_scalars + num_constants
+    arrays_at = (3 + num_slots) * length
+    passage_at = arrays_at + num_arrays * length
+    words_at = passage_at + struct.calcsize(_PASSAGE)
+    constants_at, sums_at = words_at + 4 * num_scalars, words_at + 4 * num_words
+    offsets = 0, length, 2 * length, 3 * length
+    offsets = *offsets, arrays_at, words_at, constants_at, passage_at
+    form = _ARRAY * (3 + num_slots + num_arrays) + _PASSAGE
+    form += f"{num_words}I{8 * num_sums}x{2 * num_sums}s"
+    return struct.Struct(form), offsets, sums_at
 
 
 def array_fields(array: Array | CodedSlot) -> tuple[int, int, int, int, int]:

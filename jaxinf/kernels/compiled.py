@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxinf.errors import CsdError
-from jaxinf.kernels.calls import CallInputs, EntryPoint, KernelCall, Passage
+from jaxinf.kernels.calls import CallInputs, EntryPoint, Passage, call_kernel
 from jaxinf.kernels.emitter import emit
 from jaxinf.kernels.lowering import lower
 from jaxinf.layout import CODE_BLOCK, CodedSlot
@@ -82,22 +82,17 @@ class CompiledKernel:
             is not contiguous.
         """
         inputs = CallInputs(gradient, out, scalars, arrays)
-        return self.call((params, *slots), inputs).run(inputs, passage or Passage())
+        return self.call((params, *slots), inputs, passage or Passage())
 
     def call(
-        self, states: Sequence[Array | CodedSlot], like: CallInputs, **seed: int
-    ) -> KernelCall:
-        """Returns a call on these states, with inputs like these, which are checked.
-
-        Args:
-          states: params, then slots.
-          seed: `address`, `key` and `first` of `KernelCall`.
-
-        Raises:
-          ValueError: as `run`.
-        """
-        _check_arguments(self.kernel, states, like)
-        return KernelCall(self.entry, self.constants, states, like, **seed)
+        self,
+        states: Sequence[Array | CodedSlot],
+        inputs: CallInputs,
+        passage: Passage,
+    ) -> bool:
+        """As `run`; the states are params, then slots."""
+        _check_arguments(self.kernel, states, inputs)
+        return call_kernel(self.entry, self.constants, states, inputs, passage)
 
 
 def _check_arguments(

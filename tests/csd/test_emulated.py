@@ -166,7 +166,8 @@ def test_cards_have_memory_of_their_own(tmp_path):
     held = [csd.acquire(1 << 19) for csd in csds for _ in range(2)]
     assert all(held)
     assert [csd.acquire(4096) for csd in csds] == [None, None]
+    assert [csd.memory.used_bytes for csd in csds] == [2 * each] * 2
     assert fleet.peak_bytes == 2 * each
     for buffer in held:
         buffer.release()
-    assert all(csd.acquire(1 << 19) for csd in csds for _ in range(2))
+    assert [csd.memory.used_bytes for csd in csds] == [0, 0]

@@ -62,6 +62,11 @@ class CardMemory:
         self._num_used = self._num_peak = 0
 
     @property
+    def used_bytes(self) -> int:
+        """Bytes of the buffers that are lent now."""
+        return self._num_used * self._set_bytes
+
+    @property
     def peak_bytes(self) -> int:
         """Peak bytes of buffers lent at once."""
         return self._num_peak * self._set_bytes
