@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxinf.errors import UnsupportedTransformError
-from jaxinf.program.graph import Node, Value, bind, evaluate, prune
+from jaxinf.program.graph import Node, Value, bind, evaluate
 from jaxinf.program.prologue import Prologue, as_scalar
 from jaxinf.program.split import is_elementwise, origin_of
 from jaxinf.program.state import StateSlot
@@ -168,14 +168,10 @@ class Passes:
         self.parts = self._make_parts(exports)
         self.before = self._make_before(exports, inputs)
 
-    def part(self, number: int, leaf: int) -> PassComputation | None:
-        """Returns the computation of a pass on a leaf; None if there is none."""
-        return self.parts.get((number, leaf))
-
     def of_leaf(self, leaf: int) -> list[PassComputation]:
         """Returns what all passes compute of a leaf."""
-        parts = (self.part(number, leaf) for number in range(self.num_passes))
-        return [part for part in parts if part is not None]
+        numbers = range(self.num_passes)
+        return [self.parts[n, leaf] for n in numbers if (n, leaf) in self.parts]
 
     @cached_property
     def whole(self) -> Set[int]:
@@ -255,8 +251,7 @@ class Passes:
         found = 1 + max(ends, default=0)
         if found <= _MOST_PASSES:
             return max(1, found)
-        values = [*(value for value, _ in self._wanted), *self._new_state]
-        nodes = prune(self.prologue.nodes, [max(values, key=stages.__getitem__)])
+        nodes = self.prologue.nodes
         culprit = max(nodes, key=lambda node: stages[node.outputs[0]])
         raise UnsupportedTransformError(
             f"optimizer: expected to need at most {_MOST_PASSES} passes over the "
@@ -307,9 +302,9 @@ class Passes:
             own = [v for v in kernel.scalars if self._is_own(v, leaf, self._last)]
             for number in range(self.num_passes):
                 is_last = number == self._last
-                scalars, arrays = (own, kernel.arrays) if is_last else ((), ())
-                if given[number, leaf] or scalars or arrays:
-                    outputs = given[number, leaf], scalars, arrays
+                taken = (own, kernel.arrays) if is_last else ((), ())
+                outputs = given[number, leaf], *taken
+                if any(outputs):
                     found[number, leaf] = self._make_part(number, leaf, *outputs)
         return found
 

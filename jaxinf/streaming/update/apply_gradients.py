@@ -116,8 +116,9 @@ class StoreSink:
                 return
         if is_looked_at and not updates.engine.group.is_alone:  # whole, in all
             gradient = gathered(gradient)
-        looks_first = updates.passes.part(0, leaf) and leaf not in updates.passes.whole
-        stays = self.spill is not None and bool(looks_first)
+        looks_first = (0, leaf) in updates.passes.parts
+        looks_first &= leaf not in updates.passes.whole
+        stays = self.spill is not None and looks_first
         own = handed_out(gradient, copies=self._copies, stays=stays)
         self._hand_on(piece, own, self._update if self.spill is None else self._defer)
 

@@ -94,7 +94,7 @@ class KernelInputs:
         Args:
           piece: The piece of the params; whole, unless its leaf may come in slices.
         """
-        part = self._passes.part(self._number, piece.leaf)
+        part = self._passes.parts.get((self._number, piece.leaf))
         if part is None:
             return
         if part.is_sliced and piece.index:
@@ -114,7 +114,7 @@ class KernelInputs:
           gradient: Its gradient; a slice if nothing is computed of it.
           params: Its params on the device, if they are in memory.
         """
-        part = self._passes.part(self._number, leaf)
+        part = self._passes.parts.get((self._number, leaf))
         wanted = self._passes.prologue.leaves[leaf]
         if part is None:
             scalars = tuple(self._kernel_scalars[value] for value in wanted.scalars)

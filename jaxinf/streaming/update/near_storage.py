@@ -193,7 +193,7 @@ class UpdatePlan:
         passes, leaf = self.passes, unit.leaf
         if not can_take(self.shape, leaf, unit.dtype):
             return False  # they are not what is stored
-        part = passes.part(passes.num_passes - 1, leaf)
+        part = passes.parts.get((passes.num_passes - 1, leaf))
         if part is not None and passes.params[leaf] in part.own:
             return True
         return any(_PARAMS in loads for _, loads, _ in self._moved(unit))
@@ -287,7 +287,7 @@ def plan_updates(
     idle = frozenset(
         leaf
         for leaf, kernel in enumerate(kernels)
-        if is_idle(kernel) and not any(passes.part(n, leaf) for n in later)
+        if is_idle(kernel) and not any((n, leaf) in passes.parts for n in later)
     )
     inputs, compress = KernelInputs(engine, program, passes, options.jit), None
     inputs_bytes = inputs.compile(params, pieces)
