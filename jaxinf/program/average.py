@@ -72,8 +72,7 @@ def ema(
     Args:
       decay: A number from 0 to 1, or ``decay(count)``, traced by JAX: `count` is int32,
         the updates before this one: 0, 1, …. A warm-up is ``lambda count:
-        jnp.minimum(0.999, (1 + count) / (10 + count))``, an average whose window grows
-        with training is ``lambda count: (1 - 1 / (count + 1)) ** 7``.
+        jnp.minimum(0.999, (1 + count) / (10 + count))``.
       every: It takes every so many updates into account. In between its files are
         linked, neither read nor written.
       debias: Whether the first params have no weight: the average is that of an Adam

@@ -10,7 +10,7 @@ Invariant: every value has the node that computes it. `jaxinf.streaming` extends
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
@@ -129,15 +129,11 @@ def bind(node: Node, operands: Sequence[Any]) -> Sequence[jax.Array]:
     return compat.bind(node.primitive, operands, node.params, node.context)
 
 
-Compute: TypeAlias = Callable[[Node, Sequence[Any]], Sequence[Any]]
-"""Computes a node's results from its operands, with JAX."""
-
-
 def evaluate(
     nodes: Sequence[Node],
     outputs: Sequence[Value],
     env: dict[Value, Any],
-    compute: Compute = bind,
+    compute: Callable[[Node, Sequence[Any]], Sequence[Any]] = bind,
 ) -> list[Any]:
     """Computes `outputs` with JAX; traceable.
 
@@ -145,16 +141,14 @@ def evaluate(
       nodes: The result of `prune` for `outputs`.
       env: Arrays of the graph's inputs; inputs of another floating dtype than the
         graph's are converted at their first use, so that unused ones cost nothing.
+      compute: Computes a node's results from its operands.
     """
-    converted: set[Value] = set()
 
     def read(value: Value) -> Any:
         if value.constant is not None:
             return value.constant
-        if value.node is None and value not in converted:
-            converted.add(value)
-            if env[value].dtype != value.dtype:
-                env[value] = jax.lax.convert_element_type(env[value], value.dtype)
+        if value.node is None and env[value].dtype != value.dtype:
+            env[value] = jax.lax.convert_element_type(env[value], value.dtype)
         return env[value]
 
     for node in nodes:

@@ -89,11 +89,10 @@ def kernel_function(
 def _computed(equation: Equation, operands: list[Any]) -> jax.Array:
     op, params = equation.op, dict(equation.params)
     shape = jnp.broadcast_shapes(*(x.shape for x in operands))
-    if op not in ("select_n", "clamp"):
-        operands = [jnp.broadcast_to(x, shape) for x in operands]
-    elif op == "select_n":
-        which, *cases = operands
-        operands = [which, *(jnp.broadcast_to(x, shape) for x in cases)]
+    if op != "clamp":
+        kept = int(op == "select_n")  # its condition may be a scalar
+        wide = (jnp.broadcast_to(x, shape) for x in operands[kept:])
+        operands = [*operands[:kept], *wide]
     match op:
         case "convert_element_type":
             return lax.convert_element_type(operands[0], equation.dtype)

@@ -74,17 +74,9 @@ class StateLayout:
 
 
 def as_transform(tx: Any) -> optax.GradientTransformationExtraArgs:
-    """`tx`, or the transformation of an ``optax.MultiSteps``, taking extra args.
-
-    Raises:
-      TypeError: It is neither.
-    """
+    """`tx`, or the transformation of an ``optax.MultiSteps``, taking extra args."""
     if isinstance(tx, optax.MultiSteps):
         tx = tx.gradient_transformation()
-    if not (callable(getattr(tx, "init", None)) and callable(tx.update)):
-        raise TypeError(
-            f"tx: expected an optax GradientTransformation, found {type(tx).__name__}"
-        )
     return optax.with_extra_args_support(tx)
 
 

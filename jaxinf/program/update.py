@@ -331,8 +331,6 @@ def _update_leaves(updates: PyTree, treedef: Any, avals: Sequence[Any]) -> list[
     def of(leaf: Any, aval: Any) -> Any:
         if leaf is None:
             return jnp.zeros(aval.shape, FLOAT32)
-        if (jnp.shape(leaf), jnp.result_type(leaf)) == (aval.shape, FLOAT32):
-            return leaf
         return jnp.broadcast_to(jnp.asarray(leaf).astype(FLOAT32), aval.shape)
 
     flat = treedef.flatten_up_to(updates)
