@@ -15,8 +15,8 @@ used here                   the effect, should it change
                             CPU devices may hang, which the tests of four devices show
 ``manual_axes``             of the mesh in use. Not there: an update in ``pmap`` fails
                             with an error of JAX's
-logger of callbacks         moves with JAX's modules. Moved: JAX's traceback is printed
-                            before the error
+logger of callbacks         moves with JAX's modules. Moved: the trainer prints JAX's
+                            traceback before the error
 tracebacks of equations     not promised. Others: a refusal does not say which optax
                             transformation the primitive came from; a warning of large
                             arrays in a loss function fails
@@ -46,10 +46,6 @@ from jax.experimental.buffer_callback import buffer_callback
 from jax.extend.core import Literal
 from jax.tree_util import keystr
 
-from jaxinf.compat.callbacks import (
-    CALLBACK_LOGGER,
-    raise_in_callback,
-)
 from jaxinf.compat.jaxprs import (
     ELEMENTWISE,
     IDENTITIES,
@@ -83,6 +79,7 @@ from jaxinf.compat.processes import (
     has_backend,
 )
 from jaxinf.compat.tracing import (
+    CALLBACK_LOGGER,
     Tracer,
     is_in_transformation,
     is_tracing,

@@ -12,6 +12,9 @@ from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+CALLBACK_LOGGER = "jax._src.callback"
+"""Logs an exception of a callback, which is then raised, with a traceback."""
+
 
 def trace_context() -> Any:
     """The settings that a trace depends on, which compare as jit's cache does."""

@@ -11,7 +11,6 @@ NumPy alone, runs once for each distinct shard, and, beside other JAX devices, n
 raises: an exception next to a waiting collective would abort the process.
 """
 
-import copy
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -104,20 +103,15 @@ class HostCallback:
 
     def raising(self, outs: PyTree, arguments: PyTree) -> None:
         """As a callback that may fail the computation, which one JAX device allows."""
-        try:
-            run_whole(partial(self._stopping, outs, arguments))
-            return
-        except BaseException as error:
-            told = copy.copy(error)
-        # JAX adds its frames to a copy, and the store keeps its own error clean.
-        compat.raise_in_callback(told)
 
-    def _stopping(self, outs: PyTree, arguments: PyTree) -> None:
-        try:
-            self.host(outs, arguments)
-        except BaseException as error:
-            self.stop(error)
-            raise
+        def host() -> None:
+            try:
+                self.host(outs, arguments)
+            except BaseException as error:
+                self.stop(error)
+                raise
+
+        run_whole(host)
 
     def reporting(self, outs: PyTree, arguments: PyTree) -> None:
         """As a callback beside other devices: after an exception results are zeros.
