@@ -132,13 +132,11 @@ class HuggingFaceFolder:
             if name not in expected and not family.is_unused(name)
         ]
         if problems:
-            more = len(problems) - _MAX_LINES
-            lines = problems[:_MAX_LINES] + [f"and {more} more"] * (more > 0)
+            lines = "".join(f"\n  - {problem}" for problem in problems[:_MAX_LINES])
             raise ExchangeError(
-                f"{self.path}: expected the tensors of its config.json, found:"
-                + "".join(f"\n  - {line}" for line in lines)
-                + "\nNothing was written; copy the checkpoint anew, or give the "
-                "config.json that belongs to it"
+                f"{self.path}: expected the tensors of its config.json, found "
+                f"{len(problems)} problems:{lines}\nNothing was written; copy the "
+                "checkpoint anew, or give the config.json that belongs to it"
             )
         return leaves
 
@@ -212,14 +210,11 @@ def export_huggingface(
     give the folder that they came from.
 
     Args:
-      step: the step to export.
-      destination: a directory that does not exist yet.
-      average: whether the params' average is written in their place.
+      step, destination, average, options: as for `export_safetensors`.
       dtype: dtype of the tensors: float32, bfloat16 or float16, rounded to nearest
         even; by default that of the params on the JAX device.
       like: a folder of a model with these params, by default the commit says it.
       beside: further files by name: those of the tokenizer.
-      options: how it moves; by default in 256 MiB.
 
     Raises:
       ExchangeError: the commit does not name its model, or the store has other leaves
