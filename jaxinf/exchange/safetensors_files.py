@@ -8,6 +8,7 @@ Invariant: the library checks a file's header before an element is read, and a l
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import shutil
@@ -114,7 +115,7 @@ def _read_file(path: Path) -> dict[str, SourceArray]:
                     )
                 dtype = dtype_of(_DTYPES[code])
                 arrays[name] = SourceArray(path, name, shape, dtype, offset_bytes)
-                offset_bytes += arrays[name].num_bytes
+                offset_bytes += math.prod(shape) * dtype.itemsize
     except (safetensors.SafetensorError, ValueError, OSError, StoreError) as error:
         raise ExchangeError(
             f"{path}: expected a safetensors file, found none that can be read "

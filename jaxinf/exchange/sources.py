@@ -5,7 +5,6 @@ Invariant: no element is read before `TensorLeaf.read`. Of a tokenizer, only fil
   folder.
 """
 
-import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -44,10 +43,6 @@ class SourceArray:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     offset_bytes: int
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class TensorLeaf(DeferredArray):

@@ -384,13 +384,9 @@ def export_source(url: str, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> CopySou
     place = ObjectStore(url)
     export = ExportManifest.read(place)
     if export is None:
-        found, remedy = "nothing of one", "check the URL"
-        if place.read(_BEGUN) is not None:
-            found = "none: the export was interrupted, or the manifest is gone"
-            remedy = _AGAIN
         raise ExchangeError(
             f"{place.where}: expected {MANIFEST}, which completes an export, found "
-            f"{found}; {remedy}"
+            f"none; check the URL, or, if an export was interrupted, {_AGAIN}"
         )
     listed = export.objects
     if missing := sorted(listed.keys() - place.names()):

@@ -138,8 +138,8 @@ DAMAGES = {
     r"none of params\.scale/c": gone("params.scale/c"),
     r"nu\.h0\.attn\.bias/c/0: expected \d+ bytes": cut("nu.h0.attn.bias/c/0", 100),
     r"mu\.scale/c: expected 2 bytes": written("mu.scale/c", b"\x01\x7f"),
-    "was interrupted, or the": gone("export.json"),
-    "nothing of one; check the URL": shutil.rmtree,
+    "which completes an export, found none; check the": gone("export.json"),
+    "if an export was interrupted, export to this": shutil.rmtree,
     r"export\.json: expected the manifest of an .*, found none": cut(
         "export.json", 300
     ),

@@ -241,7 +241,7 @@ CONFIGS = {
     "llama": [
         ({"model_type": "mamba"}, "found 'mamba'"),
         ({"hidden_size": None}, "hidden_size: expected a value"),
-        ({"quantization_config": QUANTIZED}, "weights of 16 or 32 bits, found 'bnb'"),
+        ({"quantization_config": QUANTIZED}, "tion_config: expected None, as this"),
         ({"num_hidden_layers": 1}, "layers.1.mlp.up_proj.weight: not a tensor of this"),
         ({"num_hidden_layers": 2**31}, "num_layers of 2147483648, expected at most"),
         ({"vocab_size": 255}, f"{WTE}: expected shape [255, 32]"),
