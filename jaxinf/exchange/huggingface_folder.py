@@ -102,7 +102,7 @@ class HuggingFaceFolder:
           another task.
 
         Raises:
-          ExchangeError: tensors are missing, too many, or of other shapes; lists all.
+          ExchangeError: tensors are missing, too many, or of other shapes.
         """
         family = self.architecture.family
         tensors = {path: family.find(path) for path in shapes}
