@@ -56,7 +56,7 @@ class HostInit:
     def __init__(
         self, wrapped: OffloadedOptimizer, description: StoreDescription
     ) -> None:
-        self._wrapped, self._store = wrapped, wrapped.store
+        self._wrapped, self._store = wrapped, wrapped.host.store
         self._description = description
         self._guard = threading.Lock()
         self._has_begun = False

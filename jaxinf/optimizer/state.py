@@ -260,17 +260,7 @@ def _hidden(tree: PyTree) -> PyTree:
 
 
 def _first_stored(tree: PyTree) -> Stored | StoredArray | None:
-    """Returns one of a tree's stored arrays; JAX would visit all, at each step."""
-    nodes = [tree]
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, Stored | StoredArray):
-            return node
-        if isinstance(node, dict):
-            nodes += node.values()
-        elif isinstance(node, list | tuple):
-            nodes += node
-        else:
-            children = jax.tree.leaves(node, is_leaf=lambda x, own=node: x is not own)
-            nodes += [child for child in children if child is not node]
-    return None
+    """Returns one of a tree's stored arrays."""
+    kinds = Stored, StoredArray
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kinds))
+    return next((node for node in nodes if isinstance(node, kinds)), None)

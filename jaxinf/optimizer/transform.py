@@ -157,7 +157,7 @@ def _update_function(wrapped: OffloadedOptimizer) -> Any:
             )
         if params is None:
             raise ValueError(
-                f"{wrapped.store.path}: update: expected the params, as each step "
+                f"{wrapped.host.store.path}: update: expected the params, as each step "
                 "compares them with the store's, found none; give them: "
                 "tx.update(grads, state, params)"
             )
@@ -183,7 +183,8 @@ def _update_function(wrapped: OffloadedOptimizer) -> Any:
         else:
             wrapped.check()
             return result
-        wrapped.store.check()  # not while JAX's is handled: Python would print both
+        # Not while JAX's is handled, or Python would print both.
+        wrapped.host.store.check()
         raise of_jax
 
     return update

@@ -24,7 +24,6 @@ from jaxinf import compat
 from jaxinf.compress import TopK
 from jaxinf.engine import (
     Engine,
-    Store,
     StoreDescription,
     check_processes,
     describe,
@@ -174,10 +173,6 @@ class OffloadedOptimizer:
     updates: UpdateDtype = "gradient"
     average: Average | None = None
     _last_trace: list[Any] = field(default_factory=list)
-
-    @property
-    def store(self) -> Store:
-        return self.host.store
 
     @property
     def engine(self) -> Engine:

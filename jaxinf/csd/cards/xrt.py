@@ -10,6 +10,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +67,14 @@ class XrtBuffer:
             self.bo.sync(direction, min(_SYNC_BYTES, num_bytes - start), start)
 
 
+@dataclass(frozen=True, eq=False)
 class XrtKernel:
     """A kernel of a card's xclbin. Thread-safe: each call makes its own run."""
 
-    def __init__(self, module: Any, kernel: Any, name: str, card: str) -> None:
-        self._module = module
-        self._kernel = kernel
-        self._name = name
-        self._card = card
+    _module: Any
+    _kernel: Any
+    _name: str
+    _card: str
 
     def bank(self, argument: int) -> int:
         """Returns the number of the memory bank that a pointer is connected to."""
