@@ -59,19 +59,14 @@ def open_smartssd(
     Raises:
       CsdError: the runtime, a card or the xclbin is missing, or P2P is off.
     """
-    if xclbin is None:
-        raise CsdError(
-            "csd='smartssd': expected the xclbin with the cards' kernels, found none "
-            "named; build one (make -C hls hw KERNELS=…), and name it: "
-            "csd='smartssd:xclbin=FILE', or the variable JAXINF_XCLBIN"
-        )
     load_runtime()
     devices = _devices(roots, num_devices)
-    if not xclbin.is_file():
+    if xclbin is None or not xclbin.is_file():
+        found = "none named" if xclbin is None else f"no such file as {xclbin}"
         raise CsdError(
-            f"csd='smartssd': expected the cards' kernels in {xclbin}, found no such "
-            "file; build it (make -C hls hw KERNELS=…), or name another "
-            "(JAXINF_XCLBIN)"
+            "csd='smartssd': expected the xclbin with the cards' kernels, found "
+            f"{found}; build one (make -C hls hw KERNELS=…), and name it: "
+            "csd='smartssd:xclbin=FILE', or the variable JAXINF_XCLBIN"
         )
     # Loading a card unmaps the buffers of others, so all are loaded before allocation.
     cards = [open_card(device, xclbin) for device in devices]
