@@ -137,8 +137,10 @@ def stream(
         raise ValueError("carry: expected a loss with aux, found none; has_aux=True")
     owned = _opened(store, options)
     check_compression(compress, engine_of(owned).options)
-    how = {"replan": replan, "is_compressed": compress is not None}
-    every = device_interval(device_updates, owned, **how)
+    is_compressed = compress is not None
+    every = device_interval(
+        device_updates, owned, replan=replan, is_compressed=is_compressed
+    )
     options = replace(options, device_updates=every)
     return StreamedStep(loss_fn, InStore(tx, owned, options), options)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,10 +25,7 @@ from jax.dtypes import result_type
 from jaxinf.engine import Engine
 from jaxinf.errors import ProcessError
 from jaxinf.processes import Group
-from jaxinf.streaming.function import ReadStore
-from jaxinf.streaming.home import Endpoints, Sink
-from jaxinf.streaming.in_memory import InMemory
-from jaxinf.streaming.in_store import InStore
+from jaxinf.streaming.home import Endpoints, Home, Sink
 from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.move.work_queues import MoveCounts
@@ -38,11 +35,8 @@ from jaxinf.streaming.plan.compiled import Executables
 from jaxinf.streaming.plan.reads import used_bytes
 from jaxinf.streaming.program.lifetimes import OrderedProgram
 from jaxinf.streaming.program.meshes import on_this_process
-from jaxinf.streaming.run import Runner
+from jaxinf.streaming.run import MAX_IN_FLIGHT, Runner
 from jaxinf.typing import JsonValue, PyTree
-
-Home: TypeAlias = InStore | InMemory | ReadStore
-"""Where params and state are; `InStore` says what the methods of all are for."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +75,7 @@ class StreamMetrics:
     dispatched_s: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CompiledStep:
     """The steps of a plan.
 
@@ -130,19 +124,25 @@ class CompiledStep:
         given, check = {**extra_args, **own_args}, self.hold()(check)
         waited_s = self._begin(batch, given)
         runner, params, sink = self.runner, self.params, self.sink
+        is_measured = self.plan.policy == "plan" and bool(self.plan.evictions)
+        is_measured &= len(self.times) < NUM_MEASURED
         try:
             try:
-                began_s = time.perf_counter()
                 params.begin()
-                results = runner(batch, params, self.hold()(sink.put), check, shares)
-                step_s = time.perf_counter() - began_s
+                results = runner(
+                    batch,
+                    params,
+                    self.hold()(sink.put),
+                    check,
+                    shares,
+                    max_in_flight=1 if is_measured else MAX_IN_FLIGHT,
+                )
             finally:
                 params.stop()  # no program reads them any more
             values = runner.values.counts()
-            is_chosen = self.plan.policy == "plan" and self.plan.evictions
-            if is_chosen and len(self.times) < NUM_MEASURED:
-                drives_s = values.waited_s + params.counts.waited_s
-                self.times.append(StepTimes(step_s, drives_s, [*runner.call_s]))
+            if is_measured:
+                times = [*runner.call_s], [*runner.waited_inputs_s]
+                self.times.append(StepTimes(*times))
             waited_s += sink.waited_s  # what waits while it finishes is in that time
             began_s = time.perf_counter()
             if "value" in given and "value" not in own_args:
@@ -218,7 +218,6 @@ def compile_step(
     """Takes the room of a plan's steps; blocks while its programs are compiled."""
     errors, unit_of = list[BaseException](), ends.needs.unit_of
     hold = partial(holding, group, errors)
-    params_bytes = 0 if unit_of is None else used_bytes(plan.calls, unit_of)
     with ExitStack() as closing:
         sink = ends.sink(plan, ready)
         closing.callback(sink.close)
@@ -229,8 +228,18 @@ def compile_step(
         runner = Runner(plan, executables, values)
         params = ends.source(plan, hold)
         closing.callback(params.close)
-        own = runner, params, sink, params_bytes, times, errors, hold
-        return CompiledStep(home, group, *own, closing.pop_all())
+        return CompiledStep(
+            home=home,
+            group=group,
+            runner=runner,
+            params=params,
+            sink=sink,
+            params_bytes=0 if unit_of is None else used_bytes(plan.calls, unit_of),
+            times=times,
+            errors=errors,
+            hold=hold,
+            closing=closing.pop_all(),
+        )
 
 
 @contextmanager

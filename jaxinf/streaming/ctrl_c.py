@@ -29,7 +29,7 @@ from jaxinf.typing import PyTree
 Check: TypeAlias = Callable[[], None]
 """Called where a step can be given up; raises if it is."""
 
-Run: TypeAlias = Callable[[Callable[[Check], Any]], Any]
+RunBody: TypeAlias = Callable[[Callable[[Check], Any]], Any]
 """Returns what a body returns; blocks until it has ended, and all before it.
 
 An interrupt is raised when the body has ended, by itself or at its next check; a second
@@ -37,7 +37,7 @@ one at once. Raises StreamError if another thread waits for its body.
 """
 
 
-def step_thread() -> tuple[Run, Callable[[], None]]:
+def step_thread() -> tuple[RunBody, Callable[[], None]]:
     """Starts a thread for bodies.
 
     Returns:

@@ -28,7 +28,7 @@ from jaxinf.typing import Array, PyTree
 
 
 class ReadStore:
-    """A store whose params a function reads. Until a step, all of them may stay.
+    """The `Home` of a function: a store whose params, until a step, may all stay.
 
     Args:
       closes: Whether the function's `close` closes the store.
@@ -80,15 +80,17 @@ class ReadStore:
             MemoryNeed(max(undivided, default=0), purpose),
             MemoryNeed(shared_bytes(units), SHARED),
         )
-        frozen, export_bytes = frozenset(range(len(params))), opened.export_bytes
-        how = {"export_bytes": export_bytes, "others": others}
 
         def source(plan: Plan, hold: Hold) -> Params:
             reader = StoreReader(self.engine, average=self._average)
-            own = unit_of, reader, plan.reading, hold
-            return StoreParams(*own, are_frozen=False)
+            return StoreParams(unit_of, reader, plan.reading, hold, are_frozen=False)
 
-        needs = StepNeeds(unit_of, frozen, **how)
+        needs = StepNeeds(
+            unit_of=unit_of,
+            frozen=frozenset(range(len(params))),
+            export_bytes=opened.export_bytes,
+            others=others,
+        )
         return Endpoints(needs, source, sink=lambda *_: NoGradients())
 
     def take_turn(self, plan: Plan) -> None: ...

@@ -1,10 +1,10 @@
-"""What a step's home gives a traced program: params for it, and a sink of gradients.
+"""A step's home: where its params and state are, and where its gradients go.
 
-    in_store.py    params and state in a store      to a `StoreSink`
-    in_memory.py   params and state in memory       to plain optax
-    function.py    params in a store                there are none
+    in_store.py    params and state in a store      gradients: `StoreSink`
+    in_memory.py   params and state in memory       gradients: plain optax
+    function.py    params in a store                no gradients
 
-Invariant: a home serves batches of all shapes; its `Endpoints` those of one.
+Invariant: a `Home` serves batches of all shapes; its `Endpoints` those of one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,10 +13,11 @@ from typing import Any, Protocol
 
 import jax
 
+from jaxinf.engine import Engine, Store
 from jaxinf.streaming.move.params import Hold, Params
 from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.plan.calls import Plan
-from jaxinf.streaming.plan.memory import StepNeeds
+from jaxinf.streaming.plan.memory import Budget, StepNeeds
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.lifetimes import OrderedProgram
 from jaxinf.streaming.update.apply_gradients import Agree
@@ -110,6 +111,88 @@ class Endpoints:
     disk_bytes: Callable[[], int] = lambda: 0
     scratch: Callable[[], Scratch] = lambda: Scratch(())
     kept_cuts: Callable[[], Sequence[int] | None] = lambda: None
+
+
+class Home(Protocol):
+    """Where params and state are: `InStore`, `InMemory`, or a function's `ReadStore`.
+
+    Attributes:
+      what: What runs there, for errors: a step or a function.
+      has_loss: Whether it is a loss function that runs.
+      num_skipped: Number of steps skipped for a non-finite gradient.
+    """
+
+    what: str
+    has_loss: bool
+    num_skipped: int
+
+    @property
+    def store(self) -> Store | None:
+        """The store of the params; None in memory."""
+        ...
+
+    @property
+    def engine(self) -> Engine | None:
+        """That of the store."""
+        ...
+
+    @property
+    def avals(self) -> PyTree:
+        """Shapes, dtypes and shardings of the params; raises StreamError before any."""
+        ...
+
+    def first(
+        self, init_fn: Callable[..., PyTree], args: Sequence[Any], shardings: PyTree
+    ) -> tuple[PyTree, Any]:
+        """Returns the avals of the first params, and what makes them: for `start`."""
+        ...
+
+    def given(
+        self, params: PyTree, state: PyTree, shardings: PyTree
+    ) -> tuple[PyTree, Any]:
+        """As `first`, of params that are there."""
+        ...
+
+    def start(
+        self,
+        avals: PyTree,
+        make: Any,
+        ready: OrderedProgram | None,
+        budget: Budget,
+        plan: Callable[[OrderedProgram, Endpoints, Budget], Plan],
+        /,
+    ) -> None:
+        """Makes the first step, once that is known to fit in a budget, or resumes.
+
+        Args:
+          avals, make: Of `first` or `given`.
+          ready: The function, if a batch was given.
+          plan: Plans a step; raises BudgetError.
+        """
+
+    def endpoints(self, ready: OrderedProgram, avals: PyTree = None) -> Endpoints:
+        """Returns those of a traced program.
+
+        Args:
+          avals: The params of a home that has none yet.
+        """
+        ...
+
+    def take_turn(self, plan: Plan) -> None:
+        """Gets ready for the steps of a plan."""
+
+    def join(self) -> None:
+        """Waits for the updates of the step before."""
+
+    def params(self, like: PyTree) -> PyTree:
+        """Returns the current params, in the form of `like` unless that is None."""
+        ...
+
+    def rest(self) -> None:
+        """Frees buffers until the next step."""
+
+    def close(self, *error: Any) -> None:
+        """Ends the home, with the error, if any, of the context that it ends."""
 
 
 def without(**given: PyTree) -> None:

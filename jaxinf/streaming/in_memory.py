@@ -34,7 +34,7 @@ from jaxinf.typing import Array, PathLikeStr, PyTree
 
 
 class InMemory:
-    """Params and the state of any optax optimizer, and the sink of their gradients.
+    """The `Home` of params and any optax state in memory, and the sink of gradients.
 
     It holds gradients whole or in slices of stacks until a step has all.
 

@@ -65,7 +65,7 @@ from jaxinf.typing import PyTree
 
 
 class InStore:
-    """A store that a step reads, updates and commits."""
+    """The `Home` of a step whose params and state a store has."""
 
     what, has_loss, num_skipped = "a step", True, 0
 
@@ -91,14 +91,12 @@ class InStore:
     def first(
         self, init_fn: Callable[..., PyTree], args: Sequence[Any], shardings: PyTree
     ) -> tuple[PyTree, MakeLeaves]:
-        """Returns shapes, dtypes and shardings of the first params; what makes them."""
         avals, make = trace_params(init_fn, *args)
         return sharded_like(avals, shardings), make
 
     def given(
         self, params: PyTree, state: PyTree, shardings: PyTree
     ) -> tuple[PyTree, MakeLeaves]:
-        """As `first`, of params that are there."""
         if state is not None:
             raise ValueError("state: use store.load(params, state, step=…) instead")
         leaves = jax.tree.leaves(params)
@@ -110,11 +108,6 @@ class InStore:
     # --- a step --------------------------------------------------------------------
 
     def endpoints(self, ready: OrderedProgram, avals: PyTree = None) -> Endpoints:
-        """Returns those of a traced program.
-
-        Args:
-          avals: The params of a store that is not made yet.
-        """
         self._check_mesh(ready.traced.mesh)
         engine = self.engine
         if avals is None:
@@ -145,7 +138,6 @@ class InStore:
         return kept_cuts(self.store.path, self.engine.opened.finished, ready)
 
     def take_turn(self, plan: Plan) -> None:
-        """Gets ready for the steps of a plan."""
         engine = self.engine
         engine.health.check()
         if plan.store_bytes != engine.opened.memory_bytes:
@@ -153,11 +145,9 @@ class InStore:
             engine.opened.limit_memory(plan.store_bytes)
 
     def join(self) -> None:
-        """Waits for the updates of the step before."""
         self.engine.join()
 
     def rest(self) -> None:
-        """Frees buffers until the next step."""
         self.engine.join()
         self.engine.opened.limit_memory(0)
 
@@ -190,13 +180,6 @@ class InStore:
         budget: Budget,
         plan: Callable[[OrderedProgram, Endpoints, Budget], Plan],
     ) -> None:
-        """Makes the first step, once that is known to fit in a budget, or resumes.
-
-        Args:
-          make: Of `first` or `given`.
-          ready: The function, if a batch was given.
-          plan: Plans a step; raises BudgetError.
-        """
         engine, group = self.engine, self.engine.group
         check_params(avals)
         self._check_mesh(mesh_of(avals))
@@ -245,8 +228,14 @@ class InStore:
         if not is_alone:  # the processes that have each part of each leaf
             pairs = zip(on_mesh(held, mesh_of(avals)), counts, strict=True)
             holders = [shard_holders(x.sharding, x.shape, own) for x, own in pairs]
-        how = {"average": options.average, "compression": options.compress}
-        return first, describe(update, first, counts, holders=holders, **how)
+        return first, describe(
+            update,
+            first,
+            counts,
+            holders=holders,
+            average=options.average,
+            compression=options.compress,
+        )
 
     def _write_leaf(
         self,

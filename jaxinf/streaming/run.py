@@ -53,6 +53,7 @@ class Runner:
       dispatched_s: Time that the last step took to hand programs to the device.
       waited_s: Time that the last step waited for the device.
       call_s: Time that each call of the last step took.
+      waited_inputs_s: Time that each waited for memory and inputs before that.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Runner:
         self._executables = compile_plan(plan, executables)
         self.plan, mesh = plan.without_graph(), plan.traced.mesh
         self.call_s = [0.0] * len(plan.calls)
+        self.waited_inputs_s = [0.0] * len(plan.calls)
         # Calls under way: number, time, and an output to wait for unless it has ended.
         self._in_flight: deque[tuple[int, float, jax.Array | None]] = deque()
         self._put = partial(_put, mesh=mesh)
@@ -81,6 +83,8 @@ class Runner:
         hand_out: Callable[[Piece, jax.Array], None],
         check: Callable[[], None] = lambda: None,
         shares: Sequence[float] | None = None,
+        *,
+        max_in_flight: int = MAX_IN_FLIGHT,
     ) -> tuple[jax.Array | None, PyTree]:
         """Runs one step.
 
@@ -89,6 +93,7 @@ class Runner:
           hand_out: Takes a complete gradient; called in the order of completion.
           check: Called where the step can be given up; raises if it must be.
           shares: What each part's gradient is multiplied by; 1 by default.
+          max_in_flight: Programs under way at a time; 1 to measure them one by one.
 
         Returns:
           The loss, None if there is none, and aux; of parts as `together`.
@@ -125,10 +130,12 @@ class Runner:
 
         try:
             for number, call in enumerate(self.plan.calls):
-                if len(self._in_flight) == MAX_IN_FLIGHT:
+                if len(self._in_flight) == max_in_flight:
                     self._await_first(params)
+                began_s = time.perf_counter()
                 values.before(number)
                 inputs = [read(ref, number, call.part) for ref in call.takes]
+                self.waited_inputs_s[number] = time.perf_counter() - began_s
                 outputs = self._dispatch(number, inputs)
                 del inputs
                 values.put(call.makes, outputs)

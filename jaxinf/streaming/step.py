@@ -18,15 +18,10 @@ import jax
 from jaxinf.engine import Store
 from jaxinf.errors import StreamError
 from jaxinf.processes import Group
-from jaxinf.streaming.compiled_step import (
-    CompiledStep,
-    Home,
-    StreamMetrics,
-    compile_step,
-)
+from jaxinf.streaming.compiled_step import CompiledStep, StreamMetrics, compile_step
 from jaxinf.streaming.count import Count, count
 from jaxinf.streaming.ctrl_c import Check, check_not_traced, step_thread
-from jaxinf.streaming.home import Endpoints
+from jaxinf.streaming.home import Endpoints, Home
 from jaxinf.streaming.in_memory import InMemory
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.choice import NUM_MEASURED, StepTimes, segments_to_recompute
@@ -306,8 +301,8 @@ class StreamedStep:
         self, ready: OrderedProgram, ends: Endpoints, budget: Budget, **how: Any
     ) -> Plan:
         how = {"executables": self._executables, "kept": ends.kept_cuts, **how}
-        own = ends.needs, self._options, budget
-        plan = plan_within(ready, *own, group=self._group, **how)
+        needs, group = ends.needs, self._group
+        plan = plan_within(ready, needs, self._options, budget, group=group, **how)
         return replace(plan, traffic=ends.traffic(plan))
 
     def _plan(
@@ -362,8 +357,8 @@ class StreamedStep:
             plan = self._plan(traced, ends, budget, **how)
 
             def compile_here() -> None:
-                own = {"executables": self._executables, "times": times}
-                made.append(compile_step(plan, traced, ends, home, group, **own))
+                known = self._executables
+                made.append(compile_step(plan, traced, ends, home, group, known, times))
 
             try:
                 group.in_all("the room for a step", compile_here)
@@ -400,8 +395,9 @@ class StreamedStep:
             self._take_turn(bound)
             with outside_mesh():
                 shares = shares_of(batch, options.micro_batches, self._weights)
-                given = options.extra_args, extra_args or {}
-                loss, aux, self._metrics = bound.run(batch, shares, *given, check)
+                loss, aux, self._metrics = bound.run(
+                    batch, shares, options.extra_args, extra_args or {}, check
+                )
             return loss, aux
 
         loss, aux = self._on_thread(body)

@@ -4,6 +4,7 @@
     recompute   every segment runs forward again
     offload     all values that can leave are on the drive meanwhile
     … 0.40      as few values as fit in that share of keep's memory are on the drive
+    plan 0.40   the same, and what the drive is too slow for is recomputed
 
 The stacks have the shape of the paper's BERT, GPT and T5 (2408.10013): 4 layers and a
 hidden size of 8192, the latter divided by 16. Programs have one core, transfers and
@@ -49,6 +50,11 @@ from jaxinf.streaming.move.params import MemoryParams
 from jaxinf.streaming.move.scratch import Scratch, ScratchRun
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.calls import Plan
+from jaxinf.streaming.plan.choice import (
+    NUM_MEASURED,
+    StepTimes,
+    segments_to_recompute,
+)
 from jaxinf.streaming.plan.compiled import Executables, measured
 from jaxinf.streaming.plan.cut_to_fit import plan_of
 from jaxinf.streaming.plan.leaving import evicted
@@ -233,7 +239,8 @@ class Stack:
     def ways(self, shares: list[float]) -> dict[str, Way]:
         """Keep, recompute, offload all, and as few as fit in shares of keep's memory.
 
-        Recompute has the cuts with which its peak is lowest.
+        Recompute has the cuts with which its peak is lowest. With "plan" some of what
+        leaves in the last is recomputed, by measured steps, if any should be.
         """
         plans = [plan_of(self.ready, cuts, "recompute") for cuts in self.cuts]
         found = {"keep": self.keep, "recompute": self._way(min(plans, key=peak))}
@@ -241,14 +248,34 @@ class Stack:
         for name, budget in {"offload": 0, **budgets}.items():
             plan = evicted(self.plan, budget, value_bytes)
             if not budget or peak(plan) <= budget:
-                scratch = SlowScratch([self.place], self.bytes_per_s)
-                found[name] = self._way(plan, Values(plan, scratch))
+                found[name] = self._offloaded(plan)
+        for name in [name for name in found if name.startswith("offload ")]:
+            again = self._to_recompute(found[name])
+            plan = plan_of(self.ready, self.plan.cuts, "plan", again=again)
+            plan = evicted(plan, budgets[name], value_bytes)
+            if again and peak(plan) <= budgets[name]:
+                found[name.replace("offload", "plan")] = self._offloaded(plan)
         return found
 
-    def step(self, way: Way) -> float:
+    def _offloaded(self, plan: Plan) -> Way:
+        scratch = SlowScratch([self.place], self.bytes_per_s)
+        return self._way(plan, Values(plan, scratch))
+
+    def _to_recompute(self, way: Way) -> frozenset[int]:
+        """The segments that ``policy="plan"`` recomputes, by measured steps."""
+        times = []
+        for _ in range(1 + NUM_MEASURED):
+            self.step(way, max_in_flight=1)
+            runner = way.runner
+            times.append(StepTimes([*runner.call_s], [*runner.waited_inputs_s]))
+        return segments_to_recompute(way.runner.plan, times[1:])
+
+    def step(self, way: Way, **how: Any) -> float:
         """Seconds of a step."""
         began_s = time.perf_counter()
-        loss, _ = way.runner(self.batch, self.params, lambda piece, gradient: None)
+        loss, _ = way.runner(
+            self.batch, self.params, lambda piece, gradient: None, **how
+        )
         assert loss is not None, "a step has a loss"
         loss.block_until_ready()
         return time.perf_counter() - began_s

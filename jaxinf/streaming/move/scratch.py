@@ -190,8 +190,8 @@ class Scratch:
         drive, kind = part.drive, "read" if call is read_into else "write"
         file, shown = f"/proc/self/fd/{self._files[drive]}", self._shown(drive)
         with span(kind, drive=str(self._folders[drive])):
-            how = {"meters": self._meters, "shown": shown}
-            call(file, memory, part.offset_bytes, len(memory), **how)
+            offset, length = part.offset_bytes, len(memory)
+            call(file, memory, offset, length, meters=self._meters, shown=shown)
 
     def close(self) -> None:
         """Ends the threads and closes the files, which removes them; idempotent."""

@@ -7,13 +7,16 @@ Values leave as with ``"offload"``: what memory has no room for, the furthest ne
 first. As long as drives move it beside the programs, that costs nothing. What they
 cannot move in this time is recomputed instead, the cheapest bytes first, as far as that
 takes less time than the drives (the rule of SSDTrain, arXiv 2408.10013, section III,
-with measured times). Memory that a recomputed segment frees then keeps other values.
+with measured times). They may be too slow for the writes beside forward, for the reads
+beside backward, or for both. Memory that a recomputed segment frees then keeps other
+values.
 
 Invariant: the cuts stay, so bits do. The choice is made anew in each run.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from operator import add
 from statistics import median
 from typing import NamedTuple
 
@@ -27,16 +30,19 @@ _LEAST_SHARE = 0.02
 
 
 class StepTimes(NamedTuple):
-    """What was measured of a step.
+    """What was measured of a step whose calls ran one at a time.
 
     Attributes:
-      waited_s: Time that programs waited for drives, of all of `step_s`.
       call_s: Time of each call.
+      waited_s: Time that the device was idle before it, for memory and for inputs.
     """
 
-    step_s: float
-    waited_s: float
     call_s: Sequence[float]
+    waited_s: Sequence[float]
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.call_s) + sum(self.waited_s)
 
 
 def segments_to_recompute(plan: Plan, steps: Sequence[StepTimes]) -> frozenset[int]:
@@ -47,10 +53,14 @@ def segments_to_recompute(plan: Plan, steps: Sequence[StepTimes]) -> frozenset[i
     """
     away_bytes = sum(plan.lives[slot].num_bytes for slot in plan.evictions)
     best = min(steps, key=lambda one: one.step_s)
-    if best.waited_s < _LEAST_SHARE * best.step_s:
-        return frozenset()
-    byte_s = best.step_s / away_bytes  # drives that are waited for are always busy
-    free_s = best.step_s - best.waited_s
+    directions = [call.program.direction for call in plan.calls]
+    turn = directions.index("backward")
+    byte_s = left_s = 0.0
+    for half in (slice(turn), slice(turn, None)):  # drives write; then they read
+        waited_s = sum(best.waited_s[half])
+        if waited_s >= _LEAST_SHARE * best.step_s:  # then they are always busy
+            byte_s += sum(map(add, best.call_s[half], best.waited_s[half])) / away_bytes
+            left_s += waited_s
     freed, forward_s = freed_bytes(plan), defaultdict[int, float](float)
     for number, call in enumerate(plan.calls):
         if call.program.direction == "forward" and not call.is_repeat:
@@ -58,12 +68,11 @@ def segments_to_recompute(plan: Plan, steps: Sequence[StepTimes]) -> frozenset[i
             forward_s[call.program.segment] += own_s
     chosen = set[int]()
     for segment in sorted(freed, key=lambda one: (forward_s[one] / freed[one], one)):
-        own_s = forward_s[segment]
-        if away_bytes * byte_s <= free_s or own_s >= freed[segment] * byte_s:
+        saved_s = freed[segment] * byte_s
+        if left_s <= 0 or forward_s[segment] >= saved_s:
             break
         chosen.add(segment)
-        away_bytes -= freed[segment]
-        free_s += own_s
+        left_s -= saved_s
     return frozenset(chosen)
 
 

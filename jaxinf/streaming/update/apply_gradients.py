@@ -211,8 +211,14 @@ class StoreSink:
         held = zip(last.scalar_state, new, strict=True)
         scalars = [ScalarState.of(old.path, value) for old, value in held]
         num_skipped = last.skipped_steps + self._num_skipped
-        own = {"kept": self._kept, "carry": carried, "streams": self._streams}
-        opened.finish(self._step, scalars, num_skipped, **own)
+        opened.finish(
+            self._step,
+            scalars,
+            num_skipped,
+            kept=self._kept,
+            carry=carried,
+            streams=self._streams,
+        )
         self._num_skipped = 0
 
     # --- what gradients come to, on the queue's threads -----------------------------

@@ -292,8 +292,9 @@ def plan_updates(
     inputs, compress = KernelInputs(engine, program, passes, options.jit), None
     inputs_bytes = inputs.compile(params, pieces)
     if options.compress is not None:
-        how = engine, options.compress, shape, options.jit
-        compress, own_bytes = compressor(*how, trained)
+        compress, own_bytes = compressor(
+            engine, options.compress, shape, options.jit, trained
+        )
         inputs_bytes = max(inputs_bytes, own_bytes)
     mesh = ready.traced.mesh
     return UpdatePlan(
