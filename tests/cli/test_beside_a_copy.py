@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from copies import copied
+from inject import at_each_call
 from store_driver import Driver
 
 import jaxinf
@@ -29,16 +30,15 @@ def moving(tmp_path, monkeypatch):
     driver = Driver(tmp_path / "store", **options).init().steps(2)
     driver.store.checkpoint("kept")
     driver.steps(1).close()
-    take, calls = LockFile.__init__, []
+    calls = []
 
-    def after_a_copy(lock, path, **options):
+    def copy_first(lock, path, **_):
         if not calls:
             calls.append(path.name)
             copied(driver.store.path, roots=roots[1:])
-        take(lock, path, **options)
 
     def start():
-        monkeypatch.setattr(LockFile, "__init__", after_a_copy)
+        at_each_call(monkeypatch, LockFile, "__init__", copy_first)
 
     return SimpleNamespace(
         path=driver.store.path, start=start, calls=calls, place=tmp_path

@@ -3,6 +3,7 @@ import os
 from pathlib import Path
 
 import pytest
+from inject import raising
 
 import jaxinf.cli.place as place
 
@@ -50,9 +51,7 @@ def test_several_paths_and_one_is_bad(tmp_path, run):
     [("direct_io", False), ("hard_links", True), ("locks", True)],
 )
 def test_what_a_file_system_lacks(tmp_path, name, is_fatal, monkeypatch):
-    def refuse(scratch):
-        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-
+    refuse = raising(OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP)))
     monkeypatch.setitem(place._ABILITIES, name, (refuse, *place._ABILITIES[name][1:]))
     found = looked(tmp_path)
     [problem] = [p for p in found.problems if "not supported" in p.what]

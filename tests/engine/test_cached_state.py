@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 from families import family
+from inject import at_each_call
 
 from jaxinf.csd.cards import card
 from jaxinf.transfer import page_ceil
@@ -108,15 +109,13 @@ def test_state_of_cards_never_crosses_the_host_link(cached, memory, monkeypatch)
     driver = cached(memory=memory, csd="emulated", num_csds=2).init().steps(1)
     driver.engine.join()
     through_host = []
+
+    def note(file, memory, offset, num_bytes, **options):
+        if "buffered" not in options:  # else it is the card's
+            through_host.append(num_bytes)
+
     for name in ("read_into", "write_from"):  # what a drive sends to the host's memory
-        action = getattr(card, name)
-
-        def move(file, memory, offset, num_bytes, action=action, **options):
-            if "buffered" not in options:  # else it is the card's
-                through_host.append(num_bytes)
-            action(file, memory, offset, num_bytes, **options)
-
-        monkeypatch.setattr(card, name, move)
+        at_each_call(monkeypatch, card, name, note)
     assert not driver.opened.staying(driver.opened.memory_bytes)
     sent = sum(params.nbytes for params in driver.initial.values())
     rest = state_bytes(driver, staying=False)

@@ -8,6 +8,7 @@ import subprocess
 
 import pytest
 from families import family
+from inject import at_each_call
 
 from jaxinf.errors import StoreIOError, StoreMismatchError, StoreSpaceError
 from jaxinf.store import restore_whole, seal, verify_step
@@ -93,14 +94,13 @@ def test_restoring_goes_on_from_a_checkpoint(drive):
 @pytest.fixture
 def failing_links(monkeypatch):
     """Makes links of one leaf fail while the list has an error's number."""
-    codes, real = [], os.link
+    codes = []
 
-    def link(source, target, **options):
+    def fail(source, target, **_):
         if codes and "embed" in str(source):
             raise OSError(codes[0], os.strerror(codes[0]))
-        real(source, target, **options)
 
-    monkeypatch.setattr(os, "link", link)
+    at_each_call(monkeypatch, os, "link", fail)
     return codes
 
 

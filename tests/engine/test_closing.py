@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from inject import at_each_call
 
 import jaxinf
-from jaxinf.engine import dispatched
+import jaxinf.engine.store
 from jaxinf.errors import NonFiniteGradientError, StoreError
 
 buffer_callback = pytest.importorskip(
@@ -50,13 +51,11 @@ def gate():
 @pytest.fixture
 def opens_when_awaited(gate, monkeypatch):
     """Opens the gate when the store waits for dispatched computations, not before."""
-    wait = dispatched.wait_for_dispatched
 
-    def open_and_wait():
+    def open_soon():
         threading.Timer(0.1, gate.event.set).start()
-        wait()
 
-    monkeypatch.setattr("jaxinf.engine.store.wait_for_dispatched", open_and_wait)
+    at_each_call(monkeypatch, jaxinf.engine.store, "wait_for_dispatched", open_soon)
 
 
 def dispatch(store, scale, num_steps=5):

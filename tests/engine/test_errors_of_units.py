@@ -4,6 +4,7 @@ import threading
 
 import pytest
 from families import family
+from inject import at_call, raising
 
 LEAVES = {"w": ((24, 4096), "float32"), "b": ((129,), "float32")}
 TIMEOUT_S = 60
@@ -13,28 +14,10 @@ class Injected(Exception):
     """The failure of one unit of work."""
 
 
-def failing(action, number):
-    """The action, which fails at its call of that number and works at others."""
-    left, guard = [number], threading.Lock()
-
-    def call(*arguments, **options):
-        with guard:
-            left[0] -= 1
-            if not left[0]:
-                raise Injected
-        return action(*arguments, **options)
-
-    return call
-
-
-def break_unit(driver, unit, number, monkeypatch):
-    directory = driver.opened.directory
-    if unit in ("read", "update", "write"):
-        for csd in driver.opened.csds:
-            monkeypatch.setattr(csd, unit, failing(getattr(csd, unit), number))
-    else:
-        action = failing(getattr(directory, unit), number)
-        monkeypatch.setattr(directory, unit, action)
+def break_unit(driver, unit, number, patch):
+    is_of_csds = unit in ("read", "update", "write")
+    for owner in driver.opened.csds if is_of_csds else [driver.opened.directory]:
+        at_call(owner, unit, number, raising(Injected()), patch=patch)
 
 
 UNITS = ["read", "update", "write", "sync", "write_record", "flip"]

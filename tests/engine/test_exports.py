@@ -7,6 +7,7 @@ import time
 
 import pytest
 from copies import chunks_of, copied
+from inject import at_each_call
 
 import jaxinf
 from jaxinf.errors import ExchangeError
@@ -59,16 +60,15 @@ def test_due_steps_are_exported_while_the_run_goes_on(export, place):
 @pytest.mark.parametrize("how", ["Ctrl-C", "an exception", "Ctrl-C in an update"])
 def test_an_export_that_does_not_end_is_given_up(export, monkeypatch, how, caplog):
     """A chunk never reaches its place until then."""
-    put, under_way = ObjectStore.put, threading.Event()
+    under_way = threading.Event()
 
-    def endless(self, name, value):
-        if "/c/" in f"{name}/" and self._stop is not None:
+    def hold(place, name, value):
+        if "/c/" in f"{name}/" and place._stop is not None:
             under_way.set()
-            while not self._stop.is_set():
+            while not place._stop.is_set():
                 time.sleep(0.01)
-        put(self, name, value)
 
-    monkeypatch.setattr(ObjectStore, "put", endless)
+    at_each_call(monkeypatch, ObjectStore, "put", hold)
     driver = export().steps(2)
     assert under_way.wait(60)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from inject import at_each_call
 from small_stores import same, train
 
 import jaxinf
+from jaxinf.engine.opened import OpenStore
 from jaxinf.optimizer.host_side import StartedUpdates
 
 pytestmark = pytest.mark.optimized
@@ -131,14 +133,12 @@ def test_what_is_dispatched_is_waited_for(how, open_store):
 
 
 def test_small_leaves_come_in_one_call(open_store, monkeypatch):
-    kind, calls = jaxinf.engine.opened.OpenStore, []
-    update = kind.update
+    calls = []
 
-    def noted(self, step, *requests):
+    def note(opened, step, *requests):
         calls.append([request.leaf for request in requests])
-        return update(self, step, *requests)
 
-    monkeypatch.setattr(kind, "update", noted)
+    at_each_call(monkeypatch, OpenStore, "update", note)
     shapes = {"a": (7,), "b": (0, 3), "c": (), "long": (600, 500), "table": (128, 64)}
     params = {name: jnp.ones(shape) for name, shape in shapes.items()}
     store = open_store()

@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from inject import raising
 
 from jaxinf import compat, processes
 from jaxinf.errors import ProcessError
@@ -81,11 +82,8 @@ def test_a_process_speaks_when_threads_cannot_start(monkeypatch):
             said[key] = value
 
     group = processes.Group("run", compat.Coordination(Client(), 1, 2), "id")
-
-    def refuse(thread):
-        raise RuntimeError("can't create new thread at interpreter shutdown")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    refused = RuntimeError("can't create new thread at interpreter shutdown")
+    monkeypatch.setattr(threading.Thread, "start", raising(refused))
     with group.living():
         group.fail(ValueError("why"))
     group.leave()

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 from cases import serve
+from inject import at_each_call
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from small_stores import same
@@ -220,24 +221,22 @@ def bound(place):
 def exporting(place):
     """Tells in which order the exports end and the updates of replicas begin."""
     mesh, order, whole = four_devices(), [], dict.fromkeys(SPECS, P())
-    export, update = exports.export_url, HostFunctions.update
 
     def slow_export(*_, **__):
         time.sleep(2)
         order.append("export")
 
-    def noted(*arguments):
-        order.append("update")
-        update(*arguments)
-
-    exports.export_url, HostFunctions.update = slow_export, noted
     options = {"export_every": 1, "export_to": f"file://{place}/out"}
-    with jaxinf.open_store(place + "/exporting", **options) as store:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        jaxinf.open_store(place + "/exporting", **options) as store,
+    ):
+        patch.setattr(exports, "export_url", slow_export)
+        at_each_call(patch, HostFunctions, "update", lambda *_: order.append("update"))
         tx, params = smart(store), on(mesh, make(0), whole)
         state = tx.init(params)
         params, state = steps(tx, params, state, mesh, range(1, 3), whole)
         jax.block_until_ready(params)
-    exports.export_url, HostFunctions.update = export, update
     return order
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import pytest
 from golden_stores import golden
+from inject import at_each_call
 from msgspec import Meta
 from store_driver import Driver
 
@@ -74,13 +75,12 @@ def test_opening_a_store_looks_at_no_chunk(place, monkeypatch):
     driver.init().close()
     opened = []
     for name in ("open", "stat", "lstat", "unlink"):
-        real = getattr(os, name)
-
-        def counted(path, *args, call=real, **options):
-            opened.append(os.fsdecode(path))
-            return call(path, *args, **options)
-
-        monkeypatch.setattr(os, name, counted)
+        at_each_call(
+            monkeypatch,
+            os,
+            name,
+            lambda path, *_, **__: opened.append(os.fsdecode(path)),
+        )
     jaxinf.open_store(place / "store").close()
     assert 10 < len(opened) < 2 * 64
     assert not [path for path in opened if "/c/" in path]

@@ -18,6 +18,7 @@ import small_stores
 from copies import chunks_of, copied
 from covering import covering
 from families import family
+from inject import at_each_call
 from killed_copies import contents, damages, grids_of, leftovers, make
 from raw_stores import flip_bit, make_roots
 from small_stores import train
@@ -273,19 +274,12 @@ def test_every_two_forms(place, old_form, new_form):
 def test_a_copy_is_durable_before_it_is_one(place, monkeypatch):
     """Chunks before the record of the step, checkpoints before the flip."""
     path, events = make(place), []
-
-    def note(owner, name):
-        real = getattr(owner, name)
-
-        def noted(*args):
-            events.append(name)
-            real(*args)
-
-        monkeypatch.setattr(owner, name, noted)
-
-    note(StoreDirectory, "sync")
-    note(CommitRecord, "write")
-    note(StoreDirectory, "flip")
+    for owner, name in (
+        (StoreDirectory, "sync"),
+        (CommitRecord, "write"),
+        (StoreDirectory, "flip"),
+    ):
+        at_each_call(monkeypatch, owner, name, lambda *_, n=name: events.append(n))
     copied(path, place / "new", checkpoints=True)
     assert events == ["sync", "write", "write", "sync", "flip"]
 

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from families import family
+from inject import at_each_call, raising
 from jax.sharding import SingleDeviceSharding
 from streaming import Numbers, assert_same_states, read_ahead, trained, unit
 from zoo import ZOO
@@ -68,10 +69,7 @@ def test_a_wait_that_is_left_out_is_noticed(late, registers, monkeypatch):
 
 
 def test_memory_that_is_not_registered_is_copied_once_more(late, monkeypatch):
-    def full(*_):
-        raise RuntimeError("it is full")
-
-    monkeypatch.setattr(late, "dma_map", full)
+    monkeypatch.setattr(late, "dma_map", raising(RuntimeError("it is full")))
     with pytest.warns(UserWarning, match=r"could not be registered.*full.*ulimit -l"):
         gets_its_own_bits()
     assert late.copied_bytes("device") == 2 * 12 * PAGE_BYTES
@@ -92,13 +90,12 @@ def test_what_is_pinned_on_its_way_has_its_memory(monkeypatch):
     """Short tensors that wait together, each for two devices."""
     jobs, goes_on, pinned_bytes = WorkQueues("uploads"), threading.Event(), []
     uploads = Uploads(jobs, pins=True, pinned_bytes=2 * PAGE_BYTES)
-    put, to = jax.device_put, SingleDeviceSharding(jax.devices()[0])
+    to = SingleDeviceSharding(jax.devices()[0])
 
-    def noting(arrays, places):
+    def note(arrays, places):
         pinned_bytes.append(sum(x.nbytes for x in arrays if type(x) is np.ndarray))
-        return put(arrays, places)
 
-    monkeypatch.setattr(jax, "device_put", noting)
+    at_each_call(monkeypatch, jax, "device_put", note)
     jobs.submit(goes_on.wait, "uploads")  # the one thread
     found = []
     for number in range(7):

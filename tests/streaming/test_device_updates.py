@@ -11,6 +11,7 @@ import optax
 import pytest
 import small_stores
 from device_updates import CHUNKS, TX, batches, open_step
+from inject import at_call, raising
 from raw_stores import memory_directory
 from streaming import assert_same_states, states
 
@@ -164,16 +165,9 @@ def test_a_failure_on_the_device_leaves_the_committed_step(opened, number, monke
     step = opened(2)
     step(FIRST)
     step.store.wait()
-    computed, calls = DeviceUpdater._computed, []
-
-    def failing(self, *arguments, **named):
-        calls.append(1)
-        if len(calls) == number:
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory")
-        return computed(self, *arguments, **named)
-
+    fail = raising(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory"))
     with monkeypatch.context() as patched:
-        patched.setattr(DeviceUpdater, "_computed", failing)
+        at_call(DeviceUpdater, "_computed", number, fail, patch=patched)
         with pytest.raises(StoreError, match=r"failed on the device .*no memory"):
             step(SECOND)
     with pytest.raises(StoreError):

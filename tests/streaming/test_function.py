@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from inject import at_each_call
 from streaming import bytes_held
 from zoo import ZOO, normal
 
@@ -101,16 +102,11 @@ def of_store(store, fn=SMALL.loss):
 @pytest.mark.long
 def test_a_function_waits_for_the_updates_of_a_step(started, monkeypatch):
     step = started()
-    f, may_write, write = of_store(step.store), threading.Event(), HostCsd.write
+    f, may_write = of_store(step.store), threading.Event()
     step(SMALL.batch)
     before = float(f(SMALL.batch))
     step.store.wait()
-
-    def late(*args, **options):
-        assert may_write.wait(60)
-        return write(*args, **options)
-
-    monkeypatch.setattr(HostCsd, "write", late)
+    at_each_call(monkeypatch, HostCsd, "write", lambda *_: may_write.wait(60))
     step(SMALL.batch)
     threading.Timer(0.5, may_write.set).start()
     found = float(f(SMALL.batch))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import small_stores
 import streamed_run
+from inject import at_call, at_each_call, interrupt
 from raw_stores import memory_directory
 from streamed_run import CHUNKS, NUM_STEPS, TX, finished, open_step, train
 from streaming import assert_same_states, states, until_it_waits
@@ -108,16 +109,8 @@ def test_ctrl_c_ends_a_step_and_training_goes_on(
     program = zoo("tied_and_unused")
     step = opened(durability="checkpoint")
     found = train(step, program, 2)
-    original, calls = getattr(owner, method), []
-
-    def interrupting(self, *args, **kwargs):
-        calls.append(1)
-        if len(calls) == count:
-            os.kill(os.getpid(), signal.SIGINT)
-        return original(self, *args, **kwargs)
-
     with monkeypatch.context() as patch:
-        patch.setattr(owner, method, interrupting)
+        at_call(owner, method, count, interrupt, patch=patch)
         with pytest.raises(KeyboardInterrupt):
             train(step, program, 3)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -164,15 +157,13 @@ def test_a_second_ctrl_c_is_raised_at_once(opened, monkeypatch):
 def test_handlers_of_the_programs_own_are_called_at_once(opened, monkeypatch):
     seen, handled, step = [], threading.Event(), opened()
     train(step, zoo("tied_and_unused"), 1)
-    finish = StoreSink.finish
 
-    def interrupted(self, *args):
-        os.kill(os.getpid(), signal.SIGINT)
+    def interrupted(*_):
+        interrupt()
         handled.wait(60)
         seen.append("finish")
-        return finish(self, *args)
 
-    monkeypatch.setattr(StoreSink, "finish", interrupted)
+    at_each_call(monkeypatch, StoreSink, "finish", interrupted)
     signal.signal(signal.SIGINT, lambda *_: (seen.append("handler"), handled.set()))
     train(step, zoo("tied_and_unused"), 2)
     assert seen == ["handler", "finish"]

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from inject import raising
 from streaming import (
     assert_same_bits,
     assert_same_states,
@@ -221,16 +222,13 @@ def test_a_step_after_one_whose_updates_failed_has_room_for_its_params(
             x = x + jnp.tanh(x @ w)
         return jnp.mean(x**2)
 
-    def failing(self, *_):
-        raise RuntimeError("given up")
-
     params = [normal(i, 256, 256) / 16 for i in range(24)]
     batch, options = np.ones((8, 256), np.float32), {"memory_bytes": 16 << 20}
     store = open_store(chunk_elements=1 << 16)
     step = jaxinf.stream(loss, ADAM, store, **options, micro_batches=2)
     step.load(params, batch=batch)
     with monkeypatch.context() as patch:
-        patch.setattr(OpenStore, "update", failing)
+        patch.setattr(OpenStore, "update", raising(RuntimeError("given up")))
         with pytest.raises(RuntimeError, match="given up"):
             step(batch)
     np.testing.assert_allclose(step(batch)[0], loss(params, batch), rtol=1e-5)

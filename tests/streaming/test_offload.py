@@ -16,6 +16,7 @@ import optax
 import pytest
 from families import family
 from golden_streams import edit, streams
+from inject import at_call, at_each_call, raising
 from streaming import (
     CHUNKS,
     assert_same_bits,
@@ -151,16 +152,12 @@ def test_bits_do_not_depend_on_a_slow_drive(plans, tmp_path, monkeypatch):
     keep, plan, executables = plans(program)
     least = least_of(plan)
 
-    def slow(move):
-        def moved(scratch, part, *arguments, **named):
-            with drive:
-                time.sleep(part.num_bytes / 1e5)
-            return move(scratch, part, *arguments, **named)
-
-        return moved
+    def pause(scratch, part, *_):
+        with drive:
+            time.sleep(part.num_bytes / 1e5)
 
     for name in ("write", "read"):
-        monkeypatch.setattr(Scratch, name, slow(getattr(Scratch, name)))
+        at_each_call(monkeypatch, Scratch, name, pause)
     values = Watched(plan, Scratch([tmp_path]), plan_tiers(plan, least))
     found = streamed_plan(program, plan, executables, values=values)
     assert_same_bits(found, streamed_plan(program, keep, executables))
@@ -174,19 +171,13 @@ def test_a_value_that_is_still_written_is_forwarded(plans, tmp_path, monkeypatch
     keep, plan, executables = plans(program)
     tiers = replace(plan_tiers(plan, least_of(plan)), leaving_bytes=ENOUGH)
     first = min(one.back for one in plan.evictions.values())
-    write, before = Scratch.write, Values.before
+    at_each_call(monkeypatch, Scratch, "write", lambda *_: coming.wait(10))
 
-    def written(*arguments):
-        coming.wait(10)
-        return write(*arguments)
-
-    def noted(values, number):
-        before(values, number)
+    def note(values, number):
         if number == first:  # a value is on its way back
             coming.set()
 
-    monkeypatch.setattr(Scratch, "write", written)
-    monkeypatch.setattr(Values, "before", noted)
+    at_each_call(monkeypatch, Values, "before", note, after=True)
     values = Values(plan, Scratch([tmp_path]), tiers)
     found = streamed_plan(program, plan, executables, values=values)
     assert_same_bits(found, streamed_plan(program, keep, executables))
@@ -313,16 +304,8 @@ def test_a_step_that_ends_early(streamed, monkeypatch, owner, name, number, erro
     step = streamed(WIDE, TX, **NO_ROOM, **OFFLOAD)
     step.load(LAYERS, batch=WIDE.batch)
     found = run(step, WIDE, 1)
-    real, hits = getattr(owner, name), []
-
-    def stop(*arguments):
-        hits.append(arguments[1])
-        if len(hits) == number:
-            raise error("it is over")
-        return real(*arguments)
-
     with monkeypatch.context() as patched:
-        patched.setattr(owner, name, stop)
+        at_call(owner, name, number, raising(error("it is over")), patch=patched)
         with pytest.raises(error):
             step(WIDE.batch)
     found += run(step, WIDE, 2)
@@ -377,9 +360,7 @@ def test_what_cannot_be_written_is_named(tmp_path, monkeypatch):
     with pytest.raises(StoreIOError, match=r"none \(a file of activations\): making"):
         Scratch([tmp_path / "none"]).allocate({0: 1})
 
-    def full(*args):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    full = raising(OSError(errno.ENOSPC, "No space left on device"))
     num_open = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as patched:
         patched.setattr(os, "posix_fallocate", full)

@@ -15,6 +15,7 @@ import optax
 import pytest
 from classify_optimizers import BITS, cases
 from families import family
+from inject import raising
 from streaming import CHUNKS, assert_near, assert_same_bits, run
 from zoo import ZOO
 
@@ -293,11 +294,8 @@ def test_a_failure_between_passes_gives_the_step_up(opened, monkeypatch):
     expected = params_after(opened(THREE, "whole"))
     step = opened(THREE)
     step(BATCHES[0])
-
-    def fail(self):
-        raise RuntimeError("between passes")
-
     with monkeypatch.context() as patch:
+        fail = raising(RuntimeError("between passes"))
         patch.setattr(KernelInputs, "advance", fail)
         with pytest.raises(RuntimeError, match="between passes"):
             step(BATCHES[1])

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from inject import at_each_call, raising
 from streaming import (
     CHUNKS,
     assert_same_bits,
@@ -138,12 +139,8 @@ def test_params_are_read_as_they_were_given(begun):
 
 def test_a_step_whose_params_cannot_be_read_is_run_again(begun, monkeypatch):
     step = begun()
-
-    def fail(*args):
-        raise OSError("the drive is gone")
-
     with monkeypatch.context() as patched:
-        patched.setattr(StateReader, "read", fail)
+        patched.setattr(StateReader, "read", raising(OSError("the drive is gone")))
         with pytest.raises(OSError, match="the drive is gone"):
             step(SMALL.batch)
     run(step, SMALL, 1)
@@ -167,7 +164,7 @@ def test_a_full_drive_refuses_the_step_while_gradients_are_spilled(begun, monkey
 
 def test_room_is_given_back_if_another_process_has_none(begun, monkeypatch):
     spill_beyond(monkeypatch, 0)
-    step, in_all = begun(CLIPPED), Group.in_all
+    step = begun(CLIPPED)
 
     def num_files():
         paths = [one.resolve() for one in Path("/proc/self/fd").iterdir()]
@@ -175,14 +172,12 @@ def test_room_is_given_back_if_another_process_has_none(begun, monkeypatch):
 
     before = num_files()
 
-    def refused(group, what, action):
-        found = in_all(group, what, action)
+    def refuse(group, what, action):
         if what == "the room for a step":
             raise ProcessError("process 1 has none")
-        return found
 
     with monkeypatch.context() as patched:
-        patched.setattr(Group, "in_all", refused)
+        at_each_call(patched, Group, "in_all", refuse, after=True)
         with pytest.raises(ProcessError, match="process 1 has none"):
             step(SMALL.batch)
     assert num_files() == before
@@ -223,14 +218,12 @@ def test_a_call_inside_a_traced_function_is_refused(traced, begun):
 
 def test_a_step_under_way_in_another_thread_is_not_joined(begun, monkeypatch):
     begun_reading, ends, step = Event(), Event(), begun(optax.adam(1e-3))
-    read = StateReader.read
 
-    def waiting(self, *args):
+    def wait(*_):
         begun_reading.set()
         ends.wait(60)
-        return read(self, *args)
 
-    monkeypatch.setattr(StateReader, "read", waiting)
+    at_each_call(monkeypatch, StateReader, "read", wait)
     with ThreadPoolExecutor(1) as other:
         under_way = other.submit(step, SMALL.batch)
         assert begun_reading.wait(60)

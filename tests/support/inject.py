@@ -1,39 +1,70 @@
-"""Does something at the n-th call of a function of the real code: a kill, an error."""
+"""Does something at calls of functions of the real code: a kill, an error, a note."""
 
+import builtins
+import itertools
 import os
 import signal
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 
 def at_call(
     owner: Any,
     name: str,
     number: int | str,
-    action: Callable[[], None],
+    action: Callable[[], Any],
     *,
     after: bool = False,
+    patch: Any = builtins,
 ) -> None:
     """Does something before, or after, the `number`-th call from now on, from 1.
 
     Args:
       owner: the class or module that has the function.
       name: of the function.
+      patch: pytest's monkeypatch, if the function is to come back.
     """
-    real, left = getattr(owner, name), int(number)
+    calls = itertools.count(1)
+
+    def act(*_: Any, **__: Any) -> None:
+        if next(calls) == int(number):
+            action()
+
+    at_each_call(patch, owner, name, act, after=after)
+
+
+def at_each_call(
+    patch: Any,
+    owner: Any,
+    name: str,
+    action: Callable[..., Any],
+    *,
+    after: bool = False,
+) -> None:
+    """Calls an action with the arguments of each call of a function, before or after.
+
+    What the action raises is raised in place of the call.
+    """
+    real = getattr(owner, name)
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        nonlocal left
-        left -= 1
-        is_now = not left
-        if is_now and not after:
-            action()
+        if not after:
+            action(*args, **kwargs)
         result = real(*args, **kwargs)
-        if is_now and after:
-            action()
+        if after:
+            action(*args, **kwargs)
         return result
 
-    setattr(owner, name, called)
+    patch.setattr(owner, name, called)
+
+
+def raising(error: BaseException) -> Callable[..., NoReturn]:
+    """Returns a function that raises, whatever it is given."""
+
+    def call(*_: Any, **__: Any) -> NoReturn:
+        raise error
+
+    return call
 
 
 def die() -> None:

@@ -10,6 +10,7 @@ import time
 import jax
 import numpy as np
 import pytest
+from inject import at_each_call
 
 from jaxinf.store import StoreDirectory
 from jaxinf.streaming.move.params import MemoryParams, StoreParams
@@ -115,15 +116,13 @@ def spill_beyond(monkeypatch, num_bytes):
 @contextlib.contextmanager
 def no_room_for_gradients():
     """Has the drive refuse what is written to files without names."""
-    write = os.pwritev
 
-    def full(fd, *args):
+    def full(fd, *_):
         if "(deleted)" in os.readlink(f"/proc/self/fd/{fd}"):
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(fd, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "pwritev", full)
+        at_each_call(patch, os, "pwritev", full)
         yield
 
 

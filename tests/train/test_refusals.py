@@ -5,6 +5,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
+from inject import raising
 
 import jaxinf
 from jaxinf.store import StoreDirectory, seal
@@ -45,9 +46,7 @@ def test_resume_of_another_programs_store_is_refused(run, tmp_path, capsys):
 
 
 def test_failing_drive_is_one_message(run, tmp_path, capfd, monkeypatch):
-    def fail(*_, **__):
-        raise jaxinf.StoreSpaceError("/mnt: no room left at all")
-
+    fail = raising(jaxinf.StoreSpaceError("/mnt: no room left at all"))
     monkeypatch.setattr(StoreDirectory, "prepare_write", fail)
     assert run("--store", tmp_path / "store", "--steps", 3) == 1
     err = capfd.readouterr().err

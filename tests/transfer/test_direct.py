@@ -6,6 +6,7 @@ import os
 
 import numpy as np
 import pytest
+from inject import at_call, at_each_call, raising
 
 from jaxinf.errors import StoreIOError, StoreSpaceError
 from jaxinf.transfer import (
@@ -147,14 +148,12 @@ def test_refusing_file_system_falls_back_with_one_warning(
     tmp_path, aligned, no_warning_yet, caplog, monkeypatch
 ):
     """All its files refuse O_DIRECT, as on an older tmpfs."""
-    real_open = os.open
 
-    def fake_open(path, flags, mode=0o777, **kwargs):
+    def refuse(path, flags, *_, **__):
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
-        return real_open(path, flags, mode, **kwargs)
 
-    monkeypatch.setattr(os, "open", fake_open)
+    at_each_call(monkeypatch, os, "open", refuse)
     path = new(tmp_path / "f", 4 * PAGE, fill=7)
     data, back = aligned(3 * PAGE), aligned(3 * PAGE, seed=1)
     for _ in range(2):
@@ -170,16 +169,9 @@ def test_refusing_file_system_falls_back_with_one_warning(
 def test_requests_refused_after_a_good_open(
     tmp_path, aligned, monkeypatch, no_warning_yet, caplog
 ):
-    path, refused, preadv = new(tmp_path / "f", PAGE, fill=7), [], os.preadv
-
-    def refuse_first(fd, buffers, offset):
-        if not refused:
-            refused.append(fd)
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return preadv(fd, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", refuse_first)
-    array = aligned(PAGE)
+    path, array = new(tmp_path / "f", PAGE, fill=7), aligned(PAGE)
+    refuse = raising(OSError(errno.EINVAL, os.strerror(errno.EINVAL)))
+    at_call(os, "preadv", 1, refuse, patch=monkeypatch)
     read_into(path, array, 0, PAGE)
     assert set(array) == {7}
     assert len(caplog.records) == 1

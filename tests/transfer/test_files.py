@@ -6,6 +6,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from inject import raising
 
 from jaxinf.errors import StoreIOError, StoreSpaceError
 from jaxinf.transfer import (
@@ -53,10 +54,8 @@ def test_allocation_beyond_a_limit_leaves_no_file(memory_dir):
 
 
 def test_allocation_without_fallocate_is_sparse(tmp_path, monkeypatch):
-    def unsupported(fd, offset, length):
-        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-
-    monkeypatch.setattr(os, "posix_fallocate", unsupported)
+    unsupported = OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+    monkeypatch.setattr(os, "posix_fallocate", raising(unsupported))
     allocate_file(tmp_path / "f", 8192, 8192)
     assert (tmp_path / "f").stat().st_size == 8192
 
@@ -79,11 +78,7 @@ def test_failures_leave_no_temporary_file(tmp_path, monkeypatch):
         write_bytes_atomically(path, b"")
     path.rmdir()
     write_bytes_atomically(path, b"one")
-
-    def interrupted(fd):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "fsync", interrupted)
+    monkeypatch.setattr(os, "fsync", raising(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         write_bytes_atomically(path, b"two")
     assert [entry.name for entry in tmp_path.iterdir()] == ["commit.json"]
