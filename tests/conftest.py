@@ -15,6 +15,7 @@ import small_stores
 from families import LONG, is_in_part
 from jax._src import compiler
 from raw_stores import memory_directory
+from store_driver import Driver
 
 import jaxinf
 
@@ -156,11 +157,29 @@ def open_store(place: Path) -> Iterator[Callable[..., jaxinf.Store]]:
 
 
 @pytest.fixture
+def drive(place: Path) -> Iterator[Callable[..., Driver]]:
+    """Makes drivers of stores in memory, see `Driver`; closes them at the end."""
+    drivers: list[Driver] = []
+
+    def make(name: str | Path = "store", **options: Any) -> Driver:
+        drivers.append(Driver(place / name, **options))
+        return drivers[-1]
+
+    yield make
+    for driver in drivers:
+        driver.engine.close()
+
+
+@pytest.fixture
 def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs a program in a Python of its own and checks that it succeeds."""
 
     def run(
-        program: str | Path, *arguments: Any, check: bool = True, **environment: str
+        program: str | Path,
+        *arguments: Any,
+        check: bool = True,
+        limit_s: float = 240,
+        **environment: str,
     ) -> subprocess.CompletedProcess[str]:
         words = [program] if isinstance(program, Path) else ["-c", program]
         result = subprocess.run(
@@ -168,7 +187,7 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
             env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=limit_s,
             check=False,
         )
         if check and result.returncode:

@@ -2,10 +2,11 @@
 
 import resource
 import sys
+from pathlib import Path
 
+import big
 import pytest
 from big import UNTOUCHED_BYTES, Watcher
-from run_scripts import run_script
 
 MIB = 1 << 20
 
@@ -31,10 +32,10 @@ def test_an_allocation_beyond_the_limit_fails():
 
 
 @pytest.mark.long
-def test_a_small_model_is_killed_and_trains_on(place):
+def test_a_small_model_is_killed_and_trains_on(place, run_python):
     words = ["--preset", "nano", "--steps", "40", "--kill-after", "2"]
-    done = run_script("big.py", "--store", place, *words, "--kill-delay-s", "0")
-    assert done.returncode == 0, done.stderr
+    words += ["--kill-delay-s", "0"]
+    done = run_python(Path(big.__file__), "--store", place, *words)
     assert not [*place.iterdir()]
     said = done.stdout
     assert "resuming at step" in said

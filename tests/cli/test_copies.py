@@ -36,13 +36,10 @@ LEAVES = {"half": ((33, 256), "bfloat16"), "w": ((3, 4096), "float32")}
 @pytest.fixture
 def original(tmp_path):
     """A store on two CSDs at step 3, with a checkpoint."""
-    roots = [tmp_path / name for name in ("one", "two")]
-    for root in roots:
-        root.mkdir()
-    options = {"leaves": LEAVES, "chunk_elements": 4096, "csds": roots}
-    driver = Driver(tmp_path / "store", **options).init().steps(3)
-    driver.store.checkpoint("kept")
+    driver = Driver(tmp_path / "store", LEAVES, num_csds=2, chunk_elements=4096)
+    driver.init().steps(3).store.checkpoint("kept")
     driver.close()
+    roots = [tmp_path / "csd0", tmp_path / "csd1"]
     return SimpleNamespace(path=tmp_path / "store", csds=roots)
 
 

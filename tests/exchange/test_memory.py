@@ -1,8 +1,5 @@
 """Memory stays within its limit for leaves of any size."""
 
-import subprocess
-import sys
-
 import pytest
 
 PROGRAM = """
@@ -33,12 +30,11 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     ],
 )
 def test_memory_does_not_grow_with_a_leaf(
-    make_step, tmp_path, shape, chunk_elements, ways
+    make_step, run_python, tmp_path, shape, chunk_elements, ways
 ):
     leaves = {("wide",): (shape, (1, 1))}
     step, _ = make_step(leaves=leaves, chunk_elements=chunk_elements)
     for way in ways:
         places = [step.path.parent, tmp_path / "export", tmp_path / "again"]
-        command = [sys.executable, "-c", PROGRAM, way, *places]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        done = run_python(PROGRAM, way, *places)
         assert int(done.stdout) << 10 < 40 << 20, way

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -81,17 +79,10 @@ MANY = {("w",): ((24, 4096), (1, 1)), ("bias",): ((129,), (1,)), ("scale",): (()
 
 
 @pytest.mark.long
-def test_interrupted_at_random_bytes_it_goes_on(make_step, place):
+def test_interrupted_at_random_bytes_it_goes_on(make_step, place, run_python):
     step, _ = make_step(num_csds=2, leaves=MANY)
     export_url(step, f"file://{place}/whole", options=ExportOptions(1 << 20))
-    words = [
-        sys.executable,
-        KILLED,
-        step.path.parent,
-        f"file://{place}/parts",
-        20,
-    ]
-    subprocess.run(list(map(str, words)), check=True)
+    run_python(KILLED, step.path.parent, f"file://{place}/parts", 20)
     expected, found = files_of(place / "whole"), files_of(place / "parts")
     assert found == expected
     copied(f"file://{place}/parts", place / "made")

@@ -1,7 +1,7 @@
-"""Places for stores, in memory if there is such a file system, and their drivers."""
+"""File systems to mount, and drivers of stores whose state passes through memory."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 from mounts import (
@@ -14,14 +14,5 @@ from store_driver import Driver
 
 
 @pytest.fixture
-def drive() -> Iterator[Callable[..., Driver]]:
-    """Makes drivers of stores at a path, as `Driver`; closes them at the end."""
-    drivers: list[Driver] = []
-
-    def make(path: Path, **options) -> Driver:
-        drivers.append(Driver(path, **{"memory_bytes": 1 << 20, **options}))
-        return drivers[-1]
-
-    yield make
-    for driver in drivers:
-        driver.engine.close()
+def drive(drive: Callable[..., Driver]) -> Callable[..., Driver]:
+    return partial(drive, memory_bytes=1 << 20)

@@ -23,7 +23,7 @@ NUM_STEPS = 3
 def stored(case):
     """Makes steps, then the failing one; returns its error and the store's step."""
     options = {"memory_bytes": 1 << 20} | case.get("options", {})
-    driver = Driver(Path(case["path"]), csds=case["csds"], **options)
+    driver = Driver(Path(case["path"]), num_csds=case["num_csds"], **options)
     driver.init().steps(NUM_STEPS)
     driver.store.wait()
     answer = {}

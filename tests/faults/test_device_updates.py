@@ -1,7 +1,5 @@
 """Runs whose updates a JAX device shares, killed at each point: no bit is lost."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import device_updates
@@ -37,11 +35,12 @@ def expected(tmp_path_factory):
 @pytest.mark.faults
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("name", "point", "number"), KILLS)
-def test_a_killed_run_goes_on_with_the_same_bits(name, point, number, place, expected):
-    path = place / name
-    command = [sys.executable, device_updates.__file__, path, point, number]
-    killed = subprocess.run([*map(str, command)], capture_output=True, check=False)
-    assert killed.returncode == -9, killed.stderr.decode()
+def test_a_killed_run_goes_on_with_the_same_bits(
+    name, point, number, place, expected, run_python
+):
+    path, program = place / name, Path(device_updates.__file__)
+    killed = run_python(program, path, point, number, check=False)
+    assert killed.returncode == -9, killed.stderr
     noted = Path(f"{path}.step")
     store = small_stores.open_store(path, **device_updates.CHUNKS)
     committed = int(noted.read_text()) if noted.exists() else 0

@@ -2,7 +2,6 @@
 
 import errno
 import re
-from pathlib import Path
 
 import pytest
 from cases import Cases
@@ -18,19 +17,6 @@ def program(tmp_path_factory):
     cases = Cases("faults/shim_child.py", LD_PRELOAD=str(shim))
     yield cases
     cases.close()
-
-
-@pytest.fixture
-def child(program):
-    """Trains a store in the child."""
-
-    def ask(path, num_csds=0, **case):
-        roots = [str(path.parent / f"csd{number}") for number in range(num_csds)]
-        for root in roots:
-            Path(root).mkdir()
-        return program.run("stored", {"path": path, "csds": roots, **case})
-
-    return ask
 
 
 CASES = {
@@ -58,13 +44,14 @@ LITTLE, MUCH = 400_000, 2 << 20
         *((where, 3, MUCH) for where in ("read", "write")),
     ],
 )
-def test_a_drive_that_fails(child, place, drive, where, durability, memory):
+def test_a_drive_that_fails(program, place, drive, where, durability, memory):
     """With commits every three steps the last one counts, with all bits of it."""
     call, on, message = CASES[where]
     options = {"memory_bytes": memory, "durability": durability}
     is_rare, stays = durability == 3, memory == MUCH
     case = {"call": call, "on": on, "errno": errno.EIO, "steps": 4 if is_rare else 2}
-    answer = child(place / "store", 3, **case, options=options)
+    case |= {"path": place / "store", "num_csds": 3, "options": options}
+    answer = program.run("stored", case)
     step = answer["step"]
     if where == "read" and stays:
         assert (answer["hits"], step) == (0, STEP + 4)  # nothing is read that stays

@@ -11,8 +11,9 @@ from store_driver import Driver
 
 warnings.simplefilter("ignore")  # of forks beside threads, which this is about
 LEAVES = {"b": ((129,), "float32"), "w": ((3, 4096), "float32")}
-path, num_steps, *roots = sys.argv[1:]
-driver = Driver(path, leaves=LEAVES, memory_bytes=1 << 20, csds=roots).init()
+path, num_steps, num_csds = sys.argv[1:]
+options = {"num_csds": int(num_csds), "memory_bytes": 1 << 20}
+driver = Driver(path, LEAVES, **options).init()
 children = []
 for step in range(int(num_steps)):
     driver.step()
@@ -39,8 +40,6 @@ print(f"{num_steps} steps")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("num_csds", [0, 2])
 def test_fork_workers(place, run_python, num_csds):
-    roots = [place / f"csd{n}" for n in range(num_csds)]
-    for root in roots:
-        root.mkdir()
-    result = run_python(PROGRAM, place / "store", NUM_STEPS, *roots)
+    given = place / "store", NUM_STEPS, num_csds
+    result = run_python(PROGRAM, *given, limit_s=1800)
     assert result.stdout == f"{NUM_STEPS} steps\n"

@@ -1,8 +1,6 @@
 """Exports to an S3-compatible server that answers, fails, forgets and lies."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -93,8 +91,7 @@ def test_a_bucket_that_is_not_there_or_forbidden(s3, step, capfd):
     assert [r for r in s3.requests if r[0] == "PUT" and "begun" not in r[1]] == []
 
 
-def test_interrupted_twenty_times_at_random_bytes(step, store, tmp_path):
-    words = [sys.executable, KILLED, store, "s3://bucket/killed", "20"]
-    subprocess.run(list(map(str, words)), check=True)
+def test_interrupted_twenty_times_at_random_bytes(step, store, tmp_path, run_python):
+    run_python(KILLED, store, "s3://bucket/killed", 20)
     copied("s3://bucket/killed", tmp_path / "made")
     assert chunks_of(tmp_path / "made") == chunks_of(store)

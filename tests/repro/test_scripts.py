@@ -1,9 +1,9 @@
 """Tiny runs of the scripts that measure print what they promise; no time is checked."""
 
 import json
+from pathlib import Path
 
 import pytest
-from run_scripts import run_script
 
 pytestmark = pytest.mark.long
 
@@ -156,26 +156,24 @@ RUNS = {
 }
 
 
-def printed(done):
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
 @pytest.mark.timeout(900)  # some start several programs, each of which compiles a step
 @pytest.mark.parametrize("name", RUNS)
-def test_figures(tmp_path, name):
+def test_figures(tmp_path, run_python, name):
     script, words, check = RUNS[name]
     is_json = [] if script == "bench_gpu.py" else ["--json"]
-    check(printed(run_script(script, "--store", tmp_path, *words, *is_json)))
+    words = ("--store", tmp_path, *words, *is_json)
+    check(json.loads(run_python(SCRIPTS / script, *words, limit_s=900).stdout))
     assert not [*tmp_path.iterdir()]
 
 
-def test_figures_without_a_store():
-    done = run_script("bench_kernel.py", "--elements", 1000, "--json")
-    assert printed(done)["melements_per_s"] > 0
-    k_sweep(printed(run_script("repro/k_sweep.py", "--json")))
-    done = run_script("repro/scaling.py", "--model-only")
-    assert done.returncode == 0, done.stderr
+def test_figures_without_a_store(run_python):
+    done = run_python(SCRIPTS / "bench_kernel.py", "--elements", 1000, "--json")
+    assert json.loads(done.stdout)["melements_per_s"] > 0
+    k_sweep(json.loads(run_python(SCRIPTS / "repro/k_sweep.py", "--json").stdout))
+    done = run_python(SCRIPTS / "repro/scaling.py", "--model-only")
     *table, last = done.stdout.splitlines()
     assert last.startswith("52 of 54 published speedups within 10 %")
     assert any(line.split()[:3] == ["11a", "GPT2", "4.0B"] for line in table)

@@ -4,8 +4,6 @@ import contextlib
 import functools
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -181,12 +179,8 @@ def test_refusals(place, monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_csds", [0, 2])
-def test_killed_at_random_calls(place, num_csds):
-    path = make(place, num_csds)
-    words = [sys.executable, killed_copies.__file__, path, "40"]
-    done = subprocess.run(
-        list(map(str, words)), check=True, capture_output=True, text=True
-    )
+def test_killed_at_random_calls(place, num_csds, run_python):
+    done = run_python(Path(killed_copies.__file__), make(place, num_csds), 40)
     print(done.stdout)
     assert "'old'" in done.stdout
 

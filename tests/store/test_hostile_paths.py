@@ -35,11 +35,8 @@ LEAVES = {"scale": ((), "float32"), "w": ((2, 4096), "float32")}
 @pytest.fixture(params=[0, 2], ids=["no CSDs", "2 CSDs"])
 def store(request, place):
     """A store at step 2, with a checkpoint and leftovers of a crash."""
-    roots = [place / f"csd{n}" for n in range(request.param)]
-    for root in roots:
-        root.mkdir()
-    options = {"leaves": LEAVES, "chunk_elements": 4096, "csds": roots}
-    driver = Driver(place / "store", **options).init().steps(1)
+    options = {"num_csds": request.param, "chunk_elements": 4096}
+    driver = Driver(place / "store", LEAVES, **options).init().steps(1)
     driver.store.checkpoint("kept")
     driver.steps(1).close()
     (driver.store.path / "snapshots").mkdir(exist_ok=True)

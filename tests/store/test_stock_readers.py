@@ -1,8 +1,5 @@
 """A slot and a snapshot are readable by stock zarr and Orbax."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -76,7 +73,9 @@ def test_zarr_python(opened):
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_csds", [0, 3])
-def test_orbax_alone_in_every_way(make_directory, write_step, tmp_path, num_csds):
+def test_orbax_alone_in_every_way(
+    make_directory, write_step, tmp_path, num_csds, run_python
+):
     """A program with Orbax and four JAX devices, without jaxinf."""
     directory = make_directory(num_csds=num_csds, states=STATES)
     arrays = write_step(directory, "a", 3)
@@ -84,15 +83,9 @@ def test_orbax_alone_in_every_way(make_directory, write_step, tmp_path, num_csds
     save_checkpoint(directory, "best")  # no step's number: managers do not list it
     np.savez(tmp_path / "arrays.npz", **arrays)
     checkpoints = directory.path / "checkpoints"
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    flags = "--xla_force_host_platform_device_count=4"
     with pinned_step(directory) as step:
         places = [directory.path / "current", step.path]
         places += [checkpoints / "best", checkpoints / "3"]
         words = [tmp_path / "arrays.npz", checkpoints, "3", *places]
-        done = subprocess.run(
-            [sys.executable, PROGRAM, *words],
-            capture_output=True,
-            text=True,
-            env={**os.environ, **flags, "JAX_PLATFORMS": "cpu"},
-        )
-    assert done.stdout == "restored\n", done.stderr
+        assert run_python(PROGRAM, *words, XLA_FLAGS=flags).stdout == "restored\n"

@@ -7,6 +7,7 @@ it.
 
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import optax
@@ -45,11 +46,12 @@ class Driver:
       path: path of the store.
       leaves: shape and dtype by name.
       tx: the optimizer; `expected` is valid only for the default one.
+      num_csds: number of CSD roots, which are made beside the store.
       options: options of `small_stores.open_store`; by default the `csd` in
         JAXINF_TEST_CSD.
     """
 
-    def __init__(self, path, leaves=LEAVES, tx=TX, **options):
+    def __init__(self, path, leaves=LEAVES, tx=TX, num_csds=0, **options):
         self.leaves = dict(sorted(leaves.items()))
         params = {}
         for name, (shape, dtype) in self.leaves.items():
@@ -60,6 +62,10 @@ class Driver:
         self._known = 0, self._first()
         self.description = described(params, tx)
         options.setdefault("csd", os.environ.get("JAXINF_TEST_CSD", "host"))
+        if num_csds:
+            options["csds"] = [Path(path).parent / f"csd{n}" for n in range(num_csds)]
+            for root in options["csds"]:
+                root.mkdir(exist_ok=True)
         self.store = small_stores.open_store(path, **options)
         self.at = 0
         self.carry = None  # by step, what a step carries
