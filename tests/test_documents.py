@@ -15,7 +15,6 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -374,13 +373,6 @@ def test_a_fence_has_a_language(page):
     text = re.sub(r"(?ms)^ *```.*?^ *```$", "", (ROOT / page).read_text())
     indented = re.findall(r"(?m)^\n {4}(?![-*\d ]).*", text)
     assert not indented, "expected code between fences"
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_headings_go_down_a_level_at_a_time(page):
-    text = re.sub(r"(?ms)^ *```.*?^ *```$", "", (ROOT / page).read_text())
-    levels = [len(marks) for marks in re.findall(r"(?m)^(#+) ", text)]
-    assert all(below <= above + 1 for above, below in pairwise(levels))
 
 
 def test_tables_are_of_what_there_is():

@@ -9,7 +9,6 @@ import pytest
 from families import LONG
 from processes import ran, running
 
-from jaxinf.cli.commands import main as cli
 from jaxinf.train.__main__ import main
 from jaxinf.train.run_file import read_run
 
@@ -114,18 +113,12 @@ def test_a_batch_that_does_not_divide_is_refused(small, tmp_path):
 
 def test_an_export_beside_several_processes_is_refused(small, tmp_path):
     """One of a checkpoint of all members can be made beside the run."""
-    store = tmp_path / "store"
-    arguments = (*small, "--store", store, "--steps", 4, "--checkpoint-every", 4)
-    export = ("--export-to", f"file://{tmp_path}/out")
-    with running(tmp_path, *arguments, *export, program=TRAINER) as processes:
+    store, export = tmp_path / "store", ("--export-to", f"file://{tmp_path}/out")
+    arguments = (*small, "--store", store, "--checkpoint-every", 4, *export)
+    with running(tmp_path, *arguments, program=TRAINER) as processes:
         assert set(processes.wait()) == {1}, processes
         assert "jaxinf checkpoint export" in processes.output(0), processes
     assert not [*store.glob("process-*/jaxinf.json")]
-    trained(tmp_path, "run", *arguments)
-    url = f"file://{tmp_path}/whole"
-    words = ["checkpoint", "export", str(store), url, "--checkpoint", "4"]
-    assert cli(words) == 0
-    assert cli(["store", "copy", url, str(tmp_path / "made")]) == 0
 
 
 @pytest.mark.long

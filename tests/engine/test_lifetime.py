@@ -47,23 +47,6 @@ def test_close_and_a_refused_opening_leave_nothing(drive, place):
     assert after[2] - before[2] < 20  # mappings that malloc makes
 
 
-def test_steps_keep_nothing(drive):
-    """No file, thread or mapping of earlier steps."""
-    driver = drive(keep_steps=(0, 1)).init().steps(50)
-    driver.store.wait()
-    threads, files, mappings = resources()
-    for step in range(200):
-        driver.step()
-        if step % 50 == 0:
-            driver.store.checkpoint()
-    driver.store.wait()
-    found = resources()
-    assert {*found[0]} <= {*threads, "jaxinf-commit"}  # which is about to end
-    assert len(found[1]) <= len(files) + 4  # open for what is read ahead
-    assert found[2] < mappings + 20
-    assert len(driver.store.checkpoints()) == 1
-
-
 @pytest.mark.parametrize("memory_bytes", [None, 1 << 18], ids=["stays", "passes"])
 def test_an_update_leaves_nothing_of_its_caller_alive(drive, memory_bytes):
     """A cycle of references would keep a step's gradients until garbage is looked for.

@@ -8,14 +8,8 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
-from raw_stores import flip_bit
 
-from jaxinf.errors import (
-    ExchangeError,
-    StoreCorruptError,
-    StoreIOError,
-    StoreSpaceError,
-)
+from jaxinf.errors import ExchangeError, StoreIOError, StoreSpaceError
 from jaxinf.exchange import (
     ExportOptions,
     export_safetensors,
@@ -59,19 +53,15 @@ def test_stock_safetensors_reads_it(make_step, place, check_bits, num_csds):
     assert [p.name for p in (place / "export").iterdir()] == ["model.safetensors"]
 
 
-@pytest.mark.parametrize("how", ["no space", "short", "flipped"])
+@pytest.mark.parametrize("how", ["no space", "short"])
 def test_a_failed_export_leaves_nothing(make_step, place, monkeypatch, how):
     step, _ = make_step()
     error, message = StoreSpaceError, r"takes up to .* free some"
     if how == "no space":
         monkeypatch.setattr(safetensors_files, "_SLACK_BYTES", 1 << 60)
-    elif how == "short":
+    else:
         error, message = StoreIOError, r"params.h0.attn.bias/c/0: truncated"
         (step.path / "params.h0.attn.bias/c/0").resolve().write_bytes(b"short")
-    else:
-        error = StoreCorruptError
-        message = r"sharded/rows, params, chunk \d+ of \d+, on CSD 0: .* CRC"
-        flip_bit((step.path / "params.sharded.rows/c/1/0").resolve(), 1000)
     with pytest.raises(error, match=message):
         export_safetensors(step, place / "export")
     assert not list(place.glob("*export*"))

@@ -65,16 +65,6 @@ CASES = {
     "lion_bfloat16": optax.lion(SCHEDULE, mu_dtype=BF16),
     "lion_no_decay": optax.lion(1e-2, weight_decay=0.0),
     "lion_one_beta": optax.lion(1e-2, b1=0.9, b2=0.9),
-    # Not promised, but the same passes make them equal:
-    "rmsprop": optax.rmsprop(1e-2),
-    "rmsprop_all": optax.rmsprop(1e-2, centered=True, momentum=0.9, nesterov=True),
-    "adabelief": optax.adabelief(1e-2),
-    "adadelta": optax.adadelta(1e-2),
-    "adamax": optax.adamax(1e-2),
-    "amsgrad": optax.amsgrad(1e-2),
-    "lars": optax.lars(0.1),
-    "radam": optax.radam(1e-2, threshold=2.0),
-    "yogi": optax.yogi(1e-2),
 }
 
 

@@ -103,20 +103,6 @@ def test_a_missing_chunk_is_named(make_directory, write_step, action):
         getattr(directory, action)(*slots, 0, 0, "mu")
 
 
-@pytest.mark.parametrize("current", ["file", "elsewhere", "slots/c"])
-def test_a_strange_current_is_refused(make_directory, write_step, current):
-    directory = make_directory()
-    write_step(directory, "a", 0)
-    path = directory.path / "current"
-    path.unlink()
-    if current == "file":
-        path.write_text("")
-    else:
-        path.symlink_to(current)
-    with pytest.raises(StoreFormatError, match="expected a symlink to slots/a or"):
-        directory.committed_slot()
-
-
 @pytest.mark.parametrize("num_csds", [0, 2])
 def test_discard(make_directory, place, num_csds):
     directory = make_directory(num_csds=num_csds)

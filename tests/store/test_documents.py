@@ -1,6 +1,7 @@
 """Documents: flipped bits are refused, records keep their bits, names are unique."""
 
 import shutil
+from itertools import product
 
 import ml_dtypes
 import numpy as np
@@ -59,10 +60,15 @@ def test_a_seal_is_the_last_key_and_stays_what_it_is():
     assert raw == seal({"a": 1})
 
 
-@pytest.mark.parametrize("step", ["slots/b", "checkpoints/2"])
+OTHERS = ["zarr.json", "_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt"]
+
+
 @pytest.mark.parametrize(
-    "name",
-    ["zarr.json", "_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt"],
+    ("step", "name"),
+    [
+        *product(["slots/b", "checkpoints/2"], OTHERS),
+        ("checkpoints/2", "orbax.checkpoint"),
+    ],
 )
 @pytest.mark.parametrize("is_gone", [False, True])
 def test_verify_sees_what_other_tools_read(tmp_path, step, name, is_gone):
