@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from distributed_program import on
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from msgspec import structs
 
@@ -29,11 +30,6 @@ from jaxinf.streaming.plan import memory
 ADAM = optax.adam(1e-3)
 EARLY = []
 """The store that is opened before `jax.distributed.initialize`."""
-
-
-def on(mesh, spec, array):
-    sharding = NamedSharding(mesh, spec)
-    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
 
 def replicated(mesh):
@@ -122,29 +118,6 @@ def member(place, name, number):
     return place / name / f"process-{number:05d}"
 
 
-def copied(place, name, number, source=None):
-    """Copies a member of a run, by default this process's, to its place in another."""
-    target = member(place, name, number)
-    source = member(place, "copies", number if source is None else source)
-    shutil.copytree(source, target, symlinks=True)
-    return target
-
-
-def opened_unchanged(place, name, number):
-    """Opens a run, and sees to it that a refusal leaves this process's member alone."""
-
-    def contents():
-        files = member(place, name, number).rglob("*")
-        kept = [f for f in files if f.is_file() and not f.name.endswith("lock")]
-        return {file: file.read_bytes() for file in kept}
-
-    before = contents()
-    try:
-        jaxinf.open_store(place / name).close()
-    finally:
-        assert contents() == before
-
-
 def changed(place, name, number, **values):
     """Opens a copy whose members are said to be others."""
     target = copied(place, name, number)
@@ -171,6 +144,29 @@ def missing_member(place, mesh, number):
 def member_twice(place, mesh, number):
     copied(place, "twice", number, source=0 if number == 1 else None)
     opened_unchanged(place, "twice", number)
+
+
+def copied(place, name, number, source=None):
+    """Copies a member of a run, by default this process's, to its place in another."""
+    target = member(place, name, number)
+    source = member(place, "copies", number if source is None else source)
+    shutil.copytree(source, target, symlinks=True)
+    return target
+
+
+def opened_unchanged(place, name, number):
+    """Opens a run, and sees to it that a refusal leaves this process's member alone."""
+
+    def contents():
+        files = member(place, name, number).rglob("*")
+        kept = [f for f in files if f.is_file() and not f.name.endswith("lock")]
+        return {file: file.read_bytes() for file in kept}
+
+    before = contents()
+    try:
+        jaxinf.open_store(place / name).close()
+    finally:
+        assert contents() == before
 
 
 def damaged(place, name, number, file, damage):
@@ -274,31 +270,20 @@ def missing_process(place, mesh, number):
 # --- streamed steps ----------------------------------------------------------------
 
 W, X = np.ones((6, 4), np.float32), np.ones((12, 6), np.float32)
-MEMORY_BYTES = 64 << 20
 
 
 def loss_fn(params, batch):
     return ((batch @ params["w"]) ** 2).mean()
 
 
-def loaded(path, params, tx=ADAM, **options):
-    step = jaxinf.stream(loss_fn, tx, path, memory_bytes=MEMORY_BYTES, **options)
+def loaded(path, params, tx=ADAM):
+    step = jaxinf.stream(loss_fn, tx, path, memory_bytes=64 << 20)
     step.load({"w": params})
     return step
 
 
 def ratios(place, mesh, number):
     loaded(place / "ratios", on(mesh, P("d"), W), tx=optax.lamb(1e-3))
-
-
-def offload(place, mesh, number):
-    loaded(place / "offload", on(mesh, P("d"), W), policy="offload")
-
-
-def in_memory(place, mesh, number):
-    step = jaxinf.stream_in_memory(loss_fn, ADAM, memory_bytes=MEMORY_BYTES)
-    step.load({"w": W})
-    step(on(mesh, P("d"), X))
 
 
 def on_own_devices(place, mesh, number):
@@ -338,8 +323,7 @@ def one_device(place, mesh, number):
         step(on(mesh, P("d"), X))
 
 
-STREAMS = (ratios, offload, in_memory, on_own_devices, other_batch, one_device)
-STREAMS += (one_goes_on,)
+STREAMS = (ratios, on_own_devices, other_batch, one_device, one_goes_on)
 CASES = (different_paths, mesh_of_some, shared_roots, other_optimizer, own_paths)
 CASES += (old_copy, other_version, other_count, other_runs, missing_member)
 CASES += (member_twice, damaged_manifest, damaged_record, damaged_chunk, without_locks)
