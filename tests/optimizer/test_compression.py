@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from small_stores import same
+from small_stores import same, steps
 
 import jaxinf
 from jaxinf.compress import sparsify
@@ -32,23 +32,8 @@ def make(seed, dtype=jnp.float32):
     }
 
 
-def three_jits(tx):
-    """The reference of every claim about bits: separate jits of update and addition."""
-    update, add = jax.jit(tx.update), jax.jit(optax.apply_updates)
-
-    def step(params, state, gradients):
-        updates, state = update(gradients, state, params)
-        return add(params, updates), state
-
-    return step
-
-
 def run(tx, params, seeds, state=None):
-    state = tx.init(params) if state is None else state
-    step = three_jits(tx)
-    for seed in seeds:
-        params, state = step(params, state, make(seed))
-    return params, state
+    return steps(tx, params, map(make, seeds), state)
 
 
 @pytest.mark.long

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from small_stores import same
+from small_stores import same, steps
 
 import jaxinf
 from jaxinf.errors import StaleStateError, StoreMismatchError
@@ -53,12 +53,10 @@ def _plain(tx):
 
 
 def _steps(tx, params, state, first, last) -> Any:
-    update, apply = jax.jit(tx.update), jax.jit(optax.apply_updates)
-    for number in range(first, last):
-        gradients = jax.tree.map(lambda p, n=number: jnp.sin((n + 2) * p + 0.1), params)
-        updates, state = update(gradients, state, params)
-        params = apply(params, updates)
-    return params, state
+    def sines(number):
+        return lambda params: jax.tree.map(lambda p: jnp.sin(number * p + 0.1), params)
+
+    return steps(tx, params, map(sines, range(first + 2, last + 2)), state)
 
 
 def _first(tx, params):

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from inject import at_each_call
-from small_stores import same, train
+from small_stores import same, steps, train
 
 import jaxinf
 from jaxinf.engine.opened import OpenStore
@@ -85,7 +85,7 @@ def test_init_under_jit_and_update_in_scan_with_donation(open_store):
 
 @pytest.mark.long
 def test_both_kinds_of_callbacks_give_the_same_bits(open_store, monkeypatch):
-    results, gradients = [], [jax.jit(jax.grad(loss_of))] * 4
+    results, gradients = [], [jax.grad(loss_of)] * 4
     for kind in ("buffer", "start"):
         callback_form.use(kind, monkeypatch)
         params = make_params(jnp.bfloat16)
@@ -196,12 +196,13 @@ def test_leaves_that_are_no_numbers_stay_as_they_are(open_store):
 
 
 def adamw_bits(tx, others):
+    def lines(number):
+        return lambda params: jax.tree.map(
+            lambda p: (p * 0.37 + number).astype(p.dtype), params
+        )
+
     params = {"w": jnp.linspace(-1.0, 1.0, 4), **others}
-    state, update = tx.init(params), jax.jit(tx.update)
-    for n in range(20):
-        gradients = jax.tree.map(lambda p, n=n: (p * 0.37 + n).astype(p.dtype), params)
-        updates, state = update(gradients, state, params)
-        params = jax.jit(optax.apply_updates)(params, updates)
+    params, _ = steps(tx, params, map(lines, range(20)))
     return np.asarray(params["w"])
 
 

@@ -9,12 +9,11 @@ import jax
 import numpy as np
 import optax
 from inject import at_call, die
+from small_stores import steps
 
 import jaxinf
 
 __all__ = ["clipped", "make", "train"]
-
-APPLY = jax.jit(optax.apply_updates)
 
 
 def make(seed):
@@ -34,13 +33,8 @@ def clipped(every, inner=None, **options):
 
 def train(tx, num, *, params=None, state=None, first=1, each=lambda state: None):
     params = make(0) if params is None else params
-    state = tx.init(params) if state is None else state
-    update = jax.jit(tx.update)
-    for seed in range(first, first + num):
-        updates, state = update(make(seed), state, params)
-        params = APPLY(params, updates)
-        each(state)
-    return params, state
+    gradients = map(make, range(first, first + num))
+    return steps(tx, params, gradients, state, each=lambda _, state: each(state))
 
 
 def killed(place):

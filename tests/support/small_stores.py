@@ -57,20 +57,36 @@ def train(
     each: Callable[[Any, Any], Any] = lambda params, state: None,
     **options: Any,
 ) -> tuple[Any, Any, Any]:
-    """Takes a jitted step by each gradient, from the store's params if it has some.
+    """Takes `steps` from the store's params, if it has some, or else from these.
 
-    A gradient may be a function of the params. Calls `each` after each step; returns
-    the optimizer near storage, params and state.
+    Returns the optimizer near storage, params and state.
     """
     tx = jaxinf.smart_update(tx, store, **options)
     params = store.params(like=params) if store.exists else params
-    state, update = tx.init(params), jax.jit(tx.update)
+    return tx, *steps(tx, params, gradients, each=each)
+
+
+def steps(
+    tx: Any,
+    params: Any,
+    gradients: Iterable[Any],
+    state: Any = None,
+    *,
+    each: Callable[[Any, Any], Any] = lambda params, state: None,
+) -> tuple[Any, Any]:
+    """Takes a step by each gradient, which may be a function of the params.
+
+    The gradient, the update and the sum are a jit each, as every claim about bits has
+    it. Calls `each` after each step; returns params and state.
+    """
+    state = tx.init(params) if state is None else state
+    update, add = jax.jit(tx.update), jax.jit(optax.apply_updates)
     for gradient in gradients:
-        given = gradient(params) if callable(gradient) else gradient
+        given = jax.jit(gradient)(params) if callable(gradient) else gradient
         updates, state = update(given, state, params)
-        params = optax.apply_updates(params, updates)
+        params = add(params, updates)
         each(params, state)
-    return tx, params, state
+    return params, state
 
 
 def same(found: Any, expected: Any) -> None:
