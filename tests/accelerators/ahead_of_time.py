@@ -26,14 +26,6 @@ from jax._src.interpreters import mlir
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-__all__ = [
-    "CUDA_DEVICES",
-    "Built",
-    "Target",
-    "compiled",
-    "compiling_for",
-]
-
 DESCRIPTIONS = Path(__file__).with_name("devices")
 CUDA_DEVICES = ("h100", "a100", "rtx4090")
 # Neither asks a metadata server where it runs, nor where its neighbours are.

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 from jaxinf.store import CommitAction, HeldSteps, StepId, agreed_step
 
-__all__ = ["EARLY", "WITHOUT_MEETING", "Explored", "Violation", "explore"]
-
 UNPUBLISH, WRITE, REWRITE = "unpublish", "write", "rewrite"
 TORN = StepId(-1, "torn")
 

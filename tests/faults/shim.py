@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["built_shim"]
-
 FAULTS = Path(__file__).parent
 
 

@@ -13,8 +13,6 @@ from small_stores import steps
 
 import jaxinf
 
-__all__ = ["clipped", "make", "train"]
-
 
 def make(seed):
     keys = jax.random.split(jax.random.key(seed), 3)

@@ -4,8 +4,7 @@
 
 trains it with every other update on the device, and is killed at the NUMBER-th time of
 a POINT: at an update on the device, as a state of it comes back, at a write, or at a
-commit. With "tier" in the name of the STORE state stays on the host; with "rare", two
-steps have one commit.
+commit. With "rare" in the name of the STORE two steps have one commit.
 """
 
 import sys
@@ -22,18 +21,6 @@ import jaxinf
 from jaxinf.csd.host import HostCsd
 from jaxinf.store import StoreDirectory
 from jaxinf.streaming.update.device_updates import DeviceUpdater
-
-__all__ = [
-    "CHUNKS",
-    "NUM_STEPS",
-    "POINTS",
-    "TX",
-    "batches",
-    "loss",
-    "open_step",
-    "open_store",
-    "params_of",
-]
 
 WIDTH = 512
 NUM_STEPS = 3

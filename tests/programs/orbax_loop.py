@@ -23,8 +23,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxinf
 
-__all__ = ["NUM_STEPS", "Killed", "train"]
-
 WIDTH, NUM_STEPS, EVERY = 8, 6, 2
 
 

@@ -1,9 +1,8 @@
 """A streamed run of a few steps; in a process of its own, it is killed on the way.
 
-    python streamed_run.py STORE NAME DURABILITY {update | init}
+    python streamed_run.py STORE NAME DURABILITY
 
-It trains a program of the zoo, and is killed after an update of the last step, or
-after five arrays of the first step's state.
+It trains a program of the zoo, and is killed after an update of the last step.
 """
 
 import sys
@@ -13,14 +12,11 @@ import jax
 import numpy as np
 import optax
 import small_stores
-from inject import at_call, die
+from inject import die
 from zoo import ZOO
 
 import jaxinf
-from jaxinf.engine import Engine
 from jaxinf.engine.opened import OpenStore
-
-__all__ = ["CHUNKS", "NUM_STEPS", "TX", "finished", "open_step", "train"]
 
 CHUNKS: dict[str, Any] = {"chunk_elements": 4096, "memory_bytes": 16 << 20}
 TX = optax.adam(1e-2)
@@ -76,13 +72,10 @@ def kill_in_the_last_step():
     OpenStore.update = updating
 
 
-def main(path, name, durability, place):
+def main(path, name, durability):
     """Trains until it is killed."""
     program = ZOO[name]()
-    if place == "update":
-        kill_in_the_last_step()
-    else:
-        at_call(Engine, "initialise", 5, die, after=True)
+    kill_in_the_last_step()
     step = open_step(
         lambda _, **options: small_stores.open_store(path, **options),
         name,
@@ -90,7 +83,6 @@ def main(path, name, durability, place):
         durability=int(durability) if durability.isdigit() else durability,
     )
     train(step, program)
-    step.close()
 
 
 if __name__ == "__main__":

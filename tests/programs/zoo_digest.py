@@ -9,8 +9,6 @@ from zoo import ZOO
 from jaxinf.streaming.plan.compiled import Executables
 from jaxinf.streaming.plan.cut_to_fit import cut_to_fit, plan_of
 
-__all__ = ["digest"]
-
 
 def digest(name, cuts=None):
     """The cuts of a plan, and a digest of its program and of what it computes."""

@@ -206,7 +206,7 @@ def test_killed_between_hand_outs_the_committed_step_is_whole(
 ):
     """Steps since the commit are lost and nothing else; what follows has the bits."""
     committed = {"step": NUM_STEPS - 1, 3: 3, "checkpoint": 0}[durability]
-    words = [place / "store", name, durability, "update"]
+    words = [place / "store", name, durability]
     killed = run_python(Path(streamed_run.__file__), *words, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     with jaxinf.open_store(place / "store") as store:

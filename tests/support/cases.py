@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["Cases", "serve"]
-
 TESTS = Path(__file__).parents[1]
 
 

@@ -34,25 +34,6 @@ from jaxinf.layout import CODE_BLOCK
 from jaxinf.program import trace_init, trace_update
 from jaxinf.transfer import ByteMeters, allocate_file, crc32c
 
-__all__ = [
-    "CASES",
-    "Chunk",
-    "chunks",
-    "test_a_buffer_is_not_waited_for_and_comes_back",
-    "test_a_result_that_nobody_wants_changes_no_state",
-    "test_checksums_are_of_what_was_read_and_written",
-    "test_errors_name_the_file",
-    "test_files_shorter_than_a_page",
-    "test_idle_kernels_leave_state_as_it_is",
-    "test_non_finite_gradients_are_seen",
-    "test_parts_of_a_chunk",
-    "test_scalars_of_every_bit",
-    "test_several_at_once",
-    "test_sparse_gradients_are_dense_ones_with_zeros",
-    "test_steps_have_the_hosts_bits",
-    "test_transfers_are_whole_pages",
-]
-
 PAGE = 4096
 MEMORY_BYTES = 4 << 20
 HOST = parse_csd("host")

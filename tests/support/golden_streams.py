@@ -23,8 +23,6 @@ import optax
 import jaxinf
 from jaxinf.store import seal
 
-__all__ = ["BATCH", "CUTS", "PARAMS", "edit", "opened", "run", "streams", "unpacked"]
-
 GOLDEN = Path(__file__).parents[1] / "golden" / "streamed.tar.gz"
 TX = optax.lion(1 / 16, b1=0.5, b2=0.5, weight_decay=0.0)
 CUTS = [0, 4, 8, 12]

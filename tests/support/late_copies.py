@@ -25,8 +25,6 @@ from jax.sharding import Sharding
 from jaxinf import compat
 from jaxinf.transfer import PAGE_BYTES
 
-__all__ = ["Copy", "LateCopies"]
-
 DELAY_S = 0.002
 ALIGNED_BYTES = 64
 OTHER_BYTE = 0x5A

@@ -15,8 +15,6 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-__all__ = ["SPECS", "OnMesh", "make", "trained"]
-
 ROWS, WIDTH, DEPTH = 8, 32, 3
 SPECS = {
     "first": P(None, "model"),

@@ -4,8 +4,6 @@ import json
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-__all__ = ["KINDS", "TEMPLATES", "byte_level", "word_level", "write_kind"]
-
 _TEXT = ["one two three four", "the text number nine, all of it", "ünï two one"] * 9
 _MODELS = {
     "bpe": (models.BPE, trainers.BpeTrainer, pre_tokenizers.ByteLevel),

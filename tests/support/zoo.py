@@ -20,8 +20,6 @@ from jax import lax
 from jaxinf_models import abstract_params, gpt2
 from jaxinf_models import loss as model_loss
 
-__all__ = ["ONLY_PLANNED", "ZOO", "Program"]
-
 WIDTH = 32
 ROWS = 8
 

@@ -22,9 +22,6 @@ from typing import NamedTuple
 from .table import Unit, write_glue
 from .xclbin import PLATFORM, write_xclbin
 
-__all__ = ["NUM_DEVICES", "Runtime", "RuntimeUnavailable", "build_runtime"]
-__all__ += ["build_xclbin", "compile_cpp"]
-
 HERE = Path(__file__).parent
 VERSION = "202210.2.13.466+dfsg-8"
 PACKAGES = ("libxrt1", "libxrt-dev")

@@ -17,8 +17,6 @@ from pathlib import Path
 
 from .build import Runtime
 
-__all__ = ["Finished", "Sandbox"]
-
 GRACE_S = 5.0
 """Time for processes to end by themselves after the one that started them."""
 

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 from jaxinf.kernels.card_kernels import CardArgument
 
-__all__ = ["Kernel", "Register", "Unit", "registers", "units", "write_glue"]
-
 FIRST_REGISTER = 0x10
 FIRST_UNIT = 0x1400000
 UNIT_RANGE = 0x10000

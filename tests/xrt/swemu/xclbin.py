@@ -11,8 +11,6 @@ from xml.etree import ElementTree
 
 from .table import UNIT_RANGE, Unit, registers
 
-__all__ = ["PLATFORM", "write_xclbin"]
-
 PLATFORM = "xilinx_u2_gen3x4_xdma_gc_base_2"
 DDR_BYTES = 2 << 30
 """The part of a card's memory that the emulation can share with the host."""
