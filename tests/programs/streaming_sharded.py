@@ -12,8 +12,8 @@ from cases import serve
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded import SPECS, make, trained
-from streaming import assert_near, assert_same_bits, moved_as_planned
-from zoo import ZOO
+from streaming import assert_near, assert_same_bits, by_optax, moved_as_planned
+from zoo import ZOO, Program
 
 import jaxinf
 from jaxinf.errors import StreamError
@@ -35,16 +35,8 @@ def streamed(one, store, tx=ADAM, **options):
 
 
 def on_one_device(one, tx=ADAM, num_steps=3):
-    value_and_grad = jax.jit(jax.value_and_grad(one.plain_loss))
-    update, add = jax.jit(tx.update), jax.jit(optax.apply_updates)
     params, batch = one.on_host
-    state, losses = jax.jit(tx.init)(params), []
-    for _ in range(num_steps):
-        loss, gradients = value_and_grad(params, batch)
-        updates, state = update(gradients, state, params)
-        params = add(params, updates)
-        losses.append(float(loss))
-    return losses, params
+    return by_optax(Program(one.plain_loss, params, batch), tx, [batch] * num_steps)
 
 
 def loudness(part):

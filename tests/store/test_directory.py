@@ -75,24 +75,6 @@ def test_what_takes_a_linked_file_s_place(make_directory, write_step, keeps, num
     assert file.read_bytes() == wanted
 
 
-@pytest.mark.parametrize("num_csds", [0, 2])
-def test_an_unchanged_chunk_is_a_link(make_directory, write_step, num_csds):
-    directory = make_directory(num_csds=num_csds)
-    write_step(directory, "a", 0)
-    old = directory.chunk_file("a", 0, 1, "mu")
-    new = directory.chunk_file("b", 0, 1, "mu")
-    for _ in range(2):
-        directory.link_chunk("a", "b", 0, 1, "mu")
-        assert old.samefile(new)
-        assert old.stat().st_nlink == 2
-    directory.link_chunk("b", "a", 0, 1, "mu")
-    assert directory.prepare_write("b", 0, 1, "mu") == new
-    assert not old.samefile(new)
-    assert sorted(p.name for p in new.parent.iterdir()) == sorted(
-        p.name for p in old.parent.iterdir()
-    )
-
-
 @pytest.mark.parametrize("action", ["prepare_write", "link_chunk"])
 def test_a_missing_chunk_is_named(make_directory, write_step, action):
     directory = make_directory()

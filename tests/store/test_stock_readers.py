@@ -1,10 +1,12 @@
-"""A slot and a snapshot are readable by stock zarr and Orbax."""
+"""Slots, snapshots and checkpoints are readable by stock zarr and Orbax.
+
+Tests elsewhere read by tensorstore: `raw_stores.read_array`.
+"""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
-import tensorstore as ts
 import zarr
 from families import family
 
@@ -52,16 +54,6 @@ def check(found, arrays):
     for name, value in found.items():
         assert value.dtype == arrays[name].dtype
         np.testing.assert_array_equal(value, arrays[name])
-
-
-def test_tensorstore(opened):
-    path, arrays = opened
-    spec = {"driver": "zarr3", "kvstore": {"driver": "file"}}
-    found = {}
-    for name in arrays:
-        spec["kvstore"]["path"] = f"{path / name}/"
-        found[name] = ts.open(spec, open=True, read=True).result().read().result()
-    check(found, arrays)
 
 
 def test_zarr_python(opened):

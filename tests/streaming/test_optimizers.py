@@ -16,7 +16,7 @@ import pytest
 from classify_optimizers import BITS, cases
 from families import family
 from inject import raising
-from streaming import CHUNKS, assert_near, assert_same_bits, run
+from streaming import CHUNKS, assert_near, assert_same_bits, by_optax, run
 from zoo import ZOO
 
 import jaxinf
@@ -275,12 +275,7 @@ def test_a_number_of_a_leaf_and_of_its_kernel(opened):
 def test_slices_of_stacks(tx, streamed):
     """Each slice's gradient arrives alone; what needs a leaf whole gets it whole."""
     program = ZOO["scan_nested"]()
-    gradient = jax.jit(jax.grad(program.loss, has_aux=True))
-    params, state = program.params, tx.init(program.params)
-    for _ in range(2):
-        gradients, _ = gradient(params, program.batch)
-        updates, state = jax.jit(tx.update)(gradients, state, params)
-        params = optax.apply_updates(params, updates)
+    _, params = by_optax(program, tx, [program.batch] * 2)
     step = streamed(program, tx)
     step.load(program.params, batch=program.batch)
     run(step, program, 2)

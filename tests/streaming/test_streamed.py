@@ -13,6 +13,7 @@ from streaming import (
     CHUNKS,
     assert_near,
     assert_same_bits,
+    by_optax,
     bytes_held,
     moved_as_planned,
     run,
@@ -26,23 +27,9 @@ SGD, ADAM = optax.sgd(0.1), optax.adamw(1e-3)
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), ADAM)
 
 
-def in_memory(program, tx, batches):
-    """Losses and params by plain optax, gradients, update and sum each a jit."""
-    vg = jax.jit(jax.value_and_grad(program.loss, has_aux=program.has_aux))
-    update, apply = jax.jit(tx.update), jax.jit(optax.apply_updates)
-    params, losses = program.params, []
-    state = jax.jit(tx.init)(params)
-    for batch in batches:
-        value, gradients = vg(params, batch)
-        updates, state = update(gradients, state, params)
-        params = apply(params, updates)
-        losses.append(float(value[0] if program.has_aux else value))
-    return losses, params
-
-
 def assert_is_optax(step, program, tx, batches):
     """Compares the params of a step's store with those of optax."""
-    _, expected = in_memory(program, tx, batches)
+    _, expected = by_optax(program, tx, batches)
     assert_near(step.store.params(like=program.params), expected, 2e-5)
 
 
@@ -61,7 +48,7 @@ def test_training_is_that_of_optax(name, tx, streamed):
         assert_near(aux[0], expected, 1e-5)
     else:
         assert aux == (None,) * 3
-    expected, _ = in_memory(program, tx, [program.batch] * 3)
+    expected, _ = by_optax(program, tx, [program.batch] * 3)
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
     assert_is_optax(step, program, tx, [program.batch] * 3)
     assert step.store.step == 3

@@ -153,7 +153,7 @@ class Chunk:
     def states(self):
         return [self.csd.view(self.buffer, e).copy() for e in self.extents]
 
-    def update(self, step=1, gradient=None, scalars=None, buffer=None, wants=True):
+    def update(self, step=1, gradient=None, scalars=None, *, wants=True, tells=None):
         """Runs the kernel; returns the outcome and the result."""
         if gradient is None:
             rng = np.random.default_rng([step, 7])
@@ -166,11 +166,11 @@ class Chunk:
             ]
         out = np.empty(self.num_elements, self.case.dtype) if wants else None
         outcome = self.csd.update(
-            self.buffer if buffer is None else buffer,
+            self.buffer,
             Update(
                 self.extents, self.kernel, gradient, ScalarInputs(tuple(scalars)), out,
                 Rounding(0x9ABCDEF0 + step, 0),
-                tells=range(len(self.extents)),
+                tells=range(len(self.extents)) if tells is None else tells,
             ),
         )  # fmt: skip
         return outcome, out

@@ -9,6 +9,7 @@ import time
 
 import jax
 import numpy as np
+import optax
 import pytest
 from inject import at_each_call
 
@@ -92,6 +93,20 @@ def streamed(program, plan, executables, spill=None, values=None):
 def run(step, program, num_steps):
     """Runs steps on the program's batch; returns their losses."""
     return [float(step(program.batch)[0]) for _ in range(num_steps)]
+
+
+def by_optax(program, tx, batches):
+    """Losses and params by optax in memory: gradients, update and sum a jit each."""
+    vg = jax.jit(jax.value_and_grad(program.loss, has_aux=program.has_aux))
+    update, add = jax.jit(tx.update), jax.jit(optax.apply_updates)
+    params, losses = program.params, []
+    state = jax.jit(tx.init)(params)
+    for batch in batches:
+        value, gradients = vg(params, batch)
+        updates, state = update(gradients, state, params)
+        params = add(params, updates)
+        losses.append(float(value[0] if program.has_aux else value))
+    return losses, params
 
 
 def states(store):
