@@ -8,13 +8,8 @@ from csd_contract import ADAMW, SIMPLE, Chunk, assert_same
 
 from jaxinf.compress import SparseGradient
 from jaxinf.csd import Rounding, ScalarInputs, Update, host_kernels, parse_csd
-from jaxinf.native import toolchain
 
 HOST = parse_csd("host")
-
-pytestmark = pytest.mark.skipif(
-    not toolchain.levels(), reason="no compiled kernel runs on this processor"
-)
 
 
 def test_arrays_that_a_kernel_does_not_take_are_refused(tmp_path):

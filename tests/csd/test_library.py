@@ -23,10 +23,6 @@ from jaxinf.native import toolchain
 
 SOURCE = Path(__file__).parent / "stub_xrt.cpp"
 
-pytestmark = pytest.mark.skipif(
-    toolchain.find_compiler() is None, reason="no C++ compiler"
-)
-
 
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory):
@@ -34,7 +30,6 @@ def prefix(tmp_path_factory):
     prefix = tmp_path_factory.mktemp("xrt")
     (prefix / "lib").mkdir()
     compiler = toolchain.find_compiler()
-    assert compiler
     output = prefix / "lib" / LIBRARY
     flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-pthread"]
     subprocess.run([compiler, *flags, SOURCE, "-o", output], check=True)

@@ -10,14 +10,11 @@ import numpy as np
 import optax
 import pytest
 from inject import at_each_call
+from jax.experimental.buffer_callback import buffer_callback
 
 import jaxinf
 import jaxinf.engine.store
 from jaxinf.errors import NonFiniteGradientError, StoreError
-
-buffer_callback = pytest.importorskip(
-    "jax.experimental.buffer_callback", reason="nothing else computes asynchronously"
-).buffer_callback
 
 PARAMS = {"w": jnp.ones(1000), "b": jnp.ones(7)}
 

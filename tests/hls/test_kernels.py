@@ -26,12 +26,6 @@ AXES = (("adagrad", "adamw", "sgd_momentum", "lion"), GRADIENTS, RESULTS, STATES
 VARIANTS = covering(3, *AXES, (False, True))
 OTHER_BODIES = sorted(KERNELS.keys() - {"set_to_zero", *AXES[0]})
 
-pytestmark = pytest.mark.skipif(
-    toolchain.find_compiler() is None or not toolchain.levels(),
-    reason="no C++ compiler for this processor",
-)
-
-
 DTYPES = {
     "f32": np.dtype(np.float32),
     "bf16": jnp.bfloat16.dtype,

@@ -11,15 +11,9 @@ import pytest
 from families import family
 
 from jaxinf.kernels import compiled
-from jaxinf.native import toolchain
 from jaxinf.program import trace_init, trace_update
 
-pytestmark = [
-    pytest.mark.skipif(
-        not toolchain.levels(), reason="the processor is neither x86-64 nor aarch64"
-    ),
-    pytest.mark.optimized,
-]
+pytestmark = pytest.mark.optimized
 BF16 = jnp.bfloat16
 SCHEDULE = optax.linear_schedule(0.1, 0.01, 10)
 SPECIAL = np.float32([

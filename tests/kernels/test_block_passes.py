@@ -45,8 +45,6 @@ EXPORTED int can_fold(int fold) { return jaxinf::folds.of[fold] != nullptr; }
 )
 def library(request, tmp_path_factory):
     compiler = toolchain.find_compiler()
-    if compiler is None:
-        pytest.skip("needs a C++ compiler")
     place = tmp_path_factory.mktemp("passes")
     source, output = place / "passes.cpp", place / "passes.so"
     source.write_text(SOURCE)

@@ -24,13 +24,6 @@ COMPILER = toolchain.find_compiler()
 COMPILERS = os.environ.get("JAXINF_TEST_COMPILERS", "").split()
 LEVELS = toolchain.levels()
 
-needs_levels = pytest.mark.skipif(
-    not LEVELS, reason="the processor is neither x86-64 nor aarch64"
-)
-needs_compiler = pytest.mark.skipif(
-    not LEVELS or COMPILER is None, reason="no C++ compiler for this processor"
-)
-
 
 def kernel_of(tx, num_leaves=1):
     return trace_update(tx, [jnp.zeros(8)] * num_leaves).leaves[0].kernel
@@ -78,7 +71,6 @@ def test_generated_sources_are_up_to_date():
         assert same, f"{name}.cpp: {remedy}"
 
 
-@needs_levels
 @pytest.mark.parametrize("num_leaves", [1, 3])
 def test_the_package_brings_the_common_optimizers(num_leaves):
     for tx in (
@@ -107,7 +99,6 @@ def test_the_package_brings_the_common_optimizers(num_leaves):
 # ---- arguments and results
 
 
-@needs_levels
 @pytest.mark.parametrize("num", [0, 1, 7, 8, 9, 16, 17, 511, 512, 513, 1025, 9999])
 def test_cut_anywhere_the_bits_are_the_same(num):
     kernel = kernel_of(optax.adamw(1e-2))
@@ -122,7 +113,6 @@ def test_cut_anywhere_the_bits_are_the_same(num):
     assert_same_bits(outputs(parts), outputs(whole))
 
 
-@needs_levels
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16])
 def test_16_bit_gradients_and_outputs(dtype):
     kernel = kernel_of(optax.adamw(1e-2))
@@ -136,7 +126,6 @@ def test_16_bit_gradients_and_outputs(dtype):
     assert_same_bits([narrow["out"]], [wide["params"].astype(dtype)])
 
 
-@needs_levels
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16])
 def test_rounding_to_16_bits_is_to_nearest_even(dtype):
     """Tests every 16-bit number, the midpoints between them, and neighbours of both."""
@@ -154,7 +143,6 @@ def test_rounding_to_16_bits_is_to_nearest_even(dtype):
     assert_same_bits([arguments["out"]], [expected])
 
 
-@needs_compiler
 def test_slots_that_trade_places():
     def update(updates, state, params=None):
         del params
@@ -231,7 +219,6 @@ def assert_same_bits_or_nan(found, expected):
 # ---- the cache
 
 
-@needs_compiler
 def test_a_kernel_is_compiled_once(tmp_path, monkeypatch):
     log, script = tmp_path / "runs", tmp_path / "compiler"
     script.write_text(f'#!/bin/sh\necho run >> {log}\nexec {COMPILER} "$@"\n')
@@ -260,7 +247,6 @@ def test_a_kernel_is_compiled_once(tmp_path, monkeypatch):
 # ---- without a compiled form
 
 
-@needs_levels
 def test_kernels_of_narrow_integers_are_refused():
     """Integers of 8 bits have no lanes."""
 

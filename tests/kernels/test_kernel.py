@@ -18,12 +18,7 @@ from jaxinf.kernels.calls import stored_arrays
 from jaxinf.native import toolchain
 from jaxinf.program import trace_init, trace_update
 
-pytestmark = [
-    pytest.mark.skipif(
-        not toolchain.levels(), reason="the processor is neither x86-64 nor aarch64"
-    ),
-    pytest.mark.optimized,
-]
+pytestmark = pytest.mark.optimized
 BFLOAT16 = jnp.bfloat16.dtype
 
 

@@ -9,15 +9,10 @@ from jax import lax
 
 from jaxinf.compat import ELEMENTWISE
 from jaxinf.kernels import compiled
-from jaxinf.native import toolchain
 from jaxinf.program import trace_update
 
 pytestmark = pytest.mark.optimized
 
-needs_compiler = pytest.mark.skipif(
-    not toolchain.levels() or toolchain.find_compiler() is None,
-    reason="no C++ compiler for this processor",
-)
 EXACT = {
     "abs": lax.abs,
     "add": lambda x: lax.add(x, x + 1),
@@ -121,14 +116,12 @@ def approximate():
     return compute(ROUNDED)
 
 
-@needs_compiler
 @pytest.mark.parametrize("name", EXACT)
 def test_exact_operations(name, exact):
     expected = jax.jit(EXACT[name])(VALUES).astype(jnp.float32)
     np.testing.assert_array_equal(exact[name], expected)
 
 
-@needs_compiler
 @pytest.mark.parametrize("name", ROUNDED)
 def test_transcendental_operations(name, approximate):
     """XLA and C++ have their own approximations, to some units in the last place."""
@@ -136,7 +129,6 @@ def test_transcendental_operations(name, approximate):
     np.testing.assert_allclose(approximate[name], expected, 2e-6, 1e-6)
 
 
-@needs_compiler
 def test_other_forms():
     found = compute(MORE, NARROW)
     for name, function in MORE.items():

@@ -23,11 +23,6 @@ from jaxinf.native import libraries
 print(libraries.load_cached(*sys.argv[1:])())
 """
 
-pytestmark = pytest.mark.skipif(
-    not (COMPILER and toolchain.levels()),
-    reason="no C++ compiler, or no level of this processor",
-)
-
 
 @pytest.fixture
 def load(tmp_path, monkeypatch):

@@ -11,7 +11,6 @@ from families import family
 from jaxinf.kernels import compiled
 from jaxinf.kernels.compiled import standard_kernels
 from jaxinf.layout.codecs import encode_split
-from jaxinf.native import toolchain
 from jaxinf.program import is_computable, joined_params, kernel_function, split_params
 from jaxinf.typing import BFLOAT16
 
@@ -44,7 +43,6 @@ def arguments(kernel, num, seed):
     }
 
 
-@pytest.mark.skipif(not toolchain.levels(), reason="no kernels for this processor")
 @pytest.mark.parametrize("name", family(KERNELS, short=QUICK))
 def test_a_function_has_the_bits_of_the_compiled_kernel(name):
     kernel = KERNELS[name]

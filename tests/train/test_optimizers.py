@@ -10,7 +10,6 @@ from jaxinf_models import GPT2Config, make_model, split
 
 from jaxinf.command_line import UsageError
 from jaxinf.compat import all_equations
-from jaxinf.native import toolchain
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.optimizers import (
     check_optimizer,
@@ -130,13 +129,7 @@ def test_what_cannot_be_is_refused_with_the_reason(optimizer, words, expected):
     check_optimizer(config("lamb", mode="memory"))
 
 
-needs_compiled = pytest.mark.skipif(
-    not toolchain.levels(), reason="the processor is neither x86-64 nor aarch64"
-)
-
-
 @pytest.mark.long
-@needs_compiled
 @pytest.mark.parametrize(
     "words",
     [

@@ -187,17 +187,6 @@ def test_a_prefetch_gets_no_memory_that_a_submitted_task_waits_for(make):
     assert runs() is None
 
 
-def test_what_a_step_computed_does_not_count_when_it_is_given_up(make):
-    rig, piece, other = make(), Piece(0), Piece(1)
-    rig.mover.keep(frozenset([0, 1]))
-    rig.mover.run([task(piece), task(other)])
-    rig.mover.drain()
-    rig.step(task(piece), given_up=[0])  # again in the same step
-    assert rig.loaded(0) == [2] * 3
-    rig.step(task(piece), task(other))
-    assert (rig.loaded(0), rig.loaded(1)) == ([3] * 3, [1] * 3)
-
-
 # --- who waits ------------------------------------------------------------------------
 
 
@@ -239,17 +228,6 @@ class Slow:
         self.inside.set()
         assert self.may_end.wait(TIMEOUT_S)
         self.has_ended = True
-
-
-def test_a_task_that_waits_for_a_processor_is_not_forgotten(make):
-    rig, slow = make((1, 1)), Slow()
-    rig.prefetched(Piece(0), Piece(1))
-    first = in_thread(lambda: rig.mover.run([task(Piece(0), compute=slow)]))
-    assert slow.inside.wait(TIMEOUT_S)
-    second = in_thread(lambda: rig.mover.run([task(Piece(1))]))
-    time.sleep(0.05)  # a worker has found that it may not compute
-    slow.may_end.set()
-    assert first() is second() is None
 
 
 def test_no_compute_runs_after_run_has_raised(make):
