@@ -13,7 +13,7 @@ import pytest
 from copies import chunks_of, copied
 from families import family
 from msgspec import structs
-from raw_stores import read_array
+from raw_stores import edit, read_array
 
 from jaxinf.cli.commands import main
 from jaxinf.errors import (
@@ -90,12 +90,6 @@ def test_interrupted_at_random_bytes_it_goes_on(make_step, place, run_python):
     assert not (place / "never").exists()
 
 
-def edit(file, change):
-    document = json.loads(file.read_bytes())
-    change(document)
-    file.write_bytes(seal(document))
-
-
 def replace_chunk(folder, name):
     """Changes a bit of a chunk, and says so in the export's manifest."""
     raw = bytearray((folder / name).read_bytes())
@@ -118,7 +112,7 @@ def gone(name):
 
 
 def newer(folder):
-    edit(folder / "export.json", lambda document: document.update(format_version=2))
+    edit(folder / "export.json", format_version=2)
 
 
 # Those of a chunk: another one than the record's, none, a torn one, a bit.

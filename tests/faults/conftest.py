@@ -5,8 +5,6 @@ from functools import partial
 
 import pytest
 from mounts import (
-    can_mount_ext4,  # noqa: F401
-    can_mount_tmpfs,  # noqa: F401
     mount_ext4,  # noqa: F401
     mount_tmpfs,  # noqa: F401
 )

@@ -68,40 +68,42 @@ class Recorder:
         self._undo.close()
 
     def _replace(self, module, name, function, key=None):
+        def locked(*arguments, **options):
+            with self._lock:
+                return function(*arguments, **options)
+
         real = getattr(module, name)
         self._real[key or name] = real
-        setattr(module, name, function)
+        setattr(module, name, locked)
         self._undo.callback(setattr, module, name, real)
 
     def _take_initial(self):
         status = os.stat(self.root)
         self._inodes[status.st_dev, status.st_ino] = ROOT
-        for folder, folders, files in os.walk(self.root):
-            parent = self._inode_of(folder)
-            for name in [*folders, *files]:
-                path = os.path.join(folder, name)
-                known = self._known(os.lstat(path))
-                inode = self._new(path) if known is None else known
-                self._disk["name", parent, name] = inode
-                if self.log.kinds[inode] == "file" and known is None:
-                    data = Path(path).read_bytes()
-                    self._disk["size", inode] = len(data)
-                    for page in range(0, len(data), PAGE_BYTES):
-                        self._disk["page", inode, page // PAGE_BYTES] = data[
-                            page : page + PAGE_BYTES
-                        ]
+        for path in self._paths():
+            known = self._known(os.lstat(path))
+            inode = self._new(path) if known is None else known
+            self._disk[self._entry(path)] = inode
+            if self.log.kinds[inode] == "file" and known is None:
+                data = path.read_bytes()
+                self._disk["size", inode] = len(data)
+                for number, page in enumerate(range(0, len(data), PAGE_BYTES)):
+                    self._disk["page", inode, number] = data[page : page + PAGE_BYTES]
         self.log.initial = dict(self._disk)
+
+    def _paths(self):
+        """Yields all below the directory, those above first."""
+        for folder, folders, files in os.walk(self.root):
+            yield from (Path(folder, name) for name in [*folders, *files])
 
     def check(self):
         """Compares the model with the directory."""
         names: dict[str, tuple] = {}
-        for folder, folders, files in os.walk(self.root):
-            for name in [*folders, *files]:
-                path = os.path.join(folder, name)
-                inode = self._known(os.lstat(path))
-                kind = _kind_of(path)
-                data = Path(path).read_bytes() if kind == "file" else b""
-                names[os.path.relpath(path, self.root)] = (inode, kind, data)
+        for path in self._paths():
+            kind = _kind_of(path)
+            data = path.read_bytes() if kind == "file" else b""
+            found = self._known(os.lstat(path)), kind, data
+            names[str(path.relative_to(self.root))] = found
         assert names == tree(self.log.kinds, self._disk)
 
     # --- inodes --------------------------------------------------------------------
@@ -152,16 +154,15 @@ class Recorder:
         self.log.operations.append(pieces)
 
     def _open_descriptor(self, path, flags, mode=0o777, *, dir_fd=None):
-        with self._lock:
-            entry = self._entry(path, dir_fd) if flags & os.O_CREAT else None
-            is_new = entry is not None and self._disk.get(entry) is None
-            fd = self._real["open_descriptor"](path, flags, mode, dir_fd=dir_fd)
-            if is_new:
-                assert dir_fd is None
-                self._did({entry: self._new(path)})
-            elif flags & os.O_TRUNC:
-                self._resized(fd, 0)
-            return fd
+        entry = self._entry(path, dir_fd) if flags & os.O_CREAT else None
+        is_new = entry is not None and self._disk.get(entry) is None
+        fd = self._real["open_descriptor"](path, flags, mode, dir_fd=dir_fd)
+        if is_new:
+            assert dir_fd is None
+            self._did({entry: self._new(path)})
+        elif flags & os.O_TRUNC:
+            self._resized(fd, 0)
+        return fd
 
     def _open(self, file, mode="r", buffering=-1, encoding=None, *more, **others):
         if not set(mode) & set("wxa+"):
@@ -177,26 +178,23 @@ class Recorder:
         return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding)
 
     def _pwritev(self, fd, buffers, offset, *flags):
-        with self._lock:
-            done = self._real["pwritev"](fd, buffers, offset, *flags)
-            data = b"".join(bytes(buffer) for buffer in buffers)
-            self._wrote(fd, data[:done], offset)
-            return done
+        done = self._real["pwritev"](fd, buffers, offset, *flags)
+        data = b"".join(bytes(buffer) for buffer in buffers)
+        self._wrote(fd, data[:done], offset)
+        return done
 
     def _pwrite(self, fd, data, offset):
-        with self._lock:
-            done = self._real["pwrite"](fd, data, offset)
-            self._wrote(fd, bytes(data)[:done], offset)
-            return done
+        done = self._real["pwrite"](fd, data, offset)
+        self._wrote(fd, bytes(data)[:done], offset)
+        return done
 
     def _write(self, fd, data):
-        with self._lock:
-            inode = self._inode_of(fd)
-            offset = os.lseek(fd, 0, os.SEEK_CUR) if inode is not None else 0
-            done = self._real["write"](fd, data)
-            if inode is not None:
-                self._wrote(fd, bytes(data)[:done], offset)
-            return done
+        inode = self._inode_of(fd)
+        offset = os.lseek(fd, 0, os.SEEK_CUR) if inode is not None else 0
+        done = self._real["write"](fd, data)
+        if inode is not None:
+            self._wrote(fd, bytes(data)[:done], offset)
+        return done
 
     def _wrote(self, fd, data, offset):
         inode = self._inode_of(fd)
@@ -215,9 +213,8 @@ class Recorder:
         self._did(*changes)
 
     def _ftruncate(self, fd, length):
-        with self._lock:
-            self._real["ftruncate"](fd, length)
-            self._resized(fd, length)
+        self._real["ftruncate"](fd, length)
+        self._resized(fd, length)
 
     def _resized(self, fd, length):
         inode = self._inode_of(fd)
@@ -230,51 +227,45 @@ class Recorder:
         self._did(values)
 
     def _posix_fallocate(self, fd, offset, length):
-        with self._lock:
-            self._real["posix_fallocate"](fd, offset, length)
-            inode = self._inode_of(fd)
-            if inode is not None:
-                size = max(self._disk.get(("size", inode), 0), offset + length)
-                self._did({("size", inode): size})
+        self._real["posix_fallocate"](fd, offset, length)
+        inode = self._inode_of(fd)
+        if inode is not None:
+            size = max(self._disk.get(("size", inode), 0), offset + length)
+            self._did({("size", inode): size})
 
     def _made(self, how, number, *arguments, dir_fd=None, **others):
         """Makes a name, which is the argument of that number."""
-        with self._lock:
-            options = others if dir_fd is None else {"dir_fd": dir_fd, **others}
-            self._real[how](*arguments, **options)
-            path, entry = arguments[number], self._entry(arguments[number], dir_fd)
-            if entry is not None:
-                known = self._known(os.lstat(path)) if how == "link" else None
-                self._did({entry: self._new(path) if known is None else known})
+        options = others if dir_fd is None else {"dir_fd": dir_fd, **others}
+        self._real[how](*arguments, **options)
+        path, entry = arguments[number], self._entry(arguments[number], dir_fd)
+        if entry is not None:
+            known = self._known(os.lstat(path)) if how == "link" else None
+            self._did({entry: self._new(path) if known is None else known})
 
     def _removed(self, how, path, *, dir_fd=None):
-        with self._lock:
-            self._real[how](path, dir_fd=dir_fd)
-            entry = self._entry(path, dir_fd)
-            if entry is not None:
-                self._did({entry: None})
+        self._real[how](path, dir_fd=dir_fd)
+        entry = self._entry(path, dir_fd)
+        if entry is not None:
+            self._did({entry: None})
 
     def _rename(self, source, target, **others):
-        with self._lock:
-            self._real["rename"](source, target, **others)
-            old, new = self._entry(source), self._entry(target)
-            if old is not None and new is not None:
-                self._did({new: self._disk[old], old: None})
+        self._real["rename"](source, target, **others)
+        old, new = self._entry(source), self._entry(target)
+        if old is not None and new is not None:
+            self._did({new: self._disk[old], old: None})
 
     # --- barriers ------------------------------------------------------------------
 
     def _synchronise(self, how, fd):
-        with self._lock:
-            self._real[how](fd)
-            inode = self._inode_of(fd)
-            if inode is not None:
-                self.log.operations.append(Barrier(inode))
+        self._real[how](fd)
+        inode = self._inode_of(fd)
+        if inode is not None:
+            self.log.operations.append(Barrier(inode))
 
     def _sync_filesystem(self, directory):
-        with self._lock:
-            self._real["sync_filesystem"](directory)
-            number = self._filesystem_of(directory)
-            self.log.operations.append(Barrier(("fs", number)))
+        self._real["sync_filesystem"](directory)
+        number = self._filesystem_of(directory)
+        self.log.operations.append(Barrier(("fs", number)))
 
     def _stat(self, path, **others):
         """Returns a status with a different device for each file system."""

@@ -5,6 +5,7 @@ Invariant: everything mounted is unmounted and its loop device freed at the end.
 
 import array
 import fcntl
+import functools
 import os
 import subprocess
 import tempfile
@@ -62,38 +63,33 @@ class Ext4:
             os.close(fd)
 
 
-def require(try_it: Callable[[Path], None]) -> None:
-    """Skips a test if mounting fails, or fails it if mounting was promised."""
+@functools.cache
+def why_not(kind: str) -> str:
+    """Tries to mount a file system; returns why that fails, or nothing."""
     try:
         with tempfile.TemporaryDirectory() as directory:
-            try_it(Path(directory) / "probe")
+            if kind == "ext4":
+                Ext4(Path(directory) / "probe", 2 << 20).unmount()
+            else:
+                with tmpfs(Path(directory) / "probe", size="1m"):
+                    pass
     except (OSError, subprocess.CalledProcessError) as error:
-        reason = f"cannot mount: {getattr(error, 'stderr', None) or error}"
+        return f"cannot mount: {getattr(error, 'stderr', None) or error}"
+    return ""
+
+
+def require(kind: str) -> None:
+    """Skips a test if mounting fails, or fails it if mounting was promised."""
+    if reason := why_not(kind):
         if os.environ.get("JAXINF_REQUIRE_MOUNTS") == "1":
             pytest.fail(f"JAXINF_REQUIRE_MOUNTS=1, but {reason}")
         pytest.skip(reason)
 
 
-@pytest.fixture(scope="session")
-def can_mount_tmpfs() -> None:
-    def try_it(path: Path) -> None:
-        with tmpfs(path, size="1m"):
-            pass
-
-    require(try_it)
-
-
-@pytest.fixture(scope="session")
-def can_mount_ext4() -> None:
-    def try_it(path: Path) -> None:
-        Ext4(path, 2 << 20).unmount()
-
-    require(try_it)
-
-
 @pytest.fixture
-def mount_tmpfs(can_mount_tmpfs: None, tmp_path: Path) -> Iterator[Callable[..., Path]]:
+def mount_tmpfs(tmp_path: Path) -> Iterator[Callable[..., Path]]:
     """Mounts tmpfs below the test's directory."""
+    require("tmpfs")
     with ExitStack() as undo:
         yield lambda name, **options: undo.enter_context(
             tmpfs(tmp_path / name, **options)
@@ -101,8 +97,9 @@ def mount_tmpfs(can_mount_tmpfs: None, tmp_path: Path) -> Iterator[Callable[...,
 
 
 @pytest.fixture
-def mount_ext4(can_mount_ext4: None, place: Path) -> Iterator[Callable[..., Ext4]]:
+def mount_ext4(place: Path) -> Iterator[Callable[..., Ext4]]:
     """Mounts ext4 file systems whose images are in memory."""
+    require("ext4")
     with ExitStack() as undo:
 
         def make(name: str, num_bytes: int = 32 << 20, *options: str) -> Ext4:

@@ -1,6 +1,5 @@
 """Files of a store that are gone, edited or elsewhere; exports of it."""
 
-import json
 import shutil
 
 import jax
@@ -8,11 +7,11 @@ import jax.numpy as jnp
 import optax
 import pytest
 from families import family
+from raw_stores import edit
 from small_stores import train
 
 import jaxinf
 from jaxinf.cli import main
-from jaxinf.store import seal
 
 PARAMS = {"w": jnp.ones((64, 3)), "b": jnp.ones(7)}
 
@@ -69,10 +68,7 @@ def test_a_copy_makes_missing_files_of_the_spare_slot_again(place, jaxinf_says, 
 @pytest.mark.filterwarnings("ignore")
 def test_the_step_after_the_last_number_is_refused(place):
     go_on(place / "store")
-    file = place / "store" / "current" / "commit.json"
-    record = json.loads(file.read_text())
-    record["step"] = 2**31 - 1
-    file.write_bytes(seal(record))
+    edit(place / "store/current/commit.json", step=2**31 - 1)
     errors = jaxinf.JaxinfError, jax.errors.JaxRuntimeError
     with pytest.raises(errors, match=r"expected a step to follow, found step 2147"):
         go_on(place / "store")

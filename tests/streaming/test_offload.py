@@ -15,8 +15,9 @@ import numpy as np
 import optax
 import pytest
 from families import family
-from golden_streams import edit, streams
+from golden_streams import streams
 from inject import at_call, at_each_call, raising
+from raw_stores import edit
 from streaming import (
     CHUNKS,
     assert_same_bits,

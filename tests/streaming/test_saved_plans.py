@@ -10,7 +10,8 @@ import jax
 import numpy as np
 import optax
 import pytest
-from golden_streams import CUTS, PARAMS, edit, streams, unpacked
+from golden_streams import CUTS, PARAMS, streams, unpacked
+from raw_stores import edit
 from streaming import CHUNKS, run
 from zoo import ZOO
 

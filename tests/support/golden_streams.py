@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from raw_stores import edit
 
 import jaxinf
 from jaxinf.store import seal
@@ -69,11 +70,6 @@ def unpacked(place):
 def streams(path):
     """Returns the plans that a store's record keeps."""
     return json.loads((path / "current/commit.json").read_text()).get("streams", {})
-
-
-def edit(path, **changes):
-    """Changes a sealed document."""
-    path.write_bytes(seal(json.loads(path.read_text()) | changes))
 
 
 def make(place):

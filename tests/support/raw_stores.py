@@ -1,6 +1,7 @@
 """Stores of raw files, made, filled and read without an engine."""
 
 import contextlib
+import json
 import os
 import shutil
 import tempfile
@@ -24,6 +25,7 @@ from jaxinf.store import (
     dtype_of,
     find_leaf,
     lay_out,
+    seal,
 )
 from jaxinf.transfer import crc32c
 
@@ -139,6 +141,20 @@ def any_bits(rng: np.random.Generator, shape: tuple, dtype: np.dtype) -> np.ndar
         return rng.integers(0, 2, shape).astype(bool)
     count = int(np.prod(shape, dtype=np.int64))
     return np.frombuffer(rng.bytes(count * dtype.itemsize), dtype).reshape(shape)
+
+
+def edit(
+    file: Path, change: Callable[[Any], Any] = lambda document: None, **values: Any
+) -> None:
+    """Changes a sealed document, and seals it anew.
+
+    Args:
+      change: called with the document.
+      values: of its keys.
+    """
+    document = json.loads(file.read_bytes())
+    change(document)
+    file.write_bytes(seal(document | values))
 
 
 def flip_bit(file: Path, at: int = 0) -> None:

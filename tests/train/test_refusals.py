@@ -1,14 +1,14 @@
 """Refusals of the trainer, with message and exit status."""
 
-import json
 import os
 from types import SimpleNamespace
 
 import pytest
 from inject import raising
+from raw_stores import edit
 
 import jaxinf
-from jaxinf.store import StoreDirectory, seal
+from jaxinf.store import StoreDirectory
 
 
 @pytest.mark.long
@@ -38,9 +38,7 @@ def test_resume_with_other_settings_is_refused(run, losses, tmp_path, capsys):
 @pytest.mark.long
 def test_resume_of_another_programs_store_is_refused(run, tmp_path, capsys):
     assert run("--store", tmp_path / "store", "--steps", 2) == 0
-    slot = (tmp_path / "store/current").resolve()
-    record = json.loads((slot / "commit.json").read_text())
-    (slot / "commit.json").write_bytes(seal(record | {"payload": None}))
+    edit(tmp_path / "store/current/commit.json", payload=None)
     assert run("--store", tmp_path / "store", "--steps", 3) == 1
     assert "another program made it" in capsys.readouterr().err
 

@@ -13,9 +13,9 @@ from jaxinf_models.bloom import BloomConfig
 from jaxinf_models.llama import LlamaConfig
 from jaxinf_models.t5 import T5Config
 from jaxinf_models.vit import ViTConfig
+from raw_stores import edit
 from small_pictures import write_pictures
 
-from jaxinf.store.documents import seal
 from jaxinf.train.__main__ import main
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.step import loss_of, weight_of_part
@@ -112,10 +112,10 @@ def test_refused_before_the_store_is_made(
 def test_what_changes_in_a_resumed_run_is_said(task, tmp_path, capsys):
     where = ("--store", tmp_path / "store", "--steps")
     assert task("gpt2", "pairs", *where, 2, "--ema", "0.9") == 0
-    path = (tmp_path / "store/current").resolve() / "commit.json"
-    record = json.loads(path.read_text())
-    record["payload"]["loader"]["version"] = "0.0.1"
-    path.write_bytes(seal(record))
+    edit(
+        tmp_path / "store/current/commit.json",
+        lambda record: record["payload"]["loader"].update(version="0.0.1"),
+    )
     words = ("--ema", "0.99", "--micro-batches", 2)
     assert task("gpt2", "pairs", *where, 3, *words) == 0
     out = capsys.readouterr().out
