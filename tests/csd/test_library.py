@@ -30,6 +30,7 @@ def prefix(tmp_path_factory):
     prefix = tmp_path_factory.mktemp("xrt")
     (prefix / "lib").mkdir()
     compiler = toolchain.find_compiler()
+    assert compiler
     output = prefix / "lib" / LIBRARY
     flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-pthread"]
     subprocess.run([compiler, *flags, SOURCE, "-o", output], check=True)
