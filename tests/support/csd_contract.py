@@ -153,7 +153,7 @@ class Chunk:
     def states(self):
         return [self.csd.view(self.buffer, e).copy() for e in self.extents]
 
-    def update(self, step=1, gradient=None, scalars=None, *, wants=True, tells=None):
+    def update(self, step=1, gradient=None, scalars=None, *, wants=True):
         """Runs the kernel; returns the outcome and the result."""
         if gradient is None:
             rng = np.random.default_rng([step, 7])
@@ -170,7 +170,7 @@ class Chunk:
             Update(
                 self.extents, self.kernel, gradient, ScalarInputs(tuple(scalars)), out,
                 Rounding(0x9ABCDEF0 + step, 0),
-                tells=range(len(self.extents)) if tells is None else tells,
+                tells=range(len(self.extents)),
             ),
         )  # fmt: skip
         return outcome, out
