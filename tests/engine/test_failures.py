@@ -147,8 +147,8 @@ def test_a_card_that_fails_or_hangs(cards, drive, monkeypatch, how):
     gate = threading.Event()
     if how == "fails":
         message = "card 1: kernel .* ended as error"
-        for found in driver.opened.csds[1]._found.values():
-            vars(found.kernel._kernel)["function"] = None  # a bus error, on a card
+        for _, kernel in driver.opened.csds[1]._found.values():
+            vars(kernel._kernel)["function"] = None  # a bus error, on a card
     else:
         message = r"card 1: .* has not ended after(.|\n)*xbutil reset --device 1"
         monkeypatch.setattr(card, "RUN_TIMEOUT_S", 0.2)
