@@ -8,6 +8,7 @@ after every leaf was compared with the store's last step. Zeros and denormals co
 equal, since JAX on a CPU flushes denormals, and NumPy does not.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,9 @@ RESTART = (
 )
 """A remedy in several messages."""
 
+READER_BYTES = 32 << 20
+"""Memory to look at chunks for what differs."""
+
 
 class ResumeCheck:
     """Binds a run to the open store.
@@ -41,16 +45,14 @@ class ResumeCheck:
     def __init__(self, opened: "Callable[[], OpenStore]") -> None:
         self.at: int | None = None
         self._opened = opened
-        self._reader: StateReader | None = None
+        self._reading = threading.Lock()  # so that one comparison has memory
         self._differing = ""  # a leaf whose params differ from the run's
 
     def begin(self, step: int) -> None:
         """Begins a comparison with a run's state; no step may be under way."""
-        self._close()
-        opened = self._opened()
+        opened, self._differing = self._opened(), ""
         if step != opened.commit.step:
             raise stale_state(opened, step)
-        self._reader = StateReader(opened)
 
     def compare(self, leaf: int, params: Array, origin: Sequence[int]) -> None:
         """Compares a leaf, or a shard of it, with the step; blocks. Thread-safe.
@@ -61,10 +63,7 @@ class ResumeCheck:
           params: params on the JAX device, in their own dtype; only read.
           origin: index in the leaf of the array's first element.
         """
-        opened, reader = self._opened(), self._reader
-        assert reader is not None, "a comparison has begun"
-        if self._differing:
-            return
+        opened = self._opened()
         commit, record = opened.commit, opened.directory.manifest.leaves[leaf]
         numbers = opened.chunks_of(leaf, origin, params.shape)
         if dtype_of(record.states[0].dtype) == params.dtype:
@@ -77,13 +76,14 @@ class ResumeCheck:
 
             numbers = [n for n in numbers if checksum(n) != sums[record.places[n]]]
         bound = commit.inexact.get(record.name, 0.0)
-        if difference_of(reader, leaf, params, origin, numbers, bound):
+        with self._reading:
+            differs = difference_of(opened, leaf, params, origin, numbers, bound)
+        if differs:
             self._differing = record.name
 
     def finish(self) -> None:
         """Binds the run, whose leaves were all compared, or refuses their params."""
         opened, leaf = self._opened(), self._differing
-        self._close()
         path, step = opened.options.path, opened.commit.step
         if leaf and not step:
             raise diverged_error(f"{path}: leaf {leaf}")
@@ -97,14 +97,9 @@ class ResumeCheck:
             )
         self.at = step
 
-    def _close(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
-        self._reader, self._differing = None, ""
-
 
 def difference_of(
-    reader: StateReader,
+    opened: "OpenStore",
     leaf: int,
     params: Array,
     origin: Sequence[int],
@@ -112,14 +107,16 @@ def difference_of(
     bound: float | np.floating = 0.0,
 ) -> str:
     """Compares a leaf's params, or a shard's, with chunks; as `difference`; blocks."""
-    found = list[str]()
+    found = [""]
 
     def visit(piece: ChunkRun) -> None:
         own = piece.chunk, tuple(origin), piece.start, piece.values.size
         found.append(difference(piece.values, gather(params, *own), bound))
 
-    reader.each_piece(leaf, 0, chunks, params.dtype, visit)
-    return max(found, default="")
+    if chunks:
+        with StateReader(opened, READER_BYTES) as reader:
+            reader.each_piece(leaf, 0, chunks, params.dtype, visit)
+    return max(found)
 
 
 def difference(stored: Array, given: Array, bound: float | np.floating = 0.0) -> str:
@@ -169,10 +166,9 @@ def stale_state(opened: "OpenStore", step: int) -> StaleStateError:
     else:
         remedy = (
             "Each call of update is a step of the store, also one whose result is "
-            "discarded (jitted.lower(…).compile() compiles without one). Give each "
-            "call the state that the last one returned, and each model a store of its "
-            "own (one store per init). To come back to a step, call store.checkpoint("
-            "state=state) before your program's own save, and open the store with "
+            "discarded. Give each call the state that the last one returned, and each "
+            "model a store of its own (one store per init). To come back to a step, "
+            "call store.checkpoint(state=state) there, and open the store with "
             f"restore=; {RESTART}."
         )
     return StaleStateError(

@@ -9,6 +9,7 @@ a part is not contiguous, and used only until `OpenStore.update` or `OpenStore.r
 returns. Which subgroups an updater computes changes between steps only.
 """
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -26,37 +27,25 @@ from jaxinf.csd import (
     initialise_states,
     is_idle,
 )
-from jaxinf.engine.binding import difference, difference_of, diverged_error
+from jaxinf.engine.binding import (
+    READER_BYTES,
+    difference,
+    difference_of,
+    diverged_error,
+)
 from jaxinf.engine.description import StoreDescription
 from jaxinf.engine.reading import StateReader
 from jaxinf.engine.shape import StoreShape, SubgroupLayout
-from jaxinf.errors import (
-    DivergedParamsError,
-    NonFiniteScalarError,
-    StoreMismatchError,
-)
+from jaxinf.errors import NonFiniteScalarError, StoreMismatchError
 from jaxinf.kernels import scalars_used, specialise, state_read
-from jaxinf.layout import (
-    Subgroup,
-    covers,
-    rounding_of_chunk,
-    target_view,
-)
+from jaxinf.layout import Subgroup, covers, rounding_of_chunk, target_view
 from jaxinf.program import Kernel
-from jaxinf.store import (
-    ERROR_FEEDBACK,
-    ScalarState,
-    dtype_of,
-)
+from jaxinf.store import ERROR_FEEDBACK, ScalarState, dtype_of
 from jaxinf.transfer import Task
 from jaxinf.typing import Array
 
 if TYPE_CHECKING:  # whose steps are made here
     from jaxinf.engine.opened import OpenStore
-
-
-_READER_BYTES = 32 << 20
-"""Memory to look at a chunk for what differs."""
 
 
 class FirstParams(NamedTuple):
@@ -157,6 +146,7 @@ class RequestedUpdate:
         self._kernel = specialise(request.kernel, request.inputs.scalars)
         # The greatest difference of the caller's 16-bit params from the store's.
         self._inexact = opened.finished.inexact.get(opened.name(request.leaf))
+        self._where = f"leaf {opened.name(request.leaf)}"
         params, self._given = request.params, None
         if params is not None and can_take(opened, request.leaf, params.dtype):
             self._given = params
@@ -289,9 +279,9 @@ class RequestedUpdate:
         if differs := difference(stored, given, self._inexact or 0.0):
             if self._is_comparable(layout):  # damage would explain it
                 at = layout.subgroup.leaf, 0, [layout.subgroup.chunk], given.dtype
-                with StateReader(self._opened, _READER_BYTES) as reader:
+                with StateReader(self._opened, READER_BYTES) as reader:
                     reader.each_piece(*at, lambda _: None)
-            raise self._diverged(differs)
+            raise diverged_error(self._where, differs)
 
     def _check_taken(self, layout: SubgroupLayout, checksum: int) -> None:
         """Checks that the params used equal those that the last step stored.
@@ -301,17 +291,11 @@ class RequestedUpdate:
         """
         if self._opened.chunks.matches(layout, 0, checksum):
             return
-        given, subgroup = self._given, layout.subgroup
-        assert given is not None
-        at = subgroup.leaf, given, self._request.origin, [subgroup.chunk]
-        with StateReader(self._opened, _READER_BYTES) as reader:
-            differs = difference_of(reader, *at)
-        if differs:
-            raise self._diverged(differs)
-
-    def _diverged(self, difference: str) -> DivergedParamsError:
-        leaf = self._opened.name(self._request.leaf)
-        return diverged_error(f"leaf {leaf}", difference)
+        assert self._given is not None
+        chunk, origin = [layout.subgroup.chunk], self._request.origin
+        own = layout.subgroup.leaf, self._given, origin, chunk
+        if differs := difference_of(self._opened, *own):
+            raise diverged_error(self._where, differs)
 
 
 def first_tasks(
@@ -370,18 +354,13 @@ def nan_scalars(
     accepted, because some optimizers start with it. A scalar is checked only in a
     branch that the step takes.
     """
-    seen: dict[int, bool] = {}
-    found = []
-    for request in requests:
-        scalars = request.inputs.scalars
-        for number, scalar in enumerate(scalars):
-            is_nan = seen.get(id(scalar))
-            if is_nan is None:
-                is_nan = seen[id(scalar)] = bool(scalar != scalar)
-            if is_nan and number in scalars_used(request.kernel, scalars):
-                name = opened.name(request.leaf)
-                found.append(f"scalar {number} of the update of leaf {name}")
-    return tuple(found)
+    return tuple(
+        f"scalar {number} of the update of leaf {opened.name(request.leaf)}"
+        for request in requests
+        for number, scalar in enumerate(request.inputs.scalars)
+        if math.isnan(scalar)
+        and number in scalars_used(request.kernel, request.inputs.scalars)
+    )
 
 
 def nan_scalar_error(
