@@ -21,12 +21,8 @@ from jaxinf.engine.shape import SubgroupLayout
 from jaxinf.store import Slot, StoreDirectory, corrupt_chunk, other_slot
 from jaxinf.transfer import (
     Compute,
-    Failure,
-    Limits,
     Load,
     Loads,
-    Mover,
-    Queues,
     Resident,
     Unit,
     Write,
@@ -41,7 +37,7 @@ _Parts: TypeAlias = dict[int, tuple[int, int]]
 
 
 class ChunkTable:
-    """The chunk files of a store, an entry for each leaf, state and chunk. Thread-safe.
+    """The chunk files of a store, an entry each, as in `Manifest.held`. Thread-safe.
 
     Args:
       checksums: checksums of the committed step, by array name, one a chunk; empty for
@@ -56,28 +52,19 @@ class ChunkTable:
     ) -> None:
         self._directory = directory
         self.target: Slot = target
-        self._lock = threading.Lock()
         # Plain arrays, since NumPy's take several times as long to index, and every
         # step indexes them for thousands of leaves.
-        self._first = array("q")  # a leaf's first entry
-        self._num_chunks = array("q")
-        self._places: list[Sequence[int]] = []  # of chunks among those that are held
+        held = directory.manifest.held()
+        self._lengths = array("q", (one.num_bytes for one in held))  # without padding
         self._sums = array("I")
         self._names: list[tuple[str, int]] = []  # name and number of chunks, by array
-        for leaf in directory.manifest.leaves:
-            num_chunks = len(leaf.held)
-            self._first.append(len(self._sums))
-            self._num_chunks.append(num_chunks)
-            self._places.append(leaf.places)
-            for state in leaf.states:
-                name = leaf.array_name(state.name)
-                self._names.append((name, num_chunks))
-                self._sums.extend(checksums.get(name, [0] * num_chunks))
-        lengths = (one.num_bytes for one in directory.manifest.held())
-        self._lengths = array("q", lengths)  # without padding
+        for name, leaf, _ in directory.manifest.arrays():
+            self._names.append((name, len(leaf.held)))
+            self._sums.extend(checksums.get(name, [0] * len(leaf.held)))
         self._is_working = bytearray(len(self._sums))
         self._is_shared = bytearray(len(self._sums))
         self._is_in_memory = bytearray(len(self._sums))
+        self._lock = threading.Lock()
         self._parts: dict[int, _Parts] = {}  # of newest versions, where they are known
         self._loaded: dict[int, _Parts] = {}  # of other newest versions, as read
         self._given: dict[int, _Parts] = {}
@@ -91,15 +78,13 @@ class ChunkTable:
         """The slot of the last committed step; empty in a new store."""
         return other_slot(self.target)
 
-    def slot(self, leaf: int, chunk: int, state: int) -> Slot:
-        """Returns the slot with the newest version of a state's chunk."""
-        first = self._first[leaf] + self._places[leaf][chunk]
-        is_working = self._is_working[first + state * self._num_chunks[leaf]]
-        return self.target if is_working else self.committed
+    def slot(self, entry: int) -> Slot:
+        """Returns the slot with the newest version of a chunk."""
+        return self.target if self._is_working[entry] else self.committed
 
     def source(self, layout: SubgroupLayout, state: int) -> Slot:
-        """As `slot`, of a subgroup's chunk."""
-        return self.slot(layout.subgroup.leaf, layout.subgroup.chunk, state)
+        """As `slot`, of a subgroup's state."""
+        return self.slot(layout.entries[state])
 
     def sources(self, layout: SubgroupLayout, states: Sequence[int]) -> Loads:
         """Returns numbers and slots of a subgroup's states."""
@@ -118,7 +103,7 @@ class ChunkTable:
 
     def is_in_memory(self, layout: SubgroupLayout, state: int) -> bool:
         """Whether the newest version of a chunk's state is not on the drive."""
-        return bool(self._is_in_memory[self._entry(layout, state)])
+        return bool(self._is_in_memory[layout.entries[state]])
 
     def checksums(self) -> dict[str, Array]:
         """Checksums of the newest version of every chunk, by array name."""
@@ -144,13 +129,13 @@ class ChunkTable:
         Raises:
           StoreCorruptError: the chunk is damaged.
         """
-        entry, offset = self._entry(layout, state), layout.subgroup.offset_elements
+        entry, offset = layout.entries[state], layout.subgroup.offset_elements
         found, expected, when = checksum, self._sums[entry], "as written"
         if layout.sizes[state] < self._lengths[entry]:
             with self._lock:
                 if known := self._parts.get(entry):
                     expected, _ = known[offset]
-                elif first := self._loaded.setdefault(entry, {}).get(offset):
+                elif first := self._loaded.get(entry, {}).get(offset):
                     expected, _ = first
                     when = f"when elements from {offset} on were read before"
                 else:
@@ -164,7 +149,7 @@ class ChunkTable:
 
     def matches(self, layout: SubgroupLayout, state: int, checksum: int) -> bool:
         """Whether a copy equals the newest version, when the whole chunk is known."""
-        entry = self._entry(layout, state)
+        entry = layout.entries[state]
         with self._lock:
             parts = self._add(self._given, layout, state, checksum)
             found = self._whole(entry, parts)
@@ -181,7 +166,7 @@ class ChunkTable:
         is_in_memory: bool = False,
     ) -> None:
         """Notes a part that is being written to the target slot, or will be."""
-        entry = self._entry(layout, state)
+        entry = layout.entries[state]
         with self._lock:
             self._is_shared[entry] = False
             if is_in_memory:
@@ -194,7 +179,7 @@ class ChunkTable:
         If the file has been linked elsewhere since, a new file takes its place. It gets
         the parts that this step has written or still has to read from there.
         """
-        entry = self._entry(layout, state)
+        entry = layout.entries[state]
         with self._prepare_lock:
             file = self._directory.prepare_write(
                 self.target,
@@ -249,13 +234,6 @@ class ChunkTable:
         self.target = self.committed
         self._is_working = bytearray(len(self._sums))
 
-    # --- inside ----------------------------------------------------------------------
-
-    def _entry(self, layout: SubgroupLayout, state: int) -> int:
-        leaf = layout.subgroup.leaf
-        first = self._first[leaf] + self._places[leaf][layout.subgroup.chunk]
-        return first + state * self._num_chunks[leaf]
-
     def _add(
         self,
         known: dict[int, _Parts],
@@ -264,7 +242,7 @@ class ChunkTable:
         checksum: int,
     ) -> _Parts:
         """Adds a part to those of its chunk, and returns these."""
-        parts = known.setdefault(self._entry(layout, state), {})
+        parts = known.setdefault(layout.entries[state], {})
         parts[layout.subgroup.offset_elements] = (checksum, layout.sizes[state])
         return parts
 
@@ -286,26 +264,11 @@ def _paired(states: tuple[int, ...], slots: tuple[Slot, ...]) -> Loads:
 # --- the mover's work ----------------------------------------------------------------
 
 
-def make_mover(
-    directory: StoreDirectory,
-    chunks: ChunkTable,
-    csds: Sequence[Csd],
-    limits: Limits,
-    failure: Failure,
-) -> Mover:
-    """Makes the mover of a store with these CSDs; see `Mover`."""
-    queues = Queues(
-        [(id(csd.memory), csd.is_host) for csd in csds],
-        lambda task: csds[task.piece.drive].acquire(task.piece.num_bytes),
-        limits,
-    )
-    roots = directory.manifest.csds or [str(directory.path)]
-    executor = _Executor(directory, chunks, csds)
-    return Mover(directory.path, queues, executor.perform, failure, roots)
+class ChunkMoves:
+    """Reads states, computes tasks and writes states, with checksums. Thread-safe.
 
-
-class _Executor:
-    """Reads states, computes tasks and writes states, with checksums. Thread-safe."""
+    `perform` is what the mover performs its units with.
+    """
 
     def __init__(
         self, directory: StoreDirectory, chunks: ChunkTable, csds: Sequence[Csd]
@@ -337,27 +300,26 @@ class _Executor:
 
     def _check_read(self, resident: Resident, states: Loads) -> Loads:
         """Verifies states; returns those whose checksum the update tells."""
-        layout = resident.task.piece
-        csd, unchecked = self._csds[layout.drive], []
+        unchecked = []
         for state, slot in states:
-            with span("checksum"):
-                checksum = csd.checksum(resident.buffer, layout.extents[state])
+            checksum = self._known_sum(resident, state)
             if checksum is None:
                 unchecked.append((state, slot))
             else:
-                self._chunks.loaded(layout, state, slot, checksum)
+                self._chunks.loaded(resident.task.piece, state, slot, checksum)
         return tuple(unchecked)
 
     def _compute(self, resident: Resident) -> None:
         """Runs the task's `compute`, and verifies the remaining states."""
         task, unchecked = resident.task, resident.unchecked
-        layout, csd = task.piece, self._csds[task.piece.drive]
+        layout = task.piece
         if not task.runs_kernel:  # the host is about to read them itself
             for state, slot in unchecked:
                 self._chunks.loaded(layout, state, slot, self._sum(resident, state))
             unchecked = ()
         with span("update"):
             wanted = [state for state, _ in unchecked]
+            csd = self._csds[layout.drive]
             told = task.compute(csd, resident.buffer, wanted) or {}
         for state, slot in unchecked:
             if state in told:
@@ -365,26 +327,28 @@ class _Executor:
             else:  # prefetched, but not used by the update
                 assert (state, slot) not in task.loads
         for state in resident.deferred:
-            checksum = self._known_sum(resident, state)
+            checksum = self._sum(resident, state)
             self._chunks.stored(layout, state, checksum, is_in_memory=True)
 
     def _write(self, resident: Resident, state: int) -> Transfer:
         layout = resident.task.piece
         if not resident.is_flushed:  # else that was noted when it was computed
-            self._chunks.stored(layout, state, self._known_sum(resident, state))
+            self._chunks.stored(layout, state, self._sum(resident, state))
         file = self._chunks.prepare_write(layout, state)
         return Transfer(resident.buffer, layout.extents[state], file)
 
-    def _known_sum(self, resident: Resident, state: int) -> int:
-        """Returns a checksum that a kernel has computed, if one has."""
+    def _known_sum(self, resident: Resident, state: int) -> int | None:
+        """Returns a checksum that the drive's kernel has computed, if one has."""
         layout = resident.task.piece
         with span("checksum"):
             csd = self._csds[layout.drive]
-            checksum = csd.checksum(resident.buffer, layout.extents[state])
-        return self._sum(resident, state) if checksum is None else checksum
+            return csd.checksum(resident.buffer, layout.extents[state])
 
     def _sum(self, resident: Resident, state: int) -> int:
-        layout = resident.task.piece
-        with span("checksum"):
-            view = self._csds[layout.drive].view
-            return crc32c(view(resident.buffer, layout.extents[state]))
+        """Returns a state's checksum, which the host computes if no kernel has."""
+        checksum, layout = self._known_sum(resident, state), resident.task.piece
+        if checksum is None:
+            with span("checksum"):
+                view = self._csds[layout.drive].view
+                checksum = crc32c(view(resident.buffer, layout.extents[state]))
+        return checksum

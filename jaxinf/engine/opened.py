@@ -25,7 +25,7 @@ import numpy as np
 from jaxinf.csd import Csd, CsdFleet
 from jaxinf.engine.binding import stale_state
 from jaxinf.engine.carry import carry_fields, carry_form
-from jaxinf.engine.chunks import ChunkTable, make_mover
+from jaxinf.engine.chunks import ChunkMoves, ChunkTable
 from jaxinf.engine.shape import StoreShape
 from jaxinf.engine.updates import (
     Assignment,
@@ -52,7 +52,7 @@ from jaxinf.store import (
     save_checkpoint,
     write_carry,
 )
-from jaxinf.transfer import ByteCounts, Limits, Task, idle, span
+from jaxinf.transfer import ByteCounts, Limits, Mover, Queues, Task, idle, span
 from jaxinf.typing import Array
 
 if TYPE_CHECKING:
@@ -121,12 +121,10 @@ class OpenStore(StoreShape):
       fleet, csds: the CSDs that update the chunks.
       mover: the workers.
       is_new: whether no step is committed yet; then every leaf must be initialised.
-      commit: the last committed step's record. For a new store it says step 0, until
-        the initial state is committed.
+      commit: the last committed step's record; of a new store one of step 0.
       finished: the record of the last finished step, which may not be committed yet.
       assignment, elsewhere: the updates that the CSDs do not compute, and the
         subgroups of these.
-      memory_bytes: the limit of buffers on the host.
       metrics: those of the last few steps of this process.
     """
 
@@ -158,12 +156,17 @@ class OpenStore(StoreShape):
         self.fleet = fleet or self.open_fleet(self.meters)
         roots = [directory.csd_directory(csd) for csd in range(directory.num_csds)]
         try:
-            self.csds: list[Csd] = list(
-                self.fleet.attach(roots, self.longest_bytes, self.longest_elements)
+            longest = self.longest_bytes, self.longest_elements
+            self.csds: list[Csd] = list(self.fleet.attach(roots, *longest))
+            csds = self.csds
+            queues = Queues(
+                [(id(csd.memory), csd.is_host) for csd in csds],
+                lambda task: csds[task.piece.drive].acquire(task.piece.num_bytes),
+                Limits(self._num_workers, self.fleet.num_kernels),
             )
-            limits = Limits(self._num_workers, self.fleet.num_kernels)
-            own = directory, self.chunks, self.csds
-            self.mover = make_mover(*own, limits, self.health)
+            perform = ChunkMoves(directory, self.chunks, self.csds).perform
+            drives = directory.manifest.csds or [str(directory.path)]
+            self.mover = Mover(directory.path, queues, perform, self.health, drives)
         except BaseException:
             self.fleet.close()
             raise
@@ -273,7 +276,7 @@ class OpenStore(StoreShape):
                 )
             if self._step is None:
                 if not self.num_uncommitted:
-                    self._begin_slot()
+                    self.directory.unpublish(self.chunks.target)
                 if not self.metrics:  # earlier traffic is of `init`, not of a step
                     self._counted = self.meters.snapshot()
                 self.mover.defer_writes(not self._must_commit(step + 1))
@@ -376,9 +379,8 @@ class OpenStore(StoreShape):
 
     def _note_cost(self, ended: _Step, updated_s: float) -> None:
         """Adds the metrics of the step that has ended; learns what steps move."""
-        moved = {
-            s: task for s, task in ended.updated.items() if task.loads or task.stores
-        }
+        tasks = ended.updated.items()
+        moved = {s: task for s, task in tasks if task.loads or task.stores}
         moved_bytes = sum([task.piece.num_bytes for task in moved.values()])
         traffic = self.meters.snapshot()
         self.metrics.append(
@@ -437,7 +439,7 @@ class OpenStore(StoreShape):
             self.join()
             if not self.num_uncommitted:
                 return
-            if self._has_updated:
+            if self._step and self._step.updated:
                 raise StoreError(
                     f"{self.options.path}: step {self.finished.step + 1} is under way, "
                     "and the steps before it are not committed (the store's durability "
@@ -471,7 +473,7 @@ class OpenStore(StoreShape):
             self._join()
             if self.health.error is not None or not self.num_uncommitted:
                 return
-            if self._has_updated:
+            if self._step and self._step.updated:
                 step = self.finished.step + 1
                 _LOG.warning("step %s is incomplete. %s", step, self._loss_note())
             else:
@@ -489,10 +491,6 @@ class OpenStore(StoreShape):
                 self.join()
             # A copy, since a later step's commit may append at the same time.
             return next((m for m in tuple(self.metrics) if m.step == step), None)
-
-    @property
-    def _has_updated(self) -> bool:
-        return self._step is not None and bool(self._step.updated)
 
     def _loss_note(self) -> str | None:
         """Says what a failure costs."""
@@ -517,15 +515,11 @@ class OpenStore(StoreShape):
         is_due = every is not None and step - self.commit.step >= every
         return is_due or options.keeps(step) or options.exports(step)
 
-    def _begin_slot(self) -> None:
-        """Makes the slot that is written next free of a step."""
-        self.directory.unpublish(self.chunks.target)
-
     def begin_given(self) -> None:
         """Begins a step that is given as a whole in place of the last."""
         self._keep(frozenset())  # what was read is of the step before
         self.mover.end_step()
-        self._begin_slot()
+        self.directory.unpublish(self.chunks.target)
         self.mover.defer_writes(False)
 
     def commit_given(self, step: int, scalars: Sequence[ScalarState]) -> None:
@@ -544,7 +538,7 @@ class OpenStore(StoreShape):
         try:
             self._publish()
             if self._step is not None:
-                self._begin_slot()
+                self.directory.unpublish(self.chunks.target)
         except BaseException as error:
             self.health.fail(error)
             raise
@@ -564,17 +558,15 @@ class OpenStore(StoreShape):
             carried=(),
             commit="" if group.is_alone else f"{group.session}-{group.num_barriers}",
         )
-        write = partial(directory.write_record, slot, record)
         meet = partial(group.barrier, f"step {record.step} is not committed here")
         actions = {
-            CommitAction.SYNC: ("sync", directory.sync),
-            CommitAction.RECORD: ("publish", write),
-            CommitAction.MEET: ("meet", meet),
-            CommitAction.FLIP: ("publish", partial(directory.flip, slot)),
+            CommitAction.SYNC: directory.sync,
+            CommitAction.RECORD: partial(directory.write_record, slot, record),
+            CommitAction.MEET: meet,
+            CommitAction.FLIP: partial(directory.flip, slot),
         }
         for action in CommitAction:
-            name, act = actions[action]
-            with span(name):
-                act()
+            with span(action.value):
+                actions[action]()
         self.chunks.end_commit()
         self.commit = self.finished = record

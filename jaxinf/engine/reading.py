@@ -7,7 +7,7 @@ steps. In a run of several processes all call alike what returns whole arrays.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,7 +15,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxinf.engine.sharding import (
-    box_of,
     boxes_with_holders,
     gathered_whole,
     own_parts,
@@ -53,8 +52,8 @@ class StateReader:
     """
 
     def __init__(self, opened: "OpenStore", memory_bytes: int | None = None) -> None:
-        self._opened, chunks, slots = opened, opened.chunks, list[Slot]()
-        record, directory = opened.commit, opened.directory
+        self._opened, chunks, directory = opened, opened.chunks, opened.directory
+        record, slots = opened.commit, list[Slot]()
         if not chunks.is_all_written:
             slots.append(chunks.committed)
         if chunks.has_working:
@@ -63,15 +62,13 @@ class StateReader:
         each = (memory_bytes or opened.options.memory_bytes) // max(1, len(slots))
         csds = range(directory.num_csds)
         drives = [str(directory.csd_directory(csd)) for csd in csds]
-
-        def reader(slot: Slot) -> StepReader:
+        how = {"memory_bytes": each, "meters": opened.meters, "drives": drives}
+        self._readers = dict[Slot, StepReader]()
+        for slot in slots:
             path = directory.step_path(slot)
             places = tuple(directory.data_paths(path))
             step = CommittedStep(path, directory.manifest, record, places)
-            meters = opened.meters
-            return StepReader(step, memory_bytes=each, meters=meters, drives=drives)
-
-        self._readers = {slot: reader(slot) for slot in slots}
+            self._readers[slot] = StepReader(step, **how)
 
     def each_piece(
         self,
@@ -103,9 +100,10 @@ class StateReader:
             for piece in pieces:
                 visit(replace(piece, values=piece.values.astype(dtype, copy=False)))
 
+        newest = {n: opened.chunks.slot(opened.entry(leaf, n, state)) for n in chunks}
         try:
             for slot, reader in self._readers.items():
-                own = [n for n in chunks if opened.chunks.slot(leaf, n, state) == slot]
+                own = [number for number in chunks if newest[number] == slot]
                 for _ in over(own, partial(take, reader), reader.num_threads):
                     pass
         except StoreError as error:
@@ -247,28 +245,20 @@ def read_leaf(opened: "OpenStore", number: int, like: Any, *states: int) -> jax.
       like: the leaf's shape, the wanted dtype and, optionally, a sharding.
     """
     shape, dtype = tuple(like.shape), np.dtype(like.dtype)
-    sharding = getattr(like, "sharding", None)
-    read_box = partial(_read_box, opened, number, dtype, states)
-    whole = cache(lambda: read_array(opened, number, dtype, *states))
-    if not opened.group.is_alone:
-        is_named = isinstance(sharding, NamedSharding)
-        if not is_named or not isinstance(sharding.mesh, Mesh):
-            return jax.device_put(whole(), sharding)
-        if _fits(opened, number, sharding, shape):
-            what = f"params of {opened.name(number)}"
-            parts = partial(own_parts, sharding, shape, read_box)
-            return put_together(opened.group.in_all(what, parts))
-        return jax.make_array_from_callback(shape, sharding, whole().__getitem__)
+    sharding, group = getattr(like, "sharding", None), opened.group
+    is_meshed = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
+    if not group.is_alone and is_meshed and _fits(opened, number, sharding, shape):
+        read_box = partial(_read_box, opened, number, dtype, states)
+        parts = partial(own_parts, sharding, shape, read_box)
+        what = f"params of {opened.name(number)}"
+        return put_together(group.in_all(what, parts))
+    whole = read_array(opened, number, dtype, *states)
+    if not group.is_alone and is_meshed:
+        return jax.make_array_from_callback(shape, sharding, whole.__getitem__)
     # As uncommitted as `like`; otherwise a jitted step would be compiled again.
-    if sharding is None or not getattr(like, "committed", True):
-        return jax.device_put(whole())
-
-    def read(index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None
-        box = box_of(index, shape)
-        return read_box(*box) if opened.divides(number, *box) else whole()[index]
-
-    return jax.make_array_from_callback(shape, sharding, read)
+    if group.is_alone and not getattr(like, "committed", True):
+        sharding = None
+    return jax.device_put(whole, sharding)
 
 
 def _fits(

@@ -59,6 +59,7 @@ class SubgroupLayout:
       states: names of the stored arrays, master params first.
       slots: for each array, the state of the optimizer to which it belongs.
       extents: one for each array.
+      entries: for each array, the number of the chunk in `Manifest.held`.
     """
 
     subgroup: Subgroup
@@ -66,6 +67,7 @@ class SubgroupLayout:
     slots: tuple[str, ...]
     extents: tuple[Extent, ...]
     chunk: Chunk = field(compare=False)
+    entries: Sequence[int] = field(compare=False)
 
     @property
     def key(self) -> Subgroup:
@@ -115,18 +117,12 @@ class SubgroupLayout:
         offset = self.subgroup.offset_elements
         scatter(out, self.chunk, tuple(origin), offset, values)
 
-    @classmethod
-    def of(cls, subgroup: Subgroup, leaf: LeafRecord, chunk: Chunk) -> "SubgroupLayout":
-        """Places the states one after another, each on a new page."""
-        own = subgroup.offset_elements, subgroup.num_elements
-        return cls(subgroup, *_placed(leaf.states, *own), chunk)
-
 
 @lru_cache(maxsize=1 << 14)  # most leaves of a large store are alike
 def _placed(
     states: tuple[StateRecord, ...], offset_elements: int, num_elements: int
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[Extent, ...]]:
-    """Returns names, slots and extents of a subgroup."""
+    """Returns names, slots and extents of a subgroup, each state on a new page."""
     extents, offset_bytes = [], 0
     for state in states:
         dtype = dtype_of(state.dtype)
@@ -245,16 +241,21 @@ class StoreShape:
             window_bytes = max(window_bytes // _WINDOW_SHARE, quick_bytes)
         fitting = max(0, window_bytes) // unit_bytes * unit
         most = max(unit, min(fitting, DEFAULT_CHUNK_ELEMENTS))
-        all_chunks, found = self.directory.chunks, []
+        all_chunks, found, first = self.directory.chunks, [], 0
         for leaf, record in enumerate(self.directory.manifest.leaves):
             chunks: list[list[SubgroupLayout]] = [[] for _ in record.csds]
-            own = _unit_elements(record)
+            own, num_held = _unit_elements(record), len(record.held)
+            last = first + num_held * len(record.states)
             for item in subgroups(leaf, record.grid, record.csds, most, own):
-                if record.places[item.chunk] >= 0:
-                    chunks[item.chunk].append(
-                        SubgroupLayout.of(item, record, all_chunks[leaf][item.chunk])
-                    )
+                place, chunk = record.places[item.chunk], all_chunks[leaf][item.chunk]
+                if place >= 0:
+                    entries = range(first + place, last, num_held)
+                    run = item.offset_elements, item.num_elements
+                    placed = _placed(record.states, *run)
+                    layout = SubgroupLayout(item, *placed, chunk, entries)
+                    chunks[item.chunk].append(layout)
             found.append(chunks)
+            first = last
         return found
 
     # --- where they are ---------------------------------------------------------------
@@ -288,13 +289,16 @@ class StoreShape:
                 f"leaf {record.name}: the store's chunks {record.chunk_shape} (made "
                 f"for shards {record.shard_counts}) do not divide at the shard "
                 f"boundaries of this run ({error}); run on a mesh whose shards are "
-                "whole multiples, or on one JAX device; give the trainer --elastic, "
-                "which gives the store another grid; or take the step to a new store "
-                "(Store.params and Store.state, then Store.load). An init that does "
-                "not know the shards, as in jit(init, out_shardings=…), needs "
-                "smart_update(tx, store, shardings=…)"
+                "whole multiples; give the trainer --elastic, which gives the store "
+                "another grid; or take the step to a new store (Store.load). An init "
+                "that does not know the shards, as in jit(init, out_shardings=…), "
+                "needs smart_update(tx, store, shardings=…)"
             ) from error
         return found if record.is_whole else [n for n in found if record.places[n] >= 0]
+
+    def entry(self, leaf: int, chunk: int, state: int) -> int:
+        """Returns the number of a held chunk of a state in `Manifest.held`."""
+        return self._layouts[leaf][chunk][0].entries[state]
 
     def divides(self, leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:
         """Whether a box of a leaf consists of whole chunks, so it can move alone."""

@@ -26,8 +26,9 @@ PHASES: Mapping[str, str] = {
     "back": "copy",
     "drain": "commit",
     "sync": "commit",
-    "publish": "commit",
+    "record": "commit",
     "meet": "commit",
+    "flip": "commit",
 }
 """The phase of a step that each kind of span belongs to.
 
