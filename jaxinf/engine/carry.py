@@ -1,9 +1,10 @@
 """Arrays that a caller gives a step to commit with it.
 
-Invariant: all steps of a process carry arrays of the same names, shapes and dtypes.
+Invariant: a step carries what its own update was given, and nothing of a step before.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,7 +17,6 @@ from jaxinf.store import CARRY, CarriedArray, check_carry, dtype_of, read_carry
 from jaxinf.typing import Array, PyTree
 
 if TYPE_CHECKING:
-    from jaxinf.engine.engine import Engine
     from jaxinf.engine.opened import OpenStore
 
 _OF_NUMPY = (bool, int, float, np.ndarray, np.generic)
@@ -30,59 +30,43 @@ def carried_leaves(tree: PyTree, what: str = CARRY) -> dict[tuple[str, ...], Any
 
     Raises:
       TypeError: a leaf is no array of numbers; names it.
-      ValueError: two leaves have one path.
     """
     found = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         path = leaf_path(keys)
-        where = "/".join((what, *path))
         if isinstance(leaf, _OF_NUMPY):
             leaf = jnp.asarray(leaf)
-        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            raise TypeError(
-                f"{where}: expected an array or a number, found "
-                f"{type(leaf).__name__}; leave it out of the tree"
-            )
-        data = data_of(leaf)
+        is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+        data = data_of(leaf) if is_array else np.empty(0, object)
         dtype = np.dtype(data.dtype)
         if dtype.kind not in "biuf" and dtype.name != "bfloat16":
+            kind = dtype.name if is_array else type(leaf).__name__
             raise TypeError(
-                f"{where}: expected real numbers, bools or typed keys, found "
-                f"{dtype.name}; carry it in another dtype"
+                f"{'/'.join((what, *path))}: expected real numbers, bools or typed "
+                f"keys, found {kind}; leave it out of the tree"
             )
-        if path in found:
-            raise ValueError(f"{where}: expected one leaf of this name, found two")
         found[path] = data
     return found
 
 
 def check_carried(
-    engine: "Engine", carried: Mapping[tuple[str, ...], Any], states: Iterable[str]
+    store: Path, carried: Mapping[tuple[str, ...], Any], states: Iterable[str]
 ) -> None:
-    """Refuses what a step cannot carry, or what other steps do not: ValueError.
+    """Refuses what a step cannot carry: ValueError.
 
     Args:
       carried: as `carried_leaves` returns; nothing but shapes and dtypes is read.
       states: names of the store's states.
     """
-    form = _form_of(carried)
-    where = f"{engine.options.path}: carry"
     try:
-        check_carry(form)
+        check_carry(_form_of(carried))
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-    if form and CARRY in states:
+        raise ValueError(f"{store}: carry: {error}") from None
+    if carried and CARRY in states:
         raise ValueError(
-            f"{where}: expected no state of the optimizer of this name, found one, "
-            "whose files it would share; rename that field"
+            f"{store}: carry: expected no state of the optimizer of this name, found "
+            "one, whose files it would share; rename that field"
         )
-    if engine.carried not in (None, form):
-        raise ValueError(
-            f"{where}: expected the arrays of the steps before, "
-            f"{_shown(engine.carried or ())}, found {_shown(form)}; give every step "
-            "the same, or close the store and open it again"
-        )
-    engine.carried = form
 
 
 def carry_fields(carried: Mapping[tuple[str, ...], Array]) -> dict[str, Any]:
@@ -96,7 +80,7 @@ def carry_fields(carried: Mapping[tuple[str, ...], Array]) -> dict[str, Any]:
 
 
 def carry_form(carry: Iterable[CarriedArray]) -> tuple[CarriedArray, ...]:
-    """Returns what is the same in all steps: names, shapes and dtypes."""
+    """Returns names, shapes and dtypes alone, which most steps share."""
     return tuple(CarriedArray(x.path, x.shape, x.dtype, "") for x in carry)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
+from pathlib import Path
 
 import numpy as np
 from msgspec.structs import replace
@@ -17,11 +18,7 @@ from msgspec.structs import replace
 from jaxinf.compress import TopK
 from jaxinf.csd import GradientForm, KernelNeed
 from jaxinf.engine.options import StoreOptions
-from jaxinf.errors import (
-    DeviceConfigurationError,
-    StoreMismatchError,
-    UnsupportedTransformError,
-)
+from jaxinf.errors import StoreMismatchError, UnsupportedTransformError
 from jaxinf.layout import choose_grid
 from jaxinf.processes import Group
 from jaxinf.program import (
@@ -90,16 +87,6 @@ class LeafDescription:
         """Its shape."""
         return self.record.shape
 
-    @property
-    def needed_holders(self) -> tuple[tuple[int, ...], ...]:
-        """Its holders, which a run of several processes needs."""
-        if not self.holders:
-            raise DeviceConfigurationError(
-                f"leaf {self.name}: expected params on a mesh of all processes of the "
-                "run, found none; put them on one"
-            )
-        return self.holders
-
 
 @dataclass(frozen=True, eq=False)
 class StoreDescription:
@@ -150,7 +137,7 @@ def planned(
     coded = replace(description.contents, leaves=tuple(leaves))
     roots, part = [str(root) for root in options.csds] or held_roots, {}
     if not group.is_alone:
-        holders = [leaf.needed_holders for leaf in description.leaves]
+        holders = [leaf.holders for leaf in description.leaves]
         part = {
             "member": Member(group.session, group.number, group.count),
             "owners": deal_to_members(coded.leaves, group.count, holders),
@@ -245,7 +232,7 @@ def kernel_needs(description: StoreDescription, held: Manifest) -> list[KernelNe
 
 def check_form(options: StoreOptions, manifest: Manifest) -> None:
     """Refuses a store on other CSDs, or in another format, than is asked for."""
-    path, wanted, found = options.path, options.state, store_formats(manifest)
+    path, found = options.path, store_formats(manifest)
     given = tuple(str(root) for root in options.csds)
     if given and given != manifest.csds:
         raise StoreMismatchError(
@@ -253,18 +240,18 @@ def check_form(options: StoreOptions, manifest: Manifest) -> None:
             f"{list(manifest.csds) or 'the store itself'}, given were "
             f"{list(given)}; leave csds out when opening an existing store"
         )
-    if _is_other(manifest, Formats(wanted)):
-        raise StoreMismatchError(
-            f"{path}: the store holds its state as {found.state}, asked for "
-            f"was state={wanted!r}; leave it out, or make a store of the other kind "
-            f'from this one ("jaxinf store copy {path} NEW --state {wanted}")'
-        )
-    if options.master == "none" and found.master != "none":
-        raise StoreMismatchError(
-            f"{path}: the store has master params, asked for was master='none'; leave "
-            "it out, or make a store without from this one "
-            f'("jaxinf store copy {path} NEW --master none")'
-        )
+    if _is_other(manifest, Formats(options.state)):
+        raise _other_form(path, "state", str(options.state), found.state)
+    if options.master == "none" != found.master:
+        raise _other_form(path, "master", options.master, found.master)
+
+
+def _other_form(path: Path, name: str, wanted: str, found: str | None) -> Exception:
+    return StoreMismatchError(
+        f"{path}: expected {name}={wanted!r}, found {found!r}; leave it out, or make a "
+        f"store of the other kind from this one (jaxinf store copy {path} NEW "
+        f"--{name} {wanted})"
+    )
 
 
 def _is_other(held: Manifest, formats: Formats) -> bool:
@@ -275,15 +262,20 @@ def _is_other(held: Manifest, formats: Formats) -> bool:
 def check_same(
     directory: StoreDirectory, description: StoreDescription, remedy: str = ""
 ) -> None:
-    """Refuses a store of another optimizer or tree; shows the difference."""
+    """Refuses a store of another optimizer, tree or mesh; shows the difference."""
     held, wanted = directory.manifest, description.contents
     _check_average(directory, description)
     tree = held.tree_difference(wanted)
     lines = tree or held.kernel_difference(wanted)
-    if not lines:
-        return
     shown = "\n  ".join(lines[:40])
-    if not tree and dict(held.created_by) != dict(wanted.created_by):
+    has_versions = dict(held.created_by) == dict(wanted.created_by)
+    if tree or (lines and has_versions):
+        raise StoreMismatchError(
+            f"{directory.path}: the store holds the state of another optimizer or "
+            f"model than it is opened with:\n  {shown}\nOpen it with the optimizer and "
+            f"the model that it was made with, or use another store{remedy}"
+        )
+    if lines:
         _LOG.warning(
             "%s: the optimizer's equations differ from those the store was made with; "
             "so do the versions of jax or optax (%s then, %s now). The state has the "
@@ -293,12 +285,7 @@ def check_same(
             dict(wanted.created_by),
             shown,
         )
-        return
-    raise StoreMismatchError(
-        f"{directory.path}: the store holds the state of another optimizer or model "
-        f"than it is opened with:\n  {shown}\nOpen it with the optimizer and the model "
-        f"that it was made with, or use another store{remedy}"
-    )
+    _check_division(directory, description)
 
 
 def _check_average(directory: StoreDirectory, description: StoreDescription) -> None:
@@ -317,19 +304,20 @@ def _check_average(directory: StoreDirectory, description: StoreDescription) -> 
         )
 
 
-def check_division(directory: StoreDirectory, description: StoreDescription) -> None:
+def _check_division(directory: StoreDirectory, description: StoreDescription) -> None:
     """Refuses a run whose mesh gives the chunks of a member to other processes."""
     if directory.manifest.member is None:
         return
     for record, leaf in zip(directory.manifest.leaves, description.leaves, strict=True):
-        places = chunk_holders(record, leaf.record.shard_counts, leaf.needed_holders)
-        for number, holders in enumerate(places):
-            if record.owners[number] not in holders:
+        places = chunk_holders(record, leaf.record.shard_counts, leaf.holders)
+        pairs = zip(record.owners, places, strict=True)
+        for number, (owner, holders) in enumerate(pairs):
+            if owner not in holders:
                 raise StoreMismatchError(
                     f"{directory.path}: leaf {leaf.name}: chunk {number} is process "
-                    f"{record.owners[number]}'s, and on this run's mesh its params are "
-                    f"in process {', '.join(map(str, holders))}; use the mesh and the "
-                    "shardings that the store was made with"
+                    f"{owner}'s, and on this run's mesh its params are in process "
+                    f"{', '.join(map(str, holders))}; use the mesh and the shardings "
+                    "that the store was made with"
                 )
 
 
@@ -357,20 +345,15 @@ def check_compression(compression: TopK | None, options: StoreOptions) -> None:
 
 def _check_compressed(compression: TopK, program: UpdateProgram) -> None:
     """Refuses an optimizer whose gradients cannot be sent compressed."""
-    recall, dense = program.recall, [x for x in program.leaves if x.kernel.array_dtypes]
+    dense = [leaf for leaf in program.leaves if leaf.kernel.array_dtypes]
     front = "put that in front: optax.chain(…, smart_update(tx, store, compress=…))"
-    if recall is not None and recall.counter is None:
+    if program.recall is not None:
         lacking = (
-            "with compress= this optimizer's update lacks the elements that were not "
-            "sent, and it computes a quantity of the whole update, such as its norm; "
-            "leave compress= out"
-        )
-    elif recall is not None:
-        lacking = (
-            "with compress= the stored sum of optax.MultiSteps lacks the elements that "
-            "were not sent, and this optimizer computes a quantity of the whole sum, "
-            "such as its norm; compute it of each gradient: smart_update(optax.chain("
-            "optax.clip_by_global_norm(…), optax.MultiSteps(…)), store, compress=…)"
+            "with compress= an update, or the stored sum of optax.MultiSteps, lacks "
+            "the elements that were not sent, and this optimizer computes a quantity "
+            "of the whole, such as its norm; compute it of each gradient (optax.chain("
+            "optax.clip_by_global_norm(…), optax.MultiSteps(…))), or leave compress= "
+            "out"
         )
     elif dense:
         lacking = (

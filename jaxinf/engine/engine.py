@@ -18,7 +18,6 @@ from jaxinf.documents import encode, parse_json
 from jaxinf.engine.binding import RESTART, ResumeCheck
 from jaxinf.engine.description import (
     StoreDescription,
-    check_division,
     check_same,
     kernel_needs,
     planned,
@@ -38,11 +37,9 @@ from jaxinf.errors import (
     StoreFormatError,
     StoreMismatchError,
 )
-from jaxinf.layout import choose_grid
 from jaxinf.processes import Group, end_unless
 from jaxinf.program import StateLayout
 from jaxinf.store import (
-    CarriedArray,
     CommitRecord,
     ScalarState,
     StoreDirectory,
@@ -67,18 +64,13 @@ class Engine:
     """A store in this process, with files or still without. Thread-safe.
 
     Attributes:
-      options: the options of the store.
-      group: the processes that have the store together.
       files: its open files; None if there is no store yet, not even a new one.
       health: whether it can be used, and the failure that stopped it.
-      meters: the bytes that it has moved.
-      exports: the exports of its steps to a URL.
       lock: the store's, while this process is its writer.
       path_lock: held while a store of its path opens or closes.
       binding: the run's binding to the store's step, made by its first update.
       shardings: for each leaf, the sharding of the params in the last `init`, on one
         mesh; empty if they are not sharded.
-      carried: names, shapes and dtypes of what its steps carry; None before the first.
       num_replaced: how often what it holds was replaced, other than by a step: made
         anew, or loaded.
       last_step: the last finished step; -1 before step 0.
@@ -96,10 +88,10 @@ class Engine:
         self.exports = Exports(options, group)
         self.lock: StoreLock | None = None
         self.shardings: tuple[NamedSharding, ...] = ()
-        self.carried: tuple[CarriedArray, ...] | None = None
         self.num_replaced, self.last_step = 0, -1
         self._payloads: dict[int, JsonValue] = {}
         self._payloads_lock = threading.Lock()
+        self._planned: tuple[StoreDescription, StoreShape] | None = None
         self._bound: list[StoreDescription] = []
         self._guard = threading.RLock()
         self._on_close: list[Callable[[], None]] = []
@@ -110,13 +102,13 @@ class Engine:
 
     def _tell_others(self) -> None:
         health, error = self.health, self.health.error
+
+        def is_known() -> bool:
+            return health.is_closed or not health.is_unreported
+
         if error is not None and not isinstance(error, StoreClosedError):
             self.group.fail(error)
-            end_unless(
-                self.group,
-                lambda: health.is_closed or not health.is_unreported,
-                error,
-            )
+            end_unless(self.group, is_known, error)
 
     # --- the store -------------------------------------------------------------------
 
@@ -155,14 +147,10 @@ class Engine:
         """The shape of the existing or future store; writes nothing."""
         if self.files is not None:
             return self.files
-        return StoreShape(self.options, planned(self.options, self.group, description))
-
-    def chunk_shape(self, description: StoreDescription, leaf: int) -> tuple[int, ...]:
-        """The shape of a leaf's chunks, in the existing or future store."""
-        if self.files is not None:
-            return self.files.directory.manifest.leaves[leaf].chunk_shape
-        one = description.leaves[leaf].record
-        return choose_grid(one.shape, shard_counts=one.shard_counts).chunk_shape
+        if self._planned is None or self._planned[0] is not description:
+            directory = planned(self.options, self.group, description)
+            self._planned = description, StoreShape(self.options, directory)
+        return self._planned[1]
 
     # --- its contents ----------------------------------------------------------------
 
@@ -205,10 +193,8 @@ class Engine:
             if not opened.is_new:
                 if uses_budget:
                     opened.check_memory()
-                check_same(
-                    opened.directory, description, _ONE_EACH if self._bound else ""
-                )
-                check_division(opened.directory, description)
+                remedy = _ONE_EACH if self._bound else ""
+                check_same(opened.directory, description, remedy)
                 needs = kernel_needs(description, opened.directory.manifest)
                 opened.fleet.check(needs)
             self._bound.append(description)
@@ -241,18 +227,14 @@ class Engine:
             )
             check_same(opened.directory, description, remedy)
             if step := opened.commit.step:
-                held = checkpoint_names(opened.directory)
-                ends = itertools.chain([""], (f"-{n}" for n in itertools.count(2)))
-                names = (f"step-{step}-before-restart{end}" for end in ends)
-                name = next(name for name in names if name not in held)
+                names, number = checkpoint_names(opened.directory), 1
+                name = kept = f"step-{step}-before-restart"
+                while name in names:
+                    number += 1
+                    name = f"{kept}-{number}"
                 save_checkpoint(opened.directory, name)
-                _LOG.warning(
-                    "%s: restarted at step 0; the run that was there is kept at step "
-                    "%d as the checkpoint %r",
-                    path,
-                    step,
-                    name,
-                )
+                said = "%s: restarted; the run of before is kept at step %d, as %r"
+                _LOG.warning(said, path, step, name)
             self.files = begin_anew(self, opened)
             self._bound = [description]
 
@@ -334,11 +316,8 @@ class Engine:
         if sys.exception() is not None:
             self.exports.stop.set()
         elif self.exports.under_way:
-            _LOG.warning(
-                "%s: closing waits for the export to %s; Ctrl-C gives it up",
-                self.options.path,
-                self.exports.under_way,
-            )
+            said = "%s: closing waits for the export to %s; Ctrl-C gives it up"
+            _LOG.warning(said, self.options.path, self.exports.under_way)
         self.group.leave()
         with contextlib.ExitStack() as stack:
             stack.callback(self.release)

@@ -57,13 +57,12 @@ class Exports:
     """
 
     def __init__(self, options: StoreOptions, group: Group) -> None:
-        url, path = options.export_to, group.where
-        if url is not None and not group.is_alone:
+        if options.export_to is not None and not group.is_alone:
             raise ExchangeError(
-                f"{path}: expected one process for exports beside training "
-                f"(export_to={url}), found {group.count}; leave it out, keep "
-                "checkpoints, and export them where all members can be seen, also "
-                f"beside the run: jaxinf checkpoint export {path} URL --checkpoint NAME"
+                f"{group.where}: expected one process for exports beside training "
+                f"(export_to={options.export_to}), found {group.count}; leave it out, "
+                "keep checkpoints, and export them where all members can be seen: "
+                f"jaxinf checkpoint export {group.where} URL --checkpoint NAME"
             )
         self.infos: list[ExportInfo] = []
         self.under_way, self.stop = "", _Stop()

@@ -10,7 +10,6 @@ import os
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,9 +163,10 @@ def open_store(
             said = f"{type(error).__name__}: {error}"
             _LOG.warning("%s: was stopped by %s; it is opened anew", path, said)
             engine_of(held).close()
-        for name in _ALIKE if not group.is_alone else ():
-            what, value = f"open_store(…, {name}=)", partial(getattr, options, name)
-            group.agree(what, value, "give it alike in all of them")
+        alike = {name: getattr(options, name) for name in _ALIKE}
+        group.agree(
+            "the options of open_store", lambda: alike, "give them alike in all of them"
+        )
         engine, place = Engine(options, group, lock), path.resolve()
         store = _open[place] = Store(engine)
 

@@ -13,12 +13,9 @@ import contextlib
 import fnmatch
 import hashlib
 import json
-import logging
-import os
-import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from importlib.metadata import version
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,10 +44,10 @@ from jaxinf.store import (
     create_store,
     discard_store,
     find_checkpoint,
+    find_members,
     held_steps,
     is_unfinished,
     lock_exclusively,
-    member_name,
     other_slot,
     prune_leftovers,
     prune_snapshots,
@@ -64,13 +61,9 @@ from jaxinf.typing import JsonValue
 if TYPE_CHECKING:  # which opens its files by these functions
     from jaxinf.engine.engine import Engine
 
-_LOG = logging.getLogger("jaxinf")
-
 # Files that may be in the directory of a new store.
 _HARMLESS = ("lost+found", "lock", "publish.lock", "checkpoints.lock")
 _HARMLESS += ("current.tmp", ".jaxinf*")
-
-_VERSIONS = "the same jaxinf, jax and optax in all processes"
 
 
 # --- a place --------------------------------------------------------------------------
@@ -85,27 +78,30 @@ def join_run(path: Path) -> Group:
     """Finds out who has a path, which is no store of one process if several have it."""
     group = join_group(path)
     if not group.is_alone and is_there(path):
-        raise StoreFormatError(
-            f"{path}: expected a run of {group.count} processes, which has a store in "
-            f"{member_name(0)} and so on, found the store of one process; "
-            f"{_division_advice(path, group.count)}"
-        )
+        _check_count(path, 1, group)
     return group
 
 
-def _check_place(path: Path) -> None:
+def _check_count(path: Path, found: int, group: Group) -> None:
+    """Refuses a store or run that is divided among another number of processes."""
+    if found != group.count:
+        raise StoreMismatchError(
+            f"{path}: the store is divided among {found} process(es), this run has "
+            f"{group.count}; start as many, which call jax.distributed.initialize "
+            "before open_store and open this path, or divide it: jaxinf store copy "
+            f'"{path}" "{path}" --processes {group.count} (the trainer\'s --elastic '
+            "does it)"
+        )
+
+
+def _check_place(path: Path, group: Group) -> None:
     """Refuses a path that is neither a store nor a place for one."""
     check_writable(path)
     if not path.exists() or is_there(path):
         return
-    if any(path.glob("process-[0-9]*/jaxinf.json")):
-        num = len(list(path.glob("process-[0-9]*")))
-        raise StoreFormatError(
-            f"store {path}: expected the store of one process, found the members of a "
-            f"run of several ({num} of them); start as many processes, and call "
-            "jax.distributed.initialize before open_store, or "
-            + _division_advice(path, 1)
-        )
+    for place in find_members(path)[:1]:
+        member = Manifest.read(place / "jaxinf.json").member
+        _check_count(path, member.count if member else 1, group)
     foreign = sorted(
         entry.name
         for entry in path.iterdir()
@@ -120,13 +116,6 @@ def _check_place(path: Path) -> None:
         )
 
 
-def _division_advice(path: Path, count: int) -> str:
-    return (
-        f'divide it among {count}: jaxinf store copy "{path}" "{path}" --processes '
-        f"{count} (the trainer's --elastic does it), or start it as before"
-    )
-
-
 # --- a store that is there ------------------------------------------------------------
 
 
@@ -138,7 +127,7 @@ def open_place(engine: "Engine") -> OpenStore | None:
       then locked, and must be made again. After an error the lock is given back.
     """
     options, group, path = engine.options, engine.group, engine.options.path
-    _check_place(path)
+    _check_place(path, group)
     if not is_there(path) and group.is_alone:
         _check_restorable(engine)
         return None
@@ -149,23 +138,35 @@ def open_place(engine: "Engine") -> OpenStore | None:
         engine.lock = StoreLock(path)
         return None if group.is_alone else _held_summary(path, group, options.restore)
 
+    def recover() -> OpenStore | None:
+        if engine.lock is None:
+            return None
+        if not group.is_alone:
+            directory = StoreDirectory.open(path)
+            directory.lock = engine.lock
+            to_step([directory], step)
+        return _open_locked(engine, engine.lock)
+
     with contextlib.ExitStack() as undo:
         undo.callback(engine.release)
         step = _common_step(path, group.gather("open_store", hold))
+        opened = _in_all(group, "open_store", recover)
+        undo.pop_all()
+    return opened
 
-        def recover() -> OpenStore | None:
-            if engine.lock is None:
-                return None
-            if not group.is_alone:
-                directory = StoreDirectory.open(path)
-                directory.lock = engine.lock
-                to_step([directory], step)
-            opened = _open_locked(engine, engine.lock)
-            if opened is not None:
+
+def _in_all(
+    group: Group, what: str, make: Callable[[], OpenStore | None]
+) -> OpenStore | None:
+    """Returns an opened store, or closes it because another process has none."""
+    with contextlib.ExitStack() as undo:
+
+        def made() -> OpenStore | None:
+            if (opened := make()) is not None:
                 undo.callback(opened.close)
             return opened
 
-        opened = group.in_all("open_store", recover)
+        opened = group.in_all(what, made)
         undo.pop_all()
     return opened
 
@@ -186,12 +187,7 @@ def _open_locked(engine: "Engine", lock: StoreLock) -> OpenStore | None:
         if is_unfinished(path):
             _check_restorable(engine)
             check_never_committed(read_owned(path, unmade=True))
-            _LOG.info(
-                "%s: its creation was interrupted before a first step was committed; "
-                "it will be made anew",
-                path,
-            )
-            return None
+            return None  # it will be made anew
         directory = read_owned(path)
         directory.lock = lock
         _check_own(directory, engine.group)
@@ -234,23 +230,14 @@ def create(
       uses_budget: whether its own memory budget will be used.
     """
     options, group = engine.options, engine.group
-
-    def summary() -> JsonValue:
-        host, roots = socket.gethostname(), map(os.path.realpath, options.csds)
-        shared = _in_common(planned(options, group, description).manifest)
-        return {**shared, "roots": [[host, root] for root in roots]}
-
-    with contextlib.ExitStack() as undo:
-
-        def make() -> OpenStore:
-            opened = _create(engine, description, uses_budget=uses_budget)
-            undo.callback(opened.close)
-            return opened
-
-        if not group.is_alone:
-            _check_plans(options.path, group.gather("init", summary))
-        opened = group.in_all("init", make)
-        undo.pop_all()
+    if not group.is_alone:
+        plan = partial(planned, options, group, description)
+        found = group.gather("init", lambda: _in_common(plan().manifest))
+        same = "the same params, mesh, shardings and optimizer in all processes"
+        _check_equal(options.path, found, contents=same)
+    make = partial(_create, engine, description, uses_budget=uses_budget)
+    opened = _in_all(group, "init", make)
+    assert opened is not None
     return opened
 
 
@@ -273,7 +260,7 @@ def _create(
         fleet = undo.enter_context(contextlib.closing(shape.open_fleet(engine.meters)))
         fleet.check(kernel_needs(description, directory.manifest))
         if engine.lock is None:
-            _check_place(path)
+            _check_place(path, engine.group)
             with translated("creation", path):
                 path.mkdir(parents=True, exist_ok=True)
                 engine.lock = StoreLock(path)
@@ -295,52 +282,31 @@ def _create(
 
 def _check_own(directory: StoreDirectory, group: Group) -> None:
     """Refuses a store that is not of this process's kind, or another member's."""
-    held, path = directory.manifest.member, directory.path
-    found = None if held is None else (held.number, held.count)
-    expected = None if group.is_alone else (group.number, group.count)
-    if found == expected:
-        return
-    if found is None:
-        remedy = "run it in one, or give another path"
-    elif expected is None:
-        remedy = (
-            f"start {found[1]} processes, call jax.distributed.initialize before "
-            f"open_store, and open the run's path ({path.parent})"
-        )
-    else:
-        remedy = f"run with {found[1]} processes, each with its directory of before"
-        if found[1] != group.count:
-            remedy += f", or {_division_advice(path.parent, group.count)}"
-    raise StoreMismatchError(
-        f"{path}: expected {_whose(expected)}, found {_whose(found)}; {remedy}"
-    )
-
-
-def _whose(member: tuple[int, int] | None) -> str:
+    member, path = directory.manifest.member, directory.path
     if member is None:
-        return "the store of one process"
-    return f"member {member[0]} of a run of {member[1]} processes"
+        _check_count(path, 1, group)
+        return
+    _check_count(path.parent, member.count, group)
+    if member.number != group.number:
+        raise StoreMismatchError(
+            f"{path}: expected member {group.number} of the run, found member "
+            f"{member.number}; give each process its directory of before"
+        )
 
 
 def _held_summary(path: Path, group: Group, restore: str | None) -> JsonValue:
     """Describes an existing member to the others, or refuses it."""
     directory = StoreDirectory.open(path)
     _check_own(directory, group)
-    held = directory.manifest.member
-    assert held is not None
+    member, kept = directory.manifest.member, None
+    assert member is not None
     directory.read_commit()  # refuses one that is damaged
-    found, kept = held_steps(directory), None
     if restore is not None:
         record = find_checkpoint(directory, restore)
         kept = [record.step, record.commit]
-    return {
-        "run": held.run,
-        **_in_common(directory.manifest),
-        "steps": [
-            one and [one.step, one.commit] for one in (found.current, found.spare)
-        ],
-        "restore": kept,
-    }
+    steps = list(held_steps(directory))
+    common = _in_common(directory.manifest)
+    return {**common, "run": member.run, "steps": steps, "restore": kept}
 
 
 def _common_step(path: Path, found: Sequence[Any]) -> StepId | None:
@@ -369,7 +335,6 @@ def _common_step(path: Path, found: Sequence[Any]) -> StepId | None:
         found,
         run="members of one run",
         contents="members with the same leaves, optimizer and division",
-        versions=_VERSIONS,
         restore="the checkpoint to restore to be of one commit in all members",
     )
     try:
@@ -377,38 +342,27 @@ def _common_step(path: Path, found: Sequence[Any]) -> StepId | None:
     except LookupError:
         if found[0]["restore"] is not None:
             return None
-        listed = "; ".join(
-            f"process {n}: step {_shown(one.current)}, in its other slot "
-            f"{_shown(one.spare)}"
-            for n, one in enumerate(steps)
-        )
         raise ProcessError(
-            f"{path}: expected a step that all members have, found none: {listed}. "
-            "Was one of them restored from a backup, or restored alone? Restore a "
-            "checkpoint that all have: open_store(path, restore=NAME)",
+            f"{path}: expected a step that all members have, found none: "
+            f"{_of_each(map(str, steps))}. Was one of them restored from a backup, or "
+            "restored alone? Restore a checkpoint that all have: open_store(path, "
+            "restore=NAME)",
         ) from None
 
 
-def _check_plans(path: Path, found: Sequence[Any]) -> None:
-    """Refuses members that would not fit each other, before they are made."""
-    same = "the same params, mesh, shardings and optimizer in all processes"
-    _check_equal(path, found, versions=_VERSIONS, contents=same)
-    roots = sorted(tuple(root) for one in found for root in one["roots"])
-    for (host, root), after in pairwise(roots):
-        if (host, root) == after:
-            raise ValueError(
-                f"csds: expected roots of its own in each process of host {host}, "
-                f"found {root} in several; give a template, such as "
-                "'/mnt/nvme{process}'"
+def _check_equal(path: Path, found: Sequence[Any], **what: str) -> None:
+    """Refuses summaries of which these values differ, or the versions of packages."""
+    versions = "the same jaxinf, jax and optax in all processes"
+    for key, wanted in {"versions": versions, **what}.items():
+        values = [json.dumps(one[key]) for one in found]
+        if len(set(values)) > 1:
+            raise StoreMismatchError(
+                f"{path}: expected {wanted}, found {_of_each(values)}"
             )
 
 
-def _check_equal(path: Path, found: Sequence[Any], **what: str) -> None:
-    for key, wanted in what.items():
-        values = [json.dumps(one[key]) for one in found]
-        if len(set(values)) > 1:
-            listed = "; ".join(f"process {n}: {text}" for n, text in enumerate(values))
-            raise StoreMismatchError(f"{path}: expected {wanted}, found {listed}")
+def _of_each(texts: Iterable[str]) -> str:
+    return "; ".join(f"process {n}: {text}" for n, text in enumerate(texts))
 
 
 def _in_common(manifest: Manifest) -> dict[str, JsonValue]:
@@ -417,7 +371,3 @@ def _in_common(manifest: Manifest) -> dict[str, JsonValue]:
         "contents": hashlib.sha256(text.encode()).hexdigest(),
         "versions": {name: version(name) for name in ("jaxinf", "jax", "optax")},
     }
-
-
-def _shown(step: StepId | None) -> str:
-    return "none" if step is None else f"{step.step} (commit {step.commit[-12:]})"

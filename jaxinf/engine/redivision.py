@@ -62,18 +62,15 @@ def _divide(
     by_path = {leaf_path(keys): sharding for keys, sharding in leaves}
 
     def shards_of(leaf: LeafRecord) -> Shards:
-        sharding = by_path.get(leaf.path)
-        if sharding is None:
+        if leaf.path not in by_path:
             raise ValueError(
                 f"shardings: leaf {leaf.name}: expected its sharding, found none; give "
                 "a tree like the params"
             )
+        sharding = by_path[leaf.path]
         if not isinstance(sharding, NamedSharding):
             return Shards((1,) * len(leaf.shape))
-        try:
-            counts = shard_counts(sharding, leaf.shape)
-        except ValueError as error:
-            raise ValueError(f"shardings: leaf {leaf.name}: {error}") from error
+        counts = shard_counts(sharding, leaf.shape)
         return Shards(counts, shard_holders(sharding, leaf.shape))
 
     found = num_processes(path)

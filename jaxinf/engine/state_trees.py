@@ -20,21 +20,14 @@ from jaxinf.layout import CodedSlot
 from jaxinf.program import StateLayout, state_keys
 from jaxinf.store import ScalarState
 from jaxinf.transfer import Task
-from jaxinf.typing import (
-    AVERAGE,
-    FLOAT32,
-    FLOAT_DTYPES,
-    Array,
-    PyTree,
-)
+from jaxinf.typing import AVERAGE, FLOAT32, FLOAT_DTYPES, Array, PyTree
 
 if TYPE_CHECKING:
     from jaxinf.engine.opened import OpenStore
 
 _PIECE_ELEMENTS = 1 << 16
-# Names and types of an average's scalar state; its first values are zeros.
-_AVERAGE_SCALARS = (("average_count", np.int32), ("average_weight", np.float32))
-_OF_AVERAGE = (AVERAGE, *(name for name, _ in _AVERAGE_SCALARS))
+_OF_AVERAGE = (AVERAGE, "average_count", "average_weight")
+"""The state of an average, whose first scalars are zeros."""
 
 
 class _Place(NamedTuple):
@@ -85,7 +78,7 @@ def load_step(
     def write() -> None:
         opened.begin_given()
         for leaf, number, array in stored:
-            for origin, values in _parts(opened, leaf, array):
+            for origin, values in _parts(opened, array):
                 _write_part(opened, leaf, number, origin, values)
                 del values  # frees a deferred leaf before the next is read
             opened.mover.drain()
@@ -184,20 +177,16 @@ def _given(
     return stored, scalars
 
 
-def _parts(
-    opened: "OpenStore", leaf: int, array: Any
-) -> Iterator[tuple[list[int], Array]]:
-    """Yields origin and values of each shard, or of the leaf if chunks are cut."""
-    shards = [
-        ([s.start or 0 for s in index], values)
-        for index, values in distinct_shards(array)
-    ]
-    is_fit = all(opened.divides(leaf, o, v.shape) for o, v in shards)
-    if not is_fit and opened.group.is_alone:
+def _parts(opened: "OpenStore", array: Any) -> Iterator[tuple[list[int], Array]]:
+    """Yields origin and values of the whole array, or of this process's shards."""
+    if opened.group.is_alone:
         values = np.asarray(array)
-        shards = [([0] * values.ndim, values)]
+        yield [0] * values.ndim, values
+        return
+    shards = distinct_shards(array)
     while shards:
-        yield shards.pop()
+        index, values = shards.pop()
+        yield [one.start or 0 for one in index], values
 
 
 def _write_part(

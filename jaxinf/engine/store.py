@@ -80,20 +80,17 @@ class Store:
 
         With a durability other than ``"step"`` the transform may be some steps ahead.
         """
-        commit = self._last_commit()
-        return commit.step if commit else 0
+        return self._last_commit().step
 
     @property
     def skipped_steps(self) -> int:
         """Steps skipped for a non-finite gradient, up to the last commit."""
-        commit = self._last_commit()
-        return commit.skipped_steps if commit else 0
+        return self._last_commit().skipped_steps
 
     @property
     def payload(self) -> JsonValue:
         """The payload of the last committed step; see `annotate`."""
-        commit = self._last_commit()
-        return commit.payload if commit else None
+        return self._last_commit().payload
 
     @property
     def _manifest(self) -> Manifest:
@@ -111,9 +108,9 @@ class Store:
                 opened.health.check()  # raises it, so that `close` need not
                 raise
 
-    def _last_commit(self) -> CommitRecord | None:
+    def _last_commit(self) -> CommitRecord:
         self._engine.join()
-        return self._engine.commit
+        return self._engine.commit or CommitRecord(step=0, scalar_state=())
 
     @property
     def metrics(self) -> StepMetrics | None:
@@ -280,13 +277,9 @@ class Store:
         Raises:
           ProcessError: another process did not call it after the same step.
         """
-        group = self._engine.group
-        if group.is_alone:
-            self._engine.wait()
-        else:
-            self.wait()
+        self.wait()
         with contextlib.ExitStack() as stack:
-            yield group.in_all(
+            yield self._engine.group.in_all(
                 f"a snapshot of step {self.step}",
                 lambda: stack.enter_context(pinned_step(self._engine.directory)).path,
             )
@@ -414,20 +407,16 @@ class Store:
                 wait_for_dispatched()
             except KeyboardInterrupt:
                 engine.close()
-                _LOG.warning(
-                    "%s: interrupted while steps were under way: those after step %d, "
-                    "the last one that has arrived, are lost",
-                    self.path,
-                    engine.files.finished.step if engine.files else 0,
-                )
+                at = engine.files.finished.step if engine.files else 0
+                said = "%s: interrupted: steps under way after step %d are lost"
+                _LOG.warning(said, self.path, at)
                 raise
             finally:
                 engine.close()
         if sys.exception() is None:
             raise_kept()
-        if health.is_unreported and not isinstance(
-            sys.exception(), jax.errors.JaxRuntimeError
-        ):
+        is_jaxs = isinstance(sys.exception(), jax.errors.JaxRuntimeError)
+        if health.is_unreported and not is_jaxs:
             health.check()
 
     def __enter__(self) -> "Store":
@@ -436,11 +425,9 @@ class Store:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
             self.close()
-        except Exception as failure:
+        except Exception:
             if error is None:
-                raise
-            # Raise the body's own error; this one is often its cause.
-            _LOG.debug("%s: closed after a failure: %s", self.path, failure)
+                raise  # else the body's own error, of which this is often the cause
 
 
 def engine_of(store: Store) -> Engine:

@@ -98,7 +98,7 @@ def run_update(
     init, program = wrapped.trace(params, extra_args)
     description = wrapped.describe(init, program, shardings)
     _check(wrapped, description, shardings, state, gradients)
-    check_carried(wrapped.engine, carried, description.contents.state_names)
+    check_carried(wrapped.store.path, carried, description.contents.state_names)
     old = jax.tree.leaves(in_jax(state))
     feedback = jax.tree.leaves(state.error_feedback)
     pairs = zip(gradients, on_device, strict=True)
@@ -336,7 +336,8 @@ class _StepCalls:
         if gradient is None:
             return call
         assert compression is not None, "dense gradients are sent as they are"
-        chunk_shape = self.wrapped.engine.chunk_shape(self.description, call.number)
+        shape = self.wrapped.engine.shape(self.description)
+        chunk_shape = shape.directory.manifest.leaves[call.number].chunk_shape
         grid = LeafGrid(tuple(gradient.shape), chunk_shape)
         sent, left = compress_leaf(gradient, grid, compression, call.feedback)
         return replace(call, gradient=sent, feedback=left)

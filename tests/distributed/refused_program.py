@@ -64,11 +64,6 @@ def mesh_of_some(place, mesh, number):
         made(store, replicated(some) if number < 2 else jnp.ones((64, 8)))
 
 
-def shared_roots(place, mesh, number):
-    with jaxinf.open_store(place / "roots", csds=[place]) as store:
-        made(store, replicated(mesh))
-
-
 def other_optimizer(place, mesh, number):
     tx = ADAM if number else optax.sgd(1e-3, momentum=0.9)
     with jaxinf.open_store(place / "optimizer") as store:
@@ -324,8 +319,8 @@ def one_device(place, mesh, number):
 
 
 STREAMS = (ratios, on_own_devices, other_batch, one_device, one_goes_on)
-CASES = (different_paths, mesh_of_some, shared_roots, other_optimizer, own_paths)
-CASES += (old_copy, other_version, other_count, other_runs, missing_member)
+CASES = (different_paths, mesh_of_some, other_optimizer, own_paths, old_copy)
+CASES += (other_version, other_count, other_runs, missing_member)
 CASES += (member_twice, damaged_manifest, damaged_record, damaged_chunk, without_locks)
 CASES += (opened_before, from_a_backup, restored_after_a_backup, another_call)
 CASES += (export_of_one, *STREAMS, checkpoint_of_one)

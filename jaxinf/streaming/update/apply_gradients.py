@@ -353,7 +353,7 @@ def _carried(updates: UpdatePlan, results: PyTree) -> Mapping[tuple[str, ...], A
         return {}
     arrays = carried_leaves(updates.options.carry(results[1]))
     names = updates.engine.opened.directory.manifest.state_names
-    check_carried(updates.engine, arrays, names)
+    check_carried(updates.engine.options.path, arrays, names)
     for path, array in arrays.items():
         if isinstance(array, jax.Array) and not array.is_fully_addressable:
             if not array.is_fully_replicated:
