@@ -268,8 +268,7 @@ def check_same(
     tree = held.tree_difference(wanted)
     lines = tree or held.kernel_difference(wanted)
     shown = "\n  ".join(lines[:40])
-    has_versions = dict(held.created_by) == dict(wanted.created_by)
-    if tree or (lines and has_versions):
+    if tree or (lines and dict(held.created_by) == dict(wanted.created_by)):
         raise StoreMismatchError(
             f"{directory.path}: the store holds the state of another optimizer or "
             f"model than it is opened with:\n  {shown}\nOpen it with the optimizer and "

@@ -41,7 +41,6 @@ from jaxinf.processes import Group, end_unless
 from jaxinf.program import StateLayout
 from jaxinf.store import (
     CommitRecord,
-    ScalarState,
     StoreDirectory,
     StoreLock,
     checkpoint_names,
@@ -215,7 +214,7 @@ class Engine:
     def restart(self, description: StoreDescription) -> None:
         """Keeps the existing run as a checkpoint, and waits for a new one.
 
-        The committed step does not change until `finish_initialisation`.
+        The committed step does not change until the first states are committed.
         """
         wait_for_dispatched()
         with self._guard:
@@ -246,12 +245,6 @@ class Engine:
         tasks = [first_tasks(opened, description, one) for one in given]
         opened.mover.run([*itertools.chain.from_iterable(tasks)])
 
-    def finish_initialisation(self, scalars: Sequence[ScalarState]) -> None:
-        """Commits step 0; every leaf must have been initialised."""
-        self.opened.commit_given(0, scalars)
-        self.num_replaced += 1
-        self.binding.at = 0
-
     def load(self, params: Sequence[Any], state: PyTree, step: int) -> None:
         """Makes params and an optax state the store's first step after step 0."""
         layout, opened = self.layout, self.opened
@@ -264,8 +257,6 @@ class Engine:
                 )
             opened.abandon()
             load_step(opened, layout, params, state, step)
-            self.num_replaced += 1
-            self.binding.at = None
 
     # --- steps under way -------------------------------------------------------------
 

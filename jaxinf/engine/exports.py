@@ -87,14 +87,8 @@ class Exports:
                 export_url(pinned, url, beside=files_beside(path), options=options)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
-            _LOG.warning(
-                "%s: step %d is not exported to %s: %s. What is there, if anything, is "
-                "no export yet%s",
-                path,
-                step,
-                url,
-                problem,
-                "" if self.stop.is_set() else "; training goes on",
-            )
+            said = "%s: step %d is not exported to %s: %s. What is there is no export%s"
+            then = "" if self.stop.is_set() else "; training goes on"
+            _LOG.warning(said, path, step, url, problem, then)
         self.infos.append(ExportInfo(step, url, problem))
         self.under_way = ""

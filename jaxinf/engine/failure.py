@@ -56,12 +56,12 @@ class StoreHealth(Failure):
         self.fail_unannounced(error)
         if not (self.error is None or self.is_over or self in _ANNOUNCED):
             _ANNOUNCED.append(self)
+            said = f"{type(self.error).__name__}: {self.error}"
             _LOG.error(
-                "%s: %s: %s. The update is NaN, since other JAX devices wait for this "
-                "one; the next step raises the error",
+                "%s: %s. The update is NaN, since other JAX devices wait for this one; "
+                "the next step raises the error",
                 self._path,
-                type(self.error).__name__,
-                self.error,
+                said,
             )
 
     def fail_unannounced(self, error: BaseException) -> None:

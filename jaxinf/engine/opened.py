@@ -523,7 +523,7 @@ class OpenStore(StoreShape):
         self.mover.defer_writes(False)
 
     def commit_given(self, step: int, scalars: Sequence[ScalarState]) -> None:
-        """Commits the first step, or a loaded one, which tasks have written; blocks."""
+        """Commits step 0, or a loaded one, which tasks have written; blocks."""
         self.mover.drain()
         self.health.check()
         self.chunks.end_step()
@@ -532,6 +532,8 @@ class OpenStore(StoreShape):
         self.finished = CommitRecord(step=step, scalar_state=held, payload=payload)
         self._commit()
         self.is_new = False
+        self._engine.num_replaced += 1
+        self._engine.binding.at = None if step else 0
         self.keep_state()
 
     def _commit(self) -> None:

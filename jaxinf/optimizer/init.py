@@ -137,7 +137,7 @@ class HostInit:
         is_new = self.begin()
         self._has_begun = False  # the computation may run again
         if is_new:
-            engine.finish_initialisation(named_scalars(self._description, scalars))
+            engine.opened.commit_given(0, named_scalars(self._description, scalars))
         else:
             engine.binding.at = None
         commit = engine.opened.finished

@@ -206,7 +206,7 @@ class InStore:
         if engine.bind(description, may_create=True, uses_budget=False):
             for leaf, own in enumerate(inputs):
                 self._write_leaf(description, leaf, made, own)
-            engine.finish_initialisation(scalars)
+            engine.opened.commit_given(0, scalars)
         self.num_skipped = engine.opened.finished.skipped_steps
         return_freed_memory()  # of traces and of the first params
 
