@@ -166,9 +166,10 @@ def stale_state(opened: "OpenStore", step: int) -> StaleStateError:
     else:
         remedy = (
             "Each call of update is a step of the store, also one whose result is "
-            "discarded. Give each call the state that the last one returned, and each "
-            "model a store of its own (one store per init). To come back to a step, "
-            "call store.checkpoint(state=state) there, and open the store with "
+            "discarded (jitted.lower(…).compile() compiles without one). Give each "
+            "call the state that the last one returned, and each model a store of its "
+            "own (one store per init). To come back to a step, call store.checkpoint("
+            "state=state) before your program's own save, and open the store with "
             f"restore=; {RESTART}."
         )
     return StaleStateError(
