@@ -21,17 +21,16 @@ import json
 import os
 import platform
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import bench
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,46 +50,39 @@ TAIL = 4000
 """Characters of a failed part's output that are kept."""
 
 
-class PartError(Exception):
-    """A part has failed."""
-
-
 class Runner:
     """Runs a part's programs within its time."""
 
     def __init__(self, store: Path, limit_s: float) -> None:
         self.store = store
-        self._ends = time.monotonic() + limit_s
+        self._ends_s = time.monotonic() + limit_s
 
-    def output(self, command: Sequence[object]) -> str:
-        """Returns what a program prints; raises `PartError` with the end of it."""
-        with tempfile.TemporaryFile("w+") as printed:
-            process = subprocess.Popen(
-                [sys.executable, *map(str, command)],
-                stdout=printed,
-                stderr=subprocess.STDOUT,
-                cwd=HERE.parent,
-                env=os.environ | {"PYTHONSAFEPATH": ""},
-                start_new_session=True,
-            )
-            try:
-                status: int | None = process.wait(max(0, self._ends - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                status = None
-            finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-            printed.seek(0)
-            text = printed.read()
-        if status == 0:
-            return text
-        what = "took too long" if status is None else f"ended with status {status}"
-        raise PartError(f"{what}\n{text[-TAIL:]}")
+    def output(self, *words: object) -> str:
+        """Returns what Python prints.
+
+        Raises:
+          RuntimeError: it failed or took too long; has the end of what it printed.
+        """
+        left_s = max(0.1, self._ends_s - time.monotonic())
+        command = ["timeout", "--signal=KILL", f"{left_s}", sys.executable]
+        done = subprocess.run(
+            [*command, *map(str, words)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=HERE.parent,
+            env=os.environ | {"PYTHONSAFEPATH": ""},
+            check=False,
+        )
+        if done.returncode:
+            is_late = time.monotonic() >= self._ends_s
+            what = "took too long" if is_late else f"ended with {done.returncode}"
+            raise RuntimeError(f"{what}\n{done.stdout[-TAIL:]}")
+        return done.stdout
 
     def json(self, script: str, *options: object) -> Any:
         """Returns the last line of a script, which is JSON."""
-        lines = self.output([HERE / script, "--store", self.store, *options])
+        lines = self.output(HERE / script, "--store", self.store, *options)
         found = (line for line in reversed(lines.splitlines()) if line[:1] == "{")
         return json.loads(next(found))
 
@@ -98,7 +90,7 @@ class Runner:
         """Returns the last line of tests; JAX runs them on the device."""
         options = ("-q", "-p", "no:cacheprovider", "-W", "default")
         paths = [HERE.parent / "tests" / file for file in files]
-        return self.output(["-m", "pytest", *options, *paths]).splitlines()[-1]
+        return self.output("-m", "pytest", *options, *paths).splitlines()[-1]
 
     def bits(self) -> dict[str, Any]:
         """Compares two runs, and a third that is resumed after three steps."""
@@ -108,19 +100,24 @@ class Runner:
             words = ["--mode", "stream", "--memory", "4GiB", "--preset", "nano"]
             words += ["--store", place / "store", "--log-dir", place / "log"]
             for steps in ends:
-                self.output(["-m", "jaxinf.train", *words, "--steps", steps])
+                self.output("-m", "jaxinf.train", *words, "--steps", steps)
             lines = (place / "log/metrics.jsonl").read_text().splitlines()
-            found = [json.loads(line) for line in lines]
-            losses[name] = [one["loss"] for one in found if "loss" in one]
+            losses[name] = [json.loads(line)["loss"] for line in lines]
         return {"same": len(set(map(tuple, losses.values()))) == 1, "losses": losses}
 
 
-def parts(arguments: argparse.Namespace) -> Mapping[str, Callable[[Runner], Any]]:
+def parts(arguments: argparse.Namespace) -> dict[str, Callable[[Runner], Any]]:
     """Returns the parts in their order."""
     reps = ("--reps", arguments.reps)
-    copies = ("bench_gpu.py", "--link", "--megabytes", arguments.megabytes, *reps)
-    found: dict[str, Callable[[Runner], Any]] = {"link": lambda r: r.json(*copies)}
-    found["bits"] = Runner.bits
+    copies = (
+        "bench_gpu.py",
+        "--json",
+        "--link",
+        "--megabytes",
+        arguments.megabytes,
+        *reps,
+    )
+    found = {"link": lambda r: r.json(*copies), "bits": Runner.bits}
     for preset in arguments.presets:
         for what, script in (("update", "bench_train"), ("stream", "bench_stream")):
             given = (f"{script}.py", "--preset", preset, "--json", *reps)
@@ -144,14 +141,7 @@ def seconds_of(function: Callable[[], Any], reps: int) -> float:
 
 
 def both_ways(source: Any, values: Any, host: Any, reps: int) -> dict[str, float]:
-    """Seconds of copies: to the device, to the host, and both at once.
-
-    Args:
-      source: The array on the host.
-      values: That on the device.
-      host: The sharding on the host that it is copied to.
-      reps: Number of copies.
-    """
+    """Seconds to copy an array to the device, one there to the host, and both."""
     put, device = jax.device_put, values.sharding
     return {
         "to_device": seconds_of(lambda: put(source, device), reps),
@@ -208,54 +198,51 @@ def link(arguments: argparse.Namespace) -> dict[str, float]:
     }
 
 
-def main() -> None:
+def measure(arguments: argparse.Namespace, place: Path) -> Any:
     """Runs the parts, and writes what they find."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--store", type=Path, default=Path(), metavar="DIR")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="by default printed")
-    parser.add_argument("--presets", nargs="+", default=["small"])
-    parser.add_argument("--megabytes", type=int, default=256, help="of a copy")
-    parser.add_argument("--reps", type=int, default=3)
-    parser.add_argument("--limit", type=float, default=150.0, help="seconds of a part")
-    parser.add_argument("--minutes", type=float, default=8.0, help="of all parts")
-    parser.add_argument("--only", nargs="+", metavar="PART")
-    parser.add_argument("--list", action="store_true", help="the parts' names")
-    parser.add_argument("--link", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
     if arguments.link:
-        print(json.dumps(link(arguments)))
-        return
+        return link(arguments)
     known = parts(arguments)
     if arguments.list:
-        print("\n".join(known))
-        return
-    if unknown := set(arguments.only or known) - set(known):
-        parser.error(f"no such part: {', '.join(sorted(unknown))}; --list names them")
+        return [*known]
+    names = [name for name in known if name in (arguments.only or known)]
+    if arguments.store is None or len(names) < len(arguments.only or ()):
+        raise SystemExit("bench_gpu: expected --store DIR, and parts that --list names")
     installed = {one.name: one.version for one in metadata.distributions()}
     result: dict[str, Any] = {
         "machine": f"{platform.machine()}, {os.cpu_count()} processors",
         "versions": {name: installed.get(name) for name in PACKAGES},
         "parts": {},
     }
-    ends = time.monotonic() + 60 * arguments.minutes
-    for name in [name for name in known if name in (arguments.only or known)]:
-        began, where = time.monotonic(), arguments.store.resolve() / f"bench-gpu-{name}"
+    ends_s = time.monotonic() + 60 * arguments.minutes
+    for name in names:
+        began_s, where = time.monotonic(), place.resolve() / name
         try:
-            runner = Runner(where, min(arguments.limit, ends - began))
+            runner = Runner(where, min(arguments.limit, ends_s - began_s))
             found = {"result": known[name](runner)}
         except Exception as error:  # the next part runs in any case
             found = {"error": f"{type(error).__name__}: {error}"}
         shutil.rmtree(where, ignore_errors=True)
-        seconds = round(time.monotonic() - began, 1)
+        seconds = round(time.monotonic() - began_s, 1)
         result["parts"][name] = {"seconds": seconds, **found}
         print(f"{name}: {'error' if 'error' in found else 'done'}", file=sys.stderr)
         if arguments.out:
             arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    if not arguments.out:
-        print(json.dumps(result, indent=1))
+    return result
 
 
 if __name__ == "__main__":
-    main()
+    bench.run(
+        __doc__,
+        measure,
+        needs_store=False,
+        out={"type": Path, "metavar": "FILE", "help": "written after each part"},
+        presets={"nargs": "+", "default": ["small"]},
+        megabytes={"type": int, "default": 256, "help": "of a copy"},
+        reps=3,
+        limit={"type": float, "default": 150.0, "help": "seconds of a part"},
+        minutes={"type": float, "default": 8.0, "help": "of all parts"},
+        only={"nargs": "+", "metavar": "PART"},
+        list=bench.FLAG | {"help": "the parts' names"},
+        link=bench.FLAG | {"help": argparse.SUPPRESS},
+    )

@@ -53,17 +53,5 @@ def measure(arguments: argparse.Namespace, place: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    """Prints a table in Markdown."""
-    print("| `memory_bytes` | stays | read a step | written a step | memory |")
-    print("|---|---|---|---|---|")
-    for row in rows:
-        memory, share, read, written, rss = row.values()
-        print(
-            f"| {memory / 1e6:.0f} MB | {share * 100:.0f} % | {read / 1e6:.1f} MB "
-            f"| {written / 1e6:.1f} MB | {rss / 1e6:.0f} MB |"
-        )
-
-
 if __name__ == "__main__":
-    bench.run(__doc__, measure, show, params=64e6, durability=8)
+    bench.run(__doc__, measure, bench.print_table, params=64e6, durability=8)

@@ -22,6 +22,7 @@ says where it is kept); it needs the headers of libaio.
 import argparse
 import dataclasses
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -77,11 +78,8 @@ def contenders(arguments: argparse.Namespace) -> dict[str, tuple[str, str, Any]]
     given = {
         "params": num_params(config),
         "preset": arguments.preset,
-        # What are whole numbers is the model's shape.
         "shape": {
-            name: value
-            for name, value in dataclasses.asdict(config).items()
-            if type(value) is int
+            k: v for k, v in dataclasses.asdict(config).items() if type(v) is int
         },
         "state": "fp32",
         "durability": "step",
@@ -156,27 +154,20 @@ def by_figure(turns: list[dict[str, float]]) -> dict[str, list[float]]:
 
 
 def show(found: dict[str, Any]) -> None:
-    """Prints a table in Markdown."""
+    """Prints a table, and ratios with their intervals."""
     title, _, *names = found
-    columns = ("step, s", "flush, s", "read, written", "peak, GB", *RATIOS.values())
-    print(f"| {found[title]} | {' | '.join(columns)} |\n{'|---' * 8}|")
+    rows = []
     for name in names:
         one = found[name]
-        low, high = one["step_s_spread"]
-        cells = [
-            name,
-            f"{one['step_s']:.3g} ({low:.3g} to {high:.3g})",
-            f"{one['flush_s']:.2g}",
-            f"{one['read_bytes']:.1f}, {one['written_bytes']:.1f}",
-            f"{one['peak_bytes'] / 1e9:.2f}",
-        ]
-        for key in RATIOS:
-            text = ""
-            if (middle := one.get(f"{key}_ratio")) is not None:
-                low, high = one[f"{key}_ratio_interval"]
-                text = f"{middle:.2f} ({low:.2f} to {high:.2f})"
-            cells.append(text)
-        print(f"| {' | '.join(cells)} |")
+        row = {found[title]: name, "step, s": one["step_s"], "flush, s": one["flush_s"]}
+        row |= {"read": one["read_bytes"], "written": one["written_bytes"]}
+        row["peak, GB"] = one["peak_bytes"] / 1e9
+        for key, word in RATIOS.items():
+            low, high = one.get(f"{key}_ratio_interval", (math.nan, math.nan))
+            middle = one.get(f"{key}_ratio", math.nan)
+            row[word] = f"{middle:.2f} ({low:.2f} to {high:.2f})"
+        rows.append(row)
+    bench.print_table(rows, 22)
 
 
 if __name__ == "__main__":

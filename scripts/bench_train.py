@@ -138,18 +138,16 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
     )
 
 
-def durability(text: str) -> str | int:
-    """Returns the durability that a word means."""
-    return int(text) if text.isdecimal() else text
-
-
 if __name__ == "__main__":
     bench.run(
         __doc__,
         measure,
         **OPTIONS,
         memory=bench.SIZE | {"default": 1 << 30},
-        durability={"type": durability, "default": "step"},
+        durability={
+            "type": lambda x: int(x) if x.isdecimal() else x,
+            "default": "step",
+        },
         reps=4,
         steps=2,
     )

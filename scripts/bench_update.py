@@ -16,12 +16,12 @@ prefetched as before it. Medians are printed.
 """
 
 import argparse
+import itertools
 import resource
 import statistics
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeAlias, get_args
 
 import bench
 from floor import LOOPS, fio_s, moved_bytes
@@ -33,22 +33,9 @@ from jaxinf.transfer import sync_filesystem
 NUM_WARM_UP = 4
 
 
-@dataclass
-class Rep:
-    """The seconds of a repetition, per step, and its peak of memory.
-
-    Attributes:
-      floor_s: seconds to move a step's bytes, by way.
-      durable_s: the same by loop, until they are durable.
-    """
-
-    step_s: float
-    user_s: float
-    system_s: float
-    commit_s: list[float]
-    peak_rss_bytes: int
-    floor_s: dict[str, float] = field(default_factory=dict)
-    durable_s: dict[str, float] = field(default_factory=dict)
+Rep: TypeAlias = dict[str, Any]
+"""Figures of a repetition, per step. `floor_s` and `durable_s` are the seconds to move
+its bytes, by way, without a flush and with one."""
 
 
 def run_steps(rig: UpdateRig, num_steps: int) -> Rep:
@@ -68,13 +55,15 @@ def run_steps(rig: UpdateRig, num_steps: int) -> Rep:
     wait_read_ahead(rig, expected)
     seconds = time.perf_counter() - began
     after = resource.getrusage(resource.RUSAGE_SELF)
-    return Rep(
-        step_s=seconds / num_steps,
-        user_s=(after.ru_utime - before.ru_utime) / num_steps,
-        system_s=(after.ru_stime - before.ru_stime) / num_steps,
-        commit_s=commits,
-        peak_rss_bytes=bench.resident_bytes("VmHWM"),
-    )
+    user_s, system_s = (after[n] - before[n] for n in (0, 1))
+    return {
+        "step_s": seconds / num_steps,
+        "user_s": user_s / num_steps,
+        "system_s": system_s / num_steps,
+        "cpu_cores": (user_s + system_s) / seconds,
+        "commit_s": commits,
+        "peak_rss_bytes": bench.resident_bytes("VmHWM"),
+    }
 
 
 def wait_read_ahead(rig: UpdateRig, expected_bytes: int) -> None:
@@ -91,52 +80,48 @@ def wait_read_ahead(rig: UpdateRig, expected_bytes: int) -> None:
         time.sleep(0.0005)
 
 
-def measure_floor(rig: UpdateRig, rep: Rep, place: Path, fio_seconds: float) -> None:
+def measure_floor(rig: UpdateRig, place: Path, fio_seconds: float) -> Rep:
     """Measures the seconds to move a step's bytes, by way."""
     transfers, opened = rig.transfers(), rig.engine.opened
     workers = opened.options.workers_of(len(opened.csds))
+    floor_s, durable_s = {}, {}
     for name, loop in LOOPS.items():
         began = time.perf_counter()
-        rep.floor_s[name] = loop(transfers, workers)
+        floor_s[name] = loop(transfers, workers)
         sync_filesystem(place)
-        rep.durable_s[name] = time.perf_counter() - began
-    rep.floor_s |= fio_s(place / "fio", transfers, fio_seconds)
-
-
-def best(found: list[dict[str, float]]) -> tuple[str, dict[str, float]]:
-    """Returns the fastest way of several, and the medians of all."""
-    medians = {way: statistics.median(rep[way] for rep in found) for way in found[0]}
-    return min(medians, key=lambda way: medians[way]), medians
+        durable_s[name] = time.perf_counter() - began
+    floor_s |= fio_s(place / "fio", transfers, fio_seconds)
+    return {"floor_s": floor_s, "durable_s": durable_s}
 
 
 def summary(rig: UpdateRig, reps: list[Rep]) -> dict[str, Any]:
     """Summarises all repetitions."""
-    mparams = sum(leaf.size for leaf in rig.params) / 1e6
-    floor, floors = best([rep.floor_s for rep in reps])
-    loop, loops = best([rep.durable_s for rep in reps])
-    step_s = [rep.step_s for rep in reps]
-    middle_s, median = statistics.median(step_s), statistics.median
-    cores = [(rep.user_s + rep.system_s) / rep.step_s for rep in reps]
-    peak = max(rep.peak_rss_bytes for rep in reps)
+    median, mparams = statistics.median, sum(leaf.size for leaf in rig.params) / 1e6
+    columns = {name: [rep[name] for rep in reps] for name in reps[0]}
+    step_s, floors, fastest = columns["step_s"], {}, {}
+    for kind in ("floor_s", "durable_s"):
+        ways = {way: [one[way] for one in columns[kind]] for way in columns[kind][0]}
+        floors[kind] = {way: median(seconds) for way, seconds in ways.items()}
+        way = min(ways, key=floors[kind].__getitem__)
+        fastest[kind] = way, ways[way]
+    way, floor_s = fastest["floor_s"]
     return bench.rounded(
         {
-            "mparam_per_s": mparams / middle_s,
-            "step_s": middle_s,
+            "mparam_per_s": mparams / median(step_s),
+            "step_s": median(step_s),
             "step_s_spread": [min(step_s), max(step_s)],
-            "floor_mparam_per_s": mparams / floors[floor],
-            "floor": floor,
-            "floors_s": bench.rounded(floors),
-            **bench.ratios("ratio_to_floor", [r.floor_s[floor] for r in reps], step_s),
-            "durable_floors_s": bench.rounded(loops),
-            **bench.ratios(
-                "ratio_to_durable_floor", [r.durable_s[loop] for r in reps], step_s
-            ),
-            "cpu_cores": median(cores),
-            "cpu_user_ms": 1e3 * median(rep.user_s for rep in reps),
-            "cpu_system_ms": 1e3 * median(rep.system_s for rep in reps),
-            "commit_s": median(seconds for rep in reps for seconds in rep.commit_s),
+            "floor_mparam_per_s": mparams / median(floor_s),
+            "floor": way,
+            "floors_s": bench.rounded(floors["floor_s"]),
+            **bench.ratios("ratio_to_floor", floor_s, step_s),
+            "durable_floors_s": bench.rounded(floors["durable_s"]),
+            **bench.ratios("ratio_to_durable_floor", fastest["durable_s"][1], step_s),
+            "cpu_cores": median(columns["cpu_cores"]),
+            "cpu_user_ms": 1e3 * median(columns["user_s"]),
+            "cpu_system_ms": 1e3 * median(columns["system_s"]),
+            "commit_s": median(itertools.chain(*columns["commit_s"])),
             "memory_bytes": rig.engine.opened.options.memory_bytes,
-            "rss_over_caller_bytes": peak - rig.caller_bytes,
+            "rss_over_caller_bytes": max(columns["peak_rss_bytes"]) - rig.caller_bytes,
         }
     )
 
@@ -154,8 +139,8 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
     rig.engine.join()
     reps = []
     for _ in range(arguments.reps):
-        reps.append(run_steps(rig, arguments.steps))
-        measure_floor(rig, reps[-1], place, arguments.fio_seconds)
+        rep = run_steps(rig, arguments.steps)
+        reps.append(rep | measure_floor(rig, place, arguments.fio_seconds))
     found = {
         "params": num_params,
         "leaves": len(rig.params),

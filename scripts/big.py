@@ -2,8 +2,7 @@
 
 GPT-2 XL has 1.56 billion params; with AdamW they take 18.7 GB. The trainer streams them
 under a limit of resident memory, gets SIGKILL in the middle of a step, resumes from the
-last commit and trains on. First a smaller model is trained both streamed and in memory
-by one jit, and the losses are compared.
+last commit and trains on.
 
     python scripts/big.py --store /mnt/nvme0/big
 
@@ -29,8 +28,6 @@ from jaxinf.terminal import format_bytes
 # Memory beside `--memory`: Python, JAX, the traced model and its programs. GPT-2 XL
 # wants a `--memory` of 1,276 MiB: no part of its table of 307 MiB moves alone.
 OWN_BYTES = 768 << 20
-CHECKED_STEPS = 5
-TOLERANCE = 1e-4
 # RLIMIT_DATA counts stacks and arenas that nobody touches, too.
 UNTOUCHED_BYTES = 1 << 30
 _POLL_S = 0.05
@@ -102,61 +99,34 @@ def committed_step(store: Path) -> int:
     return -1
 
 
-def command(
-    options: Namespace, place: Path, preset: str, steps: int, mode: str
-) -> list:
-    """The command of a run whose log is in `place`, streamed or in memory."""
+def command(options: Namespace, place: Path) -> list[str]:
+    """The command of the run, whose store and log are in `place`."""
     words = ["--optimizer", "adamw", "--batch-size", 1, "--seq-len", 64]
     # At the preset's rate the losses of a few steps without warm-up go up and down.
     words += ["--warmup-steps", 0, "--clip-norm", 1, "--learning-rate", 2e-5]
-    words += ["--log-dir", place / "log", "--preset", preset, "--steps", steps]
-    words += ["--mode", mode]
-    if mode == "stream":
-        words += ["--store", place / "store", "--memory", options.limit - OWN_BYTES]
+    words += ["--preset", options.preset, "--steps", options.steps]
+    words += ["--mode", "stream", "--memory", options.limit - OWN_BYTES]
+    words += ["--store", place / "store", "--log-dir", place / "log"]
     return [sys.executable, "-m", "jaxinf.train", *map(str, words)]
 
 
-def check_small(options: Namespace, root: Path) -> None:
-    """Compares the losses of a smaller model with those of one jit.
-
-    Raises:
-      SystemExit: They differ.
-    """
-    both = []
-    for mode in ("stream", "memory"):
-        place = root / mode
-        words = command(options, place, "nano", CHECKED_STEPS, mode)
-        subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
-        both.append(losses(place))
-    found, expected = both
-    difference = max(abs(a - b) / b for a, b in zip(found, expected, strict=True))
-    print(
-        f"check   nano and one jit: losses of {len(found)} steps differ by "
-        f"at most {difference:.1e} of themselves",
-        flush=True,
-    )
-    if not difference <= TOLERANCE:
-        raise SystemExit(f"expected losses {expected}, found {found}")
-
-
-def train(options: Namespace, root: Path) -> int:
-    """Trains, kills, resumes; returns the peak of resident memory.
+def measure(options: Namespace, place: Path) -> dict[str, float]:
+    """Trains, kills, resumes; returns what it has taken.
 
     Raises:
       SystemExit: The run failed, passed the limit, or resumed elsewhere.
     """
-    big = root / "big"
-    words = command(options, big, options.preset, options.steps, "stream")
+    words, began_s = command(options, place), time.monotonic()
     first = Watcher(words, options.limit)
     try:
-        first.wait(lambda: committed_step(big / "store") >= options.kill_after)
+        first.wait(lambda: committed_step(place / "store") >= options.kill_after)
         late_s = time.monotonic() + options.kill_delay_s
         status = first.wait(lambda: time.monotonic() > late_s)
         if status is not None:
             raise SystemExit(f"the run ended with {status} before it was killed")
     finally:
         first.kill()
-    step = committed_step(big / "store")
+    step = committed_step(place / "store")
     text = f"killed  with SIGKILL in step {step + 1}; step {step} is committed"
     print(text, flush=True)
     second = Watcher(words, options.limit)
@@ -165,18 +135,11 @@ def train(options: Namespace, root: Path) -> int:
             raise SystemExit("the resumed run failed")
     finally:
         second.kill()
-    found = losses(big)
+    found = losses(place)
     print(f"losses  {' '.join(f'{loss:.4f}' for loss in found)}")
     if len(found) != options.steps or not found[-1] < found[0]:
         raise SystemExit(f"expected {options.steps} losses that fall")
-    return max(first.peak_bytes, second.peak_bytes)
-
-
-def measure(options: Namespace, place: Path) -> dict[str, float]:
-    """Checks, trains; returns what it has taken."""
-    began_s = time.monotonic()
-    check_small(options, place)
-    peak_bytes = train(options, place)
+    peak_bytes = max(first.peak_bytes, second.peak_bytes)
     seconds = time.monotonic() - began_s
     return {"peak": peak_bytes, "limit": options.limit, "seconds": seconds}
 

@@ -16,29 +16,24 @@ ROOT = Path(__file__).parents[1]
 def problem(tag: str, root: Path = ROOT) -> str | None:
     """Returns what is wrong with a release's tag and the remedy, or None."""
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
-    version = project["version"]
-    if tag != f"v{version}":
-        return (
-            f"tag {tag}: expected v{version}, the version of pyproject.toml; delete "
-            f"the tag (git push --delete origin {tag}), set the version, and tag again"
-        )
-    if "urls" not in project:
-        return (
-            f"tag {tag}: expected [project.urls] in pyproject.toml, with the addresses "
-            "of the repository and the site; delete the tag, add them, and tag again"
-        )
-    cited = re.search(r"(?m)^version: (.*)$", (root / "CITATION.cff").read_text())
-    if cited is None or cited[1] != version:
-        return (
-            f"tag {tag}: expected 'version: {version}' in CITATION.cff; delete the "
-            "tag, set the version, and tag again"
-        )
+    version, cited = project["version"], (root / "CITATION.cff").read_text()
     changes = (root / "CHANGELOG.md").read_text()
-    if not re.search(rf"(?m)^## {re.escape(version)}\b", changes):
-        return (
-            f"tag {tag}: expected a section '## {version}' in CHANGELOG.md; delete the "
-            "tag, rename 'Unreleased', and tag again"
-        )
+    expected = {
+        f"v{version}, the version of pyproject.toml": tag == f"v{version}",
+        "[project.urls] in pyproject.toml": "urls" in project,
+        f"'version: {version}' in CITATION.cff": re.search(
+            rf"(?m)^version: {re.escape(version)}$", cited
+        ),
+        f"a section '## {version}' in CHANGELOG.md": re.search(
+            rf"(?m)^## {re.escape(version)}\b", changes
+        ),
+    }
+    for what, is_there in expected.items():
+        if not is_there:
+            return (
+                f"tag {tag}: expected {what}; delete the tag (git push --delete origin "
+                f"{tag}), mend that, and tag again"
+            )
     return None
 
 

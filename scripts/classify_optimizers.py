@@ -4,7 +4,7 @@
     python scripts/classify_optimizers.py --write    # writes its table
 
 Every public factory of `optax` and `optax.contrib` is called and traced: those whose
-annotation says what they return, and those of `CASES`.
+annotation says what they return, and those of `CALLS`.
 """
 
 import argparse
@@ -12,16 +12,17 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-import optax.contrib
+from optax import contrib
 
 from jaxinf.errors import UnsupportedTransformError
-from jaxinf.program import Passes, trace_init, trace_update
+from jaxinf.program import trace_init, trace_update
 from jaxinf.streaming import check_init, passes_for, trace_optimizer
 
 PAGE = Path(__file__).parents[1] / "docs" / "optimizers.md"
@@ -38,19 +39,19 @@ PARAMS = {
 
 
 class Case(NamedTuple):
-    """Instructions to make and call one transformation.
+    """How to make and call one transformation.
 
     Attributes:
-      make: Makes the transformation.
-      extra_args: Makes the arguments of its update from the params (or their avals).
-      descends: Whether its updates descend; others are put before sgd.
-      params: Converts the params to the tree that it takes.
+      make: makes the transformation.
+      extra_args: makes the arguments of its update from the params (or their avals).
+      descends: whether its updates descend; others are put before sgd.
+      params: converts the params to the tree that it takes.
     """
 
     make: Callable[[], Any]
-    extra_args: Callable[[Any], Mapping[str, Any]] = lambda params: {}
-    descends: bool = False
-    params: Callable[[Any], Any] = lambda params: params
+    extra_args: Callable[[Any], Mapping[str, Any]]
+    descends: bool
+    params: Callable[[Any], Any]
 
 
 # --- Cases --------------------------------------------------------------------------
@@ -69,136 +70,116 @@ def _line_search(params: Any) -> dict[str, Any]:
     return {**_value(params), "grad": grad, "value_fn": _value_fn}
 
 
+def _objective(params: Any) -> dict[str, Any]:
+    return {"obj_fn": _value_fn}
+
+
 def _every_second(step: Any, **_: Any) -> Any:
     return step % 2 == 0
-
-
-def _decayed(update: Any, param: Any) -> Any:
-    return update + 0.1 * param
 
 
 def _norms(updates: Any, *_: Any) -> Any:
     return jax.tree.map(lambda u: jnp.sqrt(jnp.sum(u * u)), updates)
 
 
-_KERNELS = {"bias": False, "kernel": True}
-_BIASES = {"bias": True, "kernel": False}
-_CONTRIB = optax.contrib
-_ADAM = optax.scale_by_adam
+def _with_b1(inject: Any) -> Any:
+    return inject(optax.scale_by_adam)(b1=0.8)
 
-CASES = {
-    "MultiSteps": Case(lambda: optax.MultiSteps(_ADAM(), 2)),
-    "adaptive_grad_clip": Case(lambda: optax.adaptive_grad_clip(0.1)),
-    "add_noise": Case(lambda: optax.add_noise(0.01, 0.5, jax.random.key(0))),
-    "apply_if_finite": Case(lambda: optax.apply_if_finite(_ADAM(), 3)),
-    "chain": Case(lambda: optax.chain(_ADAM())),
-    "clip": Case(lambda: optax.clip(0.5)),
-    "clip_by_block_rms": Case(lambda: optax.clip_by_block_rms(0.5)),
-    "clip_by_global_norm": Case(lambda: optax.clip_by_global_norm(0.5)),
-    "conditionally_mask": Case(
-        lambda: optax.conditionally_mask(_ADAM(), _every_second)
+
+def _as_matrices(params: Any) -> Any:
+    return jax.tree.map(lambda _: contrib.MuonDimensionNumbers(), params)
+
+
+_BIASES, _KERNELS = {"bias": True, "kernel": False}, {"bias": False, "kernel": True}
+_ADAM, _SGD = optax.scale_by_adam(), optax.sgd(0.1)
+_LABELLED = {True: _ADAM, False: optax.identity()}
+
+CALLS: dict[str, tuple[Any, ...] | Callable[[], Any]] = {
+    "MultiSteps": (_ADAM, 2),
+    "adaptive_grad_clip": (0.1,),
+    "add_noise": lambda: optax.add_noise(0.01, 0.5, jax.random.key(0)),
+    "apply_if_finite": (_ADAM, 3),
+    "chain": (_ADAM,),
+    "clip": (0.5,),
+    "clip_by_block_rms": (0.5,),
+    "clip_by_global_norm": (0.5,),
+    "conditionally_mask": (_ADAM, _every_second),
+    "conditionally_transform": (_ADAM, _every_second),
+    "ema": (0.9,),
+    "flatten": (_ADAM,),
+    "freeze": (_BIASES,),
+    "inject_hyperparams": lambda: _with_b1(optax.inject_hyperparams),
+    "inject_stateful_hyperparams": lambda: _with_b1(optax.inject_stateful_hyperparams),
+    "lbfgs": (),
+    "lookahead": (optax.adam(0.1), 2, 0.5),
+    "masked": (_ADAM, _KERNELS),
+    "measure_with_ema": (_norms, 0.9),
+    "monitor": ({"norm": optax.tree.norm},),
+    "multi_transform": (_LABELLED, _KERNELS),
+    "named_chain": (("adam", _ADAM),),
+    "noisy_sgd": lambda: optax.noisy_sgd(0.1, key=jax.random.key(0)),
+    "partition": (_LABELLED, _KERNELS),
+    "polyak_sgd": (),
+    "scale": (0.5,),
+    "scale_by_backtracking_linesearch": (3,),
+    "scale_by_factored_rms": (),
+    "scale_by_learning_rate": (0.1,),
+    "scale_by_polyak": (),
+    "scale_by_rprop": (0.1,),
+    "scale_by_schedule": (lambda n: 1 / (1 + n),),
+    "scale_by_zoom_linesearch": (3,),
+    "selective_transform": lambda: optax.selective_transform(
+        _ADAM, freeze_mask=_BIASES
     ),
-    "conditionally_transform": Case(
-        lambda: optax.conditionally_transform(_ADAM(), _every_second)
+    "snapshot": ("norm", optax.tree.norm),
+    "stateless": (lambda u, p: jax.tree.map(lambda x: x / 2, u),),
+    "stateless_with_tree_map": (lambda update, param: update + 0.1 * param,),
+    "trace": (0.9,),
+    "with_extra_args_support": (_ADAM,),
+    "contrib.differentially_private_aggregate": lambda: (
+        contrib.differentially_private_aggregate(1.0, 0.1, jax.random.key(0))
     ),
-    "ema": Case(lambda: optax.ema(0.9)),
-    "flatten": Case(lambda: optax.flatten(_ADAM())),
-    "freeze": Case(lambda: optax.freeze(_BIASES)),
-    "inject_hyperparams": Case(lambda: optax.inject_hyperparams(_ADAM)(b1=0.8)),
-    "inject_stateful_hyperparams": Case(
-        lambda: optax.inject_stateful_hyperparams(_ADAM)(b1=0.8)
+    "contrib.dog": (0.1,),
+    "contrib.dowg": (0.1,),
+    "contrib.dpsgd": (0.1, 1.0, 0.1, 0),
+    "contrib.hutchinson_estimator_diag_hessian": (),
+    "contrib.mechanize": (_SGD,),
+    "contrib.momo": (),
+    "contrib.momo_adam": (),
+    "contrib.reduce_on_plateau": (),
+    "contrib.sam": (_SGD, optax.chain(contrib.normalize(), optax.sgd(0.05))),
+    "contrib.scale_by_muon": lambda: contrib.scale_by_muon(
+        weight_dimension_numbers=_as_matrices
     ),
-    "lbfgs": Case(optax.lbfgs, _line_search, descends=True),
-    "lookahead": Case(
-        lambda: optax.lookahead(optax.adam(0.1), 2, 0.5),
-        descends=True,
-        params=lambda params: optax.LookaheadParams(params, params),
-    ),
-    "masked": Case(lambda: optax.masked(_ADAM(), _KERNELS)),
-    "measure_with_ema": Case(lambda: optax.measure_with_ema(_norms, 0.9)),
-    "monitor": Case(lambda: optax.monitor({"norm": optax.tree.norm})),
-    "multi_transform": Case(
-        lambda: optax.multi_transform(
-            {True: _ADAM(), False: optax.identity()}, _KERNELS
-        )
-    ),
-    "named_chain": Case(lambda: optax.named_chain(("adam", _ADAM()))),
-    "noisy_sgd": Case(
-        lambda: optax.noisy_sgd(0.1, key=jax.random.key(0)), descends=True
-    ),
-    "partition": Case(
-        lambda: optax.partition({True: _ADAM(), False: optax.identity()}, _KERNELS)
-    ),
-    "polyak_sgd": Case(optax.polyak_sgd, _value, descends=True),
-    "scale": Case(lambda: optax.scale(0.5)),
-    "scale_by_backtracking_linesearch": Case(
-        lambda: optax.scale_by_backtracking_linesearch(3), _line_search
-    ),
-    "scale_by_factored_rms": Case(optax.scale_by_factored_rms),
-    "scale_by_learning_rate": Case(
-        lambda: optax.scale_by_learning_rate(0.1), descends=True
-    ),
-    "scale_by_polyak": Case(optax.scale_by_polyak, _value),
-    "scale_by_rprop": Case(lambda: optax.scale_by_rprop(0.1)),
-    "scale_by_schedule": Case(lambda: optax.scale_by_schedule(lambda n: 1 / (1 + n))),
-    "scale_by_zoom_linesearch": Case(
-        lambda: optax.scale_by_zoom_linesearch(3), _line_search
-    ),
-    "selective_transform": Case(
-        lambda: optax.selective_transform(_ADAM(), freeze_mask=_BIASES)
-    ),
-    "snapshot": Case(lambda: optax.snapshot("norm", optax.tree.norm)),
-    "stateless": Case(
-        lambda: optax.stateless(lambda u, p: jax.tree.map(lambda x: x / 2, u))
-    ),
-    "stateless_with_tree_map": Case(lambda: optax.stateless_with_tree_map(_decayed)),
-    "trace": Case(lambda: optax.trace(0.9)),
-    "with_extra_args_support": Case(lambda: optax.with_extra_args_support(_ADAM())),
-    "contrib.differentially_private_aggregate": Case(
-        lambda: _CONTRIB.differentially_private_aggregate(1.0, 0.1, jax.random.key(0))
-    ),
-    "contrib.dog": Case(lambda: _CONTRIB.dog(0.1), descends=True),
-    "contrib.dowg": Case(lambda: _CONTRIB.dowg(0.1), descends=True),
-    "contrib.dpsgd": Case(lambda: _CONTRIB.dpsgd(0.1, 1.0, 0.1, 0), descends=True),
-    "contrib.hutchinson_estimator_diag_hessian": Case(
-        _CONTRIB.hutchinson_estimator_diag_hessian, lambda _: {"obj_fn": _value_fn}
-    ),
-    "contrib.mechanize": Case(
-        lambda: _CONTRIB.mechanize(optax.sgd(0.1)), descends=True
-    ),
-    "contrib.momo": Case(_CONTRIB.momo, _value, descends=True),
-    "contrib.momo_adam": Case(_CONTRIB.momo_adam, _value, descends=True),
-    "contrib.reduce_on_plateau": Case(_CONTRIB.reduce_on_plateau, _value),
-    "contrib.sam": Case(
-        lambda: _CONTRIB.sam(
-            optax.sgd(0.1), optax.chain(_CONTRIB.normalize(), optax.sgd(0.05))
-        ),
-        descends=True,
-    ),
-    "contrib.scale_by_muon": Case(
-        lambda: _CONTRIB.scale_by_muon(
-            weight_dimension_numbers=lambda params: jax.tree.map(
-                lambda _: _CONTRIB.MuonDimensionNumbers(), params
-            )
-        ),
-        params=lambda params: {"kernel": params["kernel"]},
-    ),
-    "contrib.schedule_free": Case(
-        lambda: _CONTRIB.schedule_free(optax.sgd(0.1), 0.1), descends=True
-    ),
-    "contrib.simplified_ademamix": Case(
-        lambda: _CONTRIB.simplified_ademamix(0.01), descends=True
-    ),
-    "contrib.sophia": Case(
-        lambda: _CONTRIB.sophia(0.1), lambda _: {"obj_fn": _value_fn}, descends=True
-    ),
-    "contrib.split_real_and_imaginary": Case(
-        lambda: _CONTRIB.split_real_and_imaginary(_ADAM())
-    ),
+    "contrib.schedule_free": (_SGD, 0.1),
+    "contrib.simplified_ademamix": (0.01,),
+    "contrib.sophia": (0.1,),
+    "contrib.split_real_and_imaginary": (_ADAM,),
+    "sgd, momentum": lambda: optax.sgd(0.1, momentum=0.9),
+    "sgd, nesterov": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
 }
-"""Factories that need more than a learning rate, or do not say what they return."""
+"""Arguments of factories that need more than a learning rate, or do not say what they
+return; or what makes the transformation. After a comma: a form of one."""
 
-_SGD = {"momentum": {"momentum": 0.9}, "nesterov": {"momentum": 0.9, "nesterov": True}}
+EXTRA_ARGS = {
+    "contrib.hutchinson_estimator_diag_hessian": _objective,
+    "contrib.momo": _value,
+    "contrib.momo_adam": _value,
+    "contrib.reduce_on_plateau": _value,
+    "contrib.sophia": _objective,
+    "lbfgs": _line_search,
+    "polyak_sgd": _value,
+    "scale_by_backtracking_linesearch": _line_search,
+    "scale_by_polyak": _value,
+    "scale_by_zoom_linesearch": _line_search,
+}
+_SHAPED = {
+    "lookahead": lambda params: optax.LookaheadParams(params, params),
+    "contrib.scale_by_muon": lambda params: {"kernel": params["kernel"]},
+}
+_DESCENDING = {"lookahead", "polyak_sgd", "scale_by_learning_rate"}
+_DESCENDING |= {f"contrib.{name}" for name in ("mechanize", "sam", "schedule_free")}
+"""Beside optimizers whose first argument is a learning rate."""
 
 
 def cases() -> dict[str, Case]:
@@ -207,28 +188,23 @@ def cases() -> dict[str, Case]:
     Raises:
       LookupError: a factory needs arguments that this script does not know, or is gone.
     """
-    result, found = {}, set()
-    for prefix, namespace in (("", optax), ("contrib.", optax.contrib)):
-        for name, value in vars(namespace).items():
-            found.add(prefix + name)
-            if prefix + name in CASES:
-                result[prefix + name] = CASES[prefix + name]
-            elif _is_factory(name, value):
-                result[prefix + name] = _case_of(prefix + name, value)
-    if gone := sorted(CASES.keys() - found):
+    found = dict(vars(optax))
+    found |= {f"contrib.{name}": value for name, value in vars(contrib).items()}
+    names = [name for name, value in found.items() if _is_factory(name, value)]
+    if gone := sorted(name for name in CALLS if name.partition(",")[0] not in found):
         raise LookupError(
             f"optax {optax.__version__} has no {', '.join(gone)}: remove them from "
-            "CASES in this script"
+            "CALLS in this script"
         )
-    for form, options in _SGD.items():
-        result[f"sgd, {form}"] = Case(
-            lambda options=options: optax.sgd(0.1, **options), descends=True
-        )
+    result = {
+        name: _case_of(name, found[name.partition(",")[0]]) for name in {*names, *CALLS}
+    }
     return dict(sorted(result.items(), key=lambda item: item[0].split(".")[::-1]))
 
 
 def _is_factory(name: str, value: Any) -> bool:
-    if name.startswith("_") or inspect.isclass(value) or not callable(value):
+    is_private = name.rpartition(".")[2].startswith("_")
+    if is_private or inspect.isclass(value) or not callable(value):
         return False
     try:
         annotation = inspect.signature(value).return_annotation
@@ -238,16 +214,21 @@ def _is_factory(name: str, value: Any) -> bool:
 
 
 def _case_of(name: str, factory: Callable[..., Any]) -> Case:
-    parameters = list(inspect.signature(factory).parameters.values())
-    required = {p.name for p in parameters if p.default is p.empty}
-    if parameters and parameters[0].name == "learning_rate":
-        if required <= {"learning_rate"}:
-            return Case(lambda: factory(0.1), descends=True)
-    elif not required:
-        return Case(factory)
-    raise LookupError(
-        f"optax.{name}: new to this script, and it needs {', '.join(required)}; add "
-        "it to CASES"
+    parameters = inspect.signature(factory).parameters
+    first = next(iter(parameters), "")
+    required = {n for n, p in parameters.items() if p.default is p.empty}
+    has_rate = first == "learning_rate"
+    if name not in CALLS and not required <= ({first} if has_rate else set()):
+        raise LookupError(
+            f"optax.{name}: new to this script, and it needs {', '.join(required)}; "
+            "add it to CALLS"
+        )
+    call = CALLS.get(name, (0.1,) if has_rate else ())
+    return Case(
+        make=call if callable(call) else partial(factory, *call),
+        extra_args=EXTRA_ARGS.get(name, lambda params: {}),
+        descends=name in _DESCENDING or (has_rate and "scale_by_" not in name),
+        params=_SHAPED.get(name, lambda params: params),
     )
 
 
@@ -294,15 +275,10 @@ def passes(case: Case) -> str:
     except Exception:  # optax may raise anything; the refusal is among the remarks
         return REFUSED
     words = ["at once" if found.num_passes == 1 else f"{found.num_passes} passes"]
-    if reads_state(found):
+    own = {value for part in found.parts.values() for value in part.own}
+    if own & {*found.recalled}:  # a pass reads stored state before the kernel does
         words.append("state twice")
     return ", ".join(words)
-
-
-def reads_state(found: Passes) -> bool:
-    """Whether a pass reads stored state before the kernel does."""
-    own = (value for part in found.parts.values() for value in part.own)
-    return any(value in found.recalled for value in own)
 
 
 def rendered(page: str) -> str:

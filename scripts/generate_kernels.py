@@ -32,14 +32,9 @@ def main() -> None:
     texts = {name: host_text(name, kernel) for name, kernel in kernels.items()}
     # A file that differs only in its comment is not rewritten.
     write_all(GENERATED, texts, content_hash)
-    write_all(
-        HLS / "generated", {name: card_text(name) for name in listed_card_kernels()}
-    )
-
-
-def listed_card_kernels() -> list[str]:
     lines = (HLS / "kernels.txt").read_text().splitlines()
-    return [line for line in lines if not line.startswith("#")]
+    listed = [line for line in lines if not line.startswith("#")]
+    write_all(HLS / "generated", {name: card_text(name) for name in listed})
 
 
 def host_text(name: str, kernel: Kernel) -> str:

@@ -19,7 +19,6 @@ import random
 import shutil
 import signal
 import statistics
-import struct
 import sys
 import time
 import traceback
@@ -78,7 +77,6 @@ class Run:
 
     @property
     def store(self) -> Path:
-        """The store's directory."""
         return self.place / "store"
 
     @property
@@ -94,7 +92,6 @@ class Run:
 
     @property
     def roots(self) -> list[Path]:
-        """Its CSD roots."""
         return [self.place / f"csd{number}" for number in range(self.num_csds)]
 
     def start_over(self) -> None:
@@ -168,7 +165,7 @@ def train(run: Run, until: int, restore: str | None, say: Callable[..., None]) -
     for step in range(store.step, until):
         say("step", step, store.step)
         params, state, loss = train_step(params, state, *batch_of(step))
-        say("loss", step, struct.unpack("<I", struct.pack("<f", float(loss)))[0])
+        say("loss", step, np.asarray(loss).view(np.uint32))
         if step % CHECKPOINT_EVERY == 2:
             say("checkpoint", step)
             store.checkpoint(state=state)
@@ -205,14 +202,10 @@ def start(run: Run, until: int, restore: str | None = None) -> tuple[int, int]:
 
 @dataclass
 class Said:
-    """The messages of a process before it died or ended.
+    """What a process said before it died or ended.
 
-    Attributes:
-      losses: bits of the losses by step.
-      held: the first step that the store may be at.
-      phase: the last phase that began.
-      started: the last step that began.
-      status: exit status in the form of ``os.waitstatus_to_exitcode``.
+    Bits of the losses by step, the first step that the store may be at, the last phase
+    and step that began, and the status in the form of ``os.waitstatus_to_exitcode``.
     """
 
     losses: dict[int, int] = field(default_factory=dict)
@@ -223,11 +216,7 @@ class Said:
 
 
 class Campaign:
-    """Kills processes and compares their losses.
-
-    Args:
-      options: the command line's options.
-    """
+    """Kills processes and compares their losses with those of undisturbed runs."""
 
     def __init__(self, options: argparse.Namespace):
         self.num_steps: int = options.num_steps
@@ -333,16 +322,15 @@ def runs(directory: Path) -> Iterator[Run]:
 
 def report(all_runs: list[Run]) -> int:
     """Prints what was found; returns the exit status."""
-    columns = ("kills", *PHASES, "stores", "losses", "bits")
     for run in all_runs:
-        counts = ", ".join(f"{run.counts[name]} {name}" for name in columns)
-        print(f"{run.name}: {counts}")
-    faults = [f"{run.name}: {fault}" for run in all_runs for fault in run.faults]
+        print(
+            f"{run.name}: {', '.join(f'{n} {what}' for what, n in run.counts.items())}"
+        )
+        print(*(f"FAULT {run.name}: {fault}\n" for fault in run.faults), sep="", end="")
     kills, bits = (sum(run.counts[n] for run in all_runs) for n in ("kills", "bits"))
-    print(f"{kills} kills, {bits} mismatching bits, {len(faults)} faults")
-    for fault in faults:
-        print(f"FAULT {fault}")
-    return int(bool(faults))
+    num_faults = sum(len(run.faults) for run in all_runs)
+    print(f"{kills} kills, {bits} mismatching bits, {num_faults} faults")
+    return int(num_faults > 0)
 
 
 def main() -> int:

@@ -1,14 +1,12 @@
 """What the recipes in docs/recipes take: memory, disk, and bytes of a step.
 
-    python scripts/recipe_sizes.py            # a table, computed; nothing is written
-    python scripts/recipe_sizes.py RUN.toml   # of another run
+    python scripts/recipe_sizes.py   # a table, computed; nothing is written
 
 The chunks are laid out as for a new store of the run, and the states that an update
 reads and writes are counted in whole pages. The programs of a streamed run are traced
 for a batch of causal language modelling.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +14,6 @@ from pathlib import Path
 import numpy as np
 
 from jaxinf.command_line import UsageError
-from jaxinf.errors import JaxinfError
 from jaxinf.terminal import format_bytes, format_count
 from jaxinf.train.checks import check
 from jaxinf.train.config import TrainConfig
@@ -53,23 +50,13 @@ def table(paths: Sequence[Path]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for path in paths:
-        run = run_of(path)
-        sizes = counted(run)
-        cells = [
-            f"[{path.stem}](#{path.stem})",
-            format_count(sizes.num_params),
-            format_bytes(sizes.host_bytes),
-            format_bytes(sizes.disk_bytes),
-            format_bytes(sizes.drive_read_bytes),
-            format_bytes(sizes.drive_write_bytes),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+        sizes = counted(run_of(path))
+        names = ("host", "disk", "drive_read", "drive_write")
+        found = [format_bytes(getattr(sizes, f"{name}_bytes")) for name in names]
+        cells = [f"[{path.stem}](#{path.stem})", format_count(sizes.num_params)]
+        lines.append(f"| {' | '.join([*cells, *found])} |")
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    given = [Path(name) for name in sys.argv[1:]]
-    try:
-        print(table(given or sorted(RECIPES.glob("*.toml"))))
-    except (UsageError, JaxinfError) as error:
-        sys.exit(str(error))
+    print(table(sorted(RECIPES.glob("*.toml"))))

@@ -143,5 +143,4 @@ class UpdateRig:
         )
 
     def close(self) -> None:
-        """Closes the store."""
         self.store.close()

@@ -121,17 +121,11 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
     return {"fastest": best, "rows": rows}
 
 
-def show(found: dict[str, Any]) -> None:
-    """Prints a line for each choice."""
-    bench.print_table(found["rows"])
-    print(f"fastest here: {found['fastest']}")
-
-
 if __name__ == "__main__":
     bench.run(
         __doc__,
         measure,
-        show,
+        lambda found: bench.print_table(found["rows"]),
         leaves=24,
         elements=1 << 18,
         host=6.5e6,

@@ -21,117 +21,84 @@ then for runs that differ in nothing but the interval k, the fastest k, as publi
 as modelled, and what the model's choice costs in published seconds.
 """
 
-import csv
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.lib.recfunctions import append_fields
 
 sys.path.append(str(Path(__file__).parents[1]))
 import bench
 
-FITTED_PARAMS = (7e9, 20e9)
-"""Models whose runs the rates are fitted to."""
+FITTED_SIZES = (7, 20)
+"""Billions of params of the models whose runs the rates are fitted to."""
 
 _DEVICES = 4  # of a machine
 
+Runs: TypeAlias = Any
+"""A record array, with a column for each of these:
 
-class TrainingRun(NamedTuple):
-    """A published run.
+    group                             the folder of the log
+    tensor_parallel, data_parallel    devices that share a layer, and a batch
+    micro_batch, global_batch         sequences of 2,048 tokens in a micro-batch of a
+                                      device, and in an iteration of all
+    host_share                        of the optimizer's state; devices have the rest
+    interval                          the device updates every so many subgroups of the
+                                      host; 0: none
+    flushes_beside                    whether gradients go to the host beside backward
+    forward_s, backward_s, update_s   published: medians from the third iteration on
+    published_s                       of an iteration
+    num_micro_batches                 of each device in an iteration
+    host_params                       of a device, whose state the host has
+    device_share                      of these, whose updates the device computes
 
-    Attributes:
-      group: the folder of its log.
-      num_params: params of the model.
-      tensor_parallel, data_parallel: devices that share a layer, and a batch.
-      micro_batch: sequences of 2,048 tokens in each of a device's micro-batches.
-      num_micro_batches: of each device in an iteration.
-      host_share: share of the optimizer's state that the host has; the devices keep the
-        rest.
-      interval: the device updates every so many subgroups of the host; 0: none.
-      flushes_beside: whether gradients go to the host beside the backward pass.
-      found: the published seconds of forward, backward and update: medians from the
-        third iteration on.
-    """
+and with billion_params, num_params, num_devices and machine. """
 
-    group: str
-    num_params: float
-    tensor_parallel: int
-    data_parallel: int
-    micro_batch: int
-    num_micro_batches: float
-    host_share: float
-    interval: int
-    flushes_beside: bool
-    found: tuple[float, float, float]
-
-    @property
-    def machine(self) -> str:
-        """Where it ran, which is inferred: by the folder's name and forward times."""
-        if self.group.endswith("a100"):
-            return "a100"
-        return "h100" if "twinflow" in self.group else "a100 small"
-
-    @property
-    def num_devices(self) -> int:
-        """Number of devices."""
-        return self.tensor_parallel * self.data_parallel
-
-    @property
-    def host_params(self) -> float:
-        """Params of a device whose state the host has."""
-        return self.num_params / self.num_devices * self.host_share
-
-    @property
-    def device_share(self) -> float:
-        """Share of these that the device updates."""
-        return 1 / self.interval if self.interval else 0.0
+Terms: TypeAlias = list[Any]
+"""Columns, each of which has a rate."""
 
 
-def published_runs() -> list[TrainingRun]:
-    """The 217 runs whose logs the authors have published."""
+def published_runs() -> Runs:
+    """Returns the 217 runs whose logs the authors have published."""
     file = Path(__file__).with_name("deep_optimizer_states_published.csv")
-    runs = []
-    for row in csv.DictReader(file.read_text().splitlines()):
-        data_parallel, micro_batch = int(row["data_parallel"]), int(row["micro_batch"])
-        phases = (float(row[f"{name}_s"]) for name in ("forward", "backward", "update"))
-        one = TrainingRun(
-            row["group"],
-            1e9 * float(row["billion_params"]),
-            int(row["tensor_parallel"]),
-            data_parallel,
-            micro_batch,
-            int(row["global_batch"]) / data_parallel / micro_batch,
-            float(row["host_share"]),
-            int(row["interval"]),
-            row["flushes_beside"] == "1",
-            tuple(phases),  # type: ignore[arg-type]
-        )
-        runs.append(one)
-    return runs
+    how: Any = {"delimiter": ",", "names": True, "dtype": None, "encoding": "utf-8"}
+    runs = np.genfromtxt(file, **how).view(np.recarray)
+    has_gaps = np.char.endswith(runs.group, "a100")
+    is_twinflow = np.char.find(runs.group, "twinflow") >= 0
+    num_devices = runs.tensor_parallel * runs.data_parallel
+    more = {
+        "num_params": 1e9 * runs.billion_params,
+        "num_devices": num_devices,
+        "num_micro_batches": runs.global_batch / runs.data_parallel / runs.micro_batch,
+        "host_params": 1e9 * runs.billion_params / num_devices * runs.host_share,
+        "device_share": np.where(runs.interval, 1 / np.maximum(runs.interval, 1), 0.0),
+        # Inferred, from folders' names and the times of forward.
+        "machine": np.select([has_gaps, is_twinflow], ["a100", "h100"], "a100 small"),
+        "published_s": runs.forward_s + runs.backward_s + runs.update_s,
+    }
+    columns: Any = (list(more), list(more.values()))
+    return append_fields(runs, *columns, usemask=False, asrecarray=True)
 
 
 # --- what each rate is of, and the fit ---------------------------------------------
 
-Terms = Sequence[float]
 
-
-def _forward(one: TrainingRun) -> Terms:
+def _forward(runs: Runs) -> Terms:
     """Of one device's sequences, and of each micro-batch beside them."""
-    sequences = one.micro_batch * one.num_micro_batches
-    return [one.num_params * sequences / one.tensor_parallel, one.num_micro_batches]
+    count, params = runs.num_micro_batches, runs.num_params / runs.tensor_parallel
+    return [params * runs.micro_batch * count, count]
 
 
-def _flushed(one: TrainingRun) -> Terms:
+def _flushed(runs: Runs) -> Terms:
     """Gradients that go to the host after the backward pass, or beside it."""
-    num = one.host_params * (1 - one.device_share)
-    return [0.0, num] if one.flushes_beside else [num, 0.0]
+    num, is_beside = runs.host_params * (1 - runs.device_share), runs.flushes_beside
+    return [num * (1 - is_beside), num * is_beside]
 
 
-def _updated(one: TrainingRun, device: float) -> Terms:
+def _updated(runs: Runs, device: float) -> Terms:
     """The host's update without and with an interval.
 
     Each for the params of a device, and of all the devices that share the host.
@@ -140,76 +107,60 @@ def _updated(one: TrainingRun, device: float) -> Terms:
       device: seconds of the device's update and its copies, for one of the host's
         beside them.
     """
-    num = one.host_params * (1 - one.device_share + device * one.device_share)
-    own = [num, num * min(_DEVICES, one.num_devices)]
-    return [0.0, 0.0, *own] if one.interval else [*own, 0.0, 0.0]
+    share, is_shared = runs.device_share, runs.interval > 0
+    num = runs.host_params * (1 - share + device * share)
+    both = [num, num * np.minimum(_DEVICES, runs.num_devices)]
+    return [own * way for way in (~is_shared, is_shared) for own in both]
 
 
-def _network(one: TrainingRun) -> Terms:
+def _network(runs: Runs) -> Terms:
     """Each machine gathers the whole model, whichever devices share its layers."""
-    return [one.num_params * one.num_micro_batches]
+    return [runs.num_params * runs.num_micro_batches]
 
 
-class Rates(NamedTuple):
-    """Seconds for each of the terms above. All are fitted; no other is known."""
+def model(known: Runs, runs: Runs, device: float | None = None) -> tuple[Any, float]:
+    """Computes the seconds of iterations, for one device; all do the same.
 
-    forward: Terms
-    backward: Terms  # for a second of forward, and of what is flushed
-    update: Terms
-    device: float
-    network: Terms = (0.0,)
-    network_backward: Terms = (0.0,)
-
-
-def iteration(rates: Rates, one: TrainingRun) -> float:
-    """Computes the seconds of an iteration, for one device; all do the same."""
-    forward_s = np.dot(_forward(one), rates.forward)
-    backward_s = rates.backward[0] * forward_s
-    if one.num_devices > _DEVICES:
-        network_s = np.dot(_network(one), rates.network)
-        forward_s = max(forward_s, network_s)
-        backward_s = max(backward_s, rates.network_backward[0] * network_s)
-    flush_s = np.dot(_flushed(one), rates.backward[1:])
-    update_s = np.dot(_updated(one, rates.device), rates.update)
-    return float(forward_s + backward_s + flush_s + update_s)
-
-
-def fit(runs: Sequence[TrainingRun], device: float | None = None) -> Rates:
-    """Fits rates to the published times of runs on one machine.
-
-    Least squares of relative errors, phase by phase; no rate is below 0.
+    All rates are fitted to the published times of runs on the same machine: least
+    squares of relative errors, phase by phase; none is below 0.
 
     Args:
-      runs: the runs.
-      device: the rate of that name; by default it is fitted, too, which takes runs with
-        several intervals.
+      known: the runs that rates are fitted to.
+      device: the rate of the device's updates; by default it is fitted, too, which
+        takes runs with several intervals.
+
+    Returns:
+      The seconds of `runs`, and the rate of the device's updates.
     """
-    near = [one for one in runs if one.num_devices <= _DEVICES]
-    far = [one for one in runs if one.num_devices > _DEVICES]
-    _, forward = _solved(near, 0, _forward)
-    _, backward = _solved(near, 1, lambda one: [one.found[0], *_flushed(one)])
+    is_near = known.num_devices <= _DEVICES
+    near, far = known[is_near], known[~is_near]
+    _, forward = _solved(near.forward_s, _forward(near))
+    _, (back, *flush) = _solved(near.backward_s, [near.forward_s, *_flushed(near)])
     tried = [n / 20 for n in range(61)] if device is None else [device]
     _, update, device = min(
-        (*_solved(near, 2, lambda one, d=d: _updated(one, d)), d) for d in tried
+        (*_solved(near.update_s, _updated(near, one)), one) for one in tried
     )
-    if not far:
-        return Rates(forward, backward, update, device)
-    _, network = _solved(far, 0, _network)
-    _, of_forward = _solved(far, 1, lambda one: [one.found[0]])
-    return Rates(forward, backward, update, device, network, of_forward)
+    forward_s = np.dot(forward, _forward(runs))
+    backward_s = back * forward_s
+    if len(far):
+        _, network = _solved(far.forward_s, _network(far))
+        _, (network_back,) = _solved(far.backward_s, [far.forward_s])
+        network_s = np.dot(network, _network(runs)) * (runs.num_devices > _DEVICES)
+        forward_s = np.maximum(forward_s, network_s)
+        backward_s = np.maximum(backward_s, network_back * network_s)
+    flush_s, update_s = np.dot(flush, _flushed(runs)), _updated(runs, device)
+    return forward_s + backward_s + flush_s + np.dot(update, update_s), device
 
 
-def _solved(
-    runs: Sequence[TrainingRun], phase: int, terms: Callable[[TrainingRun], Terms]
-) -> tuple[float, list[float]]:
+def _solved(seconds: Any, terms: Terms) -> tuple[float, list[float]]:
     """Returns the sum of the errors' squares, and the rates of the terms."""
-    seconds = np.array([one.found[phase] for one in runs])
-    matrix: Any = np.array([terms(one) for one in runs]) / seconds[:, None]
+    matrix: Any = np.stack(terms, -1) / seconds[:, None]
     kept = list(range(matrix.shape[1]))
     while True:
         scale = np.abs(matrix[:, kept]).max(0)
         scale[scale == 0] = 1.0
-        rates = np.linalg.lstsq(matrix[:, kept] / scale, np.ones(len(runs)))[0] / scale
+        ones = np.ones(len(seconds))
+        rates = np.linalg.lstsq(matrix[:, kept] / scale, ones)[0] / scale
         if (rates >= 0).all():
             break
         kept = [n for n, rate in zip(kept, rates, strict=True) if rate >= 0]
@@ -218,19 +169,18 @@ def _solved(
     return float(np.square(matrix @ solved - 1).sum()), solved.tolist()
 
 
-def fitted_rates(published: Sequence[TrainingRun]) -> dict[str, Rates]:
-    """The rates of each machine, fitted to the runs of `FITTED_PARAMS` on it.
+def modelled_s(runs: Runs) -> Any:
+    """Computes iterations by the rates of each machine, fitted to its `FITTED_SIZES`.
 
     On two machines these have one interval, so that the rate of the device's updates is
     that of the third.
     """
-    runs = defaultdict(list)
-    for one in published:
-        if one.num_params in FITTED_PARAMS:
-            runs[one.machine].append(one)
-    several = fit(runs["a100"])
-    others = {machine: fit(own, several.device) for machine, own in runs.items()}
-    return others | {"a100": several}
+    found, device = np.zeros(len(runs)), None
+    is_fitted = np.isin(runs.billion_params, FITTED_SIZES)
+    for machine in ("a100", "a100 small", "h100"):
+        own = runs.machine == machine
+        found[own], device = model(runs[is_fitted & own], runs[own], device)
+    return found
 
 
 # --- the tables ---------------------------------------------------------------------
@@ -239,28 +189,29 @@ def fitted_rates(published: Sequence[TrainingRun]) -> dict[str, Rates]:
 def measure(*_: Any) -> dict[str, list[dict[str, Any]]]:
     """Returns errors of fitted and other sizes, and choices of k."""
     runs = published_runs()
-    rates = fitted_rates(runs)
-    modelled_s = {one: iteration(rates[one.machine], one) for one in runs}
-    groups: dict[Any, list[TrainingRun]] = defaultdict(list)
-    series: dict[Any, list[TrainingRun]] = defaultdict(list)
-    for one in runs:
-        groups["fitted" if one.num_params in FITTED_PARAMS else "others"].append(one)
-        if one.interval:
-            series[one._replace(interval=0, found=(0, 0, 0))].append(one)
-    rows, choices = [], []
-    for name, own in groups.items():
-        errors = [abs(modelled_s[one] / sum(one.found) - 1) for one in own]
-        row = {"sizes": name, "runs": len(own), "median": statistics.median(errors)}
-        row |= {"worst": max(errors), "within 25 %": sum(e <= 0.25 for e in errors)}
+    modelled, found = modelled_s(runs), runs.published_s
+    errors = np.abs(modelled / found - 1)
+    is_fitted = np.isin(runs.billion_params, FITTED_SIZES)
+    rows = []
+    for name, own in (("fitted", errors[is_fitted]), ("others", errors[~is_fitted])):
+        row = {"sizes": name, "runs": len(own), "median": statistics.median(own)}
+        row |= {"worst": max(own), "within 25 %": int(sum(own <= 0.25))}
         rows.append(row)
-    for own in series.values():
-        published = min(own, key=lambda one: sum(one.found))
-        modelled = min(own, key=modelled_s.__getitem__)
-        row = {"logs": published.group, "devices": published.num_devices}
-        row |= {"published": published.interval, "modelled": modelled.interval}
-        row["cost"] = sum(modelled.found) / sum(published.found)
-        if len(own) > 2:
-            choices.append(row)
+    series = defaultdict(list)
+    for number, one in enumerate(runs):
+        if one.interval:
+            own = one.tolist()[: runs.dtype.names.index("interval")]
+            series[*own, one.flushes_beside].append(number)
+    choices = []
+    for own in [own for own in series.values() if len(own) > 2]:
+        published = min(own, key=found.__getitem__)
+        fastest = min(own, key=modelled.__getitem__)
+        row = {"logs": str(runs.group[published])}
+        row["devices"] = int(runs.num_devices[published])
+        row["published"] = int(runs.interval[published])
+        row["modelled"] = int(runs.interval[fastest])
+        row["cost"] = float(found[fastest] / found[published])
+        choices.append(row)
     return {"groups": rows, "intervals": choices}
 
 

@@ -40,11 +40,7 @@ UPDATE_S = 0.9e-9  # of Adam in fp32 on all cores of the host
 BUFFERS_S = 0.22e-9  # of SU for allocating its buffers
 SELECT_S = 0.19e-9  # for choosing the largest gradients, on any GPU
 
-A5000 = (0.165e-9, 0.85e-9)
-"""Seconds a param of forward and backward for the paper's batch of 4; fitted too."""
-
-A100 = (0.04e-9, 0.21e-9)
-"""Fitted to +C over BASE at 10 CSDs, 2.11, in the A5000's proportion."""
+FORWARD_S, BACKWARD_S = 0.165e-9, 0.85e-9  # of an A5000 for the paper's batch of 4
 
 
 class Workload(NamedTuple):
@@ -66,15 +62,13 @@ Phase = tuple[str, str, float]
 """Its name, the resource in use, for CSDs each one's own, and its seconds."""
 
 
-def phases(
-    gpu: tuple[float, float], workload: Workload, method: str, num_csds: int
-) -> list[Phase]:
+def phases(workload: Workload, method: str, num_csds: int) -> list[Phase]:
     """Returns the phases of an iteration, in order, before those of the update."""
     num = workload.num_params
     sent_bytes = 4 * num * (workload.sent_ratio if method == "SU+O+C" else 1)
     found = [
-        ("forward", "gpu", num * gpu[0]),
-        ("backward", "gpu", num * gpu[1]),
+        ("forward", "gpu", num * FORWARD_S),
+        ("backward", "gpu", num * BACKWARD_S),
         ("write gradients", "link", sent_bytes / min(num_csds * WRITE, LINK)),
     ]
     if method == "SU+O+C":
@@ -121,11 +115,9 @@ def update_s(
     return max(busy_s.values())
 
 
-def iteration_s(
-    gpu: tuple[float, float], workload: Workload, method: str, num_csds: int
-) -> float:
+def iteration_s(workload: Workload, method: str, num_csds: int) -> float:
     """Returns seconds of an iteration."""
-    before_s = sum(seconds for *_, seconds in phases(gpu, workload, method, num_csds))
+    before_s = sum(seconds for *_, seconds in phases(workload, method, num_csds))
     return before_s + update_s(workload, method, num_csds)
 
 
@@ -133,14 +125,7 @@ def iteration_s(
 
 
 class Comparison(NamedTuple):
-    """One published number and the model's.
-
-    Attributes:
-      figure: a figure of the paper, such as ``"9"``.
-      model: the trained model.
-      quantity: ``"speedup"``, ``"update_s"``, ``"iteration_s"`` or
-        ``"gflops_per_$"``.
-    """
+    """One published number and ours; its quantity is ``speedup`` or ``update_s``."""
 
     figure: str
     model: str
@@ -164,11 +149,7 @@ def published() -> Mapping[str, Any]:
 
 
 def compare_with_paper() -> Iterator[Comparison]:
-    """Compares the numbers of figures 9 to 12 and 17, and of the cost.
-
-    Of figures 11b and 17 and of the cost only some are known. Figure 14 has the rates
-    in the model. For figures 13, 15 and 16 only the cost at ten CSDs is available.
-    """
+    """Compares the numbers of figures 9, 10, 11a and 12."""
     for model, data in published()["figure_9"].items():
         cells = data["forward_backward_update_s"]
         yield from _bars("9", model, Workload(data["params"]), cells)
@@ -177,19 +158,12 @@ def compare_with_paper() -> Iterator[Comparison]:
         forward_s = data["forward_s_per_1e9_params"] * float(params) / 1e9
         name = f"GPT2 {float(params) / 1e9:.1f}B"
         yield from _bars("10", name, Workload(float(params)), cells, forward_s)
-    yield from _figure_11("11a", published()["figure_11a"], A5000)
-    yield from _figure_11("11b", published()["figure_11b_a100"], A100)
+    yield from _figure_11(published()["figure_11a"])
     data = published()["figure_12"]
     workload = Workload(data["params"], state_bytes=data["state_bytes"])
     for optimizer, cells in data["backward_update_s"].items():
         name = f"GPT2 4.0B, {optimizer}"
         yield from _bars("12", name, workload, cells, data["forward_s"])
-    yield from _figure_17(published()["figure_17_a4000"])
-    for method, value in published()["cost"]["gflops_per_dollar_at_10"].items():
-        modelled = gflops_per_dollar(method, 10)
-        yield Comparison(
-            "cost", "GPT2 4.0B", 10, method, "gflops_per_$", value, modelled
-        )
 
 
 def _bars(
@@ -210,51 +184,17 @@ def _bars(
         speedup = (sum(cells[f"{num} BASE"]) + sum(forward_s)) / (
             sum(seconds) + sum(forward_s)
         )
-        modelled = iteration_s(A5000, workload, "BASE", num)
-        modelled /= iteration_s(A5000, workload, method, num)
+        modelled = iteration_s(workload, "BASE", num)
+        modelled /= iteration_s(workload, method, num)
         yield Comparison(*where, "speedup", speedup, modelled)
 
 
-def _figure_11(
-    figure: str, data: Mapping[str, Any], gpu: tuple[float, float]
-) -> Iterator[Comparison]:
-    """Speedups over BASE on one CSD; of one number of CSDs, or several."""
+def _figure_11(data: Mapping[str, Any]) -> Iterator[Comparison]:
+    """Speedups over BASE on one CSD."""
     workload = Workload(data["params"])
-    base_s = iteration_s(gpu, workload, "BASE", 1)
+    base_s = iteration_s(workload, "BASE", 1)
     for method, values in data["speedup_over_base_on_1"].items():
-        pairs = [(data["num_csds"], values)]
-        if isinstance(values, list):
-            pairs = [*zip(data["num_csds"], values, strict=True)]
-        for num, speedup in pairs:
-            modelled = base_s / iteration_s(gpu, workload, method, num)
-            where = figure, "GPT2 4.0B", num, method
+        for num, speedup in zip(data["num_csds"], values, strict=True):
+            modelled = base_s / iteration_s(workload, method, num)
+            where = "11a", "GPT2 4.0B", num, method
             yield Comparison(*where, "speedup", speedup, modelled)
-
-
-def _figure_17(data: Mapping[str, Any]) -> Iterator[Comparison]:
-    """Tensor parallelism shares the expansion's link with the CSDs there.
-
-    The GPUs' part of it is not published, so the rest of BASE's iteration is their
-    time.
-    """
-    workload, num = Workload(data["params"]), data["num_csds"]
-    for num_gpus, seconds in data["iteration_s_by_num_gpus"].items():
-        left_s = seconds["BASE"] - iteration_s((0.0, 0.0), workload, "BASE", num)
-        gpu = (0.0, left_s / workload.num_params)
-        modelled = iteration_s(gpu, workload, "SU+O+C", num)
-        where = "17", f"GPT2 1.16B, {num_gpus} A4000", num, "SU+O+C"
-        yield Comparison(*where, "iteration_s", seconds["SU+O+C"], modelled)
-
-
-def gflops_per_dollar(method: str, num_csds: int) -> float:
-    """Returns the work per second and dollar of a system, for GPT-2 4.0B on an A5000.
-
-    The paper does not name the model of its figure; this one is assumed. The work is
-    forward, recomputation and backward of the released scripts' batch.
-    """
-    prices = published()["cost"]["dollars"]
-    workload = Workload(4e9)
-    drive = prices["ssd" if method == "BASE" else "smartssd"]
-    dollars = prices["server"] + prices["a5000"] + num_csds * drive
-    seconds = iteration_s(A5000, workload, method, num_csds)
-    return workload.num_params * 8 * 4 * 1024 / seconds / dollars / 1e9

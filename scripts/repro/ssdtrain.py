@@ -31,7 +31,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -167,11 +167,6 @@ class Way:
     runner: Runner
     seconds: list[float]
 
-    @property
-    def peak_bytes(self) -> int:
-        """The most bytes of values in a step."""
-        return peak(self.runner.plan)
-
 
 class SlowScratch(Scratch):
     """Values wait on a drive that moves so many bytes a second, one after another."""
@@ -181,12 +176,10 @@ class SlowScratch(Scratch):
         self._drive, self._bytes_per_s = Server(), bytes_per_s
 
     def write(self, part: ScratchRun, *arguments: Any, **named: Any) -> None:
-        """As `Scratch.write`."""
         with held_up((self._drive, part.num_bytes, self._bytes_per_s)):
             super().write(part, *arguments, **named)
 
     def read(self, part: ScratchRun, *arguments: Any, **named: Any) -> None:
-        """As `Scratch.read`."""
         with held_up((self._drive, part.num_bytes, self._bytes_per_s)):
             super().read(part, *arguments, **named)
 
@@ -308,8 +301,8 @@ def compared(stack: Stack, arguments: argparse.Namespace) -> dict[str, Any]:
         plan = way.runner.plan
         lives = [plan.lives[slot] for slot in plan.evictions]
         found[name] = {
-            "peak_bytes": way.peak_bytes,
-            "peak_ratio": round(way.peak_bytes / stack.most_bytes, 4),
+            "peak_bytes": peak(plan),
+            "peak_ratio": round(peak(plan) / stack.most_bytes, 4),
             **bench.ratios("time_ratio", way.seconds, stack.keep.seconds),
             "step_s": round(statistics.median(way.seconds), 4),
             "written_bytes": sum(page_ceil(life.num_bytes) for life in lives),
@@ -321,10 +314,8 @@ def compared(stack: Stack, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
     """Measures all policies of all stacks and batch sizes."""
-    if arguments.plot is not None:
-        importlib.import_module(
-            "matplotlib"
-        )  # an extra, which is missed before the runs
+    if arguments.plot is not None:  # an extra, which is missed before the runs
+        importlib.import_module("matplotlib")
     jnp.zeros(1).block_until_ready()  # JAX's threads now have their core
     if len(os.sched_getaffinity(0)) == 1 and (os.cpu_count() or 1) > 1:
         os.sched_setaffinity(0, {HOST_CORE})
@@ -342,9 +333,6 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
 
 # --- what is shown ------------------------------------------------------------------
 
-Points = Mapping[str, Mapping[str, Mapping[str, Any]]]
-"""Measures by the stack and batch size, such as ``gpt 4``, and by policy."""
-
 
 def show(found: dict[str, Any]) -> None:
     """Prints a table of policies for each stack, beside what the paper states."""
@@ -359,8 +347,11 @@ def show(found: dict[str, Any]) -> None:
             print(f"{policy:14}", *texts, f"[{low:.3f}, {high:.3f}]")
 
 
-def plot(points: Points, path: Path) -> None:
-    """Draws throughput over the peak, with a panel for each stack."""
+def plot(points: dict[str, dict[str, Any]], path: Path) -> None:
+    """Draws throughput over the peak, with a panel for each stack.
+
+    Measures are by stack and batch size, such as ``gpt 4``, and by policy.
+    """
     import matplotlib.pyplot as plt  # pyright: ignore[reportMissingImports]: an extra
 
     stacks = list(dict.fromkeys(where.split()[0] for where in points))

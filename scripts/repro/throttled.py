@@ -33,17 +33,7 @@ from jaxinf.typing import Array
 
 @dataclass(frozen=True)
 class CsdRates:
-    """Limits in bytes per second; None for no limit.
-
-    Attributes:
-      drive_read, drive_write: limits of each drive, which serves one request at a time.
-      kernel: limit of each card's kernel, by its input of state and dense gradient.
-      decompress: limit of each card's decompressor, by its output of dense gradient.
-      allocate: limit of the host's allocation of buffers, for all CSDs in turn.
-      link: limit of the host link, which all CSDs share.
-      has_stored_gradients: whether an update reads its gradient from the drive first.
-      is_joined: whether no CSD writes while results of another cross the link.
-    """
+    """Limits in bytes per second, each described in docs/cards.md; None for none."""
 
     drive_read: float | None = None
     drive_write: float | None = None
