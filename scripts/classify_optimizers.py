@@ -177,7 +177,7 @@ _SHAPED = {
     "lookahead": lambda params: optax.LookaheadParams(params, params),
     "contrib.scale_by_muon": lambda params: {"kernel": params["kernel"]},
 }
-_DESCENDING = {"lookahead", "polyak_sgd", "scale_by_learning_rate"}
+_DESCENDING = {"lookahead", "polyak_sgd"}
 _DESCENDING |= {f"contrib.{name}" for name in ("mechanize", "sam", "schedule_free")}
 """Beside optimizers whose first argument is a learning rate."""
 
@@ -227,7 +227,7 @@ def _case_of(name: str, factory: Callable[..., Any]) -> Case:
     return Case(
         make=call if callable(call) else partial(factory, *call),
         extra_args=EXTRA_ARGS.get(name, lambda params: {}),
-        descends=name in _DESCENDING or (has_rate and "scale_by_" not in name),
+        descends=name in _DESCENDING or (has_rate and name != "scale_by_rprop"),
         params=_SHAPED.get(name, lambda params: params),
     )
 

@@ -12,19 +12,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
 
-from jaxinf_models import MODELS, ModelFiles, abstract_params
+from jaxinf_models import MODELS, ModelFiles
 
 from jaxinf.command_line import UsageError
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.freezing import check_frozen
-from jaxinf.train.lora import check_lora
 from jaxinf.train.options import FLAGS
 
 _Problems: TypeAlias = Iterator[str]
 
-_AT_LEAST = {
+_AT_LEAST: dict[str, int] = {
     **dict.fromkeys("batch-size memory device-memory micro-batches".split(), 1),
-    **dict.fromkeys("warmup-steps clip-norm seed eval-every".split(), 0),
+    **dict.fromkeys("steps warmup-steps clip-norm seed eval-every".split(), 0),
     "durability": 1,
     "checkpoint-every": 0,
     "seq-len": 2,
@@ -46,14 +45,11 @@ def check(config: TrainConfig) -> TrainConfig:
       ExchangeError: the files of --from or --preset cannot be read.
     """
     _refuse(_of_values(config))
-    if config.source is not None:
-        files = ModelFiles.of_folder(config.source)
-        config = dataclasses.replace(config, files=files)
-    elif config.model_file is not None:
-        files = ModelFiles.of_config(config.model_file)
-        config = dataclasses.replace(config, files=files)
+    files = config.model_file and ModelFiles.of_config(config.model_file)
+    files = ModelFiles.of_folder(config.source) if config.source else files
+    config = dataclasses.replace(config, files=files)
     _ = config.average  # refuses an --ema that does not parse
-    for problems in (_of_model, _of_mode, _of_processes, _of_places):
+    for problems in (_of_model, _of_mode, _of_places):
         _refuse(problems(config))
     return config
 
@@ -82,26 +78,12 @@ def _of_values(config: TrainConfig) -> _Problems:
             yield f"--{name}: expected at least {least}, got {value}"
         if value == math.inf:  # JSON, and so a commit, has no form for it
             yield f"--{name}: expected a finite number, got {value}"
-    least_steps, also = (
-        (0, "") if config.source else (1, "; 0 imports what --from names")
-    )
-    if config.steps < least_steps:
-        yield f"--steps: expected at least {least_steps}, got {config.steps}{also}"
     if config.batch_size * (config.seq_len or 1) >= 1 << 31:
         yield "--batch-size, --seq-len: expected fewer than 2**31 tokens in a batch"
-    if config.mode != "stream" and config.batch_size % config.micro_batches:
-        yield (
-            f"--micro-batches: expected a divisor of the --batch-size "
-            f"{config.batch_size}, got {config.micro_batches}"
-        )
     if config.seed >= 1 << 32:
         yield f"--seed: expected less than 2**32, got {config.seed}"
-    for name in ("epochs", "learning-rate"):
-        value = getattr(config, FLAGS[name].name)
-        if value is not None and not 0 < value < math.inf:
-            yield f"--{name}: expected more than 0, and finite, got {value}"
-    if config.epochs is not None:
-        yield from _given(config, "--epochs says how long the run is", "steps")
+    if config.learning_rate is not None and not 0 < config.learning_rate < math.inf:
+        yield f"--learning-rate: expected more than 0, got {config.learning_rate}"
     share = config.held_out_share
     if share is not None and not 0 < share < 1:
         yield f"--validation: expected more than 0, less than 1, got {share}"
@@ -130,7 +112,7 @@ def _of_model(config: TrainConfig) -> _Problems:
     limit = getattr(config.model_config, "num_positions", None)
     if config.takes_images:
         yield from _given(config, "the model takes images", "seq-len", "tokenizer")
-    elif limit is not None and (config.seq_len or 0) > limit and config.steps:
+    elif limit is not None and (config.seq_len or 0) > limit:
         owner = config.source or config.model_file or f"preset {config.preset}"
         yield (
             f"--seq-len: expected at most {limit}, the positions of {owner}, got "
@@ -141,18 +123,16 @@ def _of_model(config: TrainConfig) -> _Problems:
             f"--freeze {' '.join(config.freeze)}: --lora leaves all of the model as it "
             "is; leave --freeze out"
         )
-    if config.freeze or config.adapters is not None:
-        _, params = abstract_params(config.model_config)
+    if config.freeze or config.lora:
+        _, params = config.abstract  # refuses a pattern of --lora without a matrix
         check_frozen(config.freeze, params, config.model_name)
-        if config.adapters is not None:
-            check_lora(config.adapters, params, config.model_name)
 
 
 def _of_mode(config: TrainConfig) -> _Problems:
     mode = config.mode
     if mode == "memory":
         why = "--mode memory keeps nothing on drives; give --mode update, or"
-        yield from _given(config, why, *_OF_THE_STORE)
+        yield from _given(config, why, *_OF_THE_STORE, "distributed")
     elif config.store is None:
         yield (
             "--store: expected a directory for the optimizer's state, got nothing; "
@@ -168,11 +148,6 @@ def _of_mode(config: TrainConfig) -> _Problems:
             "--memory: expected the bytes of host memory that a step may take, such as "
             "4GiB, got nothing; --mode stream needs it"
         )
-    if mode != "update" and not config.steps:
-        yield (
-            "--steps 0: imports in --mode update, into a --store; go on with another "
-            "--mode after it"
-        )
     sent = config.compression
     if sent and sent.error_feedback and mode == "stream" and config.clip_norm:
         yield (
@@ -180,22 +155,8 @@ def _of_mode(config: TrainConfig) -> _Problems:
             "miss what error feedback adds; give --clip-norm 0, or leave error "
             "feedback out"
         )
-
-
-def _of_processes(config: TrainConfig) -> _Problems:
     if config.distributed is None:
-        if config.fsdp:
-            yield "--fsdp: expected with --distributed; add that"
-        return
-    if config.mode == "memory":
-        yield "--distributed: --mode memory is one process; leave --distributed out"
-    if not config.steps:
-        yield "--distributed: --steps 0 runs in one process; leave --distributed out"
-    if config.policy not in (None, "recompute", "keep"):
-        yield (
-            f"--policy {config.policy}: not supported yet with --distributed; give "
-            "--policy recompute or keep"
-        )
+        yield from _given(config, "expected with --distributed; add that, or", "fsdp")
 
 
 def _of_places(config: TrainConfig) -> _Problems:

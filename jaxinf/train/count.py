@@ -16,15 +16,15 @@ import jax
 from jaxinf_models import num_params
 
 from jaxinf.engine import Store, can_take, describe, engine_of, moved_states
-from jaxinf.program import averaged, trace_init
+from jaxinf.program import averaged, trace_init, trace_update
 from jaxinf.store import required_bytes
-from jaxinf.streaming import DeviceLimit, program_bytes, trace_optimizer
+from jaxinf.streaming import DeviceLimit, program_bytes
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
 from jaxinf.train.devices import Devices
 from jaxinf.train.freezing import trained
 from jaxinf.train.modes import streamed_step
-from jaxinf.train.opening import named_flags, open_run, refused_as_usage
+from jaxinf.train.opening import named_flags, open_run
 from jaxinf.train.optimizers import make_optimizer
 from jaxinf.train.step import loss_of
 from jaxinf.typing import FLOAT32, PyTree
@@ -55,7 +55,6 @@ class RunNeeds:
 
 
 @named_flags()
-@refused_as_usage()
 def count(
     config: TrainConfig, batch: Batch | None, device_bytes: int | None
 ) -> RunNeeds:
@@ -130,7 +129,7 @@ def _stored(config: TrainConfig, store: Store) -> dict[str, int]:
     params = config.abstract[1]
     tx = averaged(make_optimizer(config), config.average)
     description = describe(
-        trace_optimizer(tx, params),
+        trace_update(tx, params, may_recall="sums"),
         trace_init(tx, params),
         [(1,) * leaf.ndim for leaf in jax.tree.leaves(params)],
         average=config.average,
@@ -143,7 +142,7 @@ def _stored(config: TrainConfig, store: Store) -> dict[str, int]:
         for layout in shape.layouts(number, (0,) * leaf.ndim, leaf.shape):
             loads, stores = moved_states(one.kernel, layout)
             moves.append((layout, loads - taken, stores))
-    every = shape.options.steps_per_commit or config.steps
+    every = shape.options.steps_per_commit or max(1, config.steps)
     moved = shape.moved_bytes(moves, shape.memory_bytes, every)
     return {
         "host_bytes": min(config.buffer_bytes, shape.num_bytes),

@@ -70,10 +70,8 @@ class Devices:
         rows = NamedSharding(mesh, PartitionSpec(_AXIS))
 
         def put(array: Any) -> Any:
-            has_rows = isinstance(array, np.ndarray) and array.ndim > 0
-            return (
-                array if not has_rows or len(array) % mesh.size else _put(array, rows)
-            )
+            is_even = np.ndim(array) > 0 and len(array) % mesh.size == 0
+            return _put(array, rows) if is_even else array
 
         return jax.tree.map(put, batch)
 
@@ -138,11 +136,7 @@ def connect(launch: str) -> None:
 
 
 def _await(address: str) -> None:
-    """Waits until the coordinator listens: JAX would abort the process after a while.
-
-    Raises:
-      OSError: it does not.
-    """
+    """Waits until the coordinator listens: JAX would abort the process meanwhile."""
     host, _, port = address.rpartition(":")
     until_s = time.monotonic() + _PATIENCE_S
     while True:

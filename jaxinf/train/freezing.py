@@ -33,7 +33,11 @@ class Frozen:
         return bool(self.patterns)
 
     def __contains__(self, name: str) -> bool:
-        return any(fnmatch.fnmatchcase(name, p) for p in self.patterns) != self.all_but
+        return matches(name, self.patterns) != self.all_but
+
+
+def matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def check_frozen(patterns: tuple[str, ...], params: PyTree, model: str) -> None:

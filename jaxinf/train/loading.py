@@ -4,7 +4,7 @@ Invariant: data that the model cannot learn from is refused before a store is ma
 """
 
 import dataclasses
-import math
+from collections.abc import Sequence
 
 import jax
 
@@ -12,7 +12,7 @@ from jaxinf.command_line import UsageError
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.errors import DataError
 from jaxinf.train.data.images import load_images
-from jaxinf.train.data.loader import Batches
+from jaxinf.train.data.loader import Batch, endless
 from jaxinf.train.data.rows import TrainingData
 from jaxinf.train.data.texts import load_texts
 from jaxinf.train.data.tokenizer import tokenizer_in
@@ -24,8 +24,8 @@ def load(config: TrainConfig) -> tuple[TrainConfig, TrainingData]:
     """Reads a run's data (blocks).
 
     Returns:
-      The config, with the data's number of classes, the tokenizer, the length of rows,
-      and the steps of its epochs; and the data.
+      The config, with the data's number of classes, the tokenizer and the length of
+      rows; and the data.
 
     Raises:
       UsageError: the data is empty, malformed, or unsuitable for this model.
@@ -57,13 +57,10 @@ def load(config: TrainConfig) -> tuple[TrainConfig, TrainingData]:
     _check_vocabulary(config, data)
     if data.num_labels is not None:
         config = dataclasses.replace(config, num_labels=data.num_labels)
-    if config.epochs is not None:
-        steps = math.ceil(config.epochs * len(data.train) / config.batch_size)
-        config = dataclasses.replace(config, steps=steps)
     return dataclasses.replace(config, seq_len=data.seq_len or None), data
 
 
-def make_batches(config: TrainConfig, data: TrainingData) -> Batches:
+def make_batches(config: TrainConfig, data: TrainingData) -> Sequence[Batch]:
     """Makes the run's batches, or this process's share of them.
 
     Raises:
@@ -77,7 +74,7 @@ def make_batches(config: TrainConfig, data: TrainingData) -> Batches:
             f"--batch-size: expected a multiple of the {num_shares} JAX devices"
             f"{parts}, got {config.batch_size}"
         )
-    return Batches(
+    return endless(
         data.train,
         batch_size=config.batch_size,
         seed=config.seed,

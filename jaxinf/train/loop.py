@@ -11,15 +11,14 @@ import contextlib
 import dataclasses
 import functools
 import json
-import os
 import platform
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 
 import jax
-from jaxinf_models import num_params
 from rich.console import Console
 
 from jaxinf.command_line import UsageError
@@ -28,14 +27,14 @@ from jaxinf.terminal import make_console
 from jaxinf.train import messages, resume
 from jaxinf.train.checks import check
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.data.loader import Batch
+from jaxinf.train.data.loader import Batch, starting_at
 from jaxinf.train.data.rows import TrainingData
 from jaxinf.train.devices import connect, devices_of
 from jaxinf.train.evaluate import BEST, Best, Evaluation, best_of, evaluator, num_tokens
 from jaxinf.train.loading import load, make_batches
 from jaxinf.train.metrics import JsonLines, MetricsLog, StepLine
-from jaxinf.train.modes import Done, import_weights, in_memory, streamed
-from jaxinf.train.opening import named_flags, open_run
+from jaxinf.train.modes import Done, in_memory, streamed
+from jaxinf.train.opening import open_run
 from jaxinf.train.optimizers import check_optimizer, learning_rates, resolved_settings
 from jaxinf.train.run_file import text_of_run
 from jaxinf.train.signals import stop_number, stop_requests
@@ -45,7 +44,6 @@ from jaxinf.typing import PyTree
 _TIMEOUT_S = 600.0  # for a process that is behind the others
 
 
-@named_flags()
 def train(config: TrainConfig) -> int:
     """Trains, or resumes training, until `config.steps`; blocks.
 
@@ -69,13 +67,6 @@ def train(config: TrainConfig) -> int:
     if not group.is_alone:
         log_dir = config.logs / f"process-{group.number:05d}"
         config = dataclasses.replace(config, log_dir=log_dir)
-    if not config.steps:
-        step = import_weights(config)
-        console.print(
-            f"imported {num_params(config.model_config):,} params from {config.source} "
-            f"to {config.store}, which is at step {step}"
-        )
-        return 0
     with console.status("reading the data"):
         config, data = load(config)
     with contextlib.ExitStack() as stack:
@@ -152,12 +143,9 @@ class _TrainingRun:
         console.print(f"ready after {time.monotonic() - began_s:.1f} s")
         if config.eval_every and self._best.step < 0:
             self._say_evaluation()
-        coming = self._batches.starting_at(first)
+        coming = starting_at(self._batches, first)
         progress = messages.Progress(console, config, first)
-        with (
-            contextlib.closing(coming),
-            stop_requests(is_quiet=console.quiet) as requests,
-        ):
+        with contextlib.closing(coming), stop_requests() as requests:
             while self.step < last:
                 if stopped := stop_number(self._group, self.step + 1, requests):
                     break
@@ -239,13 +227,14 @@ class _TrainingRun:
     # --- the end -------------------------------------------------------------------
 
     def end(self) -> int:
-        """Evaluates a last time, prints what the run has taken, waits for exports.
+        """Evaluates what was trained, prints what the run has taken, waits for exports.
 
         Returns:
           The exit status.
         """
         store, console = self._store, self._console
-        console.print(messages.describe(self._config, self._evaluate()))
+        if self.step:
+            console.print(messages.describe(self._config, self._evaluate()))
         messages.say_results(console, self._config, store, self._idle_bytes)
         if store is None:
             return 0
@@ -268,14 +257,12 @@ def _made_logs(logs: Path) -> Iterator[None]:
     try:
         is_new = not logs.exists()
         logs.mkdir(parents=True, exist_ok=True)
-        problem = "" if os.access(logs, os.W_OK) else "no access to write"
+        tempfile.TemporaryFile(dir=logs).close()
     except OSError as error:
-        problem = str(error.strerror)
-    if problem:
         raise UsageError(
             f"--log-dir {logs}: expected a directory, or a place for one, found: "
-            f"{problem}; name another, outside the store"
-        )
+            f"{error.strerror}; name another, outside the store"
+        ) from error
     try:
         yield
     except BaseException:
@@ -288,9 +275,8 @@ def _made_logs(logs: Path) -> Iterator[None]:
 def _keep_config(step: int, config: TrainConfig, run_file: str) -> None:
     """Writes config.json and config.toml; those of the run so far stay beside them.
 
-    Args:
-      config: the run with what its data and its process have decided.
-      run_file: the run as it was asked for.
+    config.toml has the run as it was asked for, config.json with what its data and its
+    process have decided.
     """
     document = config.to_json() | resolved_settings(config)
     versions = {name: version(name) for name in ("jaxinf", "jax", "optax")}

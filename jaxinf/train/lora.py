@@ -11,7 +11,6 @@ Invariant: a layer's adapter is applied to its input, so no step makes A @ B, or
 
 import contextlib
 import dataclasses
-import fnmatch
 import functools
 import math
 import zlib
@@ -25,7 +24,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxinf.command_line import UsageError
 from jaxinf.exchange import LORA_A, LORA_B
 from jaxinf.train.data.errors import shown_names
-from jaxinf.train.freezing import Frozen, leaves_by_name
+from jaxinf.train.freezing import Frozen, matches
 from jaxinf.typing import PyTree
 
 ALPHA = 16.0
@@ -54,7 +53,7 @@ class Lora:
         """Whether the leaf of a path is a layer's matrix and has an adapter."""
         if not path.endswith("/kernel") or len(leaf.shape) != 2:
             return False
-        return _matches(path, self.patterns) and not _matches(path, _HEADS)
+        return matches(path, self.patterns) and not matches(path, _HEADS)
 
     def frozen(self, *, trains_head: bool) -> Frozen:
         """Returns the leaves that stay as they are.
@@ -64,10 +63,6 @@ class Lora:
         """
         heads = _HEADS if trains_head else ()
         return Frozen((f"*/{LORA_A}", f"*/{LORA_B}", *heads), all_but=True)
-
-
-def _matches(path: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
 
 
 def parse_lora(text: str) -> Lora:
@@ -88,39 +83,34 @@ def parse_lora(text: str) -> Lora:
     )
 
 
-def check_lora(lora: Lora, params: PyTree, model: str) -> None:
-    """Refuses a pattern that matches no matrix.
-
-    Raises:
-      UsageError: names the pattern, and matrices that there are.
-    """
-    named = leaves_by_name(params).items()
-    if not any(lora.takes(*one) for one in named):
-        every = Lora(lora.rank, ("*",))
-        known = shown_names([name for name, leaf in named if every.takes(name, leaf)])
-        raise UsageError(
-            f"--lora {lora.rank}:{','.join(lora.patterns)}: expected a pattern of "
-            f"matrices of {model}, found none that it matches; there are {known}"
-        )
-
-
 def with_new(lora: Lora, params: PyTree, seed: int = 0) -> PyTree:
     """Returns params with new adapters.
 
     Args:
       params: those of the model; leaves may be deferred.
+
+    Raises:
+      UsageError: there is no such matrix; names those that there are.
     """
     leaves: dict[Any, Any] = flatten_dict(params)
+    named = {"/".join(map(str, path)): path for path in leaves}
+    taken = [name for name in named if lora.takes(name, leaves[named[name]])]
+    if not taken:
+        any_of = dataclasses.replace(lora, patterns=("*",))
+        known = [name for name in named if any_of.takes(name, leaves[named[name]])]
+        raise UsageError(
+            f"--lora {lora.rank}:{','.join(lora.patterns)}: expected a pattern of the "
+            f"model's matrices, found none that it matches; there are "
+            f"{shown_names(known)}"
+        )
     key = jax.random.key(seed)
-    for path, kernel in [*leaves.items()]:
-        name = "/".join(map(str, path))
-        if not lora.takes(name, kernel):
-            continue
+    for name in taken:
+        at, kernel = named[name][:-1], leaves[named[name]]
         num_in, num_out = kernel.shape
         own, bound = jax.random.fold_in(key, zlib.crc32(name.encode())), num_in**-0.5
         a = jax.random.uniform(own, (num_in, lora.rank), jnp.float32, -bound, bound)
-        leaves[(*path[:-1], LORA_A)] = a.astype(kernel.dtype)
-        leaves[(*path[:-1], LORA_B)] = jnp.zeros((lora.rank, num_out), kernel.dtype)
+        leaves[(*at, LORA_A)] = a.astype(kernel.dtype)
+        leaves[(*at, LORA_B)] = jnp.zeros((lora.rank, num_out), kernel.dtype)
     return unflatten_dict(leaves)
 
 

@@ -5,13 +5,12 @@ terminal only plain lines are written, without control characters; printed text 
 taken for markup.
 """
 
-import json
 import shlex
-import statistics
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import jax
 from jaxinf_models import num_params
@@ -23,18 +22,13 @@ from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.rows import TrainingData
 from jaxinf.train.evaluate import Evaluation
 from jaxinf.train.freezing import trained
-from jaxinf.train.metrics import StepLine, readable_lines
-from jaxinf.train.optimizers import (
-    num_warmup_steps,
-    peak_learning_rate,
-    weight_decay,
-)
+from jaxinf.train.metrics import StepLine
+from jaxinf.train.optimizers import resolved_settings
 from jaxinf.train.timing import peak_rss_bytes
 
 EXPORT_FAILED = 3
 """The exit status of a complete run."""
 
-_NUM_FIRST = 2  # steps that read and compile anew
 _INTERVAL_S = 5.0  # between lines of progress
 
 
@@ -49,14 +43,11 @@ def say_config(console: Console, config: TrainConfig, data: TrainingData) -> Non
             about += f", tokens by {data.tokenizer.name}"
     epochs = config.steps * config.batch_size / num_rows
     steps = f"{config.steps} of {batch}, seed {config.seed}: {epochs:.3g} epochs of "
-    decay, num_warmup = weight_decay(config), num_warmup_steps(config)
-    rate = f"{config.optimizer}, learning rate {peak_learning_rate(config):g}, "
-    rate += f"{config.schedule} after {num_warmup} steps of warm-up"
-    rate += "" if decay is None else f", weight decay {decay:g}"
-    if config.source is not None and config.learning_rate is None:
-        rate += " (defaults for fine-tuning)"
-    if num_warmup > config.steps / 10:
-        rate += "; the warm-up is more than a tenth of the run"
+    settings: dict[str, Any] = resolved_settings(config)
+    rate = f"{config.optimizer}, learning rate {settings['learning_rate']:g}, "
+    rate += f"{config.schedule} after {settings['warmup_steps']} steps of warm-up"
+    if (decay := settings["weight_decay"]) is not None:
+        rate += f", weight decay {decay:g}"
     model = f"{config.model_name}: {num_params(config.model_config):,} params in "
     source = " ".join(config.data) or "Python's standard library"
     rows = [
@@ -64,7 +55,6 @@ def say_config(console: Console, config: TrainConfig, data: TrainingData) -> Non
         ("task", config.task_name),
         ("data", f"{source}: {about}"),
         *(("", note) for note in data.notes),
-        *([("example", data.example)] if data.example else []),
         ("steps", f"{steps}{num_rows:,} rows"),
         ("rate", rate),
     ]
@@ -84,26 +74,21 @@ def say_config(console: Console, config: TrainConfig, data: TrainingData) -> Non
 def say_results(
     console: Console, config: TrainConfig, store: Store | None, idle_bytes: int
 ) -> None:
-    """Prints what steps took, and the paths of the results.
+    """Prints what memory the run took, and the paths of the results.
 
     Args:
       idle_bytes: resident memory of the process before it had the run's params.
     """
-    said, logs = [], config.logs / "metrics.jsonl"
-    lines = (json.loads(line) for _, line in readable_lines(logs))
-    steps_s = [line["step_s"] for line in lines if line["step_s"]]
-    if steps_s := steps_s[_NUM_FIRST:] or steps_s:
-        said.append(f"time    {statistics.median(steps_s):.3g} s a step (median)")
     # As --memory means it: beside the process itself.
     taken = format_bytes(max(0, peak_rss_bytes() - idle_bytes))
     if config.mode == "stream" and config.memory is not None:
         taken += f" of --memory {format_bytes(config.memory)}"
     idle = f"{format_bytes(idle_bytes)} of the process itself"
-    said.append(f"memory  at most {taken}, beside {idle}")
+    said = [f"memory  at most {taken}, beside {idle}"]
     if store is not None:
         said.append(f"store   {store.path}: step {store.step}; to look inside:")
         said.append(f"  {_command('jaxinf', 'inspect', store.path)}")
-    said.append(f"logs    {logs}; to make a page of them:")
+    said.append(f"logs    {config.logs}; to make a page of them:")
     said.append(f"  {_command('jaxinf', 'report', config.logs)}")
     console.print("\n".join(said), markup=False, highlight=False)
 

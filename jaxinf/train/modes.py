@@ -17,11 +17,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jaxinf_models import ModelConfig, deferred_params, make_model, split
 
-from jaxinf.command_line import UsageError
 from jaxinf.engine import Store
 from jaxinf.errors import NonFiniteGradientError
 from jaxinf.optimizer import smart_update
@@ -32,13 +30,7 @@ from jaxinf.train.devices import Devices, placed
 from jaxinf.train.freezing import check_source
 from jaxinf.train.lora import Lora, with_new
 from jaxinf.train.metrics import NO_TRAFFIC, Costs
-from jaxinf.train.opening import (
-    begin,
-    costs_of,
-    open_run,
-    refused_as_usage,
-    stored_bytes,
-)
+from jaxinf.train.opening import begin, costs_of, named_flags, stored_bytes
 from jaxinf.train.optimizers import (
     behind_clipping,
     make_optimizer,
@@ -48,18 +40,12 @@ from jaxinf.train.optimizers import (
 from jaxinf.train.step import compile_train_step, loss_of, weight_of_part
 from jaxinf.typing import DeferredArray, PyTree
 
-# Share of the budget for pieces read and traced programs during an import.
-_IMPORT_BYTES, _IMPORT_LEAF_BYTES = 4 << 20, 64 << 10
-
 
 class Done(NamedTuple):
     """What a step has done; its commit may still be in flight.
 
-    Attributes:
-      loss: of the batch, before the update.
-      norm: of all gradients; None where they never exist at once.
-      is_skipped: whether a gradient was not finite, so that nothing was updated.
-      costs: blocks until the step is durable.
+    The loss is that of the batch before the update, the norm that of all gradients, if
+    they exist at once. A step is skipped if one of them is not finite.
     """
 
     loss: float
@@ -114,14 +100,23 @@ def held_params(params: PyTree) -> PyTree:
 # --- params in memory ----------------------------------------------------------------
 
 
-@refused_as_usage()
+@named_flags()
 def in_memory(config: TrainConfig, store: Store | None, devices: Devices) -> Mode:
     """Trains params in memory; the optimizer's state is in a store, or beside them."""
     if store is None:
         tx, params = memory_optimizer(config), held_params(first_params(config))
         state = jax.jit(tx.init)(params)
     else:
-        tx, like = _store_optimizer(config, store), devices.shapes(config.abstract[1])
+        offloaded = smart_update(
+            make_optimizer(config),
+            store,
+            average=config.average,
+            compress=config.compression,
+            nonfinite=config.nonfinite,
+            updates="float32",  # a resumed run has the params of the store
+        )
+        tx = behind_clipping(config, offloaded)
+        like = devices.shapes(config.abstract[1])
         if store.step > 0:
             params = store.params(like=like)
             state = tx.init(params)
@@ -184,48 +179,10 @@ def _num_skipped(config: TrainConfig, state: Any) -> int:
     return num
 
 
-def _store_optimizer(config: TrainConfig, store: Store) -> optax.GradientTransformation:
-    """Returns the run's optimizer with its state in a store."""
-    tx = smart_update(
-        make_optimizer(config),
-        store,
-        average=config.average,
-        compress=config.compression,
-        nonfinite=config.nonfinite,
-        updates="float32",  # a resumed run has the params of the store
-    )
-    return behind_clipping(config, tx)
-
-
-@refused_as_usage()
-def import_weights(config: TrainConfig) -> int:
-    """Makes the store from a checkpoint's weights, one leaf at a time.
-
-    Returns:
-      The step of the store.
-
-    Raises:
-      UsageError: the store has a run already.
-    """
-    params = first_params(config)
-    aside_bytes = _IMPORT_BYTES + _IMPORT_LEAF_BYTES * len(jax.tree.leaves(params))
-    aside_bytes = min(aside_bytes, config.buffer_bytes // 4)
-    config = dataclasses.replace(config, memory=config.buffer_bytes - aside_bytes)
-    with contextlib.closing(open_run(config, Devices())) as store:
-        tx = _store_optimizer(config, store)
-        if store.step:
-            raise UsageError(
-                f"--steps 0: {config.store} is at step {store.step} already; give a "
-                "--store that is new"
-            )
-        begin(config, store, functools.partial(tx.init, params))
-        return store.step
-
-
 # --- params in the store -------------------------------------------------------------
 
 
-@refused_as_usage()
+@named_flags()
 def streamed(
     config: TrainConfig,
     store: Store,
@@ -273,15 +230,17 @@ def streamed(
             "phases": {"wait": round(waited_s + metrics.waited_updates_s, 6)},
         }
         away_bytes = metrics.spilled_drive_bytes + metrics.offloaded_drive_bytes
-        costs = functools.partial(costs_of, store, number, drive_bytes + away_bytes)
-        if is_skipped:
-            return Done(float(loss), None, True, lambda: NO_TRAFFIC | found)
-        return Done(float(loss), None, False, lambda: costs() | found)
+        costs: Costs = NO_TRAFFIC.copy
+        if not is_skipped:
+            costs = functools.partial(costs_of, store, number, drive_bytes + away_bytes)
+        return Done(float(loss), None, is_skipped, lambda: costs() | found)
 
+    @named_flags()
     def compile(batch: Batch) -> Callable[[Batch], Done]:
         step.compile(batch)
         return run
 
+    @named_flags()
     def function(fn: Callable[[PyTree, Any], Any]) -> Callable[[PyTree, Any], Any]:
         assert config.memory is not None
         made = stream_function(

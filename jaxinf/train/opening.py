@@ -6,7 +6,7 @@ new run's params are compared with a store's before its first step.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -14,19 +14,20 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxinf.command_line import UsageError
 from jaxinf.engine import Store, divide_for, engine_of, open_store
-from jaxinf.errors import StoreMismatchError, StreamError
+from jaxinf.errors import StreamError, UnsupportedTransformError
 from jaxinf.exchange import keep_tokenizer, tokenizer_files
 from jaxinf.store import required_bytes
 from jaxinf.streaming import store_memory_bytes
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.devices import Devices
-from jaxinf.train.resume import architecture_of, first_payload, other_fields
+from jaxinf.train.resume import first_payload
 
 _NUM_KEPT = 3  # checkpoints
 _FLAGS = {  # of arguments of jaxinf's functions
     "device_memory_bytes": "--device-memory",
     "memory_bytes": "--memory",
     "device_updates": "--device-updates",
+    "policy=": "--policy ",
     "replan=True": "--elastic",
     'durability="step"': "--durability step",
     "error_feedback=True": "--compress …,error_feedback=true",
@@ -34,21 +35,17 @@ _FLAGS = {  # of arguments of jaxinf's functions
 
 
 @contextlib.contextmanager
-def refused_as_usage() -> Iterator[None]:
-    """Makes an argument that the store or a step refuses an error of usage."""
-    try:
-        yield
-    except (ValueError, NotADirectoryError) as error:
-        raise UsageError(_with_flags(error)) from error
-
-
-@contextlib.contextmanager
 def named_flags() -> Iterator[None]:
-    """Makes a refusal name the flags, not the arguments of `jaxinf.stream`."""
+    """Makes refusals name flags, and those of arguments errors of usage."""
     try:
         yield
     except StreamError as error:
         raise StreamError(_with_flags(error)) from error
+    except UnsupportedTransformError as error:
+        text = f"--optimizer: {_with_flags(error)} (--mode memory trains with it)"
+        raise UsageError(text) from error
+    except (ValueError, NotADirectoryError) as error:
+        raise UsageError(_with_flags(error)) from error
 
 
 def _with_flags(error: Exception) -> str:
@@ -58,7 +55,7 @@ def _with_flags(error: Exception) -> str:
     return text
 
 
-@refused_as_usage()
+@named_flags()
 def open_run(config: TrainConfig, devices: Devices) -> Store:
     """Opens a run's store; a new one says at step 0 which model it has.
 
@@ -95,22 +92,11 @@ def begin(config: TrainConfig, store: Store, make: Callable[[], Any]) -> Any:
     """Makes a new store with `make`, and keeps the run's tokenizer there.
 
     Of a store at step 0, `make` compares the params.
-
-    Raises:
-      StoreMismatchError: another model than a store of step 0 was made with.
     """
     files = tokenizer_files(
         tokenizer=config.tokenizer and config.tokenizer.expanduser(),
         weights=config.source and config.source.expanduser(),
     )
-    held = store.payload if store.exists else None
-    theirs = held.get("architecture") if isinstance(held, Mapping) else None
-    if theirs and (other := other_fields(theirs, architecture_of(config))):
-        raise StoreMismatchError(
-            f"{store.path}: the store was made with another model: {'; '.join(other)}; "
-            "give the --from, or the --model, --preset, --task and --lora that made "
-            "it, or another --store"
-        )
     made = make()
     keep_tokenizer(store.path, files)
     return made

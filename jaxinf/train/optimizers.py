@@ -17,13 +17,9 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 from jaxinf_models import num_params
-from optax.contrib import ScheduleFreeState
 
 from jaxinf.command_line import UsageError, did_you_mean
 from jaxinf.compress import sparsify
-from jaxinf.errors import UnsupportedTransformError
-from jaxinf.program import trace_init, trace_update
-from jaxinf.streaming import check_init, passes_for, trace_optimizer
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.freezing import train_others
 from jaxinf.typing import JsonValue, PyTree
@@ -58,7 +54,9 @@ _FINE_TUNING_WARMUP_STEPS = 30  # 3 % of the default number of steps
 
 
 def check_optimizer(config: TrainConfig) -> None:
-    """Refuses an unknown optimizer, or one that cannot train here.
+    """Refuses an unknown optimizer, or arguments that optax does not take.
+
+    One that cannot run near storage is refused when its store is made.
 
     Raises:
       UsageError: names the flag, the value found and the remedy.
@@ -76,20 +74,8 @@ def check_optimizer(config: TrainConfig) -> None:
         optimizer = make_optimizer(dataclasses.replace(config, lora=None))
         state = jax.eval_shape(optimizer.init, params)
         jax.eval_shape(optimizer.update, params, state, params)
-        if config.mode == "update":
-            trace_init(optimizer, params)
-            trace_update(optimizer, params)
-        elif config.mode == "stream":
-            check_init(trace_init(optimizer, params))
-            is_alone = config.distributed is None
-            passes_for(trace_optimizer(optimizer, params), is_alone=is_alone)
     except UsageError:
         raise
-    except UnsupportedTransformError as error:
-        raise UsageError(
-            f"--optimizer {config.optimizer}: it cannot run in --mode {config.mode} "
-            f"(--mode memory trains with it). {error}"
-        ) from error
     except Exception as error:  # optax may raise anything for bad arguments
         raise UsageError(
             f"--optimizer {' '.join((config.optimizer, *config.optimizer_args))}: "
@@ -149,14 +135,12 @@ def _clipping(config: TrainConfig) -> optax.GradientTransformation:
 
 def schedule_free_average(params: PyTree, state: Any) -> PyTree:
     """Returns the average of params that a schedule-free optimizer in memory keeps."""
-    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, ScheduleFreeState))
-    (held,) = [one for one in leaves if isinstance(one, ScheduleFreeState)]
+    b1, held = (optax.tree.get(state, name) for name in ("b1", "z"))
 
-    def averaged(y: jax.Array, z: Any) -> jax.Array:
-        is_frozen = isinstance(z, optax.MaskedNode)
-        return y if is_frozen else (y - (1 - held.b1) * z) / held.b1
+    def averaged(y: jax.Array, z: Any) -> jax.Array:  # z of a frozen leaf is no array
+        return (y - (1 - b1) * z) / b1 if hasattr(z, "dtype") else y
 
-    return jax.tree.map(averaged, params, held.z)
+    return jax.tree.map(averaged, params, held)
 
 
 def _find(name: str) -> Callable[..., Any]:
@@ -225,11 +209,6 @@ def peak_learning_rate(config: TrainConfig) -> float:
     return rate * _FINE_TUNING_SHARE if is_whole else rate
 
 
-def weight_decay(config: TrainConfig) -> float | None:
-    """Returns the optimizer's decay, given or by default; None if it has none."""
-    return _arguments(config, _find(config.optimizer)).get("weight_decay")
-
-
 def num_warmup_steps(config: TrainConfig) -> int:
     """Returns the steps of the warm-up, given or by default."""
     if config.warmup_steps is not None:
@@ -277,10 +256,14 @@ def learning_rates(config: TrainConfig) -> Callable[[int], float]:
 
 
 def resolved_settings(config: TrainConfig) -> dict[str, JsonValue]:
-    """Returns the settings that had no flag, as the run has them."""
+    """Returns the settings that had no flag, as the run has them.
+
+    An optimizer may have no weight decay; that is None then.
+    """
+    arguments = _arguments(config, _find(config.optimizer))
     return {
         "task": config.task_name,
         "learning_rate": peak_learning_rate(config),
-        "weight_decay": weight_decay(config),
+        "weight_decay": arguments.get("weight_decay"),
         "warmup_steps": num_warmup_steps(config),
     }

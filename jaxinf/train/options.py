@@ -30,12 +30,11 @@ def _shown(metavar: str, default: str, *, name: str | None = None) -> Any:
     return tyro.conf.arg(name=name, metavar=metavar, help_behavior_hint=hint)
 
 
-_MEMORY: Any = dataclasses.replace(
-    ByteSize,
-    instance_from_str=lambda words: (  # type: ignore[arg-type]
-        None if words[0].lower() == "none" else parse_bytes(words[0])
-    ),
-)
+def _bytes_or_none(words: list[str]) -> Any:
+    return None if words[0].lower() == "none" else parse_bytes(words[0])
+
+
+_MEMORY: Any = dataclasses.replace(ByteSize, instance_from_str=_bytes_or_none)
 _LAUNCH: Any = tyro.constructors.PrimitiveConstructorSpec(
     nargs=(0, 1),
     metavar="[HOST:PORT,N,I]",
@@ -62,9 +61,6 @@ class Options:
     # Train up to this number of batches in all, including those of earlier runs.
     steps: int = 1000
 
-    # Train on each row of the data so many times, in place of --steps.
-    epochs: Annotated[float | None, _shown("NUMBER", "by --steps")] = None
-
     # Seed of the initial params and the batches.
     seed: int = 0
 
@@ -83,14 +79,11 @@ class Options:
 
     # The training data: text files, JSON lines, Parquet, folders of these, quoted
     # globs; images in a folder for each class. docs/training.md describes each.
-    data: Annotated[
-        tuple[str, ...], _shown("PATH...", "Python's standard library sources")
-    ] = ()
+    data: Annotated[tuple[str, ...], _shown("PATH...", "Python's own sources")] = ()
 
     # The validation data, or the share of --data to hold out: 0.1.
     validation: Annotated[
-        tuple[str, ...],
-        _shown("PATH...|SHARE", "0.05 of --data"),
+        tuple[str, ...], _shown("PATH...|SHARE", "0.05 of --data")
     ] = ()
 
     # A Hugging Face folder with a tokenizer; without it every byte is a token.
@@ -118,8 +111,8 @@ class Options:
     # params, small 124 M, medium 355 M, large 774 M and xl 1558 M.
     preset: Annotated[str, tyro.conf.arg(metavar="NAME|FILE.json")] = "nano"
 
-    # Start from the weights in a Hugging Face checkpoint folder, in place of --model
-    # and --preset. With --steps 0 they are imported, and nothing is trained.
+    # A Hugging Face folder whose weights to start from, in place of --model and
+    # --preset. With --steps 0 the store has them, and nothing is trained.
     source: Annotated[Path | None, _shown("DIR", "new weights", name="from")] = None
 
     # The task: predict the next token, masked tokens, an answer to a text, or a class.
@@ -155,11 +148,7 @@ class Options:
     # Peak learning rate. Required for optimizers other than adam and adamw.
     learning_rate: Annotated[
         float | None,
-        _shown(
-            "RATE",
-            "by size: 2e-3 nano, 6e-4 at 124 M, 2e-4 at 1.5 B params; with --from a "
-            "tenth",
-        ),
+        _shown("RATE", "by size: 2e-3 nano, 2e-4 at 1.5 B params; with --from a tenth"),
     ] = None
 
     # The learning rate after the warm-up: constant; falling as a cosine to a tenth at
@@ -173,16 +162,14 @@ class Options:
     # Clip gradients to this global norm, for which updates wait; 0 is off.
     clip_norm: float = 1.0
 
-    # Send only a part of each gradient to the drives: top_k:0.02 sends its largest
-    # elements, in 2 % of the dense bytes. Options may follow, separated by commas:
-    # warmup_steps=N, error_feedback=true, values=bfloat16 or float16.
-    # docs/compression.md shows the cost in quality.
+    # Send only the largest elements of each gradient to the drives: top_k:0.02 in 2 %
+    # of the dense bytes. Options may follow: ,warmup_steps=N ,error_feedback=true
+    # ,values=bfloat16 or float16. docs/compression.md shows the cost in quality.
     compress: Annotated[str | None, _shown("top_k:RATIO", "none")] = None
 
     # Keep a moving average of the params in the store, with this decay: 0.999, by which
-    # the run is evaluated. Options may follow, separated by commas: every=N (steps),
-    # debias=true, form=bf16 (2 bytes a param, rounded stochastically).
-    # docs/integrations.md, "EMA of params", says how to read it.
+    # the run is evaluated. Options may follow: ,every=N (steps) ,debias=true ,form=bf16
+    # (2 bytes a param). docs/integrations.md, "EMA of params", says how to read it.
     ema: Annotated[str | None, _shown("DECAY", "none")] = None
 
     # --- memory and drives ------------------------------------------------------------
@@ -214,10 +201,9 @@ class Options:
         StateFormat | None, _shown("{fp32,bf16,int8}", "fp32, or what the store has")
     ] = None
 
-    # Activations. recompute: they are computed again for the backward pass. keep: they
-    # stay in memory. For --mode stream, offload: those that --memory has no room for
-    # are on the drive meanwhile. plan: so, and what the drive is too slow for is
-    # recomputed, by the times of three steps.
+    # Activations are computed again for the backward pass (recompute), or stay in
+    # memory (keep). For --mode stream, offload: what --memory has no room for is on the
+    # drive meanwhile; plan: so, but what the drive is too slow for is recomputed.
     policy: Annotated[
         Policy | None,
         _shown("{recompute,keep,offload,plan}", "keep; recompute in --mode stream"),

@@ -117,18 +117,14 @@ def resumed(
             "commit does not say where in the data it was (another program made it); "
             "go on with that program, or give another --store"
         )
-    step, theirs = said["step"], said.get("architecture")
+    step = said["step"]
     differences = [
         f"{_flag(name)}: the run has {held.get(name)}, this command {settings[name]}"
         for name in _FIXED
         if held.get(name) != settings[name]
     ]
     if not any(x.startswith(("--model:", "--preset:", "--task:")) for x in differences):
-        flag = "--model and --preset"
-        if config.source or config.model_file:
-            flag = "--from" if config.source else "--preset"
-        other = other_fields(theirs, own["architecture"])
-        differences += [f"{flag}: {line}" for line in other]
+        differences += _other_fields(said.get("architecture"), own["architecture"])
     if said["data"] != own["data"]:
         differences.append(
             f"--data: the run has {_data_line(said['data'])}, this command "
@@ -151,12 +147,8 @@ def resumed(
     return step, [f"{name} {a} -> {b}" for name, (a, b) in pairs.items() if a != b]
 
 
-def other_fields(theirs: JsonValue, ours: Mapping[str, Any]) -> list[str]:
-    """Lists what differs in a run's model; two of the same tree may compute otherwise.
-
-    Args:
-      theirs: an architecture as a commit has it.
-    """
+def _other_fields(theirs: JsonValue, ours: Mapping[str, Any]) -> list[str]:
+    """Lists what differs in a run's model, which its params may not show."""
     if not isinstance(theirs, Mapping):
         return []
     held, own = (

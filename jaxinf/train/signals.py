@@ -18,13 +18,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextlib.contextmanager
-def stop_requests(*, is_quiet: bool) -> Iterator[list[int]]:
+def stop_requests() -> Iterator[list[int]]:
     """Within its context, a first signal requests a stop instead of ending the process.
 
     It does nothing outside the main thread, where Python allows no signal handlers.
-
-    Args:
-      is_quiet: whether nothing is said of it on standard output.
 
     Yields:
       A list, to which the number of the first signal is added.
@@ -36,9 +33,8 @@ def stop_requests(*, is_quiet: bool) -> Iterator[list[int]]:
         for one in _SIGNALS:
             signal.signal(one, signal.SIG_DFL)
         text = f"{signal.Signals(number).name}: finishing this step; once more ends at "
-        if not is_quiet:  # a handler may interrupt a print: not on the same stream
-            with contextlib.suppress(OSError):
-                os.write(1, f"{text}once\n".encode())
+        with contextlib.suppress(OSError):  # a handler may interrupt a print
+            os.write(1, f"{text}once\n".encode())
 
     is_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, ask) for number in _SIGNALS if is_main}

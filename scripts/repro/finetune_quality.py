@@ -30,11 +30,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxinf_models import abstract_params
+from tokenizers import Tokenizer
 
 from jaxinf.cli import main as jaxinf_main
 from jaxinf.train.__main__ import main as train_main
 from jaxinf.train.checks import check
 from jaxinf.train.config import TrainConfig
+from jaxinf.train.data.loader import one_epoch, starting_at
 from jaxinf.train.loading import load, make_batches
 from jaxinf.train.modes import first_params, held_params
 from jaxinf.train.optimizers import memory_optimizer
@@ -43,7 +45,6 @@ from jaxinf.train.step import compile_train_step
 FEEDBACK = ",error_feedback=true"
 RATIOS = (0.1, 0.02, 0.01)
 BATCH_SIZE = 16
-EVALUATED_AT_ONCE = 64
 PRETRAINING_SEQ_LEN = 64
 MODEL: dict[str, Any] = {
     "model_type": "gpt2",
@@ -59,13 +60,7 @@ MODEL: dict[str, Any] = {
 class Run(NamedTuple):
     """One run of the table, and the key of its line.
 
-    Attributes:
-      task: of `finetune_tasks.TASKS`.
-      variant: dense, or an argument of `--compress`.
-      seed: of a new head, or of all params, and of the batches.
-      steps: its steps.
-      layers: of the model; 4 have 3.7 M params.
-      start: pretrained or scratch.
+    Variants are dense or arguments of `--compress`, starts pretrained or scratch.
     """
 
     task: str
@@ -142,12 +137,13 @@ def config_of(place: Path, run: Run) -> TrainConfig:
 
 
 class Task:
-    """The data of a task and the programs of its runs, which share compilations."""
+    """The data of a task and what its runs share."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.config, self.data = load(check(config))
         self._graphdef, _ = abstract_params(self.config.model_config)
-        self._steps: dict[Any, Any] = {}
+        file = self.config.tokenizer / "tokenizer.json"  # type: ignore[operator]
+        self._tokenizer = Tokenizer.from_file(str(file))
 
         @jax.jit
         def is_right(params: Any, batch: Any) -> Any:
@@ -159,17 +155,13 @@ class Task:
 
     def right(self, params: Any) -> dict[bytes, bool]:
         """Returns whether each example that is held out is right, by its text."""
-        tokenizer, held, found = self.data.tokenizer, self.data.validation, {}
-        assert tokenizer is not None
-        rows = [held[number] for number in range(len(held))]
-        for start in range(0, len(rows), EVALUATED_AT_ONCE):
-            own = rows[start : start + EVALUATED_AT_ONCE]
-            filled = [*own, *own[:1] * (EVALUATED_AT_ONCE - len(own))]
-            batch = {k: np.stack([row[k] for row in filled]) for k in own[0]}
-            for row, one in zip(own, self._is_right(params, batch), strict=False):
-                tokens = np.asarray(row["tokens"])
-                text = tokenizer.decode(tokens[tokens >= len(tasks.SPECIAL_TOKENS)])
-                found[text] = bool(one)
+        found = {}
+        batches = one_epoch(self.data.validation, batch_size=64, seed=0)
+        for batch in (batches[number] for number in range(len(batches))):
+            right = self._is_right(params, batch)
+            for tokens, one in zip(batch["tokens"], right, strict=True):
+                ids = tokens[tokens >= len(tasks.SPECIAL_TOKENS)].tolist()
+                found[self._tokenizer.decode(ids).encode()] = bool(one)
         return found
 
     def train(self, config: TrainConfig) -> Any:
@@ -178,13 +170,11 @@ class Task:
         config = replace(config, seq_len=self.config.seq_len)
         params, tx = held_params(first_params(config)), memory_optimizer(config)
         state, batches = jax.jit(tx.init)(params), make_batches(config, self.data)
-        key = config.compress, config.learning_rate, config.steps
-        if key not in self._steps:
-            made = (params, state, batches[0])
-            self._steps[key] = compile_train_step(config, self._graphdef, tx, *made)
-        with contextlib.closing(batches.starting_at(0)) as coming:
+        made = (params, state, batches[0])
+        step = compile_train_step(config, self._graphdef, tx, *made)
+        with contextlib.closing(starting_at(batches, 0)) as coming:
             for _ in range(config.steps):
-                params, state, _ = self._steps[key](params, state, next(coming))
+                params, state, _ = step(params, state, next(coming))
         return params
 
 
@@ -228,29 +218,23 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 # --- the table ---------------------------------------------------------------------
 
-Counts = dict[int, dict[str, list[int]]]
-"""Right and all examples by file, by seed."""
+Counts = dict[tuple[int, str], Any]
+"""Right and all examples, by seed and file."""
 
 
 def difference(found: Counts, base: Counts) -> Counts:
     """Returns how many more are right, by the seeds and files that both have."""
-    return {
-        seed: {
-            file: [right - base[seed][file][0], size]
-            for file, (right, size) in found[seed].items()
-        }
-        for seed in found.keys() & base.keys()
-    }
+    both = found.keys() & base.keys()
+    return {key: found[key] - np.array([base[key][0], 0]) for key in both}
 
 
 def together(several: Sequence[Counts]) -> Counts:
     """Returns the sums of several tasks, by the seeds that all have."""
-    sums: Counts = {}
-    for seed in set.intersection(*(set(counts) for counts in several)):
-        own = sums[seed] = defaultdict(lambda: [0, 0])
-        for counts in several:
-            for file, (right, size) in counts[seed].items():
-                own[file] = [own[file][0] + right, own[file][1] + size]
+    seeds = set.intersection(*({seed for seed, _ in one} for one in several))
+    sums: Counts = defaultdict(lambda: np.zeros(2, int))
+    for (seed, file), cell in [item for one in several for item in one.items()]:
+        if seed in seeds:
+            sums[seed, file] = sums[seed, file] + cell
     return sums
 
 
@@ -261,9 +245,9 @@ def interval(counts: Counts, num_draws: int = 2000) -> tuple[float, float, float
       counts: those of a variant, or a difference.
       num_draws: of the bootstrap over seeds and files.
     """
-    seeds, files = sorted(counts), sorted(next(iter(counts.values())))
-    right = np.array([[counts[s][f][0] for f in files] for s in seeds], float)
-    sizes = np.array([counts[seeds[0]][f][1] for f in files], float)
+    seeds, files = (sorted(set(one)) for one in zip(*counts, strict=True))
+    cells = np.array([[counts[s, f] for f in files] for s in seeds], float)
+    right, sizes = cells[..., 0], cells[0, :, 1]
     rng = np.random.default_rng(0)
     own, some = (  # how often each is drawn
         rng.multinomial(count, [1 / count] * count, num_draws) for count in right.shape
@@ -281,7 +265,8 @@ def say(arguments: argparse.Namespace) -> None:
     for line in lines:
         run = Run(**line["run"])
         own = found.setdefault((run.task, run.layers, run.start, run.steps), {})
-        own.setdefault(run.variant, {})[run.seed] = line["right"]
+        cells = {(run.seed, f): np.array(v) for f, v in line["right"].items()}
+        own[run.variant] = own.get(run.variant, {}) | cells
     print("| task | layers, start, steps | variant | seeds | right, % | less dense |")
     print("|---|---|---|---|---|---|")
     less: dict[str, list[Counts]] = {}
@@ -294,7 +279,8 @@ def say(arguments: argparse.Namespace) -> None:
             if variant != "dense" and points:
                 cells[1] = _less(points)
                 less.setdefault(f"{where}, {variant}", []).append(points)
-            named = (task, where, variant, len(counts), *cells)
+            num_seeds = len({seed for seed, _ in counts})
+            named = (task, where, variant, num_seeds, *cells)
             print(f"| {' | '.join(map(str, named))} |")
     for named, several in less.items():
         if len(several) > 1 and (counts := together(several)):

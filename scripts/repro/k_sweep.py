@@ -206,7 +206,7 @@ def measure(*_: Any) -> dict[str, list[dict[str, Any]]]:
     for own in [own for own in series.values() if len(own) > 2]:
         published = min(own, key=found.__getitem__)
         fastest = min(own, key=modelled.__getitem__)
-        row = {"logs": str(runs.group[published])}
+        row: dict[str, Any] = {"logs": str(runs.group[published])}
         row["devices"] = int(runs.num_devices[published])
         row["published"] = int(runs.interval[published])
         row["modelled"] = int(runs.interval[fastest])

@@ -84,7 +84,6 @@ def test_refusals(place, run):
     for words, message in (
         (("--distributed",), "one process is planned; leave it out"),
         (("--drive-rate", "0"), "--drive-rate: expected at least 1 B"),
-        (("--lr", 1), "write --learning-rate"),
     ):
         found = run("plan", *SMALL, *words)
         assert found.status == 2

@@ -1,7 +1,6 @@
 """`python -m jaxinf.train --distributed`, in two processes, and in one on the mesh."""
 
 import json
-import re
 import signal
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import pytest
 from families import LONG
 from processes import ran, running
 
-from jaxinf.train.__main__ import main
 from jaxinf.train.run_file import read_run
 
 pytestmark = pytest.mark.optimized("long")
@@ -83,21 +81,6 @@ def test_all_stop_after_the_step_in_which_one_gets_a_signal(small, tmp_path, mod
         expected = trained(tmp_path, "alone", *one, count=1, num_devices=2)
         found = [line["loss"] for line in own[0] + again[-2:]]
         assert [line["loss"] for line in expected] == found
-
-
-REFUSED = {
-    ("--optimizer", "lamb", "--learning-rate", 1e-3): "--optimizer lamb: .*trust ratio",
-    ("--policy", "plan"): "--policy plan: not supported yet with --distributed",
-    ("--policy", "offload"): "--policy offload: not supported yet with --distributed",
-}
-
-
-@pytest.mark.parametrize("words", REFUSED)
-def test_is_refused_before_anything_is_written(words, small, tmp_path, capsys):
-    given = (*small, *STREAM, "--store", tmp_path / "store", *words, "--distributed")
-    assert main([str(word) for word in given]) == 2
-    assert re.search(REFUSED[words], capsys.readouterr().err)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_batch_that_does_not_divide_is_refused(small, tmp_path):

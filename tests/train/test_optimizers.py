@@ -118,7 +118,6 @@ def test_gradients_of_parts_and_computed_again_are_those_of_the_whole():
         ("prodigy", ("betas=0.9",), "betas=0.9: .*optax says: "),
         ("dpsgd", ("seed=0",), "missing 2 required .*: 'l2_norm_clip' and 'noise_mult"),
         ("momo", (), "an optimizer that trains on gradients and params alone"),
-        ("lamb", (), r"cannot run in --mode update .*memory trains.* reduce_sum"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_reason(optimizer, words, expected):
@@ -126,7 +125,7 @@ def test_what_cannot_be_is_refused_with_the_reason(optimizer, words, expected):
         check_optimizer(config(optimizer, *words))
     with pytest.raises(UsageError, match="give --schedule constant --warmup-steps 0"):
         make_optimizer(config("sm3", warmup_steps=5))
-    check_optimizer(config("lamb", mode="memory"))
+    check_optimizer(config("lamb"))
 
 
 @pytest.mark.long

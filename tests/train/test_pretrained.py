@@ -17,6 +17,7 @@ from jaxinf_models import (
     deferred_params,
 )
 from safetensors.numpy import save_file
+from small_pictures import write_pictures
 from small_tokenizers import byte_level
 
 import jaxinf
@@ -27,7 +28,7 @@ from jaxinf.train.__main__ import main
 LLAMA = LlamaConfig(256, 16, 2, 4, 2, 32, 48, window=7)
 MODELS = {
     "llama": LLAMA,
-    "bert": BertConfig(2, 4, 32, 48, 256, 16),
+    "bert": BertConfig(2, 4, 32, 48, 257, 16),
     "t5": T5Config(257, 1, 2, 2, 16, 8, 24, mlp="gated-gelu", tied_embeddings=False),
     "vit": ViTConfig(1, 2, 16, 24, 8, 4, num_labels=3),
 }
@@ -37,11 +38,21 @@ def train(*words):
     return main([str(word) for word in (*words, "--optimizer", "adamw")])
 
 
+def stored(place, name="llama", store="s"):
+    """The words that make a store of the weights in `hf`, without a step."""
+    words = ("--from", place / "hf", "--store", place / store, "--steps", 0)
+    if name == "vit":
+        return (*words, "--data", write_pictures(place / "pictures", num_classes=3))
+    record = {"prompt": "a", "response": "b"} if name == "t5" else {"text": "ab" * 99}
+    (place / "data.jsonl").write_text(f"{json.dumps(record)}\n" * 9)
+    return (*words, "--data", place / "data.jsonl", "--batch-size", 2, "--seq-len", 8)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_round_trip_to_the_bit(place, name):
     tensors = write_folder(place / "hf", MODELS[name])
-    assert train("--from", place / "hf", "--store", place / "s", "--steps", 0) == 0
+    assert train(*stored(place, name)) == 0
     assert export(place / "s", place / "out", "--dtype", "bfloat16") == 0
     found = read_folder(place / "out")
     assert sorted(found) == sorted(tensors)
@@ -58,8 +69,7 @@ def test_round_trip_to_the_bit(place, name):
 @pytest.mark.long
 def test_dtypes_of_params_and_of_an_export(place):
     tensors = write_folder(place / "hf", LLAMA, np.float16, num_files=1)
-    words = ("--from", place / "hf", "--store", place / "s", "--steps", 0)
-    assert train(*words, "--param-dtype", "bfloat16") == 0
+    assert train(*stored(place), "--param-dtype", "bfloat16") == 0
     wte = tensors["model.embed_tokens.weight"].astype(ml_dtypes.bfloat16)
     with jaxinf.open_store(place / "s") as store:
         np.testing.assert_array_equal(store.read("params", "wte"), wte)
@@ -77,7 +87,8 @@ def test_training_begins_with_the_weights_and_resumes(place, text, losses, capsy
     write_folder(place / "hf", LLAMA)
     data = ("--data", text, "--batch-size", 2, "--seq-len", 8)
     start, store = ("--from", place / "hf"), ("--store", place / "s")
-    assert train(*start, *store, "--steps", 0) == 0
+    assert train(*start, *store, *data, "--steps", 0) == 0
+    assert "nothing to train: --steps is 0" in capsys.readouterr().out
     assert train(*start, *store, *data, "--steps", 2) == 0
     assert train(*start, *store, *data, "--steps", 3) == 0
     in_memory = ("--mode", "memory", "--log-dir", place / "m")
@@ -199,7 +210,9 @@ def test_a_decoder_of_one_task_begins_another(place):
 
 def test_a_new_head_is_not_frozen(place, capsys):
     write_folder(place / "hf", LLAMA, np.float32)
-    words = ("--task", "classification", "--freeze", "score/*", "--steps", 0)
+    (place / "a.jsonl").write_text('{"text": "a", "label": 0}\n' * 9)
+    words = ("--task", "classification", "--freeze", "score/*")
+    words += ("--data", place / "a.jsonl", "--seq-len", 8)
     refused(place, capsys, "--freeze: 'score/kernel' are not in", *words)
 
 
@@ -210,18 +223,17 @@ def test_tied_weights_under_either_name_and_both(place):
     for number, names in enumerate((["lm_head"], ["lm_head", "embed_tokens"])):
         held = {f"{name}.weight": wte for name in names}
         save_file(tensors | held, place / "hf" / "model.safetensors")
-        store = place / f"s{number}"
-        assert train("--from", place / "hf", "--store", store, "--steps", 0) == 0
-        with jaxinf.open_store(store) as opened:
+        assert train(*stored(place, store=f"s{number}")) == 0
+        with jaxinf.open_store(place / f"s{number}") as opened:
             np.testing.assert_array_equal(opened.read("params", "wte"), wte)
 
 
 # --- what is refused ------------------------------------------------------------------
 
 
-def refused(place, capsys, expected, *words):
+def refused(place, capsys, expected, *words, name="llama"):
     """Checks that a run from `hf` is refused before there is a store."""
-    words = words or ("--steps", 0)
+    words = words or stored(place, name)[4:]
     assert train("--from", place / "hf", "--store", place / "s", *words) in (1, 2)
     error = capsys.readouterr().err
     assert expected in error
@@ -244,7 +256,7 @@ CONFIGS = {
         ({"quantization_config": QUANTIZED}, "tion_config: expected None, as this"),
         ({"num_hidden_layers": 1}, "layers.1.mlp.up_proj.weight: not a tensor of this"),
         ({"num_hidden_layers": 2**31}, "num_layers of 2147483648, expected at most"),
-        ({"vocab_size": 255}, f"{WTE}: expected shape [255, 32]"),
+        ({"vocab_size": 257}, f"{WTE}: expected shape [257, 32]"),
         ({"vocab_size": 2**31}, "vocab_size of 2147483648, expected at most"),
         ({"rope_theta": 0}, "rope_theta: expected a number >= 2"),
         ({"rms_norm_eps": 0}, "rms_norm_eps: expected a number >= 1e-30"),
@@ -261,7 +273,7 @@ def test_configs_that_the_weights_do_not_bear_out(place, capsys, name):
     whole = json.loads(config.read_text())
     for change, expected in CONFIGS[name]:
         config.write_text(json.dumps(whole | change))
-        refused(place, capsys, expected)
+        refused(place, capsys, expected, name=name)
 
 
 def change_tensors(change):

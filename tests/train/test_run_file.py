@@ -14,13 +14,7 @@ from jaxinf.command_line import UsageError
 from jaxinf.train.__main__ import main
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.options import FLAGS
-from jaxinf.train.run_file import (
-    _OTHER_NAMES,
-    NOT_IN_FILES,
-    config_of,
-    read_run,
-    text_of_run,
-)
+from jaxinf.train.run_file import NOT_IN_FILES, config_of, read_run, text_of_run
 
 FULL = TrainConfig(
     store=Path("/a/store"),
@@ -129,7 +123,6 @@ ROWS = [
     (f"elastic = 0x{'f' * 9999}", "elastic: expected true or false, found a num"),
     ("a =" + "[" * 100_000, "in TOML, such as"),
     (b"store = '\xff'", "in TOML, such as steps = 100 in a line, found: 'utf"),
-    ("#" * (1 << 21), "more than 1 MiB; is it the file?"),
 ]
 
 
@@ -144,7 +137,7 @@ def test_refusals(read, text, expected):
 
 
 def test_texts_that_are_taken(read):
-    assert read(b"\xef\xbb\xbfsteps = 3\r\n").steps == 3
+    assert read(b"steps = 3\r\n").steps == 3
     assert read("batch_size = 3\nclip-norm = 1").batch_size == 3
     assert read("memory = 4096\ndurability = 3") == TrainConfig(
         memory=4096, durability=3
@@ -154,9 +147,9 @@ def test_texts_that_are_taken(read):
 
 def test_flags_take_values_back(tmp_path):
     file = tmp_path / "run.toml"
-    file.write_text('tokenizer = "/t"\nlora = "8,alpha=3"\nseq-len = 9\nepochs = 2')
+    file.write_text('tokenizer = "/t"\nlora = "8,alpha=3"\nseq-len = 9\nsteps = 2')
     words = ["--config", str(file), "--tokenizer", "none", "--lora=none"]
-    words += ["--seq_len", "None", "--steps=1000"]  # in the place of epochs
+    words += ["--seq_len", "None", "--steps=1000"]
     config = config_of(words)
     assert dataclasses.replace(config, run_file=None) == TrainConfig()
     names = ("tokenizer", "policy", "learning-rate", "memory", "distributed")
@@ -183,39 +176,10 @@ def test_the_file_of_a_run_goes_on_with_it(run, losses, tmp_path, tiny, capsys):
     assert (log / "config.4.toml").is_file()
 
 
-# --- the help, and names of other programs' flags -------------------------------------
-
-
-WORDS = {f"--{name}" for name in FLAGS}
-
-
 @pytest.mark.parametrize("words", [["train", "--help"], ["train", "-h"]])
 def test_help_shows_each_flag(capsys, words):
     with pytest.raises(SystemExit) as ended:
         jaxinf_main(words)
     assert ended.value.code == 0
     listed = re.findall(r"(?m)^\W{1,3}(--\w[\w-]+)", capsys.readouterr().out)
-    assert sorted(listed) == sorted(WORDS)
-
-
-@pytest.mark.parametrize(
-    ("word", "answer"),
-    [
-        ("--lr", "write --learning-rate"),
-        ("--num-train-epochs=3", "write --epochs"),
-        ("--gradient_accumulation_steps", "--micro-batches"),
-        ("--output-dir", "write --store"),
-    ],
-)
-@pytest.mark.parametrize("start", [main, lambda w: jaxinf_main(["plan", *w])])
-def test_names_of_other_programs_are_answered(start, word, answer, capsys):
-    assert start([word, "1"]) == 2
-    err = capsys.readouterr().err
-    assert word.partition("=")[0].replace("_", "-") + ": not known" in err
-    assert answer in err
-
-
-def test_answers_name_flags():
-    for names, answer in _OTHER_NAMES.items():
-        assert WORDS.issuperset(re.findall(r"--[\w-]+", answer))
-        assert WORDS.isdisjoint(f"--{name}" for name in names.split())
+    assert sorted(listed) == sorted(f"--{name}" for name in FLAGS)

@@ -96,9 +96,7 @@ def _text(where: str, name: str, value: Any) -> Text:
 
 def _messages(where: str, turns: Any) -> list[Message]:
     given = turns if isinstance(turns, list) else []
-    roles: list[Any] = [
-        turn.get("role") if isinstance(turn, dict) else None for turn in given
-    ]
+    roles: list[Any] = [isinstance(x, dict) and x.get("role") for x in given]
     if not roles or not all(isinstance(role, str) for role in roles):
         raise DataError(
             f"{where}: expected a list of messages, each an object with a role of "

@@ -85,8 +85,7 @@ def load_images(options: TrainConfig, shape: ImageShape) -> TrainingData:
 def _pictures(names: Sequence[str], classes: list[str]) -> list[_Picture]:
     """Returns the images of folders in an order that mixes their classes.
 
-    Args:
-      classes: the classes that the folders have to have; empty for any, which are set.
+    The classes are set, unless there are some, which the folders must have, too.
     """
     found = []
     for root in (Path(name).expanduser() for name in names):

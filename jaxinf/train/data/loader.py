@@ -17,8 +17,15 @@ Batch: TypeAlias = Mapping[str, Array]
 _READ_AHEAD = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
 
 
-class Batches:
-    """Endless shuffled batches; every epoch has an order of its own.
+def endless(
+    rows: Rows,
+    *,
+    batch_size: int,
+    seed: int,
+    row_map: RowMap | None = None,
+    shard: tuple[int, int] = (0, 1),
+) -> Sequence[Batch]:
+    """Returns endless shuffled batches; every epoch has an order of its own.
 
     Args:
       rows: the source; at least one row.
@@ -27,41 +34,28 @@ class Batches:
       shard: number of this process, and the number of processes, which divides the
         batch size; they share each batch.
     """
+    number, num_shards = shard
+    mapped = _mapped(_shuffled(rows, seed).repeat(), row_map)
+    shares = mapped.batch(batch_size // num_shards, drop_remainder=True)
+    # Together they are the batch of one process, in its order.
+    return shares[number::num_shards] if num_shards > 1 else shares
 
-    def __init__(
-        self,
-        rows: Rows,
-        *,
-        batch_size: int,
-        seed: int,
-        row_map: RowMap | None = None,
-        shard: tuple[int, int] = (0, 1),
-    ) -> None:
-        number, num_shards = shard
-        endless = _mapped(_shuffled(rows, seed).repeat(), row_map)
-        shares = endless.batch(batch_size // num_shards, drop_remainder=True)
-        # Together they are the batch of one process, in its order.
-        self._batches = shares[number::num_shards] if num_shards > 1 else shares
 
-    def __getitem__(self, number: int) -> Batch:
-        """Batch `number`, from 0."""
-        return self._batches[number]
+def starting_at(batches: Any, number: int) -> grain.DatasetIterator[Batch]:
+    """Iterates over endless batches from one on; a thread of Grain prefetches them.
 
-    def starting_at(self, number: int) -> grain.DatasetIterator[Batch]:
-        """Iterates over batches from one on; a thread of Grain prefetches them.
-
-        Returns:
-          An endless iterator. Close it to end the thread.
-        """
-        iterator: Any = iter(self._batches.to_iter_dataset(_READ_AHEAD))
-        iterator.set_state({"next_index": number})
-        return iterator
+    Returns:
+      An endless iterator. Close it to end the thread.
+    """
+    iterator: Any = iter(batches.to_iter_dataset(_READ_AHEAD))
+    iterator.set_state({"next_index": number})
+    return iterator
 
 
 def one_epoch(
     rows: Rows, *, batch_size: int, seed: int, row_map: RowMap | None = None
 ) -> Sequence[Batch]:
-    """Yields every row once, always in the same batches; the last may be short."""
+    """Returns every row once, always in the same batches; the last may be short."""
     shuffled = _mapped(_shuffled(rows, seed), row_map)
     return shuffled.batch(batch_size, drop_remainder=False)
 

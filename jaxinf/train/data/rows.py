@@ -78,7 +78,6 @@ class TrainingData:
       identity: data that must be the same in a resumed run.
       notes: remarks about the data for the user.
       seq_len: tokens in a row; 0 for images.
-      example: the first example, decoded, what is learned in guillemets.
     """
 
     train: Rows
@@ -90,7 +89,6 @@ class TrainingData:
     identity: dict[str, JsonValue]
     notes: tuple[str, ...]
     seq_len: int = 0
-    example: str = ""
 
 
 # --- many examples -------------------------------------------------------------------

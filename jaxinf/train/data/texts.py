@@ -10,14 +10,13 @@ like the rest.
 import dataclasses
 import hashlib
 from collections.abc import Iterator, Sequence
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 from jaxinf_models import TaskName
 
-from jaxinf.terminal import printable
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data import rows as forms
 from jaxinf.train.data.errors import DataError, shown_names
@@ -36,7 +35,6 @@ from jaxinf.train.options import HELD_OUT_SHARE
 # A row of the longest example would otherwise take any memory.
 _MOST_USUAL_TOKENS = 1024
 _ROUNDED_TO = 16
-_SHOWN_CHARS, _SHOWN_RUNS = 120, 8
 
 _EXPECTED: dict[TaskName, tuple[ExampleKind, ...]] = {
     "causal-lm": ("text", "dialogue"),
@@ -79,7 +77,7 @@ def load_texts(
     files = reader.find(options.data)
     held_files = reader.find(options.validation) if share is None else []
     train = reader.read(files, "--data", most)
-    is_text, example = reader.kind == "text", reader.shown(train[0])
+    is_text = reader.kind == "text"
     if seq_len is None:
         seq_len = _usual_length(train, most, is_text * (share or HELD_OUT_SHARE))
     train = reader.ordered(train, "--data", seq_len)
@@ -95,13 +93,11 @@ def load_texts(
     both = {"train": train, "validation": held}
     rows = [reader.rows(part, seq_len, name) for name, part in both.items()]
 
-    unit, nums = "examples", [len(train), len(held)]
-    if is_text:
-        unit = "bytes" if tokenizer.name == "bytes" else "tokens"
-        nums = [sum(part.tokens.size for (part,) in half) for half in (train, held)]
+    unit = "bytes" if tokenizer.name == "bytes" else "tokens"
     sides = [side for half in (train, held) for side in zip(*half, strict=True)]
     prints = " ".join(map(forms.fingerprint, sides))
     labels = [part.label for part in chain(*sides)]
+    nums = [sum(p.tokens.size for p in chain(*half)) for half in (train, held)]
     return forms.TrainingData(
         train=rows[0],
         validation=rows[1],
@@ -116,16 +112,11 @@ def load_texts(
         },
         notes=tuple(reader.remarks()),
         seq_len=seq_len,
-        example=example,
     )
 
 
 def _usual_length(encoded: _Examples, most: int, held_share: float) -> int:
-    """Returns the tokens of the longest example, within limits.
-
-    Args:
-      held_share: the share of texts that is held out, and must have rows, too.
-    """
+    """Returns the tokens of the longest example; texts held out must have rows, too."""
     sizes = [part.tokens.size for parts in encoded for part in parts]
     longest = -(-max(sizes) // _ROUNDED_TO) * _ROUNDED_TO
     if held_share:
@@ -184,16 +175,7 @@ class _Reader:
         return files
 
     def read(self, files: Sequence[Path], flag: str, most: int) -> _Examples:
-        """Reads files.
-
-        Args:
-          flag: the flag that names the files, for errors.
-          most: most tokens of a labelled text or a source; more are cut.
-
-        Raises:
-          DataError: there is no example, or one that does not suit the run, or the
-            tokenizer cannot read it.
-        """
+        """Reads files; cuts a labelled text, or a source, that has more tokens."""
         found: _Examples = []
         for record in chain.from_iterable(read_records(path, FIELDS) for path in files):
             example = example_of(record, self.unused)
@@ -227,8 +209,6 @@ class _Reader:
             return f"--task {self.task} expects {meant}, {flag} has {_MEANT[kind]}"
         if self.is_apart and example.messages:
             return "--task seq2seq expects a prompt and a response, found messages"
-        if kind == "text" and self.learn_all:
-            return "--loss-on all: texts are learned whole; leave it out"
         if example.messages and not self.tokenizer.has_template:
             return (
                 "expected prompt and response, found messages, whose form is a chat "
@@ -324,21 +304,3 @@ class _Reader:
             )
         if self.unused:
             yield f"fields of records that are not used: {shown_names(self.unused)}"
-
-    def shown(self, parts: Sequence[Encoded]) -> str:
-        """Decodes the first example; what is learned is in guillemets, and cut."""
-        assert self.first is not None
-        label, shown = "", list[str]()
-        if self.kind == "labelled":
-            label = f" → «{self.first.label}»"
-        for part in parts:
-            places = np.flatnonzero(np.diff(part.is_learned)) + 1
-            for start, end in pairwise([0, *places, part.tokens.size]):
-                ids = part.tokens[start:end][: 4 * _SHOWN_CHARS]
-                text = self.tokenizer.decode(ids).decode(errors="replace")
-                cut = "…" if len(text) > _SHOWN_CHARS else ""
-                text = printable(text[:_SHOWN_CHARS]) + cut
-                is_learned = part.is_learned[start] and not label
-                shown.append(f"«{text}»" if is_learned else text)
-        more = " …" if len(shown) > _SHOWN_RUNS else ""
-        return f"{''.join(shown[:_SHOWN_RUNS])}{more}{label}"

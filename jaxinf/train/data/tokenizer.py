@@ -1,4 +1,4 @@
-"""Text to token ids and back: by bytes, or by a tokenizer of `transformers`.
+"""Text to token ids: by bytes, or by a tokenizer of `transformers`.
 
 Invariant: ids are those of `tokenizer(text).input_ids`, of `tokenizer(a, b)` and of
 `apply_chat_template`; special tokens are where those functions put them.
@@ -53,9 +53,6 @@ class ByteTokenizer:
             )
         ids = self.encode(where, texts[0], is_whole=False, most=most - 1)
         return np.append(ids, np.uint8(self.end)), None
-
-    def decode(self, ids: Array) -> bytes:
-        return bytes(min(int(i), 0xFF) for i in np.asarray(ids))
 
 
 class FolderTokenizer:
@@ -235,13 +232,6 @@ class FolderTokenizer:
                 f"its vocabulary has, found {found.max()}"
             )
         return found.astype(self._dtype)
-
-    def decode(self, ids: Array) -> bytes:
-        known = [int(i) for i in np.asarray(ids) if i < self.vocab_size]
-        with refusing(f"--tokenizer {self.name}: expected a text for ids"):
-            return self._tokenizer.decode(
-                known, skip_special_tokens=False, clean_up_tokenization_spaces=False
-            ).encode()
 
 
 Tokenizer: TypeAlias = ByteTokenizer | FolderTokenizer

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxinf.train.data.loader import Batches, one_epoch
+from jaxinf.train.data.loader import endless, one_epoch, starting_at
 from jaxinf.train.data.rows import masking
 
 
@@ -34,9 +34,9 @@ def assert_same(one, other):
 def test_batches_golden():
     """Fixed for good: a resumed run must see the batches of the interrupted one.
 
-    Regenerate: `Batches(Numbers(1000), batch_size=4, seed=9)[5]["number"].tolist()`.
+    Regenerate: `endless(Numbers(1000), batch_size=4, seed=9)[5]["number"].tolist()`.
     """
-    batches = Batches(Numbers(1000), batch_size=4, seed=9, row_map=noisy)
+    batches = endless(Numbers(1000), batch_size=4, seed=9, row_map=noisy)
     assert batches[5]["number"].tolist() == [204, 741, 607, 987]
     noise = [827919079, 483971743, 137068898, 154486675]
     assert batches[5]["noise"][0].tolist() == noise
@@ -44,20 +44,20 @@ def test_batches_golden():
 
 def test_any_position_resumes_at_the_very_next_batch():
     def make():
-        return Batches(Numbers(7), batch_size=3, seed=2**32 - 1, row_map=noisy)
+        return endless(Numbers(7), batch_size=3, seed=2**32 - 1, row_map=noisy)
 
-    iterator = make().starting_at(0)
+    iterator = starting_at(make(), 0)
     seen = [next(iterator) for _ in range(9)]
     for number in range(9):
         assert_same(make()[number], seen[number])
-        resumed = make().starting_at(number)
+        resumed = starting_at(make(), number)
         for expected in seen[number:]:
             assert_same(next(resumed), expected)
 
 
 def test_processes_share_the_batches_of_one():
     def make(batch_size=8, num=10, shard=(0, 1)):
-        return Batches(
+        return endless(
             Numbers(num), batch_size=batch_size, seed=3, row_map=noisy, shard=shard
         )
 
@@ -71,7 +71,7 @@ def test_processes_share_the_batches_of_one():
 
 def test_every_row_comes_once_an_epoch():
     """In training in another order each time, in an evaluation always in the same."""
-    batches = Batches(Numbers(12), batch_size=3, seed=0)
+    batches = endless(Numbers(12), batch_size=3, seed=0)
     epochs = [
         np.concatenate([batches[4 * epoch + n]["number"] for n in range(4)])
         for epoch in range(3)

@@ -37,8 +37,6 @@ def test_bytes():
     ids = tokenizer.encode("a", "aü", is_whole=True)
     assert ids.tolist() == [97, 0xC3, 0xBC]
     assert tokenizer.encode("b", b"\xff", is_whole=True).tolist() == [255]
-    assert tokenizer.decode(ids).decode() == "aü"
-    assert tokenizer.decode(np.array([65, 50000])) == b"A\xff"
     assert (tokenizer.end, tokenizer.vocab_size) == (0, 256)
 
 
@@ -54,9 +52,6 @@ def test_ids_of_texts(both):
     found = ids_of(is_whole=True, most=4)
     assert found == theirs(TEXTS, truncation=True, max_length=4).input_ids
     assert ours.adds_end == (theirs("one").input_ids[-1] == ours.end)
-    for ids in found:
-        expected = theirs.decode(ids, clean_up_tokenization_spaces=False)
-        assert ours.decode(np.array(ids)).decode() == expected
 
 
 def test_ids_of_pairs(both):
@@ -105,15 +100,16 @@ def test_conversations(tmp_path, template):
         return_assistant_tokens_mask=template == "marked",
     )  # fmt: skip
     assert ids.tolist() == expected["input_ids"]
-    assert ours.decode(ids).decode() == text
+
+    def decoded(ids):
+        return theirs.decode(ids, clean_up_tokenization_spaces=False)
+
+    assert decoded(ids) == text
     if template == "marked":
         assert is_learned.tolist() == [bool(m) for m in expected["assistant_masks"]]
     starts = np.flatnonzero(np.diff(is_learned, prepend=False) & is_learned)
     ends = np.flatnonzero(np.diff(is_learned, append=False) & is_learned) + 1
-    found = [
-        ours.decode(ids[start:end]).decode()
-        for start, end in zip(starts, ends, strict=True)
-    ]
+    found = [decoded(ids[one]) for one in map(slice, starts, ends)]
     end = {"plain": "\n", "marked": "<|im_end|>"}.get(template, "<|im_end|>\n")
     thought = {"thinking": "<think>four is more</think>"}.get(template, "")
     call = '<call>{"name": "f", "arguments": {"x": 1, "y": null}}'
@@ -157,7 +153,8 @@ def test_a_template_sees_always_the_same_day(tmp_path):
     tokenizer = open_tokenizer(byte_level(tmp_path, chat_template=template))
     example = Example("a.jsonl:1", "dialogue", (), TALK[:2])
     ids, _ = tokenizer.conversation(example, learn_all=True)
-    assert tokenizer.decode(ids) == b"26 Jul 2024"
+    day = tokenizer.encode("a", "26 Jul 2024", is_whole=False)
+    assert ids.tolist() == day.tolist()
 
 
 def test_fingerprint_tells_tokenizers_apart(tmp_path):
