@@ -36,8 +36,6 @@ from rich.text import Text
 from jaxinf.cli.arguments import StorePath, Switch
 from jaxinf.cli.looking import open_committed, over_members
 from jaxinf.cli.terminal import facts_table, heading, make_table
-from jaxinf.documents import DocumentError, decode
-from jaxinf.errors import StoreError
 from jaxinf.store import (
     SLOTS,
     Holder,
@@ -45,11 +43,9 @@ from jaxinf.store import (
     StoreDirectory,
     csd_bytes,
     list_checkpoints,
+    read_holder,
 )
 from jaxinf.terminal import format_bytes, make_console, printable
-from jaxinf.transfer import read_beneath
-
-_LOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -152,8 +148,7 @@ def _disk_bytes(directory: StoreDirectory) -> int:
     """Counts the blocks of both slots in bytes; a file in both counts once."""
     seen: dict[tuple[int, int], int] = {}
     for slot in SLOTS:
-        step = directory.step_path(slot)
-        for root in {step, *directory.data_paths(step)}:
+        for root in directory.folders(slot):
             for folder, _, files in os.walk(root):
                 for file in files:
                     # A writer may have renamed the file.
@@ -164,17 +159,11 @@ def _disk_bytes(directory: StoreDirectory) -> int:
 
 
 def _find_writer(store: Path) -> Holder | None:
-    """Finds the process that ``STORE/lock`` names, if it lives on this machine.
-
-    The lock is never taken, not even for an instant: a run that starts at that moment
-    would be refused.
-    """
-    try:
-        writer = decode(read_beneath(store, "lock", _LOCK_BYTES), Holder)
-    except (StoreError, DocumentError):
+    """Returns the process that a store's lock names, if it lives on this machine."""
+    writer = read_holder(store)  # a taken lock would refuse a run that starts now
+    if writer is None or writer.host != socket.gethostname():
         return None
-    lives = Path(f"/proc/{writer.pid}").exists()
-    return writer if lives and writer.host == socket.gethostname() else None
+    return writer if Path(f"/proc/{writer.pid}").exists() else None
 
 
 # --- on the terminal -----------------------------------------------------------------

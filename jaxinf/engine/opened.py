@@ -48,7 +48,7 @@ from jaxinf.store import (
     Slot,
     StoreDirectory,
     make_carry,
-    next_slot,
+    other_slot,
     save_checkpoint,
     write_carry,
 )
@@ -144,7 +144,7 @@ class OpenStore(StoreShape):
         self.assignment, self.elsewhere = Assignment(), frozenset[Subgroup]()
         self.health.note = self._loss_note
         self._carries: dict[Slot, tuple[CarriedArray, ...]] = {}
-        target = next_slot(directory.committed_slot())
+        target = other_slot(directory.committed_slot())
         self.chunks = ChunkTable(directory, target, self.commit.checksums)
         self._moved: frozenset[Subgroup] | None = None
         self._staying: frozenset[Subgroup] = frozenset()

@@ -31,7 +31,6 @@ from jaxinf.engine.shape import StoreShape
 from jaxinf.errors import ProcessError, StoreFormatError, StoreMismatchError
 from jaxinf.processes import Group, join_group
 from jaxinf.store import (
-    SLOTS,
     HeldSteps,
     Manifest,
     StepId,
@@ -197,10 +196,9 @@ def _open_locked(engine: "Engine", lock: StoreLock) -> OpenStore | None:
         claim_csds(directory)
         prune_snapshots(directory)
         prune_leftovers(directory)
-        directory.prune_replacements()
+        directory.prune_temporaries()
         if options.restore is not None:
             commit = restore_checkpoint(directory, options.restore)
-    directory.check_files(directory.committed_slot() or SLOTS[0])
     return OpenStore(engine, directory, commit)
 
 

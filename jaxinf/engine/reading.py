@@ -25,6 +25,7 @@ from jaxinf.layout import Chunk, covers, scatter, target_view
 from jaxinf.program import leaf_infos
 from jaxinf.store import (
     SCHEDULE_FREE,
+    ChunkFile,
     ChunkRun,
     CommittedStep,
     Slot,
@@ -66,7 +67,7 @@ class StateReader:
         self._readers = dict[Slot, StepReader]()
         for slot in slots:
             path = directory.step_path(slot)
-            places = tuple(directory.data_paths(path))
+            places = tuple(directory.data_paths(slot))
             step = CommittedStep(path, directory.manifest, record, places)
             self._readers[slot] = StepReader(step, **how)
 
@@ -93,10 +94,9 @@ class StateReader:
         chosen = record.states[state]
 
         def take(reader: StepReader, number: int) -> None:
-            if dtype_of(chosen.dtype) == dtype:
-                pieces = reader.stored(record, chosen, number, into=into)
-            else:
-                pieces = reader.pieces(record, chosen, number)
+            one = ChunkFile(leaf, record, chosen, number)
+            is_stored = dtype_of(chosen.dtype) == dtype
+            pieces = reader.stored(one, into=into) if is_stored else reader.pieces(one)
             for piece in pieces:
                 visit(replace(piece, values=piece.values.astype(dtype, copy=False)))
 

@@ -20,7 +20,6 @@ from jaxinf.store import (
     Shards,
     copy_step,
     is_divided_for,
-    num_processes,
     store_source,
 )
 from jaxinf.typing import PathLikeStr, PyTree
@@ -73,18 +72,15 @@ def _divide(
         counts = shard_counts(sharding, leaf.shape)
         return Shards(counts, shard_holders(sharding, leaf.shape))
 
-    found = num_processes(path)
-    if found is None or (found == count and is_divided_for(path, shards_of)):
+    if is_divided_for(path, count, shards_of):
         return
-    layout = CopyLayout(
-        csd_roots=csd_roots if found != count else (),
-        processes=count,
-        shards_of=shards_of,
-    )
     with store_source(path, holds=True, checkpoints=True) as source:
+        found = len(source.parts)
+        roots = csd_roots if found != count else ()
+        layout = CopyLayout(csd_roots=roots, processes=count, shards_of=shards_of)
         done = copy_step(source, path, layout)
     _LOG.warning(
-        "%s: divided among %d processes, it was among %s; checkpoints dropped, as not "
+        "%s: divided among %d processes, it was among %d; checkpoints dropped, as not "
         "all had them: %s",
         path,
         count,

@@ -281,7 +281,7 @@ def export_url(
 
         def bring(one: ChunkFile) -> tuple[tuple[int, str], bool]:
             """Writes a chunk, unless it is there and right: zeros follow it."""
-            pieces = reader.stored(one.leaf, one.state, one.chunk)
+            pieces = reader.stored(one)
             content = b"".join(piece.values.tobytes() for piece in pieces)
             content = content.ljust(one.file_bytes, b"\0")
             was_there = one.name in there and place.read(one.name) == content

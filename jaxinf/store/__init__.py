@@ -12,7 +12,7 @@ Where a question is answered:
     how chunks are read and verified     reader.py, verify.py
     how a step is copied or recoded      copying.py, copy_chunks.py
     how a step is kept or pinned         steps.py; of several members: members.py
-    what a copy begins with              copy_source.py
+    what a copy begins with              members.py (`store_source`)
     what other zarr readers see          stock.py
 
 Invariant: at every instant the last committed step is complete on the drives
@@ -31,7 +31,6 @@ from jaxinf.store.commit import (
     schedule_free_params,
 )
 from jaxinf.store.copy_chunks import write_box
-from jaxinf.store.copy_source import CopySource, store_source
 from jaxinf.store.copying import Copied, CopyLayout, copy_step, left_by_copy
 from jaxinf.store.creation import (
     BESIDE,
@@ -49,7 +48,6 @@ from jaxinf.store.directory import (
     SLOTS,
     Slot,
     StoreDirectory,
-    next_slot,
     other_slot,
 )
 from jaxinf.store.documents import (
@@ -74,10 +72,9 @@ from jaxinf.store.formats import (
     deal_to_members,
     is_divided_for,
     lay_out,
-    num_processes,
     store_formats,
 )
-from jaxinf.store.lock import Holder, StoreLock, lock_exclusively
+from jaxinf.store.lock import Holder, StoreLock, lock_exclusively, read_holder
 from jaxinf.store.manifest import (
     CODECS,
     ChunkFile,
@@ -90,6 +87,7 @@ from jaxinf.store.manifest import (
 )
 from jaxinf.store.members import (
     CommitAction,
+    CopySource,
     HeldSteps,
     StepId,
     agreed_step,
@@ -102,6 +100,7 @@ from jaxinf.store.members import (
     remove_whole,
     restore_whole,
     save_whole,
+    store_source,
     to_step,
 )
 from jaxinf.store.owners import claim_csds, look_at_store, read_owned

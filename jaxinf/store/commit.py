@@ -26,7 +26,7 @@ from jaxinf.store.documents import (
     array_name,
     check_leaf_paths,
     read_document,
-    write_document,
+    seal,
 )
 from jaxinf.store.manifest import (
     FORMAT_VERSION,
@@ -34,7 +34,7 @@ from jaxinf.store.manifest import (
     check_version,
     dtype_of,
 )
-from jaxinf.transfer import crc32c
+from jaxinf.transfer import crc32c, write_bytes_atomically
 from jaxinf.typing import Array
 
 _WHAT = "the record of a committed step"
@@ -111,11 +111,6 @@ class CarriedArray(Document, frozen=True):
         return array_name(CARRY, self.path)
 
     @property
-    def document(self) -> str:
-        """Its ``zarr.json``, relative to a step."""
-        return f"{self.name}/zarr.json"
-
-    @property
     def chunk(self) -> str:
         """Its only chunk's file, relative to a step."""
         return "/".join((self.name, "c", *("0" for _ in self.shape)))
@@ -170,7 +165,7 @@ _Step: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]  # the state's is an
 _Every: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _ALWAYS = ("step", "skipped_steps", "scalar_state", "payload", "committed_at")
 _ALWAYS += ("checksums",)
-"""Keys that a record has in any case, in their order; others have a value."""
+"""Keys that a record has in any case; others have a value."""
 
 
 class CommitRecord(Document, frozen=True, omit_defaults=False):
@@ -230,15 +225,12 @@ class CommitRecord(Document, frozen=True, omit_defaults=False):
         bounds = {name: np.float32(bound) for name, bound in self.inexact.items()}
         own = self.replace(carried=(), inexact=bounds)
         found = msgspec.to_builtins(own, enc_hook=_encoded)
-        return (
-            {"format_version": FORMAT_VERSION}
-            | {name: found[name] for name in _ALWAYS}
-            | {name: value for name, value in found.items() if value}
-        )
+        held = {k: value for k, value in found.items() if value or k in _ALWAYS}
+        return {"format_version": FORMAT_VERSION, **held}
 
     def write(self, path: Path) -> None:
         """Writes the record; blocks until it is durable."""
-        write_document(path, self.to_json())
+        write_bytes_atomically(path, seal(self.to_json()))
 
     @classmethod
     def read(cls, path: Path | str, raw: bytes | None = None) -> "CommitRecord":

@@ -10,7 +10,7 @@ Invariant: old files are only read, and all of a chunk is verified before it cou
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
@@ -21,19 +21,18 @@ import numpy as np
 
 from jaxinf.layout import CodedSlot, box_runs, rounding_of_chunk
 from jaxinf.store.commit import CommitRecord
-from jaxinf.store.copy_source import CopySource
 from jaxinf.store.creation import existing_parent
-from jaxinf.store.directory import StoreDirectory, allocate, link_file
+from jaxinf.store.directory import StoreDirectory, link_file
 from jaxinf.store.manifest import ChunkFile, LeafRecord, StateRecord, dtype_of
+from jaxinf.store.members import CopySource
 from jaxinf.store.reader import (
     PIECE_BYTES,
     CommittedStep,
     StepReader,
-    file_checksum,
     over,
 )
 from jaxinf.transfer import (
-    BufferPool,
+    allocate_file,
     check_holds,
     crc32c,
     crc32c_combine,
@@ -49,24 +48,18 @@ _How: TypeAlias = Literal["link", "copy", "recode", "regrid"]
 class CopiedChunk:
     """A chunk's file in a new store, and where its bytes come from.
 
-    It is a link to a file below `source`, a verified copy of the same bytes, recoded
-    from the decoded values, or made of chunks of another grid.
+    It is a link to the old file, a verified copy of the same bytes, recoded from the
+    decoded values, or made of chunks of another grid.
     """
 
     part: StoreDirectory
     place: str  # slot a, or a checkpoint
     one: ChunkFile
     how: _How
-    source: Path
 
     @property
     def target(self) -> Path:
         return self.part.file_of(self.place, self.one)
-
-    @property
-    def room_bytes(self) -> int:
-        """Bytes that it takes on the drive; none if it is a link."""
-        return 0 if self.how == "link" else self.one.drive_bytes
 
 
 def copied_chunks(
@@ -77,20 +70,17 @@ def copied_chunks(
     for part in parts:
         for place, step in source.steps.items():
             for one in part.manifest.held():
-                old = source.whole.leaves[one.number]
-                how, folder = _way(old, one), step.path
-                if how == "copy" and source.has_links:
+                old = step.manifest.leaves[one.number]
+                how: _How = "copy"
+                if old.chunk_shape != one.leaf.chunk_shape:
+                    how = "regrid"
+                elif _arrays(old, one.state) != _arrays(one.leaf, one.state):
+                    how = "recode"
+                elif source.has_links:
                     folder = step.places[old.csds[one.chunk]]
                     if device(folder) == device(part.csd_directory(one.csd)):
                         how = "link"
-                yield CopiedChunk(part, place, one, how, folder)
-
-
-def _way(old: LeafRecord, one: ChunkFile) -> _How:
-    if old.chunk_shape != one.leaf.chunk_shape:
-        return "regrid"
-    is_same = _arrays(old, one.state) == _arrays(one.leaf, one.state)
-    return "copy" if is_same else "recode"
+                yield CopiedChunk(part, place, one, how)
 
 
 def _arrays(leaf: LeafRecord, state: StateRecord) -> list[StateRecord]:
@@ -112,12 +102,9 @@ def make_steps(
     """
     total_bytes = sum(new.one.num_bytes for new in chunks)
     done_bytes, records = 0, dict[str, CommitRecord]()
-    manifest = chunks[0].part.manifest if chunks else source.whole
+    manifest = chunks[0].part.manifest if chunks else source.step.manifest
     for place, step in source.steps.items():
-        sums = {
-            name: np.zeros(len(leaf.csds), np.uint32)
-            for name, leaf, _ in manifest.arrays()
-        }
+        sums = manifest.no_checksums()
         jobs = defaultdict[tuple[str, int], list[CopiedChunk]](list)
         for new in chunks:
             if new.place == place:  # chunks of another grid are made together
@@ -149,23 +136,22 @@ def _make(
         if new.how == "regrid":
             return _regrid({chunk.one.chunk: chunk for chunk in job}, old, reader)
         if new.how == "link":
-            check_holds(new.source, one.name, 0)  # no link leads there
+            folder = step.places[old.csds[one.chunk]]
+            check_holds(folder, one.name, 0)  # no link leads there
             new.target.parent.mkdir(parents=True, exist_ok=True)
-            link_file(new.source / one.name, new.target)
+            link_file(folder / one.name, new.target)
         else:
             with _new_file(new) as fd:
-                for piece in reader.stored(old, one.state, one.chunk):
+                for piece in reader.stored(one._replace(leaf=old)):
                     _put(fd, piece.values, piece.start * one.state.itemsize)
     return {(one.array, one.chunk): step.commit.checksums[one.array][one.chunk]}
 
 
-@contextmanager
-def _new_file(new: CopiedChunk) -> Iterator[int]:
-    """Makes a chunk's file, with room for it; yields its descriptor."""
+def _new_file(new: CopiedChunk) -> AbstractContextManager[int]:
+    """Makes a chunk's file, with room for it; returns what opens it."""
     new.target.parent.mkdir(parents=True, exist_ok=True)
-    allocate(new.target, new.one)
-    with opened_to_write(new.target) as fd:
-        yield fd
+    allocate_file(new.target, new.one.file_bytes, new.one.num_bytes)
+    return opened_to_write(new.target)
 
 
 def write_box(
@@ -208,7 +194,8 @@ def _recode(
     sums: list[list[tuple[int, int]]] = [[] for _ in files]
     with ExitStack() as stack:
         fds = [stack.enter_context(_new_file(file)) for file in files]
-        for piece in reader.pieces(old, _arrays(old, first)[0], one.chunk):
+        was = one._replace(leaf=old, state=_arrays(old, first)[0])
+        for piece in reader.pieces(was):
             arrays = [np.ascontiguousarray(piece.values)]
             if first.codec:
                 size = piece.values.size
@@ -231,8 +218,7 @@ def _regrid(
     first = next(iter(new.values())).one
     grid, state, most = first.leaf.grid, first.state, PIECE_BYTES // 4
     for one in new.values():
-        with _new_file(one):
-            pass
+        _new_file(one)
     for box, values in reader.boxes(old, state, most, decoded=False):
         bounds = zip(box.start, box.extent, grid.chunk_shape, strict=True)
         near = [range(a // size, -(-(a + n) // size)) for a, n, size in bounds]
@@ -245,8 +231,8 @@ def _regrid(
             start = (begin - chunk.start).tolist()
             with opened_to_write(own.target) as fd:
                 write_box(fd, grid.chunk_shape, start, values[part])
-    with closing(BufferPool(PIECE_BYTES)) as pool:
-        return {
-            (first.array, number): file_checksum(own.target, own.one.num_bytes, pool)
-            for number, own in new.items()
-        }
+    sums = {}
+    for number, own in new.items():
+        root = own.part.data_path(own.place, own.one.csd)
+        sums[first.array, number] = reader.checksum(root, own.one)
+    return sums

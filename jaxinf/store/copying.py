@@ -16,7 +16,7 @@ import shutil
 import uuid
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from msgspec import structs
@@ -27,8 +27,7 @@ from jaxinf.errors import (
     StoreIOError,
     StoreMismatchError,
 )
-from jaxinf.store.copy_chunks import copied_chunks, make_steps
-from jaxinf.store.copy_source import CopySource, check_unread
+from jaxinf.store.copy_chunks import CopiedChunk, copied_chunks, make_steps
 from jaxinf.store.creation import (
     begin_store,
     check_free_space,
@@ -37,10 +36,10 @@ from jaxinf.store.creation import (
     required_bytes,
 )
 from jaxinf.store.directory import StoreDirectory
-from jaxinf.store.formats import AS_IT_IS, Formats, ShardsOf, divided, lay_out
+from jaxinf.store.formats import Formats, ShardsOf, coded_leaf, divided, lay_out
 from jaxinf.store.lock import StoreLock, lock_exclusively
-from jaxinf.store.manifest import LeafRecord, Manifest, Member
-from jaxinf.store.members import find_members, member_name
+from jaxinf.store.manifest import Manifest, Member
+from jaxinf.store.members import CopySource, check_unread, find_members, member_name
 from jaxinf.store.owners import check_places, claim_csds
 from jaxinf.store.stock import write_carry
 from jaxinf.transfer import fsync_directory, translated, write_bytes_atomically
@@ -65,7 +64,7 @@ class CopyLayout:
     has none, and in place those that there are.
     """
 
-    formats: Formats = AS_IT_IS
+    formats: Formats = field(default_factory=Formats)
     csd_roots: Sequence[str] = ()
     processes: int | None = None  # their number
     shards_of: ShardsOf | None = None  # by default those of devices in a line
@@ -151,26 +150,30 @@ def _manifests(source: CopySource, layout: CopyLayout, target: Path) -> list[Man
     count = len(source.parts) if layout.processes is None else layout.processes
     if not 1 <= count <= _MOST_PROCESSES:
         raise ValueError(f"processes={count}: expected from 1 to {_MOST_PROCESSES}")
-    whole = layout.formats.of(source.whole, source.where)
-    leaves: Sequence[LeafRecord] = whole.leaves
+    held, formats = source.step.manifest, layout.formats
+    if formats.master and all(leaf.dtype != "bfloat16" for leaf in held.leaves):
+        raise ValueError(
+            f"{source.where}: master={formats.master!r}: expected params that are "
+            "bfloat16 on the JAX device, found none; their master has one form: leave "
+            "it out"
+        )
+    leaves = [coded_leaf(leaf, formats) for leaf in held.leaves]
     owners: Sequence[Sequence[int]] = [leaf.owners for leaf in source.parts[0].leaves]
     if count != len(source.parts) or layout.shards_of is not None:
         leaves, owners = divided(leaves, count, layout.shards_of, source.where)
-    for old, new in zip(source.whole.leaves, leaves, strict=True):
+    for old, new in zip(held.leaves, leaves, strict=True):
         if old.chunk_shape != new.chunk_shape and old.states != new.states:
             raise StoreMismatchError(
                 f"{source.where}: leaf {new.name}: expected another grid or other "
                 "formats, found both; make two copies, one after the other"
             )
-    contents = structs.replace(whole, leaves=tuple(leaves))
-    run, found = uuid.uuid4().hex, []
-    for number in range(count):
+    contents, run = structs.replace(held, leaves=tuple(leaves)), uuid.uuid4().hex
+    found = []
+    for number, name in enumerate(_names(count)):
         member = Member(run, number, count) if count > 1 else None
         roots = _roots(source, layout, number)
         found.append(lay_out(contents, roots, member=member, owners=owners))
-    names = _names(count)
-    for name, made in zip(names, found, strict=True):
-        check_places(StoreDirectory(target / name, made))
+        check_places(StoreDirectory(target / name, found[-1]))
     return found
 
 
@@ -230,13 +233,7 @@ def _make(
     parts = [StoreDirectory(staging / name, manifest) for name, manifest in pairs]
     with translated("copy", source.where):
         chunks = list(copied_chunks(source, parts))
-    needs = Counter[Path]()
-    for new in chunks:
-        needs[new.part.csd_directory(new.one.csd)] += new.room_bytes
-    num_bytes = needs.total()
-    for part in () if source.held else parts:
-        needs.update(required_bytes(part, 1))
-    check_free_space(needs, "the chunks to come need", "free some, or give others")
+    num_bytes = _check_room(source, parts, chunks)
     is_run = len(parts) > 1
     ids = {place: f"{uuid.uuid4().hex}-0" if is_run else "" for place in source.steps}
     for part in parts:
@@ -262,6 +259,34 @@ def _make(
     for part in parts:
         part.sync()
         part.flip("a")
+    return num_bytes
+
+
+def _check_room(
+    source: CopySource, parts: Sequence[StoreDirectory], chunks: Sequence[CopiedChunk]
+) -> int:
+    """Refuses a copy for which there is no room; returns the bytes that it writes.
+
+    In place the spare slots take room when the old slots have given theirs, but for
+    chunks that are linked to.
+    """
+    needs, linked = Counter[Path](), Counter[Path]()
+    for new in chunks:
+        folder = new.part.csd_directory(new.one.csd)
+        if new.how != "link":
+            needs[folder] += new.one.drive_bytes
+        elif new.place == "a":
+            linked[folder] += new.one.drive_bytes
+    num_bytes = needs.total()
+    what = "the chunks to come need", "free some, or give others"
+    if source.held:
+        check_free_space(needs, *what)
+        needs.update(linked)
+        for old in source.held:
+            needs.subtract(required_bytes(old, 2))
+    for part in parts:
+        needs.update(required_bytes(part, 1))
+    check_free_space(needs, *what)
     return num_bytes
 
 

@@ -8,19 +8,21 @@ import contextlib
 import os
 import re
 import shutil
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 
 from jaxinf.documents import MOST_BYTES
 from jaxinf.errors import StoreFormatError, StoreSpaceError
 from jaxinf.store.commit import CarriedArray, CommitRecord
-from jaxinf.store.directory import SLOTS, StoreDirectory, allocate, link_file
+from jaxinf.store.directory import SLOTS, StoreDirectory, link_file
 from jaxinf.store.manifest import Manifest
 from jaxinf.store.owners import check_owners, check_places, claim_csds
 from jaxinf.store.stock import OF_ITEMS, link_carry, orbax_links, step_documents
 from jaxinf.terminal import format_bytes
 from jaxinf.transfer import (
+    allocate_file,
     check_holds,
     fsync_directory,
     open_beneath,
@@ -74,18 +76,17 @@ def check_free_space(needs: Mapping[Path, int], what: str, remedy: str) -> None:
       needs: bytes below each directory, which need not exist.
       what, remedy: parts of the message.
     """
-    totals: dict[int, int] = defaultdict(int)
-    places: dict[int, Path] = {}
+    totals, places = Counter[int](), dict[int, Path]()
     for directory, need in needs.items():
         place, device = existing_parent(directory)
         totals[device] += need
-        places.setdefault(device, place)
-    for device, need in totals.items():
-        status = os.statvfs(places[device])
+        places[device] = place
+    for device, place in places.items():
+        need, status = totals[device], os.statvfs(place)
         free = status.f_bavail * status.f_frsize
         if need > free:
             raise StoreSpaceError(
-                f"{places[device]}: {what} {need:,} bytes ({format_bytes(need)}) "
+                f"{place}: {what} {need:,} bytes ({format_bytes(need)}) "
                 f"there, the file system has {free:,} free ({format_bytes(free)}); "
                 f"{remedy}"
             )
@@ -159,40 +160,34 @@ def make_place(
       named: the name that the place gets when it is complete.
     """
     is_item = place.startswith("checkpoints/")
-    step, made, manifest = directory.step_path(place), set[str](), directory.manifest
+    step, manifest = directory.step_path(place), directory.manifest
     held = None if source is None else directory.step_path(source)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    make_folder = cache(partial(os.makedirs, exist_ok=True))
     for name, content in step_documents(manifest, carry, is_item=is_item):
-        _make_folder(os.path.dirname(f"{step}/{name}"), made)
+        make_folder(os.path.dirname(f"{step}/{name}"))
         if held is not None and not (is_item and name in OF_ITEMS):
             check_holds(held, name, 0)  # no link leads there
             link_file(held / name, step / name)
         else:
             with open(os.open(f"{step}/{name}", flags, 0o644), "wb", 0) as document:
                 document.write(content)
-    roots = [str(path) for path in directory.data_paths(step)]
+    roots = [str(path) for path in directory.data_paths(place)]
     # A store has tens of thousands, and a `Path` costs as much as a file.
     for one in manifest.held():
         file = f"{roots[one.csd]}/{one.name}"
-        _make_folder(os.path.dirname(file), made)
+        make_folder(os.path.dirname(file))
         if not os.path.lexists(file):
             if source is None:
-                allocate(file, one)
+                allocate_file(file, one.file_bytes, one.num_bytes)
             else:
                 link_file(directory.file_of(source, one), Path(file))
     for name, target in step_links(directory, place, carry, named=named):
-        _make_folder(os.path.dirname(f"{step}/{name}"), made)
+        make_folder(os.path.dirname(f"{step}/{name}"))
         if not os.path.lexists(f"{step}/{name}"):
             os.symlink(target, f"{step}/{name}")
     if held is not None:
         link_carry(held, step, carry)
-
-
-def _make_folder(folder: str, made: set[str]) -> None:
-    """Makes a directory and those above it, but for those that are `made`."""
-    if folder not in made:
-        os.makedirs(folder, exist_ok=True)
-        made.add(folder)
 
 
 def step_links(
@@ -209,8 +204,7 @@ def step_links(
     if place.startswith("checkpoints/"):
         yield from orbax_links(directory.manifest, carry).items()
     if directory.manifest.csds:
-        csds = range(directory.num_csds)
-        roots = [str(directory.data_path(named or place, csd)) for csd in csds]
+        roots = directory.data_paths(named or place)
         for one in directory.manifest.held():
             yield one.name, f"{roots[one.csd]}/{one.name}"
 

@@ -6,8 +6,6 @@ only if no directory on it is a link.
 """
 
 import contextlib
-import errno
-import math
 import os
 import shutil
 import stat
@@ -24,39 +22,33 @@ from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.manifest import ChunkFile, Manifest
 from jaxinf.transfer import (
     allocate_file,
-    check_holds,
     check_regular,
     fsync_directory,
     open_beneath,
     sync_filesystem,
     translated,
 )
-from jaxinf.typing import PathLikeStr
 
 Slot: TypeAlias = Literal["a", "b"]
 SLOTS: tuple[Slot, Slot] = ("a", "b")
-
-_ORDINARY_BYTES = 1 << 28  # 16 times the usual size of a chunk
 
 _FOLDERS = ("slots", "slots/a", "slots/b", "checkpoints", "snapshots", "stream")
 _FILES = ("lock", "publish.lock", "checkpoints.lock")
 _ON_CSD = ("a", "b", "checkpoints", "snapshots")
 _REPLACEMENT = "replacement.new"
-_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
-def other_slot(slot: Slot) -> Slot:
-    """Returns the other slot."""
+def other_slot(slot: Slot | None) -> Slot:
+    """Returns the other slot: of the committed one, that of the next commit."""
     return "b" if slot == "a" else "a"
 
 
-def next_slot(committed: Slot | None) -> Slot:
-    """Returns the slot of the next commit."""
-    return SLOTS[0] if committed is None else other_slot(committed)
+def check_there(path: Path, *, is_step: bool = False) -> None:
+    """Refuses a path that has no store, or a step of one; opens nothing.
 
-
-def check_there(path: Path) -> None:
-    """Refuses a path without a manifest, and says which to give; opens nothing."""
+    Args:
+      is_step: whether a step is expected, such as a checkpoint that was copied.
+    """
     if not path.is_dir():
         found = "a file" if path.exists() else "nothing"
         raise StoreFormatError(
@@ -67,6 +59,12 @@ def check_there(path: Path) -> None:
         raise StoreFormatError(
             f"{path}: expected a jaxinf store, found no jaxinf.json in it; give "
             "the directory that a run was told to store its state in"
+        )
+    if not is_step and os.path.lexists(path / "commit.json"):
+        raise StoreFormatError(
+            f"{path}: expected a store, found a checkpoint or an export of one; open "
+            "the store and restore the checkpoint (jaxinf checkpoint restore STORE), "
+            "or make a store of the export (jaxinf store copy EXPORT NEW)"
         )
 
 
@@ -128,10 +126,13 @@ class StoreDirectory:
             return self.committed_slot() or SLOTS[0]
         return place.removeprefix("slots/")
 
-    def data_paths(self, step: Path) -> list[Path]:
+    def data_paths(self, place: str) -> list[Path]:
         """Returns the directories of a step's chunk files, one for each CSD."""
-        place = self.place_of(step)
         return [self.data_path(place, csd) for csd in range(self.num_csds)]
+
+    def folders(self, place: str) -> list[Path]:
+        """Returns all directories of a step: that in the store, and those on CSDs."""
+        return [*dict.fromkeys([self.step_path(place), *self.data_paths(place)])]
 
     def check_layout(self) -> None:
         """Refuses links, pipes and devices in the places of the store's own names."""
@@ -250,17 +251,6 @@ class StoreDirectory:
         record.check_fits(path, self.manifest)
         return record
 
-    def check_files(self, place: str) -> None:
-        """Refuses giant chunks with short files, before there is memory for them.
-
-        It reads no data, and looks at no chunk of ordinary size: its reader reports
-        whether it is missing, too short, or not a file.
-        """
-        for one in self.manifest.held():
-            if math.prod(one.leaf.chunk_shape) * one.state.itemsize > _ORDINARY_BYTES:
-                file = self.file_of(place, one)
-                check_holds(file.parent, file.name, one.num_bytes)
-
     # Each of the following refuses to go on if another process may hold the store's
     # lock, too.
 
@@ -325,7 +315,7 @@ class StoreDirectory:
                     if keeps:
                         shutil.copyfile(file, temporary, follow_symlinks=False)
                     else:
-                        allocate(temporary, one)
+                        allocate_file(temporary, one.file_bytes, one.num_bytes)
             elif status.st_size != num_bytes:
                 with translated("allocation", file):
                     os.truncate(file, num_bytes)
@@ -357,17 +347,12 @@ class StoreDirectory:
             yield temporary
             temporary.rename(file)
 
-    def prune_replacements(self) -> None:
-        """Removes the leftovers of replaced chunk files, after a crash."""
-        for csd in range(self.num_csds):
-            temporary = self.csd_directory(csd) / _REPLACEMENT
+    def prune_temporaries(self) -> None:
+        """Removes temporary files of chunks and documents that a crash has left."""
+        found = [self.csd_directory(n) / _REPLACEMENT for n in range(self.num_csds)]
+        for temporary in [*found, *self.path.glob("slots/[ab]/.*.tmp")]:
             with translated("removal", temporary):
                 temporary.unlink(missing_ok=True)
-
-
-def allocate(file: PathLikeStr, one: ChunkFile) -> None:
-    """Makes a chunk's file, and preallocates room for its elements."""
-    allocate_file(file, one.file_bytes, min(one.drive_bytes, one.file_bytes))
 
 
 def _status(file: Path) -> os.stat_result:
@@ -388,14 +373,6 @@ def link_file(source: Path, target: Path) -> None:
     """Gives a file a second name, on the same file system; follows no link."""
     with translated("hard link", source):
         check_regular(source, os.lstat(source))
-    with translated(f"hard link of {source}", target):
-        try:
-            os.link(source, target, follow_symlinks=False)
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            raise StoreIOError(
-                f"{source}: expected a file of this user's, on a file system with hard "
-                f"links, of which checkpoints and snapshots consist: {error.strerror}; "
-                "move the store to such a file system (ext4, xfs, btrfs)"
-            ) from error
+    what = f"hard link of {source}, which checkpoints need, on ext4, xfs or btrfs,"
+    with translated(what, target):
+        os.link(source, target, follow_symlinks=False)

@@ -25,7 +25,7 @@ from jaxinf.documents import (
     pattern,
 )
 from jaxinf.errors import ExchangeError, StoreFormatError, StoreIOError
-from jaxinf.transfer import crc32c, read_beneath, read_bounded, write_bytes_atomically
+from jaxinf.transfer import crc32c, read_beneath, read_bounded
 from jaxinf.typing import KeyPath
 
 _Kind = TypeVar("_Kind")
@@ -82,11 +82,6 @@ def _sealed(raw: bytes) -> bytes:
     return head + b"%08x" % crc32c(np.frombuffer(blank, np.uint8)) + tail
 
 
-def write_document(path: Path, document: Any) -> None:
-    """Seals a document and writes it, durably; the old one stays if it cannot."""
-    write_bytes_atomically(path, seal(document))
-
-
 def read_document(
     path: Path | str,
     kind: type[_Kind],
@@ -122,9 +117,8 @@ def read_document(
         if raw != right:
             held = raw[-12:-4].decode() if is_sealed else "at its end"
             found = right[-12:-4].decode() or "none"
-            raise StoreFormatError(
-                f"{path}: expected {what} of the CRC-32C {held}, found {found}; the "
-                f"file was edited or damaged: {remedy}"
+            raise ValueError(
+                f"expected the CRC-32C {held}, found {found}; it was edited or damaged"
             )
         del document["crc32c"]
         return finish(convert(document, kind, dec_hook=dec_hook))
@@ -182,10 +176,9 @@ def check_leaf_paths(paths: Iterable[Sequence[str]], states: Iterable[str]) -> N
         name = array_name("", path)
         try:
             num_bytes = longest + len(name.encode())
-        except UnicodeEncodeError:
+        except UnicodeEncodeError as error:
             raise ValueError(
-                f"leaf {leaf_name(path)!a}: expected keys that UTF-8 can write, "
-                "found half of a surrogate pair; rename the key in the params tree"
+                f"leaf {leaf_name(path)!a}: {error}; rename the key in the params tree"
             ) from None
         if name in seen:
             raise ValueError(

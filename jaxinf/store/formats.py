@@ -48,20 +48,6 @@ class Formats:
     master: str | None = None
     average: str | None = None  # of the params' average
 
-    def of(self, held: Manifest, where: str) -> Manifest:
-        """Returns a manifest with these formats, whose places are as before."""
-        if self.master and all(leaf.dtype != "bfloat16" for leaf in held.leaves):
-            raise ValueError(
-                f"{where}: master={self.master!r}: expected params that are "
-                "bfloat16 on the JAX device, found none; their master has one "
-                "form: leave it out"
-            )
-        leaves = tuple(coded_leaf(leaf, self) for leaf in held.leaves)
-        return structs.replace(held, leaves=leaves)
-
-
-AS_IT_IS = Formats()
-
 
 def coded_leaf(leaf: LeafRecord, formats: Formats) -> LeafRecord:
     """Returns a leaf in these formats."""
@@ -85,16 +71,14 @@ def coded_leaf(leaf: LeafRecord, formats: Formats) -> LeafRecord:
 
 def store_formats(held: Manifest) -> Formats:
     """Returns the formats that a store's leaves have; None for an average it lacks."""
-    found = {MASTER_PARAMS: "", AVERAGE: "", "": ""}  # codecs, others' as ""
-    for leaf in held.leaves:
-        for state in leaf.states:
-            if not state.is_beside:
-                slot = state.name if state.name in found else ""
-                found[slot] = found[slot] or state.codec
-    master = {"": "fp32", "bf16": "none"}.get(found[MASTER_PARAMS], "split")
-    has_average = AVERAGE in held.state_names
-    average = (found[AVERAGE] or "fp32") if has_average else None
-    return Formats(found[""] or "fp32", master, average)
+    codecs = dict[str, str]()  # others' as ""
+    for state in [one for leaf in held.leaves for one in leaf.states]:
+        name = state.name if state.name in (MASTER_PARAMS, AVERAGE) else ""
+        if not state.is_beside:
+            codecs[name] = codecs.get(name) or state.codec
+    master = {"": "fp32", "bf16": "none"}.get(codecs.get(MASTER_PARAMS, ""), "split")
+    average = (codecs[AVERAGE] or "fp32") if AVERAGE in codecs else None
+    return Formats(codecs.get("") or "fp32", master, average)
 
 
 # --- shards and owners ---------------------------------------------------------------
@@ -127,11 +111,8 @@ def divided(
 ) -> tuple[list[LeafRecord], list[list[int]]]:
     """Returns leaves with the grids that shards need, and the owners of their chunks.
 
-    A leaf with codes that would need a new grid is refused.
-
-    Args:
-      count: number of processes.
-      shards_of: by default, shards of devices in a line.
+    A leaf with codes that would need a new grid is refused. Shards are by default those
+    of devices in a line.
     """
     most = max((math.prod(n.chunk_shape) for n in leaves), default=1)
     shards = [shards_of(n) if shards_of else _in_line(n, count) for n in leaves]
@@ -141,16 +122,18 @@ def divided(
     return found, deal_to_members(found, count, holders)
 
 
-def is_divided_for(path: Path, shards_of: ShardsOf) -> bool:
-    """Whether the grids and owners of a store or a run suit shards; writes nothing.
+def is_divided_for(path: Path, count: int, shards_of: ShardsOf) -> bool:
+    """Whether a store or a run suits so many processes and shards; writes nothing.
 
     One without a step does, as it is made anew.
     """
-    first = path if (path / "jaxinf.json").exists() else find_members(path)[0]
-    if is_unfinished(first):
+    places = [path, *find_members(path)]
+    first = next((one for one in places if (one / "jaxinf.json").exists()), None)
+    if first is None or is_unfinished(first):
         return True
     manifest = Manifest.read(first / "jaxinf.json")
-    count = 1 if manifest.member is None else manifest.member.count
+    if count != (1 if manifest.member is None else manifest.member.count):
+        return False
     for leaf in manifest.leaves:
         shards = shards_of(leaf)
         if _is_cut(leaf, shards.counts):
@@ -160,15 +143,6 @@ def is_divided_for(path: Path, shards_of: ShardsOf) -> bool:
         if any(own not in holders for own, holders in pairs):
             return False
     return True
-
-
-def num_processes(path: Path) -> int | None:
-    """Returns the number of processes that a path is divided among; None if none is."""
-    for place in (path, *find_members(path)):
-        if (place / "jaxinf.json").exists():
-            member = Manifest.read(place / "jaxinf.json").member
-            return 1 if member is None else member.count
-    return None
 
 
 # --- grids ---------------------------------------------------------------------------
@@ -225,19 +199,19 @@ def lay_out(
     member: Member | None = None,
     owners: Sequence[Sequence[int]] = (),
 ) -> Manifest:
-    """Assigns places to the chunks of a store.
+    """Assigns places to the chunks of a store, whatever places they have had.
 
     Args:
-      contents: the store's leaves, with their chunk shapes; their places are ignored.
       csd_roots: CSD roots for the chunks; empty for the store itself.
       member: the store's part in a run of several processes.
       owners: by leaf, the member that holds each chunk; of a run alone.
     """
-    leaves = []
+    leaves, sizes = list[LeafRecord](), list[int]()
     for number, leaf in enumerate(contents.leaves):
         bare = structs.replace(leaf, csds=(0,) * leaf.grid.num_chunks, owners=())
         leaves.append(bare if member is None else held_by(bare, owners[number], member))
-    sizes = [leaf.chunk_bytes[number] for leaf in leaves for number in leaf.held]
+        num_bytes = bare.chunk_bytes
+        sizes += [num_bytes[chunk] for chunk in leaves[-1].held]
     csds = iter(deal(sizes, max(1, len(csd_roots))))
 
     def placed(leaf: LeafRecord) -> LeafRecord:
@@ -253,11 +227,9 @@ def deal_to_members(
     count: int,
     holders: Sequence[Sequence[Sequence[int]]],
 ) -> list[list[int]]:
-    """Returns the owner of each chunk by leaf, in a new run of several processes.
+    """Returns the owner of each chunk by leaf, in a new run of so many processes.
 
     Args:
-      leaves: with their chunk shapes and numbers of shards.
-      count: number of processes.
       holders: by leaf, and then by shard in C order, the numbers of the processes whose
         JAX devices have the shard. Chunks of shards that several have are divided.
     """
@@ -272,12 +244,7 @@ def deal_to_members(
 def chunk_holders(
     leaf: LeafRecord, shard_counts: Sequence[int], holders: Sequence[Sequence[int]]
 ) -> list[Sequence[int]]:
-    """Returns the processes that have each chunk of a leaf.
-
-    Args:
-      shard_counts: number of shards along each dimension.
-      holders: the processes that have each shard, in C order.
-    """
+    """Returns the processes that have each chunk, of those that have each shard."""
     found = []
     for chunk in leaf.grid.chunks():
         shard, along = 0, zip(chunk.start, leaf.shape, shard_counts, strict=True)

@@ -33,10 +33,9 @@ class Holder(msgspec.Struct, frozen=True):
     command: tuple[str, ...]
 
 
-# Attempts to lock a file that others keep removing before it is locked.
-_NUM_ATTEMPTS = 1000
-
+_NUM_ATTEMPTS = 1000  # to lock a file that others keep removing before it is locked
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_LOCK_BYTES = 1 << 20
 _IS_TAKEN = {errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES}
 
 # Held while a descriptor is opened and noted, or closed, so that no fork comes between.
@@ -63,9 +62,8 @@ class LockFile:
         self.path = path
         how = fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB
         for _ in range(_NUM_ATTEMPTS):
-            with _GUARD:
-                with translated("locking", path):
-                    self.fd = os.open(path, _FLAGS, 0o644)
+            with _GUARD, translated("locking", path):
+                self.fd = os.open(path, _FLAGS, 0o644)
                 _OPEN.add(self)
             with contextlib.ExitStack() as undo:
                 undo.callback(self.close)
@@ -81,10 +79,8 @@ class LockFile:
                         raise BlockingIOError(*error.args) from error
                     raise store_error("locking", path, error) from error
         raise StoreFormatError(
-            f"{path}: expected to open the file of that name, found another one in "
-            f"each of {_NUM_ATTEMPTS} attempts; another process replaces it all the "
-            "time, or the file system does not tell files apart: use a store on a "
-            "local file system"
+            f"{path}: expected a lock that stays, found another file at each of "
+            f"{_NUM_ATTEMPTS} attempts; use a store on a local file system"
         )
 
     def is_in_place(self) -> bool:
@@ -115,7 +111,7 @@ def lock_exclusively(path: Path) -> Iterator[None]:
         yield
 
 
-class StoreLock:
+class StoreLock(LockFile):
     """Holds ``STORE/lock`` from construction until `release`.
 
     Raises:
@@ -124,17 +120,16 @@ class StoreLock:
     """
 
     def __init__(self, store_path: Path) -> None:
-        self._path = store_path
         try:
-            self._file = LockFile(store_path / "lock", waits=False)
+            super().__init__(store_path / "lock", waits=False)
         except BlockingIOError as error:
             raise StoreLockedError(
                 f"{store_path}: expected to be the store's only writer, found it "
-                f"locked by {_holder(store_path / 'lock')}"
+                f"locked by {_described(read_holder(store_path))}"
             ) from error
         own = Holder(os.getpid(), socket.gethostname(), tuple(sys.argv))
-        with contextlib.ExitStack() as undo, translated("locking", self._file.path):
-            undo.callback(self._file.close)
+        with contextlib.ExitStack() as undo, translated("locking", self.path):
+            undo.callback(self.close)
             self._write(json.dumps(msgspec.to_builtins(own)))
             undo.pop_all()
 
@@ -144,36 +139,41 @@ class StoreLock:
         Raises:
           StoreLockedError: the lock's file was removed or replaced.
         """
-        if not self._file.is_in_place():
+        if not self.is_in_place():
             raise StoreLockedError(
-                f"{self._path}: expected the file `lock` that this process "
-                "holds, found it removed or replaced; another run may write to the "
-                "store now, so this one commits nothing more. Make sure that one run "
-                "is left, and open the store again; nothing needs that file removed"
+                f"{self.path}: expected the file that this process has locked, found "
+                "it removed or replaced; another run may write to the store now, so "
+                "this one commits nothing more. Make sure that one run is left, and "
+                "open the store again; nothing needs that file removed"
             )
 
     def release(self) -> None:
         """Gives the lock back; idempotent. A forked child leaves it to the parent."""
-        if self._file.fd >= 0:
+        if self.fd >= 0:
             # Otherwise an error could name this process instead of the next holder.
             with contextlib.suppress(OSError):  # the drive may be gone
                 self._write("")
-            self._file.close()
+            self.close()
 
     def _write(self, text: str) -> None:
         """Writes the holder into the file, unless it may be a link to a user's file."""
-        held = os.pread(self._file.fd, 16, 0)
+        held = os.pread(self.fd, 16, 0)
         is_ours = not held or held.startswith(b'{"pid": ')
-        if is_ours or os.fstat(self._file.fd).st_nlink == 1:
-            os.ftruncate(self._file.fd, 0)
-            os.pwrite(self._file.fd, text.encode(), 0)
+        if is_ours or os.fstat(self.fd).st_nlink == 1:
+            os.ftruncate(self.fd, 0)
+            os.pwrite(self.fd, text.encode(), 0)
 
 
-def _holder(path: Path) -> str:
-    """Describes the process that holds a lock, as the file says."""
+def read_holder(store_path: Path) -> Holder | None:
+    """Returns the process that ``STORE/lock`` names, if any; never takes the lock."""
     try:
-        who = decode(read_beneath(path.parent, path.name, 4096), Holder)
+        return decode(read_beneath(store_path, "lock", _LOCK_BYTES), Holder)
     except (DocumentError, StoreError):
+        return None
+
+
+def _described(who: Holder | None) -> str:
+    if who is None:
         return "a process that is just starting; try again"
     if who.pid == os.getpid() and who.host == socket.gethostname():
         return "this very process; close the store that is already open first"

@@ -39,9 +39,9 @@ from jaxinf.store.documents import (
     encode_key,
     leaf_name,
     read_document,
-    write_document,
+    seal,
 )
-from jaxinf.transfer import page_ceil
+from jaxinf.transfer import page_ceil, write_bytes_atomically
 
 FORMAT_VERSION: Literal[3] = 3  # the first that a release of jaxinf writes
 
@@ -54,7 +54,7 @@ _REMEDY = (
     "a backup, or remove the store and start again"
 )
 _MOST_ELEMENTS = 1 << 58  # with 16 bytes each, 2^62 bytes
-_MOST_CHUNK_ELEMENTS = 1 << 36  # 16,384 times the usual size of a chunk
+_MOST_CHUNK_ELEMENTS = 1 << 30  # 256 times the usual size of a chunk
 
 # Codecs of arrays that belong to the array before them, and the ends of their names.
 _ENDS = {"scale": "_scale", "remainder": "_remainder"}
@@ -330,6 +330,10 @@ class Manifest(Document, frozen=True, kw_only=True, dict=True, gc=True):
             for state in leaf.states:
                 yield leaf.array_name(state.name), leaf, state
 
+    def no_checksums(self) -> dict[str, np.ndarray]:
+        """Returns an array of zeros for the checksums of each array's chunks."""
+        return {n: np.zeros(len(leaf.csds), np.uint32) for n, leaf, _ in self.arrays()}
+
     def held(self) -> Iterator[ChunkFile]:
         """Yields the chunks that this store holds, by array."""
         for number, leaf in enumerate(self.leaves):
@@ -357,13 +361,11 @@ class Manifest(Document, frozen=True, kw_only=True, dict=True, gc=True):
         Grids, CSDs and versions are not compared; they may differ between stores.
         """
         mine, theirs = ({n.name: _form(n) for n in m.leaves} for m in (self, other))
-        lines = [f"- leaf {n}: in the store only" for n in mine if n not in theirs]
-        lines += [f"+ leaf {n}: not in the store" for n in theirs if n not in mine]
-        lines += [
-            f"leaf {name}: {old} in the store, {new} given"
-            for name in mine
-            for old, new in zip(mine[name], theirs.get(name, mine[name]), strict=True)
-            if old != new
+        lines = [
+            f"leaf {name}: {mine.get(name, 'none')} in the store, "
+            f"{theirs.get(name, 'none')} given"
+            for name in {**mine, **theirs}
+            if mine.get(name) != theirs.get(name)
         ]
         if not lines and list(mine) != list(theirs):
             lines.append("the same leaves come in another order")
@@ -390,7 +392,7 @@ class Manifest(Document, frozen=True, kw_only=True, dict=True, gc=True):
 
     def write(self, path: Path) -> None:
         """Writes the manifest; blocks until it is durable."""
-        write_document(path, self.to_json())
+        write_bytes_atomically(path, seal(self.to_json()))
 
     @classmethod
     def read(cls, path: Path | str, raw: bytes | None = None) -> "Manifest":
@@ -412,10 +414,10 @@ def held_by(leaf: LeafRecord, owners: Sequence[int], member: Member) -> LeafReco
     return replace(leaf, owners=tuple(owners), csds=csds)
 
 
-def _form(leaf: LeafRecord) -> tuple[str, ...]:
+def _form(leaf: LeafRecord) -> str:
     """Describes what must be the same in a store and in the run that opens it."""
     states = ", ".join(f"{state.name} {state.dtype}" for state in leaf.slots)
-    return f"shape {leaf.shape}", f"params {leaf.dtype}", f"states ({states})"
+    return f"shape {leaf.shape}, params {leaf.dtype}, states ({states})"
 
 
 def check_version(document: Any) -> None:

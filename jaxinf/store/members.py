@@ -1,14 +1,16 @@
-"""A store's members: one, or those of a run in several processes; checkpoints of all.
+"""A store's members: one, or those of a run in several processes; steps of all.
 
-Invariant: a checkpoint of a run is of one commit in all members, which are listed by
-number. A store of one process is its only member. `agreed_step` is pure, and the same
-in every process; the explorer of tests/support runs it and `CommitAction`.
+Invariant: a step or checkpoint of a run is of one commit in all members, which are
+listed by number. A store of one process is its only member. `agreed_step` is pure, and
+the same in every process; the explorer of tests/distributed runs it and `CommitAction`.
+A copy's steps do not change meanwhile: they are pinned, or the store is held.
 """
 
 import contextlib
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
@@ -20,17 +22,23 @@ from jaxinf.errors import (
     StoreMismatchError,
 )
 from jaxinf.store.commit import CommitRecord
-from jaxinf.store.directory import StoreDirectory, next_slot
+from jaxinf.store.creation import files_beside
+from jaxinf.store.directory import StoreDirectory, check_there, other_slot
 from jaxinf.store.lock import StoreLock, lock_exclusively
-from jaxinf.store.owners import check_is_store, claim_csds, look_at_store, read_owned
+from jaxinf.store.manifest import Manifest, without_csds
+from jaxinf.store.owners import claim_csds, look_at_store, read_owned
 from jaxinf.store.reader import CommittedStep
 from jaxinf.store.steps import (
     CheckpointInfo,
+    check_arrays,
     check_exists,
     checkpoint_names,
     find_checkpoint,
+    joined_step,
     list_checkpoints,
     prune_leftovers,
+    prune_snapshots,
+    readable_step,
     remove_checkpoint,
     restore_checkpoint,
     save_checkpoint,
@@ -67,10 +75,6 @@ class HeldSteps(NamedTuple):
     current: StepId | None
     spare: StepId | None
 
-    def has(self, step: StepId | None) -> bool:
-        """Whether a slot has a step, or no step is wanted and none is committed."""
-        return step in self if step else self.current is None
-
 
 def agreed_step(members: Sequence[HeldSteps]) -> StepId | None:
     """Returns the step that all members go on from; None if none was ever committed.
@@ -83,8 +87,8 @@ def agreed_step(members: Sequence[HeldSteps]) -> StepId | None:
     Raises:
       LookupError: the members have no such step.
     """
-    found = {member.current for member in members}
-    common = [step for step in found if all(member.has(step) for member in members)]
+    held = [{one.current, one.spare or one.current} for one in members]
+    common = {one.current for one in members}.intersection(*held)
     if not common:
         raise LookupError("no common step")
     return max((step for step in common if step is not None), default=None)
@@ -94,7 +98,7 @@ def held_steps(directory: StoreDirectory) -> HeldSteps:
     """Returns the steps of a member's two slots, as the start of its run finds them."""
     slot = directory.committed_slot()
     current = None if slot is None else directory.found_record(slot)
-    records = current, directory.found_record(next_slot(slot))
+    records = current, directory.found_record(other_slot(slot))
     return HeldSteps(*(one and StepId(one.step, one.commit) for one in records))
 
 
@@ -106,7 +110,7 @@ def to_step(members: Sequence[StoreDirectory], step: StepId | None) -> None:
     """
     for one in members:
         if step is not None and held_steps(one).current != step:
-            one.flip(next_slot(one.committed_slot()))
+            one.flip(other_slot(one.committed_slot()))
 
 
 # --- members at a path ----------------------------------------------------------------
@@ -183,7 +187,7 @@ def hold_members(
     is_alone, members = not is_run(path), list[StoreDirectory]()
     with contextlib.ExitStack() as stack:
         for place in [path] if is_alone else [one.path for one in all_members(path)]:
-            check_is_store(place)
+            check_there(place)
             lock = StoreLock(place)
             stack.callback(lock.release)
             stack.enter_context(lock_exclusively(place / "checkpoints.lock"))
@@ -192,16 +196,14 @@ def hold_members(
             if is_alone and member is not None:
                 raise StoreFormatError(
                     f"{place}: expected the store of one process, found member "
-                    f"{member.number} of a run of {member.count}, and its step and "
-                    "its places change with the others' alone; open the run's path in "
-                    "all its processes"
+                    f"{member.number} of a run of {member.count}; give the run's path"
                 )
             claim_csds(directory)
             prune_leftovers(directory)
             members.append(directory)
         held = [held_steps(one) for one in members]
         try:
-            to_step(members, None if is_alone else agreed_step(held))
+            to_step(members, agreed_step(held))
         except LookupError:
             if needs_common:
                 pairs = zip(members, held, strict=True)
@@ -214,27 +216,25 @@ def hold_members(
         yield members
 
 
-@contextlib.contextmanager
 def of_one_commit(
     path: Path,
     members: Sequence[StoreDirectory],
     take: Callable[[StoreDirectory, contextlib.ExitStack], CommittedStep],
-) -> Iterator[tuple[list[CommittedStep], contextlib.ExitStack]]:
-    """Yields a step of one commit of all members, also while the run goes on; blocks.
+) -> tuple[list[CommittedStep], contextlib.ExitStack]:
+    """Returns a step of one commit of all members, also while the run goes on; blocks.
 
     Members that were killed at different steps go to the common one.
 
     Args:
-      take: takes a member's step. What it gives the stack, which is yielded, too, is
-        undone at the end, or if the steps are not of one commit.
+      take: takes a member's step. What it gives the stack, which is returned, too, is
+        undone if the steps are not of one commit.
     """
     steps = ""
     for _ in range(_NUM_ATTEMPTS):
         with contextlib.ExitStack() as undo:
             found = [take(one, undo) for one in members]
             if len({one.commit.commit for one in found}) == 1:
-                yield found, undo
-                return
+                return found, undo.pop_all()
         pairs = zip(members, found, strict=True)
         steps = ", ".join(f"{one.path.name}: {n.commit.step}" for one, n in pairs)
         with contextlib.suppress(StoreLockedError), hold_members(path):
@@ -261,8 +261,7 @@ def save_whole(path: Path, name: str | None = None) -> list[Path]:
         undo.callback(remove_checkpoint, one, kept)
         return step_of(one, one.step_path(f"checkpoints/{kept}"))
 
-    with of_one_commit(path, all_members(path), keep) as (made, undo):
-        undo.pop_all()
+    made, _ = of_one_commit(path, all_members(path), keep)
     return [one.path for one in made]
 
 
@@ -317,21 +316,20 @@ def restore_whole(
 
 def _check_kept(path: Path, name: str, member: StoreDirectory) -> None:
     """Refuses to give up a committed step that no checkpoint of a member keeps."""
-    give_up = f"jaxinf checkpoint restore {path} {name} --discard-current"
     try:
         current = member.read_commit()
     except StoreFormatError as error:
-        raise StoreMismatchError(
-            f"{error}. So it is not known whether a checkpoint keeps the committed "
-            f"step; give it up with: {give_up}"
-        ) from error
-    infos = list_checkpoints(member) if current else []
-    if current and current.committed_at not in [info.committed_at for info in infos]:
-        raise StoreMismatchError(
+        why = f"{error}. So it is not known whether a checkpoint keeps that step"
+    else:
+        kept = [info.committed_at for info in list_checkpoints(member)]
+        if current is None or current.committed_at in kept:
+            return
+        why = (
             f"{member.path}: step {current.step} is committed and in no checkpoint; "
-            f"keep it first (jaxinf checkpoint save {path} NAME), or give it up "
-            f"({give_up})"
+            f"keep it first (jaxinf checkpoint save {path} NAME)"
         )
+    give_up = f"jaxinf checkpoint restore {path} {name} --discard-current"
+    raise StoreMismatchError(f"{why}, or give it up: {give_up}")
 
 
 def remove_whole(path: Path, names: Sequence[str]) -> None:
@@ -347,3 +345,125 @@ def remove_whole(path: Path, names: Sequence[str]) -> None:
     for name, holders in by_name.items():
         for one in holders:
             remove_checkpoint(one, name)
+
+
+# --- what a copy begins with ---------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CopySource:
+    """Steps that are copied together.
+
+    The committed step is slot ``a`` among `steps`, others are ``checkpoints/NAME``;
+    their manifests are of a store of one process, whose CSDs are places of the step.
+    """
+
+    where: str  # for messages
+    parts: Sequence[Manifest]  # of the members by number, or of the store alone
+    steps: Mapping[str, CommittedStep]
+    beside: Mapping[str, bytes]  # a store's files beside its steps, by name
+    has_links: bool = True  # whether chunks may be linked to: they are a store's
+    num_threads: int = 4  # and chunks that may be in memory at once
+    dropped: tuple[str, ...] = ()  # checkpoints that are not of all members
+    held: Sequence[StoreDirectory] = ()  # the stores, if this process holds them
+
+    @property
+    def step(self) -> CommittedStep:
+        """The step that all copies have."""
+        return self.steps["a"]
+
+
+@contextlib.contextmanager
+def store_source(
+    path: Path,
+    checkpoint: str | None = None,
+    *,
+    holds: bool = False,
+    checkpoints: bool = False,
+) -> Iterator[CopySource]:
+    """Yields a store, a run of several processes, or a checkpoint's directory.
+
+    Args:
+      path: where it is; of a run, all members can be seen there.
+      checkpoint: a checkpoint that it has, in place of its committed step.
+      holds: whether this process becomes its only writer. Otherwise it may be in use.
+      checkpoints: whether those that all members have come along.
+
+    Raises:
+      StoreLockedError: a run, or a reader of a step, has it open, with `holds`.
+      ProcessError: a member cannot be seen, or they have no step in common.
+      StoreMismatchError: a checkpoint has other arrays than the store, or is not of
+        one commit in all members.
+      ValueError: there is no such checkpoint; lists the others.
+    """
+    if (path / "commit.json").is_file():
+        store, folder = path.parent.parent, path.parent.name
+        if folder != "checkpoints" or not (store / "jaxinf.json").exists():
+            yield _copied_out(path)
+            return
+        path, checkpoint = store, path.name
+    with contextlib.ExitStack() as stack:
+        parts = stack.enter_context(hold_members(path)) if holds else all_members(path)
+        for one in parts if holds else ():
+            prune_snapshots(one)
+            check_unread(one)
+        if holds or checkpoint is not None:
+            step = _step_of_all(parts, checkpoint)
+        else:
+            pinned, pins = of_one_commit(
+                path, parts, lambda one, undo: undo.enter_context(readable_step(one))
+            )
+            stack.enter_context(pins)
+            step = joined_step(pinned)
+            pairs = zip(parts, pinned, strict=True)
+            parts = [StoreDirectory(one.path, held.manifest) for one, held in pairs]
+        steps, dropped = {"a": step}, set[str]()
+        if checkpoints:
+            names = [{*checkpoint_names(one)} for one in parts]
+            dropped = set.union(*names)
+            for name in sorted(set.intersection(*names)):
+                if is_of_one(parts, name):
+                    steps[f"checkpoints/{name}"] = _step_of_all(parts, name)
+                    dropped.remove(name)
+        yield CopySource(
+            str(path),
+            [one.manifest for one in parts],
+            steps,
+            files_beside(parts[0].path),
+            has_links=not step.warning and checkpoint is None,
+            dropped=tuple(sorted(dropped)),
+            held=parts if holds else (),
+        )
+
+
+def check_unread(directory: StoreDirectory) -> None:
+    """Refuses a store of which another process reads a step."""
+    root = directory.path / "snapshots"
+    if root.is_dir() and any(root.iterdir()):
+        raise StoreLockedError(
+            f"{directory.path}: expected nobody who reads its step, found a pinned one "
+            f"in {root}: an export, a look or another copy is under way; wait for it, "
+            "or copy to another path"
+        )
+
+
+def _step_of_all(parts: Sequence[StoreDirectory], name: str | None) -> CommittedStep:
+    """Returns a checkpoint of all members, or their committed step."""
+    if name is not None:
+        check_of_one(parts, name)
+        for one in parts:
+            check_arrays(one, name)
+    kept = name and f"checkpoints/{name}"
+    return joined_step(
+        [step_of(one, one.step_path(kept or one.need_slot())) for one in parts]
+    )
+
+
+def _copied_out(path: Path) -> CopySource:
+    """Returns a checkpoint that was copied out of its store."""
+    check_there(path, is_step=True)
+    manifest = without_csds(Manifest.read(path / "jaxinf.json"))
+    record = CommitRecord.read(path / "commit.json")
+    step = joined_step([CommittedStep(path, manifest, record, (path,))])
+    beside = files_beside(path)
+    return CopySource(str(path), [manifest], {"a": step}, beside, has_links=False)

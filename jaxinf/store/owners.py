@@ -8,15 +8,16 @@ manifest's claim to a CSD is accepted if a note of this user beside the chunks a
 The directories of an opened store's layout are no links.
 """
 
+import contextlib
 import os
 import shlex
 from pathlib import Path
 
 import msgspec
 
-from jaxinf.documents import MOST_BYTES, DocumentError, decode, encode
+from jaxinf.documents import MOST_BYTES, DocumentError, decode, encode, parse_json
 from jaxinf.errors import StoreError, StoreFormatError, StoreIOError
-from jaxinf.store.directory import SLOTS, StoreDirectory, check_there
+from jaxinf.store.directory import SLOTS, StoreDirectory
 from jaxinf.transfer import (
     open_beneath,
     read_beneath,
@@ -34,23 +35,11 @@ class _Owner(msgspec.Struct):
     store: str
 
 
-class _Identity(msgspec.Struct):
-    """What is read of a manifest of any version."""
-
-    store_id: str
-
-
 # --- opening a store -----------------------------------------------------------------
 
 
 def look_at_store(path: Path) -> StoreDirectory:
-    """Opens a store for reading; checks its layout and the presence of CSDs.
-
-    Raises:
-      StoreFormatError: the path is not a store, a directory of it is a link, or a CSD
-        is missing.
-    """
-    check_is_store(path)
+    """Opens a store for reading; refuses links in its layout, and missing CSDs."""
     directory = StoreDirectory.open(path)
     for csd in range(len(directory.manifest.csds)):
         _check_present(directory, csd)
@@ -59,18 +48,11 @@ def look_at_store(path: Path) -> StoreDirectory:
 
 
 def read_owned(path: Path, *, unmade: bool = False) -> StoreDirectory:
-    """Opens a store for writing, in its present state.
+    """Opens a store for writing, in its present state; raises as `check_owners`.
 
     The caller holds a lock under which the manifest does not change: that of the
-    writer, of the checkpoints, or of flips.
-
-    Args:
-      unmade: as for `check_owners`.
-
-    Raises:
-      StoreFormatError: as `look_at_store`; or nothing shows that a CSD is this store's.
+    writer, of the checkpoints, or of flips. `unmade` is that of `check_owners`.
     """
-    check_is_store(path)
     directory = StoreDirectory.open(path)
     check_owners(directory, unmade=unmade)
     directory.check_layout()
@@ -80,17 +62,6 @@ def read_owned(path: Path, *, unmade: bool = False) -> StoreDirectory:
 def current_store(directory: StoreDirectory) -> StoreDirectory:
     """Returns the store as `read_owned`; reads nothing if this is its writer."""
     return read_owned(directory.path) if directory.lock is None else directory
-
-
-def check_is_store(path: Path) -> None:
-    """Refuses a path that has no store, or a step of one."""
-    check_there(path)
-    if os.path.lexists(path / "commit.json"):
-        raise StoreFormatError(
-            f"{path}: expected a store, found a checkpoint or an export of one; open "
-            "the store and restore the checkpoint (jaxinf checkpoint restore STORE), "
-            "or make a store of the export (jaxinf store copy EXPORT NEW)"
-        )
 
 
 # --- owners --------------------------------------------------------------------------
@@ -110,13 +81,11 @@ def check_places(directory: StoreDirectory) -> None:
                 )
 
 
-def check_owners(
-    directory: StoreDirectory, *, unmade: bool = False
-) -> list[str | None]:
-    """Refuses CSDs unless they are known to be this store's; returns their owners.
+def check_owners(directory: StoreDirectory, *, unmade: bool = False) -> list[int]:
+    """Refuses CSDs unless they are known to be this store's.
 
     If a note names a path that has no such store any more, the store was moved, and the
-    note is accepted.
+    note is accepted. Returns the CSDs whose note does not name the store's path.
 
     Args:
       unmade: whether a directory may be missing or empty, because the store's creation
@@ -128,7 +97,7 @@ def check_owners(
     """
     check_places(directory)
     csds = range(len(directory.manifest.csds))
-    return [_owner(directory, csd, unmade=unmade) for csd in csds]
+    return [csd for csd in csds if not _is_noted(directory, csd, unmade=unmade)]
 
 
 def claim_csds(directory: StoreDirectory, *, unmade: bool = False) -> None:
@@ -136,12 +105,11 @@ def claim_csds(directory: StoreDirectory, *, unmade: bool = False) -> None:
 
     It raises as `check_owners`, and writes nothing then; the caller holds the lock.
     """
-    for csd, owner in enumerate(check_owners(directory, unmade=unmade)):
-        if owner is None or not _is_here(directory, owner):
-            folder = directory.csd_directory(csd)
-            with translated("creation", folder):
-                folder.mkdir(exist_ok=True)
-            write_bytes_atomically(folder / _NOTE, _note(directory))
+    for csd in check_owners(directory, unmade=unmade):
+        folder = directory.csd_directory(csd)
+        with translated("creation", folder):
+            folder.mkdir(exist_ok=True)
+        write_bytes_atomically(folder / _NOTE, _note(directory))
 
 
 def _note(directory: StoreDirectory) -> bytes:
@@ -158,11 +126,11 @@ def _check_present(directory: StoreDirectory, csd: int) -> None:
         )
 
 
-def _owner(directory: StoreDirectory, csd: int, *, unmade: bool) -> str | None:
-    """Returns the path that a CSD's note names; None if there is no note to be."""
+def _is_noted(directory: StoreDirectory, csd: int, *, unmade: bool) -> bool:
+    """Whether a CSD's note names this store's path; refuses another store's CSD."""
     folder = directory.csd_directory(csd)
     if unmade and not os.path.lexists(folder):
-        return None
+        return False
     _check_present(directory, csd)
     try:
         with open(open_beneath(folder, _NOTE), "rb") as file:
@@ -173,7 +141,7 @@ def _owner(directory: StoreDirectory, csd: int, *, unmade: bool) -> str | None:
         if unmade and isinstance(error, FileNotFoundError):
             with translated("look", folder):
                 if {*SLOTS, "checkpoints"}.isdisjoint(os.listdir(folder)):
-                    return None
+                    return False
         text, place = _note(directory).decode(), shlex.quote(str(folder / _NOTE))
         raise StoreFormatError(
             f"{directory.path}: expected the chunks of this store on its CSD {csd}, "
@@ -181,28 +149,24 @@ def _owner(directory: StoreDirectory, csd: int, *, unmade: bool) -> str | None:
             f"If they are this store's, write the note: rm -f {place}; "
             f"echo {shlex.quote(' '.join(text.split()))} > {place}"
         ) from error
-    if not _is_here(directory, owner) and _has_store(directory, owner):
+    with contextlib.suppress(OSError, ValueError):
+        if os.path.samefile(owner, directory.path):  # under any name
+            return True
+    if _has_store(directory, owner):
         raise StoreFormatError(
             f"{directory.path}: expected a store of its own, found a copy of {owner}, "
             f"whose chunks on a CSD ({folder}) it would overwrite; open that one, or "
             'make a store that shares nothing with it ("jaxinf store copy STORE NEW")'
         )
-    return owner
-
-
-def _is_here(directory: StoreDirectory, owner: str) -> bool:
-    """Whether a path leads to the store, under any name."""
-    try:
-        return os.path.samefile(owner, directory.path)
-    except (OSError, ValueError):
-        return False
+    return False
 
 
 def _has_store(directory: StoreDirectory, owner: str) -> bool:
     """Whether a path has this store, or another thing that cannot be read."""
     try:
-        raw = read_beneath(owner, "jaxinf.json", MOST_BYTES)
-        return decode(raw, _Identity).store_id == directory.manifest.store_id
+        found = parse_json(read_beneath(owner, "jaxinf.json", MOST_BYTES))
+        is_known = isinstance(found, dict) and "store_id" in found
+        return not is_known or found["store_id"] == directory.manifest.store_id
     except StoreIOError as error:
         return not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError)
     except DocumentError:

@@ -9,8 +9,9 @@ caller's array. No caller gets all of a damaged chunk: it gets an error instead.
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -94,7 +95,6 @@ class CommittedStep:
 class ChunkRun:
     """A run of a chunk's elements."""
 
-    number: int  # of the chunk in its leaf's grid
     chunk: Chunk
     start: int  # number of the run's first element in the chunk
     values: Array  # one-dimensional; valid until the next piece is requested
@@ -122,58 +122,6 @@ def corrupt_chunk(
         f'"jaxinf verify {store}" for all that is damaged, and restore a checkpoint or '
         "a backup"
     )
-
-
-def stored_pieces(
-    root: Path,
-    name: str,
-    num_bytes: int,
-    pool: BufferPool,
-    check: Callable[[int], object],
-    *,
-    piece_bytes: int = PIECE_BYTES,
-    target: Array | None = None,
-    meters: ByteMeters | None = None,
-    drive: str | None = None,
-) -> Iterator[Array]:
-    """Yields the first bytes of a file as uint8, piece by piece; blocks.
-
-    A piece is valid until the next is requested.
-
-    Args:
-      name: a chunk's file below the root, to which no link leads.
-      pool: has room for one buffer of a piece.
-      check: called with the CRC-32C of all bytes before the last piece is yielded;
-        raises if it is wrong.
-      piece_bytes: length of a piece, a multiple of the page.
-      target: uint8, of all these bytes, of which pieces are views that can be read
-        there: where it starts on a page, all of whole pages.
-      drive: the drive, by its directory, for the reads' spans.
-    """
-    check_holds(root, name, num_bytes)
-    file, sums = root / name, []
-    if target is not None and target.ctypes.data % PAGE_BYTES:
-        target = None
-    with pool.acquire(min(piece_bytes, num_bytes)) as buffer:
-        for offset in range(0, num_bytes, piece_bytes):
-            length = min(piece_bytes, num_bytes - offset)
-            array = buffer.array
-            if target is not None and length % PAGE_BYTES == 0:
-                array = target[offset : offset + length]
-            with span("read", drive=drive):
-                read_into(file, array, offset, length, meters=meters)
-            sums.append((crc32c(array[:length]), length))
-            if offset + length == num_bytes:
-                check(crc32c_combine(sums))
-            yield array[:length]
-
-
-def file_checksum(file: Path, num_bytes: int, pool: BufferPool) -> int:
-    """Returns the CRC-32C of a chunk file's first bytes; blocks until they are read."""
-    found = [0]  # the checksum of no bytes
-    for _ in stored_pieces(file.parent, file.name, num_bytes, pool, found.append):
-        pass
-    return found[-1]
 
 
 def over(
@@ -205,7 +153,7 @@ class StepReader:
       step: the step, which does not change meanwhile.
       memory_bytes: approximate memory for the pieces read at a time.
       meters: counts the bytes read.
-      drives: names of the CSDs' drives for the reads' spans; by default the places.
+      drives: names of the CSDs' drives for the reads' spans; by default the folders.
     """
 
     def __init__(
@@ -216,15 +164,12 @@ class StepReader:
         meters: ByteMeters | None = None,
         drives: Sequence[str] = (),
     ) -> None:
-        self._step, self._meters = step, meters
-        self._drives = drives or list(map(str, step.places))
+        self._step, self._meters, self._drives = step, meters, drives
         self.num_threads = max(1, min(_MOST_THREADS, memory_bytes // (2 * PIECE_BYTES)))
-        fitting = memory_bytes // self.num_threads // 8
+        fitting = min(PIECE_BYTES // 4, memory_bytes // self.num_threads // 8)
         # A piece has whole blocks of codes, and whole pages of their scales.
-        fitting -= fitting % SCALES_ALIGNMENT_ELEMENTS
-        self._piece_elements = min(
-            PIECE_BYTES // 4, max(SCALES_ALIGNMENT_ELEMENTS, fitting)
-        )
+        num_units = max(1, fitting // SCALES_ALIGNMENT_ELEMENTS)
+        self._piece_elements = num_units * SCALES_ALIGNMENT_ELEMENTS
         # An element has 8 bytes at most; its scale or remainder may add as much.
         self._pool = BufferPool(16 * self.num_threads * self._piece_elements)
 
@@ -234,37 +179,28 @@ class StepReader:
     def __exit__(self, *_: object) -> None:
         self._pool.close()
 
-    def pieces(
-        self, leaf: LeafRecord, state: StateRecord, number: int
-    ) -> Iterator[ChunkRun]:
-        """Yields a chunk's elements of a state, decoded; blocks.
-
-        Args:
-          state: one of the leaf's states. Scales and remainders are yielded as stored,
-            in chunks of their own array.
-          number: number of the chunk.
+    def pieces(self, one: ChunkFile) -> Iterator[ChunkRun]:
+        """Yields a chunk's elements, decoded; scales and remainders as stored; blocks.
 
         Raises:
           StoreCorruptError: the chunk is damaged; raised before its last piece.
           StoreIOError: it is missing, too short, or the drive failed.
         """
-        found = self.stored(leaf, state, number)
-        if not state.codec or state.is_beside:
+        found = self.stored(one)
+        if not one.state.codec or one.state.is_beside:
             yield from found
             return
         others = itertools.repeat(None)
-        if beside := leaf.beside(state):  # scales or remainders, to the last piece
+        if beside := one.leaf.beside(one.state):  # to the last piece
             per_piece = beside.num_elements(self._piece_elements)
-            others = self.stored(leaf, beside, number, per_piece)
+            others = self.stored(one._replace(state=beside), per_piece)
         for piece, rest in zip(found, others, strict=beside is not None):
             coded = CodedSlot(piece.values, None if rest is None else rest.values)
             yield replace(piece, values=coded.decode())
 
     def stored(
         self,
-        leaf: LeafRecord,
-        state: StateRecord,
-        number: int,
+        one: ChunkFile,
         per_piece: int = 0,
         into: Callable[[Chunk], Array | None] = lambda _: None,
     ) -> Iterator[ChunkRun]:
@@ -276,41 +212,60 @@ class StepReader:
             and contiguous, or None; pieces that fit there are read there, and are
             views of it. After an error it holds what was read.
         """
-        one, step = ChunkFile(-1, leaf, state, number), self._step
-        chunk, place = one.layout, leaf.places[number]
-        assert place >= 0, f"leaf {leaf.name}: chunk {number} is another member's"
+        step, chunk, place = self._step, one.layout, one.leaf.places[one.chunk]
+        assert place >= 0, f"{one}: another member's"
         sums = step.commit.checksums.get(one.array, ())
         expected = int(sums[place]) if place < len(sums) else None
         root = step.places[one.csd] if step.places else step.path
-
-        def check(found: int) -> None:
-            if found != expected:
-                raise corrupt_chunk(root / one.name, one, expected, found)
-
-        piece_bytes = (per_piece or self._piece_elements) * state.itemsize
+        piece_bytes = (per_piece or self._piece_elements) * one.state.itemsize
         if step.fetch is None:
             target = into(chunk)
-            pieces = stored_pieces(
-                root,
-                one.name,
-                one.num_bytes,
-                self._pool,
-                check,
-                piece_bytes=piece_bytes,
-                meters=self._meters,
-                drive=self._drives[one.csd],
-                target=None if target is None else target.view(np.uint8),
-            )
+            view = None if target is None else target.view(np.uint8)
+            pieces = self._file_pieces(root, one, piece_bytes, view)
         else:
             content = np.frombuffer(step.fetch(one.name), np.uint8)[: one.num_bytes]
-            check(crc32c(content) if content.size else 0)
+            if content.size < one.num_bytes:
+                raise corrupt_chunk(root / one.name, one, expected, 0)
             starts = range(0, content.size, piece_bytes)
             pieces = (content[start : start + piece_bytes] for start in starts)
-        start = 0
-        for raw in pieces:
-            values = raw.view(dtype_of(state.dtype))
-            yield ChunkRun(number, chunk, start, values)
-            start += values.size
+        read, done = list[tuple[int, int]](), 0
+        with closing(pieces):
+            for raw in pieces:
+                read.append((crc32c(raw), raw.size))
+                is_last = done + raw.size == one.num_bytes
+                if is_last and (found := crc32c_combine(read)) != expected:
+                    raise corrupt_chunk(root / one.name, one, expected, found)
+                start, done = done // one.state.itemsize, done + raw.size
+                yield ChunkRun(chunk, start, raw.view(dtype_of(one.state.dtype)))
+
+    def _file_pieces(
+        self, root: Path, one: ChunkFile, piece_bytes: int, target: Array | None = None
+    ) -> Generator[Array, None, None]:
+        """Yields a chunk's file below a root as uint8, piece by piece; blocks.
+
+        Args:
+          piece_bytes: length of a piece, a multiple of the page.
+          target: uint8, of all these bytes, of which pieces are views that can be read
+            there: where it starts on a page, all of whole pages.
+        """
+        check_holds(root, one.name, one.num_bytes)
+        drive = self._drives[one.csd] if self._drives else str(root)
+        if target is not None and target.ctypes.data % PAGE_BYTES:
+            target = None
+        with self._pool.acquire(min(piece_bytes, one.num_bytes)) as buffer:
+            for offset in range(0, one.num_bytes, piece_bytes):
+                length, array = min(piece_bytes, one.num_bytes - offset), buffer.array
+                if target is not None and length % PAGE_BYTES == 0:
+                    array = target[offset : offset + length]
+                file, meters = root / one.name, self._meters
+                with span("read", drive=drive):
+                    read_into(file, array, offset, length, meters=meters)
+                yield array[:length]
+
+    def checksum(self, root: Path, one: ChunkFile) -> int:
+        """Returns the CRC-32C of a chunk's file below any root; blocks."""
+        pieces = self._file_pieces(root, one, PIECE_BYTES)
+        return crc32c_combine([(crc32c(raw), raw.size) for raw in pieces])
 
     def boxes(
         self,
@@ -328,7 +283,8 @@ class StepReader:
         dtype = dtype_of((state.decoded() if decoded else state).dtype)
         every = portions(leaf.grid, most_elements)
         for number, boxes in itertools.groupby(every, key=lambda box: box.chunk):
-            pieces, rest = read(leaf, state, number), np.empty(0, dtype)
+            one = ChunkFile(-1, leaf, state, number)
+            pieces, rest = read(one), np.empty(0, dtype)
             for box in boxes:
                 out, done = np.empty(box.num_elements, dtype), 0
                 while done < out.size:
@@ -346,15 +302,11 @@ def find_leaf(manifest: Manifest, state: str, leaf: str) -> LeafRecord:
     Raises:
       ValueError: there is no such leaf or state; lists the existing ones.
     """
-    for record in manifest.leaves:
-        if record.name == leaf.strip("/"):
-            states = [s.name for s in record.states]
-            if state not in states:
-                raise ValueError(
-                    f"leaf {leaf}: it has the states {', '.join(states)}, asked for "
-                    f"was {state!r}"
-                )
-            return record
-    names = [record.name for record in manifest.leaves]
-    listed = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
-    raise ValueError(f"no leaf {leaf!r} in the store; there are {listed}")
+    records = {record.name: record for record in manifest.leaves}
+    if (record := records.get(leaf.strip("/"))) is None:
+        listed = ", ".join([*records][:8]) + (", …" if len(records) > 8 else "")
+        raise ValueError(f"no leaf {leaf!r} in the store; there are {listed}")
+    if state not in (states := [one.name for one in record.states]):
+        listed = ", ".join(states)
+        raise ValueError(f"leaf {leaf}: no state {state!r}; there are {listed}")
+    return record

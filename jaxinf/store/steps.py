@@ -50,7 +50,7 @@ _LOG = logging.getLogger("jaxinf")
 def step_of(directory: StoreDirectory, path: Path) -> CommittedStep:
     """Returns a step of a store: a slot, a checkpoint or a snapshot."""
     record = CommitRecord.read(path / "commit.json")
-    places = tuple(directory.data_paths(path))
+    places = tuple(directory.data_paths(directory.place_of(path)))
     return CommittedStep(path, directory.manifest, record, places)
 
 
@@ -73,17 +73,14 @@ def joined_step(steps: Sequence[CommittedStep]) -> CommittedStep:
             "path of the run, or an export of it (jaxinf checkpoint export RUN DEST)"
         )
     starts = np.cumsum([0, *(len(one.places) for one in steps)]).tolist()
-    leaves, sums, bounds = [], {}, dict[str, np.float32]()
+    leaves, sums, bounds = [], first.manifest.no_checksums(), dict[str, np.float32]()
     for held in zip(*(one.manifest.leaves for one in steps), strict=True):
-        owners = held[0].owners
-        csds = [starts[own] + held[own].csds[n] for n, own in enumerate(owners)]
-        leaves.append(structs.replace(held[0], csds=tuple(csds), owners=()))
-        for state in held[0].states:
-            name = held[0].array_name(state.name)
-            sums[name] = np.zeros(len(owners), np.uint32)
-            for leaf, one in zip(held, steps, strict=True):
-                sums[name][list(leaf.held)] = one.commit.checksums[name]
+        owners = enumerate(held[0].owners)
+        csds = tuple(starts[own] + held[own].csds[n] for n, own in owners)
+        leaves.append(structs.replace(held[0], csds=csds, owners=()))
     for one in steps:
+        for name, leaf, _ in one.manifest.arrays():
+            sums[name][list(leaf.held)] = one.commit.checksums[name]
         for name, bound in one.commit.inexact.items():
             bounds[name] = max(bound, bounds.get(name, bound))
     changes = {"leaves": tuple(leaves), "csds": (), "member": None}
@@ -118,10 +115,9 @@ def pinned_step(directory: StoreDirectory) -> Iterator[CommittedStep]:
             undo.callback(remove_step, directory, place)
             root.mkdir(parents=True)
             undo.enter_context(lock_exclusively(root / _OWNER_LOCK))
-            live = directory.step_path(slot)
-            carry = CommitRecord.read(live / "commit.json").carry
-            make_place(directory, place, carry, source=slot)
-            link_file(live / "commit.json", root / "commit.json")
+            record = directory.step_path(slot) / "commit.json"
+            make_place(directory, place, CommitRecord.read(record).carry, source=slot)
+            link_file(record, root / "commit.json")
         yield step_of(directory, root)
 
 
@@ -166,21 +162,18 @@ def prune_snapshots(directory: StoreDirectory) -> None:
             if not entry.is_dir() or entry.is_symlink():
                 continue
             try:
-                owner = LockFile(entry / _OWNER_LOCK, waits=False)
+                with contextlib.closing(LockFile(entry / _OWNER_LOCK, waits=False)):
+                    remove_step(directory, f"snapshots/{entry.name}")
             except BlockingIOError:
-                continue
+                pass  # its owner lives
             except StoreIOError:
                 if entry.exists():  # else its owner has just removed it
                     raise
-                continue
-            with contextlib.closing(owner):
-                remove_step(directory, f"snapshots/{entry.name}")
 
 
 def remove_step(directory: StoreDirectory, place: str) -> None:
     """Removes a step at a place, on every CSD and in the store."""
-    path = directory.step_path(place)
-    for root in (*directory.data_paths(path), path):
+    for root in reversed(directory.folders(place)):
         shutil.rmtree(root, ignore_errors=True)
 
 
@@ -275,7 +268,7 @@ def save_checkpoint(
             _check_name(name, record.step)
             place = f"checkpoints/{name}"
             path = directory.step_path(place)
-            if is_there := os.path.lexists(path):
+            if os.path.lexists(path):
                 if not overwrite or name not in checkpoint_names(directory):
                     raise StoreMismatchError(
                         f"{directory.path}: there is a checkpoint {name!r} already; "
@@ -298,20 +291,21 @@ def save_checkpoint(
             record.write(directory.step_path(new) / "commit.json")
             directory.sync()
             old = f"checkpoints/{_ASIDE}{name}"
-            if is_there:
-                _rename(directory, place, old)
+            _rename(directory, place, old)  # if there is one
             _rename(directory, new, place, appears=True)
         undo.pop_all()
-        if is_there:
-            remove_step(directory, old)
+        remove_step(directory, old)
     return name
 
 
 def remove_checkpoint(directory: StoreDirectory, name: str) -> None:
     """Removes a checkpoint, damaged or not; blocks until its removal is durable."""
+    gone = f"checkpoints/.gone-{uuid.uuid4().hex}"
     with _managed(directory) as directory:
         check_exists(directory, name)
-        remove_step(directory, _set_aside(directory, name))
+        with translated("removal", directory.path / "checkpoints" / name):
+            _rename(directory, f"checkpoints/{name}", gone)
+        remove_step(directory, gone)
 
 
 def restore_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
@@ -348,14 +342,14 @@ def prune_leftovers(directory: StoreDirectory) -> None:
         path = root / old.name.removeprefix(_ASIDE)
         if os.path.lexists(path) or old.is_symlink() or not old.is_dir():
             continue
+        places = [f"checkpoints/{one.name}" for one in (old, path)]
         with translated("renaming", path):
-            pairs = zip(*map(directory.data_paths, (old, path)), strict=True)
-            for held, half in pairs:
+            for held, half in zip(*map(directory.data_paths, places), strict=True):
                 if held.exists():  # what is under the name is of the other one
                     shutil.rmtree(half, ignore_errors=True)
-            _rename(directory, *map(directory.place_of, (old, path)), appears=True)
+            _rename(directory, *places, appears=True)
     names = {name for name in os.listdir(root) if not name.startswith(_LEFTOVERS)}
-    for folder in {root, *directory.data_paths(root)}:
+    for folder in directory.folders("checkpoints"):
         for name in os.listdir(folder) if folder.is_dir() else ():
             if name not in names:
                 with translated("removal", folder / name):
@@ -379,15 +373,12 @@ def _managed(directory: StoreDirectory) -> Iterator[StoreDirectory]:
 def _check_name(name: str, step: int) -> None:
     """Refuses a checkpoint's name for a step."""
     is_plain = name.isprintable() and "/" not in name and not name.startswith(".")
-    if not name or not is_plain or len(name.encode()) > _MAX_NAME_BYTES:
+    is_other = name.isdecimal() and name != str(step)
+    if not name or not is_plain or is_other or len(name.encode()) > _MAX_NAME_BYTES:
         raise ValueError(
             f"checkpoint name {name!r}: expected a file name that does not start with "
-            f"a dot, without slashes, of at most {_MAX_NAME_BYTES} bytes"
-        )
-    if name.isdecimal() and name != str(step):
-        raise ValueError(
-            f"checkpoint name {name!r}: a number is the name of that step's "
-            f"checkpoint, and the store is at step {step}; give a name with a letter"
+            f"a dot, without slashes, of at most {_MAX_NAME_BYTES} bytes, and as a "
+            f"number that of the step, {step}"
         )
 
 
@@ -395,22 +386,11 @@ def _rename(
     directory: StoreDirectory, old: str, new: str, *, appears: bool = False
 ) -> None:
     """Renames a checkpoint, on CSDs too; one that appears is complete before."""
-    paths = [directory.step_path(place) for place in (old, new)]
-    pairs = list(zip(*map(directory.data_paths, paths), strict=True))
-    if directory.manifest.csds:
-        pairs = [*pairs, tuple(paths)] if appears else [tuple(paths), *pairs]
-    for source, target in pairs:
+    pairs = list(zip(*map(directory.folders, (old, new)), strict=True))
+    for source, target in reversed(pairs) if appears else pairs:
         if source.exists():
             source.rename(target)
             fsync_directory(source.parent)
-
-
-def _set_aside(directory: StoreDirectory, name: str) -> str:
-    """Takes a checkpoint from the list; returns the place of what is to be removed."""
-    gone = f"checkpoints/.gone-{uuid.uuid4().hex}"
-    with translated("removal", directory.path / "checkpoints" / name):
-        _rename(directory, f"checkpoints/{name}", gone)
-    return gone
 
 
 def _check_space(directory: StoreDirectory, pinned: Slot | None) -> None:
@@ -423,16 +403,14 @@ def _check_space(directory: StoreDirectory, pinned: Slot | None) -> None:
     """
     needs, shared = Counter[Path](), Counter[Path]()
     for one in directory.manifest.held():
-        files = [directory.file_of(slot, one) for slot in SLOTS]
-        found = [os.lstat(file) if file.exists() else None for file in files]
-        num_files = sum(
-            status is None or status.st_nlink > 1 or slot == pinned
-            for slot, status in zip(SLOTS, found, strict=True)
+        files = {slot: directory.file_of(slot, one) for slot in SLOTS}
+        found = {slot: os.lstat(file) for slot, file in files.items() if file.exists()}
+        inodes = {(status.st_dev, status.st_ino) for status in found.values()}
+        own = shared if len(inodes) < len(found) else needs
+        own[directory.csd_directory(one.csd)] += one.drive_bytes * sum(
+            slot not in found or slot == pinned or found[slot].st_nlink > 1
+            for slot in SLOTS
         )
-        first, second = found
-        is_shared = first and second and os.path.samestat(first, second)
-        own = shared if is_shared else needs
-        own[directory.csd_directory(one.csd)] += num_files * one.drive_bytes
     check_free_space(
         needs or shared,
         "with this checkpoint the steps to come need",

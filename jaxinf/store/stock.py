@@ -7,11 +7,10 @@ a chunk file is the array's memory. Files of a step with a record are replaced, 
 never written. A store whose steps carry nothing has no file of it.
 """
 
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +104,7 @@ def step_documents(
         shape, chunk_shape = map(tuple, leaf.array_grid(state))
         yield f"{name}/zarr.json", array_document(shape, chunk_shape, state.dtype)
     for one in carry:
-        yield one.document, _carried_document(one)
+        yield f"{one.name}/zarr.json", _carried_document(one)
     group = {"zarr_format": 3, "node_type": "group", "attributes": {}}
     yield "zarr.json", encode(group)
     yield "_METADATA", tree_document(manifest, carry)
@@ -138,16 +137,14 @@ def make_carry(step: Path, manifest: Manifest, carry: Sequence[CarriedArray]) ->
     if CARRY in manifest.state_names:  # whose arrays have such names
         return
     with translated("carried arrays", step):
-        for entry in list(os.scandir(step)):
-            if entry.name != CARRY and not entry.name.startswith(f"{CARRY}."):
-                continue
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path)
+        for entry in [*step.glob(CARRY), *step.glob(f"{CARRY}.*")]:
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
             else:
-                os.unlink(entry.path)
+                entry.unlink()
         for one in carry:
             (step / one.name).mkdir()
-            (step / one.document).write_bytes(_carried_document(one))
+            (step / one.name / "zarr.json").write_bytes(_carried_document(one))
         document = tree_document(manifest, carry)
         if read_beneath(step, "_METADATA", MOST_BYTES) != document:
             write_bytes_atomically(step / "_METADATA", document)
@@ -184,10 +181,8 @@ def read_carry(
     """
     values = []
     for one in carry:
-        if fetch is None:
-            raw = read_beneath(step, one.chunk, one.num_bytes)
-        else:
-            raw = fetch(one.chunk)
+        get = fetch or partial(read_beneath, step, most_bytes=one.num_bytes)
+        raw = get(one.chunk)
         found = crc32c(np.frombuffer(raw, np.uint8))
         if len(raw) != one.num_bytes or f"{found:08x}" != one.crc32c:
             raise StoreCorruptError(

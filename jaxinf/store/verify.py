@@ -5,21 +5,22 @@ found, not only the first, and a file that two steps share is read once.
 """
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jaxinf.documents import MOST_BYTES, DocumentError, parse_json
 from jaxinf.errors import StoreError, StoreFormatError
-from jaxinf.store.commit import CarriedArray, CommitRecord
+from jaxinf.store.commit import CarriedArray
 from jaxinf.store.creation import step_links
 from jaxinf.store.directory import SLOTS, StoreDirectory
-from jaxinf.store.manifest import ChunkFile, Manifest
-from jaxinf.store.reader import PIECE_BYTES, file_checksum, over
+from jaxinf.store.manifest import ChunkFile
+from jaxinf.store.reader import over
+from jaxinf.store.steps import check_arrays, step_of
 from jaxinf.store.stock import TIMES, read_carry, step_documents
-from jaxinf.transfer import BufferPool, open_beneath, read_beneath
+from jaxinf.transfer import check_holds, read_beneath
 from jaxinf.typing import ProgressCallback
 
 
@@ -54,24 +55,39 @@ def verify_step(
       seen: checksums of files by device and inode, to which those of this step are
         added, so that a file of several steps is read once.
     """
-    record_path, manifest = step_path / "commit.json", directory.manifest
+    place, damages = directory.place_of(step_path), list[Damage]()
     try:
-        record = CommitRecord.read(record_path)
-        record.check_fits(record_path, manifest)
+        step = step_of(directory, step_path)
+        step.check()
     except StoreFormatError as error:
-        return [Damage(record_path, "commit record", str(error))]
-    place = directory.place_of(step_path)
-    damages = [*_damages_of_names(directory, place, record.carry)]
+        return [Damage(step_path / "commit.json", "commit record", str(error))]
+    for file, what, check in _checks(directory, place, step.commit.carry):
+        try:
+            check()
+        except StoreError as error:
+            damages.append(Damage(file, what, str(error)))
     seen, total, done = {} if seen is None else seen, step_bytes(directory), 0
-    with closing(BufferPool(num_threads * PIECE_BYTES)) as pool:
+    with step.reader() as reader:
 
-        def verify(one: ChunkFile) -> Damage | None:
-            root = directory.data_path(place, one.csd)
-            expected = int(record.checksums[one.array][one.leaf.places[one.chunk]])
-            problem = _problem(root, one, expected, seen, pool)
+        def damage_of(one: ChunkFile) -> Damage | None:
+            root, problem = step.places[one.csd], ""
+            sums = step.commit.checksums[one.array]
+            expected = int(sums[one.leaf.places[one.chunk]])
+            try:
+                check_holds(root, one.name, one.num_bytes)
+                status = os.lstat(root / one.name)
+                inode = (status.st_dev, status.st_ino)
+                if inode not in seen:
+                    seen[inode] = reader.checksum(root, one)
+                if (found := seen[inode]) != expected:
+                    problem = f"expected CRC-32C {expected:08x}, found {found:08x}"
+                elif (size := status.st_size) != one.file_bytes:  # for stock readers
+                    problem = f"expected a file of {one.file_bytes} bytes, found {size}"
+            except (StoreError, OSError) as error:
+                problem = str(error)
             return Damage(root / one.name, str(one), problem) if problem else None
 
-        for one, damage in over(manifest.held(), verify, num_threads):
+        for one, damage in over(directory.manifest.held(), damage_of, num_threads):
             damages += [damage] if damage is not None else []
             done += one.num_bytes
             if progress is not None:
@@ -79,89 +95,50 @@ def verify_step(
     return damages
 
 
-def _problem(
-    root: Path,
-    one: ChunkFile,
-    expected: int,
-    seen: dict[tuple[int, int], int],
-    pool: BufferPool,
-) -> str | None:
-    try:
-        fd = open_beneath(root, one.name)
-        try:
-            status = os.fstat(fd)
-        finally:
-            os.close(fd)
-        if status.st_size < one.num_bytes:
-            return f"truncated: expected {one.num_bytes} bytes, found {status.st_size}"
-        inode = (status.st_dev, status.st_ino)
-        if (found := seen.get(inode)) is None:
-            found = file_checksum(root / one.name, one.num_bytes, pool)
-            seen[inode] = found
-    except FileNotFoundError:
-        return "expected a chunk file, found none"
-    except (StoreError, OSError) as error:
-        return str(error)
-    if found != expected:
-        return f"expected CRC-32C {expected:08x}, found {found:08x}"
-    if status.st_size != one.file_bytes:  # stock readers need as much
-        return f"expected a file of {one.file_bytes} bytes, found {status.st_size}"
-    return None
-
-
-def _damages_of_names(
+def _checks(
     directory: StoreDirectory, place: str, carry: Sequence[CarriedArray]
-) -> Iterator[Damage]:
-    """Yields what is wrong with documents, carried arrays and links of a step.
-
-    Spelling and times of documents may differ.
-    """
+) -> Iterator[tuple[Path, str, Callable[[], object]]]:
+    """Yields what a step has beside chunks: file, description, and what checks it."""
     step, manifest = directory.step_path(place), directory.manifest
     is_item = place.startswith("checkpoints/")
     for name, expected in step_documents(manifest, carry, is_item=is_item):
-        try:
-            found = read_beneath(step, name, MOST_BYTES)
-            if found != expected and _content(found) != _content(expected):
-                problem = "expected what jaxinf writes, found others"
-                yield Damage(step / name, name, problem)
-        except (StoreError, DocumentError) as error:
-            yield Damage(step / name, name, f"cannot be read ({error})")
+        yield step / name, name, partial(_check_document, step, name, expected)
     for one in carry:
-        try:
-            read_carry(step, [one])
-        except StoreError as error:
-            yield Damage(step / one.chunk, one.chunk, str(error))
+        yield step / one.chunk, one.chunk, partial(read_carry, step, [one])
     for own in SLOTS if place.startswith("snapshots/") else (place,):
         for name, target in step_links(directory, own, carry):
-            file, wanted = directory.step_path(own) / name, f"one to {target}"
-            try:
-                directory.check_folder(directory.path, file.parent)
-                found = f"one to {os.readlink(file)}"
-            except FileNotFoundError:
-                found = "nothing"
-            except StoreError as error:
-                found = str(error)
-            except OSError:
-                found = "another file"
-            if found != wanted:
-                problem = f"expected a symbolic link to {target}, found {found}"
-                yield Damage(file, f"link {name}", problem)
+            link = directory.step_path(own) / name
+            yield link, f"link {name}", partial(_check_link, directory, link, target)
     if is_item:
-        file, problem = step / "jaxinf.json", ""
-        try:
-            held = Manifest.read(file)
-            if (held.store_id, held.leaves) != (manifest.store_id, manifest.leaves):
-                problem = "expected the arrays of this store, found another manifest"
-        except StoreFormatError as error:
-            problem = str(error)
-        if problem:
-            yield Damage(file, file.name, problem)
+        check = partial(check_arrays, directory, place.removeprefix("checkpoints/"))
+        yield step / "jaxinf.json", "jaxinf.json", check
+
+
+def _check_document(step: Path, name: str, expected: bytes) -> None:
+    found = read_beneath(step, name, MOST_BYTES)
+    if found != expected and _content(found) != _content(expected):
+        raise StoreFormatError("expected what jaxinf writes, found others")
 
 
 def _content(raw: bytes) -> Any:
-    """Returns what a document says, but for times."""
-    found = parse_json(raw)
+    """Returns what a document says; its spelling and times may differ."""
+    try:
+        found = parse_json(raw)
+    except DocumentError:
+        return raw
     for name in TIMES:
         if isinstance(found, dict) and isinstance(found.get(name), int):
             del found[name]
     return found
+
+
+def _check_link(directory: StoreDirectory, link: Path, target: str) -> None:
+    directory.check_folder(directory.path, link.parent)
+    try:
+        found = f"one to {os.readlink(link)}"
+    except FileNotFoundError:
+        found = "nothing"
+    except OSError:
+        found = "another file"
+    if found != f"one to {target}":
+        raise StoreFormatError(f"expected a symbolic link to {target}, found {found}")

@@ -11,6 +11,7 @@ from jaxinf.exchange import (
     export_url,
 )
 from jaxinf.store import (
+    ChunkFile,
     StoreDirectory,
     pinned_step,
     step_of,
@@ -39,7 +40,7 @@ def read_raw(driver, leaf, state):
     record = next(r for r in driver.opened.directory.manifest.leaves if r.name == leaf)
     step = step_of(driver.opened.directory, driver.store.path / "current")
     with step.reader() as reader:
-        list(reader.stored(record, record.state(state), 0))
+        list(reader.stored(ChunkFile(-1, record, record.state(state), 0)))
 
 
 def verify(driver, leaf, state):

@@ -19,7 +19,7 @@ from jaxinf.kernels import compiled
 from jaxinf.store import (
     checkpoint_names,
     find_checkpoint,
-    next_slot,
+    other_slot,
     verify_step,
 )
 
@@ -109,7 +109,7 @@ class RecordedRun:
     def _spare_is_whole(self, driver: Driver) -> bool:
         """Whether the step of the spare slot is complete."""
         files = driver.opened.directory
-        slot = next_slot(files.committed_slot())
+        slot = other_slot(files.committed_slot())
         record = files.found_record(slot)
         if record is None:
             return True
@@ -169,7 +169,8 @@ class RecordedRun:
                 return f"a mixture that says it is step {step}"
             if not self._spare_is_whole(driver):
                 return f"step {step}, and a mixture in the other slot that verifies"
-            if leftovers := list(self.place.rglob("*.new")):
+            names = "*.new", "slots/*/.*.tmp"
+            if leftovers := [f for name in names for f in self.place.rglob(name)]:
                 return f"step {step}, and {leftovers}"
             if goes_on and not is_whole(driver.init().steps(1), step + 1):
                 return f"step {step}, and a mixture after it"

@@ -23,7 +23,6 @@ from jaxinf.store import (
     StoreDirectory,
     create_store,
     find_members,
-    num_processes,
     save_checkpoint,
     step_of,
     store_source,
@@ -145,6 +144,10 @@ def count_calls(action, last=None):
     status = os.waitpid(child, 0)[1]
     with os.fdopen(reading) as told:
         return status, told.read()
+
+
+def num_processes(path):
+    return len(find_members(path)) or 1
 
 
 def main(path, num_kills):

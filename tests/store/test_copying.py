@@ -12,6 +12,7 @@ import killed_copies
 import numpy as np
 import optax
 import pytest
+import raw_stores
 import small_stores
 from copies import chunks_of, copied
 from covering import covering
@@ -36,9 +37,11 @@ from jaxinf.errors import (
 from jaxinf.store import (
     CommitRecord,
     Shards,
+    StateRecord,
     StoreDirectory,
     StoreLock,
     copying,
+    create_store,
     find_members,
     pinned_step,
     save_checkpoint,
@@ -122,6 +125,27 @@ def test_too_little_room_or_damage_leaves_what_is_there(place, monkeypatch):
         copied(path, processes=3)
     assert not leftovers(path)
     assert (contents(path), grids_of(path)) == (expected, grids)
+
+
+def test_in_place_both_slots_of_a_larger_format_have_room(place, monkeypatch):
+    states = [StateRecord(name, "float32") for name in ("params", "mu")]
+    leaves = {("w",): ((64, 4096), (1, 1))}
+    manifest = raw_stores.make_manifest(states, leaves, chunk_elements=1 << 16)
+    plain, path = StoreDirectory(place / "plain", manifest), place / "coded"
+    create_store(plain)
+    raw_stores.publish(plain, "a", np.zeros, step=0)
+    copied(plain.path, path, state="int8")
+    state_pages = 64 * 4  # of mu in float32; both slots need 1.47 times that more
+    for free, refusal in (
+        (state_pages * 5 // 4, pytest.raises(StoreSpaceError, match="to come need")),
+        (state_pages * 6 // 4, contextlib.nullcontext()),
+    ):
+        status = os.statvfs_result((4096, 4096, 10**6, free, free, 9, 9, 9, 0, 255))
+        with monkeypatch.context() as patched, refusal:
+            patched.setattr("os.statvfs", lambda _, status=status: status)
+            copied(path, state="fp32")
+    assert not leftovers(path)
+    assert not damages(path)
 
 
 @pytest.mark.parametrize("target", ["run", "new"])

@@ -133,7 +133,7 @@ def test_params_are_read_as_they_were_given(begun):
     assert_same_bits(step.params(asked), step.store.params(like=asked))
     step.close()
     more = replace(SMALL, params=[*SMALL.params, SMALL.params[0]])
-    with pytest.raises(StoreMismatchError, match="not in the store"):
+    with pytest.raises(StoreMismatchError, match="none in the store"):
         begun(program=more)
 
 

@@ -234,11 +234,9 @@ def read_everything(path):
     directory = StoreDirectory.open(path)
     directory.read_commit()
     with step_of(directory, path / "current").reader() as reader:
-        for leaf in directory.manifest.leaves:
-            for state in leaf.states:
-                for chunk in leaf.held if not state.is_beside else ():
-                    for _ in reader.pieces(leaf, state, chunk):
-                        pass
+        for one in directory.manifest.held():
+            for _ in reader.pieces(one) if not one.state.is_beside else ():
+                pass
     for step in (path / "slots/b", path / "checkpoints/2"):
         verify_step(directory, step)
 

@@ -186,7 +186,7 @@ class Driver:
         directory = self.opened.directory
         places = [path] * directory.num_csds
         if path.is_relative_to(self.store.path):
-            places = directory.data_paths(path)
+            places = directory.data_paths(directory.place_of(path))
         record = CommitRecord.read(path / "commit.json")
         step = CommittedStep(path, directory.manifest, record, tuple(places))
         with step.reader() as reader:
