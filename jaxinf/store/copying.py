@@ -302,23 +302,18 @@ def _publish(source: CopySource, staging: Path, target: Path) -> None:
             check_unread(one)
             if one.lock is not None:
                 one.lock.check()
-        if source.held:
-            _exchange(staging, target)
-        else:
+        if not source.held:
             staging.rename(target)
-
-
-def _exchange(first: Path, second: Path) -> None:
-    """Exchanges two directories, at one instant."""
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    names = os.fsencode(first), os.fsencode(second)
-    if call is None or call(_AT_CWD, names[0], _AT_CWD, names[1], _RENAME_EXCHANGE):
-        reason = os.strerror(ctypes.get_errno())
-        raise StoreIOError(
-            f"{second}: expected a file system that exchanges two directories "
-            f"(renameat2), found one that does not: {reason}; copy to another path, "
-            "and rename that when it is complete"
-        )
+            return
+        call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+        names = os.fsencode(staging), os.fsencode(target)
+        if call is None or call(_AT_CWD, names[0], _AT_CWD, names[1], _RENAME_EXCHANGE):
+            reason = os.strerror(ctypes.get_errno())
+            raise StoreIOError(
+                f"{target}: expected a file system that exchanges two directories "
+                f"(renameat2), found one that does not: {reason}; copy to another "
+                "path, and rename that when it is complete"
+            )
 
 
 def _discard(staging: Path, target: Path, *, keeps: bool = False) -> None:

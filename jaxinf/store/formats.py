@@ -114,11 +114,25 @@ def divided(
     A leaf with codes that would need a new grid is refused. Shards are by default those
     of devices in a line.
     """
-    most = max((math.prod(n.chunk_shape) for n in leaves), default=1)
-    shards = [shards_of(n) if shards_of else _in_line(n, count) for n in leaves]
-    pairs = zip(leaves, shards, strict=True)
-    found = [_with_grid(leaf, own.counts, most, where) for leaf, own in pairs]
-    holders = [own.holders_of(count) for own in shards]
+    found, holders = list[LeafRecord](), list[Sequence[Sequence[int]]]()
+    most = max((math.prod(leaf.chunk_shape) for leaf in leaves), default=1)
+    for leaf in leaves:
+        shards = shards_of(leaf) if shards_of else _in_line(leaf, count)
+        holders.append(shards.holders_of(count))
+        counts, chunk_shape = shards.counts, leaf.chunk_shape
+        if _is_cut(leaf, counts):
+            if coded := [one.slot for one in leaf.states if one.codec == "scale"]:
+                raise StoreMismatchError(
+                    f"{where}: leaf {leaf.name}: expected shards {counts} that its "
+                    f"chunks of {chunk_shape} fit, as the codes of {', '.join(coded)} "
+                    "stay in their chunk, found that they would cut some; nothing was "
+                    "changed. Go on with as many devices as before, or copy it to "
+                    "float32 state first: jaxinf store copy OLD NEW --state fp32"
+                )
+            options = {"shard_counts": counts, "max_chunk_elements": most}
+            chunk_shape = choose_grid(leaf.shape, **options).chunk_shape
+        changes = {"chunk_shape": chunk_shape, "shard_counts": counts}
+        found.append(structs.replace(leaf, csds=(), owners=(), **changes))
     return found, deal_to_members(found, count, holders)
 
 
@@ -167,26 +181,6 @@ def _is_cut(leaf: LeafRecord, counts: Sequence[int]) -> bool:
     """Whether a chunk of a leaf would lie in two shards."""
     sizes = zip(leaf.shape, counts, leaf.chunk_shape, strict=True)
     return any(number > 1 and n // number % chunk for n, number, chunk in sizes)
-
-
-def _with_grid(
-    leaf: LeafRecord, counts: tuple[int, ...], most_elements: int, where: str
-) -> LeafRecord:
-    """Returns a leaf with a grid for these shards: its own, if no chunk is in two."""
-    chunk_shape = leaf.chunk_shape
-    if _is_cut(leaf, counts):
-        if coded := [state.slot for state in leaf.states if state.codec == "scale"]:
-            raise StoreMismatchError(
-                f"{where}: leaf {leaf.name}: expected shards {counts} that its chunks "
-                f"of {chunk_shape} fit, as the codes of {', '.join(coded)} stay in "
-                "their chunk, found that they would cut some; nothing was changed. Go "
-                "on with as many devices as before, or copy it to float32 state first: "
-                "jaxinf store copy OLD NEW --state fp32"
-            )
-        options = {"shard_counts": counts, "max_chunk_elements": most_elements}
-        chunk_shape = choose_grid(leaf.shape, **options).chunk_shape
-    changes = {"chunk_shape": chunk_shape, "shard_counts": counts}
-    return structs.replace(leaf, csds=(), owners=(), **changes)
 
 
 # --- owners and places --------------------------------------------------------------
