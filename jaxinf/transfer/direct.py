@@ -9,17 +9,14 @@ Invariant: a call moves all its bytes or raises; a symlink is not followed, and 
 import contextlib
 import errno
 import logging
-import mmap
 import os
 import secrets
-
-import numpy as np
 
 from jaxinf.errors import StoreIOError
 from jaxinf.transfer.failures import translated
 from jaxinf.transfer.files import opened
 from jaxinf.transfer.meters import ByteMeters
-from jaxinf.transfer.pool import PAGE_BYTES, page_ceil, page_floor
+from jaxinf.transfer.pool import PAGE_BYTES, aligned, page_ceil, page_floor
 from jaxinf.typing import Array, PathLikeStr
 
 REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
@@ -60,7 +57,6 @@ def read_into(
       StoreIOError: if the file is missing, too short, or the drive failed; or direct
         I/O was refused.
     """
-    _check_request(path, array, offset_bytes, num_bytes)
     pages = page_ceil(num_bytes)
     if pages > array.shape[0]:
         pages = page_floor(num_bytes)
@@ -107,7 +103,6 @@ def write_from(
       StoreIOError: if the file is missing or the drive failed; or direct I/O was
         refused.
     """
-    _check_request(path, array, offset_bytes, num_bytes)
     with translated("write", path if shown is None else shown, offset_bytes):
         pages = _written_pages(path, array, offset_bytes, num_bytes)
         done = _run_pages(path, array[:pages], offset_bytes, buffered, writes=True)
@@ -136,13 +131,8 @@ def supports_direct(directory: PathLikeStr) -> bool:
         try:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
             try:
-                with mmap.mmap(-1, PAGE_BYTES) as page:
-                    for flags, call in (
-                        (os.O_WRONLY, os.pwritev),
-                        (os.O_RDONLY, os.preadv),
-                    ):
-                        with _opened(path, flags | os.O_DIRECT) as fd:
-                            call(fd, [page], 0)
+                for writes in (True, False):
+                    _run_pages(path, aligned(PAGE_BYTES), 0, False, writes=writes)
             finally:
                 os.unlink(path)
         except OSError as error:
@@ -230,15 +220,6 @@ def _warn_once(device: int, directory: PathLikeStr, error: OSError) -> None:
         os.fspath(directory),
         os.strerror(error.errno or 0),
     )
-
-
-def _check_request(
-    path: PathLikeStr, array: Array, offset_bytes: int, num_bytes: int
-) -> None:
-    assert (array.dtype, array.ndim) == (np.uint8, 1), path
-    assert array.flags.c_contiguous, path
-    assert not (array.ctypes.data | offset_bytes) % PAGE_BYTES, path
-    assert 0 <= num_bytes <= array.shape[0], path
 
 
 def _written_pages(
