@@ -28,7 +28,11 @@ from jaxinf.engine import (
     read_leaf,
 )
 from jaxinf.errors import StoreMismatchError
-from jaxinf.optimizer.callback import FAILED, call_once
+from jaxinf.optimizer.callback import (
+    FAILED,
+    call_once,
+    check_device_configuration,
+)
 from jaxinf.optimizer.host_side import named_scalars
 from jaxinf.optimizer.leaf_call import (
     FINITE,
@@ -166,6 +170,8 @@ _Made: TypeAlias = tuple[Sequence[jax.Array], Sequence[Any], Sequence[jax.Array]
 
 
 def init_state(wrapped: OffloadedOptimizer, params: PyTree) -> SmartUpdateState:
+    check_device_configuration()
+    wrapped.check()
     params = entering("init", trained(params))
     leaves = jax.tree.leaves(params)
     is_known = all(

@@ -114,14 +114,8 @@ def smart_update(
         average,
     )
     return optax.GradientTransformationExtraArgs(
-        partial(_init, wrapped), _update_function(wrapped)
+        partial(init_state, wrapped), _update_function(wrapped)
     )
-
-
-def _init(wrapped: OffloadedOptimizer, params: PyTree) -> SmartUpdateState:
-    check_device_configuration()
-    wrapped.check()
-    return init_state(wrapped, params)
 
 
 def _update_function(wrapped: OffloadedOptimizer) -> Any:

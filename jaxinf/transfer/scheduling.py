@@ -167,14 +167,11 @@ def _first_waiting(queues: Queues) -> MemoryQueue | None:
 
 def _evict(queues: Queues) -> bool:
     """Drops a prefetched piece if no memory will be freed otherwise."""
-    for room in filter(_can_evict, queues.rooms):
-        queues.forget(next(reversed(room.prefetched.values())))
-        return True
+    for room in queues.rooms:
+        if room.waiting and room.prefetched and not room.num_in_use:
+            queues.forget(next(reversed(room.prefetched.values())))
+            return True
     return False
-
-
-def _can_evict(room: MemoryQueue) -> bool:
-    return bool(room.waiting and room.prefetched and not room.num_in_use)
 
 
 # --- prefetches ----------------------------------------------------------------------
