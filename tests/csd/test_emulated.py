@@ -66,11 +66,10 @@ def test_a_drive_sends_a_card_whole_pages():
 # --- the adapter over it -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("has_contexts", [False, True])
-def test_the_adapter_knows_every_release(has_contexts, tmp_path):
+def test_kernels_of_an_xclbin(tmp_path):
     xclbin = tmp_path / "kernels.xclbin"
     xclbin.write_text(f"{NAME}\n{OTHER}\n")
-    card = XrtCard(EmulatedXrt(has_contexts=has_contexts), 0, xclbin)
+    card = XrtCard(EmulatedXrt(), 0, xclbin)
     assert card.kernel_names == (NAME, OTHER)
     assert card.kernel(NAME) is card.kernel(NAME)
     assert card.kernel(NAME).bank(0) == 0

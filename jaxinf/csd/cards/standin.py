@@ -1,10 +1,10 @@
 """A stand-in for pyxrt, with its restrictions, over this machine's memory.
 
-Invariant: code that works here uses pyxrt correctly, in releases of XRT with hardware
-contexts and before. The stand-in has pyxrt's restrictions: arguments that are neither
-buffers nor integers below 2^31 are refused, as are buffers of a context and copies
-without a length, which some releases lack; data that was not synced is stale, a mapping
-ends with its buffer, and the card has 4 GiB.
+Invariant: code that works here uses pyxrt correctly, in any release of XRT. The
+stand-in has pyxrt's restrictions: arguments that are neither buffers nor integers below
+2^31 are refused, as are copies without a length, and hardware contexts, which some
+releases lack; data that was not synced is stale, a mapping ends with its buffer, and
+the card has 4 GiB.
 
 The kernels are those of the cards, compiled for this machine (`make -C hls csim`).
 """
@@ -33,23 +33,12 @@ _EXAMPLE = "jaxinf_adam_f32_update_f32"
 
 
 class EmulatedXrt:
-    """The module pyxrt.
+    """The module pyxrt."""
 
-    Args:
-      has_contexts: whether it is of a release with ``hw_context``, from 2023.2 on.
-    """
-
-    def __init__(self, *, has_contexts: bool = True) -> None:
+    def __init__(self) -> None:
         self.xclBOSyncDirection = Direction
-        self.xclbin, self.bo, self.kernel, self.run = (
-            _EmulatedXclbin,
-            _EmulatedBo,
-            _EmulatedKernel,
-            _EmulatedRun,
-        )
-        self.device = _EmulatedDevice
-        if has_contexts:
-            self.hw_context = _EmulatedContext
+        self.device, self.xclbin = _EmulatedDevice, _EmulatedXclbin
+        self.bo, self.kernel, self.run = _EmulatedBo, _EmulatedKernel, _EmulatedRun
 
 
 class _EmulatedDevice:
@@ -65,8 +54,6 @@ class _EmulatedDevice:
         self.loaded = xclbin
         return id(xclbin)
 
-    register_xclbin = load_xclbin
-
 
 class _EmulatedXclbin:
     """A file of kernel names, one a line."""
@@ -80,12 +67,6 @@ class _EmulatedXclbin:
 
     def holds(self, name: str) -> bool:
         return self._names is None or name in self._names
-
-
-class _EmulatedContext:
-    def __init__(self, device: _EmulatedDevice, uuid: int) -> None:
-        assert uuid == id(device.loaded)
-        self.device = device
 
 
 class _EmulatedMemory:
@@ -125,8 +106,6 @@ class _EmulatedBo:
             self._start += owner._start
         else:
             flags, bank = rest
-            if isinstance(owner, _EmulatedContext):
-                raise TypeError("bo: incompatible constructor arguments")
             if bank != 0:
                 raise RuntimeError(f"no memory bank {bank}")
             self.memory = _EmulatedMemory(owner, num_bytes, p2p=flags is Flags.p2p)
@@ -158,15 +137,12 @@ class _EmulatedBo:
 
 
 class _EmulatedKernel:
-    """``kernel(device, uuid, name)``, or ``kernel(context, name)``."""
+    """``kernel(device, uuid, name)``."""
 
-    def __init__(self, owner: Any, *rest: Any) -> None:
-        of_context = isinstance(owner, _EmulatedContext)
-        if len(rest) != (1 if of_context else 2):
-            raise TypeError("kernel: incompatible constructor arguments")
-        self.device = owner.device if of_context else owner
-        name = rest[-1]
-        if self.device.loaded is None or not self.device.loaded.holds(name):
+    def __init__(self, device: _EmulatedDevice, uuid: int, name: str) -> None:
+        assert uuid == id(device.loaded)
+        self.device = device
+        if device.loaded is None or not device.loaded.holds(name):
             raise RuntimeError(f"No such kernel '{name}'")
         try:
             self.card = named_card_kernel(name)

@@ -2,8 +2,8 @@
 
 Invariant: only this module handles the runtime's restrictions. Floats and large
 integers are passed as signed 32-bit words. A view of a buffer keeps the buffer, which
-pyxrt's mappings do not. Buffers come from the device, as ``bo(hw_context, …)`` is a
-TypeError in pyxrt of 2023.2 to 2025.2.
+pyxrt's mappings do not. The calls are those that every release has: kernels and
+buffers are of the device, not of a hardware context.
 """
 
 import ctypes
@@ -160,14 +160,9 @@ class XrtCard:
             ) from error
 
     def _load(self, path: str) -> None:
-        module, self._context = self._module, None
-        xclbin = module.xclbin(path)
+        xclbin = self._module.xclbin(path)
         self.kernel_names = tuple(k.get_name() for k in xclbin.get_kernels())
-        if hasattr(module, "hw_context"):
-            uuid = self._device.register_xclbin(xclbin)
-            self._context = module.hw_context(self._device, uuid)
-        else:
-            self._uuid = self._device.load_xclbin(xclbin)
+        self._uuid = self._device.load_xclbin(xclbin)
 
     @property
     def default_bank(self) -> int:
@@ -188,10 +183,7 @@ class XrtCard:
     def _find(self, name: str) -> XrtKernel:
         module = self._module
         try:
-            if self._context is not None:
-                kernel = module.kernel(self._context, name)
-            else:
-                kernel = module.kernel(self._device, self._uuid, name)
+            kernel = module.kernel(self._device, self._uuid, name)
         except (RuntimeError, ValueError) as error:
             raise CsdError(
                 f"card {self.name}: {self.xclbin} has no kernel {name}, only "
