@@ -54,9 +54,9 @@ _KINDS: Mapping[str, Any] = {
 """Types of fields that are read; others of a family are counts."""
 
 _PLAIN: Fields = {
-    **dict.fromkeys(
-        ("is_decoder", "add_cross_attention", "tie_encoder_decoder"), False
-    ),
+    "is_decoder": False,
+    "add_cross_attention": False,
+    "tie_encoder_decoder": False,
     "problem_type": "single_label_classification",
     "pruned_heads": {},
     "quantization_config": None,

@@ -35,9 +35,7 @@ class Rope(msgspec.Struct):
     partial_rotary_factor: float | None = None
 
 
-_SUFFIXES = {"kernel": ".weight", "scale": ".weight", "table": ".weight"}
-_SUFFIXES |= {"bias": ".bias"}
-
+_SUFFIXES = dict.fromkeys(("kernel", "scale", "table"), ".weight") | {"bias": ".bias"}
 
 _SYNONYMS = {
     "num_layers": "num_hidden_layers n_layer",
@@ -139,9 +137,10 @@ def _layers(others: str, **stacks: str) -> dict[str, str]:
     }
 
 
-def _expect(name: str, expected: Any, found: Any) -> None:
-    if found is not None and found != expected:
-        raise ValueError(f"{name}: expected {expected!r}, found {found!r}")
+def _expect(name: str, found: Any, *expected: Any) -> None:
+    if found is not None and found not in expected:
+        wanted = " or ".join(map(repr, expected))
+        raise ValueError(f"{name}: expected {wanted}, found {found!r}")
 
 
 def _decoder_classes(name: str) -> dict[str, str]:
@@ -150,7 +149,7 @@ def _decoder_classes(name: str) -> dict[str, str]:
 
 
 def _read_gpt2(document: Document) -> Fields:
-    _expect("n_inner", 4 * document["n_embd"], document.get("n_inner"))
+    _expect("n_inner", document.get("n_inner"), 4 * document["n_embd"])
     return {}
 
 
@@ -224,13 +223,10 @@ def _read_rope(document: Document) -> Fields:
     given = document.get(name) or {}
     rope = msgspec.structs.asdict(convert(given, Rope, name))
     kind = rope["rope_type"] or rope["type"] or "default"
-    if kind not in _ROPES:
-        raise ValueError(
-            f"{name}: expected rope_type {' or '.join(_ROPES)}, found {kind}"
-        )
+    _expect(f"{name}.rope_type", kind, *_ROPES)
     for key in given.keys() - rope.keys():
         raise ValueError(f"{name}.{key}: expected none, as it is not known here")
-    _expect(f"{name}.partial_rotary_factor", 1, rope["partial_rotary_factor"])
+    _expect(f"{name}.partial_rotary_factor", rope["partial_rotary_factor"], 1)
     original = "original_max_position_embeddings"
     rope[original] = rope[original] or document["max_position_embeddings"]
     for theirs in _ROPES[kind].values():
@@ -257,7 +253,7 @@ def _read_llama(document: Document) -> Fields:
     features = document["hidden_size"] // heads
     head_features = document.get("head_dim") or features
     for kind in document.get("layer_types") or ():
-        _expect("layer_types", "full_attention", kind)
+        _expect("layer_types", kind, "full_attention")
     return {
         **_read_rope(document),
         "num_kv_heads": document.get("num_key_value_heads") or heads,
@@ -398,14 +394,11 @@ _VIT = Family(
 
 def _read_t5(document: Document) -> Fields:
     kind = document["feed_forward_proj"]
-    if kind not in ("relu", "gated-gelu"):
-        raise ValueError(
-            f"feed_forward_proj: expected 'relu' or 'gated-gelu', found {kind!r}"
-        )
+    _expect("feed_forward_proj", kind, "relu", "gated-gelu")
     is_gated = kind == "gated-gelu"
-    _expect("is_gated_act", is_gated, document.get("is_gated_act"))
+    _expect("is_gated_act", document.get("is_gated_act"), is_gated)
     activation = "gelu_new" if is_gated else "relu"
-    _expect("dense_act_fn", activation, document.get("dense_act_fn"))
+    _expect("dense_act_fn", document.get("dense_act_fn"), activation)
     is_tied = document.get("tie_word_embeddings", True)
     return {
         "num_decoder_layers": document.get("num_decoder_layers")

@@ -49,9 +49,8 @@ class HuggingFaceFolder:
     """A checkpoint whose headers have been read.
 
     Attributes:
-      path: the folder.
-      architecture: the architecture in its config.json.
-      tensors: the tensors by name.
+      architecture: that of its config.json.
+      tensors: by name.
     """
 
     path: Path
@@ -75,8 +74,7 @@ class HuggingFaceFolder:
         Laying out such a model could otherwise take forever.
         """
         largest = max((math.prod(x.shape) for x in self.tensors.values()), default=0)
-        limits: dict[str, int] = dict.fromkeys(_LAYERS, len(self.tensors))
-        limits |= _FREE
+        limits = {**dict.fromkeys(_LAYERS, len(self.tensors)), **_FREE}
         for name, count in self.architecture.fields.items():
             most = limits.get(name, largest)
             if type(count) is int and count > most:
@@ -219,7 +217,7 @@ def export_huggingface(
     Raises:
       ExchangeError: the commit does not name its model, or the store has other leaves
         than that model.
-      FileExistsError, ValueError, StoreError: as for `export_safetensors`.
+      FileExistsError, StoreError: as for `export_safetensors`.
     """
     params = param_arrays(step, average=average)
     architecture, task = (

@@ -47,7 +47,7 @@ class ExportOptions:
     """
 
     memory_bytes: int = DEFAULT_MEMORY_BYTES
-    progress: ProgressCallback | None = None
+    progress: ProgressCallback = lambda done, total: None
     stop: threading.Event = field(default_factory=threading.Event)
 
 
@@ -56,8 +56,6 @@ class ParamArray:
     """A param of a step as a tensor of a file; nothing is read yet.
 
     Attributes:
-      step: its step.
-      leaf: its leaf's record.
       state: the state that is read: the params, or their average.
       name: the tensor's name: its keys joined by ``.``, or another.
       dtype: dtype that its elements are rounded to, to nearest even.

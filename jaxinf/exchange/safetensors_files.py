@@ -50,12 +50,10 @@ _FILE = pattern(
     "the name of a safetensors file in the same folder; nothing outside it is read",
     255,
 )
-_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
-_DTYPES |= {
-    f"{kind[0].upper()}{n}": f"{kind}{n}"
-    for kind in ("int", "uint")
-    for n in (8, 16, 32, 64)
-} | {"BOOL": "bool"}
+_DTYPES = {"BF16": "bfloat16", "BOOL": "bool"}
+_DTYPES |= {f"F{n}": f"float{n}" for n in (16, 32, 64)}
+_DTYPES |= {f"I{n}": f"int{n}" for n in (8, 16, 32, 64)}
+_DTYPES |= {f"U{n}": f"uint{n}" for n in (8, 16, 32, 64)}
 _NAMES = {name: code for code, name in _DTYPES.items()}
 
 _SLACK_BYTES = 1 << 20
@@ -72,8 +70,8 @@ class _Index(msgspec.Struct):
 def read_safetensors(path: Path) -> dict[str, SourceArray]:
     """Reads the headers of a file, or of the files of a directory.
 
-    Of a directory these are the files of its index, else ``model.safetensors``, else
-    all. In names, ``/`` becomes ``.``.
+    Of a directory these are the files of its index, else ``model.safetensors``. In
+    names, ``/`` becomes ``.``.
     """
     if not path.is_dir():
         files = [path]
@@ -81,10 +79,8 @@ def read_safetensors(path: Path) -> dict[str, SourceArray]:
         what, index = "the index of safetensors files", within(path, INDEX_NAME)
         places = read_foreign(index, _Index, what, "copy it anew").weight_map
         files = [within(path, name) for name in sorted(set(places.values()))]
-    elif (path / WEIGHTS_NAME).exists():
-        files = [within(path, WEIGHTS_NAME)]
     else:
-        files = [within(path, file.name) for file in sorted(path.glob("*.safetensors"))]
+        files = [within(path, WEIGHTS_NAME)] * (path / WEIGHTS_NAME).exists()
     arrays: dict[str, SourceArray] = {}
     for file in files:
         found = _read_file(file)
@@ -145,7 +141,6 @@ def export_safetensors(
     Raises:
       FileExistsError: the destination exists.
       ExchangeError: the step has no average.
-      ValueError: too little memory.
       StoreSpaceError: there is no room; nothing was written.
       StoreCorruptError: a chunk is damaged.
       StoreError: the step cannot be read, or the destination not written.
@@ -168,10 +163,6 @@ def write_tensors(
       metadata: texts for the file's header.
       beside: further files by name, as JSON or bytes.
     """
-    if options.memory_bytes < 1 << 20:
-        raise ValueError(
-            f"memory_bytes={options.memory_bytes}: expected at least {1 << 20}"
-        )
     header, num_bytes = _header(tensors, metadata)
     with _new_directory(destination, len(header) + num_bytes) as directory:
         path = directory / WEIGHTS_NAME
@@ -238,7 +229,7 @@ def _header(
 def _write_elements(
     fd: int, offset_bytes: int, tensors: Sequence[ParamArray], options: ExportOptions
 ) -> None:
-    most = min(DEFAULT_CHUNK_ELEMENTS, options.memory_bytes // (_COPIES * 4))
+    most = max(1, min(DEFAULT_CHUNK_ELEMENTS, options.memory_bytes // (_COPIES * 4)))
     done_bytes, total_bytes = 0, sum(tensor.num_bytes for tensor in tensors)
     for tensor in tensors:
         for portion, values in tensor.stream(most):
@@ -249,6 +240,5 @@ def _write_elements(
                 values = np.ascontiguousarray(values.transpose(tensor.axes))
             write_box(fd, tensor.shape, start, values, offset_bytes)
             done_bytes += values.nbytes
-            if options.progress is not None:
-                options.progress(done_bytes, total_bytes)
+            options.progress(done_bytes, total_bytes)
         offset_bytes += tensor.num_bytes

@@ -33,7 +33,6 @@ class SourceArray:
     """A tensor of a file, of which nothing is read yet.
 
     Attributes:
-      path: the file.
       name: keys joined by ``.``, percent-encoded as in a store.
       offset_bytes: where its elements begin.
     """
@@ -49,7 +48,6 @@ class TensorLeaf(DeferredArray):
     """A leaf of params, read from a tensor when it is used.
 
     Attributes:
-      source: the tensor.
       axes: order of the tensor's axes in the leaf; empty for no change.
     """
 
@@ -58,8 +56,7 @@ class TensorLeaf(DeferredArray):
     ) -> None:
         shape = source.shape
         super().__init__(tuple(shape[a] for a in axes) if axes else shape, dtype)
-        self.source = source
-        self.axes = axes
+        self.source, self.axes = source, axes
 
     def read(self) -> Array:
         """See `DeferredArray`; needs one block of memory beside the result.

@@ -182,7 +182,6 @@ _REMEDY = "export to this URL again, use a newer jaxinf, or remove what is there
 
 _COPIES = 5  # of an object: in the reader, as read, as bytes, in tensorstore, sent
 _MOST_THREADS = 8
-_NUM_GETS = 8  # documents that are read at once
 _AGAIN = "export to this URL again, which writes what is missing or differs"
 
 _Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**62)]
@@ -264,7 +263,7 @@ def export_url(
     num_threads = _num_at_once(manifest, options.memory_bytes)
     record, carry = seal(step.commit.to_json()), step.commit.carry
     contents = without_csds(manifest)
-    documents = {_BEGUN: record, **dict(step_documents(contents, carry))}
+    documents = dict(step_documents(contents, carry))
     documents |= {"jaxinf.json": seal(contents.to_json()), "commit.json": record}
     carried = zip((one.chunk for one in carry), step.read_carry(), strict=True)
     documents |= {**(beside or {}), **dict(carried)}
@@ -275,7 +274,7 @@ def export_url(
         remedy = "free some, or export to another place"
         check_free_space({place.directory: needed}, "the export takes", remedy)
     place.put(_BEGUN, record)
-    objects = {name: stamp_of(value) for name, value in documents.items()}
+    objects = {n: stamp_of(v) for n, v in ((_BEGUN, record), *documents.items())}
     total_bytes, done_bytes, num_kept = sum(one.file_bytes for one in chunks), 0, 0
     with step.reader(options.memory_bytes // _COPIES) as reader:
 
@@ -293,11 +292,9 @@ def export_url(
             objects[one.name] = stamp
             num_kept += was_there
             done_bytes += one.file_bytes
-            if options.progress is not None:
-                options.progress(done_bytes, total_bytes)
+            options.progress(done_bytes, total_bytes)
     for name, value in documents.items():
-        if name != _BEGUN:
-            place.put(name, value)
+        place.put(name, value)
     at = manifest.store_id, step.commit.step, objects[_BEGUN][1]
     place.put(MANIFEST, seal(ExportManifest("jaxinf export", 1, *at, objects)))
     return UrlReport(len(objects) + 1, sum(n for n, _ in objects.values()), num_kept)
@@ -419,7 +416,7 @@ def export_source(url: str, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> CopySou
         get(name)  # raises
     small = {
         name: content
-        for name, content in over(sorted(listed.keys() - chunks), get, _NUM_GETS)
+        for name, content in over(sorted(listed.keys() - chunks), get, _MOST_THREADS)
         if BESIDE.fullmatch(name)  # others are only checked
     }
     return CopySource(
