@@ -56,7 +56,7 @@ _DTYPES |= {f"I{n}": f"int{n}" for n in (8, 16, 32, 64)}
 _DTYPES |= {f"U{n}": f"uint{n}" for n in (8, 16, 32, 64)}
 _NAMES = {name: code for code, name in _DTYPES.items()}
 
-_SLACK_BYTES = 1 << 20
+_SLACK_BYTES, _LEAST_ELEMENTS = 1 << 20, 1 << 12
 # Copies of a portion: as read, cast, and with its axes in the tensor's order.
 _COPIES = 3
 
@@ -229,10 +229,10 @@ def _header(
 def _write_elements(
     fd: int, offset_bytes: int, tensors: Sequence[ParamArray], options: ExportOptions
 ) -> None:
-    most = max(1, min(DEFAULT_CHUNK_ELEMENTS, options.memory_bytes // (_COPIES * 4)))
+    most = min(DEFAULT_CHUNK_ELEMENTS, options.memory_bytes // (_COPIES * 4))
     done_bytes, total_bytes = 0, sum(tensor.num_bytes for tensor in tensors)
     for tensor in tensors:
-        for portion, values in tensor.stream(most):
+        for portion, values in tensor.stream(max(most, _LEAST_ELEMENTS)):
             start = portion.start
             values = values.astype(tensor.dtype, copy=False)
             if tensor.axes:
