@@ -47,7 +47,7 @@ class ExportOptions:
     """
 
     memory_bytes: int = DEFAULT_MEMORY_BYTES
-    progress: ProgressCallback = lambda done, total: None
+    progress: ProgressCallback = field(default_factory=lambda: lambda *_: None)
     stop: threading.Event = field(default_factory=threading.Event)
 
 
