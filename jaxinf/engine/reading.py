@@ -245,18 +245,18 @@ def read_leaf(opened: "OpenStore", number: int, like: Any, *states: int) -> jax.
       like: the leaf's shape, the wanted dtype and, optionally, a sharding.
     """
     shape, dtype = tuple(like.shape), np.dtype(like.dtype)
-    sharding, group = getattr(like, "sharding", None), opened.group
-    is_meshed = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
-    if not group.is_alone and is_meshed and _fits(opened, number, sharding, shape):
+    sharding, is_alone = getattr(like, "sharding", None), opened.group.is_alone
+    is_divided = not is_alone and isinstance(getattr(sharding, "mesh", None), Mesh)
+    if is_divided and _fits(opened, number, like.sharding, shape):
         read_box = partial(_read_box, opened, number, dtype, states)
-        parts = partial(own_parts, sharding, shape, read_box)
+        parts = partial(own_parts, like.sharding, shape, read_box)
         what = f"params of {opened.name(number)}"
-        return put_together(group.in_all(what, parts))
+        return put_together(opened.group.in_all(what, parts))
     whole = read_array(opened, number, dtype, *states)
-    if not group.is_alone and is_meshed:
-        return jax.make_array_from_callback(shape, sharding, whole.__getitem__)
+    if is_divided:
+        return jax.make_array_from_callback(shape, like.sharding, whole.__getitem__)
     # As uncommitted as `like`; otherwise a jitted step would be compiled again.
-    if group.is_alone and not getattr(like, "committed", True):
+    if is_alone and not getattr(like, "committed", True):
         sharding = None
     return jax.device_put(whole, sharding)
 

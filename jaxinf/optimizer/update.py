@@ -98,7 +98,8 @@ def run_update(
     init, program = wrapped.trace(params, extra_args)
     description = wrapped.describe(init, program, shardings)
     _check(wrapped, description, shardings, state, gradients)
-    check_carried(wrapped.store.path, carried, description.contents.state_names)
+    path = wrapped.engine.options.path
+    check_carried(path, carried, description.contents.state_names)
     old = jax.tree.leaves(in_jax(state))
     feedback = jax.tree.leaves(state.error_feedback)
     pairs = zip(gradients, on_device, strict=True)
