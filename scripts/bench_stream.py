@@ -16,7 +16,6 @@ step of each turn does not count; it pays for work that another has left over.
 
 import argparse
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any, get_args
@@ -99,9 +98,6 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
         for one in streamed.values():
             one.turn(arguments, 2 * turn)
             time.sleep(DRAIN_S)
-        times = {name: f"{one.seconds[-1]:.2f} s" for name, one in streamed.items()}
-        # So that a run that is ended has shown some.
-        print(f"update {update.seconds[-1]:.2f} s, {times}", file=sys.stderr)
     update_bytes = drive_bytes(update_store)
     found = {
         "preset": arguments.preset,

@@ -188,11 +188,8 @@ def _join_alone() -> None:
     with contextlib.closing(socket.socket()) as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_SIZE": 1}
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update(
-        {name: str(value) for name, value in {**alone, **address}.items()}
-    )
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
 
 
 def _parts(given: dict[str, Any], *, is_whole: bool) -> list[tuple[torch.Tensor, ...]]:

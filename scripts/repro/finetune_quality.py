@@ -239,12 +239,7 @@ def together(several: Sequence[Counts]) -> Counts:
 
 
 def interval(counts: Counts, num_draws: int = 2000) -> tuple[float, float, float]:
-    """Returns a mean in percent, and its 95 % interval.
-
-    Args:
-      counts: those of a variant, or a difference.
-      num_draws: of the bootstrap over seeds and files.
-    """
+    """Returns a mean in percent, and its 95 % interval, by bootstrap."""
     seeds, files = (sorted(set(one)) for one in zip(*counts, strict=True))
     cells = np.array([[counts[s, f] for f in files] for s in seeds], float)
     right, sizes = cells[..., 0], cells[0, :, 1]

@@ -44,13 +44,10 @@ FORWARD_S, BACKWARD_S = 0.165e-9, 0.85e-9  # of an A5000 for the paper's batch o
 
 
 class Workload(NamedTuple):
-    """A model and its optimizer.
+    """A model, its optimizer's state, and the share that compression sends.
 
-    Attributes:
-      num_params: number of params of the model.
-      state_bytes: bytes of state per param, with the master: 12 for Adam, 8 for SGD
-        with momentum. Gradients, and params that return, have 4.
-      sent_ratio: share of the gradients' bytes that compression sends, with indices.
+    State is in bytes a param, with the master: 12 for Adam, 8 for SGD with momentum.
+    Gradients, and params that return, have 4; what is sent has indices.
     """
 
     num_params: float
