@@ -109,8 +109,8 @@ class StoreReader:
             for box, part in zip(unit.boxes, parts, strict=True):
                 if unit.is_shared:
                     part[...] = 0
-                extent, origin = unit.extent_of(box), unit.origin_of(box)
-                reader.read(unit.leaf, part.reshape(extent), origin, *states)
+                place = unit.in_leaf(box)
+                reader.read(unit.leaf, part.reshape(place.shape), place.start, *states)
             if not unit.is_divided:
                 for box, shard in zip(unit.shards, shards, strict=True):
                     shard[...] = parts[0][box.slices]

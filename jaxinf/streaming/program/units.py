@@ -41,8 +41,8 @@ class Box:
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, index: Sequence[slice], shape: Sequence[int]) -> "Box":
-        """Returns the part at an index; the whole, if that is empty."""
+    def of(cls, index: Sequence[slice] | None, shape: Sequence[int]) -> "Box":
+        """Returns the part at an index; the whole, if there is none."""
         slices = index or [slice(None)] * len(shape)
         ranges = [range(n)[one] for one, n in zip(slices, shape, strict=True)]
         return cls(tuple(r.start for r in ranges), tuple(map(len, ranges)))
@@ -81,7 +81,7 @@ class Unit:
 
     @property
     def whole(self) -> Box:
-        return Box.of((), self.shape)
+        return Box.of(None, self.shape)
 
     @cached_property
     def _of_devices(self) -> Mapping[Any, Box]:
@@ -89,7 +89,7 @@ class Unit:
         if self.sharding is None:
             return {}
         indices = self.sharding.addressable_devices_indices_map(self.shape)
-        return {device: Box.of(i or (), self.shape) for device, i in indices.items()}
+        return {device: Box.of(i, self.shape) for device, i in indices.items()}
 
     @cached_property
     def shards(self) -> tuple[Box, ...]:
@@ -110,21 +110,14 @@ class Unit:
         """Whether several processes have a shard, of whose chunks each has some."""
         return self.sharding is not None and has_shared_parts(self.sharding, self.shape)
 
-    def origin_of(self, box: Box) -> tuple[int, ...]:
-        """Place of a part in the leaf."""
-        return (*self.index, *box.start)
-
-    def extent_of(self, box: Box) -> tuple[int, ...]:
-        """Shape of a part in the leaf."""
-        return (*(1 for _ in self.index), *box.shape)
+    def in_leaf(self, box: Box) -> Box:
+        """Returns a part of the unit as a part of the leaf."""
+        return Box((*self.index, *box.start), (*(1 for _ in self.index), *box.shape))
 
     @property
-    def origin(self) -> tuple[int, ...]:
-        return self.origin_of(self.whole)
-
-    @property
-    def extent(self) -> tuple[int, ...]:
-        return self.extent_of(self.whole)
+    def place(self) -> Box:
+        """The whole unit as a part of the leaf."""
+        return self.in_leaf(self.whole)
 
     # Its bytes.
 
@@ -176,8 +169,9 @@ class Unit:
         """Returns the array of what is on its devices, in the order of `places`."""
         if self.sharding is None:
             return parts[0]
-        what = self.shape, self.sharding, list(parts)
-        return jax.make_array_from_single_device_arrays(*what)
+        return jax.make_array_from_single_device_arrays(
+            self.shape, self.sharding, list(parts)
+        )
 
     def on_devices(self, shards: Sequence[Array]) -> jax.Array:
         """Puts its shards on their devices, which read them in place; blocks.
@@ -185,14 +179,14 @@ class Unit:
         Of a shared unit all processes call it alike, each with zeros where others hold
         the chunks; its shards are then filled.
         """
-        array = self.of_parts([jax.device_put(*one) for one in self.places(shards)])
+        array = self.of_parts([jax.device_put(x, to) for x, to in self.places(shards)])
         if not self.is_shared:
             return array
         array = jax.block_until_ready(put_together(array))
         found = {Box.of(s.index, self.shape): s.data for s in array.addressable_shards}
         for box, shard in zip(self.shards, shards, strict=True):
             np.copyto(shard, np.asarray(found[box]))
-        return self.of_parts([jax.device_put(*one) for one in self.places(shards)])
+        return self.of_parts([jax.device_put(x, to) for x, to in self.places(shards)])
 
 
 UnitOf: TypeAlias = Callable[[Piece], Unit]
@@ -230,9 +224,10 @@ def units_of(
         own = index[:depth]
         sharding = piece_sharding(aval.sharding, Piece(leaf, own))
         unit = Unit(leaf, own, aval.shape[depth:], np.dtype(aval.dtype), sharding)
-        places = ((unit.origin_of(box), unit.extent_of(box)) for box in unit.shards)
+        boxes = map(unit.in_leaf, unit.shards)
         is_divided = not unit.is_apart or (
-            leaf not in undivided and all(can_move(leaf, *one) for one in places)
+            leaf not in undivided
+            and all(can_move(leaf, box.start, box.shape) for box in boxes)
         )
         return replace(unit, is_divided=is_divided)
 
@@ -290,18 +285,12 @@ class ShardedGradient:
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.shards.values())
 
-    def parts(self, boxes: Sequence[Box]) -> tuple[Array, ...] | None:
-        """Returns the shards as they are, if these are the boxes; blocks."""
-        if self.shards.keys() != set(boxes):
-            return None
-        return tuple(arrived(self.shards[box]) for box in boxes)
-
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         """Gathers the whole, with zeros for shards of other processes; blocks."""
         del copy  # one shard that is the whole is not copied, others are
-        found = self.parts([Box.of((), self.shape)])
-        if found is not None:
-            return np.asarray(found[0], dtype)
+        whole = self.shards.get(Box.of(None, self.shape))
+        if whole is not None:
+            return np.asarray(arrived(whole), dtype)
         array = np.zeros(self.shape, self.dtype if dtype is None else dtype)
         for box, part in self.shards.items():
             array[box.slices] = arrived(part)
@@ -318,9 +307,9 @@ def shards_of(gradient: Gradient, boxes: Sequence[Box]) -> Sequence[Array]:
     Args:
       boxes: Parts of it, each element at most once.
     """
-    found = gradient.parts(boxes) if isinstance(gradient, ShardedGradient) else None
-    if found is not None:
-        return found
+    own = gradient.shards if isinstance(gradient, ShardedGradient) else {}
+    if own.keys() == {*boxes}:
+        return [arrived(own[box]) for box in boxes]
     array = np.asarray(gradient)
     return [array[(*box.slices, ...)] for box in boxes]
 

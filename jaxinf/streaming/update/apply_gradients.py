@@ -313,7 +313,8 @@ def _requests(
     parts = shards_of(gradient, unit.boxes)
     inputs, requests = ScalarInputs(()), []
     for number, (box, part) in enumerate(zip(unit.boxes, parts, strict=True)):
-        part = part.reshape(unit.extent_of(box))
+        place = unit.in_leaf(box)
+        part = part.reshape(place.shape)
         given = None if params is None else params[number]
         if not number:  # a unit in parts has none but scalars, the same for all
             inputs = updates.inputs.of_leaf(unit.leaf, part, given)
@@ -324,7 +325,7 @@ def _requests(
             UpdateRequest(
                 leaf=unit.leaf,
                 kernel=updates.program.leaves[unit.leaf].kernel,
-                origin=unit.origin_of(box),
+                origin=place.start,
                 gradient=sent,
                 inputs=inputs,
                 out=None,

@@ -256,7 +256,7 @@ class UpdatePlan:
     ) -> list[tuple[SubgroupLayout, frozenset[int], tuple[int, ...]]]:
         """Returns the subgroups of a unit, and the states that an update moves."""
         kernel = self.program.leaves[unit.leaf].kernel
-        layouts = self.shape.layouts(unit.leaf, unit.origin, unit.extent)
+        layouts = self.shape.layouts(unit.leaf, unit.place.start, unit.place.shape)
         return [(layout, *moved_states(kernel, layout)) for layout in layouts]
 
 
@@ -339,7 +339,7 @@ def compressor(
         return jit(select).lower(*avals).compile()
 
     def of_unit(unit: Unit) -> Any:
-        grid = LeafGrid(unit.extent, leaves[unit.leaf].grid.chunk_shape)
+        grid = LeafGrid(unit.place.shape, leaves[unit.leaf].grid.chunk_shape)
         return compiled(grid, unit.dtype)
 
     def compress(
@@ -349,8 +349,8 @@ def compressor(
             return gradient, None
         arrays = [jnp.asarray(gradient)]
         if has_feedback:
-            feedback = np.empty(unit.extent, np.float32)
-            read_feedback(engine.opened, unit.leaf, feedback, unit.origin)
+            feedback = np.empty(unit.place.shape, np.float32)
+            read_feedback(engine.opened, unit.leaf, feedback, unit.place.start)
             arrays.append(jnp.asarray(feedback))
         sent, left = of_unit(unit)(*arrays)
         sent = jax.tree.map(np.asarray, sent)
