@@ -18,8 +18,7 @@ used here                   the effect, should it change
 logger of callbacks         moves with JAX's modules. Moved: the trainer prints JAX's
                             traceback before the error
 tracebacks of equations     not promised. Others: a refusal does not say which optax
-                            transformation the primitive came from; a warning of large
-                            arrays in a loss function fails
+                            transformation the primitive came from
 key classes, ``keystr``     of ``jax.tree_util``. Other classes: names of leaves, or of
                             scalars, are not those of a store, which is refused.
                             Another text: error messages have it; no file does

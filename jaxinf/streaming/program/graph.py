@@ -98,7 +98,7 @@ def build_graph(traced: Traced, closed: Any) -> Graph:
     origins += [Seed()] if traced.seed_dtype is not None else []
     unroller = _Unroller(traced.consts)
     inputs, outputs = unroller.unroll(closed, origins)
-    num = traced.num_results
+    num = traced.aux_tree.num_leaves + (traced.seed_dtype is not None)
     results = tuple(map(unroller.computed, outputs[:num]))
     gradients = {
         piece: unroller.computed(value)
@@ -192,7 +192,6 @@ class _Unroller(Inliner):
         self._whole: dict[Stack, Value] = {}
         self._zeros: set[Value] = set()
         self._sliced: set[tuple[int, ...]] = set()
-        self._item_params: dict[int, tuple[Any, Any]] = {}
 
     def unroll(
         self, closed: Any, origins: Sequence[Origin]
@@ -331,7 +330,7 @@ class _Unroller(Inliner):
             return self._append(replace(node, params=params), node.inputs, aval)
         if node is not None and self._is_stacked(value):
             parts = self._parts(node.inputs, i)
-            return self._append(self._for_item(node), parts, aval)
+            return self._append(_for_item(node), parts, aval)
         number = self.input(Number(i), jax.typeof(np.int32(0)))
         return self._call(_take, value, number)
 
@@ -340,7 +339,7 @@ class _Unroller(Inliner):
 
     def _on_items(self, node: Node, aval: Any, inputs: Sequence[Atom]) -> Stack:
         """Returns the result of a pointwise operation on a stack, as a stack."""
-        node, item = self._for_item(node), item_aval(aval)
+        node, item = _for_item(node), item_aval(aval)
         rows = (self._parts(inputs, i) for i in range(aval.shape[0]))
         return Stack(aval, tuple(self._on_item(node, item, parts) for parts in rows))
 
@@ -352,24 +351,6 @@ class _Unroller(Inliner):
         if any(isinstance(part, Stack) for part in parts):
             return self._on_items(node, aval, parts)
         return self._append(node, parts, aval)
-
-    def _for_item(self, node: Node) -> Node:
-        """Returns a pointwise operation for one element of a stack.
-
-        Its parameters are one object for all elements.
-        """
-        if node.name != _CONSTRAINT:
-            return node
-        params, key = node.params, id(node.params)
-        if key not in self._item_params:
-            sharding, free = params["sharding"], params["unconstrained_dims"]
-            spec = PartitionSpec(*tuple(sharding.spec)[1:])
-            own = {
-                "sharding": sharding.update(spec=spec),
-                "unconstrained_dims": frozenset(dim - 1 for dim in free if dim),
-            }
-            self._item_params[key] = params, {**params, **own}
-        return replace(node, params=self._item_params[key][1])
 
     # Special cases for stacks and slices of params; None for the ordinary treatment.
 
@@ -422,6 +403,18 @@ _SPECIAL: dict[str, Callable[..., Atom | None]] = {
     "squeeze": _Unroller._squeeze,
     "pad": _Unroller._pad,
 }
+
+
+def _for_item(node: Node) -> Node:
+    """Returns a pointwise operation for one element of a stack."""
+    if node.name != _CONSTRAINT:
+        return node
+    sharding, free = node.params["sharding"], node.params["unconstrained_dims"]
+    own = {
+        "sharding": sharding.update(spec=PartitionSpec(*tuple(sharding.spec)[1:])),
+        "unconstrained_dims": frozenset(dim - 1 for dim in free if dim),
+    }
+    return replace(node, params={**node.params, **own})
 
 
 def _is_pointwise(node: Node, inputs: Sequence[Atom], avals: Sequence[Any]) -> bool:

@@ -24,7 +24,7 @@ from jaxinf.streaming.program.graph import Batch, Const, Number, graph_of_init
 from jaxinf.streaming.program.keys import Keys
 from jaxinf.streaming.program.meshes import on_one_device, outside_mesh
 from jaxinf.streaming.program.programs import compile_program, program_of
-from jaxinf.streaming.program.trace import abstract, closed_over
+from jaxinf.streaming.program.trace import abstract, check_effects, closed_over
 from jaxinf.typing import Array, PyTree
 
 BUFFERS_SHARE = 4
@@ -57,11 +57,7 @@ def trace_params(
     has_explicit_axes = AxisType.Explicit in compat.mesh_in_use().axis_types
     with outside_mesh() if has_explicit_axes else contextlib.nullcontext():
         closed, out = make_jaxpr(*map(abstract, flat))
-    if closed.effects:
-        raise StreamError(
-            "init_fn: expected a function without side effects, found "
-            f"{', '.join(map(str, closed.effects))}; remove prints and stores from it"
-        )
+    check_effects(closed, "init_fn")
     consts = closed_over(closed)
     graph = _with_numbers(graph_of_init(closed, consts))
     shapes = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in graph.results]

@@ -132,7 +132,8 @@ def sharded_like(avals: PyTree, shardings: PyTree) -> PyTree:
     """Returns abstract values with the shardings of a tree; None for one device.
 
     Raises:
-      StreamError: The trees differ, or a leaf does not divide.
+      StreamError: The trees differ.
+      ValueError: A leaf does not divide evenly.
     """
     if shardings is None:
         return avals
@@ -143,19 +144,12 @@ def sharded_like(avals: PyTree, shardings: PyTree) -> PyTree:
             "shardings: expected a NamedSharding for each leaf of the params, in a "
             f"tree {jax.tree.structure(avals)}, found {tree}"
         )
-    return jax.tree_util.tree_map_with_path(_sharded, avals, shardings)
 
+    def sharded(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> Any:
+        sharding.shard_shape(leaf.shape)  # or it refuses
+        return leaf.update(sharding=sharding)
 
-def _sharded(path: Any, leaf: jax.ShapeDtypeStruct, sharding: Any) -> Any:
-    try:
-        sharding.shard_shape(leaf.shape)
-    except ValueError as error:
-        raise StreamError(
-            f"shardings: expected one that divides {path_name(path)} of shape "
-            f"{leaf.shape} evenly, found {sharding.spec} over "
-            f"{mesh_text(sharding.mesh)}; pad the leaf, or shard another dimension"
-        ) from error
-    return leaf.update(sharding=sharding)
+    return jax.tree.map(sharded, avals, shardings)
 
 
 def without_shardings(avals: PyTree) -> PyTree:

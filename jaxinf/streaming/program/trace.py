@@ -4,8 +4,7 @@ Invariant: unsupported functions are refused here by name, before anything is pl
 stored.
 """
 
-import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -17,7 +16,7 @@ from jax.sharding import Mesh
 
 from jaxinf.compat import ClosedJaxpr, all_equations, inner_jaxprs
 from jaxinf.errors import StreamError
-from jaxinf.program import aval_bytes, path_name
+from jaxinf.program import path_name
 from jaxinf.streaming.program.meshes import (
     mesh_in_program,
     mesh_of,
@@ -26,10 +25,8 @@ from jaxinf.streaming.program.meshes import (
 )
 from jaxinf.typing import PyTree
 
-_LARGE_CONSTS_BYTES = 1 << 20
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Traced:
     """A traced `value_and_grad`, or another function.
 
@@ -50,10 +47,6 @@ class Traced:
     consts: tuple[Any, ...]
     aux_tree: Any
     seed_dtype: Any
-
-    @property
-    def num_results(self) -> int:
-        return self.aux_tree.num_leaves + (self.seed_dtype is not None)
 
 
 def check_params(params: PyTree) -> list[jax.ShapeDtypeStruct]:
@@ -150,18 +143,16 @@ def trace(
     else:
         closed, aux = jax.make_jaxpr(flat, return_shape=True)(*given)
     mesh = mesh_in_program(closed, mesh)  # which only it may name
-    _check_effects(closed)
-    consts = closed_over(closed)
-    _warn_of_consts(consts)
+    check_effects(closed)
     traced = Traced(
-        tuple(path_name(path) for path, _ in jax.tree.leaves_with_path(params)),
-        tuple(on_mesh(given[0], mesh)),
-        params_tree,
-        tuple(on_mesh(given[1], mesh)),
-        mesh,
-        consts,
-        jax.tree.structure(aux),
-        seed_dtype,
+        names=tuple(path_name(path) for path, _ in jax.tree.leaves_with_path(params)),
+        params=tuple(on_mesh(given[0], mesh)),
+        params_tree=params_tree,
+        batch=tuple(on_mesh(given[1], mesh)),
+        mesh=mesh,
+        consts=closed_over(closed),
+        aux_tree=jax.tree.structure(aux),
+        seed_dtype=seed_dtype,
     )
     return traced, closed
 
@@ -173,27 +164,27 @@ def _check_result(out: Any, has_aux: bool) -> tuple[Any, PyTree]:
             "the loss function: expected a pair (loss, aux) because of has_aux=True, "
             f"found {_described(out)}; return the pair, or leave has_aux out"
         )
-    result: tuple[Any, PyTree] = out if has_aux else (out, ())
-    loss, aux = result
-    if not hasattr(loss, "shape"):
-        hint = "; pass has_aux=True if it returns (loss, aux)" if is_pair else ""
+    loss, aux = out if has_aux else (out, ())
+    is_array = hasattr(loss, "shape")
+    if not is_array or loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
+        hint = "take its mean or sum" if is_array else "return its value alone"
+        if is_pair and not has_aux:
+            hint = "pass has_aux=True if it returns (loss, aux)"
         raise StreamError(
-            f"the loss function: expected a scalar, found {_described(loss)}{hint}"
-        )
-    if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise StreamError(
-            "the loss function: expected a floating-point scalar, found an array of "
-            f"{loss.dtype} of shape {loss.shape}; take its mean or sum"
+            "the loss function: expected a floating-point scalar, found "
+            f"{_described(loss)}; {hint}"
         )
     return loss, aux
 
 
 def _described(out: Any) -> str:
-    has_shape = hasattr(out, "shape")
-    return f"an array of shape {out.shape}" if has_shape else f"a {type(out).__name__}"
+    if not hasattr(out, "shape"):
+        return f"a {type(out).__name__}"
+    return f"an array of {out.dtype} of shape {out.shape}"
 
 
-def _check_effects(closed: Any) -> None:
+def check_effects(closed: Any, name: str = "the function") -> None:
+    """Refuses side effects: StreamError."""
     if not closed.effects:
         return
     names = {
@@ -202,9 +193,9 @@ def _check_effects(closed: Any) -> None:
         if eqn.effects and not any(i.effects for i in inner_jaxprs(eqn.params))
     }
     raise StreamError(
-        "the function: expected no side effects, because parts of it run twice "
-        f"a step, found {', '.join(sorted(names)) or 'effects'}; return values to "
-        "print or store as aux (has_aux=True)"
+        f"{name}: expected no side effects, because parts of it run at other times or "
+        f"twice, found {', '.join(sorted(names)) or 'effects'}; return values to print "
+        "or store as aux (has_aux=True)"
     )
 
 
@@ -217,18 +208,3 @@ def closed_over(closed: Any) -> tuple[Any, ...]:
     called = [closed_over(one) for one in inner if isinstance(one, ClosedJaxpr)]
     found = *chain.from_iterable(called[::-1]), *closed.consts
     return tuple({id(const): const for const in found}.values())
-
-
-def _warn_of_consts(consts: Collection[Any]) -> None:
-    large = [const for const in consts if hasattr(const, "shape")]
-    total_bytes = sum(map(aval_bytes, large))
-    if total_bytes <= _LARGE_CONSTS_BYTES:
-        return
-    largest = max(large, key=aval_bytes)
-    warnings.warn(
-        f"the function closes over {len(large)} arrays of {total_bytes} bytes "
-        f"(the largest: {np.dtype(largest.dtype).name}{list(largest.shape)}), "
-        "which stay in memory and are not trained; pass them in params, or in the "
-        'batch: step({**batch, "table": table})',
-        stacklevel=4,
-    )
