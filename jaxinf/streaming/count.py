@@ -11,8 +11,8 @@ from jaxinf.streaming.home import Endpoints
 from jaxinf.streaming.move.spill import file_bytes
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.compiled import Executables, measured
-from jaxinf.streaming.plan.cut_to_fit import plan_of
 from jaxinf.streaming.plan.memory import NUM_STAGED
+from jaxinf.streaming.plan.order import plan_of
 from jaxinf.streaming.program.cut import cuts_of
 from jaxinf.streaming.program.graph import Piece, aval_bytes
 from jaxinf.streaming.program.lifetimes import order_program

@@ -52,7 +52,7 @@ class StreamedStep:
     """
 
     def __init__(self, fn: Callable[..., Any], home: Home, options: Options) -> None:
-        return_freed_memory(collects=False)
+        return_freed_memory()
         self._fn, self._home, self._options = fn, home, options
         engine = home.engine
         self._group = Group("jaxinf.stream") if engine is None else engine.group

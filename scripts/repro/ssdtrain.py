@@ -56,8 +56,8 @@ from jaxinf.streaming.plan.choice import (
     segments_to_recompute,
 )
 from jaxinf.streaming.plan.compiled import Executables, measured
-from jaxinf.streaming.plan.cut_to_fit import plan_of
 from jaxinf.streaming.plan.leaving import evicted
+from jaxinf.streaming.plan.order import plan_of
 from jaxinf.streaming.program.cut import cuts_of
 from jaxinf.streaming.program.lifetimes import OrderedProgram, order_program
 from jaxinf.streaming.run import Runner
@@ -284,7 +284,7 @@ def value_bytes(plan: Plan) -> list[int]:
     made = [0] * (len(plan.calls) + 1)
     for life in plan.lives.values():
         made[life.made] += life.num_bytes
-    held = plan.held_bytes()
+    held = plan.value_bytes()
     return [own + made[n] + made[n + 1] for n, own in enumerate(held)]
 
 

@@ -22,7 +22,6 @@ from zoo import ZOO, Program
 import jaxinf
 from jaxinf.kernels.compiled import standard_kernels
 from jaxinf.streaming.in_memory import InMemory
-from jaxinf.streaming.plan import cut_to_fit as cutting
 from jaxinf.streaming.plan import memory
 from jaxinf.streaming.plan.compiled import Executables, compile_plan, measured
 from jaxinf.streaming.plan.cut_to_fit import cut_to_fit
@@ -90,10 +89,7 @@ def plan_step(place, monkeypatch):
 
     def make(name, device, tx=CLIPPED, share=4, **options):
         program, target = program_of(name), Target(device)
-        for module in (cutting, memory):
-            monkeypatch.setattr(module, "default_device", lambda: target.devices[0])
-        # The devices of a topology have no memories.
-        monkeypatch.setattr(memory, "_check_kinds", lambda device: None)
+        monkeypatch.setattr(memory, "default_device", lambda: target.devices[0])
         step = jaxinf.stream(
             program.loss,
             tx,

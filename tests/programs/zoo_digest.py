@@ -7,7 +7,8 @@ from streaming import numbers, prepared, smallest_bytes, streamed
 from zoo import ZOO
 
 from jaxinf.streaming.plan.compiled import Executables
-from jaxinf.streaming.plan.cut_to_fit import cut_to_fit, plan_of
+from jaxinf.streaming.plan.cut_to_fit import cut_to_fit
+from jaxinf.streaming.plan.order import plan_of
 
 
 def digest(name, cuts=None):

@@ -16,8 +16,7 @@ from zoo import ZOO
 
 from jaxinf.errors import StreamError
 from jaxinf.streaming.move.work_queues import Uploads, WorkQueues
-from jaxinf.streaming.plan import memory
-from jaxinf.streaming.plan.memory import DeviceLimit, check_pinned, device_limit
+from jaxinf.streaming.plan.memory import DeviceLimit, check_pinned, limit_of
 from jaxinf.streaming.plan.reads import Fetch
 from jaxinf.streaming.program import units
 from jaxinf.streaming.program.graph import Piece
@@ -215,75 +214,53 @@ def test_a_device_that_is_too_small_is_named(is_host, streamed, request):
 
 GIB = 1 << 30
 MIG = "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
-KINDS = ("device", "pinned_host", "unpinned_host")
 
 
 class Device:
     """A device of a plugin, as far as JAX shows it."""
 
-    def __init__(self, kind="NVIDIA H100", kinds=KINDS, platform="gpu", **stats):
+    def __init__(self, kind="NVIDIA H100", platform="gpu", **stats):
         self.id, self.device_kind, self.platform = 0, kind, platform
-        self._kinds, self.stats = kinds, stats
+        self.stats = stats
 
     def __repr__(self):
         return f"CudaDevice(id={self.id})"
-
-    def addressable_memories(self):
-        return [SimpleNamespace(kind=kind) for kind in self._kinds]
 
     def memory_stats(self):
         return self.stats or None
 
 
-@pytest.fixture(autouse=True)
-def reserved(monkeypatch):
-    """XLA reserves memory in advance, as it does unless told not to."""
-    monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
-    monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", raising=False)
+def limit(*devices, given=None):
+    return limit_of(SimpleNamespace(local_devices=devices), given)
 
 
-def test_the_default_is_what_a_device_has_free(monkeypatch):
-    device = Device(bytes_limit=3000, bytes_in_use=1000, pool_bytes=3000)
-    expected = DeviceLimit(1800, is_host=False, spare_bytes=200, pool_factor=2)
-    assert device_limit(device, None) == expected
-    assert device_limit(device, 5) == DeviceLimit(5, is_host=False, pool_factor=2)
-    assert device_limit(Device(platform="tpu"), 5).pool_factor == 1
-    assert device_limit(jax.devices("cpu")[0], None) == DeviceLimit()
-    filled = Device(bytes_limit=10 * GIB, bytes_in_use=0, pool_bytes=GIB)
-    assert device_limit(filled, None).num_bytes == int(0.9 * GIB)
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    assert device_limit(filled, None).num_bytes == 9 * GIB
+def test_the_default_is_what_a_device_has_free():
+    device = Device(bytes_limit=3000, bytes_in_use=1000)
+    assert limit(device) == DeviceLimit(1800, is_host=False, pool_factor=2)
+    assert limit(device, given=5) == DeviceLimit(5, is_host=False, pool_factor=2)
+    assert limit(Device(platform="tpu"), given=5).pool_factor == 1
+    assert limit(*jax.devices("cpu")) == limit_of(None, None) == DeviceLimit()
     # The smallest device of a mesh counts.
     devices = [Device(bytes_limit=n * GIB, bytes_in_use=0) for n in (80, 20)]
-    mesh = SimpleNamespace(local_devices=devices)
-    limits = [memory.limit_of(mesh, given) for given in (None, GIB)]
-    assert [one.num_bytes for one in limits] == [18 * GIB, GIB]
-
-
-def limit_of(**device):
-    return device_limit(Device(**device), None)
+    assert limit(*devices).num_bytes == 18 * GIB
+    assert limit(*devices, given=GIB).num_bytes == GIB
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (limit_of, "does not tell the size of its memory"),
+        (lambda: limit(Device()), "does not tell the size of its memory"),
         (
-            lambda: limit_of(kinds=("device",), bytes_limit=GIB),
-            r"'pinned_host'.* found device; upgrade",
-        ),
-        (
-            lambda: limit_of(
-                kind=MIG, bytes_limit=GIB, bytes_in_use=GIB, pool_bytes=GIB
-            ),
+            lambda: limit(Device(kind=MIG, bytes_limit=GIB, bytes_in_use=GIB)),
             r"id=0\) \(NVIDIA.*MIG 1g\.10gb\) has nothing free of 1\.00 GiB.* Delete",
         ),
         (
-            lambda: check_pinned(Device(), 100 * GIB),
+            lambda: check_pinned(100 * GIB),
             "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=100, a whole number, before",
         ),
     ],
 )
-def test_what_cannot_be_planned_for_is_refused(call, message):
+def test_what_cannot_be_planned_for_is_refused(call, message, monkeypatch):
+    monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", raising=False)
     with pytest.raises(StreamError, match=message):
         call()

@@ -25,7 +25,8 @@ import jaxinf
 from jaxinf.engine.opened import OpenStore
 from jaxinf.errors import StreamError
 from jaxinf.streaming.plan.compiled import Executables
-from jaxinf.streaming.plan.cut_to_fit import cut_to_fit, plan_of
+from jaxinf.streaming.plan.cut_to_fit import cut_to_fit
+from jaxinf.streaming.plan.order import plan_of
 from jaxinf.streaming.run import first_part, parts_of, together
 
 pytestmark = pytest.mark.optimized("long")

@@ -44,8 +44,9 @@ from jaxinf.streaming.plan.choice import (
     segments_to_recompute,
 )
 from jaxinf.streaming.plan.compiled import Executables, measured
-from jaxinf.streaming.plan.cut_to_fit import cut_to_fit, plan_of
+from jaxinf.streaming.plan.cut_to_fit import cut_to_fit
 from jaxinf.streaming.plan.leaving import evicted, least_bytes, plan_tiers
+from jaxinf.streaming.plan.order import plan_of
 from jaxinf.streaming.program.cut import cuts_of
 from jaxinf.transfer import ByteMeters, aligned, page_ceil
 

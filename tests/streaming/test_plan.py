@@ -17,7 +17,8 @@ from zoo import ZOO, Program, normal
 from jaxinf.errors import BudgetError
 from jaxinf.streaming.count import program_bytes
 from jaxinf.streaming.plan import reads
-from jaxinf.streaming.plan.cut_to_fit import cut_to_fit, plan_of
+from jaxinf.streaming.plan.cut_to_fit import cut_to_fit
+from jaxinf.streaming.plan.order import plan_of
 from jaxinf.streaming.program.cut import cuts_of
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.lifetimes import Stay, fill, occupancy, order_program
@@ -77,17 +78,17 @@ def test_params_stay_for_a_later_call_if_they_fit(num_spare, num_reads):
     fetches = reads.fetches_of(
         Stay(n, n + 1, 0, unit(leaf)) for n, own in enumerate(uses) for leaf in own
     )
-    held = reads.held_bytes(fetches, len(uses))
+    held = reads.fetched_bytes(fetches, len(uses))
     joined = reads.keep_between(fetches, held, num_spare * unit(0).page_bytes)
     assert len(joined) == num_reads
-    assert held.tolist() == reads.held_bytes(joined, len(uses)).tolist()
+    assert held.tolist() == reads.fetched_bytes(joined, len(uses)).tolist()
 
 
 def test_the_last_read_before_the_gradient_serves_the_update():
     calls = [(0, 0, 0), (1, 1, 1), (0, 3, 4), (1, 6, 6)]
     fetches = [reads.Fetch(unit(leaf), *first_last) for leaf, *first_last in calls]
-    made, held = {unit(0): 4, unit(1): 5}, reads.held_bytes(fetches, 8)
-    found = reads.hand_over(fetches, made, lambda unit: True, held, 1 << 20)
+    made, held = {unit(0): 4, unit(1): 5}, reads.fetched_bytes(fetches, 8)
+    found = reads.hand_over(fetches, made, held, 1 << 20)
     assert [fetch.gradient for fetch in found] == [None, 5, 4, None]
 
 
@@ -166,21 +167,6 @@ def test_rows_of_a_table_are_fetched_alone():
     wpe = plan.traced.names.index("wpe")
     rows = {piece for piece in pieces_of(plan)[0] if piece.leaf == wpe}
     assert rows <= {Piece(wpe), Piece(wpe, rows=(0, 16))}
-
-
-def test_large_closed_over_arrays_are_warned_of():
-    table = jnp.full((600, 600), 2.0)
-
-    @jax.jit
-    def inner(batch):
-        return jnp.sum(table @ jnp.resize(batch, 600))
-
-    def loss(params, batch):
-        return inner(batch) * jnp.sum(params["w"] * batch)
-
-    found = r"1440000 bytes .*float32\[600, 600\]\).*in the batch: step"
-    with pytest.warns(UserWarning, match=found):
-        order_program(loss, {"w": np.ones(3, np.float32)}, np.ones(3, np.float32))
 
 
 def test_a_product_of_matrices_belongs_to_one_segment():

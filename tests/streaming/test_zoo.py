@@ -13,7 +13,8 @@ from zoo import ZOO
 from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.move.spill import Spill, beyond_memory
 from jaxinf.streaming.plan.compiled import Executables
-from jaxinf.streaming.plan.cut_to_fit import cut_to_fit, plan_of
+from jaxinf.streaming.plan.cut_to_fit import cut_to_fit
+from jaxinf.streaming.plan.order import plan_of
 from jaxinf.streaming.program.graph import aval_bytes
 
 pytestmark = pytest.mark.optimized("long")

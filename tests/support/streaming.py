@@ -16,7 +16,7 @@ from inject import at_each_call
 from jaxinf.store import StoreDirectory
 from jaxinf.streaming.move.params import MemoryParams, StoreParams
 from jaxinf.streaming.move.spill import beyond_memory
-from jaxinf.streaming.plan.cut_to_fit import plan_of
+from jaxinf.streaming.plan.order import plan_of
 from jaxinf.streaming.plan.reads import Reading
 from jaxinf.streaming.program.cut import cuts_of, segment_limits
 from jaxinf.streaming.program.lifetimes import order_program

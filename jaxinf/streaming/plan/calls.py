@@ -23,16 +23,6 @@ from jaxinf.transfer import ByteCounts, page_ceil
 Policy: TypeAlias = Literal["recompute", "keep", "offload", "plan"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
-
-def may_leave(policy: Policy, num_parts: int) -> bool:
-    """Whether values may be on a drive for a part of a step.
-
-    Args:
-      num_parts: Number of parts of a batch whose values wait between segments.
-    """
-    return policy in ("offload", "plan") or num_parts > 1
-
-
 NUM_WRITING = 2
 """Calls from the one after which a value is written to the first that has its memory:
 the value is computed, then written beside another call."""
@@ -44,13 +34,23 @@ class Slot(NamedTuple):
     number: int
 
 
+class Life(NamedTuple):
+    """The calls that make and take a value, in order, and its size and type."""
+
+    made: int
+    takers: list[int]
+    num_bytes: int
+    aval: Any
+
+
 class Eviction(NamedTuple):
-    """The calls between which a tensor leaves the device's memory and is back.
+    """The calls between which a value leaves the device's memory and is back.
 
     Attributes:
       written: The call that makes it, after which it leaves.
       gone: The first call before which its memory must be free.
-      back: The first call before which its memory is taken again, to read it.
+      back: The first call before which its memory is taken again.
+      needed: The call that reads it next.
     """
 
     written: int
@@ -59,7 +59,7 @@ class Eviction(NamedTuple):
     needed: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Call:
     """One call of a program.
 
@@ -68,7 +68,7 @@ class Call:
       makes: For each of its outputs a slot; None if no call takes it.
       frees: Slots that no later call takes.
       pieces: Outputs that are gradients, perhaps of a part, by their position.
-      is_complete: Whether they are of the whole batch.
+      gradients: Those of them that are of the whole batch, which are handed out.
       is_repeat: Whether it only recomputes.
       part: The part of the batch that it is of, if there are several.
     """
@@ -76,16 +76,11 @@ class Call:
     program: Program
     takes: tuple[Origin | Slot, ...]
     makes: tuple[Slot | None, ...]
-    frees: tuple[Slot, ...]
+    frees: tuple[Slot, ...] = ()
     pieces: tuple[tuple[Piece, int], ...]
-    is_complete: bool
+    gradients: tuple[tuple[Piece, int], ...]
     is_repeat: bool
-    part: int = 0
-
-    @property
-    def gradients(self) -> tuple[tuple[Piece, int], ...]:
-        """Outputs that are complete gradients, which are handed out."""
-        return self.pieces if self.is_complete else ()
+    part: int
 
 
 @dataclass(frozen=True)
@@ -104,7 +99,7 @@ class Tiers:
     room: Sequence[int] = ()
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, kw_only=True)
 class Plan:
     """All calls of a step; as a string, a table of them.
 
@@ -112,10 +107,11 @@ class Plan:
       traced: The loss function and its gradient.
       cuts: Starts of the segments in the forward order.
       policy: The treatment of values that backward needs.
+      num_parts: Number of parts of a batch that each segment is called for in turn.
       results: Slots of the loss and of aux's leaves, of one part after another.
       uses: When parts of params are in memory, in order; without those that are there
         in any case.
-      num_parts: Number of parts of a batch that each segment is called for in turn.
+      is_offloaded: Whether values may be on a drive for a part of a step.
       peak_bytes: The peak memory of a step, as far as it was measured.
       temp_bytes: Temporaries of the compiled programs by key, as far as they are known.
       output_bytes: On several devices, the bytes of each call's outputs in one memory;
@@ -131,10 +127,11 @@ class Plan:
     traced: Traced
     cuts: tuple[int, ...]
     policy: Policy
+    num_parts: int
     calls: tuple[Call, ...]
     results: tuple[Slot, ...]
     uses: tuple[Stay, ...]
-    num_parts: int = 1
+    is_offloaded: bool
     peak_bytes: int = 0
     temp_bytes: Mapping[str, int] = field(default_factory=dict)
     output_bytes: Sequence[Sequence[int]] | None = None
@@ -147,11 +144,6 @@ class Plan:
 
     def __str__(self) -> str:
         return plan_text(self)
-
-    @property
-    def is_offloaded(self) -> bool:
-        """Whether values may be on a drive for a part of a step."""
-        return self.traced.mesh is None and may_leave(self.policy, self.num_parts)
 
     @cached_property
     def programs(self) -> Mapping[str, Program]:
@@ -183,8 +175,8 @@ class Plan:
         if not self.is_offloaded:
             return True
         life = self.lives[slot]
-        staying = ("sum",) if self.num_parts > 1 else ("backward",)
-        is_staying = self.calls[life.made].program.direction in staying
+        staying = "sum" if self.num_parts > 1 else "backward"
+        is_staying = self.calls[life.made].program.direction == staying
         return is_staying or life.takers[-1] - life.made <= NUM_WRITING
 
     @cached_property
@@ -204,7 +196,7 @@ class Plan:
         return tuple(found)
 
     @cached_property
-    def lives(self) -> Mapping[Slot, "Life"]:
+    def lives(self) -> Mapping[Slot, Life]:
         lives: dict[Slot, Life] = {}
         for number, call in enumerate(self.calls):
             for slot in {ref for ref in call.takes if type(ref) is Slot}:
@@ -253,7 +245,7 @@ class Plan:
         """
         early = (Stay(max(0, one - 1), end, size) for one, end, size, _ in self.uses)
         params = occupancy(len(self.calls), early)
-        found = (params + self.held_bytes()).tolist()
+        found = (params + self.value_bytes()).tolist()
         reused = {
             key: sum(program.input_bytes[i] for i in self.donated[key])
             for key, program in self.programs.items()
@@ -266,7 +258,7 @@ class Plan:
                 found[number - 1] += new
         return found
 
-    def held_bytes(self) -> list[int]:
+    def value_bytes(self) -> list[int]:
         """Returns the bytes of values in memory while each call runs.
 
         The call after it waits, so what must be gone for that one is gone. The outputs
@@ -287,15 +279,6 @@ class Plan:
         if self.output_bytes is not None:
             return self.output_bytes[number]
         return self.calls[number].program.output_bytes
-
-
-class Life(NamedTuple):
-    """The calls that make and take a value, in order, and its size and type."""
-
-    made: int
-    takers: list[int]
-    num_bytes: int
-    aval: Any
 
 
 def _paired(program: Program, inputs: set[int]) -> tuple[int, ...]:

@@ -15,13 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinf.streaming.plan import memory
 from jaxinf.streaming.plan.calls import Call, Plan, Slot
-from jaxinf.streaming.program.graph import (
-    Batch,
-    Const,
-    Origin,
-    Piece,
-    aval_bytes,
-)
+from jaxinf.streaming.program.graph import Batch, Const, Origin, Piece, aval_bytes
 from jaxinf.streaming.program.meshes import typed_sharding
 from jaxinf.streaming.program.programs import bytes_beside, compile_program
 from jaxinf.streaming.program.units import piece_sharding
@@ -50,28 +44,32 @@ def compile_plan(plan: Plan, executables: Executables) -> Sequence[Any]:
     On several devices JAX chooses the shardings of values. A program is compiled for
     those of its inputs, so that equal blocks share one as soon as their inputs' agree.
     """
-    mesh, known, found = plan.traced.mesh, executables.known, []
+    mesh, known, found = plan.traced.mesh, executables.known, list[Any]()
     held: dict[Slot, Any] = {}  # shardings of values
     new = {(c.program.key, plan.donated[c.program.key]) for c in plan.calls}
     if executables.are_run and (new := new - {one[:2] for one in known}):
         _LOG.info("compiling %d programs", len(new))
     for call in plan.calls:
+        program, donated = call.program, plan.donated[call.program.key]
         inputs: tuple[Any, ...] = ()
         outputs: tuple[Any, ...] = ()
         if mesh is not None:
-            pairs = zip(call.takes, call.program.inputs, strict=True)
-            inputs = tuple(_input(plan, mesh, held, *pair) for pair in pairs)
+            inputs = tuple(
+                _input(plan, mesh, held, ref, value)
+                for ref, value in zip(call.takes, program.inputs, strict=True)
+            )
             outputs = _outputs(plan, mesh, call)
-        how = plan.donated[call.program.key], inputs, outputs
-        what = call.program.key, *how
-        if what not in known:
-            known[what] = compile_program(
-                call.program,
-                *how,
+        key = program.key, donated, inputs, outputs
+        if key not in known:
+            known[key] = compile_program(
+                program,
+                donated,
+                inputs,
+                outputs,
                 is_deterministic=executables.is_deterministic,
                 is_run=executables.are_run,
             )
-        found.append(known[what])
+        found.append(known[key])
         if mesh is not None:
             chosen = zip(call.makes, found[-1].output_shardings, strict=True)
             held.update((slot, one) for slot, one in chosen if slot is not None)
@@ -87,12 +85,14 @@ def measured(plan: Plan, executables: Executables) -> Plan:
     Those of all devices that share the host's memory, or of one with its own.
     """
     temps, outputs = dict[str, int](), list[Sequence[int]]()
-    num_devices = _num_together(plan.traced.mesh)
+    mesh, num_devices = plan.traced.mesh, 1
+    if mesh is not None and memory.device_is_host(mesh.devices.flat[0]):
+        num_devices = len(mesh.local_devices)
     compiled = compile_plan(plan, executables)
     for call, executable in zip(plan.calls, compiled, strict=True):
         own = bytes_beside(call.program, executable) * num_devices
         temps[call.program.key] = max(own, temps.get(call.program.key, 0))
-        if plan.traced.mesh is not None:
+        if mesh is not None:
             pairs = zip(call.program.outputs, executable.output_shardings, strict=True)
             shards = (
                 jax.ShapeDtypeStruct(sharding.shard_shape(value.shape), value.dtype)
@@ -110,13 +110,6 @@ def known_temps(plan: Plan, executables: Executables) -> Mapping[str, int]:
         if known is not None:
             found[key] = bytes_beside(program, known)
     return found
-
-
-def _num_together(mesh: Mesh | None) -> int:
-    """Returns the number of this process's devices that share one limited memory."""
-    if mesh is None or not memory.device_is_host(mesh.devices.flat[0]):
-        return 1
-    return len(mesh.local_devices)
 
 
 # --- shardings -----------------------------------------------------------------------

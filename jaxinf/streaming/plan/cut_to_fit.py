@@ -8,15 +8,15 @@ Invariant: the same jaxpr and the same cuts give the same programs, in every pro
 What a step takes stays within its budgets, in all processes alike.
 """
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from jaxinf.errors import BudgetError
 from jaxinf.processes import Group
-from jaxinf.streaming.plan.calls import Plan, Policy, may_leave
+from jaxinf.streaming.plan.calls import Plan, Policy
 from jaxinf.streaming.plan.compiled import Executables, known_temps, measured
-from jaxinf.streaming.plan.leaving import evicted, least_bytes, plan_tiers
+from jaxinf.streaming.plan.leaving import evicted, least_bytes, may_leave, plan_tiers
 from jaxinf.streaming.plan.memory import (
     Budget,
     Memory,
@@ -26,14 +26,12 @@ from jaxinf.streaming.plan.memory import (
     divide,
 )
 from jaxinf.streaming.plan.options import Options
-from jaxinf.streaming.plan.order import order_calls
+from jaxinf.streaming.plan.order import plan_of
 from jaxinf.streaming.plan.reads import plan_reads, staged_bytes
 from jaxinf.streaming.plan.report import largest_text
 from jaxinf.streaming.program.cut import cuts_of, segment_limits
 from jaxinf.streaming.program.graph import aval_bytes
 from jaxinf.streaming.program.lifetimes import OrderedProgram
-from jaxinf.streaming.program.meshes import default_device
-from jaxinf.streaming.program.programs import make_programs
 from jaxinf.terminal import exact_bytes
 from jaxinf.typing import JsonValue
 
@@ -41,21 +39,20 @@ _Plan = TypeVar("_Plan")
 
 # A segment may take a third of the budget: one runs, one waits, one is fetched.
 _SHARE = 3
-# Of what is added to a budget, so much at least goes where bytes are missing: buffers
-# take at most three eighths. The last tries are generous: what works is then
-# made less, so often at most.
-_SHARES = 5 / 8, 5 / 8, 1 / 8, 1 / 16
-_MAX_ADVICE_HALVINGS = 5
+# What is added to a budget that is too small, in bytes missing: buffers take at most
+# three eighths of it.
+_RAISE = 8 / 5
+_MAX_RAISES = 8
 
 
 def cut_to_fit(
     ready: OrderedProgram,
     budget_bytes: int,
     policy: Policy = "recompute",
-    measure: Callable[[Plan], Plan] = lambda plan: plan,
-    limit: str = "memory_bytes",
     *,
     num_parts: int = 1,
+    measure: Callable[[Plan], Plan] = lambda plan: plan,
+    limit: str = "memory_bytes",
 ) -> Plan:
     """Cuts the program so that a step's memory fits.
 
@@ -63,8 +60,8 @@ def cut_to_fit(
       budget_bytes: Memory for a step's programs.
       num_parts: Number of parts of a batch that its programs run for in turn.
       measure: Returns the plan with its `peak_bytes` measured, or at least so many if
-        they exceed the budget. It is called for plans that would fit without
-        temporaries, and by default leaves these out.
+        they exceed the budget; by default temporaries are left out.
+      limit: The argument that bounds the budget.
 
     Raises:
       BudgetError: No cut fits; names the params that are too large.
@@ -79,9 +76,7 @@ def cut_to_fit(
         if cuts in tried:
             continue
         tried.add(cuts)
-        plan = plan_of(ready, cuts, policy, num_parts)
-        if plan.peak_bytes <= budget_bytes:
-            plan = measure(plan)
+        plan = measure(plan_of(ready, cuts, policy, num_parts))
         if plan.peak_bytes <= budget_bytes:
             return plan
         if best is None or plan.peak_bytes < best.peak_bytes:
@@ -95,25 +90,6 @@ def cut_to_fit(
         best.peak_bytes - budget_bytes,
         ", or give a smaller batch",
     )
-
-
-def plan_of(
-    ready: OrderedProgram,
-    cuts: Sequence[int],
-    policy: Policy = "recompute",
-    num_parts: int = 1,
-    again: Container[int] = (),
-) -> Plan:
-    """Returns the plan of given cuts, without values that leave and temporaries.
-
-    Args:
-      again: Segments that are recomputed; all with ``"recompute"``.
-    """
-    programs = make_programs(ready, cuts)
-    again = range(len(cuts)) if policy == "recompute" else again
-    what = order_calls(ready.graph, programs, again, ready.keys, num_parts)
-    plan = Plan(ready.traced, tuple(cuts), policy, *what, num_parts)
-    return replace(plan, peak_bytes=least_bytes(plan))
 
 
 # --- a step's plan, in all processes -------------------------------------------------
@@ -146,16 +122,18 @@ def plan_within(
     own, plans = list[Any](), list[Plan]()
 
     def divided() -> JsonValue:
-        own[:] = _memory(ready, needs, options, budget), kept()
-        return [own[0].programs, own[0].staged, own[0].spare]
+        memory = _memory(ready, needs, options, budget)
+        own[:] = memory, kept()
+        return [memory.programs, memory.staged]
 
     told = group.gather("the memory of a step", divided)
-    programs, staged, spare = map(min, zip(*told, strict=True))
-    memory = replace(own[0], programs=programs, staged=staged, spare=spare)
+    memory, cuts = own
+    programs, staged = map(min, zip(*told, strict=True))
+    memory = replace(memory, programs=programs, staged=staged)
 
     def planned() -> JsonValue:
-        what = ready, needs, options, memory, own[1], again, executables
-        plans.append(_placed(_measured(*what), needs, memory))
+        plan = _fitting(ready, needs, options, memory, executables, cuts, again)
+        plans.append(_placed(plan, needs, memory))
         return None if group.is_alone else plans[0].digest
 
     remedy = "give all the same options, and the same versions of packages"
@@ -171,51 +149,54 @@ def _memory(
     given_bytes = options.micro_batches * sum(map(aval_bytes, traced.batch))
     given_bytes += sum(map(aval_bytes, traced.consts))
     others = [*needs.others, MemoryNeed(given_bytes, purpose, is_on_device=True)]
-    leaves = may_leave(options.policy, options.micro_batches)
+    leaves = may_leave(traced, options.policy, options.micro_batches)
     if leaves:
         others.append(MemoryNeed(needs.writing_bytes, "writing its values to drives"))
-    needs = replace(needs, others=others)
-    memory = divide(budget.memory_bytes, needs, budget.limit)
-    pinned_bytes = memory.pool_factor * memory.gradients + leaves * memory.staged
-    check_pinned(default_device(), pinned_bytes)
+    memory = divide(budget, replace(needs, others=others))
+    if memory.pool_factor > 1:  # XLA has a pool of pinned memory
+        pooled_bytes = memory.pool_factor * memory.gradients
+        check_pinned(pooled_bytes + leaves * memory.staged)
     return memory
 
 
-def _measured(
+def _fitting(
     ready: OrderedProgram,
     needs: StepNeeds,
     options: Options,
     memory: Memory,
+    executables: Executables,
     cuts: Sequence[int] | None,
     again: frozenset[int],
-    executables: Executables,
 ) -> Plan:
     """Returns a plan whose programs' memory fits, of new cuts if none are given."""
     policy, num_parts = options.policy, options.micro_batches
 
     def measure(plan: Plan) -> Plan:
-        plan = measured(_with_params(plan, needs), executables)
+        """Of new cuts, compiles none if what was compiled before takes too much."""
+        plan = _with_params(plan, needs)
+        plan = replace(plan, temp_bytes=known_temps(plan, executables))
+        if cuts is not None or least_bytes(plan) <= memory.programs:
+            plan = measured(plan, executables)
         return replace(plan, peak_bytes=least_bytes(plan))
 
-    def tried(plan: Plan) -> Plan:
-        plan = _with_params(plan, needs)
-        known = replace(plan, temp_bytes=known_temps(plan, executables))
-        known = replace(known, peak_bytes=least_bytes(known))
-        return known if known.peak_bytes > memory.programs else measure(plan)
-
     if cuts is None:
-        what = ready, memory.programs, policy, tried, memory.limit
-        return cut_to_fit(*what, num_parts=num_parts)
+        return cut_to_fit(
+            ready,
+            memory.programs,
+            policy,
+            num_parts=num_parts,
+            measure=measure,
+            limit=memory.limit,
+        )
     plan = measure(plan_of(ready, cuts, policy, num_parts, again))
     if again and plan.peak_bytes > memory.programs:
         plan = measure(plan_of(ready, cuts, policy, num_parts))
-    most_bytes = memory.programs + memory.spare
-    if plan.peak_bytes > most_bytes:
+    if plan.peak_bytes > memory.programs:
         raise BudgetError(
             memory.limit,
-            f"it leaves {most_bytes} bytes for the plan that the store was trained "
-            f"with, which takes {plan.peak_bytes}",
-            plan.peak_bytes - most_bytes,
+            f"it leaves {memory.programs} bytes for the plan that the store was "
+            f"trained with, which takes {plan.peak_bytes}",
+            plan.peak_bytes - memory.programs,
             ", or pass replan=True for another plan (bits then differ from here on)",
         )
     return plan
@@ -233,18 +214,15 @@ def _with_params(plan: Plan, needs: StepNeeds) -> Plan:
 
 def _placed(plan: Plan, needs: StepNeeds, memory: Memory) -> Plan:
     """Returns the plan with the values that leave, and the reads of params."""
-    programs = max(memory.programs, plan.peak_bytes)  # of a kept plan, with the spare
-    memory = replace(memory, programs=programs)
-    host_bytes, tiers = memory.staged, None
+    unit_of, factor, tiers = needs.unit_of, memory.pool_factor, None
     if plan.is_offloaded:
-        passing = 0 if needs.unit_of is None else staged_bytes(needs.unit_of, plan)
-        host_bytes = (host_bytes - passing) // memory.pool_factor
         plan = evicted(plan, memory.programs)
     if memory.staged:
-        tiers = plan_tiers(plan, host_bytes)
-        if needs.unit_of is not None:
-            pool_bytes = memory.pool_factor * tiers.host_bytes
-            memory = memory.without(pool_bytes, "keeping values")
+        passing = 0 if unit_of is None else staged_bytes(unit_of, plan)
+        tiers = plan_tiers(plan, (memory.staged - passing) // factor)
+        if unit_of is not None:
+            pinned = MemoryNeed(factor * tiers.host_bytes, "keeping values")
+            memory = memory.without(pinned)
     reading = plan_reads(plan, needs, memory)
     return replace(plan, memory=memory, tiers=tiers, reading=reading)
 
@@ -266,42 +244,34 @@ def within(budget: Budget, plan: Callable[[Budget], _Plan], *, advises: bool) ->
         return plan(budget)
     except BudgetError as error:
         refused = error
-    works = _near_least(refused, budget, plan) if advises else budget
-    given, names = vars(budget), ("memory_bytes", "device_memory_bytes")
-    raised = {k: n for k in names if (n := getattr(works, k)) != given[k]}
-    if raised:
-        sizes = {k: exact_bytes(n) for k, n in raised.items()}
-        of = refused.limit, refused.problem, refused.missing_bytes, refused.otherwise
-        refused = BudgetError(*of, works=sizes)
-    raise refused
+    works = _raised(budget, refused, plan) if advises else {}
+    raise BudgetError(
+        refused.limit,
+        refused.problem,
+        refused.missing_bytes,
+        refused.otherwise,
+        works={name: exact_bytes(num_bytes) for name, num_bytes in works.items()},
+    )
 
 
-def _near_least(
-    error: BudgetError, budget: Budget, plan: Callable[[Budget], object]
-) -> Budget:
-    """Returns a budget that works, near the least; the one refused if none is found."""
-    low, works, shares = budget, None, [*_SHARES]
-    for _ in range(len(_SHARES) + _MAX_ADVICE_HALVINGS):
-        least = getattr(low, error.limit)
-        if works is None:
-            if least is None or not shares:
-                break
-            wanted = least + max(1, int(error.missing_bytes / shares.pop(0)))
-        else:
-            most = getattr(works, error.limit)
-            if most - least <= most // 8:
-                break
-            wanted = (least + most) // 2
-        tried = replace(works or low, **{error.limit: _rounded(wanted)})
-        if tried == works:
+def _raised(
+    budget: Budget, refused: BudgetError, plan: Callable[[Budget], object]
+) -> dict[str, int]:
+    """Returns arguments that work: raised by what is missing, until nothing is."""
+    raised: dict[str, int] = {}
+    for _ in range(_MAX_RAISES):
+        name = refused.limit
+        least = raised.get(name, getattr(budget, name))
+        if least is None:  # what the device has free
             break
+        raised[name] = _rounded(least + max(1, int(_RAISE * refused.missing_bytes)))
         try:
-            plan(tried)
-        except BudgetError as other:
-            low, error = tried, error if works else other
+            plan(replace(budget, **raised))
+        except BudgetError as error:
+            refused = error
         else:
-            works = tried
-    return works or budget
+            return raised
+    return {}
 
 
 def _rounded(num_bytes: int) -> int:

@@ -20,8 +20,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinf.errors import BudgetError
-from jaxinf.streaming.plan.calls import NUM_WRITING, Eviction, Plan, Slot, Tiers
+from jaxinf.streaming.plan.calls import (
+    NUM_WRITING,
+    Eviction,
+    Plan,
+    Policy,
+    Slot,
+    Tiers,
+)
 from jaxinf.streaming.program.lifetimes import Stay, occupancy
+from jaxinf.streaming.program.trace import Traced
 from jaxinf.transfer import PAGE_BYTES, page_ceil
 
 SMALL_BYTES = 64 << 10
@@ -34,6 +42,15 @@ device, and pageable for the drive. JAX may read pinned memory in place, or copy
 # Of the memory beyond the least, so much at most is for what is on its way: a value may
 # be copied while the one before it is written.
 _WAY_SHARE = 4
+
+
+def may_leave(traced: Traced, policy: Policy, num_parts: int) -> bool:
+    """Whether values may be on a drive for a part of a step; never on several devices.
+
+    Args:
+      num_parts: Number of parts of a batch whose values wait between segments.
+    """
+    return traced.mesh is None and (policy in ("offload", "plan") or num_parts > 1)
 
 
 # --- who leaves the memory of the programs -------------------------------------------
@@ -72,8 +89,12 @@ def evicted(
         while back > earliest and used[back - 1] + stay.num_bytes <= budget_bytes:
             back -= 1
         used[back : stay.stop] += stay.num_bytes
-        calls = left[stay] + 1, back + 1, stay.stop + 1
-        evictions[stay.tensor] = Eviction(plan.lives[stay.tensor].made, *calls)
+        evictions[stay.tensor] = Eviction(
+            written=plan.lives[stay.tensor].made,
+            gone=left[stay] + 1,
+            back=back + 1,
+            needed=stay.stop + 1,
+        )
     plan = replace(plan, evictions=evictions)
     return replace(plan, peak_bytes=max(memory(plan), default=0))
 
@@ -165,8 +186,12 @@ def plan_tiers(plan: Plan, host_bytes: int) -> Tiers:
     most = sum(stay.num_bytes for stay in left)
     later = np.maximum.accumulate(held[::-1])[::-1].tolist()
     room = [_whole_pages(min(most, ahead - num_bytes)) for num_bytes in later]
-    on_drive = tuple(stay.tensor for stay in sorted(left, key=lambda stay: stay.stop))
-    return Tiers(on_drive, host_bytes, leaving, [room[0], *room[:-1]])
+    return Tiers(
+        on_drive=tuple(one.tensor for one in sorted(left, key=lambda one: one.stop)),
+        host_bytes=host_bytes,
+        leaving_bytes=leaving,
+        room=[room[0], *room[:-1]],
+    )
 
 
 def _whole_pages(num_bytes: int) -> int:

@@ -16,9 +16,8 @@ from jax.sharding import Mesh
 
 from jaxinf.errors import BudgetError, StreamError
 from jaxinf.streaming.program.meshes import default_device
-from jaxinf.streaming.program.units import PINNED, Unit, UnitOf
+from jaxinf.streaming.program.units import Unit, UnitOf
 from jaxinf.terminal import format_bytes
-from jaxinf.transfer import page_ceil
 
 READER_BYTES = 16 << 20
 """The most memory for reading params beside the params themselves."""
@@ -27,17 +26,13 @@ NUM_STAGED = 3
 """The host has room for so many of the largest unit, if the device has memory of its
 own: one is read, one is copied, and its copy is pinned."""
 
-PINNED_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-"""The variable that bounds the pinned memory of XLA's CUDA client."""
-
-_PREALLOCATE_VARIABLE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+# The variable that bounds the pinned memory of XLA's CUDA client.
+_PINNED_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 _DEFAULT_PINNED_GIB = 64
 _WITH_POOL = ("cuda", "gpu")
 # XLA's pool grows by powers of two, and lends a chunk whole if less than half is left.
 _POOL_FACTOR = 2
 _FREE_SHARE = 0.9
-# What a pool may have of what XLA wanted for it, before something else has the rest.
-_WHOLE_SHARE = 0.95
 
 _M_MMAP_THRESHOLD = -3
 _MMAP_THRESHOLD_BYTES = 256 << 10
@@ -54,30 +49,26 @@ class DeviceLimit:
     Attributes:
       num_bytes: The limit; None for none but the host's.
       is_host: Whether the device's memory is the host's.
-      spare_bytes: What was free beside it, for a plan that a store keeps.
       pool_factor: Bytes of the host's memory that a pinned one may take, as the
         platform's pool of it rounds up.
     """
 
     num_bytes: int | None = None
     is_host: bool = True
-    spare_bytes: int = 0
     pool_factor: int = 1
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The memory of a step: its options', and the limit of the JAX device."""
+    """The memory of a step.
+
+    Attributes:
+      device_memory_bytes: In place of the limit of `device`, if it is given.
+    """
 
     memory_bytes: int
     device_memory_bytes: int | None = None
     device: DeviceLimit = field(default_factory=DeviceLimit)
-
-    @property
-    def limit(self) -> DeviceLimit:
-        if self.device_memory_bytes is None:
-            return self.device
-        return replace(self.device, num_bytes=self.device_memory_bytes)
 
 
 class MemoryNeed(NamedTuple):
@@ -126,7 +117,7 @@ class Memory:
         their update; 0 if the device's memory is the host's.
       leaving: Gradients that leave the device or wait for their update.
       limit: The budget that bounds `programs`.
-      spare: What a plan that a store keeps may take beyond `programs`.
+      pool_factor: That of the `DeviceLimit`.
     """
 
     ring: int = 0
@@ -135,75 +126,68 @@ class Memory:
     staged: int = 0
     leaving: int = 0
     limit: str = "memory_bytes"
-    spare: int = 0
     pool_factor: int = 1
 
-    def without(
-        self, num_bytes: int, purpose: str, is_on_device: bool = False
-    ) -> "Memory":
+    def without(self, need: MemoryNeed) -> "Memory":
         """Returns less of the host's memory, or the device's, for the programs.
 
         Raises:
           BudgetError: Nothing is left for them.
         """
-        part = "staged" if self.staged and not is_on_device else "programs"
+        part = "staged" if self.staged and not need.is_on_device else "programs"
         held_bytes = getattr(self, part)
-        if num_bytes >= held_bytes:
+        if need.num_bytes >= held_bytes:
             raise BudgetError(
                 "memory_bytes" if part == "staged" else self.limit,
-                f"it leaves {held_bytes} bytes for the program, and {purpose} takes "
-                f"{num_bytes}",
-                num_bytes - held_bytes + 1,
+                f"it leaves {held_bytes} bytes for the program, and {need.purpose} "
+                f"takes {need.num_bytes}",
+                need.num_bytes - held_bytes + 1,
             )
-        return replace(self, **{part: held_bytes - num_bytes})
+        return replace(self, **{part: held_bytes - need.num_bytes})
 
 
-def divide(memory_bytes: int, needs: StepNeeds, device: DeviceLimit) -> Memory:
+def divide(budget: Budget, needs: StepNeeds) -> Memory:
     """Returns what a step has for its programs, and for all else.
 
     Raises:
       BudgetError: Nothing is left for the programs.
     """
-    memory_bytes -= needs.export_bytes
-    share, ring, pooled, least = memory_bytes // _SHARE, 0, 0, 1
-    gradient_bytes, params = needs.gradient_bytes, "the program's params"
+    memory_bytes = budget.memory_bytes - needs.export_bytes
+    share, gradient_bytes = memory_bytes // _SHARE, needs.gradient_bytes
+    device, factor = budget.device, budget.device.pool_factor
+    ring = pooled = 0
     if needs.ring_bytes is not None:
         ring = max(needs.ring_bytes, min(share, _MAX_RING_BYTES))
-        pooled = max(device.pool_factor * gradient_bytes, share)
-        if not device.is_host:
-            least = NUM_STAGED * page_ceil(gradient_bytes)
-            params = f"params on their way to the device ({least} bytes)"
+        pooled = max(factor * gradient_bytes, share)
     reading = 0 if needs.unit_of is None else min(READER_BYTES, share)
     rest = memory_bytes - ring - pooled - reading
-    if rest < least:
+    if rest < 1:
         raise BudgetError(
             "memory_bytes",
             f"expected room for the store's buffers ({needs.ring_bytes or 0} bytes), "
-            f"for the largest gradient ({device.pool_factor * gradient_bytes} bytes) "
-            f"and for {params}, found {memory_bytes}",
-            least - rest,
+            f"for the largest gradient ({factor * gradient_bytes} bytes) and for the "
+            f"program's params, found {memory_bytes}",
+            1 - rest,
         )
-    gradients = leaving = pooled // device.pool_factor
-    most, limit = device.num_bytes, "device_memory_bytes"
-    if most is None or device.is_host:
-        if most is None or most >= rest:
-            most, limit = rest, "memory_bytes"
-        found = Memory(ring, gradients, most, 0, leaving, limit)
-    else:
-        if needs.ring_bytes is not None:
-            leaving = min(gradients, max(gradient_bytes, most // _SHARE))
-        if leaving >= most:
-            raise BudgetError(
-                limit,
-                f"expected room for the largest gradient ({gradient_bytes} bytes) and "
-                f"for the program's params, found {most}",
-                1 + leaving - most,
-            )
-        spare, factor = device.spare_bytes, device.pool_factor
-        parts = ring, gradients, most - leaving, rest, leaving
-        found = Memory(*parts, limit, spare, factor)
+    most, leaving = budget.device_memory_bytes, pooled // factor
+    most = device.num_bytes if most is None else most
+    programs, staged, limit = rest, 0, "memory_bytes"
+    if most is not None and not device.is_host:
+        leaving = min(leaving, max(gradient_bytes, most // _SHARE))
+        programs, staged, limit = most - leaving, rest, "device_memory_bytes"
+    elif most is not None and most < rest:
+        programs, limit = most, "device_memory_bytes"
+    found = Memory(
+        ring=ring,
+        gradients=pooled // factor,
+        programs=programs,
+        staged=staged,
+        leaving=leaving,
+        limit=limit,
+        pool_factor=factor,
+    )
     for need in needs.others:
-        found = found.without(*need)
+        found = found.without(need)
     return found
 
 
@@ -220,66 +204,44 @@ def device_is_host(device: Any) -> bool:
 # --- what a JAX device has ------------------------------------------------------------
 
 
-def device_limit(device: Any, num_bytes: int | None) -> DeviceLimit:
-    """Returns the limit for a JAX device.
+def limit_of(mesh: Mesh | None, num_bytes: int | None) -> DeviceLimit:
+    """Returns the limit for the JAX device, or for each of a mesh.
 
     Args:
-      num_bytes: `device_memory_bytes`; None for most of what is free, if the device has
-        memory of its own.
+      num_bytes: `device_memory_bytes`; None for most of what is free, on the smallest
+        of devices with memory of their own.
 
     Raises:
-      StreamError: The device cannot copy from the host's memory as streaming does, does
-        not say what is free, or has nothing free.
+      StreamError: A device does not say what is free, or has nothing free.
     """
-    if device_is_host(device):
-        return DeviceLimit(num_bytes)
-    _check_kinds(device)
-    factor = _POOL_FACTOR if device.platform in _WITH_POOL else 1
-    if num_bytes is not None:
-        return DeviceLimit(num_bytes, is_host=False, pool_factor=factor)
-    free_bytes = _free_bytes(device)
-    num_bytes = int(free_bytes * _FREE_SHARE)
-    return DeviceLimit(num_bytes, False, free_bytes - num_bytes, factor)
-
-
-def limit_of(mesh: Mesh | None, num_bytes: int | None) -> DeviceLimit:
-    """Returns the limit for the JAX device, or for each of a mesh: of the smallest."""
     devices = [default_device()] if mesh is None else mesh.local_devices
-    limits = [device_limit(device, num_bytes) for device in devices]
-    return min(limits, key=lambda limit: limit.num_bytes or 0)
+    if device_is_host(devices[0]):
+        return DeviceLimit(num_bytes)
+    if num_bytes is None:
+        num_bytes = int(min(map(_free_bytes, devices)) * _FREE_SHARE)
+    factor = _POOL_FACTOR if devices[0].platform in _WITH_POOL else 1
+    return DeviceLimit(num_bytes, is_host=False, pool_factor=factor)
 
 
-def check_pinned(device: Any, num_bytes: int) -> None:
+def check_pinned(num_bytes: int) -> None:
     """Refuses more pinned memory of the host than XLA's pool of it can have.
 
     Args:
       num_bytes: What the pool may take for a step, with its rounding.
     """
-    text = os.environ.get(PINNED_VARIABLE, "")
+    text = os.environ.get(_PINNED_VARIABLE, "")
     limit_gib = int(text) if text.isdecimal() else _DEFAULT_PINNED_GIB
-    if device.platform not in _WITH_POOL or num_bytes <= limit_gib << 30:
-        return
-    raise StreamError(
-        f"memory_bytes: a step may take {format_bytes(num_bytes)} of pinned memory for "
-        f"copies to and from {_name(device)}, as XLA's pool rounds up to powers of "
-        f"two, and that ends at {limit_gib} GiB. Set {PINNED_VARIABLE}="
-        f"{-(-num_bytes // (1 << 30))}, a whole number, before Python starts, or give "
-        "less memory"
-    )
-
-
-def _check_kinds(device: Any) -> None:
-    kinds = {memory.kind for memory in device.addressable_memories()}
-    if PINNED not in kinds:
+    if num_bytes > limit_gib << 30:
         raise StreamError(
-            f"{_name(device)}: expected memory of the kind {PINNED!r}, from which "
-            f"the device copies params, found {', '.join(sorted(kinds)) or 'none'}; "
-            "upgrade the JAX plugin of this platform, or use JAX_PLATFORMS=cpu"
+            f"memory_bytes: a step may take {format_bytes(num_bytes)} of pinned memory "
+            "for copies to and from the device, as XLA's pool rounds up to powers of "
+            f"two, and that ends at {limit_gib} GiB. Set {_PINNED_VARIABLE}="
+            f"{-(-num_bytes // (1 << 30))}, a whole number, before Python starts, or "
+            "give less memory"
         )
 
 
 def _free_bytes(device: Any) -> int:
-    """What a step can have; of a pool, unless XLA could not reserve most of one."""
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
         raise StreamError(
@@ -288,11 +250,6 @@ def _free_bytes(device: Any) -> int:
             "take there"
         )
     limit_bytes, used_bytes = stats["bytes_limit"], stats.get("bytes_in_use", 0)
-    pool_bytes = stats.get("pool_bytes") or limit_bytes
-    is_shared = os.environ.get(_PREALLOCATE_VARIABLE, "").lower() in ("false", "0")
-    is_reserved = device.platform in _WITH_POOL and not is_shared
-    if is_reserved and pool_bytes < _WHOLE_SHARE * limit_bytes:
-        limit_bytes = pool_bytes  # another process has the rest
     if limit_bytes <= used_bytes:
         raise StreamError(
             f"device_memory_bytes: {_name(device)} has nothing free of "
@@ -311,19 +268,15 @@ def _name(device: Any) -> str:
 # --- what the process frees -----------------------------------------------------------
 
 
-def return_freed_memory(*, collects: bool = True) -> None:
+def return_freed_memory() -> None:
     """Gives freed memory back to the system, now and from now on; does so with glibc.
 
     Otherwise the memory that tracing, compilation and XLA's CPU client free would stay
-    with the process, up to the peak. Other C libraries return it by themselves.
-
-    Args:
-      collects: Whether to look for garbage, as after planning: the nodes and values of
-        a traced program refer to each other.
+    with the process, up to the peak. Other C libraries return it by themselves. The
+    nodes and values of a traced program refer to each other, so garbage is collected.
     """
+    gc.collect()
     libc = ctypes.CDLL(None)
-    if collects:
-        gc.collect()
     with contextlib.suppress(AttributeError):
         libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
         libc.malloc_trim(0)

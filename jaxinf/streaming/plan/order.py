@@ -17,32 +17,48 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count, pairwise
-from typing import Any, TypeAlias
+from typing import NamedTuple
 
-from jaxinf.program import Graph, Value
-from jaxinf.streaming.plan.calls import Call, Slot
+from jaxinf.program import Value
+from jaxinf.streaming.plan.calls import Call, Plan, Policy, Slot
+from jaxinf.streaming.plan.leaving import least_bytes, may_leave
 from jaxinf.streaming.program.graph import Origin, Piece
-from jaxinf.streaming.program.keys import Keys
-from jaxinf.streaming.program.lifetimes import Stay, last_uses
-from jaxinf.streaming.program.programs import Program, Programs, sum_program
+from jaxinf.streaming.program.lifetimes import OrderedProgram, Stay, last_uses
+from jaxinf.streaming.program.programs import (
+    Program,
+    Programs,
+    make_programs,
+    sum_program,
+)
 
-_Run: TypeAlias = tuple[Program, int, bool]
-"""A program, the part of the batch, and whether it only recomputes for the next one."""
+
+class _Turn(NamedTuple):
+    """A program's turn for a part of the batch.
+
+    Attributes:
+      is_repeat: Whether it only recomputes for the next one.
+    """
+
+    program: Program
+    part: int
+    is_repeat: bool = False
 
 
-def order_calls(
-    graph: Graph,
-    programs: Programs,
-    again: Container[int],
-    keys: Keys,
+def plan_of(
+    ready: OrderedProgram,
+    cuts: Sequence[int],
+    policy: Policy = "recompute",
     num_parts: int = 1,
-) -> tuple[tuple[Call, ...], tuple[Slot, ...], tuple[Stay, ...]]:
-    """Returns the calls of one step, the slots of its results, and the uses of params.
+    again: Container[int] = (),
+) -> Plan:
+    """Returns the plan of given cuts, without values that leave and temporaries.
 
     Args:
-      again: Segments whose values are computed again for backward.
-      keys: Of the graph, for programs that add up gradients of parts.
+      again: Segments that are recomputed; all with ``"recompute"``.
     """
+    if policy == "recompute":
+        again = range(len(cuts))
+    graph, programs = ready.graph, make_programs(ready, tuple(cuts))
     targets = defaultdict[Value, list[Piece]](list)
     for piece, value in graph.gradients.items():
         targets[value].append(piece)
@@ -51,31 +67,39 @@ def order_calls(
     calls, starts, numbers = list[Call](), list[int](), count()
 
     def add(
-        run: _Run,
+        turn: _Turn,
         takes: Iterable[Origin | Slot],
-        own: Mapping[int, Sequence[Piece]],
+        gradients: Mapping[int, Sequence[Piece]],
         is_complete: bool,
     ) -> tuple[Slot, ...]:
         """Appends a call; returns what it makes."""
-        program, part, is_repeat = run
-        makes = tuple(Slot(next(numbers)) for _ in program.outputs)
-        pieces = tuple((piece, i) for i, found in own.items() for piece in found)
-        what = program, tuple(takes), makes, (), pieces, is_complete
-        calls.append(Call(*what, is_repeat, part))
+        makes = tuple(Slot(next(numbers)) for _ in turn.program.outputs)
+        pieces = tuple((piece, i) for i, own in gradients.items() for piece in own)
+        calls.append(
+            Call(
+                program=turn.program,
+                takes=tuple(takes),
+                makes=makes,
+                pieces=pieces,
+                gradients=pieces if is_complete else (),
+                is_repeat=turn.is_repeat,
+                part=turn.part,
+            )
+        )
         return makes
 
     for block in _blocks(programs, again, num_parts):
         starts.append(len(calls))
         recomputed: dict[Value, Slot] = {}  # for the next call
-        for run in block:
-            program, part, is_repeat = run
+        for turn in block:
+            program, part, is_repeat = turn
             takes = (
                 v.origin or recomputed.get(v) or slots[part, v] for v in program.inputs
             )
             outputs = enumerate(program.outputs)
             own = {i: targets[v] for i, v in outputs if v in targets}
             is_summed = num_parts > 1 and bool(own) and not is_repeat
-            made = add(run, takes, own, not (is_summed or is_repeat))
+            made = add(turn, takes, own, not (is_summed or is_repeat))
             values = dict(zip(program.outputs, made, strict=True))
             recomputed = values if is_repeat else {}
             if not is_repeat:
@@ -84,51 +108,81 @@ def order_calls(
                 continue
             sums = [made[i] for i in own]
             if part:
-                added = [program.outputs[i] for i in own]
-                total = sum_program(added, part, num_parts, keys)
-                given = (v.origin for v in total.inputs if v.origin is not None)
-                handed, is_last = dict(enumerate(own.values())), part == num_parts - 1
-                takes = (*totals[program], *sums, *given)
-                sums = add((total, part, False), takes, handed, is_last)
+                avals = tuple(program.outputs[i].aval for i in own)
+                is_last = part == num_parts - 1
+                num_summed = num_parts if is_last else None
+                total = sum_program(ready, avals, part == 1, num_summed)
+                given = [v.origin for v in total.inputs if v.origin is not None]
+                takes = [*totals[program], *sums, *given]
+                handed = dict(enumerate(own.values()))
+                sums = add(_Turn(total, part), takes, handed, is_last)
             totals[program] = sums
     results = tuple(
         slots[n, value] for n in range(num_parts) for value in graph.results
     )
-    blocks = starts if num_parts > 1 else range(len(calls))
-    return _with_lives(calls, results), results, _uses(calls, blocks)
+    plan = Plan(
+        traced=ready.traced,
+        cuts=tuple(cuts),
+        policy=policy,
+        num_parts=num_parts,
+        calls=_with_lives(calls, results),
+        results=results,
+        uses=_uses(calls, starts if num_parts > 1 else range(len(calls))),
+        is_offloaded=may_leave(ready.traced, policy, num_parts),
+    )
+    return replace(plan, peak_bytes=least_bytes(plan))
 
 
 def _blocks(
     programs: Programs, again: Container[int], num_parts: int
-) -> Iterator[Sequence[_Run]]:
+) -> Iterator[Sequence[_Turn]]:
     """Yields calls in order; params stay from the first to the last of a block."""
-    parts, forward, early = range(num_parts), programs.forward, programs.num_early
+    parts, forward, early = range(num_parts), programs.forward, _num_early(programs)
     last = len(forward) - 1
 
-    def backward(k: int, part: int) -> Iterator[_Run]:
+    def backward(k: int, part: int) -> Iterator[_Turn]:
         program = programs.backward[k]
         if program is None:
             return
         is_read = not {*program.inputs}.isdisjoint(forward[k].outputs)
         if k in again and k < last and is_read:
-            yield forward[k], part, True
-        yield program, part, False
+            yield _Turn(forward[k], part, is_repeat=True)
+        yield _Turn(program, part)
 
-    def each(program: Program) -> Sequence[_Run]:
-        return [(program, part, False) for part in parts if program.outputs]
+    def each(program: Program) -> Sequence[_Turn]:
+        return [_Turn(program, part) for part in parts if program.outputs]
 
     yield from map(each, forward[:early])
     yield [
-        run
+        turn
         for part in parts
-        for run in (
-            *((one, part, False) for one in forward[early:] if one.outputs),
-            *(run for k in range(last, early - 1, -1) for run in backward(k, part)),
+        for turn in (
+            *(_Turn(one, part) for one in forward[early:] if one.outputs),
+            *(one for k in range(last, early - 1, -1) for one in backward(k, part)),
         )
     ]
     for k in range(early - 1, -1, -1):
-        yield [run for part in parts for run in backward(k, part)]
+        yield [turn for part in parts for turn in backward(k, part)]
     yield from map(each, programs.free)
+
+
+def _num_early(programs: Programs) -> int:
+    """Returns how many segments run forward for all parts before the next one does.
+
+    From the last one that reads params on, loss and scores are of one part at a time.
+    So are the segments before it that read its params in backward alone: of a tied
+    table they take the scores' cotangents.
+    """
+    forward, backward = programs.forward, programs.backward
+    pairs = enumerate(zip(forward, backward, strict=True))
+    readers = [k for k, pair in pairs if any(one and one.params for one in pair)]
+    early = max(readers, default=0)
+    late = {one for program in forward[early:] for one in program.params}
+    while early and (before := backward[early - 1]) is not None:
+        if late.isdisjoint({*before.params} - {*forward[early - 1].params}):
+            break
+        early -= 1
+    return early
 
 
 def _uses(calls: Sequence[Call], starts: Sequence[int]) -> tuple[Stay, ...]:
@@ -139,16 +193,16 @@ def _uses(calls: Sequence[Call], starts: Sequence[int]) -> tuple[Stay, ...]:
     Args:
       starts: First calls of blocks.
     """
-    latest, found = dict[Piece, list[Any]](), list[list[Any]]()
+    latest, found = dict[Piece, int](), list[Stay]()
     for start, end in pairwise([*starts, len(calls)]):
         for number in range(start, end):
             for piece, num_bytes in calls[number].program.params:
                 own = latest.get(piece)
-                if own is None or own[1] <= min(start, number - 1):
-                    own = latest[piece] = [number, number + 1, num_bytes, piece]
-                    found.append(own)
-                own[1] = number + 1
-    return tuple(Stay(*own) for own in found)
+                if own is None or found[own].stop <= min(start, number - 1):
+                    own = latest[piece] = len(found)
+                    found.append(Stay(number, number + 1, num_bytes, piece))
+                found[own] = found[own]._replace(stop=number + 1)
+    return tuple(found)
 
 
 def _with_lives(calls: Sequence[Call], results: Sequence[Slot]) -> tuple[Call, ...]:

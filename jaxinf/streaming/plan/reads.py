@@ -5,11 +5,11 @@ changes the unit. The last read of a unit before its gradient is complete may se
 update, too; the unit then stays until it is updated.
 
 Invariant: the memory of params is what the plan leaves for them, on the host and on the
-JAX device, at least the most of `held_bytes`; beyond it a unit is read again.
+JAX device, at least the most of `fetched_bytes`; beyond it a unit is read again.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -65,19 +65,9 @@ class Reading(NamedTuple):
     @property
     def repeated(self) -> tuple[Fetch, ...]:
         """The reads of each step after the first."""
-        staying = {fetch.unit for fetch in self.fetches if fetch.stays}
         first = {fetch.unit: fetch for fetch in reversed(self.fetches)}
-        return tuple(
-            fetch
-            for fetch in self.fetches
-            if fetch.unit not in staying or fetch is not first[fetch.unit]
-        )
-
-    @property
-    def never_again(self) -> frozenset[Unit]:
-        """Units that no step after the first reads."""
-        read = {fetch.unit for fetch in self.repeated}
-        return frozenset(one.unit for one in self.fetches if one.unit not in read)
+        held = {first[fetch.unit] for fetch in self.fetches if fetch.stays}
+        return tuple(fetch for fetch in self.fetches if fetch not in held)
 
     def num_first(self, fetches: Sequence[Fetch]) -> int:
         """Number of reads that have room when a step begins, of those that it does."""
@@ -96,15 +86,14 @@ def plan_reads(plan: "Plan", needs: StepNeeds, memory: Memory) -> Reading:
     Raises:
       BudgetError: The host has no room for params on their way to the device.
     """
-    calls, unit_of, is_staged = plan.calls, needs.unit_of, memory.staged > 0
+    unit_of, is_staged = needs.unit_of, memory.staged > 0
     if unit_of is None:
         return Reading()
-    uses = (use._replace(tensor=unit_of(use.tensor)) for use in plan.uses)
-    fetches = fetches_of(uses)
+    fetches = fetches_of(use._replace(tensor=unit_of(use.tensor)) for use in plan.uses)
     spare = max(0, memory.programs - plan.peak_bytes)
-    held = held_bytes(fetches, len(calls))
+    held = fetched_bytes(fetches, len(plan.calls))
     room = int(held.max(initial=0)) + spare
-    fetches = keep_between(fetches, held, spare, lambda x: x.leaf in needs.frozen)
+    fetches = keep_between(fetches, held, spare, needs.frozen)
     limit, largest = room - spare // 4, Reading(fetches).largest_bytes
     if is_staged:
         limit, held = memory.staged - NUM_STAGED * largest, np.zeros_like(held)
@@ -116,12 +105,12 @@ def plan_reads(plan: "Plan", needs: StepNeeds, memory: Memory) -> Reading:
                 -limit,
             )
     gradients = {
-        unit_of(piece): number
-        for number, call in enumerate(calls)
-        for piece, _ in call.gradients
+        unit: number
+        for number, call in enumerate(plan.calls)
+        for unit in (unit_of(piece) for piece, _ in call.gradients)
+        if unit in needs.handed
     }
-    what = fetches, gradients, needs.handed.__contains__, held, limit
-    fetches = hand_over(*what, is_staged=is_staged)
+    fetches = hand_over(fetches, gradients, held, limit, is_staged=is_staged)
     if is_staged:
         return Reading(fetches, room, memory.staged - largest)
     used = min(room, sum(fetch.unit.page_bytes for fetch in fetches))
@@ -162,7 +151,7 @@ def fetches_of(uses: Iterable[Stay]) -> tuple[Fetch, ...]:
     return tuple(found)
 
 
-def held_bytes(fetches: Sequence[Fetch], num_calls: int) -> np.ndarray:
+def fetched_bytes(fetches: Sequence[Fetch], num_calls: int) -> np.ndarray:
     """Returns the least memory for units during each call.
 
     Two calls are in flight; with less than the most of it a step would deadlock.
@@ -175,72 +164,70 @@ def keep_between(
     fetches: Sequence[Fetch],
     held: np.ndarray,
     spare_bytes: int,
-    is_frozen: Callable[[Unit], bool] = lambda unit: False,
+    frozen: Set[int] = frozenset(),
 ) -> tuple[Fetch, ...]:
     """Joins reads of the same unit, those that are nearest to each other first.
 
-    Half of the memory is for reading ahead, unless nothing is left to be read. A unit
-    that no update changes may stay from step to step.
+    Half of the memory is for reading ahead, unless nothing is left to be read.
 
     Args:
       held: Memory for units during each call, at least; updated.
       spare_bytes: Memory for units beyond the most of it.
+      frozen: Leaves that no update changes, whose units may stay from step to step.
     """
-    frozen = {one.unit for one in fetches if is_frozen(one.unit)}
-    frozen -= {unit for unit in frozen if unit.is_shared}
-    changing = sum(one.unit.page_bytes for one in fetches if one.unit not in frozen)
+    units = {one.unit for one in fetches}
+    kept = {unit for unit in units if unit.leaf in frozen and not unit.is_shared}
+    changing = sum(one.unit.page_bytes for one in fetches if one.unit not in kept)
     least, most = held.copy(), int(held.max(initial=0)) + spare_bytes
     for ahead_bytes in (min(spare_bytes // 2, changing), spare_bytes // 2):
         held[:] = least
-        found = _joined(fetches, frozen, held, most - ahead_bytes)
-        if not frozen & {one.unit for one in Reading(found).repeated}:
+        found = _joined(fetches, kept, held, most - ahead_bytes)
+        if not kept & {one.unit for one in Reading(found).repeated}:
             break
     return found
 
 
 def _joined(
-    fetches: Sequence[Fetch], frozen: Set[Unit], held: np.ndarray, limit_bytes: int
+    fetches: Sequence[Fetch], kept: Set[Unit], held: np.ndarray, limit_bytes: int
 ) -> tuple[Fetch, ...]:
     reads: dict[Unit, list[int]] = {}
     for number, fetch in enumerate(fetches):
         reads.setdefault(fetch.unit, []).append(number)
-    # Calls between a read's end and the next one's begin, perhaps of the next step.
-    gaps: list[tuple[int, int, range]] = []
+    # From a read's end to the next one's begin, perhaps in the next step.
+    gaps = list[Stay]()
     for unit, own in reads.items():
-        later = [*own[1:], *(own[:1] if unit in frozen else ())]
+        later = [*own[1:], *(own[:1] if unit in kept else ())]
         for one, other in zip(own, later, strict=False):
             begin = fetches[other].first + (other <= one) * len(held)
-            gaps.append((one, other, range(fetches[one].end + 2, begin)))
-    gaps.sort(key=lambda gap: len(gap[2]))
+            end = fetches[one].end + 2
+            gaps.append(Stay(end, max(end, begin), unit.page_bytes, (one, other)))
+    gaps.sort(key=lambda gap: gap.stop - gap.start)
     joined, before = list(fetches), dict[int, int]()
-    for one, other, calls in gaps:
-        num_bytes, during = fetches[one].unit.page_bytes, np.array(calls, int)
-        during %= len(held)
-        if held[during].max(initial=0) + num_bytes > limit_bytes:
-            continue
-        held[during] += num_bytes
+    for gap in fill(held, gaps, limit_bytes):
+        one, other = gap.tensor
         if other <= one:
             joined[one] = joined[one]._replace(stays=True)
         else:
             before[other] = one
     for other in sorted(before, reverse=True):
-        one, (_, _, last, _, stays) = before[other], joined[other]
-        joined[one] = joined[one]._replace(last=last, stays=stays)
+        one, read = before[other], joined[other]
+        joined[one] = joined[one]._replace(last=read.last, stays=read.stays)
     return tuple(fetch for n, fetch in enumerate(joined) if n not in before)
 
 
 def hand_over(
     fetches: Sequence[Fetch],
     gradients: Mapping[Unit, int],
-    can_take: Callable[[Unit], bool],
     held: np.ndarray,
     limit_bytes: int,
+    *,
     is_staged: bool = False,
 ) -> tuple[Fetch, ...]:
     """Chooses the reads that serve an update, those that wait least first.
 
     Args:
-      can_take: Whether the update of a unit can take its params from a read.
+      gradients: The call that completes the gradient of each unit whose update can take
+        its params from a read.
       held: Memory for units during each call, at least; updated.
       limit_bytes: Memory for units; at least the most of `held`.
       is_staged: Whether units only pass through this memory on their way to the device.
@@ -255,10 +242,9 @@ def hand_over(
     }
     waits = []
     for unit, number in last.items():
-        if can_take(unit):
-            one = fetches[number]._replace(gradient=gradients[unit])
-            start = one.first if is_staged else one.last + 2
-            waits.append(Stay(start, one.end + 2, unit.page_bytes, (number, one)))
+        one = fetches[number]._replace(gradient=gradients[unit])
+        start = one.first if is_staged else one.last + 2
+        waits.append(Stay(start, one.end + 2, unit.page_bytes, (number, one)))
     waits.sort(key=lambda stay: stay.tensor[1].gradient - stay.tensor[1].last)
     chosen = dict(stay.tensor for stay in fill(held, waits, limit_bytes))
     return tuple(chosen.get(number, fetch) for number, fetch in enumerate(fetches))

@@ -14,16 +14,16 @@ from jaxinf.terminal import format_bytes
 
 _MOST_NAMES = 3
 _MOST_PIECES = 4
-_TITLES = ("calls", "segment", "programs", "memory")
-_TITLES += ("values leaving", "params read", "params")
+_TITLES = ("calls", "program", "memory", "values leaving", "params read", "params")
 
 
 def plan_text(plan: Any) -> str:
-    """The calls of a `Plan`, those of a segment in a line."""
+    """The calls of a `Plan`, successive ones of a segment in a line."""
     traced, reading, show = plan.traced, plan.reading, format_bytes
     read_bytes = sum(one.unit.num_bytes for one in reading.repeated)
     away_bytes = sum(plan.lives[slot].num_bytes for slot in plan.evictions)
-    kept_bytes = sum(one.num_bytes for one in reading.never_again)
+    kept = {one.unit for one in reading.fetches}
+    kept -= {one.unit for one in reading.repeated}
     head = [
         f"{len(traced.names)} leaves of {show(sum(map(aval_bytes, traced.params)))}",
         f"{len(plan.cuts) - 1} segments, {len(plan.calls)} calls of "
@@ -38,7 +38,7 @@ def plan_text(plan: Any) -> str:
         head.append(f"{plan.num_parts} parts of a batch")
     if traced.mesh is not None:
         head.append(f"on {mesh_text(traced.mesh)}")
-    if stay_bytes := plan.resident_bytes + kept_bytes:
+    if stay_bytes := plan.resident_bytes + sum(unit.num_bytes for unit in kept):
         head.append(f"{show(stay_bytes)} of params stay from step to step")
     lines = [_TITLES, *_lines(plan)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -61,31 +61,21 @@ def largest_text(plan: Any) -> str:
 
 
 def _lines(plan: Any) -> Iterator[tuple[str, ...]]:
-    """Yields a line for each time that a segment's programs run."""
-    numbers = {key: str(number) for number, key in enumerate(plan.programs, 1)}
     memory_bytes, left, read = plan.call_bytes(), Counter[int](), Counter[int]()
     for one in plan.reading.repeated:
         read[one.first] += one.unit.num_bytes
     for slot, one in plan.evictions.items():
         left[one.written] += plan.lives[slot].num_bytes
-    places = list[str]()
-    for call in plan.calls:
-        name = call.program.name
-        if call.is_repeat:
-            name = name.replace("forward", "backward")
-        is_sum = call.program.direction == "sum"  # of the segment before it
-        places.append(places[-1] if is_sum else name)
-    for place, group in groupby(range(len(places)), places.__getitem__):
+    programs = [call.program for call in plan.calls]
+    for name, group in groupby(range(len(programs)), lambda n: programs[n].name):
         own = [*group]
-        calls = plan.calls[own[0] : own[-1] + 1]
-        params = (piece for call in calls for piece, _ in call.program.params)
+        params = [piece for n in own for piece, _ in programs[n].params]
         names = list(dict.fromkeys(_name(plan, piece) for piece in params))
         more = [f"{len(names) - _MOST_NAMES} more"] * (len(names) > _MOST_NAMES)
         moved = (sum(counter[n] for n in own) for counter in (left, read))
         yield (
             f"{own[0]}-{own[-1]}" if own[1:] else f"{own[0]}",
-            place,
-            " ".join(dict.fromkeys(numbers[call.program.key] for call in calls)),
+            name,
             format_bytes(max(memory_bytes[n] for n in own)),
             *(format_bytes(num_bytes) if num_bytes else "" for num_bytes in moved),
             ", ".join([*names[:_MOST_NAMES], *more]),

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxinf.streaming.program.graph import Piece
-from jaxinf.streaming.program.lifetimes import OrderedProgram
+from jaxinf.streaming.program.lifetimes import OrderedProgram, once
 
 # Smaller blocks share a segment: each program costs a dispatch.
 _SMALL_BYTES = 4 << 20
@@ -23,7 +23,7 @@ _MIN_REPEATS = 3
 _MAX_HALVINGS = 14
 
 
-class Run(NamedTuple):
+class Repeat(NamedTuple):
     """Tokens from `start` on that repeat every `period`, `length` in all."""
 
     start: int
@@ -40,21 +40,17 @@ def segment_limits(ready: OrderedProgram) -> list[int]:
     return [1 << n for n in range(bits, least, -1)]
 
 
+@once
 def cuts_of(ready: OrderedProgram, limit_bytes: int) -> tuple[int, ...]:
-    """Returns the cuts in the forward order, with 0 and the end; makes them once.
+    """Returns the cuts in the forward order, with 0 and the end.
 
     Args:
       limit_bytes: The most that a segment should need for params, kept and working
         values. If a single node needs more, it becomes a segment.
     """
-    once = ready.keys.once
-    return once(("cuts", limit_bytes), lambda: _choose_cuts(ready, limit_bytes))
-
-
-def _choose_cuts(ready: OrderedProgram, limit_bytes: int) -> tuple[int, ...]:
     cuts = [0]
-    for run in find_runs(ready.tokens):
-        blocks = _blocks(ready, run)
+    for repeat in find_repeats(tuple(map(ready.keys.node, ready.forward))):
+        blocks = _blocks(ready, repeat)
         if blocks is None or blocks[0] < cuts[-1]:
             continue
         cuts += _divided(ready, cuts[-1], blocks[0], limit_bytes)
@@ -71,15 +67,15 @@ def _segment_bytes(ready: OrderedProgram, start: int, end: int) -> int:
     return ready.piece_bytes(pieces) + kept + 2 * working
 
 
-def _blocks(ready: OrderedProgram, run: Run) -> list[int] | None:
-    """Starts of the run's blocks, and its end; None if they have no params."""
-    period, pieces = run.period, ready.pieces
-    if not any(map(pieces.get, ready.forward[run.start : run.start + period])):
+def _blocks(ready: OrderedProgram, repeat: Repeat) -> list[int] | None:
+    """Starts of the blocks that repeat, and the end; None if they have no params."""
+    period, pieces = repeat.period, ready.pieces
+    if not any(map(pieces.get, ready.forward[repeat.start : repeat.start + period])):
         return None
     ranked = []
     for offset in range(period):
-        num_blocks = (run.length - offset) // period
-        starts = run.start + offset + period * np.arange(num_blocks + 1)
+        num_blocks = (repeat.length - offset) // period
+        starts = repeat.start + offset + period * np.arange(num_blocks + 1)
         cost = int(np.median(ready.cut_bytes[starts[1:]]))
         ranked.append((cost, -num_blocks, offset, starts.tolist()))
     most = _PHASE_TOLERANCE * min(ranked)[0]
@@ -150,31 +146,31 @@ def _pieces(ready: OrderedProgram, at: int) -> set[Piece]:
 
 
 @lru_cache(maxsize=8)  # a program is cut for many limits, and traced again
-def find_runs(tokens: tuple[Hashable, ...], start: int = 0) -> list[Run]:
-    """Finds disjoint runs of at least three periods, and returns them in order.
+def find_repeats(tokens: tuple[Hashable, ...], start: int = 0) -> list[Repeat]:
+    """Finds disjoint repeats of at least three periods, and returns them in order.
 
-    Longer runs are preferred. A period has several nodes; a repeated node is not a run.
+    Longer ones are preferred. A period has several nodes, not one.
     """
-    run = _longest(tokens)
-    if run is None:
+    repeat = _longest(tokens)
+    if repeat is None:
         return []
-    end = run.start + run.length
+    end = repeat.start + repeat.length
     return [
-        *find_runs(tokens[: run.start], start),
-        Run(start + run.start, run.period, run.length),
-        *find_runs(tokens[end:], start + end),
+        *find_repeats(tokens[: repeat.start], start),
+        Repeat(start + repeat.start, repeat.period, repeat.length),
+        *find_repeats(tokens[end:], start + end),
     ]
 
 
-def _longest(tokens: Sequence[Hashable]) -> Run | None:
+def _longest(tokens: Sequence[Hashable]) -> Repeat | None:
     numbers: dict[Hashable, int] = {}
     ids = np.array([numbers.setdefault(token, len(numbers)) for token in tokens])
-    best: Run | None = None
+    best: Repeat | None = None
     for period in range(2, len(ids) // _MIN_REPEATS + 1):
         start, same = _longest_true(ids[:-period] == ids[period:])
         length = same + period
         if length >= _MIN_REPEATS * period and (best is None or length > best.length):
-            best = Run(start, period, length)
+            best = Repeat(start, period, length)
     return best
 
 

@@ -7,17 +7,9 @@ Invariant: two programs have the same key only if they can share an executable. 
 import hashlib
 import re
 import sys
-from collections.abc import (
-    Callable,
-    Hashable,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-    Set,
-)
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +18,6 @@ import numpy as np
 from jaxinf import compat
 from jaxinf.program import Node, Value
 from jaxinf.streaming.program.meshes import typed_sharding
-
-_Made = TypeVar("_Made")
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), np.generic, np.dtype)
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
@@ -49,21 +39,14 @@ def _digest(lines: Iterable[str]) -> str:
 
 
 class Keys:
-    """Texts of nodes and programs of one graph, and what is made of it but once."""
+    """Texts of nodes and programs of one graph."""
 
     def __init__(self) -> None:
-        self._made: dict[Any, Any] = {}
         self._known: dict[int, tuple[Any, str]] = {}
         self._objects: dict[Any, int] = {}
         self._unhashable: list[Any] = []  # held, so that ids stay theirs
         self._nodes: dict[Node, str] = {}
         self._values: dict[Value, str] = {}
-
-    def once(self, what: Hashable, make: Callable[[], _Made]) -> _Made:
-        """Returns what was made of the graph before by this name; else makes it."""
-        if what not in self._made:
-            self._made[what] = make()
-        return self._made[what]
 
     def node(self, node: Node) -> str:
         """Text of a node's computation and the types of its operands."""
@@ -128,7 +111,9 @@ class Keys:
         if isinstance(item, (tuple, list)):
             return f"({','.join(map(self._text, item))})"
         if _is_plain_array(item):
-            return _array(np.asarray(item))
+            array = np.asarray(item)
+            digest = hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+            return f"array:{array.dtype}{array.shape}{digest}"
         return self._object(item)
 
     def _object(self, item: Any) -> str:
@@ -180,8 +165,3 @@ def _aval(aval: Any) -> str:
 @cache  # NumPy makes a dtype's name anew each time
 def _name(dtype: Any) -> str:
     return str(dtype)
-
-
-def _array(array: np.ndarray) -> str:
-    digest = hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
-    return f"array:{array.dtype}{array.shape}{digest}"

@@ -10,9 +10,9 @@ that is not named here counts as expensive.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from functools import cached_property, wraps
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -31,6 +31,7 @@ _SCALAR_BYTES = 64
 _PARAMS_RATIO = 4
 
 _Used = TypeVar("_Used")
+_Made = TypeVar("_Made")
 _Needs: TypeAlias = Mapping[Node, frozenset[Value]]
 _Pieces: TypeAlias = Mapping[Node, frozenset[Piece]]
 
@@ -60,23 +61,26 @@ def occupancy(num_calls: int, stays: Iterable[Stay]) -> np.ndarray:
 
 
 def fill(occupied: np.ndarray, stays: Iterable[Stay], capacity: int) -> list[Stay]:
-    """Adds stays, in the order given, if there is room; returns those added."""
+    """Adds stays, in the order given, if there is room; returns those added.
+
+    One that ends after the last call goes on with the first ones, of the next step.
+    """
     added = []
     for stay in stays:
-        during = occupied[stay.start : stay.stop]
-        if during.max(initial=0) + stay.num_bytes <= capacity:
-            during += stay.num_bytes
+        during = np.arange(stay.start, stay.stop) % len(occupied)
+        if occupied[during].max(initial=0) + stay.num_bytes <= capacity:
+            occupied[during] += stay.num_bytes
             added.append(stay)
     return added
 
 
-@dataclass(frozen=True, eq=False, repr=False)  # it has all nodes
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)  # it has all nodes
 class OrderedProgram:
     """A traced function, the order of its nodes, and the costs of cuts in it.
 
     Attributes:
       traced: The function, of a part of a batch if there are several.
-      keys: Texts of the nodes, and what is made of the graph but once.
+      keys: Texts of the nodes.
       forward, backward: The nodes that are not free, in the order in which they run.
       free: Nodes that no segment has; segments consist of the others.
       light: Nodes cheap enough to be computed again from kept values.
@@ -88,6 +92,7 @@ class OrderedProgram:
       cut_bytes: Bytes of values that cross each forward cut and its backward cut.
       working_bytes: Bytes of the operands and results of each forward node.
       kept_bytes: Cumulative bytes, by forward node, of results kept for backward.
+      made: What functions that are `once` have made of it.
     """
 
     traced: Traced
@@ -103,14 +108,10 @@ class OrderedProgram:
     cut_bytes: np.ndarray
     working_bytes: np.ndarray
     kept_bytes: np.ndarray
+    made: dict[Any, Any] = field(default_factory=dict)
 
     def piece_bytes(self, pieces: Iterable[Piece]) -> int:
         return sum(self.sizes[piece] for piece in pieces)
-
-    @cached_property
-    def tokens(self) -> tuple[str, ...]:
-        """Tokens of the forward nodes; equal ones have equal computations."""
-        return tuple(map(self.keys.node, self.forward))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -125,6 +126,18 @@ class OrderedProgram:
         if traced.mesh is not None:
             specs = [str(a.sharding.spec) for a in (*traced.params, *traced.batch)]
         return stable_digest(chain(lines, origins, [targets], traced.names, specs))
+
+
+def once(make: Callable[..., _Made]) -> Callable[..., _Made]:
+    """Lets a function of an ordered program and of hashable values run but once."""
+
+    @wraps(make)
+    def found(ready: OrderedProgram, *args: Hashable) -> _Made:
+        if (make, args) not in ready.made:
+            ready.made[make, args] = make(ready, *args)
+        return ready.made[make, args]
+
+    return found
 
 
 def order_program(
@@ -175,19 +188,21 @@ def order_program(
     used = (v for node in graph.nodes for v in node.inputs)
     sizes |= {v.origin: v.num_bytes for v in used if isinstance(v.origin, Piece)}
     return OrderedProgram(
-        traced,
-        graph,
-        Keys(),
-        tuple(forward),
-        tuple(backward),
-        free,
-        light,
-        pieces,
-        sizes,
-        cuts,
-        _live_bytes(forward, needs) + _live_bytes(backward, needs)[cuts],
-        np.array([num_bytes(needs[n]) + num_bytes(n.outputs) for n in forward]),
-        np.concatenate([[0], np.cumsum(heavy, dtype=np.int64)]),
+        traced=traced,
+        graph=graph,
+        keys=Keys(),
+        forward=tuple(forward),
+        backward=tuple(backward),
+        free=free,
+        light=light,
+        pieces=pieces,
+        sizes=sizes,
+        backward_cuts=cuts,
+        cut_bytes=_live_bytes(forward, needs) + _live_bytes(backward, needs)[cuts],
+        working_bytes=np.array(
+            [num_bytes(needs[n]) + num_bytes(n.outputs) for n in forward]
+        ),
+        kept_bytes=np.concatenate([[0], np.cumsum(heavy, dtype=np.int64)]),
     )
 
 
@@ -203,14 +218,9 @@ def _is_free(node: Node, needs: Set[Value], params: Set[Value]) -> bool:
     return is_spread or not (needs or is_count)
 
 
-def _made(nodes: Sequence[Node]) -> dict[Value, int]:
-    return {value: i for i, node in enumerate(nodes) for value in node.outputs}
-
-
 def first_uses(uses: Sequence[Iterable[_Used]]) -> dict[_Used, int]:
     """Returns the number of the first of `uses` that has each."""
-    backwards = zip(range(len(uses) - 1, -1, -1), reversed(uses), strict=True)
-    return {one: i for i, own in backwards for one in own}
+    return {one: i for i in reversed(range(len(uses))) for one in uses[i]}
 
 
 def last_uses(uses: Iterable[Iterable[_Used]]) -> dict[_Used, int]:
@@ -220,7 +230,8 @@ def last_uses(uses: Iterable[Iterable[_Used]]) -> dict[_Used, int]:
 
 def _live_bytes(nodes: Sequence[Node], needs: _Needs) -> np.ndarray:
     """Bytes of the values of one direction that cross each cut in it."""
-    made, last = _made(nodes), last_uses(map(needs.__getitem__, nodes))
+    made = last_uses(node.outputs for node in nodes)
+    last = last_uses(needs[node] for node in nodes)
     both = made.keys() & last.keys()
     stays = (Stay(made[v] + 1, last[v] + 1, v.num_bytes) for v in both)
     return occupancy(len(nodes) + 1, stays)
@@ -233,7 +244,8 @@ def _backward_cuts(
     forward: Sequence[Node],
     backward: Sequence[Node],
 ) -> np.ndarray:
-    made, finished = _made(forward), defaultdict[Node | None, list[Piece]](list)
+    made = last_uses(node.outputs for node in forward)
+    finished = defaultdict[Node | None, list[Piece]](list)
     first_use = first_uses([pieces[node] for node in forward])
     for target, value in graph.gradients.items():
         finished[value.node] += [one for one in first_use if _overlaps(one, target)]

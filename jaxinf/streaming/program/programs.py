@@ -20,7 +20,7 @@ from jaxinf import compat
 from jaxinf.program import Node, Value, ancestors, evaluate, graph_of
 from jaxinf.streaming.program.graph import Number, Piece, aval_bytes
 from jaxinf.streaming.program.keys import Keys
-from jaxinf.streaming.program.lifetimes import OrderedProgram
+from jaxinf.streaming.program.lifetimes import OrderedProgram, once
 from jaxinf.streaming.program.meshes import struct, typed_sharding
 
 # glibc keeps smaller blocks anyway, so a plan is not exact to within their size.
@@ -90,32 +90,10 @@ class Programs(NamedTuple):
     backward: tuple[Program | None, ...]
     free: tuple[Program, ...]
 
-    @property
-    def num_early(self) -> int:
-        """Number of segments that run forward for all parts before the next one does.
 
-        From the last one that reads params on, loss and scores are of one part at a
-        time. So are the segments before it that read its params in backward alone: of
-        a tied table they take the scores' cotangents.
-        """
-        pairs = enumerate(zip(self.forward, self.backward, strict=True))
-        readers = [k for k, pair in pairs if any(one and one.params for one in pair)]
-        early = max(readers, default=0)
-        late = {one for program in self.forward[early:] for one in program.params}
-        while early and (backward := self.backward[early - 1]) is not None:
-            if late.isdisjoint({*backward.params} - {*self.forward[early - 1].params}):
-                break
-            early -= 1
-        return early
-
-
-def make_programs(ready: OrderedProgram, cuts: Sequence[int]) -> Programs:
-    """Makes the programs of the segments between `cuts`, once for a graph."""
-    what = "programs", tuple(cuts)
-    return ready.keys.once(what, lambda: _programs_of(ready, cuts))
-
-
-def _programs_of(ready: OrderedProgram, cuts: Sequence[int]) -> Programs:
+@once
+def make_programs(ready: OrderedProgram, cuts: tuple[int, ...]) -> Programs:
+    """Makes the programs of the segments between `cuts`."""
     graph, free, keys = ready.graph, ready.free, ready.keys
     back = [int(ready.backward_cuts[cut]) for cut in cuts]
     segments = [ready.forward[start:end] for start, end in pairwise(cuts)]
@@ -127,10 +105,12 @@ def _programs_of(ready: OrderedProgram, cuts: Sequence[int]) -> Programs:
         direction: str, k: int, nodes: Sequence[Node], light: Set[Node] = frozenset()
     ) -> Program:
         own = {*nodes, *light}
-        outputs = [v for node in nodes for v in node.outputs if v in wanted]
         program = program_of(
-            *(direction, outputs, keys, nodes),
-            lambda node: node in own or node in free,
+            direction,
+            [v for node in nodes for v in node.outputs if v in wanted],
+            keys,
+            first=nodes,
+            is_own=lambda node: node in own or node in free,
             segment=k,
         )
         wanted.update(program.inputs)
@@ -147,8 +127,9 @@ def _programs_of(ready: OrderedProgram, cuts: Sequence[int]) -> Programs:
     return Programs(tuple(forward[::-1]), tuple(backward), tuple(alone))
 
 
+@once
 def sum_program(
-    gradients: Sequence[Value], part: int, num_parts: int, keys: Keys
+    ready: OrderedProgram, avals: tuple[Any, ...], is_first: bool, count: int | None
 ) -> Program:
     """Returns what adds the gradients of a part to those before it.
 
@@ -157,20 +138,11 @@ def sum_program(
         part k          (sum + gradient) / k        the mean, in the gradient's dtype
 
     It is a program of its own, since XLA may round a sum differently if it computes its
-    terms, too. Sums are in float32, or in the gradient's dtype if that is longer.
-    """
-    avals = tuple(value.aval for value in gradients)
-    count = num_parts if part == num_parts - 1 else None
-    what = "sum", avals, part == 1, count
-    return keys.once(what, lambda: _sum_program(keys, avals, part == 1, count))
-
-
-def _sum_program(
-    keys: Keys, avals: Sequence[Any], is_first: bool, count: int | None
-) -> Program:
-    """Returns what takes sums, then gradients, and the number of parts at the last.
+    terms, too. Sums are in float32, or in the gradient's dtype if that is longer. It
+    takes sums, then gradients, and the number of parts at the last.
 
     Args:
+      avals: Types of the gradients.
       is_first: Whether the sums are one part's gradients.
       count: Number of parts, for the means; None for sums.
     """
@@ -196,7 +168,7 @@ def _sum_program(
     graph = graph_of(closed)
     if count is not None:
         graph.inputs[-1].origin = Number(count)
-    key = keys.program(graph.inputs, graph.nodes, graph.outputs)
+    key = ready.keys.program(graph.inputs, graph.nodes, graph.outputs)
     return Program("sum", -1, graph.inputs, graph.nodes, graph.outputs, key)
 
 
@@ -226,10 +198,12 @@ def compile_program(
         return evaluate(program.nodes, program.outputs, env)
 
     run.__name__ = program.name.replace(" ", "_")
-    how = {"donate_argnums": tuple(donated), "out_shardings": [*outputs] or None}
+    jitted = jax.jit(
+        run, donate_argnums=tuple(donated), out_shardings=[*outputs] or None
+    )
     pairs = zip(program.inputs, inputs or [None] * len(program.inputs), strict=True)
     types = (struct(value.aval, own) for value, own in pairs)
-    return compat.compile_lowered(jax.jit(run, **how).lower(*types), options)
+    return compat.compile_lowered(jitted.lower(*types), options)
 
 
 def compiler_options(
@@ -311,8 +285,7 @@ def program_of(
     for root in roots:
         _emit(root, is_own, inputs, order)
     key = keys.program(tuple(inputs), tuple(order), outputs)
-    what = tuple(inputs), tuple(order), tuple(outputs)
-    return Program(direction, segment, *what, key)
+    return Program(direction, segment, (*inputs,), (*order,), (*outputs,), key)
 
 
 def _emit(

@@ -56,18 +56,14 @@ def check_params(params: PyTree) -> list[jax.ShapeDtypeStruct]:
       StreamError: One of them is not an array of floating-point numbers.
     """
     for path, leaf in jax.tree.leaves_with_path(params):
-        if not _is_array(leaf):
+        found = leaf.dtype if _is_array(leaf) else type(leaf).__name__
+        if not _is_array(leaf) or not jnp.issubdtype(found, jnp.floating):
             raise StreamError(
-                f"params leaf {path_name(path)}: expected an array, found "
-                f"{type(leaf).__name__}; put other values into the batch, or close "
-                "over it (Equinox: equinox.partition(model, equinox.is_inexact_array))"
-            )
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise StreamError(
-                f"params leaf {path_name(path)}: expected floating-point numbers, "
-                f"which have a gradient, found {leaf.dtype}; pass it as part of the "
-                "batch, and return its new value as aux (NNX: nnx.split(model, "
-                "nnx.Param, ...))"
+                f"params leaf {path_name(path)}: expected an array of floating-point "
+                f"numbers, which have a gradient, found {found}; put other values into "
+                "the batch, and return new ones as aux, or close over them (Equinox: "
+                "equinox.partition(model, equinox.is_inexact_array); NNX: "
+                "nnx.split(model, nnx.Param, ...))"
             )
     return jax.tree.leaves(abstract(params))
 
@@ -164,7 +160,8 @@ def _check_result(out: Any, has_aux: bool) -> tuple[Any, PyTree]:
             "the loss function: expected a pair (loss, aux) because of has_aux=True, "
             f"found {_described(out)}; return the pair, or leave has_aux out"
         )
-    loss, aux = out if has_aux else (out, ())
+    result: tuple[Any, PyTree] = out if has_aux else (out, ())
+    loss, aux = result
     is_array = hasattr(loss, "shape")
     if not is_array or loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
         hint = "take its mean or sum" if is_array else "return its value alone"
