@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from jaxinf.errors import StoreFormatError
+from jaxinf.errors import ProcessError, StoreFormatError
 from jaxinf.store import (
     CommittedStep,
     StoreDirectory,
@@ -87,8 +87,7 @@ def _agreed(members: Sequence[StoreDirectory]) -> str:
     held = [held_steps(member) for member in members]
     try:
         step = agreed_step(held)
-    except LookupError:
-        shown = "; ".join(f"{one.current} and {one.spare}" for one in held)
-        return f"no step that all have: {shown}"
+    except ProcessError as error:
+        return str(error)
     agreed = "no step yet" if step is None else f"step {step.step}"
     return f"{agreed}, from which all go on"

@@ -144,8 +144,7 @@ class ChunkTable:
         if found not in (None, expected):
             directory, at = self._directory, layout.place(state)
             file, one = directory.chunk_file(slot, *at), directory.held_chunk(*at)
-            where = {"when": when, "store": str(directory.path)}
-            raise corrupt_chunk(file, one, expected, found, **where)
+            raise corrupt_chunk(file, one, expected, found, when)
 
     def matches(self, layout: SubgroupLayout, state: int, checksum: int) -> bool:
         """Whether a copy equals the newest version, when the whole chunk is known."""

@@ -13,7 +13,7 @@ import contextlib
 import fnmatch
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -336,16 +336,11 @@ def _common_step(path: Path, found: Sequence[Any]) -> StepId | None:
         restore="the checkpoint to restore to be of one commit in all members",
     )
     try:
-        return agreed_step(steps)
-    except LookupError:
+        return agreed_step(steps, path)
+    except ProcessError:
         if found[0]["restore"] is not None:
             return None
-        raise ProcessError(
-            f"{path}: expected a step that all members have, found none: "
-            f"{_of_each(map(str, steps))}. Was one of them restored from a backup, or "
-            "restored alone? Restore a checkpoint that all have: open_store(path, "
-            "restore=NAME)",
-        ) from None
+        raise
 
 
 def _check_equal(path: Path, found: Sequence[Any], **what: str) -> None:
@@ -354,13 +349,8 @@ def _check_equal(path: Path, found: Sequence[Any], **what: str) -> None:
     for key, wanted in {"versions": versions, **what}.items():
         values = [json.dumps(one[key]) for one in found]
         if len(set(values)) > 1:
-            raise StoreMismatchError(
-                f"{path}: expected {wanted}, found {_of_each(values)}"
-            )
-
-
-def _of_each(texts: Iterable[str]) -> str:
-    return "; ".join(f"process {n}: {text}" for n, text in enumerate(texts))
+            listed = "; ".join(f"process {n}: {text}" for n, text in enumerate(values))
+            raise StoreMismatchError(f"{path}: expected {wanted}, found {listed}")
 
 
 def _in_common(manifest: Manifest) -> dict[str, JsonValue]:

@@ -44,6 +44,7 @@ from jaxinf.store.steps import (
     save_checkpoint,
     step_of,
 )
+from jaxinf.typing import PathLikeStr
 
 _MEMBER = re.compile(r"process-\d{5,}")
 _NUM_ATTEMPTS = 20
@@ -76,7 +77,9 @@ class HeldSteps(NamedTuple):
     spare: StepId | None
 
 
-def agreed_step(members: Sequence[HeldSteps]) -> StepId | None:
+def agreed_step(
+    members: Sequence[HeldSteps], path: PathLikeStr = "RUN"
+) -> StepId | None:
     """Returns the step that all members go on from; None if none was ever committed.
 
     It is the committed step of at least one member, and all others have it, too. If
@@ -85,12 +88,18 @@ def agreed_step(members: Sequence[HeldSteps]) -> StepId | None:
     committed a later one.
 
     Raises:
-      LookupError: the members have no such step.
+      ProcessError: the members of the run at this path have no such step.
     """
     held = [{one.current, one.spare or one.current} for one in members]
     common = {one.current for one in members}.intersection(*held)
     if not common:
-        raise LookupError("no common step")
+        listed = "; ".join(f"process {n}: {steps}" for n, steps in enumerate(members))
+        raise ProcessError(
+            f"{path}: expected a step that all members have, found none: {listed}. Was "
+            "one of them restored from a backup, or restored alone? Go back to a "
+            f"checkpoint of all: jaxinf checkpoint restore {path} NAME "
+            "--discard-current"
+        )
     return max((step for step in common if step is not None), default=None)
 
 
@@ -201,18 +210,11 @@ def hold_members(
             claim_csds(directory)
             prune_leftovers(directory)
             members.append(directory)
-        held = [held_steps(one) for one in members]
         try:
-            to_step(members, agreed_step(held))
-        except LookupError:
+            to_step(members, agreed_step([held_steps(one) for one in members], path))
+        except ProcessError:
             if needs_common:
-                pairs = zip(members, held, strict=True)
-                listed = ", ".join(f"{one.path.name}: {steps}" for one, steps in pairs)
-                raise ProcessError(
-                    f"{path}: expected a step that all have, found {listed}; go back "
-                    f"to a checkpoint of all: jaxinf checkpoint restore {path} NAME "
-                    "--discard-current"
-                ) from None
+                raise
         yield members
 
 

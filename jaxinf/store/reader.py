@@ -105,9 +105,7 @@ def corrupt_chunk(
     one: ChunkFile,
     expected: int | None,
     found: int,
-    *,
     when: str = "as written",
-    store: str = "STORE",
 ) -> StoreCorruptError:
     """Makes the error for a chunk whose checksum differs from the committed one.
 
@@ -119,8 +117,7 @@ def corrupt_chunk(
     return StoreCorruptError(
         f"{os.path.realpath(file)}: {one}: expected CRC-32C {wanted} {when}, found "
         f"{found:08x}; nothing was made of it. Check the drive (dmesg, smartctl), see "
-        f'"jaxinf verify {store}" for all that is damaged, and restore a checkpoint or '
-        "a backup"
+        '"jaxinf verify" for all that is damaged, and restore a checkpoint or a backup'
     )
 
 

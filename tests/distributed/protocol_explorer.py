@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from jaxinf.errors import ProcessError
 from jaxinf.store import CommitAction, HeldSteps, StepId, agreed_step
 
 UNPUBLISH, WRITE, REWRITE = "unpublish", "write", "rewrite"
@@ -181,7 +182,7 @@ def _recovered(members, state) -> list[_State]:
     published = max(member.step for member in state.members)
     try:
         step = agreed_step([member.held() for member in members])
-    except LookupError:
+    except ProcessError:
         raise Violation(f"no common step: {members}") from None
     if state.going_back:
         published = min(member.step for member in state.members)
