@@ -224,8 +224,7 @@ class ChunkTable:
             return
         for entry, one in enumerate(self._directory.manifest.held()):
             if not self._is_working[entry] and not self._is_shared[entry]:
-                at = one.number, one.chunk, one.state.name
-                self._directory.link_chunk(self.committed, self.target, *at)
+                self._directory.link_chunk(self.committed, self.target, one)
                 self._is_shared[entry] = True
 
     def end_commit(self) -> None:

@@ -321,18 +321,14 @@ class StoreDirectory:
                     os.truncate(file, num_bytes)
         return file
 
-    def link_chunk(
-        self, source: str, target: Slot, leaf: int, chunk: int, state: str
-    ) -> None:
+    def link_chunk(self, source: str, target: Slot, one: ChunkFile) -> None:
         """Hard-links a chunk of another step into an unpublished slot."""
-        old = self.chunk_file(source, leaf, chunk, state)
-        new = self.chunk_file(target, leaf, chunk, state)
+        old, new = self.file_of(source, one), self.file_of(target, one)
         with self._replace_lock:
             # A file with a single link is not in the other slot.
             if _status(old).st_nlink > 1 and new.exists() and old.samefile(new):
                 return
-            csd = self.manifest.leaves[leaf].csds[chunk]
-            with self._replacement(csd, new) as temporary:
+            with self._replacement(one.csd, new) as temporary:
                 link_file(old, temporary)
 
     @contextlib.contextmanager

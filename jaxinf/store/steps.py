@@ -321,7 +321,7 @@ def restore_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
     _check_space(directory, None)
     directory.unpublish(spare)
     for one in directory.manifest.held():
-        directory.link_chunk(place, spare, one.number, one.chunk, one.state.name)
+        directory.link_chunk(place, spare, one)
     make_carry(directory.step_path(spare), directory.manifest, record.carry)
     link_carry(directory.step_path(place), directory.step_path(spare), record.carry)
     directory.sync()

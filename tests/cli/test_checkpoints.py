@@ -121,8 +121,8 @@ def members(store, run):
 def test_a_step_that_one_member_is_still_to_flip_to_is_not_given_up(members, run):
     place, both = members(num_steps=1)
     for one in both:  # killed when all have met, and one has flipped and kept it
-        for leaf, _, state, number in one.manifest.held():
-            one.link_chunk("a", "b", leaf, number, state.name)
+        for chunk in one.manifest.held():
+            one.link_chunk("a", "b", chunk)
         record = one.read_record("a").replace(step=4, commit=f"{4:032}-4")
         one.write_record("b", record)
     both[0].flip("b")

@@ -80,9 +80,10 @@ def test_a_missing_chunk_is_named(make_directory, write_step, action):
     directory = make_directory()
     write_step(directory, "a", 0)
     directory.chunk_file("a", 0, 0, "mu").unlink()
-    slots = ("a", "b") if action == "link_chunk" else ("a",)
+    one = directory.held_chunk(0, 0, "mu")
+    given = ("a", "b", one) if action == "link_chunk" else ("a", 0, 0, "mu")
     with pytest.raises(StoreIOError, match=r"mu\.h0\.attn\.kernel/c/0/0: expected a "):
-        getattr(directory, action)(*slots, 0, 0, "mu")
+        getattr(directory, action)(*given)
 
 
 @pytest.mark.parametrize("num_csds", [0, 2])
