@@ -120,14 +120,23 @@ class StoreLock(LockFile):
     """
 
     def __init__(self, store_path: Path) -> None:
+        own = Holder(os.getpid(), socket.gethostname(), tuple(sys.argv))
         try:
             super().__init__(store_path / "lock", waits=False)
         except BlockingIOError as error:
+            if (who := read_holder(store_path)) is None:
+                found = "a process that is just starting; try again"
+            elif (who.pid, who.host) == (own.pid, own.host):
+                found = "this very process; close the store that is already open first"
+            else:
+                found = (
+                    f"process {who.pid} on {who.host} ({' '.join(who.command)[:200]}); "
+                    f"wait for it or stop it (kill {who.pid}), or use another store"
+                )
             raise StoreLockedError(
                 f"{store_path}: expected to be the store's only writer, found it "
-                f"locked by {_described(read_holder(store_path))}"
+                f"locked by {found}"
             ) from error
-        own = Holder(os.getpid(), socket.gethostname(), tuple(sys.argv))
         with contextlib.ExitStack() as undo, translated("locking", self.path):
             undo.callback(self.close)
             self._write(json.dumps(msgspec.to_builtins(own)))
@@ -170,17 +179,6 @@ def read_holder(store_path: Path) -> Holder | None:
         return decode(read_beneath(store_path, "lock", _LOCK_BYTES), Holder)
     except (DocumentError, StoreError):
         return None
-
-
-def _described(who: Holder | None) -> str:
-    if who is None:
-        return "a process that is just starting; try again"
-    if who.pid == os.getpid() and who.host == socket.gethostname():
-        return "this very process; close the store that is already open first"
-    return (
-        f"process {who.pid} on {who.host} ({' '.join(who.command)[:200]}); wait for it "
-        f"or stop it (kill {who.pid}), or use another store"
-    )
 
 
 def _forget_all() -> None:

@@ -24,7 +24,6 @@ from jaxinf.layout import (
     Chunk,
     LeafGrid,
     scale_chunks,
-    scales_length,
     shared_grid,
 )
 from jaxinf.store.documents import (
@@ -177,13 +176,6 @@ class LeafRecord(Document, frozen=True, kw_only=True, dict=True, gc=True):
     def grid(self) -> LeafGrid:
         """The chunk grid."""
         return shared_grid(self.shape, self.chunk_shape)
-
-    def array_grid(self, state: StateRecord) -> tuple[Sequence[int], Sequence[int]]:
-        """Returns shape and chunk shape of a state's array."""
-        if state.codec != "scale":
-            return self.shape, self.chunk_shape
-        length = scales_length(self.grid)
-        return (len(self.csds) * length,), (length,)
 
     def chunks(self, state: StateRecord) -> Sequence[Chunk]:
         """Returns the chunks of a state's array, one for each of the leaf's grid."""

@@ -19,6 +19,7 @@ import numpy as np
 from jaxinf.compat import ORBAX_DICT_KEY, ORBAX_HANDLER
 from jaxinf.documents import MOST_BYTES, encode
 from jaxinf.errors import StoreCorruptError
+from jaxinf.layout import scales_length
 from jaxinf.store.commit import CARRY, CarriedArray
 from jaxinf.store.directory import link_file
 from jaxinf.store.documents import encode_key
@@ -101,7 +102,10 @@ def step_documents(
         rather than the checkpoint itself.
     """
     for name, leaf, state in manifest.arrays():
-        shape, chunk_shape = map(tuple, leaf.array_grid(state))
+        shape, chunk_shape = leaf.shape, leaf.chunk_shape
+        if state.codec == "scale":
+            chunk_shape = (scales_length(leaf.grid),)
+            shape = (len(leaf.csds) * chunk_shape[0],)
         yield f"{name}/zarr.json", array_document(shape, chunk_shape, state.dtype)
     for one in carry:
         yield f"{one.name}/zarr.json", _carried_document(one)
