@@ -247,11 +247,10 @@ class CommitRecord(Document, frozen=True, omit_defaults=False):
         hooks = {"check": check, "dec_hook": _decoded}
         return read_document(path, cls, _WHAT, _REMEDY, raw=raw, **hooks)
 
-    def part(self, manifest: Manifest, commit: str = "") -> "CommitRecord":
-        """Returns the record of a whole step as one of a store that holds a part.
+    def part(self, manifest: Manifest, commit: str) -> "CommitRecord":
+        """Returns the record of a whole step for a store of these chunks.
 
-        Args:
-          commit: the id of the commit, if the store is a member.
+        The commit's id is empty but for a member of a run.
         """
         sums = self.checksums
         held = {name: sums[name][list(x.held)] for name, x, _ in manifest.arrays()}

@@ -161,12 +161,9 @@ def write_box(
     values: Array,
     offset_bytes: int = 0,
 ) -> None:
-    """Writes a box of an array into its file, where it lies in C order; blocks.
+    """Writes a box of an array, which begins at `offset_bytes` of its file; blocks.
 
-    Args:
-      shape: of the array, which begins at `offset_bytes`.
-      start: index of the box's first element.
-      values: the box.
+    The array has this shape, in C order, and the box's first element the index `start`.
     """
     flat, done = values.reshape(-1), 0
     for place, length in box_runs(shape, start, values.shape):

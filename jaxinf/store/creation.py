@@ -70,11 +70,9 @@ def is_unfinished(path: Path) -> bool:
 
 
 def check_free_space(needs: Mapping[Path, int], what: str, remedy: str) -> None:
-    """Raises StoreSpaceError for needs for which a file system has no room.
+    """Raises StoreSpaceError if a file system lacks the bytes that directories need.
 
-    Args:
-      needs: bytes below each directory, which need not exist.
-      what, remedy: parts of the message.
+    These need not exist; `what` and `remedy` are parts of the message.
     """
     totals, places = Counter[int](), dict[int, Path]()
     for directory, need in needs.items():
@@ -106,11 +104,7 @@ def required_bytes(directory: StoreDirectory, num_steps: int = 2) -> dict[Path, 
 
 
 def check_space(directory: StoreDirectory, *, num_more: int = 0) -> None:
-    """Refuses a store, not made yet, for which its file systems have no room.
-
-    Args:
-      num_more: number of further copies of the state, beside the two slots.
-    """
+    """Refuses a store, not made yet, for whose slots, and more copies, is no room."""
     kept = f" and {num_more} kept steps" if num_more else ""
     check_free_space(
         required_bytes(directory, 2 + num_more),

@@ -100,11 +100,7 @@ class StoreDirectory:
         return self.path / "publish.lock"
 
     def step_path(self, place: str) -> Path:
-        """Returns a step's directory in the store.
-
-        Args:
-          place: a slot, or ``checkpoints/NAME``, or ``snapshots/ID``.
-        """
+        """Returns a step's directory: of a slot, ``checkpoints/…``, ``snapshots/…``."""
         return self.path / "slots" / place if place in SLOTS else self.path / place
 
     def csd_directory(self, csd: int) -> Path:
@@ -300,11 +296,9 @@ class StoreDirectory:
         """Returns the file for writing a chunk of a slot or step without a record.
 
         If a snapshot, a checkpoint or the other slot has a link to the file, a new one
-        takes its place. If the file is too short, it gets its length back.
-
-        Args:
-          keeps: whether a new file gets the old one's content; otherwise the caller
-            must write the whole chunk.
+        takes its place, with the old one's content if it `keeps` that; otherwise the
+        caller must write the whole chunk. A file that is too short gets its length
+        back.
         """
         file, num_bytes = self._known_file(place, leaf, chunk, state)
         with self._replace_lock:

@@ -58,16 +58,10 @@ _SEAL_BYTES = 23  # at the end of a document
 
 
 def seal(document: Any) -> bytes:
-    """Returns a document's bytes on disk, with its checksum as last key.
+    """Returns the bytes on disk of a struct or a mapping, its checksum as last key.
 
     ``crc32c`` is the CRC-32C of all its bytes, with zeros for these eight digits.
-
-    Args:
-      document: a struct or a mapping.
-
-    Raises:
-      ValueError: a number is NaN or infinite, which JSON cannot express.
-      TypeError: a value has no form in JSON.
+    Raises as `jaxinf.documents.encode`.
     """
     if isinstance(document, msgspec.Struct):
         document = msgspec.to_builtins(document)

@@ -223,9 +223,8 @@ def deal_to_members(
 ) -> list[list[int]]:
     """Returns the owner of each chunk by leaf, in a new run of so many processes.
 
-    Args:
-      holders: by leaf, and then by shard in C order, the numbers of the processes whose
-        JAX devices have the shard. Chunks of shards that several have are divided.
+    Holders are, by leaf and then by shard in C order, the processes whose JAX devices
+    have the shard. Chunks of shards that several have are divided.
     """
     chunk_bytes, places = [], []
     for leaf, own in zip(leaves, holders, strict=True):

@@ -143,11 +143,7 @@ class StoreLock(LockFile):
             undo.pop_all()
 
     def check(self) -> None:
-        """Refuses to go on if another process could hold the lock, too.
-
-        Raises:
-          StoreLockedError: the lock's file was removed or replaced.
-        """
+        """Raises StoreLockedError if another process could hold the lock, too."""
         if not self.is_in_place():
             raise StoreLockedError(
                 f"{self.path}: expected the file that this process has locked, found "

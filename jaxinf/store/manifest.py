@@ -291,12 +291,10 @@ class Manifest(Document, frozen=True, kw_only=True, dict=True, gc=True):
         kernels: dict[str, tuple[str, ...]],
         created_by: dict[str, str],
     ) -> "Manifest":
-        """Makes one without places.
+        """Makes one without places, of leaves in the order of the flattened params.
 
-        Args:
-          leaves: in the order of the flattened params tree.
-          kernels: the updates' equations as text, by id.
-          created_by: versions of jaxinf, jax and optax.
+        Kernels are the updates' equations as text, by id; `created_by` has the versions
+        of jaxinf, jax and optax.
         """
         header = {"format": "jaxinf", "format_version": FORMAT_VERSION, "store_id": ""}
         given = {"created_by": created_by, "kernels": kernels, "leaves": tuple(leaves)}
@@ -310,11 +308,8 @@ class Manifest(Document, frozen=True, kw_only=True, dict=True, gc=True):
     @cached_property
     def num_held_params(self) -> int:
         """Elements of the chunks that this store holds."""
-        return sum(
-            leaf.grid.chunks()[number].num_elements
-            for leaf in self.leaves
-            for number in leaf.held
-        )
+        firsts = (one for one in self.held() if one.state is one.leaf.states[0])
+        return sum(one.layout.num_elements for one in firsts)
 
     def arrays(self) -> Iterator[tuple[str, LeafRecord, StateRecord]]:
         """Yields the name of each array in a step, its leaf and its state."""

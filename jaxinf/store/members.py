@@ -181,17 +181,13 @@ def hold_members(
 ) -> Iterator[list[StoreDirectory]]:
     """Makes this process the only writer of all members while the context lasts.
 
-    Members at different steps go to the common one, as at the start of their run.
-
-    Args:
-      needs_common: whether members without a common step are refused.
-
-    Yields:
-      The stores, read under their locks; notes on their CSDs name them as the owners.
+    Members at different steps go to the common one, as at the start of their run. The
+    yielded stores are read under their locks, and notes on their CSDs name them.
 
     Raises:
       StoreLockedError: a run has them open.
-      ProcessError: a member cannot be seen, or they have no step in common.
+      ProcessError: a member cannot be seen, or with `needs_common` they have no step in
+        common.
     """
     is_alone, members = not is_run(path), list[StoreDirectory]()
     with contextlib.ExitStack() as stack:
@@ -227,9 +223,8 @@ def of_one_commit(
 
     Members that were killed at different steps go to the common one.
 
-    Args:
-      take: takes a member's step. What it gives the stack, which is returned, too, is
-        undone if the steps are not of one commit.
+    What `take` gives the stack, which is returned, too, is undone if the steps that it
+    takes are not of one commit.
     """
     steps = ""
     for _ in range(_NUM_ATTEMPTS):
@@ -297,12 +292,9 @@ def restore_whole(
     """Makes a checkpoint the committed step of all members; returns its record.
 
     A crash in between leaves some of them at it, with the step before in their other
-    slot: that is the one that all go on from, also if this is called again.
-
-    Args:
-      path: the path of the store or the run, which nobody has open.
-      name: a checkpoint of all.
-      discard_current: whether the committed step may be in no checkpoint.
+    slot: that is the one that all go on from, also if this is called again. Nobody has
+    the store or the run open. With `discard_current` no checkpoint need keep the
+    committed step.
 
     Raises:
       StoreMismatchError: its arrays differ from a store's, or they are not of one

@@ -85,11 +85,9 @@ def check_owners(directory: StoreDirectory, *, unmade: bool = False) -> list[int
     """Refuses CSDs unless they are known to be this store's.
 
     If a note names a path that has no such store any more, the store was moved, and the
-    note is accepted. Returns the CSDs whose note does not name the store's path.
-
-    Args:
-      unmade: whether a directory may be missing or empty, because the store's creation
-        was interrupted or the CSD is being removed.
+    note is accepted. Returns the CSDs whose note does not name the store's path. If
+    they are perhaps `unmade`, a directory may be missing or empty: the store's creation
+    was interrupted, or the CSD is being removed.
 
     Raises:
       StoreFormatError: a CSD is missing; or its owner is not known; or it belongs to an

@@ -107,11 +107,9 @@ def corrupt_chunk(
     found: int,
     when: str = "as written",
 ) -> StoreCorruptError:
-    """Makes the error for a chunk whose checksum differs from the committed one.
+    """Makes the error for a chunk of another CRC-32C than is expected, if one is.
 
-    Args:
-      expected, found: CRC-32C; None if the record has none.
-      when: the origin of the expected checksum.
+    The origin of the expected one is `when`.
     """
     wanted = "none" if expected is None else f"{expected:08x}"
     return StoreCorruptError(

@@ -396,10 +396,8 @@ def _rename(
 def _check_space(directory: StoreDirectory, pinned: Slot | None) -> None:
     """Refuses if later steps would have no room to replace the linked files.
 
-    No step writes a chunk that both slots share, except after a restore.
-
-    Args:
-      pinned: the slot whose files are about to be linked to.
+    Those of the slot `pinned` are about to be linked to. No step writes a chunk that
+    both slots share, except after a restore.
     """
     needs, shared = Counter[Path](), Counter[Path]()
     for one in directory.manifest.held():

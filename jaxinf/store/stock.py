@@ -96,10 +96,8 @@ def step_documents(
 ) -> Iterator[tuple[str, bytes]]:
     """Yields the documents by which other tools read a step's arrays, by name.
 
-    Args:
-      carry: arrays that the step carries.
-      is_item: whether the tree is the item of a checkpoint, as Orbax's managers expect,
-        rather than the checkpoint itself.
+    With `is_item` the tree is a checkpoint's item, as Orbax's managers expect, rather
+    than the checkpoint itself.
     """
     for name, leaf, state in manifest.arrays():
         shape, chunk_shape = leaf.shape, leaf.chunk_shape
