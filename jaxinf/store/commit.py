@@ -163,8 +163,7 @@ def plan_of_before(store: Path, name: str) -> KeptPlan | None:
 
 _Step: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]  # the state's is an int32
 _Every: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-_ALWAYS = ("step", "skipped_steps", "scalar_state", "payload", "committed_at")
-_ALWAYS += ("checksums",)
+_ALWAYS = "step skipped_steps scalar_state payload committed_at checksums".split()
 """Keys that a record has in any case; others have a value."""
 
 
