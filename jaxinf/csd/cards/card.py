@@ -37,6 +37,7 @@ from jaxinf.transfer import (
     ByteMeters,
     aligned,
     crc32c,
+    page_ceil,
     read_into,
     write_from,
 )
@@ -191,7 +192,8 @@ class CardCsd:
         if card.has_rsqrt:
             named["rsqrt_estimates"] = self.memory.rsqrt_estimates().bo
         for name, extent in zip(card.extents, extents, strict=True):
-            part = own.part(self._card, extent)
+            place = extent.buffer_offset_bytes, page_ceil(extent.num_bytes)
+            part = self._card.part(own.state, *place)
             named |= {f"{name}_in": part, f"{name}_out": part}
         return [named[pointer.name] for pointer in card.pointers]
 

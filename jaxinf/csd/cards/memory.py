@@ -6,7 +6,6 @@ Invariant: buffers take no more memory than the card has or the store's limit al
 import logging
 import threading
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -181,7 +180,6 @@ class CardBuffer:
     indices: XrtBuffer
     out: XrtBuffer
     status: XrtBuffer
-    parts: dict[tuple[int, int], Any] = field(default_factory=dict)
     sums: dict[int, int] = field(default_factory=dict)
     host: dict[int, Array] = field(default_factory=dict)
     is_lent: bool = False
@@ -198,12 +196,6 @@ class CardBuffer:
         """Returns the whole pages of an extent, through the card's window."""
         start = extent.buffer_offset_bytes
         return self.state.array[start : start + page_ceil(extent.num_bytes)]
-
-    def part(self, card: XrtCard, extent: Extent) -> Any:
-        key = (extent.buffer_offset_bytes, page_ceil(extent.num_bytes))
-        if key not in self.parts:
-            self.parts[key] = card.part(self.state, *key)
-        return self.parts[key]
 
 
 def set_bytes(state_bytes: int, num_elements: int) -> int:
