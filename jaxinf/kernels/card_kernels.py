@@ -192,7 +192,7 @@ class CardKernel:
 def card_kernel(
     kernel: Kernel,
     gradient_dtype: np.dtype,
-    out: str,
+    out_dtype: np.dtype,
     codec: str = "",
     compressed: bool = False,
 ) -> CardKernel:
@@ -203,6 +203,7 @@ def card_kernel(
     """
     body, constants = _body_of(kernel)
     gradient, state = GRADIENTS[gradient_dtype.name], STATES[codec]
+    out = next(name for name, dtype in RESULTS.items() if dtype == out_dtype.name)
     number: Count = "selected" if compressed else "elements"
     pointers: list[tuple[str, str, bool, Count]] = []
     pointers.append(("gradient", gradient_dtype.name, False, number))
@@ -218,7 +219,7 @@ def card_kernel(
         pointers.append((f"{name}_out", dtype, True, count))
     if any(equation.op == "rsqrt" for equation in lower(kernel).equations):
         pointers.append(("rsqrt_estimates", "uint32", False, "estimates"))
-    pointers.append(("out", RESULTS[out], True, "elements"))
+    pointers.append(("out", out_dtype.name, True, "elements"))
     pointers.append(("status", "uint32", True, "status"))
     names = ["num_elements", *(["num_selected"] if compressed else [])]
     words = [(name, "uint32") for name in (*names, "rounding_key", "rounding_first")]
@@ -251,8 +252,8 @@ def named_card_kernel(name: str) -> CardKernel:
             f"card kernel: expected {form} with one of the bodies "
             f"{', '.join(_bodies())}; found {name!r}"
         )
-    dtype, codec = np.dtype(dtypes[match[2]]), codecs[match[4]]
-    return card_kernel(kernel, dtype, match[3], codec, bool(match[5]))
+    dtype, out = np.dtype(dtypes[match[2]]), np.dtype(RESULTS[match[3]])
+    return card_kernel(kernel, dtype, out, codecs[match[4]], bool(match[5]))
 
 
 def _body_of(kernel: Kernel) -> tuple[str, tuple[int, ...]]:

@@ -191,7 +191,8 @@ def compare(card: CardKernel, kernel, function, chunk: Chunk, *, in_place=True):
 
 
 def variant(kernel, gradient="f32", out="update", state="f32", compressed=False):
-    return card_kernel(kernel, DTYPES[gradient], out, CODECS[state], compressed)
+    dtypes = DTYPES[gradient], DTYPES["f32" if out == "update" else out]
+    return card_kernel(kernel, *dtypes, CODECS[state], compressed)
 
 
 def functions(*cards):

@@ -163,4 +163,4 @@ def test_a_kernel_is_found_by_its_name():
 )  # fmt: skip
 def test_what_cards_lack_is_refused(tx, message):
     with pytest.raises(UnsupportedTransformError, match=message):
-        card_kernel(kernel_of(tx), np.dtype(np.float32), "update")
+        card_kernel(kernel_of(tx), *[np.dtype(np.float32)] * 2)

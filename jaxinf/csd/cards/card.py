@@ -41,10 +41,7 @@ from jaxinf.transfer import (
     read_into,
     write_from,
 )
-from jaxinf.typing import Array
-
-RESULTS = {"bfloat16": "bf16", "float16": "f16", "float32": "update"}
-"""The form of a kernel's result, by the dtype of the params on the JAX device."""
+from jaxinf.typing import FLOAT32, Array
 
 RUN_TIMEOUT_S = 60.0
 """Limit for a kernel's run over a subgroup, which takes milliseconds."""
@@ -200,11 +197,11 @@ class CardCsd:
     def _kernel(self, update: Update) -> tuple[CardKernel, XrtKernel]:
         """Returns the card's kernel, looked up once: a look-up takes long."""
         extents, kernel, gradient, _, out, *_ = update
-        result = "update" if out is None else RESULTS[out.dtype.name]
+        result = FLOAT32 if out is None else out.dtype
         codec = extents[1].codec if len(extents) > 1 else ""
         is_sparse = isinstance(gradient, SparseGradient)
         dtype = (gradient.values if is_sparse else gradient).dtype
-        key = kernel, dtype.name, result, codec, is_sparse
+        key = kernel, dtype, result, codec, is_sparse
         with self._lock:
             if key not in self._found:
                 card = card_kernel(kernel, dtype, result, codec, is_sparse)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxinf.csd.base import GradientForm, KernelNeed, is_idle
-from jaxinf.csd.cards.card import RESULTS, CardCsd
+from jaxinf.csd.cards.card import CardCsd
 from jaxinf.csd.cards.library import load_runtime
 from jaxinf.csd.cards.memory import BUFFERS_BYTES, CardMemory, set_bytes
 from jaxinf.csd.cards.peer import probe_peer
@@ -186,9 +186,8 @@ class CardFleet:
             )
         codec = codecs[0] if codecs else ""
         try:
-            dtype, result = gradient.dtype, RESULTS[need.dtype.name]
-            kernel = need.kernel, dtype, result, codec, gradient.is_sparse
-            return card_kernel(*kernel).name
+            dtypes = gradient.dtype, need.dtype
+            return card_kernel(need.kernel, *dtypes, codec, gradient.is_sparse).name
         except UnsupportedTransformError as error:
             raise UnsupportedTransformError(f"leaf {need.leaf}: {error}") from error
 
