@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jaxinf.engine.sharding import (
-    boxes_with_holders,
     gathered_whole,
     own_parts,
     put_together,
+    shard_counts,
+    shard_holders,
 )
 from jaxinf.errors import StoreError, StoreMismatchError
-from jaxinf.layout import Chunk, covers, scatter, target_view
+from jaxinf.layout import Chunk, scatter, target_view
 from jaxinf.program import leaf_infos
 from jaxinf.store import (
     SCHEDULE_FREE,
@@ -34,6 +35,7 @@ from jaxinf.store import (
     leaf_name,
     over,
     schedule_free_params,
+    suits_shards,
 )
 from jaxinf.transfer import MACHINE_MEMORY_BYTES
 from jaxinf.typing import AVERAGE, Array, PyTree
@@ -247,7 +249,11 @@ def read_leaf(opened: "OpenStore", number: int, like: Any, *states: int) -> jax.
     shape, dtype = tuple(like.shape), np.dtype(like.dtype)
     sharding, is_alone = getattr(like, "sharding", None), opened.group.is_alone
     is_divided = not is_alone and isinstance(getattr(sharding, "mesh", None), Mesh)
-    if is_divided and _fits(opened, number, like.sharding, shape):
+    if is_divided and suits_shards(
+        opened.directory.manifest.leaves[number],
+        shard_counts(like.sharding, shape),
+        shard_holders(like.sharding, shape),
+    ):
         read_box = partial(_read_box, opened, number, dtype, states)
         parts = partial(own_parts, like.sharding, shape, read_box)
         what = f"params of {opened.name(number)}"
@@ -259,18 +265,3 @@ def read_leaf(opened: "OpenStore", number: int, like: Any, *states: int) -> jax.
     if is_alone and not getattr(like, "committed", True):
         sharding = None
     return jax.device_put(whole, sharding)
-
-
-def _fits(
-    opened: "OpenStore", number: int, sharding: NamedSharding, shape: tuple[int, ...]
-) -> bool:
-    """Whether each chunk's owner has a device with the chunk's shard."""
-    record = opened.directory.manifest.leaves[number]
-    for start, extent, holders in boxes_with_holders(sharding, shape):
-        try:
-            chunks = covers(record.grid, start, extent)
-        except ValueError:
-            return False
-        if not {record.owners[n] for n in chunks} <= holders:
-            return False
-    return True

@@ -73,6 +73,7 @@ from jaxinf.store.formats import (
     is_divided_for,
     lay_out,
     store_formats,
+    suits_shards,
 )
 from jaxinf.store.lock import Holder, StoreLock, lock_exclusively, read_holder
 from jaxinf.store.manifest import (

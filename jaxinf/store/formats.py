@@ -150,13 +150,20 @@ def is_divided_for(path: Path, count: int, shards_of: ShardsOf) -> bool:
         return False
     for leaf in manifest.leaves:
         shards = shards_of(leaf)
-        if _is_cut(leaf, shards.counts):
-            return False
-        places = chunk_holders(leaf, shards.counts, shards.holders_of(count))
-        pairs = zip(leaf.owners or (0,) * len(places), places, strict=True)
-        if any(own not in holders for own, holders in pairs):
+        if not suits_shards(leaf, shards.counts, shards.holders_of(count)):
             return False
     return True
+
+
+def suits_shards(
+    leaf: LeafRecord, counts: Sequence[int], holders: Sequence[Sequence[int]]
+) -> bool:
+    """Whether no chunk lies in two shards, and each owner has its chunk's shard."""
+    if _is_cut(leaf, counts):
+        return False
+    places = chunk_holders(leaf, counts, holders)
+    owners = leaf.owners or (0,) * len(places)
+    return all(own in held for own, held in zip(owners, places, strict=True))
 
 
 # --- grids ---------------------------------------------------------------------------
