@@ -3,9 +3,8 @@
 Invariant: only nodes that the outputs need are computed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 from jaxinf.program.graph import Node, Value, evaluate, prune
 from jaxinf.program.kernel import scalar_dtype
 from jaxinf.program.split import BodyBuilder
+from jaxinf.program.tree import LeafInfo
 
 
 @jax.tree_util.register_dataclass
@@ -31,23 +31,30 @@ class LeafInputs:
 
 
 @dataclass(frozen=True, eq=False)
+class BodyInputs:
+    """What the body of a leaf takes from the prologue, in the order of its use."""
+
+    info: LeafInfo
+    scalars: tuple[Value, ...]
+    arrays: tuple[Value, ...]
+
+    @property
+    def taken(self) -> tuple[Value, ...]:
+        return (*self.scalars, *self.arrays)
+
+
+@dataclass(frozen=True, eq=False)
 class Prologue:
-    """A graph, and which of its values are wanted.
+    """A graph, and which of its values are wanted; made by `make_prologue`.
 
     Attributes:
-      all_nodes: Nodes from which all that is wanted follows, and perhaps others.
       scalar_state: The new scalar state.
-      leaves: The bodies, with the scalars and arrays that each takes.
     """
 
-    all_nodes: Sequence[Node]
+    nodes: tuple[Node, ...]
     inputs: Sequence[Value]
     scalar_state: Sequence[Value]
-    leaves: Sequence[BodyBuilder]
-
-    @cached_property
-    def nodes(self) -> tuple[Node, ...]:
-        return prune(self.all_nodes, self._outputs)
+    leaves: Sequence[BodyInputs]
 
     @property
     def _outputs(self) -> list[Value]:
@@ -77,6 +84,19 @@ class Prologue:
             arrays = tuple(jnp.broadcast_to(next(found), shape) for _ in leaf.arrays)
             leaves.append(LeafInputs(tuple(known[v] for v in leaf.scalars), arrays))
         return scalar_state, leaves
+
+
+def make_prologue(
+    nodes: Sequence[Node],
+    inputs: Sequence[Value],
+    scalar_state: Sequence[Value],
+    bodies: Iterable[BodyBuilder],
+) -> Prologue:
+    """Returns the nodes that scalar state and bodies need, without those of bodies."""
+    own = (BodyInputs(b.info, tuple(b.scalars), tuple(b.arrays)) for b in bodies)
+    leaves = tuple(own)
+    wanted = (*scalar_state, *(value for leaf in leaves for value in leaf.taken))
+    return Prologue(prune(nodes, wanted), inputs, scalar_state, leaves)
 
 
 def as_scalar(found: Any, value: Value) -> jax.Array:

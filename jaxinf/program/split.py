@@ -62,11 +62,6 @@ class BodyBuilder:
     _known: dict[Value, Operand] = field(default_factory=dict)
     _results: dict[Equation, Result] = field(default_factory=dict)
 
-    @property
-    def taken(self) -> list[Value]:
-        """All that the prologue has to compute."""
-        return [*self.scalars, *self.arrays]
-
     def scalar(self, index: int) -> Input:
         return Input("scalar", index, np.dtype(self.scalars[index].dtype))
 

@@ -23,7 +23,12 @@ from jaxinf.program.arguments import ExtraArgs, told_what_to_give
 from jaxinf.program.graph import Graph, Node, Value, graph_of, prune
 from jaxinf.program.kernel import Constant, Input, Operand
 from jaxinf.program.passes import Passes
-from jaxinf.program.prologue import LeafInputs, Prologue, typed_like
+from jaxinf.program.prologue import (
+    LeafInputs,
+    Prologue,
+    make_prologue,
+    typed_like,
+)
 from jaxinf.program.split import BodyBuilder, is_elementwise, refusal
 from jaxinf.program.state import (
     LeafKernel,
@@ -232,7 +237,7 @@ def trace_init(
         leaves.append(LeafKernel(info, slots, builder.kernel(slots, None, first)))
         builders.append(builder)
     scalar_state = [graph.results[index] for index in layout.scalar_indices]
-    prologue = Prologue(graph.nodes, graph.inputs, scalar_state, builders)
+    prologue = make_prologue(graph.nodes, graph.inputs, scalar_state, builders)
     return InitProgram(layout, tuple(leaves), prologue)
 
 
@@ -294,7 +299,7 @@ def _divided(
         tuple(recalled),
     )
     flat = [value for group in groups for value in group]
-    prologue = Prologue(graph.nodes, flat, scalar_state, builders)
+    prologue = make_prologue(graph.nodes, flat, scalar_state, builders)
     return UpdateProgram(tuple(leaves), extra, groups, prologue, recall)
 
 

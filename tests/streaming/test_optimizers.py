@@ -201,7 +201,12 @@ TOP_K = {"compress": jaxinf.top_k(0.1)}
             optax.chain(optax.flatten(optax.centralize()), optax.sgd(0.1)),
             *({}, UnsupportedTransformError, "a few numbers of each leaf"),
         ),
-        (optax.lamb(0.1), TOP_K, UnsupportedTransformError, "of the whole update"),
+        (
+            optax.lamb(0.1),
+            TOP_K,
+            UnsupportedTransformError,
+            "a quantity of the whole, such",
+        ),
         (optax.polyak_sgd(), {}, TypeError, re.escape('extra_args={"value": 0.0}')),
     ],
 )
