@@ -210,6 +210,7 @@ class Engine:
         if unfinished is not None:
             unfinished.close()
         self.files = create(self, description, uses_budget=uses_budget)
+        self._planned = None  # it has a large store's layouts
 
     def restart(self, description: StoreDescription) -> None:
         """Keeps the existing run as a checkpoint, and waits for a new one.
