@@ -87,9 +87,6 @@ def _arrays(leaf: LeafRecord, state: StateRecord) -> list[StateRecord]:
     return [one for one in leaf.states if one.slot == state.slot]
 
 
-# --- making them ---------------------------------------------------------------------
-
-
 def make_steps(
     source: CopySource,
     chunks: Sequence[CopiedChunk],

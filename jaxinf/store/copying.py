@@ -38,7 +38,7 @@ from jaxinf.store.creation import (
 from jaxinf.store.directory import StoreDirectory
 from jaxinf.store.formats import Formats, ShardsOf, coded_leaf, divided, lay_out
 from jaxinf.store.lock import StoreLock, lock_exclusively
-from jaxinf.store.manifest import Manifest, Member
+from jaxinf.store.manifest import Member
 from jaxinf.store.members import CopySource, check_unread, find_members, member_name
 from jaxinf.store.owners import check_places, claim_csds
 from jaxinf.store.stock import write_carry
@@ -104,7 +104,7 @@ def copy_step(
     """
     target = Path(os.path.realpath(target))
     staging = _staging(target)
-    manifests = _manifests(source, layout, target)
+    parts = _planned(source, layout, staging, target)
     _check_target(source, target)
     if staging.is_symlink():  # what is there would be removed
         raise StoreFormatError(
@@ -117,7 +117,7 @@ def copy_step(
     try:
         _discard(staging, target, keeps=True)  # what an interrupted call has left
         try:
-            num_bytes = _make(source, manifests, staging, progress)
+            num_bytes = _make(source, parts, progress)
             _publish(source, staging, target)
         except (JaxinfError, ValueError):
             _discard(staging, target)
@@ -145,8 +145,10 @@ def _staging(target: Path) -> Path:
 # --- what is to be -------------------------------------------------------------------
 
 
-def _manifests(source: CopySource, layout: CopyLayout, target: Path) -> list[Manifest]:
-    """Returns the manifests of the new members, or of the one store."""
+def _planned(
+    source: CopySource, layout: CopyLayout, staging: Path, target: Path
+) -> list[StoreDirectory]:
+    """Returns the new members, or the one store, below `staging`; writes nothing."""
     count = len(source.parts) if layout.processes is None else layout.processes
     if not 1 <= count <= _MOST_PROCESSES:
         raise ValueError(f"processes={count}: expected from 1 to {_MOST_PROCESSES}")
@@ -168,18 +170,15 @@ def _manifests(source: CopySource, layout: CopyLayout, target: Path) -> list[Man
                 "formats, found both; make two copies, one after the other"
             )
     contents, run = structs.replace(held, leaves=tuple(leaves)), uuid.uuid4().hex
-    found = []
-    for number, name in enumerate(_names(count)):
+    parts = []
+    for number in range(count):
         member = Member(run, number, count) if count > 1 else None
+        place = member_name(number) if member else "."
         roots = _roots(source, layout, number)
-        found.append(lay_out(contents, roots, member=member, owners=owners))
-        check_places(StoreDirectory(target / name, found[-1]))
-    return found
-
-
-def _names(count: int) -> list[str]:
-    """Returns the directories of a copy's stores, below its path."""
-    return [member_name(n) for n in range(count)] if count > 1 else ["."]
+        manifest = lay_out(contents, roots, member=member, owners=owners)
+        check_places(StoreDirectory(target / place, manifest))
+        parts.append(StoreDirectory(staging / place, manifest))
+    return parts
 
 
 def _roots(source: CopySource, layout: CopyLayout, number: int) -> list[str]:
@@ -220,8 +219,7 @@ def _check_target(source: CopySource, target: Path) -> None:
 
 def _make(
     source: CopySource,
-    manifests: Sequence[Manifest],
-    staging: Path,
+    parts: Sequence[StoreDirectory],
     progress: ProgressCallback | None,
 ) -> int:
     """Makes the new stores whole and durable beside their place; returns their bytes.
@@ -229,8 +227,6 @@ def _make(
     Links take none. In place the spare slots are links, too, since the old store's room
     becomes free at the end.
     """
-    pairs = zip(_names(len(manifests)), manifests, strict=True)
-    parts = [StoreDirectory(staging / name, manifest) for name, manifest in pairs]
     with translated("copy", source.where):
         chunks = list(copied_chunks(source, parts))
     num_bytes = _check_room(source, parts, chunks)

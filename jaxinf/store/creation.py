@@ -34,9 +34,6 @@ BESIDE = re.compile(r"(?:stream|tokenizer)/[A-Za-z0-9_]+(?:\.[a-z]+)+")
 """Names of files beside a store's steps, which a run goes on with."""
 
 
-# --- bytes of CSDs -------------------------------------------------------------------
-
-
 def csd_bytes(manifest: Manifest) -> list[int]:
     """Returns the bytes of each CSD's chunks, in one slot."""
     found = [0] * max(1, len(manifest.csds))
@@ -64,9 +61,6 @@ def is_unfinished(path: Path) -> bool:
     """Whether a path has a store whose creation was interrupted; opens no file."""
     is_made = os.path.lexists(path / "current")
     return not is_made and os.path.lexists(path / "jaxinf.json")
-
-
-# --- room ----------------------------------------------------------------------------
 
 
 def check_free_space(needs: Mapping[Path, int], what: str, remedy: str) -> None:
@@ -201,9 +195,6 @@ def step_links(
         roots = directory.data_paths(named or place)
         for one in directory.manifest.held():
             yield one.name, f"{roots[one.csd]}/{one.name}"
-
-
-# --- the end of a store --------------------------------------------------------------
 
 
 def discard_store(directory: StoreDirectory) -> None:

@@ -81,9 +81,6 @@ def store_formats(held: Manifest) -> Formats:
     return Formats(codecs.get("") or "fp32", master, average)
 
 
-# --- shards and owners ---------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Shards:
     """A leaf's shards in a run.
@@ -166,9 +163,6 @@ def suits_shards(
     return all(own in held for own, held in zip(owners, places, strict=True))
 
 
-# --- grids ---------------------------------------------------------------------------
-
-
 def _in_line(leaf: LeafRecord, count: int) -> Shards:
     """Returns a leaf's shards in a run on a mesh of one axis; replicated ones stay so.
 
@@ -188,9 +182,6 @@ def _is_cut(leaf: LeafRecord, counts: Sequence[int]) -> bool:
     """Whether a chunk of a leaf would lie in two shards."""
     sizes = zip(leaf.shape, counts, leaf.chunk_shape, strict=True)
     return any(number > 1 and n // number % chunk for n, number, chunk in sizes)
-
-
-# --- owners and places --------------------------------------------------------------
 
 
 def lay_out(

@@ -35,9 +35,6 @@ class _Owner(msgspec.Struct):
     store: str
 
 
-# --- opening a store -----------------------------------------------------------------
-
-
 def look_at_store(path: Path) -> StoreDirectory:
     """Opens a store for reading; refuses links in its layout, and missing CSDs."""
     directory = StoreDirectory.open(path)
@@ -62,9 +59,6 @@ def read_owned(path: Path, *, unmade: bool = False) -> StoreDirectory:
 def current_store(directory: StoreDirectory) -> StoreDirectory:
     """Returns the store as `read_owned`; reads nothing if this is its writer."""
     return read_owned(directory.path) if directory.lock is None else directory
-
-
-# --- owners --------------------------------------------------------------------------
 
 
 def check_places(directory: StoreDirectory) -> None:
