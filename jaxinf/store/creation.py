@@ -47,11 +47,8 @@ def files_beside(store: Path) -> dict[str, bytes]:
     found = {}
     for name in ("stream", "tokenizer"):
         with contextlib.suppress(FileNotFoundError):
-            folder = open_beneath(store, name, os.O_DIRECTORY)
-            try:
-                files = [f"{name}/{file}" for file in sorted(os.listdir(folder))]
-            finally:
-                os.close(folder)
+            os.close(open_beneath(store, name, os.O_DIRECTORY))  # it is no link
+            files = [f"{name}/{file}" for file in sorted(os.listdir(store / name))]
             for file in filter(BESIDE.fullmatch, files):
                 found[file] = read_beneath(store, file, MOST_BYTES)
     return found

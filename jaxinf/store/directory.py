@@ -137,8 +137,7 @@ class StoreDirectory:
         for name in _FILES:
             with contextlib.suppress(FileNotFoundError):
                 check_regular(self.path / name, os.lstat(self.path / name))
-        for csd in range(len(self.manifest.csds)):
-            root = self.csd_directory(csd)
+        for root in map(self.csd_directory, range(len(self.manifest.csds))):
             for name in _ON_CSD:
                 self.check_folder(root, root / name)
         self.committed_slot()
@@ -229,16 +228,6 @@ class StoreDirectory:
         """Returns the committed step's record; None before the first commit."""
         slot = self.committed_slot()
         return self.read_record(slot) if slot else None
-
-    def found_record(self, slot: Slot) -> CommitRecord | None:
-        """Returns a slot's record; None if there is none that can be read.
-
-        It proves nothing of a spare slot's chunks: its removal need not be durable
-        when the slot is rewritten.
-        """
-        with contextlib.suppress(StoreFormatError):
-            return CommitRecord.read(self.step_path(slot) / "commit.json")
-        return None
 
     def read_record(self, place: str) -> CommitRecord:
         """Returns a step's record; refuses one of other arrays than the store's."""

@@ -104,11 +104,18 @@ def agreed_step(
 
 
 def held_steps(directory: StoreDirectory) -> HeldSteps:
-    """Returns the steps of a member's two slots, as the start of its run finds them."""
-    slot = directory.committed_slot()
-    current = None if slot is None else directory.found_record(slot)
-    records = current, directory.found_record(other_slot(slot))
-    return HeldSteps(*(one and StepId(one.step, one.commit) for one in records))
+    """Returns the steps of a member's two slots whose records can be read.
+
+    That of the spare one proves nothing of its chunks: the removal of a record need not
+    be durable when its slot is rewritten.
+    """
+    committed, found = directory.committed_slot(), dict[str | None, StepId]()
+    spare = other_slot(committed)
+    for slot in (committed, spare) if committed else (spare,):
+        with contextlib.suppress(StoreFormatError):
+            record = CommitRecord.read(directory.step_path(slot) / "commit.json")
+            found[slot] = StepId(record.step, record.commit)
+    return HeldSteps(found.get(committed), found.get(spare))
 
 
 def to_step(members: Sequence[StoreDirectory], step: StepId | None) -> None:

@@ -19,6 +19,7 @@ from jaxinf.kernels import compiled
 from jaxinf.store import (
     checkpoint_names,
     find_checkpoint,
+    held_steps,
     other_slot,
     verify_step,
 )
@@ -110,13 +111,12 @@ class RecordedRun:
         """Whether the step of the spare slot is complete."""
         files = driver.opened.directory
         slot = other_slot(files.committed_slot())
-        record = files.found_record(slot)
-        if record is None:
+        if (spare := held_steps(files).spare) is None:
             return True
         if verify_step(files, files.step_path(slot)):
             self.num_mixed_spares += 1
             return True
-        return holds(driver, slot, record.step)
+        return holds(driver, slot, spare.step)
 
     @property
     def num_states(self) -> int:
