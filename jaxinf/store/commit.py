@@ -209,10 +209,7 @@ class CommitRecord(Document, frozen=True, omit_defaults=False):
 
     @property
     def schedule_free_b1(self) -> np.float32 | None:
-        """b1 of optax's `ScheduleFreeState`; None of any other optimizer's state.
-
-        Its averaged params are `schedule_free_params` of the params and the state z.
-        """
+        """b1 of optax's `ScheduleFreeState`, for `schedule_free_params`, or None."""
         values = {scalar.path: scalar.value for scalar in self.scalar_state}
         for path, value in values.items():
             if path.endswith(".b1") and f"{path[:-2]}weight_sum" in values:

@@ -44,11 +44,7 @@ def other_slot(slot: Slot | None) -> Slot:
 
 
 def check_there(path: Path, *, is_step: bool = False) -> None:
-    """Refuses a path that has no store, or a step of one; opens nothing.
-
-    Args:
-      is_step: whether a step is expected, such as a checkpoint that was copied.
-    """
+    """Refuses a path without a store, or a step in its place unless it `is_step`."""
     if not path.is_dir():
         found = "a file" if path.exists() else "nothing"
         raise StoreFormatError(
