@@ -44,12 +44,7 @@ from jaxinf.store.creation import (
     is_unfinished,
     required_bytes,
 )
-from jaxinf.store.directory import (
-    SLOTS,
-    Slot,
-    StoreDirectory,
-    other_slot,
-)
+from jaxinf.store.directory import SLOTS, Slot, StoreDirectory, other_slot
 from jaxinf.store.documents import (
     ERROR_FEEDBACK,
     MASTER_PARAMS,
@@ -127,10 +122,5 @@ from jaxinf.store.steps import (
     save_checkpoint,
     step_of,
 )
-from jaxinf.store.stock import (
-    make_carry,
-    read_carry,
-    step_documents,
-    write_carry,
-)
+from jaxinf.store.stock import make_carry, read_carry, step_documents, write_carry
 from jaxinf.store.verify import Damage, step_bytes, verify_step

@@ -28,12 +28,7 @@ from jaxinf.store.documents import (
     read_document,
     seal,
 )
-from jaxinf.store.manifest import (
-    FORMAT_VERSION,
-    Manifest,
-    check_version,
-    dtype_of,
-)
+from jaxinf.store.manifest import FORMAT_VERSION, Manifest, check_version, dtype_of
 from jaxinf.transfer import crc32c, write_bytes_atomically
 from jaxinf.typing import Array
 

@@ -25,12 +25,7 @@ from jaxinf.store.creation import existing_parent
 from jaxinf.store.directory import StoreDirectory, link_file
 from jaxinf.store.manifest import ChunkFile, LeafRecord, StateRecord, dtype_of
 from jaxinf.store.members import CopySource
-from jaxinf.store.reader import (
-    PIECE_BYTES,
-    CommittedStep,
-    StepReader,
-    over,
-)
+from jaxinf.store.reader import PIECE_BYTES, CommittedStep, StepReader, over
 from jaxinf.transfer import (
     allocate_file,
     check_holds,

@@ -19,13 +19,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from jaxinf.documents import Document, one_of, shown
-from jaxinf.layout import (
-    CODE_BLOCK,
-    Chunk,
-    LeafGrid,
-    scale_chunks,
-    shared_grid,
-)
+from jaxinf.layout import CODE_BLOCK, Chunk, LeafGrid, scale_chunks, shared_grid
 from jaxinf.store.documents import (
     MASTER_PARAMS,
     Dtype,

@@ -7,13 +7,7 @@ import numpy as np
 import pytest
 import raw_stores
 
-from jaxinf.store import (
-    Manifest,
-    Slot,
-    StateRecord,
-    StoreDirectory,
-    create_store,
-)
+from jaxinf.store import Manifest, Slot, StateRecord, StoreDirectory, create_store
 
 STATES = (
     StateRecord("params", "float32"),

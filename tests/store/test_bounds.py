@@ -13,12 +13,7 @@ from raw_stores import edit
 from store_driver import Driver
 
 import jaxinf
-from jaxinf.documents import (
-    MOST_BYTES,
-    MOST_NESTING,
-    DocumentError,
-    decode,
-)
+from jaxinf.documents import MOST_BYTES, MOST_NESTING, DocumentError, decode
 from jaxinf.errors import StoreError, StoreFormatError
 from jaxinf.store import StoreDirectory
 

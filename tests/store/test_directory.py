@@ -5,11 +5,7 @@ import os
 
 import pytest
 
-from jaxinf.errors import (
-    StoreFormatError,
-    StoreIOError,
-    StoreSpaceError,
-)
+from jaxinf.errors import StoreFormatError, StoreIOError, StoreSpaceError
 from jaxinf.store import (
     StoreDirectory,
     StoreLock,

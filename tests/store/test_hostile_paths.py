@@ -16,13 +16,7 @@ from store_driver import Driver
 import jaxinf
 from jaxinf.cli import main
 from jaxinf.errors import StoreError, StoreFormatError
-from jaxinf.store import (
-    Manifest,
-    StoreDirectory,
-    pinned_step,
-    save_checkpoint,
-    seal,
-)
+from jaxinf.store import Manifest, StoreDirectory, pinned_step, save_checkpoint, seal
 
 on_csds = pytest.mark.parametrize("store", [2], indirect=True, ids=["2 CSDs"])
 first_without_csds = pytest.mark.parametrize(

@@ -9,10 +9,7 @@ import sys
 
 import pytest
 
-from jaxinf.errors import (
-    StoreIOError,
-    StoreLockedError,
-)
+from jaxinf.errors import StoreIOError, StoreLockedError
 from jaxinf.store import StoreLock
 from jaxinf.store.lock import LockFile
 

@@ -6,14 +6,7 @@ import pytest
 from msgspec import structs
 
 from jaxinf.errors import StoreFormatError
-from jaxinf.store import (
-    LeafRecord,
-    Manifest,
-    Member,
-    StateRecord,
-    lay_out,
-    seal,
-)
+from jaxinf.store import LeafRecord, Manifest, Member, StateRecord, lay_out, seal
 from jaxinf.store.manifest import FORMAT_VERSION
 
 HEADER = {"format": "jaxinf", "format_version": FORMAT_VERSION}
