@@ -187,7 +187,7 @@ def test_refusals(place, monkeypatch):
     lock.release()
     assert not leftovers(path)
     copied(path, processes=2)
-    with pytest.raises(StoreFormatError, match=r"store copy .* --processes 1"):
+    with pytest.raises(StoreMismatchError, match=r"store copy .* --processes 1"):
         jaxinf.open_store(path)
     shutil.move(path / "process-00001", place / "away")
     with pytest.raises(ProcessError, match="found none of process 1"):
