@@ -139,11 +139,8 @@ def is_divided_for(path: Path, count: int, shards_of: ShardsOf) -> bool:
     manifest = Manifest.read(first / "jaxinf.json")
     if count != (1 if manifest.member is None else manifest.member.count):
         return False
-    for leaf in manifest.leaves:
-        shards = shards_of(leaf)
-        if not suits_shards(leaf, shards.counts, shards.holders_of(count)):
-            return False
-    return True
+    pairs = ((leaf, shards_of(leaf)) for leaf in manifest.leaves)
+    return all(suits_shards(x, own.counts, own.holders_of(count)) for x, own in pairs)
 
 
 def suits_shards(
