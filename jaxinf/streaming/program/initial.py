@@ -76,8 +76,8 @@ def trace_params(
     def make(memory_bytes: int) -> Iterator[Array]:
         keys, executables = Keys(), dict[str, Any]()
         programs = [program_of("leaf", [output], keys) for output in graph.results]
-        paths = [path for path, _ in jax.tree.leaves_with_path(avals)]
-        for program, path in zip(programs, paths, strict=True):
+        leaves = jax.tree.leaves_with_path(avals)
+        for program, (path, _) in zip(programs, leaves, strict=True):
             if program.key not in executables:  # equal ones are compiled once
                 executables[program.key] = compile_program(program)
             memory = executables[program.key].memory_analysis()

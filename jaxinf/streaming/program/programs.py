@@ -189,9 +189,6 @@ def compile_program(
       outputs: Shardings that outputs must have, None where JAX chooses one.
       is_run: Whether it is compiled to run, not only for the memory that it takes.
     """
-    options = compiler_options(program.nodes, is_deterministic=is_deterministic)
-    if not is_run and jax.default_backend() == "cpu":
-        options = {**(options or {}), **_UNOPTIMIZED}
 
     def run(*args: jax.Array) -> list[jax.Array]:
         env: dict[Value, Any] = dict(zip(program.inputs, args, strict=True))
@@ -203,18 +200,20 @@ def compile_program(
     )
     pairs = zip(program.inputs, inputs or [None] * len(program.inputs), strict=True)
     types = (struct(value.aval, own) for value, own in pairs)
+    options = _compiler_options(
+        program.nodes, is_deterministic=is_deterministic, is_run=is_run
+    )
     return compat.compile_lowered(jitted.lower(*types), options)
 
 
-def compiler_options(
-    nodes: Sequence[Node], *, is_deterministic: bool = True
+def _compiler_options(
+    nodes: Sequence[Node], *, is_deterministic: bool, is_run: bool
 ) -> dict[str, Any] | None:
     """Returns XLA's options for a program of these nodes; None for the default ones."""
     if jax.default_backend() != "cpu":
         return compat.deterministic_options(is_deterministic)
-    if not sums_large_products(nodes):
-        return None
-    return compat.without_library_reductions()
+    own = compat.without_library_reductions() if sums_large_products(nodes) else None
+    return own if is_run else {**(own or {}), **_UNOPTIMIZED}
 
 
 def sums_large_products(nodes: Iterable[Node]) -> bool:
@@ -282,23 +281,9 @@ def program_of(
     roots += [v.node for v in outputs if v.node is not None]
     inputs = {v: None for v in outputs if v.origin is not None}
     order: dict[Node, None] = {}
-    for root in roots:
-        _emit(root, is_own, inputs, order)
-    key = keys.program(tuple(inputs), tuple(order), outputs)
-    return Program(direction, segment, (*inputs,), (*order,), (*outputs,), key)
-
-
-def _emit(
-    root: Node,
-    is_own: Callable[[Node], bool],
-    inputs: dict[Value, None],
-    order: dict[Node, None],
-) -> None:
-    """Appends `root` after the nodes it needs, in the order of its operands."""
-    stack = [root]
-    while stack:
-        node = stack[-1]
-        pending = []
+    stack = roots[::-1]
+    while stack:  # each node after those that it needs, in the order of its operands
+        node, pending = stack[-1], list[Node]()
         for value in () if node in order else node.inputs:
             if value.constant is not None:
                 continue
@@ -311,3 +296,5 @@ def _emit(
         else:
             order.setdefault(node)
             stack.pop()
+    key = keys.program(tuple(inputs), tuple(order), outputs)
+    return Program(direction, segment, (*inputs,), (*order,), (*outputs,), key)
