@@ -48,9 +48,8 @@ def plan_text(plan: Any) -> str:
 
 def largest_text(plan: Any) -> str:
     """Names what takes most in a `Plan`."""
-    params = (call.program.params for call in plan.calls)
-    worst = dict(max(params, key=lambda own: sum(size for _, size in own)))
-    sizes = sorted(worst.items(), key=lambda one: -one[1])[:_MOST_PIECES]
+    params = {one for call in plan.calls for one in call.program.params}
+    sizes = sorted(params, key=lambda one: -one[1])[:_MOST_PIECES]
     names = plan.traced.names
     named = [f"{names[p.leaf]}{_index_text(p)} ({size} bytes)" for p, size in sizes]
     value_bytes = max((life.num_bytes for life in plan.lives.values()), default=0)

@@ -146,20 +146,20 @@ def _pieces(ready: OrderedProgram, at: int) -> set[Piece]:
 
 
 @lru_cache(maxsize=8)  # a program is cut for many limits, and traced again
-def find_repeats(tokens: tuple[Hashable, ...], start: int = 0) -> list[Repeat]:
+def find_repeats(tokens: tuple[Hashable, ...]) -> list[Repeat]:
     """Finds disjoint repeats of at least three periods, and returns them in order.
 
     Longer ones are preferred. A period has several nodes, not one.
     """
-    repeat = _longest(tokens)
-    if repeat is None:
-        return []
-    end = repeat.start + repeat.length
-    return [
-        *find_repeats(tokens[: repeat.start], start),
-        Repeat(start + repeat.start, repeat.period, repeat.length),
-        *find_repeats(tokens[end:], start + end),
-    ]
+    found, parts = list[Repeat](), [(0, len(tokens))]
+    while parts:
+        start, end = parts.pop()
+        repeat = _longest(tokens[start:end])
+        if repeat is not None:
+            first, last = start + repeat.start, start + repeat.start + repeat.length
+            found.append(repeat._replace(start=first))
+            parts += [(start, first), (last, end)]
+    return sorted(found)
 
 
 def _longest(tokens: Sequence[Hashable]) -> Repeat | None:

@@ -20,7 +20,7 @@ from jaxinf.csd import ScalarInputs
 from jaxinf.errors import BudgetError, StreamError, UnsupportedTransformError
 from jaxinf.program import Graph, InitProgram, Value, bind, key_data, path_name
 from jaxinf.store import ScalarState, encode_path
-from jaxinf.streaming.program.graph import Batch, Const, Number, graph_of_init
+from jaxinf.streaming.program.graph import Batch, Number, graph_of_init
 from jaxinf.streaming.program.keys import Keys
 from jaxinf.streaming.program.meshes import on_one_device, outside_mesh
 from jaxinf.streaming.program.programs import compile_program, program_of
@@ -64,14 +64,12 @@ def trace_params(
     avals = jax.tree.structure(out).unflatten(shapes)
 
     def argument(value: Value) -> Any:
-        match value.origin:
-            case Batch(leaf):
-                return jnp.asarray(flat[leaf])
-            case Const(number):
-                return jnp.asarray(on_one_device(consts[number]))
-            case Number(number):
-                return jnp.asarray(number, value.dtype)
-        raise AssertionError(value.origin)
+        origin = value.origin
+        if isinstance(origin, Number):
+            return jnp.asarray(origin.number, value.dtype)
+        if isinstance(origin, Batch):
+            return jnp.asarray(flat[origin.leaf])
+        return jnp.asarray(on_one_device(consts[origin.number]))
 
     def make(memory_bytes: int) -> Iterator[Array]:
         keys, executables = Keys(), dict[str, Any]()

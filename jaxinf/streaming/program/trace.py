@@ -190,9 +190,9 @@ def check_effects(closed: Any, name: str = "the function") -> None:
         if eqn.effects and not any(i.effects for i in inner_jaxprs(eqn.params))
     }
     raise StreamError(
-        f"{name}: expected no side effects, because parts of it run at other times or "
-        f"twice, found {', '.join(sorted(names)) or 'effects'}; return values to print "
-        "or store as aux (has_aux=True)"
+        f"{name}: expected no side effects, because parts of it run at other times, or "
+        f"twice, found {', '.join(sorted(names)) or 'effects'}; remove them, or return "
+        "values to print or store as aux (has_aux=True)"
     )
 
 
