@@ -7,6 +7,7 @@ Invariant: on one device every method returns its argument.
 """
 
 import dataclasses
+import re
 import socket
 import time
 from typing import Any
@@ -110,17 +111,15 @@ def connect(launch: str) -> None:
     Raises:
       UsageError: the coordinator does not answer, or nothing says who it is.
     """
-    address, *numbers = launch.split(",")
-    host, _, port = address.rpartition(":")
-    are_two = [number.isdecimal() for number in numbers] == [True, True]
-    if launch and not (host and port.isdecimal() and are_two):
+    given = re.fullmatch(r"(.+:\d+),(\d+),(\d+)", launch)
+    if launch and not given:
         raise UsageError(
             f"--distributed {launch!r}: expected HOST:PORT of process 0, the number of "
             "processes and that of this one, such as 10.0.0.1:1234,4,0"
         )
     try:
-        if launch:
-            num_processes, number = map(int, numbers)
+        if given:
+            address, num_processes, number = given[1], int(given[2]), int(given[3])
             if number:
                 _await(address)
             jax.distributed.initialize(address, num_processes, number)
