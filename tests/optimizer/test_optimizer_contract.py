@@ -5,7 +5,6 @@ continues after an interruption to the bit.
 """
 
 import re
-import runpy
 import shutil
 import warnings
 from functools import partial
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from classify_optimizers import BITS, cases, rendered
 from families import family
 from small_stores import same
 
@@ -24,8 +24,7 @@ import jaxinf
 pytestmark = pytest.mark.optimized
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = runpy.run_path(str(ROOT / "scripts" / "classify_optimizers.py"))
-CASES = SCRIPT["cases"]()
+CASES = cases()
 ROWS = re.findall(
     r"^\| `([\w.]+)`(, \w+)? \| (bits|tolerance|refused) \|",
     (ROOT / "docs" / "optimizers.md").read_text(),
@@ -60,7 +59,7 @@ def test_the_page_is_up_to_date():
         pytest.skip(f"the page is about another optax than {optax.__version__}")
     if jax.__version_info__ < (0, 10):
         pytest.skip("older JAX has other primitives, which the page's reasons name")
-    assert SCRIPT["rendered"](page) == page, (
+    assert rendered(page) == page, (
         "regenerate it: python scripts/classify_optimizers.py --write"
     )
 
@@ -73,14 +72,14 @@ def test_no_factory_is_missing(monkeypatch):
 
     monkeypatch.setattr(optax, "brandnew", brandnew, raising=False)
     with pytest.raises(LookupError, match=r"optax.brandnew: .* needs rate; add it"):
-        SCRIPT["cases"]()
+        cases()
 
 
 def test_the_promise_of_bits_is_what_the_bits_test_holds():
     promised = {name for name, value in GUARANTEES.items() if value == "bits"}
-    assert {name.split(",")[0] for name in promised} == set(SCRIPT["BITS"])
+    assert {name.split(",")[0] for name in promised} == set(BITS)
     held = (ROOT / "tests" / "kernels" / "test_bits.py").read_text()
-    for name in SCRIPT["BITS"]:
+    for name in BITS:
         assert f'"{name}": optax.{name}(' in held
 
 
