@@ -243,26 +243,22 @@ def check_pinned(num_bytes: int) -> None:
 
 def _free_bytes(device: Any) -> int:
     stats = device.memory_stats() or {}
+    name = f"{device} ({device.device_kind})"  # of a slice of a GPU it says MIG
     if "bytes_limit" not in stats:
         raise StreamError(
-            f"device_memory_bytes: {_name(device)} does not tell the size of its "
+            f"device_memory_bytes: {name} does not tell the size of its "
             "memory; pass the bytes that params, values and temporaries of a step may "
             "take there"
         )
     limit_bytes, used_bytes = stats["bytes_limit"], stats.get("bytes_in_use", 0)
     if limit_bytes <= used_bytes:
         raise StreamError(
-            f"device_memory_bytes: {_name(device)} has nothing free of "
+            f"device_memory_bytes: {name} has nothing free of "
             f"{format_bytes(limit_bytes)}: this process's arrays take "
             f"{format_bytes(used_bytes)}. Delete them, and end other processes on the "
             "device (nvidia-smi lists a GPU's)"
         )
     return limit_bytes - used_bytes
-
-
-def _name(device: Any) -> str:
-    """Its number and kind; that of a slice of a GPU says MIG."""
-    return f"{device} ({device.device_kind})"
 
 
 # --- what the process frees -----------------------------------------------------------
