@@ -160,7 +160,7 @@ class Passes:
         self._wanted = [  # what kernels take, with their leaves
             (value, number)
             for number, leaf in enumerate(prologue.leaves)
-            for value in leaf.taken
+            for value in (*leaf.scalars, *leaf.arrays)
             if value.constant is None
         ]
         self.num_passes = self._count_passes()

@@ -38,10 +38,6 @@ class BodyInputs:
     scalars: tuple[Value, ...]
     arrays: tuple[Value, ...]
 
-    @property
-    def taken(self) -> tuple[Value, ...]:
-        return (*self.scalars, *self.arrays)
-
 
 @dataclass(frozen=True, eq=False)
 class Prologue:
@@ -49,41 +45,35 @@ class Prologue:
 
     Attributes:
       scalar_state: The new scalar state.
+      outputs: All that is wanted: the scalar state, and what the leaves take.
     """
 
     nodes: tuple[Node, ...]
     inputs: Sequence[Value]
     scalar_state: Sequence[Value]
     leaves: Sequence[BodyInputs]
-
-    @property
-    def _outputs(self) -> list[Value]:
-        own = (value for leaf in self.leaves for value in leaf.taken)
-        return [*self.scalar_state, *own]
+    outputs: Sequence[Value]
 
     @property
     def read(self) -> set[Value]:
         """The values, inputs among them, on which an output depends."""
-        return {v for node in self.nodes for v in node.inputs}.union(self._outputs)
+        return {v for node in self.nodes for v in node.inputs}.union(self.outputs)
 
     def __call__(
         self, inputs: Sequence[jax.Array]
     ) -> tuple[list[jax.Array], list[LeafInputs]]:
         """Computes the new scalar state and the kernels' inputs; traceable."""
         env: dict[Value, Any] = dict(zip(self.inputs, inputs, strict=True))
-        found = iter(evaluate(self.nodes, self._outputs, env))
-        scalar_state = [jnp.asarray(next(found)) for _ in self.scalar_state]
-        known: dict[Value, jax.Array] = {}  # leaves share scalars
+        results = evaluate(self.nodes, self.outputs, env)
+        found = dict(zip(self.outputs, results, strict=True))
+        shared = dict.fromkeys(value for leaf in self.leaves for value in leaf.scalars)
+        scalars = {value: as_scalar(found[value], value) for value in shared}
         leaves = []
         for leaf in self.leaves:
-            for value in leaf.scalars:
-                one = next(found)
-                if value not in known:
-                    known[value] = as_scalar(one, value)
             shape = leaf.info.shape
-            arrays = tuple(jnp.broadcast_to(next(found), shape) for _ in leaf.arrays)
-            leaves.append(LeafInputs(tuple(known[v] for v in leaf.scalars), arrays))
-        return scalar_state, leaves
+            arrays = tuple(jnp.broadcast_to(found[v], shape) for v in leaf.arrays)
+            leaves.append(LeafInputs(tuple(scalars[v] for v in leaf.scalars), arrays))
+        return [jnp.asarray(found[value]) for value in self.scalar_state], leaves
 
 
 def make_prologue(
@@ -93,10 +83,10 @@ def make_prologue(
     bodies: Iterable[BodyBuilder],
 ) -> Prologue:
     """Returns the nodes that scalar state and bodies need, without those of bodies."""
-    own = (BodyInputs(b.info, tuple(b.scalars), tuple(b.arrays)) for b in bodies)
-    leaves = tuple(own)
-    wanted = (*scalar_state, *(value for leaf in leaves for value in leaf.taken))
-    return Prologue(prune(nodes, wanted), inputs, scalar_state, leaves)
+    leaves = [BodyInputs(b.info, tuple(b.scalars), tuple(b.arrays)) for b in bodies]
+    taken = (value for leaf in leaves for value in (*leaf.scalars, *leaf.arrays))
+    outputs = [*scalar_state, *taken]
+    return Prologue(prune(nodes, outputs), inputs, scalar_state, leaves, outputs)
 
 
 def as_scalar(found: Any, value: Value) -> jax.Array:

@@ -23,12 +23,7 @@ from jaxinf.program.arguments import ExtraArgs, told_what_to_give
 from jaxinf.program.graph import Graph, Node, Value, graph_of, prune
 from jaxinf.program.kernel import Constant, Input, Operand
 from jaxinf.program.passes import Passes
-from jaxinf.program.prologue import (
-    LeafInputs,
-    Prologue,
-    make_prologue,
-    typed_like,
-)
+from jaxinf.program.prologue import LeafInputs, Prologue, make_prologue, typed_like
 from jaxinf.program.split import BodyBuilder, is_elementwise, refusal
 from jaxinf.program.state import (
     LeafKernel,
