@@ -13,10 +13,10 @@ Invariant: to compute a value again, the same program is called again with the s
 inputs, so its bits are the same.
 """
 
+import itertools
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import count, pairwise
 from typing import NamedTuple
 
 from jaxinf.program import Value
@@ -64,7 +64,8 @@ def plan_of(
         targets[value].append(piece)
     slots: dict[tuple[int, Value], Slot] = {}
     totals: dict[Program, Sequence[Slot]] = {}
-    calls, starts, numbers = list[Call](), list[int](), count()
+    calls, starts, numbers = list[Call](), list[int](), itertools.count()
+    last = num_parts - 1
 
     def add(
         turn: _Turn,
@@ -93,25 +94,23 @@ def plan_of(
         recomputed: dict[Value, Slot] = {}  # for the next call
         for turn in block:
             program, part, is_repeat = turn
-            takes = (
+            takes = [
                 v.origin or recomputed.get(v) or slots[part, v] for v in program.inputs
-            )
+            ]
             outputs = enumerate(program.outputs)
             own = {i: targets[v] for i, v in outputs if v in targets}
-            is_summed = num_parts > 1 and bool(own) and not is_repeat
+            is_summed = num_parts > 1 and bool(own)
             made = add(turn, takes, own, not (is_summed or is_repeat))
             values = dict(zip(program.outputs, made, strict=True))
             recomputed = values if is_repeat else {}
-            if not is_repeat:
-                slots |= {(part, value): slot for value, slot in values.items()}
-            if not is_summed:
+            if is_repeat:
                 continue
+            slots |= {(part, value): slot for value, slot in values.items()}
             sums = [made[i] for i in own]
-            if part:
-                avals = tuple(program.outputs[i].aval for i in own)
-                is_last = part == num_parts - 1
-                num_summed = num_parts if is_last else None
-                total = sum_program(ready, avals, part == 1, num_summed)
+            if is_summed and part:
+                avals, is_last = [program.outputs[i].aval for i in own], part == last
+                count = num_parts if is_last else None
+                total = sum_program(ready, tuple(avals), part == 1, count)
                 given = [v.origin for v in total.inputs if v.origin is not None]
                 takes = [*totals[program], *sums, *given]
                 handed = dict(enumerate(own.values()))
@@ -194,7 +193,7 @@ def _uses(calls: Sequence[Call], starts: Sequence[int]) -> tuple[Stay, ...]:
       starts: First calls of blocks.
     """
     latest, found = dict[Piece, int](), list[Stay]()
-    for start, end in pairwise([*starts, len(calls)]):
+    for start, end in itertools.pairwise([*starts, len(calls)]):
         for number in range(start, end):
             for piece, num_bytes in calls[number].program.params:
                 own = latest.get(piece)
