@@ -39,17 +39,6 @@ def shard_counts(
     return tuple(whole // part if part else 1 for whole, part in pairs)
 
 
-def boxes_with_holders(
-    sharding: NamedSharding, shape: Sequence[int]
-) -> list[tuple[tuple[int, ...], tuple[int, ...], set[int]]]:
-    """Returns origin and extent of each shard, and the processes that have it."""
-    found: dict[tuple[int, ...], tuple[tuple[int, ...], set[int]]] = {}
-    for device, index in sharding.devices_indices_map(tuple(shape)).items():
-        start, extent = box_of(index, shape)
-        found.setdefault(start, (extent, set()))[1].add(device.process_index)
-    return [(start, *found[start]) for start in sorted(found)]
-
-
 def box_of(
     index: Sequence[slice], shape: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -71,20 +60,24 @@ def shard_holders(
     """
     if sharding is None:
         return ()
-    holders = [tuple(sorted(own)) for _, _, own in boxes_with_holders(sharding, shape)]
+    found: dict[tuple[int, ...], set[int]] = {}
+    for device, index in sharding.devices_indices_map(tuple(shape)).items():
+        start, _ = box_of(index, shape)
+        found.setdefault(start, set()).add(device.process_index)
+    holders = [tuple(sorted(found[start])) for start in sorted(found)]
     if counts is None:
         return tuple(holders)
-    shards, found = shard_counts(sharding, shape), []
+    shards, result = shard_counts(sharding, shape), []
     for part in np.ndindex(*counts):
         numbers = zip(part, shards, counts, strict=True)
         shard = tuple(n * own // count for n, own, count in numbers)
-        found.append(holders[np.ravel_multi_index(shard, shards)])
-    return tuple(found)
+        result.append(holders[np.ravel_multi_index(shard, shards)])
+    return tuple(result)
 
 
 def has_shared_parts(sharding: NamedSharding, shape: Sequence[int]) -> bool:
     """Whether several processes have devices with the same part of an array."""
-    return any(len(own) > 1 for _, _, own in boxes_with_holders(sharding, shape))
+    return any(len(own) > 1 for own in shard_holders(sharding, shape))
 
 
 def distinct_shards(leaf: Any) -> list[tuple[tuple[slice, ...], Array]]:
