@@ -70,7 +70,7 @@ class ResumeCheck:
             sums = commit.checksums[record.array_name(record.states[0].name)]
 
             def checksum(number: int) -> int:  # of a chunk's params: most need no read
-                chunk = opened.directory.chunks[leaf][number]
+                chunk = record.grid.chunks()[number]
                 run = gather(params, chunk, tuple(origin), 0, chunk.num_elements)
                 return crc32c(np.ascontiguousarray(run))
 

@@ -127,7 +127,8 @@ class StateReader:
         if others:  # the schedule-free average is computed chunk by chunk
             b1 = opened.finished.schedule_free_b1
             assert b1 is not None
-            for chunk in (opened.directory.chunks[leaf][n] for n in chunks):
+            grid = opened.directory.manifest.leaves[leaf].grid
+            for chunk in (grid.chunks()[n] for n in chunks):
                 y, z = (np.empty(chunk.extent, np.float32) for _ in states)
                 for number, part in zip(states, (y, z), strict=True):
                     self.read(leaf, part, chunk.start, number)

@@ -241,14 +241,15 @@ class StoreShape:
             window_bytes = max(window_bytes // _WINDOW_SHARE, quick_bytes)
         fitting = max(0, window_bytes) // unit_bytes * unit
         most = max(unit, min(fitting, DEFAULT_CHUNK_ELEMENTS))
-        all_chunks, found, first = self.directory.chunks, [], 0
+        found, first = [], 0
         for leaf, record in enumerate(self.directory.manifest.leaves):
             chunks: list[list[SubgroupLayout]] = [[] for _ in record.csds]
             own, num_held = _unit_elements(record), len(record.held)
             last = first + num_held * len(record.states)
             for item in subgroups(leaf, record.grid, record.csds, most, own):
-                place, chunk = record.places[item.chunk], all_chunks[leaf][item.chunk]
+                place = record.places[item.chunk]
                 if place >= 0:
+                    chunk = record.grid.chunks()[item.chunk]
                     entries = range(first + place, last, num_held)
                     run = item.offset_elements, item.num_elements
                     placed = _placed(record.states, *run)

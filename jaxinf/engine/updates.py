@@ -260,10 +260,10 @@ class RequestedUpdate:
         gradient, origin = self._request.gradient, self._request.origin
         if not isinstance(gradient, SparseLeaf):
             return layout.gather(gradient, origin)
-        subgroup, directory = layout.subgroup, self._opened.directory
-        record = directory.manifest.leaves[subgroup.leaf]
+        subgroup = layout.subgroup
+        record = self._opened.directory.manifest.leaves[subgroup.leaf]
         positions = covers(record.grid, tuple(origin), gradient.shape)
-        chunks = directory.chunks[subgroup.leaf]
+        chunks = record.grid.chunks()
         if tuple(gradient.lengths) != tuple(chunks[n].num_elements for n in positions):
             raise StoreMismatchError(
                 f"leaf {record.name}: the gradient was compressed for chunks of other "

@@ -11,12 +11,10 @@ import shutil
 import stat
 import threading
 from collections.abc import Iterator
-from functools import cached_property
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from jaxinf.errors import StoreFormatError, StoreIOError
-from jaxinf.layout import Chunk
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.manifest import ChunkFile, Manifest
@@ -152,11 +150,6 @@ class StoreDirectory:
         return max(1, len(self.manifest.csds))
 
     # --- chunk files -------------------------------------------------------------
-
-    @cached_property
-    def chunks(self) -> tuple[tuple[Chunk, ...], ...]:
-        """The chunks of every leaf, in grid order."""
-        return tuple(leaf.grid.chunks() for leaf in self.manifest.leaves)
 
     def held_chunk(self, leaf: int, chunk: int, state: str) -> ChunkFile:
         """Returns a chunk of a state's array, by numbers and the state's name."""

@@ -13,7 +13,6 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -104,11 +103,9 @@ class LockFile:
                 self.fd = -1
 
 
-@contextlib.contextmanager
-def lock_exclusively(path: Path) -> Iterator[None]:
-    """Waits for and holds a lock while the context lasts; raises as `LockFile`."""
-    with contextlib.closing(LockFile(path)):
-        yield
+def lock_exclusively(path: Path) -> contextlib.closing[LockFile]:
+    """Waits for a lock, which the returned context gives back; raises as `LockFile`."""
+    return contextlib.closing(LockFile(path))
 
 
 class StoreLock(LockFile):

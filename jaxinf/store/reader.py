@@ -11,7 +11,7 @@ import itertools
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -132,7 +132,7 @@ def over(
         threads.shutdown(cancel_futures=True)
 
 
-class StepReader:
+class StepReader(AbstractContextManager["StepReader"]):
     """Reads the arrays of one committed step. Thread-safe; a context manager.
 
     Attributes:
@@ -161,9 +161,6 @@ class StepReader:
         self._piece_elements = num_units * SCALES_ALIGNMENT_ELEMENTS
         # An element has 8 bytes at most; its scale or remainder may add as much.
         self._pool = BufferPool(16 * self.num_threads * self._piece_elements)
-
-    def __enter__(self) -> "StepReader":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._pool.close()

@@ -31,7 +31,7 @@ def test_creation(make_directory, num_csds):
                 found = json.loads((array / "zarr.json").read_text())
                 assert found["data_type"] == state.dtype
                 assert tuple(found["shape"]) == leaf.shape
-                for position, chunk in enumerate(directory.chunks[number]):
+                for position, chunk in enumerate(leaf.grid.chunks()):
                     file = directory.chunk_file(slot, number, position, state.name)
                     assert not file.is_symlink()
                     assert file.samefile(array / chunk.key)

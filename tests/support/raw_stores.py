@@ -108,7 +108,7 @@ def fill_slot(
         for state in leaf.states:
             values = values_of(leaf.shape, dtype_of(state.dtype))
             sums = []
-            for position, chunk in enumerate(directory.chunks[number]):
+            for position, chunk in enumerate(leaf.grid.chunks()):
                 data = np.ascontiguousarray(values[chunk.slices])
                 sums.append(crc32c(data))
                 file = directory.prepare_write(slot, number, position, state.name)
