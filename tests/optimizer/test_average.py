@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
 import zarr
-from small_stores import same
+from small_stores import same, train
 
 import jaxinf
 from jaxinf.cli import main
@@ -39,24 +39,20 @@ def like(params, dtype=np.float32):
 
 def trained(store, average, num_steps, *, tx=None, params=None, first=1, seen=None):
     """Trains; calls `seen` with the number of each step; returns the state."""
-    tx = optax.adamw(1e-2) if tx is None else tx
-    wrapped = jaxinf.smart_update(tx, store, average=average)
-    params = new_params() if params is None else params
-    params = store.params(params) if store.exists else params
-    state = wrapped.init(params)
+    numbers = range(first, first + num_steps)
+    left = iter(numbers)
 
-    @jax.jit
-    def step(params, state, number):
-        gradients = jax.tree.map(lambda p: jnp.sin(3 * p + number), params)
-        updates, state = wrapped.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state
+    def sines(number):
+        return lambda params: jax.tree.map(lambda p: jnp.sin(3 * p + number), params)
 
-    for number in range(first, first + num_steps):
-        params, state = step(params, state, jnp.asarray(number, jnp.float32))
+    def each(_, state):
         store.wait(state)
         if seen is not None:
-            seen(number)
-    return state
+            seen(next(left))
+
+    tx = optax.adamw(1e-2) if tx is None else tx
+    params = new_params() if params is None else params
+    return train(store, tx, params, map(sines, numbers), each=each, average=average)[2]
 
 
 def rising(count):
