@@ -139,7 +139,7 @@ REFUSED = {
     "reduction": (optax.lamb(1e-3), PARAMS, {}, "reduce_sum"),
     "argument": (PLATEAU, PARAMS, {}, r"'value'.*extra_args=\{\"value\": 0\.0\}.*, v"),
     "number": (ADAM, {"a": [1.0]}, {}, r"params/a.*: expected an array, found float"),
-    "key": (ADAM, {"\ud800": PARAMS["b"]}, {}, "expected keys that UTF-8"),
+    "key": (ADAM, {"\ud800": PARAMS["b"]}, {}, "rename the key in the params tree"),
     "nonfinite": (ADAM, PARAMS, {"nonfinite": "maybe"}, '.maybe.: expected "error"'),
     "updates": (ADAM, PARAMS, {"updates": "bfloat16"}, '"gradient" or "float32"'),
     "existing": (ADAM, PARAMS, {"on_existing": "anew"}, 'expected "resume"'),
@@ -156,12 +156,12 @@ def test_refused_before_there_is_a_store(open_store, place, name):
 
 
 OTHERS = {
-    r"leaf b: shape \(20,\) in the store": {**PARAMS, "b": jnp.zeros(21)},
-    "leaf b: params float32 in the store, params bfloat16": {
+    r"leaf b: shape \(20,\), .* in the store, ": {**PARAMS, "b": jnp.zeros(21)},
+    "leaf b: .* params float32, .* in the store, .* params bfloat16, ": {
         **PARAMS, "b": jnp.zeros(20, jnp.bfloat16)
     },
-    "- leaf b: in the store only": {"w": PARAMS["w"]},
-    r"\+ leaf c: not in the store": {**PARAMS, "c": jnp.ones(3)},
+    "leaf b: .* in the store, none given": {"w": PARAMS["w"]},
+    "leaf c: none in the store, ": {**PARAMS, "c": jnp.ones(3)},
     "one store per init": {"other": jnp.ones(3)},
 }  # fmt: skip
 
