@@ -1,8 +1,14 @@
 """Sequences and their rows: every token once, no document lost or joined."""
 
+import functools
+
+import jax
 import numpy as np
+import pytest
+from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
+from jaxinf_models import GPT2Config, abstract_params, make_model, score, split
 
 from jaxinf.train.data.rows import (
     Encoded,
@@ -77,6 +83,37 @@ def test_packed_rows_hold_every_document_once(lists, seq_len):
             np.testing.assert_array_equal(row["weights"][place], targets % 2 == 0)
             found.append([*tokens.tolist(), int(targets[-1])])
     assert sorted(found) == sorted(ids[: seq_len + 1] for ids in lists)
+
+
+@functools.cache
+def tiny_scores():
+    config = GPT2Config(256, 16, num_layers=1, num_heads=2, num_features=16)
+    params = jax.jit(lambda: split(make_model(config, rngs=nnx.Rngs(0)))[1])()
+    graphdef, _ = abstract_params(config)
+
+    @jax.jit
+    def scores(row):
+        batch = {name: array[None] for name, array in row.items()}
+        return score(nnx.merge(graphdef, params), "causal-lm", batch)
+
+    return scores
+
+
+@pytest.mark.parametrize("kind", ["packed", "windows"])
+def test_documents_of_a_row_do_not_see_each_other(kind):
+    """A row's loss is the loss of its separate documents."""
+    scores, seq_len = tiny_scores(), 13
+    lists = [[5, 6, 7, 8, 0], [9, 1, 2, 0], [3, 4, 3, 4, 0]]
+    if kind == "packed":
+        (together,) = rows_of(packed(encoded(lists), seq_len, pad=0))
+    else:
+        (together,) = rows_of(windows(encoded(lists), seq_len, is_causal=True))
+    alone = [packed(encoded([ids]), seq_len, pad=0)[0] for ids in lists]
+    whole, parts = scores(together), [scores(row) for row in alone]
+    assert whole.weight == sum(len(ids) - 1 for ids in lists)
+    np.testing.assert_allclose(whole.loss, sum(p.loss for p in parts), rtol=1e-5)
+    mixed = scores({**together, "segments": np.ones_like(together["segments"])})
+    assert abs(mixed.loss - whole.loss) > 1e-4
 
 
 def test_pairs():
