@@ -59,7 +59,12 @@ def assert_near(found, expected):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
-def test_a_text_is_no_longer_than_the_positions(made):
+def test_no_token_sees_a_later_one(made):
+    apply = jax.jit(lambda tokens: nnx.merge(*made)(tokens))
+    tokens = tokens_of((2, 16))
+    before, after = apply(tokens), apply(tokens.at[:, 9].set((tokens[:, 9] + 1) % 61))
+    np.testing.assert_array_equal(before[:, :9], after[:, :9])
+    assert not jnp.any(jnp.all(before[:, 9:] == after[:, 9:], axis=-1))
     with pytest.raises(ValueError, match=r"at most num_positions=16 .* got 17"):
         nnx.merge(*made)(tokens_of((1, 17)))
 
