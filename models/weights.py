@@ -36,8 +36,10 @@ class Pretrained:
     """A model with published weights.
 
     Attributes:
-      apply: ``apply(params, *inputs, **options)``, the model's own call: logits of
-        tokens. It can be jitted, differentiated and streamed.
+      apply: ``apply(params, tokens, **options)``, the model's own call, with the
+        options of its ``__call__``: float32 logits [batch, seq, vocab] of int tokens
+        [batch, seq], or of classes [batch, labels]. It can be jitted, differentiated
+        and streamed.
       params: nested dicts of leaves that are read when they are converted to NumPy.
         ``tx.init``, ``step.load`` and `jax.device_put` take them.
       shapes: the same tree of `jax.ShapeDtypeStruct`.
@@ -69,6 +71,9 @@ def pretrained(
       param_dtype: dtype of the params.
       seed: seed of a head that the folder lacks.
 
+    Returns:
+      Its ``apply(params, tokens)``, ``params``, their ``shapes`` and its ``config``.
+
     Raises:
       jaxinf.errors.ExchangeError: the folder cannot be read, or its files do not belong
         together.
@@ -82,6 +87,7 @@ def pretrained(
     graphdef, shapes = abstract_params(config)
 
     def apply(params: Params, *inputs: Any, **options: Any) -> jax.Array:
+        """Returns logits of tokens [batch, seq], T5's of both sides, or of images."""
         return nnx.merge(graphdef, params)(*inputs, **options)
 
     return Pretrained(apply, deferred_params(files, config, seed), shapes, config)

@@ -199,6 +199,8 @@ form = "{% for m in messages %}{{ m['content'] }}</s>{% endfor %}"
 word_level(
     Path("tokenizer"), ["one", "two"], "</s>", eos_token="</s>", chat_template=form
 )
+record = json.dumps({"text": "one", "label": 1})
+Path("labels.jsonl").write_text((record + "\\n") * 50)
 texts = pyarrow.table({"text": ["one two three"] * 50})
 pyarrow.parquet.write_table(texts, "wiki.parquet")
 for number in range(40):

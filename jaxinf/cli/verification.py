@@ -5,9 +5,10 @@ whether there is any.
 """
 
 import json
+import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from jaxinf.cli.arguments import StorePath, Switch, option
 from jaxinf.cli.looking import open_committed, over_members
 from jaxinf.cli.terminal import show_progress
 from jaxinf.store import (
+    SLOTS,
     CommittedStep,
     Damage,
     StoreDirectory,
@@ -60,7 +62,8 @@ class Verify:
                 with show_progress(title) as progress:
                     found = verify_step(directory, place, progress, seen=seen)
                 if place.exists():  # a run may have removed a checkpoint meanwhile
-                    damages[title] = found
+                    named = [replace(one, file=_in_slot(one.file)) for one in found]
+                    damages[title] = named
                 elif self.checkpoint is not None:
                     find_checkpoint(directory, self.checkpoint)
             num_bytes = step_bytes(directory)
@@ -78,6 +81,15 @@ def _steps(
         find_checkpoint(directory, name)
     for one in names:
         yield f"checkpoint {one}", directory.path / "checkpoints" / one
+
+
+def _in_slot(file: Path) -> Path:
+    """Returns the file of a slot that one of a snapshot, which goes, is a link to."""
+    for slot in SLOTS:
+        other = Path(re.sub(r"/snapshots/[0-9a-f]{32}/", f"/slots/{slot}/", str(file)))
+        if other.exists() and file.exists() and other.samefile(file):
+            return other
+    return file
 
 
 def _print_json(path: Path, found: dict[str, list[Damage]], num_bytes: int) -> None:
@@ -104,9 +116,12 @@ def _print(path: Path, found: dict[str, list[Damage]], num_bytes: int) -> None:
             console.print(printable(f"  {damage.what}: {damage.problem}"))
             console.print(printable(f"    {damage.file}"))
     if any(found.values()):
+        clean = [title for title, damages in found.items() if not damages]
+        remedy = f"go back to a clean checkpoint: jaxinf checkpoint restore {path} NAME"
+        if not any(title.startswith("checkpoint ") for title in clean):
+            remedy = "a copy or an export from before helps, as no checkpoint is clean"
         console.print(
             "A run never uses damaged chunks. Check the drives (dmesg, smartctl). A "
             f"copy has all links and documents anew: jaxinf store copy {path} NEW. If "
-            "chunks of the committed step are damaged, go back to a clean checkpoint: "
-            f"jaxinf checkpoint restore {path} NAME"
+            f"chunks of the committed step are damaged, {remedy}"
         )

@@ -297,9 +297,9 @@ def _check_average(directory: StoreDirectory, description: StoreDescription) -> 
     if held.leaves and is_other:
         raise StoreMismatchError(
             f"{directory.path}: expected an average of the params in the form "
-            f"{asked!r}, found {found!r}; give smart_update(…, average=) as the "
-            "store was made, or load its params and state into a new store "
-            "(store.load), whose average begins as a copy of the params"
+            f"{asked!r}, found {found!r}; give smart_update(…, average=), or stream("
+            "…, average=), as the store was made, or load its params and state into a "
+            "new store (store.load), whose average begins as a copy of the params"
         )
 
 

@@ -141,8 +141,8 @@ class Store:
 
         Args:
           like: a tree of arrays or ``jax.ShapeDtypeStruct`` of the store's leaves; it
-            gives the dtype, and the sharding if it has one. Other leaves than
-            floating-point arrays are returned as they are.
+            gives the dtype, and the sharding if it has one. Integers and objects are
+            returned as they are; a Python float is refused.
           state: the transform state to wait for, as JAX's dispatch is asynchronous.
           average: whether to return the params' average instead, or of a schedule-free
             optimizer optax's `schedule_free_eval_params`; rounded to nearest even if
@@ -154,6 +154,7 @@ class Store:
         Raises:
           StoreMismatchError: `like` has other leaves or shapes than the store, or the
             store has no average.
+          TypeError: `like` has a Python float.
         """
         leaves, treedef = jax.tree.flatten(like)
         places = [place for place, leaf in enumerate(leaves) if is_trained(leaf)]

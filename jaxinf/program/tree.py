@@ -58,8 +58,9 @@ def leaf_infos(params: PyTree) -> tuple[LeafInfo, ...]:
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             raise TypeError(
                 f"{where}: expected an array, found {type(leaf).__name__}; make a "
-                "number an array, jnp.float32(x), and keep other values out of the "
-                "params tree"
+                "number that is trained an array, jnp.float32(x), and keep other "
+                "values out of the params tree (Equinox: eqx.filter(model, "
+                "eqx.is_inexact_array))"
             )
         if leaf.dtype not in FLOAT_DTYPES:
             raise TypeError(

@@ -22,6 +22,7 @@ import jax
 from rich.console import Console
 
 from jaxinf.command_line import UsageError
+from jaxinf.errors import ProcessError
 from jaxinf.processes import Group, all_processes
 from jaxinf.terminal import make_console
 from jaxinf.train import messages, resume
@@ -168,10 +169,16 @@ class _TrainingRun:
             done, measured = self._timer.measure(
                 number, lambda: step(self._devices.joined(batch))
             )
-        except jax.errors.JaxRuntimeError:
+        except jax.errors.JaxRuntimeError as error:
             if store is not None:
                 store.check()  # raises what stopped it, without JAX's wrapping
-            raise
+            if self._group.is_alone:
+                raise
+            raise ProcessError(
+                f"step {number}: expected all processes to compute it, found: "
+                f"{str(error).splitlines()[0]}; another process may have died: see its "
+                "output, and start all again"
+            ) from error
         self.step = number
         line = StepLine(
             *(number, done.loss, num_tokens(batch)),
@@ -279,6 +286,9 @@ def _keep_config(step: int, config: TrainConfig, run_file: str) -> None:
     process have decided.
     """
     document = config.to_json() | resolved_settings(config)
+    if config.files is not None:  # which say the model, not --model and --preset
+        document["model"] = config.model_name
+        del document["preset"]
     versions = {name: version(name) for name in ("jaxinf", "jax", "optax")}
     document["versions"] = {"python": platform.python_version(), **versions}
     texts = {"json": json.dumps(document, indent=1) + "\n", "toml": run_file}

@@ -49,9 +49,14 @@ def say_config(console: Console, config: TrainConfig, data: TrainingData) -> Non
     if (decay := settings["weight_decay"]) is not None:
         rate += f", weight decay {decay:g}"
     model = f"{config.model_name}: {num_params(config.model_config):,} params in "
+    model += f"{config.param_dtype}, computed in {config.dtype}"
+    held = config.files and config.files.checkpoint
+    dtypes = {one.dtype.name for one in held.tensors.values()} if held else set()
+    if config.param_dtype == "float32" and "bfloat16" in dtypes:
+        model += "; the folder has bfloat16: --param-dtype bfloat16 keeps it"
     source = " ".join(config.data) or "Python's standard library"
     rows = [
-        ("model", f"{model}{config.param_dtype}, computed in {config.dtype}"),
+        ("model", model),
         ("task", config.task_name),
         ("data", f"{source}: {about}"),
         *(("", note) for note in data.notes),
@@ -88,6 +93,10 @@ def say_results(
     if store is not None:
         said.append(f"store   {store.path}: step {store.step}; to look inside:")
         said.append(f"  {_command('jaxinf', 'inspect', store.path)}")
+        if config.source is not None:
+            words = ("export", store.path, "EXPORT", "--format", "huggingface")
+            said.append("to export the model to a new folder EXPORT:")
+            said.append(f"  {_command('jaxinf', 'checkpoint', *words)}")
     said.append(f"logs    {config.logs}; to make a page of them:")
     said.append(f"  {_command('jaxinf', 'report', config.logs)}")
     console.print("\n".join(said), markup=False, highlight=False)
@@ -137,11 +146,16 @@ class Progress:
         if not is_end and now_s - self._shown_s < _INTERVAL_S:
             return
         self._shown_s = now_s
-        left_s = (now_s - self._started_s) / num_done * (self._last - line.step)
-        left = str(timedelta(seconds=round(left_s))).removeprefix("0:")
+        left = ""
+        if num_done == 1:  # it takes longer than the others
+            self._started_s = now_s
+        else:
+            step_s = (now_s - self._started_s) / (num_done - 1)
+            left_s = round(step_s * (self._last - line.step))
+            left = f"  {timedelta(seconds=left_s)} left".replace("  0:", "  ")
         rate = (line.tokens or 0) / (line.step_s or 1)
         speed = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
         self._console.print(
-            f"step {line.step}/{self._last}  {left} left  loss {line.loss:.3f}  "
+            f"step {line.step}/{self._last}{left}  loss {line.loss:.3f}  "
             f"{speed} {self._unit}/s  memory {format_bytes(line.rss_bytes or 0)}"
         )

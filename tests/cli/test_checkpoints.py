@@ -74,7 +74,8 @@ def test_verify_says_what_is_damaged(store, run):
 def test_a_damaged_store_goes_on_from_a_checkpoint(store, run):
     assert run("checkpoint", "save", store).out.strip() == f"{store}/checkpoints/2"
     train(store, 3)
-    flip(chunk(store, StoreDirectory.open(store).committed_slot()))
+    flip(damaged := chunk(store, StoreDirectory.open(store).committed_slot()))
+    assert f"\n    {damaged}\n" in run("verify", store).out
     words = ("checkpoint", "restore", store, "2")
     assert "step 5 is committed and in no checkpoint" in run(*words).err
     assert run(*words, "--discard-current").status == 0

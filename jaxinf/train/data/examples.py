@@ -71,8 +71,8 @@ def example_of(record: Record, unused: set[str]) -> Example:
     if not values:
         raise DataError(
             f"{where}: expected a field 'text', the fields 'prompt' and 'response', or "
-            f"'messages'; found {shown_names(others) or 'no fields'}; rename them in "
-            "the data"
+            f"'messages', a list of objects with 'role' and 'content'; found "
+            f"{shown_names(others) or 'no fields'}; rename them in the data"
         )
     unused |= others
     if "messages" in values:
@@ -98,9 +98,11 @@ def _messages(where: str, turns: Any) -> list[Message]:
     given = turns if isinstance(turns, list) else []
     roles: list[Any] = [isinstance(x, dict) and x.get("role") for x in given]
     if not roles or not all(isinstance(role, str) for role in roles):
+        names = {name for one in given if isinstance(one, dict) for name in one}
+        found = f"messages with {shown_names(names)}" if names else shown(turns)
         raise DataError(
-            f"{where}: expected a list of messages, each an object with a role of "
-            f"{_ROLES} and its content, found {shown(turns)}"
+            f"{where}: expected a list of messages, each an object with a 'role' of "
+            f"{_ROLES} and its 'content', found {found}"
         )
     if "assistant" not in roles:
         raise DataError(
@@ -114,7 +116,7 @@ def _label(where: str, label: Any) -> int:
     if type(label) is not int or not 0 <= label < _MOST_LABELS:
         raise DataError(
             f"{where}: expected an integer label from 0 to {_MOST_LABELS - 1}, found "
-            f"{shown(label)}; number the classes from 0"
+            f"{shown(label)}; number the classes from 0 in the data"
         )
     return label
 

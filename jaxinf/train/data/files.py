@@ -132,6 +132,12 @@ def read_records(path: Path, used: Collection[str]) -> Iterator[Record]:
     if kind == "parquet":
         yield from _rows(path, used)
         return
+    if path.suffix.lower() == ".csv":
+        made = f"pandas.read_csv({path.name!r}).to_json({path.stem + '.jsonl'!r}"
+        raise DataError(
+            f"{path}: expected JSON lines or Parquet, found CSV, which is not read; "
+            f"convert it: {made}, orient='records', lines=True)"
+        )
     if kind == "none":
         raise DataError(
             f"{path}: expected text in UTF-8, JSON lines or Parquet, found other JSON, "

@@ -206,7 +206,9 @@ class _Reader:
             return f"expected 'text_pair' in all, or in none, as {first.where}"
         if kind not in expected:
             meant = " or ".join(_MEANT[one] for one in expected)
-            return f"--task {self.task} expects {meant}, {flag} has {_MEANT[kind]}"
+            text = f"--task {self.task} expects {meant}, {flag} has {_MEANT[kind]}"
+            other = "; give --task classification" if kind == "labelled" else ""
+            return text + other
         if self.is_apart and example.messages:
             return "--task seq2seq expects a prompt and a response, found messages"
         if example.messages and not self.tokenizer.has_template:

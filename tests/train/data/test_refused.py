@@ -30,7 +30,8 @@ RECORDS = [
     ({"text": "a", "label": True}, "found True"),
     ({"messages": []}, "expected a list of messages"),
     ({"messages": [{"role": "user", "content": "a"}]}, "a message of the assist"),
-    ({"messages": ["a"]}, "messages, each an object with a role of"),
+    ({"messages": ["a"]}, "messages, each an object with a 'role' of"),
+    ({"messages": [{"from": "human", "value": "a"}]}, "messages with 'from', 'value'"),
 ]
 LINES = [
     (b"", "Expecting value.*; mend or remove the line"),
@@ -50,7 +51,7 @@ FILES = [
     ("a.jsonl.gz", gzip.compress(b"{}\n", mtime=0), "unpack an archive"),
     ("a.jsonl.xz", lzma.compress(b"{}\n"), "unpack an archive"),
     ("a.txt", "\u4e01".encode("utf-16"), "convert text to UTF-8"),
-    ("a.csv", b"text,label\na,1\n", "another table"),
+    ("a.csv", b"text,label\na,1\n", "found CSV.*read_csv.'a.csv'.*'a.jsonl'"),
     ("a.parquet", b"PAR1 not really PAR1", "a file of parquet: Arrow"),
     ("a.parquet", gzip.compress(b"PAR1", mtime=0), "file of parquet: ArrowInvalid"),
     ("\x1b[2J.jsonl", "[]", r"\\x1b\[2J.jsonl:1: expected a JSON object"),
@@ -59,7 +60,11 @@ TASKS = [
     (TEXTS, "seq2seq", r"a.jsonl:1: --task seq2seq expects prompts.* has text"),
     (TEXTS, "classification", "expects a text and its label, --data has text"),
     (PAIRS, "masked-lm", "--task masked-lm expects text, --data has prompts"),
-    (LABELLED, "causal-lm", "expects text or prompts .*has a text and its label"),
+    (
+        LABELLED,
+        "causal-lm",
+        "expects text or prompts .*has a text and its label; give --task clas",
+    ),
     ([], "causal-lm", r"expected text, found 1 file\(s\) without a record"),
     (PAIRS[:1], "causal-lm", "expected at least one validation example"),
     (TEXTS[:1], "causal-lm", r"seq_len \+ 1 = 9 tokens of validation text, got 1"),
