@@ -85,8 +85,8 @@ def _steps(
 
 def _in_slot(file: Path) -> Path:
     """Returns the file of a slot that one of a snapshot, which goes, is a link to."""
-    for slot in SLOTS:
-        other = Path(re.sub(r"/snapshots/[0-9a-f]{32}/", f"/slots/{slot}/", str(file)))
+    for place in (*SLOTS, *(f"slots/{slot}" for slot in SLOTS)):  # on a CSD, or not
+        other = Path(re.sub(r"/snapshots/[0-9a-f]{32}/", f"/{place}/", str(file)))
         if other.exists() and file.exists() and other.samefile(file):
             return other
     return file
