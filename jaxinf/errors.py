@@ -112,7 +112,7 @@ class BudgetError(StreamError):
         self.missing_bytes = missing_bytes
         self.otherwise = otherwise
         self.works = works or {}
-        by = f" by at least {missing_bytes} bytes" if missing_bytes > 0 else ""
+        by = f" by at least {-(-missing_bytes >> 20)} MiB" if missing_bytes > 0 else ""
         advice = f"raise {limit}{by}"
         if works:
             found = " with ".join(f'{name}="{size}"' for name, size in works.items())

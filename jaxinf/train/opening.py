@@ -27,6 +27,7 @@ _FLAGS = {  # of arguments of jaxinf's functions
     "device_memory_bytes": "--device-memory",
     "memory_bytes": "--memory",
     "device_updates": "--device-updates",
+    "micro_batches": "--micro-batches",
     "policy=": "--policy ",
     "replan=True": "--elastic",
     'durability="step"': "--durability step",

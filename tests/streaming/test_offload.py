@@ -280,8 +280,8 @@ def test_a_value_keeps_its_memory_until_its_copy_has_left(streamed, late, monkey
 @pytest.mark.long
 @pytest.mark.usefixtures("own_memory")
 def test_a_host_that_is_too_small_is_named(streamed, open_store, place):
-    message = r"memory_bytes: it leaves \d+ bytes of the host for values .* expected "
-    message += r"2097152, .* 4 x the largest, .* memory_bytes=.* works"
+    message = r"memory_bytes: it leaves .*iB of the host for values .* expected "
+    message += r"2.00 MiB, .* 4 x the largest, .* memory_bytes=.* works"
     scratch = {"memory_bytes": 9 << 20, "scratch": place}
     for step in (
         streamed(WIDE, TX, memory_bytes=15 << 20, **OFFLOAD),

@@ -75,9 +75,7 @@ def summed(params, batch):
 
 ONES = {"w": np.ones(3, np.float32)}
 VAST = {"w": jax.ShapeDtypeStruct((4 << 20,), jnp.float32)}
-WORKS = (
-    r"takes at least \d+, with w \(16777216 bytes\);.* memory_bytes=\"\d+MiB\" works"
-)
+WORKS = r"takes at least .*iB, with w \(16.0 MiB\);.* memory_bytes=\"\d+MiB\" works"
 
 
 def load(loss, params=ONES, **options):

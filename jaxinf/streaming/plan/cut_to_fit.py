@@ -32,7 +32,7 @@ from jaxinf.streaming.plan.report import largest_text
 from jaxinf.streaming.program.cut import cuts_of, segment_limits
 from jaxinf.streaming.program.graph import aval_bytes
 from jaxinf.streaming.program.lifetimes import OrderedProgram
-from jaxinf.terminal import exact_bytes
+from jaxinf.terminal import exact_bytes, format_bytes
 from jaxinf.typing import JsonValue
 
 _Plan = TypeVar("_Plan")
@@ -82,13 +82,14 @@ def cut_to_fit(
         if best is None or plan.peak_bytes < best.peak_bytes:
             best = plan
     assert best is not None, "there is a plan for every limit"
+    more_parts = "more micro_batches or " if ready.graph.gradients else ""
     raise BudgetError(
         limit,
-        f"it leaves {budget_bytes} bytes for params, values and temporaries of the "
-        f"program, whose smallest cut takes at least {best.peak_bytes}, with "
-        f"{largest_text(best)}",
+        f"it leaves {format_bytes(budget_bytes)} for params, values and temporaries of "
+        f"the program, whose smallest cut takes at least "
+        f"{format_bytes(best.peak_bytes)}, with {largest_text(best)}",
         best.peak_bytes - budget_bytes,
-        ", or give a smaller batch",
+        f", or give {more_parts}a smaller batch",
     )
 
 
@@ -194,8 +195,8 @@ def _fitting(
     if plan.peak_bytes > memory.programs:
         raise BudgetError(
             memory.limit,
-            f"it leaves {memory.programs} bytes for the plan that the store was "
-            f"trained with, which takes {plan.peak_bytes}",
+            f"it leaves {format_bytes(memory.programs)} for the plan that the store "
+            f"was trained with, which takes {format_bytes(plan.peak_bytes)}",
             plan.peak_bytes - memory.programs,
             ", or pass replan=True for another plan (bits then differ from here on)",
         )

@@ -30,6 +30,7 @@ from jaxinf.streaming.plan.calls import (
 )
 from jaxinf.streaming.program.lifetimes import Stay, occupancy
 from jaxinf.streaming.program.trace import Traced
+from jaxinf.terminal import format_bytes
 from jaxinf.transfer import PAGE_BYTES, page_ceil
 
 SMALL_BYTES = 64 << 10
@@ -171,9 +172,9 @@ def plan_tiers(plan: Plan, host_bytes: int) -> Tiers:
         least = min(passing, everything)
         raise BudgetError(
             "memory_bytes",
-            f"it leaves {max(host_bytes, 0)} bytes of the host for values that leave "
-            f"the device; expected {least}, for all of them or for {2 * NUM_COPIES} x "
-            "the largest, on its way to drives and back",
+            f"it leaves {format_bytes(max(host_bytes, 0))} of the host for values that "
+            f"leave the device; expected {format_bytes(least)}, for all of them or for "
+            f"{2 * NUM_COPIES} x the largest, on its way to drives and back",
             least - host_bytes,
             ", or raise device_memory_bytes",
         )

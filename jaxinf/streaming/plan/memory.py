@@ -139,8 +139,8 @@ class Memory:
         if need.num_bytes >= held_bytes:
             raise BudgetError(
                 "memory_bytes" if part == "staged" else self.limit,
-                f"it leaves {held_bytes} bytes for the program, and {need.purpose} "
-                f"takes {need.num_bytes}",
+                f"it leaves {format_bytes(held_bytes)} for the program, and "
+                f"{need.purpose} takes {format_bytes(need.num_bytes)}",
                 need.num_bytes - held_bytes + 1,
             )
         return replace(self, **{part: held_bytes - need.num_bytes})
@@ -164,9 +164,10 @@ def divide(budget: Budget, needs: StepNeeds) -> Memory:
     if rest < 1:
         raise BudgetError(
             "memory_bytes",
-            f"expected room for the store's buffers ({needs.ring_bytes or 0} bytes), "
-            f"for the largest gradient ({factor * gradient_bytes} bytes) and for the "
-            f"program's params, found {memory_bytes}",
+            "expected room for the store's buffers "
+            f"({format_bytes(needs.ring_bytes or 0)}), for the largest gradient "
+            f"({format_bytes(factor * gradient_bytes)}) and for the program's params, "
+            f"found {format_bytes(memory_bytes)}",
             1 - rest,
         )
     most, leaving = budget.device_memory_bytes, pooled // factor

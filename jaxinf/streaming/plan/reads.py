@@ -19,6 +19,7 @@ from jaxinf.errors import BudgetError
 from jaxinf.streaming.plan.memory import NUM_STAGED, Memory, StepNeeds
 from jaxinf.streaming.program.lifetimes import Stay, fill, occupancy
 from jaxinf.streaming.program.units import Unit, UnitOf
+from jaxinf.terminal import format_bytes
 from jaxinf.transfer import PAGE_BYTES
 
 if TYPE_CHECKING:  # which has the reads
@@ -100,8 +101,8 @@ def plan_reads(plan: "Plan", needs: StepNeeds, memory: Memory) -> Reading:
         if limit < 0:
             raise BudgetError(
                 "memory_bytes",
-                f"it leaves {memory.staged} bytes for params on their way to the "
-                f"device, which take {NUM_STAGED} x {largest}",
+                f"it leaves {format_bytes(memory.staged)} for params on their way to "
+                f"the device, which take {NUM_STAGED} x {format_bytes(largest)}",
                 -limit,
             )
     gradients = {

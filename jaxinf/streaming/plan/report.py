@@ -51,12 +51,12 @@ def largest_text(plan: Any) -> str:
     params = {one for call in plan.calls for one in call.program.params}
     sizes = sorted(params, key=lambda one: -one[1])[:_MOST_PIECES]
     names = plan.traced.names
-    named = [f"{names[p.leaf]}{_index_text(p)} ({size} bytes)" for p, size in sizes]
+    named = [
+        f"{names[p.leaf]}{_index_text(p)} ({format_bytes(size)})" for p, size in sizes
+    ]
     value_bytes = max((life.num_bytes for life in plan.lives.values()), default=0)
-    return (
-        f"{', '.join(named)}; the largest value between programs has {value_bytes} "
-        "bytes"
-    )
+    largest = f"the largest value between programs has {format_bytes(value_bytes)}"
+    return f"{', '.join(named)}; {largest}"
 
 
 def _lines(plan: Any) -> Iterator[tuple[str, ...]]:
