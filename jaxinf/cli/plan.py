@@ -15,6 +15,7 @@ import tyro
 
 from jaxinf.cli.arguments import FLAGS, Switch, option
 from jaxinf.command_line import ByteSize, UsageError
+from jaxinf.streaming import gpu_limit
 from jaxinf.terminal import format_bytes, make_console, printable
 from jaxinf.train.checks import check
 from jaxinf.train.config import TrainConfig
@@ -27,11 +28,7 @@ from jaxinf.transfer import MACHINE_MEMORY_BYTES
 
 _PROG = "jaxinf plan"
 _FILES = {".toml": "--config", ".json": "--preset", "": "--from"}
-_REMEDIES = {
-    "disk": "give --state int8, more drives (--csd-root) or a smaller model",
-    "host": "give --mode stream with a --memory, or more --micro-batches",
-    "device": "give --mode stream with a --memory, or more --micro-batches",
-}
+_RATED_BYTES = 1_200 * 10**12  # that a drive of 2 TB is often rated for
 
 _Tiers: TypeAlias = Mapping[str, tuple[int, int | None]]
 """Bytes needed and there, of what the run uses; None if unknown."""
@@ -49,6 +46,9 @@ class Plan:
     # Bytes that each drive moves in a second, as 'jaxinf doctor' measures them (mixed),
     # such as 1.8GB: for the least time of a step.
     drive_rate: Annotated[int | None, ByteSize, option()] = None
+    # Count for a GPU with this much memory for JAX (18GiB of a card's 24 by default),
+    # in place of this machine's JAX device.
+    gpu_memory: Annotated[int | None, ByteSize, option()] = None
     # Print one JSON document instead.
     json: Switch = False
 
@@ -65,22 +65,32 @@ def main(words: Sequence[str]) -> int:
         Plan, prog=_PROG, args=words, return_unknown_args=True, config=FLAGS
     )
     if rest and not rest[0].startswith("-"):
+        alone = Path(rest[0], "config.json")
+        if alone.is_file() and not any(alone.parent.glob("*.safetensors")):
+            rest[0] = str(alone)
         rest = [_FILES.get(Path(rest[0]).suffix, "--from"), *rest]
     config = config_of(rest, _PROG)
     if config.distributed is not None:
         raise UsageError("--distributed: one process is planned; leave it out")
-    if own.drive_rate == 0:
-        raise UsageError("--drive-rate: expected at least 1 B, got 0")
+    for flag in ("drive_rate", "gpu_memory"):
+        if getattr(own, flag) == 0:
+            text = f"--{flag.replace('_', '-')}: expected at least 1 B, got 0"
+            raise UsageError(text)
     if config.store is None and config.mode != "memory":
         config = replace(config, store=Path("STORE"))
     config = check(config)
     check_optimizer(config)
     config, data = load(config)
+    device_bytes, limit = _device_bytes(), None
+    device = f"this machine's {jax.devices()[0].platform.upper()}"
+    if own.gpu_memory is not None:
+        device, device_bytes = "a GPU", own.gpu_memory
+        limit = gpu_limit(own.gpu_memory)
     console = make_console(soft_wrap=True)
     if not own.json:
         say_config(console, config, data)
-    device_bytes = _device_bytes()
-    needs = count(config, make_batches(config, data)[0], device_bytes)
+        console.print(f"counting for {device}; 'there is' means this machine …")
+    needs = count(config, make_batches(config, data)[0], device_bytes, limit)
     found = {
         "host": (needs.host_bytes, MACHINE_MEMORY_BYTES),
         "device": (needs.device_bytes, device_bytes),
@@ -91,13 +101,16 @@ def main(words: Sequence[str]) -> int:
     moved_bytes, time_s = needs.drive_read_bytes + needs.drive_write_bytes, None
     if own.drive_rate is not None:
         time_s = moved_bytes / needs.num_drives / own.drive_rate
+    wear_bytes = needs.drive_write_bytes * config.steps // needs.num_drives
     if own.json:
         both = ("needed_bytes", "there_bytes")
         named = {name: dict(zip(both, two, strict=True)) for name, two in tiers.items()}
         document = {"fits": fits, "tiers": named, "step": asdict(needs)}
-        print(json.dumps(document | {"drives_s": time_s}, indent=1))
+        document |= {"drives_s": time_s, "written_bytes_per_drive": wear_bytes}
+        print(json.dumps(document, indent=1))
     else:
-        text = printable("\n".join(_lines(needs, tiers, time_s)), keep="\n")
+        lines = _lines(config, needs, tiers, time_s, wear_bytes)
+        text = printable("\n".join(lines), keep="\n")
         console.print(text, markup=False, highlight=False)
     return int(not fits)
 
@@ -111,9 +124,9 @@ def _device_bytes() -> int | None:
 
 
 def _free_bytes(config: TrainConfig) -> int | None:
-    """Returns the space for a new store; None if it is there."""
+    """Returns the space for a new store; None if it is there, or is not known."""
     place = config.store
-    if place is None or place.expanduser().exists():
+    if place is None or place.expanduser().exists() or _away(config):
         return None
     free = {}
     for root in config.csd_root or (place,):
@@ -123,21 +136,52 @@ def _free_bytes(config: TrainConfig) -> int | None:
     return sum(free.values())
 
 
-def _lines(needs: RunNeeds, tiers: _Tiers, time_s: float | None) -> list[str]:
+def _lines(
+    config: TrainConfig,
+    needs: RunNeeds,
+    tiers: _Tiers,
+    time_s: float | None,
+    wear_bytes: int,
+) -> list[str]:
     lines, lacking = list[str](), list[str]()
     for name, (needed, there) in tiers.items():
+        beside = " beside some 600 MB of the process" if name == "host" else ""
         has = "" if there is None else f", there is {format_bytes(there)}"
-        lines.append(f"{name:7} needed {format_bytes(needed)}{has}")
+        lines.append(f"{name:7} needed {format_bytes(needed)}{beside}{has}")
         if there is not None and needed > there:
             pair = f"{format_bytes(needed)}, has {format_bytes(there)}"
-            lacking.append(f"does not fit: the {name} needs {pair}; {_REMEDIES[name]}")
+            cure = _remedy(name, config)
+            lacking.append(f"does not fit: the {name} needs {pair}; give {cure}")
+    lines += [
+        f"        {one}: not here, its space is not known" for one in _away(config)
+    ]
     if needs.drive_read_bytes or needs.drive_write_bytes:
         moved = needs.drive_read_bytes, needs.drive_write_bytes
         read, written = map(format_bytes, moved)
         lines.append(f"drives  {read} read and {written} written a step")
+        if wear_bytes:
+            num_runs = _RATED_BYTES / wear_bytes
+            count = f"{num_runs:,.0f}" if num_runs >= 10 else f"{num_runs:.2g}"
+            run = f"{format_bytes(wear_bytes)} to each drive in {config.steps:,} steps"
+            rated = f"one rated for 1,200 TB lasts {count} such runs"
+            lines.append(f"wear    {run}; {rated}")
         time = "those bytes over the drives' rate; 'jaxinf doctor' measures it, and "
         time += "--drive-rate takes it"
         if time_s is not None:
             time = f"{time_s:.3g} s a step, for the drives alone"
         lines.append(f"time    at least {time}")
     return [*lines, *lacking, "nothing was trained or written"]
+
+
+def _away(config: TrainConfig) -> list[Path]:
+    return [root for root in config.csd_root or () if not root.expanduser().is_dir()]
+
+
+def _remedy(name: str, config: TrainConfig) -> str:
+    """Returns settings that may help, without those in force."""
+    if name == "disk":
+        state = "" if config.state == "int8" else "--state int8, "
+        return f"{state}more drives (--csd-root) or a smaller model"
+    if config.mode == "stream":
+        return "a smaller --memory" if name == "host" else "a smaller --device-memory"
+    return "--mode stream with a --memory, or more --micro-batches"

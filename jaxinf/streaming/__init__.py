@@ -32,7 +32,7 @@ parts of that one jaxpr run.
 from jaxinf.streaming.api import stream, stream_function, stream_in_memory
 from jaxinf.streaming.count import Count, program_bytes
 from jaxinf.streaming.plan.calls import Plan, Policy
-from jaxinf.streaming.plan.memory import DeviceLimit, store_memory_bytes
+from jaxinf.streaming.plan.memory import DeviceLimit, gpu_limit, store_memory_bytes
 from jaxinf.streaming.program.initial import check_init
 from jaxinf.streaming.step import StreamedStep
 from jaxinf.streaming.update.near_storage import passes_for, trace_optimizer

@@ -93,9 +93,11 @@ def _of_values(config: TrainConfig) -> _Problems:
     elif config.model_file is not None:
         yield from _given(config, f"--preset {config.model_file} {why}", "model")
     elif config.preset not in presets:
+        own = [name for name, m in MODELS.items() if config.preset in m.presets]
         yield (
             f"--preset: expected one of {config.model}'s, {', '.join(presets)}, or a "
             f"FILE.json, got {config.preset}"
+            f"{', which --model ' + own[0] + ' has' if own else ''}"
         )
 
 

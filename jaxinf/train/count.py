@@ -34,7 +34,7 @@ from jaxinf.typing import FLOAT32, PyTree
 class RunNeeds:
     """What a run in one process takes at its peak, and what a step moves.
 
-    The process itself takes some 400 MB beside.
+    The process itself takes some 600 MB beside.
 
     Attributes:
       num_params: of the whole model.
@@ -56,7 +56,10 @@ class RunNeeds:
 
 @named_flags()
 def count(
-    config: TrainConfig, batch: Batch | None, device_bytes: int | None
+    config: TrainConfig,
+    batch: Batch | None,
+    device_bytes: int | None,
+    limit: DeviceLimit | None = None,
 ) -> RunNeeds:
     """Counts what a run takes; traces it, and compiles its programs.
 
@@ -65,6 +68,7 @@ def count(
       batch: a batch; only its shapes count. None leaves programs out, which a streamed
         run cannot.
       device_bytes: memory of the JAX device; None if it computes in the host's.
+      limit: that of another device, to count for.
 
     Raises:
       JaxinfError: as `jaxinf.open_store`, `jaxinf.smart_update`, `jaxinf.stream`.
@@ -74,7 +78,7 @@ def count(
         if config.mode != "memory":
             planned, store = stack.enter_context(_planned_store(config))
             if config.mode == "stream":
-                found = _streamed(planned, store, batch, device_bytes)
+                found = _streamed(planned, store, batch, limit)
             else:
                 found = _stored(config, store)
     if config.mode != "stream":
@@ -113,11 +117,8 @@ def _num_bytes(tree: PyTree) -> int:
 
 
 def _streamed(
-    config: TrainConfig, store: Store, batch: Batch | None, device_bytes: int | None
+    config: TrainConfig, store: Store, batch: Batch | None, limit: DeviceLimit | None
 ) -> dict[str, int]:
-    limit = None
-    if device_bytes is not None:
-        limit = DeviceLimit(config.device_memory or device_bytes, is_host=False)
     with streamed_step(config, store) as step:
         found = step.dry_run(batch, config.abstract[1], device=limit)
     names = [one.name for one in fields(RunNeeds) if one.name.endswith("_bytes")]

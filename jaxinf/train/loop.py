@@ -114,6 +114,7 @@ class _TrainingRun:
             console.print(f"  changed from here on: {change}")
         with _made_logs(config.logs), console.status("making or reading the store"):
             if store is not None and config.mode == "stream":
+                console.print("planning a step …")
                 first = self._devices.joined(self._batches[0])
                 self._mode = streamed(config, store, self._devices, first, stack)
             else:

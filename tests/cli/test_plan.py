@@ -29,7 +29,7 @@ def test_a_config_alone(place, run):
     before = sorted(place.iterdir())
     found = run("plan", *SMALL)
     assert found.status == 0, found.err
-    for part in ("host    needed", "disk    needed", "there is", "read and"):
+    for part in ("host    needed", "disk    needed", "there is", "read and", "wear  "):
         assert part in found.out
     assert "'jaxinf doctor' measures it, and --drive-rate takes it" in found.out
     assert sorted(place.iterdir()) == before
@@ -41,6 +41,9 @@ def test_a_run_file_and_flags_that_win(place, run_json):
     plain = run_json("plan", "run.toml")
     for words in (("--config", "run.toml"), SMALL):
         assert run_json("plan", *words)["step"] == plain["step"]
+    (place / "folder").mkdir()
+    (place / "folder/config.json").write_text(json.dumps(TINY))
+    assert run_json("plan", "folder", *SMALL[1:])["step"] == plain["step"]
     coded = run_json("plan", "run.toml", "--state", "int8")
     assert coded["step"]["drive_write_bytes"] < plain["step"]["drive_write_bytes"]
 
@@ -50,9 +53,20 @@ def test_drives_share_what_a_step_moves(place, run, run_json):
     one = run_json(*words)
     moved = one["step"]["drive_read_bytes"] + one["step"]["drive_write_bytes"]
     assert one["drives_s"] == pytest.approx(moved / 1024)
-    assert f"at least {moved / 1024:.3g} s a step" in run(*words).out
+    said = run(*words).out
+    assert f"at least {moved / 1024:.3g} s a step" in said
+    assert "gone/a: not here, its space is not known" in said
+    written = one["written_bytes_per_drive"]
+    assert written == 1000 * one["step"]["drive_write_bytes"]
     two = run_json(*words, "--csd-root", "gone/b")
     assert two["drives_s"] == pytest.approx(one["drives_s"] / 2)
+    assert two["written_bytes_per_drive"] == written // 2
+
+
+@pytest.mark.parametrize("mode", [(), ("--mode", "stream", "--memory", "256MiB")])
+def test_a_gpu_that_is_not_here(place, run_json, mode):
+    found = run_json("plan", *SMALL, *mode, "--gpu-memory", "1GiB")["tiers"]["device"]
+    assert 0 < found["needed_bytes"] < found["there_bytes"] == 1 << 30
 
 
 @pytest.mark.parametrize("mode", [(), ("--mode", "stream", "--memory", "64MiB")])
@@ -70,6 +84,8 @@ def test_what_does_not_fit(place, run, run_json, monkeypatch):
         patch.setattr(plan, "MACHINE_MEMORY_BYTES", 1000)
         found = run("plan", *SMALL)
         assert run_json("plan", *SMALL, status=1)["fits"] is False
+        streamed = run("plan", *SMALL, "--mode", "stream", "--memory", "64MiB").out
+    assert "give a smaller --memory\n" in streamed
     assert found.status == 1, found.err
     assert re.search(r"does not fit: the host needs .*, has 0.98 KiB; give", found.out)
     usage = type("Usage", (), {"free": 1 << 20})
@@ -78,6 +94,7 @@ def test_what_does_not_fit(place, run, run_json, monkeypatch):
     assert found.status == 1
     assert "does not fit: the disk needs" in found.out
     assert "--state int8" in found.out
+    assert "--state int8" not in run("plan", *SMALL, "--state", "int8").out
 
 
 def test_refusals(place, run):

@@ -224,6 +224,12 @@ def limit_of(mesh: Mesh | None, num_bytes: int | None) -> DeviceLimit:
     return DeviceLimit(num_bytes, is_host=False, pool_factor=factor)
 
 
+def gpu_limit(num_bytes: int) -> DeviceLimit:
+    """Returns the limit for a GPU with so many bytes for JAX, here or elsewhere."""
+    free_bytes = int(num_bytes * _FREE_SHARE)
+    return DeviceLimit(free_bytes, is_host=False, pool_factor=_POOL_FACTOR)
+
+
 def check_pinned(num_bytes: int) -> None:
     """Refuses more pinned memory of the host than XLA's pool of it can have.
 

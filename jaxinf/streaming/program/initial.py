@@ -25,6 +25,7 @@ from jaxinf.streaming.program.keys import Keys
 from jaxinf.streaming.program.meshes import on_one_device, outside_mesh
 from jaxinf.streaming.program.programs import compile_program, program_of
 from jaxinf.streaming.program.trace import abstract, check_effects, closed_over
+from jaxinf.terminal import format_bytes
 from jaxinf.typing import Array, PyTree
 
 BUFFERS_SHARE = 4
@@ -95,8 +96,8 @@ def _check_room(path: Any, memory: Any, memory_bytes: int) -> None:
     if needed > memory_bytes:
         raise BudgetError(
             "memory_bytes",
-            f"init_fn: leaf {path_name(path)} takes {needed} bytes to make, found "
-            f"{memory_bytes}",
+            f"init_fn: leaf {path_name(path)} takes {format_bytes(needed)} to make, "
+            f"found {format_bytes(memory_bytes)}",
             needed - memory_bytes,
             "; or divide the leaf in the model, or load params made elsewhere "
             "(step.load)",
