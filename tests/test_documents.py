@@ -35,7 +35,7 @@ SIZES = {
     r"-m jaxinf\.train\b": "-m jaxinf.train --steps 2 --batch-size 2",
     r"(-m jaxinf\.train\b)(?!.*--model vit)": r"\1 --seq-len 16",
     r"(-m jaxinf\.train\b)(?!.*(--data|run-log))": (r"\1 --data 'corpus/**/*.txt'"),
-    r"--preset \w+": "--preset nano",
+    r"--preset [\w.-]+": "--preset nano",
     r"--steps [1-9]\d*": "--steps 2",
     r"--batch-size \d+": "--batch-size 2",
     r"--seq-len \d+": "--seq-len 16",

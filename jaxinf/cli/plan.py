@@ -145,7 +145,7 @@ def _lines(
 ) -> list[str]:
     lines, lacking = list[str](), list[str]()
     for name, (needed, there) in tiers.items():
-        beside = " beside some 600 MB of the process" if name == "host" else ""
+        beside = " beside up to 600 MB of the process" if name == "host" else ""
         has = "" if there is None else f", there is {format_bytes(there)}"
         lines.append(f"{name:7} needed {format_bytes(needed)}{beside}{has}")
         if there is not None and needed > there:

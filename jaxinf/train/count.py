@@ -34,7 +34,7 @@ from jaxinf.typing import FLOAT32, PyTree
 class RunNeeds:
     """What a run in one process takes at its peak, and what a step moves.
 
-    The process itself takes some 600 MB beside.
+    The process itself takes up to 600 MB beside.
 
     Attributes:
       num_params: of the whole model.
