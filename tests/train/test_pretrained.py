@@ -154,6 +154,8 @@ def test_fine_tuning_has_the_models_tokenizer_and_defaults_of_its_own(
     names = ("seq_len", "learning_rate", "weight_decay", "warmup_steps", "tokenizer")
     expected = [32, pytest.approx(2e-4), 0, 30, str(place / "hf")]
     assert [document[name] for name in names] == expected
+    assert document["model"].endswith(f" of {place / 'hf'}")
+    assert "preset" not in document
     assert train(*words, 3, "--learning-rate", 1e-3) == 0
     assert (log / "config.2.json").read_text() == first
     rates = [pytest.approx(rate, 1e-5) for rate in (2e-4 / 31, 4e-4 / 31, 3e-3 / 31)]
