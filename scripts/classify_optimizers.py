@@ -41,11 +41,8 @@ PARAMS = {
 class Case(NamedTuple):
     """How to make and call one transformation.
 
-    Attributes:
-      make: makes the transformation.
-      extra_args: makes the arguments of its update from the params (or their avals).
-      descends: whether its updates descend; others are put before sgd.
-      params: converts the params to the tree that it takes.
+    Params, or their avals, give the arguments of its update and the tree that it takes.
+    Where updates do not descend, it is put before sgd.
     """
 
     make: Callable[[], Any]

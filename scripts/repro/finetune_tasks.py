@@ -60,13 +60,8 @@ Record = dict[str, Any]
 
 
 class Function(NamedTuple):
-    """A function of the library.
-
-    Attributes:
-      file: its module's path in the library.
-      text: its source, from `def` on, as it is in the file.
-      code: its source without the docstring, not indented.
-    """
+    """A function of the library: its module's path there, its source from `def` on as
+    it is in the file, and as code without the docstring, not indented."""
 
     file: str
     text: str
