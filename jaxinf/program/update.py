@@ -244,12 +244,12 @@ def _divided(
     recall: Recall | None,
 ) -> UpdateProgram:
     num, num_state = len(infos), len(layout.avals)
-    slots_read = () if recall is None else recall.slots
+    leaf_of = dict(zip(recall.slots, recall.leaves, strict=True)) if recall else {}
     stored = {
         2 * num + slot.state_index
         for slots in layout.slots
         for slot in slots
-        if slot not in slots_read
+        if slot not in leaf_of
     }
     graph = graph_of(closed, stored)
     state = graph.inputs[2 * num : 2 * num + num_state]
@@ -258,10 +258,7 @@ def _divided(
     for path, value in zip(layout.scalar_paths, scalar_state, strict=True):
         if value.stored:
             raise refusal(f"optimizer state{path}", value)
-    recalled = {
-        state[slot.state_index]: leaf
-        for slot, leaf in zip(slots_read, recall.leaves if recall else (), strict=True)
-    }
+    recalled = {state[slot.state_index]: leaf for slot, leaf in leaf_of.items()}
     local = _local_values(graph, infos, recalled)
     nodes = prune(graph.nodes, graph.results)
     uses = _uses(nodes, graph.results)
