@@ -72,10 +72,8 @@ def main(words: Sequence[str]) -> int:
     config = config_of(rest, _PROG)
     if config.distributed is not None:
         raise UsageError("--distributed: one process is planned; leave it out")
-    for flag in ("drive_rate", "gpu_memory"):
-        if getattr(own, flag) == 0:
-            text = f"--{flag.replace('_', '-')}: expected at least 1 B, got 0"
-            raise UsageError(text)
+    if 0 in (own.drive_rate, own.gpu_memory):
+        raise UsageError("--drive-rate, --gpu-memory: expected at least 1 B, got 0")
     if config.store is None and config.mode != "memory":
         config = replace(config, store=Path("STORE"))
     config = check(config)

@@ -100,7 +100,7 @@ def test_what_does_not_fit(place, run, run_json, monkeypatch):
 def test_refusals(place, run):
     for words, message in (
         (("--distributed",), "one process is planned; leave it out"),
-        (("--drive-rate", "0"), "--drive-rate: expected at least 1 B"),
+        (("--drive-rate", "0"), "--drive-rate, --gpu-memory: expected at least 1 B"),
     ):
         found = run("plan", *SMALL, *words)
         assert found.status == 2
