@@ -84,8 +84,7 @@ def read_run(path: Path) -> TrainConfig:
       UsageError: names the file and what is wrong with it.
     """
     try:
-        with path.expanduser().open("rb") as file:
-            found = tomllib.load(file)
+        found = tomllib.loads(path.expanduser().read_text("utf-8-sig"))
     except (OSError, ValueError, RuntimeError) as error:
         raise UsageError(
             f"--config {path}: expected a file with a run's settings in TOML, such as "

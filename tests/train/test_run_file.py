@@ -137,7 +137,7 @@ def test_refusals(read, text, expected):
 
 
 def test_texts_that_are_taken(read):
-    assert read(b"steps = 3\r\n").steps == 3
+    assert read(b"\xef\xbb\xbfsteps = 3\r\n").steps == 3
     assert read("batch_size = 3\nclip-norm = 1").batch_size == 3
     assert read("memory = 4096\ndurability = 3") == TrainConfig(
         memory=4096, durability=3
