@@ -417,6 +417,22 @@ def test_the_cheapest_bytes_are_recomputed_as_far_as_drives_are_slower():
     assert not chosen({"forward": 0.01}, both)  # drives keep up
 
 
+@pytest.mark.usefixtures("everything_leaves")
+def test_nothing_is_recomputed_where_nothing_is_backward():
+    def loss(params, batch):
+        given, *layers = jax.lax.stop_gradient(params)
+        first = x = jnp.tanh(batch["x"] @ given["w"])
+        for layer in layers:
+            x = jnp.tanh(x @ layer["w"])
+        return jnp.mean(x * first)  # which is away meanwhile
+
+    ready = prepared(replace(PROGRAM, loss=loss))
+    plan = evicted(plan_of(ready, cuts_of(ready, 1 << 12), "plan"), 0)
+    assert plan.evictions
+    both = {"forward": 1.0, "free": 1.0}
+    assert not segments_to_recompute(plan, times(plan, both, both))
+
+
 def slow(call_s, waited_s):
     """What a drive would give that takes nearly all of a step's time."""
     return StepTimes([1e-9] * len(call_s), [1.0] * len(waited_s))

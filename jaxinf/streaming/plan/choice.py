@@ -51,6 +51,9 @@ def segments_to_recompute(plan: Plan, steps: Sequence[StepTimes]) -> frozenset[i
     Args:
       plan: That of the steps, of which values leave, and none is recomputed.
     """
+    freed, forward_s = freed_bytes(plan), defaultdict[int, float](float)
+    if not freed:  # perhaps nothing is backward
+        return frozenset()
     away_bytes = sum(plan.lives[slot].num_bytes for slot in plan.evictions)
     best = min(steps, key=lambda one: one.step_s)
     directions = [call.program.direction for call in plan.calls]
@@ -61,7 +64,6 @@ def segments_to_recompute(plan: Plan, steps: Sequence[StepTimes]) -> frozenset[i
         if waited_s >= _LEAST_SHARE * best.step_s:  # then they are always busy
             byte_s += sum(map(add, best.call_s[half], best.waited_s[half])) / away_bytes
             left_s += waited_s
-    freed, forward_s = freed_bytes(plan), defaultdict[int, float](float)
     for number, call in enumerate(plan.calls):
         if call.program.direction == "forward" and not call.is_repeat:
             own_s = median(one.call_s[number] for one in steps)
