@@ -98,7 +98,7 @@ def load(loss, params=ONES, **options):
         (load(nothing, device_memory_bytes=0), "device_memory_bytes=0: .* at least 1"),
         (
             lambda s: s(nothing).init(vast_init, jax.random.key(0)),
-            r"leaf vast takes \d+ .*step\.load",
+            r"leaf vast takes .*iB to make.*step\.load",
         ),
         (lambda s: s(nothing).init(ONES), r"found a dict; .*load"),
         (lambda s: s(nothing).dry_run(1.0), "init or"),
