@@ -14,9 +14,18 @@ from jax.sharding import SingleDeviceSharding
 from streaming import Numbers, assert_same_states, read_ahead, trained, unit
 from zoo import ZOO
 
-from jaxinf.errors import StreamError
+from jaxinf.errors import BudgetError, StreamError
 from jaxinf.streaming.move.work_queues import Uploads, WorkQueues
-from jaxinf.streaming.plan.memory import DeviceLimit, check_pinned, limit_of
+from jaxinf.streaming.plan.cut_to_fit import within
+from jaxinf.streaming.plan.memory import (
+    Budget,
+    DeviceLimit,
+    MemoryNeed,
+    StepNeeds,
+    check_pinned,
+    divide,
+    limit_of,
+)
 from jaxinf.streaming.plan.reads import Fetch
 from jaxinf.streaming.program import units
 from jaxinf.streaming.program.graph import Piece
@@ -208,6 +217,33 @@ def test_a_device_that_is_too_small_is_named(is_host, streamed, request):
         trained(step, program)
     enough = streamed(program, optax.sgd(0.1), device_memory_bytes=64 << 20)
     trained(enough, program)
+
+
+def test_a_budget_that_works_is_within_what_a_device_has_free():
+    """A kept plan may need more than the share that is the default."""
+    budget = Budget(1 << 30, device=DeviceLimit(900 << 20, is_host=False))
+
+    def refused(needed):
+        def plan(tried):
+            missing = needed - (tried.device_memory_bytes or tried.device.num_bytes)
+            if missing > 0:
+                raise BudgetError("device_memory_bytes", "it is small", missing)
+
+        with pytest.raises(BudgetError) as found:
+            within(budget, plan, advises=True)
+        return str(found.value)
+
+    assert 'device_memory_bytes="992MiB" works' in refused(950 << 20)
+    assert "raise device_memory_bytes by at least 110 MiB" in refused(1010 << 20)
+
+
+def test_a_device_without_room_for_a_gradient_is_told_what_is_missing():
+    needs = StepNeeds(
+        ring_bytes=1, gradient_bytes=100, others=[MemoryNeed(1, "a batch", True)]
+    )
+    with pytest.raises(BudgetError, match=r"leaves 0 B .* a batch takes 1 B") as found:
+        divide(Budget(1 << 30, 10, DeviceLimit(is_host=False)), needs)
+    assert found.value.missing_bytes == 92
 
 
 # --- what a device says of itself -----------------------------------------------------

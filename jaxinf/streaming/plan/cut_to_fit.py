@@ -18,6 +18,7 @@ from jaxinf.streaming.plan.calls import Plan, Policy
 from jaxinf.streaming.plan.compiled import Executables, known_temps, measured
 from jaxinf.streaming.plan.leaving import evicted, least_bytes, may_leave, plan_tiers
 from jaxinf.streaming.plan.memory import (
+    FREE_SHARE,
     Budget,
     Memory,
     MemoryNeed,
@@ -259,13 +260,14 @@ def _raised(
     budget: Budget, refused: BudgetError, plan: Callable[[Budget], object]
 ) -> dict[str, int]:
     """Returns arguments that work: raised by what is missing, until nothing is."""
-    raised: dict[str, int] = {}
+    raised, default = dict[str, int](), budget.device.num_bytes or 0
     for _ in range(_MAX_RAISES):
         name = refused.limit
-        least = raised.get(name, getattr(budget, name))
-        if least is None:  # what the device has free
-            break
+        least = raised.get(name, getattr(budget, name) or default)
         raised[name] = _rounded(least + max(1, int(_RAISE * refused.missing_bytes)))
+        device_bytes = raised.get("device_memory_bytes", 0)
+        if budget.device_memory_bytes is None and device_bytes > default / FREE_SHARE:
+            break  # more than it has free
         try:
             plan(replace(budget, **raised))
         except BudgetError as error:

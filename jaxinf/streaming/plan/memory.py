@@ -32,7 +32,8 @@ _DEFAULT_PINNED_GIB = 64
 _WITH_POOL = ("cuda", "gpu")
 # XLA's pool grows by powers of two, and lends a chunk whole if less than half is left.
 _POOL_FACTOR = 2
-_FREE_SHARE = 0.9
+FREE_SHARE = 0.9
+"""The part of what a device has free that a step takes by default."""
 
 _M_MMAP_THRESHOLD = -3
 _MMAP_THRESHOLD_BYTES = 256 << 10
@@ -139,7 +140,7 @@ class Memory:
         if need.num_bytes >= held_bytes:
             raise BudgetError(
                 "memory_bytes" if part == "staged" else self.limit,
-                f"it leaves {format_bytes(held_bytes)} for the program, and "
+                f"it leaves {format_bytes(max(0, held_bytes))} for the program, and "
                 f"{need.purpose} takes {format_bytes(need.num_bytes)}",
                 need.num_bytes - held_bytes + 1,
             )
@@ -219,14 +220,14 @@ def limit_of(mesh: Mesh | None, num_bytes: int | None) -> DeviceLimit:
     if device_is_host(devices[0]):
         return DeviceLimit(num_bytes)
     if num_bytes is None:
-        num_bytes = int(min(map(_free_bytes, devices)) * _FREE_SHARE)
+        num_bytes = int(min(map(_free_bytes, devices)) * FREE_SHARE)
     factor = _POOL_FACTOR if devices[0].platform in _WITH_POOL else 1
     return DeviceLimit(num_bytes, is_host=False, pool_factor=factor)
 
 
 def gpu_limit(num_bytes: int) -> DeviceLimit:
     """Returns the limit for a GPU with so many bytes for JAX, here or elsewhere."""
-    free_bytes = int(num_bytes * _FREE_SHARE)
+    free_bytes = int(num_bytes * FREE_SHARE)
     return DeviceLimit(free_bytes, is_host=False, pool_factor=_POOL_FACTOR)
 
 
