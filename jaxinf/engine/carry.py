@@ -30,10 +30,12 @@ def carried_leaves(tree: PyTree, what: str = CARRY) -> dict[tuple[str, ...], Any
 
     Raises:
       TypeError: a leaf is no array of numbers; names it.
+      ValueError: two leaves have one path, as of the keys 1 and "1".
     """
     found = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         path = leaf_path(keys)
+        where = "/".join((what, *path))
         if isinstance(leaf, _OF_NUMPY):
             leaf = jnp.asarray(leaf)
         is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
@@ -42,9 +44,11 @@ def carried_leaves(tree: PyTree, what: str = CARRY) -> dict[tuple[str, ...], Any
         if dtype.kind not in "biuf" and dtype.name != "bfloat16":
             kind = dtype.name if is_array else type(leaf).__name__
             raise TypeError(
-                f"{'/'.join((what, *path))}: expected real numbers, bools or typed "
-                f"keys, found {kind}; leave it out of the tree"
+                f"{where}: expected real numbers, bools or typed keys, found {kind}; "
+                "leave it out of the tree"
             )
+        if path in found:
+            raise ValueError(f"{where}: expected one leaf of this name, found two")
         found[path] = data
     return found
 

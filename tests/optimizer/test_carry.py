@@ -1,5 +1,7 @@
 """What a step carries: refusals, its files, and where they go with the step."""
 
+from collections import OrderedDict
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,8 +78,9 @@ def test_it_is_that_of_the_last_step_that_was_not_skipped(place):
         (r"carry/x: .*found str", {"x": "text"}),
         (r"carry/x: .*complex64", {"x": jnp.zeros(1, jnp.complex64)}),
         (r"64 MiB", np.zeros((1 << 24) + 1, np.float32)),
+        (r"carry/1: .*found two", OrderedDict([(1, 5), ("1", 6)])),
     ],
-    ids=["no array", "dtype", "bytes"],
+    ids=["no array", "dtype", "bytes", "one name"],
 )
 def test_what_cannot_be_carried_is_refused_by_name(place, message, carry):
     with jaxinf.open_store(place / "s") as store:
