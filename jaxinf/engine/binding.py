@@ -64,6 +64,8 @@ class ResumeCheck:
           origin: index in the leaf of the array's first element.
         """
         opened = self._opened()
+        if self._differing:
+            return
         commit, record = opened.commit, opened.directory.manifest.leaves[leaf]
         numbers = opened.chunks_of(leaf, origin, params.shape)
         if dtype_of(record.states[0].dtype) == params.dtype:

@@ -336,7 +336,7 @@ def _common_step(path: Path, found: Sequence[Any]) -> StepId | None:
         restore="the checkpoint to restore to be of one commit in all members",
     )
     try:
-        return agreed_step(steps, path)
+        return agreed_step(steps, path.parent)  # the run's, which commands take
     except ProcessError:
         if found[0]["restore"] is not None:
             return None

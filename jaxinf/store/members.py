@@ -97,8 +97,8 @@ def agreed_step(
         raise ProcessError(
             f"{path}: expected a step that all members have, found none: {listed}. Was "
             "one of them restored from a backup, or restored alone? Go back to a "
-            f"checkpoint of all: jaxinf checkpoint restore {path} NAME "
-            "--discard-current"
+            "checkpoint of all: open_store(path, restore=NAME) in all processes, or "
+            f"jaxinf checkpoint restore {path} NAME --discard-current"
         )
     return max((step for step in common if step is not None), default=None)
 

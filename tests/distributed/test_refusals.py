@@ -37,7 +37,7 @@ EXPECTED = {
     "damaged_chunk": "Error: .*process-00000/.*/params.w/c/.*: ",
     "without_locks": "Error: .*process-00001/lock: locking failed: No locks av",
     "opened_before": "DeviceConfigurationError: .*opened before jax.distributed.initi",
-    "from_a_backup": "ProcessError: .*that all members have, found none: .*0: .*step=3",
+    "from_a_backup": r"all members have, .*0: .*step=3.*restore=.* \S*/backup NAME ",
     "restored_after_a_backup": "went well",
     "another_call": "ProcessError: .*it makes another call, (checkpoint alone|a snap)",
     "export_of_one": 'ProcessError: .*"file:.* in process 1, and .*"export_to": null',
