@@ -146,10 +146,11 @@ class Engine:
         """The shape of the existing or future store; writes nothing."""
         if self.files is not None:
             return self.files
-        if self._planned is None or self._planned[0] is not description:
+        kept = self._planned  # another thread may make the store meanwhile
+        if kept is None or kept[0] is not description:
             directory = planned(self.options, self.group, description)
-            self._planned = description, StoreShape(self.options, directory)
-        return self._planned[1]
+            kept = self._planned = description, StoreShape(self.options, directory)
+        return kept[1]
 
     # --- its contents ----------------------------------------------------------------
 

@@ -6,6 +6,7 @@ same on every processor level of x86-64.
 
 import functools
 import platform
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -131,7 +132,6 @@ def _check_arguments(
         raise ValueError(f"scalars: expected {kernel.scalar_dtypes}, found {found}")
 
 
-@functools.lru_cache(maxsize=4096)
 def compiled(kernel: Kernel) -> CompiledKernel:
     """Returns the kernel as machine code, which is kept. Thread-safe.
 
@@ -143,6 +143,15 @@ def compiled(kernel: Kernel) -> CompiledKernel:
       CsdError: there is no compiler for it, or the compiler failed, or kernels are not
         made for this processor.
     """
+    with _LOCK:  # one thread compiles it, and the others wait
+        return _find(kernel)
+
+
+_LOCK = threading.Lock()
+
+
+@functools.lru_cache(maxsize=4096)
+def _find(kernel: Kernel) -> CompiledKernel:
     levels = toolchain.levels()
     if not levels:
         raise CsdError(

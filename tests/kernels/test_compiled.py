@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import jax.numpy as jnp
@@ -242,6 +244,20 @@ def test_a_kernel_is_compiled_once(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")  # a cache that cannot be written
     monkeypatch.setenv("JAXINF_CACHE_DIR", str(tmp_path / "file"))
     assert make(3.0)[1].run(**chunk(kernel, 10))
+
+
+def test_of_several_threads_one_compiles_a_kernel(monkeypatch):
+    made = []
+
+    def slow(kernel, *, level):
+        time.sleep(0.1)
+        made.append(level)
+        return object()
+
+    monkeypatch.setitem(compiled.__globals__, "compile_kernel", slow)
+    with ThreadPoolExecutor(4) as threads:
+        found = {*threads.map(compiled, [unusual_kernel(7.0)] * 4)}
+    assert (len(found), len(made)) == (1, 1)
 
 
 # ---- without a compiled form
