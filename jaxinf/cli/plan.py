@@ -87,7 +87,7 @@ def main(words: Sequence[str]) -> int:
     console = make_console(soft_wrap=True)
     if not own.json:
         say_config(console, config, data)
-        console.print(f"counting for {device}; 'there is' means this machine …")
+        console.print(f"counting for {device}; host and disk are this machine's …")
     needs = count(config, make_batches(config, data)[0], device_bytes, limit)
     found = {
         "host": (needs.host_bytes, MACHINE_MEMORY_BYTES),
