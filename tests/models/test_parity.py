@@ -5,18 +5,15 @@ downloaded. They are saved as a checkpoint and read as any checkpoint is.
 """
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jaxinf_models import (
-    abstract_params,
-    pretrained,
-    score,
-    task_loss,
-)
+from jaxinf_models import abstract_params, pretrained, score, task_loss
+from small_pictures import write_pictures
 
 from jaxinf.cli import main as jaxinf_main
 from jaxinf.train.__main__ import main as train
@@ -30,7 +27,7 @@ transformers = pytest.importorskip("transformers", reason=EXTRA)
 # Of logits and of gradients, beside the largest of each: float32 in another order.
 TOLERANCE = 2e-5
 LOSS_TOLERANCE = 1e-5
-BATCH, SEQ, VOCAB = 2, 12, 101
+BATCH, SEQ, VOCAB = 2, 12, 257  # bytes, and an end
 LM = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA = LM | SMALL | {"intermediate_size": 48, "max_position_embeddings": 64}
@@ -256,8 +253,16 @@ def test_transformers_loads_an_export_with_the_same_bits(case, place):
     """In bfloat16, through sharded files, a store, and back."""
     model = original(case).to(torch.bfloat16)
     model.save_pretrained(place / "hf", max_shard_size="20KB")
-    task = ("--task", task_of(case))
-    words = ("--from", place / "hf", *task, "--store", place / "s", "--steps", 0)
+    data, records = place / "data", [{"text": "a", "label": n} for n in range(5)]
+    if case not in CLASSIFIERS:
+        records = [{"prompt": "a", "response": "b"}]
+    if case == "vit":
+        write_pictures(data, num_classes=7, size=12)
+    else:
+        data.mkdir()
+        (data / "records.jsonl").write_text("\n".join(map(json.dumps, 8 * records)))
+    words = ("--from", place / "hf", "--task", task_of(case), "--data", data)
+    words += ("--store", place / "s", "--steps", 0)
     assert train([str(word) for word in words]) == 0
     words = ("checkpoint", "export", place / "s", place / "out")
     words += ("--format", "huggingface", "--dtype", "bfloat16")
