@@ -142,8 +142,9 @@ class Task:
     def __init__(self, config: TrainConfig) -> None:
         self.config, self.data = load(check(config))
         self._graphdef, _ = abstract_params(self.config.model_config)
-        file = self.config.tokenizer / "tokenizer.json"  # type: ignore[operator]
-        self._tokenizer = Tokenizer.from_file(str(file))
+        folder = self.config.tokenizer
+        assert isinstance(folder, Path), "each run is given the task's tokenizer"
+        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
 
         @jax.jit
         def is_right(params: Any, batch: Any) -> Any:
