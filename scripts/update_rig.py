@@ -128,7 +128,7 @@ class UpdateRig:
         def piece(state: int, slot: Slot) -> Piece:
             extent = layout.extents[state]
             return Piece(
-                opened.directory.chunk_file(slot, *layout.place(state)),
+                opened.directory.chunk_file(slot, layout.file(state)),
                 extent.file_offset_bytes,
                 page_ceil(extent.num_bytes),
             )

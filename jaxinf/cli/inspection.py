@@ -41,9 +41,9 @@ from jaxinf.store import (
     Holder,
     LeafRecord,
     StoreDirectory,
-    csd_bytes,
     list_checkpoints,
     read_holder,
+    required_bytes,
 )
 from jaxinf.terminal import format_bytes, make_console, printable
 
@@ -133,12 +133,13 @@ def _leaf(directory: StoreDirectory, leaf: LeafRecord) -> dict[str, Any]:
 def _drives(directory: StoreDirectory) -> Iterator[dict[str, Any]]:
     num_chunks = Counter(one.csd for one in directory.manifest.held())
     roots = directory.manifest.csds or (str(directory.path),)
-    for csd, chunk_bytes in enumerate(csd_bytes(directory.manifest)):
-        usage = shutil.disk_usage(directory.csd_directory(csd))
+    chunk_bytes = required_bytes(directory, num_steps=1)
+    for csd, folder in enumerate(directory.csd_directories):
+        usage = shutil.disk_usage(folder)
         yield {
             "root": roots[csd],
             "num_chunks": num_chunks[csd],
-            "chunk_bytes": chunk_bytes,
+            "chunk_bytes": chunk_bytes[folder],
             "free_bytes": usage.free,
             "total_bytes": usage.total,
         }

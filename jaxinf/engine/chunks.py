@@ -142,8 +142,8 @@ class ChunkTable:
                     parts = self._add(self._loaded, layout, state, checksum)
                     found = self._whole(entry, parts)
         if found not in (None, expected):
-            directory, at = self._directory, layout.place(state)
-            file, one = directory.chunk_file(slot, *at), directory.held_chunk(*at)
+            one = layout.file(state)
+            file = self._directory.chunk_file(slot, one)
             raise corrupt_chunk(file, one, expected, found, when)
 
     def matches(self, layout: SubgroupLayout, state: int, checksum: int) -> bool:
@@ -182,7 +182,7 @@ class ChunkTable:
         with self._prepare_lock:
             file = self._directory.prepare_write(
                 self.target,
-                *layout.place(state),
+                layout.file(state),
                 keeps=entry in self._prepared or bool(self._is_working[entry]),
             )
             self._prepared.add(entry)
@@ -272,7 +272,7 @@ class ChunkMoves:
         self, directory: StoreDirectory, chunks: ChunkTable, csds: Sequence[Csd]
     ) -> None:
         self._directory, self._chunks, self._csds = directory, chunks, csds
-        self._drives = [str(directory.csd_directory(n)) for n in range(len(csds))]
+        self._drives = [str(folder) for folder in directory.csd_directories]
 
     def perform(self, unit: Unit) -> Sequence[Loads]:
         """Executes a unit; returns what is loaded and only the update can verify."""
@@ -292,7 +292,7 @@ class ChunkMoves:
 
     def _read(self, resident: Resident, state: int, slot: Slot) -> Transfer:
         layout = resident.task.piece
-        file = self._directory.chunk_file(slot, *layout.place(state))
+        file = self._directory.chunk_file(slot, layout.file(state))
         for_host = not resident.task.runs_kernel
         return Transfer(resident.buffer, layout.extents[state], file, for_host)
 

@@ -154,10 +154,11 @@ class OpenStore(StoreShape):
         self._step: _Step | None = None
         self._counted = self.meters.snapshot()
         self.fleet = fleet or self.open_fleet(self.meters)
-        roots = [directory.csd_directory(csd) for csd in range(directory.num_csds)]
         try:
             longest = self.longest_bytes, self.longest_elements
-            self.csds: list[Csd] = list(self.fleet.attach(roots, *longest))
+            self.csds: list[Csd] = list(
+                self.fleet.attach(directory.csd_directories, *longest)
+            )
             csds = self.csds
             queues = Queues(
                 [(id(csd.memory), csd.is_host) for csd in csds],

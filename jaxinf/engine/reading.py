@@ -63,8 +63,7 @@ class StateReader:
             slots.append(chunks.target)
             record = opened.finished.replace(checksums=chunks.checksums())
         each = (memory_bytes or opened.options.memory_bytes) // max(1, len(slots))
-        csds = range(directory.num_csds)
-        drives = [str(directory.csd_directory(csd)) for csd in csds]
+        drives = [str(folder) for folder in directory.csd_directories]
         how = {"memory_bytes": each, "meters": opened.meters, "drives": drives}
         self._readers = dict[Slot, StepReader]()
         for slot in slots:

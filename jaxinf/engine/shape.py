@@ -66,7 +66,7 @@ class SubgroupLayout:
     states: tuple[str, ...]
     slots: tuple[str, ...]
     extents: tuple[Extent, ...]
-    chunk: Chunk = field(compare=False)
+    record: LeafRecord = field(compare=False)
     entries: Sequence[int] = field(compare=False)
 
     @property
@@ -103,9 +103,15 @@ class SubgroupLayout:
         last = self.extents[-1]
         return last.buffer_offset_bytes + page_ceil(last.num_bytes)
 
-    def place(self, state: int) -> tuple[int, int, str]:
-        """Returns leaf, chunk and name of a state, by which a file is found."""
-        return self.subgroup.leaf, self.subgroup.chunk, self.states[state]
+    @cached_property
+    def chunk(self) -> Chunk:
+        """Its chunk of the leaf."""
+        return self.record.grid.chunks()[self.subgroup.chunk]
+
+    def file(self, state: int) -> ChunkFile:
+        """Returns the file of its chunk of a state, by number."""
+        own = self.subgroup
+        return ChunkFile(own.leaf, self.record, self.record.states[state], own.chunk)
 
     def gather(self, array: Array, origin: Sequence[int]) -> Array:
         """Returns its elements of a leaf's or shard's array, a view if contiguous."""
@@ -249,11 +255,10 @@ class StoreShape:
             for item in subgroups(leaf, record.grid, record.csds, most, own):
                 place = record.places[item.chunk]
                 if place >= 0:
-                    chunk = record.grid.chunks()[item.chunk]
                     entries = range(first + place, last, num_held)
                     run = item.offset_elements, item.num_elements
                     placed = _placed(record.states, *run)
-                    layout = SubgroupLayout(item, *placed, chunk, entries)
+                    layout = SubgroupLayout(item, *placed, record, entries)
                     chunks[item.chunk].append(layout)
             found.append(chunks)
             first = last
@@ -314,12 +319,10 @@ class StoreShape:
 
         Whole pages, but no more than the file has, whose end may be odd.
         """
-        leaf, number = layout.subgroup.leaf, layout.subgroup.chunk
-        record, moved = self.directory.manifest.leaves[leaf], 0
+        moved = 0
         for state in states:
             extent = layout.extents[state]
-            held = ChunkFile(leaf, record, record.states[state], number)
-            left = held.file_bytes - extent.file_offset_bytes
+            left = layout.file(state).file_bytes - extent.file_offset_bytes
             moved += min(page_ceil(extent.num_bytes), left)
         return moved
 

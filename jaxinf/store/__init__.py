@@ -38,7 +38,6 @@ from jaxinf.store.creation import (
     check_never_committed,
     check_space,
     create_store,
-    csd_bytes,
     discard_store,
     files_beside,
     is_unfinished,

@@ -54,7 +54,7 @@ class CopiedChunk:
 
     @property
     def target(self) -> Path:
-        return self.part.file_of(self.place, self.one)
+        return self.part.chunk_file(self.place, self.one)
 
 
 def copied_chunks(
@@ -73,7 +73,7 @@ def copied_chunks(
                     how = "recode"
                 elif source.has_links:
                     folder = step.places[old.csds[one.chunk]]
-                    if device(folder) == device(part.csd_directory(one.csd)):
+                    if device(folder) == device(part.csd_directories[one.csd]):
                         how = "link"
                 yield CopiedChunk(part, place, one, how)
 
@@ -222,6 +222,6 @@ def _regrid(
                 write_box(fd, grid.chunk_shape, start, values[part])
     sums = {}
     for number, own in new.items():
-        root = own.part.data_path(own.place, own.one.csd)
+        root = own.part.data_paths(own.place)[own.one.csd]
         sums[first.array, number] = reader.checksum(root, own.one)
     return sums

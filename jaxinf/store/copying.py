@@ -268,7 +268,7 @@ def _check_room(
     """
     needs, linked = Counter[Path](), Counter[Path]()
     for new in chunks:
-        folder = new.part.csd_directory(new.one.csd)
+        folder = new.part.csd_directories[new.one.csd]
         if new.how != "link":
             needs[folder] += new.one.drive_bytes
         elif new.place == "a":

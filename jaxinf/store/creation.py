@@ -17,7 +17,6 @@ from jaxinf.documents import MOST_BYTES
 from jaxinf.errors import StoreFormatError, StoreSpaceError
 from jaxinf.store.commit import CarriedArray, CommitRecord
 from jaxinf.store.directory import SLOTS, StoreDirectory, link_file
-from jaxinf.store.manifest import Manifest
 from jaxinf.store.owners import check_owners, check_places, claim_csds
 from jaxinf.store.stock import OF_ITEMS, link_carry, orbax_links, step_documents
 from jaxinf.terminal import format_bytes
@@ -32,14 +31,6 @@ from jaxinf.transfer import (
 
 BESIDE = re.compile(r"(?:stream|tokenizer)/[A-Za-z0-9_]+(?:\.[a-z]+)+")
 """Names of files beside a store's steps, which a run goes on with."""
-
-
-def csd_bytes(manifest: Manifest) -> list[int]:
-    """Returns the bytes of each CSD's chunks, in one slot."""
-    found = [0] * max(1, len(manifest.csds))
-    for one in manifest.held():
-        found[one.csd] += one.drive_bytes
-    return found
 
 
 def files_beside(store: Path) -> dict[str, bytes]:
@@ -88,10 +79,13 @@ def existing_parent(path: Path) -> tuple[Path, int]:
     return path, path.stat().st_dev
 
 
-def required_bytes(directory: StoreDirectory, num_steps: int = 2) -> dict[Path, int]:
+def required_bytes(directory: StoreDirectory, num_steps: int = 2) -> Counter[Path]:
     """Returns the bytes of a store's steps on each CSD, by default of both slots."""
-    held = enumerate(csd_bytes(directory.manifest))
-    return {directory.csd_directory(csd): num_steps * size for csd, size in held}
+    folders = directory.csd_directories
+    found = Counter(dict.fromkeys(folders, 0))
+    for one in directory.manifest.held():
+        found[folders[one.csd]] += num_steps * one.drive_bytes
+    return found
 
 
 def check_space(directory: StoreDirectory, *, num_more: int = 0) -> None:
@@ -166,7 +160,7 @@ def make_place(
             if source is None:
                 allocate_file(file, one.file_bytes, one.num_bytes)
             else:
-                link_file(directory.file_of(source, one), Path(file))
+                link_file(directory.chunk_file(source, one), Path(file))
     for name, target in step_links(directory, place, carry, named=named):
         make_folder(os.path.dirname(f"{step}/{name}"))
         if not os.path.lexists(f"{step}/{name}"):
@@ -211,11 +205,11 @@ def discard_store(directory: StoreDirectory) -> None:
 def remove_csds(directory: StoreDirectory) -> None:
     """Removes what a store has on its CSDs, if it is the owner, and durably."""
     check_owners(directory, unmade=True)
-    for csd, root in enumerate(directory.manifest.csds):
+    for folder in directory.csd_directories[: len(directory.manifest.csds)]:
         for name in (*SLOTS, "checkpoints", "."):  # the note of the owner goes last
-            shutil.rmtree(directory.csd_directory(csd) / name, ignore_errors=True)
-        if os.path.isdir(root):
-            fsync_directory(root)
+            shutil.rmtree(folder / name, ignore_errors=True)
+        if folder.parent.is_dir():
+            fsync_directory(folder.parent)
 
 
 def check_never_committed(directory: StoreDirectory) -> None:

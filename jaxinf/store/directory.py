@@ -68,16 +68,17 @@ class StoreDirectory:
     Attributes:
       lock: the writer's lock, if this process is the writer. While it is held, no other
         process changes the manifest or the store's files.
+      csd_directories: the store's directory below each CSD root; without any, itself.
     """
 
     def __init__(
         self, path: Path, manifest: Manifest, lock: StoreLock | None = None
     ) -> None:
-        self.path = path
-        self.manifest = manifest
-        self.lock = lock
+        self.path, self.manifest, self.lock = path, manifest, lock
+        name = f"jaxinf-{manifest.store_id}"
+        self.csd_directories = [Path(root) / name for root in manifest.csds] or [path]
         self._replace_lock = threading.Lock()
-        self._files: dict[tuple[str, int, int, str], tuple[Path, int]] = {}
+        self._files: dict[tuple[str, int, int, str], Path] = {}
         self._checked: set[Path] = set()
 
     @classmethod
@@ -97,18 +98,6 @@ class StoreDirectory:
         """Returns a step's directory: of a slot, ``checkpoints/…``, ``snapshots/…``."""
         return self.path / "slots" / place if place in SLOTS else self.path / place
 
-    def csd_directory(self, csd: int) -> Path:
-        """Returns the store's directory below a CSD root; without CSDs the store."""
-        if not self.manifest.csds:
-            return self.path
-        return Path(self.manifest.csds[csd]) / f"jaxinf-{self.manifest.store_id}"
-
-    def data_path(self, place: str, csd: int) -> Path:
-        """Returns the directory of a step's chunk files on one CSD."""
-        if not self.manifest.csds:
-            return self.step_path(place)
-        return self.csd_directory(csd) / place
-
     def place_of(self, step: Path) -> str:
         """Reverses `step_path`; the step may be the symlink to the committed slot."""
         place = str(step.relative_to(self.path))
@@ -118,7 +107,9 @@ class StoreDirectory:
 
     def data_paths(self, place: str) -> list[Path]:
         """Returns the directories of a step's chunk files, one for each CSD."""
-        return [self.data_path(place, csd) for csd in range(self.num_csds)]
+        if not self.manifest.csds:
+            return [self.step_path(place)]
+        return [root / place for root in self.csd_directories]
 
     def folders(self, place: str) -> list[Path]:
         """Returns all directories of a step: that in the store, and those on CSDs."""
@@ -131,7 +122,7 @@ class StoreDirectory:
         for name in _FILES:
             with contextlib.suppress(FileNotFoundError):
                 check_regular(self.path / name, os.lstat(self.path / name))
-        for root in map(self.csd_directory, range(len(self.manifest.csds))):
+        for root in self.csd_directories[: len(self.manifest.csds)]:
             for name in _ON_CSD:
                 self.check_folder(root, root / name)
         self.committed_slot()
@@ -144,43 +135,21 @@ class StoreDirectory:
                 if is_slot:  # snapshots come and go, each under a name of its own
                     self._checked.add(folder)
 
-    @property
-    def num_csds(self) -> int:
-        """Number of CSDs that the chunks are spread over, at least 1."""
-        return max(1, len(self.manifest.csds))
-
     # --- chunk files -------------------------------------------------------------
 
-    def held_chunk(self, leaf: int, chunk: int, state: str) -> ChunkFile:
-        """Returns a chunk of a state's array, by numbers and the state's name."""
-        record = self.manifest.leaves[leaf]
-        return ChunkFile(leaf, record, record.state(state), chunk)
-
-    def chunk_file(self, place: str, leaf: int, chunk: int, state: str) -> Path:
-        """Returns a chunk's real file, on its CSD."""
-        return self._known_file(place, leaf, chunk, state)[0]
-
-    def _known_file(
-        self, place: str, leaf: int, chunk: int, state: str
-    ) -> tuple[Path, int]:
-        """Returns a chunk's file and its length; every step asks for those of slots."""
-        key = place, leaf, chunk, state
-        if (known := self._files.get(key)) is None:
-            one = self.held_chunk(leaf, chunk, state)
-            known = self.file_of(place, one), one.file_bytes
-            if place in SLOTS:
-                self._files[key] = known
-        return known
-
-    def file_of(self, place: str, one: ChunkFile) -> Path:
-        """Returns a chunk's real file, on its CSD."""
-        file = self.data_path(place, one.csd) / one.name
-        root = self.csd_directory(one.csd)
-        self.check_folder(root, file.parent, is_slot=place in SLOTS)
+    def chunk_file(self, place: str, one: ChunkFile) -> Path:
+        """Returns a chunk's real file, on its CSD; refuses what is no file."""
+        key, is_slot = (place, one.number, one.chunk, one.state.name), place in SLOTS
+        if file := self._files.get(key):  # every step asks for those of slots
+            return file
+        file = self.data_paths(place)[one.csd] / one.name
+        self.check_folder(self.csd_directories[one.csd], file.parent, is_slot=is_slot)
         with translated("look", file), contextlib.suppress(FileNotFoundError):
             # The opener refuses links.
             if not stat.S_ISLNK((status := os.lstat(file)).st_mode):
                 check_regular(file, status)
+        if is_slot:
+            self._files[key] = file
         return file
 
     # --- slots -------------------------------------------------------------------
@@ -238,14 +207,9 @@ class StoreDirectory:
 
     def sync(self) -> None:
         """Makes everything written so far durable on every CSD and on the store."""
-        places = [self.csd_directory(csd) for csd in range(self.num_csds)]
-        for place in {p.stat().st_dev: p for p in [*places, self.path]}.values():
+        places = [*self.csd_directories, self.path]
+        for place in {one.stat().st_dev: one for one in places}.values():
             sync_filesystem(place)
-
-    def publish(self, slot: Slot, record: CommitRecord) -> None:
-        """Commits a slot whose chunks are durable; see docs/format.md."""
-        self.write_record(slot, record)
-        self.flip(slot)
 
     def write_record(self, slot: Slot, record: CommitRecord) -> None:
         """Writes the record of a slot whose chunks are durable."""
@@ -268,9 +232,7 @@ class StoreDirectory:
 
     # --- chunk files under a running step ------------------------------------------
 
-    def prepare_write(
-        self, place: str, leaf: int, chunk: int, state: str, *, keeps: bool = False
-    ) -> Path:
+    def prepare_write(self, place: str, one: ChunkFile, *, keeps: bool = False) -> Path:
         """Returns the file for writing a chunk of a slot or step without a record.
 
         If a snapshot, a checkpoint or the other slot has a link to the file, a new one
@@ -278,24 +240,23 @@ class StoreDirectory:
         caller must write the whole chunk. A file that is too short gets its length
         back.
         """
-        file, num_bytes = self._known_file(place, leaf, chunk, state)
+        file = self.chunk_file(place, one)
         with self._replace_lock:
             status = _status(file)
             if status.st_nlink > 1:
-                one = self.held_chunk(leaf, chunk, state)
                 with self._replacement(one.csd, file) as temporary:
                     if keeps:
                         shutil.copyfile(file, temporary, follow_symlinks=False)
                     else:
                         allocate_file(temporary, one.file_bytes, one.num_bytes)
-            elif status.st_size != num_bytes:
+            elif status.st_size != one.file_bytes:
                 with translated("allocation", file):
-                    os.truncate(file, num_bytes)
+                    os.truncate(file, one.file_bytes)
         return file
 
     def link_chunk(self, source: str, target: Slot, one: ChunkFile) -> None:
         """Hard-links a chunk of another step into an unpublished slot."""
-        old, new = self.file_of(source, one), self.file_of(target, one)
+        old, new = self.chunk_file(source, one), self.chunk_file(target, one)
         with self._replace_lock:
             # A file with a single link is not in the other slot.
             if _status(old).st_nlink > 1 and new.exists() and old.samefile(new):
@@ -309,7 +270,7 @@ class StoreDirectory:
 
         Of these names there is one a CSD, since one file is replaced at a time.
         """
-        temporary = self.csd_directory(csd) / _REPLACEMENT
+        temporary = self.csd_directories[csd] / _REPLACEMENT
         with translated("replacement", file):
             temporary.unlink(missing_ok=True)
             yield temporary
@@ -317,7 +278,7 @@ class StoreDirectory:
 
     def prune_temporaries(self) -> None:
         """Removes temporary files of chunks and documents that a crash has left."""
-        found = [self.csd_directory(n) / _REPLACEMENT for n in range(self.num_csds)]
+        found = [folder / _REPLACEMENT for folder in self.csd_directories]
         for temporary in [*found, *self.path.glob("slots/[ab]/.*.tmp")]:
             with translated("removal", temporary):
                 temporary.unlink(missing_ok=True)

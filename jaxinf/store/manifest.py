@@ -208,7 +208,7 @@ class LeafRecord(Document, frozen=True, kw_only=True, dict=True, gc=True):
 class ChunkFile(NamedTuple):
     """A chunk's file in each step of a store."""
 
-    number: int  # of the leaf; -1 where it does not matter
+    number: int  # of the leaf; -1 for a reader, which needs none
     leaf: LeafRecord
     state: StateRecord
     chunk: int  # its number in the leaf's grid

@@ -98,7 +98,7 @@ def claim_csds(directory: StoreDirectory, *, unmade: bool = False) -> None:
     It raises as `check_owners`, and writes nothing then; the caller holds the lock.
     """
     for csd in check_owners(directory, unmade=unmade):
-        folder = directory.csd_directory(csd)
+        folder = directory.csd_directories[csd]
         with translated("creation", folder):
             folder.mkdir(exist_ok=True)
         write_bytes_atomically(folder / _NOTE, _note(directory))
@@ -109,7 +109,7 @@ def _note(directory: StoreDirectory) -> bytes:
 
 
 def _check_present(directory: StoreDirectory, csd: int) -> None:
-    root, folder = directory.manifest.csds[csd], directory.csd_directory(csd)
+    root, folder = directory.manifest.csds[csd], directory.csd_directories[csd]
     if folder.is_symlink() or not folder.is_dir():
         raise StoreFormatError(
             f"{directory.path}: CSD {csd} of the store should be at {root} "
@@ -120,7 +120,7 @@ def _check_present(directory: StoreDirectory, csd: int) -> None:
 
 def _is_noted(directory: StoreDirectory, csd: int, *, unmade: bool) -> bool:
     """Whether a CSD's note names this store's path; refuses another store's CSD."""
-    folder = directory.csd_directory(csd)
+    folder = directory.csd_directories[csd]
     if unmade and not os.path.lexists(folder):
         return False
     _check_present(directory, csd)

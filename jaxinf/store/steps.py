@@ -325,7 +325,8 @@ def restore_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
     make_carry(directory.step_path(spare), directory.manifest, record.carry)
     link_carry(directory.step_path(place), directory.step_path(spare), record.carry)
     directory.sync()
-    directory.publish(spare, record)
+    directory.write_record(spare, record)
+    directory.flip(spare)
     return record
 
 
@@ -401,11 +402,11 @@ def _check_space(directory: StoreDirectory, pinned: Slot | None) -> None:
     """
     needs, shared = Counter[Path](), Counter[Path]()
     for one in directory.manifest.held():
-        files = {slot: directory.file_of(slot, one) for slot in SLOTS}
+        files = {slot: directory.chunk_file(slot, one) for slot in SLOTS}
         found = {slot: os.lstat(file) for slot, file in files.items() if file.exists()}
         inodes = {(status.st_dev, status.st_ino) for status in found.values()}
         own = shared if len(inodes) < len(found) else needs
-        own[directory.csd_directory(one.csd)] += one.drive_bytes * sum(
+        own[directory.csd_directories[one.csd]] += one.drive_bytes * sum(
             slot not in found or slot == pinned or found[slot].st_nlink > 1
             for slot in SLOTS
         )

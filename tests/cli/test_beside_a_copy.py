@@ -50,8 +50,8 @@ def check_whole(path, names):
     for place in ["current", *(f"checkpoints/{name}" for name in names)]:
         assert verify_step(directory, path / place) == []
     assert sorted(p.name for p in (path / "checkpoints").iterdir()) == sorted(names)
-    for csd in range(len(directory.manifest.csds)):
-        kept = directory.csd_directory(csd) / "checkpoints"
+    for folder in directory.csd_directories:
+        kept = folder / "checkpoints"
         assert {p.name for p in kept.glob("*")} <= set(names)
     assert not list(path.glob("snapshots/*"))
 

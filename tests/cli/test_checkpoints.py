@@ -10,6 +10,7 @@ import safetensors.numpy
 import small_stores
 from copies import copied
 from golden_stores import golden
+from raw_stores import chunk_file
 from raw_stores import flip_bit as flip
 
 import jaxinf
@@ -44,7 +45,7 @@ def train(path, num_steps, **options):
 
 
 def chunk(path, place, state="mu", leaf=1):
-    return StoreDirectory.open(path).chunk_file(place, leaf, 0, state)
+    return chunk_file(StoreDirectory.open(path), place, leaf, state)
 
 
 def test_verify_says_what_is_damaged(store, run):

@@ -21,12 +21,8 @@ def path_of(driver, name):
 def data_files(driver, name):
     """The real files of a checkpoint's chunks."""
     directory = driver.opened.directory
-    return [
-        directory.chunk_file(f"checkpoints/{name}", leaf, number, state.name)
-        for leaf, record in enumerate(directory.manifest.leaves)
-        for state in record.states
-        for number in range(len(record.csds))
-    ]
+    held = directory.manifest.held()
+    return [directory.chunk_file(f"checkpoints/{name}", one) for one in held]
 
 
 def is_clean(driver, name):

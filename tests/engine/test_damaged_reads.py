@@ -3,6 +3,7 @@
 import pytest
 from copies import copied
 from families import family
+from raw_stores import chunk_of
 from store_driver import flip
 
 from jaxinf.errors import StoreCorruptError
@@ -80,7 +81,7 @@ def test_a_flipped_bit_is_refused(drive, capsys, place, state, use, where):
     leaf = "h" if where == "first" else "w"
     driver = drive(leaves=LEAVES).init()
     number = list(LEAVES).index(leaf)
-    last = driver.opened.directory.held_chunk(number, 0, state).num_bytes - 1
+    last = chunk_of(driver.opened.directory, number, state).num_bytes - 1
     driver.close()
     flip(driver, leaf, state, 0 if where == "first" else last)
     driver = drive(leaves=LEAVES)

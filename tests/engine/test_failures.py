@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+from raw_stores import chunk_file
 
 from jaxinf.csd.cards import card
 from jaxinf.errors import (
@@ -14,7 +15,7 @@ from jaxinf.errors import (
 
 def cut_chunk(driver, slot, leaf=1, state="params"):
     """Makes a chunk file shorter than it should be."""
-    file = driver.opened.directory.chunk_file(slot, leaf, 0, state)
+    file = chunk_file(driver.opened.directory, slot, leaf, state)
     with open(file, "r+b") as stream:
         stream.truncate(100)
 

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from families import family
+from raw_stores import chunk_file
 from store_driver import RATE, TX
 
 from jaxinf.csd.cards.memory import set_bytes
@@ -92,7 +93,7 @@ def test_frozen_leaves_cost_nothing(drive, num_csds):
         np.testing.assert_array_equal(found["warm"][0], warm)
     files = driver.opened.directory
     for leaf, num_links in ((0, 2), (2, 1)):
-        file = files.chunk_file("a", leaf, 0, "params")
+        file = chunk_file(files, "a", leaf, "params")
         assert file.stat().st_nlink == num_links
 
 

@@ -12,7 +12,7 @@ import optax
 import pytest
 import small_stores
 from families import family
-from raw_stores import flip_bit, stored
+from raw_stores import chunk_file, flip_bit, stored
 from small_stores import same, train
 
 import jaxinf
@@ -152,7 +152,7 @@ def test_a_flipped_bit_of_a_scale_is_found(place):
     path = place / "store"
     run(path, 2, state="int8")
     directory = StoreDirectory.open(path)
-    file = directory.chunk_file(directory.committed_slot(), 0, 0, "mu_scale")
+    file = chunk_file(directory, directory.committed_slot(), 0, "mu_scale")
     flip_bit(file, 11)
     (damage,) = verify_step(directory, path / "current")
     assert "leaf a, mu_scale, chunk 0" in damage.what

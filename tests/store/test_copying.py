@@ -19,7 +19,7 @@ from covering import covering
 from families import family
 from inject import at_each_call
 from killed_copies import contents, damages, grids_of, leftovers, make
-from raw_stores import flip_bit, make_roots
+from raw_stores import chunk_file, flip_bit, make_roots
 from small_stores import train
 
 import jaxinf
@@ -120,7 +120,7 @@ def test_too_little_room_or_damage_leaves_what_is_there(place, monkeypatch):
     assert not leftovers(path)
     directory = StoreDirectory.open(path)
     number = [leaf.name for leaf in directory.manifest.leaves].index("cut")
-    file = directory.chunk_file("b", number, 2, "params")
+    file = chunk_file(directory, "b", number, "params", 2)
     with flipped_bit(file), pytest.raises(StoreCorruptError, match="leaf cut, params"):
         copied(path, processes=3)
     assert not leftovers(path)
@@ -307,7 +307,7 @@ def test_a_lost_drive_is_named(place, capsys):
     roots = [f"{place}/csd{number}/{{process}}" for number in range(2)]
     copied(path, processes=3, roots=roots)
     directory = StoreDirectory.open(path / "process-00001")
-    shutil.rmtree(directory.csd_directory(1))
+    shutil.rmtree(directory.csd_directories[1])
     assert main(["verify", str(path)]) == 2
     said = capsys.readouterr().out
     assert "process 1: " in said
@@ -330,7 +330,7 @@ def test_another_file_system(place, elsewhere, num_csds):
     expected = {name: contents(path, name) for name in (None, "kept")}
     directory = StoreDirectory.open(path)
     number = [leaf.name for leaf in directory.manifest.leaves].index("cut")
-    file = directory.chunk_file("b", number, 2, "params")
+    file = chunk_file(directory, "b", number, "params", 2)
     with flipped_bit(file), pytest.raises(StoreCorruptError, match="leaf cut, params"):
         copied(path, elsewhere / "new")
     assert not list(elsewhere.iterdir())

@@ -4,6 +4,7 @@ import json
 import os
 
 import pytest
+from raw_stores import chunk_file, chunk_of
 
 from jaxinf.errors import StoreFormatError, StoreIOError, StoreSpaceError
 from jaxinf.store import (
@@ -32,7 +33,7 @@ def test_creation(make_directory, num_csds):
                 assert found["data_type"] == state.dtype
                 assert tuple(found["shape"]) == leaf.shape
                 for position, chunk in enumerate(leaf.grid.chunks()):
-                    file = directory.chunk_file(slot, number, position, state.name)
+                    file = chunk_file(directory, slot, number, state.name, position)
                     assert not file.is_symlink()
                     assert file.samefile(array / chunk.key)
                     assert (array / chunk.key).is_symlink() == (num_csds > 0)
@@ -58,12 +59,13 @@ def test_space_is_checked_before_anything_is_written(place, manifest_of):
 def test_what_takes_a_linked_file_s_place(make_directory, write_step, keeps, num_csds):
     directory = make_directory(num_csds=num_csds)
     write_step(directory, "a", 0)
-    file = directory.chunk_file("a", 0, 0, "mu")
+    one = chunk_of(directory, 0, "mu")
+    file = directory.chunk_file("a", one)
     before = file.stat().st_ino
-    assert directory.prepare_write("a", 0, 0, "mu", keeps=keeps) == file
+    assert directory.prepare_write("a", one, keeps=keeps) == file
     assert file.stat().st_ino == before
     os.link(file, other := file.with_name("other"))
-    assert directory.prepare_write("a", 0, 0, "mu", keeps=keeps) == file
+    assert directory.prepare_write("a", one, keeps=keeps) == file
     assert not file.samefile(other)
     assert file.stat().st_nlink == other.stat().st_nlink == 1
     wanted = other.read_bytes() if keeps else bytes(other.stat().st_size)
@@ -75,9 +77,9 @@ def test_what_takes_a_linked_file_s_place(make_directory, write_step, keeps, num
 def test_a_missing_chunk_is_named(make_directory, write_step, action):
     directory = make_directory()
     write_step(directory, "a", 0)
-    directory.chunk_file("a", 0, 0, "mu").unlink()
-    one = directory.held_chunk(0, 0, "mu")
-    given = ("a", "b", one) if action == "link_chunk" else ("a", 0, 0, "mu")
+    one = chunk_of(directory, 0, "mu")
+    directory.chunk_file("a", one).unlink()
+    given = ("a", "b", one) if action == "link_chunk" else ("a", one)
     with pytest.raises(StoreIOError, match=r"mu\.h0\.attn\.kernel/c/0/0: expected a "):
         getattr(directory, action)(*given)
 
@@ -103,4 +105,4 @@ def test_a_store_with_steps_is_never_discarded(make_directory, write_step):
     (directory.path / "current").unlink()
     with pytest.raises(StoreFormatError, match=r"ln -s slots/b current"):
         discard_store(directory)
-    assert directory.chunk_file("b", 0, 0, "mu").exists()
+    assert chunk_file(directory, "b", 0, "mu").exists()

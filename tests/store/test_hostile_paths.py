@@ -202,8 +202,8 @@ def test_a_link_that_leads_out(store, victim, name):
 )
 @on_csds
 def test_a_link_on_a_csd(store, victim, name, expected):
-    for csd in range(2):
-        path = store.csd_directory(csd) / name
+    for folder in store.csd_directories:
+        path = folder / name
         if path.exists():
             replaced(path, victim / "file" if path.is_file() else victim)
     refused, _ = use(store.path)

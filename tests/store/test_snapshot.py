@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 from families import family
-from raw_stores import read_array
+from raw_stores import chunk_file, read_array
 
 from jaxinf.errors import StoreFormatError, StoreIOError
 from jaxinf.store import (
@@ -75,7 +75,7 @@ def test_needs_a_step(make_directory):
 def test_needs_all_chunks_and_leaves_nothing(make_directory, write_step):
     directory = make_directory(num_csds=2)
     write_step(directory, "a", 0)
-    directory.chunk_file("a", 0, 0, "mu").unlink()
+    chunk_file(directory, "a", 0, "mu").unlink()
     descriptors = os.listdir("/proc/self/fd")
     with (
         pytest.raises(StoreIOError, match="hard link failed"),
@@ -84,8 +84,8 @@ def test_needs_all_chunks_and_leaves_nothing(make_directory, write_step):
         pass
     assert os.listdir("/proc/self/fd") == descriptors
     assert not list((directory.path / "snapshots").iterdir())
-    for csd in range(2):
-        assert not list((directory.csd_directory(csd) / "snapshots").glob("*"))
+    for folder in directory.csd_directories:
+        assert not list((folder / "snapshots").glob("*"))
 
 
 def test_a_step_that_cannot_be_pinned_is_read_beside_a_commit(
@@ -145,7 +145,7 @@ def test_those_of_the_dead_are_pruned(make_directory, write_step, read_elsewhere
         check_holds(directory, theirs, first)
         prune_snapshots(directory)
         assert [p.name for p in mine.parent.iterdir()] == [mine.name]
-        for csd in range(2):
-            left = (directory.csd_directory(csd) / "snapshots").iterdir()
+        for folder in directory.csd_directories:
+            left = (folder / "snapshots").iterdir()
             assert {p.name for p in left} <= {mine.name}
         check_holds(directory, mine, first)

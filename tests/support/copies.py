@@ -49,8 +49,8 @@ def chunks_of(path, place=None):
     for number, leaf in enumerate(directory.manifest.leaves):
         for state in leaf.states:
             for chunk in leaf.held:
-                file = directory.chunk_file(place, number, chunk, state.name)
                 held = ChunkFile(number, leaf, state, chunk)
+                file = directory.chunk_file(place, held)
                 raw = file.read_bytes()[: held.num_bytes]
                 found[leaf.name, state.name, chunk] = raw
     return found

@@ -15,6 +15,7 @@ import tensorstore
 import jaxinf
 from jaxinf.layout import choose_grid
 from jaxinf.store import (
+    ChunkFile,
     CommitRecord,
     LeafRecord,
     Manifest,
@@ -93,6 +94,21 @@ def make_manifest(
     return lay_out(contents, csd_roots)
 
 
+def chunk_of(
+    directory: StoreDirectory, leaf: int, state: str, chunk: int = 0
+) -> ChunkFile:
+    """Returns a chunk of a state's array, by numbers and the state's name."""
+    record = directory.manifest.leaves[leaf]
+    return ChunkFile(leaf, record, record.state(state), chunk)
+
+
+def chunk_file(
+    directory: StoreDirectory, place: str, leaf: int, state: str, chunk: int = 0
+) -> Path:
+    """Returns the real file of a step's chunk; the arguments are as for `chunk_of`."""
+    return directory.chunk_file(place, chunk_of(directory, leaf, state, chunk))
+
+
 def fill_slot(
     directory: StoreDirectory,
     slot: Slot,
@@ -111,7 +127,8 @@ def fill_slot(
             for position, chunk in enumerate(leaf.grid.chunks()):
                 data = np.ascontiguousarray(values[chunk.slices])
                 sums.append(crc32c(data))
-                file = directory.prepare_write(slot, number, position, state.name)
+                one = ChunkFile(number, leaf, state, position)
+                file = directory.prepare_write(slot, one)
                 with open(file, "r+b") as stream:
                     stream.write(data.tobytes())
             arrays[leaf.array_name(state.name)] = values
@@ -131,7 +148,8 @@ def publish(directory: StoreDirectory, slot: Slot, draw: Any, **record: Any) -> 
         directory.unpublish(slot)
     arrays, checksums = fill_slot(directory, slot, draw)
     fields = {"scalar_state": (), "checksums": checksums} | record
-    directory.publish(slot, CommitRecord(**fields))
+    directory.write_record(slot, CommitRecord(**fields))
+    directory.flip(slot)
     return arrays
 
 

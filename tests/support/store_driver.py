@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import optax
 import small_stores
-from raw_stores import decoded, flip_bit
+from raw_stores import chunk_file, decoded, flip_bit
 
 import jaxinf
 from jaxinf.csd import ScalarInputs
@@ -184,7 +184,7 @@ class Driver:
         """Reads and decodes the same from a slot, by default the committed one."""
         path = self.store.path / "current" if path is None else path
         directory = self.opened.directory
-        places = [path] * directory.num_csds
+        places = [path] * len(directory.csd_directories)
         if path.is_relative_to(self.store.path):
             places = directory.data_paths(directory.place_of(path))
         record = CommitRecord.read(path / "commit.json")
@@ -214,6 +214,6 @@ def flip(driver, leaf, state, byte=0, chunk=0):
     """Flips one bit of a committed chunk; returns its file."""
     number = list(driver.leaves).index(leaf)
     directory = StoreDirectory.open(driver.store.path)
-    file = directory.chunk_file(directory.committed_slot(), number, chunk, state)
+    file = chunk_file(directory, directory.committed_slot(), number, state, chunk)
     flip_bit(file, byte)
     return file

@@ -205,10 +205,7 @@ class Scratch:
 
 def store_scratch(engine: Engine, content: str = "activations") -> Scratch:
     """Returns files on the store's drives, for what waits there in a step."""
-    directory, meters = engine.opened.directory, engine.opened.meters
-    folders = [directory.path]
-    if directory.manifest.csds:
-        folders = [*map(directory.csd_directory, range(directory.num_csds))]
+    folders, meters = engine.opened.directory.csd_directories, engine.opened.meters
     num_threads = 1 if content == "gradients" else THREADS_PER_DRIVE
     return Scratch(folders, meters, content=content, num_threads=num_threads)
 

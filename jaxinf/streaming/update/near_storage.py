@@ -161,7 +161,7 @@ class UpdatePlan:
         undivided = [unit.whole_bytes for unit in apart if not unit.is_divided]
         updated = [unit.whole_bytes for unit in apart] if waits else undivided
         apart_bytes = max(undivided, default=0) + 2 * max(updated, default=0)
-        num_drives = max(1, shape.directory.num_csds)
+        num_drives = len(shape.directory.csd_directories)
         # Of threads that write a gradient that waits, beside one's own.
         threads_bytes = min((num_drives - 1) * PART_BYTES, self.largest_bytes)
         moving = "moving shards of params that are not stored alone"
