@@ -12,7 +12,7 @@ from raw_stores import flip_bit
 
 import jaxinf
 from jaxinf.cli import main
-from jaxinf.store import look_at_store, verify_step
+from jaxinf.store import read_owned, verify_step
 
 PARAMS = {"w": jnp.linspace(-1.0, 1.0, 64), "b": jnp.ones(3)}
 
@@ -55,7 +55,7 @@ def carried(path, **options):
 
 def damages(path):
     """All damage of the slots and checkpoints that have a record."""
-    directory = look_at_store(path)
+    directory = read_owned(path)
     steps = [file.parent for file in path.glob("*/*/commit.json")]
     return [damage for step in steps for damage in verify_step(directory, step)]
 
