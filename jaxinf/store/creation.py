@@ -18,7 +18,7 @@ from jaxinf.errors import StoreFormatError, StoreSpaceError
 from jaxinf.store.commit import CarriedArray, CommitRecord
 from jaxinf.store.directory import SLOTS, StoreDirectory, link_file
 from jaxinf.store.owners import check_owners, check_places, claim_csds
-from jaxinf.store.stock import OF_ITEMS, link_carry, orbax_links, step_documents
+from jaxinf.store.stock import OF_ITEMS, orbax_links, step_documents
 from jaxinf.terminal import format_bytes
 from jaxinf.transfer import (
     allocate_file,
@@ -134,8 +134,8 @@ def make_place(
 
     Args:
       carry: arrays that the step carries.
-      source: the step whose files are linked to, those that it carries, too, and
-        documents as far as they say the same; by default chunks have room.
+      source: the step whose files are linked to, documents as far as they say the
+        same; by default chunks and carried arrays have room.
       named: the name that the place gets when it is complete.
     """
     is_item = place.startswith("checkpoints/")
@@ -143,7 +143,10 @@ def make_place(
     held = None if source is None else directory.step_path(source)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     make_folder = cache(partial(os.makedirs, exist_ok=True))
-    for name, content in step_documents(manifest, carry, is_item=is_item):
+    files = dict(step_documents(manifest, carry, is_item=is_item))
+    if held is not None:
+        files |= dict.fromkeys((one.chunk for one in carry), b"")
+    for name, content in files.items():
         make_folder(os.path.dirname(f"{step}/{name}"))
         if held is not None and not (is_item and name in OF_ITEMS):
             check_holds(held, name, 0)  # no link leads there
@@ -165,8 +168,6 @@ def make_place(
         make_folder(os.path.dirname(f"{step}/{name}"))
         if not os.path.lexists(f"{step}/{name}"):
             os.symlink(target, f"{step}/{name}")
-    if held is not None:
-        link_carry(held, step, carry)
 
 
 def step_links(

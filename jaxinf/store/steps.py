@@ -37,7 +37,7 @@ from jaxinf.store.lock import LockFile, lock_exclusively
 from jaxinf.store.manifest import Manifest
 from jaxinf.store.owners import current_store
 from jaxinf.store.reader import CommittedStep
-from jaxinf.store.stock import link_carry, make_carry
+from jaxinf.store.stock import make_carry, read_carry, write_carry
 from jaxinf.transfer import fsync_directory, translated
 
 _OWNER_LOCK = "owner.lock"
@@ -251,8 +251,8 @@ def save_checkpoint(
     Args:
       name: name of the checkpoint, which is returned. By default it is the step's
         number, and Orbax's CheckpointManager lists it.
-      overwrite: whether a checkpoint of that name is replaced, unless it has this very
-        step. It stays until the new one is complete and durable.
+      overwrite: whether a checkpoint of that name is replaced. It stays until the new
+        one is complete and durable.
 
     Raises:
       ValueError: the name is not valid, or is another step's number.
@@ -268,21 +268,15 @@ def save_checkpoint(
             _check_name(name, record.step)
             place = f"checkpoints/{name}"
             path = directory.step_path(place)
-            if os.path.lexists(path):
-                if not overwrite or name not in checkpoint_names(directory):
-                    raise StoreMismatchError(
-                        f"{directory.path}: there is a checkpoint {name!r} already; "
-                        "give another name, or replace it (store.checkpoint(name, "
-                        "overwrite=True)), or remove it (jaxinf checkpoint remove "
-                        f'"{directory.path}" {name})'
-                    )
-                with contextlib.suppress(StoreFormatError):  # a damaged one is replaced
-                    held = CommitRecord.read(path / "commit.json")
-                    wanted = record.step, record.committed_at
-                    if (held.step, held.committed_at) == wanted:
-                        return name
-            else:  # one that replaces another has its room
+            if not os.path.lexists(path):  # one that replaces another has its room
                 _check_space(directory, slot)
+            elif not overwrite or name not in checkpoint_names(directory):
+                raise StoreMismatchError(
+                    f"{directory.path}: there is a checkpoint {name!r} already; give "
+                    "another name, or replace it (store.checkpoint(name, overwrite="
+                    "True)), or remove it (jaxinf checkpoint remove "
+                    f'"{directory.path}" {name})'
+                )
             undo.callback(remove_step, directory, new)
             with translated("checkpoint", path):
                 make_place(directory, new, record.carry, source=slot, named=place)
@@ -317,13 +311,14 @@ def restore_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
     """
     record, place = find_checkpoint(directory, name), f"checkpoints/{name}"
     check_arrays(directory, name)
+    carried = read_carry(directory.step_path(place), record.carry)
     spare = other_slot(directory.need_slot())
     _check_space(directory, None)
     directory.unpublish(spare)
     for one in directory.manifest.held():
         directory.link_chunk(place, spare, one)
     make_carry(directory.step_path(spare), directory.manifest, record.carry)
-    link_carry(directory.step_path(place), directory.step_path(spare), record.carry)
+    write_carry(directory.step_path(spare), record.carry, carried)
     directory.sync()
     directory.write_record(spare, record)
     directory.flip(spare)

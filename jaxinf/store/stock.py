@@ -21,11 +21,9 @@ from jaxinf.documents import MOST_BYTES, encode
 from jaxinf.errors import StoreCorruptError
 from jaxinf.layout import scales_length
 from jaxinf.store.commit import CARRY, CarriedArray
-from jaxinf.store.directory import link_file
 from jaxinf.store.documents import encode_key
 from jaxinf.store.manifest import Manifest, dtype_of
 from jaxinf.transfer import (
-    check_holds,
     crc32c,
     read_beneath,
     translated,
@@ -162,14 +160,6 @@ def write_carry(
             chunk.parent.mkdir(parents=True, exist_ok=True)
             chunk.unlink(missing_ok=True)  # a checkpoint may have it, too
             chunk.write_bytes(value)
-
-
-def link_carry(source: Path, target: Path, carry: Sequence[CarriedArray]) -> None:
-    """Links the arrays of a step into another one, beside their documents."""
-    for one in carry:
-        check_holds(source, one.chunk, 0)  # no link leads there
-        (target / one.chunk).parent.mkdir(parents=True, exist_ok=True)
-        link_file(source / one.chunk, target / one.chunk)
 
 
 def read_carry(
