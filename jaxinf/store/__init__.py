@@ -10,7 +10,7 @@ Where a question is answered:
     codecs, grids; who has which chunk   formats.py
     how files are made and removed       creation.py; who owns a CSD: owners.py
     how chunks are read and verified     reader.py, verify.py
-    how a step is copied or recoded      copying.py, copy_chunks.py
+    how a step is copied or recoded      copying.py
     how a step is kept or pinned         steps.py; of several members: members.py
     what a copy begins with              members.py (`store_source`)
     what other zarr readers see          stock.py
@@ -30,8 +30,13 @@ from jaxinf.store.commit import (
     plan_of_before,
     schedule_free_params,
 )
-from jaxinf.store.copy_chunks import write_box
-from jaxinf.store.copying import Copied, CopyLayout, copy_step, left_by_copy
+from jaxinf.store.copying import (
+    Copied,
+    CopyLayout,
+    copy_step,
+    left_by_copy,
+    write_box,
+)
 from jaxinf.store.creation import (
     BESIDE,
     check_free_space,

@@ -5,7 +5,7 @@
 
 Invariant: OLD is whole until NEW is, and NEW appears whole. A crash has nothing to
   undo: the same call begins again, or completes the exchange of NEW and OLD, if they
-  are the same.
+  are the same. All of an old chunk is verified before a new one made of it counts.
 """
 
 import contextlib
@@ -14,11 +14,15 @@ import os
 import re
 import shutil
 import uuid
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
+from typing import Literal
 
+import numpy as np
 from msgspec import structs
 
 from jaxinf.errors import (
@@ -27,23 +31,41 @@ from jaxinf.errors import (
     StoreIOError,
     StoreMismatchError,
 )
-from jaxinf.store.copy_chunks import CopiedChunk, copied_chunks, make_steps
+from jaxinf.layout import CodedSlot, box_runs, rounding_of_chunk
+from jaxinf.store.commit import CommitRecord
 from jaxinf.store.creation import (
     begin_store,
     check_free_space,
+    existing_parent,
     make_place,
     remove_csds,
     required_bytes,
 )
-from jaxinf.store.directory import StoreDirectory
+from jaxinf.store.directory import StoreDirectory, link_file
 from jaxinf.store.formats import Formats, ShardsOf, coded_leaf, divided, lay_out
 from jaxinf.store.lock import StoreLock, lock_exclusively
-from jaxinf.store.manifest import Member
+from jaxinf.store.manifest import (
+    ChunkFile,
+    LeafRecord,
+    Member,
+    StateRecord,
+    dtype_of,
+)
 from jaxinf.store.members import CopySource, check_unread, find_members, member_name
 from jaxinf.store.owners import check_places, claim_csds
+from jaxinf.store.reader import PIECE_BYTES, CommittedStep, StepReader, over
 from jaxinf.store.stock import write_carry
-from jaxinf.transfer import fsync_directory, translated, write_bytes_atomically
-from jaxinf.typing import ProgressCallback
+from jaxinf.transfer import (
+    allocate_file,
+    check_holds,
+    crc32c,
+    crc32c_combine,
+    fsync_directory,
+    opened_to_write,
+    translated,
+    write_bytes_atomically,
+)
+from jaxinf.typing import Array, ProgressCallback
 
 _MOST_PROCESSES = 1 << 20
 _RENAME_EXCHANGE = 2
@@ -214,6 +236,198 @@ def _check_target(source: CopySource, target: Path) -> None:
         )
 
 
+# --- the chunks of a copy ------------------------------------------------------------
+#
+#     same bytes ──── link, or copy with its checksum ───┐
+#     other codec ─── decoded and encoded ───────────────┼──► a chunk of a new store
+#     other grid ──── boxes of the old chunks ───────────┘
+
+
+@dataclass(frozen=True)
+class _NewChunk:
+    """A chunk's file in a new store, and where its bytes come from.
+
+    It is a link to the old file, a verified copy of the same bytes, recoded from the
+    decoded values, or made of chunks of another grid.
+    """
+
+    part: StoreDirectory
+    place: str  # slot a, or a checkpoint
+    one: ChunkFile
+    old: LeafRecord  # its leaf in the source
+    how: Literal["link", "copy", "recode", "regrid"]
+
+    @property
+    def file(self) -> Path:
+        return self.part.chunk_file(self.place, self.one)
+
+    @property
+    def job(self) -> tuple[object, ...]:
+        """What chunks that are made together have in common."""
+        one, is_coded = self.one, self.how == "recode"  # with what is beside
+        name = one.state.slot if is_coded else one.state.name
+        return one.number, name, -1 if self.how == "regrid" else one.chunk
+
+    def make(self) -> None:
+        """Makes its file, with room for it."""
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        allocate_file(self.file, self.one.file_bytes, self.one.num_bytes)
+
+
+def _new_chunks(
+    source: CopySource, parts: Sequence[StoreDirectory]
+) -> Iterator[_NewChunk]:
+    """Yields the chunks of new stores; looks at old files, and writes nothing."""
+    device = cache(lambda folder: existing_parent(folder)[1])
+    for part, (place, step) in product(parts, source.steps.items()):
+        for one in part.manifest.held():
+            old = step.manifest.leaves[one.number]
+            if old.chunk_shape != one.leaf.chunk_shape:
+                how = "regrid"
+            elif _arrays(old, one.state) != _arrays(one.leaf, one.state):
+                how = "recode"
+            elif source.has_links:
+                folders = (
+                    step.places[old.csds[one.chunk]],
+                    part.csd_directories[one.csd],
+                )
+                how = "link" if len({*map(device, folders)}) == 1 else "copy"
+            else:
+                how = "copy"
+            yield _NewChunk(part, place, one, old, how)
+
+
+def _arrays(leaf: LeafRecord, state: StateRecord) -> list[StateRecord]:
+    return [one for one in leaf.states if one.slot == state.slot]
+
+
+def _make_chunks(
+    source: CopySource, chunks: Sequence[_NewChunk], progress: ProgressCallback | None
+) -> dict[str, CommitRecord]:
+    """Makes the chunks of new stores' steps; blocks, and makes nothing durable.
+
+    Returns:
+      The records of all steps, by place, with the checksums of all chunks.
+    """
+    total_bytes = sum(new.one.num_bytes for new in chunks)
+    done_bytes, records = 0, dict[str, CommitRecord]()
+    manifest = chunks[0].part.manifest if chunks else source.step.manifest
+    for place, step in source.steps.items():
+        sums = manifest.no_checksums()
+        jobs = defaultdict[tuple[object, ...], list[_NewChunk]](list)
+        for new in chunks:
+            if new.place == place:
+                jobs[new.job].append(new)
+        with step.reader() as reader:
+            make = partial(_make_job, step, reader)
+            for job, made in over(jobs.values(), make, source.num_threads):
+                for new, checksum in zip(job, made, strict=True):
+                    sums[new.one.array][new.one.chunk] = checksum
+                    done_bytes += new.one.num_bytes
+                if progress is not None:
+                    progress(done_bytes, total_bytes)
+        records[place] = step.commit.replace(checksums=sums)
+    return records
+
+
+def _make_job(
+    step: CommittedStep, reader: StepReader, job: Sequence[_NewChunk]
+) -> Sequence[int]:
+    """Makes the files of chunks that are made together; returns their checksums."""
+    new = job[0]
+    one, old = new.one, new.old
+    with translated("copy", new.file):
+        if new.how == "recode":
+            return _recode(job, reader, step.commit.step)
+        if new.how == "regrid":
+            return _regrid(job, reader)
+        if new.how == "link":
+            folder = step.places[old.csds[one.chunk]]
+            check_holds(folder, one.name, 0)  # no link leads there
+            new.file.parent.mkdir(parents=True, exist_ok=True)
+            link_file(folder / one.name, new.file)
+        else:
+            new.make()
+            with opened_to_write(new.file) as fd:
+                for piece in reader.stored(one._replace(leaf=old)):
+                    _put(fd, piece.values, piece.start * one.state.itemsize)
+    return [step.commit.checksums[one.array][one.chunk]]
+
+
+def write_box(
+    fd: int,
+    shape: Sequence[int],
+    start: Sequence[int],
+    values: Array,
+    offset_bytes: int = 0,
+) -> None:
+    """Writes a box of an array, which begins at `offset_bytes` of its file; blocks.
+
+    The array has this shape, in C order, and the box's first element the index `start`.
+    """
+    flat, done = values.reshape(-1), 0
+    for place, length in box_runs(shape, start, values.shape):
+        part = flat[done : done + length]
+        _put(fd, part, offset_bytes + place * flat.itemsize)
+        done += length
+
+
+def _put(fd: int, values: Array, offset_bytes: int) -> None:
+    memory, done = values.reshape(-1).view(np.uint8).data, 0
+    while done < len(memory):
+        done += os.pwrite(fd, memory[done:], offset_bytes + done)
+
+
+def _recode(job: Sequence[_NewChunk], reader: StepReader, step: int) -> list[int]:
+    """Writes a state's array in its codec, and what is stored beside it."""
+    one, old, states = job[0].one, job[0].old, [new.one.state for new in job]
+    slots = [slot.name for slot in one.leaf.slots]
+    rounding = rounding_of_chunk(one.number, one.chunk, step)
+    key = rounding + slots.index(one.state.slot) & 0xFFFFFFFF
+    sums: list[list[tuple[int, int]]] = [[] for _ in job]
+    with contextlib.ExitStack() as stack:
+        fds = []
+        for new in job:
+            new.make()
+            fds.append(stack.enter_context(opened_to_write(new.file)))
+        was = one._replace(leaf=old, state=_arrays(old, one.state)[0])
+        for piece in reader.pieces(was):
+            arrays = [np.ascontiguousarray(piece.values)]
+            if one.state.codec:
+                size = piece.values.size
+                arrays = [
+                    np.empty(x.num_elements(size), dtype_of(x.dtype)) for x in states
+                ]
+                rest = arrays[1] if len(states) > 1 else None
+                CodedSlot(arrays[0], rest, key, piece.start).encode(piece.values)
+            for fd, state, data, own in zip(fds, states, arrays, sums, strict=True):
+                _put(fd, data, state.num_elements(piece.start) * state.itemsize)
+                own.append((crc32c(data), data.nbytes))
+    return [crc32c_combine(own) for own in sums]
+
+
+def _regrid(job: Sequence[_NewChunk], reader: StepReader) -> list[int]:
+    """Moves an array's elements as they are stored to chunks of another grid."""
+    first, by_number = job[0].one, {new.one.chunk: new for new in job}
+    grid, most = first.leaf.grid, PIECE_BYTES // 4
+    for new in job:
+        new.make()
+    for box, values in reader.boxes(job[0].old, first.state, most, decoded=False):
+        bounds = zip(box.start, box.extent, grid.chunk_shape, strict=True)
+        near = [range(a // size, -(-(a + n) // size)) for a, n, size in bounds]
+        for index in product(*near):
+            new = by_number[int(np.ravel_multi_index(index, grid.grid_shape))]
+            chunk = new.one.layout
+            begin = np.maximum(box.start, chunk.start)
+            ends = np.add(box.start, box.extent), np.add(chunk.start, chunk.extent)
+            part = tuple(map(slice, begin - box.start, np.minimum(*ends) - box.start))
+            start = (begin - chunk.start).tolist()
+            with opened_to_write(new.file) as fd:
+                write_box(fd, grid.chunk_shape, start, values[part])
+    roots = [new.part.data_paths(new.place)[new.one.csd] for new in job]
+    return [reader.checksum(root, x.one) for root, x in zip(roots, job, strict=True)]
+
+
 # --- making it -----------------------------------------------------------------------
 
 
@@ -228,14 +442,14 @@ def _make(
     becomes free at the end.
     """
     with translated("copy", source.where):
-        chunks = list(copied_chunks(source, parts))
+        chunks = list(_new_chunks(source, parts))
     num_bytes = _check_room(source, parts, chunks)
     is_run = len(parts) > 1
     ids = {place: f"{uuid.uuid4().hex}-0" if is_run else "" for place in source.steps}
     for part in parts:
         with translated("copy", part.path):
             begin_store(part)
-    records = make_steps(source, chunks, progress)
+    records = _make_chunks(source, chunks, progress)
     for part in parts:
         with translated("copy", part.path):
             for name, content in source.beside.items():
@@ -259,7 +473,7 @@ def _make(
 
 
 def _check_room(
-    source: CopySource, parts: Sequence[StoreDirectory], chunks: Sequence[CopiedChunk]
+    source: CopySource, parts: Sequence[StoreDirectory], chunks: Sequence[_NewChunk]
 ) -> int:
     """Refuses a copy for which there is no room; returns the bytes that it writes.
 
