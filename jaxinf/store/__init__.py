@@ -8,12 +8,12 @@ Where a question is answered:
     what a store holds                   manifest.py
     names; a stranger's documents        documents.py; paths: transfer/beneath.py
     codecs, grids; who has which chunk   formats.py
-    how files are made and removed       creation.py; who owns a CSD: owners.py
+    how files are made and removed       files.py; who owns a CSD: owners.py
     how chunks are read and verified     reader.py, verify.py
     how a step is copied or recoded      copying.py
     how a step is kept or pinned         steps.py; of several members: members.py
     what a copy begins with              members.py (`store_source`)
-    what other zarr readers see          stock.py
+    what other zarr readers see          files.py (`step_files`)
 
 Invariant: at every instant the last committed step is complete on the drives
 (docs/format.md gives the reasons).
@@ -37,17 +37,6 @@ from jaxinf.store.copying import (
     left_by_copy,
     write_box,
 )
-from jaxinf.store.creation import (
-    BESIDE,
-    check_free_space,
-    check_never_committed,
-    check_space,
-    create_store,
-    discard_store,
-    files_beside,
-    is_unfinished,
-    required_bytes,
-)
 from jaxinf.store.directory import SLOTS, Slot, StoreDirectory, other_slot
 from jaxinf.store.documents import (
     ERROR_FEEDBACK,
@@ -60,6 +49,21 @@ from jaxinf.store.documents import (
     read_document,
     read_foreign,
     seal,
+)
+from jaxinf.store.files import (
+    BESIDE,
+    check_free_space,
+    check_never_committed,
+    check_space,
+    create_store,
+    discard_store,
+    files_beside,
+    is_unfinished,
+    make_carry,
+    read_carry,
+    required_bytes,
+    step_documents,
+    write_carry,
 )
 from jaxinf.store.formats import (
     Formats,
@@ -126,5 +130,4 @@ from jaxinf.store.steps import (
     save_checkpoint,
     step_of,
 )
-from jaxinf.store.stock import make_carry, read_carry, step_documents, write_carry
 from jaxinf.store.verify import Damage, step_bytes, verify_step

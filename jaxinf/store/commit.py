@@ -87,7 +87,7 @@ MOST_CARRIED_BYTES = 64 << 20
 
 
 class CarriedArray(Document, frozen=True):
-    """An array that a step carries; see `jaxinf.store.stock`."""
+    """An array that a step carries; see `jaxinf.store.files`."""
 
     path: tuple[str, ...]  # its keys in the tree that was given
     shape: Lengths

@@ -33,15 +33,16 @@ from jaxinf.errors import (
 )
 from jaxinf.layout import CodedSlot, box_runs, rounding_of_chunk
 from jaxinf.store.commit import CommitRecord
-from jaxinf.store.creation import (
+from jaxinf.store.directory import StoreDirectory, link_file
+from jaxinf.store.files import (
     begin_store,
     check_free_space,
     existing_parent,
     make_place,
     remove_csds,
     required_bytes,
+    write_carry,
 )
-from jaxinf.store.directory import StoreDirectory, link_file
 from jaxinf.store.formats import Formats, ShardsOf, coded_leaf, divided, lay_out
 from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.manifest import (
@@ -54,7 +55,6 @@ from jaxinf.store.manifest import (
 from jaxinf.store.members import CopySource, check_unread, find_members, member_name
 from jaxinf.store.owners import check_places, claim_csds
 from jaxinf.store.reader import PIECE_BYTES, CommittedStep, StepReader, over
-from jaxinf.store.stock import write_carry
 from jaxinf.transfer import (
     allocate_file,
     check_holds,

@@ -79,7 +79,6 @@ class StoreDirectory:
         self.csd_directories = [Path(root) / name for root in manifest.csds] or [path]
         self._replace_lock = threading.Lock()
         self._files: dict[tuple[str, int, int, str], Path] = {}
-        self._checked: set[Path] = set()
 
     @classmethod
     def open(cls, path: Path) -> "StoreDirectory":
@@ -127,28 +126,25 @@ class StoreDirectory:
                 self.check_folder(root, root / name)
         self.committed_slot()
 
-    def check_folder(self, root: Path, folder: Path, *, is_slot: bool = False) -> None:
-        """Refuses a link on the way to a directory; looks once at each of a slot."""
-        if folder not in self._checked:
-            with translated("look", folder), contextlib.suppress(FileNotFoundError):
-                os.close(open_beneath(root, folder.relative_to(root), os.O_DIRECTORY))
-                if is_slot:  # snapshots come and go, each under a name of its own
-                    self._checked.add(folder)
+    def check_folder(self, root: Path, folder: Path) -> None:
+        """Refuses a link on the way to a directory."""
+        with translated("look", folder), contextlib.suppress(FileNotFoundError):
+            os.close(open_beneath(root, folder.relative_to(root), os.O_DIRECTORY))
 
     # --- chunk files -------------------------------------------------------------
 
     def chunk_file(self, place: str, one: ChunkFile) -> Path:
         """Returns a chunk's real file, on its CSD; refuses what is no file."""
-        key, is_slot = (place, one.number, one.chunk, one.state.name), place in SLOTS
+        key = place, one.number, one.chunk, one.state.name
         if file := self._files.get(key):  # every step asks for those of slots
             return file
         file = self.data_paths(place)[one.csd] / one.name
-        self.check_folder(self.csd_directories[one.csd], file.parent, is_slot=is_slot)
+        self.check_folder(self.csd_directories[one.csd], file.parent)
         with translated("look", file), contextlib.suppress(FileNotFoundError):
             # The opener refuses links.
             if not stat.S_ISLNK((status := os.lstat(file)).st_mode):
                 check_regular(file, status)
-        if is_slot:
+        if place in SLOTS:  # others come and go, each under a name of its own
             self._files[key] = file
         return file
 

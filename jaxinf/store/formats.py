@@ -15,8 +15,8 @@ from msgspec import structs
 
 from jaxinf.errors import StoreMismatchError
 from jaxinf.layout import choose_grid, deal
-from jaxinf.store.creation import is_unfinished
 from jaxinf.store.documents import ERROR_FEEDBACK, MASTER_PARAMS
+from jaxinf.store.files import is_unfinished
 from jaxinf.store.manifest import LeafRecord, Manifest, Member, StateRecord, held_by
 from jaxinf.store.members import find_members
 from jaxinf.typing import AVERAGE

@@ -22,8 +22,8 @@ from jaxinf.errors import (
     StoreMismatchError,
 )
 from jaxinf.store.commit import CommitRecord
-from jaxinf.store.creation import files_beside
 from jaxinf.store.directory import StoreDirectory, check_there, other_slot
+from jaxinf.store.files import files_beside
 from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.manifest import Manifest, without_csds
 from jaxinf.store.owners import claim_csds, read_owned

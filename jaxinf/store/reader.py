@@ -27,8 +27,8 @@ from jaxinf.layout import (
     portions,
 )
 from jaxinf.store.commit import CommitRecord
+from jaxinf.store.files import read_carry
 from jaxinf.store.manifest import ChunkFile, LeafRecord, Manifest, StateRecord, dtype_of
-from jaxinf.store.stock import read_carry
 from jaxinf.transfer import (
     PAGE_BYTES,
     BufferPool,

@@ -31,13 +31,18 @@ from jaxinf.errors import (
     StoreSpaceError,
 )
 from jaxinf.store.commit import CommitRecord
-from jaxinf.store.creation import check_free_space, make_place
 from jaxinf.store.directory import SLOTS, Slot, StoreDirectory, link_file, other_slot
+from jaxinf.store.files import (
+    check_free_space,
+    make_carry,
+    make_place,
+    read_carry,
+    write_carry,
+)
 from jaxinf.store.lock import LockFile, lock_exclusively
 from jaxinf.store.manifest import Manifest
 from jaxinf.store.owners import current_store
 from jaxinf.store.reader import CommittedStep
-from jaxinf.store.stock import make_carry, read_carry, write_carry
 from jaxinf.transfer import fsync_directory, translated
 
 _OWNER_LOCK = "owner.lock"

@@ -14,12 +14,11 @@ from typing import Any
 from jaxinf.documents import MOST_BYTES, DocumentError, parse_json
 from jaxinf.errors import StoreError, StoreFormatError
 from jaxinf.store.commit import CarriedArray
-from jaxinf.store.creation import step_links
 from jaxinf.store.directory import SLOTS, StoreDirectory
+from jaxinf.store.files import TIMES, read_carry, step_files
 from jaxinf.store.manifest import ChunkFile
 from jaxinf.store.reader import over
 from jaxinf.store.steps import check_arrays, step_of
-from jaxinf.store.stock import TIMES, read_carry, step_documents
 from jaxinf.transfer import check_holds, read_beneath
 from jaxinf.typing import ProgressCallback
 
@@ -99,19 +98,22 @@ def _checks(
     directory: StoreDirectory, place: str, carry: Sequence[CarriedArray]
 ) -> Iterator[tuple[Path, str, Callable[[], object]]]:
     """Yields what a step has beside chunks: file, description, and what checks it."""
-    step, manifest = directory.step_path(place), directory.manifest
-    is_item = place.startswith("checkpoints/")
-    for name, expected in step_documents(manifest, carry, is_item=is_item):
-        yield step / name, name, partial(_check_document, step, name, expected)
-    for one in carry:
-        yield step / one.chunk, one.chunk, partial(read_carry, step, [one])
-    for own in SLOTS if place.startswith("snapshots/") else (place,):
-        for name, target in step_links(directory, own, carry):
-            link = directory.step_path(own) / name
-            yield link, f"link {name}", partial(_check_link, directory, link, target)
-    if is_item:
+    is_pinned = place.startswith("snapshots/")
+    for own in (place, *SLOTS) if is_pinned else (place,):
+        step = directory.step_path(own)
+        for name, what in step_files(directory, own, carry):
+            match what:
+                case str() if own != place or not is_pinned:
+                    check = partial(_check_link, directory, step / name, what)
+                    yield step / name, f"link {name}", check
+                case bytes() if own == place:
+                    yield step / name, name, partial(_check_document, step, name, what)
+                case CarriedArray() if own == place:
+                    yield step / name, name, partial(read_carry, step, [what])
+    if place.startswith("checkpoints/"):
         check = partial(check_arrays, directory, place.removeprefix("checkpoints/"))
-        yield step / "jaxinf.json", "jaxinf.json", check
+        file = directory.step_path(place) / "jaxinf.json"
+        yield file, "jaxinf.json", check
 
 
 def _check_document(step: Path, name: str, expected: bytes) -> None:
