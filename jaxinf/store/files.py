@@ -234,25 +234,19 @@ def array_document(
     shape: tuple[int, ...], chunk_shape: tuple[int, ...], dtype: str
 ) -> bytes:
     """Returns ``zarr.json`` of one array; zarr has NumPy's names of all dtypes."""
-    return encode(
-        {
-            "zarr_format": 3,
-            "node_type": "array",
-            "shape": shape,
-            "data_type": dtype,
-            "chunk_grid": {
-                "name": "regular",
-                "configuration": {"chunk_shape": chunk_shape},
-            },
-            "chunk_key_encoding": {
-                "name": "default",
-                "configuration": {"separator": "/"},
-            },
-            "fill_value": dtype_of(dtype).type(0).item(),
-            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
-            "attributes": {},
-        }
-    )
+    grid, keys = {"chunk_shape": chunk_shape}, {"separator": "/"}
+    document = {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": shape,
+        "data_type": dtype,
+        "chunk_grid": {"name": "regular", "configuration": grid},
+        "chunk_key_encoding": {"name": "default", "configuration": keys},
+        "fill_value": dtype_of(dtype).type(0).item(),
+        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+        "attributes": {},
+    }
+    return encode(document)
 
 
 def tree_document(manifest: Manifest, carry: Sequence[CarriedArray] = ()) -> bytes:

@@ -12,7 +12,6 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
-import ml_dtypes
 import msgspec
 import numpy as np
 from msgspec import Meta
@@ -35,6 +34,7 @@ from jaxinf.store.documents import (
     seal,
 )
 from jaxinf.transfer import page_ceil, write_bytes_atomically
+from jaxinf.typing import BFLOAT16
 
 FORMAT_VERSION: Literal[3] = 3  # the first that a release of jaxinf writes
 
@@ -74,9 +74,7 @@ _Csd: TypeAlias = Annotated[int, Meta(ge=0, le=65535)]
 @cache
 def dtype_of(name: str) -> np.dtype[Any]:
     """Returns the NumPy dtype of a name on disk; ``bfloat16`` is one of them."""
-    if name == "bfloat16":
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(name)
+    return BFLOAT16 if name == "bfloat16" else np.dtype(name)
 
 
 class StateRecord(Document, frozen=True, array_like=True):

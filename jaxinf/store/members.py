@@ -319,18 +319,17 @@ def _check_kept(path: Path, name: str, member: StoreDirectory) -> None:
     """Refuses to give up a committed step that no checkpoint of a member keeps."""
     try:
         current = member.read_commit()
-    except StoreFormatError as error:
-        why = f"{error}. So it is not known whether a checkpoint keeps that step"
-    else:
         kept = [info.committed_at for info in list_checkpoints(member)]
         if current is None or current.committed_at in kept:
             return
-        why = (
-            f"{member.path}: step {current.step} is committed and in no checkpoint; "
-            f"keep it first (jaxinf checkpoint save {path} NAME)"
-        )
-    give_up = f"jaxinf checkpoint restore {path} {name} --discard-current"
-    raise StoreMismatchError(f"{why}, or give it up: {give_up}")
+        why = f"step {current.step} is committed and in no checkpoint; keep it first "
+        why += f"(jaxinf checkpoint save {path} NAME)"
+    except StoreFormatError as error:
+        why = f"it is not known whether a checkpoint keeps the committed step: {error}"
+    raise StoreMismatchError(
+        f"{member.path}: {why}, or give it up: jaxinf checkpoint restore {path} {name} "
+        "--discard-current"
+    )
 
 
 def remove_whole(path: Path, names: Sequence[str]) -> None:
