@@ -110,20 +110,14 @@ class LeafGrid:
 
     @cached_property
     def _chunks(self) -> tuple[Chunk, ...]:
-        places = itertools.product(*map(range, self.grid_shape))
-        return tuple(map(self.chunk, places))
-
-    def chunk(self, index: tuple[int, ...]) -> Chunk:
-        """Returns the chunk at an index inside the grid."""
-        start = tuple(i * c for i, c in zip(index, self.chunk_shape, strict=True))
-        extent = tuple(
-            min(chunk, length - first)
-            for chunk, length, first in zip(
-                self.chunk_shape, self.shape, start, strict=True
-            )
-        )
-        stored_elements = math.prod(self.chunk_shape)
-        return Chunk(index, start, extent, math.prod(extent), stored_elements)
+        found, stored_elements = list[Chunk](), math.prod(self.chunk_shape)
+        for index in itertools.product(*map(range, self.grid_shape)):
+            start = tuple(map(operator.mul, index, self.chunk_shape))
+            left = map(operator.sub, self.shape, start)
+            extent = tuple(map(min, self.chunk_shape, left))
+            elements = math.prod(extent), stored_elements
+            found.append(Chunk(index, start, extent, *elements))
+        return tuple(found)
 
 
 shared_grid = lru_cache(maxsize=1 << 12)(LeafGrid)
@@ -214,7 +208,7 @@ def choose_grid(
       files. Chunks along the cut dimension are about the same size.
 
     Raises:
-      ValueError: if a shard count is not positive or does not divide its dimension.
+      ValueError: if a shard count does not divide its dimension.
     """
     if max_chunk_elements is None:
         max_chunk_elements = DEFAULT_CHUNK_ELEMENTS
@@ -235,8 +229,7 @@ def _checked_counts(
 ) -> tuple[int, ...]:
     counts = (1,) * len(shape) if shard_counts is None else tuple(shard_counts)
     where = f"leaf of shape {shape}, shard counts {counts}"
-    if len(counts) != len(shape) or min(counts, default=1) < 1:
-        raise ValueError(f"{where}: expected one positive count a dimension")
+    assert min(counts, default=1) >= 1, where
     for dim, (length, count) in enumerate(zip(shape, counts, strict=True)):
         if length % count:
             raise ValueError(

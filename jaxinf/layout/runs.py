@@ -165,16 +165,8 @@ class ChunkBox:
         return box_slices(self.start, self.extent)
 
 
-def portion_shape(grid: LeafGrid, max_elements: int) -> tuple[int, ...]:
-    """Returns the largest chunk shape of a regular grid that divides a grid's chunks.
-
-    Args:
-      grid: the grid whose chunks are divided.
-      max_elements: most elements of a portion, at least 1.
-
-    Returns:
-      A shape, each length at least 1, whose boxes are contiguous runs of the chunks.
-    """
+def _portion_shape(grid: LeafGrid, max_elements: int) -> tuple[int, ...]:
+    """Returns the largest shape whose boxes divide a grid's chunks into single runs."""
     result, room = [1] * len(grid.shape), max_elements
     for dim in reversed(range(len(grid.shape))):
         length = max(1, min(grid.chunk_shape[dim], grid.shape[dim]))
@@ -189,9 +181,12 @@ def portion_shape(grid: LeafGrid, max_elements: int) -> tuple[int, ...]:
 
 
 def portions(grid: LeafGrid, max_elements: int) -> list[ChunkBox]:
-    """Returns a leaf's portions by chunk, and within it in the order of the file."""
+    """Returns a leaf's portions, of at most so many elements.
+
+    They come by chunk, and within it in the order of the file.
+    """
     result = []
-    for box in LeafGrid(grid.shape, portion_shape(grid, max_elements)).chunks():
+    for box in LeafGrid(grid.shape, _portion_shape(grid, max_elements)).chunks():
         both = list(map(divmod, box.start, grid.chunk_shape))
         chunk = ravel([index for index, _ in both], grid.grid_shape)
         offset = ravel([inside for _, inside in both], grid.chunk_shape)

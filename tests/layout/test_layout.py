@@ -111,9 +111,6 @@ def test_grid_obeys_the_rules(sharded, max_elements):
 def test_bad_shard_counts():
     with pytest.raises(ValueError, match=r"dimension 0 of length 50257 .* 4 shards"):
         choose_grid((50257, 768), shard_counts=(4, 1))
-    for counts in ((1,), (1, 0), (1, -1), (1, 1, 1)):
-        with pytest.raises(ValueError, match="one positive count a dimension"):
-            choose_grid((8, 8), shard_counts=counts)
 
 
 @pytest.mark.parametrize(
