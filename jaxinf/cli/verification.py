@@ -20,8 +20,8 @@ from jaxinf.store import (
     CommittedStep,
     Damage,
     StoreDirectory,
+    check_exists,
     checkpoint_names,
-    find_checkpoint,
     left_by_copy,
     step_bytes,
     verify_step,
@@ -65,7 +65,7 @@ class Verify:
                     named = [replace(one, file=_in_slot(one.file)) for one in found]
                     damages[title] = named
                 elif self.checkpoint is not None:
-                    find_checkpoint(directory, self.checkpoint)
+                    check_exists(directory, self.checkpoint)
             num_bytes = step_bytes(directory)
         (_print_json if self.json else _print)(path, damages, num_bytes)
         return not any(damages.values())
@@ -78,7 +78,7 @@ def _steps(
     if name is None:
         yield f"step {step.commit.step}, committed", step.path
     else:
-        find_checkpoint(directory, name)
+        check_exists(directory, name)
     for one in names:
         yield f"checkpoint {one}", directory.path / "checkpoints" / one
 

@@ -42,8 +42,8 @@ from jaxinf.store import (
     claim_csds,
     create_store,
     discard_store,
-    find_checkpoint,
     find_members,
+    find_step,
     held_steps,
     is_unfinished,
     lock_exclusively,
@@ -300,7 +300,7 @@ def _held_summary(path: Path, group: Group, restore: str | None) -> JsonValue:
     assert member is not None
     directory.read_commit()  # refuses one that is damaged
     if restore is not None:
-        record = find_checkpoint(directory, restore)
+        record = find_step(directory, restore).commit
         kept = [record.step, record.commit]
     steps = list(held_steps(directory))
     common = _in_common(directory.manifest)

@@ -30,13 +30,7 @@ from jaxinf.store.commit import (
     plan_of_before,
     schedule_free_params,
 )
-from jaxinf.store.copying import (
-    Copied,
-    CopyLayout,
-    copy_step,
-    left_by_copy,
-    write_box,
-)
+from jaxinf.store.copying import Copied, CopyLayout, copy_step, left_by_copy, write_box
 from jaxinf.store.directory import SLOTS, Slot, StoreDirectory, other_slot
 from jaxinf.store.documents import (
     ERROR_FEEDBACK,
@@ -118,8 +112,9 @@ from jaxinf.store.reader import (
 )
 from jaxinf.store.steps import (
     CheckpointInfo,
+    check_exists,
     checkpoint_names,
-    find_checkpoint,
+    find_step,
     list_checkpoints,
     pinned_step,
     prune_leftovers,

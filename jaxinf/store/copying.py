@@ -45,13 +45,7 @@ from jaxinf.store.files import (
 )
 from jaxinf.store.formats import Formats, ShardsOf, coded_leaf, divided, lay_out
 from jaxinf.store.lock import StoreLock, lock_exclusively
-from jaxinf.store.manifest import (
-    ChunkFile,
-    LeafRecord,
-    Member,
-    StateRecord,
-    dtype_of,
-)
+from jaxinf.store.manifest import ChunkFile, LeafRecord, Member, StateRecord, dtype_of
 from jaxinf.store.members import CopySource, check_unread, find_members, member_name
 from jaxinf.store.owners import check_places, claim_csds
 from jaxinf.store.reader import PIECE_BYTES, CommittedStep, StepReader, over

@@ -30,10 +30,9 @@ from jaxinf.store.owners import claim_csds, read_owned
 from jaxinf.store.reader import CommittedStep
 from jaxinf.store.steps import (
     CheckpointInfo,
-    check_arrays,
     check_exists,
     checkpoint_names,
-    find_checkpoint,
+    find_step,
     joined_step,
     list_checkpoints,
     prune_leftovers,
@@ -280,8 +279,11 @@ def list_whole(path: Path) -> list[CheckpointInfo]:
 
 
 def is_of_one(members: Sequence[StoreDirectory], name: str) -> bool:
-    """Whether a checkpoint, which each member has, is of one commit in all."""
-    return len({find_checkpoint(one, name).commit for one in members}) == 1
+    """Whether a checkpoint, which each member must have, is of one commit in all."""
+    for one in members:
+        check_exists(one, name)
+    steps = [step_of(one, one.step_path(f"checkpoints/{name}")) for one in members]
+    return len({step.commit.commit for step in steps}) == 1
 
 
 def check_of_one(members: Sequence[StoreDirectory], name: str) -> None:
@@ -451,12 +453,7 @@ def _step_of_all(parts: Sequence[StoreDirectory], name: str | None) -> Committed
     """Returns a checkpoint of all members, or their committed step."""
     if name is not None:
         check_of_one(parts, name)
-        for one in parts:
-            check_arrays(one, name)
-    kept = name and f"checkpoints/{name}"
-    return joined_step(
-        [step_of(one, one.step_path(kept or one.need_slot())) for one in parts]
-    )
+    return joined_step([find_step(one, name) for one in parts])
 
 
 def _copied_out(path: Path) -> CopySource:

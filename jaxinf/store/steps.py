@@ -32,13 +32,7 @@ from jaxinf.errors import (
 )
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.directory import SLOTS, Slot, StoreDirectory, link_file, other_slot
-from jaxinf.store.files import (
-    check_free_space,
-    make_carry,
-    make_place,
-    read_carry,
-    write_carry,
-)
+from jaxinf.store.files import check_free_space, make_carry, make_place, write_carry
 from jaxinf.store.lock import LockFile, lock_exclusively
 from jaxinf.store.manifest import Manifest
 from jaxinf.store.owners import current_store
@@ -57,6 +51,34 @@ def step_of(directory: StoreDirectory, path: Path) -> CommittedStep:
     record = CommitRecord.read(path / "commit.json")
     places = tuple(directory.data_paths(directory.place_of(path)))
     return CommittedStep(path, directory.manifest, record, places)
+
+
+def find_step(directory: StoreDirectory, name: str | None = None) -> CommittedStep:
+    """Returns a checkpoint, or the committed step as it is; another may be committed.
+
+    Raises:
+      ValueError: there is no such checkpoint; lists the others.
+      StoreMismatchError: it has other arrays than the store; says what to do.
+    """
+    if name is not None:
+        check_exists(directory, name)
+        root = directory.step_path(f"checkpoints/{name}")
+        if Manifest.read(root / "jaxinf.json").leaves != directory.manifest.leaves:
+            raise StoreMismatchError(
+                f"{root}: the checkpoint holds other arrays than the store does now; "
+                f'make a store of it: cp -rL "{root}" COPY, then jaxinf store copy '
+                "COPY NEW"
+            )
+        step = step_of(directory, root)
+        step.check()
+        return step
+    while True:
+        slot = directory.need_slot()
+        try:
+            return step_of(directory, directory.step_path(slot))
+        except StoreFormatError:
+            if directory.need_slot() == slot:
+                raise
 
 
 def joined_step(steps: Sequence[CommittedStep]) -> CommittedStep:
@@ -142,19 +164,8 @@ def readable_step(directory: StoreDirectory) -> Iterator[CommittedStep]:
                 f"the committed step cannot be pinned ({error.__cause__.strerror}); if "
                 "a run is writing to the store, chunks may be of different steps"
             )
-            step = replace(_live_step(directory), warning=warning)
+            step = replace(find_step(directory), warning=warning)
         yield step
-
-
-def _live_step(directory: StoreDirectory) -> CommittedStep:
-    """Returns the committed step as it is, also if another is committed meanwhile."""
-    while True:
-        slot = directory.need_slot()
-        try:
-            return step_of(directory, directory.step_path(slot))
-        except StoreFormatError:
-            if directory.need_slot() == slot:
-                raise
 
 
 def prune_snapshots(directory: StoreDirectory) -> None:
@@ -218,12 +229,6 @@ def list_checkpoints(directory: StoreDirectory) -> list[CheckpointInfo]:
     return sorted(found, key=lambda info: (info.step, info.name))
 
 
-def find_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
-    """Returns a checkpoint's record; raises as `check_exists`."""
-    check_exists(directory, name)
-    return CommitRecord.read(directory.step_path(f"checkpoints/{name}") / "commit.json")
-
-
 def check_exists(directory: StoreDirectory, name: str) -> None:
     """Raises ValueError without a checkpoint of that name; lists the others."""
     if name not in (names := checkpoint_names(directory)):
@@ -231,17 +236,6 @@ def check_exists(directory: StoreDirectory, name: str) -> None:
             f"{directory.path}: expected a checkpoint {name!r}; there are: "
             f"{', '.join(names) or 'none'}"
         )
-
-
-def check_arrays(directory: StoreDirectory, name: str) -> None:
-    """Refuses a checkpoint of other arrays than the store's; says what to do."""
-    root = directory.step_path(f"checkpoints/{name}")
-    if Manifest.read(root / "jaxinf.json").leaves != directory.manifest.leaves:
-        raise StoreMismatchError(
-            f"{root}: the checkpoint holds other arrays than the store does now; make "
-            f'a store of it: cp -rL "{root}" COPY, then jaxinf store copy COPY NEW'
-        )
-    directory.read_record(f"checkpoints/{name}")
 
 
 def save_checkpoint(
@@ -314,9 +308,8 @@ def restore_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
     links replace the content of the spare slot. The step committed before then becomes
     the spare one, until the next step is written. A refusal changes nothing.
     """
-    record, place = find_checkpoint(directory, name), f"checkpoints/{name}"
-    check_arrays(directory, name)
-    carried = read_carry(directory.step_path(place), record.carry)
+    step, place = find_step(directory, name), f"checkpoints/{name}"
+    record, carried = step.commit, step.read_carry()
     spare = other_slot(directory.need_slot())
     _check_space(directory, None)
     directory.unpublish(spare)

@@ -18,7 +18,7 @@ from jaxinf.store.directory import SLOTS, StoreDirectory
 from jaxinf.store.files import TIMES, read_carry, step_files
 from jaxinf.store.manifest import ChunkFile
 from jaxinf.store.reader import over
-from jaxinf.store.steps import check_arrays, step_of
+from jaxinf.store.steps import find_step, step_of
 from jaxinf.transfer import check_holds, read_beneath
 from jaxinf.typing import ProgressCallback
 
@@ -63,7 +63,7 @@ def verify_step(
     for file, what, check in _checks(directory, place, step.commit.carry):
         try:
             check()
-        except StoreError as error:
+        except (StoreError, ValueError) as error:
             damages.append(Damage(file, what, str(error)))
     seen, total, done = {} if seen is None else seen, step_bytes(directory), 0
     with step.reader() as reader:
@@ -111,7 +111,7 @@ def _checks(
                 case CarriedArray() if own == place:
                     yield step / name, name, partial(read_carry, step, [what])
     if place.startswith("checkpoints/"):
-        check = partial(check_arrays, directory, place.removeprefix("checkpoints/"))
+        check = partial(find_step, directory, place.removeprefix("checkpoints/"))
         file = directory.step_path(place) / "jaxinf.json"
         yield file, "jaxinf.json", check
 

@@ -18,7 +18,7 @@ from jaxinf.errors import JaxinfError
 from jaxinf.kernels import compiled
 from jaxinf.store import (
     checkpoint_names,
-    find_checkpoint,
+    find_step,
     held_steps,
     other_slot,
     verify_step,
@@ -185,7 +185,7 @@ def checkpoints_of(driver: Driver) -> tuple[str, ...]:
     for name in checkpoint_names(files):
         path = files.step_path(f"checkpoints/{name}")
         damages = verify_step(files, path, num_threads=1)
-        step = find_checkpoint(files, name).step
+        step = find_step(files, name).commit.step
         label = name if name == str(step) else f"{name} of {step}"
         names.append(f"{label}, damaged" if damages else label)
     return tuple(names)
