@@ -34,8 +34,7 @@ Sum: TypeAlias = Annotated[str, pattern("[0-9a-f]{8}", "8 hex digits")]
 """A CRC-32C, or a float32."""
 Id: TypeAlias = Annotated[str, pattern("[0-9a-f]{32}", "32 hex digits")]
 Name: TypeAlias = Annotated[
-    str,
-    pattern(r"[^./\0-\x1f\x7f][^/\0-\x1f\x7f]*", "the name of a file", 255),
+    str, pattern(r"[^./\0-\x1f\x7f][^/\0-\x1f\x7f]*", "the name of a file", 255)
 ]
 Roots: TypeAlias = Annotated[
     tuple[Annotated[str, pattern(r"/[^\0]*", "an absolute path", 4096)], ...],

@@ -271,10 +271,7 @@ def tree_document(manifest: Manifest, carry: Sequence[CarriedArray] = ()) -> byt
 
 
 def step_documents(
-    manifest: Manifest,
-    carry: Sequence[CarriedArray] = (),
-    *,
-    is_item: bool = False,
+    manifest: Manifest, carry: Sequence[CarriedArray] = (), *, is_item: bool = False
 ) -> Iterator[tuple[str, bytes]]:
     """Yields the documents by which other tools read a step's arrays, by name.
 

@@ -206,9 +206,7 @@ def lay_out(
 
 
 def deal_to_members(
-    leaves: Sequence[LeafRecord],
-    count: int,
-    holders: Sequence[Sequence[Sequence[int]]],
+    leaves: Sequence[LeafRecord], count: int, holders: Sequence[Sequence[Sequence[int]]]
 ) -> list[list[int]]:
     """Returns the owner of each chunk by leaf, in a new run of so many processes.
 
