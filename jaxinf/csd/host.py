@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jaxinf.compress import SparseGradient
 from jaxinf.csd.base import (
     CsdBuffer,
     Extent,
@@ -20,11 +19,10 @@ from jaxinf.csd.base import (
     Update,
     UpdateOutcome,
 )
-from jaxinf.csd.host_kernels import run_sparse, states_as_slots
+from jaxinf.csd.host_kernels import run_update, states_as_slots
 from jaxinf.errors import CsdError, UnsupportedTransformError
-from jaxinf.kernels import CallInputs, Passage, compiled
+from jaxinf.kernels import Passage, compiled
 from jaxinf.native import transfers as native
-from jaxinf.program import Kernel
 from jaxinf.transfer import (
     Buffer,
     BufferPool,
@@ -167,20 +165,13 @@ class HostCsd:
 
     def update(self, buffer: CsdBuffer, update: Update) -> UpdateOutcome:
         """Runs the kernel on this thread; checksums, too, in the same pass."""
-        extents, kernel, gradient, inputs, out, rounding, given, *_ = update
-        own = _own(buffer)
+        extents, given, own = update.extents, update.given, _own(buffer)
         reads = [number in update.tells for number in range(len(extents))]
         reads[0] |= given is not None
-        passage = Passage(given, reads=reads, writes=_written(extents, kernel))
-        is_sparse = isinstance(gradient, SparseGradient)
-        values = gradient.values if is_sparse else gradient
-        sent = CallInputs(values, out, inputs.scalars, inputs.arrays)
+        passage = Passage(given, reads=reads, writes=_written(update))
         views = [self.view(own, extent) for extent in extents]
-        states, found = states_as_slots(views, extents, rounding), compiled(kernel)
-        if is_sparse:
-            is_finite = run_sparse(found, states, gradient, sent, passage)
-        else:
-            is_finite = found.call(states, sent, passage)
+        states = states_as_slots(views, extents, update.rounding)
+        is_finite = run_update(states, update, passage)
         own.known = {
             extent.buffer_offset_bytes: checksum
             for extent, checksum, is_written in zip(
@@ -210,10 +201,10 @@ class HostCsd:
         _own(buffer).known.pop(extent.buffer_offset_bytes, None)
 
 
-def _written(extents: Sequence[Extent], kernel: Kernel) -> list[bool]:
+def _written(update: Update) -> list[bool]:
+    kernel, result = update.kernel, list[bool]()
     names = iter(("params", *kernel.slots))
-    result: list[bool] = []
-    for extent in extents:
+    for extent in update.extents:
         is_beside = extent.codec in ("scale", "remainder")
         result.append(result[-1] if is_beside else next(names) not in kernel.unchanged)
     return result

@@ -7,18 +7,13 @@ Invariant: all kinds of CSD have the bits of one code for the first state. Those
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from jaxinf.compress import SparseGradient
-from jaxinf.csd.base import Csd, CsdBuffer, Extent, Rounding, ScalarInputs
-from jaxinf.kernels import (
-    CallInputs,
-    CompiledKernel,
-    Passage,
-    initialise,
-    stored_arrays,
-)
+from jaxinf.csd.base import Csd, CsdBuffer, Extent, Rounding, ScalarInputs, Update
+from jaxinf.kernels import Passage, compiled, initialise, stored_arrays
 from jaxinf.layout import CodedSlot
 from jaxinf.program import Kernel
 from jaxinf.transfer import crc32c_combine
@@ -85,40 +80,43 @@ def states_as_slots(
     return slots
 
 
-def run_sparse(
-    kernel: CompiledKernel,
-    states: Sequence[Array | CodedSlot],
-    gradient: SparseGradient,
-    inputs: CallInputs,
-    passage: Passage,
+def run_update(
+    states: Sequence[Array | CodedSlot], update: Update, passage: Passage
 ) -> bool:
-    """Runs a kernel piece by piece, each piece's gradient scattered into a scratch.
+    """Runs an update's kernel over states: params, then slots.
 
-    Args:
-      states: params, then slots.
-      inputs: all but the gradient.
+    A sparse gradient is scattered into a scratch, piece by piece.
 
     Returns:
-      Whether every value is finite.
+      Whether every element of the gradient is finite.
     """
-    size = gradient.num_elements
+    params, *slots = states
+    gradient, inputs, out = update.gradient, update.inputs, update.out
+    run = partial(compiled(update.kernel).run, scalars=inputs.scalars)
+    if not isinstance(gradient, SparseGradient):
+        whole = {"gradient": gradient, "params": params, "slots": slots, "out": out}
+        return run(**whole, arrays=inputs.arrays, passage=passage)
+    size, is_finite = gradient.num_elements, True
     scratch = np.zeros(min(size, _PIECE_ELEMENTS), gradient.values.dtype)
-    is_finite = True
     sums: list[tuple[Passage, list[int]]] = []
     for start in range(0, size, _PIECE_ELEMENTS):
         part = slice(start, min(start + _PIECE_ELEMENTS, size))
         sent = gradient.part(part.start, part.stop)
         dense = scratch[: sent.num_elements]
         sent.put_into(dense)
+        master, own_slots = params[part], [slot[part] for slot in slots]
         given = None if passage.given is None else passage.given[part]
-        params, *slots = (state[part] for state in states)
-        arrays = [array[part] for array in inputs.arrays]
         own = replace(passage, given=given)
-        out = None if inputs.out is None else inputs.out[part]
-        piece = CallInputs(dense, out, inputs.scalars, arrays)
-        is_finite &= kernel.call((params, *slots), piece, own)
+        is_finite &= run(
+            gradient=dense,
+            params=master,
+            slots=own_slots,
+            arrays=[array[part] for array in inputs.arrays],
+            out=None if out is None else out[part],
+            passage=own,
+        )
         dense[sent.indices] = 0  # the others are
-        stored = stored_arrays(params, slots)
+        stored = stored_arrays(master, own_slots)
         sums.append((own, [array.nbytes for array in stored]))
     passage.read = _combined([(own.read, lengths) for own, lengths in sums])
     passage.written = _combined([(own.written, lengths) for own, lengths in sums])

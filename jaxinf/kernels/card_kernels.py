@@ -189,6 +189,7 @@ class CardKernel:
         )
 
 
+@functools.lru_cache(maxsize=4096)
 def card_kernel(
     kernel: Kernel,
     gradient_dtype: np.dtype,

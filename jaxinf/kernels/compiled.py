@@ -9,7 +9,6 @@ import platform
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -17,12 +16,10 @@ from jaxinf.errors import CsdError
 from jaxinf.kernels.calls import CallInputs, EntryPoint, Passage, call_kernel
 from jaxinf.kernels.emitter import emit
 from jaxinf.kernels.lowering import lower
-from jaxinf.layout import CODE_BLOCK, CodedSlot
+from jaxinf.layout import CodedSlot
 from jaxinf.native import libraries, toolchain
 from jaxinf.program import Constant, Kernel, Result, traced_kernels
-from jaxinf.typing import BFLOAT16, FLOAT32, FLOAT_DTYPES, Array
-
-_INT16, _UINT8 = np.dtype(np.int16), np.dtype(np.uint8)
+from jaxinf.typing import FLOAT32, FLOAT_DTYPES, Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,58 +75,32 @@ class CompiledKernel:
           Whether all of the gradient is finite. If not, the caller must discard
           `params`, `slots` and `out`, whose contents are undefined.
 
-        Raises:
-          ValueError: A dtype, shape or count is not the kernel's, or what is written
-            is not contiguous.
         """
-        inputs = CallInputs(gradient, out, scalars, arrays)
-        return self.call((params, *slots), inputs, passage or Passage())
-
-    def call(
-        self,
-        states: Sequence[Array | CodedSlot],
-        inputs: CallInputs,
-        passage: Passage,
-    ) -> bool:
-        """As `run`; the states are params, then slots."""
-        _check_arguments(self.kernel, states, inputs)
-        return call_kernel(self.entry, self.constants, states, inputs, passage)
+        states, inputs = (params, *slots), CallInputs(gradient, out, scalars, arrays)
+        _check(self.kernel, states, inputs)
+        found = passage or Passage()
+        return call_kernel(self.entry, self.constants, states, inputs, found)
 
 
-def _check_arguments(
+def _check(
     kernel: Kernel, states: Sequence[Array | CodedSlot], inputs: CallInputs
 ) -> None:
-    """Checks what the machine code relies on; it knows neither lengths nor dtypes."""
+    """Asserts what the machine code relies on; it knows neither lengths nor dtypes."""
     gradient, out, scalars, arrays = inputs
-    params, outs = states[0], FLOAT_DTYPES
-    if isinstance(params, CodedSlot):
-        params, outs = params.codes, (FLOAT32, BFLOAT16)
-    num = params.size
-    needs: list[tuple[str, Array, int, Sequence[np.dtype[Any]]]]
-    needs = [("gradient", gradient, num, FLOAT_DTYPES)]
+    written = [s.codes if isinstance(s, CodedSlot) else s for s in states]
+    plain = [FLOAT32, *kernel.slot_dtypes]
+    for state, dtype in zip(states, plain, strict=True):
+        assert isinstance(state, CodedSlot) or state.dtype == dtype, state.dtype
+    num = written[0].size
     if out is not None:
-        needs.append(("out", out, num, outs))
-    for array, dtype in zip(arrays, kernel.array_dtypes, strict=True):
-        needs.append(("arrays", array, num, (dtype,)))
-    for state, dtype in zip(states, (FLOAT32, *kernel.slot_dtypes), strict=True):
-        if not isinstance(state, CodedSlot):
-            needs.append(("state", state, num, (dtype,)))
-            continue
-        needs.append(("codes", state.codes, num, (_UINT8, BFLOAT16)))
-        if state.beside is not None:
-            length = num if state.scales is None else -(-num // CODE_BLOCK)
-            needs.append(("beside codes", state.beside, length, (FLOAT32, _INT16)))
-    for what, array, length, dtypes in needs:
-        is_whole = array.flags.c_contiguous or what in ("gradient", "arrays")
-        if array.shape != (length,) or array.dtype not in dtypes or not is_whole:
-            names = " or ".join(map(str, dtypes))
-            raise ValueError(
-                f"{what}: the kernel expects contiguous {names} of shape ({length},), "
-                f"found {array.dtype} of shape {array.shape}"
-            )
-    found = tuple(scalar.dtype for scalar in scalars)
-    if found != kernel.scalar_dtypes or any(scalar.shape for scalar in scalars):
-        raise ValueError(f"scalars: expected {kernel.scalar_dtypes}, found {found}")
+        written.append(out)
+        assert out.dtype in FLOAT_DTYPES, out.dtype
+    assert gradient.dtype in FLOAT_DTYPES, gradient.dtype
+    assert tuple(array.dtype for array in arrays) == kernel.array_dtypes
+    assert tuple(scalar.dtype for scalar in scalars) == kernel.scalar_dtypes
+    for array in (gradient, *arrays, *written):
+        assert array.shape == (num,), (array.shape, num)
+    assert all(array.flags.c_contiguous for array in written)
 
 
 def compiled(kernel: Kernel) -> CompiledKernel:

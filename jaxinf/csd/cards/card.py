@@ -11,7 +11,6 @@ Invariant: a kernel's state moves only between the drive and the card's memory. 
   second.
 """
 
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,9 +28,10 @@ from jaxinf.csd.base import (
 )
 from jaxinf.csd.cards.memory import CardBuffer, CardMemory
 from jaxinf.csd.cards.peer import with_card
-from jaxinf.csd.cards.xrt import XrtCard, XrtKernel
+from jaxinf.csd.cards.xrt import XrtCard
+from jaxinf.csd.host_kernels import run_update
 from jaxinf.errors import CsdError
-from jaxinf.kernels import STATUS_BYTES, CardKernel, Passage, card_kernel, compiled
+from jaxinf.kernels import STATUS_BYTES, CardKernel, Passage, card_kernel
 from jaxinf.transfer import (
     PAGE_BYTES,
     ByteMeters,
@@ -70,8 +70,6 @@ class CardCsd:
         self._card = card
         self._root = root
         self._meters, self._buffered = meters, buffered
-        self._found: dict[tuple[Any, ...], tuple[CardKernel, XrtKernel]] = {}
-        self._lock = threading.Lock()
 
     def acquire(self, num_bytes: int) -> CsdBuffer | None:
         """Returns memory of the card, or None if all of it is lent."""
@@ -143,7 +141,7 @@ class CardCsd:
         own, num = _own(buffer), extents[0].num_elements
         if is_idle(kernel):
             return self._update_nothing(own, update)
-        card, runs = self._kernel(update)
+        card = _kernel_of(update)
         for extent in extents:
             # Its kernel needs state that was read for the host.
             host = own.host.pop(extent.buffer_offset_bytes, None)
@@ -159,7 +157,7 @@ class CardCsd:
         )
         arguments = self._arguments(card, own, extents)
         try:
-            runs.run(arguments, words, RUN_TIMEOUT_S)
+            self._card.kernel(card.name).run(arguments, words, RUN_TIMEOUT_S)
         except CsdError as error:
             raise CsdError(f"CSD {self._root}: {error}") from error
         if out is not None:
@@ -194,41 +192,22 @@ class CardCsd:
             named |= {f"{name}_in": part, f"{name}_out": part}
         return [named[pointer.name] for pointer in card.pointers]
 
-    def _kernel(self, update: Update) -> tuple[CardKernel, XrtKernel]:
-        """Returns the card's kernel, looked up once: a look-up takes long."""
-        extents, kernel, gradient, _, out, *_ = update
-        result = FLOAT32 if out is None else out.dtype
-        codec = extents[1].codec if len(extents) > 1 else ""
-        is_sparse = isinstance(gradient, SparseGradient)
-        dtype = (gradient.values if is_sparse else gradient).dtype
-        key = kernel, dtype, result, codec, is_sparse
-        with self._lock:
-            if key not in self._found:
-                card = card_kernel(kernel, dtype, result, codec, is_sparse)
-                found = self._card.kernel(card.name)
-                self.memory.check_bank(found, card)
-                self._found[key] = card, found
-            return self._found[key]
-
     def _update_nothing(self, own: CardBuffer, update: Update) -> UpdateOutcome:
         """Handles a leaf that the optimizer does not change, without the card."""
-        extents, kernel, gradient, inputs, out, *_ = update
-        if isinstance(gradient, SparseGradient):
-            sent = gradient
-            gradient = np.zeros(sent.num_elements, sent.values.dtype)
-            sent.put_into(gradient)
-        views = [self.view(own, extent) for extent in extents]
-        is_finite = compiled(kernel).run(
-            gradient=gradient,
-            params=views[0].copy(),
-            slots=[np.zeros(gradient.size, dtype) for dtype in kernel.slot_dtypes],
-            scalars=inputs.scalars,
-            arrays=inputs.arrays,
-            out=out,
-            passage=Passage(),
-        )
+        params, *_ = views = [self.view(own, extent) for extent in update.extents]
+        slots = [np.zeros(params.size, dtype) for dtype in update.kernel.slot_dtypes]
+        is_finite = run_update([params.copy(), *slots], update, Passage())
         sums = {n: crc32c(view) for n, view in enumerate(views)}
         return UpdateOutcome(is_finite, sums)
+
+
+def _kernel_of(update: Update) -> CardKernel:
+    extents, kernel, gradient, _, out, *_ = update
+    is_sparse = isinstance(gradient, SparseGradient)
+    dtype = (gradient.values if is_sparse else gradient).dtype
+    codec = extents[1].codec if len(extents) > 1 else ""
+    result = FLOAT32 if out is None else out.dtype
+    return card_kernel(kernel, dtype, result, codec, is_sparse)
 
 
 def _send(own: CardBuffer, gradient: Array | SparseGradient) -> int:

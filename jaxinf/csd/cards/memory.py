@@ -15,10 +15,8 @@ from jaxinf.csd.cards.xrt import (
     NoCardMemory,
     XrtBuffer,
     XrtCard,
-    XrtKernel,
 )
-from jaxinf.errors import CsdError
-from jaxinf.kernels import ESTIMATES_BYTES, CardKernel, rsqrt_estimates
+from jaxinf.kernels import ESTIMATES_BYTES, rsqrt_estimates
 from jaxinf.transfer import PAGE_BYTES, page_ceil
 from jaxinf.typing import Array
 
@@ -107,20 +105,6 @@ class CardMemory:
                 table.to_card(words.nbytes)
                 self._estimates = table
             return self._estimates
-
-    def check_bank(self, kernel: XrtKernel, card: CardKernel) -> None:
-        """Refuses a kernel unless all its ports are connected to the buffers' bank.
-
-        Raises:
-          CsdError: names the ports and the remedy.
-        """
-        for number, pointer in enumerate(card.pointers):
-            if (found := kernel.bank(number)) != self._bank:
-                raise CsdError(
-                    f"card {self._card.name}: expected all ports of the xclbin's "
-                    f"kernels in memory bank {self._bank}, found {pointer.name} of "
-                    f"{card.name} in {found}; link with the connectivity of hls/cfg"
-                )
 
     def close(self) -> None:
         """Frees idle buffers now, and lent ones at their release."""

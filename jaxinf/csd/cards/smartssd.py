@@ -20,7 +20,7 @@ from jaxinf.csd.cards.standin import ANY_KERNEL, EmulatedXrt
 from jaxinf.csd.cards.sysfs import card_of, list_cards
 from jaxinf.csd.cards.xrt import XrtCard, open_card
 from jaxinf.errors import CsdError, UnsupportedTransformError
-from jaxinf.kernels import card_kernel
+from jaxinf.kernels import CardKernel, card_kernel
 from jaxinf.transfer import ByteMeters, supports_direct
 
 
@@ -163,19 +163,17 @@ class CardFleet:
         """Finds a kernel for every leaf, on every card.
 
         Raises:
-          CsdError: no kernel reads the stored form of a leaf's state, or an xclbin
-            lacks the kernel.
+          CsdError: no kernel reads the stored form of a leaf's state, an xclbin lacks
+            the kernel, or a port of it is connected to another bank than the buffers'.
           UnsupportedTransformError: no card has a kernel of such an optimizer.
         """
-        names = {self._kernel_name(n, form) for n in needs for form in n.gradients}
-        for name in sorted(names - {""}):
+        needs = [need for need in needs if not is_idle(need.kernel)]
+        found = [self._kernel(n, form) for n in needs for form in n.gradients]
+        for _, kernel in sorted({one.name: one for one in found}.items()):
             for card in self._cards:
-                card.kernel(name)
+                _check_banks(card, kernel)
 
-    def _kernel_name(self, need: KernelNeed, gradient: GradientForm) -> str:
-        """Returns the name of a leaf's kernel; empty if it needs none."""
-        if is_idle(need.kernel):
-            return ""
+    def _kernel(self, need: KernelNeed, gradient: GradientForm) -> CardKernel:
         master, *codecs = need.codecs
         if master or len(set(codecs)) > 1:
             raise CsdError(
@@ -187,7 +185,7 @@ class CardFleet:
         codec = codecs[0] if codecs else ""
         try:
             dtypes = gradient.dtype, need.dtype
-            return card_kernel(need.kernel, *dtypes, codec, gradient.is_sparse).name
+            return card_kernel(need.kernel, *dtypes, codec, gradient.is_sparse)
         except UnsupportedTransformError as error:
             raise UnsupportedTransformError(f"leaf {need.leaf}: {error}") from error
 
@@ -225,3 +223,15 @@ class CardFleet:
         """Frees the cards' memory; the cards stay open for a next store."""
         for memory in self._memories:
             memory.close()
+
+
+def _check_banks(card: XrtCard, kernel: CardKernel) -> None:
+    """Refuses a kernel unless all its ports are connected to the buffers' bank."""
+    loaded, bank = card.kernel(kernel.name), card.default_bank
+    for number, pointer in enumerate(kernel.pointers):
+        if (found := loaded.bank(number)) != bank:
+            raise CsdError(
+                f"card {card.name}: expected all ports of the xclbin's kernels in "
+                f"memory bank {bank}, found {pointer.name} of {kernel.name} in "
+                f"{found}; link with the connectivity of hls/cfg"
+            )
