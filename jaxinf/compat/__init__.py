@@ -83,7 +83,6 @@ from jaxinf.compat.tracing import (
     is_in_transformation,
     is_tracing,
     trace_context,
-    without_examples,
 )
 from jaxinf.compat.trees import path_keys, path_names, register_checked
 from jaxinf.compat.xla import (

@@ -11,7 +11,6 @@ more often, or differentiate it, is refused while it is traced.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal, NoReturn, TypeAlias, TypeVar
 
 import jax
@@ -116,14 +115,30 @@ def entering(what: str, tree: _Tree) -> _Tree:
         )
     leaves, treedef = jax.tree.flatten(tree)
     places = [n for n, x in enumerate(leaves) if isinstance(x, compat.Tracer)]
-    entered = compat.without_examples(
-        [leaves[place] for place in places],
-        refuse_examples=_REFUSALS[what],
-        refuse_derivative=_REFUSALS[what],
-    )
+    entered = _OF_ONE_RUN[what]([leaves[place] for place in places])
     for place, value in zip(places, entered, strict=True):
         leaves[place] = value
     return treedef.unflatten(leaves)
+
+
+def _of_one_run(what: str) -> Callable[[list[jax.Array]], list[jax.Array]]:
+    """Returns a function that returns arrays as they are; see `entering`."""
+
+    @jax.custom_batching.custom_vmap
+    def alone(values: list[jax.Array]) -> list[jax.Array]:
+        return values
+
+    @alone.def_vmap
+    def _(num: int, is_mapped: list[list[bool]], values: list[jax.Array]) -> Any:
+        if num != 1:
+            _refuse(what, num)
+        pairs = zip(values, is_mapped[0], strict=True)
+        squeezed = [jnp.squeeze(x, 0) if mapped else x for x, mapped in pairs]
+        return alone(squeezed), [False] * len(values)
+
+    differentiated = jax.custom_jvp(alone)
+    differentiated.defjvp(lambda primals, tangents: _refuse(what))
+    return differentiated
 
 
 def _refuse(what: str, num_examples: int | None = None) -> NoReturn:
@@ -141,8 +156,7 @@ def _refuse(what: str, num_examples: int | None = None) -> NoReturn:
     )
 
 
-# Made once, since JAX compares a primitive's parameters.
-_REFUSALS = {what: partial(_refuse, what) for what in ("init", "update")}
+_OF_ONE_RUN = {what: _of_one_run(what) for what in ("init", "update")}
 
 
 OnExisting: TypeAlias = Literal["resume", "restart", "error"]
