@@ -11,7 +11,6 @@ import functools
 import hashlib
 import importlib.util
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,8 +45,7 @@ def card_library(*cards: CardKernel) -> Path:
 
     Raises:
       CompilerError: there is no compiler, or it failed.
-      OSError: no directory has room for the library, not even the one for temporary
-        files.
+      OSError: see `cached_library`.
     """
     compiler = toolchain.find_compiler()
     if compiler is None:
@@ -65,8 +63,7 @@ def card_library(*cards: CardKernel) -> Path:
     headers = sorted(path for place in include[:3] for path in place.glob("*.h*"))
     for path in (*headers, toolchain.GENERATED / f"{cards[0].body}.cpp"):
         digest.update(path.read_bytes())
-    status = os.stat(os.path.realpath(compiler))
-    digest.update(repr((command, status.st_size, status.st_mtime_ns)).encode())
+    digest.update(toolchain.identity_of(compiler, command))
 
     def compile_to(output: Path) -> None:
         source = output.with_suffix(".cpp")

@@ -23,52 +23,31 @@ _LOGGER = logging.getLogger("jaxinf")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
-def load_prebuilt(source: str, level: str) -> Any:
-    """Returns the entry point of `source` from the installed package, or None.
-
-    Here and below it has no prototype yet; the caller sets its arguments.
-    """
-    library = open_prebuilt(level)
-    if library is None:
-        return None
-    return getattr(library, toolchain.entry_point(source), None)
-
-
-def load_cached(source: str, level: str, compiler: str) -> Any:
-    """Returns the entry point of `source`, compiled unless the cache has it; blocks.
-
-    Several processes may compile the same library at once; the last file stays.
-
-    Raises:
-      CompilerError: The compiler failed.
-      OSError: No directory has room for it, not even that for temporary files.
-    """
-    key = toolchain.key_of_library(source, compiler, level)
-    path = cached_library(key, functools.partial(_compile, source, level, compiler))
-    return load_library(path).jaxinf_entry
-
-
 def load_function(
     source: str, level: str, compiler: str | None = None
 ) -> tuple[Any, str]:
     """Returns the entry point of `source`, and whether the package or the cache has it.
 
-    If the installed package lacks it, this blocks while it is compiled.
+    It has no prototype yet; the caller sets its arguments. If the installed package
+    lacks it, this blocks while it is compiled, unless the cache has it.
 
     Args:
       compiler: Compiles it in any case; by default what is found, if need be.
 
     Raises:
       CompilerError: There is no compiler, or it failed.
-      OSError: See `load_cached`.
+      OSError: See `cached_library`.
     """
-    function = None if compiler else load_prebuilt(source, level)
-    if function is not None:
-        return function, "package"
-    compiler = compiler or toolchain.find_compiler()
+    if compiler is None:
+        library, name = open_prebuilt(level), toolchain.entry_point(source)
+        if (function := getattr(library, name, None)) is not None:
+            return function, "package"
+        compiler = toolchain.find_compiler()
     if compiler is None:
         raise toolchain.CompilerError(toolchain.NO_COMPILER)
-    return load_cached(source, level, compiler), "cache"
+    key = toolchain.key_of_library(source, compiler, level)
+    path = cached_library(key, functools.partial(_compile, source, level, compiler))
+    return load_library(path).jaxinf_entry, "cache"
 
 
 def load_helper(path: Path) -> Any:
@@ -83,26 +62,24 @@ def load_helper(path: Path) -> Any:
 def cached_library(key: str, compile_: Callable[[Path], None]) -> Path:
     """Returns a library of the cache by its key; `compile_` makes a missing one.
 
-    If the cache cannot be written, or others can write to it, the library is in a
-    temporary directory of this process, and a warning is logged once.
+    Several processes may compile the same library at once; the last file stays.
 
     Raises:
       CompilerError: The compiler failed.
-      OSError: No directory has room for it, not even that for temporary files.
+      OSError: The cache cannot be written, or others can write to it.
     """
+    directory = toolchain.cache_directory() / "kernels"
+    path = directory / f"{key}.so"
     try:
-        directory = toolchain.cache_directory() / "kernels"
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_own(directory, os.lstat(directory), stat.S_ISDIR)
-        path = directory / f"{key}.so"
         if not _is_sound(path):
             _write(path, compile_)
-        return path
     except OSError as error:
-        directory = _private_directory(str(error))
-    path = directory / f"{key}.so"
-    if not path.exists():
-        _write(path, compile_)
+        raise OSError(
+            f"{error}; mend the cache of compiled kernels (chmod go-w), or name a "
+            "directory of your own in the variable JAXINF_CACHE_DIR"
+        ) from error
     return path
 
 
@@ -155,7 +132,6 @@ def _compile(source: str, level: str, compiler: str, output: Path) -> None:
 
 
 def _write(path: Path, compile_: Callable[[Path], None]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="new-") as directory:
         new = Path(directory) / path.name
         compile_(new)
@@ -197,19 +173,3 @@ def _check_digest(path: Path, content: bytes) -> None:
     library, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
     if hashlib.sha256(library).digest() != digest:
         raise OSError(f"{path}: expected a compiled kernel, found a damaged one")
-
-
-@functools.cache
-def _private_directory_of_process() -> "tempfile.TemporaryDirectory[str]":
-    return tempfile.TemporaryDirectory(prefix="jaxinf-")
-
-
-@functools.cache
-def _private_directory(reason: str) -> Path:
-    directory = Path(_private_directory_of_process().name)
-    _LOGGER.warning(
-        "%s. Compiled kernels are not kept for the next process; mend the directory "
-        "(chmod go-w), or name one of your own in the variable JAXINF_CACHE_DIR",
-        reason,
-    )
-    return directory

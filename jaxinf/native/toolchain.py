@@ -27,7 +27,6 @@ _LEVELS = {
     "x86_64": ("x86-64-v4", "x86-64-v3", "x86-64"),
     "aarch64": ("armv8-a",),
 }
-_MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 
 LEVELS = tuple(level for levels in _LEVELS.values() for level in levels)
 """Processor levels to compile for, best first; those of x86-64 give the same bits."""
@@ -82,8 +81,7 @@ def levels() -> tuple[str, ...]:
 
 def levels_of_machine(machine: str) -> tuple[str, ...]:
     """The levels of a kind of processor, as ``uname -m`` names it; none if unknown."""
-    machine = machine.lower()
-    return _LEVELS.get(_MACHINES.get(machine, machine), ())
+    return _LEVELS.get(machine, ())
 
 
 def find_compiler() -> str | None:
@@ -101,10 +99,7 @@ def is_zig(compiler: str) -> bool:
 
 def _installed_zig() -> str | None:
     """The program in the package ziglang."""
-    try:
-        spec = importlib.util.find_spec("ziglang")
-    except (ImportError, ValueError):
-        return None
+    spec = importlib.util.find_spec("ziglang")
     if spec is None or spec.origin is None:
         return None
     return shutil.which("zig", path=str(Path(spec.origin).parent))
@@ -132,17 +127,17 @@ def prebuilt_library(level: str) -> Path:
 
 def key_of_library(source: str, compiler: str, level: str) -> str:
     """Hashes content, compiler and flags of a compiled source."""
-    path = os.path.realpath(compiler)
-    status = os.stat(path)
-    identity = (path, status.st_size, status.st_mtime_ns, *command(compiler, level))
+    command = [*words(compiler, level), *_FLAGS, f"-I{INCLUDE}"]
     digest = hashlib.sha256(content_hash(source).encode())
-    digest.update(repr(identity).encode())
+    digest.update(identity_of(compiler, command))
     return digest.hexdigest()
 
 
-def command(compiler: str, level: str) -> list[str]:
-    """Returns the compiler's command line, without files."""
-    return [*words(compiler, level), *_FLAGS, f"-I{INCLUDE}"]
+def identity_of(compiler: str, command: Sequence[str]) -> bytes:
+    """Tells a compiler and its command line, without files, from others."""
+    path = os.path.realpath(compiler)
+    status = os.stat(path)
+    return repr((path, status.st_size, status.st_mtime_ns, *command)).encode()
 
 
 def words(compiler: str, level: str | None, target: str | None = None) -> list[str]:
@@ -226,7 +221,7 @@ def run_compiler(arguments: Sequence[str]) -> None:
     try:
         result = subprocess.run(
             arguments, capture_output=True, text=True, errors="replace", check=False,
-            env=_environment(arguments[0], Path(arguments[-1]).parent),
+            env=_environment(arguments[0]),
         )  # fmt: skip
     except OSError as error:
         raise CompilerError(f"{arguments[0]}: {error}") from error
@@ -238,16 +233,12 @@ def run_compiler(arguments: Sequence[str]) -> None:
         )
 
 
-def _environment(compiler: str, private: Path) -> dict[str, str] | None:
-    """Zig keeps its own libraries, once compiled, in the cache, or in `private`."""
+def _environment(compiler: str) -> dict[str, str] | None:
+    """Zig keeps its own libraries, once compiled, in the cache."""
     if not is_zig(compiler):
         return None
-    directory = cache_directory() / "zig"
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError:
-        directory = private
-    own = {f"ZIG_{kind}_CACHE_DIR": str(directory) for kind in ("GLOBAL", "LOCAL")}
+    directory = str(cache_directory() / "zig")
+    own = {f"ZIG_{kind}_CACHE_DIR": directory for kind in ("GLOBAL", "LOCAL")}
     return own | os.environ
 
 

@@ -120,7 +120,7 @@ def test_what_is_unusual_among_many(tmp_path, csd, meters, way):
 
 
 def test_no_compiler_is_no_error(monkeypatch, caplog):
-    monkeypatch.setattr(libraries, "load_prebuilt", lambda *_: None)
+    monkeypatch.setattr(libraries, "open_prebuilt", lambda *_: None)
     monkeypatch.setattr(toolchain, "find_compiler", lambda: None)
     monkeypatch.setattr(toolchain, "levels", lambda: ("x86-64-v3",))
     with caplog.at_level("INFO", "jaxinf.native"):

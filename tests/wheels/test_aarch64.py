@@ -114,11 +114,11 @@ def record_all(path):
     with path.open("wb") as file:
         for kernel in standard_kernels().values():
             source = emit(lower(kernel))
+            given = source.text, level
             if "rsqrt" in source.text:
                 text = f"#define JAXINF_ROOTS_BY_TABLE\n{source.text}"
-                function = libraries.load_cached(text, level, compiler)
-            else:
-                function = libraries.load_prebuilt(source.text, level)
+                given = text, level, compiler
+            function, _ = libraries.load_function(*given)
             symbol = toolchain.entry_point(source.text)
             entry = EntryPoint(function)
             found = CompiledKernel(kernel, level, "", entry, source.constants)
