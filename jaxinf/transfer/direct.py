@@ -16,7 +16,7 @@ from jaxinf.errors import StoreIOError
 from jaxinf.transfer.failures import translated
 from jaxinf.transfer.files import opened
 from jaxinf.transfer.meters import ByteMeters
-from jaxinf.transfer.pool import PAGE_BYTES, aligned, page_ceil, page_floor
+from jaxinf.transfer.pool import PAGE_BYTES, aligned, page_ceil
 from jaxinf.typing import Array, PathLikeStr
 
 REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
@@ -38,17 +38,14 @@ def read_into(
     buffered: bool = True,
     shown: PathLikeStr | None = None,
 ) -> None:
-    """Reads a part of a file into a buffer; blocks until done.
-
-    If the buffer has room, the length is rounded up to whole pages, so the buffer
-    receives more of the file. Otherwise the odd end is read buffered.
+    """Reads a part of a file into a buffer, in whole pages; blocks until done.
 
     Args:
       path: the file.
       array: uint8, 1-D, contiguous, page-aligned and writable: `Buffer.array` or a part
-        of it that starts on a page.
+        of it that starts on a page, with room for the last page.
       offset_bytes: position in the file, a multiple of the page.
-      num_bytes: number of bytes, at most the array's length.
+      num_bytes: number of bytes; the buffer receives all of the last page.
       meters: counts the bytes read.
       buffered: whether to use the page cache when direct I/O is refused.
       shown: the path in errors, for a file without a name.
@@ -57,14 +54,9 @@ def read_into(
       StoreIOError: if the file is missing, too short, or the drive failed; or direct
         I/O was refused.
     """
-    pages = page_ceil(num_bytes)
-    if pages > array.shape[0]:
-        pages = page_floor(num_bytes)
-    shown = path if shown is None else shown
+    pages, shown = _pages(array, num_bytes), path if shown is None else shown
     with translated("read", shown, offset_bytes):
-        done = _run_pages(path, array[:pages], offset_bytes, buffered, writes=False)
-        if pages <= done < num_bytes:
-            done = _run_rest(path, array[:num_bytes], done, offset_bytes, buffered)
+        done = _move(path, pages, offset_bytes, buffered=buffered, writes=False)
         if done < num_bytes:
             raise StoreIOError(
                 f"{os.fspath(shown)}: truncated: expected {offset_bytes + num_bytes} "
@@ -88,14 +80,12 @@ def write_from(
     """Writes a buffer to a part of an existing file; blocks until it is copied.
 
     The buffer may be reused on return; the data is durable after `sync_filesystem`. The
-    rest of the data's last page must be padding. If the file's length and a writable
-    buffer have room, the length is rounded up to whole pages, and zeros follow the data
-    in the buffer and in the file. Otherwise the odd end is written buffered and made
-    durable at once.
+    file gets whole pages, with zeros behind the data. One that ends within the last
+    page, as that of a scalar, keeps its length, and is written through the page cache.
 
     Args:
       path: the file, which exists.
-      array: uint8, 1-D, contiguous and page-aligned.
+      array: as for `read_into`; zeros are written behind the data in its last page.
       offset_bytes, num_bytes, meters, buffered, shown: as for `read_into`.
 
     Raises:
@@ -103,17 +93,23 @@ def write_from(
       StoreIOError: if the file is missing or the drive failed; or direct I/O was
         refused.
     """
+    pages = _pages(array, num_bytes)
+    pages[num_bytes:] = 0
     with translated("write", path if shown is None else shown, offset_bytes):
-        pages = _written_pages(path, array, offset_bytes, num_bytes)
-        done = _run_pages(path, array[:pages], offset_bytes, buffered, writes=True)
-        end = max(pages, num_bytes)
-        if done < end:
-            rest = array[:end], done, offset_bytes, buffered
-            done = _run_rest(path, *rest, writes=True)
+        if pages.size > num_bytes:
+            length = os.stat(path).st_size - offset_bytes
+            pages = pages if pages.size <= length else pages[:num_bytes]
+        done = _move(path, pages, offset_bytes, buffered=buffered, writes=True)
         if done < num_bytes:
             raise OSError(errno.EIO, f"only {done} of {num_bytes} bytes were written")
     if meters is not None:
         meters.add(drive_write_bytes=done)
+
+
+def _pages(array: Array, num_bytes: int) -> Array:
+    end = page_ceil(num_bytes)
+    assert end <= array.size, "a buffer has whole pages"
+    return array[:end]
 
 
 def supports_direct(directory: PathLikeStr) -> bool:
@@ -132,7 +128,7 @@ def supports_direct(directory: PathLikeStr) -> bool:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
             try:
                 for writes in (True, False):
-                    _run_pages(path, aligned(PAGE_BYTES), 0, False, writes=writes)
+                    _move(path, aligned(PAGE_BYTES), 0, buffered=False, writes=writes)
             finally:
                 os.unlink(path)
         except OSError as error:
@@ -142,60 +138,43 @@ def supports_direct(directory: PathLikeStr) -> bool:
     return True
 
 
-def _run_pages(
-    path: PathLikeStr, array: Array, offset_bytes: int, buffered: bool, *, writes: bool
+def _move(
+    path: PathLikeStr, array: Array, offset_bytes: int, *, buffered: bool, writes: bool
 ) -> int:
-    """Moves whole pages; returns where it stopped.
+    """Moves an array, directly if it is whole pages; returns where it stopped.
 
-    A write that stopped within a page met a limit. Buffered I/O can continue from that
+    A write that stopped within a page met a limit. The page cache takes up from that
     byte, and its error names the limit.
     """
-    if not array.size:
-        return 0
-    access = os.O_WRONLY if writes else os.O_RDONLY
-    try:
-        with _opened(path, access | os.O_DIRECT) as fd:
-            return _run(fd, array, 0, offset_bytes, writes, whole_pages=True)
-    except OSError as error:
-        if error.errno not in REFUSALS or not buffered:
-            raise
-        refusal = error
-    with _opened(path, access) as fd:
-        done = _run(fd, array, 0, offset_bytes, writes)
-        _warn_once(os.fstat(fd).st_dev, os.path.dirname(path) or ".", refusal)
-    return done
-
-
-def _run_rest(
-    path: PathLikeStr,
-    array: Array,
-    start: int,
-    offset_bytes: int,
-    buffered: bool,
-    *,
-    writes: bool = False,
-) -> int:
-    """Moves array[start:] through the page cache; what is written is flushed."""
-    if not buffered:
-        raise OSError(errno.EINVAL, "no whole pages")
-    with _opened(path, os.O_WRONLY if writes else os.O_RDONLY) as fd:
-        done = _run(fd, array, start, offset_bytes, writes)
-        if writes:
-            os.fdatasync(fd)
+    access, done, refusal = os.O_WRONLY if writes else os.O_RDONLY, 0, None
+    if array.size % PAGE_BYTES == 0:
+        try:
+            with _opened(path, access | os.O_DIRECT) as fd:
+                done = _run(fd, array, 0, offset_bytes, writes, whole_pages=True)
+        except OSError as error:
+            if error.errno not in REFUSALS or not buffered:
+                raise
+            refusal = error
+    if done < array.size and buffered and (writes or refusal):
+        with _opened(path, access) as fd:
+            done = _run(fd, array, done, offset_bytes, writes)
+            if refusal is not None:
+                device = os.fstat(fd).st_dev
+                _warn_once(device, os.path.dirname(path) or ".", refusal)
     return done
 
 
 def _run(
     fd: int,
     array: Array,
-    start: int,
+    done: int,
     offset_bytes: int,
     writes: bool,
     *,
     whole_pages: bool = False,
 ) -> int:
-    """Moves array[start:]; returns where it stopped, which may be EOF."""
-    call, done = os.pwritev if writes else os.preadv, start
+    """Moves array[done:]; returns where it stopped, which may be EOF."""
+    call = os.pwritev if writes else os.preadv
     while done < array.size:
         moved = call(fd, [array[done:].data], offset_bytes + done)
         done += moved
@@ -220,18 +199,3 @@ def _warn_once(device: int, directory: PathLikeStr, error: OSError) -> None:
         os.fspath(directory),
         os.strerror(error.errno or 0),
     )
-
-
-def _written_pages(
-    path: PathLikeStr, array: Array, offset_bytes: int, num_bytes: int
-) -> int:
-    """Returns the number of bytes to write in whole pages, and zeroes their padding."""
-    end = page_ceil(num_bytes)
-    if end == num_bytes:
-        return end
-    if end > array.shape[0] or not array.flags.writeable:
-        return page_floor(num_bytes)
-    if offset_bytes + end > os.stat(path).st_size:
-        return page_floor(num_bytes)
-    array[num_bytes:end] = 0
-    return end

@@ -47,27 +47,25 @@ def no_warning_yet(monkeypatch):
     ("num_bytes", "offset"),
     [*zip(LENGTHS, [0, 4096, 0, 0, 20480, 4096, 0], strict=True)],
 )
-@pytest.mark.parametrize("room", [0, PAGE], ids=["exact", "longer"])
-def test_round_trip(any_dir, aligned, num_bytes, offset, room):
-    """What has room behind it is rounded up to pages; else the rest stays."""
+def test_round_trip(any_dir, aligned, num_bytes, offset):
+    """In whole pages."""
     path, meters = new(any_dir / "f", 32 * PAGE, fill=7), ByteMeters()
-    buffer = aligned(num_bytes + room)
+    buffer = aligned(num_bytes + -num_bytes % PAGE)
     data = buffer[:num_bytes].copy()
     write_from(path, buffer, offset, num_bytes, meters=meters)
     found = path.read_bytes()
     end = offset + num_bytes
-    rounded = end + (-num_bytes % PAGE if room else 0)
+    rounded = end + -num_bytes % PAGE
     assert len(found) == 32 * PAGE
     assert found[:offset] == b"\7" * offset
     assert found[offset:end] == data.tobytes()
     assert set(found[end:rounded]) <= {0}
     assert set(found[rounded:]) == {7}
-    back = aligned(num_bytes + room, seed=1)
+    back = aligned(buffer.size, seed=1)
     read_into(path, back, offset, num_bytes, meters=meters)
     np.testing.assert_array_equal(back[:num_bytes], data)
     counts = meters.snapshot()
-    assert counts.drive_write_bytes == counts.drive_read_bytes
-    assert not room or counts.drive_read_bytes == rounded - offset
+    assert counts.drive_write_bytes == counts.drive_read_bytes == rounded - offset
 
 
 @pytest.mark.parametrize("num_bytes", [1, 4, 4095, 4097, 70_001])
@@ -84,24 +82,6 @@ def test_a_file_that_ends_within_a_page_keeps_its_length(any_dir, aligned, num_b
     assert counts.drive_write_bytes == counts.drive_read_bytes == num_bytes
 
 
-def test_a_read_only_source_is_not_padded(tmp_path, aligned):
-    path, buffer = new(tmp_path / "f", PAGE, fill=7), aligned(PAGE)
-    buffer.flags.writeable = False
-    write_from(path, buffer, 0, 5)
-    assert path.read_bytes() == buffer[:5].tobytes() + b"\7" * (PAGE - 5)
-
-
-def test_an_odd_end_is_durable_at_once(any_dir, aligned, monkeypatch):
-    path, flushed = new(any_dir / "f", 2 * PAGE), []
-    monkeypatch.setattr(
-        os, "fdatasync", lambda fd: flushed.append(os.readlink(f"/proc/self/fd/{fd}"))
-    )
-    write_from(path, aligned(PAGE), 0, PAGE)
-    assert flushed == []
-    write_from(path, aligned(PAGE + 1), 0, PAGE + 1)
-    assert flushed == [str(path)]
-
-
 def test_direct_io_leaves_nothing_in_the_page_cache(tmp_path, aligned):
     if not supports_direct(tmp_path):
         pytest.skip("no direct I/O on the file system of the temporary directory")
@@ -116,12 +96,11 @@ def test_direct_io_leaves_nothing_in_the_page_cache(tmp_path, aligned):
 
 
 @pytest.mark.parametrize(("offset", "num_bytes"), [(0, 8193), (8192, 1), (16384, 4096)])
-@pytest.mark.parametrize("room", [0, PAGE])
-def test_truncated_file(any_dir, aligned, offset, num_bytes, room):
+def test_truncated_file(any_dir, aligned, offset, num_bytes):
     path, meters = new(any_dir / "f", 8192), ByteMeters()
     message = f"truncated: expected {offset + num_bytes} bytes, found 8192; restore"
     with pytest.raises(StoreIOError, match=message):
-        read_into(path, aligned(num_bytes + room), offset, num_bytes, meters=meters)
+        read_into(path, aligned(20480), offset, num_bytes, meters=meters)
     assert meters.snapshot().drive_read_bytes == 0
 
 
