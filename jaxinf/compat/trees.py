@@ -51,10 +51,6 @@ def register_checked(kind: type[tuple[Any, ...]], check: Callable[[], None]) -> 
         check()
         return tuple(zip(keys, value, strict=True)), None
 
-    def flatten(value: tuple[Any, ...]) -> tuple[Any, None]:
-        check()
-        return tuple(value), None
-
     jax.tree_util.register_pytree_with_keys(
-        kind, flatten_with_keys, lambda _, children: kind(*children), flatten
+        kind, flatten_with_keys, lambda _, children: kind(*children)
     )

@@ -51,10 +51,6 @@ class TopK:
         """Returns the dtype of values on the link, for a gradient's dtype."""
         return jnp.dtype(self.values or gradient)
 
-    def _entry_bytes(self, gradient: Any) -> int:
-        """Returns the bytes of an index and its value."""
-        return INDEX_BYTES + self._value_dtype(gradient).itemsize
-
     def num_kept(self, num_elements: int, gradient: Any) -> int:
         """Returns the number of elements of a chunk to send, for a gradient's dtype.
 
@@ -62,17 +58,9 @@ class TopK:
         """
         ratio = Fraction(repr(float(self.ratio)))  # as it is written, not as it rounds
         dense_bytes = num_elements * np.dtype(gradient).itemsize
-        fitting = int(ratio * dense_bytes / self._entry_bytes(gradient))
+        entry_bytes = INDEX_BYTES + self._value_dtype(gradient).itemsize
+        fitting = int(ratio * dense_bytes / entry_bytes)
         return min(num_elements, max(1, fitting))
-
-    def describe(self) -> str:
-        """Returns the text that `parse_compression` reads."""
-        words = [f"top_k:{self.ratio:g}"]
-        for field in fields(self)[1:]:
-            value = getattr(self, field.name)
-            if value != field.default:
-                words.append(f"{field.name}={str(value).lower()}")
-        return ",".join(words)
 
 
 def top_k(

@@ -117,7 +117,7 @@ class HostCsd:
 
     def acquire(self, num_bytes: int) -> CsdBuffer | None:
         """Returns a page-aligned buffer, or None if the budget has no room now."""
-        memory = self.memory.acquire(num_bytes, block=False)
+        memory = self.memory.try_acquire(num_bytes)
         return None if memory is None else _HostBuffer(memory)
 
     def read(self, transfers: Sequence[Transfer]) -> None:

@@ -50,12 +50,12 @@ from jaxinf.engine.sharding import (
     check_processes,
     distinct_shards,
     has_shared_parts,
-    local_shards,
     put_together,
     replicas_differ,
     shard_counts,
     shard_holders,
     sum_bits,
+    unused_axes,
 )
 from jaxinf.engine.store import Store, engine_of
 from jaxinf.engine.updates import (

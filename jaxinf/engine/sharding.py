@@ -190,7 +190,7 @@ def put_together(parts: jax.Array, *, donates: bool = False) -> jax.Array:
     """
     sharding = parts.sharding
     assert isinstance(sharding, NamedSharding)
-    if not _unused_axes(sharding):
+    if not unused_axes(sharding):
         return parts
     return _together(sharding, donates)(parts)
 
@@ -204,7 +204,7 @@ def gathered_whole(part: Array) -> Array:
 
 def replicas_differ(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     """Whether replicas of a shard have other bits, on all devices alike; traceable."""
-    mesh, unused = sharding.mesh, _unused_axes(sharding)
+    mesh, unused = sharding.mesh, unused_axes(sharding)
     if not unused or array.size == 0:
         return jnp.bool_(False)
 
@@ -233,7 +233,7 @@ def _one_device_each() -> Mesh:
 @cache
 def _together(sharding: NamedSharding, donates: bool) -> Any:
     """Returns a compiled `put_together`: of a process's replicas the first counts."""
-    mesh, axes = sharding.mesh, _unused_axes(sharding)
+    mesh, axes = sharding.mesh, unused_axes(sharding)
     assert isinstance(mesh, Mesh), "its devices are known"
     counts = callers(mesh, axes)
 
@@ -247,7 +247,7 @@ def _together(sharding: NamedSharding, donates: bool) -> Any:
     return jax.jit(mapped, donate_argnums=(0,) if donates else ())
 
 
-def _unused_axes(sharding: NamedSharding) -> tuple[str, ...]:
+def unused_axes(sharding: NamedSharding) -> tuple[str, ...]:
     """Returns the axes of the mesh along which devices have replicas."""
     used = set[str]()
     for entry in sharding.spec:

@@ -23,7 +23,6 @@ from jaxinf.engine import (
     FirstParams,
     StoreDescription,
     distinct_shards,
-    local_shards,
     read_feedback,
     read_leaf,
 )
@@ -265,9 +264,9 @@ def _first_params(
 def _part_of(array: jax.Array, index: tuple[slice, ...]) -> np.ndarray:
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)[index]
-    for shard in local_shards(array):
-        if shard.index == index:
-            return np.asarray(shard.data)
+    for place, part in distinct_shards(array):
+        if place == index:
+            return part
     raise ValueError(
         f"init: expected an initial state sharded like its params, {index}, found "
         f"{array.sharding}; give params of one sharding"

@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinf.csd import ScalarInputs
-from jaxinf.engine import LeafDescription, UpdateRequest
+from jaxinf.engine import LeafDescription, UpdateRequest, unused_axes
 from jaxinf.optimizer.callback import (
     AnyMesh,
     HostCallback,
@@ -130,10 +130,7 @@ class LeafCall:
     @property
     def unused_axes(self) -> tuple[str, ...]:
         """The mesh's axes along which devices hold the same shard."""
-        if self.sharding is None:
-            return ()
-        used = {n for own in _dimension_axes(self.sharding, 0) for n in own}
-        return tuple(n for n in self.sharding.mesh.axis_names if n not in used)
+        return () if self.sharding is None else unused_axes(self.sharding)
 
     @property
     def held(self) -> int:

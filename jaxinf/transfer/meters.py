@@ -34,23 +34,15 @@ class ByteMeters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._totals = [0, 0, 0, 0]
+        self._totals = dict.fromkeys((f.name for f in fields(ByteCounts)), 0)
 
-    def add(
-        self,
-        *,
-        drive_read_bytes: int = 0,
-        drive_write_bytes: int = 0,
-        link_down_bytes: int = 0,
-        link_up_bytes: int = 0,
-    ) -> None:
-        """Counts bytes that have moved."""
-        more = drive_read_bytes, drive_write_bytes, link_down_bytes, link_up_bytes
+    def add(self, **moved_bytes: int) -> None:
+        """Counts bytes that have moved, by the names of `ByteCounts`."""
         with self._lock:
-            for number, count in enumerate(more):
-                self._totals[number] += count
+            for name, count in moved_bytes.items():
+                self._totals[name] += count
 
     def snapshot(self) -> ByteCounts:
         """Returns the totals of one moment."""
         with self._lock:
-            return ByteCounts(*self._totals)
+            return ByteCounts(**self._totals)

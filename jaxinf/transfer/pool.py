@@ -13,7 +13,7 @@ import mmap
 import threading
 import warnings
 from collections import Counter
-from typing import Any, Literal, overload
+from typing import Any
 
 import numpy as np
 
@@ -79,7 +79,7 @@ class BufferPool:
     workers that wait for each other, so take one large buffer for a unit of work.
 
     Args:
-      capacity_bytes: the budget.
+      capacity_bytes: the budget; at least a page.
       registry: registers all memory as long as the pool has it, by `dma_map(address,
         size)` and `dma_unmap(address)`; what it refuses, by a RuntimeError, is lent all
         the same, with a warning.
@@ -88,18 +88,10 @@ class BufferPool:
       capacity_bytes: the budget, rounded down to whole pages.
       used_bytes: length of the buffers that are lent now.
       peak_bytes: the largest `used_bytes` so far.
-
-    Raises:
-      ValueError: if the budget holds no page.
     """
 
     def __init__(self, capacity_bytes: int, *, registry: Any = None) -> None:
-        self.capacity_bytes = page_floor(capacity_bytes)
-        if self.capacity_bytes <= 0:
-            raise ValueError(
-                f"buffer pool: a budget of {capacity_bytes} bytes holds no page; "
-                f"give it at least {page_ceil(1)}"
-            )
+        self.capacity_bytes = max(PAGE_BYTES, page_floor(capacity_bytes))
         self._changed = threading.Condition()
         self._registry = registry
         self._idle: dict[int, list[_Mapping]] = {}
@@ -113,41 +105,38 @@ class BufferPool:
         """Memory that the pool has, lent or idle."""
         return self.used_bytes + self._idle_bytes
 
-    @overload
-    def acquire(self, num_bytes: int, *, block: Literal[True] = True) -> Buffer: ...
-
-    @overload
-    def acquire(self, num_bytes: int, *, block: bool) -> Buffer | None: ...
-
-    def acquire(self, num_bytes: int, *, block: bool = True) -> Buffer | None:
-        """Lends a buffer; by default waits until the budget allows it.
+    def acquire(self, num_bytes: int) -> Buffer:
+        """Lends a buffer; waits until the budget allows it.
 
         Args:
           num_bytes: length wanted; rounded up to whole pages, at least one.
-          block: False returns None instead of waiting.
 
         Raises:
-          ValueError: if the request is negative or above the capacity.
+          ValueError: if the request is above the capacity.
           StoreClosedError: if the pool is closed, before or during the wait.
         """
+        with self._changed:
+            while (buffer := self.try_acquire(num_bytes)) is None:
+                self._changed.wait()
+            return buffer
+
+    def try_acquire(self, num_bytes: int) -> Buffer | None:
+        """As `acquire`, but returns None instead of waiting."""
         rounded = page_ceil(max(num_bytes, 1))
-        if not 0 <= num_bytes <= self.capacity_bytes:
+        if num_bytes > self.capacity_bytes:
             raise ValueError(
                 f"buffer pool: a buffer of {num_bytes} bytes can never be lent from a "
                 f"budget of {self.capacity_bytes}; raise memory_bytes to at least "
                 f"{rounded}, or make the subgroups smaller"
             )
         with self._changed:
-            while not self._closed and rounded > self.capacity_bytes - self.used_bytes:
-                if not block:
-                    return None
-                self._changed.wait()
             if self._closed:
                 raise StoreClosedError(
                     f"buffer pool: closed while {rounded} bytes were asked for; open "
                     "the store again"
                 )
-            return self._lend(rounded)
+            fits = rounded <= self.capacity_bytes - self.used_bytes
+            return self._lend(rounded) if fits else None
 
     def resize(self, capacity_bytes: int) -> None:
         """Sets another budget; buffers lent beyond it stay until their release."""

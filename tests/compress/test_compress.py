@@ -184,7 +184,6 @@ def test_texts():
         "top_k:0.1,values=bfloat16": jaxinf.top_k(0.1, values="bfloat16"),
     }.items():
         assert parse_compression(text) == expected
-        assert expected.describe() == text
 
 
 @pytest.mark.parametrize(

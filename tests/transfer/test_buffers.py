@@ -40,7 +40,7 @@ def test_accounting():
     assert pool.capacity_bytes == 5 * PAGE
     first, second = pool.acquire(2 * PAGE), pool.acquire(3 * PAGE)
     assert pool.used_bytes == 5 * PAGE
-    assert pool.acquire(1, block=False) is None
+    assert pool.try_acquire(1) is None
     address = first.array.ctypes.data
     first.release()
     first.release()
@@ -55,10 +55,6 @@ def test_impossible_requests():
     pool = BufferPool(2 * PAGE)
     with pytest.raises(ValueError, match=r"8193 .* budget of 8192; .* at least 12288"):
         pool.acquire(2 * PAGE + 1)
-    with pytest.raises(ValueError, match="buffer of -1 bytes"):
-        pool.acquire(-1)
-    with pytest.raises(ValueError, match="a budget of 4095 bytes holds no page"):
-        BufferPool(4095)
 
 
 def test_a_waiter_gets_what_is_released():
@@ -92,7 +88,7 @@ def test_close_wakes_waiters_and_refuses_more():
     held.array[:] = 1  # a lent buffer outlives the close
     held.release()
     with pytest.raises(StoreClosedError):
-        pool.acquire(1, block=False)
+        pool.try_acquire(1)
 
 
 def test_resident_memory_stays_within_the_capacity():

@@ -121,7 +121,7 @@ class Drives:
         self._random, self._guard = random.Random(program.seed), threading.Lock()
 
     def acquire(self, task):
-        return self.pool.acquire(task.piece.num_bytes, block=False)
+        return self.pool.try_acquire(task.piece.num_bytes)
 
     @contextlib.contextmanager
     def counted(self, unit):

@@ -371,7 +371,7 @@ class StoreParams:
         unit = read.fetch.unit
 
         def has_memory() -> bool:
-            read.memory = self._pool.acquire(unit.page_bytes, block=False)
+            read.memory = self._pool.try_acquire(unit.page_bytes)
             return read.memory is not None
 
         self._jobs.wait_for(has_memory)
