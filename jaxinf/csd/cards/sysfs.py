@@ -9,7 +9,7 @@ Invariant: nothing is opened or changed. A drive and an FPGA are one SmartSSD if
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -44,7 +44,7 @@ def card_of(root: Path, cards: Cards, sysfs: Path = _SYSFS) -> str:
             "on no block device (tmpfs, network, overlay); mount the drive, and give a "
             "directory on it"
         )
-    drives = {path for path in _drives(device.resolve()) if path}
+    drives = _drives(device.resolve())
     if len(drives) != 1:
         names = ", ".join(sorted(path[-1] for path in drives)) or "no PCIe drive"
         raise CsdError(
@@ -67,23 +67,16 @@ def card_of(root: Path, cards: Cards, sysfs: Path = _SYSFS) -> str:
     )
 
 
-def _drives(device: Path) -> Iterator[tuple[str, ...]]:
-    """Yields the PCI paths of the drives that a block device consists of."""
+def _drives(device: Path) -> set[tuple[str, ...]]:
+    """Returns the PCI path of a block device's drive; several with several paths."""
     if (device / "partition").exists():
         device = device.parent
-    below = sorted((device / "slaves").glob("*"))
-    if below:  # a volume on other devices
-        for other in below:
-            yield from _drives(other.resolve())
-        return
-    path = _pci_path(device)
-    if path:
-        yield path
-        return
-    # With multipath a namespace is below its subsystem, beside its controllers.
-    controllers = sorted(device.parent.glob("nvme[0-9]*"))
-    found = {_pci_path(c.resolve()) for c in controllers if c.is_symlink()}
-    yield from found or {()}
+    places = [device]
+    if not _pci_path(device):
+        # With multipath a namespace is below its subsystem, beside its controllers.
+        controllers = device.parent.glob("nvme[0-9]*")
+        places = [one.resolve() for one in controllers if one.is_symlink()]
+    return {_pci_path(place) for place in places} - {()}
 
 
 def _pci_path(device: Path) -> tuple[str, ...]:
