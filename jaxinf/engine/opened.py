@@ -166,8 +166,7 @@ class OpenStore(StoreShape):
                 Limits(self._num_workers, self.fleet.num_kernels),
             )
             perform = ChunkMoves(directory, self.chunks, self.csds).perform
-            drives = directory.manifest.csds or [str(directory.path)]
-            self.mover = Mover(directory.path, queues, perform, self.health, drives)
+            self.mover = Mover(directory.path, queues, perform, self.health)
         except BaseException:
             self.fleet.close()
             raise

@@ -10,9 +10,7 @@ exception.
 """
 
 import contextlib
-import logging
 import threading
-import time
 from collections.abc import Callable, Collection, Hashable, Sequence
 from types import TracebackType
 
@@ -29,11 +27,6 @@ from jaxinf.transfer.tasks import (
     Write,
     idle,
 )
-
-_LOG = logging.getLogger("jaxinf")
-
-OVERDUE_S = 60.0
-"""Duration of a unit after which a warning names its drive, again and again."""
 
 
 class Failure:
@@ -86,7 +79,6 @@ class Mover:
       perform: executes a unit, and blocks meanwhile; of a load it returns, by piece,
         the states without verification.
       failure: receives a task's error; once it is set, no more work is done.
-      drives: names of the drives, for a warning of one that does not answer.
 
     Raises:
       StoreError: the process can have no more threads.
@@ -98,11 +90,9 @@ class Mover:
         queues: Queues,
         perform: Callable[[Unit], Sequence[Loads]],
         failure: Failure,
-        drives: Sequence[str],
     ) -> None:
         self._name, self._queues = name, queues
-        self._work_on, self._failure, self._drives = perform, failure, drives
-        self._under_way: dict[int, tuple[Unit, float]] = {}  # by thread
+        self._work_on, self._failure = perform, failure
         lock = threading.RLock()
         self._to_do = threading.Condition(lock)  # for workers
         self._done = threading.Condition(lock)  # for callers
@@ -148,7 +138,7 @@ class Mover:
             self._compute_own(group)
             if group.num_waiting:
                 with self._done:
-                    self._wait_for(
+                    self._done.wait_for(
                         lambda: (
                             not group.num_waiting
                             or (self._is_over() and not group.num_running)
@@ -186,7 +176,9 @@ class Mover:
             queues.num_draining += 1
             self._to_do.notify()
             try:
-                self._wait_for(lambda: not queues.num_unfinished or self._is_over())
+                self._done.wait_for(
+                    lambda: not queues.num_unfinished or self._is_over()
+                )
             finally:
                 queues.num_draining -= 1
             self._check_done(not queues.num_unfinished)
@@ -276,21 +268,6 @@ class Mover:
 
     # --- waiting -------------------------------------------------------------------
 
-    def _wait_for(self, predicate: Callable[[], bool]) -> None:
-        """Waits for a condition; names every drive that has not answered for long."""
-        while not self._done.wait_for(predicate, OVERDUE_S):
-            now_s = time.monotonic()
-            for unit, began_s in list(self._under_way.values()):
-                if now_s - began_s >= OVERDUE_S:
-                    _LOG.warning(
-                        "CSD root %s: %s has not come back for %.0f s; still waiting. "
-                        "See the kernel's log (dmesg) for the drive; the last "
-                        "committed step is safe if the process has to be killed",
-                        self._drives[unit.drive],
-                        _WORDS[type(unit)],
-                        now_s - began_s,
-                    )
-
     def _await_running(self, group: TaskGroup) -> None:
         """Waits until no worker computes for a group, despite interrupts."""
         while True:
@@ -356,8 +333,6 @@ class Mover:
         return None
 
     def _perform(self, unit: Unit) -> None:
-        thread = threading.get_ident()
-        self._under_way[thread] = unit, time.monotonic()
         try:
             self._failure.raise_error()
             unchecked = self._work_on(unit)
@@ -367,8 +342,6 @@ class Mover:
                 self._queues.fail(unit)
                 self._done.notify_all()
             raise
-        finally:
-            del self._under_way[thread]
         with self._done:
             self._queues.end(unit, unchecked)
             if self._is_awaited(unit):
@@ -385,6 +358,3 @@ class Mover:
                 return is_last or self._is_closing or not queues.num_unfinished
             case Write():
                 return not queues.num_unfinished
-
-
-_WORDS = {Load: "a read", Compute: "an update", Write: "a write"}

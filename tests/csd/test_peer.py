@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import logging
 
 import numpy as np
 import pytest
@@ -163,15 +162,13 @@ def test_what_the_host_puts_is_written(written):
 # --- memory and workers ------------------------------------------------------------
 
 
-def test_a_card_that_gives_no_more(tmp_path, monkeypatch, caplog):
+def test_a_card_that_gives_no_more(tmp_path, monkeypatch):
     """Less than its 4 GiB are free, because other programs use the card."""
     monkeypatch.setattr(standin, "DEVICE_BYTES", 3 << 16)
     chunk = Chunk(EMULATED, tmp_path, num_elements=3000)
-    with caplog.at_level(logging.WARNING, logger="jaxinf.csd"):
-        held = [chunk.csd.acquire(chunk.num_bytes) for _ in range(4)]
+    held = [chunk.csd.acquire(chunk.num_bytes) for _ in range(4)]
     assert held[0] is not None
     assert held[-1] is None
-    assert "has room for" in caplog.text
     number = sum(buffer is not None for buffer in held)
     for buffer in filter(None, held):
         buffer.release()

@@ -227,7 +227,7 @@ def run(program, drives, mover, wanted):
 def check(program):
     before, drives, failure = threading.active_count(), Drives(program), Failure()
     queues = Queues([(0, True)] * NUM_DRIVES, drives.acquire, Limits(*program.limits))
-    mover = Mover("a test", queues, drives.perform, failure, ["/a", "/b"])
+    mover = Mover("a test", queues, drives.perform, failure)
     wanted, raised = {}, []
 
     def main():

@@ -63,7 +63,7 @@ class Rig:
         self.gate.set()
         self.failure = Failure()
         queues = Queues([(0, True)], self.acquire, Limits(*limits))
-        self.mover = Mover("a test", queues, self.perform, self.failure, ["/a"])
+        self.mover = Mover("a test", queues, self.perform, self.failure)
 
     def acquire(self, wanted):
         num_bytes = wanted.piece.num_bytes

@@ -3,7 +3,6 @@
 Invariant: buffers take no more memory than the card has or the store's limit allows.
 """
 
-import logging
 import threading
 from dataclasses import dataclass, field
 
@@ -27,8 +26,6 @@ BUFFERS_BYTES = DEVICE_BYTES - _TABLE_BYTES
 _WIDEST_BYTES = 4  # a float32 element of a gradient or a result
 _NUM_DENSE = 3  # gradient, positions, result: each on the card and mapped on the host
 
-_LOGGER = logging.getLogger("jaxinf.csd")
-
 
 class CardMemory:
     """A card's buffers: as many as fit, each long enough for the longest subgroup.
@@ -50,7 +47,6 @@ class CardMemory:
         self._set_bytes = set_bytes(state_bytes, num_elements)
         fitting = BUFFERS_BYTES // self._set_bytes
         self._num_left = min(fitting, max(1, limit_bytes // self._set_bytes))
-        self._num_made = 0
         self._bank = card.default_bank
         self._estimates: XrtBuffer | None = None
         self._idle: list[CardBuffer] = []
@@ -115,24 +111,17 @@ class CardMemory:
             self._num_left = 0
 
     def _another(self) -> "CardBuffer | None":
+        """Allocates a buffer where none is idle."""
         if not self._num_left:
             return None
+        self._num_left -= 1
         try:
-            buffer = self._allocate()
-        except NoCardMemory as error:
-            if not self._num_made:
+            return self._allocate()
+        except NoCardMemory:
+            if not self._num_used:
                 raise
             self._num_left = 0
-            _LOGGER.warning(
-                "card %s: has room for %d subgroups at once, not more: %s",
-                self._card.name,
-                self._num_made,
-                error,
-            )
             return None
-        self._num_left -= 1
-        self._num_made += 1
-        return buffer
 
     def _allocate(self) -> "CardBuffer":
         allocate, bank = self._card.allocate, self._bank
