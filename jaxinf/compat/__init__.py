@@ -46,6 +46,7 @@ from jax.extend.core import Literal
 from jax.tree_util import keystr
 
 from jaxinf.compat.jaxprs import (
+    CALLBACK_LOGGER,
     ELEMENTWISE,
     IDENTITIES,
     LIGHT,
@@ -53,12 +54,16 @@ from jaxinf.compat.jaxprs import (
     ClosedJaxpr,
     Jaxpr,
     Primitive,
+    Tracer,
     all_equations,
     bind,
     called_jaxpr,
     inner_jaxprs,
+    is_in_transformation,
+    is_tracing,
     source_frames,
     static_params,
+    trace_context,
 )
 from jaxinf.compat.libraries import (
     ORBAX_DICT_KEY,
@@ -76,13 +81,6 @@ from jaxinf.compat.processes import (
     coordination,
     forget_failed_tokens,
     has_backend,
-)
-from jaxinf.compat.tracing import (
-    CALLBACK_LOGGER,
-    Tracer,
-    is_in_transformation,
-    is_tracing,
-    trace_context,
 )
 from jaxinf.compat.trees import path_keys, path_names, register_checked
 from jaxinf.compat.xla import (

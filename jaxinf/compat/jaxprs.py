@@ -1,4 +1,4 @@
-"""Jaxprs: names and parameters of primitives, equations computed, their sources.
+"""Traces and jaxprs: primitives and their parameters, equations and their sources.
 
 Invariant: an unknown primitive is refused by name, never guessed.
 """
@@ -6,6 +6,9 @@ Invariant: an unknown primitive is refused by name, never guessed.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+from jax._src.core import trace_state_clean
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 
 ELEMENTWISE = frozenset(
@@ -140,3 +143,26 @@ def source_frames(source: Any) -> list[tuple[str, str]]:
         return [(f.file_name, f.function_name) for f in source.traceback.frames]
     except AttributeError:
         return []
+
+
+# --- traces --------------------------------------------------------------------------
+
+CALLBACK_LOGGER = "jax._src.callback"
+"""Logs an exception of a callback, which is then raised, with a traceback."""
+
+
+def trace_context() -> Any:
+    """The settings that a trace depends on, which compare as jit's cache does."""
+    from jax._src import config
+
+    return config.trace_context()
+
+
+def is_tracing() -> bool:
+    """Whether JAX is tracing a function, so that even constants become tracers."""
+    return isinstance(jax.numpy.zeros(()), Tracer)
+
+
+def is_in_transformation() -> bool:
+    """Whether JAX traces a function or runs it by `jax.grad`, `jax.vmap` and so on."""
+    return not trace_state_clean()

@@ -213,8 +213,6 @@ def _init_eagerly(
         whole = NamedSharding(mesh, PartitionSpec())
         held = [
             jax.make_array_from_callback(value.shape, whole, value.__getitem__)
-            if jax.process_count() > 1
-            else jax.device_put(value, whole)
             for value in held
         ]
     feedback: list[jax.Array] = []
