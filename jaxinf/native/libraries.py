@@ -108,21 +108,17 @@ def load_library(path: Path) -> ctypes.CDLL:
 def open_prebuilt(level: str) -> ctypes.CDLL | None:
     """Opens the installed package's library for a level, once; None without one.
 
-    Warns where the library cannot be loaded.
+    Raises:
+      OSError: It cannot be loaded.
     """
     path = toolchain.prebuilt_library(level)
-    if not path.exists():
-        return None
     try:
-        return ctypes.CDLL(str(path))
+        return ctypes.CDLL(str(path)) if path.exists() else None
     except OSError as error:
-        _LOGGER.warning(
-            "this installation of jaxinf is for another system, or damaged: %s cannot "
-            "be loaded: %s; run: pip install --force-reinstall --no-deps PATH (a wheel "
-            "or a checkout)",
-            *(path, error),
-        )
-        return None
+        raise OSError(
+            f"{error}; this installation is for another system, or damaged: install "
+            "jaxinf again"
+        ) from error
 
 
 def _compile(source: str, level: str, compiler: str, output: Path) -> None:

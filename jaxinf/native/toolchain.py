@@ -69,11 +69,7 @@ def cache_directory() -> Path:
 @functools.cache
 def levels() -> tuple[str, ...]:
     """The levels of `LEVELS` that this processor has, best first."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        text = ""
-    named = re.search(r"(?m)^flags\s*:(.*)", text)
+    named = re.search(r"(?m)^flags\s*:(.*)", Path("/proc/cpuinfo").read_text())
     flags = set(named[1].split()) if named else set[str]()
     found = levels_of_machine(platform.machine())
     return tuple(x for x in found if _CPU_FLAGS.get(x, frozenset()) <= flags)

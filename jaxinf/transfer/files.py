@@ -5,7 +5,6 @@ Invariant: a file appears under its name complete, or not at all.
 
 import contextlib
 import ctypes
-import errno
 import os
 import secrets
 from collections.abc import Iterator
@@ -15,16 +14,13 @@ from jaxinf.transfer.failures import translated
 from jaxinf.transfer.pool import page_ceil
 from jaxinf.typing import PathLikeStr
 
-_NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
-
 
 def allocate_file(
     path: PathLikeStr, num_bytes_logical: int, num_bytes_allocated: int
 ) -> None:
     """Creates a file with room on the drive for its beginning and a hole behind that.
 
-    Blocks while the file system allocates. If the file system does not support
-    `fallocate`, the file is sparse, and a later write may fail for lack of space.
+    Blocks while the file system allocates.
 
     Args:
       path: a file that does not exist yet.
@@ -39,12 +35,8 @@ def allocate_file(
     allocated = min(page_ceil(num_bytes_allocated), num_bytes_logical)
     with translated("allocation", path), _new_file(path) as fd:
         os.ftruncate(fd, num_bytes_logical)
-        try:
-            if allocated:
-                os.posix_fallocate(fd, 0, allocated)
-        except OSError as error:
-            if error.errno not in _NO_FALLOCATE:
-                raise
+        if allocated:
+            os.posix_fallocate(fd, 0, allocated)
 
 
 def write_bytes_atomically(path: PathLikeStr, content: bytes) -> None:
@@ -79,17 +71,14 @@ def fsync_directory(path: PathLikeStr) -> None:
 def sync_filesystem(directory: PathLikeStr) -> None:
     """Blocks until all data written to a directory's file system is durable.
 
-    One call of `syncfs` serves any number of files; without it, `sync` is called.
+    One call of `syncfs` serves any number of files.
 
     Raises:
       StoreIOError: if it is not a directory or the drive failed.
       StoreSpaceError: if delayed allocation found no room.
     """
     with translated("sync", directory), opened(directory, os.O_DIRECTORY) as fd:
-        syncfs = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None)
-        if syncfs is None:
-            os.sync()
-        elif syncfs(ctypes.c_int(fd)):
+        if ctypes.CDLL(None, use_errno=True).syncfs(ctypes.c_int(fd)):
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
 
