@@ -57,8 +57,6 @@ def measure(given: argparse.Namespace, _: Path) -> dict[str, Any]:
     plain_s = statistics.median(timeit.repeat(plain, number=1, repeat=count))
     return {
         "elements": given.elements,
-        "level": kernel.level,
-        "origin": kernel.origin,
         "melements_per_s": round(given.elements / plain_s / 1e6, 1),
         "int8_ns_per_element": round(int8_s / SHORT * 1e9, 2),
     }

@@ -28,15 +28,11 @@ class CompiledKernel:
 
     Attributes:
       kernel: The kernel.
-      level: Its processor level, e.g. ``"x86-64-v3"``.
-      origin: ``"package"`` or ``"cache"``.
       entry: Its entry point.
       constants: The words of its literals.
     """
 
     kernel: Kernel = field(repr=False)
-    level: str
-    origin: str
     entry: EntryPoint = field(repr=False)
     constants: tuple[int, ...] = field(repr=False)
 
@@ -181,9 +177,8 @@ def compile_kernel(
       CompilerError: There is no compiler, or it failed.
     """
     source = emit(lower(kernel))
-    function, origin = libraries.load_function(source.text, level, compiler)
-    entry = EntryPoint(function)
-    return CompiledKernel(kernel, level, origin, entry, source.constants)
+    entry = EntryPoint(libraries.load_function(source.text, level, compiler))
+    return CompiledKernel(kernel, entry, source.constants)
 
 
 @functools.cache

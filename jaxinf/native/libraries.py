@@ -23,13 +23,11 @@ _LOGGER = logging.getLogger("jaxinf")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
-def load_function(
-    source: str, level: str, compiler: str | None = None
-) -> tuple[Any, str]:
-    """Returns the entry point of `source`, and whether the package or the cache has it.
+def load_function(source: str, level: str, compiler: str | None = None) -> Any:
+    """Returns the entry point of `source` from the package, or else from the cache.
 
-    It has no prototype yet; the caller sets its arguments. If the installed package
-    lacks it, this blocks while it is compiled, unless the cache has it.
+    It has no prototype yet; the caller sets its arguments. If neither has it, this
+    blocks while it is compiled.
 
     Args:
       compiler: Compiles it in any case; by default what is found, if need be.
@@ -41,13 +39,13 @@ def load_function(
     if compiler is None:
         library, name = open_prebuilt(level), toolchain.entry_point(source)
         if (function := getattr(library, name, None)) is not None:
-            return function, "package"
+            return function
         compiler = toolchain.find_compiler()
     if compiler is None:
         raise toolchain.CompilerError(toolchain.NO_COMPILER)
     key = toolchain.key_of_library(source, compiler, level)
     path = cached_library(key, functools.partial(_compile, source, level, compiler))
-    return load_library(path).jaxinf_entry, "cache"
+    return load_library(path).jaxinf_entry
 
 
 def load_helper(path: Path) -> Any:
@@ -56,7 +54,7 @@ def load_helper(path: Path) -> Any:
     None on processors other than x86-64 and aarch64.
     """
     levels = toolchain.levels()
-    return load_function(path.read_text(), levels[0])[0] if levels else None
+    return load_function(path.read_text(), levels[0]) if levels else None
 
 
 def cached_library(key: str, compile_: Callable[[Path], None]) -> Path:

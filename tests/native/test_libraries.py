@@ -20,7 +20,7 @@ extern "C" __attribute__((visibility("default"))) int JAXINF_ENTRY() { return 42
 LOAD = """
 import sys
 from jaxinf.native import libraries
-print(libraries.load_function(*sys.argv[1:])[0]())
+print(libraries.load_function(*sys.argv[1:])())
 """
 
 
@@ -36,7 +36,7 @@ def load(tmp_path, monkeypatch):
         arguments = (SOURCE, toolchain.levels()[0], str(script))
 
         def __call__(self):
-            return libraries.load_function(*self.arguments)[0]
+            return libraries.load_function(*self.arguments)
 
         def runs(self):
             return len(log.read_text().split()) if log.exists() else 0

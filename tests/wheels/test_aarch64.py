@@ -118,10 +118,10 @@ def record_all(path):
             if "rsqrt" in source.text:
                 text = f"#define JAXINF_ROOTS_BY_TABLE\n{source.text}"
                 given = text, level, compiler
-            function, _ = libraries.load_function(*given)
+            function = libraries.load_function(*given)
             symbol = toolchain.entry_point(source.text)
             entry = EntryPoint(function)
-            found = CompiledKernel(kernel, level, "", entry, source.constants)
+            found = CompiledKernel(kernel, entry, source.constants)
             for form in FORMS:
                 file.write(recorded(found, symbol, arguments_of(kernel, form)))
                 num += 1
