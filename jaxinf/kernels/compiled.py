@@ -70,7 +70,6 @@ class CompiledKernel:
         Returns:
           Whether all of the gradient is finite. If not, the caller must discard
           `params`, `slots` and `out`, whose contents are undefined.
-
         """
         states, inputs = (params, *slots), CallInputs(gradient, out, scalars, arrays)
         _check(self.kernel, states, inputs)
