@@ -74,7 +74,6 @@ from jaxinf.compat.meshes import (
     call_by_num_devices,
     manual_axes,
     mesh_in_use,
-    shard_map,
 )
 from jaxinf.compat.processes import (
     Coordination,

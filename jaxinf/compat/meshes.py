@@ -13,15 +13,6 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh
 
 
-def shard_map(
-    function: Callable[..., Any], *, mesh: Any, in_specs: Any, out_specs: Any
-) -> Callable[..., Any]:
-    """``jax.shard_map`` over all axes of `mesh`; replication is not checked."""
-    return jax.shard_map(
-        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-    )
-
-
 def call_by_num_devices(
     one: Callable[..., Any],
     several: Callable[[AbstractMesh], Callable[..., Any]],

@@ -18,7 +18,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinf import compat
 from jaxinf.errors import DeviceConfigurationError
 from jaxinf.processes import Group
 from jaxinf.typing import Array
@@ -215,11 +214,8 @@ def replicas_differ(array: jax.Array, sharding: NamedSharding) -> jax.Array:
         differs = lax.pmax(found, unused) != lax.pmin(found, unused)
         return lax.pmax(differs.astype(jnp.int32), mesh.axis_names) > 0
 
-    whole = PartitionSpec()
-    checked = compat.shard_map(
-        on_device, mesh=mesh, in_specs=(sharding.spec,), out_specs=whole
-    )
-    return checked(array)
+    specs = {"in_specs": (sharding.spec,), "out_specs": PartitionSpec()}
+    return jax.shard_map(on_device, mesh=mesh, **specs, check_vma=False)(array)
 
 
 @cache
@@ -242,8 +238,8 @@ def _together(sharding: NamedSharding, donates: bool) -> Any:
         own = jnp.where(jnp.asarray(counts)[place], part, jnp.zeros_like(part))
         return sum_bits(own, axes)
 
-    spec = sharding.spec
-    mapped = compat.shard_map(on_device, mesh=mesh, in_specs=(spec,), out_specs=spec)
+    specs = {"in_specs": (sharding.spec,), "out_specs": sharding.spec}
+    mapped = jax.shard_map(on_device, mesh=mesh, **specs, check_vma=False)
     return jax.jit(mapped, donate_argnums=(0,) if donates else ())
 
 
