@@ -92,7 +92,7 @@ _ADAM, _SGD = optax.scale_by_adam(), optax.sgd(0.1)
 _LABELLED = {True: _ADAM, False: optax.identity()}
 
 CALLS: dict[str, tuple[Any, ...] | Callable[[], Any]] = {
-    "MultiSteps": (_ADAM, 2),
+    "MultiSteps": lambda: optax.MultiSteps(_ADAM, 2).gradient_transformation(),
     "adaptive_grad_clip": (0.1,),
     "add_noise": lambda: optax.add_noise(0.01, 0.5, jax.random.key(0)),
     "apply_if_finite": (_ADAM, 3),

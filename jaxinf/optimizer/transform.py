@@ -101,8 +101,6 @@ def smart_update(
         raise ValueError(f'updates={updates!r}: expected "gradient" or "float32"')
     owned = store if isinstance(store, Store) else open_store(store)
     check_compression(compress, engine_of(owned).options)
-    if isinstance(tx, optax.MultiSteps):
-        tx = tx.gradient_transformation()
     wrapped = OffloadedOptimizer(
         averaged(tx, average),
         HostFunctions(owned, nonfinite),

@@ -123,7 +123,7 @@ _FLAGS = {"true": True, "false": False}
 
 
 def averaged(
-    tx: optax.GradientTransformation, average: Average | None
+    tx: optax.GradientTransformation | optax.MultiSteps, average: Average | None
 ) -> optax.GradientTransformationExtraArgs:
     """Returns an optimizer that keeps an average of the params, too.
 
@@ -131,6 +131,8 @@ def averaged(
       tx: The optimizer. It is given the params in float32, as the store has them.
       average: The average; None for `tx` itself.
     """
+    if isinstance(tx, optax.MultiSteps):
+        tx = tx.gradient_transformation()
     tx = optax.with_extra_args_support(tx)
     if average is None:
         return tx

@@ -12,7 +12,6 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 import numpy as np
-import optax
 
 from jaxinf import compat
 from jaxinf.errors import UnsupportedTransformError
@@ -71,13 +70,6 @@ class StateLayout:
     scalar_keys: tuple[KeyPath, ...]
     avals: tuple[jax.ShapeDtypeStruct, ...] = field(repr=False)
     keys: tuple[KeyPath, ...] = field(repr=False)
-
-
-def as_transform(tx: Any) -> optax.GradientTransformationExtraArgs:
-    """`tx`, or the transformation of an ``optax.MultiSteps``, taking extra args."""
-    if isinstance(tx, optax.MultiSteps):
-        tx = tx.gradient_transformation()
-    return optax.with_extra_args_support(tx)
 
 
 def float32_avals(params: PyTree) -> PyTree:

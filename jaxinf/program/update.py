@@ -30,7 +30,6 @@ from jaxinf.program.state import (
     Recall,
     RecallLimit,
     StateLayout,
-    as_transform,
     find_recalls,
     float32_avals,
     layout_of,
@@ -172,7 +171,7 @@ class InitProgram:
 
 
 def trace_update(
-    tx: optax.GradientTransformation | optax.MultiSteps,
+    tx: optax.GradientTransformation,
     params: PyTree,
     extra_args: Mapping[str, Any] | None = None,
     *,
@@ -181,7 +180,7 @@ def trace_update(
     """Traces ``tx.update`` and divides it; nothing is computed on real data.
 
     Args:
-      tx: Any transformation of optax's protocol, or an ``optax.MultiSteps``.
+      tx: Any transformation of optax's protocol.
       params: Arrays, tracers or avals: float32, bfloat16 or float16. The trace has
         float32 params and gradients in every case, because the master is float32.
       extra_args: Keyword arguments of ``tx.update``. Arrays, avals, int and float are
@@ -195,7 +194,7 @@ def trace_update(
       UnsupportedTransformError: The update is not elementwise in stored state, or
         has more than 64 KiB of state that is not stored per leaf.
     """
-    tx = as_transform(tx)
+    tx = optax.with_extra_args_support(tx)
     avals = float32_avals(params)
     layout = layout_of(jax.eval_shape(tx.init, avals), avals)
     extra = ExtraArgs.of(extra_args or {})
@@ -213,14 +212,11 @@ def trace_update(
         raise
 
 
-def trace_init(
-    tx: optax.GradientTransformation | optax.MultiSteps, params: PyTree
-) -> InitProgram:
+def trace_init(tx: optax.GradientTransformation, params: PyTree) -> InitProgram:
     """Traces ``tx.init`` on float32 params and divides it.
 
     Raises as `trace_update`.
     """
-    tx = as_transform(tx)
     infos, avals = leaf_infos(params), float32_avals(params)
     closed, state = jax.make_jaxpr(tx.init, return_shape=True)(avals)
     layout = layout_of(state, avals)

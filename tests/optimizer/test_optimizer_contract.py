@@ -102,8 +102,6 @@ def make(name):
     case = CASES[name]
     with warnings.catch_warnings(action="ignore"):  # optax deprecates some
         tx = case.make()
-    if isinstance(tx, optax.MultiSteps):
-        tx = tx.gradient_transformation()
     if not case.descends:
         tx = optax.chain(tx, optax.sgd(0.1))
     names = set(case.extra_args(PARAMS))

@@ -167,7 +167,7 @@ REFUSED = {
     "norm_of_accumulated": (
         optax.MultiSteps(
             optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), 2
-        ),
+        ).gradient_transformation(),
         r"params/b: .*reduce_sum .*, for clip_by_global_norm\) .* outside optax.Multi",
     ),
     "prodigy": (

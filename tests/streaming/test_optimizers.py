@@ -77,8 +77,6 @@ def make(name):
     case = CASES[name]
     with warnings.catch_warnings(action="ignore"):  # optax deprecates some
         tx = case.make()
-    if isinstance(tx, optax.MultiSteps):
-        tx = tx.gradient_transformation()
     tx = tx if case.descends else optax.chain(tx, optax.sgd(0.1))
     extra_args = {"value": 0.0, "obj_fn": quadratic}
     return tx, {name: extra_args[name] for name in case.extra_args(tree(0))}
