@@ -100,11 +100,6 @@ class BufferPool:
         self.used_bytes = self.peak_bytes = 0
         self._closed = False
 
-    @property
-    def held_bytes(self) -> int:
-        """Memory that the pool has, lent or idle."""
-        return self.used_bytes + self._idle_bytes
-
     def acquire(self, num_bytes: int) -> Buffer:
         """Lends a buffer; waits until the budget allows it.
 

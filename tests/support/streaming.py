@@ -50,7 +50,8 @@ def in_memory(leaves):
 def bytes_held():
     """Returns the memory of each params source that has some for reading."""
     sources = (one for one in gc.get_objects() if isinstance(one, StoreParams))
-    return [n for source in sources if (n := source._pool.held_bytes)]
+    pools = [source._pool for source in sources]
+    return [n for pool in pools if (n := pool.used_bytes + pool._idle_bytes)]
 
 
 def read_ahead(reader, fetches, room_bytes, host_bytes=None):
