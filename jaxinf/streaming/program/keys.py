@@ -8,6 +8,7 @@ import hashlib
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -38,25 +39,25 @@ def _digest(lines: Iterable[str]) -> str:
     return found.hexdigest()
 
 
+@dataclass(frozen=True, eq=False)
 class Keys:
-    """Texts of nodes and programs of one graph."""
+    """Texts of nodes and programs of one graph, and those that are known."""
 
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, str]] = {}
-        self._objects: dict[Any, int] = {}
-        self._unhashable: list[Any] = []  # held, so that ids stay theirs
-        self._nodes: dict[Node, str] = {}
-        self._values: dict[Value, str] = {}
+    known: dict[int, tuple[Any, str]] = field(default_factory=dict)
+    objects: dict[Any, int] = field(default_factory=dict)
+    unhashable: list[Any] = field(default_factory=list)  # held, so that ids stay theirs
+    nodes: dict[Node, str] = field(default_factory=dict)
+    values: dict[Value, str] = field(default_factory=dict)
 
     def node(self, node: Node) -> str:
         """Text of a node's computation and the types of its operands."""
-        if node not in self._nodes:
+        if node not in self.nodes:
             inputs = ",".join(map(self._input, node.inputs))
             outputs = ",".join(_aval(value.aval) for value in node.outputs)
             static = f"{self._once(node.params)}{self._once(node.context)}"
             text = f"{node.name}{static}({inputs})->{outputs}"
-            self._nodes[node] = sys.intern(text)  # equal blocks have equal nodes
-        return self._nodes[node]
+            self.nodes[node] = sys.intern(text)  # equal blocks have equal nodes
+        return self.nodes[node]
 
     def program(
         self, inputs: Sequence[Value], nodes: Sequence[Node], outputs: Sequence[Value]
@@ -81,18 +82,18 @@ class Keys:
         yield ",".join(map(read, outputs))
 
     def _input(self, value: Value) -> str:
-        if value not in self._values:
+        if value not in self.values:
             text = _aval(value.aval)
             if value.constant is not None:
                 text += f"={self._text(value.constant)}"
-            self._values[value] = text
-        return self._values[value]
+            self.values[value] = text
+        return self.values[value]
 
     def _once(self, item: Any) -> str:
         """Text of an object that nodes of unrolled iterations share."""
-        if id(item) not in self._known:
-            self._known[id(item)] = (item, self._text(item))
-        return self._known[id(item)][1]
+        if id(item) not in self.known:
+            self.known[id(item)] = (item, self._text(item))
+        return self.known[id(item)][1]
 
     def _text(self, item: Any) -> str:
         if isinstance(item, compat.ClosedJaxpr):
@@ -119,10 +120,10 @@ class Keys:
     def _object(self, item: Any) -> str:
         """Text of an object, by equality if it has one, and by name otherwise."""
         try:
-            number = self._objects.setdefault(item, len(self._objects))
+            number = self.objects.setdefault(item, len(self.objects))
         except TypeError:  # not hashable: itself only
-            self._unhashable.append(item)
-            number = self._objects.setdefault(id(item), len(self._objects))
+            self.unhashable.append(item)
+            number = self.objects.setdefault(id(item), len(self.objects))
         name = f"{type(item).__qualname__}:{_ADDRESS.sub('', repr(item))}"
         return f"{name}#{number}"
 
