@@ -193,7 +193,7 @@ def test_updates_on_the_device(device):
     with compiling_for(target) as built, jax.default_device(target.devices[0]):
         for params in ((wide,), halves):
             programs.widen.lower(wide, params).compile()
-            programs.add[len(params) > 1].lower(wide, wide).compile()
+            programs.add(is_split=len(params) > 1).lower(wide, wide).compile()
         programs.program(kernel).lower(wide, wide, [wide, wide], scalars).compile()
     check_built(built, device)
     assert [one.donated[0] for one in built][:5] == [0, 1, 0, 0, 2]

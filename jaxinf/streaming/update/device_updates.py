@@ -11,9 +11,8 @@ records. k is measured once, in the first steps of a store.
 
 import logging
 import math
-import threading
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -243,41 +242,53 @@ def next_assignment(
 # --- an update on the device ---------------------------------------------------------
 
 
+@dataclass(frozen=True, eq=False)
 class DeviceUpdater:
     """The `updater` of an `Assignment`. Each program is compiled for its arrays.
 
     What comes before and after a kernel has programs of its own: in one with the kernel
     XLA chooses other products to fuse with sums.
 
-    Args:
-      jit: `jax.jit` with the options of compilation.
-
     Attributes:
-      is_host: Whether the device's memory is the host's, so that no copy is pinned.
-      widen: ``(gradient, params)`` to both in float32, and whether the gradient is
-        finite. Params are those of the store, one or two arrays, or none.
-      add: ``(params, update)``, float32, to new params as the store has them: in
-        float32, or split. The first may overwrite its params.
+      jit: `jax.jit` with the options of compilation.
+      programs: Those of kernels, and of what comes before and after them.
     """
+
+    device: Any
+    jit: Any
+    programs: dict[Any, Any] = field(default_factory=dict)
 
     num_at_once = NUM_ROOMS
 
-    def __init__(self, device: Any, jit: Any) -> None:
-        self.device, self.is_host = device, memory.device_is_host(device)
-        self._jit = jit
-        self._on_device = SingleDeviceSharding(device)
-        self._guard = threading.Lock()
-        self._programs: dict[Kernel, Any] = {}
-        self.widen = self._jit(_widen)
-        self.add = (self._jit(_add, donate_argnums=(0,)), self._jit(_add_split))
+    def _jitted(self, key: Any, function: Any, *donated: int) -> Any:
+        made = self.programs.get(key) or self.jit(function, donate_argnums=donated)
+        return self.programs.setdefault(key, made)  # one for all threads
 
     def program(self, kernel: Kernel) -> Any:
         """Returns `kernel_function` of a kernel; it may overwrite slots."""
-        with self._guard:
-            if kernel not in self._programs:
-                program = partial(kernel_function, kernel)
-                self._programs[kernel] = self._jit(program, donate_argnums=(2,))
-            return self._programs[kernel]
+        return self._jitted(kernel, partial(kernel_function, kernel), 2)
+
+    @property
+    def widen(self) -> Any:
+        """``(gradient, params)`` to both in float32, and whether the first is finite.
+
+        Params are those of the store, one or two arrays, or none.
+        """
+        return self._jitted(_widen, _widen)
+
+    def add(self, *, is_split: bool) -> Any:
+        """``(params, update)``, float32, to new params as the store has them.
+
+        If these are not split, it may overwrite the old ones.
+        """
+        if is_split:
+            return self._jitted(_add_split, _add_split)
+        return self._jitted(_add, _add, 0)
+
+    @property
+    def is_host(self) -> bool:
+        """Whether the device's memory is the host's, so that no copy is pinned."""
+        return memory.device_is_host(self.device)
 
     def takes(self, extents: Sequence[Extent], kernel: Kernel) -> bool:
         """Exact forms of state only: others are rounded as the host's kernels do."""
@@ -327,7 +338,7 @@ class DeviceUpdater:
         del slots, wide
         new = [None] * num_params
         if update is not None:
-            new = self.add[num_params > 1](master, update)
+            new = self.add(is_split=num_params > 1)(master, update)
         del master, update
         changed = {n: x for n, x in enumerate((*new, *new_slots)) if x is not None}
         del new, new_slots
@@ -336,15 +347,16 @@ class DeviceUpdater:
         return dict(zip(numbers, down, strict=True)), bool(is_finite)
 
     def _up(self, arrays: Sequence[Array]) -> list[jax.Array]:
+        to = SingleDeviceSharding(self.device)
         if self.is_host:  # an array in the buffer would change with it
-            return jax.device_put([np.array(a) for a in arrays], self._on_device)
-        pinned = jax.device_put(list(arrays), self._on_device.with_memory_kind(PINNED))
-        return jax.device_put(pinned, self._on_device, donate=True)
+            return jax.device_put([np.array(a) for a in arrays], to)
+        pinned = jax.device_put(list(arrays), to.with_memory_kind(PINNED))
+        return jax.device_put(pinned, to, donate=True)
 
     def _down(self, arrays: Sequence[jax.Array]) -> list[Array]:
         if not self.is_host:
-            kind = self._on_device.with_memory_kind(PINNED)
-            arrays = jax.device_put(list(arrays), kind, donate=True)
+            pinned = SingleDeviceSharding(self.device, memory_kind=PINNED)
+            arrays = jax.device_put(list(arrays), pinned, donate=True)
         return [np.asarray(array) for array in arrays]
 
 
