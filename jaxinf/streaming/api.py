@@ -19,7 +19,7 @@ from jaxinf.engine import (
     open_store,
 )
 from jaxinf.processes import all_processes
-from jaxinf.program import Average, NonFinitePolicy, check_nonfinite
+from jaxinf.program import Average, NonFinitePolicy, averaged, check_nonfinite
 from jaxinf.streaming.function import ReadStore
 from jaxinf.streaming.in_memory import InMemory
 from jaxinf.streaming.in_store import InStore
@@ -142,7 +142,8 @@ def stream(
         device_updates, owned, replan=replan, is_compressed=is_compressed
     )
     options = replace(options, device_updates=every)
-    return StreamedStep(loss_fn, InStore(tx, owned, options), options)
+    home = InStore(averaged(tx, average), owned, options)
+    return StreamedStep(loss_fn, home, options)
 
 
 def stream_in_memory(

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -25,10 +25,9 @@ from jax.dtypes import result_type
 from jaxinf.engine import Engine
 from jaxinf.errors import ProcessError
 from jaxinf.processes import Group
-from jaxinf.streaming.home import Endpoints, Home, Sink
-from jaxinf.streaming.move.params import Params
+from jaxinf.streaming.home import Endpoints, Sink
+from jaxinf.streaming.move.params import StoreParams
 from jaxinf.streaming.move.values import Values
-from jaxinf.streaming.move.work_queues import MoveCounts
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.choice import NUM_MEASURED, StepTimes
 from jaxinf.streaming.plan.compiled import Executables
@@ -75,24 +74,32 @@ class StreamMetrics:
     dispatched_s: float
 
 
+class StepResult(NamedTuple):
+    """What a step returns, and whether params have changed."""
+
+    loss: Any
+    aux: PyTree
+    metrics: StreamMetrics
+    is_done: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class CompiledStep:
     """The steps of a plan.
 
     Attributes:
-      params_bytes: Bytes of params that its programs use.
+      params: Reads those of a store.
       times: The steps that ``policy="plan"`` has measured.
       errors: What this process has kept of a step until all agree; none of one alone.
       hold: Keeps the errors of its context, or of what it decorates; see `holding`.
       closing: Frees memory and files.
     """
 
-    home: Home
+    ends: Endpoints
     group: Group
     runner: Runner
-    params: Params
+    params: StoreParams | None
     sink: Sink
-    params_bytes: int
     times: list[StepTimes]
     errors: list[BaseException]
     hold: Callable[[], Any]
@@ -102,9 +109,30 @@ class CompiledStep:
     def plan(self) -> Plan:
         return self.runner.plan
 
+    @cached_property
+    def params_bytes(self) -> int:
+        """Bytes of a store's params that its programs use."""
+        unit_of = self.ends.needs.unit_of
+        return 0 if unit_of is None else used_bytes(self.plan.calls, unit_of)
+
     def close(self) -> None:
         """Frees memory and files; idempotent."""
         self.closing.close()
+
+    def rest(self) -> None:
+        """Frees the memory for reading params until the next run."""
+        if self.params is not None:
+            self.params.rest()
+
+    def limit_store(self, num_bytes: int) -> None:
+        """Gives updates so much memory for buffers; waits for those under way."""
+        if self.ends.updates is None:
+            return
+        engine = self.ends.updates.engine
+        engine.health.check()
+        if num_bytes != engine.opened.memory_bytes:
+            engine.join()
+            engine.opened.limit_memory(num_bytes)
 
     def run(
         self,
@@ -113,8 +141,8 @@ class CompiledStep:
         extra_args: Mapping[str, Any],
         own_args: Mapping[str, Any],
         check: Callable[[], None],
-    ) -> tuple[Any, PyTree, StreamMetrics]:
-        """Runs a step; returns its loss and aux.
+    ) -> StepResult:
+        """Runs a step.
 
         Args:
           shares: As of `Runner`.
@@ -123,39 +151,44 @@ class CompiledStep:
         """
         given, check = {**extra_args, **own_args}, self.hold()(check)
         waited_s = self._begin(batch, given)
-        runner, params, sink = self.runner, self.params, self.sink
-        is_measured = self.plan.policy == "plan" and bool(self.plan.evictions)
-        is_measured &= len(self.times) < NUM_MEASURED
+        sink, values = self.sink, self.runner.values
+        moved, waited_values_s = values.moved.snapshot(), values.waited_s
         try:
-            try:
-                params.begin()
-                results = runner(
-                    batch,
-                    params,
-                    self.hold()(sink.put),
-                    check,
-                    shares,
-                    max_in_flight=1 if is_measured else MAX_IN_FLIGHT,
-                )
-            finally:
-                params.stop()  # no program reads them any more
-            values = runner.values.counts()
-            if is_measured:
-                times = [*runner.call_s], [*runner.waited_inputs_s]
-                self.times.append(StepTimes(*times))
-            waited_s += sink.waited_s  # what waits while it finishes is in that time
+            loss, aux = self._run_programs(batch, shares, check)
+            if sink is not None:  # what waits while it finishes is in that time
+                waited_s += sink.waited_s
             began_s = time.perf_counter()
             if "value" in given and "value" not in own_args:
-                assert results[0] is not None, "a function has no arguments"
-                given["value"] = on_this_process(results[0])
-            agreed = partial(agree, self.home.engine, self.errors)
-            is_done = sink.finish(given, results, check, agreed)
-            self.home.num_skipped += self.home.has_loss and not is_done
+                assert loss is not None, "a function has no arguments"
+                given["value"] = on_this_process(loss)
+            agreed = partial(agree, self.ends.engine, self.errors)
+            if sink is None:
+                is_done = bool(agreed(tuple))
+            else:
+                is_done = sink.finish(given, (loss, aux), check, agreed)
             waited_s += time.perf_counter() - began_s
         except BaseException:
-            sink.abandon()
+            if sink is not None:
+                sink.abandon()
             raise
-        return *results, self._metrics(values, waited_s)
+        moved, params = values.moved.snapshot() - moved, self.params
+        spilled = (0, 0) if sink is None else sink.spilled_bytes
+        read_bytes = 0 if params is None else params.num_read_bytes
+        metrics = StreamMetrics(
+            fetched_drive_bytes=read_bytes,
+            fetched_memory_bytes=max(0, self.params_bytes - read_bytes),
+            spilled_memory_bytes=spilled[0],
+            spilled_drive_bytes=spilled[1],
+            offloaded_drive_bytes=moved.drive_write_bytes,
+            offloaded_host_bytes=moved.link_up_bytes,
+            prefetch_hit_rate=1.0 if params is None else params.hit_rate,
+            waited_params_s=0.0 if params is None else params.waited_s,
+            waited_values_s=values.waited_s - waited_values_s,
+            waited_device_s=self.runner.waited_s,
+            waited_updates_s=waited_s,
+            dispatched_s=self.runner.dispatched_s,
+        )
+        return StepResult(loss, aux, metrics, is_done)
 
     def _begin(self, batch: PyTree, given: Mapping[str, Any]) -> float:
         """Begins a step in all processes; returns the time that it waited for updates.
@@ -170,71 +203,75 @@ class CompiledStep:
         def form() -> JsonValue:
             nonlocal waited_s
             began_s = time.perf_counter()
-            self.home.join()
+            self.ends.join()
             waited_s = time.perf_counter() - began_s
-            self.params.counts = MoveCounts()
-            self.runner.values.counts()
-            self.sink.begin(given, self.params)
+            if self.sink is not None:
+                self.sink.begin(given)
             leaves, tree = jax.tree.flatten(batch)
             shapes = [(str(result_type(leaf)), np.shape(leaf)) for leaf in leaves]
             return f"{tree} {shapes}"
 
-        what, engine = f"the batch of {self.home.what}", self.home.engine
+        what = "a function" if self.sink is None else "a step"
+        remedy, engine = "give all the same shapes", self.ends.engine
         try:
-            self.group.agree(what, form, "give all the same shapes")
+            self.group.agree(f"the batch of {what}", form, remedy)
         except ProcessError as error:
             if engine is not None and self.group.said("failed"):
                 engine.health.fail(error)
             raise
         return waited_s
 
-    def _metrics(self, values: MoveCounts, waited_s: float) -> StreamMetrics:
-        counts = self.params.counts
-        return StreamMetrics(
-            fetched_drive_bytes=counts.num_read_bytes,
-            fetched_memory_bytes=max(0, self.params_bytes - counts.num_read_bytes),
-            spilled_memory_bytes=self.sink.spilled_bytes[0],
-            spilled_drive_bytes=self.sink.spilled_bytes[1],
-            offloaded_drive_bytes=values.num_written_bytes,
-            offloaded_host_bytes=values.num_out_bytes,
-            prefetch_hit_rate=counts.hit_rate,
-            waited_params_s=counts.waited_s,
-            waited_values_s=values.waited_s,
-            waited_device_s=self.runner.waited_s,
-            waited_updates_s=waited_s,
-            dispatched_s=self.runner.dispatched_s,
-        )
+    def _run_programs(
+        self, batch: PyTree, shares: Sequence[float], check: Callable[[], None]
+    ) -> tuple[jax.Array | None, PyTree]:
+        """Runs the programs of a step; returns its loss and aux."""
+        runner, params = self.runner, self.params
+        is_measured = self.plan.policy == "plan" and bool(self.plan.evictions)
+        is_measured &= len(self.times) < NUM_MEASURED
+        how: dict[str, Any] = {"max_in_flight": 1 if is_measured else MAX_IN_FLIGHT}
+        if self.sink is not None:
+            how["hand_out"] = self.hold()(self.sink.put)
+        with ExitStack() as reading:
+            if params is None:
+                assert self.ends.in_memory is not None, "there is no store"
+                get_params = self.ends.in_memory()
+            else:
+                reading.callback(params.stop)  # no program reads them any more
+                params.begin()
+                get_params, how["done"] = params.get, params.done
+            results = runner(batch, get_params, check=check, shares=shares, **how)
+        if is_measured:
+            times = [*runner.call_s], [*runner.waited_inputs_s]
+            self.times.append(StepTimes(*times))
+        return results
 
 
 def compile_step(
     plan: Plan,
     ready: OrderedProgram,
     ends: Endpoints,
-    home: Home,
     group: Group,
     executables: Executables,
     times: list[StepTimes],
 ) -> CompiledStep:
     """Takes the room of a plan's steps; blocks while its programs are compiled."""
-    errors, unit_of = list[BaseException](), ends.needs.unit_of
+    errors = list[BaseException]()
     hold = partial(holding, group, errors)
     with ExitStack() as closing:
-        sink = ends.sink(plan, ready)
-        closing.callback(sink.close)
-        values = Values()
-        if plan.is_offloaded:
-            values = Values(plan, ends.scratch(), plan.tiers)
+        params = None if ends.source is None else ends.source(plan, hold)
+        if params is not None:
+            closing.callback(params.close)
+        sink = None if ends.sink is None else ends.sink(plan, ready, params)
+        if sink is not None:
+            closing.callback(sink.close)
+        values = Values(plan, ends.scratch(), plan.tiers)
         closing.callback(values.close)
-        runner = Runner(plan, executables, values)
-        params = ends.source(plan, hold)
-        closing.callback(params.close)
         return CompiledStep(
-            home=home,
+            ends=ends,
             group=group,
-            runner=runner,
+            runner=Runner(plan, executables, values),
             params=params,
             sink=sink,
-            params_bytes=0 if unit_of is None else used_bytes(plan.calls, unit_of),
             times=times,
             errors=errors,
             hold=hold,

@@ -46,15 +46,16 @@ class Count:
 
 def count(plan: Plan, ends: Endpoints) -> Count:
     """Counts what a plan's steps take and move, with such updates."""
-    traffic, last = plan.traffic, ends.on_drives(plan)
+    traffic, updates = plan.traffic, ends.updates
     assert traffic is not None, "it was planned for these updates"
+    last = None if updates is None else updates.on_drives(plan)
     host_bytes, device_bytes = _memory(plan, last)
     waiting_bytes = plan.away_bytes + (0 if last is None else file_bytes(last))
     return Count(
         plan=plan.without_graph(),
         host_bytes=host_bytes,
         device_bytes=device_bytes,
-        disk_bytes=ends.disk_bytes() + waiting_bytes,
+        disk_bytes=waiting_bytes + (0 if updates is None else updates.disk_bytes()),
         drive_read_bytes=traffic.drive_read_bytes,
         drive_write_bytes=traffic.drive_write_bytes,
     )

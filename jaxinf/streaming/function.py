@@ -7,51 +7,46 @@
 Invariant: a call reads one finished step of the store, and writes nothing.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 
-from jaxinf.engine import Store, average_states, check_like, engine_of
+from jaxinf.engine import Engine, Store, average_states, check_like, engine_of
 from jaxinf.errors import StreamError
 from jaxinf.streaming.home import Endpoints, without
-from jaxinf.streaming.move.params import Hold, Params, StoreParams, StoreReader
+from jaxinf.streaming.move.params import Hold, StoreParams, read_units
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.memory import MemoryNeed, StepNeeds
-from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.lifetimes import OrderedProgram
 from jaxinf.streaming.program.trace import abstract
 from jaxinf.streaming.program.units import SHARED, shared_bytes, units_of
-from jaxinf.streaming.update.apply_gradients import Agree
-from jaxinf.typing import Array, PyTree
+from jaxinf.typing import PyTree
 
 
+@dataclass(frozen=True)
 class ReadStore:
-    """The `Home` of a function: a store whose params, until a step, may all stay.
+    """The home of a function: a store whose params, until a step, may all stay.
 
-    Args:
+    Attributes:
       closes: Whether the function's `close` closes the store.
       average: Whether its params are the store's average.
     """
 
-    what, has_loss, num_skipped = "a function", False, 0
+    store: Store
+    closes: bool
+    average: bool
 
-    def __init__(self, store: Store, *, closes: bool, average: bool) -> None:
-        self.store, self.engine = store, engine_of(store)
-        self._closes, self._average = closes, average
-        self._avals: PyTree | None = None
+    has_loss = False
 
-    @property
-    def avals(self) -> PyTree:
-        """As told, or in nested dicts; raises StreamError if they are not."""
-        if self._avals is None:
-            self._avals = _nested(self.store)
-        return self._avals
+    @cached_property
+    def engine(self) -> Engine:
+        return engine_of(self.store)
 
-    def first(
-        self, init_fn: Callable[..., PyTree], args: Any, shardings: PyTree
-    ) -> tuple[PyTree, None]:
+    def first(self, init_fn: Any, args: Any, shardings: PyTree) -> NoReturn:
         raise StreamError("f.init: a function's params are the store's; leave it out")
 
     def given(
@@ -61,16 +56,16 @@ class ReadStore:
         check_like(self.engine.opened, params)
         return abstract(params), None
 
-    def start(self, avals: PyTree, *others: Any) -> None:
-        self._avals = avals
+    def start(self, avals: PyTree, *others: Any) -> PyTree:
+        return avals
 
     def params(self, like: PyTree) -> PyTree:
-        like = self.avals if like is None else like
-        return self.store.params(like, average=self._average)
+        return self.store.params(like, average=self.average)
 
-    def endpoints(self, ready: OrderedProgram, avals: PyTree = None) -> Endpoints:
-        opened, params = self.engine.opened, ready.traced.params
-        if self._average:
+    def endpoints(self, ready: OrderedProgram, *, is_new: bool = False) -> Endpoints:
+        engine, params = self.engine, ready.traced.params
+        opened = engine.opened
+        if self.average:
             average_states(opened, 0)  # or refuses
         unit_of = units_of(params, opened.divides)
         units = {*map(unit_of, ready.sizes)}
@@ -81,9 +76,12 @@ class ReadStore:
             MemoryNeed(shared_bytes(units), SHARED),
         )
 
-        def source(plan: Plan, hold: Hold) -> Params:
-            reader = StoreReader(self.engine, average=self._average)
-            return StoreParams(unit_of, reader, plan.reading, hold, are_frozen=False)
+        def version() -> tuple[int, int]:
+            return engine.num_replaced, engine.opened.finished.step
+
+        def source(plan: Plan, hold: Hold) -> StoreParams:
+            reads = partial(read_units, engine, average=self.average)
+            return StoreParams(unit_of, reads, plan.reading, hold, version)
 
         needs = StepNeeds(
             unit_of=unit_of,
@@ -91,42 +89,12 @@ class ReadStore:
             export_bytes=opened.export_bytes,
             others=others,
         )
-        return Endpoints(needs, source, sink=lambda *_: NoGradients())
-
-    def take_turn(self, plan: Plan) -> None: ...
-    def rest(self) -> None: ...
-
-    def join(self) -> None:
-        if self._average:
-            self.engine.wait()  # a commit writes all of it to the drive
-        else:
-            self.engine.join()
-
-    def close(self, *error: Any) -> None:
-        if self._closes:
-            self.store.close()
+        # A commit writes all of the average to the drive.
+        join = engine.wait if self.average else engine.join
+        return Endpoints(needs=needs, engine=engine, source=source, join=join)
 
 
-class NoGradients:
-    """The sink of a function."""
-
-    waited_s, spilled_bytes = 0.0, (0, 0)
-
-    def begin(self, extra_args: Mapping[str, Any], params: Params) -> None:
-        without(extra_args=extra_args or None)
-
-    def put(self, piece: Piece, gradient: jax.Array | Array) -> None:
-        raise AssertionError("a function has no gradients")
-
-    def finish(self, extra_args: Any, results: Any, check: Any, agree: Agree) -> bool:
-        agree(lambda: ())
-        return False
-
-    def abandon(self) -> None: ...
-    def close(self) -> None: ...
-
-
-def _nested(store: Store) -> PyTree:
+def nested_avals(store: Store) -> PyTree:
     """Returns the shapes of a store's params in nested dicts.
 
     Raises:

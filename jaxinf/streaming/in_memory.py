@@ -8,7 +8,6 @@ Invariant: updates have the bits of jitted optax on the same gradients. A step t
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -18,23 +17,21 @@ import optax
 from jaxinf.errors import StreamError
 from jaxinf.program import path_name, refused_gradient
 from jaxinf.streaming.home import Endpoints, without
-from jaxinf.streaming.move.params import MemoryParams, Params
 from jaxinf.streaming.move.scratch import Scratch, writing_bytes
-from jaxinf.streaming.plan.calls import Plan
-from jaxinf.streaming.plan.cut_to_fit import within
-from jaxinf.streaming.plan.memory import Budget, MemoryNeed, StepNeeds
+from jaxinf.streaming.plan.memory import MemoryNeed, StepNeeds
 from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.program.graph import Piece, aval_bytes
 from jaxinf.streaming.program.initial import check_init_fn
 from jaxinf.streaming.program.lifetimes import OrderedProgram
 from jaxinf.streaming.program.meshes import mesh_text
 from jaxinf.streaming.program.trace import abstract, check_params
+from jaxinf.streaming.run import GetParams
 from jaxinf.streaming.update.apply_gradients import Agree
 from jaxinf.typing import Array, PathLikeStr, PyTree
 
 
 class InMemory:
-    """The `Home` of params and any optax state in memory, and the sink of gradients.
+    """The home of params and any optax state in memory, and the sink of gradients.
 
     It holds gradients whole or in slices of stacks until a step has all.
 
@@ -45,7 +42,7 @@ class InMemory:
       update, add: The optimizer's update, and its addition to params, each a jit.
     """
 
-    what, has_loss, num_skipped = "a step", True, 0
+    has_loss, closes = True, False
     store = engine = None
     waited_s, spilled_bytes = 0.0, (0, 0)
 
@@ -67,10 +64,6 @@ class InMemory:
             raise StreamError("jaxinf.stream: call step.init or step.load first")
         return self._trained
 
-    @property
-    def avals(self) -> PyTree:
-        return abstract(self._current[0])
-
     def first(
         self, init_fn: Callable[..., PyTree], args: Sequence[Any], shardings: PyTree
     ) -> tuple[PyTree, Any]:
@@ -87,19 +80,13 @@ class InMemory:
         return abstract(params), lambda: (_copied(params), _copied(state))
 
     def start(
-        self,
-        avals: PyTree,
-        make: Callable[[], tuple[PyTree, PyTree]],
-        ready: OrderedProgram | None,
-        budget: Budget,
-        plan: Callable[[OrderedProgram, Endpoints, Budget], Plan],
-    ) -> None:
-        if ready is not None:
-            within(budget, partial(plan, ready, self.endpoints(ready)), advises=True)
+        self, avals: PyTree, make: Callable[[], tuple[PyTree, PyTree]], *others: Any
+    ) -> PyTree:
         params, state = make()
         if state is None:
             state = jax.jit(self._tx.init)(params)
         self._trained = params, state
+        return abstract(params)
 
     def params(self, like: PyTree) -> PyTree:
         without(like=like)
@@ -110,7 +97,7 @@ class InMemory:
 
     # --- a step's plan -------------------------------------------------------------
 
-    def endpoints(self, ready: OrderedProgram, avals: PyTree = None) -> Endpoints:
+    def endpoints(self, ready: OrderedProgram, *, is_new: bool = False) -> Endpoints:
         traced = ready.traced
         if traced.mesh is not None:
             raise StreamError(
@@ -127,22 +114,21 @@ class InMemory:
         held = MemoryNeed(held_bytes, purpose, is_on_device=True)
         needs = StepNeeds(others=(held,), writing_bytes=writing_bytes(1))
         return Endpoints(
-            needs,
-            source=lambda *_: MemoryParams(lambda: jax.tree.leaves(self._current[0])),
+            needs=needs,
+            in_memory=self._params_of_run,
             sink=lambda *_: self,
             scratch=lambda: Scratch([self._folder]),
         )
 
-    def take_turn(self, plan: Plan) -> None: ...
-    def join(self) -> None: ...
-    def rest(self) -> None: ...
-    def close(self, *error: Any) -> None: ...
+    def _params_of_run(self) -> GetParams:
+        leaves = jax.tree.leaves(self._current[0])
+        return lambda number, piece: piece.of(leaves[piece.leaf])
 
     # --- a step, as its sink -------------------------------------------------------
 
-    def begin(self, extra_args: Mapping[str, Any], params: Params) -> None:
-        without(extra_args=extra_args or None)
-        self.abandon()
+    def begin(self, extra_args: Mapping[str, Any]) -> None:
+        del extra_args  # there are none
+        self._held.clear()
 
     def put(self, piece: Piece, gradient: jax.Array | Array) -> None:
         own = self._held.setdefault(piece.leaf, {})
@@ -173,6 +159,8 @@ class InMemory:
 
     def abandon(self) -> None:
         self._held.clear()
+
+    close = abandon
 
     def _taken(self, leaf: int, taken: set[int]) -> jax.Array:
         """Returns and drops the gradient of a leaf.

@@ -11,7 +11,8 @@ Invariant: a step writes updates to the slot that is not committed. So a crash a
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jax.sharding import Mesh
 
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import (
+    Engine,
     FirstParams,
     Store,
     StoreDescription,
@@ -30,9 +32,9 @@ from jaxinf.engine import (
     shard_holders,
 )
 from jaxinf.errors import StreamError
-from jaxinf.program import UpdateProgram, averaged, trace_init
+from jaxinf.program import UpdateProgram, trace_init
 from jaxinf.streaming.home import Endpoints
-from jaxinf.streaming.move.params import Hold, Params, StoreParams, StoreReader
+from jaxinf.streaming.move.params import Hold, StoreParams, read_units
 from jaxinf.streaming.move.scratch import store_scratch
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.cut_to_fit import within
@@ -64,98 +66,85 @@ from jaxinf.streaming.update.near_storage import (
 from jaxinf.typing import PyTree
 
 
+@dataclass(frozen=True)
 class InStore:
-    """The `Home` of a step whose params and state a store has."""
+    """The home of a step whose params and state a store has.
 
-    what, has_loss, num_skipped = "a step", True, 0
+    Attributes:
+      tx: The optimizer, with the average of the params.
+      traced: What it is as a program, by the types of the params.
+    """
 
-    def __init__(
-        self, tx: optax.GradientTransformation, store: Store, options: Options
-    ) -> None:
-        self.store, self.engine = store, engine_of(store)
-        self._tx, self._options = averaged(tx, options.average), options
-        self._avals: PyTree | None = None
-        self._update: tuple[PyTree, UpdateProgram] | None = None  # of these params
+    tx: optax.GradientTransformation
+    store: Store
+    options: Options
+    traced: dict[Any, UpdateProgram] = field(default_factory=dict)
+
+    has_loss = closes = True
+
+    @cached_property
+    def engine(self) -> Engine:
+        return engine_of(self.store)
 
     # --- params --------------------------------------------------------------------
-
-    @property
-    def avals(self) -> PyTree:
-        if self._avals is None:
-            raise StreamError(
-                "jaxinf.stream: call step.init or step.load first; with a store that "
-                "has a step they resume it"
-            )
-        return self._avals
 
     def first(
         self, init_fn: Callable[..., PyTree], args: Sequence[Any], shardings: PyTree
     ) -> tuple[PyTree, MakeLeaves]:
+        """Returns the avals of the first params, and what makes them: for `start`."""
         avals, make = trace_params(init_fn, *args)
         return sharded_like(avals, shardings), make
 
     def given(
         self, params: PyTree, state: PyTree, shardings: PyTree
     ) -> tuple[PyTree, MakeLeaves]:
+        """As `first`, of params that are there."""
         if state is not None:
             raise ValueError("state: use store.load(params, state, step=…) instead")
         leaves = jax.tree.leaves(params)
         return sharded_like(abstract(params), shardings), lambda _: leaves
 
     def params(self, like: PyTree) -> PyTree:
-        return self.store.params(self.avals if like is None else like)
+        return self.store.params(like)
 
     # --- a step --------------------------------------------------------------------
 
-    def endpoints(self, ready: OrderedProgram, avals: PyTree = None) -> Endpoints:
-        self._check_mesh(ready.traced.mesh)
-        engine = self.engine
-        if avals is None:
-            avals, shape = self.avals, engine.opened
-        else:
-            shape = engine.shape(self._described(avals, ready)[1])
-        program = self._optimizer(avals)
-        updates = plan_updates(engine, ready, program, shape, self._options)
+    def endpoints(self, ready: OrderedProgram, *, is_new: bool = False) -> Endpoints:
+        """Returns those of a traced program.
 
-        def source(plan: Plan, hold: Hold) -> Params:
-            reader = StoreReader(engine)
-            return StoreParams(updates.unit_of, reader, plan.reading, hold)
+        Args:
+          is_new: Whether its params are of a store that is not made yet.
+        """
+        engine, traced = self.engine, ready.traced
+        self._check_mesh(traced.mesh)
+        avals = traced.params_tree.unflatten(traced.params)
+        described = self._described(avals, ready)[1] if is_new else None
+        shape = engine.opened if described is None else engine.shape(described)
+        program = self._optimizer(avals)
+        updates = plan_updates(engine, ready, program, shape, self.options)
+
+        def source(plan: Plan, hold: Hold) -> StoreParams:
+            reads, replaced = partial(read_units, engine), lambda: engine.num_replaced
+            return StoreParams(updates.unit_of, reads, plan.reading, hold, replaced)
 
         return Endpoints(
-            updates.needs,
-            source,
+            needs=updates.needs,
+            engine=engine,
+            source=source,
             sink=partial(StoreSink, updates),
-            on_drives=updates.on_drives,
-            traffic=updates.traffic,
-            disk_bytes=updates.disk_bytes,
+            updates=updates,
+            join=engine.join,
             scratch=partial(store_scratch, engine),
             kept_cuts=partial(self._kept_cuts, ready),
         )
 
     def _kept_cuts(self, ready: OrderedProgram) -> Sequence[int] | None:
-        if self._options.replan or self.engine.commit is None:
+        if self.options.replan or self.engine.commit is None:
             return None
         return kept_cuts(self.store.path, self.engine.opened.finished, ready)
 
-    def take_turn(self, plan: Plan) -> None:
-        engine = self.engine
-        engine.health.check()
-        if plan.store_bytes != engine.opened.memory_bytes:
-            engine.join()
-            engine.opened.limit_memory(plan.store_bytes)
-
-    def join(self) -> None:
-        self.engine.join()
-
-    def rest(self) -> None:
-        self.engine.join()
-        self.engine.opened.limit_memory(0)
-
-    def close(self, *error: Any) -> None:
-        self.store.__exit__(*error)
-
     def _check_mesh(self, mesh: Mesh | None) -> None:
-        policy = self._options.policy
+        policy = self.options.policy
         if mesh is not None and policy not in ("recompute", "keep"):
             raise StreamError(
                 f'policy="{policy}": not supported yet on several devices, found '
@@ -164,11 +153,12 @@ class InStore:
         check_processes(self.engine.group, mesh)
 
     def _optimizer(self, avals: PyTree) -> UpdateProgram:
-        if self._update is None or self._update[0] is not avals:
-            plain = without_shardings(avals)
-            made = trace_optimizer(self._tx, plain, self._options.extra_args)
-            self._update = avals, made
-        return self._update[1]
+        plain = without_shardings(avals)
+        key = jax.tree.structure(plain), *jax.tree.leaves(plain)
+        if key not in self.traced:
+            made = trace_optimizer(self.tx, plain, self.options.extra_args)
+            self.traced[key] = made
+        return self.traced[key]
 
     # --- the first step of a store -------------------------------------------------
 
@@ -179,7 +169,17 @@ class InStore:
         ready: OrderedProgram | None,
         budget: Budget,
         plan: Callable[[OrderedProgram, Endpoints, Budget], Plan],
-    ) -> None:
+    ) -> PyTree:
+        """Makes the first step, once that is known to fit in a budget, or resumes.
+
+        Args:
+          avals, make: Of `first` or `given`.
+          ready: The function, if a batch was given.
+          plan: Plans a step; raises BudgetError.
+
+        Returns:
+          Shapes, dtypes and shardings of the params.
+        """
         engine, group = self.engine, self.engine.group
         check_params(avals)
         self._check_mesh(mesh_of(avals))
@@ -189,7 +189,7 @@ class InStore:
         made, ends = iter(()), None
         if engine.commit is None:
             if ready is not None:
-                own = partial(self.endpoints, ready, avals)
+                own = partial(self.endpoints, ready, is_new=True)
                 ends = group.in_all("the optimizer's programs", own)
 
             def fitting(budget: Budget) -> Iterator[Any]:
@@ -202,13 +202,12 @@ class InStore:
                 return iter(made)
 
             made = within(budget, fitting, advises=group.is_alone)
-        self._avals = avals
         if engine.bind(description, may_create=True, uses_budget=False):
             for leaf, own in enumerate(inputs):
                 self._write_leaf(description, leaf, made, own)
             engine.opened.commit_given(0, scalars)
-        self.num_skipped = engine.opened.finished.skipped_steps
         return_freed_memory()  # of traces and of the first params
+        return avals
 
     def _described(
         self, avals: PyTree, ready: OrderedProgram | None
@@ -218,12 +217,12 @@ class InStore:
         Raises:
           UnsupportedTransformError: The optimizer needs too much of all leaves.
         """
-        options, update = self._options, self._optimizer(avals)
+        options, update = self.options, self._optimizer(avals)
         pieces = () if ready is None else tuple(ready.graph.gradients)
         is_alone = self.engine.group.is_alone
         passes_for(update, pieces, is_alone=is_alone)
         held, holders = jax.tree.leaves(avals), list[Any]()
-        first = trace_init(self._tx, without_shardings(avals))
+        first = trace_init(self.tx, without_shardings(avals))
         counts = part_counts(held, pieces)
         if not is_alone:  # the processes that have each part of each leaf
             pairs = zip(on_mesh(held, mesh_of(avals)), counts, strict=True)
@@ -249,7 +248,7 @@ class InStore:
         opened.mover.drain()
         opened.fleet.limit_memory(0)  # idle buffers leave the leaf their memory
         shards = distinct_shards(next(made))
-        opened.limit_memory(self._options.memory_bytes // BUFFERS_SHARE)
+        opened.limit_memory(self.options.memory_bytes // BUFFERS_SHARE)
         for index, shard in shards:
             origin = [dim.start or 0 for dim in index]
             first = FirstParams(leaf, shard, origin, inputs)

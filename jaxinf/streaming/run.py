@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinf.errors import StreamError
 from jaxinf.program import path_name
-from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.calls import Plan, Slot
 from jaxinf.streaming.plan.compiled import (
@@ -41,13 +40,16 @@ from jaxinf.typing import PyTree
 
 MAX_IN_FLIGHT = 2
 
+GetParams: TypeAlias = Callable[[int, Piece], jax.Array]
+"""Returns a part of the params for the call of that number; blocks."""
+
 
 class Runner:
     """Runs the steps of a plan; compiles its programs when made.
 
     Args:
       plan: The plan; the runner keeps it without its graph.
-      values: Holds values between calls; by default in memory.
+      values: Holds values between calls; by default where no drive is needed.
 
     Attributes:
       dispatched_s: Time that the last step took to hand programs to the device.
@@ -62,7 +64,7 @@ class Runner:
         executables: Executables | None = None,
         values: Values | None = None,
     ) -> None:
-        self.values = Values() if values is None else values
+        self.values = Values(plan) if values is None else values
         self.dispatched_s = self.waited_s = self._ended_s = 0.0
         executables = Executables() if executables is None else executables
         self._executables = compile_plan(plan, executables)
@@ -79,20 +81,23 @@ class Runner:
     def __call__(
         self,
         batch: PyTree,
-        params: Params,
-        hand_out: Callable[[Piece, jax.Array], None],
+        get_params: GetParams,
+        hand_out: Callable[[Piece, jax.Array], None] = lambda piece, gradient: None,
         check: Callable[[], None] = lambda: None,
         shares: Sequence[float] | None = None,
         *,
+        done: Callable[[int], None] = lambda number: None,
         max_in_flight: int = MAX_IN_FLIGHT,
     ) -> tuple[jax.Array | None, PyTree]:
         """Runs one step.
 
         Args:
           batch: A batch of the traced shapes, or of as many parts as the plan has.
-          hand_out: Takes a complete gradient; called in the order of completion.
+          hand_out: Takes a complete gradient; called in the order of completion. A
+            function has none.
           check: Called where the step can be given up; raises if it must be.
           shares: What each part's gradient is multiplied by; 1 by default.
+          done: Called when the call of that number has ended.
           max_in_flight: Programs under way at a time; 1 to measure them one by one.
 
         Returns:
@@ -118,7 +123,7 @@ class Runner:
                     return values[ref]
                 case Piece():
                     check()
-                    return params.get(number, ref)
+                    return get_params(number, ref)
                 case Batch():
                     return placed[part][ref.leaf]
                 case Const():
@@ -131,7 +136,7 @@ class Runner:
         try:
             for number, call in enumerate(self.plan.calls):
                 if len(self._in_flight) == max_in_flight:
-                    self._await_first(params)
+                    self._await_first(done)
                 began_s = time.perf_counter()
                 values.before(number)
                 inputs = [read(ref, number, call.part) for ref in call.takes]
@@ -144,7 +149,7 @@ class Runner:
                     hand_out(piece, outputs[i])
                 del outputs
             while self._in_flight:
-                self._await_first(params)
+                self._await_first(done)
             return together(self._results(len(parts)), shares)
         finally:
             while self._in_flight:  # those that an error has left
@@ -164,7 +169,7 @@ class Runner:
         self._in_flight.append((number, called_s, output))
         return outputs
 
-    def _await_first(self, params: Params) -> None:
+    def _await_first(self, done: Callable[[int], None]) -> None:
         number, called_s, output = self._in_flight.popleft()
         if output is not None:
             self._await(output)
@@ -172,7 +177,7 @@ class Runner:
         self.call_s[number] = self._ended_s - began_s
         add_span("program", began_s, self._ended_s)
         self.values.done(number)
-        params.done(number)
+        done(number)
 
     def _await(self, outputs: Any) -> None:
         began_s = time.perf_counter()

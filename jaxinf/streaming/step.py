@@ -11,7 +11,7 @@ memory are steps whose params have another home.
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import jax
 
@@ -21,8 +21,10 @@ from jaxinf.processes import Group
 from jaxinf.streaming.compiled_step import CompiledStep, StreamMetrics, compile_step
 from jaxinf.streaming.count import Count, count
 from jaxinf.streaming.ctrl_c import Check, check_not_traced, step_thread
-from jaxinf.streaming.home import Endpoints, Home
+from jaxinf.streaming.function import ReadStore, nested_avals
+from jaxinf.streaming.home import Endpoints, without
 from jaxinf.streaming.in_memory import InMemory
+from jaxinf.streaming.in_store import InStore
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.choice import NUM_MEASURED, StepTimes, segments_to_recompute
 from jaxinf.streaming.plan.compiled import Executables
@@ -41,6 +43,9 @@ from jaxinf.streaming.run import first_part, shares_of
 from jaxinf.transfer import ByteCounts
 from jaxinf.typing import PyTree
 
+Home: TypeAlias = InStore | InMemory | ReadStore
+"""Where params and state are."""
+
 
 class StreamedStep:
     """A step, or a function's calls; also a context manager. Not thread-safe.
@@ -54,6 +59,8 @@ class StreamedStep:
     def __init__(self, fn: Callable[..., Any], home: Home, options: Options) -> None:
         return_freed_memory()
         self._fn, self._home, self._options = fn, home, options
+        self._what = "a step" if home.has_loss else "a function"
+        self._avals, self._num_skipped = None, 0  # known from `init` or `load` on
         engine = home.engine
         self._group = Group("jaxinf.stream") if engine is None else engine.group
         self._group.may_hang = False  # it comes to the step's end
@@ -144,8 +151,13 @@ class StreamedStep:
             ready = self._trace(batch, avals)
             own = partial(self._budget, ready)
             budget = self._group.in_all("the memory of the device", own)
+        home = self._home
         with outside_mesh():
-            self._home.start(avals, make, ready, budget, self._plan_within)
+            if ready is not None and home.store is None:
+                self._plan(ready, home.endpoints(ready), budget)  # or it is refused
+            self._avals = home.start(avals, make, ready, budget, self._plan_within)
+        if home.engine is not None:
+            self._num_skipped = home.engine.opened.finished.skipped_steps
         if batch is not None:
             self._compile(batch, ready)
 
@@ -164,7 +176,21 @@ class StreamedStep:
           BaseException: The exception that stopped the store.
         """
         self._settle()
+        if like is None and self._home.store is not None:
+            like = self._known_avals()
         return self._home.params(like)
+
+    def _known_avals(self) -> PyTree:
+        """Shapes, dtypes and shardings of the params; of a function in any case."""
+        home = self._home
+        if self._avals is None and isinstance(home, ReadStore):
+            self._avals = nested_avals(home.store)
+        if self._avals is None:
+            raise StreamError(
+                "jaxinf.stream: call step.init or step.load first; with a store that "
+                "has a step they resume it"
+            )
+        return self._avals
 
     def state(self) -> PyTree:
         """Returns optax's state of a step in memory, which later steps leave alone.
@@ -212,7 +238,7 @@ class StreamedStep:
     @property
     def num_skipped(self) -> int:
         """Number of steps skipped for a non-finite gradient, with ``"skip"``."""
-        return self._home.num_skipped
+        return self._num_skipped
 
     @property
     def metrics(self) -> StreamMetrics | None:
@@ -244,10 +270,10 @@ class StreamedStep:
         self._settle()
         if params is not None:
             check_params(params)
-        avals = self._home.avals if params is None else abstract(params)
+        avals = self._known_avals() if params is None else abstract(params)
         ready = self._trace(batch, avals)
         with outside_mesh():
-            ends = self._home.endpoints(ready, avals)
+            ends = self._home.endpoints(ready, is_new=params is not None)
             own = Executables(self._options.deterministic, are_run=False)
             budget = self._budget(ready, device)
             return count(self._plan(ready, ends, budget, executables=own), ends)
@@ -256,8 +282,8 @@ class StreamedStep:
         """Frees params and buffers until the next call; waits for updates."""
         self._settle()
         if self._last is not None:
-            self._last.params.rest()
-            self._home.rest()
+            self._last.rest()
+            self._last.limit_store(0)
 
     def close(self) -> None:
         """Frees memory and files, and ends a step's store. Idempotent."""
@@ -267,14 +293,16 @@ class StreamedStep:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        home = self._home
         try:
             self._settle()
             for bound in self._bound.values():
                 bound.close()
-            if self._home.store is None:
+            if home.store is None:
                 self._bound.clear()  # another step makes room anew
         finally:
-            self._home.close(*error)
+            if home.store is not None and home.closes:
+                home.store.__exit__(*error)
 
     # --- batches of one shape ------------------------------------------------------
 
@@ -303,7 +331,10 @@ class StreamedStep:
         how = {"executables": self._executables, "kept": ends.kept_cuts, **how}
         needs, group = ends.needs, self._group
         plan = plan_within(ready, needs, self._options, budget, group=group, **how)
-        return replace(plan, traffic=ends.traffic(plan))
+        traffic = ByteCounts(plan.away_bytes, plan.away_bytes)
+        if ends.updates is not None:
+            traffic = ends.updates.traffic(plan)
+        return replace(plan, traffic=traffic)
 
     def _plan(
         self, ready: OrderedProgram, ends: Endpoints, budget: Budget, **how: Any
@@ -345,20 +376,20 @@ class StreamedStep:
         What one process is refused, by its device or its drive, all are: none goes on
         to a step, where it would wait for the others.
         """
-        group, home, made = self._group, self._home, list[CompiledStep]()
+        group, made = self._group, list[CompiledStep]()
 
         def trace_here() -> tuple[OrderedProgram, Endpoints, Budget]:
-            traced = ready or self._trace(batch, home.avals)
+            traced = ready or self._trace(batch, self._known_avals())
             with outside_mesh():
-                return traced, home.endpoints(traced), self._budget(traced)
+                return traced, self._home.endpoints(traced), self._budget(traced)
 
-        traced, ends, budget = group.in_all(f"the trace of {home.what}", trace_here)
+        traced, ends, budget = group.in_all(f"the trace of {self._what}", trace_here)
         with outside_mesh():
             plan = self._plan(traced, ends, budget, **how)
 
             def compile_here() -> None:
                 known = self._executables
-                made.append(compile_step(plan, traced, ends, home, group, known, times))
+                made.append(compile_step(plan, traced, ends, group, known, times))
 
             try:
                 group.in_all("the room for a step", compile_here)
@@ -388,6 +419,8 @@ class StreamedStep:
           BaseException: The exception that stopped the store.
         """
         check_not_traced(batch, extra_args)
+        if not isinstance(self._home, InStore):
+            without(extra_args=extra_args or None)
         self._settle()
         bound, options = self._bind(batch), self._options
 
@@ -395,10 +428,11 @@ class StreamedStep:
             self._take_turn(bound)
             with outside_mesh():
                 shares = shares_of(batch, options.micro_batches, self._weights)
-                loss, aux, self._metrics = bound.run(
-                    batch, shares, options.extra_args, extra_args or {}, check
-                )
-            return loss, aux
+                own_args = extra_args or {}
+                done = bound.run(batch, shares, options.extra_args, own_args, check)
+            self._metrics = done.metrics
+            self._num_skipped += self._home.has_loss and not done.is_done
+            return done.loss, done.aux
 
         loss, aux = self._on_thread(body)
         if not self._home.has_loss:
@@ -408,6 +442,6 @@ class StreamedStep:
     def _take_turn(self, bound: CompiledStep) -> None:
         """Gives steps the memory for reading, which those of before have."""
         if self._last is not None and self._last is not bound:
-            self._last.params.rest()
+            self._last.rest()
         self._last = bound
-        self._home.take_turn(bound.plan)
+        bound.limit_store(bound.plan.store_bytes)

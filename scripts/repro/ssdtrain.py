@@ -46,7 +46,6 @@ import jax.numpy as jnp
 import numpy as np
 from throttled import Server, held_up
 
-from jaxinf.streaming.move.params import MemoryParams
 from jaxinf.streaming.move.scratch import Scratch, ScratchRun
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.calls import Plan
@@ -200,8 +199,7 @@ class Stack:
             return jnp.mean((STACKS[name](params, batch["x"]) - batch["y"]) ** 2)
 
         leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(params)]
-        self.params = MemoryParams(lambda: leaves)
-        self.params.begin()
+        self.leaves = leaves
         self.place = place
         self.ready: OrderedProgram = order_program(loss, params, self.batch)
         self.cuts = {cuts_of(self.ready, n): None for n in LIMITS}
@@ -267,7 +265,10 @@ class Stack:
         """Seconds of a step."""
         began_s = time.perf_counter()
         loss, _ = way.runner(
-            self.batch, self.params, lambda piece, gradient: None, **how
+            self.batch,
+            lambda number, piece: piece.of(self.leaves[piece.leaf]),
+            lambda piece, gradient: None,
+            **how,
         )
         assert loss is not None, "a step has a loss"
         loss.block_until_ready()

@@ -11,11 +11,11 @@ import pytest
 from families import family
 from inject import at_each_call, raising
 from jax.sharding import SingleDeviceSharding
-from streaming import Numbers, assert_same_states, read_ahead, trained, unit
+from streaming import assert_same_states, read_ahead, trained, unit
 from zoo import ZOO
 
 from jaxinf.errors import BudgetError, StreamError
-from jaxinf.streaming.move.work_queues import Uploads, WorkQueues
+from jaxinf.streaming.move.work_queues import Queue, WorkQueues, start_upload
 from jaxinf.streaming.plan.cut_to_fit import within
 from jaxinf.streaming.plan.memory import (
     Budget,
@@ -38,10 +38,10 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), ADAMW)
 
 
 def params_of(num_leaves, device_pages, host_pages):
-    """A reader of leaves, of which call n uses the n-th, and what reads them ahead."""
+    """The leaves that were read, of which call n uses the n-th; what reads them."""
     fetches = [Fetch(unit(leaf), leaf, leaf) for leaf in range(num_leaves)]
-    source, sizes = Numbers(), (device_pages * PAGE_BYTES, host_pages * PAGE_BYTES)
-    return source, read_ahead(source, fetches, *sizes)
+    read, sizes = [], (device_pages * PAGE_BYTES, host_pages * PAGE_BYTES)
+    return read, read_ahead(fetches, *sizes, read)
 
 
 def gets_its_own_bits():
@@ -84,11 +84,11 @@ def test_memory_that_is_not_registered_is_copied_once_more(late, monkeypatch):
 
 
 def test_no_more_is_read_ahead_than_the_device_holds():
-    source, params = params_of(6, device_pages=2, host_pages=2)
+    read, params = params_of(6, device_pages=2, host_pages=2)
     params.begin()
     for leaf in range(6):
         np.testing.assert_array_equal(params.get(leaf, Piece(leaf))[0], leaf)
-        assert len(source.read_leaves) <= leaf + 4  # two there, two read
+        assert len(read) <= leaf + 4  # two there, two read
         if leaf:
             params.done(leaf - 1)
     params.close()
@@ -97,18 +97,18 @@ def test_no_more_is_read_ahead_than_the_device_holds():
 def test_what_is_pinned_on_its_way_has_its_memory(monkeypatch):
     """Short tensors that wait together, each for two devices."""
     jobs, goes_on, pinned_bytes = WorkQueues("uploads"), threading.Event(), []
-    uploads = Uploads(jobs, pins=True, pinned_bytes=2 * PAGE_BYTES)
     to = SingleDeviceSharding(jax.devices()[0])
 
     def note(arrays, places):
         pinned_bytes.append(sum(x.nbytes for x in arrays if type(x) is np.ndarray))
 
     at_each_call(monkeypatch, jax, "device_put", note)
-    jobs.submit(goes_on.wait, "uploads")  # the one thread
+    jobs.submit(goes_on.wait, Queue("uploads"))  # the one thread
     found = []
     for number in range(7):
         page = np.full(1024, number, np.float32)
-        uploads.start([(page, to), (page, to)], found.append)
+        pairs, room = [(page, to), (page, to)], {"pinned_bytes": 2 * PAGE_BYTES}
+        start_upload(jobs, pairs, found.append, **room)
     goes_on.set()
     jobs.end()
     assert sum(pinned_bytes) == 7 * PAGE_BYTES
@@ -125,7 +125,7 @@ def test_a_step_is_given_up_while_a_read_waits(host_pages):
     fetches = [Fetch(unit(0), 0, 0, gradient=3), Fetch(unit(1), 1, 1)]
     host_bytes = host_pages and host_pages * PAGE_BYTES
     num_threads = threading.active_count()
-    params = read_ahead(Numbers(), fetches, PAGE_BYTES, host_bytes)
+    params = read_ahead(fetches, PAGE_BYTES, host_bytes)
     params.begin()
     params.get(0, Piece(0))
     if host_pages is None:

@@ -135,14 +135,14 @@ def test_bits_are_those_of_keep(name, plans, tmp_path):
         for _ in range(2):  # the second step reuses the files
             found = streamed_plan(program, plan, executables, values=values)
             assert_same_bits(found, expected)
-        counts = values.counts()
+        moved = values.moved.snapshot()
         slots = sizes if tiers is None else tiers.on_drive
         on_drive = sum(sizes[slot] for slot in slots)
-        assert counts.num_written_bytes == 2 * on_drive
-        assert counts.num_read_bytes <= 2 * on_drive
+        assert moved.drive_write_bytes == 2 * on_drive
+        assert moved.drive_read_bytes <= 2 * on_drive
         if host_bytes is not None:
             assert bool(on_drive) == (host_bytes < most)
-            assert counts.num_out_bytes == 2 * sum(sizes.values())
+            assert moved.link_up_bytes == 2 * sum(sizes.values())
             assert max(values.most_pinned_bytes, tiers.host_bytes) <= host_bytes
         values.close()
     assert not list(tmp_path.iterdir())
@@ -163,7 +163,7 @@ def test_bits_do_not_depend_on_a_slow_drive(plans, tmp_path, monkeypatch):
     values = Watched(plan, Scratch([tmp_path]), plan_tiers(plan, least))
     found = streamed_plan(program, plan, executables, values=values)
     assert_same_bits(found, streamed_plan(program, keep, executables))
-    assert values.counts().num_written_bytes > 0
+    assert values.moved.snapshot().drive_write_bytes > 0
     assert values.most_pinned_bytes <= least  # the host is not filled
     values.close()
 
@@ -183,8 +183,8 @@ def test_a_value_that_is_still_written_is_forwarded(plans, tmp_path, monkeypatch
     values = Values(plan, Scratch([tmp_path]), tiers)
     found = streamed_plan(program, plan, executables, values=values)
     assert_same_bits(found, streamed_plan(program, keep, executables))
-    counts = values.counts()
-    assert counts.num_read_bytes < counts.num_written_bytes
+    moved = values.moved.snapshot()
+    assert moved.drive_read_bytes < moved.drive_write_bytes
     values.close()
 
 

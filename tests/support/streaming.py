@@ -14,7 +14,7 @@ import pytest
 from inject import at_each_call
 
 from jaxinf.store import StoreDirectory
-from jaxinf.streaming.move.params import MemoryParams, StoreParams
+from jaxinf.streaming.move.params import StoreParams
 from jaxinf.streaming.move.spill import beyond_memory
 from jaxinf.streaming.plan.order import plan_of
 from jaxinf.streaming.plan.reads import Reading
@@ -41,10 +41,8 @@ def smallest_bytes(ready, policy="recompute", num_parts=1):
 
 
 def in_memory(leaves):
-    """Returns the params source of a run whose params are these."""
-    params = MemoryParams(lambda: leaves)
-    params.begin()
-    return params
+    """Returns what gives a run params that are these."""
+    return lambda number, piece: piece.of(leaves[piece.leaf])
 
 
 def bytes_held():
@@ -54,8 +52,21 @@ def bytes_held():
     return [n for pool in pools if (n := pool.used_bytes + pool._idle_bytes)]
 
 
-def read_ahead(reader, fetches, room_bytes, host_bytes=None):
-    """Returns the params source of whole leaves, which a reader reads ahead."""
+def read_ahead(fetches, room_bytes, host_bytes=None, read_leaves=None):
+    """Returns the params source of whole leaves, filled with their numbers.
+
+    It notes in `read_leaves` what was read.
+    """
+
+    @contextlib.contextmanager
+    def reads(num_first):
+        def read(unit, shards):
+            shards[0][...] = unit.leaf
+            if read_leaves is not None:
+                read_leaves.append(unit.leaf)
+
+        yield read
+
     units = sorted({fetch.unit for fetch in fetches}, key=lambda unit: unit.leaf)
     leaves = [
         jax.ShapeDtypeStruct(unit.shape, unit.dtype, sharding=unit.sharding)
@@ -63,7 +74,7 @@ def read_ahead(reader, fetches, room_bytes, host_bytes=None):
     ]
     return StoreParams(
         units_of(leaves, lambda *_: True),
-        reader,
+        reads,
         Reading(tuple(fetches), room_bytes, host_bytes),
     )
 
@@ -177,25 +188,6 @@ def until_it_waits(thread):
 def unit(leaf):
     """A leaf of one page."""
     return Unit(leaf, (), (1024,), np.dtype(np.float32))
-
-
-class Numbers:
-    """A reader of units, which are filled with their leaf's number."""
-
-    version = 0, 0
-
-    def __init__(self):
-        self.read_leaves = []
-
-    def begin(self, num_first):
-        self.read_leaves.clear()
-
-    def read(self, unit, shards):
-        self.read_leaves.append(unit.leaf)
-        shards[0][...] = unit.leaf
-
-    def close(self):
-        pass
 
 
 def moved_as_planned(step, *names):

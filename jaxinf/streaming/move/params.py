@@ -1,4 +1,4 @@
-"""The params of a step: read ahead of programs, or in memory.
+"""The params of a step in a store: read ahead of programs, which wait for them.
 
     drive ─► buffer, which the device reads in place         a device with the host's
     drive ─► registered buffer ─► device                     … with memory of its own
@@ -9,8 +9,8 @@ no program, no copy and no update can still read it.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -22,7 +22,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxinf import compat
 from jaxinf.engine import Engine, StateReader, average_states, put_together
-from jaxinf.streaming.move.work_queues import MoveCounts, Uploads, WorkQueues
+from jaxinf.streaming.move.work_queues import Queue, WorkQueues, start_upload
 from jaxinf.streaming.plan.memory import READER_BYTES
 from jaxinf.streaming.plan.reads import Fetch, Reading
 from jaxinf.streaming.program.graph import Piece
@@ -37,73 +37,34 @@ Hold: TypeAlias = Callable[[], AbstractContextManager[None]]
 AT_ONCE = frozenset({0})
 """States that each step writes in any case: programs read params from the drives."""
 
-
-class MemoryParams:
-    """Params that are all in memory, where someone else updates them."""
-
-    def __init__(self, leaves: Callable[[], Sequence[Any]]) -> None:
-        self._leaves = leaves
-        self._held: Sequence[Any] = ()
-        self.counts = MoveCounts()
-
-    def begin(self) -> None:
-        self._held = self._leaves()
-
-    def get(self, number: int, piece: Piece) -> jax.Array:
-        leaf = self._held[piece.leaf]
-        return piece.of(leaf) if piece.index or piece.rows else leaf
-
-    def stop(self) -> None:
-        self._held = ()
-
-    def take(self, unit: Unit) -> None: ...
-    def free(self, unit: Unit) -> None: ...
-    def done(self, number: int) -> None: ...
-    def free_idle(self) -> None: ...
-    def rest(self) -> None: ...
-    def close(self) -> None: ...
+_TO_HOST, _TO_DEVICE = Queue("to the host"), Queue("to the device")
 
 
-class StoreReader:
-    """Reads units of the store's current step.
+ReadUnit: TypeAlias = Callable[[Unit, Sequence[Array]], None]
+"""Fills arrays with a unit's shards; blocks."""
+
+
+@contextmanager
+def read_units(
+    engine: Engine, num_first: int, *, average: bool = False
+) -> Iterator[ReadUnit]:
+    """Reads units of the store's current step; there is no commit before it ends.
 
     Until the first of them are read, the store prefetches no state for updates, since
-    programs wait for params first.
+    programs wait for params first. Chunks that another process holds are zeros.
 
     Args:
+      num_first: Number of units that have room when a step begins.
       average: Whether they are of the params' average.
     """
+    opened, num_left = engine.opened, num_first
+    reader = StateReader(opened, READER_BYTES)
+    opened.mover.write_at_once(AT_ONCE)
+    opened.mover.hold_prefetches(num_first > 0)
 
-    def __init__(self, engine: Engine, *, average: bool = False) -> None:
-        self._engine, self._average = engine, average
-        self._num_left = 0  # of the first
-        self._reader: StateReader | None = None
-
-    @property
-    def version(self) -> tuple[int, int]:
-        """What it reads: how often the store's contents were replaced, and its step.
-
-        A store that restarts has each step number again, with other params.
-        """
-        return self._engine.num_replaced, self._engine.opened.finished.step
-
-    def begin(self, num_first: int) -> None:
-        """Begins a step, with room for so many units; no commit before it ends."""
-        self.close()
-        opened = self._engine.opened
-        self._reader = StateReader(opened, READER_BYTES)
-        opened.mover.write_at_once(AT_ONCE)
-        self._num_left = num_first
-        opened.mover.hold_prefetches(num_first > 0)
-
-    def read(self, unit: Unit, shards: Sequence[Array]) -> None:
-        """Fills arrays with a unit's shards; blocks.
-
-        Chunks that another process holds are zeros.
-        """
-        reader, opened = self._reader, self._engine.opened
-        assert reader is not None, "a step has begun"
-        states = average_states(opened, unit.leaf) if self._average else (0,)
+    def read(unit: Unit, shards: Sequence[Array]) -> None:
+        nonlocal num_left
+        states = average_states(opened, unit.leaf) if average else (0,)
         with span("fetch"):
             parts = shards if unit.is_divided else [np.zeros(unit.shape, unit.dtype)]
             for box, part in zip(unit.boxes, parts, strict=True):
@@ -114,16 +75,15 @@ class StoreReader:
             if not unit.is_divided:
                 for box, shard in zip(unit.shards, shards, strict=True):
                     shard[...] = parts[0][box.slices]
-        self._num_left -= 1
-        if not self._num_left:
+        num_left -= 1
+        if not num_left:
             opened.mover.hold_prefetches(False)
 
-    def close(self) -> None:
-        """Frees its memory."""
-        self._engine.opened.mover.hold_prefetches(False)
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
+    try:
+        yield read
+    finally:
+        opened.mover.hold_prefetches(False)
+        reader.close()
 
 
 @dataclass(eq=False)
@@ -164,26 +124,32 @@ class StoreParams:
     always get room.
 
     Args:
+      reads: Begins to read for a step, with room for so many units at first.
       reading: The reads of each run. Of a device with memory of its own, `host_bytes`
         are for buffers; what is pinned is taken beside it.
       hold: Keeps an error of its context, until the processes of the run agree.
-      are_frozen: Whether what stays is the same after a step of the store.
+      version: Says of which contents of the store units are that stay.
+
+    Attributes:
+      num_read_bytes: Bytes that this run has read.
+      num_got, num_ready: Number of parts that calls got, and of those that were there.
+      waited_s: Time that calls waited for the others.
     """
 
     def __init__(
         self,
         unit_of: UnitOf,
-        reader: StoreReader,
+        reads: Callable[[int], AbstractContextManager[ReadUnit]],
         reading: Reading,
         hold: Hold = nullcontext,
-        *,
-        are_frozen: bool = True,
+        version: Callable[[], Any] = lambda: 0,
     ) -> None:
-        self.counts = MoveCounts()
-        self._unit_of, self._reader = unit_of, reader
+        self.num_read_bytes = self.num_got = self.num_ready = 0
+        self.waited_s = 0.0
+        self._unit_of, self._begin_reads = unit_of, reads
         self._reading, self._hold = reading, hold
-        self._are_frozen = are_frozen
-        self._version: tuple[int, int] | None = None  # of what stays
+        self._version, self._staying = version, None  # the version of what stays
+        self._step = ExitStack()
         self._device = default_device()
         self._has_link = reading.host_bytes is not None
         registry = compat.memory_registry(self._device) if self._has_link else None
@@ -192,10 +158,7 @@ class StoreParams:
         self._device_bytes = reading.room_bytes  # that are free, of one with its own
         self._jobs = WorkQueues("jaxinf-fetch")
         self._changed = self._jobs.changed
-        pinned_bytes = reading.largest_bytes
-        self._uploads = Uploads(
-            self._jobs, pins=registry is None, pinned_bytes=pinned_bytes
-        )
+        self._pinned_bytes = reading.largest_bytes if registry is None else None
         self._reads: dict[Fetch, _Read] = {}
         # The reads of a unit, in order; those that end with a call; and for an update.
         self._of_unit: defaultdict[Unit, list[Fetch]] = defaultdict(list)
@@ -213,19 +176,20 @@ class StoreParams:
     def begin(self) -> None:
         """Starts to read."""
         self.stop()
-        num_replaced, step = self._reader.version
-        version = num_replaced, 0 if self._are_frozen else step
-        self._forget(staying=version != self._version)
-        self._version = version
+        self.num_read_bytes = self.num_got = self.num_ready = 0
+        self.waited_s, version = 0.0, self._version()
+        self._forget(staying=version != self._staying)
+        self._staying = version
         new = [fetch for fetch in self._reading.fetches if not self._has_stayed(fetch)]
         if not new:
             return
-        self._reader.begin(self._reading.num_first(new))
+        begun = self._begin_reads(self._reading.num_first(new))
+        read_unit = self._step.enter_context(begun)
         with self._changed:
             for fetch in new:
                 read = _Read(fetch, is_held=fetch.gradient is not None)
                 self._reads[fetch] = read
-                self._jobs.submit(partial(self._read, read))
+                self._jobs.submit(partial(self._read, read, read_unit), _TO_HOST)
 
     def _has_stayed(self, fetch: Fetch) -> bool:
         """Whether a unit's first read is that of the step before."""
@@ -237,37 +201,42 @@ class StoreParams:
         self._reads[fetch] = read
         return True
 
+    @property
+    def hit_rate(self) -> float:
+        """Share of the parts that were there when calls got them."""
+        return self.num_ready / self.num_got if self.num_got else 1.0
+
     def get(self, number: int, piece: Piece) -> jax.Array:
         """Returns a part of the params for the call of that number; blocks."""
         unit = self._unit_of(piece)
         fetch = next(one for one in self._of_unit[unit] if one.last >= number)
         read = self._reads[fetch]
         with self._hold():
-            return self._part(unit, piece, self._got(read))
+            self._await(read)
         # Others wait for the programs, and put a unit together once.
         if not read.is_complete:
             read.value = unit.on_devices(unit.views(aligned(unit.page_bytes)))
             read.is_complete = True
+        assert read.value is not None
         return self._part(unit, piece, read.value)
 
-    def _got(self, read: _Read) -> jax.Array:
-        """Returns a unit; blocks until it is on the device.
+    def _await(self, read: _Read) -> None:
+        """Blocks until a unit is on the device, with the parts of all processes.
 
         Raises:
           StoreIOError: The drive failed.
         """
-        unit, counts = read.fetch.unit, self.counts
-        counts.num_got += 1
-        counts.num_ready += read.is_there
+        unit = read.fetch.unit
+        self.num_got += 1
+        self.num_ready += read.is_there
         if not read.is_there:
             with span("wait"):
-                counts.waited_s += self._jobs.wait_for(lambda: read.is_there)
+                self.waited_s += self._jobs.wait_for(lambda: read.is_there)
         if read.value is None:
             read.value = unit.on_devices(read.shards)
         elif unit.is_shared and self._has_link and not read.is_complete:
             read.value = put_together(read.value, donates=True)
         read.is_complete = True
-        return read.value
 
     def _part(self, unit: Unit, piece: Piece, array: jax.Array) -> jax.Array:
         part = unit.part(piece)
@@ -289,13 +258,13 @@ class StoreParams:
 
     def stop(self) -> None:
         """Ends a run; no program may be in flight. What is under way is waited for."""
-        self._uploads.drop()
+        self._jobs.reset()
         with self._changed:
             for read in [*self._reads.values()]:
                 if not (read.is_there and read.fetch.stays):
                     read.is_held &= read.is_there
                     self._release(read)
-        self._reader.close()
+        self._step.close()
 
     def _forget(self, *, staying: bool) -> None:
         """Frees units that updates of a step have left, and those that stay."""
@@ -367,7 +336,7 @@ class StoreParams:
 
     # --- reads, and copies to the device; each waits for its memory, on a thread -----
 
-    def _read(self, read: _Read) -> None:
+    def _read(self, read: _Read, read_unit: ReadUnit) -> None:
         unit = read.fetch.unit
 
         def has_memory() -> bool:
@@ -375,13 +344,13 @@ class StoreParams:
             return read.memory is not None
 
         self._jobs.wait_for(has_memory)
-        self._reader.read(unit, read.shards)
+        read_unit(unit, read.shards)
         with self._changed:
-            self.counts.num_read_bytes += unit.num_bytes
+            self.num_read_bytes += unit.num_bytes
             read.is_there = not self._has_link
             self._settle(read)
             if self._has_link:
-                self._jobs.submit(partial(self._upload, read), "to the device")
+                self._jobs.submit(partial(self._upload, read), _TO_DEVICE)
 
     def _upload(self, read: _Read) -> None:
         unit = read.fetch.unit
@@ -390,13 +359,10 @@ class StoreParams:
             self._device_bytes -= unit.num_bytes
             read.has_room = True
         pairs = unit.places(read.shards, SingleDeviceSharding(self._device))
-        self._uploads.start(pairs, partial(self._copied, read))
+        ended, pinned_bytes = partial(self._copied, read), self._pinned_bytes
+        start_upload(self._jobs, pairs, ended, pinned_bytes=pinned_bytes)
 
     def _copied(self, read: _Read, copies: Sequence[jax.Array]) -> None:
         with self._changed:
             read.value, read.is_there = read.fetch.unit.of_parts(copies), True
             self._settle(read)
-
-
-Params: TypeAlias = MemoryParams | StoreParams
-"""Where the params of programs come from."""

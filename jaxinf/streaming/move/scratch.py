@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from jaxinf.engine import Engine
-from jaxinf.streaming.move.work_queues import WorkQueues
+from jaxinf.streaming.move.work_queues import Queue, WorkQueues
 from jaxinf.transfer import (
     ByteMeters,
     aligned,
@@ -156,7 +156,8 @@ class Scratch:
                     ended()
 
         for part in parts:
-            self.jobs.submit(partial(run, part), part.drive, self._num_threads)
+            queue = Queue(part.drive, self._num_threads)
+            self.jobs.submit(partial(run, part), queue)
         return left
 
     def write(self, part: ScratchRun, value: Array | jax.Array) -> None:

@@ -5,7 +5,8 @@ read ahead takes as much memory as the largest gradient.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 
 import jax
 import numpy as np
@@ -42,43 +43,38 @@ def file_bytes(on_drives: Mapping[Piece, int]) -> int:
     return sum(map(page_ceil, on_drives.values()))
 
 
+@dataclass(frozen=True)
 class Spill:
     """Holds gradients until they are dropped. Used from one thread at a time.
 
     An array that it returns stays valid for as long as someone refers to it.
 
-    Args:
-      scratch: Files for gradients that go to drives, closed with this.
-      on_drives: These, and their bytes.
-
     Attributes:
-      kept_bytes: The most bytes in memory since `reset`.
-      written_bytes: Bytes written to the file since then, in whole pages.
+      scratch: Files for gradients that go to drives, closed with this.
+      places: Where those are.
+      held: What waits; of gradients on drives shapes and dtypes.
     """
 
-    def __init__(self, scratch: Scratch, on_drives: Mapping[Piece, int]) -> None:
-        self._scratch, self._places = scratch, scratch.allocate(on_drives)
-        # Arrays; of those on a drive shapes and dtypes.
-        self._held: dict[Piece, jax.Array | Array | jax.ShapeDtypeStruct] = {}
-        self.reset()
+    scratch: Scratch
+    places: Mapping[Piece, Sequence[ScratchRun]]
+    held: dict[Piece, Array | jax.ShapeDtypeStruct] = field(default_factory=dict)
 
-    def put(self, key: Piece, value: jax.Array | Array) -> None:
-        """Takes a gradient; blocks while it is written.
+    def put(self, key: Piece, value: Array) -> int:
+        """Takes a gradient; blocks while it is written, and returns these bytes.
 
         Raises:
           StoreSpaceError, StoreIOError: The drive is full, or failed.
         """
-        assert key not in self._held, "a gradient leaves once"
-        if key not in self._places:
-            self._held[key] = value
-            self._held_bytes += value.nbytes
-            self.kept_bytes = max(self.kept_bytes, self._held_bytes)
-            return
-        parts, array = self._places[key], np.asarray(value, order="C")
-        left = self._scratch.start(self._scratch.write, parts, array)
-        self._scratch.jobs.wait_for(lambda: not left)
-        self._held[key] = jax.ShapeDtypeStruct(array.shape, array.dtype)
-        self.written_bytes += place_bytes(parts)
+        assert key not in self.held, "a gradient leaves once"
+        parts = self.places.get(key)
+        if parts is None:
+            self.held[key] = value
+            return 0
+        array = np.asarray(value, order="C")
+        left = self.scratch.start(self.scratch.write, parts, array)
+        self.scratch.jobs.wait_for(lambda: not left)
+        self.held[key] = jax.ShapeDtypeStruct(array.shape, array.dtype)
+        return place_bytes(parts)
 
     def read(self, *, removes: bool = False) -> Iterator[tuple[Piece, Array]]:
         """Yields all gradients, in the order in which they came.
@@ -86,37 +82,34 @@ class Spill:
         Args:
           removes: Whether to drop each, so that it is read for the last time.
         """
-        keys = [*self._held]
-        to_read = deque(key for key in keys if key in self._places)
-        sizes = {key: place_bytes(self._places[key]) for key in to_read}
+        keys, scratch = [*self.held], self.scratch
+        to_read = deque(key for key in keys if key in self.places)
+        sizes = {key: place_bytes(self.places[key]) for key in to_read}
         room_bytes = max(sizes.values(), default=0)
         begun: deque[tuple[Array, Set[ScratchRun]]] = deque()
         for key in keys:
             while to_read and sizes[to_read[0]] <= room_bytes:
                 first = to_read.popleft()
-                parts, memory = self._places[first], aligned(sizes[first])
-                begun.append(
-                    (memory, self._scratch.start(self._scratch.read, parts, memory))
-                )
+                parts, memory = self.places[first], aligned(sizes[first])
+                left = scratch.start(scratch.read, parts, memory)
+                begun.append((memory, left))
                 room_bytes -= sizes[first]
-            value = self._held.pop(key) if removes else self._held[key]
+            value = self.held.pop(key) if removes else self.held[key]
             if not isinstance(value, jax.ShapeDtypeStruct):
-                self._held_bytes -= value.nbytes if removes else 0
                 yield key, np.asarray(value)
                 continue
             memory, left = begun.popleft()
-            self._scratch.jobs.wait_for(lambda left=left: not left)
+            scratch.jobs.wait_for(lambda left=left: not left)
             yield key, array_in(memory, value)
             del memory
             room_bytes += sizes[key]
 
     def reset(self) -> None:
         """Drops all gradients."""
-        self._scratch.jobs.reset()
-        self._held.clear()
-        self._held_bytes = self.written_bytes = self.kept_bytes = 0
+        self.scratch.jobs.reset()
+        self.held.clear()
 
     def close(self) -> None:
-        """Drops everything, and the file; idempotent."""
+        """Drops everything, and the files; idempotent."""
         self.reset()
-        self._scratch.close()
+        self.scratch.close()

@@ -20,14 +20,16 @@ import jax
 
 from jaxinf import compat
 from jaxinf.streaming.move.scratch import Scratch, ScratchRun, array_in, place_bytes
-from jaxinf.streaming.move.work_queues import MoveCounts, Uploads
+from jaxinf.streaming.move.work_queues import Queue, start_upload
 from jaxinf.streaming.plan.calls import Plan, Slot, Tiers
 from jaxinf.streaming.plan.leaving import NUM_COPIES
 from jaxinf.streaming.program.lifetimes import Stay, occupancy
 from jaxinf.streaming.program.meshes import default_device
 from jaxinf.streaming.program.units import PINNED
-from jaxinf.transfer import PAGE_BYTES, Buffer, BufferPool, span
+from jaxinf.transfer import PAGE_BYTES, Buffer, BufferPool, ByteMeters, span
 from jaxinf.typing import Array
+
+_IN, _OUT = Queue("in"), Queue("out")
 
 
 @dataclass(eq=False)
@@ -76,34 +78,35 @@ class Values:
     """Holds values, those in memory and those elsewhere. Used from one thread.
 
     Args:
-      plan: The calls of a step, which say when values are absent; by default all
-        values stay in memory.
+      plan: The calls of a step, which say when values are absent.
       scratch: Files for values on drives, closed with this; without folders if no
         value goes there.
       tiers: Where values wait that leave a device with memory of its own; None if its
         memory is the host's, and they wait on drives.
+
+    Attributes:
+      moved: Bytes on drives, and over the link from a device with memory of its own.
+      waited_s: Time that the caller has waited for values to be written or read.
     """
 
     def __init__(
         self,
-        plan: Plan | None = None,
+        plan: Plan,
         scratch: Scratch | None = None,
         tiers: Tiers | None = None,
     ) -> None:
         self._scratch = Scratch(()) if scratch is None else scratch
-        evictions = {} if plan is None else plan.evictions
-        lives = {} if plan is None else plan.lives
+        evictions, lives = plan.evictions, plan.lives
         on_drive = tiers.on_drive if tiers else tuple(evictions)
         sizes = {slot: lives[slot].num_bytes for slot in on_drive}
         self._places = self._scratch.allocate(sizes)
-        most_bytes = max(tiers.room, default=0) if tiers else 0
-        if plan is not None and not tiers:
-            most_bytes = _most_back(plan, self._places)
+        room = tiers.room if tiers else [_most_back(plan, self._places)]
+        most_bytes = max(room, default=0)
         registry = compat.memory_registry(default_device()) if tiers else None
         self._pool = BufferPool(max(most_bytes, PAGE_BYTES), registry=registry)
         self._tiers, self._jobs = tiers, self._scratch.jobs
         self._changed = self._jobs.changed
-        self._uploads = Uploads(self._jobs, pins=registry is None)
+        self._pinned_bytes = 0 if registry is None else None  # one value at a time
         in_order = sorted(evictions.items(), key=lambda item: item[1].needed)
         first_gone = sorted(in_order, key=lambda item: item[1].gone)
         self._leaving = _by_call((slot, one.written) for slot, one in first_gone)
@@ -112,7 +115,7 @@ class Values:
         self._ends = _by_call((s, lives[s].takers[-1]) for s in evictions)
         self._held: dict[Slot, jax.Array] = {}
         self._away: dict[Slot, _Away] = {}
-        self._counts = MoveCounts()
+        self.moved, self.waited_s = ByteMeters(), 0.0
         self.reset()
 
     # --- a step, call by call ------------------------------------------------------
@@ -144,7 +147,7 @@ class Values:
                 self._changed.notify_all()
         if self._tiers and not number:
             for slot in self._tiers.on_drive:
-                self._jobs.submit(partial(self._read, slot), "in")
+                self._jobs.submit(partial(self._read, slot), _IN)
         for slot in self._gone.get(number, ()):
             self._wait_for(partial(self._is_gone, self._away[slot]))
             del self._held[slot]
@@ -152,7 +155,7 @@ class Values:
             if self._tiers:
                 self._come_back(self._away[slot])
             else:
-                self._jobs.submit(partial(self._read, slot), "in")
+                self._jobs.submit(partial(self._read, slot), _IN)
 
     def put(self, slots: Sequence[Slot | None], outputs: Sequence[jax.Array]) -> None:
         """Takes a call's outputs, those that have a slot."""
@@ -178,7 +181,7 @@ class Values:
 
     def reset(self) -> None:
         """Drops everything; no call may be under way. Blocks until no value moves."""
-        self._uploads.drop()
+        self._jobs.reset()
         self._held.clear()
         with self._changed:
             for away in self._away.values():
@@ -188,12 +191,6 @@ class Values:
         self._way_bytes = self._tiers.leaving_bytes if self._tiers else 0
         self._read_bytes, self._back_bytes = self._pool.capacity_bytes, 0
         self._pool.free_idle()  # it goes back to the system between steps
-
-    def counts(self) -> MoveCounts:
-        """Returns the traffic of values since the last call."""
-        with self._changed:
-            counts, self._counts = self._counts, MoveCounts()
-        return counts
 
     def close(self) -> None:
         """Frees memory and files, and ends the threads; idempotent."""
@@ -209,7 +206,7 @@ class Values:
         with self._changed:
             self._away[slot] = away
         if self._tiers:
-            self._jobs.submit(partial(self._copy_out, away), "out")
+            self._jobs.submit(partial(self._copy_out, away), _OUT)
         else:
             self._write(away, value)
 
@@ -228,8 +225,7 @@ class Values:
         with span("out"):
             host = jax.block_until_ready(jax.device_put(value, pinned))
         del value
-        with self._changed:
-            self._counts.num_out_bytes += host.nbytes
+        self.moved.add(link_up_bytes=host.nbytes)
         self._write(away, host)
 
     def _write(self, away: _Away, host: jax.Array) -> None:
@@ -237,7 +233,7 @@ class Values:
         num_bytes = host.nbytes
 
         def written() -> None:
-            self._counts.num_written_bytes += num_bytes
+            self.moved.add(drive_write_bytes=num_bytes)
             away.is_written = True
             self._settle(away)
 
@@ -274,7 +270,7 @@ class Values:
             )
 
         def read() -> None:
-            self._counts.num_read_bytes += away.array.nbytes
+            self.moved.add(drive_read_bytes=away.array.nbytes)
             away.is_read, away.is_back = True, not self._tiers
             self._upload(away)
             self._changed.notify_all()
@@ -310,7 +306,8 @@ class Values:
                 self._settle(away)
 
         source = away.array if away.host is None else away.host
-        self._uploads.start([(source, away.form.sharding)], ended)
+        pairs, pinned_bytes = [(source, away.form.sharding)], self._pinned_bytes
+        start_upload(self._jobs, pairs, ended, pinned_bytes=pinned_bytes)
 
     def _free(self, away: _Away) -> None:
         """Frees the memory that a value was read into."""
@@ -324,7 +321,7 @@ class Values:
 
     def _wait_for(self, is_done: Callable[[], bool]) -> None:
         with span("wait"):
-            self._counts.waited_s += self._jobs.wait_for(is_done)
+            self.waited_s += self._jobs.wait_for(is_done)
 
 
 def _by_call(pairs: Iterable[tuple[Slot, int]]) -> Mapping[int, list[Slot]]:

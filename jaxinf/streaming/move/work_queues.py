@@ -8,12 +8,12 @@ to a device have ended, also if a step is given up.
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import jax
 
@@ -22,29 +22,29 @@ from jaxinf.streaming.program.units import PINNED
 from jaxinf.transfer import span
 from jaxinf.typing import Array
 
+_UNLIMITED = 1 << 62
+# Items up to this long are taken together, if several wait.
+_SHORT_BYTES = 1 << 20
 
-@dataclass
-class MoveCounts:
-    """Traffic and times since the previous counts.
+
+@dataclass(frozen=True)
+class Queue:
+    """A queue of jobs, or of items that wait for an action. Its name tells which.
 
     Attributes:
-      waited_s: Time that the caller waited for any move.
-      num_got, num_ready: Number of tensors that the caller got, and of those that were
-        on the device already.
-      num_out_bytes: Bytes copied from a device with memory of its own to the host.
+      num_threads: Its threads, from the first job on.
+      room_bytes: Memory for items, until the work on them is over.
+      together_bytes: The most of several items that are taken together.
     """
 
-    num_written_bytes: int = 0
-    num_read_bytes: int = 0
-    waited_s: float = 0.0
-    num_got: int = 0
-    num_ready: int = 0
-    num_out_bytes: int = 0
+    name: Hashable = ""
+    num_threads: int = 1
+    room_bytes: int = _UNLIMITED
+    together_bytes: int = _UNLIMITED
 
-    @property
-    def hit_rate(self) -> float:
-        """Share of the tensors that were on the device when the caller got them."""
-        return self.num_ready / self.num_got if self.num_got else 1.0
+
+Action: TypeAlias = Callable[[Sequence[Any]], Callable[[], None] | None]
+"""Begins with items, in their order; returns what is left to do, beside later ones."""
 
 
 class WorkQueues:
@@ -62,24 +62,42 @@ class WorkQueues:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._queues: dict[Hashable, SimpleQueue[Callable[[], None] | None]] = {}
+        self._jobs: dict[Hashable, SimpleQueue[Callable[[], None] | None]] = {}
         self._threads: list[tuple[threading.Thread, SimpleQueue[Any]]] = []
         self._num_left = 0
+        self._items: defaultdict[Hashable, deque[tuple[Any, int]]] = defaultdict(deque)
+        self._item_bytes = Counter[Hashable]()
+        self._in_order: dict[Hashable, threading.Lock] = {}
         self._is_dropping = self._is_closed = False
         self.error: BaseException | None = None
         self.changed = threading.Condition()
 
-    def submit(
-        self, job: Callable[[], None], queue: Hashable = "", num_threads: int = 1
-    ) -> None:
-        """Adds a job to a queue, which has so many threads from its first one on."""
+    def submit(self, job: Callable[[], None], queue: Queue) -> None:
+        """Adds a job to a queue."""
         with self.changed:
             if self._is_closed:
                 raise StoreClosedError(f"{self._name}: closed; make the function anew")
-            if queue not in self._queues:
-                self._start(queue, num_threads)
+            if queue.name not in self._jobs:
+                self._start(queue)
             self._num_left += 1
-            self._queues[queue].put(partial(self._run, [job]))
+            self._jobs[queue.name].put(partial(self._run, [job]))
+
+    def put(self, item: Any, num_bytes: int, action: Action, queue: Queue) -> float:
+        """Passes an item on; blocks while too many wait, and returns the seconds.
+
+        One is always accepted. All that wait in a queue have the same action.
+
+        Raises:
+          BaseException: The first error of a job.
+        """
+        room_bytes, name = max(1, queue.room_bytes), queue.name
+        most = room_bytes - min(num_bytes, room_bytes)
+        waited_s = self.wait_for(lambda: self._item_bytes[name] <= most)
+        with self.changed:
+            self._items[name].append((item, num_bytes))
+            self._item_bytes[name] += num_bytes
+            self.submit(partial(self._pass_on, queue, action), queue)
+        return waited_s
 
     def wait_for(self, is_done: Callable[[], bool]) -> float:
         """Blocks until a condition holds, with the lock; returns the seconds.
@@ -108,12 +126,14 @@ class WorkQueues:
         self.wait_for(lambda: not self._num_left)
 
     def reset(self) -> None:
-        """Drops jobs that have not begun, or wait; blocks until all have ended."""
+        """Drops items, and jobs that have not begun, or wait; blocks until all end."""
         with self.changed:
             self._is_dropping = True
             self.changed.notify_all()
             self.changed.wait_for(lambda: not self._num_left)
             self._is_dropping, self.error = False, None
+            self._items.clear()
+            self._item_bytes.clear()
 
     def close(self) -> None:
         """Drops all jobs and ends the threads; idempotent."""
@@ -124,15 +144,15 @@ class WorkQueues:
         while self._threads:
             self._threads.pop()[0].join()
 
-    def _start(self, queue: Hashable, num_threads: int) -> None:
+    def _start(self, queue: Queue) -> None:
         own: SimpleQueue[Any] = SimpleQueue()
-        for _ in range(num_threads):
+        for _ in range(queue.num_threads):
             what = {"args": (own,), "name": self._name, "daemon": True}
             thread = threading.Thread(target=_serve, **what)
             thread.start()
             self._threads.append((thread, own))
             weakref.finalize(self, own.put, None).atexit = False
-        self._queues[queue] = own
+        self._jobs[queue.name], self._in_order[queue.name] = own, threading.Lock()
 
     def _run(self, held: list[Callable[[], None]]) -> None:
         job = held.pop()
@@ -147,82 +167,19 @@ class WorkQueues:
             self._num_left -= 1
             self.changed.notify_all()
 
-
-def _serve(queue: "SimpleQueue[Callable[[], None] | None]") -> None:
-    """Runs jobs until there is None."""
-    while (run := queue.get()) is not None:
-        run()
-        del run  # it refers to the jobs
-
-
-_T = TypeVar("_T")
-
-Action: TypeAlias = Callable[[Sequence[_T]], Callable[[], None] | None]
-"""Begins with items, in their order; returns what is left to do, beside later ones."""
-
-# Items up to this long are taken together, if several wait.
-_SHORT_BYTES = 1 << 20
-
-
-class BoundedQueue(Generic[_T]):
-    """Items that wait for an action on threads, bounded in bytes.
-
-    Args:
-      jobs: Have a queue of that name for them.
-      room_bytes: Memory for items, until the work on them is over.
-      together_bytes: The most of several items that are taken together.
-    """
-
-    def __init__(
-        self,
-        jobs: WorkQueues,
-        name: str,
-        *,
-        num_threads: int,
-        room_bytes: int = 1 << 62,
-        together_bytes: int = 1 << 62,
-    ) -> None:
-        self._jobs, self._name, self._num_threads = jobs, name, num_threads
-        self._room_bytes, self._held_bytes = max(1, room_bytes), 0
-        self._together_bytes = together_bytes
-        self._waiting: deque[tuple[_T, int]] = deque()
-        self._in_order = threading.Lock()
-
-    def put(self, item: _T, num_bytes: int, action: Action[_T]) -> float:
-        """Passes an item on; blocks while too many wait, and returns the seconds.
-
-        One is always accepted. All that wait have the same action.
-
-        Raises:
-          BaseException: The first error of a job.
-        """
-        most = self._room_bytes - min(num_bytes, self._room_bytes)
-        waited_s = self._jobs.wait_for(lambda: self._held_bytes <= most)
-        with self._jobs.changed:
-            self._waiting.append((item, num_bytes))
-            self._held_bytes += num_bytes
-            job = partial(self._pass_on, action)
-            self._jobs.submit(job, self._name, self._num_threads)
-        return waited_s
-
-    def drop(self) -> None:
-        """Drops items that wait, and all jobs; blocks until what runs is over."""
-        self._jobs.reset()
-        self._waiting.clear()
-        self._held_bytes = 0
-
-    def _pass_on(self, action: Action[_T]) -> None:
+    def _pass_on(self, queue: Queue, action: Action) -> None:
         """Works on the next items, unless another job took them; on a thread."""
-        with self._in_order:
-            taken, sizes = list[_T](), list[int]()
-            while self._waiting and self._jobs.error is None:
-                next_bytes = self._waiting[0][1]
+        waiting = self._items[queue.name]
+        with self._in_order[queue.name]:
+            taken, sizes = list[Any](), list[int]()
+            while waiting and self.error is None:
+                next_bytes = waiting[0][1]
                 if sizes and (
                     max(sizes[-1], next_bytes) > _SHORT_BYTES
-                    or sum(sizes) + next_bytes > self._together_bytes
+                    or sum(sizes) + next_bytes > queue.together_bytes
                 ):
                     break
-                item, num_bytes = self._waiting.popleft()
+                item, num_bytes = waiting.popleft()
                 taken.append(item)
                 sizes.append(num_bytes)
                 del item
@@ -231,8 +188,18 @@ class BoundedQueue(Generic[_T]):
         if work is not None:
             work()
             del work
-        with self._jobs.changed:
-            self._held_bytes -= sum(sizes)
+        with self.changed:
+            self._item_bytes[queue.name] -= sum(sizes)
+
+
+def _serve(queue: "SimpleQueue[Callable[[], None] | None]") -> None:
+    """Runs jobs until there is None."""
+    while (run := queue.get()) is not None:
+        run()
+        del run  # it refers to the jobs
+
+
+# --- copies to devices that have memory of their own ----------------------------------
 
 
 Pairs: TypeAlias = Sequence[tuple[Array | jax.Array, Any]]
@@ -242,46 +209,46 @@ Ended: TypeAlias = Callable[[Sequence[jax.Array]], None]
 """Takes the copies of a tensor, on a thread that has no lock."""
 
 
-class Uploads(BoundedQueue[tuple[Pairs, Ended]]):
-    """Copies tensors in order to devices that have memory of their own.
+def start_upload(
+    jobs: WorkQueues, pairs: Pairs, ended: Ended, *, pinned_bytes: int | None
+) -> None:
+    """Starts to copy a tensor; copies end in the order in which they were started.
 
     A copy to new memory of the device waits for programs that were enqueued before it.
     So all that waits is copied by one call, and two calls are under way.
 
     Args:
-      pins: Whether arrays are pinned on their way, each once for all devices, since
-        these do not copy from the host's memory as it is; one call is then under way.
-      pinned_bytes: Memory for what is pinned; one tensor always has room.
+      pinned_bytes: Memory for what is pinned, in which one tensor always has room, of
+        devices that do not copy from the host's memory as it is: each array is pinned
+        once for all of them, and one call is under way. None if nothing is pinned.
     """
+    queue, num_bytes = Queue("uploads", num_threads=2), 0
+    if pinned_bytes is not None:
+        queue = Queue("uploads", together_bytes=pinned_bytes)
+        num_bytes = sum({id(one): one.nbytes for one, _ in pairs}.values())
 
-    def __init__(self, jobs: WorkQueues, *, pins: bool, pinned_bytes: int = 0) -> None:
-        how = {"num_threads": 1, "together_bytes": pinned_bytes}
-        super().__init__(jobs, "uploads", **(how if pins else {"num_threads": 2}))
-        self._pins = pins
+    def begin(taken: Sequence[tuple[Pairs, Ended]]) -> Callable[[], None]:
+        return partial(_copy_all, deque(taken), pins=pinned_bytes is not None)
 
-    def start(self, pairs: Pairs, ended: Ended) -> None:
-        """Starts to copy a tensor."""
-        sizes = {id(source): source.nbytes for source, _ in pairs}
-        self.put((pairs, ended), sum(sizes.values()) * self._pins, self._copy)
+    jobs.put((pairs, ended), num_bytes, begin, queue)
 
-    def _copy(self, batch: Sequence[tuple[Pairs, Ended]]) -> Callable[[], None]:
-        return partial(self._copy_all, deque(batch))
 
-    def _copy_all(self, left: deque[tuple[Pairs, Ended]]) -> None:
-        with span("back"):
-            begun = deque(self._begun([pair for own, _ in left for pair in own]))
-            while left:
-                own, ended = left.popleft()
-                copies = [begun.popleft() for _ in own]
-                ended(jax.block_until_ready(copies))
-                del own, ended, copies  # they hold memory
+def _copy_all(left: deque[tuple[Pairs, Ended]], *, pins: bool) -> None:
+    with span("back"):
+        begun = deque(_begun([pair for own, _ in left for pair in own], pins=pins))
+        while left:
+            own, ended = left.popleft()
+            copies = [begun.popleft() for _ in own]
+            ended(jax.block_until_ready(copies))
+            del own, ended, copies  # they hold memory
 
-    def _begun(self, pairs: Pairs) -> list[jax.Array]:
-        sources, places = [x for x, _ in pairs], [to for _, to in pairs]
-        if self._pins:
-            once = {id(x): (x, to) for x, to in pairs}.values()
-            ways = [to.with_memory_kind(PINNED) for _, to in once]
-            pinned = jax.device_put([x for x, _ in once], ways)
-            there = {id(x): own for (x, _), own in zip(once, pinned, strict=True)}
-            sources = [there[id(x)] for x in sources]
-        return jax.device_put(sources, places)
+
+def _begun(pairs: Pairs, *, pins: bool) -> list[jax.Array]:
+    sources, places = [x for x, _ in pairs], [to for _, to in pairs]
+    if pins:
+        once = {id(x): (x, to) for x, to in pairs}.values()
+        ways = [to.with_memory_kind(PINNED) for _, to in once]
+        pinned = jax.device_put([x for x, _ in once], ways)
+        there = {id(x): own for (x, _), own in zip(once, pinned, strict=True)}
+        sources = [there[id(x)] for x in sources]
+    return jax.device_put(sources, places)

@@ -23,10 +23,10 @@ from jaxinf.engine import UpdateRequest, carried_leaves, check_carried
 from jaxinf.errors import StreamError
 from jaxinf.program import refused_gradient
 from jaxinf.store import ScalarState
-from jaxinf.streaming.move.params import Params
+from jaxinf.streaming.move.params import StoreParams
 from jaxinf.streaming.move.scratch import store_scratch
 from jaxinf.streaming.move.spill import Spill
-from jaxinf.streaming.move.work_queues import BoundedQueue, WorkQueues
+from jaxinf.streaming.move.work_queues import Queue, WorkQueues
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.kept import check_same, streams_of
 from jaxinf.streaming.program.graph import Piece
@@ -53,20 +53,31 @@ _NO_PARAMS = np.empty(0, np.float32)
 
 
 class StoreSink:
-    """The sink that updates a store; see `Sink` for its methods.
+    """The sink that updates a store.
 
     Gradients are deferred if the optimizer needs numbers of all of them, such as their
     norm, or if a step overwrites one that is not committed. Updates then start when all
     have arrived, and with them all reads of params are over.
 
+    Args:
+      params: The source of a step's params, which updates may take.
+
     Attributes:
       spill: Holds gradients until the last one arrives; None if none waits.
       waited_s: Time that gradients of the last step waited for room.
+      spilled_bytes: Bytes of those that waited for the last, in memory and in files.
     """
 
-    def __init__(self, updates: UpdatePlan, plan: Plan, ready: OrderedProgram) -> None:
+    def __init__(
+        self,
+        updates: UpdatePlan,
+        plan: Plan,
+        ready: OrderedProgram,
+        params: StoreParams,
+    ) -> None:
         self.updates, self.share = updates, updates.share
-        self.spill, self.waited_s = None, 0.0
+        self._params = params
+        self.spill, self.waited_s, self.spilled_bytes = None, 0.0, (0, 0)
         self._streams = streams_of(ready, plan.cuts)
         self._num_skipped = 0  # since the last commit
         self._update_s: list[float] = []  # of the steps by which k is measured
@@ -79,15 +90,15 @@ class StoreSink:
             num_threads = NUM_UNDER_WAY
             room_bytes += (num_threads - 1) * updates.largest_bytes
         self._jobs = WorkQueues("jaxinf-updates")
-        self._queue = BoundedQueue[tuple[Piece, Gradient]](
-            self._jobs, "updates", num_threads=num_threads, room_bytes=room_bytes
-        )
+        self._queue = Queue("updates", num_threads, room_bytes)
         if on_drives is not None:
-            self.spill = Spill(store_scratch(updates.engine, "gradients"), on_drives)
+            scratch = store_scratch(updates.engine, "gradients")
+            self.spill = Spill(scratch, scratch.allocate(on_drives))
 
     # --- a step --------------------------------------------------------------------
 
-    def begin(self, extra_args: Mapping[str, Any], params: Params) -> None:
+    def begin(self, extra_args: Mapping[str, Any]) -> None:
+        """Gets ready for a step, with further arguments of the optimizer's update."""
         updates, opened = self.updates, self.updates.engine.opened
         finished = opened.finished
         if not updates.options.replan:
@@ -96,17 +107,23 @@ class StoreSink:
         if assigned.every != "auto":
             self.share = assigned
         opened.assign(assigned)
-        self._params, self._step = params, finished.step
+        self._step = finished.step
         self._first_s = self.waited_s = 0.0  # when the first gradient came
         updates.inputs.begin(extra_args)
         # Units of which parts are missing, and the parts that are there.
         self._parts: dict[Unit, tuple[Array, set[Piece]]] = {}
         self._bad: list[str] = []  # leaves that refuse the step
+        self.spilled_bytes = 0, 0
         self._kept = set[int]()  # leaves that stay as they are
         if self.spill is not None:
             self.spill.reset()
 
     def put(self, piece: Piece, gradient: jax.Array | Array) -> None:
+        """Takes a complete gradient; blocks while too many wait.
+
+        Raises:
+          BaseException: The exception that stopped the updates.
+        """
         self._first_s = self._first_s or time.perf_counter()
         updates, leaf = self.updates, piece.leaf
         is_looked_at = bool(updates.passes.of_leaf(leaf))
@@ -129,6 +146,17 @@ class StoreSink:
         check: Callable[[], None],
         agree: Agree,
     ) -> bool:
+        """Waits for all updates and ends the step; returns whether params changed.
+
+        Args:
+          extra_args: As for `begin`, now with those that are known late.
+          results: Loss and aux.
+          check: Called where the step can be given up; raises if it must be.
+
+        Raises:
+          NonFiniteGradientError: The step was refused.
+          BaseException: The exception that stopped the updates.
+        """
         updates, opened = self.updates, self.updates.engine.opened
         inputs, nonfinite = updates.inputs, updates.options.nonfinite
         carried: dict[tuple[str, ...], Array] = {}
@@ -160,19 +188,15 @@ class StoreSink:
         return True
 
     def abandon(self) -> None:
-        self._queue.drop()
+        """Gives the step up, without a commit."""
+        self._jobs.reset()
         if self.spill is not None:
             self.spill.reset()
         self.updates.inputs.close()
         self.updates.engine.opened.abandon()
 
-    @property
-    def spilled_bytes(self) -> tuple[int, int]:
-        spill = self.spill
-        return (0, 0) if spill is None else (spill.kept_bytes, spill.written_bytes)
-
     def close(self) -> None:
-        self._queue.drop()
+        """Frees memory and files; idempotent."""
         self._jobs.close()
         self.updates.inputs.close()
         if self.spill is not None:
@@ -225,7 +249,7 @@ class StoreSink:
 
     def _hand_on(self, piece: Piece, gradient: Gradient, action: Any) -> None:
         item = piece, gradient
-        self.waited_s += self._queue.put(item, gradient.nbytes, action)
+        self.waited_s += self._jobs.put(item, gradient.nbytes, action, self._queue)
 
     def _defer(self, taken: Sequence[tuple[Piece, Gradient]]) -> None:
         """Computes what the first pass needs of gradients, and lets them wait."""
@@ -246,7 +270,9 @@ class StoreSink:
             if is_checked and not _is_finite(array):
                 self._bad.append(updates.name(piece.leaf))
             if piece.leaf not in updates.idle:
-                self.spill.put(piece, array)
+                written_bytes, held = self.spill.put(piece, array), self.spilled_bytes
+                in_memory = held[0] + (0 if written_bytes else array.nbytes)
+                self.spilled_bytes = in_memory, held[1] + written_bytes
 
     def _update(
         self, taken: Sequence[tuple[Piece, Gradient]]
