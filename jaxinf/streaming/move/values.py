@@ -42,7 +42,6 @@ class _Away:
       value: On the device, until it is on the host, and when it is back.
       host: On the host, until it is written, and back if it comes from there.
       memory: Memory of the host that it is read into.
-      has_room: Whether the host has room for `memory`.
       is_written: Whether drives have it, or will not.
       is_read: Whether it is in `memory`.
       is_due: Whether the device has memory for it, and its way back has not begun.
@@ -55,7 +54,6 @@ class _Away:
     value: jax.Array | None
     host: jax.Array | None = None
     memory: Buffer | None = None
-    has_room: bool = False
     is_written: bool = False
     is_read: bool = False
     is_due: bool = False
@@ -280,9 +278,8 @@ class Values:
             away = self._away[slot]
             if away.is_forwarded:
                 return
-            away.has_room = True
             self._back_bytes += away.num_bytes
-        away.memory = self._pool.acquire(away.num_bytes)
+            away.memory = self._pool.acquire(away.num_bytes)  # which has so much
         self._scratch.start(self._scratch.read, away.parts, away.memory.array, read)
 
     def _come_back(self, away: _Away) -> None:
@@ -311,10 +308,8 @@ class Values:
 
     def _free(self, away: _Away) -> None:
         """Frees the memory that a value was read into."""
-        if away.has_room:
-            away.has_room = False
-            self._back_bytes -= away.num_bytes
         if away.memory is not None:
+            self._back_bytes -= away.num_bytes
             away.memory.release()
             away.memory = None
         self._changed.notify_all()
