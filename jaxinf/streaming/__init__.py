@@ -14,12 +14,14 @@ Where a question is answered:
     how memory is divided                  plan/memory.py
     how memory becomes cuts                plan/cut_to_fit.py
     the order of calls, and of parts       plan/order.py
+    how a batch becomes parts              run.py
     which values leave, and to where       plan/leaving.py
     what is recomputed instead             plan/choice.py
     which params are read when             plan/reads.py
     how params come to a call              move/params.py
     how values leave and come back         move/values.py
     how gradients wait for the last        move/spill.py
+    what threads do all this               move/work_queues.py
     where a gradient becomes an update     update/apply_gradients.py, in_memory.py
     which cuts a store keeps               plan/kept.py
     how processes begin and end alike      compiled_step.py

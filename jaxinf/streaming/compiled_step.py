@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +31,6 @@ from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.choice import NUM_MEASURED, StepTimes
 from jaxinf.streaming.plan.compiled import Executables
-from jaxinf.streaming.plan.reads import used_bytes
 from jaxinf.streaming.program.lifetimes import OrderedProgram
 from jaxinf.streaming.program.meshes import on_this_process
 from jaxinf.streaming.run import MAX_IN_FLIGHT, Runner
@@ -109,12 +108,6 @@ class CompiledStep:
     def plan(self) -> Plan:
         return self.runner.plan
 
-    @cached_property
-    def params_bytes(self) -> int:
-        """Bytes of a store's params that its programs use."""
-        unit_of = self.ends.needs.unit_of
-        return 0 if unit_of is None else used_bytes(self.plan.calls, unit_of)
-
     def close(self) -> None:
         """Frees memory and files; idempotent."""
         self.closing.close()
@@ -173,10 +166,9 @@ class CompiledStep:
             raise
         moved, params = values.moved.snapshot() - moved, self.params
         spilled = (0, 0) if sink is None else sink.spilled_bytes
-        read_bytes = 0 if params is None else params.num_read_bytes
         metrics = StreamMetrics(
-            fetched_drive_bytes=read_bytes,
-            fetched_memory_bytes=max(0, self.params_bytes - read_bytes),
+            fetched_drive_bytes=0 if params is None else params.num_read_bytes,
+            fetched_memory_bytes=0 if params is None else params.found_bytes,
             spilled_memory_bytes=spilled[0],
             spilled_drive_bytes=spilled[1],
             offloaded_drive_bytes=moved.drive_write_bytes,

@@ -132,6 +132,7 @@ class StoreParams:
 
     Attributes:
       num_read_bytes: Bytes that this run has read.
+      used: Numbers of its calls, with the units that each has used.
       num_got, num_ready: Number of parts that calls got, and of those that were there.
       waited_s: Time that calls waited for the others.
     """
@@ -145,7 +146,7 @@ class StoreParams:
         version: Callable[[], Any] = lambda: 0,
     ) -> None:
         self.num_read_bytes = self.num_got = self.num_ready = 0
-        self.waited_s = 0.0
+        self.waited_s, self.used = 0.0, set[tuple[int, Unit]]()
         self._unit_of, self._begin_reads = unit_of, reads
         self._reading, self._hold = reading, hold
         self._version, self._staying = version, None  # the version of what stays
@@ -177,6 +178,7 @@ class StoreParams:
         """Starts to read."""
         self.stop()
         self.num_read_bytes = self.num_got = self.num_ready = 0
+        self.used.clear()
         self.waited_s, version = 0.0, self._version()
         self._forget(staying=version != self._staying)
         self._staying = version
@@ -202,6 +204,13 @@ class StoreParams:
         return True
 
     @property
+    def found_bytes(self) -> int:
+        """Bytes that calls found in memory, since one before had used them."""
+        return max(
+            0, sum(unit.num_bytes for _, unit in self.used) - self.num_read_bytes
+        )
+
+    @property
     def hit_rate(self) -> float:
         """Share of the parts that were there when calls got them."""
         return self.num_ready / self.num_got if self.num_got else 1.0
@@ -209,6 +218,7 @@ class StoreParams:
     def get(self, number: int, piece: Piece) -> jax.Array:
         """Returns a part of the params for the call of that number; blocks."""
         unit = self._unit_of(piece)
+        self.used.add((number, unit))
         fetch = next(one for one in self._of_unit[unit] if one.last >= number)
         read = self._reads[fetch]
         with self._hold():

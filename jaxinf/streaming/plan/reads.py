@@ -23,7 +23,7 @@ from jaxinf.terminal import format_bytes
 from jaxinf.transfer import PAGE_BYTES
 
 if TYPE_CHECKING:  # which has the reads
-    from jaxinf.streaming.plan.calls import Call, Plan
+    from jaxinf.streaming.plan.calls import Plan
 
 
 class Fetch(NamedTuple):
@@ -122,15 +122,6 @@ def staged_bytes(unit_of: UnitOf, plan: "Plan") -> int:
     """Returns the host's memory that params take on their way to the device."""
     sizes = (unit_of(use.tensor).page_bytes for use in plan.uses)
     return NUM_STAGED * max(sizes, default=PAGE_BYTES)
-
-
-def used_bytes(calls: Sequence["Call"], unit_of: UnitOf) -> int:
-    """Bytes of params that the calls of a step use, each time counted."""
-    return sum(
-        unit.num_bytes
-        for call in calls
-        for unit in {unit_of(piece) for piece, _ in call.program.params}
-    )
 
 
 def fetches_of(uses: Iterable[Stay]) -> tuple[Fetch, ...]:
