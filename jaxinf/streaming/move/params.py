@@ -95,9 +95,7 @@ class _Read:
       memory: Memory of the host, until the device or the update has the unit.
       value: The unit on the device.
       is_there: Whether it is on the device, or where the device reads it.
-      is_held: Whether its update will take the memory.
       is_complete: Whether other processes' parts are in `value`.
-      is_over: Whether no call reads it any more.
       has_room: Whether it has room in a device with memory of its own.
     """
 
@@ -105,9 +103,7 @@ class _Read:
     memory: Buffer | None = None
     value: jax.Array | None = None
     is_there: bool = False
-    is_held: bool = False
     is_complete: bool = False
-    is_over: bool = False
     has_room: bool = False
 
     @property
@@ -160,17 +156,15 @@ class StoreParams:
         self._jobs = WorkQueues("jaxinf-fetch")
         self._changed = self._jobs.changed
         self._pinned_bytes = reading.largest_bytes if registry is None else None
-        self._reads: dict[Fetch, _Read] = {}
-        # The reads of a unit, in order; those that end with a call; and for an update.
+        self._reads: dict[Fetch, _Read] = {}  # which calls use
+        self._held: dict[Unit, _Read] = {}  # whose memory updates will take
+        # The reads of a unit, in order; and those that end with a call.
         self._of_unit: defaultdict[Unit, list[Fetch]] = defaultdict(list)
         self._ends: defaultdict[int, list[Fetch]] = defaultdict(list)
-        self._updates: dict[Unit, Fetch] = {}
         for fetch in reading.fetches:
             self._of_unit[fetch.unit].append(fetch)
             if not fetch.stays:
                 self._ends[fetch.last].append(fetch)
-            if fetch.gradient is not None:
-                self._updates[fetch.unit] = fetch
 
     # --- a step --------------------------------------------------------------------
 
@@ -189,8 +183,9 @@ class StoreParams:
         read_unit = self._step.enter_context(begun)
         with self._changed:
             for fetch in new:
-                read = _Read(fetch, is_held=fetch.gradient is not None)
-                self._reads[fetch] = read
+                read = self._reads[fetch] = _Read(fetch)
+                if fetch.gradient is not None:
+                    self._held[fetch.unit] = read
                 self._jobs.submit(partial(self._read, read, read_unit), _TO_HOST)
 
     def _has_stayed(self, fetch: Fetch) -> bool:
@@ -271,14 +266,16 @@ class StoreParams:
         self._jobs.reset()
         with self._changed:
             for read in [*self._reads.values()]:
+                unit = read.fetch.unit
+                if not read.is_there and self._held.get(unit) is read:
+                    del self._held[unit]
                 if not (read.is_there and read.fetch.stays):
-                    read.is_held &= read.is_there
                     self._release(read)
         self._step.close()
 
     def _forget(self, *, staying: bool) -> None:
         """Frees units that updates of a step have left, and those that stay."""
-        for unit in self._updates:
+        for unit in [*self._held]:
             self.free(unit)
         with self._changed:
             for read in [*self._reads.values()]:
@@ -292,20 +289,14 @@ class StoreParams:
         are never given.
         """
         with self._changed:
-            read = self._to_update(unit)
+            read = self._held.get(unit)
             return read.shards if read and read.is_there else None
 
     def free(self, unit: Unit) -> None:
         """Notes that a unit is updated."""
         with self._changed:
-            if (read := self._to_update(unit)) is not None:
-                read.is_held = False
+            if (read := self._held.pop(unit, None)) is not None:
                 self._settle(read)
-
-    def _to_update(self, unit: Unit) -> _Read | None:
-        fetch = self._updates.get(unit)
-        read = fetch and self._reads.get(fetch)
-        return read if read and read.is_held else None
 
     def free_idle(self) -> None:
         """Frees memory that holds no params, as after the last read of a step."""
@@ -327,7 +318,8 @@ class StoreParams:
 
     def _release(self, read: _Read) -> None:
         """Notes that no call of this step, or of the next, reads a unit any more."""
-        read.value, read.is_over = None, True
+        read.value = None
+        self._reads.pop(read.fetch, None)
         if read.has_room:
             read.has_room = False
             self._device_bytes += read.fetch.unit.num_bytes
@@ -335,13 +327,12 @@ class StoreParams:
 
     def _settle(self, read: _Read) -> None:
         """Frees memory that neither a device nor an update will read."""
-        is_copied = read.is_there and self._has_link
-        is_used = not (read.is_over or is_copied)
-        if read.memory is not None and not (read.is_held or is_used):
+        fetch, is_copied = read.fetch, read.is_there and self._has_link
+        is_used = self._reads.get(fetch) is read and not is_copied
+        is_held = self._held.get(fetch.unit) is read
+        if read.memory is not None and not (is_held or is_used):
             read.memory.release()
             read.memory = None
-        if read.is_over and not read.is_held:
-            self._reads.pop(read.fetch, None)
         self._changed.notify_all()
 
     # --- reads, and copies to the device; each waits for its memory, on a thread -----
