@@ -223,8 +223,8 @@ def _placed(plan: Plan, needs: StepNeeds, memory: Memory) -> Plan:
         passing = 0 if unit_of is None else staged_bytes(unit_of, plan)
         tiers = plan_tiers(plan, (memory.staged - passing) // factor)
         if unit_of is not None:
-            pinned = MemoryNeed(factor * tiers.host_bytes, "keeping values")
-            memory = memory.without(pinned)
+            staged = memory.staged - factor * tiers.host_bytes
+            memory = replace(memory, staged=staged)
     reading = plan_reads(plan, needs, memory)
     return replace(plan, memory=memory, tiers=tiers, reading=reading)
 

@@ -9,7 +9,7 @@ import ctypes
 import gc
 import os
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
@@ -129,23 +129,6 @@ class Memory:
     limit: str = "memory_bytes"
     pool_factor: int = 1
 
-    def without(self, need: MemoryNeed) -> "Memory":
-        """Returns less of the host's memory, or the device's, for the programs.
-
-        Raises:
-          BudgetError: Nothing is left for them.
-        """
-        part = "staged" if self.staged and not need.is_on_device else "programs"
-        held_bytes = getattr(self, part)
-        if need.num_bytes >= held_bytes:
-            raise BudgetError(
-                "memory_bytes" if part == "staged" else self.limit,
-                f"it leaves {format_bytes(max(0, held_bytes))} for the program, and "
-                f"{need.purpose} takes {format_bytes(need.num_bytes)}",
-                need.num_bytes - held_bytes + 1,
-            )
-        return replace(self, **{part: held_bytes - need.num_bytes})
-
 
 def divide(budget: Budget, needs: StepNeeds) -> Memory:
     """Returns what a step has for its programs, and for all else.
@@ -179,7 +162,18 @@ def divide(budget: Budget, needs: StepNeeds) -> Memory:
         programs, staged, limit = most - leaving, rest, "device_memory_bytes"
     elif most is not None and most < rest:
         programs, limit = most, "device_memory_bytes"
-    found = Memory(
+    for num_bytes, purpose, is_on_device in needs.others:
+        is_staged = staged > 0 and not is_on_device
+        left = (staged if is_staged else programs) - num_bytes
+        if left < 1:
+            raise BudgetError(
+                "memory_bytes" if is_staged else limit,
+                f"it leaves {format_bytes(max(0, left + num_bytes))} for the program, "
+                f"and {purpose} takes {format_bytes(num_bytes)}",
+                1 - left,
+            )
+        programs, staged = (programs, left) if is_staged else (left, staged)
+    return Memory(
         ring=ring,
         gradients=pooled // factor,
         programs=programs,
@@ -188,9 +182,6 @@ def divide(budget: Budget, needs: StepNeeds) -> Memory:
         limit=limit,
         pool_factor=factor,
     )
-    for need in needs.others:
-        found = found.without(need)
-    return found
 
 
 def store_memory_bytes(memory_bytes: int) -> int:
