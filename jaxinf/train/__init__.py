@@ -2,7 +2,7 @@
 
 Where a question is answered:
 
-    which flags there are, and defaults  options.py, config.py, optimizers.py
+    which flags there are, and defaults  config.py, optimizers.py
     what a wrong flag is told            checks.py
     how a run is read from a file        run_file.py
     whether a run may go on              resume.py

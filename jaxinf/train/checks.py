@@ -15,9 +15,8 @@ from typing import TypeAlias
 from jaxinf_models import MODELS, ModelFiles
 
 from jaxinf.command_line import UsageError
-from jaxinf.train.config import TrainConfig
+from jaxinf.train.config import FLAGS, TrainConfig
 from jaxinf.train.freezing import check_frozen
-from jaxinf.train.options import FLAGS
 
 _Problems: TypeAlias = Iterator[str]
 

@@ -29,8 +29,7 @@ import tyro
 from jaxinf.command_line import UsageError, did_you_mean
 from jaxinf.documents import shown
 from jaxinf.terminal import exact_bytes
-from jaxinf.train.config import TrainConfig
-from jaxinf.train.options import FLAGS
+from jaxinf.train.config import FLAGS, TrainConfig
 from jaxinf.typing import JsonValue
 
 NOT_IN_FILES = ("config", "trace")

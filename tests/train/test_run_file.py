@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from jaxinf.cli import main as jaxinf_main
 from jaxinf.command_line import UsageError
 from jaxinf.train.__main__ import main
-from jaxinf.train.config import TrainConfig
-from jaxinf.train.options import FLAGS
+from jaxinf.train.config import FLAGS, TrainConfig
 from jaxinf.train.run_file import NOT_IN_FILES, config_of, read_run, text_of_run
 
 FULL = TrainConfig(

@@ -17,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 from jaxinf_models import TaskName
 
-from jaxinf.train.config import TrainConfig
+from jaxinf.train.config import HELD_OUT_SHARE, TrainConfig
 from jaxinf.train.data import rows as forms
 from jaxinf.train.data.errors import DataError, shown_names
 from jaxinf.train.data.examples import (
@@ -30,7 +30,6 @@ from jaxinf.train.data.examples import (
 from jaxinf.train.data.files import find_files, read_records, standard_library_files
 from jaxinf.train.data.rows import Encoded, all_of
 from jaxinf.train.data.tokenizer import FolderTokenizer, Tokenizer, open_tokenizer
-from jaxinf.train.options import HELD_OUT_SHARE
 
 # A row of the longest example would otherwise take any memory.
 _MOST_USUAL_TOKENS = 1024
