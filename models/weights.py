@@ -28,7 +28,7 @@ from .registry import (
     split,
 )
 
-_MOST_LAYERS = 1000
+_MOST_LAYERS, _MOST_LABELS = 1000, 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,9 +116,9 @@ class ModelFiles:
             belong together.
         """
         checkpoint = HuggingFaceFolder.read(folder.expanduser().absolute())
-        checkpoint.check_counts()
         path = checkpoint.path / "config.json"
-        config, params = _config_of(checkpoint.architecture, path)
+        num_tensors = len(checkpoint.tensors)
+        config, params = _config_of(checkpoint.architecture, path, num_tensors)
         checkpoint.leaves(_shapes(params), np.dtype(np.float32))
         return cls(config, params, checkpoint)
 
@@ -129,18 +129,23 @@ class ModelFiles:
         Raises:
           ExchangeError: the file cannot be read, or is the config of no model here.
         """
-        found = read_config_file(path.expanduser())
-        for name in ("num_layers", "num_decoder_layers"):
-            if found.fields.get(name, 0) > _MOST_LAYERS:
-                raise ExchangeError(
-                    f"{path}: {name} of {found.fields[name]}, expected at most "
-                    f"{_MOST_LAYERS}; larger models take too long to lay out"
-                )
-        return cls(*_config_of(found, path))
+        return cls(*_config_of(read_config_file(path.expanduser()), path))
 
 
-def _config_of(found: Architecture, path: Path) -> tuple[ModelConfig, Params]:
-    """Returns the configuration, and the tree of the model's params."""
+def _config_of(
+    found: Architecture, path: Path, most_layers: int = _MOST_LAYERS
+) -> tuple[ModelConfig, Params]:
+    """Returns the configuration, and the tree of the model's params.
+
+    Refuses one with more layers, which could take forever to lay out.
+    """
+    limits = dict.fromkeys(("num_layers", "num_decoder_layers"), most_layers)
+    for name, most in {**limits, "num_labels": _MOST_LABELS}.items():
+        if (number := found.fields.get(name, 0)) > most:
+            raise ExchangeError(
+                f"{path}: {name} of {number}, expected at most {most}; give a smaller "
+                "model, or the config.json that belongs to the weights"
+            )
     try:
         config = config_from_json(found.model, found.fields)
         return config, abstract_params(config)[1]

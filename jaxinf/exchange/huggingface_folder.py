@@ -6,7 +6,6 @@ Invariant: only headers are read until a leaf is requested, which is then read p
   is exported to the bit.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,11 +35,6 @@ from jaxinf.store import CommittedStep, dtype_of
 from jaxinf.typing import FLOAT_DTYPES
 
 _MAX_LINES = 20
-_LAYERS = ("num_layers", "num_decoder_layers")
-# Counts that shape no tensor, or not in every checkpoint, and their limits.
-_FREE = {"num_positions": 1 << 31, "window": 1 << 31, "max_distance": 1 << 31}
-_FREE |= {"num_labels": 1 << 16}
-
 _OF_CLASSES = ("classifier.", "score.")
 
 
@@ -67,22 +61,6 @@ class HuggingFaceFolder:
                 "other formats are not read: save them with save_pretrained"
             )
         return cls(path, architecture, tensors)
-
-    def check_counts(self) -> None:
-        """Refuses a config with larger counts than its tensors can have.
-
-        Laying out such a model could otherwise take forever.
-        """
-        largest = max((math.prod(x.shape) for x in self.tensors.values()), default=0)
-        limits = {**dict.fromkeys(_LAYERS, len(self.tensors)), **_FREE}
-        for name, count in self.architecture.fields.items():
-            most = limits.get(name, largest)
-            if type(count) is int and count > most:
-                raise ExchangeError(
-                    f"{self.path / 'config.json'}: {name} of {count}, expected at most "
-                    f"{most} for tensors as they are here; give the config.json that "
-                    "belongs to the weights"
-                )
 
     def leaves(
         self,

@@ -129,7 +129,7 @@ REFUSED = [
     ("llama", "partial_rotary_factor", 0.5, "partial_rotary_factor: expected 1"),
     ("llama", "sliding_window", 8, "'sliding_window': expected no such field"),
     ("llama", "auto_map", {"AutoConfig": "x.y"}, "'auto_map': expected no such"),
-    ("llama", "rope_scaling", YARN, "'linear' or 'llama3', found 'yarn'"),
+    ("llama", "rope_scaling", YARN, "'linear', 'llama3', found 'yarn'"),
     ("llama", "rope_scaling", {"type": "linear"}, "rope_scaling.factor: expected a"),
     ("qwen3", "use_sliding_window", True, "use_sliding_window: expected False"),
     ("qwen3", "layer_types", ["sliding_attention"], "expected 'full_attention'"),
