@@ -1,9 +1,15 @@
 """``jaxinf doctor``: examines this machine and its drives.
 
-Invariant: no file made for a measurement is left behind.
+Invariant: nothing is changed, no file made for a measurement is left behind, and each
+problem has a remedy.
 """
 
+import os
+import platform
+import re
+from collections import Counter
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -11,11 +17,17 @@ import tyro
 from rich.text import Text
 
 from jaxinf.cli.arguments import AnyPath
-from jaxinf.cli.host import Finding, look_at_host
-from jaxinf.cli.place import look_at_place
+from jaxinf.cli.place import Finding, Problem, look_at_place
 from jaxinf.cli.terminal import facts_table, heading, show_progress
 from jaxinf.command_line import ByteSize
-from jaxinf.terminal import make_console, printable
+from jaxinf.errors import DeviceConfigurationError
+from jaxinf.native import toolchain
+from jaxinf.optimizer import check_device_configuration
+from jaxinf.terminal import format_bytes, make_console, printable
+from jaxinf.transfer import MACHINE_MEMORY_BYTES, free_memory
+
+_PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+_PACKAGES = ("jaxinf", "jax", "jaxlib", "optax", "flax", "tensorstore", "numpy")
 
 
 @dataclass(frozen=True)
@@ -62,3 +74,65 @@ def _print(found: Finding) -> None:
     console = make_console()
     console.print(heading(printable(found.title)), soft_wrap=True)
     console.print(facts_table(rows))
+
+
+# --- this machine --------------------------------------------------------------------
+
+
+def look_at_host() -> Finding:
+    """Examines the machine; starts JAX's clients, which may take seconds."""
+    isa = platform.machine()
+    if isa == "x86_64":
+        isa = toolchain.levels()[0]
+    compiler = toolchain.find_compiler()
+    found = Finding("this machine", problems=_cpu_problems(isa))
+    if compiler is None:
+        what, _, remedy = toolchain.NO_COMPILER.partition("; ")
+        what += ": optimizers that this package has no kernels for cannot run"
+        found.problems.append(Problem(what, remedy))
+    named = re.search(r"(?m)^model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    model = named[1] if named else platform.processor() or "unknown"
+    total = format_bytes(MACHINE_MEMORY_BYTES)
+    left, limit = free_memory() or (MACHINE_MEMORY_BYTES, "the machine")
+    devices = Counter(_jax_devices(found.problems))
+    found.facts = {
+        "processor": f"{model}, cores: {len(os.sched_getaffinity(0))}, {isa}",
+        "memory": f"{total}, of which {limit} leaves {format_bytes(left)}",
+        "packages": ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES),
+        "JAX devices": ", ".join(f"{num} x {name}" for name, num in devices.items())
+        or "none",
+        "compiler": compiler or "none",
+    }
+    return found
+
+
+def _cpu_problems(isa: str) -> list[Problem]:
+    if isa in ("x86-64-v3", "x86-64-v4"):
+        return []
+    what = "updates have the bits of jitted optax on an x86-64-v3, and not of that here"
+    remedy = "compare a short run with plain optax, or use an x86-64 of 2013 or later"
+    if not toolchain.levels():
+        what = "jaxinf's C++ is for x86-64 and aarch64. No store can be trained here"
+        remedy = "train on an x86-64 or aarch64 machine"
+    return [Problem(f"the processor is {isa}: {what}", remedy)]
+
+
+def _jax_devices(problems: list[Problem]) -> list[str]:
+    import jax
+
+    os.environ.setdefault(_PREALLOCATE, "false")  # not all of an accelerator's memory
+    devices: list[str] = []
+    try:
+        devices = [f"{d.platform}: {d.device_kind}" for d in jax.devices()]
+        check_device_configuration()
+    except DeviceConfigurationError as error:
+        what, _, remedy = str(error).partition(". ")
+        problems.append(Problem(what, remedy))
+    except Exception as error:  # a backend that fails to start may raise anything
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        setting = os.environ.get("JAX_PLATFORMS")
+        where = f" (JAX_PLATFORMS={setting})" if setting else ""
+        what = f"JAX found no device{where}: {first_line}"
+        remedy = "set JAX_PLATFORMS=cpu, or install the jax build of your accelerator"
+        problems.append(Problem(what, remedy, is_fatal=True))
+    return devices

@@ -15,18 +15,18 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxinf.cli.host import Finding, Problem
 from jaxinf.errors import StoreError
 from jaxinf.store import over
 from jaxinf.terminal import format_bytes, format_count
 from jaxinf.transfer import (
     PAGE_BYTES,
-    BufferPool,
+    aligned,
     allocate_file,
     read_into,
     supports_direct,
@@ -45,7 +45,31 @@ The params come with the gradients where they are in the host's memory, as on a 
 _SHARE_OF_FREE = 4  # the temporary file takes at most a quarter of the free space
 _NUM_THREADS = 4
 _BLOCK_BYTES = 16 << 20
+_LEAST_BYTES = 2 * _NUM_THREADS * PAGE_BYTES
+_TRANSFERS = ("read", "write", "mixed")
 _MOST_S = 20.0  # of all phases of a drive together
+
+
+class Problem(NamedTuple):
+    """A missing part or feature."""
+
+    what: str
+    remedy: str
+    is_fatal: bool = False
+
+
+@dataclass
+class Finding:
+    """What was found of the machine or a directory, and what is missing."""
+
+    title: str
+    facts: dict[str, str] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether no problem is fatal."""
+        return not any(problem.is_fatal for problem in self.problems)
 
 
 def look_at_place(path: Path, file_bytes: int, progress: ProgressCallback) -> Finding:
@@ -67,7 +91,6 @@ def _examine(
     path: Path, place: Finding, file_bytes: int, progress: ProgressCallback
 ) -> None:
     facts, problems = place.facts, place.problems
-    speed, lacking = None, set[str]()
     if not path.is_dir():
         found = "a file" if path.exists() else "nothing"
         remedy = "check the name" if path.exists() else f"mkdir -p {path}, or mount it"
@@ -83,25 +106,25 @@ def _examine(
     facts["free"] = f"{format_bytes(free)} of {format_bytes(total)}: {params} params "
     facts["free"] += "with Adam in fp32"
     with tempfile.TemporaryDirectory(prefix=".jaxinf-doctor-", dir=path) as name:
+        lacking = set[str]()
         for key, (has, what, is_needed) in _ABILITIES.items():
             if why := _refusal(has, Path(name)):
                 remedy = "use a local file system such as ext4 or xfs"
                 problems.append(Problem(f"no {what} ({why})", remedy, is_needed))
                 lacking.add(key)
         num_bytes = min(file_bytes, free // _SHARE_OF_FREE)
-        try:
-            if file_bytes:
-                speed = measure_bandwidth(Path(name), num_bytes, progress)
-        except ValueError as error:
-            problems.append(Problem(str(error), "free space, or give a larger --size"))
-    if speed is not None:
-        how = "buffered, so partly memory's" if "direct_io" in lacking else "direct"
-        rates = zip(("read", "write", "mixed"), speed[1:], strict=True)
-        named = [f"{name} {rate / 1e6:,.0f} MB/s" for name, rate in rates]
-        facts["bandwidth"] = ", ".join(named)
-        facts["bandwidth"] += f" ({how}, {format_bytes(speed.moved_bytes)} moved)"
-        params = format_count(speed.mixed / _ADAM_STEP_BYTES)
-        facts["means"] = f"{params} params/s with Adam in fp32"
+        if file_bytes and num_bytes < _LEAST_BYTES:
+            what = f"a file of {num_bytes} bytes is too short to measure with"
+            remedy = f"free space, or give a --size of at least {_LEAST_BYTES} bytes"
+            problems.append(Problem(what, remedy))
+        elif file_bytes:
+            moved_bytes, rates = measure_bandwidth(Path(name), num_bytes, progress)
+            shown = [f"{k} {rates[k] / 1e6:,.0f} MB/s" for k in _TRANSFERS]
+            how = "buffered, so partly memory's" if "direct_io" in lacking else "direct"
+            moved = f"({how}, {format_bytes(moved_bytes)} moved)"
+            facts["bandwidth"] = f"{', '.join(shown)} {moved}"
+            params = format_count(rates["mixed"] / _ADAM_STEP_BYTES)
+            facts["means"] = f"{params} params/s with Adam in fp32"
 
 
 def _refusal(has: Callable[[Path], bool], scratch: Path) -> str | None:
@@ -147,43 +170,30 @@ _ABILITIES: dict[str, tuple[Callable[[Path], bool], str, bool]] = {
 # --- bandwidth ------------------------------------------------------------------------
 
 
-class Bandwidth(NamedTuple):
-    """Bytes per second of a file system, until durable.
-
-    Attributes:
-      moved_bytes: that it moved, in all phases.
-      mixed: of reads and writes in equal parts.
-    """
-
-    moved_bytes: int
-    read: float
-    write: float
-    mixed: float
-
-
 def measure_bandwidth(
     scratch: Path, file_bytes: int, progress: ProgressCallback
-) -> Bandwidth:
+) -> tuple[int, dict[str, float]]:
     """Measures with direct I/O, by at most three times the file's length; blocks.
 
     Args:
       file_bytes: length of the temporary file; cut to an even number of blocks, of
         which each thread has at least two.
 
+    Returns:
+      The bytes moved, and bytes a second, until durable: `read`, `write`, and `mixed`,
+      of both in equal parts.
+
     Raises:
-      ValueError: the file is too short to measure with.
       StoreError: no room, or the drive failed.
     """
     block_bytes = min(_BLOCK_BYTES, file_bytes // (2 * _NUM_THREADS))
     block_bytes -= block_bytes % PAGE_BYTES
-    if block_bytes <= 0:
-        raise ValueError(
-            f"a file of {file_bytes} bytes is too short to measure with; give at least "
-            f"{2 * _NUM_THREADS * PAGE_BYTES} bytes"
-        )
     half = file_bytes // (2 * block_bytes)
     file_bytes, moved_bytes, rates = 2 * half * block_bytes, 0, dict[str, float]()
-    arrays, path = _random_arrays(block_bytes), scratch / "data"
+    rng, path = np.random.default_rng(), scratch / "data"
+    arrays = [aligned(block_bytes) for _ in range(_NUM_THREADS)]
+    for array in arrays:  # what no drive can compress
+        array[:] = np.frombuffer(rng.bytes(array.size), np.uint8)
     allocate_file(path, file_bytes, file_bytes)
     with path.open("rb") as nameless:
         path.unlink()
@@ -209,16 +219,7 @@ def measure_bandwidth(
                 os.fsync(nameless.fileno())
             took_s = time.perf_counter() - began_s
             rates[transfer.__name__] = (moved_bytes - before) / took_s
-    return Bandwidth(moved_bytes, **rates)
-
-
-def _random_arrays(block_bytes: int) -> list[Array]:
-    """Returns an array for each thread, of bytes that no drive can compress."""
-    pool, rng = BufferPool(_NUM_THREADS * block_bytes), np.random.default_rng()
-    arrays = [pool.acquire(block_bytes).array for _ in range(_NUM_THREADS)]
-    for array in arrays:
-        array[:] = np.frombuffer(rng.bytes(block_bytes), np.uint8)
-    return arrays
+    return moved_bytes, rates
 
 
 def _moved(
