@@ -63,22 +63,12 @@ class List:
         if self.json:
             print(json.dumps([asdict(info) for info in found], indent=1))
             return
-        console = make_console()
         if not found:
-            console.print(
-                f"no checkpoints; make one: jaxinf checkpoint save {self.store}"
-            )
+            print(f"no checkpoints; make one: jaxinf checkpoint save {self.store}")
             return
-        rows = [
-            (
-                printable(info.name),
-                str(info.step),
-                printable(info.committed_at),
-            )
-            for info in found
-        ]
-        columns = ("name", "step", "committed")
-        console.print(make_table(columns, rows, ("step",)))
+        texts = ((one.name, str(one.step), one.committed_at) for one in found)
+        rows = [tuple(map(printable, row)) for row in texts]
+        make_console().print(make_table(("name", "step", "committed"), rows, ("step",)))
 
 
 @dataclass(frozen=True)
@@ -112,6 +102,10 @@ class Restore:
         record = restore_whole(self.store, self.name, discard_current=discards)
         again = f"at step {record.step} again; the next run goes on from there"
         print(f"{self.store}: {again}")
+
+
+_FORMATS_WITH = {"dtype": ("huggingface",), "like": ("huggingface",)}
+_FORMATS_WITH |= {"average": ("safetensors", "huggingface")}
 
 
 @dataclass(frozen=True)
@@ -158,15 +152,10 @@ class Export:
 
     def _checked(self) -> str:
         """Returns the place of the export, if the flags fit it and each other."""
-        only = {"dtype": self.dtype, "like": self.like}
-        for flag, value in only.items():
-            if value and self.format != "huggingface":
-                raise UsageError(f"--{flag} goes with --format huggingface")
+        for flag, formats in _FORMATS_WITH.items():
+            if getattr(self, flag) and self.format not in formats:
+                raise UsageError(f"--{flag} goes with --format {' or '.join(formats)}")
         if self.format == "zarr":
-            if self.average:
-                raise UsageError(
-                    "--average goes with --format safetensors or huggingface"
-                )
             is_place = is_url(self.destination)
             url = f"file://{whole_path(self.destination)}"
             return ObjectStore(self.destination if is_place else url).where
@@ -187,15 +176,14 @@ class Export:
                 f"{done.num_objects} objects, {format_bytes(done.num_bytes)}; "
                 f"{done.num_kept} chunks were there already"
             )
-        if self.format == "huggingface":
+        if self.format == "safetensors":
+            export_safetensors(step, destination, **given)
+        else:
+            kept = kept_tokenizer(source.beside)
             if self.like is not None:
                 kept = tokenizer_files(weights=self.like)
-            else:
-                kept = kept_tokenizer(source.beside)
             given |= {"dtype": self.dtype, "like": self.like, "beside": kept}
             export_huggingface(step, destination, **given)
-        else:
-            export_safetensors(step, destination, **given)
         files = [file for file in destination.rglob("*") if file.is_file()]
         return format_bytes(sum(file.stat().st_size for file in files))
 

@@ -108,10 +108,15 @@ def _examine(
     with tempfile.TemporaryDirectory(prefix=".jaxinf-doctor-", dir=path) as name:
         lacking = set[str]()
         for key, (has, what, is_needed) in _ABILITIES.items():
-            if why := _refusal(has, Path(name)):
-                remedy = "use a local file system such as ext4 or xfs"
-                problems.append(Problem(f"no {what} ({why})", remedy, is_needed))
-                lacking.add(key)
+            why = "the file system refuses it"
+            try:
+                if has(Path(name)):
+                    continue
+            except OSError as error:
+                why = error.strerror or str(error)
+            remedy = "use a local file system such as ext4 or xfs"
+            problems.append(Problem(f"no {what} ({why})", remedy, is_needed))
+            lacking.add(key)
         num_bytes = min(file_bytes, free // _SHARE_OF_FREE)
         if file_bytes and num_bytes < _LEAST_BYTES:
             what = f"a file of {num_bytes} bytes is too short to measure with"
@@ -125,14 +130,6 @@ def _examine(
             facts["bandwidth"] = f"{', '.join(shown)} {moved}"
             params = format_count(rates["mixed"] / _ADAM_STEP_BYTES)
             facts["means"] = f"{params} params/s with Adam in fp32"
-
-
-def _refusal(has: Callable[[Path], bool], scratch: Path) -> str | None:
-    """Returns why a file system lacks something; None if it has it."""
-    try:
-        return None if has(scratch) else "the file system refuses it"
-    except OSError as error:
-        return error.strerror or str(error)
 
 
 def _can_replace_symlink(scratch: Path) -> bool:

@@ -197,11 +197,10 @@ _MEMORY = "By tier: the host's, of it buffers for state, the device's, drives."
 def _figures(runs: Mapping[str, Logs]) -> Iterator[_Figure]:
     """Yields all figures, also those that have nothing to show."""
     loss, rate, moved = list[Any](), list[Any](), list[Any]()
-    for (name, (columns, _, held_out, *_)), colour in zip(
-        runs.items(), cycle(_COLOURS)
-    ):
+    for (name, logs), colour in zip(runs.items(), cycle(_COLOURS)):
+        columns = logs.columns
         loss += _line(columns, "loss", name, colour)
-        loss += _line(held_out, "loss", f"{name} held out", colour, "dots")
+        loss += _line(logs.validation, "loss", f"{name} held out", colour, "dots")
         rate += _line(columns, "rate", name, colour)
         for column, dash in _MOVED.items():
             word = column.partition("_bytes")[0].replace("_", " ")

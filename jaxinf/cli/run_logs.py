@@ -74,11 +74,12 @@ def read_logs(path: Path) -> Logs:
 def _table(path: Path, notes: list[str]) -> tuple[Columns, int]:
     """Returns columns of the last line, and of others at equal distances; and the
     number of lines."""
+    rows, number, num_bad = list[Any](), 0, 0
     with path.open("rb") as file:
         blocks = iter(lambda: file.read(1 << 20), b"")
         num_lines = sum(block.count(b"\n") for block in blocks)
-    every, rows, number, num_bad = -(-num_lines // MOST_POINTS), list[Any](), 0, 0
-    with path.open("rb") as file:
+        every = -(-num_lines // MOST_POINTS)
+        file.seek(0)
         while (line := file.readline(_LINE_BYTES)) and number < num_lines:
             number += line.endswith(b"\n")
             if (num_lines - number) % every == 0:

@@ -3,7 +3,6 @@
 import contextlib
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
@@ -15,7 +14,6 @@ from jaxinf.cli.terminal import show_progress
 from jaxinf.command_line import ByteSize, UsageError
 from jaxinf.exchange import DEFAULT_MEMORY_BYTES, export_source, export_url_at, is_url
 from jaxinf.store import (
-    Copied,
     CopyLayout,
     Formats,
     MasterFormat,
@@ -84,12 +82,8 @@ class Store:
                 say_warning(old, source.step)
             progress = stack.enter_context(show_progress(f"copying to {new}"))
             done = copy_step(source, new, layout, progress)
-        _print_copied(new, done)
+        print(f"{new}: step {done.step}, {format_bytes(done.num_bytes)} written")
+        if done.dropped:
+            names = ", ".join(map(printable, done.dropped))
+            print(f"left out, as not all members had them: checkpoint {names}")
         return 0
-
-
-def _print_copied(new: Path, done: Copied) -> None:
-    print(f"{new}: step {done.step}, {format_bytes(done.num_bytes)} written")
-    if done.dropped:
-        names = ", ".join(map(printable, done.dropped))
-        print(f"left out, as not all members had them: checkpoint {names}")

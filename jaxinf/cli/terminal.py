@@ -59,7 +59,7 @@ def show_progress(title: str) -> Iterator[ProgressCallback]:
       A function to call with the number of bytes done and in all.
     """
     progress = Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),

@@ -8,7 +8,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -67,7 +67,15 @@ class Verify:
                 elif self.checkpoint is not None:
                     check_exists(directory, self.checkpoint)
             num_bytes = step_bytes(directory)
-        (_print_json if self.json else _print)(path, damages, num_bytes)
+        if self.json:
+            steps = [
+                {"step": title, "damages": [*map(asdict, found)]}
+                for title, found in damages.items()
+            ]
+            document = {"store": path, "step_bytes": num_bytes, "steps": steps}
+            print(json.dumps(document, indent=1, default=str))
+        else:
+            _print(path, damages, num_bytes)
         return not any(damages.values())
 
 
@@ -90,21 +98,6 @@ def _in_slot(file: Path) -> Path:
         if other.exists() and file.exists() and other.samefile(file):
             return other
     return file
-
-
-def _print_json(path: Path, found: dict[str, list[Damage]], num_bytes: int) -> None:
-    steps = [
-        {
-            "step": title,
-            "damages": [
-                {"file": str(d.file), "what": d.what, "problem": d.problem}
-                for d in damages
-            ],
-        }
-        for title, damages in found.items()
-    ]
-    document = {"store": str(path), "step_bytes": num_bytes, "steps": steps}
-    print(json.dumps(document, indent=1))
 
 
 def _print(path: Path, found: dict[str, list[Damage]], num_bytes: int) -> None:
