@@ -22,7 +22,6 @@ from jaxinf.train.config import TrainConfig
 from jaxinf.train.count import RunNeeds, count
 from jaxinf.train.loading import load, make_batches
 from jaxinf.train.messages import say_config
-from jaxinf.train.optimizers import check_optimizer
 from jaxinf.train.run_file import config_of
 from jaxinf.transfer import MACHINE_MEMORY_BYTES
 
@@ -77,7 +76,6 @@ def main(words: Sequence[str]) -> int:
     if config.store is None and config.mode != "memory":
         config = replace(config, store=Path("STORE"))
     config = check(config)
-    check_optimizer(config)
     config, data = load(config)
     device_bytes, limit = _device_bytes(), None
     device = f"this machine's {jax.devices()[0].platform.upper()}"

@@ -126,13 +126,13 @@ def tokenizer_files(
       tokenizer: the folder, or its ``tokenizer.json``; by default that of the weights.
       weights: the folder of the weights that a run begins with.
     """
-    if tokenizer is not None and not tokenizer.is_dir():
+    if tokenizer is not None and not tokenizer.expanduser().is_dir():
         tokenizer = tokenizer.parent
     places = ((weights, _OF_MODELS), (tokenizer or weights, _OF_TOKENIZERS))
+    known = [(place.expanduser(), names) for place, names in places if place]
     return {
         name: read_bounded(within(folder, name), MOST_BYTES)
-        for folder, names in places
-        if folder is not None
+        for folder, names in known
         for name in names
         if (folder / name).is_file()
     }

@@ -17,6 +17,7 @@ from jaxinf_models import MODELS, ModelFiles
 from jaxinf.command_line import UsageError
 from jaxinf.train.config import FLAGS, TrainConfig
 from jaxinf.train.freezing import check_frozen
+from jaxinf.train.optimizers import check_optimizer
 
 _Problems: TypeAlias = Iterator[str]
 
@@ -50,6 +51,7 @@ def check(config: TrainConfig) -> TrainConfig:
     _ = config.average  # refuses an --ema that does not parse
     for problems in (_of_model, _of_mode, _of_places):
         _refuse(problems(config))
+    check_optimizer(config)
     return config
 
 

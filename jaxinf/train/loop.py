@@ -14,7 +14,7 @@ import json
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from rich.console import Console
 
 from jaxinf.command_line import UsageError
 from jaxinf.errors import ProcessError
+from jaxinf.exchange import keep_tokenizer, tokenizer_files
 from jaxinf.processes import Group, all_processes
 from jaxinf.terminal import make_console
 from jaxinf.train import messages, resume
@@ -36,7 +37,7 @@ from jaxinf.train.loading import load, make_batches
 from jaxinf.train.metrics import JsonLines, MetricsLog, StepLine
 from jaxinf.train.modes import Done, in_memory, streamed
 from jaxinf.train.opening import open_run
-from jaxinf.train.optimizers import check_optimizer, learning_rates, resolved_settings
+from jaxinf.train.optimizers import make_schedule, resolved_settings
 from jaxinf.train.run_file import text_of_run
 from jaxinf.train.signals import stop_number, stop_requests
 from jaxinf.train.timing import StepTimer, rss_bytes
@@ -57,7 +58,6 @@ def train(config: TrainConfig) -> int:
       JaxinfError: the store, a drive, or a gradient that is not finite.
     """
     config = check(config)
-    check_optimizer(config)
     console, run_file = make_console(soft_wrap=True), text_of_run(config)
     group = Group("train")
     if config.distributed is not None:
@@ -112,23 +112,29 @@ class _TrainingRun:
             console.print(f"resuming at step {self.step}")
         for change in changes:
             console.print(f"  changed from here on: {change}")
-        with _made_logs(config.logs), console.status("making or reading the store"):
+        _check_logs(config.logs)
+        is_new, files = store is not None and not store.step, dict[str, bytes]()
+        if is_new:  # before anything is written
+            files = tokenizer_files(tokenizer=config.tokenizer, weights=config.source)
+        with console.status("making or reading the store"):
             if store is not None and config.mode == "stream":
                 console.print("planning a step …")
                 first = self._devices.joined(self._batches[0])
                 self._mode = streamed(config, store, self._devices, first, stack)
             else:
                 self._mode = in_memory(config, store, self._devices)
+        if store is not None and is_new:
+            keep_tokenizer(store.path, files)
         self._num_updates = store.step if store else 0
         self._num_kept_updates = -1  # at the last checkpoint
-        self._learning_rate = learning_rates(config)
+        self._learning_rate = jax.jit(make_schedule(config))
         self._timer = StepTimer(config, self.step)
         stack.callback(self._timer.close)
         self._best = best_of(store, group)
-        self._validation = JsonLines(config.logs / "validation.jsonl", self.step, 0)
-        stack.callback(self._validation.close)
         self._metrics = MetricsLog(config.logs, self.step)
         stack.callback(self._metrics.close)
+        self._validation = JsonLines(config.logs / "validation.jsonl", self.step, 0)
+        stack.callback(self._validation.close)
 
     def go(self) -> int:
         """Trains until the last step, or until a signal; returns its number or 0."""
@@ -183,7 +189,7 @@ class _TrainingRun:
         self.step = number
         line = StepLine(
             *(number, done.loss, num_tokens(batch)),
-            learning_rate=self._learning_rate(self._num_updates),
+            learning_rate=float(self._learning_rate(self._num_updates)),
             gradient_norm=done.norm,
             **measured,
         )
@@ -258,26 +264,19 @@ class _TrainingRun:
         return messages.EXPORT_FAILED
 
 
-@contextlib.contextmanager
-def _made_logs(logs: Path) -> Iterator[None]:
-    """Makes the log directory; removes a new one if the body fails."""
-    is_new = False
+def _check_logs(logs: Path) -> None:
+    """Refuses a log directory that cannot be made; leaves no new one."""
     try:
         is_new = not logs.exists()
         logs.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=logs).close()
+        if is_new:
+            logs.rmdir()
     except OSError as error:
         raise UsageError(
             f"--log-dir {logs}: expected a directory, or a place for one, found: "
             f"{error.strerror}; name another, outside the store"
         ) from error
-    try:
-        yield
-    except BaseException:
-        if is_new:
-            with contextlib.suppress(OSError):
-                logs.rmdir()
-        raise
 
 
 def _keep_config(step: int, config: TrainConfig, run_file: str) -> None:

@@ -30,7 +30,7 @@ from jaxinf.train.devices import Devices, placed
 from jaxinf.train.freezing import check_source
 from jaxinf.train.lora import Lora, with_new
 from jaxinf.train.metrics import NO_TRAFFIC, Costs
-from jaxinf.train.opening import begin, costs_of, named_flags, stored_bytes
+from jaxinf.train.opening import costs_of, named_flags, stored_bytes
 from jaxinf.train.optimizers import (
     behind_clipping,
     make_optimizer,
@@ -122,7 +122,7 @@ def in_memory(config: TrainConfig, store: Store | None, devices: Devices) -> Mod
             state = tx.init(params)
         else:
             params = placed(first_params(config), like)
-            state = begin(config, store, functools.partial(tx.init, params))
+            state = tx.init(params)
             if any(isinstance(leaf, DeferredArray) for leaf in jax.tree.leaves(params)):
                 params = store.params(like=like)
     # With clipping, updates wait for all gradients in any case, so a program of their
@@ -199,19 +199,15 @@ def streamed(
     step, like = streamed_step(config, store), devices.shapes(config.abstract[1])
     stack.callback(step.close)
 
-    def make() -> None:  # no more than a leaf is in memory
-        shardings: PyTree = jax.tree.map(lambda leaf: leaf.sharding, like)
-        shardings = shardings if jax.tree.leaves(shardings) else None
-        if config.source is None:
-            new = functools.partial(first_params, config)
-            step.init(new, batch=first, shardings=shardings)
-        else:
-            step.load(first_params(config), batch=first, shardings=shardings)
-
+    shardings: PyTree = jax.tree.map(lambda leaf: leaf.sharding, like)
+    shardings = shardings if jax.tree.leaves(shardings) else None
     if store.step > 0:
         step.load(like)  # only compared: the store has them
+    elif config.source is None:  # no more than a leaf is in memory
+        new = functools.partial(first_params, config)
+        step.init(new, batch=first, shardings=shardings)
     else:
-        begin(config, store, make)
+        step.load(first_params(config), batch=first, shardings=shardings)
     number, skipped, drive_bytes = store.step, step.num_skipped, stored_bytes(store)
     functions: list[StreamedStep] = []  # in the step's memory, in turns with it
 

@@ -1,4 +1,4 @@
-"""The store of a run: opened, begun, and asked what its steps have cost.
+"""The store of a run: opened, and asked what its steps have cost.
 
 Invariant: nothing is written to a store when it is opened, unless it is divided anew. A
 new run's params are compared with a store's before its first step.
@@ -6,7 +6,7 @@ new run's params are compared with a store's before its first step.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,7 +15,6 @@ from jax.sharding import SingleDeviceSharding
 from jaxinf.command_line import UsageError
 from jaxinf.engine import Store, divide_for, engine_of, open_store
 from jaxinf.errors import StreamError, UnsupportedTransformError
-from jaxinf.exchange import keep_tokenizer, tokenizer_files
 from jaxinf.store import required_bytes
 from jaxinf.streaming import store_memory_bytes
 from jaxinf.train.config import TrainConfig
@@ -87,20 +86,6 @@ def open_run(config: TrainConfig, devices: Devices) -> Store:
     if not store.exists:
         store.annotate(0, first_payload(config))
     return store
-
-
-def begin(config: TrainConfig, store: Store, make: Callable[[], Any]) -> Any:
-    """Makes a new store with `make`, and keeps the run's tokenizer there.
-
-    Of a store at step 0, `make` compares the params.
-    """
-    files = tokenizer_files(
-        tokenizer=config.tokenizer and config.tokenizer.expanduser(),
-        weights=config.source and config.source.expanduser(),
-    )
-    made = make()
-    keep_tokenizer(store.path, files)
-    return made
 
 
 def stored_bytes(store: Store) -> int:

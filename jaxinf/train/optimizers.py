@@ -249,12 +249,6 @@ def _rate(config: TrainConfig, chosen: Callable[..., Any]) -> Any:
     return peak_learning_rate(config)
 
 
-def learning_rates(config: TrainConfig) -> Callable[[int], float]:
-    """Returns a function from the number of updates before to the learning rate."""
-    schedule = jax.jit(make_schedule(config))
-    return lambda count: float(schedule(count))
-
-
 def resolved_settings(config: TrainConfig) -> dict[str, JsonValue]:
     """Returns the settings that had no flag, as the run has them.
 

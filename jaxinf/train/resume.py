@@ -32,8 +32,8 @@ _FREE += ("clip_norm", "nonfinite", "optimizer_args", "ema", "micro_batches")
 # --- what a commit says --------------------------------------------------------------
 
 
-def architecture_of(config: TrainConfig) -> dict[str, JsonValue]:
-    """Returns the model as a commit has it, which is what an export needs."""
+def first_payload(config: TrainConfig) -> dict[str, JsonValue]:
+    """Returns the payload of a new store's step 0: the model, as an export needs it."""
     model = config.model_config
     family = family_of(model)
     architecture: dict[str, JsonValue] = {
@@ -46,13 +46,7 @@ def architecture_of(config: TrainConfig) -> dict[str, JsonValue]:
         architecture |= {"model_type": found.model_type, "extra": dict(found.extra)}
     if config.lora is not None:
         architecture["lora_alpha"] = config.lora_alpha
-    return architecture
-
-
-def first_payload(config: TrainConfig) -> dict[str, JsonValue]:
-    """Returns the payload of a new store's step 0, which says its model."""
-    own: dict[str, JsonValue] = {"made_by": _MADE_BY, "step": 0}
-    return own | {"architecture": architecture_of(config)}
+    return {"made_by": _MADE_BY, "step": 0, "architecture": architecture}
 
 
 def identity_of(config: TrainConfig, data: TrainingData) -> dict[str, Any]:

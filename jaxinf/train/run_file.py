@@ -104,15 +104,11 @@ def read_run(path: Path) -> TrainConfig:
 
 def _words(values: Mapping[str, Any]) -> list[str]:
     """Returns values as a command line in which none of them is taken for a flag."""
-    words, names = list[str](), set[str]()
-    for key, value in values.items():
-        name = key.replace("_", "-")
+    words = list[str]()
+    for name, value in values.items():
         if name not in _IN_FILES:
             near = did_you_mean(name, _IN_FILES) or "--help lists them"
-            raise ValueError(f"{shown(key)}: no setting of a run's file; {near}")
-        if name in names:
-            raise ValueError(f"{key}: set twice, once with - and once with _")
-        names.add(name)
+            raise ValueError(f"{shown(name)}: no setting of a run's file; {near}")
         default = _IN_FILES[name].default
         if isinstance(default, bool):
             if not isinstance(value, bool):

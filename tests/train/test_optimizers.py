@@ -13,8 +13,8 @@ from jaxinf.compat import all_equations
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.optimizers import (
     check_optimizer,
-    learning_rates,
     make_optimizer,
+    make_schedule,
 )
 from jaxinf.train.step import gradients_of
 
@@ -71,8 +71,8 @@ def test_arguments_are_optaxs(optimizer, words, expected):
 )
 def test_schedules(schedule, expected):
     options = {"schedule": schedule, "warmup_steps": 1, "steps": 10}
-    rates = learning_rates(config(learning_rate=1.0, **options))
-    found = [rates(count) for count in (0, 1, 2, 3, 5, 9)]
+    rate = make_schedule(config(learning_rate=1.0, **options))
+    found = [rate(count) for count in (0, 1, 2, 3, 5, 9)]
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 

@@ -116,7 +116,7 @@ ROWS = [
     ("data = [['a']]", "data: expected a number, or a text"),
     ("state = 'fp16'", "run.toml: Invalid choice invalid choice 'fp16' for"),
     ("memory = 'much'", "expected a number of bytes such as 1GiB"),
-    ("seq_len = 8\nseq-len = 8", "seq-len: set twice, once with - and once with _"),
+    ("seq_len = 8", "'seq_len': no setting of a run's file; did you mean seq-len"),
     ("steps: 100", "in TOML, such as steps = 100 in a line, found: Expected"),
     (f"steps = 1{'0' * 9999}", "in TOML, such as steps = 100"),
     (f"elastic = 0x{'f' * 9999}", "elastic: expected true or false, found a num"),
@@ -137,7 +137,7 @@ def test_refusals(read, text, expected):
 
 def test_texts_that_are_taken(read):
     assert read(b"\xef\xbb\xbfsteps = 3\r\n").steps == 3
-    assert read("batch_size = 3\nclip-norm = 1").batch_size == 3
+    assert read("batch-size = 3\nclip-norm = 1").batch_size == 3
     assert read("memory = 4096\ndurability = 3") == TrainConfig(
         memory=4096, durability=3
     )
