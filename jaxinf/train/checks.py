@@ -1,8 +1,8 @@
 """Refusals of run configurations that are invalid, or contradict themselves.
 
 Invariant: no combination of fields is ignored in silence. Functions yield what is
-wrong, in words; the first of these is raised. What the store itself refuses when it is
-opened, before anything is written, is not repeated here.
+wrong, in words: the flag, the value found and the remedy; the first is raised. What the
+store itself refuses when it is opened, before anything is written, is not repeated.
 """
 
 import dataclasses
@@ -21,13 +21,12 @@ from jaxinf.train.optimizers import check_optimizer
 
 _Problems: TypeAlias = Iterator[str]
 
-_AT_LEAST: dict[str, int] = {
-    **dict.fromkeys("batch-size memory device-memory micro-batches".split(), 1),
-    **dict.fromkeys("steps warmup-steps clip-norm seed eval-every".split(), 0),
-    "durability": 1,
-    "checkpoint-every": 0,
-    "seq-len": 2,
-}
+_AT_LEAST = dict.fromkeys(
+    "steps warmup-steps clip-norm seed eval-every checkpoint-every".split(), 0
+)
+_AT_LEAST |= {"seq-len": 2} | dict.fromkeys(
+    "batch-size memory device-memory micro-batches durability".split(), 1
+)
 _OF_THE_STORE = (
     "store elastic csd-root csd memory durability state ema checkpoint-every export-to"
 ).split()
@@ -39,10 +38,6 @@ def check(config: TrainConfig) -> TrainConfig:
 
     Returns:
       The config with its `files`.
-
-    Raises:
-      UsageError: names the flag, the value found and the remedy.
-      ExchangeError: the files of --from or --preset cannot be read.
     """
     _refuse(_of_values(config))
     files = config.model_file and ModelFiles.of_config(config.model_file)

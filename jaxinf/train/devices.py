@@ -69,12 +69,10 @@ class Devices:
         if mesh is None:
             return batch
         rows = NamedSharding(mesh, PartitionSpec(_AXIS))
-
-        def put(array: Any) -> Any:
-            is_even = np.ndim(array) > 0 and len(array) % mesh.size == 0
-            return _put(array, rows) if is_even else array
-
-        return jax.tree.map(put, batch)
+        return jax.tree.map(
+            lambda x: _put(x, rows) if np.ndim(x) and not len(x) % mesh.size else x,
+            batch,
+        )
 
 
 def devices_of(config: TrainConfig) -> Devices:
@@ -86,7 +84,6 @@ def devices_of(config: TrainConfig) -> Devices:
 
 def placed(tree: PyTree, like: PyTree) -> PyTree:
     """Puts arrays that all processes have where `like` has them on a mesh."""
-
     return jax.tree.map(
         lambda x, like: x if like.sharding is None else _put(x, like.sharding),
         tree,
@@ -107,9 +104,6 @@ def connect(launch: str) -> None:
 
     Args:
       launch: ``HOST:PORT,N,I``, or nothing if the environment says it.
-
-    Raises:
-      UsageError: the coordinator does not answer, or nothing says who it is.
     """
     given = re.fullmatch(r"(.+:\d+),(\d+),(\d+)", launch)
     if launch and not given:

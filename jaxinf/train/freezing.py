@@ -41,11 +41,7 @@ def matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def check_frozen(patterns: tuple[str, ...], params: PyTree, model: str) -> None:
-    """Refuses patterns that match no leaf of the model, or all together.
-
-    Raises:
-      UsageError: names the pattern, and leaves that there are.
-    """
+    """Refuses patterns that match no leaf of the model, or all together."""
     if not patterns:
         return
     names = leaves_by_name(params)
@@ -63,11 +59,7 @@ def check_frozen(patterns: tuple[str, ...], params: PyTree, model: str) -> None:
 
 
 def check_source(frozen: Frozen, params: PyTree, source: Any) -> None:
-    """Refuses to freeze leaves that a checkpoint lacks, as they stay random.
-
-    Raises:
-      UsageError: names the leaves.
-    """
+    """Refuses to freeze leaves that a checkpoint lacks, as they stay random."""
     named = leaves_by_name(params).items()
     new = [name for name, leaf in named if not isinstance(leaf, DeferredArray)]
     if frozen and (random := [name for name in new if name in frozen]):

@@ -26,9 +26,6 @@ def load(config: TrainConfig) -> tuple[TrainConfig, TrainingData]:
     Returns:
       The config, with the data's number of classes, the tokenizer and the length of
       rows; and the data.
-
-    Raises:
-      UsageError: the data is empty, malformed, or unsuitable for this model.
     """
     model = config.model_config
     try:
@@ -61,11 +58,7 @@ def load(config: TrainConfig) -> tuple[TrainConfig, TrainingData]:
 
 
 def make_batches(config: TrainConfig, data: TrainingData) -> Sequence[Batch]:
-    """Makes the run's batches, or this process's share of them.
-
-    Raises:
-      UsageError: the processes, or their devices, cannot share a batch evenly.
-    """
+    """Makes the run's batches, or this process's even share of them."""
     num_shares = jax.device_count() if config.distributed is not None else 1
     num_parts = config.micro_batches if config.mode != "stream" else 1
     if config.batch_size % (num_shares * num_parts):

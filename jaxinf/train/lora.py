@@ -84,13 +84,10 @@ def parse_lora(text: str) -> Lora:
 
 
 def with_new(lora: Lora, params: PyTree, seed: int = 0) -> PyTree:
-    """Returns params with new adapters.
+    """Returns params with new adapters; refuses patterns without a matrix.
 
     Args:
       params: those of the model; leaves may be deferred.
-
-    Raises:
-      UsageError: there is no such matrix; names those that there are.
     """
     leaves: dict[Any, Any] = flatten_dict(params)
     named = {"/".join(map(str, path)): path for path in leaves}

@@ -97,11 +97,7 @@ class JsonLines:
         self._file = path.open("a", buffering=1)
 
     def write(self, step: int, line: str) -> None:
-        """Appends a step's line and flushes it.
-
-        Raises:
-          StoreIOError: names the file.
-        """
+        """Appends a step's line and flushes it."""
         with translated("log", Path(self._file.name)):
             self._file.write(line + "\n")
         self.last_step = step

@@ -57,12 +57,7 @@ def _with_flags(error: Exception) -> str:
 
 @named_flags()
 def open_run(config: TrainConfig, devices: Devices) -> Store:
-    """Opens a run's store; a new one says at step 0 which model it has.
-
-    Raises:
-      UsageError: an argument of the store is out of range.
-      JaxinfError: as `jaxinf.open_store`.
-    """
+    """Opens a run's store; a new one says at step 0 which model it has."""
     assert config.store is not None
     memory_bytes = config.buffer_bytes
     if config.mode == "stream":

@@ -57,9 +57,6 @@ def check_optimizer(config: TrainConfig) -> None:
     """Refuses an unknown optimizer, or arguments that optax does not take.
 
     One that cannot run near storage is refused when its store is made.
-
-    Raises:
-      UsageError: names the flag, the value found and the remedy.
     """
     _find(config.optimizer)
     if config.learning_rate is None and config.optimizer not in ("adam", "adamw"):
@@ -88,10 +85,7 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """Makes the optimizer with its schedule, behind clipping.
 
     If gradients are compressed, the clipping is left out, because it must come first.
-
-    Raises:
-      UsageError: there is no such optimizer, or it has no such arguments.
-      Exception: as optax, for values that it cannot take.
+    Raises what optax does for values that it cannot take.
     """
     chosen = _find(config.optimizer)
     optimizer = chosen(_rate(config, chosen), **_arguments(config, chosen))

@@ -70,11 +70,7 @@ def payload_of(own: Mapping[str, Any], step: int) -> dict[str, JsonValue]:
 
 
 def check_same(own: Mapping[str, Any], group: Group) -> None:
-    """Refuses processes of one run that have other settings or data.
-
-    Raises:
-      UsageError: names flags, processes and values.
-    """
+    """Refuses processes of one run that have other settings or data."""
     said = {**own["settings"], "data": _data_line(own["data"])}
     first, *others = group.gather("the settings of the run", lambda: said)
     for number, one in enumerate(others, 1):

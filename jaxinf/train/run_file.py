@@ -77,11 +77,7 @@ def _of_words(
 
 
 def read_run(path: Path) -> TrainConfig:
-    """Reads a run's file; blocks.
-
-    Raises:
-      UsageError: names the file and what is wrong with it.
-    """
+    """Reads a run's file, or says what is wrong with it; blocks."""
     try:
         found = tomllib.loads(path.expanduser().read_text("utf-8-sig"))
     except (OSError, ValueError, RuntimeError) as error:

@@ -117,16 +117,22 @@ def compile_train_step(
 
     if is_fused:
         return _compile(step, example, donated=(0, 1), results=(params, state, None))
-    _, gradients = jax.eval_shape(value_and_gradients, params, batch)
-    own = _beside(gradients, params)
+    # A gradient has the shape, the dtype and the place of its param.
+    own = _beside(jax.eval_shape(value_and_gradients, params, batch)[1], params)
     first = _compile(value_and_gradients, (params, batch), results=(None, own))
-    inputs = _sharded_like(gradients, own), state, params
+    inputs = own, state, params
     # A callback's results have memory of their own.
     donated = (0, 1) if config.mode == "memory" else (1,)
     second = _compile(update, inputs, donated=donated, results=(own, state, None))
     updates, _ = jax.eval_shape(tx.update, *inputs)
-    given = params, _sharded_like(updates, own)
-    third = _compile(updated, given, donated=(0,), results=params)
+    updates = jax.tree.map(
+        lambda x, like: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=_sharding_of(like)
+        ),
+        updates,
+        own,
+    )
+    third = _compile(updated, (params, updates), donated=(0,), results=params)
 
     def run(params: PyTree, state: Any, batch: Any) -> Any:
         value, gradients = first(params, batch)
@@ -138,9 +144,11 @@ def compile_train_step(
 
 def updated(params: PyTree, updates: PyTree) -> PyTree:
     """Applies updates; leaves without one stay as they are."""
-    added = optax.apply_updates(_beside(updates, params), updates)
     return jax.tree.map(
-        lambda new, old: old if new is None else new, added, params, is_leaf=_is_none
+        lambda x, param: param if x is None else optax.apply_updates(param, x),
+        updates,
+        params,
+        is_leaf=_is_none,
     )
 
 
@@ -181,17 +189,6 @@ def _compile(
     if jax.tree.leaves(shardings):
         options["out_shardings"] = shardings
     return jax.jit(function, **options).lower(*example).compile()
-
-
-def _sharded_like(tree: PyTree, params: PyTree) -> PyTree:
-    """Gives shapes the shardings of params on a mesh."""
-    return jax.tree.map(
-        lambda x, like: jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=_sharding_of(like)
-        ),
-        tree,
-        params,
-    )
 
 
 def _sharding_of(array: Any) -> Any:

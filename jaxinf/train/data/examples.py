@@ -57,9 +57,6 @@ def example_of(record: Record, unused: set[str]) -> Example:
 
     Args:
       unused: names of other fields, which are added.
-
-    Raises:
-      DataError: the record has no known form.
     """
     where = record.where
     if isinstance(text := record.fields.get(PLAIN_TEXT), bytes):  # JSON has no bytes

@@ -41,9 +41,6 @@ def load_images(options: TrainConfig, shape: ImageShape) -> TrainingData:
     """Returns the images for training and those for validation.
 
     Rows have `images`, float32 of `shape`, and `labels`, int32 [].
-
-    Raises:
-      DataError: there are no images, or the parts have other classes.
     """
     if not options.data:
         raise DataError(

@@ -71,9 +71,6 @@ class FolderTokenizer:
       adds_end: whether it adds the end to a whole text itself.
       fingerprint: text that changes whenever ids may change.
       has_template: whether it has a form of conversations.
-
-    Raises:
-      DataError: it is missing or malformed, or `transformers` is not installed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -123,9 +120,6 @@ class FolderTokenizer:
           where: its place, for errors.
           is_whole: whether with the special tokens around a text.
           most: most tokens; more are cut, special ones kept.
-
-        Raises:
-          DataError: it cannot be read; names its place.
         """
         string, is_cut = _as_str(where, text), most is not None
         how = {"truncation": is_cut, "max_length": most, "add_special_tokens": is_whole}
@@ -142,10 +136,6 @@ class FolderTokenizer:
 
         Returns:
           Ids, and their types (uint8) for a pair if the model has them.
-
-        Raises:
-          DataError: as `encode`; or special tokens leave no room for the texts, or the
-            model has fewer types.
         """
         strings, num = [_as_str(where, text) for text in texts], len(texts)
         is_typed = num_types > 0 and num == 2
@@ -172,11 +162,7 @@ class FolderTokenizer:
         return ids, types
 
     def conversation(self, example: Example, *, learn_all: bool) -> tuple[Array, Array]:
-        """Returns the ids of messages by the chat template, and which are learned.
-
-        Raises:
-          DataError: the template refuses them, or its answers cannot be told.
-        """
+        """Returns the ids of messages by the chat template, and which are learned."""
         what = f"{example.where}: expected messages that the chat template of "
         with refusing(f"{what}--tokenizer {self.name} can write"):
             template = self._tokenizer.get_chat_template(tools=example.tools)
@@ -238,20 +224,12 @@ Tokenizer: TypeAlias = ByteTokenizer | FolderTokenizer
 
 
 def open_tokenizer(path: Path | None) -> Tokenizer:
-    """Opens the tokenizer of a folder, or that of bytes if there is none.
-
-    Raises:
-      DataError: as `FolderTokenizer`.
-    """
+    """Opens the tokenizer of a folder, or that of bytes if there is none."""
     return ByteTokenizer() if path is None else FolderTokenizer(path.expanduser())
 
 
 def tokenizer_in(folder: Path, num_ids: int) -> Path | None:
-    """Finds the tokenizer of a checkpoint; None if its model reads bytes.
-
-    Raises:
-      DataError: it has none, and more ids than bytes.
-    """
+    """Finds the tokenizer of a checkpoint; None if its model reads bytes."""
     place = folder.expanduser()
     if any((place / name).is_file() for name in TOKENIZER_FILES):
         return place
