@@ -237,15 +237,6 @@ def _read_rope(document: Document) -> Fields:
     }
 
 
-def _write_rope(fields: Document) -> Fields:
-    scaling, rope = fields["rope_scaling"], None
-    if scaling is not None:
-        names = _ROPES[scaling["kind"]]
-        rope = {theirs: scaling[ours] for ours, theirs in names.items()}
-        rope["rope_type"] = scaling["kind"]
-    return {"rope_theta": fields["rope_base"], "rope_scaling": rope}
-
-
 def _read_llama(document: Document) -> Fields:
     heads = document["num_attention_heads"]
     features = document["hidden_size"] // heads
@@ -261,8 +252,14 @@ def _read_llama(document: Document) -> Fields:
 
 def _write_llama(fields: Document) -> Fields:
     features = fields["num_features"] // fields["num_heads"]
+    scaling, rope = fields["rope_scaling"], None
+    if scaling is not None:
+        names = _ROPES[scaling["kind"]]
+        rope = {theirs: scaling[ours] for ours, theirs in names.items()}
+        rope["rope_type"] = scaling["kind"]
     return {
-        **_write_rope(fields),
+        "rope_theta": fields["rope_base"],
+        "rope_scaling": rope,
         "num_key_value_heads": fields["num_kv_heads"],
         "head_dim": fields["head_features"] or features,
     }
@@ -445,13 +442,10 @@ _T5 = Family(
         "num_hidden=d_ff num_buckets=relative_attention_num_buckets "
         "dropout=dropout_rate max_distance=relative_attention_max_distance"
     ),
-    tied=dict.fromkeys(
-        (
-            *("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
-            "lm_head.weight",
-        ),
-        "shared.weight",
-    ),
+    tied={
+        f"{name}.weight": "shared.weight"
+        for name in ("encoder.embed_tokens", "decoder.embed_tokens", "lm_head")
+    },
     # Version 1.0 files have a table that the model never used.
     unused=r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias"
     r"\.weight",

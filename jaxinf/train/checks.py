@@ -44,7 +44,7 @@ def check(config: TrainConfig) -> TrainConfig:
     files = ModelFiles.of_folder(config.source) if config.source else files
     config = dataclasses.replace(config, files=files)
     _ = config.average  # refuses an --ema that does not parse
-    for problems in (_of_model, _of_mode, _of_places):
+    for problems in (_of_model, _of_mode):
         _refuse(problems(config))
     check_optimizer(config)
     return config
@@ -155,9 +155,6 @@ def _of_mode(config: TrainConfig) -> _Problems:
         )
     if config.distributed is None:
         yield from _given(config, "expected with --distributed; add that, or", "fsdp")
-
-
-def _of_places(config: TrainConfig) -> _Problems:
     if config.export_to is not None and not config.checkpoint_every:
         yield (
             "--export-to: expected --checkpoint-every K, whose steps are exported; "

@@ -49,11 +49,12 @@ def _shown(metavar: str, default: str, *, name: str | None = None) -> Any:
     return tyro.conf.arg(name=name, metavar=metavar, help_behavior_hint=hint)
 
 
-def _bytes_or_none(words: list[str]) -> Any:
-    return None if words[0].lower() == "none" else parse_bytes(words[0])
-
-
-_MEMORY: Any = dataclasses.replace(ByteSize, instance_from_str=_bytes_or_none)
+_MEMORY: Any = dataclasses.replace(
+    ByteSize,
+    instance_from_str=lambda words: (
+        None if words[0].lower() == "none" else parse_bytes(words[0])
+    ),
+)
 _LAUNCH: Any = tyro.constructors.PrimitiveConstructorSpec(
     nargs=(0, 1),
     metavar="[HOST:PORT,N,I]",

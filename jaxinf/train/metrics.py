@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -87,10 +87,15 @@ class JsonLines:
         kept: list[str] = []
         if step == 0 and path.exists():
             path.replace(path.with_suffix(".previous.jsonl"))
-        for number, line in readable_lines(path):
-            if self.last_step < number <= step:
-                kept.append(line)
-                self.last_step = number
+        path.touch()
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                number = -1
+                with contextlib.suppress(ValueError, KeyError, TypeError):  # cut off
+                    number = int(json.loads(line)["step"])
+                if self.last_step < number <= step:
+                    kept.append(line.rstrip() + "\n")
+                    self.last_step = number
         temporary = path.with_name(path.name + ".new")
         temporary.write_text("".join(kept))
         temporary.replace(path)
@@ -156,13 +161,3 @@ class MetricsLog:
         with contextlib.suppress(Exception):  # whose cause is raised already
             self.flush()
         self._lines.close()
-
-
-def readable_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yields steps and lines, without a line cut off by a kill."""
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                yield int(json.loads(line)["step"]), line.rstrip() + "\n"

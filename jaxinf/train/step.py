@@ -14,7 +14,7 @@ Invariant: both compute the same, up to rounding.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +25,6 @@ from jaxinf.train.config import TrainConfig
 from jaxinf.train.freezing import Frozen, trained, without_gradients
 from jaxinf.train.lora import model_of
 from jaxinf.typing import PyTree
-
-TrainStep: TypeAlias = Callable[..., tuple[PyTree, Any, tuple[jax.Array, Any]]]
-"""``(params, state, batch) -> (params, state, (loss, norm))``; donates the first two.
-
-The norm is that of all gradients, float32; None where a step does not have it."""
 
 
 def loss_of(config: TrainConfig, graphdef: Any) -> Callable[[PyTree, Any], jax.Array]:
@@ -96,12 +91,16 @@ def compile_train_step(
     tx: optax.GradientTransformation,
     *example: Any,
     is_fused: bool = False,
-) -> TrainStep:
+) -> Callable[..., tuple[PyTree, Any, tuple[jax.Array, jax.Array]]]:
     """Compiles the step of a run.
 
     Args:
       tx: The optimizer, in memory or near storage.
       example: Params, state and a batch; only their shapes count.
+
+    Returns:
+      ``(params, state, batch) -> (params, state, (loss, norm))``, of all gradients in
+      float32; donates the first two.
     """
     params, state, batch = example
     value_and_gradients = gradients_of(config, graphdef)

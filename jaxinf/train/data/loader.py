@@ -35,7 +35,7 @@ def endless(
         batch size; they share each batch.
     """
     number, num_shards = shard
-    mapped = _mapped(_shuffled(rows, seed).repeat(), row_map)
+    mapped = _mapped(rows, seed, row_map, is_endless=True)
     shares = mapped.batch(batch_size // num_shards, drop_remainder=True)
     # Together they are the batch of one process, in its order.
     return shares[number::num_shards] if num_shards > 1 else shares
@@ -56,14 +56,12 @@ def one_epoch(
     rows: Rows, *, batch_size: int, seed: int, row_map: RowMap | None = None
 ) -> Sequence[Batch]:
     """Returns every row once, always in the same batches; the last may be short."""
-    shuffled = _mapped(_shuffled(rows, seed), row_map)
-    return shuffled.batch(batch_size, drop_remainder=False)
+    mapped = _mapped(rows, seed, row_map, is_endless=False)
+    return mapped.batch(batch_size, drop_remainder=False)
 
 
-def _shuffled(rows: Rows, seed: int) -> Any:
-    return grain.MapDataset.source(rows).seed(seed).shuffle()  # type: ignore[arg-type]
-
-
-def _mapped(shuffled: Any, row_map: RowMap | None) -> Any:
-    """Maps rows before they are divided: the same for any division."""
+def _mapped(rows: Any, seed: int, row_map: RowMap | None, *, is_endless: bool) -> Any:
+    """Shuffles and maps rows before they are divided: the same for any division."""
+    shuffled = grain.MapDataset.source(rows).seed(seed).shuffle()
+    shuffled = shuffled.repeat() if is_endless else shuffled
     return shuffled if row_map is None else shuffled.random_map(row_map)
