@@ -34,9 +34,9 @@ from jaxinf.train.data.rows import TrainingData
 from jaxinf.train.devices import connect, devices_of
 from jaxinf.train.evaluate import BEST, Best, Evaluation, best_of, evaluator, num_tokens
 from jaxinf.train.loading import load, make_batches
-from jaxinf.train.metrics import JsonLines, MetricsLog, StepLine
+from jaxinf.train.metrics import NO_TRAFFIC, Costs, JsonLines, MetricsLog, StepLine
 from jaxinf.train.modes import Done, in_memory, streamed
-from jaxinf.train.opening import open_run
+from jaxinf.train.opening import costs_of, open_run, stored_bytes
 from jaxinf.train.optimizers import make_schedule, resolved_settings
 from jaxinf.train.run_file import text_of_run
 from jaxinf.train.signals import stop_number, stop_requests
@@ -126,6 +126,7 @@ class _TrainingRun:
         if store is not None and is_new:
             keep_tokenizer(store.path, files)
         self._num_updates = store.step if store else 0
+        self._disk_bytes = stored_bytes(store) if store else 0
         self._num_kept_updates = -1  # at the last checkpoint
         self._learning_rate = jax.jit(make_schedule(config))
         self._timer = StepTimer(config, self.step)
@@ -187,17 +188,27 @@ class _TrainingRun:
                 "output, and start all again"
             ) from error
         self.step = number
+        if done.stream is not None:
+            parts = (
+                done.stream[f"waited_{x}_s"] for x in ("params", "values", "updates")
+            )
+            measured["phases"]["wait"] = round(sum(parts), 6)
         line = StepLine(
             *(number, done.loss, num_tokens(batch)),
             learning_rate=float(self._learning_rate(self._num_updates)),
             gradient_norm=done.norm,
+            stream=done.stream,
             **measured,
         )
         if done.is_skipped:
             self._console.print(f"step {number}: skipped, NaN or Inf in a gradient")
         self._num_updates += not done.is_skipped
-        self._metrics.add(line, done.costs)
-        self._timer.ended(number, done.costs)
+        costs: Costs = NO_TRAFFIC.copy
+        if store is not None and not done.is_skipped:
+            what = self._num_updates, self._disk_bytes, done.stream or {}
+            costs = functools.partial(costs_of, store, *what)
+        self._metrics.add(line, costs)
+        self._timer.ended(number, costs)
         return line
 
     def _keep(self) -> None:

@@ -56,10 +56,8 @@ class StepLine:
 
     def with_costs(self, costs: Mapping[str, Any]) -> "StepLine":
         """Returns the line with what only the store knows."""
-        phases = {**(self.phases or {}), **costs.get("phases", {})}
         memory = {**(self.memory or {}), **costs.get("memory", {})}
-        both = {"phases": phases, "memory": memory}
-        return dataclasses.replace(self, **{**costs, **both})
+        return dataclasses.replace(self, **{**costs, "memory": memory})
 
     def to_json(self) -> str:
         """Returns the line without its newline; NaN, which JSON lacks, becomes null."""

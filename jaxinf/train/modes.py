@@ -11,7 +11,7 @@ Invariant: a step has the same effect in each; `step` says which have the same b
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -29,8 +29,7 @@ from jaxinf.train.data.loader import Batch
 from jaxinf.train.devices import Devices, placed
 from jaxinf.train.freezing import check_source
 from jaxinf.train.lora import Lora, with_new
-from jaxinf.train.metrics import NO_TRAFFIC, Costs
-from jaxinf.train.opening import costs_of, named_flags, stored_bytes
+from jaxinf.train.opening import named_flags
 from jaxinf.train.optimizers import (
     behind_clipping,
     make_optimizer,
@@ -45,13 +44,14 @@ class Done(NamedTuple):
     """What a step has done; its commit may still be in flight.
 
     The loss is that of the batch before the update, the norm that of all gradients, if
-    they exist at once. A step is skipped if one of them is not finite.
+    they exist at once. A step is skipped if one of them is not finite. `stream` is what
+    a streamed one has moved and waited for.
     """
 
     loss: float
     norm: float | None
     is_skipped: bool
-    costs: Costs
+    stream: Mapping[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +129,6 @@ def in_memory(config: TrainConfig, store: Store | None, devices: Devices) -> Mod
     # own costs almost nothing. Compression needs finished gradients, too. In memory it
     # keeps the bits, as no jit computes an update and adds it.
     is_fused = store is not None and not (config.clip_norm or config.compress)
-    drive_bytes = 0 if store is None else stored_bytes(store)
     skipped = _num_skipped(config, state)
 
     def compile(batch: Batch) -> Callable[[Batch], Done]:
@@ -144,11 +143,7 @@ def in_memory(config: TrainConfig, store: Store | None, devices: Devices) -> Mod
                 train_step(params, state, batch)
             )
             before, skipped = skipped, _num_skipped(config, state)
-            costs: Costs = NO_TRAFFIC.copy
-            if store is not None and skipped == before:
-                number = int(state.step)
-                costs = functools.partial(costs_of, store, number, drive_bytes)
-            return Done(float(loss), float(norm), skipped > before, costs)
+            return Done(float(loss), float(norm), skipped > before)
 
         return step
 
@@ -208,28 +203,17 @@ def streamed(
         step.init(new, batch=first, shardings=shardings)
     else:
         step.load(first_params(config), batch=first, shardings=shardings)
-    number, skipped, drive_bytes = store.step, step.num_skipped, stored_bytes(store)
+    skipped = step.num_skipped
     functions: list[StreamedStep] = []  # in the step's memory, in turns with it
 
     def run(batch: Batch) -> Done:
-        nonlocal number, skipped
+        nonlocal skipped
         for made in functions:
             made.rest()
         loss, _ = jax.block_until_ready(step(batch))
         before, skipped, metrics = skipped, step.num_skipped, step.metrics
-        is_skipped = skipped > before
-        number += not is_skipped
         assert metrics is not None
-        waited_s = metrics.waited_params_s + metrics.waited_values_s
-        found = {
-            "stream": dataclasses.asdict(metrics),
-            "phases": {"wait": round(waited_s + metrics.waited_updates_s, 6)},
-        }
-        away_bytes = metrics.spilled_drive_bytes + metrics.offloaded_drive_bytes
-        costs: Costs = NO_TRAFFIC.copy
-        if not is_skipped:
-            costs = functools.partial(costs_of, store, number, drive_bytes + away_bytes)
-        return Done(float(loss), None, is_skipped, lambda: costs() | found)
+        return Done(float(loss), None, skipped > before, dataclasses.asdict(metrics))
 
     @named_flags()
     def compile(batch: Batch) -> Callable[[Batch], Done]:

@@ -6,7 +6,7 @@ new run's params are compared with a store's before its first step.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -88,19 +88,24 @@ def stored_bytes(store: Store) -> int:
     return sum(required_bytes(engine_of(store).directory).values())
 
 
-def costs_of(store: Store, step: int, drive_bytes: int) -> dict[str, Any]:
+def costs_of(
+    store: Store, step: int, disk_bytes: int, stream: Mapping[str, Any]
+) -> dict[str, Any]:
     """Returns fields of a step's line once it is durable; blocks until then.
 
     Args:
-      drive_bytes: of the store, and of values that waited on drives.
+      disk_bytes: of the store.
+      stream: what a streamed step has moved; else empty.
     """
     metrics = store.metrics_of(step)
     if metrics is None:
         return {}
+    for name in ("spilled_drive_bytes", "offloaded_drive_bytes"):
+        disk_bytes += stream.get(name, 0)
     return {
         "update_s": metrics.update_s,
         "commit_s": metrics.commit_s if metrics.is_committed else None,
         "hit_share": metrics.hit_share,
         **dataclasses.asdict(metrics.traffic),
-        "memory": {"buffers": store.peak_memory_bytes, "drives": drive_bytes},
+        "memory": {"buffers": store.peak_memory_bytes, "drives": disk_bytes},
     }
