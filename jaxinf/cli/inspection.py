@@ -38,6 +38,7 @@ from jaxinf.cli.looking import open_committed, over_members
 from jaxinf.cli.terminal import facts_table, heading, make_table
 from jaxinf.store import (
     SLOTS,
+    CommittedStep,
     Holder,
     LeafRecord,
     StoreDirectory,
@@ -67,17 +68,7 @@ class Inspect:
 
     def _inspect(self, path: Path) -> bool:
         with open_committed(path) as (directory, step):
-            document = {
-                "store": str(path),
-                "store_id": step.manifest.store_id,
-                "created_by": dict(step.manifest.created_by),
-                "pinned": not step.warning,
-                "warnings": [step.warning] if step.warning else [],
-                "step": step.commit.step,
-                "committed_at": step.commit.committed_at,
-                "skipped_steps": step.commit.skipped_steps,
-            }
-            document |= _store(directory)
+            document = _document(directory, step)
         if self.json:
             print(json.dumps(document, indent=1, allow_nan=False))
         else:
@@ -88,15 +79,23 @@ class Inspect:
 # --- the document --------------------------------------------------------------------
 
 
-def _store(directory: StoreDirectory) -> dict[str, Any]:
-    leaves = [_leaf(directory, leaf) for leaf in directory.manifest.leaves]
+def _document(directory: StoreDirectory, step: CommittedStep) -> dict[str, Any]:
+    leaves = [_leaf(directory, leaf) for leaf in step.manifest.leaves]
     state_bytes: Counter[str] = Counter()
     for leaf in leaves:
         for state in leaf["states"]:
             state_bytes[state["name"]] += state["num_bytes"]
     writer = _find_writer(directory.path)
     return {
-        "num_params": directory.manifest.num_params,
+        "store": str(directory.path),
+        "store_id": step.manifest.store_id,
+        "created_by": dict(step.manifest.created_by),
+        "pinned": not step.warning,
+        "warnings": [step.warning] if step.warning else [],
+        "step": step.commit.step,
+        "committed_at": step.commit.committed_at,
+        "skipped_steps": step.commit.skipped_steps,
+        "num_params": step.manifest.num_params,
         "leaves": leaves,
         "state_bytes": state_bytes,
         "disk_bytes": _disk_bytes(directory),
