@@ -21,12 +21,13 @@ from jaxinf.train.optimizers import check_optimizer
 
 _Problems: TypeAlias = Iterator[str]
 
-_AT_LEAST = dict.fromkeys(
-    "steps warmup-steps clip-norm seed eval-every checkpoint-every".split(), 0
-)
-_AT_LEAST |= {"seq-len": 2} | dict.fromkeys(
-    "batch-size memory device-memory micro-batches durability".split(), 1
-)
+_ZERO_AT_LEAST = "steps warmup-steps clip-norm seed eval-every checkpoint-every".split()
+_ONE_AT_LEAST = "batch-size memory device-memory micro-batches durability".split()
+_AT_LEAST: dict[str, int] = {
+    **dict.fromkeys(_ZERO_AT_LEAST, 0),
+    **dict.fromkeys(_ONE_AT_LEAST, 1),
+    "seq-len": 2,
+}
 _OF_THE_STORE = (
     "store elastic csd-root csd memory durability state ema checkpoint-every export-to"
 ).split()
