@@ -2,17 +2,17 @@
 
 import gc
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import hypothesis
 import jax
 import pytest
 import small_stores
 from families import LONG, is_in_part
+from golden_stores import golden
 from jax._src import compiler
 from raw_stores import memory_directory
 from store_driver import Driver
@@ -35,14 +35,11 @@ SHARED = [str(ROOT / place) for place in PLACES]
 os.environ["PYTHONPATH"] = os.pathsep.join(SHARED)
 
 
-def pytest_collection_modifyitems(
-    config: pytest.Config, items: list[pytest.Item]
-) -> None:
+def pytest_collection_modifyitems(config, items):
     """Takes the part of the tests that `JAXINF_TEST_PART` asks for; sorts them.
 
-    Refuses long names of tests, which travel between processes and are kept: name what
-    is long by `pytest.param(…, id=…)`. In a file, tests whose programs are compiled
-    alike come together: to change that discards all that JAX has compiled.
+    In a file, tests whose programs are compiled alike come together: to change that
+    discards all that JAX has compiled.
     """
     if part := os.environ.get("JAXINF_TEST_PART"):
         config.hook.pytest_deselected(
@@ -51,13 +48,10 @@ def pytest_collection_modifyitems(
         items[:] = [item for item in items if is_in_part(item.nodeid, part)]
     files = {path: n for n, path in enumerate(dict.fromkeys(x.path for x in items))}
     items.sort(key=lambda item: (files[item.path], is_quick(item)))
-    for item in items:
-        if len(item.nodeid) > 1000:
-            raise pytest.UsageError(f"{item.nodeid[:200]}…: expected a shorter id")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def keeps_what_is_compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
+def keeps_what_is_compiled(tmp_path_factory):
     """Compiles a program that several tests of this process run only once.
 
     Programs that tests start have no such cache: some are killed while they write.
@@ -68,7 +62,7 @@ def keeps_what_is_compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
-def is_quick(item: pytest.Item) -> bool:
+def is_quick(item):
     """Whether programs of a test are compiled without most optimizations.
 
     Not in modules marked `optimized`, which compare bits with those of a fused program;
@@ -84,14 +78,14 @@ WITHOUT_EMITTERS = "--xla_cpu_use_fusion_emitters=false"
 
 
 @pytest.fixture(scope="session", autouse=True)
-def fuses_by_llvm_alone() -> Iterator[None]:
+def fuses_by_llvm_alone():
     """Leaves out XLA's emitters of fusions where most optimizations are left out.
 
     Compilation on a CPU then takes a third of the time.
     """
     options_of = compiler.get_compile_options
 
-    def quicker(*args: Any, **kwargs: Any) -> Any:
+    def quicker(*args, **kwargs):
         options = options_of(*args, **kwargs)
         if jax.config.read("jax_disable_most_optimizations"):
             name, _ = WITHOUT_EMITTERS.removeprefix("--").split("=")
@@ -104,7 +98,7 @@ def fuses_by_llvm_alone() -> Iterator[None]:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
+def pytest_runtest_setup(item):
     """Has XLA leave most optimizations out, in programs that tests start as well.
 
     A hook: a fixture of the session that runs a program is set up before any fixture
@@ -120,7 +114,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def older_objects_are_not_searched_for_garbage() -> None:
+def older_objects_are_not_searched_for_garbage():
     """Freezes modules, tests and caches, so that a collection takes milliseconds.
 
     Each step that is planned collects garbage, which took longer than its compilation.
@@ -130,24 +124,24 @@ def older_objects_are_not_searched_for_garbage() -> None:
 
 
 @pytest.fixture(autouse=True)
-def sizes_are_as_ever() -> Iterator[None]:
+def sizes_are_as_ever():
     yield
     small_stores.reset()
 
 
 @pytest.fixture
-def place() -> Iterator[Path]:
+def place():
     """A directory, in memory if there is such a file system."""
     with memory_directory() as path:
         yield path
 
 
 @pytest.fixture
-def open_store(place: Path) -> Iterator[Callable[..., jaxinf.Store]]:
+def open_store(place):
     """Opens stores in memory; closes them at the end."""
     stores: list[jaxinf.Store] = []
 
-    def open_one(name: str = "store", **options: Any) -> jaxinf.Store:
+    def open_one(name="store", **options):
         stores.append(small_stores.open_store(place / name, **options))
         return stores[-1]
 
@@ -157,11 +151,21 @@ def open_store(place: Path) -> Iterator[Callable[..., jaxinf.Store]]:
 
 
 @pytest.fixture
-def drive(place: Path) -> Iterator[Callable[..., Driver]]:
+def golden_store(tmp_path):
+    """Copies a golden store to write to: at step 3, with a checkpoint of step 2."""
+
+    def copied(name="store"):
+        return shutil.copytree(golden(name), tmp_path / "store", symlinks=True)
+
+    return copied
+
+
+@pytest.fixture
+def drive(place):
     """Makes drivers of stores in memory, see `Driver`; closes them at the end."""
     drivers: list[Driver] = []
 
-    def make(name: str | Path = "store", **options: Any) -> Driver:
+    def make(name="store", **options):
         drivers.append(Driver(place / name, **options))
         return drivers[-1]
 
@@ -171,16 +175,10 @@ def drive(place: Path) -> Iterator[Callable[..., Driver]]:
 
 
 @pytest.fixture
-def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
+def run_python():
     """Runs a program in a Python of its own and checks that it succeeds."""
 
-    def run(
-        program: str | Path,
-        *arguments: Any,
-        check: bool = True,
-        limit_s: float = 240,
-        **environment: str,
-    ) -> subprocess.CompletedProcess[str]:
+    def run(program, *arguments, check=True, limit_s=240, **environment):
         words = [program] if isinstance(program, Path) else ["-c", program]
         result = subprocess.run(
             [sys.executable, *words, *map(str, arguments)],

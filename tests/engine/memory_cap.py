@@ -14,24 +14,20 @@ BUDGET_BYTES = 16 << 20
 SLACK_BYTES = 32 << 20
 
 
-def data_bytes():
-    """Returns private writable memory of this process, as RLIMIT_DATA counts it."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    [line] = [line for line in lines if line.startswith("VmData:")]
-    return int(line.split()[1]) * 1024
-
-
-def run(place, num_params, budget_bytes):
+def run(place, num_params):
     # The limit counts a thread's stack as what it may grow to, 8 MiB by default.
     threading.stack_size(1 << 20)
-    warm = UpdateRig(place / "warm", 100_000, num_leaves=1, memory_bytes=budget_bytes)
+    warm = UpdateRig(place / "warm", 100_000, num_leaves=1, memory_bytes=BUDGET_BYTES)
     warm.step()
     warm.close()
     caller_bytes = 3 * 4 * num_params  # gradient, params, new params
-    limit = data_bytes() + caller_bytes + BUDGET_BYTES + SLACK_BYTES
+    # Private writable memory of this process, as RLIMIT_DATA counts it.
+    status = Path("/proc/self/status").read_text()
+    own_bytes = int(status.partition("VmData:")[2].split()[0]) << 10
+    limit = own_bytes + caller_bytes + BUDGET_BYTES + SLACK_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     rig = UpdateRig(
-        place / "store", num_params, num_leaves=1, memory_bytes=budget_bytes
+        place / "store", num_params, num_leaves=1, memory_bytes=BUDGET_BYTES
     )
     for _ in range(3):
         rig.step()
@@ -41,4 +37,4 @@ def run(place, num_params, budget_bytes):
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    run(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,6 +1,5 @@
 """File systems to mount, and drivers of stores whose state passes through memory."""
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -8,9 +7,8 @@ from mounts import (
     mount_ext4,  # noqa: F401
     mount_tmpfs,  # noqa: F401
 )
-from store_driver import Driver
 
 
 @pytest.fixture
-def drive(drive: Callable[..., Driver]) -> Callable[..., Driver]:
+def drive(drive):
     return partial(drive, memory_bytes=1 << 20)

@@ -12,9 +12,8 @@ with each piece all earlier ones of the same keys.
 """
 
 import os
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 PAGE_BYTES = 4096
@@ -23,15 +22,13 @@ ROOT = 0
 
 @dataclass(frozen=True)
 class Piece:
-    """An atomic change of a drive.
+    """An atomic change of a drive, of values by key.
 
-    Attributes:
-      values: by key: ("name", inode, text), ("page", inode, number), ("size", inode).
-      covers: the barriers that cover it: inodes, and a file system's ("fs", n).
+    Keys are ("name", inode, text), ("page", inode, number), ("size", inode).
     """
 
     values: Mapping[tuple, Any]
-    covers: frozenset[Hashable]
+    covers: frozenset[Hashable]  # by whose barriers: inodes, a file system's ("fs", n)
 
 
 @dataclass(frozen=True)
@@ -43,13 +40,9 @@ class Barrier:
 
 @dataclass
 class Log:
-    """The operations of a program on a disk.
+    """The operations of a program on a disk, and its knowledge by their number.
 
-    Attributes:
-      kinds: by inode: "file", "directory", or a symlink's target after "-> ".
-      initial: the durable disk before.
-      operations: in order, each a list of pieces or a barrier.
-      marks: the program's knowledge, by number of operations.
+    A kind, by inode, is "file", "directory", or a symlink's target after "-> ".
     """
 
     kinds: dict[int, str] = field(default_factory=lambda: {ROOT: "directory"})
@@ -57,17 +50,16 @@ class Log:
     operations: list[list[Piece] | Barrier] = field(default_factory=list)
     marks: list[tuple[int, Any]] = field(default_factory=list)
 
-    def mark(self, value: Any) -> None:
-        """Records the program's knowledge from here on."""
+    def mark(self, value):
         self.marks.append((len(self.operations), value))
 
-    def known_at(self, cut: int) -> tuple[Any, Any]:
+    def known_at(self, cut):
         """Returns the last mark before a cut and the next one; None if missing."""
         before = [value for at, value in self.marks if at <= cut]
         after = [value for at, value in self.marks if at > cut]
         return (before[-1] if before else None, after[0] if after else None)
 
-    def cuts(self) -> Iterator["Cut"]:
+    def cuts(self):
         """Yields every boundary between two operations, and both ends."""
         pieces: list[Piece] = []
         durable: set[int] = set()
@@ -83,13 +75,7 @@ class Log:
 
 @dataclass(frozen=True)
 class Cut:
-    """The disk after a number of operations.
-
-    Attributes:
-      number: the number of operations.
-      pieces: their pieces.
-      durable: the numbers of the durable pieces.
-    """
+    """The disk after a number of operations: their pieces, and which are durable."""
 
     log: Log
     number: int
@@ -97,11 +83,10 @@ class Cut:
     durable: frozenset[int]
 
     @property
-    def pending(self) -> list[int]:
-        """Returns the pieces that may be lost."""
+    def pending(self):
         return [i for i in range(len(self.pieces)) if i not in self.durable]
 
-    def state(self, chosen: Iterable[int]) -> dict[tuple, Any]:
+    def state(self, chosen):
         """Returns the disk if only these pending pieces reached it.
 
         A piece that lacks an earlier one of the same key is left out.
@@ -114,14 +99,11 @@ class Cut:
             disk |= self.pieces[number].values
         return disk
 
-    def extremes(
-        self, *, one_in: int = 1, names: Iterable[str] = ()
-    ) -> Iterator[frozenset[int]]:
+    def extremes(self, *, one_in=1, names=()):
         """Yields nothing, everything, everything except one key, and one key alone.
 
-        Args:
-          one_in: visits one of so many keys; the next boundary visits others.
-          names: names that are always visited.
+        Visits one of so many keys, of which the next boundary visits others; these
+        names always.
         """
         pending = self.pending
         yield frozenset()
@@ -135,7 +117,7 @@ class Cut:
             yield frozenset(_with_predecessors(self.pieces, own)) - self.durable
 
 
-def _with_predecessors(pieces, numbers: Iterable[int]) -> set[int]:
+def _with_predecessors(pieces, numbers):
     """Returns the pieces and all that they require before them."""
     result, keys = set(numbers), set()
     for number in range(len(pieces) - 1, -1, -1):
@@ -145,7 +127,7 @@ def _with_predecessors(pieces, numbers: Iterable[int]) -> set[int]:
     return result
 
 
-def _with_all_predecessors(pieces, durable: frozenset[int], chosen: set[int]):
+def _with_all_predecessors(pieces, durable, chosen):
     """Returns the chosen pieces whose required ones are there."""
     lost: set[tuple] = set()
     result = set()
@@ -159,12 +141,11 @@ def _with_all_predecessors(pieces, durable: frozenset[int], chosen: set[int]):
     return result
 
 
-def frozen(disk: Mapping[tuple, Any]) -> frozenset:
-    """A disk as a value that can be compared and kept in a set."""
+def frozen(disk):
     return frozenset(disk.items())
 
 
-def tree(kinds: Mapping[int, str], disk: Mapping[tuple, Any]) -> dict[str, tuple]:
+def tree(kinds, disk):
     """Returns inode, kind and content by path, for everything that has a name."""
     children: dict[int, list[tuple[str, int]]] = {}
     for key, inode in disk.items():
@@ -183,7 +164,7 @@ def tree(kinds: Mapping[int, str], disk: Mapping[tuple, Any]) -> dict[str, tuple
     return found
 
 
-def content(disk: Mapping[tuple, Any], inode: int) -> bytes:
+def content(disk, inode):
     """Returns a file's bytes; pages never written are zeros."""
     size = disk.get(("size", inode), 0)
     pages = [
@@ -193,10 +174,7 @@ def content(disk: Mapping[tuple, Any], inode: int) -> bytes:
     return b"".join(pages)[:size]
 
 
-def materialise(
-    kinds: Mapping[int, str], disk: Mapping[tuple, Any], root: Path
-) -> None:
-    """Puts a disk into an empty directory."""
+def materialise(kinds, disk, root):
     made: dict[int, str] = {}
     for name, (inode, kind, data) in tree(kinds, disk).items():
         path = os.path.join(root, name)

@@ -29,7 +29,7 @@ class Recorder:
       filesystems: directories below it that count as separate file systems.
     """
 
-    def __init__(self, root: Path, filesystems=()):
+    def __init__(self, root, filesystems=()):
         self.log = Log()
         self.root = root
         self._filesystems = [root, *filesystems]
@@ -92,12 +92,10 @@ class Recorder:
         self.log.initial = dict(self._disk)
 
     def _paths(self):
-        """Yields all below the directory, those above first."""
         for folder, folders, files in os.walk(self.root):
             yield from (Path(folder, name) for name in [*folders, *files])
 
     def check(self):
-        """Compares the model with the directory."""
         names: dict[str, tuple] = {}
         for path in self._paths():
             kind = _kind_of(path)

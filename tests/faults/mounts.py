@@ -9,7 +9,6 @@ import functools
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -19,12 +18,12 @@ _EXT4_SHUTDOWN = 0x8004587D  # _IOR('X', 125, __u32), linux/fs/ext4/ext4.h
 _WITHOUT_FLUSHING_THE_LOG = 2
 
 
-def _run(*command: object) -> None:
+def _run(*command):
     subprocess.run([str(c) for c in command], check=True, capture_output=True)
 
 
 @contextmanager
-def tmpfs(path: Path, **options: object) -> Iterator[Path]:
+def tmpfs(path, **options):
     """A file system in memory at a new directory; `size` and `nr_inodes` limit it."""
     path.mkdir()
     words = ",".join(f"{key}={value}" for key, value in options.items())
@@ -36,9 +35,7 @@ def tmpfs(path: Path, **options: object) -> Iterator[Path]:
 
 
 class Ext4:
-    """An ext4 file system in a file, at a new directory."""
-
-    def __init__(self, path: Path, num_bytes: int, *options: str) -> None:
+    def __init__(self, path, num_bytes, *options):
         self.path = path
         self.image = path.with_name(f"{path.name}.img")
         with open(self.image, "wb") as file:
@@ -47,13 +44,13 @@ class Ext4:
         path.mkdir()
         self.mount()
 
-    def mount(self) -> None:
+    def mount(self):
         _run("mount", "-o", "loop", self.image, self.path)
 
-    def unmount(self) -> None:
+    def unmount(self):
         _run("umount", "--lazy", self.path)
 
-    def cut_power(self) -> None:
+    def cut_power(self):
         """Cuts the image off: nothing reaches it any more, not even the journal."""
         fd = os.open(self.path, os.O_RDONLY)
         try:
@@ -64,7 +61,7 @@ class Ext4:
 
 
 @functools.cache
-def why_not(kind: str) -> str:
+def why_not(kind):
     """Tries to mount a file system; returns why that fails, or nothing."""
     try:
         with tempfile.TemporaryDirectory() as directory:
@@ -78,7 +75,7 @@ def why_not(kind: str) -> str:
     return ""
 
 
-def require(kind: str) -> None:
+def require(kind):
     """Skips a test if mounting fails, or fails it if mounting was promised."""
     if reason := why_not(kind):
         if os.environ.get("JAXINF_REQUIRE_MOUNTS") == "1":
@@ -87,8 +84,7 @@ def require(kind: str) -> None:
 
 
 @pytest.fixture
-def mount_tmpfs(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """Mounts tmpfs below the test's directory."""
+def mount_tmpfs(tmp_path):
     require("tmpfs")
     with ExitStack() as undo:
         yield lambda name, **options: undo.enter_context(
@@ -97,12 +93,11 @@ def mount_tmpfs(tmp_path: Path) -> Iterator[Callable[..., Path]]:
 
 
 @pytest.fixture
-def mount_ext4(place: Path) -> Iterator[Callable[..., Ext4]]:
-    """Mounts ext4 file systems whose images are in memory."""
+def mount_ext4(place):
     require("ext4")
     with ExitStack() as undo:
 
-        def make(name: str, num_bytes: int = 32 << 20, *options: str) -> Ext4:
+        def make(name, num_bytes=32 << 20, *options):
             made = Ext4(place / name, num_bytes, *options)
             undo.callback(made.unmount)
             return made

@@ -6,11 +6,10 @@ symlinks to CSD roots are absolute.
 
 import shutil
 from functools import cache, partial
-from pathlib import Path
 
 import optax
 import store_driver
-from disk_model import Cut, frozen, materialise
+from disk_model import frozen, materialise
 from disk_recorder import Recorder
 from store_driver import Driver
 
@@ -66,7 +65,6 @@ def _described(is_partly_frozen):
 
 
 def small_driver(path, *, is_partly_frozen=False, **options):
-    """A driver of the small store."""
     kind = FrozenDriver if is_partly_frozen else Driver
     traced = store_driver.described
     description = _described(is_partly_frozen)
@@ -81,17 +79,11 @@ def small_driver(path, *, is_partly_frozen=False, **options):
 class RecordedRun:
     """A run below a directory, recorded from the creation of its store on.
 
-    Args:
-      place: an empty directory in memory.
-      num_csds: number of CSD roots, each a separate file system.
-      script: called with the driver and the log's `mark`.
-      is_partly_frozen: whether there are leaves that no step changes.
-      options: of `open_store`, also when a crash state is recovered.
+    Each CSD root is a file system of its own. The script is called with the driver and
+    the log's `mark`; the options are also those of a recovery.
     """
 
-    def __init__(
-        self, place: Path, num_csds: int, script, *, is_partly_frozen=False, **options
-    ):
+    def __init__(self, place, num_csds, script, *, is_partly_frozen=False, **options):
         self.place = place
         self._make = partial(small_driver, is_partly_frozen=is_partly_frozen, **options)
         roots = [place / f"csd{number}" for number in range(num_csds)]
@@ -107,7 +99,7 @@ class RecordedRun:
         self.num_mixed_spares = 0  # spare slots with an old record but newer chunks
         self._outcomes: dict[frozenset, object] = {}
 
-    def _spare_is_whole(self, driver: Driver) -> bool:
+    def _spare_is_whole(self, driver):
         """Whether the step of the spare slot is complete."""
         files = driver.opened.directory
         slot = other_slot(files.committed_slot())
@@ -119,20 +111,13 @@ class RecordedRun:
         return holds(driver, slot, spare.step)
 
     @property
-    def num_states(self) -> int:
-        """Number of different crash states recovered."""
+    def num_states(self):
         return len(self._outcomes)
 
-    def check(self, cut: Cut, chosen, *, goes_on: bool = False) -> None:
-        """Recovers a crash state, and checks that it is one of the possible steps.
+    def check(self, cut, chosen, *, goes_on=False):
+        """Recovers a crash state, whose chosen pending pieces reached the drive.
 
-        Args:
-          cut: the boundary of the crash.
-          chosen: the pending pieces that reached the drive.
-          goes_on: whether the recovered run makes another step.
-
-        Raises:
-          Mixture: it is neither the last commit known to be durable nor the next.
+        It must be the last commit known to be durable, or the next one.
         """
         disk = cut.state(chosen)
         state = frozen(disk)
@@ -147,13 +132,12 @@ class RecordedRun:
                 f"{cut.pending}: expected {allowed}, found {found}"
             )
 
-    def put(self, disk) -> None:
-        """Replaces the directory's content by the disk's."""
+    def put(self, disk):
         for entry in self.place.iterdir():
             shutil.rmtree(entry)
         materialise(self.log.kinds, disk, self.place)
 
-    def _recovered(self, *, goes_on: bool):
+    def _recovered(self, *, goes_on):
         """Returns the recovered step or `NEW`, and the checkpoints; or the error."""
         try:
             driver = self._make(self.place / "store")
@@ -179,8 +163,7 @@ class RecordedRun:
             driver.engine.close()
 
 
-def checkpoints_of(driver: Driver) -> tuple[str, ...]:
-    """Returns the names of complete checkpoints, with the steps of named ones."""
+def checkpoints_of(driver):
     files, names = driver.opened.directory, []
     for name in checkpoint_names(files):
         path = files.step_path(f"checkpoints/{name}")
@@ -191,19 +174,17 @@ def checkpoints_of(driver: Driver) -> tuple[str, ...]:
     return tuple(names)
 
 
-def is_whole(driver: Driver, step: int) -> bool:
+def is_whole(driver, step):
     """Whether the committed slot holds a step, bit for bit, and its record agrees."""
     driver.store.wait()
     files = driver.opened.directory
     slot = files.committed_slot()
-    assert slot is not None
     if verify_step(files, files.step_path(slot), num_threads=1):
         return False
     return holds(driver, slot, step) and driver.store.step == step
 
 
-def holds(driver: Driver, slot: str, step: int) -> bool:
-    """Whether a slot holds a step, bit for bit."""
+def holds(driver, slot, step):
     found = driver.found(driver.opened.directory.step_path(slot))
     for name, arrays in driver.expected(step).items():
         for held, wanted in zip(found[name], arrays, strict=True):

@@ -10,7 +10,7 @@ import pytest
 FAULTS = Path(__file__).parent
 
 
-def built_shim(build: Path) -> Path:
+def built_shim(build):
     """Compiles the shim into an empty directory; returns the library to preload."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:

@@ -21,7 +21,6 @@ NUM_STEPS = 3
 
 
 def stored(case):
-    """Makes steps, then the failing one; returns its error and the store's step."""
     options = {"memory_bytes": 1 << 20} | case.get("options", {})
     driver = Driver(Path(case["path"]), num_csds=case["num_csds"], **options)
     driver.init().steps(NUM_STEPS)
@@ -53,7 +52,6 @@ def loss(params, x):
 
 
 def streamed(case):
-    """Makes steps, one of them with a failure; returns losses and what was told."""
     rng = np.random.default_rng(0)
     step = jaxinf.stream_in_memory(
         loss,

@@ -247,7 +247,6 @@ def barriers_of_commit(run):
 
 
 def without(run, number):
-    """Returns the run without one of its barriers."""
     operations = list(run.log.operations)
     operations[number] = []
     run.log = replace(run.log, operations=operations)

@@ -14,7 +14,6 @@ STEP = 3
 
 
 def chunk_of(driver, slot):
-    """A chunk of params in a slot, the committed one or the other."""
     files = driver.opened.directory
     committed = files.committed_slot()
     other = "b" if committed == "a" else "a"

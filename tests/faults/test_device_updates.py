@@ -22,7 +22,6 @@ KILLS = [
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    """All state after the steps of the host alone."""
     path = tmp_path_factory.mktemp("plain") / "store"
     store = small_stores.open_store(path, **device_updates.CHUNKS)
     with device_updates.open_step(store, None) as step:

@@ -1,10 +1,10 @@
-"""Hostile documents, for a long time: `make faults`."""
+"""Every document is read, or refused without another effect; `make faults` is long."""
 
 from collections import Counter
 
 import pytest
 from families import LONG
-from fuzzing import Victim, hostile
+from fuzzing import DOCUMENTS, Victim, hostile
 from hypothesis import HealthCheck, given, seed, settings
 from raw_stores import memory_directory
 
@@ -12,24 +12,37 @@ SEEDS = range(20) if LONG else range(1)
 EXAMPLES = 2000 if LONG else 160
 
 
-@pytest.mark.parametrize("number", SEEDS)
-def test_no_document_does_harm(number):
-    counts = Counter()
+@pytest.fixture(scope="module")
+def victim():
     with memory_directory() as place:
-        victim = Victim(place)
+        yield Victim(place)
 
-        @seed(number)
-        @settings(
-            max_examples=EXAMPLES,
-            database=None,
-            suppress_health_check=[HealthCheck.too_slow],
-        )
-        @given(hostile())
-        def run(case):
-            refusals = victim.survives(*case)
-            counts[case[0], "refused" if refusals else "read"] += 1
 
-        run()
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_what_is_whole_is_read(victim, name):
+    refusals = victim.survives(name, [("put", [], None)], True)
+    assert bool(refusals) == (name != "store/lock")
+    victim.place.joinpath(name).write_bytes(victim.whole[name])
+    for use in victim.uses(name):
+        use()
+
+
+@pytest.mark.parametrize("number", SEEDS)
+def test_no_document_does_harm(victim, number):
+    counts = Counter()
+
+    @seed(number)
+    @settings(
+        max_examples=EXAMPLES,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    @given(hostile())
+    def run(case):
+        refusals = victim.survives(*case)
+        counts[case[0], "refused" if refusals else "read"] += 1
+
+    run()
     for (name, outcome), count in sorted(counts.items()):
         print(f"seed {number}: {name}: {outcome} {count}")
     assert counts.total() >= EXAMPLES // 2

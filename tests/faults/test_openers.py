@@ -47,12 +47,17 @@ for number in range(num_processes):
 
 
 @pytest.mark.parametrize("is_new", [True, False], ids=["to be made", "made"])
-def test_all_at_once(place, drive, is_new, run_program):
+def test_all_at_once(place, drive, is_new):
     path, before = place / "store", 0
     if not is_new:
         drive(path).init().steps(2).close()
         before = 2
-    answers = run_program(PROGRAM, path)
+    command = [sys.executable, "-c", PROGRAM, str(path), str(NUM_PROCESSES)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        lines = [process.stdout.readline() for _ in range(NUM_PROCESSES)]
+        process.stdin.close()  # the winner keeps the store until all have asked
+    answers = [json.loads(line) for line in lines]
     winners = [answer for answer in answers if "pid" in answer]
     assert [answer["at"] for answer in winners] == [before + 3]
     losers = [answer for answer in answers if "type" in answer]
@@ -82,25 +87,3 @@ def test_a_store_that_appears_between_two_looks(place, drive, monkeypatch):
     monkeypatch.setattr(Path, "iterdir", look)
     with pytest.raises(StoreLockedError):
         drive(place / "store")
-
-
-@pytest.fixture
-def run_program():
-    """Runs a program of several processes that answer a line of JSON each."""
-
-    def run(program, path):
-        command = [sys.executable, "-c", program, path, NUM_PROCESSES]
-        process = subprocess.Popen(
-            [str(word) for word in command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        with process:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            lines = [process.stdout.readline() for _ in range(NUM_PROCESSES)]
-            process.stdin.close()  # the winner keeps the store until all have asked
-        return [json.loads(line) for line in lines]
-
-    return run

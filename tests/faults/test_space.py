@@ -19,7 +19,6 @@ def small(mount_tmpfs):
 
 
 def fill_bytes(path):
-    """Fills every free byte; returns the files to remove."""
     with open(path / "filler", "wb", buffering=0) as file:
         try:
             while True:
@@ -48,7 +47,6 @@ REMEDIES = {
 
 
 def go_on_with_room(drive, driver, made, at):
-    """Removes the filling files, opens the store again, and checks its step."""
     path = driver.store.path
     driver.engine.close()
     for file in made:

@@ -9,7 +9,6 @@ commit. With "rare" in the name of the STORE two steps have one commit.
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +23,7 @@ from jaxinf.streaming.update.device_updates import DeviceUpdater
 
 WIDTH = 512
 NUM_STEPS = 3
-CHUNKS: dict[str, Any] = {"chunk_elements": 65536, "memory_bytes": 64 << 20}
+CHUNKS = {"chunk_elements": 65536, "memory_bytes": 64 << 20}
 TX = optax.adamw(optax.cosine_decay_schedule(1e-2, 10), weight_decay=0.1)
 POINTS = {
     "device": (DeviceUpdater, "_computed"),
@@ -57,7 +56,6 @@ def batches(dtype=np.float32):
 
 
 def open_step(store, every, tx=TX, dtype=np.float32, **options):
-    """Opens a step on a store."""
     options = {"memory_bytes": 256 << 20, "device_updates": every} | options
     step = jaxinf.stream(loss, tx, store, **options)
     step.load(params_of(dtype), batch=batches(dtype)[0])
@@ -65,7 +63,6 @@ def open_step(store, every, tx=TX, dtype=np.float32, **options):
 
 
 def open_store(path):
-    """Opens a store as its name says."""
     durability = 2 if "rare" in path.name else "step"
     return small_stores.open_store(path, **CHUNKS, durability=durability)
 

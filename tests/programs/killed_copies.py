@@ -21,7 +21,6 @@ from raw_stores import decoded
 from jaxinf.store import (
     StateRecord,
     StoreDirectory,
-    create_store,
     find_members,
     save_checkpoint,
     step_of,
@@ -44,17 +43,13 @@ LEAVES = {
 
 
 def make(place, num_csds=0, mu=MU):
-    """Makes a store of one process with a checkpoint and a later step."""
     roots = [f"{root}/0" for root in raw_stores.make_roots(place, "x", num_csds)]
     for number, root in enumerate(roots):
         roots[number] = root = str(place / f"csd{number}/0")
         for process in range(4):
             Path(root).with_name(str(process)).mkdir(parents=True)
     states = (StateRecord("params", "float32"), mu)
-    directory = StoreDirectory(
-        place / "run", raw_stores.make_manifest(states, LEAVES, roots)
-    )
-    create_store(directory)
+    directory = raw_stores.make_store(place / "run", states, LEAVES, roots)
     draw = partial(raw_stores.any_bits, np.random.default_rng(0))
     for step, slot in enumerate(("a", "b")):
         raw_stores.publish(directory, slot, draw, step=step, payload={"seed": 3})
@@ -68,7 +63,6 @@ CALLS += ("pwrite", "ftruncate")
 
 
 def contents(path, checkpoint=None):
-    """Reads all arrays of a step of a store or of a run, to the bit."""
     if find_members(path):
         with store_source(path, checkpoint) as source:
             return _arrays(source.step)
@@ -88,7 +82,6 @@ def _arrays(step):
 
 
 def damages(path):
-    """Verifies all steps of all parts."""
     found = []
     for part in find_members(path) or [path]:
         directory = StoreDirectory.open(part)
@@ -98,13 +91,11 @@ def damages(path):
 
 
 def grids_of(path):
-    """The chunk shapes of a store, or of a run."""
     [first, *_] = find_members(path) or [path]
     return [leaf.chunk_shape for leaf in StoreDirectory.open(first).manifest.leaves]
 
 
 def leftovers(path):
-    """What a copy has begun, or has not removed yet."""
     return [file for file in path.parent.iterdir() if file.name.endswith(".copying")]
 
 

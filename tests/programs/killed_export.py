@@ -18,7 +18,6 @@ from jaxinf.store import StoreDirectory, step_of
 
 
 def in_child(action):
-    """Runs an action in a process of its own; returns its status."""
     child = os.fork()
     if child == 0:
         status = 1

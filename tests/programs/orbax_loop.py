@@ -1,25 +1,18 @@
 """A training loop with Orbax's manager of its own; as a program, one that is killed.
 
     python orbax_loop.py FOLDER {step:N | file:N}
-    python orbax_loop.py FOLDER mesh
 
-The first is killed before a step, or at an operation on a file, and prints how many of
-these there were. The second runs on all devices of its process.
+It is killed before a step, or at an operation on a file; prints the number of these.
 """
 
-import os
-import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from jax.sharding import NamedSharding, PartitionSpec
+from inject import die
 
 import jaxinf
 
@@ -30,7 +23,7 @@ class Killed(Exception):
     """Ends a program where a signal would: nothing is told to the store."""
 
 
-def first_params() -> dict[str, jax.Array]:
+def first_params():
     keys = jax.random.split(jax.random.key(0))
     return {
         "first": 0.3 * jax.random.normal(keys[0], (WIDTH, 16)),
@@ -38,30 +31,16 @@ def first_params() -> dict[str, jax.Array]:
     }
 
 
-def put(mesh: Any, array: Any, *spec: str) -> Any:
-    if mesh is None:
-        return array
-    return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec)))
-
-
-def train(
-    place: Path,
-    *,
-    plain: bool = False,
-    mesh: Any = None,
-    kill: Callable[[int], None] = lambda number: None,
-) -> dict[int, float]:
+def train(place, *, plain=False, kill=lambda number: None):
     """Trains up to the end, or to the interruption; returns the loss of each step.
 
-    Args:
-      place: an empty directory, or one with the program's checkpoints.
-      plain: whether optax alone updates.
-      kill: called with the number of a step before it begins.
+    Calls `kill` with the number of a step before it begins. If it is plain, optax alone
+    updates.
     """
-    losses: dict[int, float] = {}
+    losses = {}
     schedule = optax.warmup_cosine_decay_schedule(1e-2, 3e-2, 2, 20)
-    tx: Any = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
-    params, store = put(mesh, first_params()), None
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
+    params, store = first_params(), None
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
     try:
         with ocp.CheckpointManager(place / "own", options=options) as steps:
@@ -78,8 +57,8 @@ def train(
                 params, state = kept["params"], kept["state"]
 
             @jax.jit
-            def step(params: Any, state: Any, rows: Any) -> Any:
-                def loss(params: Any) -> jax.Array:
+            def step(params, state, rows):
+                def loss(params):
                     outputs = jnp.tanh(rows @ params["first"]) @ params["second"]
                     return jnp.mean((outputs - jnp.sin(rows)) ** 2)
 
@@ -90,7 +69,7 @@ def train(
             for number in range(first, NUM_STEPS):
                 kill(number)
                 rows = jax.random.normal(jax.random.key(number % 2), (8, WIDTH))
-                params, state, loss = step(params, state, put(mesh, rows, "d"))
+                params, state, loss = step(params, state, rows)
                 losses[number] = float(loss)
                 if (number + 1) % EVERY == 0:
                     if store is not None:  # the store's step before the program's own
@@ -111,46 +90,21 @@ FILE_OPERATIONS = {"open"}.union(
 )
 
 
-def killed(place: Path, what: str, at: int) -> None:
+def killed(place, what, at):
     """Runs the program, and kills it at a step or at an operation on a file."""
     count = 0
 
-    def die() -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def operation(event: str, _: Any) -> None:
+    def operation(event, _):
         nonlocal count
         if event in FILE_OPERATIONS:
             count += 1
-            if what == "file" and count == at:
+            if what == "file" and count == int(at):
                 die()
 
     sys.addaudithook(operation)
-    train(place, kill=lambda n: die() if what == "step" and n == at else None)
+    train(place, kill=lambda n: die() if what == "step" and n == int(at) else None)
     print(count)
 
 
-def on_a_mesh(place: Path) -> None:
-    """Plain, with a store, and after a stop and restart, on all devices."""
-    mesh = jax.make_mesh((jax.device_count(),), ("d",))
-
-    def stop(number: int) -> None:
-        if number == 5:
-            raise Killed
-
-    plain = train(place / "plain", plain=True, mesh=mesh)
-    first = train(place / "near", mesh=mesh, kill=stop)
-    rest = train(place / "near", mesh=mesh)
-    assert ([*first], [*rest]) == ([0, 1, 2, 3, 4], [4, 5])
-    assert rest[4] == first[4]
-    found = [(first | rest)[n] for n in range(NUM_STEPS)]
-    np.testing.assert_allclose(found, [*plain.values()], rtol=1e-4)
-    print("agrees")
-
-
 if __name__ == "__main__":
-    place, asked = Path(sys.argv[1]), sys.argv[2]
-    if asked == "mesh":
-        on_a_mesh(place)
-    else:
-        killed(place, asked.split(":")[0], int(asked.split(":")[1]))
+    killed(Path(sys.argv[1]), *sys.argv[2].split(":"))

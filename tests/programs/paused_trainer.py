@@ -17,8 +17,6 @@ from jaxinf.train.data.loader import starting_at
 
 
 def pausing(number, file):
-    """Makes a function as `starting_at`, which pauses."""
-
     def coming(batches, position):
         for i, batch in enumerate(starting_at(batches, position)):
             if i == number:

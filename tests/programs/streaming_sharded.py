@@ -39,14 +39,6 @@ def on_one_device(one, tx=ADAM, num_steps=3):
     return by_optax(Program(one.plain_loss, params, batch), tx, [batch] * num_steps)
 
 
-def loudness(part):
-    return jnp.sum(part["x"][:2] ** 2)
-
-
-def named_shardings(one):
-    return {name: NamedSharding(one.mesh, spec) for name, spec in SPECS.items()}
-
-
 def training(place, kind):
     """Three steps, by one policy in a store that is opened again on the way."""
     one = make(kind)
@@ -78,7 +70,11 @@ def training(place, kind):
 OPTIONS = {
     "clipped": (CLIPPED, {}, {}),
     "ratios": (optax.lamb(1e-2), {}, {}),
-    "weighed": (ADAM, {}, {"micro_batches": 2, "weights": loudness}),
+    "weighed": (
+        ADAM,
+        {},
+        {"micro_batches": 2, "weights": lambda part: jnp.sum(part["x"][:2] ** 2)},
+    ),
     "parts": (CLIPPED, {}, {"micro_batches": 2}),
     "typed_parts": (ADAM, {}, {"micro_batches": 2}),
     "rewritten": (ADAM, {"durability": 4}, {}),
@@ -194,22 +190,10 @@ def refused(place):
     store, own = opened(place, "refused"), one.params
     for options, params, batch, text in [
         ({"policy": "offload"}, own, one.batch, 'policy="offload": not supported yet'),
-        (
-            *({}, own, moved),
-            "found down on 4 devices (data=2, model=2) and x on 4 devices (data=4",
-        ),
-        (
-            *({"micro_batches": 2}, own, odd),
-            "parts that divide over the mesh, found 1 rows of x",
-        ),
-        (
-            *({"device_updates": "auto"}, own, one.batch),
-            "device_updates: expected one device, found 4",
-        ),
-        (
-            *({}, host_params, halved),
-            "expected a function on the mesh of its arguments, 2 devices (data=2)",
-        ),
+        ({}, own, moved, "(data=2, model=2) and x on 4 devices (data=4"),
+        ({"micro_batches": 2}, own, odd, "over the mesh, found 1 rows of x"),
+        ({"device_updates": "auto"}, own, one.batch, "expected one device, found 4"),
+        ({}, host_params, halved, "mesh of its arguments, 2 devices (data=2)"),
     ]:
         step = streamed(one, store, **options)
         with pytest.raises(StreamError, match=re.escape(text)):
@@ -228,9 +212,7 @@ def refused(place):
     step.load(host_params, batch=host_batch)
     losses = [float(step(host_batch)[0]) for _ in range(2)]
     bad = {**host_batch, "x": np.full_like(host_batch["x"], np.nan)}
-    with pytest.raises(
-        jaxinf.NonFiniteGradientError, match="the store stays at step 2"
-    ):
+    with pytest.raises(jaxinf.NonFiniteGradientError, match="store stays at step 2"):
         step(bad)
     losses.append(float(step(host_batch)[0]))
     np.testing.assert_allclose(losses, on_one_device(one)[0], rtol=1e-5)
@@ -299,7 +281,8 @@ def initialised(place):
         step = streamed(one, store)
         with one.entered():  # under jax.set_mesh a new key is replicated over the mesh
             key = jax.random.key(3)
-            step.init(made, key, batch=one.batch, shardings=named_shardings(one))
+            named = {n: NamedSharding(one.mesh, spec) for n, spec in SPECS.items()}
+            step.init(made, key, batch=one.batch, shardings=named)
         assert_same_bits(store.params(like=one.params), first)
         counts = {leaf.name: leaf.shard_counts for leaf in store._manifest.leaves}
         assert counts["up"] == (3, 1, 2), counts

@@ -10,13 +10,13 @@ import pytest
 from jaxinf.optimizer import callback, update
 
 
-def use(form: str, patch: pytest.MonkeyPatch) -> None:
+def use(form, patch):
     """Has each call of the host take a form: ``buffer`` or ``start``."""
     for module in (callback, update):
         patch.setattr(module, "shares_memory", lambda: form == "buffer")
 
 
-def use_given() -> None:
+def use_given():
     """Uses the form in the variable CALLBACK_FORM, if there is one, in this process."""
     if form := os.environ.get("CALLBACK_FORM"):
         use(form, pytest.MonkeyPatch())

@@ -9,9 +9,7 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,18 +20,14 @@ class Cases:
     """A process that runs functions of a program one after the other.
 
     Invariant: a process that ended, or whose answer nobody waited for, is replaced.
-
-    Args:
-      program: its file below `tests`.
     """
 
-    def __init__(self, program: str, **environment: str):
+    def __init__(self, program, **environment):
         self._command = [sys.executable, str(TESTS / program)]
         self._environment = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
         self._process: subprocess.Popen[str] | None = None
 
-    def run(self, function: str, *arguments: Any) -> Any:
-        """Runs a function; returns its result. What it raises fails the test."""
+    def run(self, function, *arguments):
         process = self._process or self._start()
         words = [function, *arguments]
         try:
@@ -50,14 +44,13 @@ class Cases:
             pytest.fail(error, pytrace=False)
         return result
 
-    def close(self) -> None:
-        """Ends the process."""
+    def close(self):
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
             self._process = None
 
-    def _start(self) -> subprocess.Popen[str]:
+    def _start(self):
         self._process = subprocess.Popen(
             self._command,
             env=self._environment,
@@ -68,7 +61,7 @@ class Cases:
         return self._process
 
 
-def serve(*functions: Callable[..., Any]) -> None:
+def serve(*functions):
     """Runs in the process: answers each request with a result and a traceback."""
     named = {function.__name__: function for function in functions}
     with os.fdopen(os.dup(1), "w") as answers:

@@ -17,7 +17,6 @@ from families import family
 
 from jaxinf.compress import SparseGradient
 from jaxinf.csd import (
-    CsdSpec,
     Extent,
     GradientForm,
     KernelNeed,
@@ -41,8 +40,6 @@ HOST = parse_csd("host")
 
 @dataclass(frozen=True)
 class Case:
-    """An optimizer, a dtype of params and a codec of its state."""
-
     name: str = "sgd_momentum"
     dtype: type = np.float32
     codec: str = ""
@@ -91,9 +88,7 @@ def _extents(case, kernel, num_elements, first=0):
 
 
 class Chunk:
-    """A subgroup with its files on a CSD of its own."""
-
-    def __init__(self, spec: CsdSpec, root, case=SIMPLE, num_elements=5000, tail=None):
+    def __init__(self, spec, root, case=SIMPLE, num_elements=5000, tail=None):
         self.case, self.num_elements = case, num_elements
         params = {"w": jnp.ones((8,), case.dtype), "v": jnp.ones((8,), case.dtype)}
         self.init = trace_init(case.tx, params).leaves[0].kernel
@@ -154,7 +149,6 @@ class Chunk:
         return [self.csd.view(self.buffer, e).copy() for e in self.extents]
 
     def update(self, step=1, gradient=None, scalars=None, *, wants=True):
-        """Runs the kernel; returns the outcome and the result."""
         if gradient is None:
             rng = np.random.default_rng([step, 7])
             gradient = rng.standard_normal(self.num_elements)
@@ -224,6 +218,11 @@ def test_steps_have_the_hosts_bits(chunks, case, num_elements):
             chunk.write()
             results.append([out, *chunk.states()])
         assert_same(*results)
+    pages = sum(-(-e.num_bytes // PAGE) * PAGE for e in both[0].extents)
+    for chunk in both:
+        counts = chunk.meters.snapshot()
+        assert counts.drive_read_bytes == 3 * pages
+        assert counts.drive_write_bytes == 4 * pages
     contents = [[np.fromfile(f, np.uint8) for f in c.files] for c in both]
     for tested, host, extent in zip(*contents, both[0].extents, strict=True):
         np.testing.assert_array_equal(
@@ -330,16 +329,6 @@ def test_idle_kernels_leave_state_as_it_is(chunks, dtype):
     assert_same(*results)
 
 
-@pytest.mark.parametrize("num_elements", [1, 1025])
-def test_transfers_are_whole_pages(chunks, num_elements):
-    for chunk in chunks(num_elements=num_elements):
-        chunk.initialise().write()
-        chunk.read()
-        moved = sum(-(-e.num_bytes // PAGE) * PAGE for e in chunk.extents)
-        counts = chunk.meters.snapshot()
-        assert (counts.drive_read_bytes, counts.drive_write_bytes) == (moved, moved)
-
-
 @pytest.mark.parametrize("num_elements", [1, 300])
 def test_files_shorter_than_a_page(chunks, num_elements):
     """Leaves without dimensions have files of one element."""
@@ -423,9 +412,7 @@ def test_errors_name_the_file(chunks):
         chunk.files[0].unlink()
         with pytest.raises(StoreIOError, match="state0: read at byte 0 failed") as read:
             chunk.read()
-        with pytest.raises(
-            StoreIOError, match="state0: write at byte 0 failed"
-        ) as write:
+        with pytest.raises(StoreIOError, match="state0: write at byte 0") as write:
             chunk.write()
         with open(chunk.files[1], "r+b") as file:
             file.truncate(100)

@@ -1,9 +1,11 @@
-"""Families of tests: members of `make test`, of `make test-long`, and beyond; parts."""
+"""Families of tests: members of `make test`, of `make test-long`, and beyond; parts.
+
+A family may be a covering array: few rows of a product, with all combinations of axes.
+"""
 
 import os
 import zlib
-from collections.abc import Collection, Iterable
-from typing import Any
+from itertools import combinations, product
 
 import pytest
 
@@ -14,9 +16,7 @@ BEYOND = (pytest.mark.long, pytest.mark.every)
 """Marks of members that `make test-long-all` alone runs."""
 
 
-def family(
-    members: Iterable[Any], *, short: Collection[Any], beyond: Collection[Any] = ()
-) -> list[Any]:
+def family(members, *, short, beyond=()):
     """Returns the members as parameters of a test.
 
     Args:
@@ -32,7 +32,7 @@ def family(
     if wrong := [x for x in named if x not in members or named.count(x) > 1]:
         raise pytest.UsageError(f"{wrong}: expected members of {members}, once each")
 
-    def parameter(member: Any) -> Any:
+    def parameter(member):
         marks = BEYOND if member in beyond else (pytest.mark.long,)
         values = member if isinstance(member, tuple) else (member,)
         return pytest.param(*values, marks=() if member in short else marks)
@@ -40,7 +40,27 @@ def family(
     return [parameter(member) for member in members]
 
 
-def is_in_part(name: str, part: str) -> bool:
+def is_in_part(name, part):
     """Whether a test is in part `part`, ``NUMBER/COUNT`` with numbers from 0."""
     number, count = map(int, part.split("/"))
     return zlib.crc32(name.encode()) % count == number
+
+
+def covering(strength, *axes):
+    """Returns rows of the product of `axes`, chosen greedily; the same in every run.
+
+    Each combination of values of any `strength` axes is in one of the rows, so that a
+    fault that so many axes together cause is found.
+    """
+    rows = list(product(*(range(len(axis)) for axis in axes)))
+
+    def parts(row):
+        return set(combinations(enumerate(row), strength))
+
+    missing = set().union(*map(parts, rows))
+    chosen = []
+    while missing:
+        best = max(rows, key=lambda row: len(parts(row) & missing))
+        chosen.append(best)
+        missing -= parts(best)
+    return [tuple(a[i] for a, i in zip(axes, row, strict=True)) for row in chosen]

@@ -5,14 +5,12 @@ checkpoint. `Victim.survives` makes it, and reads everything that the document a
 `changes` has every small change of a document.
 """
 
-import contextlib
 import copy
-import hashlib
 import io
 import json
-import os
 import shutil
 import struct
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from typing import Any
 
 import numpy as np
@@ -20,6 +18,7 @@ import safetensors.numpy
 from copies import copied
 from golden_stores import golden
 from hypothesis import strategies as st
+from raw_stores import bytes_below
 from small_tokenizers import byte_level
 
 from jaxinf.cli import main
@@ -126,15 +125,14 @@ class Victim:
         shutil.copytree(golden("store"), place / "store", symlinks=True)
         directory = StoreDirectory.open(place / "store")
         save_checkpoint(directory, "export")
-        shutil.copytree(
-            place / "store/checkpoints/export", place / "export", symlinks=True
-        )
+        kept = place / "store/checkpoints/export"
+        shutil.copytree(kept, place / "export", symlinks=True)
         remove_checkpoint(directory, "export")
         (place / "store/lock").write_text('{"pid": 1, "host": "h", "command": ["c"]}')
         self._add_tensors(place / "tensors")
         byte_level(place / "hub", "</s>", eos_token="</s>")
         self.whole = {name: (place / name).read_bytes() for name in DOCUMENTS}
-        self.kept = self._contents()
+        self.kept = bytes_below(self.place)
 
     def survives(self, name, edits, sealed):
         """Reads everything after a change; returns the errors of refusing readers."""
@@ -145,10 +143,7 @@ class Victim:
                 before = _reset_peak_bytes()
                 said = io.StringIO()
                 try:
-                    with (
-                        contextlib.redirect_stdout(said),
-                        contextlib.redirect_stderr(said),
-                    ):
+                    with redirect_stdout(said), redirect_stderr(said):
                         use()
                 except JaxinfError as error:
                     refusals.append(error)
@@ -158,7 +153,7 @@ class Victim:
                 assert taken < MEMORY_BYTES, f"{use}: {taken} bytes"
         finally:
             file.write_bytes(self.whole[name])
-        assert self._contents() == self.kept
+        assert bytes_below(self.place) == self.kept
         return refusals
 
     def uses(self, name):
@@ -189,18 +184,6 @@ class Victim:
         index = {"weight_map": dict.fromkeys(arrays, "model-1.safetensors")}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
-    def _contents(self):
-        found = {}
-        for root, folders, files in os.walk(self.place):
-            for entry in files + folders:
-                path = os.path.join(root, entry)
-                if os.path.islink(path):
-                    found[path] = os.readlink(path)
-                elif os.path.isfile(path) and not entry.endswith("lock"):
-                    with open(path, "rb") as opened:
-                        found[path] = hashlib.file_digest(opened, "sha256").digest()
-        return found
-
 
 def use_tokenizer(folder):
     """Reads texts with a tokenizer, to ids that it says it has."""
@@ -230,7 +213,6 @@ def _status_bytes(name):
 
 
 def read_everything(path):
-    """Reads everything that a run and its tools read from a store."""
     directory = StoreDirectory.open(path)
     directory.read_commit()
     with step_of(directory, path / "current").reader() as reader:
@@ -256,7 +238,7 @@ def changed(raw, edits, sealed):
         text = json.dumps(document).encode()
         return struct.pack("<Q", len(text)) + text + rest
     if sealed and isinstance(document, dict) and "crc32c" in document:
-        with contextlib.suppress(ValueError):  # NaN, which has no seal
+        with suppress(ValueError):  # NaN, which has no seal
             return seal(document)
     return json.dumps(document, indent=1).encode()
 
@@ -319,7 +301,6 @@ def changes(document):
 
 
 def nodes(value, path=()):
-    """Yields the path and the value of everything in a document."""
     yield path, value
     if isinstance(value, dict):
         for key, item in value.items():

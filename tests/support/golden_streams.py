@@ -56,19 +56,16 @@ def opened(path, **options):
 
 
 def run(step, num_steps):
-    """Returns the losses, which are exact, as text."""
     return [float(step(BATCH)[0]).hex() for _ in range(num_steps)]
 
 
 def unpacked(place):
-    """Unpacks the golden store; returns its path and the record."""
     with tarfile.open(GOLDEN) as archive:
         archive.extractall(place, filter="data")
     return place / "store", json.loads((place / "record.json").read_text())
 
 
 def streams(path):
-    """Returns the plans that a store's record keeps."""
     return json.loads((path / "current/commit.json").read_text()).get("streams", {})
 
 

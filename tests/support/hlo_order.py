@@ -4,14 +4,13 @@ Invariant: instructions are numbered in the order in which they are scheduled.
 """
 
 import re
-from collections.abc import Sequence
 
 _DEFINED = re.compile(r"^\s*(?:ROOT )?(%[\w.\-]+) = ")
 _NAME = re.compile(r"%[\w.\-]+")
 _WAITS = re.compile(r" (conditional|while|infeed|outfeed)\(")
 
 
-def all_operands(lines: Sequence[str]) -> list[set[int]]:
+def all_operands(lines):
     """Returns, for each instruction, the numbers of those it needs, however far."""
     places: dict[str, int] = {}
     needed: list[set[int]] = []
@@ -27,7 +26,7 @@ def all_operands(lines: Sequence[str]) -> list[set[int]]:
     return needed
 
 
-def computations(text: str) -> dict[str, list[str]]:
+def computations(text):
     """Returns the lines of each computation of a module; ``ENTRY`` is the main one."""
     found: dict[str, list[str]] = {}
     for line in text.splitlines():
@@ -39,19 +38,19 @@ def computations(text: str) -> dict[str, list[str]]:
     return found
 
 
-def called_lines(line: str, found: dict[str, list[str]]) -> list[str]:
+def called_lines(line, found):
     """Returns the lines of the computations that an instruction calls, however far."""
     own = [one for name in _NAME.findall(line) for one in found.get(name, ())]
     return own + [further for one in own for further in called_lines(one, found)]
 
 
-def numbers(lines: Sequence[str], pattern: str) -> list[int]:
+def numbers(lines, pattern):
     """Returns the numbers of the instructions that a pattern is found in."""
     found = re.compile(pattern)
     return [number for number, line in enumerate(lines) if found.search(line)]
 
 
-def synchronising(lines: Sequence[str]) -> list[str]:
+def synchronising(lines):
     """Returns the instructions for which the host waits, as far as XLA has any.
 
     It reads the predicate of a conditional and of a loop. Callbacks are counted apart.

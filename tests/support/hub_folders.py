@@ -43,12 +43,10 @@ def write_folder(folder, config, dtype=ml_dtypes.bfloat16, num_files=2):
 
 
 def read_folder(folder):
-    """Returns the tensors of a checkpoint by name."""
     files = sorted(folder.glob("*.safetensors"))
     return {name: x for file in files for name, x in load_file(file).items()}
 
 
 def export(store, out, *words):
-    """Exports a store to a new folder by the command; returns its exit status."""
     words = ["checkpoint", "export", store, out, "--format", "huggingface", *words]
     return main([str(word) for word in words])

@@ -11,14 +11,12 @@ import contextlib
 import itertools
 import time
 import weakref
-from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.experimental import io_callback
 from jax.sharding import Sharding
 
@@ -32,38 +30,23 @@ OTHER_BYTE = 0x5A
 
 
 class Copy(NamedTuple):
-    """A copy of an array.
-
-    Attributes:
-      source, target: Kinds of memory.
-      num_bytes: Its bytes.
-      num_copies: How often they are copied on the way.
-    """
+    """A copy of an array from one kind of memory to another."""
 
     source: str
     target: str
     num_bytes: int
-    num_copies: int
+    num_copies: int  # on the way
 
 
 class LateCopies:
     """Has copies by `jax.device_put` to a sharding of one device end late.
 
     It is a `Registry`, too: the one of its device, unless `registers` is false.
-
-    Args:
-      monkeypatch: Takes its functions out of JAX again.
-
-    Attributes:
-      copies: Those that were begun.
-      registers: Whether memory can be registered.
-      registered: Addresses of memory that is, and its bytes.
-      faults: What was done too early.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self.copies: list[Copy] = []
-        self.faults: list[str] = []
+        self.faults: list[str] = []  # what was done too early
         self._pinned: list[weakref.ref[jax.Array]] = []
         self.registers = True
         self.registered: dict[int, int] = {}
@@ -73,13 +56,13 @@ class LateCopies:
         array = type(jnp.zeros(()))
         start = array.copy_to_host_async
 
-        def called(program: Any, *args: Any, **kwargs: Any) -> Any:
+        def called(program, *args, **kwargs):
             outputs = self._call(program, *args, **kwargs)
             for output in jax.tree.leaves(outputs)[:1]:
                 self._program = weakref.ref(output)
             return outputs
 
-        def to_host(values: Any) -> None:
+        def to_host(values):
             self.copies.append(Copy("device", "pageable", values.nbytes, 2))
             start(values)
 
@@ -88,11 +71,11 @@ class LateCopies:
         monkeypatch.setattr(array, "copy_to_host_async", to_host)
         monkeypatch.setattr(compat, "memory_registry", self._registry_of)
 
-    def _registry_of(self, device: Any) -> Any:
+    def _registry_of(self, device):
         del device
         return self if self.registers else None
 
-    def device_put(self, x: Any, device: Any = None, **options: Any) -> Any:
+    def device_put(self, x, device=None, **options):
         """As `jax.device_put`; does not block."""
         leaves, tree = jax.tree.flatten(x)
         targets = jax.tree.leaves(device)
@@ -105,37 +88,37 @@ class LateCopies:
         self.copies += begun
         return tree.unflatten(found)
 
-    def copied_bytes(self, target: str) -> int:
+    def copied_bytes(self, target):
         """Returns the bytes of all copies on the way to a kind of memory."""
         found = [one for one in self.copies if one.target == target]
         return sum(one.num_copies * one.num_bytes for one in found)
 
-    def dma_map(self, address: int, size: int) -> None:
+    def dma_map(self, address, size):
         """As `Registry.dma_map`."""
         if address % PAGE_BYTES or size % PAGE_BYTES or address in self.registered:
             raise RuntimeError(f"{address}, {size}: expected other pages")
         self.registered[address] = size
 
-    def dma_unmap(self, address: int) -> None:
+    def dma_unmap(self, address):
         """As `Registry.dma_unmap`."""
         memory = range(address, address + self.registered.pop(address))
         sources = [source for source, *_ in _SOURCES.values()]
         if any(isinstance(x, np.ndarray) and x.ctypes.data in memory for x in sources):
             self.faults.append(f"{memory}: a copy is under way")
 
-    def before_its_end(self, array: jax.Array) -> np.ndarray:
+    def before_its_end(self, array):
         """Returns what is in the memory of a copy to the host that has not ended."""
         assert any(one() is array for one in self._pinned)
         raw = np.full(array.nbytes, OTHER_BYTE, np.uint8)
         return raw.view(array.dtype).reshape(array.shape)
 
-    def settle(self) -> None:
+    def settle(self):
         """Waits for all copies; nothing was done too early."""
         if self._last is not None:
             self._last.block_until_ready()
         assert not self.faults
 
-    def _copied(self, source: Any, target: Any, options: Any, begun: list[Copy]) -> Any:
+    def _copied(self, source, target, options, begun):
         kind, count = self._kind(source), 1
         if not isinstance(target, Sharding) or len(target.device_set) > 1:
             return self._put(source, target, **options)
@@ -157,7 +140,7 @@ class LateCopies:
             self._pinned.append(weakref.ref(found))
         return found
 
-    def _kind(self, source: Any) -> str:
+    def _kind(self, source):
         if isinstance(source, jax.Array):
             return source.sharding.memory_kind or "device"
         if not isinstance(source, np.ndarray):
@@ -167,7 +150,7 @@ class LateCopies:
         is_own = any(start <= first and end <= start + size for start, size in known)
         return "registered" if is_own else "pageable"
 
-    def _pending(self) -> jax.Array:
+    def _pending(self):
         """Returns a number that is not there yet.
 
         XLA runs a program with a callback at once if all its inputs are there.
@@ -183,24 +166,24 @@ _NUMBERS = itertools.count()
 
 
 @cache
-def _busy() -> Any:
+def _busy():
     return jax.jit(lambda x: (x @ x @ x)[0, 0])
 
 
 @cache
-def _copy(shape: Sequence[int], dtype: np.dtype) -> Any:
+def _copy(shape, dtype):
     """Returns a program that copies an array of this shape when `pending` is there."""
     number = jax.ShapeDtypeStruct((), jnp.int32)
     pending = jax.ShapeDtypeStruct((), jnp.float32)
     avals = jax.ShapeDtypeStruct(shape, dtype), pending
 
-    def copy(number: jax.Array, pending: jax.Array) -> Any:
+    def copy(number, pending):
         return io_callback(_read, avals, number, pending)
 
     return jax.jit(copy).lower(number, pending).compile()
 
 
-def _read(number: Any, pending: Any) -> Any:
+def _read(number, pending):
     """Reads the source of a copy; on a thread of XLA's."""
     source, program = _SOURCES[int(number)]
     output = None if program is None else program()

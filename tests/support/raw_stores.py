@@ -5,9 +5,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tensorstore
@@ -19,10 +17,8 @@ from jaxinf.store import (
     CommitRecord,
     LeafRecord,
     Manifest,
-    Slot,
-    StateRecord,
-    StepReader,
     StoreDirectory,
+    create_store,
     dtype_of,
     find_leaf,
     lay_out,
@@ -32,7 +28,7 @@ from jaxinf.transfer import crc32c
 
 
 @contextlib.contextmanager
-def memory_directory() -> Iterator[Path]:
+def memory_directory():
     """A new directory in a tmpfs; on the temporary files' drive without one.
 
     Stores in it that are still open are closed first: the thread that commits their
@@ -50,27 +46,15 @@ def memory_directory() -> Iterator[Path]:
         shutil.rmtree(path)
 
 
-def make_roots(place: Path, name: str, num_csds: int) -> list[str]:
-    """Makes `num_csds` CSD roots."""
+def make_roots(place, name, num_csds):
     roots = [place / f"{name}-csd{number}" for number in range(num_csds)]
     for root in roots:
         root.mkdir()
     return [str(root) for root in roots]
 
 
-def make_manifest(
-    states: Sequence[StateRecord],
-    leaves: Mapping[tuple[str, ...], tuple[tuple[int, ...], tuple[int, ...]]],
-    csd_roots: Sequence[str] = (),
-    chunk_elements: int = 4096,
-) -> Manifest:
-    """Makes a manifest of leaves that all have the same states.
-
-    Args:
-      states: the states of each leaf.
-      leaves: shape and shard counts by path.
-      csd_roots, chunk_elements: as for a real store.
-    """
+def make_manifest(states, leaves, csd_roots=(), chunk_elements=4096):
+    """Makes a manifest of leaves, by path: shape and shards; all have these states."""
     records = [
         LeafRecord(
             path=path,
@@ -94,66 +78,49 @@ def make_manifest(
     return lay_out(contents, csd_roots)
 
 
-def chunk_of(
-    directory: StoreDirectory, leaf: int, state: str, chunk: int = 0
-) -> ChunkFile:
+def chunk_of(directory, leaf, state, chunk=0):
     """Returns a chunk of a state's array, by numbers and the state's name."""
     record = directory.manifest.leaves[leaf]
     return ChunkFile(leaf, record, record.state(state), chunk)
 
 
-def chunk_file(
-    directory: StoreDirectory, place: str, leaf: int, state: str, chunk: int = 0
-) -> Path:
+def chunk_file(directory, place, leaf, state, chunk=0):
     """Returns the real file of a step's chunk; the arguments are as for `chunk_of`."""
     return directory.chunk_file(place, chunk_of(directory, leaf, state, chunk))
 
 
-def fill_slot(
-    directory: StoreDirectory,
-    slot: Slot,
-    values_of: Callable[[tuple[int, ...], np.dtype], np.ndarray],
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Writes a step's chunks like the engine; returns arrays and checksums by name.
+def make_store(path, states, leaves, csd_roots=(), chunk_elements=4096):
+    """Creates a store without a step; see `make_manifest`."""
+    manifest = make_manifest(states, leaves, csd_roots, chunk_elements)
+    directory = StoreDirectory(path, manifest)
+    create_store(directory)
+    return directory
 
-    Args:
-      values_of: makes an array of a shape and dtype.
-    """
+
+def publish(directory, slot, draw, **record):
+    """Writes a step as the engine does; returns its arrays, which `draw` makes."""
+    if directory.committed_slot() is not None:
+        directory.unpublish(slot)
     arrays, checksums = {}, {}
     for number, leaf in enumerate(directory.manifest.leaves):
         for state in leaf.states:
-            values = values_of(leaf.shape, dtype_of(state.dtype))
-            sums = []
-            for position, chunk in enumerate(leaf.grid.chunks()):
-                data = np.ascontiguousarray(values[chunk.slices])
-                sums.append(crc32c(data))
+            name = leaf.array_name(state.name)
+            arrays[name] = values = draw(leaf.shape, dtype_of(state.dtype))
+            parts = [np.ascontiguousarray(values[c.slices]) for c in leaf.grid.chunks()]
+            checksums[name] = np.asarray([crc32c(part) for part in parts], np.uint32)
+            for position, part in enumerate(parts):
                 one = ChunkFile(number, leaf, state, position)
                 file = directory.prepare_write(slot, one)
                 with open(file, "r+b") as stream:
-                    stream.write(data.tobytes())
-            arrays[leaf.array_name(state.name)] = values
-            checksums[leaf.array_name(state.name)] = np.asarray(sums, np.uint32)
+                    stream.write(part.tobytes())
     directory.sync()
-    return arrays, checksums
-
-
-def publish(directory: StoreDirectory, slot: Slot, draw: Any, **record: Any) -> dict:
-    """Writes a step's chunks and its record as the engine does; returns the arrays.
-
-    Args:
-      draw: as for `fill_slot`.
-      record: fields of the record.
-    """
-    if directory.committed_slot() is not None:
-        directory.unpublish(slot)
-    arrays, checksums = fill_slot(directory, slot, draw)
     fields = {"scalar_state": (), "checksums": checksums} | record
     directory.write_record(slot, CommitRecord(**fields))
     directory.flip(slot)
     return arrays
 
 
-def any_bits(rng: np.random.Generator, shape: tuple, dtype: np.dtype) -> np.ndarray:
+def any_bits(rng, shape, dtype):
     """Draws values of all kinds: NaN with payloads, denormals, infinities."""
     if dtype.kind == "b":
         return rng.integers(0, 2, shape).astype(bool)
@@ -161,21 +128,14 @@ def any_bits(rng: np.random.Generator, shape: tuple, dtype: np.dtype) -> np.ndar
     return np.frombuffer(rng.bytes(count * dtype.itemsize), dtype).reshape(shape)
 
 
-def edit(
-    file: Path, change: Callable[[Any], Any] = lambda document: None, **values: Any
-) -> None:
-    """Changes a sealed document, and seals it anew.
-
-    Args:
-      change: called with the document.
-      values: of its keys.
-    """
+def edit(file, change=lambda document: None, **values):
+    """Changes a sealed document by a function or by values, and seals it anew."""
     document = json.loads(file.read_bytes())
     change(document)
     file.write_bytes(seal(document | values))
 
 
-def flip_bit(file: Path, at: int = 0) -> None:
+def flip_bit(file, at=0):
     """Flips one bit of a file in place, or flips it back."""
     with file.open("r+b") as stream:
         stream.seek(at)
@@ -184,7 +144,21 @@ def flip_bit(file: Path, at: int = 0) -> None:
         stream.write(bytes([byte ^ 4]))
 
 
-def read_array(step: Path, leaf: LeafRecord, state: str) -> np.ndarray:
+def bytes_below(*roots):
+    """Returns every file's bytes, except locks', and symlinks' targets."""
+    found = {}
+    for root in roots:
+        for folder, folders, files in os.walk(root):
+            for name in (*folders, *files):
+                path = os.path.join(folder, name)
+                if os.path.islink(path):
+                    found[path] = os.readlink(path)
+                elif os.path.isfile(path) and not name.endswith("lock"):
+                    found[path] = Path(path).read_bytes()
+    return found
+
+
+def read_array(step, leaf, state):
     """Returns an array of a step's directory, in the form that is stored.
 
     As tensorstore shows it, without jaxinf's readers.
@@ -194,7 +168,7 @@ def read_array(step: Path, leaf: LeafRecord, state: str) -> np.ndarray:
     return tensorstore.open(spec, open=True, read=True).result().read().result()
 
 
-def decoded(reader: StepReader, leaf: LeafRecord, state: StateRecord) -> np.ndarray:
+def decoded(reader, leaf, state):
     """Returns an array of a step in the leaf's shape, coded states as float32."""
     out = np.empty(leaf.shape, dtype_of(state.decoded().dtype))
     for box, values in reader.boxes(leaf, state, 1 << 20):
@@ -202,7 +176,7 @@ def decoded(reader: StepReader, leaf: LeafRecord, state: StateRecord) -> np.ndar
     return out
 
 
-def stored(store: jaxinf.Store, state: str, leaf: str) -> np.ndarray:
+def stored(store, state, leaf):
     """Returns an array of an open store's last step."""
     store.wait()
     record = find_leaf(StoreDirectory.open(store.path).manifest, state, leaf)

@@ -28,8 +28,6 @@ BATCH = {"x": P("data"), "y": P("data")}
 
 @dataclass(frozen=True)
 class OnMesh:
-    """A loss function, its arguments on a mesh, and the same ones on the host."""
-
     mesh: Any
     loss: Any
     plain_loss: Any
@@ -39,7 +37,6 @@ class OnMesh:
     sets_mesh: bool = False
 
     def entered(self):
-        """The context in which the program runs."""
         return jax.set_mesh(self.mesh) if self.sets_mesh else contextlib.nullcontext()
 
 
@@ -145,6 +142,5 @@ def make(kind, depth=DEPTH):
 
 
 def trained(step, one, num_steps):
-    """Runs steps on a mesh; returns their losses."""
     with one.entered():
         return [float(step(one.batch)[0]) for _ in range(num_steps)]

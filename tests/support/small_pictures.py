@@ -5,7 +5,6 @@ from PIL import Image
 
 
 def write_pictures(folder, num=40, num_classes=4, size=8):
-    """Writes gray images of random pixels; returns the folder."""
     rng = np.random.default_rng(0)
     for number, pixels in enumerate(rng.integers(0, 256, (num, size, size), np.uint8)):
         path = folder / f"class {number % num_classes}" / f"{number}.png"

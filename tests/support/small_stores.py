@@ -4,9 +4,6 @@ Invariant: what a call sets holds in this process until another call, or `reset`
 follows each test.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +18,7 @@ _QUICK_BYTES = shape._QUICK_BYTES
 _WORKERS = options.LEAST_WORKERS, options.WORKERS_A_DRIVE
 
 
-def reset(*, chunk_elements: int | None = None, num_workers: int | None = None) -> None:
+def reset(*, chunk_elements=None, num_workers=None):
     """Sets the longest chunk of new stores and the number of workers, or neither."""
     longest = chunk_elements or _CHUNK_ELEMENTS
     grid.DEFAULT_CHUNK_ELEMENTS = shape.DEFAULT_CHUNK_ELEMENTS = longest
@@ -31,32 +28,13 @@ def reset(*, chunk_elements: int | None = None, num_workers: int | None = None) 
     options.LEAST_WORKERS, options.WORKERS_A_DRIVE = workers
 
 
-def keep_nothing(monkeypatch: Any) -> None:
-    """Lets no state stay in memory in a test, so that all that steps use is read."""
-    monkeypatch.setattr(shape.StoreShape, "staying", lambda *_: frozenset())
-
-
-def open_store(
-    path: Any,
-    *,
-    chunk_elements: int | None = None,
-    num_workers: int | None = None,
-    **given: Any,
-) -> jaxinf.Store:
+def open_store(path, *, chunk_elements=None, num_workers=None, **given):
     """As `jaxinf.open_store`, after `reset`."""
     reset(chunk_elements=chunk_elements, num_workers=num_workers)
     return jaxinf.open_store(path, **given)
 
 
-def train(
-    store: jaxinf.Store,
-    tx: Any,
-    params: Any,
-    gradients: Iterable[Any],
-    *,
-    each: Callable[[Any, Any], Any] = lambda params, state: None,
-    **options: Any,
-) -> tuple[Any, Any, Any]:
+def train(store, tx, params, gradients, *, each=lambda params, state: None, **options):
     """Takes `steps` from the store's params, if it has some, or else from these.
 
     Returns the optimizer near storage, params and state.
@@ -66,14 +44,7 @@ def train(
     return tx, *steps(tx, params, gradients, each=each)
 
 
-def steps(
-    tx: Any,
-    params: Any,
-    gradients: Iterable[Any],
-    state: Any = None,
-    *,
-    each: Callable[[Any, Any], Any] = lambda params, state: None,
-) -> tuple[Any, Any]:
+def steps(tx, params, gradients, state=None, *, each=lambda params, state: None):
     """Takes a step by each gradient, which may be a function of the params.
 
     The gradient, the update and the sum are a jit each, as every claim about bits has
@@ -89,7 +60,7 @@ def steps(
     return params, state
 
 
-def same(found: Any, expected: Any) -> None:
+def same(found, expected):
     """Compares two trees of arrays to the bit; random keys by their data."""
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):

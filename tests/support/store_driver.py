@@ -40,15 +40,9 @@ def described(params, tx=TX):
 
 
 class Driver:
-    """A run: `init`, then `step` after `step`.
+    """A run: `init`, then `step` after `step`; `expected` is that of the default `tx`.
 
-    Args:
-      path: path of the store.
-      leaves: shape and dtype by name.
-      tx: the optimizer; `expected` is valid only for the default one.
-      num_csds: number of CSD roots, which are made beside the store.
-      options: options of `small_stores.open_store`; by default the `csd` in
-        JAXINF_TEST_CSD.
+    CSD roots are made beside the store; the `csd` is by default JAXINF_TEST_CSD.
     """
 
     def __init__(self, path, leaves=LEAVES, tx=TX, num_csds=0, **options):
@@ -133,7 +127,6 @@ class Driver:
         )
 
     def update(self, order=None, gradient=1.0):
-        """Updates the leaves in a step; returns their results by name."""
         names = list(self.leaves)
         results = {}
         for number in range(len(names)) if order is None else order:
@@ -155,7 +148,6 @@ class Driver:
         return results
 
     def durable_step(self):
-        """Makes a step; raises the errors of its commit."""
         self.step()
         self.store.wait()
 
@@ -200,7 +192,6 @@ class Driver:
             }
 
     def check(self, step, path=None):
-        """Compares the drive's content with the expected one, bit for bit."""
         self.store.wait()
         for name, arrays in self.found(path).items():
             for held, wanted in zip(arrays, self.expected(step)[name], strict=True):

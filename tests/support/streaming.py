@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from inject import at_each_call
+from zoo import ZOO
 
 from jaxinf.store import StoreDirectory
 from jaxinf.streaming.move.params import StoreParams
@@ -24,6 +25,7 @@ from jaxinf.streaming.program.units import Unit, units_of
 from jaxinf.streaming.run import Runner
 from jaxinf.streaming.update import near_storage
 
+SGD, SMALL = optax.sgd(0.1), ZOO["l2_penalty"](depth=2)
 CHUNKS = {"chunk_elements": 4096, "memory_bytes": 16 << 20}
 """Options of a store of small chunks."""
 
@@ -93,7 +95,7 @@ def streamed(program, plan, executables, spill=None, values=None):
         if spill is not None:
             spill.put(piece, gradient)
             ((_, gradient),) = spill.read(removes=True)
-        gradients[piece.leaf][piece.index] = gradient
+        gradients[piece.leaf][piece.index] = np.asarray(gradient)
 
     loss, aux = Runner(plan, executables, values=values)(
         program.batch, in_memory(leaves), hand_out
@@ -103,7 +105,6 @@ def streamed(program, plan, executables, spill=None, values=None):
 
 
 def run(step, program, num_steps):
-    """Runs steps on the program's batch; returns their losses."""
     return [float(step(program.batch)[0]) for _ in range(num_steps)]
 
 
@@ -186,7 +187,6 @@ def until_it_waits(thread):
 
 
 def unit(leaf):
-    """A leaf of one page."""
     return Unit(leaf, (), (1024,), np.dtype(np.float32))
 
 

@@ -11,7 +11,6 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ WIDTH = 88
 UNSTABLE = {"Plan"}
 
 
-def lines() -> Iterator[str]:
+def lines():
     """Yields the surface, a name a line."""
     public = [getattr(jaxinf, name) for name in sorted(jaxinf.__all__)]
     classes = [item for item in public if inspect.isclass(item)]
@@ -53,9 +52,7 @@ def lines() -> Iterator[str]:
         yield f"  {field.name}: {_type(field.type)}"
 
 
-def _class_lines(
-    kind: type, records: dict[str, type], of: str = "jaxinf"
-) -> Iterator[str]:
+def _class_lines(kind, records, of="jaxinf"):
     """Yields a class and its members; adds the records that these return."""
     bases = [base.__name__ for base in kind.__bases__ if base.__name__ in dir(jaxinf)]
     yield f"{of}.{kind.__name__}" + (f"({', '.join(bases)})" if bases else "")
@@ -74,7 +71,7 @@ def _class_lines(
             records |= {one.__name__: one for one in _own_classes(hint)}
 
 
-def members_of(kind: type) -> Iterator[tuple[str, Any]]:
+def members_of(kind):
     """Yields public methods and properties, those of private bases included."""
     found: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
@@ -88,7 +85,7 @@ def members_of(kind: type) -> Iterator[tuple[str, Any]]:
             yield name, member
 
 
-def _own_classes(annotation: Any) -> Iterator[type]:
+def _own_classes(annotation):
     if inspect.isclass(annotation) and annotation.__module__.startswith("jaxinf"):
         yield annotation
     for one in typing.get_args(annotation):
@@ -101,7 +98,7 @@ class _Text(str):
     __repr__ = str.__str__
 
 
-def _signature(function: Any) -> str:
+def _signature(function):
     found = inspect.signature(function)
     parts = [
         one.replace(annotation=_Text(_type(one.annotation)))
@@ -112,7 +109,7 @@ def _signature(function: Any) -> str:
     return str(found.replace(parameters=parts, return_annotation=result))
 
 
-def _type(annotation: Any) -> str:
+def _type(annotation):
     """Returns a type as it is written, the same in every Python, without modules."""
     if annotation is None or annotation is types.NoneType:
         return "None"
@@ -136,7 +133,7 @@ def _type(annotation: Any) -> str:
     return f"{name}[{', '.join(map(_type, parts))}]" if parts else name
 
 
-def _command_lines(program: str, command: Any) -> Iterator[str]:
+def _command_lines(program, command):
     """Yields a command's arguments, or those of the commands below it.
 
     These are the members of a union, or of its action.
@@ -157,7 +154,7 @@ def _command_lines(program: str, command: Any) -> Iterator[str]:
             yield from _wrapped(text)
 
 
-def _argument(field: dataclasses.Field[Any], hint: Any) -> tuple[str, bool]:
+def _argument(field, hint):
     """Returns a field's text, empty if none can set it, and whether it has no name."""
     is_marked = typing.get_origin(hint) is typing.Annotated
     kind, *marks = typing.get_args(hint) if is_marked else (hint,)
@@ -177,7 +174,7 @@ def _argument(field: dataclasses.Field[Any], hint: Any) -> tuple[str, bool]:
     return f"  --{name}: {shown}" + (f" = {value!r}" if is_set else ""), False
 
 
-def _wrapped(line: str) -> Iterator[str]:
+def _wrapped(line):
     """Divides a long line after commas, so that a change is seen in one of them."""
     indent = " " * (len(line) - len(line.lstrip()) + 4)
     while len(line) > WIDTH:

@@ -4,14 +4,12 @@ Each is a function that returns a `Program`. Programs with repeated equal blocks
 their depth as an argument, so that tests can count the programs of deeper models.
 """
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
-import equinox as eqx
 import flax.linen as nn
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,21 +35,21 @@ class Program:
 ZOO: dict[str, Callable[..., Program]] = {}
 
 
-def program(make: Callable[..., Program]) -> Callable[..., Program]:
+def program(make):
     ZOO[make.__name__] = make
     return make
 
 
-def normal(seed: int, *shape: int, scale: float = 1.0) -> Any:
+def normal(seed, *shape, scale=1.0):
     numbers = np.random.default_rng(seed).standard_normal(shape)
     return (scale * numbers).astype(np.float32)
 
 
-def dense(seed: int, *shape: int) -> Any:
+def dense(seed, *shape):
     return normal(seed, *shape, scale=0.5 / np.sqrt(shape[-2]))
 
 
-def filled(tree: Any) -> Any:
+def filled(tree):
     """Fills abstract arrays; an init function would have to be compiled."""
     leaves, structure = jax.tree.flatten(tree)
     arrays = [
@@ -61,11 +59,11 @@ def filled(tree: Any) -> Any:
     return structure.unflatten(arrays)
 
 
-def rows() -> dict[str, Any]:
+def rows():
     return {"x": normal(100, ROWS, WIDTH), "y": normal(101, ROWS, WIDTH)}
 
 
-def mean_square(out: jax.Array, target: jax.Array) -> jax.Array:
+def mean_square(out, target):
     return jnp.mean((out - target) ** 2)
 
 
@@ -73,27 +71,27 @@ def mean_square(out: jax.Array, target: jax.Array) -> jax.Array:
 
 
 @program
-def gpt2_nano(depth: int = 4) -> Program:
+def gpt2_nano(depth=4):
     config = gpt2.GPT2Config(64, 16, depth, num_heads=2, num_features=WIDTH)
     graphdef, shapes = abstract_params(config)
     params = filled(shapes)
     tokens = np.random.default_rng(1).integers(0, config.vocab_size, (2, 17))
 
-    def loss(params: Any, batch: Any) -> jax.Array:
+    def loss(params, batch):
         model = nnx.merge(graphdef, params)
         return model_loss(model, batch[:, :-1], batch[:, 1:])
 
     return Program(loss, params, tokens.astype(np.int32))
 
 
-# Linen: plain, with dropout, with remat, scanned.
+# Linen: plain, scanned, with remat and dropout.
 
 
 class Block(nn.Module):
     dropout: float = 0.0
 
     @nn.compact
-    def __call__(self, x: jax.Array, deterministic: bool) -> jax.Array:
+    def __call__(self, x, deterministic):
         h = nn.LayerNorm()(x)
         h = nn.MultiHeadDotProductAttention(num_heads=2)(h[None])[0]
         h = nn.Dropout(self.dropout, deterministic=deterministic)(h)
@@ -102,12 +100,11 @@ class Block(nn.Module):
 
 class Blocks(nn.Module):
     depth: int
-    dropout: float = 0.0
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x):
         for _ in range(self.depth):
-            x = Block(self.dropout)(x, self.dropout == 0)
+            x = Block()(x, True)
         return nn.Dense(WIDTH)(x)
 
 
@@ -117,7 +114,7 @@ class Scanned(nn.Module):
     remat: bool = False
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x):
         block = nn.remat(Block, static_argnums=(2,)) if self.remat else Block
         scan = nn.scan(
             lambda module, x, _: (module(x, self.dropout == 0), None),
@@ -129,12 +126,12 @@ class Scanned(nn.Module):
         return nn.Dense(WIDTH)(x)
 
 
-def _linen(model: nn.Module) -> Program:
+def _linen(model):
     batch = {**rows(), "key": jax.random.key(7)}
     keys = {"params": batch["key"], "dropout": batch["key"]}
     params = filled(jax.eval_shape(model.init, keys, batch["x"])["params"])
 
-    def loss(params: Any, batch: Any) -> jax.Array:
+    def loss(params, batch):
         rngs = {"dropout": batch["key"]}
         out = model.apply({"params": params}, batch["x"], rngs=rngs)
         return mean_square(out, batch["y"])
@@ -143,71 +140,18 @@ def _linen(model: nn.Module) -> Program:
 
 
 @program
-def linen(depth: int = 4) -> Program:
+def linen(depth=4):
     return _linen(Blocks(depth))
 
 
 @program
-def linen_dropout(depth: int = 4) -> Program:
-    return _linen(Blocks(depth, dropout=0.1))
-
-
-@program
-def linen_scan(depth: int = 4) -> Program:
+def linen_scan(depth=4):
     return _linen(Scanned(depth))
 
 
 @program
-def linen_scan_remat_dropout(depth: int = 4) -> Program:
+def linen_scan_remat_dropout(depth=4):
     return _linen(Scanned(depth, dropout=0.1, remat=True))
-
-
-# Equinox, Haiku.
-
-
-@program
-def equinox_mlp(depth: int = 4) -> Program:
-    make = partial(eqx.nn.MLP, WIDTH, WIDTH, WIDTH, depth)
-    model = eqx.filter_eval_shape(make, key=jax.random.key(0))
-    shapes, static = eqx.partition(model, lambda leaf: hasattr(leaf, "shape"))
-    params = filled(shapes)
-
-    def loss(params: Any, batch: Any) -> jax.Array:
-        return mean_square(
-            jax.vmap(eqx.combine(params, static))(batch["x"]), batch["y"]
-        )
-
-    return Program(loss, params, rows())
-
-
-@program
-def equinox_cast_first(depth: int = 4) -> Program:
-    """All params become bfloat16 before anything else happens."""
-    given = equinox_mlp(depth)
-
-    def loss(params: Any, batch: Any) -> jax.Array:
-        half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
-        return given.loss(half, batch).astype(jnp.float32)
-
-    return replace(given, loss=loss)
-
-
-@program
-def haiku(depth: int = 4) -> Program:
-    def forward(x: jax.Array) -> jax.Array:
-        for _ in range(depth):
-            h = hk.LayerNorm(-1, create_scale=True, create_offset=True)(x)
-            x = x + hk.Linear(WIDTH)(jax.nn.silu(hk.Linear(2 * WIDTH)(h)))
-        return x
-
-    model = hk.without_apply_rng(hk.transform(forward))
-    batch = rows()
-
-    def loss(params: Any, batch: Any) -> jax.Array:
-        return mean_square(model.apply(params, batch["x"]), batch["y"])
-
-    shapes = jax.eval_shape(model.init, jax.random.key(0), batch["x"])
-    return Program(loss, filled(shapes), batch)
 
 
 # Convolutions with batch norm.
@@ -215,7 +159,7 @@ def haiku(depth: int = 4) -> Program:
 
 class Residual(nn.Module):
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x):
         for stride, width in ((1, 8), (2, 16)):
             h = nn.Conv(width, (3, 3), strides=stride, use_bias=False)(x)
             h = nn.relu(nn.BatchNorm(use_running_average=False)(h))
@@ -226,13 +170,13 @@ class Residual(nn.Module):
 
 
 @program
-def conv_batch_norm() -> Program:
+def conv_batch_norm():
     model = Residual()
     batch = {"x": normal(100, 4, 8, 8, 3), "y": jnp.arange(4)}
     shapes = jax.eval_shape(model.init, jax.random.key(0), batch["x"])
     variables = filled(shapes)
 
-    def loss(params: Any, batch: Any) -> Any:
+    def loss(params, batch):
         out, new = model.apply(
             {"params": params, "batch_stats": batch["stats"]},
             batch["x"],
@@ -248,7 +192,16 @@ def conv_batch_norm() -> Program:
 # Mixtures of experts.
 
 
-def _experts(depth: int = 2, num_experts: int = 3) -> dict[str, Any]:
+def of_rows(out, params):
+    """A program that compares rows of outputs with their targets."""
+
+    def loss(params, batch):
+        return mean_square(out(params, batch["x"]), batch["y"])
+
+    return Program(loss, params, rows())
+
+
+def _experts(depth=2, num_experts=3):
     return {
         f"layer{i}": {
             "router": dense(10 * i, WIDTH, num_experts),
@@ -259,65 +212,62 @@ def _experts(depth: int = 2, num_experts: int = 3) -> dict[str, Any]:
 
 
 @program
-def moe_map() -> Program:
+def moe_map():
     """One expert after another, by lax.map."""
 
-    def loss(params: Any, batch: Any) -> jax.Array:
-        x = batch["x"]
+    def out(params, x):
         for layer in params.values():
             weights = jax.nn.softmax(x @ layer["router"])
             parts = lax.map(lambda w, x=x: jnp.tanh(x @ w), layer["experts"])
             x = x + jnp.einsum("re,ero->ro", weights, parts)
-        return mean_square(x, batch["y"])
+        return x
 
-    return Program(loss, _experts(), rows())
+    return of_rows(out, _experts())
 
 
 @program
-def moe_cond() -> Program:
+def moe_cond():
     """The expert that the batch chooses, by lax.switch."""
+    functions = jnp.tanh, jnp.sin, jnp.cos
+    branches = [lambda x, w, i=i, f=f: f(x @ w[i]) for i, f in enumerate(functions)]
 
-    def loss(params: Any, batch: Any) -> jax.Array:
-        x = batch["x"]
+    def out(params, x):
         for layer in params.values():
             chosen = jnp.argmax((x @ layer["router"]).sum(0))
-            branches = [
-                lambda x, w: jnp.tanh(x @ w[0]),
-                lambda x, w: jnp.sin(x @ w[1]),
-                lambda x, w: x @ w[2],
-            ]
             x = x + lax.switch(chosen, branches, x, layer["experts"])
-        return mean_square(x, batch["y"])
+        return x
 
-    return Program(loss, _experts(), rows())
+    return of_rows(out, _experts())
 
 
 # Plain JAX: scans of all sorts, tied and unused params, penalties, custom rules.
 
 
-def _stack(depth: int) -> dict[str, jax.Array]:
+def _stack(depth):
     return {"w": dense(1, depth, WIDTH, WIDTH), "b": normal(2, depth, WIDTH) * 0.1}
 
 
-@program
-def scan_remat_reverse(depth: int = 4) -> Program:
-    def layer(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
-        return x + jnp.tanh(x @ p["w"] + p["b"]), None
-
-    def loss(params: Any, batch: Any) -> jax.Array:
-        x, _ = lax.scan(jax.checkpoint(layer), batch["x"], params, reverse=True)
-        return mean_square(x, batch["y"])
-
-    return Program(loss, _stack(depth), rows())
+def _added(x, p):
+    return x + jnp.tanh(x @ p["w"] + p["b"])
 
 
 @program
-def scan_nested() -> Program:
-    def inner(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+def scan_remat_reverse(depth=4):
+    layer = jax.checkpoint(lambda x, p: (_added(x, p), None))
+
+    def out(params, x):
+        return lax.scan(layer, x, params, reverse=True)[0]
+
+    return of_rows(out, _stack(depth))
+
+
+@program
+def scan_nested():
+    def inner(x, w):
         x = jnp.tanh(x @ w)
         return x, x.mean()
 
-    def loss(params: Any, batch: Any) -> Any:
+    def loss(params, batch):
         x, means = lax.scan(lambda x, w: lax.scan(inner, x, w), batch["x"], params)
         return mean_square(x, batch["y"]), means
 
@@ -325,92 +275,101 @@ def scan_nested() -> Program:
 
 
 @program
-def scan_twice_cast(depth: int = 3) -> Program:
+def scan_twice_cast(depth=3):
     """A stack that is cast, scanned twice, and read by index besides."""
 
-    def loss(params: Any, batch: Any) -> jax.Array:
-        half = params.astype(jnp.bfloat16)
-        x = batch["x"].astype(jnp.bfloat16)
+    def layer(x, w):
+        return x + jnp.tanh(x @ w), None
 
-        def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
-            return x + jnp.tanh(x @ w), None
+    def out(params, x):
+        half, x = params.astype(jnp.bfloat16), x.astype(jnp.bfloat16)
+        for _ in range(2):
+            x, _ = lax.scan(layer, x, half)
+        return x.astype(jnp.float32) @ params[1]
 
-        x, _ = lax.scan(layer, x, half)
-        x, _ = lax.scan(layer, x, half)
-        x = x.astype(jnp.float32) @ params[1]
-        return mean_square(x, batch["y"])
-
-    return Program(loss, dense(1, depth, WIDTH, WIDTH), rows())
+    return of_rows(out, dense(1, depth, WIDTH, WIDTH))
 
 
 @program
-def stack_by_index(depth: int = 4) -> Program:
-    def loss(params: Any, batch: Any) -> jax.Array:
-        x = batch["x"]
+def stack_by_index(depth=4):
+    def out(params, x):
         for i in range(depth):
             x = x + jnp.tanh(x @ params["w"][i] + params["b"][i])
-        return mean_square(x, batch["y"])
+        return x
 
-    return Program(loss, _stack(depth), rows())
+    return of_rows(out, _stack(depth))
 
 
 @program
-def fori_loop() -> Program:
+def fori_loop():
     """A stack indexed by a loop's counter; it is fetched whole."""
 
-    def loss(params: Any, batch: Any) -> jax.Array:
-        def body(i: jax.Array, x: jax.Array) -> jax.Array:
+    def out(params, x):
+        def body(i, x):
             return x + jnp.tanh(x @ params["w"][i] + params["b"][i])
 
-        return mean_square(lax.fori_loop(0, 3, body, batch["x"]), batch["y"])
+        return lax.fori_loop(0, 3, body, x)
 
-    return Program(loss, _stack(3), rows())
+    return of_rows(out, _stack(3))
 
 
 @program
-def recurrent() -> Program:
+def recurrent():
     """A scan over time, whose params are the same in every step."""
 
-    def loss(params: Any, batch: Any) -> jax.Array:
-        def step(h: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def out(params, x):
+        def step(h, x):
             h = jnp.tanh(x @ params["in"] + h @ params["own"])
             return h, h @ params["out"]
 
-        _, out = lax.scan(step, jnp.zeros(WIDTH), batch["x"])
-        return mean_square(out, batch["y"])
+        return lax.scan(step, jnp.zeros(WIDTH), x)[1]
 
     names = ("in", "own", "out")
-    params = {name: dense(i, WIDTH, WIDTH) for i, name in enumerate(names)}
-    return Program(loss, params, rows())
+    return of_rows(out, {name: dense(i, WIDTH, WIDTH) for i, name in enumerate(names)})
 
 
-def _mlp(depth: int) -> list[dict[str, jax.Array]]:
+def _mlp(depth):
     return [
         {"w": dense(2 * i, WIDTH, WIDTH), "b": normal(2 * i + 1, WIDTH) * 0.1}
         for i in range(depth)
     ]
 
 
-def _mlp_out(params: Any, x: jax.Array) -> jax.Array:
+def _mlp_out(params, x):
     for layer in params:
-        x = x + jnp.tanh(x @ layer["w"] + layer["b"])
+        x = _added(x, layer)
     return x
 
 
 @program
-def l2_penalty(depth: int = 6) -> Program:
-    def loss(params: Any, batch: Any) -> jax.Array:
+def l2_penalty(depth=6):
+    def loss(params, batch):
         penalty = sum(jnp.sum(p**2) for p in jax.tree.leaves(params))
         return mean_square(_mlp_out(params, batch["x"]), batch["y"]) + 1e-3 * penalty
 
     return Program(loss, _mlp(depth), rows())
 
 
+halved = functools.partial(jax.tree.map, lambda x: x.astype(jnp.bfloat16))
+
+
 @program
-def tied_and_unused(depth: int = 4) -> Program:
+def cast_first(depth=4):
+    """All params become bfloat16 before anything else happens."""
+    return of_rows(lambda params, x: _mlp_out(halved(params), x), _mlp(depth))
+
+
+@program
+def half_precision_loss(depth=3):
+    """Params, activations and the loss itself in bfloat16."""
+    return Program(of_rows(_mlp_out, ()).loss, halved(_mlp(depth)), halved(rows()))
+
+
+@program
+def tied_and_unused(depth=4):
     """A table read at both ends, a leaf that nothing reads, one without axes."""
 
-    def loss(params: Any, batch: Any) -> jax.Array:
+    def loss(params, batch):
         x = _mlp_out(params["layers"], params["table"][batch])
         logits = params["scale"] * x @ params["table"].T
         picked = jnp.take_along_axis(jax.nn.log_softmax(logits), batch[:, None], 1)
@@ -426,7 +385,7 @@ def tied_and_unused(depth: int = 4) -> Program:
 
 
 @jax.custom_vjp
-def _clipped(x: jax.Array) -> jax.Array:
+def _clipped(x):
     return x
 
 
@@ -434,49 +393,16 @@ _clipped.defvjp(lambda x: (x, None), lambda _, ct: (jnp.clip(ct, -1e-3, 1e-3),))
 
 
 @program
-def custom_rules(depth: int = 4) -> Program:
+def custom_rules(depth=4):
     """A custom gradient, a jit of the user's own, and a rule for the forward mode."""
 
     @jax.jit
-    def block(x: jax.Array, layer: Any) -> jax.Array:
+    def block(x, layer):
         return _clipped(x + jax.nn.relu(x @ layer["w"] + layer["b"]))
 
-    def loss(params: Any, batch: Any) -> jax.Array:
-        x = batch["x"]
-        for layer in params:
-            x = block(x, layer)
-        return mean_square(x, batch["y"])
-
-    return Program(loss, _mlp(depth), rows())
-
-
-@program
-def micro_batches() -> Program:
-    """A scan over parts of the batch, with the params as constants."""
-
-    def loss(params: Any, batch: Any) -> jax.Array:
-        def part(total: jax.Array, xy: Any) -> tuple[jax.Array, None]:
-            x, y = xy
-            return total + mean_square(_mlp_out(params, x), y), None
-
-        parts = jax.tree.map(lambda a: a.reshape(2, ROWS // 2, WIDTH), batch)
-        total, _ = lax.scan(part, jnp.float32(0), (parts["x"], parts["y"]))
-        return total / 2
-
-    return Program(loss, _mlp(3), rows())
-
-
-@program
-def half_precision_loss(depth: int = 3) -> Program:
-    """Params, activations and the loss itself in bfloat16."""
-
-    def loss(params: Any, batch: Any) -> jax.Array:
-        return mean_square(_mlp_out(params, batch["x"]), batch["y"])
-
-    half = partial(jax.tree.map, lambda x: x.astype(jnp.bfloat16))
-    return Program(loss, half(_mlp(depth)), half(rows()))
+    return of_rows(lambda params, x: functools.reduce(block, params, x), _mlp(depth))
 
 
 ONLY_PLANNED = {"gpt2_nano", "linen", "linen_scan_remat_dropout", "fori_loop"}
-ONLY_PLANNED |= {"equinox_cast_first", "conv_batch_norm", "moe_cond", "scan_twice_cast"}
+ONLY_PLANNED |= {"cast_first", "conv_batch_norm", "moe_cond", "scan_twice_cast"}
 """Half of the others: `make test-long` plans them, and has the rest offload."""
