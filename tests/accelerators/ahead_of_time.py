@@ -13,10 +13,9 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from unittest import mock
 
 import jax
@@ -40,39 +39,30 @@ for _name, _value in (
 
 @dataclass(frozen=True)
 class Target:
-    """A kind of device to compile for.
-
-    Attributes:
-      name: ``v5e``, or the name of a file in ``tests/accelerators/devices``.
-      num_devices: Devices of a host.
-    """
+    """A kind of device: ``v5e``, or a file in ``tests/accelerators/devices``."""
 
     name: str
     num_devices: int = 1
 
     @property
-    def platform(self) -> Literal["cuda", "tpu"]:
-        """JAX's name of its platform."""
+    def platform(self):
         return "cuda" if self.name in CUDA_DEVICES else "tpu"
 
     @functools.cached_property
-    def devices(self) -> Sequence[Any]:
-        """The devices, of which a TPU's host always has four."""
+    def devices(self):
         return _devices(self.name, self.num_devices)[: self.num_devices]
 
     @property
-    def alone(self) -> SingleDeviceSharding:
-        """The sharding on its first device."""
+    def alone(self):
         return SingleDeviceSharding(self.devices[0])
 
-    def mesh(self, **axes: int) -> Mesh:
-        """Returns a mesh of all its devices, with these axes."""
+    def mesh(self, **axes):
         shape = tuple(axes.values())
         return Mesh(np.array(self.devices).reshape(shape), tuple(axes))
 
 
 @functools.cache
-def _devices(name: str, num_devices: int) -> Sequence[Any]:
+def _devices(name, num_devices):
     if name == "v5e":
         return topologies.get_topology_desc(
             platform="tpu", topology_name="v5e:2x2"
@@ -86,33 +76,22 @@ def _devices(name: str, num_devices: int) -> Sequence[Any]:
 
 @dataclass(frozen=True)
 class Built:
-    """A program that was compiled, and what it takes.
-
-    Attributes:
-      text: The optimized HLO, in the order in which it is scheduled.
-      ptx: The kernels; empty for a TPU.
-      memory: As `jax.stages.Compiled.memory_analysis`.
-      donated: Donated arguments, and their bytes.
-    """
-
-    text: str
-    ptx: str
+    text: str  # the optimized HLO, in the order in which it is scheduled
+    ptx: str  # empty for a TPU
     memory: Any
-    donated: tuple[int, int]
+    donated: tuple[int, int]  # arguments, and their bytes
 
     @property
-    def num_aliased(self) -> int:
-        """Number of arguments whose memory a result has."""
+    def num_aliased(self):
         header = self.text.partition("\n")[0]
         return header.count("-alias)")
 
     @property
-    def entry(self) -> list[str]:
-        """The instructions of the computation itself."""
+    def entry(self):
         return self.text[self.text.index("\nENTRY ") :].splitlines()[2:]
 
     @property
-    def float_atomics(self) -> list[str]:
+    def float_atomics(self):
         """Additions whose order, and so whose bits, differ from run to run.
 
         A compare-and-swap is one: XLA adds so where there is no instruction.
@@ -121,14 +100,14 @@ class Built:
         return [x for x in found if re.search(r"\bcas\b|\bb?f(16|32|64)", x)]
 
     @property
-    def callbacks(self) -> list[str]:
+    def callbacks(self):
         """The calls of the host, on CUDA; on a TPU its transfers to the host."""
         calls = r"xla_ffi_python_gpu_callback|is_host_transfer=true"
         return [x for x in self.text.splitlines() if re.search(calls, x)]
 
 
 @contextlib.contextmanager
-def compiling_for(target: Target) -> Iterator[list[Built]]:
+def compiling_for(target):
     """Lets jaxinf see the target's platform; yields what is compiled there.
 
     JAX lowers callbacks without the platform, and gives XLA none of them.
@@ -138,22 +117,20 @@ def compiling_for(target: Target) -> Iterator[list[Built]]:
     compile_and_load = compiler.backend_compile_and_load
     compile_lowered = jax.stages.Lowered.compile
 
-    def backend_or_none(self: Any, optional: bool = False) -> Any:
+    def backend_or_none(self, optional=False):
         return None if self.platforms[0] == "cuda" else get_backend(self, optional)
 
-    def without_callbacks(
-        backend: Any, module: Any, devices: Any, options: Any, callbacks: Any
-    ) -> Any:
+    def without_callbacks(backend, module, devices, options, callbacks):
         del callbacks  # the number of each is in the program
         return compile_and_load(backend, module, devices, options, ())
 
-    def noted(self: Any, compiler_options: Any = None) -> Any:
+    def noted(self, compiler_options=None):
         if target.platform == "tpu":
             return note(self, dict(compiler_options or {}))
         with tempfile.TemporaryDirectory() as dump:
             return note(self, {**(compiler_options or {}), "xla_dump_to": dump}, dump)
 
-    def note(lowered: Any, options: dict[str, Any], dump: str | None = None) -> Any:
+    def note(lowered, options, dump=None):
         result = compile_lowered(lowered, compiler_options=options)
         files = [] if dump is None else sorted(Path(dump).glob("*.ptx"))
         ptx = "".join(path.read_text() for path in files)
@@ -177,20 +154,11 @@ def compiling_for(target: Target) -> Iterator[list[Built]]:
         yield found
 
 
-def compiled(
-    target: Target,
-    function: Callable[..., Any],
-    *arguments: Any,
-    donate: Sequence[int] = (),
-) -> Built:
-    """Compiles a function for a target; blocks.
+def compiled(target, function, *arguments, donate=()):
+    """Compiles a function for a target.
 
-    Args:
-      target: What to compile for.
-      function: The function.
-      arguments: Trees of arrays or shapes. Those without a sharding over a mesh are put
-        on the target's first device, or replicated over the others' mesh.
-      donate: Arguments whose memory results may take.
+    Arrays or shapes without a sharding over a mesh are put on the target's first
+    device, or replicated over the others' mesh.
     """
     with compiling_for(target) as found:
         given = _placed(target, arguments)
@@ -198,14 +166,14 @@ def compiled(
     return found[-1]
 
 
-def _placed(target: Target, arguments: Any) -> Any:
+def _placed(target, arguments):
     shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(arguments)]
     meshes = {s.mesh for s in shardings if isinstance(s, NamedSharding)}
     default: Any = target.alone
     if meshes:
         default = NamedSharding(meshes.pop(), PartitionSpec())
 
-    def placed(leaf: Any) -> Any:
+    def placed(leaf):
         own = getattr(leaf, "sharding", None)
         return jax.ShapeDtypeStruct(
             leaf.shape,

@@ -16,5 +16,5 @@ collect_ignore_glob = [] if PLUGINS else ["test_*.py"]
 
 
 @pytest.fixture(autouse=True, scope="session")
-def keeps_what_is_compiled() -> None:
+def keeps_what_is_compiled():
     """Replaces the suite's: nothing here is compiled twice."""

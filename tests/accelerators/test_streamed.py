@@ -85,8 +85,6 @@ def traced(program):
 
 @pytest.fixture
 def plan_step(place, monkeypatch):
-    """Plans and compiles a step; returns what was fitted, and what was compiled."""
-
     def make(name, device, tx=CLIPPED, share=4, **options):
         program, target = program_of(name), Target(device)
         monkeypatch.setattr(memory, "default_device", lambda: target.devices[0])
@@ -129,7 +127,6 @@ def taken_bytes(memory):
 
 
 def given_bytes(step):
-    """What its caller holds beside the plan."""
     return sum(map(aval_bytes, (*step.batch, *step.consts)))
 
 
@@ -203,7 +200,6 @@ def test_updates_on_the_device(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_function(device):
-    """The same programs, without a gradient."""
     program, target = program_of("gpt2"), Target(device)
     ready = order_program(program.loss, program.params, program.batch, has_loss=False)
     with compiling_for(target) as built, jax.default_device(target.devices[0]):

@@ -60,8 +60,6 @@ def step_of(tx, loss):
 
 @pytest.fixture
 def build(tmp_path, monkeypatch):
-    """Compiles a step of a variant."""
-
     def make(variant, device, config=NANO, dtype=jnp.float32):
         callback_form.use("start", monkeypatch)
         graphdef, shapes = abstract_params(config)
@@ -86,23 +84,6 @@ def check_donated(built, target):
     assert built.num_aliased == num_arrays > 0
     if target != "v5e":
         assert built.memory.alias_size_in_bytes == num_bytes
-
-
-@pytest.mark.parametrize("device", ["h100", *OTHERS])
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize(("num_rows", "width"), [(64, 127), (64, 128), (1024, 768)])
-def test_additions_in_any_order_are_found(device, dtype, num_rows, width):
-    """The gradient of an embedding adds in four ways, depending on dtype and size."""
-
-    def added(table, tokens, rows):
-        return table.at[tokens].add(rows)
-
-    table = jax.ShapeDtypeStruct((num_rows, width), dtype)
-    tokens = jax.ShapeDtypeStruct((512,), "int32")
-    rows = jax.ShapeDtypeStruct((512, width), dtype)
-    assert compiled(Target(device), added, table, tokens, rows).float_atomics
-    whole = [x.update(dtype="int32") for x in (table, tokens, rows)]
-    assert not compiled(Target(device), added, *whole).float_atomics
 
 
 @pytest.mark.parametrize("device", DEVICES + OTHERS)

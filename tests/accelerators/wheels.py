@@ -20,7 +20,7 @@ EXTRAS = ("cuda12-local", "tpu")
 NAMES = ("jax-cuda12-plugin", "libtpu")
 
 
-def requirements() -> set[str]:
+def requirements():
     """Returns the plugins that fit the installed JAX, and the CUDA plugin's library."""
     found = set()
     for one in map(Requirement, metadata.requires("jax") or ()):
@@ -34,8 +34,7 @@ def requirements() -> set[str]:
     return found
 
 
-def main() -> None:
-    """Downloads them, 0.5 GB, unless they are there."""
+def main():
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     place = cache / "jaxinf" / f"plugins-{metadata.version('jax')}-{python}"

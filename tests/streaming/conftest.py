@@ -1,20 +1,15 @@
 """Fixtures of streaming."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import pytest
 from late_copies import LateCopies
-from streaming import CHUNKS
+from streaming import CHUNKS, SGD, SMALL
 
 import jaxinf
 from jaxinf.streaming.plan import cut_to_fit, leaving, memory
 
 
 @pytest.fixture
-def streamed(open_store: Callable[..., jaxinf.Store]) -> Callable[..., Any]:
-    """Opens streamed steps on stores of small chunks."""
-
+def streamed(open_store):
     def make(program, tx, name="store", store=None, memory_bytes=256 << 20, **options):
         return jaxinf.stream(
             program.loss,
@@ -29,13 +24,25 @@ def streamed(open_store: Callable[..., jaxinf.Store]) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def begun(streamed):
+    """Opens a step, by default on a new store, with the params of its program."""
+
+    def make(tx=SGD, program=SMALL, **options):
+        step = streamed(program, tx, **options)
+        step.load(program.params)
+        return step
+
+    return make
+
+
+@pytest.fixture
+def own_memory(monkeypatch):
     """Makes the CPU a device with memory of its own."""
     monkeypatch.setattr(memory, "device_is_host", lambda device: False)
 
 
 @pytest.fixture
-def late(own_memory: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[LateCopies]:
+def late(own_memory, monkeypatch):
     """Makes it one whose copies end late."""
     del own_memory
     model = LateCopies(monkeypatch)
@@ -44,14 +51,12 @@ def late(own_memory: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[LateCopi
 
 
 @pytest.fixture
-def small_values_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_values_leave(monkeypatch):
     monkeypatch.setattr(leaving, "SMALL_BYTES", 1)
 
 
 @pytest.fixture
-def everything_leaves(
-    small_values_leave: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def everything_leaves(small_values_leave, monkeypatch):
     """Lets every value leave that can, although the budget has room."""
     del small_values_leave
     evicted = leaving.evicted

@@ -17,15 +17,7 @@ from zoo import ZOO
 from jaxinf.errors import BudgetError, StreamError
 from jaxinf.streaming.move.work_queues import Queue, WorkQueues, start_upload
 from jaxinf.streaming.plan.cut_to_fit import within
-from jaxinf.streaming.plan.memory import (
-    Budget,
-    DeviceLimit,
-    MemoryNeed,
-    StepNeeds,
-    check_pinned,
-    divide,
-    limit_of,
-)
+from jaxinf.streaming.plan.memory import Budget, DeviceLimit, check_pinned, limit_of
 from jaxinf.streaming.plan.reads import Fetch
 from jaxinf.streaming.program import units
 from jaxinf.streaming.program.graph import Piece
@@ -44,9 +36,17 @@ def params_of(num_leaves, device_pages, host_pages):
     return read, read_ahead(fetches, *sizes, read)
 
 
-def gets_its_own_bits():
-    _, params = params_of(12, device_pages=12, host_pages=2)
-    with contextlib.closing(params):
+WARNING = r"could not be registered.*full.*ulimit -l"
+
+
+@pytest.mark.parametrize("registers", [False, True, "full"])
+def test_buffers_are_reused_only_after_their_copy(late, registers, monkeypatch):
+    """Each param is copied once, or twice if no memory can be registered."""
+    late.registers, full = registers, contextlib.nullcontext()
+    if registers == "full":
+        monkeypatch.setattr(late, "dma_map", raising(RuntimeError("it is full")))
+        full = pytest.warns(UserWarning, match=WARNING)
+    with full, contextlib.closing(params_of(12, 12, 2)[1]) as params:
         params.begin()
         for leaf in [*range(12)] * 2:
             array = params.get(leaf, Piece(leaf))
@@ -54,33 +54,10 @@ def gets_its_own_bits():
         for leaf in range(12):
             found = params.get(leaf, Piece(leaf))
             np.testing.assert_array_equal(found, np.full(1024, leaf, np.float32))
-
-
-@pytest.mark.parametrize("registers", [False, True])
-def test_buffers_are_reused_only_after_their_copy(late, registers):
-    """Each param is copied once, or twice if no memory can be registered."""
-    late.registers = registers
-    gets_its_own_bits()
-    assert late.copied_bytes("device") == 12 * PAGE_BYTES
-    on_the_way = late.copied_bytes("pinned_host")
-    assert on_the_way == (0 if registers else 12 * PAGE_BYTES)
+    on_the_way = late.copied_bytes("pinned_host"), late.copied_bytes("device")
+    pages = {False: (12, 12), True: (0, 12), "full": (0, 24)}[registers]
+    assert on_the_way == tuple(n * PAGE_BYTES for n in pages)
     assert not late.registered
-
-
-@pytest.mark.parametrize("registers", [False, True])
-def test_a_wait_that_is_left_out_is_noticed(late, registers, monkeypatch):
-    late.registers = registers
-    monkeypatch.setattr(jax, "block_until_ready", lambda arrays: arrays)
-    with pytest.raises(AssertionError, match="Mismatched elements"):
-        gets_its_own_bits()
-    late.faults.clear()  # memory may have been unregistered meanwhile
-
-
-def test_memory_that_is_not_registered_is_copied_once_more(late, monkeypatch):
-    monkeypatch.setattr(late, "dma_map", raising(RuntimeError("it is full")))
-    with pytest.warns(UserWarning, match=r"could not be registered.*full.*ulimit -l"):
-        gets_its_own_bits()
-    assert late.copied_bytes("device") == 2 * 12 * PAGE_BYTES
 
 
 def test_no_more_is_read_ahead_than_the_device_holds():
@@ -237,20 +214,10 @@ def test_a_budget_that_works_is_within_what_a_device_has_free():
     assert "raise device_memory_bytes by at least 110 MiB" in refused(1010 << 20)
 
 
-def test_a_device_without_room_for_a_gradient_is_told_what_is_missing():
-    needs = StepNeeds(
-        ring_bytes=1, gradient_bytes=100, others=[MemoryNeed(1, "a batch", True)]
-    )
-    with pytest.raises(BudgetError, match=r"leaves 0 B .* a batch takes 1 B") as found:
-        divide(Budget(1 << 30, 10, DeviceLimit(is_host=False)), needs)
-    assert found.value.missing_bytes == 92
-
-
 # --- what a device says of itself -----------------------------------------------------
 
 
 GIB = 1 << 30
-MIG = "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
 
 
 class Device:
@@ -283,21 +250,19 @@ def test_the_default_is_what_a_device_has_free():
     assert limit(*devices, given=GIB).num_bytes == GIB
 
 
+VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+FULL = Device("NVIDIA H100 MIG 1g.10gb", bytes_limit=GIB, bytes_in_use=GIB)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: limit(Device()), "does not tell the size of its memory"),
-        (
-            lambda: limit(Device(kind=MIG, bytes_limit=GIB, bytes_in_use=GIB)),
-            r"id=0\) \(NVIDIA.*MIG 1g\.10gb\) has nothing free of 1\.00 GiB.* Delete",
-        ),
-        (
-            lambda: check_pinned(100 * GIB),
-            "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=100, a whole number, before",
-        ),
+        (lambda: limit(FULL), r"\(NVIDIA.*1g\.10gb\) has nothing free of 1.* Delete"),
+        (lambda: check_pinned(100 * GIB), f"{VARIABLE}=100, a whole number, before"),
     ],
 )
 def test_what_cannot_be_planned_for_is_refused(call, message, monkeypatch):
-    monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", raising=False)
+    monkeypatch.delenv(VARIABLE, raising=False)
     with pytest.raises(StreamError, match=message):
         call()

@@ -39,8 +39,6 @@ FIRST, SECOND, THIRD = batches()
 
 @pytest.fixture
 def opened(open_store):
-    """Opens steps on stores, by name; with their params."""
-
     def make(every, name="store", tx=TX, dtype=np.float32, **options):
         place = open_store(name, **CHUNKS | options.pop("store", {}))
         return open_step(place, every, tx, dtype, **options)
@@ -49,7 +47,6 @@ def opened(open_store):
 
 
 def train(step, dtype=np.float32):
-    """Trains on the batches that are left; returns their losses."""
     losses = [float(step(batch)[0]) for batch in batches(dtype)[step.store.step :]]
     step.store.wait()
     return losses
@@ -57,7 +54,6 @@ def train(step, dtype=np.float32):
 
 @functools.cache
 def on_the_host(name="adamw", dtype=np.float32):
-    """Losses of a run whose updates are the host's, and states by its steps."""
     losses, found = [], {}
     with (
         memory_directory() as path,

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from inject import at_each_call
-from streaming import bytes_held
+from streaming import SMALL, assert_near, assert_same_bits, bytes_held
 from zoo import ZOO, normal
 
 import jaxinf
@@ -23,32 +23,12 @@ from jaxinf.errors import (
 pytestmark = pytest.mark.optimized("long")
 
 MEMORY = {"memory_bytes": 256 << 20}
-SMALL = ZOO["l2_penalty"](depth=2)
+ADAM = optax.adam(1e-2)
 
 
-@pytest.fixture
-def started(streamed):
-    """Opens a step on a new store."""
-
-    def make(program=SMALL):
-        step = streamed(program, optax.adam(1e-2))
-        step.load(program.params, batch=program.batch)
-        return step
-
-    return make
-
-
-def assert_near(found, expected):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-        *(found, expected),
-    )
-
-
-def test_outputs_are_those_of_one_jit(started):
+def test_outputs_are_those_of_one_jit(begun):
     program = ZOO["scan_nested"]()
-    step = started(program)
+    step = begun(ADAM, program)
 
     def fn(params, batch):
         return {"loss": program.loss(params, batch), "batch": batch, "three": 3}
@@ -58,11 +38,13 @@ def test_outputs_are_those_of_one_jit(started):
     for _ in range(2):
         step(program.batch)
         params = step.store.params(like=program.params)
-        assert_near(f(program.batch), jax.jit(fn)(params, program.batch))
+        found, expected = f(program.batch), jax.jit(fn)(params, program.batch)
+        assert jax.tree.structure(found) == jax.tree.structure(expected)
+        assert_near(found, expected, 1e-5)
         assert f.metrics.fetched_drive_bytes > 0
         f(program.batch)  # what it has read is still there
         assert f.metrics.fetched_drive_bytes == 0
-        assert_near(f.params(), params)
+        assert_same_bits(f.params(), params)
     f.close()
     with pytest.raises(StoreClosedError, match="make the function anew"):
         f(program.batch)
@@ -100,8 +82,8 @@ def of_store(store, fn=SMALL.loss):
 
 
 @pytest.mark.long
-def test_a_function_waits_for_the_updates_of_a_step(started, monkeypatch):
-    step = started()
+def test_a_function_waits_for_the_updates_of_a_step(begun, monkeypatch):
+    step = begun(ADAM)
     f, may_write = of_store(step.store), threading.Event()
     step(SMALL.batch)
     before = float(f(SMALL.batch))
@@ -114,8 +96,8 @@ def test_a_function_waits_for_the_updates_of_a_step(started, monkeypatch):
     assert found == float(f(SMALL.batch)) != before
 
 
-def test_batches_of_each_shape_read_in_one_memory(started):
-    step = started()
+def test_batches_of_each_shape_read_in_one_memory(begun):
+    step = begun(ADAM)
     step(SMALL.batch)
     f, half = of_store(step.store), jax.tree.map(lambda x: x[:1], SMALL.batch)
     step.rest()
@@ -130,8 +112,8 @@ def test_batches_of_each_shape_read_in_one_memory(started):
     assert step.store.step == 2
 
 
-def test_what_takes_more_than_its_memory_is_refused(started):
-    step = started()
+def test_what_takes_more_than_its_memory_is_refused(begun):
+    step = begun(ADAM)
     step(SMALL.batch)
     past = np.zeros(MEMORY["memory_bytes"] // 4, np.float32)
     with pytest.raises(StreamError, match=r"and constants takes .*iB; .* works"):
@@ -162,19 +144,3 @@ def test_another_tree_is_refused(open_store):
             f.load(params, **{name: params})
     f.load(params)
     np.testing.assert_allclose(f(np.float32(1)), fn(params, 1), rtol=1e-5)
-
-
-def test_on_a_device_with_memory_of_its_own(started, request):
-    step = started()
-    expected = float(step(SMALL.batch)[0])
-    step.close()
-    request.getfixturevalue("own_memory")
-    options = {**MEMORY, "device_memory_bytes": 64 << 20}
-    f = jaxinf.stream_function(SMALL.loss, step.store.path, **options)
-    f.load(SMALL.params)
-    found = [float(f(SMALL.batch)) for _ in range(2)]
-    assert found[0] == found[1] != expected  # the params of the step after
-    params = f.store.params(like=SMALL.params)
-    one_jit = jax.jit(SMALL.loss)(params, SMALL.batch)
-    np.testing.assert_allclose(found[0], one_jit, rtol=1e-5)
-    f.close()

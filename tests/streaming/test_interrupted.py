@@ -29,7 +29,6 @@ DURABILITIES = ("step", 3, "checkpoint")
 
 @functools.cache
 def zoo(name):
-    """A program of the zoo, the same in all tests."""
     return ZOO[name]()
 
 
@@ -52,8 +51,6 @@ def uninterrupted(name):
 
 @pytest.fixture
 def opened(open_store):
-    """Opens a step of a program of the zoo."""
-
     def make(name="tied_and_unused", durability="step", **options):
         options["durability"] = durability
         return open_step(open_store, "store", zoo(name), TX, **options)

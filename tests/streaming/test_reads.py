@@ -5,8 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import small_stores
-from families import family
 from streaming import (
     CHUNKS,
     assert_same_states,
@@ -57,7 +55,6 @@ def scaled(params, batch):
 
 
 def constant(base):
-    """Params of which each element is the same."""
     return {"base": np.full(2048, base, np.float32), "head": np.ones(2048, np.float32)}
 
 
@@ -83,38 +80,6 @@ def test_what_stays_is_read_again_after_the_store_was_replaced(replace, open_sto
         assert f(batch) == step(batch)[0] == 3 * 2048
         step(batch)
         assert step.metrics.fetched_drive_bytes == batch.nbytes  # the base stays
-
-
-# --- state -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("durability", "tx"),
-    family([("step", "adam"), (2, "lamb")], short=[("step", "adam")]),
-)
-def test_state_that_stays_moves_fewer_bytes(
-    durability, tx, streamed, open_store, monkeypatch
-):
-    program, found = ZOO["tied_and_unused"](), []
-    for name in ("kept", "none kept"):
-        if name == "none kept":
-            small_stores.keep_nothing(monkeypatch)
-        store = open_store(name, **CHUNKS, durability=durability)
-        step = streamed(program, getattr(optax, tx)(1e-2), store=store)
-        step.load(program.params, batch=program.batch)
-        losses, planned = run(step, program, 4), step.traffic
-        store.wait()
-        moved = [store.metrics_of(n).traffic for n in (3, 4)]
-        assert {one.drive_read_bytes for one in moved} == {planned.drive_read_bytes}
-        written = sum(one.drive_write_bytes for one in moved)
-        assert written == 2 * planned.drive_write_bytes
-        assert store.metrics_of(4).hit_share == (name == "kept")
-        found.append((losses, planned, states(store)))
-    (losses, kept, expected), (same_losses, plain, same) = found
-    assert losses == same_losses
-    assert_same_states(same, expected)
-    assert kept.drive_read_bytes < plain.drive_read_bytes
-    assert (kept.drive_write_bytes < plain.drive_write_bytes) == (durability == 2)
 
 
 def test_what_checkpoints_alone_write_is_none_of_a_steps(streamed, open_store):

@@ -15,12 +15,13 @@ import pytest
 from inject import at_each_call, raising
 from streaming import (
     CHUNKS,
+    SGD,
+    SMALL,
     assert_same_bits,
     no_room_for_gradients,
     run,
     spill_beyond,
 )
-from zoo import ZOO
 
 import jaxinf
 from jaxinf.engine import StateReader
@@ -28,24 +29,8 @@ from jaxinf.errors import ProcessError, StoreMismatchError, StreamError
 from jaxinf.processes import Group
 from jaxinf.streaming import compiled_step
 
-SGD, CLIP = optax.sgd(0.1), optax.clip_by_global_norm(0.1)
+CLIP = optax.clip_by_global_norm(0.1)
 CLIPPED = optax.chain(CLIP, optax.adamw(1e-3))
-SMALL = ZOO["l2_penalty"](depth=2)
-
-
-@pytest.fixture
-def begun(streamed):
-    """Opens a step on a new store, with its params."""
-
-    def make(tx=SGD, program=SMALL, **options):
-        step = streamed(program, tx, **options)
-        step.load(program.params)
-        return step
-
-    return make
-
-
-# --- before a store is made ---------------------------------------------------------
 
 
 def noisy(params, batch):
@@ -69,10 +54,6 @@ def nothing(params, batch):
     return 0.0
 
 
-def summed(params, batch):
-    return jnp.sum(jnp.sin(params["w"]))
-
-
 ONES = {"w": np.ones(3, np.float32)}
 VAST = {"w": jax.ShapeDtypeStruct((4 << 20,), jnp.float32)}
 WORKS = r"takes at least .*iB, with w \(16.0 MiB\);.* memory_bytes=\"\d+MiB\" works"
@@ -94,7 +75,7 @@ def load(loss, params=ONES, **options):
         (load(nothing, has_aux=True), r"a pair \(loss, aux\)"),
         (load(noisy), "side effects.*debug_print"),
         (load(looping), "Reverse-mode differentiation .*while_loop"),
-        (load(summed, VAST), WORKS),
+        (load(lambda p, b: jnp.sum(jnp.sin(p["w"])), VAST), WORKS),
         (load(nothing, device_memory_bytes=0), "device_memory_bytes=0: .* at least 1"),
         (
             lambda s: s(nothing).init(vast_init, jax.random.key(0)),

@@ -27,8 +27,6 @@ OTHER = replace(PROGRAM, loss=lambda p, b: 2 * PROGRAM.loss(p, b))
 
 @pytest.fixture
 def opened(streamed):
-    """Opens a step with its params; also returns what makes a step."""
-
     def make(program=PROGRAM, **options):
         step = streamed(program, SGD, **options)
         step.load(program.params)
@@ -50,7 +48,6 @@ def kept(opened):
 
 
 def put(path, name, plan, kept_in):
-    """Keeps a plan in a store's record, or as stores of before did."""
     if kept_in == "file":
         (path / "stream").mkdir()
         (path / f"stream/{name}.json").write_bytes(seal(plan))

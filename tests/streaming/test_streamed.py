@@ -10,7 +10,6 @@ import pytest
 from families import family
 from golden_streams import streams
 from streaming import (
-    CHUNKS,
     assert_near,
     assert_same_bits,
     by_optax,
@@ -28,7 +27,6 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), ADAM)
 
 
 def assert_is_optax(step, program, tx, batches):
-    """Compares the params of a step's store with those of optax."""
     _, expected = by_optax(program, tx, batches)
     assert_near(step.store.params(like=program.params), expected, 2e-5)
 
@@ -52,26 +50,6 @@ def test_training_is_that_of_optax(name, tx, streamed):
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
     assert_is_optax(step, program, tx, [program.batch] * 3)
     assert step.store.step == 3
-
-
-@pytest.mark.long
-def test_a_store_goes_to_smart_update_and_back(streamed, open_store):
-    program, tx = ZOO["stack_by_index"](), optax.adam(1e-2)
-    step = streamed(program, tx)
-    step.load(program.params, batch=program.batch)
-    run(step, program, 1)
-    step.close()
-    with open_store("store", **CHUNKS) as store:
-        params = store.params(like=program.params)
-        smart = jaxinf.smart_update(tx, store)
-        gradients = jax.jit(jax.grad(program.loss))(params, program.batch)
-        updates, state = smart.update(gradients, smart.init(params), params)
-        params = optax.apply_updates(params, updates)
-        store.wait(state)
-    again = streamed(program, tx)
-    again.load(params, batch=program.batch)
-    run(again, program, 1)
-    assert_is_optax(again, program, tx, [program.batch] * 3)
 
 
 def test_slices_of_a_store_made_for_whole_leaves(streamed, open_store):
@@ -107,20 +85,6 @@ def test_leaves_are_made_as_jitted_init_makes_them(streamed):
     expected = jax.jit(init)(key)
     assert_same_bits(step.store.params(like=expected), expected)
     assert step.store.step == 0
-
-
-def test_init_with_a_batch_traces_once(streamed):
-    program, calls = ZOO["l2_penalty"](depth=3), []
-
-    def loss(*args):
-        calls.append(1)
-        return program.loss(*args)
-
-    step = streamed(replace(program, loss=loss), SGD)
-    step.init(lambda: program.params, batch=program.batch)
-    in_init = len(calls)
-    step(program.batch)
-    assert len(calls) == in_init
 
 
 def test_batches_of_two_shapes_have_a_plan_each(streamed):
