@@ -26,7 +26,6 @@ def leaf_of(shape, seed=0):
 
 
 def sent_of(leaf, compression, grid=None, held=None):
-    """Returns what is sent of a leaf, by default of one chunk, and what is left."""
     grid = grid or LeafGrid(leaf.shape, leaf.shape)
     given = (leaf,) if held is None else (leaf, held)
     return jax.jit(lambda g, *e: compress_leaf(g, grid, compression, *e))(*given)

@@ -36,20 +36,18 @@ def run(tx, params, seeds, state=None):
     return steps(tx, params, map(make, seeds), state)
 
 
+LATE = jaxinf.top_k(0.05, values="bfloat16", warmup_steps=2, error_feedback=True)
+MOMENTUM, TWO = optax.sgd(1e-2, momentum=0.9), optax.MultiSteps(optax.adam(1e-2), 2)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("compression", "tx"),
     [
-        (jaxinf.top_k(0.05, error_feedback=True), optax.sgd(1e-2, momentum=0.9)),
-        (jaxinf.top_k(1.0, values="float16"), optax.sgd(1e-2, momentum=0.9)),
-        (
-            jaxinf.top_k(0.05),
-            optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
-        ),
-        (
-            jaxinf.top_k(0.05, values="bfloat16", warmup_steps=2, error_feedback=True),
-            optax.adamw(1e-2),
-        ),
+        (jaxinf.top_k(0.05, error_feedback=True), MOMENTUM),
+        (jaxinf.top_k(1.0, values="float16"), MOMENTUM),
+        (jaxinf.top_k(0.05), TWO.gradient_transformation()),
+        (LATE, optax.adamw(1e-2)),
     ],
     ids=["feedback", "everything", "accumulation", "16 bits after a warm-up"],
 )
@@ -89,9 +87,6 @@ def test_skipped_step_leaves_no_trace(open_store):
     (expected, before), (found, after) = results
     same(found, expected)
     same(after.error_feedback, before.error_feedback)
-
-
-# --- refusals ------------------------------------------------------------------------
 
 
 FEEDBACK = jaxinf.top_k(0.1, error_feedback=True)

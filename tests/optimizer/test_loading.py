@@ -23,21 +23,14 @@ PARAMS = {
 }
 
 
-def _labels(params):
-    return {"w": "a", "b": {"c": "b"}} if "w" in params else None
-
-
-def _injected(learning_rate=1e-2):
-    return optax.adamw(learning_rate)
-
-
 CASES = {
     "adamw": lambda: optax.adamw(optax.cosine_decay_schedule(1e-2, 10)),
     "masked": lambda: optax.masked(optax.adam(1e-2), {"w": True, "b": {"c": False}}),
     "multi_transform": lambda: optax.multi_transform(
-        {"a": optax.adam(1e-2), "b": optax.sgd(1e-2, momentum=0.9)}, _labels
+        {"a": optax.adam(1e-2), "b": optax.sgd(1e-2, momentum=0.9)},
+        lambda params: {"w": "a", "b": {"c": "b"}} if "w" in params else None,
     ),
-    "injected": lambda: optax.inject_hyperparams(_injected)(),
+    "injected": lambda: optax.inject_hyperparams(lambda rate: optax.adamw(rate))(1e-2),
     "multi_steps": lambda: optax.MultiSteps(
         optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)), 3
     ),
@@ -52,27 +45,22 @@ def _plain(tx):
     return tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
 
 
-def _steps(tx, params, state, first, last) -> Any:
+def _steps(tx, params, state, first, last):
     def sines(number):
         return lambda params: jax.tree.map(lambda p: jnp.sin(number * p + 0.1), params)
 
     return steps(tx, params, map(sines, range(first + 2, last + 2)), state)
 
 
-def _first(tx, params):
-    """The first state of optax, in float32."""
-    return _plain(tx).init(jax.tree.map(lambda p: p.astype(jnp.float32), params))
-
-
 def _go_on(store, tx, params, state, step, like=PARAMS):
-    """Loads a state, and takes three steps: params and the state of optax."""
     mine = jaxinf.smart_update(tx, store, updates="float32")
     mine.init(jax.tree.map(jnp.zeros_like, like))
     store.load(params, state, step=step)
     assert store.step == step
     params = store.params(like=like)
     params, _ = _steps(mine, params, mine.init(params), step, step + 3)
-    return params, store.state(like=_first(tx, like))
+    wide = jax.tree.map(lambda p: p.astype(jnp.float32), like)
+    return params, store.state(like=_plain(tx).init(wide))
 
 
 def _uninterrupted(store, tx, params):
@@ -117,11 +105,12 @@ class _Late(DeferredArray):
 
     alive: ClassVar[list[Any]] = []
 
-    def __init__(self, array):
+    def __init__(self, array, before=lambda: None):
         super().__init__(array.shape, array.dtype)
-        self._array = np.asarray(array)
+        self._array, self._before = np.asarray(array), before
 
     def read(self):
+        self._before()
         assert not any(one() is not None for one in _Late.alive)
         array = self._array.copy()
         _Late.alive.append(weakref.ref(array))
@@ -179,18 +168,6 @@ def test_what_does_not_fit_is_refused_by_name(open_store):
             call()
 
 
-class _Odd(_Late):
-    """Does something before it is read."""
-
-    def __init__(self, array, before):
-        super().__init__(array)
-        self._before = before
-
-    def read(self):
-        self._before()
-        return super().read()
-
-
 @pytest.mark.parametrize("how", ["error", "crash"])
 def test_a_load_that_ends_half_way_leaves_step_0(open_store, place, how):
     plain = optax.adam(1e-2)
@@ -203,7 +180,7 @@ def test_a_load_that_ends_half_way_leaves_step_0(open_store, place, how):
             raise OSError("the source is gone")
         shutil.copytree(place / "store", place / "crashed", symlinks=True)
 
-    odd = adam._replace(nu={**adam.nu, "w": _Odd(adam.nu["w"], end)}), rest
+    odd = adam._replace(nu={**adam.nu, "w": _Late(adam.nu["w"], end)}), rest
     if how == "error":
         with pytest.raises(OSError, match="the source is gone"):
             store.load(params, odd, step=4)

@@ -38,15 +38,7 @@ IN_SHORT = {
     "apply_if_finite", "set_to_zero",
 }  # fmt: skip
 # Transformations that with a rate are an optimizer of this family.
-PARTS = {
-    *(f"scale_by_{name}" for name in (
-        "adadelta adam adamax adan amsgrad belief learning_rate lion novograd "
-        "optimistic_gradient polyak radam rms rprop rss sign trust_ratio yogi"
-    ).split()),
-    *(f"contrib.scale_by_{name}" for name in (
-        "acprop ademamix adopt cocob madgrad simplified_ademamix"
-    ).split()),
-}  # fmt: skip
+PARTS = {name for name in ACCEPTED if "scale_by_" in name}
 NUM_STEPS = 8
 # Losses of eight steps, each within 17 units of float32: 2e-6 each, at most.
 LOSS_TOLERANCE = 2e-5
@@ -64,15 +56,8 @@ def test_the_page_is_up_to_date():
     )
 
 
-def test_no_factory_is_missing(monkeypatch):
+def test_no_factory_is_missing():
     assert set(GUARANTEES) == set(CASES)
-
-    def brandnew(rate) -> optax.GradientTransformation:
-        return optax.sgd(rate)
-
-    monkeypatch.setattr(optax, "brandnew", brandnew, raising=False)
-    with pytest.raises(LookupError, match=r"optax.brandnew: .* needs rate; add it"):
-        cases()
 
 
 def test_the_promise_of_bits_is_what_the_bits_test_holds():
@@ -98,7 +83,6 @@ def loss_of(params, *_, **__):
 
 
 def make(name):
-    """Returns the transformation, whose updates are steps, and its extra args."""
     case = CASES[name]
     with warnings.catch_warnings(action="ignore"):  # optax deprecates some
         tx = case.make()

@@ -72,13 +72,6 @@ def test_stored_arrays_have_optax_s_names_and_shapes(open_store):
     assert int(optax.tree_utils.tree_get(changed, "count")) == 7
 
 
-def test_the_tree_is_the_same_from_every_init(open_store):
-    tx = jaxinf.smart_update(optax.adam(1e-2), open_store())
-    abstract = jax.eval_shape(tx.init, PARAMS)
-    for init in (jax.jit(tx.init), tx.init):
-        assert jax.tree.structure(init(PARAMS)) == jax.tree.structure(abstract)
-
-
 def test_states_pass_through_other_tools(open_store, place):
     tx, params, state = start(open_store(), optax.adam(1e-2), 2)
     fresh = jax.tree.map(jnp.zeros_like, state)

@@ -1,10 +1,15 @@
 """A program that begins again: which step its state is of."""
 
+import signal
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax_loop
 import pytest
+from orbax_loop import NUM_STEPS, Killed, train
 from small_stores import same
 
 import jaxinf
@@ -48,7 +53,6 @@ def on_host(tree):
 
 
 def trained(tx, run, num_steps):
-    """Returns params and state after each of some jitted steps."""
     kept = []
     for _ in range(num_steps):
         run = HOWS["jit"](tx, *run)
@@ -57,7 +61,6 @@ def trained(tx, run, num_steps):
 
 
 def start(open_store, num_steps=3, name="store", **options):
-    """Makes a store by a run; returns it, and the run's own record of each step."""
     store, tx = opened(open_store, name=name, **options)
     begun = PARAMS, tx.init(PARAMS)
     kept = [on_host(begun), *trained(tx, begun, num_steps)]
@@ -105,9 +108,6 @@ def test_an_update_without_params_is_refused(open_store):
         tx.update(FRESH, state)
     assert store.step == 0
     eager(tx, PARAMS, state)
-
-
-# --- a state that is not the last ----------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -168,12 +168,9 @@ def test_a_step_that_the_store_has_not(open_store):
     store, tx = opened(open_store)
     tx.init(PARAMS)
     params, state = kept[1]
-    with pytest.raises(
-        jaxinf.StaleStateError,
-        match="is of step 1, the store is at step 4.*"
-        r"store\.checkpoint\(state=state\) before .*open the store with restore=.*"
-        r"open it again: params = store\.params\(like=params\), state = tx\.init",
-    ):
+    said = r"step 1, the store is at step 4.*store\.checkpoint\(state=state\) before.*"
+    said += r"restore=.*open it again: params = store\.params\(like=params\), state"
+    with pytest.raises(jaxinf.StaleStateError, match=said):
         tx.update(params, state, params)
     store.close()
     store, tx = opened(open_store)
@@ -191,9 +188,7 @@ def test_a_kept_step_is_named_and_gone_on_from(open_store):
     assert names(store) == ["2", "4"]
     store.close()
     store, tx = opened(open_store)
-    with pytest.raises(
-        jaxinf.StaleStateError, match=r"That step is kept: .*\(…, restore='2'\)"
-    ):
+    with pytest.raises(jaxinf.StaleStateError, match=r"step is kept: .*restore='2'"):
         eager(tx, *kept[1])
     store, tx = opened(open_store, restore="2", keep_steps=(2, 2))
     tx.init(PARAMS)
@@ -232,3 +227,44 @@ def test_an_existing_store_is_refused(open_store):
             tx.init(PARAMS)
         assert store.step == 3
         assert not store.checkpoints()
+
+
+# --- with Orbax's manager -------------------------------------------------------------
+
+
+PROGRAM = Path(orbax_loop.__file__)
+
+
+def stop(begun):
+    if begun == 5:
+        raise Killed
+
+
+def test_losses_are_optax_s_and_a_restart_goes_on_to_the_bit(place):
+    plain, whole = train(place / "plain", plain=True), train(place / "whole")
+    assert list(whole) == list(plain)
+    np.testing.assert_allclose([*whole.values()], [*plain.values()], rtol=1e-4)
+    assert whole[5] < whole[1]  # the same batch
+    first, rest = train(place / "parts", kill=stop), train(place / "parts")
+    assert ([*first], [*rest]) == ([0, 1, 2, 3, 4], [4, 5])
+    assert {**first, **rest} == whole
+    assert first[4] == rest[4]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("share", [None, 0.6, 0.8, 0.95])
+def test_a_program_that_is_killed_goes_on_to_the_bit(place, run_python, share):
+    """At a step, or at a part of its operations on files; its own checkpoint decides.
+
+    A checkpoint that was not complete is one that the program does not find.
+    """
+    at = "step:5"
+    if share is not None:
+        count = int(run_python(PROGRAM, place / "counted", "file:0").stdout)
+        at = f"file:{int(share * count)}"
+    done = run_python(PROGRAM, place / "parts", at, check=False)
+    assert done.returncode in (-signal.SIGKILL, 0), done.stderr
+    whole, rest = train(place / "whole"), train(place / "parts")
+    begun = min(rest, default=NUM_STEPS)
+    assert begun >= (2 if share is None else 0)
+    assert rest == {n: whole[n] for n in range(begun, NUM_STEPS)}

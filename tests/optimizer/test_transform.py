@@ -2,7 +2,6 @@
 
 import threading
 from pathlib import Path
-from typing import Any
 
 import callback_form
 import jax
@@ -46,8 +45,6 @@ def loss_of(params, number=0):
 
 
 def scanned(tx, params, state):
-    """Returns losses, params and state of six steps."""
-
     def step(carry, number):
         params, state = carry
         loss, gradients = jax.value_and_grad(loss_of)(params, number)
@@ -83,15 +80,17 @@ def test_init_under_jit_and_update_in_scan_with_donation(open_store):
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(params))
 
 
-@pytest.mark.long
-def test_both_kinds_of_callbacks_give_the_same_bits(open_store, monkeypatch):
-    results, gradients = [], [jax.grad(loss_of)] * 4
-    for kind in ("buffer", "start"):
-        callback_form.use(kind, monkeypatch)
-        params = make_params(jnp.bfloat16)
-        tx, store = optax.adamw(1e-2), open_store(kind)
-        results.append(train(store, tx, params, gradients)[1])
-    same(*results)
+def test_vmap_over_one_seed_is_the_run_itself(open_store):
+    def run(tx):
+        one = jax.tree.map(lambda x: x[None], make_params())
+        seeds = jax.vmap(lambda params: scanned(tx, params, tx.init(params)))
+        return jax.jit(seeds)(one)
+
+    plain, store = optax.adam(1e-2), open_store()
+    (params, state), losses = run(jaxinf.smart_update(plain, store))
+    np.testing.assert_allclose(losses, run(plain)[1], rtol=1e-4)
+    assert state.step.tolist() == [store.step] == [6]
+    assert params["w"].shape == (1, 33, 70)
 
 
 def test_update_leaks_no_tracers(open_store):
@@ -184,11 +183,12 @@ def test_leaves_that_are_no_numbers_stay_as_they_are(open_store):
     """As of a model of Equinox: a function, a text, and integers without gradients."""
     others = {"activation": jax.nn.relu, "name": "a", "positions": jnp.arange(6)}
     params, store, plain = {"w": INPUTS, **others}, open_store(), optax.adamw(1e-2)
-    tx: Any = jaxinf.smart_update(plain, store)
+    tx = jaxinf.smart_update(plain, store)
     gradients = {"w": INPUTS, **dict.fromkeys(others)}
     updates, state = tx.update(gradients, tx.init(params), params)
     expected, _ = plain.update(INPUTS, plain.init(INPUTS), INPUTS)
-    np.testing.assert_allclose(updates["w"], np.asarray(expected), rtol=1e-4)
+    found = np.asarray(updates["w"])
+    np.testing.assert_allclose(found, np.asarray(expected), rtol=1e-4)
     assert {leaf.name for leaf in store._manifest.leaves} == {"w"}
     read = store.params(like=params, state=state)
     assert (read["activation"], read["name"]) == (jax.nn.relu, "a")

@@ -1,6 +1,5 @@
 """Refusals of `smart_update`: their messages, and that nothing is lost."""
 
-import shutil
 from functools import partial
 from types import SimpleNamespace
 
@@ -49,9 +48,7 @@ def test_nan_gradient_is_refused_and_nothing_committed(open_store, monkeypatch, 
     before = committed(store)
     with pytest.raises(jax.errors.JaxRuntimeError, match="NaN or Inf in the gradient"):
         jax.block_until_ready(apply(tx, with_nan(GRADIENTS), state, params))
-    with pytest.raises(
-        jaxinf.NonFiniteGradientError, match=r"step 2: .* gradient of b"
-    ):
+    with pytest.raises(jaxinf.NonFiniteGradientError, match=r"step 2: .*ent of b"):
         store.check()
     with pytest.raises(jaxinf.NonFiniteGradientError):
         store.params(like=PARAMS)
@@ -112,9 +109,7 @@ def test_a_nan_learning_rate_is_refused_by_name(
     tx, state = start(store, adam, nonfinite=nonfinite)
     params, state = apply(tx, GRADIENTS, state)
     state.hyperparams["learning_rate"] = jnp.float32(np.nan)
-    with pytest.raises(
-        jaxinf.NonFiniteScalarError, match=rf"step 2: .* NaN in .*{name}"
-    ):
+    with pytest.raises(jaxinf.NonFiniteScalarError, match=f"step 2: .* NaN .*{name}"):
         tx.update(GRADIENTS, state, params)
     store.close()
     assert open_store().step == 1
@@ -195,27 +190,20 @@ def test_another_optimizer(open_store):
     assert int(start(store, optax.adam(5e-4))[1].step) == 0  # another rate is none
 
 
-def test_two_models_need_two_stores(open_store):
-    tx, state = start(open_store())
-    twin = jax.tree.map(lambda x: x + 1, PARAMS)
-    other = tx.init(twin)
-    _, state = tx.update(GRADIENTS, state, PARAMS)
-    with pytest.raises(jaxinf.StoreError, match="one store per init"):
-        tx.update(GRADIENTS, other, twin)
-
-
 def test_a_state_of_something_else(open_store):
-    store = open_store()
-    tx = jaxinf.smart_update(ADAM, store)
-    state = jax.tree.map(
-        lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(tx.init, PARAMS)
-    )
+    tx = jaxinf.smart_update(ADAM, open_store("without a step"))
+    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(tx.init, PARAMS))
+    with pytest.raises(jaxinf.StaleStateError, match=r"call tx\.init"):
+        tx.update(GRADIENTS, zeros, PARAMS)
+    tx, state = start(open_store())
     said = r"SmartUpdateState.*store.load\(params, opt_state, step"
     with pytest.raises(TypeError, match=said):
         tx.update(GRADIENTS, ADAM.init(PARAMS), PARAMS)
-    with pytest.raises(jaxinf.StaleStateError, match=r"call tx\.init"):
-        tx.update(GRADIENTS, state, PARAMS)
-    store.close()
+    twin = jax.tree.map(lambda x: x + 1, PARAMS)
+    other = tx.init(twin)
+    tx.update(GRADIENTS, state, PARAMS)
+    with pytest.raises(jaxinf.StoreError, match="one store per init"):
+        tx.update(GRADIENTS, other, twin)
 
 
 # --- transformations of JAX -----------------------------------------------------------
@@ -261,67 +249,7 @@ def test_a_transformed_call_is_refused(open_store, message, is_jitted):
         assert store.step == 0
 
 
-def seeded(tx):
-    """Trains like programs that vmap over seeds, with `init` and `update` inside."""
-
-    def run(scale):
-        params = jax.tree.map(lambda x: scale * x, PARAMS)
-
-        def step(carry, _):
-            params, state = carry
-            gradients = jax.tree.map(jnp.sin, params)
-            updates, state = tx.update(gradients, state, params)
-            return (optax.apply_updates(params, updates), state), params["b"][0]
-
-        return jax.lax.scan(step, (params, tx.init(params)), length=3)
-
-    return run
-
-
-def test_vmap_over_one_seed_is_the_run_itself(open_store):
-    scales = jnp.full(1, 0.5)
-    (wanted, _), losses = jax.jit(jax.vmap(seeded(optax.adam(1e-2))))(scales)
-    store = open_store()
-    tx = jaxinf.smart_update(optax.adam(1e-2), store)
-    (params, state), first = jax.jit(jax.vmap(seeded(tx)))(scales)
-    assert state.step.tolist() == [3]
-    assert params["w"].shape == (1, 300, 20)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5),
-        (params, first),
-        (wanted, losses),
-    )
-    assert store.step == 3
-
-
 # --- the store ------------------------------------------------------------------------
-
-
-def test_drive_failure_inside_jit_keeps_its_type_and_the_committed_step(
-    open_store, place
-):
-    store = open_store()
-    tx, state = start(store)
-    params, state = apply(tx, GRADIENTS, state)
-    store.wait(state)
-    before = committed(store)
-    slot = (place / "store" / "current").resolve()
-    spare = slot.with_name("b" if slot.name == "a" else "a")
-    shutil.rmtree(spare / "mu.w" / "c")
-    for call in (
-        lambda: store.wait(tx.update(GRADIENTS, state, params)),
-        store.check,
-    ):
-        with pytest.raises(jaxinf.StoreIOError, match=r"mu\.w"):
-            call()
-    store.close()
-    again = open_store()
-    assert again.step == 1
-    same(committed(again), before)
-    tx, state = start(again)
-    again.close()
-    with pytest.raises(jaxinf.StoreClosedError, match="open it again"):
-        tx.update(GRADIENTS, state, PARAMS)
 
 
 def test_a_payload_that_could_not_be_read_again(open_store):

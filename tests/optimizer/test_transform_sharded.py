@@ -13,7 +13,7 @@ from hlo_order import called_lines, computations, numbers
 
 import jaxinf
 
-pytestmark = pytest.mark.optimized
+pytestmark = [pytest.mark.optimized, pytest.mark.long]
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "sharded_updates.py"
 DEVICES = {
@@ -29,13 +29,11 @@ def process():
     cases.close()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("function", ["resharded", "compressed"])
 def test_the_bits_do_not_depend_on_the_mesh(place, process, function):
     process.run(function, place)
 
 
-@pytest.mark.long
 def test_an_export_is_not_waited_for_beside_a_collective(place, process):
     """XLA ends a process whose devices wait for one of them for 40 s."""
     order = process.run("exporting", place)
@@ -44,18 +42,16 @@ def test_an_export_is_not_waited_for_beside_a_collective(place, process):
     assert 2 * first == len(order) - 2
 
 
-LONG = pytest.mark.long
 HOWS = [
     ("shardings", "buffer", 20),
     *[
-        pytest.param(how, callback, 1000, marks=LONG if i == j else BEYOND)
+        pytest.param(how, callback, 1000, marks=() if i == j else BEYOND)
         for i, how in enumerate(("shardings", "jitted", "eager"))
         for j, callback in enumerate(("buffer", "start"))
     ],
 ]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("how", "callback", "repeats"), HOWS)
 def test_failure_beside_collectives(place, run_python, how, callback, repeats):
     words = [place, how, repeats]
@@ -72,7 +68,6 @@ def test_failure_beside_collectives(place, run_python, how, callback, repeats):
         assert store.step == 1
 
 
-@pytest.mark.long
 def test_no_device_waits_in_a_collective_while_params_are_compared(place, process):
     found = computations(process.run("bound", place))
     lines, collective = found["ENTRY"], r" (all-|collective-|reduce-)[\w\-]*\("
@@ -89,7 +84,6 @@ def test_no_device_waits_in_a_collective_while_params_are_compared(place, proces
     assert compared < numbers(lines, collective)[0]
 
 
-@pytest.mark.long
 def test_a_failure_that_nothing_asked_about_is_the_exit_status(place, run_python):
     result = run_python(PROGRAM, place, "last", 0, check=False, **DEVICES)
     assert result.returncode == 1
@@ -97,7 +91,6 @@ def test_a_failure_that_nothing_asked_about_is_the_exit_status(place, run_python
     assert "stopped by NonFiniteGradientError: step 2: NaN or Inf" in last
 
 
-@pytest.mark.long
 def test_pmap_and_shard_map(place, process):
     said = process.run("mapped", place)
     assert "update is called in jax.pmap or jax.shard_map over {'i': 4}" in said[0]

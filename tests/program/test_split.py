@@ -2,16 +2,13 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import optax.contrib
 import pytest
 from jax import lax
 
 from jaxinf.errors import UnsupportedTransformError
-from jaxinf.kernels import compiled
 from jaxinf.program import leaf_infos, trace_init, trace_update
-from jaxinf.program.kernel import inputs_of
 
 pytestmark = pytest.mark.optimized
 
@@ -28,40 +25,6 @@ def stateless(function):
 def on_trace(function):
     """Makes a chain of momentum and `function` on the updates."""
     return optax.chain(optax.trace(0.9), stateless(lambda u, p: function(u)))
-
-
-def test_leaves_with_equal_bodies_share_one_kernel():
-    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
-    for trace, tx in (
-        (trace_update, optax.adamw(1e-3)),
-        (trace_update, clipped),
-        (trace_init, optax.adamw(1e-3)),
-    ):
-        assert len({id(leaf.kernel) for leaf in trace(tx, PARAMS).leaves}) == 1
-    one, two, other = (
-        trace_update(optax.adamw(rate), PARAMS).leaves[0].kernel
-        for rate in (1e-3, 1e-3, 1e-4)
-    )
-    assert one == two != other
-    assert one.describe() == other.describe()  # a literal is no difference
-
-
-def test_frozen_leaves_store_nothing():
-    tx = optax.multi_transform(
-        {"train": optax.adam(1e-3), "freeze": optax.set_to_zero()},
-        {"b": "freeze", "w": "train", "z": "freeze"},
-    )
-    b, w, z = trace_update(tx, PARAMS).leaves
-    for leaf in (b, z):
-        assert leaf.slots == ()
-        assert leaf.kernel.unchanged == {"params"}
-        assert not inputs_of(leaf.kernel.equations, [leaf.kernel.update])
-        out, params = np.ones(3, np.float32), np.ones(3, np.float32)
-        compiled(leaf.kernel).run(gradient=params, params=params, out=out)
-        assert not out.any()
-        assert params.all()
-    assert [slot.name for slot in w.slots] == ["mu", "nu"]
-    assert w.kernel.unchanged == frozenset()
 
 
 def test_disjoint_prefixes_share_a_name():
@@ -123,25 +86,6 @@ def test_leaves_are_checked():
         leaf_infos({"w": "text"})
     with pytest.raises(ValueError, match="expected at least one array"):
         trace_update(optax.adam(1e-3), {"a": None})
-    with pytest.raises(ValueError, match=r"params/1: expected one leaf per path"):
-        leaf_infos((jnp.zeros(2), _Odd(jnp.zeros(2), jnp.zeros(2))))
-
-
-@jax.tree_util.register_pytree_with_keys_class
-class _Odd:
-    def __init__(self, *children):
-        self.children = children
-
-    def tree_flatten_with_keys(self):
-        keys = (jax.tree_util.GetAttrKey("value"), jax.tree_util.GetAttrKey("value"))
-        return tuple(zip(keys, self.children, strict=True)), None
-
-    def tree_flatten(self):
-        return self.children, None
-
-    @classmethod
-    def tree_unflatten(cls, _, children):
-        return cls(*children)
 
 
 def keeping(change, more=()):
