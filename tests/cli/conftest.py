@@ -15,7 +15,6 @@ from jaxinf.cli import main
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory):
-    """A store at step 3, only for reading."""
     path = tmp_path_factory.mktemp("trained") / "store"
     normal = np.random.default_rng(0).standard_normal
     params = {
@@ -36,8 +35,6 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def run(capsys):
-    """Runs a command line; returns its exit status and output."""
-
     def call(*words):
         capsys.readouterr()
         try:
@@ -52,8 +49,6 @@ def run(capsys):
 
 @pytest.fixture
 def run_json(run):
-    """Runs a command with --json; returns the document."""
-
     def call(*words, status=0):
         result = run(*words, "--json")
         assert result.status == status, result.err

@@ -14,7 +14,6 @@ TINY |= {"n_head": 2, "n_embd": 32}
 
 @pytest.fixture
 def place(monkeypatch):
-    """A current directory with a text and a model."""
     with memory_directory() as folder:
         (folder / "text.txt").write_text("some text " * 500)
         (folder / "tiny.json").write_text(json.dumps(TINY))
@@ -95,13 +94,3 @@ def test_what_does_not_fit(place, run, run_json, monkeypatch):
     assert "does not fit: the disk needs" in found.out
     assert "--state int8" in found.out
     assert "--state int8" not in run("plan", *SMALL, "--state", "int8").out
-
-
-def test_refusals(place, run):
-    for words, message in (
-        (("--distributed",), "one process is planned; leave it out"),
-        (("--drive-rate", "0"), "--drive-rate, --gpu-memory: expected at least 1 B"),
-    ):
-        found = run("plan", *SMALL, *words)
-        assert found.status == 2
-        assert message in found.err

@@ -15,6 +15,7 @@ import pytest
 import small_stores
 from families import family
 from inject import at_call
+from streaming import states
 
 import jaxinf
 from jaxinf.engine import engine_of
@@ -71,12 +72,6 @@ class Run:
         self.store.close()
 
 
-def found(store):
-    leaves = engine_of(store).directory.manifest.leaves
-    names = [(s.name, leaf) for leaf in leaves for s in leaf.states if not s.is_beside]
-    return {(n, leaf.name): store.read(n, leaf.name) for n, leaf in names}
-
-
 _references = {}
 
 
@@ -88,7 +83,7 @@ def reference(place, state):
             run.step(step)
         run.store.wait(run.state)
         assert run.store.skipped_steps == 1
-        _references[state] = found(run.store), run.params
+        _references[state] = states(run.store), run.params
         run.store.close()
     return _references[state]
 
@@ -124,7 +119,7 @@ def test_bits(place, memory, durability, csd, state):
         # A step of NaN is none of the store's.
         step = committed + (committed >= NAN_STEP)
     run.store.wait(run.state)
-    for name, array in found(run.store).items():
+    for name, array in states(run.store).items():
         np.testing.assert_array_equal(array, wanted[name], err_msg=str(name))
     for name, array in run.params.items():
         np.testing.assert_array_equal(array, wanted_params[name], err_msg=name)

@@ -7,10 +7,7 @@ from raw_stores import chunk_of
 from store_driver import flip
 
 from jaxinf.errors import StoreCorruptError
-from jaxinf.exchange import (
-    export_safetensors,
-    export_url,
-)
+from jaxinf.exchange import export_safetensors, export_url
 from jaxinf.store import (
     ChunkFile,
     StoreDirectory,
@@ -55,18 +52,13 @@ def convert(driver, leaf, state):
 
 
 def export(driver, leaf, state):
-    files = driver.opened.directory
-    with pinned_step(files) as step:
-        path = step.path
-        url = f"file://{files.path.with_name('out')}"
-        export_url(step_of(files, path), url)
+    with pinned_step(driver.opened.directory) as step:
+        export_url(step, f"file://{driver.store.path.with_name('out')}")
 
 
 def to_safetensors(driver, leaf, state):
-    files = driver.opened.directory
-    with pinned_step(files) as step:
-        path = step.path
-        export_safetensors(step_of(files, path), files.path.with_name("new"))
+    with pinned_step(driver.opened.directory) as step:
+        export_safetensors(step, driver.store.path.with_name("new"))
 
 
 ALL = [read, read_raw, verify, convert, export]

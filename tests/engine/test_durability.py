@@ -1,6 +1,7 @@
-"""Commits at every step, every k steps, or only on request."""
+"""Commits: their order, at every step, every k steps, or only on request."""
 
 import shutil
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,17 +10,10 @@ import optax
 import pytest
 import small_stores
 from families import family
+from inject import at_each_call
 
 import jaxinf
 from jaxinf.errors import StoreError
-
-
-def reopened(drive, driver, place):
-    """Opens the state that a crash at this moment would leave."""
-    copy = place / "crashed"
-    shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(driver.store.path, copy, symlinks=True)
-    return drive(copy)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +29,8 @@ def test_a_crash_costs_the_steps_since_the_last_commit(
     driver = drive(durability=durability).init().steps(7)
     driver.engine.join()
     assert driver.store.step == committed
-    crashed = reopened(drive, driver, place)
+    shutil.copytree(driver.store.path, place / "crashed", symlinks=True)
+    crashed = drive(place / "crashed")
     assert crashed.store.step == committed
     crashed.init().check(committed)
     crashed.steps(2).check(committed + 2)
@@ -63,27 +58,6 @@ def test_what_shows_the_store_commits_first(drive, show):
         wanted = driver.expected(3)["bias"][0]
         np.testing.assert_array_equal(store.params(like(driver))["bias"], wanted)
     assert store.step == 3
-
-
-def test_a_step_given_up_over_uncommitted_ones_says_what_is_lost(drive):
-    driver = drive(durability=10).init().steps(3)
-    driver.update([0])
-    with pytest.raises(StoreError, match="step 4 was given up") as caught:
-        driver.engine.opened.abandon()
-    note = "3 finished steps since the commit of step 0 are lost"
-    assert any(note in text for text in caught.value.__notes__)
-    with pytest.raises(StoreError, match="step 4 was given up"):
-        driver.close()
-    drive(driver.store.path).init().check(0)
-
-
-def test_closing_in_the_middle_of_a_step_over_uncommitted_ones(drive, caplog):
-    driver = drive(durability=10).init().steps(2)
-    driver.update([0])
-    driver.close()
-    assert "step 3 is incomplete" in caplog.text
-    assert "2 finished steps" in caplog.text
-    drive(driver.store.path).init().check(0)
 
 
 def like(driver):
@@ -122,3 +96,31 @@ def test_params_that_differ_in_a_chunk_of_many_parts(open_store, is_other):
         return
     with pytest.raises(jaxinf.DivergedParamsError):
         tx.update(params, state, changed)
+
+
+ORDER = ["unpublish", "write", "sync", "write_record", "flip"]
+
+
+@pytest.mark.parametrize("num_csds", [0, 2])
+def test_the_order_of_a_commit(drive, monkeypatch, num_csds):
+    """The record of the spare slot goes first; the committed slot is not written."""
+    driver = drive(num_csds=num_csds).init().steps(1)
+    driver.store.wait()
+    opened, calls, slots = driver.opened, [], set()
+
+    def note(name, *arguments):
+        calls.append(name)
+        if name == "write":
+            slots.update(*({*"ab"} & {*one.file.parts} for one in arguments[0]))
+
+    for name in ORDER:
+        for owner in opened.csds if name == "write" else [opened.directory]:
+            at_each_call(monkeypatch, owner, name, partial(note, name))
+    for step in range(2, 5):
+        driver.step()
+        driver.store.wait()
+        assert calls == sorted(calls, key=ORDER.index)
+        assert {*calls} == {*ORDER}
+        assert slots == {"ba"[step % 2 == 0]}
+        calls.clear()
+        slots.clear()

@@ -3,6 +3,8 @@
 import threading
 
 import pytest
+from families import family
+from inject import at_call, raising
 from raw_stores import chunk_file
 
 from jaxinf.csd.cards import card
@@ -20,79 +22,47 @@ def cut_chunk(driver, slot, leaf=1, state="params"):
         stream.truncate(100)
 
 
-def methods(driver):
-    """Returns all methods of a store that must raise its failure."""
+def test_each_method_raises_the_failure_which_close_does_not(drive):
+    drive(num_csds=2).init().steps(2).close()
+    driver = drive().init()
+    cut_chunk(driver, "a")
+    with pytest.raises(StoreIOError, match=r"params\.embed/c/0/0") as first:
+        driver.update()
     store = driver.store
-    return [
+    for method in (
         lambda: store.step,
-        lambda: store.skipped_steps,
         lambda: store.payload,
-        lambda: driver.engine.directory,
         lambda: store.params(driver.initial),
         lambda: store.read("params", "bias"),
         lambda: store.snapshot().__enter__(),
         lambda: store.annotate(99, None),
         store.check,
         store.wait,
-        lambda: driver.engine.opened.update(driver.at, driver.part(0)),
-        lambda: driver.engine.opened.finish(driver.at, [], 0),
-    ]
-
-
-def check_all_raise(driver):
-    """Each method raises the store's failure, which is known afterwards."""
-    error = driver.engine.health.error
-    for method in methods(driver):
-        with pytest.raises(type(error)) as caught:
+        driver.finish,
+    ):
+        with pytest.raises(StoreIOError) as caught:
             method()
-        assert caught.value is error
-    driver.close()
-
-
-def test_a_damaged_chunk_that_is_read(drive):
-    drive(num_csds=2).init().steps(2).close()
-    driver = drive().init()
-    cut_chunk(driver, "a")
-    with pytest.raises(StoreIOError, match=r"params\.embed/c/0/0"):
-        driver.update()
-    check_all_raise(driver)
+        assert caught.value is first.value
     driver.close()
     assert driver.opened.commit.step == 2
     assert (driver.store.path / "current").resolve().name == "a"
 
 
-def fail_in_the_background(driver):
-    """Makes the commit fail after its step has returned."""
+def test_a_failure_in_the_background_is_raised_by_close(drive):
+    """The commit fails after its step has returned."""
+    driver = drive().init().steps(1)
+    driver.store.wait()
     lock = driver.opened.directory.publish_lock
     lock.unlink()
     lock.mkdir()
     driver.step()
-
-
-def test_a_failure_in_the_background_is_raised_by_close(drive):
-    driver = drive().init().steps(1)
-    driver.store.wait()
-    fail_in_the_background(driver)
     with pytest.raises(StoreIOError, match=r"publish.lock: .*: Is a directory"):
         driver.close()
     driver.close()  # it is known by now
     with pytest.raises(StoreIOError, match="expected a regular file"):
         drive()
-    driver.opened.directory.publish_lock.rmdir()
+    lock.rmdir()
     assert drive().store.step == 1
-
-
-def use_and_fail(driver):
-    with driver.store:
-        driver.engine.health.fail(StoreIOError("the drive's"))
-        raise KeyError("mine")
-
-
-def test_an_error_of_the_body_is_not_hidden_by_close(drive):
-    driver = drive().init().steps(2)
-    with pytest.raises(KeyError, match="mine"):
-        use_and_fail(driver)
-    assert driver.engine.health.is_closed
 
 
 def test_what_arrives_late_of_a_step_that_failed(drive):
@@ -121,29 +91,13 @@ def test_what_arrives_late_of_a_step_that_failed(drive):
     assert reopened.engine.opened._step is None
 
 
-# --- cards ----------------------------------------------------------------------------
-
 WIDE = {"w": ((9, 4096), "float32"), "v": ((3, 4096), "float32")}
 
 
-@pytest.fixture
-def cards(drive):
-    """Three emulated cards, with a step committed."""
-    return (
-        drive(num_csds=3, csd="emulated", leaves=WIDE, chunk_elements=4096)
-        .init()
-        .steps(1)
-    )
-
-
-def unit_of(driver, csd):
-    """Returns the executor of a card's kernels."""
-    return driver.opened.csds[csd]._card._device.unit
-
-
 @pytest.mark.parametrize("how", ["fails", "hangs"])
-def test_a_card_that_fails_or_hangs(cards, drive, monkeypatch, how):
-    driver = cards
+def test_a_card_that_fails_or_hangs(drive, monkeypatch, how):
+    options = {"csd": "emulated", "leaves": WIDE, "chunk_elements": 4096}
+    driver = drive(num_csds=3, **options).init().steps(1)
     driver.store.wait()
     gate = threading.Event()
     if how == "fails":
@@ -153,7 +107,7 @@ def test_a_card_that_fails_or_hangs(cards, drive, monkeypatch, how):
     else:
         message = r"card 1: .* has not ended after(.|\n)*xbutil reset --device 1"
         monkeypatch.setattr(card, "RUN_TIMEOUT_S", 0.2)
-        blocked = unit_of(driver, 1).submit(gate.wait)
+        blocked = driver.opened.csds[1]._card._device.unit.submit(gate.wait)
     with pytest.raises(CsdError, match=message) as error:
         driver.step()
     gate.set()
@@ -170,3 +124,46 @@ def test_a_card_that_fails_or_hangs(cards, drive, monkeypatch, how):
     reopened = drive(csd="emulated", leaves=WIDE).init()
     assert reopened.at == 1
     reopened.steps(2).check(3)
+
+
+LEAVES = {"w": ((24, 4096), "float32"), "b": ((129,), "float32")}
+TIMEOUT_S = 60
+
+
+class Injected(Exception):
+    """The failure of one unit of work."""
+
+
+UNITS = ["read", "update", "write", "sync", "write_record", "flip"]
+
+
+@pytest.mark.parametrize("number", family([1, 3], short=[1]))
+@pytest.mark.parametrize("unit", UNITS)
+def test_an_error_of_a_unit(drive, unit, number, monkeypatch):
+    options = {"leaves": LEAVES, "chunk_elements": 4096, "num_workers": 4}
+    before = set(threading.enumerate())
+    driver = drive(memory_bytes=1 << 19, **options).init().steps(2)
+    driver.store.wait()
+    driver.opened._keep(frozenset())  # so that the next steps read
+    driver.opened.mover.end_step()
+    is_of_csds = unit in ("read", "update", "write")
+    with monkeypatch.context() as patch:
+        for owner in driver.opened.csds if is_of_csds else [driver.opened.directory]:
+            at_call(owner, unit, number, raising(Injected()), patch=patch)
+        with pytest.raises(Injected) as caught:
+            driver.steps(number).durable_step()
+        with pytest.raises(Injected) as again:
+            driver.step()
+    assert again.value is caught.value is driver.engine.health.error
+    with pytest.raises(Injected):
+        driver.store.params(driver.initial)
+    driver.close()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive()
+    assert all(csd.memory.used_bytes == 0 for csd in driver.opened.csds)
+    reopened = drive(leaves=LEAVES).init()
+    # The first commit of several may have succeeded; no later one has.
+    assert 2 <= reopened.at < 2 + number
+    reopened.check(reopened.at)
+    reopened.steps(2).check(reopened.at)

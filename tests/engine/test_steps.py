@@ -10,11 +10,7 @@ from raw_stores import chunk_file
 from store_driver import RATE, TX
 
 from jaxinf.csd.cards.memory import set_bytes
-from jaxinf.errors import (
-    DivergedParamsError,
-    StaleStateError,
-    StoreError,
-)
+from jaxinf.errors import DivergedParamsError, StaleStateError, StoreError
 
 PAGE = 4096
 NUM_BYTES = 8  # of state a param: master and momentum
@@ -161,9 +157,7 @@ def test_annotations_ride_on_their_step(drive):
     for wanted in ({"position": [1]}, "two", None):
         driver.step()
         assert store.payload == wanted
-    with pytest.raises(
-        ValueError, match=r"annotate\(step=3\): expected a step still to"
-    ):
+    with pytest.raises(ValueError, match=r"annotate\(step=3\): expected a step still"):
         store.annotate(3, None)
     driver.step()
     driver.check(4)

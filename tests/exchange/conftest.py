@@ -1,23 +1,14 @@
 """Committed steps of raw files to export, and their arrays."""
 
 import uuid
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 import raw_stores
 
-from jaxinf.store import (
-    CommittedStep,
-    ScalarState,
-    StateRecord,
-    StoreDirectory,
-    create_store,
-    step_of,
-)
+from jaxinf.store import ScalarState, StateRecord, step_of
+from jaxinf.typing import BFLOAT16
 
 STATES = (
     StateRecord("params", "float32"),
@@ -41,24 +32,17 @@ LEAVES = {
 
 
 @pytest.fixture
-def make_step(place: Path) -> Callable[..., tuple[CommittedStep, dict]]:
+def make_step(place):
     """Makes a store with one committed step; returns it and its arrays by name."""
 
-    def make(
-        num_csds: int = 0, leaves: dict | None = None, chunk_elements: int = 4096
-    ) -> tuple[CommittedStep, dict]:
+    def make(num_csds=0, leaves=None, chunk_elements=4096):
         name = uuid.uuid4().hex[:8]
         roots = raw_stores.make_roots(place, name, num_csds)
-        manifest = raw_stores.make_manifest(
-            STATES, leaves or LEAVES, roots, chunk_elements
-        )
-        directory = StoreDirectory(place / f"{name}-store", manifest)
-        create_store(directory)
+        how = STATES, leaves or LEAVES, roots, chunk_elements
+        directory = raw_stores.make_store(place / f"{name}-store", *how)
         scalars = (
             ScalarState.of("[0].count", np.asarray(7, np.int32)),
-            ScalarState.of(
-                "[1]['rate']", np.asarray([0.1, np.nan], ml_dtypes.bfloat16)
-            ),
+            ScalarState.of("[1]['rate']", np.asarray([0.1, np.nan], BFLOAT16)),
         )
         fields = {"scalar_state": scalars, "skipped_steps": 2, "payload": {"seed": 3}}
         draw = partial(raw_stores.any_bits, np.random.default_rng(0))
@@ -69,16 +53,14 @@ def make_step(place: Path) -> Callable[..., tuple[CommittedStep, dict]]:
 
 
 @pytest.fixture
-def check_bits() -> Callable[[dict, dict], None]:
+def check_bits():
     """Compares arrays by name, to the bit."""
 
-    def form(array: np.ndarray) -> tuple:
-        return array.dtype, array.shape, array.tobytes()
-
-    def check(found: dict, expected: dict) -> None:
+    def check(found, expected):
         assert sorted(found) == sorted(expected)
-        wanted = {name: form(array) for name, array in expected.items()}
-        differing = [n for n in wanted if form(np.asarray(found[n])) != wanted[n]]
-        assert not differing
+        for name, array in expected.items():
+            one = np.asarray(found[name])
+            assert (one.dtype, one.shape) == (array.dtype, array.shape), name
+            assert one.tobytes() == array.tobytes(), name
 
     return check

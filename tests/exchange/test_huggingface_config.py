@@ -165,8 +165,8 @@ def test_what_would_change_results_is_refused_by_name(
 def test_rotations_are_those_of_transformers(top, scaling, parameters):
     document = {k: v for k, v in _LLAMA.items() if not k.startswith("rope")} | top
     document |= {"rope_scaling": scaling, "rope_parameters": parameters}
-    config: Any = transformers.LlamaConfig(**copy.deepcopy(document))
-    theirs = config.rope_parameters
+    config = transformers.LlamaConfig(**copy.deepcopy(document))
+    theirs: Any = config.rope_parameters
     found = read_config({"model_type": "llama", **document}, where="config.json")
     base, ours = found.fields["rope_base"], found.fields["rope_scaling"]
     assert base == theirs["rope_theta"]

@@ -1,4 +1,4 @@
-"""Stock safetensors reads exports; damaged files are refused."""
+"""Stock safetensors reads exports; damaged files are refused; memory has its limit."""
 
 import json
 import struct
@@ -82,18 +82,6 @@ def test_arrays_are_those_of_stock_safetensors(tmp_path, check_bits, monkeypatch
     check_bits(found, {n.replace("/", "."): t for n, t in tensors.items()})
 
 
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
-def test_values_are_rounded_to_the_params_dtype(tmp_path, dtype):
-    wide = np.random.default_rng(0).standard_normal(99)
-
-    def leaf(values):
-        safetensors.numpy.save_file({"w": values}, tmp_path / "f")
-        return sources.TensorLeaf(read_safetensors(tmp_path / "f")["w"], (), dtype)
-
-    expected = wide.astype(np.float32).astype(dtype)
-    np.testing.assert_array_equal(np.asarray(leaf(wide)), expected)
-
-
 def damaged(document, data=b"", length=None):
     text = document if isinstance(document, bytes) else json.dumps(document).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + data
@@ -123,3 +111,41 @@ def test_damage_is_refused(tmp_path, content):
     (tmp_path / "f").write_bytes(content)
     with pytest.raises(ExchangeError, match="f: expected a safetensors file, found no"):
         read_safetensors(tmp_path / "f")
+
+
+PROGRAM = """
+import resource, sys
+from pathlib import Path
+import jaxinf.exchange as exchange
+from jaxinf.store import CopyLayout, StoreDirectory, copy_step, step_of
+way, store, export, again = sys.argv[1], *map(Path, sys.argv[2:])
+url = f"file://{export}"
+step = step_of(StoreDirectory.open(store), store / "current")
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+if way == "copy_step":
+    copy_step(exchange.export_source(url, 16 << 20), again, CopyLayout())
+elif way == "export_url":
+    exchange.export_url(step, url, options=exchange.ExportOptions(16 << 20))
+else:
+    exchange.export_safetensors(step, export, exchange.ExportOptions(8 << 20))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("shape", "chunk_elements", "ways"),
+    [
+        ((1600, 9999), 1 << 26, ["export_safetensors"]),  # 61 MiB, one chunk
+        ((1 << 14, 1 << 10), 1 << 18, ["export_url", "copy_step"]),  # 240 MiB in all
+    ],
+)
+def test_memory_does_not_grow_with_a_leaf(
+    make_step, run_python, tmp_path, shape, chunk_elements, ways
+):
+    leaves = {("wide",): (shape, (1, 1))}
+    step, _ = make_step(leaves=leaves, chunk_elements=chunk_elements)
+    for way in ways:
+        places = [step.path.parent, tmp_path / "export", tmp_path / "again"]
+        done = run_python(PROGRAM, way, *places)
+        assert int(done.stdout) << 10 < 40 << 20, way

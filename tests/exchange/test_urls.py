@@ -222,7 +222,6 @@ def test_commands(make_step, place, capsys):
     words = ["checkpoint", "export", str(store), url]
     assert main([*words, "--format", "safetensors"]) == 2
     assert "takes --format zarr" in capsys.readouterr().err
-    assert main([*words, "--average"]) == 2
     (store / "stream").mkdir()
     plan = {"version": 1, "fingerprint": "f", "cuts": [0]}
     (store / "stream/0a.json").write_bytes(seal(plan))

@@ -19,7 +19,7 @@ class Faults:
       requests: method and path of each request.
     """
 
-    def __init__(self, app) -> None:
+    def __init__(self, app):
         self._app = app
         self.fault: Callable | None = None
         self.requests: list[tuple[str, str]] = []

@@ -48,22 +48,6 @@ def test_there_and_back_by_commands(store, tmp_path, capsys):
     assert not any(b"AKIA" in text or b"a-secret" in text for text in said)
 
 
-def test_a_server_that_is_busy_for_a_while(s3, step, store, tmp_path):
-    left = [3]
-
-    def busy(environ):
-        if environ["REQUEST_METHOD"] == "PUT" and left[0]:
-            left[0] -= 1
-            return "503 Slow Down", b"<Error><Code>SlowDown</Code></Error>"
-        return None
-
-    s3.fault = busy
-    export_url(step, "s3://bucket/busy")
-    assert left == [0]
-    copied("s3://bucket/busy", tmp_path / "made")
-    assert chunks_of(tmp_path / "made") == chunks_of(store)
-
-
 @pytest.mark.parametrize("name", ["params.w/c/3/0", "export.json"])
 def test_a_server_that_drops_an_object(s3, step, tmp_path, name):
     url = f"s3://bucket/drop-{name[:6]}"

@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 MESH = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
-def sharding_of(shape: tuple[int, ...]) -> jax.sharding.NamedSharding:
+def sharding_of(shape):
     """Divides the first suitable dimension by four; otherwise replicates."""
     dim = next((d for d, n in enumerate(shape) if n and n % 4 == 0), None)
     spec = () if dim is None else (None,) * dim + ("x",)
@@ -63,7 +63,7 @@ def check_manager(root, step, arrays):
         check(manager.restore(step, args=standard(wanted)), arrays, sharding_of)
 
 
-def main() -> None:
+def main():
     names, checkpoints, step, *directories = sys.argv[1:]
     arrays = dict(np.load(names))
     for directory in directories:

@@ -2,11 +2,9 @@
 
 import contextlib
 import json
-import shutil
 
 import pytest
 from fuzzing import changes
-from golden_stores import golden
 
 from jaxinf.errors import JaxinfError
 from jaxinf.store import StoreDirectory, seal
@@ -32,8 +30,8 @@ ALLOWED = {
 
 
 @pytest.fixture(params=["store", "scalars"])
-def store(request, tmp_path):
-    return shutil.copytree(golden(request.param), tmp_path / "store", symlinks=True)
+def store(request, golden_store):
+    return golden_store(request.param)
 
 
 def test_of_the_manifest(store):

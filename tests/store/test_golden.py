@@ -1,7 +1,5 @@
 """The format's bytes: a store written before opens, and a new one has its bytes."""
 
-import shutil
-
 import numpy as np
 import pytest
 from golden_stores import IS_SPLIT, golden, make, same_files
@@ -17,13 +15,9 @@ def test_the_same_bytes_are_written(tmp_path, name):
     same_files(tmp_path / "store", golden(name))
 
 
-@pytest.fixture(params=["store", "split"])
-def held(request, tmp_path):
-    """A copy of a golden store to write to."""
-    return shutil.copytree(golden(request.param), tmp_path / "held", symlinks=True)
-
-
-def test_the_golden_store_opens_and_goes_on(held):
+@pytest.mark.parametrize("name", ["store", "split"])
+def test_the_golden_store_opens_and_goes_on(golden_store, name):
+    held = golden_store(name)
     directory = StoreDirectory.open(held)
     assert verify_step(directory, held / "current") == []
     assert verify_step(directory, held / "checkpoints" / "2") == []

@@ -37,7 +37,6 @@ def test_another_process_is_named_and_its_death_frees_the_lock(tmp_path):
     """Also if a child outlives it."""
     command = [sys.executable, "-c", HOLDER, tmp_path]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None
         child = int(holder.stdout.readline())
         try:
             said = (
@@ -47,9 +46,7 @@ def test_another_process_is_named_and_its_death_frees_the_lock(tmp_path):
                 StoreLock(tmp_path)
             for text in (b"", b"{", b"7", b'{"pid": "x"}', b"\xff"):  # no name yet
                 (tmp_path / "lock").write_bytes(text)
-                with pytest.raises(
-                    StoreLockedError, match="process that is just start"
-                ):
+                with pytest.raises(StoreLockedError, match="that is just start"):
                     StoreLock(tmp_path)
             holder.kill()
             holder.wait()
@@ -77,9 +74,6 @@ def test_a_lock_that_is_refused_is_not_always_taken(
     monkeypatch.setattr(fcntl, "flock", refuse)
     with pytest.raises(kind, match=expected):
         StoreLock(tmp_path)
-
-
-# --- the file ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["lock", "publish.lock"])

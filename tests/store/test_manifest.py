@@ -13,11 +13,11 @@ HEADER = {"format": "jaxinf", "format_version": FORMAT_VERSION}
 
 
 @pytest.fixture
-def read_changed(tmp_path, manifest_of):
+def read_changed(tmp_path, manifest):
     """Reads a manifest after a function has changed its JSON, or a text replaced it."""
 
     def read(change):
-        document = manifest_of(csds=("/mnt/a", "/mnt/b")).to_json()
+        document = manifest.to_json()
         path = tmp_path / "jaxinf.json"
         if callable(change):
             change(document)
@@ -82,6 +82,7 @@ def test_a_members_chunks_have_owners(tmp_path):
         (None, "csds", ["/mnt/a"], "no such CSDs"),
         (None, "leaves", [{}], r"leaves\[0\]: expected the key 'path', found none"),
         (0, "shape", [13, 130, 1], "shard counts"),
+        (0, "chunk_shape", [13, 10], "pads dimension 1 between real elements"),
         (0, "shape", [9700, 129], "9700 chunks, 13 CSDs"),
         (0, "csds", [], "chunks, 0 CSDs"),
         (0, "states", [["params", "floaty"]], r"\[0\]\[1\]: expected one of"),

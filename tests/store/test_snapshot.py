@@ -12,7 +12,7 @@ import pytest
 from families import family
 from raw_stores import chunk_file, read_array
 
-from jaxinf.errors import StoreFormatError, StoreIOError
+from jaxinf.errors import StoreIOError
 from jaxinf.store import (
     SLOTS,
     CommitRecord,
@@ -28,7 +28,7 @@ from jaxinf.store import StoreDirectory, pinned_step
 with pinned_step(StoreDirectory.open(Path(sys.argv[1]))) as step:
     path = step.path
     print(path, flush=True)
-    time.sleep(600)
+    time.sleep(60)
 """
 
 
@@ -37,10 +37,6 @@ def check_holds(directory, path, arrays):
         for state in leaf.states:
             found = read_array(path, leaf, state.name)
             np.testing.assert_array_equal(found, arrays[leaf.array_name(state.name)])
-
-
-def files_below(*roots):
-    return sorted(str(p) for root in roots for p in root.rglob("*"))
 
 
 @pytest.mark.parametrize("num_csds", family([0, 1, 3], short=[3]))
@@ -58,18 +54,7 @@ def test_holds_its_step(make_directory, write_step, place, num_csds):
             assert CommitRecord.read(newer / "commit.json").step == 4
         assert not newer.exists()
         check_holds(directory, path, first)
-    left = files_below(*place.iterdir())
-    assert not [name for name in left if path.name in name]
-
-
-def test_needs_a_step(make_directory):
-    directory = make_directory()
-    with (
-        pytest.raises(StoreFormatError, match="expected a committed step, found a"),
-        pinned_step(directory),
-    ):
-        pass
-    assert not list((directory.path / "snapshots").glob("*"))
+    assert not [*place.rglob(path.name)]
 
 
 def test_needs_all_chunks_and_leaves_nothing(make_directory, write_step):
@@ -109,31 +94,16 @@ def test_a_step_that_cannot_be_pinned_is_read_beside_a_commit(
         assert "cannot be pinned" in step.warning
 
 
-@pytest.fixture
-def read_elsewhere():
-    """Starts processes that hold a snapshot until they are killed."""
-    readers = []
-
-    def start(path):
-        command = [sys.executable, "-c", READER, path]
-        readers.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-        return readers[-1]
-
-    yield start
-    for reader in readers:
-        reader.kill()
-        with reader:
-            pass
-
-
 @pytest.mark.long
-def test_those_of_the_dead_are_pruned(make_directory, write_step, read_elsewhere):
+def test_those_of_the_dead_are_pruned(make_directory, write_step):
     directory = make_directory(num_csds=2)
     first = write_step(directory, "a", 0)
-    reader = read_elsewhere(directory.path)
-    with pinned_step(directory) as step:
+    command = [sys.executable, "-c", READER, directory.path]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reader,
+        pinned_step(directory) as step,
+    ):
         mine = step.path
-        assert reader.stdout is not None
         theirs = mine.with_name(os.path.basename(reader.stdout.readline().strip()))
         write_step(directory, "b", 1)
         write_step(directory, "a", 2)

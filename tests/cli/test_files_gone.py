@@ -11,36 +11,21 @@ from raw_stores import edit
 from small_stores import train
 
 import jaxinf
-from jaxinf.cli import main
 
 PARAMS = {"w": jnp.ones((64, 3)), "b": jnp.ones(7)}
 
 
 def go_on(path, num_steps=1, **options):
-    """Makes steps from where the store is; returns the step."""
     with jaxinf.open_store(path, **options) as store:
         *_, state = train(store, optax.adamw(1e-3), PARAMS, [PARAMS] * num_steps)
         store.wait(state)
         return store.step
 
 
-@pytest.fixture
-def jaxinf_says(capsys):
-    """Runs a command; returns its exit status and what it prints."""
-
-    def call(*words):
-        capsys.readouterr()
-        status = main([str(word) for word in words])
-        printed = capsys.readouterr()
-        return status, printed.out + printed.err
-
-    return call
-
-
 @pytest.mark.parametrize(
     "what", family(["chunk", "array", "slot", "links"], short=["slot", "links"])
 )
-def test_a_copy_makes_missing_files_of_the_spare_slot_again(place, jaxinf_says, what):
+def test_a_copy_makes_missing_files_of_the_spare_slot_again(place, run, what):
     path, new = place / "store", place / "new"
     (place / "drive").mkdir()
     go_on(path, 3, csds=[place / "drive"] * (what == "links"))
@@ -49,9 +34,9 @@ def test_a_copy_makes_missing_files_of_the_spare_slot_again(place, jaxinf_says, 
     if what == "links":
         for slot in "ab":
             (path / "slots" / slot / "nu.w" / "c" / "0" / "0").unlink()
-        status, said = jaxinf_says("verify", path)
-        assert status == 1
-        assert f"store copy {path} NEW" in " ".join(said.split())
+        found = run("verify", path)
+        assert found.status == 1
+        assert f"store copy {path} NEW" in " ".join(found.out.split())
     elif what == "chunk":
         (spare / "nu.w" / "c" / "0" / "0").unlink()
     else:
@@ -59,10 +44,10 @@ def test_a_copy_makes_missing_files_of_the_spare_slot_again(place, jaxinf_says, 
     if what != "links":
         with pytest.raises(jaxinf.JaxinfError, match=r"jaxinf store copy OLD NEW"):
             go_on(path)
-    status, said = jaxinf_says("store", "copy", path, new)
-    assert status == 0, said
+    done = run("store", "copy", path, new)
+    assert done.status == 0, done.err
     assert go_on(new, 3) == 6
-    assert jaxinf_says("verify", new)[0] == 0
+    assert run("verify", new).status == 0
 
 
 @pytest.mark.filterwarnings("ignore")
