@@ -46,7 +46,6 @@ def tokens_of(shape, seed=0):
 
 
 def value_of(graphdef, params, batch):
-    """Returns the mean loss of a batch and its gradient."""
 
     def value(params, batch):
         return task_loss(nnx.merge(graphdef, params), "causal-lm", batch)

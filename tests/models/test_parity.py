@@ -152,14 +152,12 @@ def flat(tree):
 
 
 def read(folder, task):
-    """Reads a checkpoint as a config, a graphdef and params."""
     model = pretrained(folder, task)
     graphdef, _ = abstract_params(model.config)
     return model.config, graphdef, jax.tree.map(jnp.asarray, model.params)
 
 
 def difference(ours, theirs):
-    """Returns the largest difference relative to the largest value."""
     ours, theirs = np.asarray(ours), np.asarray(theirs)
     assert ours.shape == theirs.shape
     return np.max(np.abs(ours - theirs)) / np.max(np.abs(theirs))

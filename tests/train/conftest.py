@@ -5,12 +5,24 @@ import json
 
 import numpy as np
 import pytest
-from jaxinf_models import PRESETS, GPT2Config
+from jaxinf_models import MODELS, GPT2Config
+from jaxinf_models.bert import BertConfig
+from jaxinf_models.bloom import BloomConfig
+from jaxinf_models.llama import LlamaConfig
+from jaxinf_models.t5 import T5Config
+from jaxinf_models.vit import ViTConfig
 from raw_stores import memory_directory
 
 from jaxinf.train.__main__ import main
 
-TINY = GPT2Config(256, 16, num_layers=1, num_heads=2, num_features=16)
+TINY = {
+    "gpt2": GPT2Config(256, 16, num_layers=1, num_heads=2, num_features=16),
+    "bert": BertConfig(1, 2, 16, 32, 257, 16),
+    "bloom": BloomConfig(257, 1, 2, 16),
+    "llama": LlamaConfig(257, 16, 1, 2, 2, 16, 32),
+    "t5": T5Config(257, 1, 1, 2, 16, 8, 32),
+    "vit": ViTConfig(1, 2, 16, 32, 8, 4, num_channels=1),
+}
 
 
 def words_of(data):
@@ -25,13 +37,14 @@ def tmp_path(place):
 
 @pytest.fixture(scope="session")
 def tiny():
-    """Replaces the default preset while the context lasts."""
+    """Replaces the smallest preset of each family while the context lasts."""
 
     @contextlib.contextmanager
     def patched():
         with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(PRESETS, "nano", TINY)
-            yield
+            for name, config in TINY.items():
+                patch.setitem(MODELS[name].presets, "nano", config)
+            yield TINY
 
     return patched
 
@@ -59,10 +72,8 @@ def run(text, tiny):
 
 @pytest.fixture(scope="session")
 def lines():
-    """Reads a log directory's `metrics.jsonl`."""
-
-    def read(log_dir):
-        text = (log_dir / "metrics.jsonl").read_text()
+    def read(log_dir, name="metrics.jsonl"):
+        text = (log_dir / name).read_text()
         assert text.endswith("\n")
         return [json.loads(line) for line in text.splitlines()]
 
@@ -71,7 +82,6 @@ def lines():
 
 @pytest.fixture(scope="session")
 def losses(lines):
-    """Reads steps and losses, in the file's order."""
     return lambda log_dir: [(line["step"], line["loss"]) for line in lines(log_dir)]
 
 

@@ -35,13 +35,13 @@ def test_checkpoints_by_policy_and_back_to_one(run, losses, tmp_path, capsys):
 
 
 @pytest.mark.long
-def test_the_best_evaluated_step_is_kept(run, tmp_path):
+def test_the_best_evaluated_step_is_kept(run, lines, tmp_path):
     """Also by a run that was complete once: its best is replaced, or stays."""
     for steps in (4, 8):
         words = ("--store", tmp_path / "store", "--eval-every", 2)
         assert run(*words, "--steps", steps) == 0
-        lines = (tmp_path / "store-log" / "validation.jsonl").read_text().splitlines()
-        found = {e["committed"]: e["loss"] for e in map(json.loads, lines[1:])}
+        evals = lines(tmp_path / "store-log", "validation.jsonl")
+        found = {one["committed"]: one["loss"] for one in evals[1:]}
         record = tmp_path / "store/checkpoints/best/commit.json"
         best = json.loads(record.read_text())["step"]
         assert found[best] == min(found.values())

@@ -29,7 +29,6 @@ SETTINGS += "--warmup-steps 1 --seed 7 --validation 0.2"
 
 
 def trained(place, *words):
-    """Runs the trainer with the store and the data of a place; returns its status."""
     files = [*SETTINGS.split()]
     files += ["--store", place / "store", "--log-dir", place / "log"]
     files += ["--data", place / "data.jsonl"]
@@ -39,13 +38,11 @@ def trained(place, *words):
 
 
 def losses(place):
-    """Returns the losses of a run by step."""
     lines = (place / "log" / "metrics.jsonl").read_text().splitlines()
     return {line["step"]: line["loss"] for line in map(json.loads, lines)}
 
 
 def unpacked(place):
-    """Unpacks the golden store; returns the record."""
     with tarfile.open(GOLDEN) as archive:
         archive.extractall(place, filter="data")
     return json.loads((place / "record.json").read_text())

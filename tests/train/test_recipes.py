@@ -1,31 +1,20 @@
 """Every recipe of docs/recipes starts, and takes what its page says."""
 
-import contextlib
 import json
 from pathlib import Path
 
 import pytest
 import recipe_sizes
 from hub_folders import write_folder
-from jaxinf_models import MODELS
-from jaxinf_models.bert import BertConfig
-from jaxinf_models.llama import LlamaConfig
-from jaxinf_models.t5 import T5Config
-from jaxinf_models.vit import ViTConfig
 from small_pictures import write_pictures
 
 from jaxinf.train.__main__ import main
 from jaxinf.train.run_file import read_run
 
+pytestmark = pytest.mark.long
+
 PAGE = Path(__file__).parents[2] / "docs" / "recipes" / "index.md"
 RECIPES = {path.stem: path for path in sorted(PAGE.parent.glob("*.toml"))}
-TINY = {
-    "bert": BertConfig(1, 2, 64, 128, 257, 16),
-    "llama": LlamaConfig(257, 64, 1, 2, 2, 32, 128),
-    "t5": T5Config(257, 1, 1, 2, 64, 32, 128, mlp="gated-gelu"),
-    "vit": ViTConfig(1, 2, 64, 128, 8, 4, num_channels=1, num_labels=4),
-}
-SHORT = {"gpt2-xl", "two-drives"}
 ONCE = ["--preset", "nano", "--steps", "2", "--batch-size", "2"]
 ONCE += ["--eval-every", "0"]
 
@@ -33,15 +22,12 @@ ONCE += ["--eval-every", "0"]
 @pytest.fixture
 def small(tmp_path, tiny, text):
     """The flags that make a recipe small, while its model is tiny."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(tiny())
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
-        for name, config in TINY.items():
-            patch.setitem(MODELS[name].presets, "nano", config)
-        yield lambda run: [*ONCE, *_places(run, tmp_path), *_data(run, tmp_path, text)]
+    with tiny() as models:
+        folder = tmp_path, models["llama"]
+        yield lambda run: [*ONCE, *_places(run, *folder), *_data(run, tmp_path, text)]
 
 
-def _places(run, place):
+def _places(run, place, llama):
     words = ["--store", str(place / "store")]
     for number, _ in enumerate(run.csd_root):
         (place / f"drive{number}").mkdir()
@@ -49,7 +35,7 @@ def _places(run, place):
     if run.mode == "stream":
         words += ["--memory", "256MiB"]
     if run.source is not None:
-        write_folder(place / "hf", TINY["llama"])
+        write_folder(place / "hf", llama)
         words += ["--from", str(place / "hf")]
     return words
 
@@ -65,11 +51,7 @@ def _data(run, place, text):
     return [*words, str(place / "a.jsonl")]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n in SHORT else pytest.mark.long) for n in RECIPES],
-)
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_starts_and_takes_what_is_planned(name, small, tmp_path, lines):
     words = small(read_run(RECIPES[name]))
     assert main(["--config", str(RECIPES[name]), *words]) == 0
@@ -92,14 +74,5 @@ def test_a_recipe_starts_and_takes_what_is_planned(name, small, tmp_path, lines)
         assert held == sizes.disk_bytes
 
 
-@pytest.mark.long
 def test_the_page_has_what_is_planned():
     assert recipe_sizes.table([*RECIPES.values()]) in PAGE.read_text()
-
-
-def test_the_page_has_every_recipe():
-    text = PAGE.read_text()
-    for name in RECIPES:
-        assert f"\n## {name}\n" in text
-        assert f":::{{literalinclude}} {name}.toml" in text
-    assert len(RECIPES) >= 8

@@ -1,7 +1,6 @@
 """A run as a file: read, written, and refused."""
 
 import dataclasses
-import re
 import tomllib
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxinf.cli import main as jaxinf_main
 from jaxinf.command_line import UsageError
 from jaxinf.train.__main__ import main
 from jaxinf.train.config import FLAGS, TrainConfig
@@ -173,12 +171,3 @@ def test_the_file_of_a_run_goes_on_with_it(run, losses, tmp_path, tiny, capsys):
     found = [written[name] for name in ("steps", "learning-rate", "seed")]
     assert found == [5, 2e-3, 5]
     assert (log / "config.4.toml").is_file()
-
-
-@pytest.mark.parametrize("words", [["train", "--help"], ["train", "-h"]])
-def test_help_shows_each_flag(capsys, words):
-    with pytest.raises(SystemExit) as ended:
-        jaxinf_main(words)
-    assert ended.value.code == 0
-    listed = re.findall(r"(?m)^\W{1,3}(--\w[\w-]+)", capsys.readouterr().out)
-    assert sorted(listed) == sorted(f"--{name}" for name in FLAGS)

@@ -15,6 +15,8 @@ import pytest
 
 import jaxinf
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def start(text, tmp_path):
@@ -41,7 +43,6 @@ def start(text, tmp_path):
         process.communicate()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_commits_and_resumes(
     start, run, losses, uninterrupted, tmp_path, number
@@ -70,7 +71,6 @@ def test_signal_commits_and_resumes(
     assert losses(tmp_path / "store-log") == uninterrupted[: step + 3]
 
 
-@pytest.mark.long
 def test_killed_run_has_each_line_once(start, run, losses, uninterrupted, tmp_path):
     process, metrics = start(5), tmp_path / "store-log/metrics.jsonl"
     # A thread writes the lines.
@@ -84,7 +84,6 @@ def test_killed_run_has_each_line_once(start, run, losses, uninterrupted, tmp_pa
     assert losses(tmp_path / "store-log") == uninterrupted[: step + 2]
 
 
-@pytest.mark.long
 def test_second_signal_ends_at_once(start):
     process = start(1)
     process.send_signal(signal.SIGTERM)

@@ -11,8 +11,6 @@ from jaxinf.train.data.texts import load_texts
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes a file: bytes, text, or records as JSON lines; returns its path."""
-
     def call(name, content):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)

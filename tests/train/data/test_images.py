@@ -27,8 +27,6 @@ def all_rows(rows):
 
 @pytest.fixture
 def classify(load):
-    """Loads images for a model of this shape."""
-
     def call(*paths, shape=(4, 4, 3), **options):
         return load(*paths, task="classification", image_shape=shape, **options)
 
@@ -37,7 +35,6 @@ def classify(load):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two classes with two images each, of the models' shape."""
     root = tmp_path / "pictures"
     for label, name in enumerate(("cat", "dog")):
         (root / name).mkdir(parents=True)

@@ -17,11 +17,6 @@ from jaxinf.train.data.files import PLAIN_TEXT, Record, find_files, read_records
 PAIRS = [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(40)]
 
 
-def word_tokenizer(folder, *special, **config):
-    words = ["text", "number", *map(str, range(40))]
-    return word_level(folder, words, *special, **config)
-
-
 def tokens_of(rows):
     return np.concatenate([rows[n]["tokens"] for n in range(len(rows))])
 
@@ -38,14 +33,13 @@ def test_the_tail_of_a_text_is_held_out(load, write):
 def test_documents_begin_and_end_as_their_tokenizer_has_it(
     load, write, tmp_path, begins
 ):
-    special = {"bos_token": "<s>", "eos_token": "</s>"}
     processor = tokenizers.processors.TemplateProcessing(
         single="<s> $A </s>", pair="<s> $A </s> $B </s>",
         special_tokens=[("<s>", 43), ("</s>", 44)],
     ) if begins else None  # fmt: skip
-    folder = word_tokenizer(
-        tmp_path / "t", "<s>", "</s>", processor=processor, **special
-    )
+    special = {"bos_token": "<s>", "eos_token": "</s>", "processor": processor}
+    words = ["text", "number", *map(str, range(40))]
+    folder = word_level(tmp_path / "t", words, "<s>", "</s>", **special)
     start, end = ([43], [44]) if begins else ([], [])
 
     def first(records, **options):
@@ -133,18 +127,13 @@ def texts(path):
     return [record.fields["text"] for record in read_records(path, USED)]
 
 
-def test_plain_text(write):
-    (record,) = read_records(write("a.txt", b"one\ntwo\xff"), USED)
-    assert record.fields == {PLAIN_TEXT: b"one\ntwo\xff"}
-    assert list(read_records(write("empty.txt", ""), USED)) == []
-
-
 def test_a_byte_order_mark_is_no_data(write):
     rows = [{"text": f"line {n}\u2028ü"} for n in range(9)]
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     for name, text, found in (
         ("a.JSONL", lines, rows),
         ("a.txt", "line one\nü\n", [{PLAIN_TEXT: "line one\nü\n".encode()}]),
+        ("empty.txt", "", []),
     ):
         for mark in (b"", b"\xef\xbb\xbf"):
             path = write(name, mark + text.encode())

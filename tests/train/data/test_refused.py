@@ -60,11 +60,7 @@ TASKS = [
     (TEXTS, "seq2seq", r"a.jsonl:1: --task seq2seq expects prompts.* has text"),
     (TEXTS, "classification", "expects a text and its label, --data has text"),
     (PAIRS, "masked-lm", "--task masked-lm expects text, --data has prompts"),
-    (
-        LABELLED,
-        "causal-lm",
-        "expects text or prompts .*has a text and its label; give --task clas",
-    ),
+    (LABELLED, "causal-lm", "text or prompts .*has a text and its label; give --ta"),
     ([], "causal-lm", r"expected text, found 1 file\(s\) without a record"),
     (PAIRS[:1], "causal-lm", "expected at least one validation example"),
     (TEXTS[:1], "causal-lm", r"seq_len \+ 1 = 9 tokens of validation text, got 1"),
@@ -73,20 +69,12 @@ TASKS = [
     ([ONE, TWO], "classification", r":2: expected 'text_pair' in all.*:1"),
     ([TWO, TWO], "classification", r"a.jsonl:1: expected one text, found two"),
 ]
-ROWS = [
-    *(("a.jsonl", [one], "causal-lm", f"a.jsonl:1.*{m}") for one, m in RECORDS),
-    *(
-        (
-            "a.jsonl",
-            b'{"text": "one"}\n' + one + b"\n",
-            "causal-lm",
-            f"a.jsonl:2: .*{m}",
-        )
-        for one, m in LINES
-    ),
-    *((name, content, "causal-lm", message) for name, content, message in FILES),
-    *(("a.jsonl", *row) for row in TASKS),
-]
+ROWS = [("a.jsonl", [one], "causal-lm", f"a.jsonl:1.*{m}") for one, m in RECORDS]
+for one, message in LINES:
+    content = b'{"text": "one"}\n' + one + b"\n"
+    ROWS.append(("a.jsonl", content, "causal-lm", f"a.jsonl:2: .*{message}"))
+ROWS += [(name, content, "causal-lm", message) for name, content, message in FILES]
+ROWS += [("a.jsonl", *row) for row in TASKS]
 
 
 @pytest.mark.parametrize(
