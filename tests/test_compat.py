@@ -1,10 +1,14 @@
-"""Private parts of JAX are where `jaxinf.compat` looks for them."""
+"""Bounds of dependencies, and private parts of JAX where `jaxinf.compat` looks."""
 
 import importlib
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import pytest
+from packaging.requirements import Requirement
 
 from jaxinf import compat
 from jaxinf.compat import processes
@@ -25,3 +29,25 @@ def test_the_coordination_service_is_where_it_is_looked_for():
     client = importlib.import_module("jax._src.lib")._jax.DistributedRuntimeClient
     used = "key_value_set blocking_key_value_get key_value_dir_get"
     assert not set(used.split()) - set(dir(client))
+
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+READERS = {"orbax-checkpoint", "safetensors", "zarr"}
+BOUNDED = [
+    *map(Requirement, PROJECT["dependencies"]),
+    *map(Requirement, PROJECT["optional-dependencies"]["data"]),
+    *(
+        requirement
+        for requirement in map(Requirement, PROJECT["optional-dependencies"]["test"])
+        if requirement.name in READERS
+    ),
+]
+
+
+@pytest.mark.parametrize("requirement", BOUNDED, ids=lambda r: r.name)
+def test_a_dependency_has_bounds_that_the_suite_runs_within(requirement):
+    operators = {specifier.operator for specifier in requirement.specifier}
+    assert operators - {"!="} == {">=", "<"}, f"{requirement}: see docs/dependencies.md"
+    found = version(requirement.name)
+    assert found in requirement.specifier

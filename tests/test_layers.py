@@ -66,18 +66,14 @@ def files_of(part):
     return [path for path in SOURCES if part_of(path) == part]
 
 
-def parts_imported(path):
-    names = [name.split(".") for name in imported(path)]
-    return {n[1] for n in names if n[0] == "jaxinf" and len(n) > 1 and n[1] in PLACE_OF}
-
-
 @pytest.mark.parametrize("part", PARTS)
 def test_imports_go_downward(part):
     assert part in PLACE_OF, f"{part} has no floor: docs/architecture.md and FLOORS"
     for path in files_of(part):
         relative = {name for name in imported(path) if name.startswith(".")}
         assert not relative, f"{path}: imports {', '.join(relative)}"
-        for other in parts_imported(path) - {part}:
+        used = {n.split(".")[1] for n in imported(path) if n.startswith("jaxinf.")}
+        for other in used & {*PLACE_OF} - {part}:
             assert PLACE_OF[other] < PLACE_OF[part], f"{path}: {part} imports {other}"
 
 

@@ -42,9 +42,6 @@ def test_arrays_that_a_kernel_does_not_take_are_refused(tmp_path):
     chunk.close()
 
 
-# --- sparse gradients --------------------------------------------------------------
-
-
 @pytest.mark.parametrize("codec", ["", "int8"])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("num", [1, 1023, 1024, 1025, 5000])

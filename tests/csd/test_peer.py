@@ -99,7 +99,6 @@ def test_a_file_system_without_direct_io(drive, monkeypatch):
 
 @pytest.fixture
 def written(tmp_path):
-    """Makes chunks that are on their drive."""
     made = []
 
     def make(*arguments, **options):
@@ -157,9 +156,6 @@ def test_what_the_host_puts_is_written(written):
     np.testing.assert_array_equal(chunk.csd.view(chunk.buffer, extent), values)
     chunk.csd.write([Transfer(chunk.buffer, extent, file)])
     np.testing.assert_array_equal(np.fromfile(file, np.float32)[:1500], values)
-
-
-# --- memory and workers ------------------------------------------------------------
 
 
 def test_a_card_that_gives_no_more(tmp_path, monkeypatch):

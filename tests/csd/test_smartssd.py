@@ -23,9 +23,7 @@ ROOT_PORT, UP = "0000:3a:00.0", "0000:3b:00.0"
 
 
 class Sysfs:
-    """A tree like the kernel's, with SmartSSDs behind switches."""
-
-    def __init__(self, path: Path):
+    def __init__(self, path):
         self.path = path
         (path / "bus/pci/drivers/xocl").mkdir(parents=True)
         (path / "dev/block").mkdir(parents=True)
@@ -66,7 +64,6 @@ def sysfs(tmp_path):
 
 
 def switch(number):
-    """The addresses of a SmartSSD's drive and of its FPGA."""
     up = f"0000:{number:02x}:00.0"
     drive = (
         ROOT_PORT,
@@ -127,7 +124,6 @@ KERNELS = "jaxinf_sgd_f32_update_f32\njaxinf_sgd_bf16_bf16_f32\n"
 
 @pytest.fixture
 def runtime(monkeypatch, tmp_path):
-    """Imitates a machine with XRT; returns the path of an xclbin."""
     for user in (xrt, smartssd):
         monkeypatch.setattr(user, "load_runtime", EmulatedXrt)
     monkeypatch.setattr(xrt, "_OPEN", {})
@@ -168,9 +164,7 @@ def test_a_card_is_opened_once_in_a_process(runtime, tmp_path):
     assert len(xrt._OPEN) == 1
     other = tmp_path / "other.xclbin"
     other.write_text(KERNELS)
-    with pytest.raises(
-        CsdError, match=r"expected the xclbin that is open in this process, .*kernels"
-    ):
+    with pytest.raises(CsdError, match="the xclbin that is open in this process"):
         opened(f"smartssd:devices=1,xclbin={other}", [tmp_path])
 
 
@@ -223,14 +217,11 @@ def test_no_xclbin(runtime, tmp_path, monkeypatch):
     [
         ([need(optax.lion(0.1), ("", ""))], "no kernel jaxinf_lion_f32_update_f32"),
         ([need(dtype=np.float16)], "has no kernel jaxinf_sgd_f16_f16_f32"),
-        (
-            [need(), need(sent=ml_dtypes.bfloat16)],
-            "has no kernel jaxinf_sgd_bf16_update_f32_topk",
-        ),
+        ([need(sent=ml_dtypes.bfloat16)], "no kernel jaxinf_sgd_bf16_update_f32_topk"),
         ([need(optax.adadelta(0.1), ("", "", ""))], r"layer/w: .*no kernel for"),
         (
             [need(optax.adam(0.1), ("", "bf16", "int8"))],
-            r"leaf layer/w: .*as bf16, int8; use csd=",
+            r"w: .*as bf16, int8; use cs",
         ),
         ([need(codecs=("bf16",))], "found params as bf16"),
     ],

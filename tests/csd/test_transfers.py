@@ -26,7 +26,6 @@ def pages(num_bytes):
 
 
 def memory(transfer):
-    """The buffer's bytes of a transfer."""
     first = transfer.extent.buffer_offset_bytes
     return transfer.buffer.memory.array[first : first + transfer.extent.num_bytes]
 

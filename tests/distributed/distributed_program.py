@@ -23,7 +23,6 @@ import optax
 import small_stores
 from inject import at_call, die, interrupt, stop
 from jax import lax
-from jax.experimental.multihost_utils import reached_preemption_sync_point
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -86,7 +85,6 @@ def parsed(arguments):
     parser.add_argument("--stop", help="POINT:NUMBER: until SIGCONT")
     parser.add_argument("--interrupt", type=int, help="Ctrl-C at this gradient")
     parser.add_argument("--fail", help="STEP:CALL:PATH: EIO from then on")
-    parser.add_argument("--stops", action="store_true", help="after SIGTERM")
     parser.add_argument("--pace", type=float, default=0, help="seconds between steps")
     return parser.parse_args(arguments)
 
@@ -172,15 +170,12 @@ def begin(given):
 
 
 class Loop(NamedTuple):
-    """What a loop over steps needs, whatever makes the steps."""
-
     step: Any  # of a batch: the loss
     state: Any  # the last one, for a checkpoint and to wait for
     carried: Any = None  # what the last step carried
 
 
 def updating(given, store, mesh, params, shardings, compress):
-    """Steps of `smart_update`."""
     clip = optax.clip_by_global_norm(1.0)
     tx = optax.chain(clip, optax.adamw(1e-3))
     tx = jaxinf.smart_update(tx, store, compress=compress, shardings=shardings)
@@ -216,7 +211,6 @@ def updating(given, store, mesh, params, shardings, compress):
 
 
 def streaming(given, step, params, batch):
-    """Steps of `jaxinf.stream`."""
     if given.init == "traced":
         shardings = jax.tree.map(lambda x: x.sharding, params)
         dtype = jnp.dtype(given.dtype)
@@ -271,8 +265,6 @@ def train(given, store, loop, mesh, dtype):
     print(f"at {first}", flush=True)
     last = given.steps if given.more is None else first + given.more
     for number in range(first, last):
-        if given.stops and reached_preemption_sync_point(number):
-            break
         time.sleep(given.pace)
         if given.fail and number == int(given.fail.split(":")[0]):
             _, call, path = given.fail.split(":")  # see tests/faults/shim.c

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ PROGRAM = Path(__file__).with_name("distributed_program.py")
 _TIMEOUT_S = 600 if LONG else 150
 
 
-def free_port() -> int:
+def free_port():
     """Returns a port that no connection gets before the program listens there.
 
     The system gives connections, such as those of other programs, higher ones.
@@ -31,7 +30,7 @@ def free_port() -> int:
             return port
 
 
-def environment(num_devices: int) -> dict[str, str]:
+def environment(num_devices):
     return {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
@@ -44,27 +43,20 @@ def environment(num_devices: int) -> dict[str, str]:
 class Processes:
     """The processes of one program, each with the same arguments and some of its own.
 
-    Args:
-      place: directory for their output.
-      arguments: of every process.
-      count: number of processes.
-      num_devices: JAX devices of each.
-      own: further arguments by process.
-      program: its file.
-      variables: environment variables of all, besides the usual ones.
+    Their output is in files in `place`.
     """
 
     def __init__(
         self,
-        place: Path,
-        arguments: Sequence[object],
+        place,
+        arguments,
         *,
-        count: int = 2,
-        num_devices: int = 1,
-        own: dict[int, list[str]] | None = None,
-        program: Sequence[object] = (PROGRAM,),
-        variables: dict[str, str] | None = None,
-    ) -> None:
+        count=2,
+        num_devices=1,
+        own=None,
+        program=(PROGRAM,),
+        variables=None,
+    ):
         address = f"localhost:{free_port()}"
         self.files = [place / f"output-{number}" for number in range(count)]
         self.all = []
@@ -82,7 +74,7 @@ class Processes:
                     )
                 )
 
-    def wait(self, timeout_s: float = _TIMEOUT_S) -> list[int]:
+    def wait(self, timeout_s=_TIMEOUT_S):
         """Returns the exit statuses; fails if the processes do not end in time."""
         until_s = time.monotonic() + timeout_s
         for one in self.all:
@@ -93,8 +85,7 @@ class Processes:
                 raise AssertionError(f"no end in {timeout_s} s:\n{self}") from None
         return [one.returncode for one in self.all]
 
-    def wait_for(self, text: str, number: int = 0, timeout_s: float = 120) -> None:
-        """Waits for a text in a process's output."""
+    def wait_for(self, text, number=0, timeout_s=120):
         until_s = time.monotonic() + timeout_s
         while text not in self.output(number):
             if self.all[number].poll() is not None or time.monotonic() > until_s:
@@ -102,24 +93,24 @@ class Processes:
                 raise AssertionError(f"{text!r} was not printed:\n{self}")
             time.sleep(0.02)
 
-    def output(self, number: int) -> str:
+    def output(self, number):
         return self.files[number].read_text()
 
-    def outputs(self) -> list[str]:
+    def outputs(self):
         return [self.output(number) for number in range(len(self.all))]
 
-    def kill(self) -> None:
+    def kill(self):
         for one in self.all:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(one.pid, signal.SIGKILL)
             one.wait()
 
-    def __str__(self) -> str:
+    def __str__(self):
         return "\n".join(f"-- {n}\n{text}" for n, text in enumerate(self.outputs()))
 
 
 @contextlib.contextmanager
-def running(place: Path, *arguments: object, **options) -> Iterator[Processes]:
+def running(place, *arguments, **options):
     """Starts processes; at the end none of them, nor a child of theirs, is left."""
     found = Processes(place, arguments, **options)
     try:
@@ -128,14 +119,13 @@ def running(place: Path, *arguments: object, **options) -> Iterator[Processes]:
         found.kill()
 
 
-def ran(place: Path, *arguments: object, **options) -> Processes:
-    """Returns processes that have ended well; at the end none of them is left."""
+def ran(place, *arguments, **options):
     with running(place, *arguments, **options) as found:
         assert found.wait() == [0] * len(found.all), found
     return found
 
 
-def run_alone(*arguments: object, num_devices: int) -> str:
+def run_alone(*arguments, num_devices):
     """Runs the program in one process with all devices; returns its output."""
     result = subprocess.run(
         [sys.executable, str(PROGRAM), *map(str, arguments)],
@@ -149,21 +139,19 @@ def run_alone(*arguments: object, num_devices: int) -> str:
     return result.stdout
 
 
-def losses(output: str) -> dict[int, str]:
-    """Returns the bits of each printed loss, by step."""
+def losses(output):
     return {
         int(step): bits for step, bits in re.findall(r"^loss (\d+) (\w+)", output, re.M)
     }
 
 
-def line(output: str, name: str) -> str:
-    """Returns what a program has printed behind a name."""
+def line(output, name):
     found = re.search(rf"^{name} (.*)", output, re.M)
     assert found, output
     return found[1]
 
 
-def assert_nearly(found: dict[int, str], expected: dict[int, str]) -> None:
+def assert_nearly(found, expected):
     """Compares losses of sums in another order."""
     assert found.keys() == expected.keys()
     values = [

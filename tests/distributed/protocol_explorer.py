@@ -7,7 +7,6 @@ part.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxinf.errors import ProcessError
@@ -67,12 +66,7 @@ class _State(NamedTuple):
     going_on: Any = None  # the agreed step, while members recover
 
 
-def explore(
-    num_members: int,
-    num_steps: int,
-    num_crashes: int,
-    commit: Sequence[Any] = tuple(CommitAction),
-) -> Explored:
+def explore(num_members, num_steps, num_crashes, commit=tuple(CommitAction)):
     """Visits every state; raises `Violation` at the first that breaks a promise."""
     actions = (UNPUBLISH, WRITE, *commit)
     first = StepId(0, "0")
@@ -94,7 +88,7 @@ def explore(
     return Explored(len(seen), num_recoveries)
 
 
-def _steps(state, actions, num_steps) -> Iterator[_State]:
+def _steps(state, actions, num_steps):
     for number, member in enumerate(state.members):
         moved = None
         if state.going_on is not None:
@@ -121,13 +115,13 @@ def _steps(state, actions, num_steps) -> Iterator[_State]:
             yield settled._replace(going_back=everyone)
 
 
-def _with(state, number, member) -> _State:
+def _with(state, number, member):
     members = list(state.members)
     members[number] = member
     return state._replace(members=tuple(members))
 
 
-def _may(state, number, actions) -> bool:
+def _may(state, number, actions):
     """Whether a member may act: at a meeting it waits until all others came or left."""
     member = state.members[number]
     if actions[member.place] is not CommitAction.MEET:
@@ -136,7 +130,7 @@ def _may(state, number, actions) -> bool:
     return all((other.step.step, other.place) >= meeting for other in state.members)
 
 
-def _acted(member, action, session) -> _Member:
+def _acted(member, action, session):
     new = StepId(member.step.step + 1, str(session))
     target = 1 - member.current
     slot, own = member.slots[target], member.slots[member.current]
@@ -157,19 +151,19 @@ def _acted(member, action, session) -> _Member:
     return member._replace(slots=slots)
 
 
-def _crashes(state) -> Iterator[tuple[_Member, ...]]:
+def _crashes(state):
     """Yields what may be left of each member; a mere kill loses nothing."""
     return itertools.product(*map(_left, state.members))
 
 
-def _left(member) -> list[_Member]:
+def _left(member):
     found = []
     for slots in itertools.product(*map(_left_of_slot, member.slots)):
         found.append(_Member(0, member.current, tuple(slots)))
     return found
 
 
-def _left_of_slot(slot) -> list[_Slot]:
+def _left_of_slot(slot):
     records = {slot.record, slot.old_record or slot.record}
     data = {slot.data}
     if slot.old_data is not None:
@@ -177,7 +171,7 @@ def _left_of_slot(slot) -> list[_Slot]:
     return [_Slot(d, r) for d in data for r in records]
 
 
-def _recovered(members, state) -> list[_State]:
+def _recovered(members, state):
     """Returns the state in which members go on; checks what they are promised."""
     published = max(member.step for member in state.members)
     try:
@@ -195,7 +189,7 @@ def _recovered(members, state) -> list[_State]:
     return [_State(tuple(members), state.session + 1, frozenset(), step)]
 
 
-def _can_go_back(state) -> bool:
+def _can_go_back(state):
     """Whether all members have one step in their spare slots, verified as a whole."""
     spares = [member.slots[1 - member.current] for member in state.members]
     first = spares[0].record

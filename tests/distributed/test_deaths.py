@@ -7,7 +7,6 @@ import time
 import pytest
 from families import LONG
 from processes import losses, ran, running
-from shim import built_shim
 
 pytestmark = pytest.mark.optimized("long")
 
@@ -68,34 +67,6 @@ def test_a_process_that_is_stopped_is_named_and_nothing_is_half_committed(
     assert found[0] == found[1]
     assert 2 <= min(found[0]) <= 4, after
     assert all(bits == expected[step] for step, bits in found[0].items()), after
-
-
-def test_a_drive_error_of_one_process_reaches_all_with_its_cause(tmp_path):
-    variables = {"LD_PRELOAD": str(built_shim(tmp_path))}
-    own = {1: ["--fail", "2:pwritev:params.up"]}
-    arguments = (tmp_path / "store", *PACE)
-    with running(tmp_path, *arguments, own=own, variables=variables) as processes:
-        for number in (0, 1):
-            assert seconds_to_end(processes, number) not in (0, None), processes
-            assert "in a collective" not in processes.output(number), (
-                processes.outputs()
-            )
-            assert max(losses(processes.output(number))) <= 3, processes
-        why = r"process-00001/\S+/params.up/\S+: write at byte \d+ failed: Input/output"
-        assert re.search(f"StoreIOError: .*{why}", processes.output(1)), processes
-        told = f"another process of the run failed: process 1: StoreIOError: .*{why}"
-        assert re.search(f"ProcessError: .*{told}", processes.output(0)), processes
-
-
-def test_all_stop_after_one_step_when_one_gets_sigterm(tmp_path):
-    arguments = (tmp_path / "store", "--stops", *PACE)
-    with running(tmp_path, *arguments) as processes:
-        processes.wait_for("loss 2", 1)
-        processes.all[1].send_signal(signal.SIGTERM)
-        assert processes.wait() == [0, 0], processes
-        found = [losses(output) for output in processes.outputs()]
-    assert found[0] == found[1]
-    assert 2 <= max(found[0]) < 39
 
 
 @only_long

@@ -23,13 +23,12 @@ TINY = {"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 16}
 TINY |= {"n_positions": 16, "vocab_size": 257}
 
 
-def lines(file: Path) -> list[dict]:
+def lines(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A tiny model, and how it is trained."""
     file = tmp_path_factory.mktemp("model") / "config.json"
     file.write_text(json.dumps(TINY))
     return ("--preset", file, *SMALL)
@@ -81,17 +80,6 @@ def test_all_stop_after_the_step_in_which_one_gets_a_signal(small, tmp_path, mod
         expected = trained(tmp_path, "alone", *one, count=1, num_devices=2)
         found = [line["loss"] for line in own[0] + again[-2:]]
         assert [line["loss"] for line in expected] == found
-
-
-def test_a_batch_that_does_not_divide_is_refused(small, tmp_path):
-    store = tmp_path / "store"
-    arguments = (*small, "--batch-size", 6, "--store", store, "--steps", 1)
-    shape = {"count": 1, "num_devices": 4}
-    with running(tmp_path, *arguments, program=TRAINER, **shape) as processes:
-        assert processes.wait() == [2], processes
-        text = "--batch-size: expected a multiple of the 4 JAX devices"
-        assert text in processes.output(0), processes
-    assert not list(tmp_path.glob("store/**/jaxinf.json"))
 
 
 def test_an_export_beside_several_processes_is_refused(small, tmp_path):

@@ -56,14 +56,6 @@ def test_an_export_of_the_whole_is_one_that_stock_readers_open(
     file.write_bytes(before)
 
 
-def flip_as_a_kill_would(member):
-    """Leaves a member at the step before, as if it had died before its own flip."""
-    current = member / "current"
-    slot = current.readlink().name
-    current.unlink()
-    current.symlink_to(f"slots/{'b' if slot == 'a' else 'a'}")
-
-
 def test_checkpoints_of_the_whole_are_listed_restored_and_removed(trained, capsys):
     run, _ = trained
     arguments = (run, "--layout", "mixed", "--more", 1)
@@ -81,7 +73,10 @@ def test_checkpoints_of_the_whole_are_listed_restored_and_removed(trained, capsy
         processes = ran(run.parent, *arguments)
         assert f"at {step}\n" in processes.output(1)
         losses.append(re.findall("^loss.*", processes.output(0), re.M))
-        flip_as_a_kill_would(run / "process-00001")
+        current = run / "process-00001/current"  # as if it had died before its flip
+        slot = current.readlink().name
+        current.unlink()
+        current.symlink_to(f"slots/{'b' if slot == 'a' else 'a'}")
         assert main(["checkpoint", "restore", str(run), "early"]) == 1
         assert "in no checkpoint" in capsys.readouterr().err
         words = ["checkpoint", "restore", str(run), "early", "--discard-current"]

@@ -1,23 +1,23 @@
-"""Compiled kernels: their origin, arguments and fallback."""
+"""Compiled kernels: origin, arguments, first state, work beside the update, cache."""
 
 import os
 import shutil
-import time
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from jaxinf.errors import UnsupportedTransformError
-from jaxinf.kernels import compiled
+from jaxinf.kernels import Passage, compiled, initialise
+from jaxinf.kernels.calls import stored_arrays
 from jaxinf.kernels.compiled import compile_kernel, standard_kernels
 from jaxinf.kernels.emitter import emit
 from jaxinf.kernels.lowering import lower
 from jaxinf.native import toolchain
-from jaxinf.program import trace_update
+from jaxinf.program import trace_init, trace_update
 
 pytestmark = pytest.mark.optimized
 
@@ -31,13 +31,7 @@ def kernel_of(tx, num_leaves=1):
     return trace_update(tx, [jnp.zeros(8)] * num_leaves).leaves[0].kernel
 
 
-def unusual_kernel(factor=3.0):
-    """Makes the kernel of an optimizer that the package does not contain."""
-    return kernel_of(optax.chain(optax.clip(factor), optax.scale(-0.1)))
-
-
 def chunk(kernel, num, seed=0, dtype=np.float32):
-    """Keyword arguments of a run."""
     rng = np.random.default_rng(seed)
     arrays = [np.abs(rng.standard_normal(num, np.float32)) for _ in kernel.slots]
     return {
@@ -217,6 +211,99 @@ def assert_same_bits_or_nan(found, expected):
         np.testing.assert_array_equal(*(w[~n] for w, n in zip(words, nan, strict=True)))
 
 
+# ---- denormals, the first state, params of the caller
+
+
+def test_denormals_are_flushed():
+    """`test_bits.py` has them in every kernel; and flushing ends with the call."""
+    shrink = trace_update(optax.scale(0.5), jnp.zeros(8)).leaves[0].kernel
+    tiny, out = np.float32(1e-40), np.zeros(5, np.float32)
+    gradient = np.array([1.5e-38, -1.5e-38, 4e-38, 0, np.nan], np.float32)
+    params = np.array([0, tiny, -4e-38, tiny, 1], np.float32)
+    compiled(shrink).run(gradient=gradient, params=params, out=out)
+    np.testing.assert_array_equal(out, np.float32([0, 0, 2e-38, 0, np.nan]))
+    np.testing.assert_array_equal(params, np.float32([0, 0, -2e-38, 0, np.nan]))
+    assert np.float32(1e-30) * np.float32(1e-10) > 0
+
+
+def test_initial_state_is_elementwise_in_the_params():
+    def init(params):
+        return {
+            "half": jax.tree.map(lambda p: (0.5 * p).astype(jnp.bfloat16), params),
+            "index": jax.tree.map(
+                lambda p: jnp.arange(p.size, dtype=p.dtype).reshape(p.shape), params
+            ),
+            "count": jnp.int32(3),
+            "key": jax.random.key(1),
+        }
+
+    tx = optax.GradientTransformation(init, lambda u, s, p=None: (u, s))
+    params = {"w": jnp.ones((2, 3), jnp.bfloat16)}
+    program = trace_init(tx, params)
+    scalar_state, (inputs,) = jax.jit(program.prologue)(jax.tree.leaves(params))
+    kernel = program.leaves[0].kernel
+    half, index = np.empty(6, BFLOAT16), np.empty(6, np.float32)
+    initialise(
+        kernel,
+        params=np.full(6, 3, np.float32), slots=[half, index],
+        scalars=inputs.scalars, arrays=[np.ravel(a) for a in inputs.arrays],
+    )  # fmt: skip
+
+    assert (half == 1.5).all()
+    np.testing.assert_array_equal(index, np.arange(6))
+    assert any("params" in line for line in kernel.describe())
+    assert [str(x.dtype) for x in scalar_state] == ["int32", "key<fry>"]
+    assert program.layout.scalar_paths == ("['count']", "['key']")
+
+
+def test_a_first_state_of_literals_and_params_needs_no_kernel(monkeypatch):
+    monkeypatch.setattr(toolchain, "find_compiler", lambda: None)
+
+    def init(params):
+        return {"copy": params, "zero": jnp.zeros_like(params, jnp.bfloat16)}
+
+    tx = optax.GradientTransformation(init, lambda u, s, p=None: (u, s))
+    kernel = trace_init(tx, jnp.zeros(6)).leaves[0].kernel
+    params = np.arange(6, dtype=np.float32)
+    slots = copy, zero = [np.full(6, 7, dtype) for dtype in kernel.slot_dtypes]
+    initialise(kernel, params=params, slots=slots)
+    np.testing.assert_array_equal(copy, params)
+    assert not zero.any()
+
+
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "adamw": optax.adamw(1e-2),
+    "three slots": optax.rmsprop(0.1, centered=True, momentum=0.9),
+    "frozen": optax.set_to_zero(),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("num", "offset"),  # in elements, of the result's memory from a cache line
+    [(1, 0), (513, 0), (5000, 0), ((1 << 18) + 5, 0), (1 << 18, 1), (1 << 18, 4)],
+)
+def test_given_params_stand_for_those_in_the_buffer(name, num, offset):
+    kernel = kernel_of(OPTIMIZERS[name], num_leaves=2)
+    run = compiled(kernel).run
+    plain, given = chunk(kernel, num), chunk(kernel, num)
+    run(passage=Passage(), **plain)
+    # The caller's params are also where the new ones go.
+    memory = np.zeros(num + 32, np.float32)
+    first = -(memory.ctypes.data // 4) % 16 + offset
+    device = memory[first : first + num]
+    device[...] = given["params"]
+    given["params"][...] = np.nan
+    given["out"] = device
+    run(passage=Passage(given=device, wants_params=True), **given)
+    assert_same_bits(*(stored_arrays(x["params"], x["slots"]) for x in (given, plain)))
+    np.testing.assert_array_equal(device, plain["params"])
+    assert not memory[:first].any()
+    assert not memory[first + num :].any()
+
+
 # ---- the cache
 
 
@@ -227,7 +314,7 @@ def test_a_kernel_is_compiled_once(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXINF_CACHE_DIR", str(tmp_path / "cache"))
 
     def make(factor):
-        kernel = unusual_kernel(factor)
+        kernel = kernel_of(optax.chain(optax.clip(factor), optax.scale(-0.1)))
         return kernel, compile_kernel(kernel, level=LEVELS[0], compiler=str(script))
 
     for factor in (3.0, 3.0, 4.0):  # a literal is an argument
@@ -239,23 +326,6 @@ def test_a_kernel_is_compiled_once(tmp_path, monkeypatch):
     found.run(**arguments)
     expected = np.float32(-0.1) * np.clip(arguments["gradient"], -4, 4)
     assert_same_bits([arguments["out"]], [expected])
-
-
-def test_of_several_threads_one_compiles_a_kernel(monkeypatch):
-    made = []
-
-    def slow(kernel, *, level):
-        time.sleep(0.1)
-        made.append(level)
-        return object()
-
-    monkeypatch.setitem(compiled.__globals__, "compile_kernel", slow)
-    with ThreadPoolExecutor(4) as threads:
-        found = {*threads.map(compiled, [unusual_kernel(7.0)] * 4)}
-    assert (len(found), len(made)) == (1, 1)
-
-
-# ---- without a compiled form
 
 
 def test_kernels_of_narrow_integers_are_refused():

@@ -35,12 +35,6 @@ extern "C" __attribute__((visibility("default"))) void jaxinf_entry(
 """
 
 
-def in_numpy(bits):
-    rounded, remainders = np.zeros(bits.size, BF16), np.zeros(bits.size, np.int16)
-    encode_split(bits.view(np.float32), rounded, remainders)
-    return rounded, remainders, decode_split(rounded, remainders).view(np.uint32)
-
-
 @pytest.fixture(scope="module")
 def in_machine_code(tmp_path_factory):
     place = tmp_path_factory.mktemp("codec")
@@ -66,7 +60,9 @@ def in_machine_code(tmp_path_factory):
 def test_every_low_half_comes_back(high, in_machine_code):
     """Rounded to the nearest, ties away from zero."""
     bits = np.uint32(high << 16) | LOWS
-    rounded, remainders, decoded = in_numpy(bits)
+    rounded, remainders = np.zeros(bits.size, BF16), np.zeros(bits.size, np.int16)
+    encode_split(bits.view(np.float32), rounded, remainders)
+    decoded = decode_split(rounded, remainders).view(np.uint32)
     compiled = in_machine_code(bits)
     for mine, theirs in zip((rounded, remainders, decoded), compiled, strict=True):
         assert mine.tobytes() == theirs.tobytes()
@@ -85,7 +81,6 @@ def test_every_low_half_comes_back(high, in_machine_code):
 
 
 def coded(values, remainders=True):
-    """Returns master params in the form of a kernel's argument."""
     rest = np.zeros(values.size, np.int16) if remainders else None
     slot = CodedSlot(np.zeros(values.size, BF16), rest, 5)
     slot.encode(values)

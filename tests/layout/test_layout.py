@@ -108,26 +108,6 @@ def test_grid_obeys_the_rules(sharded, max_elements):
         assert math.prod(grid.chunk_shape) % UNIT == 0
 
 
-def test_bad_shard_counts():
-    with pytest.raises(ValueError, match=r"dimension 0 of length 50257 .* 4 shards"):
-        choose_grid((50257, 768), shard_counts=(4, 1))
-
-
-@pytest.mark.parametrize(
-    ("shape", "chunk_shape", "message"),
-    [
-        ((4, 4), (4,), "has 1 lengths"),
-        ((4,), (0,), "and of a chunk >= 1"),
-        ((-1,), (4,), "lengths >= 0"),
-        ((4, 5), (2, 4), "pads dimension 1 between real elements"),
-        ((5, 5), (8, 8), "pads dimension 1 between real elements"),
-    ],
-)
-def test_impossible_grids_are_refused(shape, chunk_shape, message):
-    with pytest.raises(ValueError, match=message):
-        LeafGrid(shape, chunk_shape)
-
-
 # --- chunks --------------------------------------------------------------------------
 
 

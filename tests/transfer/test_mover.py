@@ -13,7 +13,19 @@ from dataclasses import dataclass
 import pytest
 
 from jaxinf.errors import StoreClosedError
-from jaxinf.transfer import Compute, Failure, Limits, Load, Mover, Queues, Task, Write
+from jaxinf.transfer import (
+    ByteCounts,
+    ByteMeters,
+    Compute,
+    Failure,
+    Limits,
+    Load,
+    Mover,
+    Queues,
+    Task,
+    Write,
+)
+from jaxinf.transfer.spans import Timeline
 
 PAGE, LONG = 4096, 4 << 20
 """Bytes of a state; a long one is worth a request of its own."""
@@ -315,3 +327,26 @@ def test_no_compute_runs_after_an_interrupt(make, ahead):
     assert isinstance(rig.failure.error, KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         rig.mover.drain()
+
+
+def test_a_drive_that_two_threads_use_is_busy_once():
+    timeline, both, meters = Timeline(), threading.Barrier(2), ByteMeters()
+    before = meters.snapshot()
+
+    def read():
+        with timeline.span("read", drive="/a"):
+            both.wait()
+            time.sleep(0.05)
+        for _ in range(500):
+            meters.add(drive_read_bytes=1)
+
+    began_s = time.perf_counter()
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    wall_s = time.perf_counter() - began_s
+    busy = timeline.take_busy()
+    assert 0.05 <= busy.drives["/a"] <= wall_s
+    assert 0.05 <= busy.phases["read"] <= wall_s
+    assert timeline.take_busy().drives == {}
+    assert meters.snapshot() - before == ByteCounts(drive_read_bytes=1000)

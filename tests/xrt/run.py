@@ -11,13 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from swemu.build import (
-    NUM_DEVICES,
-    Runtime,
-    RuntimeUnavailable,
-    build_runtime,
-    build_xclbin,
-)
+from swemu.build import NUM_DEVICES, RuntimeUnavailable, build_runtime, build_xclbin
 from swemu.sandbox import Sandbox
 from swemu.table import units
 
@@ -45,7 +39,7 @@ KINDS = {
 }  # fmt: skip
 
 
-def build_cards(directory: Path) -> dict[str, str]:
+def build_cards(directory):
     """Builds the cards' own kernels; returns how jaxinf and its tests find them."""
     cards = [
         [named_card_kernel(f"jaxinf_{body}_{kind}") for kind in kinds]
@@ -62,9 +56,7 @@ def build_cards(directory: Path) -> dict[str, str]:
     }
 
 
-def run_file(
-    file: str, options: list[str], runtime: Runtime, variables: dict[str, str]
-) -> bool:
+def run_file(file, options, runtime, variables):
     """Runs a file's tests and prints what they say; whether all is well."""
     sandbox = Sandbox(runtime)
     try:
@@ -82,7 +74,7 @@ def run_file(
     return is_well and not left
 
 
-def main(words: list[str]) -> int:
+def main(words):
     """Runs files side by side; returns the exit status."""
     directory = Path(os.environ["JAXINF_TEST_XRT"]).resolve()
     directory.mkdir(parents=True, exist_ok=True)

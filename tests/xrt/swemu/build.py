@@ -8,18 +8,16 @@ inputs; a directory with that name is complete.
 
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from .table import Unit, write_glue
+from .table import write_glue
 from .xclbin import PLATFORM, write_xclbin
 
 HERE = Path(__file__).parent
@@ -35,41 +33,29 @@ class RuntimeUnavailable(Exception):
 
 
 class Runtime(NamedTuple):
-    """The places of the parts.
-
-    Attributes:
-      directory: of all of them.
-      prefix: the value of ``XILINX_XRT``.
-      vitis: that of ``XILINX_VITIS``, below which XRT finds the device model.
-      model: the device model's executable.
-      python: the directory with pyxrt, for ``PYTHONPATH``.
-    """
+    """The places of the parts."""
 
     directory: Path
-    prefix: Path
-    vitis: Path
+    prefix: Path  # XILINX_XRT
+    vitis: Path  # XILINX_VITIS, below which XRT finds the device model
     model: Path
-    python: Path
+    python: Path  # with pyxrt
 
     @classmethod
-    def at(cls, directory: Path) -> "Runtime":
+    def at(cls, directory):
         vitis = directory / "vitis"
         model = "data/emulation/unified/cpu_em/generic_pcie/model/genericpciemodel"
         parts = directory / "xrt", vitis, vitis / model, directory / "python"
         return cls(directory, *parts)
 
 
-def build_runtime(directory: Path) -> Runtime:
-    """Builds all parts in a directory below `directory`, unless they are there.
-
-    Raises:
-      RuntimeUnavailable: a package is missing, or has an unsupported version.
-    """
+def build_runtime(directory):
+    """Builds all parts in a directory below `directory`, unless they are there."""
     libraries = check_packages()
     sources = [path for path in HERE.rglob("*") if path.suffix in (".cpp", ".hpp")]
     inputs = [Path(__file__), *sorted(sources)]
 
-    def build(target: Path) -> None:
+    def build(target):
         runtime = Runtime.at(target)
         with ThreadPoolExecutor() as pool:
             parts = [
@@ -86,16 +72,10 @@ def build_runtime(directory: Path) -> Runtime:
     return Runtime.at(_make_once(directory, "runtime", key, build))
 
 
-def build_xclbin(
-    directory: Path, compute_units: Sequence[Unit], options: Sequence[str | Path]
-) -> Path:
-    """Builds kernels into an xclbin below `directory`, unless it is there.
+def build_xclbin(directory, compute_units, options):
+    """Builds kernels, by these sources and flags of g++, unless they are there.
 
-    Args:
-      directory: as in `build_runtime`.
-      compute_units: compute units of the kernels that the sources define.
-      options: sources and flags for g++. A change of a header beside a source causes a
-        new build; a change of other headers does not.
+    A change of a header beside a source causes a new build.
     """
     glue = write_glue(compute_units)
     header = HERE / "model" / "card_units.hpp"
@@ -105,7 +85,7 @@ def build_xclbin(
     key = [*map(str, options), *sources, glue, header.read_bytes()]
     key += [Path(__file__).with_name("xclbin.py").read_bytes()]
 
-    def build(target: Path) -> None:
+    def build(target):
         (target / "glue.cpp").write_text(glue)
         library = target / "kernels.so"
         compile_cpp(
@@ -120,12 +100,7 @@ def build_xclbin(
     return _make_once(directory, "kernels", key, build) / "kernels.xclbin"
 
 
-def _make_once(
-    directory: Path,
-    name: str,
-    key: Iterable[str | bytes],
-    make: Callable[[Path], None],
-) -> Path:
+def _make_once(directory, name, key, make):
     """Returns a directory that `make` fills, once for every `key`, or not at all."""
     digest = hashlib.sha256()
     for part in key:
@@ -141,24 +116,15 @@ def _make_once(
     return target
 
 
-def check_packages() -> Path:
-    """Returns the directory of Debian's libraries.
-
-    Raises:
-      RuntimeUnavailable: see `build_runtime`.
-    """
-    tools = ("dpkg-query", "g++", "ar", "objcopy")
-    missing = [tool for tool in tools if shutil.which(tool) is None]
-    query = ["dpkg-query", "--show", "--showformat=${Version} ${Architecture}"]
-    for package in () if missing else PACKAGES:
-        result = subprocess.run(
-            [*query, package], capture_output=True, text=True, check=False
-        )
-        if result.stdout.strip() != f"{VERSION} amd64":
-            missing.append(f"{package} {VERSION} for amd64")
-    if not Path("/usr/include/uuid/uuid.h").exists():
-        missing.append("uuid-dev")
-    if missing:
+def check_packages():
+    """Returns the directory of Debian's libraries; raises `RuntimeUnavailable`."""
+    packages = [f"{name} {VERSION} amd64" for name in PACKAGES]
+    form = "--showformat=${Package} ${Version} ${Architecture}\n"
+    try:
+        found = _output(["dpkg-query", "--show", form, *PACKAGES, "uuid-dev", "g++"])
+    except (OSError, RuntimeError) as error:
+        found = str(error)
+    if missing := [package for package in packages if package not in found]:
         raise RuntimeUnavailable(
             f"missing: {', '.join(missing)}; the emulation needs Debian 12, whose "
             "libxrt_swemu the repair is made for, with apt-get install dpkg g++ "
@@ -167,12 +133,12 @@ def check_packages() -> Path:
     return Path("/usr/lib") / _output(["g++", "-print-multiarch"])
 
 
-def compile_cpp(arguments: Sequence[str | os.PathLike[str]]) -> None:
+def compile_cpp(arguments):
     """Runs g++; an error carries the compiler's own text."""
     _output(["g++", "-std=c++17", *arguments])
 
 
-def _build_model(runtime: Runtime) -> None:
+def _build_model(runtime):
     runtime.model.parent.mkdir(parents=True)
     sources = sorted((HERE / "model").glob("*.cpp"))
     compile_cpp(
@@ -180,7 +146,7 @@ def _build_model(runtime: Runtime) -> None:
     )
 
 
-def _build_binding(runtime: Runtime) -> None:
+def _build_binding(runtime):
     runtime.python.mkdir()
     module = runtime.python / f"pyxrt{sysconfig.get_config_var('EXT_SUFFIX')}"
     includes = _output([sys.executable, "-m", "pybind11", "--includes"]).split()
@@ -193,7 +159,7 @@ def _build_binding(runtime: Runtime) -> None:
     )
 
 
-def _build_prefix(runtime: Runtime, libraries: Path) -> None:
+def _build_prefix(runtime, libraries):
     """Makes the prefix: XRT looks only for PREFIX/lib/libxrt_*.so.2."""
     lib = runtime.prefix / "lib"
     lib.mkdir(parents=True)
@@ -204,7 +170,7 @@ def _build_prefix(runtime: Runtime, libraries: Path) -> None:
         _relink_swemu(Path(scratch), libraries, lib / "libxrt_swemu.so.2")
 
 
-def _relink_swemu(scratch: Path, libraries: Path, output: Path) -> None:
+def _relink_swemu(scratch, libraries, output):
     """Links Debian's objects again, with one function replaced (shim_repair.cpp)."""
     _output(["ar", "x", libraries / "libxrt_swemu.a"], cwd=scratch)
     objects = sorted(scratch.glob("*.o"))
@@ -226,7 +192,7 @@ def _relink_swemu(scratch: Path, libraries: Path, output: Path) -> None:
     )
 
 
-def _configuration() -> dict:
+def _configuration():
     """Returns ``EMCONFIG_PATH``/emconfig.json, the description of the devices."""
     board = {
         "NumBoards": str(NUM_DEVICES),
@@ -242,7 +208,7 @@ def _configuration() -> dict:
     }
 
 
-def _output(command: Sequence[str | os.PathLike[str]], cwd: Path | None = None) -> str:
+def _output(command, cwd=None):
     result = subprocess.run(
         command, cwd=cwd, capture_output=True, text=True, check=False
     )

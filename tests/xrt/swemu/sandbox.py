@@ -11,11 +11,8 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from .build import Runtime
 
 GRACE_S = 5.0
 """Time for processes to end by themselves after the one that started them."""
@@ -26,30 +23,18 @@ TMP = Path("/tmp")
 
 @dataclass(frozen=True)
 class Finished:
-    """The end of a program.
+    """The end of a program."""
 
-    Attributes:
-      status: exit status, or minus the number of the signal that ended it.
-      timed_out: whether it was killed because its time was over.
-      output: standard output and error, unless they were the caller's.
-    """
-
-    status: int
+    status: int  # or minus the number of the signal that ended it
     timed_out: bool
-    output: str = ""
+    output: str
 
 
 class Sandbox:
     """A directory for sockets and runs, and the processes that were started with it."""
 
-    def __init__(self, runtime: Runtime, within: Path = TMP):
-        """Makes the directory; the runtime is only read.
-
-        Args:
-          runtime: the runtime to use.
-          within: /tmp, or the directory of another sandbox, which then also finds the
-            leftovers of this one.
-        """
+    def __init__(self, runtime, within=TMP):
+        """Makes the directory; another sandbox that it is in finds its leftovers."""
         self._runtime = runtime
         self._directory = Path(tempfile.mkdtemp(prefix="jaxinf-xrt-", dir=within))
         self._run_directory = self._directory / "run"
@@ -57,7 +42,7 @@ class Sandbox:
         self._sessions: set[int] = set()
 
     @property
-    def environment(self) -> dict[str, str]:
+    def environment(self):
         """Returns further variables for a process that uses the emulation."""
         paths = [str(self._runtime.python), os.environ.get("PYTHONPATH", "")]
         return {
@@ -72,21 +57,10 @@ class Sandbox:
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         }
 
-    def run(
-        self,
-        command: Sequence[str | os.PathLike[str]],
-        *,
-        limit_s: float = 60,
-        during: Callable[[subprocess.Popen], None] | None = None,
-        **environment: str,
-    ) -> Finished:
-        """Runs a program in a session of its own, and waits for it.
+    def run(self, command, *, limit_s=60, during=None, **environment):
+        """Runs a program in a session of its own, and waits for it, or kills it.
 
-        Args:
-          command: the program and its arguments.
-          limit_s: time after which it is killed.
-          during: called with the process when it has started.
-          environment: further variables, in place of the sandbox's.
+        `during` is called with the process when it has started.
         """
         # A leftover process would keep a pipe open, so output goes to a file.
         with tempfile.TemporaryFile(dir=self._directory) as log:
@@ -114,7 +88,7 @@ class Sandbox:
             output = log.read().decode(errors="replace")
         return Finished(process.returncode, timed_out, output)
 
-    def processes(self) -> list[int]:
+    def processes(self):
         """Returns running processes of the sandbox's sessions, or in its directory."""
         marker = f"\0SDACCEL_EM_RUN_DIR={self._directory}/".encode()
         found = []
@@ -131,7 +105,7 @@ class Sandbox:
                 found.append(int(entry.name))
         return found
 
-    def close(self) -> list[str]:
+    def close(self):
         """Waits for processes to end, kills those that do not, removes all files.
 
         Returns the command lines of those that were killed.
@@ -148,7 +122,7 @@ class Sandbox:
         return lines
 
 
-def _kill(process: int) -> str:
+def _kill(process):
     """Kills a process, and returns its command line."""
     try:
         line = Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ")

@@ -4,7 +4,6 @@ Invariant: the register map is that of HLS's s_axilite adapter, so that one tabl
 the metadata of an xclbin and the code that calls a kernel with its register file.
 """
 
-from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxinf.kernels.card_kernels import CardArgument
@@ -15,11 +14,7 @@ UNIT_RANGE = 0x10000
 
 
 class Kernel(NamedTuple):
-    """What a kernel must have, as `jaxinf.kernels.CardKernel` does.
-
-    It is an ``extern "C"`` function of this name. Every scalar is passed as an unsigned
-    32-bit word of its bits.
-    """
+    """An ``extern "C"`` function; a scalar is an unsigned 32-bit word of its bits."""
 
     name: str
     arguments: tuple[CardArgument, ...]
@@ -41,7 +36,7 @@ class Unit(NamedTuple):
     base: int
 
 
-def registers(kernel: Any) -> Iterator[Register]:
+def registers(kernel):
     """Yields the arguments' registers: 64 bits a pointer, 32 a scalar, each reserved
     32 bits behind them."""
     offset = FIRST_REGISTER
@@ -51,23 +46,16 @@ def registers(kernel: Any) -> Iterator[Register]:
         offset += num_bytes + 4
 
 
-def units(kernels: Sequence[Any]) -> list[Unit]:
-    """The compute units, at ascending addresses.
-
-    Their names are short: an xclbin has 63 bytes for kernel and unit together.
-    """
+def units(kernels):
+    """The compute units, at ascending addresses, with short names."""
     return [
         Unit(kernel, f"u{index}", FIRST_UNIT + index * UNIT_RANGE)
         for index, kernel in enumerate(kernels)
     ]
 
 
-def write_glue(compute_units: Sequence[Unit]) -> str:
-    """Returns C++ that is linked with the kernels into the library of an xclbin.
-
-    Pointers are declared as ``void*``: the functions are ``extern "C"``, so that the
-    kernels' own types, and their headers, are not needed.
-    """
+def write_glue(compute_units):
+    """Returns C++ that is linked with the kernels into the library of an xclbin."""
     parts = ['#include "card_units.hpp"\n', *map(_caller, compute_units)]
     rows = (f'{{"{u.name}", {u.base:#x}, run_{u.kernel.name}}}' for u in compute_units)
     parts.append(f"const CardUnit card_units[] = {{{', '.join(rows)}}};")
@@ -75,7 +63,7 @@ def write_glue(compute_units: Sequence[Unit]) -> str:
     return "\n".join(parts)
 
 
-def _caller(unit: Unit) -> str:
+def _caller(unit):
     types, values = [], []
     for argument, offset, num_bytes in registers(unit.kernel):
         word = f"card_register<std::uint{8 * num_bytes}_t>(registers, {offset:#x})"

@@ -6,10 +6,9 @@ content, for XRT takes two xclbins of one UUID for the same.
 
 import hashlib
 import struct
-from collections.abc import Sequence
 from xml.etree import ElementTree
 
-from .table import UNIT_RANGE, Unit, registers
+from .table import UNIT_RANGE, registers
 
 PLATFORM = "xilinx_u2_gen3x4_xdma_gc_base_2"
 DDR_BYTES = 2 << 30
@@ -26,13 +25,8 @@ PORTS = (
 )
 
 
-def write_xclbin(library: bytes, compute_units: Sequence[Unit]) -> bytes:
-    """Returns the file's bytes.
-
-    Args:
-      library: a shared object with the exports that ``model/card_units.hpp`` declares.
-      compute_units: the library's units, in ascending order of their addresses.
-    """
+def write_xclbin(library, compute_units):
+    """Returns the bytes of a file with a library of ``model/card_units.hpp``'s form."""
     return _container(
         {
             BITSTREAM: library,
@@ -44,13 +38,13 @@ def write_xclbin(library: bytes, compute_units: Sequence[Unit]) -> bytes:
     )
 
 
-def memory_topology() -> bytes:
+def memory_topology():
     """One bank of DDR at address 0."""
     bank = struct.pack("<BB6xQQ16s", MEM_DDR4, 1, DDR_BYTES // 1024, 0, b"bank0")
     return struct.pack("<i4x", 1) + bank
 
 
-def ip_layout(compute_units: Sequence[Unit]) -> bytes:
+def ip_layout(compute_units):
     """The compute units, their order fixed by ascending interrupt numbers."""
     entries = []
     for interrupt, unit in enumerate(compute_units):
@@ -62,7 +56,7 @@ def ip_layout(compute_units: Sequence[Unit]) -> bytes:
     return struct.pack("<i4x", len(entries)) + b"".join(entries)
 
 
-def connectivity(compute_units: Sequence[Unit]) -> bytes:
+def connectivity(compute_units):
     """Every pointer of every unit goes to the one bank."""
     connections = [
         struct.pack("<iii", argument, unit, 0)
@@ -73,7 +67,7 @@ def connectivity(compute_units: Sequence[Unit]) -> bytes:
     return struct.pack("<i", len(connections)) + b"".join(connections)
 
 
-def metadata(compute_units: Sequence[Unit]) -> bytes:
+def metadata(compute_units):
     """The XML from which XRT takes arguments, registers and compute units."""
     add = ElementTree.SubElement
     project = ElementTree.Element("project", name="kernels")
@@ -104,7 +98,7 @@ def metadata(compute_units: Sequence[Unit]) -> bytes:
     return ElementTree.tostring(project, encoding="utf-8", xml_declaration=True) + b"\n"
 
 
-def _container(sections: dict[int, bytes]) -> bytes:
+def _container(sections):
     """The axlf format: key block, header, section headers, aligned bodies."""
     headers, bodies = b"", b""
     offset = HEADER_BYTES + SECTION_HEADER_BYTES * len(sections)
@@ -123,5 +117,5 @@ def _container(sections: dict[int, bytes]) -> bytes:
     return key_block + header + headers + bodies
 
 
-def _aligned(offset: int) -> int:
+def _aligned(offset):
     return -(-offset // 8) * 8
