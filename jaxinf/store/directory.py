@@ -8,7 +8,6 @@ only if no directory on it is a link.
 import contextlib
 import os
 import shutil
-import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,6 +67,7 @@ class StoreDirectory:
     Attributes:
       lock: the writer's lock, if this process is the writer. While it is held, no other
         process changes the manifest or the store's files.
+      publish_lock: the file that is locked by a flip of `current` and by a snapshot.
       csd_directories: the store's directory below each CSD root; without any, itself.
     """
 
@@ -75,6 +75,7 @@ class StoreDirectory:
         self, path: Path, manifest: Manifest, lock: StoreLock | None = None
     ) -> None:
         self.path, self.manifest, self.lock = path, manifest, lock
+        self.publish_lock = path / "publish.lock"
         name = f"jaxinf-{manifest.store_id}"
         self.csd_directories = [Path(root) / name for root in manifest.csds] or [path]
         self._replace_lock = threading.Lock()
@@ -87,11 +88,6 @@ class StoreDirectory:
         return cls(path, Manifest.read(path / "jaxinf.json"))
 
     # --- places -----------------------------------------------------------------
-
-    @property
-    def publish_lock(self) -> Path:
-        """The file that is locked by a flip of `current` and by a snapshot."""
-        return self.path / "publish.lock"
 
     def step_path(self, place: str) -> Path:
         """Returns a step's directory: of a slot, ``checkpoints/…``, ``snapshots/…``."""
@@ -138,12 +134,10 @@ class StoreDirectory:
         key = place, one.number, one.chunk, one.state.name
         if file := self._files.get(key):  # every step asks for those of slots
             return file
+        root = self.csd_directories[one.csd]
         file = self.data_paths(place)[one.csd] / one.name
-        self.check_folder(self.csd_directories[one.csd], file.parent)
         with translated("look", file), contextlib.suppress(FileNotFoundError):
-            # The opener refuses links.
-            if not stat.S_ISLNK((status := os.lstat(file)).st_mode):
-                check_regular(file, status)
+            os.close(open_beneath(root, file.relative_to(root)))
         if place in SLOTS:  # others come and go, each under a name of its own
             self._files[key] = file
         return file
