@@ -31,11 +31,7 @@ from jaxinf.engine.exports import ExportInfo
 from jaxinf.engine.failure import check_announced
 from jaxinf.engine.open_stores import close, open_store, store_of
 from jaxinf.engine.opened import StepMetrics
-from jaxinf.engine.options import (
-    DEFAULT_MEMORY_BYTES,
-    Durability,
-    MasterChoice,
-)
+from jaxinf.engine.options import DEFAULT_MEMORY_BYTES, Durability, MasterChoice
 from jaxinf.engine.reading import (
     StateReader,
     average_states,
@@ -49,7 +45,6 @@ from jaxinf.engine.sharding import (
     callers,
     check_processes,
     distinct_shards,
-    has_shared_parts,
     put_together,
     replicas_differ,
     shard_counts,

@@ -66,7 +66,7 @@ class ResumeCheck:
         opened = self._opened()
         if self._differing:
             return
-        commit, record = opened.commit, opened.directory.manifest.leaves[leaf]
+        commit, record = opened.commit, opened.leaves[leaf]
         numbers = opened.chunks_of(leaf, origin, params.shape)
         if dtype_of(record.states[0].dtype) == params.dtype:
             sums = commit.checksums[record.array_name(record.states[0].name)]

@@ -21,13 +21,7 @@ from jaxinf.engine.options import StoreOptions
 from jaxinf.errors import StoreMismatchError, UnsupportedTransformError
 from jaxinf.layout import choose_grid
 from jaxinf.processes import Group
-from jaxinf.program import (
-    Average,
-    InitProgram,
-    Kernel,
-    StateLayout,
-    UpdateProgram,
-)
+from jaxinf.program import Average, InitProgram, Kernel, StateLayout, UpdateProgram
 from jaxinf.store import (
     ERROR_FEEDBACK,
     MASTER_PARAMS,
@@ -76,16 +70,6 @@ class LeafDescription:
     def device_dtype(self) -> np.dtype:
         """Dtype of the params on the JAX device."""
         return dtype_of(self.record.dtype)
-
-    @property
-    def name(self) -> str:
-        """The leaf's keys joined by ``/``."""
-        return self.record.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-        return self.record.shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,7 +197,7 @@ def kernel_needs(description: StoreDescription, held: Manifest) -> list[KernelNe
     """Returns the requirements of a store's leaves for its CSDs."""
     return [
         KernelNeed(
-            leaf=leaf.name,
+            leaf=record.name,
             kernel=leaf.kernel,
             codecs=tuple(
                 state.codec
@@ -313,7 +297,7 @@ def _check_division(directory: StoreDirectory, description: StoreDescription) ->
         for number, (owner, holders) in enumerate(pairs):
             if owner not in holders:
                 raise StoreMismatchError(
-                    f"{directory.path}: leaf {leaf.name}: chunk {number} is process "
+                    f"{directory.path}: leaf {record.name}: chunk {number} is process "
                     f"{owner}'s, and on this run's mesh its params are in process "
                     f"{', '.join(map(str, holders))}; use the mesh and the shardings "
                     "that the store was made with"

@@ -12,7 +12,7 @@ import jax
 from jaxinf import compat
 from jaxinf.errors import StoreError
 
-_SHORTEST_S, _LONGEST_S = 0.0005, 0.02
+_PAUSE_S = 0.002
 
 
 def check_thread(what: str) -> None:
@@ -39,10 +39,8 @@ def wait_for_dispatched() -> None:
     """
     if not compat.has_backend() or _is_thread_of_jax():
         return  # asking for its arrays would start a backend
-    pause_s = _SHORTEST_S
     while not all(map(_is_ready, jax.live_arrays())):
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_S)
+        time.sleep(_PAUSE_S)
     wait_for_callbacks()
 
 

@@ -73,6 +73,7 @@ class Engine:
       num_replaced: how often what it holds was replaced, other than by a step: made
         anew, or loaded.
       last_step: the last finished step; -1 before step 0.
+      on_close: functions that `close` calls before the workers stop, in order.
 
     Raises:
       StoreError: as `jaxinf.open_store` documents.
@@ -93,7 +94,7 @@ class Engine:
         self._planned: tuple[StoreDescription, StoreShape] | None = None
         self._bound: list[StoreDescription] = []
         self._guard = threading.RLock()
-        self._on_close: list[Callable[[], None]] = []
+        self.on_close: list[Callable[[], None]] = []
         self.binding = ResumeCheck(lambda: self.opened)
         group.report(lambda: hash((meters.snapshot(), file_progress())))
         self.health.listen(self._tell_others)
@@ -296,10 +297,6 @@ class Engine:
 
     # --- its end ---------------------------------------------------------------------
 
-    def on_close(self, action: Callable[[], None]) -> None:
-        """Registers a function that `close` calls before the workers stop."""
-        self._on_close.append(action)
-
     def close(self) -> None:
         """Ends the step in flight, stops the workers; idempotent, raises no failure."""
         with self._guard:
@@ -316,7 +313,7 @@ class Engine:
             stack.callback(self.release)
             if self.files is not None:
                 stack.callback(self.files.close)
-            for action in self._on_close[::-1]:
+            for action in self.on_close[::-1]:
                 stack.callback(action)
             if self.files is not None:
                 try:

@@ -122,7 +122,8 @@ def open_store(
       StoreLockedError: a live process has the store open; names the process.
       StoreFormatError: it is not a store, is damaged, or has a newer format.
     """
-    path = _absolute(path)
+    given = {name: value for name, value in locals().items() if value is not None}
+    path = _absolute(given.pop("path"))
     held, group = _open_at(path), Group(path)
     if held is not None and engine_of(held).health.error is None:
         path = held.path
@@ -134,27 +135,18 @@ def open_store(
             atexit.unregister(_close_all)
             atexit.register(_close_all)
 
-    def read() -> tuple[StoreOptions, dict[str, Any]]:
-        given = {
-            "csds": None if csds is None else tuple(map(_of_process, csds)),
-            "csd": parse_csd(csd) if isinstance(csd, str) else csd,
-            "memory_bytes": memory_bytes,
-            "durability": durability,
-            "restore": restore,
-            "master": master,
-            "state": state,
-            "keep_steps": keep_steps,
-            "export_every": export_every,
-            "export_to": export_to,
-        }
-        given = {name: value for name, value in given.items() if value is not None}
+    def read() -> StoreOptions:
+        if csds is not None:
+            given["csds"] = tuple(map(_of_process, csds))
+        if isinstance(csd, str):
+            given["csd"] = parse_csd(csd)
         if memory_bytes is not None:
             given["memory_bytes"] = given_bytes("memory_bytes", memory_bytes)
-        return StoreOptions(path, **given), given
+        return StoreOptions(path, **given)
 
     lock = _locks.setdefault(path.resolve(), threading.RLock())
     with lock:
-        options, given = group.in_all("the options of open_store", read)
+        options = group.in_all("the options of open_store", read)
         if (held := _get(path)) is not None:
             error = engine_of(held).health.error
             if error is None:
@@ -174,7 +166,7 @@ def open_store(
             if _open.get(place) is store:
                 del _open[place]
 
-        engine.on_close(forget)
+        engine.on_close.append(forget)
         return store
 
 

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -242,7 +242,9 @@ class OpenStore(StoreShape):
                 self.mover.drain()
                 self._check_undoable(under_way)
             for task in tasks:
-                under_way.updated[task.piece.subgroup] = replace(task, compute=idle)
+                how = task.runs_kernel, task.is_elsewhere
+                noted = Task(task.piece, idle, task.loads, task.stores, *how)
+                under_way.updated[task.piece.subgroup] = noted
             under_way.nan_scalars += bad
         with span("leaf"):
             self.mover.run(tasks)
@@ -323,9 +325,9 @@ class OpenStore(StoreShape):
             done += sum([self._left(leaf, ended) for leaf in kept])
             num = self.directory.manifest.num_held_params
             assert done == num, f"the step updated {done} of {num} params"
-            before, names = self.finished, {*map(self.name, kept)}
+            before, names = self.finished, {self.leaves[n].name for n in kept}
             still = {n: bound for n, bound in before.inexact.items() if n in names}
-            still |= {self.name(n): np.float32(x) for n, x in inexact.items()}
+            still |= {self.leaves[n].name: np.float32(x) for n, x in inexact.items()}
             record = CommitRecord(
                 step=step + 1,
                 scalar_state=tuple(scalars),
@@ -352,7 +354,7 @@ class OpenStore(StoreShape):
         own = [one.subgroup for chunk in self.chunk_layouts(leaf) for one in chunk]
         if not ended.updated.keys().isdisjoint(own):  # by a computation that failed
             raise StoreError(
-                f"{self.options.path}: leaf {self.name(leaf)}: step "
+                f"{self.options.path}: leaf {self.leaves[leaf].name}: step "
                 f"{self.finished.step + 1} has updated it, and is now to leave it as "
                 "it is; open the store again, and run the step again"
             )

@@ -91,11 +91,8 @@ class SubgroupLayout:
 
     @cached_property
     def kernel_extents(self) -> tuple[Extent, ...]:
-        """Extents of the states that a kernel updates.
-
-        Equal subgroups of a store have one object: a CSD may keep data by its identity.
-        """
-        return _shared(self.extents[: self.feedback])
+        """Extents of the states that a kernel updates."""
+        return self.extents[: self.feedback]
 
     @cached_property
     def num_bytes(self) -> int:
@@ -146,11 +143,6 @@ def _placed(
     return names, tuple(state.slot for state in states), tuple(extents)
 
 
-@lru_cache(maxsize=1 << 14)
-def _shared(extents: tuple[Extent, ...]) -> tuple[Extent, ...]:
-    return extents
-
-
 class StoreShape:
     """The chunks and subgroups of an existing or future store.
 
@@ -159,6 +151,7 @@ class StoreShape:
       directory: the store, whose files may be missing.
 
     Attributes:
+      leaves: the leaves' records.
       memory_bytes: memory for state.
       num_bytes: of all subgroups.
       longest_bytes, longest_elements: of a subgroup.
@@ -166,7 +159,7 @@ class StoreShape:
 
     def __init__(self, options: StoreOptions, directory: StoreDirectory) -> None:
         self.options = options
-        self.directory = directory
+        self.directory, self.leaves = directory, directory.manifest.leaves
         self.memory_bytes = options.memory_bytes - self.export_bytes
         self._num_workers = options.workers_of(len(directory.manifest.csds) or 1)
         self._layouts = self._cut()
@@ -194,10 +187,6 @@ class StoreShape:
             raise
         return fleet
 
-    def name(self, leaf: int) -> str:
-        """Returns a leaf's name by its number."""
-        return self.directory.manifest.leaves[leaf].name
-
     @property
     def export_bytes(self) -> int:
         """Memory on the host that exports take; 0 without exports."""
@@ -224,12 +213,12 @@ class StoreShape:
 
     def _least_buffers(self) -> tuple[int, int]:
         """Returns the length of the least subgroups, and bytes of two for a worker."""
-        manifest, workers = self.directory.manifest, self._num_workers
-        sizes = [sum(s.itemsize for s in leaf.states) for leaf in manifest.leaves]
+        workers = self._num_workers
+        sizes = [sum(s.itemsize for s in leaf.states) for leaf in self.leaves]
         if self.options.csd.has_cards:
-            share = -(-workers // (len(manifest.csds) or 1))
+            share = -(-workers // (len(self.directory.manifest.csds) or 1))
             workers = min(workers, max(_LEAST_SHARE, share))
-        unit = max(map(_unit_elements, manifest.leaves), default=0)
+        unit = max(map(_unit_elements, self.leaves), default=0)
         unit = max(unit, CHUNK_ALIGNMENT_ELEMENTS)
         return unit, _EACH * workers * max(sizes, default=4) * unit
 
@@ -248,7 +237,7 @@ class StoreShape:
         fitting = max(0, window_bytes) // unit_bytes * unit
         most = max(unit, min(fitting, DEFAULT_CHUNK_ELEMENTS))
         found, first = [], 0
-        for leaf, record in enumerate(self.directory.manifest.leaves):
+        for leaf, record in enumerate(self.leaves):
             chunks: list[list[SubgroupLayout]] = [[] for _ in record.csds]
             own, num_held = _unit_elements(record), len(record.held)
             last = first + num_held * len(record.states)
@@ -287,7 +276,7 @@ class StoreShape:
         self, leaf: int, origin: Sequence[int], extent: Sequence[int]
     ) -> Sequence[int]:
         """Returns the numbers of the held chunks of a box, which may not cut one."""
-        record = self.directory.manifest.leaves[leaf]
+        record = self.leaves[leaf]
         try:
             found = covers(record.grid, tuple(origin), tuple(extent))
         except ValueError as error:

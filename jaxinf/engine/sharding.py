@@ -74,11 +74,6 @@ def shard_holders(
     return tuple(result)
 
 
-def has_shared_parts(sharding: NamedSharding, shape: Sequence[int]) -> bool:
-    """Whether several processes have devices with the same part of an array."""
-    return any(len(own) > 1 for own in shard_holders(sharding, shape))
-
-
 def distinct_shards(leaf: Any) -> list[tuple[tuple[slice, ...], Array]]:
     """Returns index and data of each part of an array in this process, replicas once.
 
@@ -88,16 +83,20 @@ def distinct_shards(leaf: Any) -> list[tuple[tuple[slice, ...], Array]]:
     if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
         array = np.asarray(leaf)
         return [((slice(None),) * array.ndim, array)]
-    return [(s.index, np.asarray(s.data)) for s in local_shards(leaf)]
-
-
-def local_shards(leaf: jax.Array) -> list[Any]:
-    """Returns each shard that a device of this process has, replicas once."""
     found: dict[tuple[Any, ...], Any] = {}
     for shard in leaf.addressable_shards:
-        key = tuple((s.start, s.stop) for s in shard.index)
-        found.setdefault(key, shard)
-    return list(found.values())
+        found.setdefault(tuple((s.start, s.stop) for s in shard.index), shard)
+    return [(s.index, np.asarray(s.data)) for s in found.values()]
+
+
+def unused_axes(sharding: NamedSharding | None) -> tuple[str, ...]:
+    """Returns the axes of the mesh along which devices have replicas."""
+    if sharding is None:
+        return ()
+    used = set[Any]()
+    for entry in sharding.spec:
+        used.update(entry if isinstance(entry, tuple) else (entry,))
+    return tuple(name for name in sharding.mesh.axis_names if name not in used)
 
 
 def callers(mesh: Mesh, axes: Sequence[str]) -> Array:
@@ -241,11 +240,3 @@ def _together(sharding: NamedSharding, donates: bool) -> Any:
     specs = {"in_specs": (sharding.spec,), "out_specs": sharding.spec}
     mapped = jax.shard_map(on_device, mesh=mesh, **specs, check_vma=False)
     return jax.jit(mapped, donate_argnums=(0,) if donates else ())
-
-
-def unused_axes(sharding: NamedSharding) -> tuple[str, ...]:
-    """Returns the axes of the mesh along which devices have replicas."""
-    used = set[str]()
-    for entry in sharding.spec:
-        used.update(entry if isinstance(entry, tuple) else (entry,))
-    return tuple(name for name in sharding.mesh.axis_names if name not in used)

@@ -5,6 +5,7 @@ store is at step 0.
 """
 
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -132,7 +133,7 @@ def _places(opened: "OpenStore", layout: StateLayout) -> Iterator[_Place]:
         value, name = held.value, _name(layout.keys[index])
         yield _Place(name, None, number, value.shape, value.dtype)
     for leaf, slots in enumerate(layout.slots):
-        record = opened.directory.manifest.leaves[leaf]
+        record = opened.leaves[leaf]
         names = [state.name for state in record.states]
         for slot in slots:
             name, number = _name(layout.keys[slot.state_index]), names.index(slot.name)
@@ -193,20 +194,20 @@ def _write_part(
     opened: "OpenStore", leaf: int, state: int, origin: Sequence[int], values: Array
 ) -> None:
     """Writes a box of a leaf's state; blocks until it is in buffers."""
-    codec = opened.directory.manifest.leaves[leaf].states[state].codec
+    codec = opened.leaves[leaf].states[state].codec
     stores = (state, state + 1) if codec in ("int8", "split") else (state,)
 
-    def task(layout: SubgroupLayout) -> Task:
-        def compute(csd: Csd, buffer: CsdBuffer, _: Collection[int]) -> None:
-            own = layout.gather(values, origin)
-            arrays = _encoded(layout, stores, codec, own)
-            for number, one in zip(stores, arrays, strict=True):
-                csd.put(buffer, layout.extents[number], one)
-            opened.meters.add(link_down_bytes=own.nbytes)
+    def compute(
+        layout: SubgroupLayout, csd: Csd, buffer: CsdBuffer, _: Collection[int]
+    ) -> None:
+        own = layout.gather(values, origin)
+        arrays = _encoded(layout, stores, codec, own)
+        for number, one in zip(stores, arrays, strict=True):
+            csd.put(buffer, layout.extents[number], one)
+        opened.meters.add(link_down_bytes=own.nbytes)
 
-        return Task(layout, compute, stores=stores)
-
-    opened.mover.run([task(x) for x in opened.layouts(leaf, origin, values.shape)])
+    layouts = opened.layouts(leaf, origin, values.shape)
+    opened.mover.run([Task(x, partial(compute, x), stores=stores) for x in layouts])
 
 
 def _encoded(

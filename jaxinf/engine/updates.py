@@ -145,8 +145,8 @@ class RequestedUpdate:
         self._opened, self._request, self._step = opened, request, step
         self._kernel = specialise(request.kernel, request.inputs.scalars)
         # The greatest difference of the caller's 16-bit params from the store's.
-        self._inexact = opened.finished.inexact.get(opened.name(request.leaf))
-        self._where = f"leaf {opened.name(request.leaf)}"
+        name = opened.leaves[request.leaf].name
+        self._inexact, self._where = opened.finished.inexact.get(name), f"leaf {name}"
         params, self._given = request.params, None
         if params is not None and can_take(opened, request.leaf, params.dtype):
             self._given = params
@@ -261,7 +261,7 @@ class RequestedUpdate:
         if not isinstance(gradient, SparseLeaf):
             return layout.gather(gradient, origin)
         subgroup = layout.subgroup
-        record = self._opened.directory.manifest.leaves[subgroup.leaf]
+        record = self._opened.leaves[subgroup.leaf]
         positions = covers(record.grid, tuple(origin), gradient.shape)
         chunks = record.grid.chunks()
         if tuple(gradient.lengths) != tuple(chunks[n].num_elements for n in positions):
@@ -304,45 +304,41 @@ def first_tasks(
     """Makes the tasks that write a leaf's master params and initial states."""
     kernel = description.leaves[given.leaf].init_kernel
 
-    def task(layout: SubgroupLayout) -> Task:
-        def compute(csd: Csd, buffer: CsdBuffer, _: Collection[int]) -> None:
-            own = layout.gather(given.params, given.origin)
-            initialise_states(
-                csd,
-                buffer,
-                layout.kernel_extents,
-                kernel,
-                own,
-                gather_inputs(layout, given.inputs, given.origin),
-                rounding_of(layout, 0),
-            )
-            if layout.feedback is not None:
-                extent = layout.extents[layout.feedback]
-                csd.put(buffer, extent, np.zeros(extent.num_elements, extent.dtype))
-            opened.meters.add(link_down_bytes=own.nbytes)
+    def compute(
+        layout: SubgroupLayout, csd: Csd, buffer: CsdBuffer, _: Collection[int]
+    ) -> None:
+        own = layout.gather(given.params, given.origin)
+        inputs = gather_inputs(layout, given.inputs, given.origin)
+        first = kernel, own, inputs, rounding_of(layout, 0)
+        initialise_states(csd, buffer, layout.kernel_extents, *first)
+        if layout.feedback is not None:
+            extent = layout.extents[layout.feedback]
+            csd.put(buffer, extent, np.zeros(extent.num_elements, extent.dtype))
+        opened.meters.add(link_down_bytes=own.nbytes)
 
-        return Task(layout, compute, stores=tuple(range(len(layout.states))))
-
-    layouts = opened.layouts(given.leaf, given.origin, given.params.shape)
-    return [task(layout) for layout in layouts]
+    return [
+        Task(layout, partial(compute, layout), stores=tuple(range(len(layout.states))))
+        for layout in opened.layouts(given.leaf, given.origin, given.params.shape)
+    ]
 
 
 def recall_tasks(opened: "OpenStore", request: SlotRequest) -> list[Task]:
     """Makes the tasks that read a slot in the middle of a step; they write nothing."""
 
-    def task(layout: SubgroupLayout) -> Task:
+    def compute(
+        layout: SubgroupLayout, csd: Csd, buffer: CsdBuffer, _: Collection[int]
+    ) -> None:
+        values = csd.view(buffer, layout.extents[layout.slots.index(request.slot)])
+        values = values[: layout.subgroup.num_elements]
+        values = values.astype(request.out.dtype, copy=False)
+        layout.scatter(request.out, request.origin, values)
+
+    tasks = []
+    for layout in opened.layouts(request.leaf, request.origin, request.out.shape):
         state = layout.slots.index(request.slot)
-
-        def compute(csd: Csd, buffer: CsdBuffer, _: Collection[int]) -> None:
-            values = csd.view(buffer, layout.extents[state])
-            values = values[: layout.subgroup.num_elements]
-            values = values.astype(request.out.dtype, copy=False)
-            layout.scatter(request.out, request.origin, values)
-
-        return Task(layout, compute, loads=opened.chunks.sources(layout, [state]))
-
-    layouts = opened.layouts(request.leaf, request.origin, request.out.shape)
-    return [task(layout) for layout in layouts]
+        loads = opened.chunks.sources(layout, [state])
+        tasks.append(Task(layout, partial(compute, layout), loads))
+    return tasks
 
 
 def nan_scalars(
@@ -355,7 +351,7 @@ def nan_scalars(
     branch that the step takes.
     """
     return tuple(
-        f"scalar {number} of the update of leaf {opened.name(request.leaf)}"
+        f"scalar {number} of the update of leaf {opened.leaves[request.leaf].name}"
         for request in requests
         for number, scalar in enumerate(request.inputs.scalars)
         if math.isnan(scalar)
@@ -390,7 +386,7 @@ def can_take(opened: StoreShape, leaf: int, dtype: np.dtype) -> bool:
 
     It does if its kernel reads them.
     """
-    stored = opened.directory.manifest.leaves[leaf].states[0]
+    stored = opened.leaves[leaf].states[0]
     return not opened.options.csd.has_cards and dtype == dtype_of(stored.dtype)
 
 

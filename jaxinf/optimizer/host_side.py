@@ -85,7 +85,7 @@ class StartedUpdates:
                 num_csds = len(engine.files.csds) if engine.files else 1
                 num_workers = engine.options.workers_of(num_csds)
                 self._pool = ThreadPoolExecutor(num_workers, "jaxinf-leaf")
-                engine.on_close(self._pool.shutdown)
+                engine.on_close.append(self._pool.shutdown)
             self._under_way[key] = self._pool.submit(run)
 
     def finish(self, key: _Key) -> HostResult:
@@ -193,7 +193,8 @@ class HostFunctions:
         step, statuses, differing = found
         self._check_all(int(step), statuses)
         if np.any(differing):
-            names = [description.leaves[n].name for n in np.flatnonzero(differing)]
+            leaves = description.leaves
+            names = [leaves[n].record.name for n in np.flatnonzero(differing)]
             raise StoreMismatchError(
                 f"{self.store.path}: expected replicas with the same bits in all "
                 f"processes, found others of {', '.join(names[:5])}, as if a process "
@@ -206,7 +207,7 @@ class HostFunctions:
     def _clear_parts(self, outs: HostResult, call: HostCall) -> None:
         """Writes zeros into results of which other processes fill a part."""
         if not self.engine.group.is_alone:
-            records = self.engine.opened.directory.manifest.leaves
+            records = self.engine.opened.leaves
             for leaf, out in zip(call.leaves, outs.arrays, strict=True):
                 if out is not None and not records[leaf.number].is_whole:
                     out[...] = 0
@@ -324,7 +325,7 @@ class HostFunctions:
             if self._nonfinite != "skip":
                 engine.wait()  # commits the earlier steps
                 pairs = zip(description.leaves, statuses, strict=True)
-                bad = [leaf.name for leaf, own in pairs if own == NON_FINITE]
+                bad = [leaf.record.name for leaf, own in pairs if own == NON_FINITE]
                 error = refused_gradient(bad, int(step), self.store.path)
                 raise self._known_to_all(error)
             verdict[...] = SKIPPED

@@ -224,9 +224,8 @@ def _init_eagerly(
         ]
     if not is_new:
         opened = engine.opened
-        records = opened.directory.manifest.leaves
         feedback = [
-            read_leaf(opened, number, like, len(records[number].states) - 1)
+            read_leaf(opened, number, like, len(opened.leaves[number].states) - 1)
             for number, like in enumerate(feedback)
         ]
     return initial, held, feedback

@@ -130,7 +130,7 @@ class LeafCall:
     @property
     def unused_axes(self) -> tuple[str, ...]:
         """The mesh's axes along which devices hold the same shard."""
-        return () if self.sharding is None else unused_axes(self.sharding)
+        return unused_axes(self.sharding)
 
     @property
     def held(self) -> int:

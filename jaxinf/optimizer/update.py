@@ -292,7 +292,7 @@ class _StepCalls:
 
     def _named(self, number: int) -> LeafCall:
         sharding = self.shardings[number] if self.shardings else None
-        return LeafCall(number, self.description.leaves[number].shape, sharding)
+        return LeafCall(number, self.description.leaves[number].record.shape, sharding)
 
     def _dtypes(self, call: HostCall) -> list[DTypeLike | None]:
         """Returns the dtype of each leaf's update; None for one that stays."""
@@ -338,7 +338,7 @@ class _StepCalls:
             return call
         assert compression is not None, "dense gradients are sent as they are"
         shape = self.wrapped.engine.shape(self.description)
-        chunk_shape = shape.directory.manifest.leaves[call.number].chunk_shape
+        chunk_shape = shape.leaves[call.number].chunk_shape
         grid = LeafGrid(tuple(gradient.shape), chunk_shape)
         sent, left = compress_leaf(gradient, grid, compression, call.feedback)
         return replace(call, gradient=sent, feedback=left)
@@ -397,7 +397,8 @@ def _check(
     """Refuses a state, a store or gradients that do not fit the description."""
     num_feedback = len(gradients) if wrapped.has_feedback else 0
     check_state(state, description, num_feedback=num_feedback)
-    for leaf, gradient in zip(description.leaves, gradients, strict=True):
+    records = [leaf.record for leaf in description.leaves]
+    for leaf, gradient in zip(records, gradients, strict=True):
         if gradient is not None and gradient.dtype not in FLOAT_DTYPES:
             raise TypeError(
                 f"update: leaf {leaf.name}: expected a gradient of 32 or 16 bits, "

@@ -241,8 +241,8 @@ class OffloadedOptimizer:
         """Refuses shards that cross the chunks of the store."""
         leaves = zip(description.leaves, shardings, strict=bool(shardings))
         for number, (leaf, sharding) in enumerate(leaves):
-            local = sharding.shard_shape(leaf.shape)
-            for place in np.ndindex(*shard_counts(sharding, leaf.shape)):
+            local = sharding.shard_shape(leaf.record.shape)
+            for place in np.ndindex(*shard_counts(sharding, leaf.record.shape)):
                 origin = [n * extent for n, extent in zip(place, local, strict=True)]
                 self.engine.opened.chunks_of(number, origin, local)
 

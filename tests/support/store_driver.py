@@ -114,15 +114,16 @@ class Driver:
         """Makes a callback's request for a leaf at the present step."""
         leaf = self.description.leaves[number]
         params, *_ = self.expected(self.at)[list(self.leaves)[number]]
-        num_probed = min(8, leaf.shape[-1]) if leaf.shape else 1
+        shape = leaf.record.shape
+        num_probed = min(8, shape[-1]) if shape else 1
         probe = self.rounded(number, params).reshape(-1)[:num_probed]
         return UpdateRequest(
             leaf=number,
             kernel=leaf.kernel,
-            origin=(0,) * len(leaf.shape),
-            gradient=np.full(leaf.shape, gradient, leaf.device_dtype),
+            origin=(0,) * len(shape),
+            gradient=np.full(shape, gradient, leaf.device_dtype),
             inputs=ScalarInputs(),
-            out=np.empty(leaf.shape, leaf.device_dtype),
+            out=np.empty(shape, leaf.device_dtype),
             probe=probe,
         )
 

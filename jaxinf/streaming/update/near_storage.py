@@ -326,7 +326,7 @@ def compressor(
     The elements sent are those that `jaxinf.smart_update` sends of the same gradient,
     since both select chunk by chunk.
     """
-    leaves = shape.directory.manifest.leaves
+    leaves = shape.leaves
     has_feedback = keeps_feedback(compression)
 
     @cache
