@@ -135,7 +135,7 @@ class UpdateRig:
 
         return Transfer(
             reads=tuple(
-                piece(state, opened.chunks.source(layout, state))
+                piece(state, opened.chunks.slot(layout.entries[state]))
                 for state in states
                 if not is_kept and (state > 0 or not self._takes_params)
             ),

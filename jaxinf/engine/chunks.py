@@ -82,13 +82,9 @@ class ChunkTable:
         """Returns the slot with the newest version of a chunk."""
         return self.target if self._is_working[entry] else self.committed
 
-    def source(self, layout: SubgroupLayout, state: int) -> Slot:
-        """As `slot`, of a subgroup's state."""
-        return self.slot(layout.entries[state])
-
     def sources(self, layout: SubgroupLayout, states: Sequence[int]) -> Loads:
         """Returns numbers and slots of a subgroup's states."""
-        found = tuple([self.source(layout, state) for state in states])
+        found = tuple([self.slot(layout.entries[state]) for state in states])
         return _paired(tuple(states), found)
 
     @property

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -29,7 +30,6 @@ from jaxinf.store import (
     ChunkFile,
     ChunkRun,
     CommittedStep,
-    Slot,
     StepReader,
     dtype_of,
     leaf_name,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:  # whose steps compare what is read here
     from jaxinf.engine.opened import OpenStore
 
 
-class StateReader:
+class StateReader(StepReader):
     """Reads states of the last finished step, which may not be committed.
 
     A step may be under way if it writes nothing that is read here. A context manager.
@@ -56,21 +56,22 @@ class StateReader:
 
     def __init__(self, opened: "OpenStore", memory_bytes: int | None = None) -> None:
         self._opened, chunks, directory = opened, opened.chunks, opened.directory
-        record, slots = opened.commit, list[Slot]()
-        if not chunks.is_all_written:
-            slots.append(chunks.committed)
+        record = opened.commit
         if chunks.has_working:
-            slots.append(chunks.target)
             record = opened.finished.replace(checksums=chunks.checksums())
-        each = (memory_bytes or opened.options.memory_bytes) // max(1, len(slots))
-        drives = [str(folder) for folder in directory.csd_directories]
-        how = {"memory_bytes": each, "meters": opened.meters, "drives": drives}
-        self._readers = dict[Slot, StepReader]()
-        for slot in slots:
-            path = directory.step_path(slot)
-            places = tuple(directory.data_paths(slot))
-            step = CommittedStep(path, directory.manifest, record, places)
-            self._readers[slot] = StepReader(step, **how)
+        super().__init__(
+            CommittedStep(directory.path, directory.manifest, record, ()),
+            memory_bytes=memory_bytes or opened.options.memory_bytes,
+            meters=opened.meters,
+            drives=[str(folder) for folder in directory.csd_directories],
+        )
+
+    def place_of(self, one: ChunkFile) -> Path:
+        """As of `StepReader`, in the slot with the chunk's newest version."""
+        state = one.leaf.states.index(one.state)
+        entry = self._opened.entry(one.number, one.chunk, state)
+        slot = self._opened.chunks.slot(entry)
+        return self._opened.directory.data_path(slot, one.csd)
 
     def each_piece(
         self,
@@ -90,23 +91,19 @@ class StateReader:
           StoreError: the drive failed, or a chunk is damaged, perhaps only after its
             last piece; the store is stopped.
         """
-        opened = self._opened
-        record = opened.directory.manifest.leaves[leaf]
+        opened, record = self._opened, self._opened.leaves[leaf]
         chosen = record.states[state]
 
-        def take(reader: StepReader, number: int) -> None:
+        def take(number: int) -> None:
             one = ChunkFile(leaf, record, chosen, number)
             is_stored = dtype_of(chosen.dtype) == dtype
-            pieces = reader.stored(one, into=into) if is_stored else reader.pieces(one)
+            pieces = self.stored(one, into=into) if is_stored else self.pieces(one)
             for piece in pieces:
                 visit(replace(piece, values=piece.values.astype(dtype, copy=False)))
 
-        newest = {n: opened.chunks.slot(opened.entry(leaf, n, state)) for n in chunks}
         try:
-            for slot, reader in self._readers.items():
-                own = [number for number in chunks if newest[number] == slot]
-                for _ in over(own, partial(take, reader), reader.num_threads):
-                    pass
+            for _ in over(chunks, take, self.num_threads):
+                pass
         except StoreError as error:
             opened.health.fail(error)
             raise
@@ -126,8 +123,8 @@ class StateReader:
         if others:  # the schedule-free average is computed chunk by chunk
             b1 = opened.finished.schedule_free_b1
             assert b1 is not None
-            grid = opened.directory.manifest.leaves[leaf].grid
-            for chunk in (grid.chunks()[n] for n in chunks):
+            every = opened.leaves[leaf].grid.chunks()
+            for chunk in (every[n] for n in chunks):
                 y, z = (np.empty(chunk.extent, np.float32) for _ in states)
                 for number, part in zip(states, (y, z), strict=True):
                     self.read(leaf, part, chunk.start, number)
@@ -145,15 +142,9 @@ class StateReader:
 
         self.each_piece(leaf, state, chunks, out.dtype, visit, into)
 
-    def close(self, *_: object) -> None:
+    def close(self) -> None:
         """Frees the memory."""
-        for reader in self._readers.values():
-            reader.__exit__()
-
-    def __enter__(self) -> "StateReader":
-        return self
-
-    __exit__ = close
+        self.__exit__()
 
 
 def average_states(opened: "OpenStore", leaf: int) -> tuple[int, ...]:
@@ -163,7 +154,7 @@ def average_states(opened: "OpenStore", leaf: int) -> tuple[int, ...]:
     its z. Leaves that it does not train are their own average. A store without one is
     refused.
     """
-    states = [state.name for state in opened.directory.manifest.leaves[leaf].states]
+    states = [state.name for state in opened.leaves[leaf].states]
     if AVERAGE in states:
         return (states.index(AVERAGE),)
     if opened.finished.schedule_free_b1 is not None:
@@ -178,9 +169,8 @@ def read_feedback(
     opened: "OpenStore", leaf: int, out: Array, origin: Sequence[int]
 ) -> None:
     """Reads a leaf's or a shard's error feedback, the last of its states."""
-    states = opened.directory.manifest.leaves[leaf].states
     with StateReader(opened) as reader:
-        reader.read(leaf, out, origin, len(states) - 1)
+        reader.read(leaf, out, origin, len(opened.leaves[leaf].states) - 1)
 
 
 # --- whole arrays ---------------------------------------------------------------------
@@ -192,7 +182,7 @@ def check_like(opened: "OpenStore", like: PyTree, what: str = "`like`") -> None:
     Args:
       what: name of the argument, for messages.
     """
-    held = [(leaf.name, leaf.shape) for leaf in opened.directory.manifest.leaves]
+    held = [(leaf.name, leaf.shape) for leaf in opened.leaves]
     asked = [(leaf_name(i.path), i.shape) for i in leaf_infos(like)]
     if held != asked:
         difference = [pair for pair in asked if pair not in held][:3]
@@ -207,7 +197,7 @@ def read_array(
     opened: "OpenStore", number: int, dtype: np.dtype, *states: int
 ) -> Array:
     """Returns a leaf's whole committed state, or its average; blocks."""
-    record = opened.directory.manifest.leaves[number]
+    record = opened.leaves[number]
     box = [0] * len(record.shape), record.shape
     whole = partial(_read_box, opened, number, dtype, states, *box)
     part = opened.group.in_all(f"read {record.name}", whole)
@@ -223,7 +213,7 @@ def _read_box(
     extent: Sequence[int],
 ) -> Array:
     """Reads a box of a leaf, with zeros for what other processes hold."""
-    leaf, needed = opened.directory.manifest.leaves[number], math.prod(extent)
+    leaf, needed = opened.leaves[number], math.prod(extent)
     if needed * dtype.itemsize > MACHINE_MEMORY_BYTES:
         raise StoreError(
             f"{opened.options.path}: leaf {leaf.name}: {needed} elements of {dtype} "
@@ -250,13 +240,13 @@ def read_leaf(opened: "OpenStore", number: int, like: Any, *states: int) -> jax.
     sharding, is_alone = getattr(like, "sharding", None), opened.group.is_alone
     is_divided = not is_alone and isinstance(getattr(sharding, "mesh", None), Mesh)
     if is_divided and suits_shards(
-        opened.directory.manifest.leaves[number],
+        opened.leaves[number],
         shard_counts(like.sharding, shape),
         shard_holders(like.sharding, shape),
     ):
         read_box = partial(_read_box, opened, number, dtype, states)
         parts = partial(own_parts, like.sharding, shape, read_box)
-        what = f"params of {opened.name(number)}"
+        what = f"params of {opened.leaves[number].name}"
         return put_together(opened.group.in_all(what, parts))
     whole = read_array(opened, number, dtype, *states)
     if is_divided:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import numpy as np
 
@@ -162,8 +162,15 @@ class StepReader(AbstractContextManager["StepReader"]):
         # An element has 8 bytes at most; its scale or remainder may add as much.
         self._pool = BufferPool(16 * self.num_threads * self._piece_elements)
 
+    def __enter__(self) -> Self:
+        return self
+
     def __exit__(self, *_: object) -> None:
         self._pool.close()
+
+    def place_of(self, one: ChunkFile) -> Path:
+        """Returns the directory, in a slot's layout, that has a chunk."""
+        return self._step.places[one.csd] if self._step.places else self._step.path
 
     def pieces(self, one: ChunkFile) -> Iterator[ChunkRun]:
         """Yields a chunk's elements, decoded; scales and remainders as stored; blocks.
@@ -202,7 +209,7 @@ class StepReader(AbstractContextManager["StepReader"]):
         assert place >= 0, f"{one}: another member's"
         sums = step.commit.checksums.get(one.array, ())
         expected = int(sums[place]) if place < len(sums) else None
-        root = step.places[one.csd] if step.places else step.path
+        root = self.place_of(one)
         piece_bytes = (per_piece or self._piece_elements) * one.state.itemsize
         if step.fetch is None:
             target = into(chunk)

@@ -17,7 +17,7 @@ def read_ahead(driver, number):
     chunks, origin = opened.chunks, (0,) * gradient.ndim
     opened.mover.prefetch(
         [
-            Task(layout, loads=tuple((n, chunks.source(layout, n)) for n in (0, 1)))
+            Task(layout, loads=chunks.sources(layout, (0, 1)))
             for layout in opened.layouts(number, origin, gradient.shape)
         ]
     )
@@ -68,7 +68,7 @@ def read_again(driver, layouts):
     """Reads momentum twice, like an evicted prefetch and then its task."""
     opened = driver.opened
     tasks = [
-        Task(layout, lambda *_: None, loads=((1, opened.chunks.source(layout, 1)),))
+        Task(layout, lambda *_: None, loads=opened.chunks.sources(layout, (1,)))
         for layout in layouts
     ]
     opened.mover.run(tasks)
