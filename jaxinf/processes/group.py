@@ -169,12 +169,12 @@ class Group:
     def _say_made(self, topic: str, what: str, make: Callable[[], JsonValue]) -> Any:
         try:
             value = make()
-            told = json.dumps({"what": what, "value": value})
+            json.dumps(value)
         except BaseException as error:
             with contextlib.suppress(ProcessError):  # the service is gone
-                self._put(topic, json.dumps({"error": _text(error)}))
+                self.say(topic, {"error": _text(error)})
             raise
-        self._put(topic, told)
+        self.say(topic, {"what": what, "value": value})
         return value
 
     def _values(self, topic: str, what: str, numbers: Sequence[int]) -> list[Any]:
@@ -201,7 +201,10 @@ class Group:
 
     def say(self, topic: str, value: JsonValue = None, *, again: bool = False) -> None:
         """Says something of a topic, once or again; waits for nobody."""
-        self._put(topic, json.dumps(value), again=again)
+        text, key = json.dumps(value), f"{self._key(topic)}/{self.number}"
+        if self.service is not None:
+            with self._serving(topic):
+                self.service.put(key, text, self.limit_s, again=again)
 
     def said(self, topic: str) -> dict[int, Any]:
         """Returns what processes have said of a topic so far, by number."""
@@ -213,12 +216,6 @@ class Group:
 
     def _key(self, topic: str) -> str:
         return f"jaxinf/{self.session}/{topic}"
-
-    def _put(self, topic: str, text: str, *, again: bool = False) -> None:
-        if self.service is not None:
-            with self._serving(topic):
-                key = f"{self._key(topic)}/{self.number}"
-                self.service.put(key, text, self.limit_s, again=again)
 
     def forget(self, topic: str) -> None:
         """Removes what all have said of a topic."""
