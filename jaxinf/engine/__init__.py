@@ -45,10 +45,10 @@ from jaxinf.engine.sharding import (
     callers,
     check_processes,
     distinct_shards,
+    held_shards,
     put_together,
     replicas_differ,
     shard_counts,
-    shard_holders,
     sum_bits,
     unused_axes,
 )

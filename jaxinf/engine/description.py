@@ -29,10 +29,10 @@ from jaxinf.store import (
     LeafRecord,
     Manifest,
     Member,
+    Shards,
     StateRecord,
     StoreDirectory,
     check_leaf_paths,
-    chunk_holders,
     coded_leaf,
     deal_to_members,
     dtype_of,
@@ -56,15 +56,14 @@ class LeafDescription:
       kernel: the update.
       init_kernel: the initial state.
       gradients: the forms of its gradients.
-      holders: the processes that have each shard, as `shard_holders`; empty in a run of
-        one process.
+      shards: those of the run, with the processes that have each if it has several.
     """
 
     record: LeafRecord
     kernel: Kernel
     init_kernel: Kernel
     gradients: tuple[GradientForm, ...]
-    holders: tuple[tuple[int, ...], ...]
+    shards: Shards
 
     @property
     def device_dtype(self) -> np.dtype:
@@ -121,10 +120,10 @@ def planned(
     coded = replace(description.contents, leaves=tuple(leaves))
     roots, part = [str(root) for root in options.csds] or held_roots, {}
     if not group.is_alone:
-        holders = [leaf.holders for leaf in description.leaves]
+        shards = [leaf.shards for leaf in description.leaves]
         part = {
             "member": Member(group.session, group.number, group.count),
-            "owners": deal_to_members(coded.leaves, group.count, holders),
+            "owners": deal_to_members(coded.leaves, group.count, shards),
         }
     return StoreDirectory(options.path, lay_out(coded, roots, **part))
 
@@ -150,7 +149,7 @@ def describe(
     *,
     average: Average | None = None,
     compression: TopK | None = None,
-    holders: Sequence[tuple[tuple[int, ...], ...]] = (),
+    shards: Sequence[Shards] = (),
 ) -> StoreDescription:
     """Describes the store that an optimizer on a tree needs.
 
@@ -159,15 +158,15 @@ def describe(
       shard_counts: for each leaf, separately updated parts along each dimension.
       average: the average of the params that the optimizer keeps.
       compression: that of its gradients.
-      holders: of each leaf, see `LeafDescription`.
+      shards: of each leaf in a run of several processes.
     """
     if compression is not None:
         _check_compressed(compression, update)
     kernels = dict.fromkeys(leaf.kernel.identity for leaf in update.leaves)
     ids = {text: f"k{number}" for number, text in enumerate(kernels)}
-    leaves, held_by = [], holders or [()] * len(update.leaves)
-    of_each = zip(update.leaves, init.leaves, shard_counts, held_by, strict=True)
-    for leaf, first, counts, held in of_each:
+    leaves, shards = [], shards or list(map(Shards, shard_counts))
+    of_each = zip(update.leaves, init.leaves, shard_counts, shards, strict=True)
+    for leaf, first, counts, own in of_each:
         info = leaf.info
         states = [StateRecord(MASTER_PARAMS, "float32")]
         states += [StateRecord(slot.name, slot.dtype.name) for slot in leaf.slots]
@@ -187,7 +186,7 @@ def describe(
         if compression is not None:
             sent = GradientForm(compression._value_dtype(info.dtype), is_sparse=True)
             forms = (sent, *forms[: compression.warmup_steps])
-        leaves.append(LeafDescription(record, leaf.kernel, first.kernel, forms, held))
+        leaves.append(LeafDescription(record, leaf.kernel, first.kernel, forms, own))
     paths = tuple(map(encode_path, init.layout.scalar_keys))
     codec = "bf16" if average is not None and average.form == "bf16" else ""
     return StoreDescription(tuple(leaves), paths, codec, init.layout)
@@ -289,10 +288,11 @@ def _check_average(directory: StoreDirectory, description: StoreDescription) -> 
 
 def _check_division(directory: StoreDirectory, description: StoreDescription) -> None:
     """Refuses a run whose mesh gives the chunks of a member to other processes."""
-    if directory.manifest.member is None:
+    member = directory.manifest.member
+    if member is None:
         return
     for record, leaf in zip(directory.manifest.leaves, description.leaves, strict=True):
-        places = chunk_holders(record, leaf.record.shard_counts, leaf.holders)
+        places = leaf.shards.holders_of(record, member.count)
         pairs = zip(record.owners, places, strict=True)
         for number, (owner, holders) in enumerate(pairs):
             if owner not in holders:

@@ -17,10 +17,9 @@ from jax.sharding import Mesh
 
 from jaxinf.engine.sharding import (
     gathered_whole,
+    held_shards,
     own_parts,
     put_together,
-    shard_counts,
-    shard_holders,
 )
 from jaxinf.errors import StoreError, StoreMismatchError
 from jaxinf.layout import Chunk, scatter, target_view
@@ -35,7 +34,6 @@ from jaxinf.store import (
     leaf_name,
     over,
     schedule_free_params,
-    suits_shards,
 )
 from jaxinf.transfer import MACHINE_MEMORY_BYTES
 from jaxinf.typing import AVERAGE, Array, PyTree
@@ -71,7 +69,7 @@ class StateReader(StepReader):
         state = one.leaf.states.index(one.state)
         entry = self._opened.entry(one.number, one.chunk, state)
         slot = self._opened.chunks.slot(entry)
-        return self._opened.directory.data_path(slot, one.csd)
+        return self._opened.directory.data_paths(slot)[one.csd]
 
     def each_piece(
         self,
@@ -239,14 +237,11 @@ def read_leaf(opened: "OpenStore", number: int, like: Any, *states: int) -> jax.
     shape, dtype = tuple(like.shape), np.dtype(like.dtype)
     sharding, is_alone = getattr(like, "sharding", None), opened.group.is_alone
     is_divided = not is_alone and isinstance(getattr(sharding, "mesh", None), Mesh)
-    if is_divided and suits_shards(
-        opened.leaves[number],
-        shard_counts(like.sharding, shape),
-        shard_holders(like.sharding, shape),
-    ):
+    record, count = opened.leaves[number], opened.group.count
+    if is_divided and held_shards(like.sharding, shape).suit(record, count):
         read_box = partial(_read_box, opened, number, dtype, states)
         parts = partial(own_parts, like.sharding, shape, read_box)
-        what = f"params of {opened.leaves[number].name}"
+        what = f"params of {record.name}"
         return put_together(opened.group.in_all(what, parts))
     whole = read_array(opened, number, dtype, *states)
     if is_divided:

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 from jax.sharding import NamedSharding
 
-from jaxinf.engine.sharding import shard_counts, shard_holders
+from jaxinf.engine.sharding import held_shards
 from jaxinf.processes import all_processes, join_group
 from jaxinf.program import leaf_path
 from jaxinf.store import (
@@ -69,8 +69,7 @@ def _divide(
         sharding = by_path[leaf.path]
         if not isinstance(sharding, NamedSharding):
             return Shards((1,) * len(leaf.shape))
-        counts = shard_counts(sharding, leaf.shape)
-        return Shards(counts, shard_holders(sharding, leaf.shape))
+        return held_shards(sharding, leaf.shape)
 
     if is_divided_for(path, count, shards_of):
         return

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinf.errors import DeviceConfigurationError
 from jaxinf.processes import Group
+from jaxinf.store import Shards
 from jaxinf.typing import Array
 
 _BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
@@ -46,32 +47,14 @@ def box_of(
     return tuple(a for a, _ in bounds), tuple(b - a for a, b in bounds)
 
 
-def shard_holders(
-    sharding: NamedSharding | None,
-    shape: Sequence[int],
-    counts: Sequence[int] | None = None,
-) -> tuple[tuple[int, ...], ...]:
-    """Returns the processes whose devices have each shard, in C order of the shards.
-
-    Args:
-      counts: number of equal parts along each dimension, a multiple of the shards', to
-        return the holders of each part.
-    """
-    if sharding is None:
-        return ()
+def held_shards(sharding: NamedSharding, shape: Sequence[int]) -> Shards:
+    """Returns the shards of an array, with the processes whose devices have each."""
     found: dict[tuple[int, ...], set[int]] = {}
     for device, index in sharding.devices_indices_map(tuple(shape)).items():
         start, _ = box_of(index, shape)
         found.setdefault(start, set()).add(device.process_index)
     holders = [tuple(sorted(found[start])) for start in sorted(found)]
-    if counts is None:
-        return tuple(holders)
-    shards, result = shard_counts(sharding, shape), []
-    for part in np.ndindex(*counts):
-        numbers = zip(part, shards, counts, strict=True)
-        shard = tuple(n * own // count for n, own, count in numbers)
-        result.append(holders[np.ravel_multi_index(shard, shards)])
-    return tuple(result)
+    return Shards(shard_counts(sharding, shape), holders)
 
 
 def distinct_shards(leaf: Any) -> list[tuple[tuple[slice, ...], Array]]:

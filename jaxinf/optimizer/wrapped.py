@@ -26,9 +26,9 @@ from jaxinf.engine import (
     StoreDescription,
     check_processes,
     describe,
+    held_shards,
     keeps_feedback,
     shard_counts,
-    shard_holders,
 )
 from jaxinf.optimizer.host_side import HostFunctions
 from jaxinf.program import (
@@ -268,7 +268,7 @@ class OffloadedOptimizer:
             update,
             init,
             [shard_counts(*pair) for pair in pairs],
-            holders=() if group.is_alone else [shard_holders(*pair) for pair in pairs],
+            shards=() if group.is_alone else [held_shards(*pair) for pair in pairs],
             average=self.average,
             compression=self.compression,
         )

@@ -64,13 +64,11 @@ from jaxinf.store.formats import (
     MasterFormat,
     Shards,
     StateFormat,
-    chunk_holders,
     coded_leaf,
     deal_to_members,
     is_divided_for,
     lay_out,
     store_formats,
-    suits_shards,
 )
 from jaxinf.store.lock import Holder, StoreLock, lock_exclusively, read_holder
 from jaxinf.store.manifest import (

@@ -86,11 +86,31 @@ class Shards:
     counts: tuple[int, ...]  # along each dimension
     holders: Sequence[Sequence[int]] = ()
 
-    def holders_of(self, count: int) -> Sequence[Sequence[int]]:
-        """Returns the processes that have each shard, of so many."""
+    def holders_of(self, leaf: LeafRecord, count: int) -> list[Sequence[int]]:
+        """Returns the processes that have each chunk of a leaf, of so many."""
         num = math.prod(self.counts)
         in_line = [(shard * count // num,) for shard in range(num)]
-        return self.holders or (in_line if num > 1 else [range(count)])
+        holders = self.holders or (in_line if num > 1 else [range(count)])
+        found = []
+        for chunk in leaf.grid.chunks():
+            shard, along = 0, zip(chunk.start, leaf.shape, self.counts, strict=True)
+            for start, length, number in along:
+                shard = shard * number + start // max(1, length // number)
+            found.append(holders[shard])
+        return found
+
+    def cut(self, leaf: LeafRecord) -> bool:
+        """Whether a chunk of a leaf would lie in two of them."""
+        sizes = zip(leaf.shape, self.counts, leaf.chunk_shape, strict=True)
+        return any(number > 1 and n // number % chunk for n, number, chunk in sizes)
+
+    def suit(self, leaf: LeafRecord, count: int) -> bool:
+        """Whether no chunk lies in two of them, and each owner has its chunk's."""
+        if self.cut(leaf):
+            return False
+        holders = self.holders_of(leaf, count)
+        owners = leaf.owners or (0,) * len(holders)
+        return all(own in held for own, held in zip(owners, holders, strict=True))
 
 
 ShardsOf: TypeAlias = Callable[[LeafRecord], Shards]
@@ -105,13 +125,13 @@ def divided(
     A leaf with codes that would need a new grid is refused. Shards are by default those
     of devices in a line.
     """
-    found, holders = list[LeafRecord](), list[Sequence[Sequence[int]]]()
+    found, every = list[LeafRecord](), list[Shards]()
     most = max((math.prod(leaf.chunk_shape) for leaf in leaves), default=1)
     for leaf in leaves:
         shards = shards_of(leaf) if shards_of else _in_line(leaf, count)
-        holders.append(shards.holders_of(count))
+        every.append(shards)
         counts, chunk_shape = shards.counts, leaf.chunk_shape
-        if _is_cut(leaf, counts):
+        if shards.cut(leaf):
             if coded := [one.slot for one in leaf.states if one.codec == "scale"]:
                 raise StoreMismatchError(
                     f"{where}: leaf {leaf.name}: expected shards {counts} that its "
@@ -124,7 +144,7 @@ def divided(
             chunk_shape = choose_grid(leaf.shape, **options).chunk_shape
         changes = {"chunk_shape": chunk_shape, "shard_counts": counts}
         found.append(structs.replace(leaf, csds=(), owners=(), **changes))
-    return found, deal_to_members(found, count, holders)
+    return found, deal_to_members(found, count, every)
 
 
 def is_divided_for(path: Path, count: int, shards_of: ShardsOf) -> bool:
@@ -139,19 +159,7 @@ def is_divided_for(path: Path, count: int, shards_of: ShardsOf) -> bool:
     manifest = Manifest.read(first / "jaxinf.json")
     if count != (1 if manifest.member is None else manifest.member.count):
         return False
-    pairs = ((leaf, shards_of(leaf)) for leaf in manifest.leaves)
-    return all(suits_shards(x, own.counts, own.holders_of(count)) for x, own in pairs)
-
-
-def suits_shards(
-    leaf: LeafRecord, counts: Sequence[int], holders: Sequence[Sequence[int]]
-) -> bool:
-    """Whether no chunk lies in two shards, and each owner has its chunk's shard."""
-    if _is_cut(leaf, counts):
-        return False
-    places = chunk_holders(leaf, counts, holders)
-    owners = leaf.owners or (0,) * len(places)
-    return all(own in held for own, held in zip(owners, places, strict=True))
+    return all(shards_of(leaf).suit(leaf, count) for leaf in manifest.leaves)
 
 
 def _in_line(leaf: LeafRecord, count: int) -> Shards:
@@ -167,12 +175,6 @@ def _in_line(leaf: LeafRecord, count: int) -> Shards:
     if len(along) != 1 or leaf.shape[along[0]] % wanted:
         return Shards(leaf.shard_counts)
     return Shards(tuple(wanted if n > 1 else 1 for n in leaf.shard_counts))
-
-
-def _is_cut(leaf: LeafRecord, counts: Sequence[int]) -> bool:
-    """Whether a chunk of a leaf would lie in two shards."""
-    sizes = zip(leaf.shape, counts, leaf.chunk_shape, strict=True)
-    return any(number > 1 and n // number % chunk for n, number, chunk in sizes)
 
 
 def lay_out(
@@ -206,29 +208,15 @@ def lay_out(
 
 
 def deal_to_members(
-    leaves: Sequence[LeafRecord], count: int, holders: Sequence[Sequence[Sequence[int]]]
+    leaves: Sequence[LeafRecord], count: int, shards: Sequence[Shards]
 ) -> list[list[int]]:
     """Returns the owner of each chunk by leaf, in a new run of so many processes.
 
-    Holders are, by leaf and then by shard in C order, the processes whose JAX devices
-    have the shard. Chunks of shards that several have are divided.
+    Chunks of shards that several have are divided.
     """
     chunk_bytes, places = [], []
-    for leaf, own in zip(leaves, holders, strict=True):
-        places += chunk_holders(leaf, leaf.shard_counts, own)
+    for leaf, own in zip(leaves, shards, strict=True):
+        places += own.holders_of(leaf, count)
         chunk_bytes += leaf.chunk_bytes
     owners = iter(deal(chunk_bytes, count, places))
     return [[next(owners) for _ in leaf.grid.chunks()] for leaf in leaves]
-
-
-def chunk_holders(
-    leaf: LeafRecord, shard_counts: Sequence[int], holders: Sequence[Sequence[int]]
-) -> list[Sequence[int]]:
-    """Returns the processes that have each chunk, of those that have each shard."""
-    found = []
-    for chunk in leaf.grid.chunks():
-        shard, along = 0, zip(chunk.start, leaf.shape, shard_counts, strict=True)
-        for start, length, count in along:
-            shard = shard * count + start // max(1, length // count)
-        found.append(holders[shard])
-    return found

@@ -29,10 +29,11 @@ from jaxinf.engine import (
     describe,
     distinct_shards,
     engine_of,
-    shard_holders,
+    held_shards,
 )
 from jaxinf.errors import StreamError
 from jaxinf.program import UpdateProgram, trace_init
+from jaxinf.store import Shards
 from jaxinf.streaming.home import Endpoints
 from jaxinf.streaming.move.params import Hold, StoreParams, read_units
 from jaxinf.streaming.move.scratch import store_scratch
@@ -221,17 +222,17 @@ class InStore:
         pieces = () if ready is None else tuple(ready.graph.gradients)
         is_alone = self.engine.group.is_alone
         passes_for(update, pieces, is_alone=is_alone)
-        held, holders = jax.tree.leaves(avals), list[Any]()
+        held, shards = jax.tree.leaves(avals), list[Shards]()
         first = trace_init(self.tx, without_shardings(avals))
         counts = part_counts(held, pieces)
-        if not is_alone:  # the processes that have each part of each leaf
-            pairs = zip(on_mesh(held, mesh_of(avals)), counts, strict=True)
-            holders = [shard_holders(x.sharding, x.shape, own) for x, own in pairs]
+        if not is_alone:
+            there = on_mesh(held, mesh_of(avals))
+            shards = [held_shards(leaf.sharding, leaf.shape) for leaf in there]
         return first, describe(
             update,
             first,
             counts,
-            holders=holders,
+            shards=shards,
             average=options.average,
             compression=options.compress,
         )

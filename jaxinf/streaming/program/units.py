@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxinf.engine import put_together, shard_counts, shard_holders
+from jaxinf.engine import held_shards, put_together, shard_counts
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.transfer import page_ceil
 from jaxinf.typing import Array
@@ -108,8 +108,9 @@ class Unit:
     @cached_property
     def is_shared(self) -> bool:
         """Whether several processes have a shard, of whose chunks each has some."""
-        holders = shard_holders(self.sharding, self.shape)
-        return any(len(own) > 1 for own in holders)
+        if self.sharding is None:
+            return False
+        return any(len(x) > 1 for x in held_shards(self.sharding, self.shape).holders)
 
     def in_leaf(self, box: Box) -> Box:
         """Returns a part of the unit as a part of the leaf."""
