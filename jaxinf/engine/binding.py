@@ -130,6 +130,8 @@ def difference(stored: Array, given: Array, bound: float | np.floating = 0.0) ->
     stored = stored.astype(given.dtype, copy=False)
     bits = np.dtype(f"u{given.itemsize}")  # twice as fast as numbers
     places = np.flatnonzero(stored.view(bits) != given.view(bits))
+    if not places.size:
+        return ""
     stored, given = stored[places], given[places]
     a, b = stored.astype(np.float32), given.astype(np.float32)
     tiny = np.finfo(np.float32).tiny
