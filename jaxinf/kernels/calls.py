@@ -133,7 +133,7 @@ def call_kernel(
     none = bytes(num_stored)
     wanted = bytes(passage.reads or none) + bytes(passage.writes or none)
     counts = len(slots), len(arrays), len(inputs.scalars), len(constants), num_stored
-    packer, offsets, sums_at = _layout(*counts)
+    packer, offsets, sums, sums_at = _layout(*counts)
     memory = ctypes.create_string_buffer(packer.size)
     start = ctypes.addressof(memory)
     packer.pack_into(
@@ -151,8 +151,7 @@ def call_kernel(
     is_short = gradient.size <= _SHORT_ELEMENTS
     function = entry.holding if is_short else entry.releasing
     finite = function(gradient.size, *[start + offset for offset in offsets])
-    sums = struct.unpack_from(f"{len(wanted)}I", memory, sums_at)
-    told = tuple(map(operator.mul, sums, wanted))
+    told = tuple(map(operator.mul, sums.unpack_from(memory, sums_at), wanted))
     passage.read, passage.written = told[:num_stored], told[num_stored:]
     return bool(finite)
 
@@ -160,7 +159,7 @@ def call_kernel(
 @functools.lru_cache(maxsize=256)
 def _layout(
     num_slots: int, num_arrays: int, num_scalars: int, num_constants: int, num_sums: int
-) -> tuple[struct.Struct, tuple[int, ...], int]:
+) -> tuple[struct.Struct, tuple[int, ...], struct.Struct, int]:
     """Returns the layout of a call's arguments, which are packed at once.
 
     They are arrays (gradient, params, out, slots, others), the passage, words (scalars,
@@ -168,7 +167,7 @@ def _layout(
 
     Returns:
       Their form; offsets of gradient, params, out, slots, arrays, scalars, constants
-      and passage; offset of the sums.
+      and passage; form and offset of the sums.
     """
     length, num_words = struct.calcsize(_ARRAY), num_scalars + num_constants
     arrays_at = (3 + num_slots) * length
@@ -179,7 +178,7 @@ def _layout(
     offsets = *offsets, arrays_at, words_at, constants_at, passage_at
     form = _ARRAY * (3 + num_slots + num_arrays) + _PASSAGE
     form += f"{num_words}I{8 * num_sums}x{2 * num_sums}s"
-    return struct.Struct(form), offsets, sums_at
+    return struct.Struct(form), offsets, struct.Struct(f"{2 * num_sums}I"), sums_at
 
 
 def array_fields(array: Array | CodedSlot) -> tuple[int, int, int, int, int]:
