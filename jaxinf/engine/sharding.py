@@ -47,8 +47,10 @@ def box_of(
     return tuple(a for a, _ in bounds), tuple(b - a for a, b in bounds)
 
 
-def held_shards(sharding: NamedSharding, shape: Sequence[int]) -> Shards:
+def held_shards(sharding: NamedSharding | None, shape: Sequence[int]) -> Shards:
     """Returns the shards of an array, with the processes whose devices have each."""
+    if sharding is None:
+        return Shards(shard_counts(sharding, shape))
     found: dict[tuple[int, ...], set[int]] = {}
     for device, index in sharding.devices_indices_map(tuple(shape)).items():
         start, _ = box_of(index, shape)

@@ -108,8 +108,6 @@ class Unit:
     @cached_property
     def is_shared(self) -> bool:
         """Whether several processes have a shard, of whose chunks each has some."""
-        if self.sharding is None:
-            return False
         return any(len(x) > 1 for x in held_shards(self.sharding, self.shape).holders)
 
     def in_leaf(self, box: Box) -> Box:
