@@ -34,7 +34,7 @@ from jaxinf.store import (
     StoreDirectory,
     dtype_of,
 )
-from jaxinf.transfer import ByteCounts, ByteMeters, page_ceil
+from jaxinf.transfer import ByteCounts, ByteMeters, long_ceil, long_floor, page_ceil
 from jaxinf.typing import Array
 
 _LEAST_SHARE = 4  # workers at one of several cards
@@ -98,7 +98,7 @@ class SubgroupLayout:
     def num_bytes(self) -> int:
         """Length of the buffer."""
         last = self.extents[-1]
-        return last.buffer_offset_bytes + page_ceil(last.num_bytes)
+        return long_ceil(last.buffer_offset_bytes + last.num_bytes)
 
     @cached_property
     def chunk(self) -> Chunk:
@@ -202,7 +202,8 @@ class StoreShape:
 
     def check_memory(self) -> None:
         """Refuses a budget in which not every worker can hold two least subgroups."""
-        (_, need), exports = self._least_buffers(), self.export_bytes
+        unit, num_buffers, itemsize = self._least_buffers()
+        need, exports = num_buffers * itemsize * unit, self.export_bytes
         if self.options.memory_bytes - exports < need:
             beside = f" beside the {exports} of exports" if exports else ""
             raise ValueError(
@@ -211,8 +212,8 @@ class StoreShape:
                 f"{beside}; give more memory"
             )
 
-    def _least_buffers(self) -> tuple[int, int]:
-        """Returns the length of the least subgroups, and bytes of two for a worker."""
+    def _least_buffers(self) -> tuple[int, int, int]:
+        """Returns the length of the least subgroups, buffers, and bytes an element."""
         workers = self._num_workers
         sizes = [sum(s.itemsize for s in leaf.states) for leaf in self.leaves]
         if self.options.csd.has_cards:
@@ -220,7 +221,7 @@ class StoreShape:
             workers = min(workers, max(_LEAST_SHARE, share))
         unit = max(map(_unit_elements, self.leaves), default=0)
         unit = max(unit, CHUNK_ALIGNMENT_ELEMENTS)
-        return unit, _EACH * workers * max(sizes, default=4) * unit
+        return unit, _EACH * workers, max(sizes, default=4)
 
     def _cut(self) -> list[list[list[SubgroupLayout]]]:
         """Returns the held subgroups by leaf and chunk.
@@ -228,13 +229,14 @@ class StoreShape:
         They are the longest of which every worker can hold two in the budget, but not
         below the shortest possible ones, for a store whose budget is not used.
         """
-        unit, unit_bytes = self._least_buffers()
+        unit, num_buffers, itemsize = self._least_buffers()
         window_bytes = self.memory_bytes
         if not self.options.csd.has_cards:
             quick_bytes = _EACH * self._num_workers * _QUICK_BYTES
             quick_bytes = min(window_bytes, quick_bytes)
             window_bytes = max(window_bytes // _WINDOW_SHARE, quick_bytes)
-        fitting = max(0, window_bytes) // unit_bytes * unit
+        each_bytes = long_floor(max(0, window_bytes) // num_buffers)
+        fitting = each_bytes // (itemsize * unit) * unit
         most = max(unit, min(fitting, DEFAULT_CHUNK_ELEMENTS))
         found, first = [], 0
         for leaf, record in enumerate(self.leaves):

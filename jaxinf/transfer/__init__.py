@@ -35,6 +35,8 @@ from jaxinf.transfer.pool import (
     BufferPool,
     aligned,
     aligned_array,
+    long_ceil,
+    long_floor,
     page_ceil,
 )
 from jaxinf.transfer.queues import Queues
