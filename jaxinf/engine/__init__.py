@@ -3,8 +3,9 @@
 Where a question is answered:
 
     a user's calls                       store.py
-    how a path becomes an open store     open_stores.py, engine.py
+    how a path becomes an open store     open_stores.py, engine.py; options.py
     how its files are found and made     opening.py, also of several processes
+    how another number opens it          redivision.py
     what a store must hold for a run     description.py
     whose params a step may use          binding.py
     how a gradient becomes tasks         opened.py, updates.py
@@ -13,6 +14,8 @@ Where a question is answered:
     which state stays in memory          shape.py (`staying`)
     what drives move in a step           shape.py (`moved_bytes`)
     how leaves come back to JAX          reading.py, state_trees.py; carry.py
+    who has which shard of an array      sharding.py
+    how a step goes to a URL             exports.py
     what happens after an error          failure.py
 
 Invariant: host memory does not grow with the model; a step is all or nothing.

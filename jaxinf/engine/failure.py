@@ -28,7 +28,7 @@ class StoreHealth(Failure):
         self._is_known = False  # to the program itself
 
     def tell(self) -> None:
-        """As `check`, called by the program itself."""
+        """Raises as `check`, and notes that the program itself knows of the failure."""
         self._is_known |= self.error is not None
         self.check()
 
@@ -48,7 +48,7 @@ class StoreHealth(Failure):
             super().fail(error)
 
     def fail_beside_others(self, error: BaseException) -> None:
-        """As `fail`, for an exception that gets to the program by no computation.
+        """Stops the store for an exception that reaches the program by no computation.
 
         The failure is logged once, and the next call that gets a state raises it. It
         may be older: a worker or a commit failed in the background.
@@ -65,7 +65,7 @@ class StoreHealth(Failure):
             )
 
     def fail_unannounced(self, error: BaseException) -> None:
-        """As `fail_beside_others`, but nothing is logged, and no next call raises it.
+        """Stops the store; nothing is logged, and no next call raises the exception.
 
         For a failure that the other processes do not know of: if this one raised it,
         they would wait for it in the next step. In that step all calls fail, and the

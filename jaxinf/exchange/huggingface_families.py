@@ -476,4 +476,4 @@ FAMILIES: Mapping[str, Family] = {
     "vit": _VIT,
     "t5": _T5,
 }
-"""By ``model_type``."""
+"""The families by ``model_type``."""

@@ -102,7 +102,7 @@ class HostCallback:
     report: Callable[[BaseException], None]
 
     def raising(self, outs: PyTree, arguments: PyTree) -> None:
-        """As a callback that may fail the computation, which one JAX device allows."""
+        """Runs as a callback that may fail the computation, as on one JAX device."""
 
         def host() -> None:
             try:
@@ -114,9 +114,9 @@ class HostCallback:
         run_whole(host)
 
     def reporting(self, outs: PyTree, arguments: PyTree) -> None:
-        """As a callback beside other devices: after an exception results are zeros.
+        """Runs as a callback beside other devices; after an exception gives zeros.
 
-        For int32 they are `FAILED`.
+        Results in int32 are `FAILED` then.
         """
         try:
             run_whole(partial(self.host, outs, arguments))

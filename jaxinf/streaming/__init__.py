@@ -11,6 +11,7 @@ Where a question is answered:
 
     where params and state are             in_store.py, in_memory.py, function.py
     what these give to a step              home.py
+    how a program is taken apart           program/graph.py, program/units.py
     how memory is divided                  plan/memory.py
     how memory becomes cuts                plan/cut_to_fit.py
     the order of calls, and of parts       plan/order.py
@@ -23,6 +24,8 @@ Where a question is answered:
     how gradients wait for the last        move/spill.py
     what threads do all this               move/work_queues.py
     where a gradient becomes an update     update/apply_gradients.py, in_memory.py
+    which optimizers can run, in passes    update/near_storage.py
+    what the device updates itself         update/device_updates.py
     which cuts a store keeps               plan/kept.py
     how processes begin and end alike      compiled_step.py
     what happens after Ctrl-C              ctrl_c.py; compiled_step.py cleans up

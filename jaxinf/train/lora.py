@@ -33,7 +33,7 @@ ALPHA = 16.0
 
 _ATTENTION = ("*/attn/*", "*/cross/*")
 _HEADS = ("score/*", "classifier/*", "head/pooler/*", "head/classifier/*")
-"""Of classes: they are trained whole, and have no adapters."""
+"""Heads of classes, which are trained whole and have no adapters."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -150,6 +150,6 @@ def _taken(clocks: Mapping[str, Clock]) -> Mapping[str, float]:
 _OFF = contextlib.nullcontext()
 
 timeline = Timeline()
-"""That of this process, whose drives and threads several stores may share."""
+"""The timeline of this process; several stores may share its drives and threads."""
 
 span, add_span = timeline.span, timeline.add

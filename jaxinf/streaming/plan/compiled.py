@@ -82,7 +82,7 @@ def compile_plan(plan: Plan, executables: Executables) -> Sequence[Any]:
 def measured(plan: Plan, executables: Executables) -> Plan:
     """Returns the plan with what XLA says that its programs take; blocks.
 
-    Those of all devices that share the host's memory, or of one with its own.
+    It is that of all devices if they share the host's memory, and else of one.
     """
     temps, outputs = dict[str, int](), list[Sequence[int]]()
     mesh, num_devices = plan.traced.mesh, 1

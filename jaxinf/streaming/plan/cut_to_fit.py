@@ -174,7 +174,7 @@ def _fitting(
     policy, num_parts = options.policy, options.micro_batches
 
     def measure(plan: Plan) -> Plan:
-        """Of new cuts, compiles none if what was compiled before takes too much."""
+        """Fills in temporaries; compiles no new cut that cannot fit anyway."""
         plan = _with_params(plan, needs)
         plan = replace(plan, temp_bytes=known_temps(plan, executables))
         if cuts is not None or least_bytes(plan) <= memory.programs:

@@ -111,7 +111,7 @@ def build_graph(traced: Traced, closed: Any) -> Graph:
 
 
 def graph_of_init(closed: Any, consts: Sequence[Any]) -> Graph:
-    """As `build_graph`, of a function that makes params: its arguments are a batch."""
+    """Builds the graph of a function that makes params; its arguments are a batch."""
     unroller = _Unroller(consts)
     origins = map(Batch, range(len(closed.jaxpr.invars)))
     inputs, outputs = unroller.unroll(closed, [*origins])

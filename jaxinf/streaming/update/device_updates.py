@@ -173,8 +173,8 @@ def needs_of_share(
 ) -> list[MemoryNeed]:
     """Returns what updates on the device take there, and here.
 
-    Of a subgroup its states as they were and as they are, its gradient as it comes and
-    in float32, its master params before, and its update.
+    A subgroup takes its old and new states, its gradient as it comes and in float32,
+    its old master params, and its update.
 
     Args:
       gradient_bytes: Bytes of the largest gradient.

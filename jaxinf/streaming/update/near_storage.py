@@ -69,7 +69,7 @@ def trace_optimizer(
     params: PyTree,
     extra_args: Mapping[str, Any] | None = None,
 ) -> UpdateProgram:
-    """As `jaxinf.program.trace_update`, of one that may read all stored state."""
+    """Traces an optimizer that may read all stored state; see `trace_update`."""
     return trace_update(tx, params, extra_args, may_recall="all")
 
 

@@ -48,7 +48,7 @@ _MEANT = {
 }
 
 _Examples: TypeAlias = list[tuple[Encoded, ...]]
-"""Of each example one part, or a source and its answer."""
+"""An example is one part, or a source and its answer."""
 
 
 def load_texts(
