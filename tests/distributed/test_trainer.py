@@ -69,11 +69,11 @@ def test_all_stop_after_the_step_in_which_one_gets_a_signal(small, tmp_path, mod
         assert held.distributed.split(",")[1:] == ["2", str(number)]
         assert (held.store, held.log_dir) == (tmp_path / "store", logs)
     run_file = logs / "process-00000" / "config.toml"
-    again = trained(tmp_path, "again", "--config", run_file, "--steps", last + 2)
+    # At the end; and at a fourth step, or at first if the best step was the last one.
+    kept = ("--config", run_file, "--steps")
+    again = trained(tmp_path, "again", *kept, last + 2, evaluations=(1, 2))
     assert [line["step"] for line in again][-2:] == [last + 1, last + 2]
-    alone = ("--config", run_file, "--steps", last + 3)
-    # If the best step is the last one, its loss is found again.
-    more = trained(tmp_path, "more", *alone, evaluations=(1, 2))
+    more = trained(tmp_path, "more", *kept, last + 3, evaluations=(1, 2))
     assert [line["step"] for line in more][-1:] == [last + 3]
     if mode or LONG:
         one = (*small, "--store", tmp_path / "one", *mode, "--steps", last + 2)
