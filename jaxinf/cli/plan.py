@@ -37,9 +37,9 @@ _Tiers: TypeAlias = Mapping[str, tuple[int, int | None]]
 class Plan:
     """Count what a training run would take: memory at its peak, disk, and bytes.
 
-    Takes the trainer's flags (jaxinf train --help), or first the name of a run's file
-    (.toml), of a model's config.json, or of a folder with one. Nothing is trained or
-    written, and no weights are read. The exit status is 1 if the run does not fit.
+    Takes the trainer's flags (jaxinf train --help); before them may stand a run's file
+    of TOML, a model's config.json, or a folder with one. Nothing is trained or written,
+    and no weights are read. The exit status is 1 if the run does not fit.
     """
 
     # Bytes that each drive moves in a second, as 'jaxinf doctor' measures them (mixed),
@@ -139,9 +139,11 @@ def _lines(
     time_s: float | None,
     wear_bytes: int,
 ) -> list[str]:
-    lines, lacking = list[str](), list[str]()
+    lines, lacking, limit = list[str](), list[str](), ""
+    if config.mode == "stream" and config.memory is not None:
+        limit = f" of --memory {format_bytes(config.memory)},"
     for name, (needed, there) in tiers.items():
-        beside = " beside up to 600 MB of the process" if name == "host" else ""
+        beside = f"{limit} beside up to 600 MB of the process" * (name == "host")
         has = "" if there is None else f", there is {format_bytes(there)}"
         lines.append(f"{name:7} needed {format_bytes(needed)}{beside}{has}")
         if there is not None and needed > there:
@@ -161,11 +163,10 @@ def _lines(
             run = f"{format_bytes(wear_bytes)} to each drive in {config.steps:,} steps"
             rated = f"one rated for 1,200 TB lasts {count} such runs"
             lines.append(f"wear    {run}; {rated}")
-        time = "those bytes over the drives' rate; 'jaxinf doctor' measures it, and "
-        time += "--drive-rate takes it"
+        time = "not known; give --drive-rate, which 'jaxinf doctor' measures (mixed)"
         if time_s is not None:
-            time = f"{time_s:.3g} s a step, for the drives alone"
-        lines.append(f"time    at least {time}")
+            time = f"at least {time_s:.3g} s a step, for the drives alone"
+        lines.append(f"time    {time}")
     return [*lines, *lacking, "nothing was trained or written"]
 
 

@@ -53,9 +53,8 @@ figures.forEach(([data, unit], number) => Plotly.newPlot("figure-" + number, dat
 class Report:
     """Make a page about a run, or several side by side, from their log directories.
 
-    The page shows loss, speed, bytes, where the time and the memory of a step went
-    and settings. It opens offline. Needs plotly (pip install
-    'jaxinf[report]').
+    The page shows loss, speed, bytes, where the time and the memory of a step went,
+    and settings. It opens offline. Needs plotly (pip install 'jaxinf[report]').
     """
 
     # Log directories of runs.

@@ -80,7 +80,7 @@ def count(
             if config.mode == "stream":
                 found = _streamed(planned, store, batch, limit)
             else:
-                found = _stored(config, store)
+                found = _stored(config, store, is_shared=device_bytes is None)
     if config.mode != "stream":
         programs, gradients = _program_bytes(config, batch)
         if device_bytes is None:
@@ -125,7 +125,7 @@ def _streamed(
     return {name: getattr(found, name) for name in names}
 
 
-def _stored(config: TrainConfig, store: Store) -> dict[str, int]:
+def _stored(config: TrainConfig, store: Store, *, is_shared: bool) -> dict[str, int]:
     """Counts bytes on disk, of buffers, and those that updates read and write."""
     params = config.abstract[1]
     tx = averaged(make_optimizer(config), config.average)
@@ -139,7 +139,8 @@ def _stored(config: TrainConfig, store: Store) -> dict[str, int]:
     shape, moves = engine_of(store).shape(description), []
     leaves = zip(jax.tree.leaves(params), description.leaves, strict=True)
     for number, (leaf, one) in enumerate(leaves):
-        taken = {0} if can_take(shape, number, leaf.dtype) else set()
+        # Where the JAX device shares the host's memory, updates take its params.
+        taken = {0} if is_shared and can_take(shape, number, leaf.dtype) else set()
         for layout in shape.layouts(number, (0,) * leaf.ndim, leaf.shape):
             loads, stores = moved_states(one.kernel, layout)
             moves.append((layout, loads - taken, stores))

@@ -30,7 +30,7 @@ def test_a_config_alone(place, run):
     assert found.status == 0, found.err
     for part in ("host    needed", "disk    needed", "there is", "read and", "wear  "):
         assert part in found.out
-    assert "'jaxinf doctor' measures it, and --drive-rate takes it" in found.out
+    assert "not known; give --drive-rate, which 'jaxinf doctor' measures" in found.out
     assert sorted(place.iterdir()) == before
 
 
@@ -68,6 +68,13 @@ def test_a_gpu_that_is_not_here(place, run_json, mode):
     assert 0 < found["needed_bytes"] < found["there_bytes"] == 1 << 30
 
 
+def test_updates_beside_a_gpu_read_the_params_too(place, run_json):
+    (place / "wide.json").write_text(json.dumps(TINY | {"n_embd": 512}))
+    words = ("plan", "wide.json", *SMALL[1:], "--memory", "8MiB")
+    gpu = run_json(*words, "--gpu-memory", "1GiB")["step"]["drive_read_bytes"]
+    assert 2 * gpu == 3 * run_json(*words)["step"]["drive_read_bytes"] > 0
+
+
 @pytest.mark.parametrize("mode", [(), ("--mode", "stream", "--memory", "64MiB")])
 def test_checkpoints_write_what_stays_in_memory(place, run_json, mode):
     words = ("plan", *SMALL, *mode, "--durability", "checkpoint", "--steps", 100)
@@ -84,6 +91,7 @@ def test_what_does_not_fit(place, run, run_json, monkeypatch):
         found = run("plan", *SMALL)
         assert run_json("plan", *SMALL, status=1)["fits"] is False
         streamed = run("plan", *SMALL, "--mode", "stream", "--memory", "64MiB").out
+    assert re.search("host    needed .* of --memory 64.0 MiB, beside up to", streamed)
     assert "give a smaller --memory\n" in streamed
     assert found.status == 1, found.err
     assert re.search(r"does not fit: the host needs .*, has 0.98 KiB; give", found.out)
