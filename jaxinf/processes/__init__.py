@@ -5,7 +5,7 @@ interrupt leaves no callback half-way.
 """
 
 from jaxinf.processes.ending import end_unless, exit_if_peer_is_silent
-from jaxinf.processes.group import Group, all_processes, join_group
+from jaxinf.processes.group import Group, all_processes, deserted, join_group
 from jaxinf.processes.interrupts import (
     Ending,
     Work,

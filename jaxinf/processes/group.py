@@ -99,14 +99,16 @@ class Group:
         return found
 
     def agree(self, what: str, make: Callable[[], JsonValue], remedy: str) -> None:
-        """Refuses values that differ; names the process and both values."""
+        """Refuses values that differ; names the process and what differs."""
         found = self.gather(what, make)
         others = [n for n, one in enumerate(found) if one != found[0]]
         if others:
+            first, other = found[0], found[others[0]]
             raise ProcessError(
                 f"{self.where}: expected {what} to be the same in all {len(found)} "
-                f"processes, found {_short(found[others[0]])} in process "
-                f"{_listed(others)}, and {_short(found[0])} in process 0; {remedy}",
+                f"processes, found {_differing(other, first)} in process "
+                f"{_listed(others)}, and {_differing(first, other)} in process 0; "
+                f"{remedy}",
             )
 
     def in_all(self, what: str, action: Callable[[], _T]) -> _T:
@@ -420,6 +422,8 @@ def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _short(value: JsonValue) -> str:
+def _differing(value: JsonValue, other: JsonValue) -> str:
+    if isinstance(value, dict) and isinstance(other, dict):
+        value = {name: one for name, one in value.items() if other.get(name) != one}
     text = json.dumps(value)
     return text if len(text) <= 200 else f"{text[:200]}…"

@@ -99,6 +99,16 @@ def test_all_have_the_values_of_all(groups):
     assert len(groups[0].service.keys) < 15  # what all have read is removed
 
 
+def test_only_the_options_that_differ_are_shown(groups):
+    options = {"long": "x" * 300, "memory": 0}
+    found = in_each(
+        groups, lambda g: g.agree("it", lambda: options | {"n": g.number // 2}, "do")
+    )
+    text = "run: expected it to be the same in all 3 processes, found "
+    text += '{"n": 1} in process 2, and {"n": 0} in process 0; do'
+    assert list(map(str, found)) == [text] * 3
+
+
 @pytest.mark.parametrize("call", ["gather", "first", "in_all"])
 def test_an_error_of_one_is_raised_in_all(groups, call):
     def make(group):

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,11 +12,14 @@ import numpy as np
 import pytest
 from families import family
 from flax import nnx
+from inject import raising
 from jaxinf_models import ModelFiles, abstract_params, deferred_params
 from small_stores import same
 
 import jaxinf
+from jaxinf import processes
 from jaxinf.cli import main as jaxinf_main
+from jaxinf.train import loop, modes
 from jaxinf.train.lora import model_of, parse_lora, with_new
 from jaxinf.train.modes import held_params
 
@@ -158,6 +162,30 @@ def test_report(run, lines, tmp_path, capsys):
 # A learning rate at which the second step's gradient is not finite.
 EXPLODING = ("--optimizer", "sgd", "--learning-rate", "1e38", "--clip-norm", "0")
 EXPLODING += ("--warmup-steps", "0", "--steps", "4")
+
+
+def test_a_step_that_other_processes_do_not_compute(run, tmp_path, capsys, monkeypatch):
+    """JAX would say more of it at the exit, so the process ends without."""
+    error = jax.errors.JaxRuntimeError("Gloo: Connection reset\nand more")
+
+    class Several(processes.Group):
+        def __init__(self, *words):
+            super().__init__(*words)
+            self.is_alone = False
+
+    def failing(*given):
+        made = modes.in_memory(*given)
+        return replace(made, compile=lambda batch: raising(error))
+
+    monkeypatch.setattr(loop, "Group", Several)
+    monkeypatch.setattr(loop, "in_memory", failing)
+    assert run("--store", tmp_path / "store", "--steps", 1) == 1
+    assert capsys.readouterr().err == (
+        "jaxinf.train: step 1: expected all processes to compute it, found: Gloo: "
+        "Connection reset; another process may have died: see its output, and start "
+        "all again\n"
+    )
+    assert isinstance(processes.deserted.pop(), Several)
 
 
 MODES = ["memory", "update", "stream"]
