@@ -9,6 +9,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
 
@@ -40,20 +41,16 @@ def check(config: TrainConfig) -> TrainConfig:
     Returns:
       The config with its `files`.
     """
-    _refuse(_of_values(config))
+    for problem in _of_values(config):
+        raise UsageError(problem)
     files = config.model_file and ModelFiles.of_config(config.model_file)
     files = ModelFiles.of_folder(config.source) if config.source else files
     config = dataclasses.replace(config, files=files)
     _ = config.average  # refuses an --ema that does not parse
-    for problems in (_of_model, _of_mode):
-        _refuse(problems(config))
+    for problem in chain(_of_model(config), _of_mode(config)):
+        raise UsageError(problem)
     check_optimizer(config)
     return config
-
-
-def _refuse(problems: _Problems) -> None:
-    for problem in problems:
-        raise UsageError(problem)
 
 
 def _given(config: TrainConfig, why: str, *names: str) -> _Problems:

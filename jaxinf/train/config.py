@@ -88,7 +88,7 @@ class TrainConfig:
     run_file: Annotated[Path | None, _shown("FILE", "none", name="config")] = None
 
     # Directory of the store: a new one, or the store of a run to resume.
-    store: Annotated[Path | None, _shown("DIR", "none; --mode update needs it")] = None
+    store: Annotated[Path | None, _shown("DIR", "none; update, stream need it")] = None
 
     # Train up to this number of batches in all, including those of earlier runs.
     steps: int = 1000
@@ -143,8 +143,8 @@ class TrainConfig:
     # params, small 124 M, medium 355 M, large 774 M and xl 1558 M.
     preset: Annotated[str, tyro.conf.arg(metavar="NAME|FILE.json")] = "nano"
 
-    # A Hugging Face folder whose weights to start from, in place of --model and
-    # --preset. With --steps 0 the store has them, and nothing is trained.
+    # A Hugging Face folder whose weights to start from; leave --model and --preset out.
+    # With --steps 0 the store has them, and nothing is trained.
     source: Annotated[Path | None, _shown("DIR", "new weights", name="from")] = None
 
     # The task: predict the next token, masked tokens, an answer to a text, or a class.
@@ -169,8 +169,8 @@ class TrainConfig:
 
     # --- optimizer --------------------------------------------------------------------
 
-    # The name of an optimizer of optax or optax.contrib that can run near storage
-    # (docs/optimizers.md); --mode memory takes the others, too.
+    # The name of an optimizer of optax or optax.contrib that can run near storage: see
+    # docs/optimizers.md. In --mode memory the others, too.
     optimizer: Annotated[str, tyro.conf.arg(metavar="NAME")] = "adamw"
 
     # Arguments of that optimizer, such as weight_decay=0.01 b2=0.95 mu_dtype=bfloat16.
@@ -183,9 +183,9 @@ class TrainConfig:
         _shown("RATE", "by size: 2e-3 nano, 2e-4 at 1.5 B params; with --from a tenth"),
     ] = None
 
-    # The learning rate after the warm-up: constant; falling as a cosine to a tenth at
-    # --steps; falling linearly to 0 there; or wsd, falling so in the last fifth of
-    # --steps alone. A constant run may be extended later, and end with wsd.
+    # The learning rate after the warm-up: constant; cosine, which falls to a tenth at
+    # the last step; linear, to 0 there; or wsd, which falls so in the last fifth of the
+    # steps alone. A constant run may be extended later, and end with wsd.
     schedule: ScheduleName = "constant"
 
     # Steps in which the learning rate rises linearly to its peak.
@@ -195,13 +195,13 @@ class TrainConfig:
     clip_norm: float = 1.0
 
     # Send only the largest elements of each gradient to the drives: top_k:0.02 in 2 %
-    # of the dense bytes. Options may follow: ,warmup_steps=N ,error_feedback=true
-    # ,values=bfloat16 or float16. docs/compression.md shows the cost in quality.
+    # of the dense bytes. Options may follow, each after a comma: warmup_steps=N,
+    # error_feedback=true, values=bfloat16 or float16. docs/compression.md has the cost.
     compress: Annotated[str | None, _shown("top_k:RATIO", "none")] = None
 
     # Keep a moving average of the params in the store, with this decay: 0.999, by which
-    # the run is evaluated. Options may follow: ,every=N (steps) ,debias=true ,form=bf16
-    # (2 bytes a param). docs/integrations.md, "EMA of params", says how to read it.
+    # the run is evaluated. Options may follow, each after a comma: every=N (steps),
+    # debias=true, form=bf16 (2 bytes a param). docs/integrations.md: how to read it.
     ema: Annotated[str | None, _shown("DECAY", "none")] = None
 
     # --- memory and drives ------------------------------------------------------------

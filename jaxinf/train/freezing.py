@@ -42,8 +42,6 @@ def matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 def check_frozen(patterns: tuple[str, ...], params: PyTree, model: str) -> None:
     """Refuses patterns that match no leaf of the model, or all together."""
-    if not patterns:
-        return
     names = leaves_by_name(params)
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):

@@ -181,11 +181,9 @@ def _arguments(config: TrainConfig, chosen: Callable[..., Any]) -> dict[str, Any
 
 def _literal(text: str) -> Any:
     """Returns a number, a truth value, None, a tuple of these, or the text itself."""
-    words = {"none": None, "true": True, "false": False}
-    if text.lower() in words:
-        return words[text.lower()]
+    is_word = text.lower() in ("none", "true", "false")
     try:
-        return ast.literal_eval(text)
+        return ast.literal_eval(text.capitalize() if is_word else text)
     except (ValueError, SyntaxError):
         return text
 

@@ -177,6 +177,14 @@ def test_fine_tuning_without_the_models_form_is_refused(place, messages, capsys)
     refused(place, capsys, expected, *words)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_model_line_says_that_the_folder_has_bfloat16(place, capsys, dtype):
+    write_folder(place / "hf", LLAMA)
+    assert train(*stored(place), "--param-dtype", dtype) == 0
+    text = "computed in float32; the folder has bfloat16: --param-dtype bfloat16 keeps"
+    assert (text in capsys.readouterr().out) == (dtype == "float32")
+
+
 def test_a_decoder_of_one_task_begins_another(place):
     """Its other head is new, and neither head is taken for damage."""
     classes = dataclasses.replace(LLAMA, head="classification", num_labels=5)

@@ -43,7 +43,7 @@ def find_files(patterns: Sequence[str]) -> tuple[list[Path], list[Path]]:
 
     Returns:
       Resolved paths, sorted, each once; and those of directories that are left out,
-      because they are none of these and not empty.
+      because they are none of these, not empty, and not all that is there.
 
     Raises:
       DataError: a pattern matches no file.
@@ -55,7 +55,7 @@ def find_files(patterns: Sequence[str]) -> tuple[list[Path], list[Path]]:
         if path.is_dir():
             below = {file.resolve() for file in _walk(path) if file.is_file()}
             below = {file for file in below if file.stat().st_size}
-            matched = {file for file in below if _format_of(file) != "none"}
+            matched = {file for file in below if _format_of(file) != "none"} or below
             left_out |= below - matched
         else:
             names = [path] if path.is_file() else glob.iglob(str(path), recursive=True)
@@ -132,18 +132,18 @@ def read_records(path: Path, used: Collection[str]) -> Iterator[Record]:
     if kind == "parquet":
         yield from _rows(path, used)
         return
-    if path.suffix.lower() == ".csv":
-        made = f"pandas.read_csv({path.name!r}).to_json({path.stem + '.jsonl'!r}"
+    if read := {".csv": "read_csv", ".tsv": "read_table"}.get(path.suffix.lower()):
+        made = f"pandas.{read}({path.name!r}).to_json({path.stem + '.jsonl'!r}"
         raise DataError(
-            f"{path}: expected JSON lines or Parquet, found CSV, which is not read; "
-            f"convert it: {made}, orient='records', lines=True)"
+            f"{path}: expected JSON lines or Parquet, found {path.suffix[1:].upper()}, "
+            f"which is not read; convert it: {made}, orient='records', lines=True)"
         )
     if kind == "none":
         raise DataError(
             f"{path}: expected text in UTF-8, JSON lines or Parquet, found other JSON, "
             "another table, an archive, UTF-16, or a NUL byte; save records as JSON "
-            "lines (.jsonl) or Parquet, unpack an archive, convert text to UTF-8, or "
-            "leave it out"
+            "lines (.jsonl) or Parquet, unpack an archive (gunzip, unzip), convert "
+            "text to UTF-8, or leave it out"
         )
     with path.open("rb") as file:
         if file.read(len(_UTF_8_MARK)) != _UTF_8_MARK:

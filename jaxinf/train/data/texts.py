@@ -300,8 +300,9 @@ class _Reader:
         yield from self.notes
         if self.left_out:
             yield (
-                f"{len(self.left_out):,} files of folders are neither text nor Parquet "
-                f"and are left out: {shown_names(self.left_out)}"
+                f"{len(self.left_out):,} files of folders are no text and no Parquet, "
+                f"and are left out: {shown_names(self.left_out)}; to have them read, "
+                "save tables as JSON lines (.jsonl), and unpack archives"
             )
         if self.unused:
             yield f"fields of records that are not used: {shown_names(self.unused)}"

@@ -52,6 +52,7 @@ FILES = [
     ("a.jsonl.xz", lzma.compress(b"{}\n"), "unpack an archive"),
     ("a.txt", "\u4e01".encode("utf-16"), "convert text to UTF-8"),
     ("a.csv", b"text,label\na,1\n", "found CSV.*read_csv.'a.csv'.*'a.jsonl'"),
+    ("a.tsv", b"text\tlabel\n", "found TSV.*read_table.'a.tsv'.*'a.jsonl'"),
     ("a.parquet", b"PAR1 not really PAR1", "a file of parquet: Arrow"),
     ("a.parquet", gzip.compress(b"PAR1", mtime=0), "file of parquet: ArrowInvalid"),
     ("\x1b[2J.jsonl", "[]", r"\\x1b\[2J.jsonl:1: expected a JSON object"),
@@ -83,6 +84,11 @@ ROWS += [("a.jsonl", *row) for row in TASKS]
 def test_what_is_no_data_of_a_task(load, write, name, content, task, message):
     with pytest.raises(DataError, match=message):
         load(write(name, content), task=task)
+
+
+def test_a_folder_without_a_file_that_is_read_is_refused_as_a_file_of_it(load, write):
+    with pytest.raises(DataError, match=r"tables/a.csv: .*read_csv.'a.csv'"):
+        load(write("tables/a.csv", b"text\none\n").parent)
 
 
 @pytest.mark.parametrize("pattern", ["nothing.txt", "**/*.rs", "void"])
