@@ -91,7 +91,6 @@ class Engine:
         self.num_replaced, self.last_step = 0, -1
         self._payloads: dict[int, JsonValue] = {}
         self._payloads_lock = threading.Lock()
-        self._planned: tuple[StoreDescription, StoreShape] | None = None
         self._bound: list[StoreDescription] = []
         self._guard = threading.RLock()
         self.on_close: list[Callable[[], None]] = []
@@ -145,13 +144,10 @@ class Engine:
 
     def shape(self, description: StoreDescription) -> StoreShape:
         """The shape of the existing or future store; writes nothing."""
-        if self.files is not None:
-            return self.files
-        kept = self._planned  # another thread may make the store meanwhile
-        if kept is None or kept[0] is not description:
-            directory = planned(self.options, self.group, description)
-            kept = self._planned = description, StoreShape(self.options, directory)
-        return kept[1]
+        if (files := self.files) is not None:  # another thread may make it meanwhile
+            return files
+        directory = planned(self.options, self.group, description)
+        return StoreShape(self.options, directory)
 
     # --- its contents ----------------------------------------------------------------
 
@@ -212,7 +208,6 @@ class Engine:
         if unfinished is not None:
             unfinished.close()
         self.files = create(self, description, uses_budget=uses_budget)
-        self._planned = None  # it has a large store's layouts
 
     def restart(self, description: StoreDescription) -> None:
         """Keeps the existing run as a checkpoint, and waits for a new one.

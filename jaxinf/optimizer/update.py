@@ -22,7 +22,7 @@ Invariant: the store advances by exactly one step for each update that is not re
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import jax
@@ -65,6 +65,7 @@ from jaxinf.optimizer.leaf_call import (
 from jaxinf.optimizer.state import SmartUpdateState, check_state, in_jax, next_state
 from jaxinf.optimizer.wrapped import OffloadedOptimizer, entering
 from jaxinf.program import LeafInputs, StateSlot, key_data
+from jaxinf.store import LeafRecord
 from jaxinf.typing import FLOAT_DTYPES, PyTree
 
 _Sent: TypeAlias = tuple[list[LeafResult], jax.Array]
@@ -332,14 +333,17 @@ class _StepCalls:
         is_early = self.state.step < compression.warmup_steps
         return lax.cond(is_early, dense, compressed)
 
+    @cached_property
+    def _records(self) -> tuple[LeafRecord, ...]:
+        """Those of the store, which may still have to be made."""
+        return self.wrapped.engine.shape(self.description).leaves
+
     def _compress(self, call: LeafCall) -> LeafCall:
         gradient, compression = call.gradient, self.wrapped.compression
         if gradient is None:
             return call
         assert compression is not None, "dense gradients are sent as they are"
-        shape = self.wrapped.engine.shape(self.description)
-        chunk_shape = shape.leaves[call.number].chunk_shape
-        grid = LeafGrid(tuple(gradient.shape), chunk_shape)
+        grid = LeafGrid(gradient.shape, self._records[call.number].chunk_shape)
         sent, left = compress_leaf(gradient, grid, compression, call.feedback)
         return replace(call, gradient=sent, feedback=left)
 
