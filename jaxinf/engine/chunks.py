@@ -92,11 +92,6 @@ class ChunkTable:
         """Whether steps have finished since the last commit."""
         return any(self._is_working)
 
-    @property
-    def is_all_written(self) -> bool:
-        """Whether steps since the last commit have written every chunk."""
-        return all(self._is_working)
-
     def is_in_memory(self, layout: SubgroupLayout, state: int) -> bool:
         """Whether the newest version of a chunk's state is not on the drive."""
         return bool(self._is_in_memory[layout.entries[state]])

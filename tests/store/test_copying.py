@@ -5,6 +5,7 @@ import functools
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -158,7 +159,8 @@ def test_a_link_where_a_copy_begins_is_not_followed(place, target):
 def test_refusals(place, monkeypatch):
     path = make(place)
     with monkeypatch.context() as patched:
-        patched.setattr(copying.ctypes, "CDLL", lambda *_, **__: None)
+        libc = SimpleNamespace(syncfs=copying.ctypes.CDLL(None).syncfs)
+        patched.setattr(copying.ctypes, "CDLL", lambda *_, **__: libc)
         with pytest.raises(StoreIOError, match="exchanges two directories"):
             copied(path, processes=3)
     assert not leftovers(path)
