@@ -43,9 +43,8 @@ class _Away:
       host: On the host, until it is written, and back if it comes from there.
       memory: Memory of the host that it is read into.
       is_written: Whether drives have it, or will not.
-      is_read: Whether it is in `memory`.
+      is_here: Whether it comes back from `memory`, or from `host`, where it still is.
       is_due: Whether the device has memory for it, and its way back has not begun.
-      is_forwarded: Whether it comes back from `host`, although a drive will have it.
       is_back: Whether it is on the device, or where the device reads it.
     """
 
@@ -55,9 +54,8 @@ class _Away:
     host: jax.Array | None = None
     memory: Buffer | None = None
     is_written: bool = False
-    is_read: bool = False
+    is_here: bool = False
     is_due: bool = False
-    is_forwarded: bool = False
     is_back: bool = False
 
     @property
@@ -246,7 +244,7 @@ class Values:
 
         The caller has the lock, as of all that follows.
         """
-        is_source = not away.is_back and (away.is_forwarded or not away.parts)
+        is_source = not away.is_back and (away.is_here or not away.parts)
         if away.host is not None and away.is_written and not is_source:
             away.host = None
             self._way_bytes += NUM_COPIES * away.num_bytes
@@ -257,26 +255,26 @@ class Values:
     def _read(self, slot: Slot) -> None:
         """Starts to read a value, once drives have it and there is room; on a thread.
 
-        One that is forwarded is not read.
+        One that comes back from `host` is not read.
         """
 
         def is_next() -> bool:
             away = self._away.get(slot)
             room_bytes = self._read_bytes - self._back_bytes
             return away is not None and (
-                away.is_forwarded or (away.is_written and away.num_bytes <= room_bytes)
+                away.is_here or (away.is_written and away.num_bytes <= room_bytes)
             )
 
         def read() -> None:
             self.moved.add(drive_read_bytes=away.array.nbytes)
-            away.is_read, away.is_back = True, not self._tiers
+            away.is_here, away.is_back = True, not self._tiers
             self._upload(away)
             self._changed.notify_all()
 
         with self._changed:
             self._jobs.wait_for(is_next)
             away = self._away[slot]
-            if away.is_forwarded:
+            if away.is_here:
                 return
             self._back_bytes += away.num_bytes
             away.memory = self._pool.acquire(away.num_bytes)  # which has so much
@@ -286,13 +284,13 @@ class Values:
         """Lets a value come back, for which the device has memory; does not block."""
         with self._changed:
             away.is_due = True
-            away.is_forwarded = away.host is not None and bool(away.parts)
+            away.is_here |= away.host is not None
             self._upload(away)
             self._changed.notify_all()
 
     def _upload(self, away: _Away) -> None:
         """Copies a value to the device, if it is due and on the host."""
-        if not (away.is_due and (away.host is not None or away.is_read)):
+        if not (away.is_due and away.is_here):
             return
         away.is_due = False
 
