@@ -5,7 +5,6 @@ memory it may reuse, for batches of all shapes. The shardings of inputs and grad
 are the user's; JAX chooses those of other values when what makes them is compiled.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,8 +18,6 @@ from jaxinf.streaming.program.graph import Batch, Const, Origin, Piece, aval_byt
 from jaxinf.streaming.program.meshes import typed_sharding
 from jaxinf.streaming.program.programs import bytes_beside, compile_program
 from jaxinf.streaming.program.units import piece_sharding
-
-_LOG = logging.getLogger("jaxinf.compile")
 
 
 @dataclass(frozen=True)
@@ -46,9 +43,6 @@ def compile_plan(plan: Plan, executables: Executables) -> Sequence[Any]:
     """
     mesh, known, found = plan.traced.mesh, executables.known, list[Any]()
     held: dict[Slot, Any] = {}  # shardings of values
-    new = {(c.program.key, plan.donated[c.program.key]) for c in plan.calls}
-    if executables.are_run and (new := new - {one[:2] for one in known}):
-        _LOG.info("compiling %d programs", len(new))
     for call in plan.calls:
         program, donated = call.program, plan.donated[call.program.key]
         inputs: tuple[Any, ...] = ()
