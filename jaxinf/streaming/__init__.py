@@ -10,7 +10,7 @@
 Where a question is answered:
 
     where params and state are             in_store.py, in_memory.py, function.py
-    what these give to a step              home.py
+    what these give to a step              endpoints.py
     how a program is taken apart           program/graph.py, program/units.py
     how memory is divided                  plan/memory.py
     how memory becomes cuts                plan/cut_to_fit.py

@@ -25,7 +25,7 @@ from jax.dtypes import result_type
 from jaxinf.engine import Engine
 from jaxinf.errors import ProcessError
 from jaxinf.processes import Group
-from jaxinf.streaming.home import Endpoints, Sink
+from jaxinf.streaming.endpoints import Endpoints, Sink
 from jaxinf.streaming.move.params import StoreParams
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.calls import Plan

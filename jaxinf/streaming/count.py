@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxinf.streaming.home import Endpoints
+from jaxinf.streaming.endpoints import Endpoints
 from jaxinf.streaming.move.spill import file_bytes
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.compiled import Executables, measured

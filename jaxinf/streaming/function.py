@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxinf.engine import Engine, Store, average_states, check_like, engine_of
 from jaxinf.errors import StreamError
-from jaxinf.streaming.home import Endpoints, without
+from jaxinf.streaming.endpoints import Endpoints, without
 from jaxinf.streaming.move.params import Hold, StoreParams, read_units
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.memory import MemoryNeed, StepNeeds

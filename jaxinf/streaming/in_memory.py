@@ -16,7 +16,7 @@ import optax
 
 from jaxinf.errors import StreamError
 from jaxinf.program import path_name, refused_gradient
-from jaxinf.streaming.home import Endpoints, without
+from jaxinf.streaming.endpoints import Endpoints, without
 from jaxinf.streaming.move.scratch import Scratch, writing_bytes
 from jaxinf.streaming.plan.memory import MemoryNeed, StepNeeds
 from jaxinf.streaming.plan.options import Options

@@ -34,7 +34,7 @@ from jaxinf.engine import (
 from jaxinf.errors import StreamError
 from jaxinf.program import UpdateProgram, trace_init
 from jaxinf.store import Shards
-from jaxinf.streaming.home import Endpoints
+from jaxinf.streaming.endpoints import Endpoints
 from jaxinf.streaming.move.params import Hold, StoreParams, read_units
 from jaxinf.streaming.move.scratch import store_scratch
 from jaxinf.streaming.plan.calls import Plan

@@ -21,8 +21,8 @@ from jaxinf.processes import Group
 from jaxinf.streaming.compiled_step import CompiledStep, StreamMetrics, compile_step
 from jaxinf.streaming.count import Count, count
 from jaxinf.streaming.ctrl_c import Check, check_not_traced, step_thread
+from jaxinf.streaming.endpoints import Endpoints, without
 from jaxinf.streaming.function import ReadStore, nested_avals
-from jaxinf.streaming.home import Endpoints, without
 from jaxinf.streaming.in_memory import InMemory
 from jaxinf.streaming.in_store import InStore
 from jaxinf.streaming.plan.calls import Plan

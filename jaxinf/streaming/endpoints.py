@@ -1,10 +1,11 @@
-"""What a step's home, where params and state are, gives to a traced program.
+"""The ends of a step: where a traced program's params come from, and gradients go.
 
     in_store.py    params and state in a store      gradients: `StoreSink`
     in_memory.py   params and state in memory       gradients: plain optax
     function.py    params in a store                no gradients
 
-Invariant: a home serves batches of all shapes; its `Endpoints` those of one.
+Invariant: one of these, a step's home, serves batches of all shapes; its `Endpoints`
+those of one.
 """
 
 from collections.abc import Callable, Sequence
