@@ -27,7 +27,7 @@ from jaxinf.streaming.program.meshes import mesh_text
 from jaxinf.streaming.program.trace import abstract, check_params
 from jaxinf.streaming.run import GetParams
 from jaxinf.streaming.update.apply_gradients import Agree
-from jaxinf.typing import Array, PathLikeStr, PyTree
+from jaxinf.typing import PathLikeStr, PyTree
 
 
 class InMemory:
@@ -130,9 +130,8 @@ class InMemory:
         del extra_args  # there are none
         self._held.clear()
 
-    def put(self, piece: Piece, gradient: jax.Array | Array) -> None:
-        own = self._held.setdefault(piece.leaf, {})
-        own[piece.index] = jnp.asarray(gradient)
+    def put(self, piece: Piece, gradient: jax.Array) -> None:
+        self._held.setdefault(piece.leaf, {})[piece.index] = gradient
 
     def finish(
         self,

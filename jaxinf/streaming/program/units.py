@@ -314,9 +314,9 @@ def shards_of(gradient: Gradient, boxes: Sequence[Box]) -> Sequence[Array]:
     return [array[(*box.slices, ...)] for box in boxes]
 
 
-def gathered(gradient: jax.Array | Array) -> jax.Array | Array:
+def gathered(gradient: jax.Array) -> jax.Array:
     """Returns a gradient with all shards in every process; all call it."""
-    sharding = getattr(gradient, "sharding", None)
+    sharding = gradient.sharding
     if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
         return gradient
     return _gather(NamedSharding(sharding.mesh, PartitionSpec()))(gradient)
@@ -328,8 +328,8 @@ def _gather(sharding: NamedSharding) -> Any:
 
 
 def handed_out(
-    gradient: jax.Array | Array, *, copies: bool = False, stays: bool = False
-) -> Gradient:
+    gradient: jax.Array, *, copies: bool = False, stays: bool = False
+) -> ShardedGradient:
     """Returns a program's gradient without the replicas on other devices.
 
     Args:
@@ -337,8 +337,6 @@ def handed_out(
         device's memory, unless it stays.
       stays: Whether one on a single device stays there, too.
     """
-    if not isinstance(gradient, jax.Array):
-        return gradient
     shape, dtype = gradient.shape, np.dtype(gradient.dtype)
     is_alone = len(gradient.devices()) == 1
     on_device = gradient if is_alone and (stays or not copies) else None

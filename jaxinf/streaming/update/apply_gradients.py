@@ -118,7 +118,7 @@ class StoreSink:
         if self.spill is not None:
             self.spill.reset()
 
-    def put(self, piece: Piece, gradient: jax.Array | Array) -> None:
+    def put(self, piece: Piece, gradient: jax.Array) -> None:
         """Takes a complete gradient; blocks while too many wait.
 
         Raises:
