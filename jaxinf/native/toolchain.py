@@ -23,12 +23,10 @@ NO_COMPILER = (
     "package ziglang), found none; install one, or run: pip install 'jaxinf[compiler]'"
 )
 
-_LEVELS = {
+LEVELS = {
     "x86_64": ("x86-64-v4", "x86-64-v3", "x86-64"),
     "aarch64": ("armv8-a",),
 }
-
-LEVELS = tuple(level for levels in _LEVELS.values() for level in levels)
 """Processor levels to compile for, best first; those of x86-64 give the same bits."""
 
 INCLUDE = Path(__file__).parent / "cpp"
@@ -77,7 +75,7 @@ def levels() -> tuple[str, ...]:
 
 def levels_of_machine(machine: str) -> tuple[str, ...]:
     """The levels of a kind of processor, as ``uname -m`` names it; none if unknown."""
-    return _LEVELS.get(machine, ())
+    return LEVELS.get(machine, ())
 
 
 def find_compiler() -> str | None:
