@@ -165,14 +165,13 @@ def test_what_needs_no_storage_is_an_array():
     assert {array.shape for array in inputs.arrays} == {(2, 3)}
 
 
-def test_extra_args_are_inputs_or_fixed():
-    def by_factor(updates, state, params=None, *, factor, flags, **_):
+def test_extra_args_are_inputs_or_functions():
+    def by_factor(updates, state, params=None, *, factor, given, **_):
         del params
-        sign = -1.0 if flags["negate"] else 1.0
-        return jax.tree.map(lambda g: sign * factor * g, updates), state
+        return jax.tree.map(lambda g: given["sign"](factor) * g, updates), state
 
     tx = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), by_factor)
-    traced = {"factor": 1.0, "flags": {"negate": True}}
+    traced = {"factor": 1.0, "given": {"sign": jnp.negative}}
     program, leaves = trace_update(tx, PARAMS, traced), jax.tree.leaves(PARAMS)
 
     def scalars(extra_args):
@@ -182,7 +181,7 @@ def test_extra_args_are_inputs_or_fixed():
     assert scalars({**traced, "factor": 2.0}) == [-2.0]
     assert scalars({**traced, "factor": jnp.float32(3.0)}) == [-3.0]
     for extra_args, message in (
-        ({"factor": 2.0, "flags": {"negate": False}}, "expected True, as .* traced"),
+        ({**traced, "given": {"sign": jnp.positive}}, "negative.*, as .* traced"),
         ({"factor": 2.0}, "extra_args: expected PyTreeDef"),
         ({**traced, "factor": jnp.ones(2)}, r"extra_args: expected ShapeDtypeStruct"),
     ):
