@@ -101,9 +101,6 @@ BOUND, UNBOUND = 0, 1
 COMMITTED, SKIPPED = 0, 1
 """Verdict on a step; or `callback.FAILED`."""
 
-EXACT = -1.0
-"""In place of a difference: params equal the store's to the bit."""
-
 
 class HostFunctions:
     """Host functions over one store."""
@@ -312,7 +309,7 @@ class HostFunctions:
           kept: leaves that have no gradient.
           arguments: step and skipped steps of the state; for each leaf the status; for
             each with 16-bit params the greatest difference of the updated ones from the
-            store's, or `EXACT`; the new scalar state; the arrays to carry.
+            store's; the new scalar state; the arrays to carry.
           paths: names of these.
         """
         step, skipped, found, inexact, scalars, carried = arguments
@@ -332,7 +329,7 @@ class HostFunctions:
         else:
             named = named_scalars(description, scalars)
             pairs = zip(measured, inexact.tolist(), strict=True)
-            leaves = {number: bound for number, bound in pairs if bound >= 0}
+            leaves = {number: bound for number, bound in pairs if bound}
             engine.opened.finish(
                 int(step),
                 named,

@@ -48,7 +48,7 @@ from jaxinf.optimizer.callback import (
     call_together,
     shares_memory,
 )
-from jaxinf.optimizer.host_side import COMMITTED, EXACT, UNBOUND
+from jaxinf.optimizer.host_side import COMMITTED, UNBOUND
 from jaxinf.optimizer.leaf_call import (
     GO,
     HOLD,
@@ -450,21 +450,17 @@ def change(
 
     Returns:
       The update; and for 16 bits the greatest difference, float32, between the params
-      after it and `result`, or `EXACT` if they are equal to the bit.
+      after it and `result`.
     """
     if result is None or result.dtype == jnp.float32:
         return result, None
     new, old = result.astype(jnp.float32), params.astype(jnp.float32)
     update = _rounded(new - old, dtype)
     reached = _rounded(old + update, result.dtype)
-    bits = [
-        lax.bitcast_convert_type(x.astype(result.dtype), jnp.uint16)
-        for x in (reached, result)
-    ]
-    difference = jnp.max(jnp.abs(reached - new), initial=0.0)
-    bound = jnp.where(jnp.isfinite(difference), difference, jnp.finfo(jnp.float32).max)
-    differs = jnp.any(bits[0] != bits[1])
-    return update.astype(dtype), jnp.where(differs, bound, EXACT)
+    gaps = jnp.where(reached == new, 0.0, jnp.abs(reached - new))
+    difference, most = jnp.max(gaps, initial=0.0), jnp.finfo(jnp.float32).max
+    bound = jnp.where(jnp.isfinite(difference), difference, most)
+    return update.astype(dtype), bound
 
 
 def _rounded(value: jax.Array, dtype: DTypeLike) -> jax.Array:
