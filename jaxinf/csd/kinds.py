@@ -13,11 +13,15 @@ from jaxinf.csd.base import CsdFleet
 from jaxinf.csd.host import HostFleet
 from jaxinf.transfer import ByteMeters
 
-CSD_KINDS = ("host", "emulated", "smartssd")
-"""The kinds that `jaxinf.open_store` takes."""
+_OPTIONS: Mapping[str, Mapping[str, str]] = {
+    "host": {},
+    "emulated": {"buffers": ""},
+    "smartssd": {"xclbin": "JAXINF_XCLBIN", "devices": "JAXINF_XRT_DEVICES"},
+}
+"""The options of each kind, with the environment variable of each that has one."""
 
-_VARIABLES = {"xclbin": "JAXINF_XCLBIN", "devices": "JAXINF_XRT_DEVICES"}
-_OPTIONS = {"host": (), "emulated": ("buffers",), "smartssd": tuple(_VARIABLES)}
+CSD_KINDS = tuple(_OPTIONS)
+"""The kinds that `jaxinf.open_store` takes."""
 
 
 @dataclass(frozen=True)
@@ -64,40 +68,29 @@ def parse_csd(text: str, environ: Mapping[str, str] = os.environ) -> CsdSpec:
       ValueError: there is no such kind or option.
     """
     kind, _, rest = text.partition(":")
-    if kind not in CSD_KINDS:
+    if kind not in _OPTIONS:
         raise ValueError(
             f"csd={text!r}: expected one of {', '.join(map(repr, CSD_KINDS))}"
         )
-    options: dict[str, str] = {}
-    if kind == "smartssd":
-        options = {n: environ[v] for n, v in _VARIABLES.items() if environ.get(v)}
+    known = _OPTIONS[kind]
+    options = {name: environ.get(variable, "") for name, variable in known.items()}
     for option in filter(None, rest.split(",")):
-        name, _, value = option.partition("=")
-        options[name.strip()] = value.strip()
-    try:
-        for name in options:
-            if name not in _OPTIONS[kind]:
-                raise ValueError(
-                    f"{name}: expected {' or '.join(_OPTIONS[kind]) or 'no option'}"
-                )
-        xclbin = options.get("xclbin")
-        return CsdSpec(
-            kind,
-            _count(options, "buffers", "subgroups"),
-            None if xclbin is None else Path(xclbin).expanduser().absolute(),
-            _count(options, "devices", "devices"),
-        )
-    except ValueError as error:
-        raise ValueError(f"csd={text!r}: {error}") from error
-
-
-def _count(options: Mapping[str, str], name: str, what: str) -> int | None:
-    text = options.get(name, "")
-    if not text:
-        return None
-    if not (text.isdecimal() and int(text)):
-        raise ValueError(f"{name}={text}: expected a number of {what}")
-    return int(text)
+        name, _, value = map(str.strip, option.partition("="))
+        if name not in known:
+            expected = " or ".join(known) or "no option"
+            raise ValueError(f"csd={text!r}: {name}: expected {expected}")
+        options[name] = value
+    numbers: dict[str, int | None] = {}
+    for name, what in (("buffers", "subgroups"), ("devices", "devices")):
+        value = options.get(name, "")
+        if value and not (value.isdecimal() and int(value)):
+            raise ValueError(
+                f"csd={text!r}: {name}={value}: expected a number of {what}"
+            )
+        numbers[name] = int(value) if value else None
+    file = options.get("xclbin")
+    xclbin = Path(file).expanduser().absolute() if file else None
+    return CsdSpec(kind, numbers["buffers"], xclbin, numbers["devices"])
 
 
 def open_csds(
