@@ -65,11 +65,6 @@ from jaxinf.compat.jaxprs import (
     static_params,
     trace_context,
 )
-from jaxinf.compat.libraries import (
-    ORBAX_DICT_KEY,
-    ORBAX_HANDLER,
-    register_with_flax,
-)
 from jaxinf.compat.meshes import (
     call_by_num_devices,
     manual_axes,
@@ -81,7 +76,14 @@ from jaxinf.compat.processes import (
     forget_failed_tokens,
     has_backend,
 )
-from jaxinf.compat.trees import path_keys, path_names, register_checked
+from jaxinf.compat.trees import (
+    ORBAX_DICT_KEY,
+    ORBAX_HANDLER,
+    path_keys,
+    path_names,
+    register_checked,
+    register_with_flax,
+)
 from jaxinf.compat.xla import (
     CPU_THREADS_VARIABLE,
     compile_lowered,

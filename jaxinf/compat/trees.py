@@ -1,8 +1,10 @@
-"""Trees of JAX: keys of paths, and a class that is looked into with us.
+"""Trees: keys of JAX's paths, a class that is looked into with us, Flax and Orbax.
 
 Invariant: names of leaves depend on the kinds and values of keys, not on JAX's text.
+Flax and Orbax are not imported.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,14 @@ from jax.tree_util import (
     GetAttrKey,
     SequenceKey,
 )
+
+ORBAX_HANDLER = (
+    "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
+)
+"""Orbax's handler of a pytree, as a checkpoint's metadata names it."""
+
+ORBAX_DICT_KEY = 2
+"""``KeyType.DICT`` of Orbax's metadata of trees."""
 
 
 def path_keys(path: tuple[Any, ...]) -> tuple[tuple[str, Any], ...]:
@@ -54,3 +64,15 @@ def register_checked(kind: type[tuple[Any, ...]], check: Callable[[], None]) -> 
     jax.tree_util.register_pytree_with_keys(
         kind, flatten_with_keys, lambda _, children: kind(*children)
     )
+
+
+def register_with_flax(node: type) -> None:
+    """Lets Flax's serialization pass over nodes of a tree that have no arrays.
+
+    Nothing is done, and Flax is not imported, where a program does not use it.
+    """
+    flax = sys.modules.get("flax.serialization")
+    if flax is not None:
+        flax.register_serialization_state(
+            node, lambda node: {}, lambda node, state: node, override=True
+        )
