@@ -78,7 +78,8 @@ def explore(num_members, num_steps, num_crashes, commit=tuple(CommitAction)):
         state = waiting.pop()
         following = list(_steps(state, actions, num_steps))
         if state.session < num_crashes:
-            for crashed in _crashes(state):
+            # What may be left of each member; a mere kill loses nothing.
+            for crashed in itertools.product(*map(_left, state.members)):
                 num_recoveries += 1
                 following += _recovered(crashed, state)
         for new in following:
@@ -149,11 +150,6 @@ def _acted(member, action, session):
         own = own._replace(data=TORN, old_data=own.data)
     slots = (own, slot) if target else (slot, own)
     return member._replace(slots=slots)
-
-
-def _crashes(state):
-    """Yields what may be left of each member; a mere kill loses nothing."""
-    return itertools.product(*map(_left, state.members))
 
 
 def _left(member):

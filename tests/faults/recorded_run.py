@@ -47,17 +47,14 @@ class FrozenDriver(Driver):
         return states
 
 
-def _partly_frozen():
-    labels = {name: "freeze" if name in FROZEN else "train" for name in LEAVES}
-    parts = {"train": store_driver.TX, "freeze": optax.set_to_zero()}
-    return optax.partition(parts, labels)
-
-
 @cache
 def _described(is_partly_frozen):
     """Traces and compiles once, outside the recording: it takes longer than a recovery,
     and writes files that are not the store's."""
-    tx = _partly_frozen() if is_partly_frozen else store_driver.TX
+    tx = store_driver.TX
+    if is_partly_frozen:
+        labels = {name: "freeze" if name in FROZEN else "train" for name in LEAVES}
+        tx = optax.partition({"train": tx, "freeze": optax.set_to_zero()}, labels)
     description = Driver("/nonexistent/store", LEAVES, tx).description
     for leaf in description.leaves:
         compiled(leaf.kernel)

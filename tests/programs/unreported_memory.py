@@ -11,8 +11,8 @@ from jaxinf.streaming.program.programs import compile_program
 
 
 def status_bytes(name):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(name)).split()[1]) << 10
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition(f"{name}:")[2].split()[0]) << 10
 
 
 def loss(p, x):

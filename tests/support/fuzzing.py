@@ -11,6 +11,7 @@ import json
 import shutil
 import struct
 from contextlib import redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -140,7 +141,8 @@ class Victim:
         file.write_bytes(changed(self.whole[name], edits, sealed))
         try:
             for use in self.uses(name):
-                before = _reset_peak_bytes()
+                Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+                before = _status_bytes("VmRSS")
                 said = io.StringIO()
                 try:
                     with redirect_stdout(said), redirect_stderr(said):
@@ -199,17 +201,9 @@ def command(*words):
         raise JaxinfError(f"jaxinf {words[0]} failed")
 
 
-def _reset_peak_bytes():
-    """Resets the process's peak memory; returns its present memory."""
-    with open("/proc/self/clear_refs", "w") as control:
-        control.write("5")
-    return _status_bytes("VmRSS")
-
-
 def _status_bytes(name):
-    with open("/proc/self/status") as status:
-        line = next(line for line in status if line.startswith(name))
-    return 1024 * int(line.split()[1])
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition(f"{name}:")[2].split()[0])
 
 
 def read_everything(path):

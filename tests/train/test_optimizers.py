@@ -72,7 +72,7 @@ def test_arguments_are_optaxs(optimizer, words, expected):
 def test_schedules(schedule, expected):
     options = {"schedule": schedule, "warmup_steps": 1, "steps": 10}
     rate = make_schedule(config(learning_rate=1.0, **options))
-    found = [rate(count) for count in (0, 1, 2, 3, 5, 9)]
+    found = [float(rate(count)) for count in (0, 1, 2, 3, 5, 9)]
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 

@@ -27,21 +27,16 @@ PORTS = (
 
 def write_xclbin(library, compute_units):
     """Returns the bytes of a file with a library of ``model/card_units.hpp``'s form."""
+    bank = struct.pack("<BB6xQQ16s", MEM_DDR4, 1, DDR_BYTES // 1024, 0, b"bank0")
     return _container(
         {
             BITSTREAM: library,
             EMBEDDED_METADATA: metadata(compute_units),
-            MEM_TOPOLOGY: memory_topology(),
+            MEM_TOPOLOGY: struct.pack("<i4x", 1) + bank,  # DDR at address 0
             IP_LAYOUT: ip_layout(compute_units),
             CONNECTIVITY: connectivity(compute_units),
         }
     )
-
-
-def memory_topology():
-    """One bank of DDR at address 0."""
-    bank = struct.pack("<BB6xQQ16s", MEM_DDR4, 1, DDR_BYTES // 1024, 0, b"bank0")
-    return struct.pack("<i4x", 1) + bank
 
 
 def ip_layout(compute_units):
