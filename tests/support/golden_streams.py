@@ -7,7 +7,6 @@ every CPU, whatever the cuts. The store's plan has more cuts than would be chose
 in a file of its own, as stores of before kept it.
 """
 
-import io
 import json
 import shutil
 import sys
@@ -98,10 +97,8 @@ def make(place):
             ),
         }
         step.close()
-        data = json.dumps(record).encode()
-        entry = tarfile.TarInfo("record.json")
-        entry.size = len(data)
-        archive.addfile(entry, io.BytesIO(data))
+        (place / "record.json").write_text(json.dumps(record))
+        archive.add(place / "record.json", "record.json")
 
 
 if __name__ == "__main__":
