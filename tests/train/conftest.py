@@ -21,7 +21,7 @@ TINY = {
     "bloom": BloomConfig(257, 1, 2, 16),
     "llama": LlamaConfig(257, 16, 1, 2, 2, 16, 32),
     "t5": T5Config(257, 1, 1, 2, 16, 8, 32),
-    "vit": ViTConfig(1, 2, 16, 32, 8, 4, num_channels=1),
+    "vit": ViTConfig(1, 2, 16, 32, 8, 4, num_channels=1, num_labels=4),
 }
 
 

@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 import recipe_sizes
+from families import family
 from hub_folders import write_folder
 from small_pictures import write_pictures
 
 from jaxinf.train.__main__ import main
 from jaxinf.train.run_file import read_run
-
-pytestmark = pytest.mark.long
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes" / "index.md"
 RECIPES = {path.stem: path for path in sorted(PAGE.parent.glob("*.toml"))}
@@ -51,7 +50,7 @@ def _data(run, place, text):
     return [*words, str(place / "a.jsonl")]
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", family(RECIPES, short=["gpt2-xl", "two-drives"]))
 def test_a_recipe_starts_and_takes_what_is_planned(name, small, tmp_path, lines):
     words = small(read_run(RECIPES[name]))
     assert main(["--config", str(RECIPES[name]), *words]) == 0
@@ -74,5 +73,6 @@ def test_a_recipe_starts_and_takes_what_is_planned(name, small, tmp_path, lines)
         assert held == sizes.disk_bytes
 
 
+@pytest.mark.long
 def test_the_page_has_what_is_planned():
     assert recipe_sizes.table([*RECIPES.values()]) in PAGE.read_text()
