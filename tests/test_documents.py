@@ -334,12 +334,6 @@ def run_block(block, names):
     exec(compile(code, str(ROOT / block.page), "exec"), names)
 
 
-def close_all(names):
-    for one in reversed([*names.values()]):
-        if type(one).__module__.startswith("jaxinf.") and hasattr(one, "close"):
-            one.close()
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("reader", READERS)
 def test_a_document_runs_as_printed(reader, place, monkeypatch):
@@ -356,7 +350,9 @@ def test_a_document_runs_as_printed(reader, place, monkeypatch):
             run_block(block, names)
         exec(AFTER.get(kind, ""), names)
     finally:
-        close_all(names)
+        for one in reversed([*names.values()]):
+            if type(one).__module__.startswith("jaxinf.") and hasattr(one, "close"):
+                one.close()
 
 
 @pytest.mark.parametrize("page", PAGES)

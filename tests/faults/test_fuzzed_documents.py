@@ -1,7 +1,5 @@
 """Every document is read, or refused without another effect; `make faults` is long."""
 
-from collections import Counter
-
 import pytest
 from families import LONG
 from fuzzing import DOCUMENTS, Victim, hostile
@@ -29,7 +27,7 @@ def test_what_is_whole_is_read(victim, name):
 
 @pytest.mark.parametrize("number", SEEDS)
 def test_no_document_does_harm(victim, number):
-    counts = Counter()
+    drawn = []
 
     @seed(number)
     @settings(
@@ -39,10 +37,8 @@ def test_no_document_does_harm(victim, number):
     )
     @given(hostile())
     def run(case):
-        refusals = victim.survives(*case)
-        counts[case[0], "refused" if refusals else "read"] += 1
+        victim.survives(*case)
+        drawn.append(case[0])
 
     run()
-    for (name, outcome), count in sorted(counts.items()):
-        print(f"seed {number}: {name}: {outcome} {count}")
-    assert counts.total() >= EXAMPLES // 2
+    assert len(drawn) >= EXAMPLES // 2

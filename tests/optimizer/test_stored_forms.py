@@ -190,7 +190,7 @@ def test_the_choice_of_a_new_store(tmp_path):
     run(tmp_path / "store", 1, state="int8")
     for options, message in (
         ({"master": "none"}, "--master none"),
-        ({"state": "bf16"}, "state as int8, asked for "),
+        ({"state": "bf16"}, "expected state='bf16', found 'int8'"),
     ):
         with pytest.raises(StoreMismatchError, match=message):
             jaxinf.open_store(tmp_path / "store", **options)

@@ -93,15 +93,6 @@ def test_vmap_over_one_seed_is_the_run_itself(open_store):
     assert params["w"].shape == (1, 33, 70)
 
 
-def test_update_leaks_no_tracers(open_store):
-    params = {"w": jnp.linspace(-1.0, 1.0, 64)}
-    tx = jaxinf.smart_update(optax.adamw(1e-2), open_store())
-    with jax.checking_leaks():
-        state = tx.init(params)
-        updates, _ = jax.jit(tx.update)(params, state, params)
-        jax.block_until_ready(updates)
-
-
 def test_read_params_are_as_free_to_move_as_the_given_ones(open_store):
     store = open_store()
     free = make_params()

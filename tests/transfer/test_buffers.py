@@ -35,25 +35,15 @@ def test_buffers_are_whole_aligned_pages(num_bytes, rounded):
             getattr(buffer, name)
 
 
-@pytest.mark.parametrize(
-    ("num_bytes", "rounded"),
-    [
-        (1, PAGE),
-        ((4 << 20) - 1, 4 << 20),
-        ((4 << 20) + 1, (4 << 20) + PAGE),  # huge pages would add nearly a half
-        (8_306_688, 8 << 20),
-        (8_355_840, 8 << 20),
-    ],
-)
-def test_long_buffers_are_whole_huge_pages(num_bytes, rounded):
-    assert long_ceil(num_bytes) == rounded
-
-
-@pytest.mark.parametrize("limit", [PAGE, 5000, 3 << 20, (4 << 20) - 1, 9_300_000])
-def test_no_buffer_is_longer_than_its_share(limit):
-    most = long_floor(limit)
-    assert 0 < most <= limit
-    assert all(long_ceil(n) <= most for n in (most, most - 1, most * 9 // 10))
+def test_long_buffers_are_whole_huge_pages_within_their_share():
+    # Beyond 4 MiB huge pages would at first add nearly a half.
+    rounded = {1: PAGE, (4 << 20) - 1: 4 << 20, (4 << 20) + 1: (4 << 20) + PAGE}
+    rounded |= dict.fromkeys((8_306_688, 8_355_840), 8 << 20)
+    assert {num_bytes: long_ceil(num_bytes) for num_bytes in rounded} == rounded
+    for limit in (PAGE, 5000, 3 << 20, (4 << 20) - 1, 9_300_000):
+        most = long_floor(limit)
+        assert 0 < most <= limit
+        assert all(long_ceil(n) <= most for n in (most, most - 1, most * 9 // 10))
 
 
 def test_accounting():

@@ -5,7 +5,6 @@ import os
 import platform
 import subprocess
 import sys
-import time
 import venv
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,7 +52,6 @@ class Bare:
     """
 
     directory: Path
-    install_s: float = 0.0
     variables: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -93,9 +91,8 @@ def bare(wheels, tmp_path_factory):
         (traps / name).write_text(script)
         (traps / name).chmod(0o755)
     pip = [sys.executable, "-m", "pip", "--python", str(found.python), "install"]
-    began = time.monotonic()
     wheel = str(wheels.of(platform.machine()))
     subprocess.run([*pip, "--quiet", "--only-binary", ":all:", wheel], check=True)
     home = {"HOME": str(directory), "XDG_CACHE_HOME": str(directory / "cache")}
     variables = home | {"PATH": str(traps), "JAX_PLATFORMS": "cpu"}
-    return Bare(found.directory, time.monotonic() - began, variables)
+    return Bare(found.directory, variables)

@@ -1,7 +1,6 @@
 """This machine's wheel, installed in a bare environment: nothing is compiled."""
 
 import json
-import time
 from pathlib import Path
 
 STEPS = 20
@@ -57,10 +56,7 @@ def test_the_kernels_are_the_packages(bare):
 
 
 def test_the_first_run_trains_without_a_compiler(bare):
-    began = time.monotonic()
     losses = train(bare, "run")
-    seconds = time.monotonic() - began
-    print(f"installed in {bare.install_s:.0f} s, trained in {seconds:.0f} s")
     assert losses[-1] < losses[0]
     assert not bare.called()
 
