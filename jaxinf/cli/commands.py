@@ -42,16 +42,9 @@ COMMANDS: Any = Train | Inspect | Verify | Checkpoint | Store | Doctor | Plan | 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the console script.
+    """Runs the words after ``jaxinf``, by default the process's.
 
-    Args:
-      argv: the words after ``jaxinf``; by default those of this process.
-
-    Returns:
-      The exit status: 0, 1 for a failure, 2 for a wrong command line.
-
-    Raises:
-      SystemExit: after ``--help`` (0), and if the arguments do not parse (2).
+    Returns the exit status; after ``--help``, and if they do not parse, it exits.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if words == ["--version"]:

@@ -53,9 +53,6 @@ def over_members(
     Returns:
       The exit status: 2 if a member cannot be seen, 1 if the action failed for one,
       else 0.
-
-    Raises:
-      StoreFormatError: no member can be opened.
     """
     if not is_run(path):
         return 0 if action(path) else _FAILED

@@ -179,9 +179,6 @@ def measure_bandwidth(
     Returns:
       The bytes moved, and bytes a second, until durable: `read`, `write`, and `mixed`,
       of both in equal parts.
-
-    Raises:
-      StoreError: no room, or the drive failed.
     """
     block_bytes = min(_BLOCK_BYTES, file_bytes // (2 * _NUM_THREADS))
     block_bytes -= block_bytes % PAGE_BYTES

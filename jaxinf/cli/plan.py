@@ -53,13 +53,7 @@ class Plan:
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs the command; returns the exit status.
-
-    Raises:
-      UsageError: the run is impossible, or a flag has no meaning.
-      JaxinfError: the run is refused.
-      SystemExit: after ``--help``, and if the words do not parse.
-    """
+    """Runs the command; returns the exit status."""
     own, rest = tyro.cli(
         Plan, prog=_PROG, args=words, return_unknown_args=True, config=FLAGS
     )

@@ -300,9 +300,7 @@ _MISTRAL = replace(
     defaults=_LLAMA.defaults | {"sliding_window": 4096, "num_key_value_heads": 8},
     fixed={"hidden_act": "silu"},
     own={"qkv_bias": False, "qk_norm": False},
-    read=lambda document: (
-        _read_llama(document) | {"window": document["sliding_window"]}
-    ),
+    read=lambda given: _read_llama(given) | {"window": given["sliding_window"]},
     write=lambda fields: _write_llama(fields) | {"sliding_window": fields["window"]},
 )
 

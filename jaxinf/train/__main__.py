@@ -19,11 +19,7 @@ from jaxinf.train.run_file import config_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the trainer; returns the exit status.
-
-    Args:
-      arguments: the command line; by default that of the process.
-    """
+    """Runs the trainer, by default on the process's words; returns the exit status."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     # JAX logs a callback's exception with a traceback before it raises it. The store
     # keeps the exception, which becomes the message here.

@@ -69,9 +69,6 @@ def count(
         run cannot.
       device_bytes: memory of the JAX device; None if it computes in the host's.
       limit: that of another device, to count for.
-
-    Raises:
-      JaxinfError: as `jaxinf.open_store`, `jaxinf.smart_update`, `jaxinf.stream`.
     """
     found = {"host_bytes": 0}
     with contextlib.ExitStack() as stack:

@@ -253,10 +253,9 @@ class _TrainingRun:
     # --- the end -------------------------------------------------------------------
 
     def end(self) -> int:
-        """Evaluates what was trained, prints what the run has taken, waits for exports.
+        """Evaluates, prints what the run took, waits for exports.
 
-        Returns:
-          The exit status.
+        Returns the exit status.
         """
         store, console = self._store, self._console
         if self.step:

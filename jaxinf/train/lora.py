@@ -56,11 +56,7 @@ class Lora:
         return matches(path, self.patterns) and not matches(path, _HEADS)
 
     def frozen(self, *, trains_head: bool) -> Frozen:
-        """Returns the leaves that stay as they are.
-
-        Args:
-          trains_head: whether a head of classes is trained, too.
-        """
+        """Returns the leaves that stay; a head of classes only if it is not trained."""
         heads = _HEADS if trains_head else ()
         return Frozen((f"*/{LORA_A}", f"*/{LORA_B}", *heads), all_but=True)
 

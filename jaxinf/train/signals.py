@@ -21,10 +21,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def stop_requests() -> Iterator[list[int]]:
     """Within its context, a first signal requests a stop instead of ending the process.
 
-    It does nothing outside the main thread, where Python allows no signal handlers.
-
-    Yields:
-      A list, to which the number of the first signal is added.
+    It yields a list, to which the number of that signal is added. Outside the main
+    thread, where Python allows no signal handlers, it does nothing.
     """
     requests: list[int] = []
 

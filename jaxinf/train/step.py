@@ -147,7 +147,7 @@ def updated(params: PyTree, updates: PyTree) -> PyTree:
         lambda x, param: param if x is None else optax.apply_updates(param, x),
         updates,
         params,
-        is_leaf=_is_none,
+        is_leaf=lambda x: x is None,
     )
 
 
@@ -157,12 +157,8 @@ def _beside(gradients: PyTree, params: PyTree) -> PyTree:
         lambda gradient, param: None if gradient is None else param,
         gradients,
         params,
-        is_leaf=_is_none,
+        is_leaf=lambda x: x is None,
     )
-
-
-def _is_none(x: Any) -> bool:
-    return x is None
 
 
 def _norm(gradients: PyTree, *, is_clipped: bool) -> jax.Array:

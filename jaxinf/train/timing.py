@@ -41,8 +41,7 @@ class StepTimer:
     ) -> tuple[_Done, dict[str, Any]]:
         """Runs a step, and records it if it is one of the steps to trace.
 
-        Returns:
-          What the step returns, and fields of its `StepLine`.
+        Returns what the step does, and fields of its `StepLine`.
         """
         if number in self._traced and not self._is_tracing:
             self._is_tracing = True

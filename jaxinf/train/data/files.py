@@ -44,9 +44,6 @@ def find_files(patterns: Sequence[str]) -> tuple[list[Path], list[Path]]:
     Returns:
       Resolved paths, sorted, each once; and those of directories that are left out,
       because they are none of these, not empty, and not all that is there.
-
-    Raises:
-      DataError: a pattern matches no file.
     """
     found: set[Path] = set()
     left_out: set[Path] = set()
@@ -73,8 +70,7 @@ def find_files(patterns: Sequence[str]) -> tuple[list[Path], list[Path]]:
 def standard_library_files() -> list[Path]:
     """Finds the sources of Python's standard library, some 10 MB on every machine.
 
-    Returns:
-      Its `*.py` files, sorted, without installed packages, tests and tables.
+    Installed packages, tests and tables are none of them.
     """
     root = Path(sysconfig.get_path("stdlib")).resolve()
     walked = _walk(root, _SKIPPED_LIBRARY_DIRS)
@@ -122,11 +118,6 @@ def read_records(path: Path, used: Collection[str]) -> Iterator[Record]:
 
     Args:
       used: names of the columns to read of a table.
-
-    Raises:
-      DataError: the file is malformed, or not of a kind that is read; names the line
-        or row.
-      OSError: the file cannot be read.
     """
     kind = _format_of(path)
     if kind == "parquet":

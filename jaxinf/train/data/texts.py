@@ -65,10 +65,6 @@ def load_texts(
       seq_len: tokens in a row; None for those of the longest example.
       most_tokens: most tokens in a row for the model; None for no limit.
       num_types: types of tokens that the model tells apart; 0 for none.
-
-    Raises:
-      DataError: the data is empty or malformed.
-      OSError: a file cannot be read.
     """
     tokenizer, share = open_tokenizer(options.tokenizer), options.held_out_share
     reader = _Reader(task, tokenizer, num_types, options.loss_on == "all")
@@ -160,11 +156,6 @@ class _Reader:
         assert self.first is not None
         return self.first.kind
 
-    @property
-    def is_apart(self) -> bool:
-        """Whether sources and answers are apart, as for T5."""
-        return self.task == "seq2seq"
-
     # --- reading ---------------------------------------------------------------------
 
     def find(self, names: Sequence[str]) -> list[Path]:
@@ -208,7 +199,7 @@ class _Reader:
             text = f"--task {self.task} expects {meant}, {flag} has {_MEANT[kind]}"
             other = "; give --task classification" if kind == "labelled" else ""
             return text + other
-        if self.is_apart and example.messages:
+        if self.task == "seq2seq" and example.messages:
             return "--task seq2seq expects a prompt and a response, found messages"
         if example.messages and not self.tokenizer.has_template:
             return (
@@ -230,15 +221,16 @@ class _Reader:
             assert isinstance(tokenizer, FolderTokenizer)
             return (Encoded(*tokenizer.conversation(example, learn_all=learn_all)),)
         *prompts, text = example.texts
-        is_whole = self.is_apart or not prompts
+        is_apart = self.task == "seq2seq"  # a source and its answer
+        is_whole = is_apart or not prompts
         ids = tokenizer.encode(where, text, is_whole=is_whole)
         if tokenizer.end is not None and not (is_whole and tokenizer.adds_end):
             ids = np.append(ids, np.array([tokenizer.end], ids.dtype))
         if not prompts:
             return (Encoded(ids, all_of(ids)),)
-        limit = most if self.is_apart else None
+        limit = most if is_apart else None
         prompt = tokenizer.encode(where, prompts[0], is_whole=True, most=limit)
-        if self.is_apart:
+        if is_apart:
             return Encoded(prompt, ~all_of(prompt)), Encoded(ids, all_of(ids))
         joined = np.concatenate([prompt, ids])
         is_learned = learn_all | (np.arange(joined.size) >= prompt.size)
@@ -249,7 +241,7 @@ class _Reader:
     def ordered(self, encoded: _Examples, flag: str, seq_len: int) -> _Examples:
         """Sorts; leaves out examples whose answers begin after the cut, notes cuts."""
         limit, kept = seq_len, encoded
-        if self.kind == "dialogue" and not self.is_apart:
+        if self.kind == "dialogue" and self.task != "seq2seq":
             limit += 1  # the last target has no place of its own
             kept = [parts for parts in encoded if parts[0].is_learned[1:limit].any()]
         if not kept:
@@ -289,7 +281,7 @@ class _Reader:
                 f"expected at least one {name} example, got none; name more data, or "
                 "what to hold out with --validation"
             )
-        if self.is_apart:
+        if self.task == "seq2seq":
             return forms.pairs(examples, seq_len, pad=pad, start=self.tokenizer.start)
         form = forms.single if self.kind == "labelled" else forms.packed
         return form(parts, seq_len, pad)

@@ -131,11 +131,7 @@ class FolderTokenizer:
     ) -> tuple[Array, Array | None]:
         """Encodes a text or a pair; of what is too long, the longer text is cut first.
 
-        Args:
-          num_types: types of tokens that the model has.
-
-        Returns:
-          Ids, and their types (uint8) for a pair if the model has them.
+        Returns ids, and their types (uint8) for a pair if the model has `num_types`.
         """
         strings, num = [_as_str(where, text) for text in texts], len(texts)
         is_typed = num_types > 0 and num == 2
