@@ -3,7 +3,7 @@
 Invariant: only nodes that the outputs need are computed.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jaxinf.program.graph import Node, Value, evaluate, prune
 from jaxinf.program.kernel import scalar_dtype
 from jaxinf.program.split import BodyBuilder
-from jaxinf.program.tree import LeafInfo
 
 
 @jax.tree_util.register_dataclass
@@ -31,27 +30,19 @@ class LeafInputs:
 
 
 @dataclass(frozen=True, eq=False)
-class BodyInputs:
-    """What the body of a leaf takes from the prologue, in the order of its use."""
-
-    info: LeafInfo
-    scalars: tuple[Value, ...]
-    arrays: tuple[Value, ...]
-
-
-@dataclass(frozen=True, eq=False)
 class Prologue:
     """A graph, and which of its values are wanted; made by `make_prologue`.
 
     Attributes:
       scalar_state: The new scalar state.
+      leaves: The body of each leaf, which takes its `scalars` and `arrays`.
       outputs: All that is wanted: the scalar state, and what the leaves take.
     """
 
     nodes: tuple[Node, ...]
     inputs: Sequence[Value]
     scalar_state: Sequence[Value]
-    leaves: Sequence[BodyInputs]
+    leaves: Sequence[BodyBuilder]
     outputs: Sequence[Value]
 
     @property
@@ -80,10 +71,9 @@ def make_prologue(
     nodes: Sequence[Node],
     inputs: Sequence[Value],
     scalar_state: Sequence[Value],
-    bodies: Iterable[BodyBuilder],
+    leaves: Sequence[BodyBuilder],
 ) -> Prologue:
     """Returns the nodes that scalar state and bodies need, without those of bodies."""
-    leaves = [BodyInputs(b.info, tuple(b.scalars), tuple(b.arrays)) for b in bodies]
     taken = (value for leaf in leaves for value in (*leaf.scalars, *leaf.arrays))
     outputs = [*scalar_state, *taken]
     return Prologue(prune(nodes, outputs), inputs, scalar_state, leaves, outputs)
