@@ -143,15 +143,9 @@ class HostCsd:
         done = native.move([one.file for one in transfers], places, writes=writes)
         if done is None:
             return transfers
-        left, moved = [], sum(done)
-        if transfers and min(done) < 0:
-            left = [one for one, n in zip(transfers, done, strict=True) if n < 0]
-            moved = sum([n for n in done if n > 0])
-        if writes:
-            self._meters.add(drive_write_bytes=moved)
-        else:
-            self._meters.add(drive_read_bytes=moved)
-        return left
+        way = "drive_write_bytes" if writes else "drive_read_bytes"
+        self._meters.add(**{way: sum([n for n in done if n > 0])})
+        return [one for one, n in zip(transfers, done, strict=True) if n < 0]
 
     def checksum(self, buffer: CsdBuffer, extent: Extent) -> int | None:
         """Returns the checksum from the last update or computes it; None after a read.

@@ -93,16 +93,16 @@ def _drive_to_write(queues: Queues) -> int | None:
 
     Few are enough if someone waits for them, or for memory that no other write frees.
     """
-    most, most_bytes = None, -1
-    for number, drive in enumerate(queues.drives):
+
+    def is_due(drive: Drive) -> bool:
         waiting, room = drive.waiting, drive.room
-        if not waiting.num_states or waiting.num_bytes <= most_bytes:
-            continue
         is_starved = room.refused_bytes is not None and not room.num_writes
-        is_due = waiting.is_full or queues.num_draining or is_starved
-        if is_due and _may_move(queues, drive):
-            most, most_bytes = number, waiting.num_bytes
-    return most
+        is_enough = waiting.is_full or queues.num_draining or is_starved
+        return bool(waiting.num_states and is_enough) and _may_move(queues, drive)
+
+    drives = queues.drives
+    due = (number for number, drive in enumerate(drives) if is_due(drive))
+    return max(due, key=lambda number: drives[number].waiting.num_bytes, default=None)
 
 
 def _may_move(queues: Queues, drive: Drive) -> bool:
@@ -152,17 +152,14 @@ def _admit(queues: Queues) -> bool:
 
 def _first_waiting(queues: Queues) -> MemoryQueue | None:
     """Returns the memory whose first waiting task is the next, and may fit."""
-    first, first_number = None, 0
-    for room in queues.rooms:
-        if not room.waiting:
-            continue
-        number, task = room.waiting[0]
+
+    def may_fit(room: MemoryQueue) -> bool:
         refused_bytes = room.refused_bytes
-        if refused_bytes is not None and task.piece.num_bytes >= refused_bytes:
-            continue
-        if first is None or number < first_number:
-            first, first_number = room, number
-    return first
+        num_bytes = room.waiting[0][1].piece.num_bytes
+        return refused_bytes is None or num_bytes < refused_bytes
+
+    fitting = (room for room in queues.rooms if room.waiting and may_fit(room))
+    return min(fitting, key=lambda room: room.waiting[0][0], default=None)
 
 
 def _evict(queues: Queues) -> bool:
@@ -199,11 +196,9 @@ def _prefetch(queues: Queues) -> Load | None:
 
 def _drive_to_prefetch(queues: Queues) -> int | None:
     """Returns the drive whose prefetch is next, if its memory may have room."""
-    first, first_number = None, 0
+    places: dict[int, int] = {}
     for number, drive in enumerate(() if queues.is_holding else queues.drives):
         has_room = not drive.room.waiting and drive.room.refused_bytes is None
         if drive.due and has_room and _may_move(queues, drive):
-            place, _ = next(iter(drive.due.values()))
-            if first is None or place < first_number:
-                first, first_number = number, place
-    return first
+            places[number], _ = next(iter(drive.due.values()))
+    return min(places, key=places.__getitem__, default=None)
