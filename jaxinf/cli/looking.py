@@ -17,9 +17,9 @@ from jaxinf.store import (
     find_members,
     held_steps,
     is_run,
+    look_at_store,
     member_name,
     missing_members,
-    read_owned,
     readable_step,
 )
 from jaxinf.terminal import make_console, printable
@@ -30,7 +30,7 @@ _FAILED, _UNSEEN = 1, 2
 @contextlib.contextmanager
 def open_committed(path: Path) -> Iterator[tuple[StoreDirectory, CommittedStep]]:
     """Yields a store, and its step as `jaxinf.store.readable_step`."""
-    with readable_step(read_owned(path)) as step:
+    with readable_step(look_at_store(path)) as step:
         say_warning(path, step)
         yield StoreDirectory(path, step.manifest), step
 
@@ -59,7 +59,7 @@ def over_members(
     members, refused = list[StoreDirectory](), dict[str, StoreFormatError]()
     for place in find_members(path):
         try:
-            members.append(read_owned(place))
+            members.append(look_at_store(place))
         except StoreFormatError as error:  # a drive is gone
             refused[place.name] = error
     if not members:

@@ -99,7 +99,7 @@ from jaxinf.store.members import (
     store_source,
     to_step,
 )
-from jaxinf.store.owners import claim_csds, read_owned
+from jaxinf.store.owners import claim_csds, look_at_store, read_owned
 from jaxinf.store.reader import (
     ChunkRun,
     CommittedStep,

@@ -26,7 +26,7 @@ from jaxinf.store.directory import StoreDirectory, check_there, other_slot
 from jaxinf.store.files import files_beside
 from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.manifest import Manifest, without_csds
-from jaxinf.store.owners import claim_csds, read_owned
+from jaxinf.store.owners import claim_csds, look_at_store, read_owned
 from jaxinf.store.reader import CommittedStep
 from jaxinf.store.steps import (
     CheckpointInfo,
@@ -169,8 +169,8 @@ def missing_members(members: Sequence[StoreDirectory]) -> list[int]:
 def all_members(path: Path) -> list[StoreDirectory]:
     """Opens all members of a run by number, or a store of one process, for reading."""
     if not is_run(path):
-        return [read_owned(path)]
-    members = [read_owned(place) for place in find_members(path)]
+        return [look_at_store(path)]
+    members = [look_at_store(place) for place in find_members(path)]
     if missing := missing_members(members):
         raise ProcessError(
             f"{path}: expected all members of the run, found none of process "

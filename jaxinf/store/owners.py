@@ -35,11 +35,20 @@ class _Owner(msgspec.Struct):
     store: str
 
 
-def read_owned(path: Path, *, unmade: bool = False) -> StoreDirectory:
-    """Opens a store in its present state; raises as `check_owners`.
+def look_at_store(path: Path) -> StoreDirectory:
+    """Opens a store, maybe another user's, to read it; a CSD may not be missing."""
+    directory = StoreDirectory.open(path)
+    for csd in range(len(directory.manifest.csds)):
+        _check_present(directory, csd)
+    directory.check_layout()
+    return directory
 
-    To write, the caller holds a lock under which the manifest does not change: that of
-    the writer, of the checkpoints, or of flips. `unmade` is that of `check_owners`.
+
+def read_owned(path: Path, *, unmade: bool = False) -> StoreDirectory:
+    """Opens a store to write, in its present state; raises as `check_owners`.
+
+    The caller holds a lock under which the manifest does not change: that of the
+    writer, of the checkpoints, or of flips. `unmade` is that of `check_owners`.
     """
     directory = StoreDirectory.open(path)
     check_owners(directory, unmade=unmade)
@@ -99,17 +108,22 @@ def _note(directory: StoreDirectory) -> bytes:
     return encode(_Owner(str(directory.path.resolve())))
 
 
-def _is_noted(directory: StoreDirectory, csd: int, *, unmade: bool) -> bool:
-    """Whether a CSD's note names this store's path; refuses another store's CSD."""
+def _check_present(directory: StoreDirectory, csd: int) -> None:
     folder = directory.csd_directories[csd]
-    if unmade and not os.path.lexists(folder):
-        return False
     if folder.is_symlink() or not folder.is_dir():
         raise StoreFormatError(
             f"{directory.path}: CSD {csd} of the store should be at "
             f"{directory.manifest.csds[csd]} (directory {folder.name}), which is not "
             "there; mount the drive, or restore the directory"
         )
+
+
+def _is_noted(directory: StoreDirectory, csd: int, *, unmade: bool) -> bool:
+    """Whether a CSD's note names this store's path; refuses another store's CSD."""
+    folder = directory.csd_directories[csd]
+    if unmade and not os.path.lexists(folder):
+        return False
+    _check_present(directory, csd)
     try:
         with open(open_beneath(folder, _NOTE), "rb") as file:
             if (user := os.fstat(file.fileno()).st_uid) != os.geteuid():

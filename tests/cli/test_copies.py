@@ -1,5 +1,6 @@
 """Commands on a copy without its CSDs, and beside a copy in place: no byte is lost."""
 
+import errno
 import os
 import subprocess
 from types import SimpleNamespace
@@ -13,12 +14,13 @@ from raw_stores import bytes_below
 from store_driver import Driver
 
 import jaxinf
-from jaxinf.errors import StoreFormatError
+from jaxinf.errors import StoreFormatError, StoreIOError
 from jaxinf.store import (
     StoreDirectory,
     pinned_step,
     remove_checkpoint,
     save_checkpoint,
+    steps,
     verify_step,
 )
 from jaxinf.store.lock import LockFile
@@ -147,6 +149,18 @@ def test_a_root_of_another_users(original, run):
     ):
         pass
     assert run("checkpoint", "remove", original.path, "kept").status == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes root to give a file away")
+def test_a_store_of_another_users_can_be_looked_at(original, run, monkeypatch):
+    def refuse(path):
+        error = PermissionError(errno.EACCES, "Permission denied")
+        raise StoreIOError(f"{path}: {error}") from error
+
+    os.chown(note_of(original.csds[0]), 12345, 12345)
+    monkeypatch.setattr(steps, "lock_exclusively", refuse)
+    for command in (["inspect"], ["checkpoint", "list"]):
+        assert run(*command, original.path).status == 0
 
 
 @pytest.mark.parametrize("place", ["/proc/self/cwd", "link", "inside"])
