@@ -123,7 +123,7 @@ class UpdateRig:
 
     def _transfer(self, layout: SubgroupLayout, *, is_kept: bool) -> Transfer:
         opened = self.engine.opened
-        states = range(len(layout.states))
+        states = range(len(layout.slots))
 
         def piece(state: int, slot: Slot) -> Piece:
             extent = layout.extents[state]

@@ -56,14 +56,13 @@ class SubgroupLayout:
     """The places of a subgroup's states in its buffer.
 
     Attributes:
-      states: names of the stored arrays, master params first.
-      slots: for each array, the state of the optimizer to which it belongs.
+      slots: for each stored array, the state of the optimizer to which it belongs,
+        master params first.
       extents: one for each array.
       entries: for each array, the number of the chunk in `Manifest.held`.
     """
 
     subgroup: Subgroup
-    states: tuple[str, ...]
     slots: tuple[str, ...]
     extents: tuple[Extent, ...]
     record: LeafRecord = field(compare=False)
@@ -86,8 +85,8 @@ class SubgroupLayout:
     @cached_property
     def feedback(self) -> int | None:
         """Number of the error feedback, the last state, if there is one."""
-        last = len(self.states) - 1
-        return last if self.states[last] == ERROR_FEEDBACK else None
+        last = len(self.slots) - 1
+        return last if self.slots[last] == ERROR_FEEDBACK else None
 
     @cached_property
     def kernel_extents(self) -> tuple[Extent, ...]:
@@ -124,8 +123,8 @@ class SubgroupLayout:
 @lru_cache(maxsize=1 << 14)  # most leaves of a large store are alike
 def _placed(
     states: tuple[StateRecord, ...], offset_elements: int, num_elements: int
-) -> tuple[tuple[str, ...], tuple[str, ...], tuple[Extent, ...]]:
-    """Returns names, slots and extents of a subgroup, each state on a new page."""
+) -> tuple[tuple[str, ...], tuple[Extent, ...]]:
+    """Returns slots and extents of a subgroup, each state on a new page."""
     extents, offset_bytes = [], 0
     for state in states:
         dtype = dtype_of(state.dtype)
@@ -139,8 +138,7 @@ def _placed(
             )
         )
         offset_bytes += page_ceil(extents[-1].num_bytes)
-    names = tuple(state.name for state in states)
-    return names, tuple(state.slot for state in states), tuple(extents)
+    return tuple(state.slot for state in states), tuple(extents)
 
 
 class StoreShape:

@@ -317,7 +317,7 @@ def first_tasks(
         opened.meters.add(link_down_bytes=own.nbytes)
 
     return [
-        Task(layout, partial(compute, layout), stores=tuple(range(len(layout.states))))
+        Task(layout, partial(compute, layout), stores=tuple(range(len(layout.slots))))
         for layout in opened.layouts(given.leaf, given.origin, given.params.shape)
     ]
 
