@@ -10,7 +10,6 @@ import operator
 import threading
 from array import array
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import TypeAlias
 
@@ -84,8 +83,7 @@ class ChunkTable:
 
     def sources(self, layout: SubgroupLayout, states: Sequence[int]) -> Loads:
         """Returns numbers and slots of a subgroup's states."""
-        found = tuple([self.slot(layout.entries[state]) for state in states])
-        return _paired(tuple(states), found)
+        return tuple([(n, self.slot(layout.entries[n])) for n in states])
 
     @property
     def has_working(self) -> bool:
@@ -242,12 +240,6 @@ class ChunkTable:
         if len(parts) == 1:
             return next(iter(parts.values()))[0]
         return crc32c_combine(parts[offset] for offset in sorted(parts))
-
-
-@cache
-def _paired(states: tuple[int, ...], slots: tuple[Slot, ...]) -> Loads:
-    """Returns one shared object, which saves work for the garbage collector."""
-    return tuple(zip(states, slots, strict=True))
 
 
 # --- the mover's work ----------------------------------------------------------------
