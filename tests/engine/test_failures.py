@@ -102,7 +102,7 @@ def test_a_card_that_fails_or_hangs(drive, monkeypatch, how):
     gate = threading.Event()
     if how == "fails":
         message = "card 1: kernel .* ended as error"
-        for _, kernel in driver.opened.csds[1]._found.values():
+        for kernel in driver.opened.csds[1]._card._kernels.values():
             vars(kernel._kernel)["function"] = None  # a bus error, on a card
     else:
         message = r"card 1: .* has not ended after(.|\n)*xbutil reset --device 1"
