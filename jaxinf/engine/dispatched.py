@@ -12,7 +12,7 @@ import jax
 from jaxinf import compat
 from jaxinf.errors import StoreError
 
-_PAUSE_S = 0.002
+_PAUSE_S = 0.01
 
 
 def check_thread(what: str) -> None:

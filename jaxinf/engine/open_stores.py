@@ -32,8 +32,7 @@ from jaxinf.typing import PathLikeStr
 
 _LOG = logging.getLogger("jaxinf")
 
-_ALIKE = ("durability", "keep_steps", "restore", "master", "state")
-_ALIKE += ("export_to", "export_every")
+_ALIKE = "durability keep_steps restore master state export_to export_every".split()
 """Options that all processes of a run must give alike, as they decide about commits."""
 
 # Strong references: a store without other references may have a commit in flight.

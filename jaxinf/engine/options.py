@@ -40,6 +40,7 @@ class StoreOptions:
 
     Attributes:
       steps_per_commit: steps a commit; None if only a call of the program commits.
+      rewrites_steps: whether a step may overwrite one that is not committed.
       keep_every: steps between those that the store keeps by itself; 0 for none.
       num_kept: how many of those named by their step stay, the latest; 0 for all.
 
@@ -75,6 +76,7 @@ class StoreOptions:
             raise ValueError(f"state={self.state!r}: expected 'fp32', 'bf16' or 'int8'")
         self.keep_every, self.num_kept = _kept(self.keep_steps)
         self.steps_per_commit = _steps_per_commit(self.durability)
+        self.rewrites_steps = self.steps_per_commit != 1
         if self.export_every != 0 or self.export_to is not None:
             _check_exports(self.export_every, self.export_to)
 
@@ -102,11 +104,6 @@ class StoreOptions:
             held = sorted(number for number in map(int, names) if number <= int(made))
             for old in held[: -self.num_kept]:
                 remove_checkpoint(directory, str(old))
-
-    @property
-    def rewrites_steps(self) -> bool:
-        """Whether a step may overwrite one that is not committed."""
-        return self.steps_per_commit != 1
 
 
 def _kept(keep_steps: KeepSteps | None) -> tuple[int, int]:
