@@ -13,14 +13,9 @@ MANY, ONE = 1 << 18, 1 << 24
 
 
 def read_ahead(driver, number):
-    opened, gradient = driver.opened, driver.part(number).gradient
-    chunks, origin = opened.chunks, (0,) * gradient.ndim
-    opened.mover.prefetch(
-        [
-            Task(layout, loads=chunks.sources(layout, (0, 1)))
-            for layout in opened.layouts(number, origin, gradient.shape)
-        ]
-    )
+    opened, chunks = driver.opened, driver.opened.chunks
+    layouts = [one for chunk in opened.chunk_layouts(number) for one in chunk]
+    opened.mover.prefetch([Task(x, loads=chunks.sources(x, (0, 1))) for x in layouts])
 
 
 @pytest.mark.parametrize(
