@@ -24,7 +24,6 @@ REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 
 _LOGGER = logging.getLogger("jaxinf.transfer")
 _OWN_DESCRIPTORS = "/proc/self/fd/"  # of open files that may have no other name
-_NO_ANSWER = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
 _warned: set[int] = set()  # by st_dev
 
 
@@ -115,10 +114,10 @@ def _pages(array: Array, num_bytes: int) -> Array:
 def supports_direct(directory: PathLikeStr) -> bool:
     """Whether a directory's file system supports direct I/O.
 
-    Writes and removes a file of one page. Without permission or room for it, direct I/O
-    is assumed; what is refused then is moved through the page cache.
+    Writes and removes a file of one page.
 
     Raises:
+      StoreSpaceError: if there is no room.
       StoreIOError: if the directory is missing or the drive failed.
     """
     name = f".jaxinf-probe-{os.getpid()}-{secrets.token_hex(4)}"
@@ -132,9 +131,9 @@ def supports_direct(directory: PathLikeStr) -> bool:
             finally:
                 os.unlink(path)
         except OSError as error:
-            if error.errno not in REFUSALS | _NO_ANSWER:
+            if error.errno not in REFUSALS:
                 raise
-            return error.errno in _NO_ANSWER
+            return False
     return True
 
 
