@@ -16,7 +16,7 @@ from jaxinf.errors import StoreIOError
 from jaxinf.transfer.failures import translated
 from jaxinf.transfer.files import opened
 from jaxinf.transfer.meters import ByteMeters
-from jaxinf.transfer.pool import PAGE_BYTES, aligned, page_ceil
+from jaxinf.transfer.pool import PAGE_BYTES, aligned, page_ceil, page_floor
 from jaxinf.typing import Array, PathLikeStr
 
 REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
@@ -80,7 +80,7 @@ def write_from(
 
     The buffer may be reused on return; the data is durable after `sync_filesystem`. The
     file gets whole pages, with zeros behind the data. One that ends within the last
-    page, as that of a scalar, keeps its length, and is written through the page cache.
+    page, as that of a scalar, keeps its length; that end goes through the page cache.
 
     Args:
       path: the file, which exists.
@@ -140,21 +140,24 @@ def supports_direct(directory: PathLikeStr) -> bool:
 def _move(
     path: PathLikeStr, array: Array, offset_bytes: int, *, buffered: bool, writes: bool
 ) -> int:
-    """Moves an array, directly if it is whole pages; returns where it stopped.
+    """Moves an array, its whole pages directly; returns where it stopped.
 
     A write that stopped within a page met a limit. The page cache takes up from that
     byte, and its error names the limit.
     """
     access, done, refusal = os.O_WRONLY if writes else os.O_RDONLY, 0, None
-    if array.size % PAGE_BYTES == 0:
+    whole = array[: page_floor(array.size)]
+    if whole.size:
         try:
             with _opened(path, access | os.O_DIRECT) as fd:
-                done = _run(fd, array, 0, offset_bytes, writes, whole_pages=True)
+                done = _run(fd, whole, 0, offset_bytes, writes, whole_pages=True)
         except OSError as error:
             if error.errno not in REFUSALS or not buffered:
                 raise
             refusal = error
-    if done < array.size and buffered and (writes or refusal):
+    if done < array.size and (writes or refusal):
+        if not buffered:
+            raise OSError(errno.EINVAL, "no whole pages")
         with _opened(path, access) as fd:
             done = _run(fd, array, done, offset_bytes, writes)
             if refusal is not None:
