@@ -11,7 +11,7 @@ import itertools
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -136,7 +136,7 @@ class Scratch:
         parts: Sequence[ScratchRun],
         array: Array | jax.Array,
         ended: Callable[[], None] = lambda: None,
-    ) -> Set[ScratchRun]:
+    ) -> Callable[[], object]:
         """Starts to `write` a value, which may still be computed, or to `read` it.
 
         Args:
@@ -144,7 +144,7 @@ class Scratch:
           ended: Called when all of it is there, on a thread with the lock of `jobs`.
 
         Returns:
-          The parts that have still to be moved.
+          What blocks until all of it is there.
         """
         left = {*parts}
 
@@ -158,7 +158,7 @@ class Scratch:
         for part in parts:
             queue = Queue(part.drive, self._num_threads)
             self.jobs.submit(partial(run, part), queue)
-        return left
+        return partial(self.jobs.wait_for, lambda: not left)
 
     def write(self, part: ScratchRun, value: Array | jax.Array) -> None:
         """Writes a part of a value; blocks. Thread-safe.

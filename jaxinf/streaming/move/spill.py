@@ -5,7 +5,7 @@ read ahead takes as much memory as the largest gradient.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -71,8 +71,7 @@ class Spill:
             self.held[key] = value
             return 0
         array = np.asarray(value, order="C")
-        left = self.scratch.start(self.scratch.write, parts, array)
-        self.scratch.jobs.wait_for(lambda: not left)
+        self.scratch.start(self.scratch.write, parts, array)()
         self.held[key] = jax.ShapeDtypeStruct(array.shape, array.dtype)
         return place_bytes(parts)
 
@@ -86,20 +85,19 @@ class Spill:
         to_read = deque(key for key in keys if key in self.places)
         sizes = {key: place_bytes(self.places[key]) for key in to_read}
         room_bytes = max(sizes.values(), default=0)
-        begun: deque[tuple[Array, Set[ScratchRun]]] = deque()
+        begun: deque[tuple[Array, Callable[[], object]]] = deque()
         for key in keys:
             while to_read and sizes[to_read[0]] <= room_bytes:
                 first = to_read.popleft()
                 parts, memory = self.places[first], aligned(sizes[first])
-                left = scratch.start(scratch.read, parts, memory)
-                begun.append((memory, left))
+                begun.append((memory, scratch.start(scratch.read, parts, memory)))
                 room_bytes -= sizes[first]
             value = self.held.pop(key) if removes else self.held[key]
             if not isinstance(value, jax.ShapeDtypeStruct):
                 yield key, np.asarray(value)
                 continue
-            memory, left = begun.popleft()
-            scratch.jobs.wait_for(lambda left=left: not left)
+            memory, wait = begun.popleft()
+            wait()
             yield key, array_in(memory, value)
             del memory
             room_bytes += sizes[key]
