@@ -256,7 +256,7 @@ def compile_step(
         sink = None if ends.sink is None else ends.sink(plan, ready, params)
         if sink is not None:
             closing.callback(sink.close)
-        values = Values(plan, ends.scratch(), plan.tiers)
+        values = Values(plan, ends.scratch())
         closing.callback(values.close)
         return CompiledStep(
             ends=ends,

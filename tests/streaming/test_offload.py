@@ -129,7 +129,7 @@ def test_bits_are_those_of_keep(name, plans, tmp_path):
     for host_bytes in (None, *hosts):
         tiers = None if host_bytes is None else plan_tiers(plan, host_bytes)
         kind = Values if tiers is None else Watched
-        values = kind(plan, Scratch([tmp_path]), tiers)
+        values = kind(replace(plan, tiers=tiers), Scratch([tmp_path]))
         for _ in range(2):  # the second step reuses the files
             found = streamed_plan(program, plan, executables, values=values)
             assert_same_bits(found, expected)
@@ -158,7 +158,8 @@ def test_bits_do_not_depend_on_a_slow_drive(plans, tmp_path, monkeypatch):
 
     for name in ("write", "read"):
         at_each_call(monkeypatch, Scratch, name, pause)
-    values = Watched(plan, Scratch([tmp_path]), plan_tiers(plan, least))
+    tiers = plan_tiers(plan, least)
+    values = Watched(replace(plan, tiers=tiers), Scratch([tmp_path]))
     found = streamed_plan(program, plan, executables, values=values)
     assert_same_bits(found, streamed_plan(program, keep, executables))
     assert values.moved.snapshot().drive_write_bytes > 0
@@ -178,7 +179,7 @@ def test_a_value_that_is_still_written_is_forwarded(plans, tmp_path, monkeypatch
             coming.set()
 
     at_each_call(monkeypatch, Values, "before", note, after=True)
-    values = Values(plan, Scratch([tmp_path]), tiers)
+    values = Values(replace(plan, tiers=tiers), Scratch([tmp_path]))
     found = streamed_plan(program, plan, executables, values=values)
     assert_same_bits(found, streamed_plan(program, keep, executables))
     moved = values.moved.snapshot()

@@ -21,7 +21,7 @@ import jax
 from jaxinf import compat
 from jaxinf.streaming.move.scratch import Scratch, ScratchRun, array_in, place_bytes
 from jaxinf.streaming.move.work_queues import Queue, start_upload
-from jaxinf.streaming.plan.calls import Plan, Slot, Tiers
+from jaxinf.streaming.plan.calls import Plan, Slot
 from jaxinf.streaming.plan.leaving import NUM_COPIES
 from jaxinf.streaming.program.lifetimes import Stay, occupancy
 from jaxinf.streaming.program.meshes import default_device
@@ -74,25 +74,18 @@ class Values:
     """Holds values, those in memory and those elsewhere. Used from one thread.
 
     Args:
-      plan: The calls of a step, which say when values are absent.
+      plan: The calls of a step, which say when values are absent, and where they wait.
       scratch: Files for values on drives, closed with this; without folders if no
         value goes there.
-      tiers: Where values wait that leave a device with memory of its own; None if its
-        memory is the host's, and they wait on drives.
 
     Attributes:
       moved: Bytes on drives, and over the link from a device with memory of its own.
       waited_s: Time that the caller has waited for values to be written or read.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        scratch: Scratch | None = None,
-        tiers: Tiers | None = None,
-    ) -> None:
+    def __init__(self, plan: Plan, scratch: Scratch | None = None) -> None:
         self._scratch = Scratch(()) if scratch is None else scratch
-        evictions, lives = plan.evictions, plan.lives
+        evictions, lives, tiers = plan.evictions, plan.lives, plan.tiers
         on_drive = tiers.on_drive if tiers else tuple(evictions)
         sizes = {slot: lives[slot].num_bytes for slot in on_drive}
         self._places = self._scratch.allocate(sizes)
