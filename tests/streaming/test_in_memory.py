@@ -98,15 +98,3 @@ def test_too_little_memory_is_refused():
     ):
         with pytest.raises(StreamError, match=message):
             made(memory_bytes=memory_bytes).load(SMALL.params, batch=SMALL.batch)
-
-
-def test_what_would_have_no_effect_is_refused():
-    """A form of the params, and shardings."""
-    step, other = made(), {"shardings": {}}
-    for refused in (
-        lambda: step.params(like=SMALL.params),
-        lambda: step.load(SMALL.params, **other),
-        lambda: step.init(lambda: SMALL.params, **other),
-    ):
-        with pytest.raises(ValueError, match=r"(like|shardings): .* leave it out"):
-            refused()

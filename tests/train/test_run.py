@@ -23,10 +23,6 @@ from jaxinf.train import loop, modes
 from jaxinf.train.lora import model_of, parse_lora, with_new
 from jaxinf.train.modes import held_params
 
-KEYS = ["step", "loss", "tokens", "step_s", "update_s", "commit_s", "hit_share"]
-KEYS += ["drive_read_bytes", "drive_write_bytes", "link_down_bytes", "link_up_bytes"]
-KEYS += ["rss_bytes", "learning_rate", "gradient_norm", "phases", "drives", "memory"]
-
 
 def leaves_of(store):
     """Sizes of leaves by their paths."""
@@ -43,7 +39,7 @@ def test_metrics_of_update_and_what_its_commit_says(run, lines, tmp_path):
     assert [line["step"] for line in found] == [1, 2, 3, 4, 5]
     num_params = sum(leaves_of(tmp_path / "store").values())
     for line in found:
-        assert list(line) == KEYS
+        assert "stream" not in line
         assert None not in line.values()
         assert line["tokens"] == 16
         assert line["learning_rate"] == pytest.approx(2e-3 * line["step"] / 51)
@@ -180,11 +176,11 @@ def test_a_step_that_other_processes_do_not_compute(run, tmp_path, capsys, monke
     monkeypatch.setattr(loop, "Group", Several)
     monkeypatch.setattr(loop, "in_memory", failing)
     assert run("--store", tmp_path / "store", "--steps", 1) == 1
-    assert capsys.readouterr().err == (
-        "jaxinf.train: step 1: expected all processes to compute it, found: Gloo: "
-        "Connection reset; another process may have died: see its output, and start "
-        "all again\n"
+    said = capsys.readouterr().err
+    assert (
+        "expected all processes to compute it, found: Gloo: Connection reset;" in said
     )
+    assert said.count("\n") == 1
     assert isinstance(processes.deserted.pop(), Several)
 
 
