@@ -114,8 +114,8 @@ def open_prebuilt(level: str) -> ctypes.CDLL | None:
         return ctypes.CDLL(str(path)) if path.exists() else None
     except OSError as error:
         raise OSError(
-            f"{error}; this installation is for another system, or damaged: install "
-            "jaxinf again"
+            f"{error}; this installation of jaxinf is for another system, or damaged; "
+            "run: pip install --force-reinstall --no-deps PATH (a wheel or a checkout)"
         ) from error
 
 
