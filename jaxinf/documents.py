@@ -120,9 +120,9 @@ def convert(
         raise DocumentError(_problem(str(error), value, where)) from None
 
 
-def decode(raw: bytes, kind: type[_Kind], *, most_bytes: int = MOST_BYTES) -> _Kind:
+def decode(raw: bytes, kind: type[_Kind]) -> _Kind:
     """Returns a document as a value of a type; raises as `parse_json`, `convert`."""
-    return convert(parse_json(raw, most_bytes=most_bytes), kind)
+    return convert(parse_json(raw), kind)
 
 
 def encode(document: Any) -> bytes:

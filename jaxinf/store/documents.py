@@ -105,13 +105,10 @@ def read_document(
             raw = read_beneath(Path(path).parent, Path(path).name, MOST_BYTES)
         document = parse_json(raw)
         check(document)
-        is_sealed = _SEAL.fullmatch(raw[-_SEAL_BYTES:]) is not None
-        right = _sealed(raw) if is_sealed else b""
-        if raw != right:
-            held = raw[-12:-4].decode() if is_sealed else "at its end"
-            found = right[-12:-4].decode() or "none"
+        if not _SEAL.fullmatch(raw[-_SEAL_BYTES:]) or raw != _sealed(raw):
             raise ValueError(
-                f"expected the CRC-32C {held}, found {found}; it was edited or damaged"
+                "expected its CRC-32C at its end, found another or none; it was edited "
+                "or damaged"
             )
         del document["crc32c"]
         return finish(convert(document, kind, dec_hook=dec_hook))

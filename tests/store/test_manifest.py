@@ -35,7 +35,7 @@ TEXTS = {
     '{"format": "jaxinf"}': "format version None, expected 3",
     '{"format": "jaxinf", "format_version": 2}': "format version 2, expected 3",
     '{"format": "jaxinf", "format_version": 3.0}': "format version 3.0, expected 3",
-    json.dumps(HEADER): "the CRC-32C at its end, found none; it was edited",
+    json.dumps(HEADER): "its CRC-32C at its end, found another or none; it was",
     seal(HEADER).decode(): "expected the key 'store_id'",
     seal(HEADER | {"format": "other"}).decode(): "format: Invalid",
     json.dumps(HEADER | {"format_version": 9}): "version 9, .* a newer jaxinf's",
