@@ -24,6 +24,7 @@ from jaxinf.store import (
     CommittedStep,
     LeafRecord,
     StateRecord,
+    StepReader,
     dtype_of,
     schedule_free_params,
 )
@@ -95,15 +96,16 @@ class ParamArray:
             yield portion, values.astype(np.float32) + added
 
     def _averaged(self, max_elements: int) -> Iterator[tuple[ChunkBox, Array]]:
-        portions = self.step.boxes(self.leaf, self.state, max_elements)
         b1, names = self.step.commit.schedule_free_b1, [s.name for s in self.leaf.slots]
-        if b1 is None or SCHEDULE_FREE not in names or self.state.name == AVERAGE:
-            yield from portions
-            return
-        z = self.leaf.state(SCHEDULE_FREE)
-        others = self.step.boxes(self.leaf, z, max_elements)
-        for (portion, y), (_, values) in zip(portions, others, strict=True):
-            yield portion, schedule_free_params(y, values, b1)
+        with StepReader(self.step) as reader:
+            portions = reader.boxes(self.leaf, self.state, max_elements)
+            if b1 is None or SCHEDULE_FREE not in names or self.state.name == AVERAGE:
+                yield from portions
+                return
+            z = self.leaf.state(SCHEDULE_FREE)
+            others = reader.boxes(self.leaf, z, max_elements)
+            for (portion, y), (_, values) in zip(portions, others, strict=True):
+                yield portion, schedule_free_params(y, values, b1)
 
     def _whole(self) -> Array:
         whole = np.empty(self.leaf.shape, np.float32)

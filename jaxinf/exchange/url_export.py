@@ -32,6 +32,7 @@ from jaxinf.store import (
     CopySource,
     Id,
     Manifest,
+    StepReader,
     Sum,
     check_free_space,
     over,
@@ -276,7 +277,7 @@ def export_url(
     place.put(_BEGUN, record)
     objects = {n: stamp_of(v) for n, v in ((_BEGUN, record), *documents.items())}
     total_bytes, done_bytes, num_kept = sum(one.file_bytes for one in chunks), 0, 0
-    with step.reader(options.memory_bytes // _COPIES) as reader:
+    with StepReader(step, memory_bytes=options.memory_bytes // _COPIES) as reader:
 
         def bring(one: ChunkFile) -> tuple[tuple[int, str], bool]:
             """Writes a chunk, unless it is there and right: zeros follow it."""

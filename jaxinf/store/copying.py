@@ -312,7 +312,7 @@ def _make_chunks(
         for new in chunks:
             if new.place == place:
                 jobs[new.job].append(new)
-        with step.reader() as reader:
+        with StepReader(step) as reader:
             make = partial(_make_job, step, reader)
             for job, made in over(jobs.values(), make, source.num_threads):
                 for new, checksum in zip(job, made, strict=True):

@@ -22,7 +22,7 @@ from jaxinf.errors import (
     StoreMismatchError,
 )
 from jaxinf.store.commit import CommitRecord
-from jaxinf.store.directory import StoreDirectory, check_there, other_slot
+from jaxinf.store.directory import SLOTS, StoreDirectory, check_there, other_slot
 from jaxinf.store.files import files_beside
 from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.manifest import Manifest, without_csds
@@ -109,12 +109,11 @@ def held_steps(directory: StoreDirectory) -> HeldSteps:
     be durable when its slot is rewritten.
     """
     committed, found = directory.committed_slot(), dict[str | None, StepId]()
-    spare = other_slot(committed)
-    for slot in (committed, spare) if committed else (spare,):
+    for slot in SLOTS:
         with contextlib.suppress(StoreFormatError):
             record = CommitRecord.read(directory.step_path(slot) / "commit.json")
             found[slot] = StepId(record.step, record.commit)
-    return HeldSteps(found.get(committed), found.get(spare))
+    return HeldSteps(found.get(committed), found.get(other_slot(committed)))
 
 
 def to_step(members: Sequence[StoreDirectory], step: StepId | None) -> None:

@@ -69,17 +69,6 @@ class CommittedStep:
         """Raises StoreFormatError if the record is not of the store's arrays."""
         self.commit.check_fits(self.path / "commit.json", self.manifest)
 
-    def reader(self, memory_bytes: int = 32 << 20) -> "StepReader":
-        """Makes a reader of its chunks, with so much memory for pieces."""
-        return StepReader(self, memory_bytes=memory_bytes)
-
-    def boxes(
-        self, leaf: LeafRecord, state: StateRecord, most_elements: int
-    ) -> Iterator[tuple[ChunkBox, Array]]:
-        """Yields a leaf's state, decoded; see `StepReader.boxes`."""
-        with self.reader() as reader:
-            yield from reader.boxes(leaf, state, most_elements)
-
     def read_carry(self) -> Sequence[bytes]:
         """Returns the arrays that it carries; raises as `jaxinf.store.read_carry`."""
         return read_carry(self.path, self.commit.carry, self.fetch)

@@ -17,7 +17,7 @@ from jaxinf.store.commit import CarriedArray
 from jaxinf.store.directory import SLOTS, StoreDirectory
 from jaxinf.store.files import TIMES, read_carry, step_files
 from jaxinf.store.manifest import ChunkFile
-from jaxinf.store.reader import over
+from jaxinf.store.reader import StepReader, over
 from jaxinf.store.steps import find_step, step_of
 from jaxinf.transfer import check_holds, read_beneath
 from jaxinf.typing import ProgressCallback
@@ -66,7 +66,7 @@ def verify_step(
         except (StoreError, ValueError) as error:
             damages.append(Damage(file, what, str(error)))
     seen, total, done = {} if seen is None else seen, step_bytes(directory), 0
-    with step.reader() as reader:
+    with StepReader(step) as reader:
 
         def damage_of(one: ChunkFile) -> Damage | None:
             root, problem = step.places[one.csd], ""

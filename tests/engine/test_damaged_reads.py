@@ -10,6 +10,7 @@ from jaxinf.errors import StoreCorruptError
 from jaxinf.exchange import export_safetensors, export_url
 from jaxinf.store import (
     ChunkFile,
+    StepReader,
     StoreDirectory,
     pinned_step,
     step_of,
@@ -37,7 +38,7 @@ def bind(driver, leaf, state):
 def read_raw(driver, leaf, state):
     record = next(r for r in driver.opened.directory.manifest.leaves if r.name == leaf)
     step = step_of(driver.opened.directory, driver.store.path / "current")
-    with step.reader() as reader:
+    with StepReader(step) as reader:
         list(reader.stored(ChunkFile(-1, record, record.state(state), 0)))
 
 

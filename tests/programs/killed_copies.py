@@ -20,6 +20,7 @@ from raw_stores import decoded
 
 from jaxinf.store import (
     StateRecord,
+    StepReader,
     StoreDirectory,
     find_members,
     save_checkpoint,
@@ -72,7 +73,7 @@ def contents(path, checkpoint=None):
 
 
 def _arrays(step):
-    with step.reader() as reader:
+    with StepReader(step) as reader:
         return {
             leaf.array_name(state.name): decoded(reader, leaf, state).tobytes()
             for leaf in step.manifest.leaves

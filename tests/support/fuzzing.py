@@ -26,6 +26,7 @@ from jaxinf.cli import main
 from jaxinf.errors import JaxinfError
 from jaxinf.exchange.safetensors_files import read_safetensors
 from jaxinf.store import (
+    StepReader,
     StoreDirectory,
     list_checkpoints,
     remove_checkpoint,
@@ -209,7 +210,7 @@ def _status_bytes(name):
 def read_everything(path):
     directory = StoreDirectory.open(path)
     directory.read_commit()
-    with step_of(directory, path / "current").reader() as reader:
+    with StepReader(step_of(directory, path / "current")) as reader:
         for one in directory.manifest.held():
             for _ in reader.pieces(one) if not one.state.is_beside else ():
                 pass

@@ -19,7 +19,13 @@ from jaxinf.csd import ScalarInputs
 from jaxinf.engine import FirstParams, UpdateRequest, describe, engine_of
 from jaxinf.layout.codecs import encode_split
 from jaxinf.program import trace_init, trace_update
-from jaxinf.store import CommitRecord, CommittedStep, ScalarState, StoreDirectory
+from jaxinf.store import (
+    CommitRecord,
+    CommittedStep,
+    ScalarState,
+    StepReader,
+    StoreDirectory,
+)
 
 LEAVES = {
     "bias": ((129,), "float32"),
@@ -182,7 +188,7 @@ class Driver:
             places = directory.data_paths(directory.place_of(path))
         record = CommitRecord.read(path / "commit.json")
         step = CommittedStep(path, directory.manifest, record, tuple(places))
-        with step.reader() as reader:
+        with StepReader(step) as reader:
             return {
                 record.name: tuple(
                     decoded(reader, record, state)
