@@ -56,11 +56,6 @@ def read_owned(path: Path, *, unmade: bool = False) -> StoreDirectory:
     return directory
 
 
-def current_store(directory: StoreDirectory) -> StoreDirectory:
-    """Returns the store as `read_owned`; reads nothing if this is its writer."""
-    return read_owned(directory.path) if directory.lock is None else directory
-
-
 def check_places(directory: StoreDirectory) -> None:
     """Refuses CSD roots that no store may have."""
     own = directory.path.resolve()

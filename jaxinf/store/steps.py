@@ -35,7 +35,7 @@ from jaxinf.store.directory import SLOTS, Slot, StoreDirectory, link_file, other
 from jaxinf.store.files import check_free_space, make_carry, make_place, write_carry
 from jaxinf.store.lock import LockFile, lock_exclusively
 from jaxinf.store.manifest import Manifest
-from jaxinf.store.owners import current_store
+from jaxinf.store.owners import read_owned
 from jaxinf.store.reader import CommittedStep
 from jaxinf.transfer import fsync_directory, translated
 
@@ -137,7 +137,8 @@ def pinned_step(directory: StoreDirectory) -> Iterator[CommittedStep]:
             translated("snapshot of the committed step", root),
             lock_exclusively(directory.publish_lock),
         ):
-            directory = current_store(directory)
+            if directory.lock is None:  # it may have been copied in place
+                directory = read_owned(directory.path)
             slot = directory.need_slot()
             undo.callback(remove_step, directory, place)
             root.mkdir(parents=True)
@@ -358,7 +359,8 @@ def _managed(directory: StoreDirectory) -> Iterator[StoreDirectory]:
         translated("checkpoint", root),
         lock_exclusively(directory.path / "checkpoints.lock"),
     ):
-        directory = current_store(directory)
+        if directory.lock is None:
+            directory = read_owned(directory.path)
         root.mkdir(exist_ok=True)
         prune_leftovers(directory)
         yield directory
