@@ -1,4 +1,4 @@
-"""Keyword arguments of ``tx.update``, divided into program inputs and functions.
+"""Keyword arguments of ``tx.update``, divided into program inputs and fixed values.
 
 Invariant: a program runs only with the kind of arguments with which it was traced.
 """
@@ -9,12 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 
 @dataclass(frozen=True, eq=False)
 class ExtraArgs:
-    """The structure of the extra args, the shapes of inputs, and the functions."""
+    """The structure of the extra args; of inputs the shapes, of others the values."""
 
     treedef: Any
     leaves: tuple[tuple[str, Any], ...]
@@ -27,11 +26,11 @@ class ExtraArgs:
     @property
     def dynamic(self) -> list[tuple[str, jax.ShapeDtypeStruct]]:
         """The inputs' names and shapes."""
-        return [pair for pair in self.leaves if not callable(pair[1])]
+        return [pair for pair in self.leaves if isinstance(pair[1], _Aval)]
 
     def rebuild(self, dynamic: Sequence[jax.Array]) -> dict[str, Any]:
         values = iter(dynamic)
-        leaves = [x if callable(x) else next(values) for _, x in self.leaves]
+        leaves = [next(values) if isinstance(x, _Aval) else x for _, x in self.leaves]
         return self.treedef.unflatten(leaves)
 
     def dynamic_values(self, extra_args: Mapping[str, Any]) -> list[jax.Array]:
@@ -41,27 +40,32 @@ class ExtraArgs:
             raise _mismatch(str(self.treedef), str(treedef))
         values = list[jax.Array]()
         for leaf, (_, known) in zip(leaves, self.leaves, strict=True):
-            fits = leaf == known if callable(known) else np.shape(leaf) == known.shape
-            if not fits:
-                raise _mismatch(repr(known), repr(leaf))
-            if not callable(known):
+            if isinstance(known, _Aval):
+                if getattr(_known(leaf), "shape", None) != known.shape:
+                    raise _mismatch(str(known), repr(leaf))
                 values.append(jnp.asarray(leaf).astype(known.dtype))
+            elif leaf is not known and (
+                type(leaf) is not type(known) or not bool(leaf == known)
+            ):
+                raise _mismatch(repr(known), repr(leaf))
         return values
 
 
+_Aval = jax.ShapeDtypeStruct
+
+
 def _known(leaf: Any) -> Any:
-    """Returns the shape of an array or a number, an input; functions as they are."""
-    if callable(leaf):
-        return leaf
-    if hasattr(leaf, "dtype"):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    return jax.ShapeDtypeStruct((), jnp.result_type(leaf), weak_type=True)
+    """Returns the shape of an array or a number, an input; other leaves as they are."""
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        return _Aval(tuple(leaf.shape), leaf.dtype)
+    is_number = isinstance(leaf, int | float | complex) and not isinstance(leaf, bool)
+    return _Aval((), jnp.result_type(leaf), weak_type=True) if is_number else leaf
 
 
 def _mismatch(expected: str, found: str) -> ValueError:
     return ValueError(
         f"extra_args: expected {expected}, as the update was traced, found {found}; "
-        "pass the same names, shapes and functions at every step"
+        "pass the same names, shapes and fixed values at every step"
     )
 
 

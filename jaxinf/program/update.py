@@ -183,8 +183,8 @@ def trace_update(
       tx: Any transformation of optax's protocol.
       params: Arrays, tracers or avals: float32, bfloat16 or float16. The trace has
         float32 params and gradients in every case, because the master is float32.
-      extra_args: Keyword arguments of ``tx.update``. Arrays, avals and numbers are
-        inputs of the program; functions are fixed here.
+      extra_args: Keyword arguments of ``tx.update``. Arrays, avals, int and float are
+        inputs of the program; other values (bool, str, callables) are fixed here.
       may_recall: The stored state that the prologue may need, if it cannot be divided
         otherwise; see `Recall`.
 

@@ -165,13 +165,14 @@ def test_what_needs_no_storage_is_an_array():
     assert {array.shape for array in inputs.arrays} == {(2, 3)}
 
 
-def test_extra_args_are_inputs_or_functions():
-    def by_factor(updates, state, params=None, *, factor, given, **_):
+def test_extra_args_are_inputs_or_fixed():
+    def by_factor(updates, state, params=None, *, factor, flags, **_):
         del params
-        return jax.tree.map(lambda g: given["sign"](factor) * g, updates), state
+        sign = -1.0 if flags["negate"] else 1.0
+        return jax.tree.map(lambda g: sign * factor * g, updates), state
 
     tx = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), by_factor)
-    traced = {"factor": 1.0, "given": {"sign": jnp.negative}}
+    traced = {"factor": 1.0, "flags": {"negate": True}}
     program, leaves = trace_update(tx, PARAMS, traced), jax.tree.leaves(PARAMS)
 
     def scalars(extra_args):
@@ -181,7 +182,7 @@ def test_extra_args_are_inputs_or_functions():
     assert scalars({**traced, "factor": 2.0}) == [-2.0]
     assert scalars({**traced, "factor": jnp.float32(3.0)}) == [-3.0]
     for extra_args, message in (
-        ({**traced, "given": {"sign": jnp.positive}}, "negative.*, as .* traced"),
+        ({"factor": 2.0, "flags": {"negate": False}}, "expected True, as .* traced"),
         ({"factor": 2.0}, "extra_args: expected PyTreeDef"),
         ({**traced, "factor": jnp.ones(2)}, r"extra_args: expected ShapeDtypeStruct"),
     ):
