@@ -457,7 +457,8 @@ def change(
     new, old = result.astype(jnp.float32), params.astype(jnp.float32)
     update = _rounded(new - old, dtype)
     reached = _rounded(old + update, result.dtype)
-    gaps = jnp.where(reached == new, 0.0, jnp.abs(reached - new))
+    is_same = (reached == new) | (jnp.isnan(reached) & jnp.isnan(new))
+    gaps = jnp.where(is_same, 0.0, jnp.abs(reached - new))
     difference, most = jnp.max(gaps, initial=0.0), jnp.finfo(jnp.float32).max
     bound = jnp.where(jnp.isfinite(difference), difference, most)
     return update.astype(dtype), bound
