@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from hub_folders import write_pictures
 from jaxinf_models import abstract_params, pretrained, score, task_loss
-from small_pictures import write_pictures
 
 from jaxinf.cli import main as jaxinf_main
 from jaxinf.train.__main__ import main as train

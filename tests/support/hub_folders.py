@@ -1,4 +1,4 @@
-"""Folders of Hugging Face's, with a model's first weights and without PyTorch."""
+"""Folders of Hugging Face's, with a model's first weights, and of small images."""
 
 import json
 
@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 from flax import nnx
 from jaxinf_models import config_to_json, family_of, make_model, split
+from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from jaxinf.cli import main
@@ -50,3 +51,13 @@ def read_folder(folder):
 def export(store, out, *words):
     words = ["checkpoint", "export", store, out, "--format", "huggingface", *words]
     return main([str(word) for word in words])
+
+
+def write_pictures(folder, num=40, num_classes=4, size=8):
+    """A folder of small images for each class."""
+    rng = np.random.default_rng(0)
+    for number, pixels in enumerate(rng.integers(0, 256, (num, size, size), np.uint8)):
+        path = folder / f"class {number % num_classes}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(path)
+    return folder

@@ -7,7 +7,7 @@ import shutil
 import ml_dtypes
 import numpy as np
 import pytest
-from hub_folders import INDEX, export, read_folder, write_folder
+from hub_folders import INDEX, export, read_folder, write_folder, write_pictures
 from jaxinf_models import (
     BertConfig,
     LlamaConfig,
@@ -17,7 +17,6 @@ from jaxinf_models import (
     deferred_params,
 )
 from safetensors.numpy import save_file
-from small_pictures import write_pictures
 from small_tokenizers import byte_level
 
 import jaxinf

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import recipe_sizes
 from families import family
-from hub_folders import write_folder
-from small_pictures import write_pictures
+from hub_folders import write_folder, write_pictures
 
 from jaxinf.train.__main__ import main
 from jaxinf.train.run_file import read_run

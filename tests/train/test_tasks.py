@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from hub_folders import write_pictures
 from jaxinf_models import GPT2Config, make_model, split
-from small_pictures import write_pictures
 
 from jaxinf.train.__main__ import main
 from jaxinf.train.config import TrainConfig
