@@ -160,6 +160,8 @@ def _move(
             raise OSError(errno.EINVAL, "no whole pages")
         with _opened(path, access) as fd:
             done = _run(fd, array, done, offset_bytes, writes)
+            if writes and refusal is None:
+                os.fdatasync(fd)  # before Linux 5.8 syncfs keeps the drive's errors
             if refusal is not None:
                 device = os.fstat(fd).st_dev
                 _warn_once(device, os.path.dirname(path) or ".", refusal)
