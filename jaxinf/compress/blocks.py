@@ -225,7 +225,7 @@ def compress_leaf(
         def of_block(block: jax.Array, k: int = k) -> tuple[Any, ...]:
             indices = select(block, k)
             exact = block[indices]
-            values = _rounded(exact, top_k._value_dtype(dtype))
+            values = _rounded(exact, top_k.value_dtype(dtype))
             if feedback is None:
                 return indices, values
             left = exact - values.astype(jnp.float32)
@@ -237,7 +237,7 @@ def compress_leaf(
             results = lax.map(of_block, blocks)
             pieces += [tuple(r[i] for r in results) for i in range(blocks.shape[0])]
     indices = _joined([piece[0] for piece in pieces], jnp.int32)
-    values = _joined([piece[1] for piece in pieces], top_k._value_dtype(dtype))
+    values = _joined([piece[1] for piece in pieces], top_k.value_dtype(dtype))
     lengths = tuple(chunk.num_elements for chunk in chunks)
     sent = SparseLeaf(tuple(gradient.shape), indices, values, counts, lengths)
     if feedback is None:

@@ -47,7 +47,7 @@ class TopK:
                 f"{', '.join(map(repr, get_args(ValueDType)))}"
             )
 
-    def _value_dtype(self, gradient: Any) -> np.dtype:
+    def value_dtype(self, gradient: Any) -> np.dtype:
         """Returns the dtype of values on the link, for a gradient's dtype."""
         return jnp.dtype(self.values or gradient)
 
@@ -58,7 +58,7 @@ class TopK:
         """
         ratio = Fraction(repr(float(self.ratio)))  # as it is written, not as it rounds
         dense_bytes = num_elements * np.dtype(gradient).itemsize
-        entry_bytes = INDEX_BYTES + self._value_dtype(gradient).itemsize
+        entry_bytes = INDEX_BYTES + self.value_dtype(gradient).itemsize
         fitting = int(ratio * dense_bytes / entry_bytes)
         return min(num_elements, max(1, fitting))
 

@@ -59,7 +59,7 @@ from jaxinf.engine.store import Store, engine_of
 from jaxinf.engine.updates import (
     Assignment,
     FirstParams,
-    SlotRequest,
+    StateRequest,
     UpdateRequest,
     can_take,
     moved_states,

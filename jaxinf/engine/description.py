@@ -184,7 +184,7 @@ def describe(
         )
         forms = (GradientForm(info.dtype),)
         if compression is not None:
-            sent = GradientForm(compression._value_dtype(info.dtype), is_sparse=True)
+            sent = GradientForm(compression.value_dtype(info.dtype), is_sparse=True)
             forms = (sent, *forms[: compression.warmup_steps])
         leaves.append(LeafDescription(record, leaf.kernel, first.kernel, forms, own))
     paths = tuple(map(encode_path, init.layout.scalar_keys))

@@ -30,7 +30,7 @@ from jaxinf.engine.shape import StoreShape
 from jaxinf.engine.updates import (
     Assignment,
     RequestedUpdate,
-    SlotRequest,
+    StateRequest,
     UpdateRequest,
     nan_scalar_error,
     nan_scalars,
@@ -253,7 +253,7 @@ class OpenStore(StoreShape):
             under_way.is_finite = False
         return finite
 
-    def recall(self, step: int, *requests: SlotRequest) -> None:
+    def recall(self, step: int, *requests: StateRequest) -> None:
         """Reads slots before the step's first update; blocks until they are there."""
         with self._guard:
             self._begin(step).recalls = True
@@ -517,14 +517,14 @@ class OpenStore(StoreShape):
         is_due = every is not None and step - self.commit.step >= every
         return is_due or options.keeps(step) or options.exports(step)
 
-    def begin_given(self) -> None:
+    def begin_whole(self) -> None:
         """Begins a step that is given as a whole in place of the last."""
         self._keep(frozenset())  # what was read is of the step before
         self.mover.end_step()
         self.directory.unpublish(self.chunks.target)
         self.mover.defer_writes(False)
 
-    def commit_given(self, step: int, scalars: Sequence[ScalarState]) -> None:
+    def commit_whole(self, step: int, scalars: Sequence[ScalarState]) -> None:
         """Commits step 0, or a loaded one, which tasks have written; blocks."""
         self.mover.drain()
         self.health.check()

@@ -77,7 +77,7 @@ def load_step(
     stored, scalars = group.in_all(what, lambda: _given(opened, layout, params, state))
 
     def write() -> None:
-        opened.begin_given()
+        opened.begin_whole()
         for leaf, number, array in stored:
             for origin, values in _parts(opened, array):
                 _write_part(opened, leaf, number, origin, values)
@@ -90,7 +90,7 @@ def load_step(
         opened.mover.drain()
         opened.chunks.forget_step()
         raise
-    opened.commit_given(step, scalars)
+    opened.commit_whole(step, scalars)
 
 
 # --- places of the optax state --------------------------------------------------------

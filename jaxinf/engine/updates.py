@@ -64,7 +64,7 @@ class FirstParams(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SlotRequest:
+class StateRequest:
     """A request for a slot of a leaf, or of a JAX device's shard of it.
 
     Attributes:
@@ -322,7 +322,7 @@ def first_tasks(
     ]
 
 
-def recall_tasks(opened: "OpenStore", request: SlotRequest) -> list[Task]:
+def recall_tasks(opened: "OpenStore", request: StateRequest) -> list[Task]:
     """Makes the tasks that read a slot in the middle of a step; they write nothing."""
 
     def compute(

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxinf.engine import (
     Engine,
-    SlotRequest,
+    StateRequest,
     Store,
     StoreDescription,
     engine_of,
@@ -125,7 +125,7 @@ class HostFunctions:
         return self._nonfinite != "allow"
 
     @property
-    def looks_ahead(self) -> bool:
+    def waits_for_all(self) -> bool:
         """Whether updates wait until all gradients are known to be finite.
 
         They do if a step may overwrite an uncommitted one, since it could not be
@@ -228,7 +228,7 @@ class HostFunctions:
         """Callback: before the updates of a step, reads a slot of each leaf."""
         self._clear_parts(outs, call)
         requests = [
-            SlotRequest(leaf.number, slots[leaf.number], call.origin(leaf), out)
+            StateRequest(leaf.number, slots[leaf.number], call.origin(leaf), out)
             for leaf, out in zip(call.leaves, outs.arrays, strict=True)
         ]
         self.engine.opened.recall(int(call.step), *requests)

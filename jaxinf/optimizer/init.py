@@ -140,7 +140,7 @@ class HostInit:
         is_new = self.begin()
         self._has_begun = False  # the computation may run again
         if is_new:
-            engine.opened.commit_given(0, named_scalars(self._description, scalars))
+            engine.opened.commit_whole(0, named_scalars(self._description, scalars))
         else:
             engine.binding.at = None
         commit = engine.opened.finished

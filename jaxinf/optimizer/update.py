@@ -362,13 +362,13 @@ class _StepCalls:
         return found
 
     def _gates(self, gradients: Sequence[jax.Array | None]) -> list[jax.Array | None]:
-        """Returns whether each leaf may update; see `HostFunctions.looks_ahead`.
+        """Returns whether each leaf may update; see `HostFunctions.waits_for_all`.
 
         The host cannot tell whether a compressed gradient is finite.
         """
         host = self.wrapped.host
         is_sparse = self.wrapped.compression is not None and host.checks_finite
-        if not (host.looks_ahead or is_sparse):
+        if not (host.waits_for_all or is_sparse):
             return [None] * len(gradients)
         finite = [
             jnp.bool_(True) if g is None else jnp.all(jnp.isfinite(g))
@@ -377,7 +377,7 @@ class _StepCalls:
         all_finite = jnp.all(jnp.stack(finite)) if finite else True
         gates = [
             jnp.where(all_finite, GO, jnp.where(ok, HOLD, HOLD_NON_FINITE))
-            if host.looks_ahead
+            if host.waits_for_all
             else jnp.where(ok, GO, HOLD_NON_FINITE)
             for ok in finite
         ]

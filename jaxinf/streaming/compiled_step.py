@@ -90,7 +90,7 @@ class CompiledStep:
       params: Reads those of a store.
       times: The steps that ``policy="plan"`` has measured.
       errors: What this process has kept of a step until all agree; none of one alone.
-      hold: Keeps the errors of its context, or of what it decorates; see `holding`.
+      keep_errors: Keeps the errors of its context, or of what it decorates.
       closing: Frees memory and files.
     """
 
@@ -101,7 +101,7 @@ class CompiledStep:
     sink: Sink
     times: list[StepTimes]
     errors: list[BaseException]
-    hold: Callable[[], Any]
+    keep_errors: Callable[[], Any]
     closing: ExitStack
 
     @property
@@ -142,7 +142,7 @@ class CompiledStep:
           extra_args, own_args: Those of all steps, and of this one.
           check: Called where the step can be given up; raises if it must be.
         """
-        given, check = {**extra_args, **own_args}, self.hold()(check)
+        given, check = {**extra_args, **own_args}, self.keep_errors()(check)
         waited_s = self._begin(batch, given)
         sink, values = self.sink, self.runner.values
         moved, waited_values_s = values.moved.snapshot(), values.waited_s
@@ -222,7 +222,7 @@ class CompiledStep:
         is_measured &= len(self.times) < NUM_MEASURED
         how: dict[str, Any] = {"max_in_flight": 1 if is_measured else MAX_IN_FLIGHT}
         if self.sink is not None:
-            how["hand_out"] = self.hold()(self.sink.put)
+            how["hand_out"] = self.keep_errors()(self.sink.put)
         with ExitStack() as reading:
             if params is None:
                 assert self.ends.in_memory is not None, "there is no store"
@@ -248,9 +248,9 @@ def compile_step(
 ) -> CompiledStep:
     """Takes the room of a plan's steps; blocks while its programs are compiled."""
     errors = list[BaseException]()
-    hold = partial(holding, group, errors)
+    keep_errors = partial(keeping_errors, group, errors)
     with ExitStack() as closing:
-        params = None if ends.source is None else ends.source(plan, hold)
+        params = None if ends.source is None else ends.source(plan, keep_errors)
         if params is not None:
             closing.callback(params.close)
         sink = None if ends.sink is None else ends.sink(plan, ready, params)
@@ -266,13 +266,13 @@ def compile_step(
             sink=sink,
             times=times,
             errors=errors,
-            hold=hold,
+            keep_errors=keep_errors,
             closing=closing.pop_all(),
         )
 
 
 @contextmanager
-def holding(group: Group, errors: list[BaseException]) -> Iterator[None]:
+def keeping_errors(group: Group, errors: list[BaseException]) -> Iterator[None]:
     """Keeps an error, or an interrupt, of its context until all agree."""
     try:
         yield

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jaxinf.engine import Engine
-from jaxinf.streaming.move.params import Hold, StoreParams
+from jaxinf.streaming.move.params import KeepErrors, StoreParams
 from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.memory import StepNeeds
@@ -49,7 +49,7 @@ class Endpoints:
 
     needs: StepNeeds
     engine: Engine | None = None
-    source: Callable[[Plan, Hold], StoreParams] | None = None
+    source: Callable[[Plan, KeepErrors], StoreParams] | None = None
     in_memory: Callable[[], GetParams] | None = None
     sink: Callable[[Plan, OrderedProgram, Any], Sink] | None = None
     updates: UpdatePlan | None = None

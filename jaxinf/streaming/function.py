@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxinf.engine import Engine, Store, average_states, check_like, engine_of
 from jaxinf.errors import StreamError
 from jaxinf.streaming.endpoints import Endpoints, without
-from jaxinf.streaming.move.params import Hold, StoreParams, read_units
+from jaxinf.streaming.move.params import KeepErrors, StoreParams, read_units
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.memory import MemoryNeed, StepNeeds
 from jaxinf.streaming.program.lifetimes import OrderedProgram
@@ -79,9 +79,9 @@ class ReadStore:
         def version() -> tuple[int, int]:
             return engine.num_replaced, engine.opened.finished.step
 
-        def source(plan: Plan, hold: Hold) -> StoreParams:
+        def source(plan: Plan, keep_errors: KeepErrors) -> StoreParams:
             reads = partial(read_units, engine, average=self.average)
-            return StoreParams(unit_of, reads, plan.reading, hold, version)
+            return StoreParams(unit_of, reads, plan.reading, keep_errors, version)
 
         needs = StepNeeds(
             unit_of=unit_of,

@@ -35,10 +35,10 @@ from jaxinf.errors import StreamError
 from jaxinf.program import UpdateProgram, trace_init
 from jaxinf.store import Shards
 from jaxinf.streaming.endpoints import Endpoints
-from jaxinf.streaming.move.params import Hold, StoreParams, read_units
+from jaxinf.streaming.move.params import KeepErrors, StoreParams, read_units
 from jaxinf.streaming.move.scratch import store_scratch
 from jaxinf.streaming.plan.calls import Plan
-from jaxinf.streaming.plan.cut_to_fit import within
+from jaxinf.streaming.plan.cut_to_fit import with_advice
 from jaxinf.streaming.plan.kept import kept_cuts
 from jaxinf.streaming.plan.memory import Budget, return_freed_memory
 from jaxinf.streaming.plan.options import Options
@@ -124,9 +124,11 @@ class InStore:
         program = self._optimizer(avals)
         updates = plan_updates(engine, ready, program, shape, self.options)
 
-        def source(plan: Plan, hold: Hold) -> StoreParams:
+        def source(plan: Plan, keep_errors: KeepErrors) -> StoreParams:
             reads, replaced = partial(read_units, engine), lambda: engine.num_replaced
-            return StoreParams(updates.unit_of, reads, plan.reading, hold, replaced)
+            return StoreParams(
+                updates.unit_of, reads, plan.reading, keep_errors, replaced
+            )
 
         return Endpoints(
             needs=updates.needs,
@@ -202,11 +204,11 @@ class InStore:
                     plan(ready, ends, budget)
                 return iter(made)
 
-            made = within(budget, fitting, advises=group.is_alone)
+            made = with_advice(budget, fitting, advises=group.is_alone)
         if engine.bind(description, may_create=True, uses_budget=False):
             for leaf, own in enumerate(inputs):
                 self._write_leaf(description, leaf, made, own)
-            engine.opened.commit_given(0, scalars)
+            engine.opened.commit_whole(0, scalars)
         return_freed_memory()  # of traces and of the first params
         return avals
 

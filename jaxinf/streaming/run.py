@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxinf.errors import StreamError
 from jaxinf.program import path_name
 from jaxinf.streaming.move.values import Values
-from jaxinf.streaming.plan.calls import Plan, Slot
+from jaxinf.streaming.plan.calls import Plan, ValueSlot
 from jaxinf.streaming.plan.compiled import (
     Executables,
     compile_plan,
@@ -117,9 +117,9 @@ class Runner:
         values = self.values
         self.dispatched_s = self.waited_s = self._ended_s = 0.0
 
-        def read(ref: Origin | Slot, number: int, part: int) -> Any:
+        def read(ref: Origin | ValueSlot, number: int, part: int) -> Any:
             match ref:
-                case Slot():
+                case ValueSlot():
                     return values[ref]
                 case Piece():
                     check()

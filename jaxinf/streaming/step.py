@@ -28,7 +28,7 @@ from jaxinf.streaming.in_store import InStore
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.choice import NUM_MEASURED, StepTimes, segments_to_recompute
 from jaxinf.streaming.plan.compiled import Executables
-from jaxinf.streaming.plan.cut_to_fit import plan_within, within
+from jaxinf.streaming.plan.cut_to_fit import plan_within, with_advice
 from jaxinf.streaming.plan.memory import (
     Budget,
     DeviceLimit,
@@ -341,7 +341,7 @@ class StreamedStep:
     ) -> Plan:
         """Returns a plan; if memory does not suffice, the error names a budget."""
         plan = partial(self._plan_within, ready, ends, **how)
-        return within(budget, plan, advises=self._group.is_alone)
+        return with_advice(budget, plan, advises=self._group.is_alone)
 
     def _bind(self, batch: PyTree, ready: OrderedProgram | None = None) -> CompiledStep:
         """Returns the steps of batches of this shape; plans and compiles new ones.

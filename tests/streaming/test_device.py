@@ -16,7 +16,7 @@ from zoo import ZOO
 
 from jaxinf.errors import BudgetError, StreamError
 from jaxinf.streaming.move.work_queues import Queue, WorkQueues, start_upload
-from jaxinf.streaming.plan.cut_to_fit import within
+from jaxinf.streaming.plan.cut_to_fit import with_advice
 from jaxinf.streaming.plan.memory import Budget, DeviceLimit, check_pinned, limit_of
 from jaxinf.streaming.plan.reads import Fetch
 from jaxinf.streaming.program import units
@@ -207,7 +207,7 @@ def test_a_budget_that_works_is_within_what_a_device_has_free():
                 raise BudgetError("device_memory_bytes", "it is small", missing)
 
         with pytest.raises(BudgetError) as found:
-            within(budget, plan, advises=True)
+            with_advice(budget, plan, advises=True)
         return str(found.value)
 
     assert 'device_memory_bytes="992MiB" works' in refused(950 << 20)

@@ -170,7 +170,7 @@ def test_an_interrupt_while_updates_run_gives_the_step_up():
     engine = SimpleNamespace(group=group, opened=SimpleNamespace(finished=finished))
 
     def interrupted():
-        with compiled_step.holding(group, errors):
+        with compiled_step.keeping_errors(group, errors):
             raise KeyboardInterrupt
         return []
 

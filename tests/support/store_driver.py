@@ -87,7 +87,7 @@ class Driver:
                 origin, inputs = (0,) * params.ndim, ScalarInputs()
                 given = FirstParams(number, params, origin, inputs)
                 self.engine.initialise(self.description, [given])
-            self.opened.commit_given(0, self.scalars(0))
+            self.opened.commit_whole(0, self.scalars(0))
         self.at = self.store.step
         if not is_new:
             self.engine.binding.at = None

@@ -21,7 +21,7 @@ from jaxinf.streaming.plan.order import plan_of
 from jaxinf.streaming.plan.reads import Reading
 from jaxinf.streaming.program.cut import cuts_of, segment_limits
 from jaxinf.streaming.program.lifetimes import order_program
-from jaxinf.streaming.program.units import Unit, units_of
+from jaxinf.streaming.program.units import ParamUnit, units_of
 from jaxinf.streaming.run import Runner
 from jaxinf.streaming.update import near_storage
 
@@ -187,7 +187,7 @@ def until_it_waits(thread):
 
 
 def unit(leaf):
-    return Unit(leaf, (), (1024,), np.dtype(np.float32))
+    return ParamUnit(leaf, (), (1024,), np.dtype(np.float32))
 
 
 def moved_as_planned(step, *names):

@@ -27,11 +27,11 @@ from jaxinf.streaming.plan.memory import READER_BYTES
 from jaxinf.streaming.plan.reads import Fetch, Reading
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.meshes import default_device
-from jaxinf.streaming.program.units import Unit, UnitOf, piece_sharding
+from jaxinf.streaming.program.units import ParamUnit, UnitOf, piece_sharding
 from jaxinf.transfer import PAGE_BYTES, Buffer, BufferPool, aligned, span
 from jaxinf.typing import Array
 
-Hold: TypeAlias = Callable[[], AbstractContextManager[None]]
+KeepErrors: TypeAlias = Callable[[], AbstractContextManager[None]]
 """Keeps an error of its context until all processes agree."""
 
 AT_ONCE = frozenset({0})
@@ -40,7 +40,7 @@ AT_ONCE = frozenset({0})
 _TO_HOST, _TO_DEVICE = Queue("to the host"), Queue("to the device")
 
 
-ReadUnit: TypeAlias = Callable[[Unit, Sequence[Array]], None]
+ReadUnit: TypeAlias = Callable[[ParamUnit, Sequence[Array]], None]
 """Fills arrays with a unit's shards; blocks."""
 
 
@@ -62,7 +62,7 @@ def read_units(
     opened.mover.write_at_once(AT_ONCE)
     opened.mover.hold_prefetches(num_first > 0)
 
-    def read(unit: Unit, shards: Sequence[Array]) -> None:
+    def read(unit: ParamUnit, shards: Sequence[Array]) -> None:
         nonlocal num_left
         states = average_states(opened, unit.leaf) if average else (0,)
         with span("fetch"):
@@ -123,7 +123,7 @@ class StoreParams:
       reads: Begins to read for a step, with room for so many units at first.
       reading: The reads of each run. Of a device with memory of its own, `host_bytes`
         are for buffers; what is pinned is taken beside it.
-      hold: Keeps an error of its context, until the processes of the run agree.
+      keep_errors: Keeps an error of its context, until the processes of the run agree.
       version: Says of which contents of the store units are that stay.
 
     Attributes:
@@ -138,13 +138,13 @@ class StoreParams:
         unit_of: UnitOf,
         reads: Callable[[int], AbstractContextManager[ReadUnit]],
         reading: Reading,
-        hold: Hold = nullcontext,
+        keep_errors: KeepErrors = nullcontext,
         version: Callable[[], Any] = lambda: 0,
     ) -> None:
         self.num_read_bytes = self.num_got = self.num_ready = 0
-        self.waited_s, self.used = 0.0, set[tuple[int, Unit]]()
+        self.waited_s, self.used = 0.0, set[tuple[int, ParamUnit]]()
         self._unit_of, self._begin_reads = unit_of, reads
-        self._reading, self._hold = reading, hold
+        self._reading, self._keep_errors = reading, keep_errors
         self._version, self._staying = version, None  # the version of what stays
         self._step = ExitStack()
         self._device = default_device()
@@ -157,9 +157,9 @@ class StoreParams:
         self._changed = self._jobs.changed
         self._pinned_bytes = reading.largest_bytes if registry is None else None
         self._reads: dict[Fetch, _Read] = {}  # which calls use
-        self._held: dict[Unit, _Read] = {}  # whose memory updates will take
+        self._held: dict[ParamUnit, _Read] = {}  # whose memory updates will take
         # The reads of a unit, in order; and those that end with a call.
-        self._of_unit: defaultdict[Unit, list[Fetch]] = defaultdict(list)
+        self._of_unit: defaultdict[ParamUnit, list[Fetch]] = defaultdict(list)
         self._ends: defaultdict[int, list[Fetch]] = defaultdict(list)
         for fetch in reading.fetches:
             self._of_unit[fetch.unit].append(fetch)
@@ -216,7 +216,7 @@ class StoreParams:
         self.used.add((number, unit))
         fetch = next(one for one in self._of_unit[unit] if one.last >= number)
         read = self._reads[fetch]
-        with self._hold():
+        with self._keep_errors():
             self._await(read)
         # Others wait for the programs, and put a unit together once.
         if not read.is_complete:
@@ -243,7 +243,7 @@ class StoreParams:
             read.value = put_together(read.value, donates=True)
         read.is_complete = True
 
-    def _part(self, unit: Unit, piece: Piece, array: jax.Array) -> jax.Array:
+    def _part(self, unit: ParamUnit, piece: Piece, array: jax.Array) -> jax.Array:
         part = unit.part(piece)
         if not part.index and not part.rows:
             return array
@@ -282,7 +282,7 @@ class StoreParams:
                 if staying and read.fetch.stays:
                     self._release(read)
 
-    def take(self, unit: Unit) -> Sequence[Array] | None:
+    def take(self, unit: ParamUnit) -> Sequence[Array] | None:
         """Returns a unit's shards for its update; None if it has to read them.
 
         They stay until `free`. Those of a unit that the store does not move by shards
@@ -292,7 +292,7 @@ class StoreParams:
             read = self._held.get(unit)
             return read.shards if read and read.is_there else None
 
-    def free(self, unit: Unit) -> None:
+    def free(self, unit: ParamUnit) -> None:
         """Notes that a unit is updated."""
         with self._changed:
             if (read := self._held.pop(unit, None)) is not None:

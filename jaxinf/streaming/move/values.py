@@ -21,7 +21,7 @@ import jax
 from jaxinf import compat
 from jaxinf.streaming.move.scratch import Scratch, ScratchRun, array_in, place_bytes
 from jaxinf.streaming.move.work_queues import Queue, start_upload
-from jaxinf.streaming.plan.calls import Plan, Slot
+from jaxinf.streaming.plan.calls import Plan, ValueSlot
 from jaxinf.streaming.plan.leaving import NUM_COPIES
 from jaxinf.streaming.program.lifetimes import Stay, occupancy
 from jaxinf.streaming.program.meshes import default_device
@@ -102,14 +102,14 @@ class Values:
         self._gone = _by_call((slot, one.gone) for slot, one in in_order)
         self._back = _by_call((slot, one.back) for slot, one in in_order)
         self._ends = _by_call((s, lives[s].takers[-1]) for s in evictions)
-        self._held: dict[Slot, jax.Array] = {}
-        self._away: dict[Slot, _Away] = {}
+        self._held: dict[ValueSlot, jax.Array] = {}
+        self._away: dict[ValueSlot, _Away] = {}
         self.moved, self.waited_s = ByteMeters(), 0.0
         self.reset()
 
     # --- a step, call by call ------------------------------------------------------
 
-    def __getitem__(self, slot: Slot) -> jax.Array:
+    def __getitem__(self, slot: ValueSlot) -> jax.Array:
         """Returns a value; blocks until it is back.
 
         Raises:
@@ -146,13 +146,15 @@ class Values:
             else:
                 self._jobs.submit(partial(self._read, slot), _IN)
 
-    def put(self, slots: Sequence[Slot | None], outputs: Sequence[jax.Array]) -> None:
+    def put(
+        self, slots: Sequence[ValueSlot | None], outputs: Sequence[jax.Array]
+    ) -> None:
         """Takes a call's outputs, those that have a slot."""
         for slot, output in zip(slots, outputs, strict=True):
             if slot is not None:
                 self._held[slot] = output
 
-    def after(self, number: int, drops: Sequence[Slot]) -> None:
+    def after(self, number: int, drops: Sequence[ValueSlot]) -> None:
         """Drops what no call after that of this number reads; lets others leave."""
         for slot in drops:
             del self._held[slot]
@@ -189,7 +191,7 @@ class Values:
 
     # --- out -----------------------------------------------------------------------
 
-    def _leave(self, slot: Slot, value: jax.Array) -> None:
+    def _leave(self, slot: ValueSlot, value: jax.Array) -> None:
         form = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding)
         away = _Away(form, self._places.get(slot, ()), value)
         with self._changed:
@@ -245,7 +247,7 @@ class Values:
 
     # --- back ----------------------------------------------------------------------
 
-    def _read(self, slot: Slot) -> None:
+    def _read(self, slot: ValueSlot) -> None:
         """Starts to read a value, once drives have it and there is room; on a thread.
 
         One that comes back from `host` is not read.
@@ -310,14 +312,14 @@ class Values:
             self.waited_s += self._jobs.wait_for(is_done)
 
 
-def _by_call(pairs: Iterable[tuple[Slot, int]]) -> Mapping[int, list[Slot]]:
-    found: defaultdict[int, list[Slot]] = defaultdict(list)
+def _by_call(pairs: Iterable[tuple[ValueSlot, int]]) -> Mapping[int, list[ValueSlot]]:
+    found: defaultdict[int, list[ValueSlot]] = defaultdict(list)
     for slot, number in pairs:
         found[number].append(slot)
     return found
 
 
-def _most_back(plan: Plan, places: Mapping[Slot, Sequence[ScratchRun]]) -> int:
+def _most_back(plan: Plan, places: Mapping[ValueSlot, Sequence[ScratchRun]]) -> int:
     """The most memory, in whole pages, of values that have come back."""
     lives, evictions = plan.lives, plan.evictions
     stays = (

@@ -28,7 +28,7 @@ NUM_WRITING = 2
 the value is computed, then written beside another call."""
 
 
-class Slot(NamedTuple):
+class ValueSlot(NamedTuple):
     """A place for a value, from the call that makes it to the last that takes it."""
 
     number: int
@@ -74,9 +74,9 @@ class Call:
     """
 
     program: Program
-    takes: tuple[Origin | Slot, ...]
-    makes: tuple[Slot | None, ...]
-    frees: tuple[Slot, ...] = ()
+    takes: tuple[Origin | ValueSlot, ...]
+    makes: tuple[ValueSlot | None, ...]
+    frees: tuple[ValueSlot, ...] = ()
     pieces: tuple[tuple[Piece, int], ...]
     gradients: tuple[tuple[Piece, int], ...]
     is_repeat: bool
@@ -93,7 +93,7 @@ class Tiers:
       room: Before each call, bytes for values that are read ahead; empty if none are.
     """
 
-    on_drive: tuple[Slot, ...]
+    on_drive: tuple[ValueSlot, ...]
     host_bytes: int
     leaving_bytes: int = 0
     room: Sequence[int] = ()
@@ -129,13 +129,13 @@ class Plan:
     policy: Policy
     num_parts: int
     calls: tuple[Call, ...]
-    results: tuple[Slot, ...]
+    results: tuple[ValueSlot, ...]
     uses: tuple[Stay, ...]
     is_offloaded: bool
     peak_bytes: int = 0
     temp_bytes: Mapping[str, int] = field(default_factory=dict)
     output_bytes: Sequence[Sequence[int]] | None = None
-    evictions: Mapping[Slot, Eviction] = field(default_factory=dict)
+    evictions: Mapping[ValueSlot, Eviction] = field(default_factory=dict)
     resident_bytes: int = 0
     memory: Memory = field(default_factory=Memory)
     tiers: Tiers | None = None
@@ -168,7 +168,7 @@ class Plan:
             found[call.program.key] = found.get(call.program.key, own) & own
         return {key: _paired(self.programs[key], own) for key, own in found.items()}
 
-    def _can_lend(self, slot: Slot) -> bool:
+    def _can_lend(self, slot: ValueSlot) -> bool:
         """Whether it never leaves; of several devices, no sharding is known yet."""
         if self.traced.mesh is not None:
             return False
@@ -196,10 +196,10 @@ class Plan:
         return tuple(found)
 
     @cached_property
-    def lives(self) -> Mapping[Slot, Life]:
-        lives: dict[Slot, Life] = {}
+    def lives(self) -> Mapping[ValueSlot, Life]:
+        lives: dict[ValueSlot, Life] = {}
         for number, call in enumerate(self.calls):
-            for slot in {ref for ref in call.takes if type(ref) is Slot}:
+            for slot in {ref for ref in call.takes if type(ref) is ValueSlot}:
                 lives[slot].takers.append(number)
             sizes = self._made_bytes(number)
             made = zip(call.makes, call.program.outputs, sizes, strict=True)

@@ -13,7 +13,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinf.streaming.plan import memory
-from jaxinf.streaming.plan.calls import Call, Plan, Slot
+from jaxinf.streaming.plan.calls import Call, Plan, ValueSlot
 from jaxinf.streaming.program.graph import Batch, Const, Origin, Piece, aval_bytes
 from jaxinf.streaming.program.meshes import typed_sharding
 from jaxinf.streaming.program.programs import bytes_beside, compile_program
@@ -42,7 +42,7 @@ def compile_plan(plan: Plan, executables: Executables) -> Sequence[Any]:
     those of its inputs, so that equal blocks share one as soon as their inputs' agree.
     """
     mesh, known, found = plan.traced.mesh, executables.known, list[Any]()
-    held: dict[Slot, Any] = {}  # shardings of values
+    held: dict[ValueSlot, Any] = {}  # shardings of values
     for call in plan.calls:
         program, donated = call.program, plan.donated[call.program.key]
         inputs: tuple[Any, ...] = ()
@@ -129,13 +129,17 @@ def _outputs(plan: Plan, mesh: Mesh, call: Call) -> tuple[Any, ...]:
 
 
 def _input(
-    plan: Plan, mesh: Mesh, held: Mapping[Slot, Any], ref: Origin | Slot, value: Any
+    plan: Plan,
+    mesh: Mesh,
+    held: Mapping[ValueSlot, Any],
+    ref: Origin | ValueSlot,
+    value: Any,
 ) -> Any:
     typed, traced = typed_sharding(value.aval), plan.traced
     if typed is not None and mesh.are_all_axes_explicit:
         return NamedSharding(mesh, typed.spec)
     match ref:
-        case Slot():
+        case ValueSlot():
             return held[ref]
         case Piece():
             return _of_piece(plan, ref)

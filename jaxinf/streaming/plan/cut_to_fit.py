@@ -232,7 +232,9 @@ def _placed(plan: Plan, needs: StepNeeds, memory: Memory) -> Plan:
 # --- a budget that works -------------------------------------------------------------
 
 
-def within(budget: Budget, plan: Callable[[Budget], _Plan], *, advises: bool) -> _Plan:
+def with_advice(
+    budget: Budget, plan: Callable[[Budget], _Plan], *, advises: bool
+) -> _Plan:
     """Returns what `plan` makes of a budget.
 
     Args:

@@ -25,8 +25,8 @@ from jaxinf.streaming.plan.calls import (
     Eviction,
     Plan,
     Policy,
-    Slot,
     Tiers,
+    ValueSlot,
 )
 from jaxinf.streaming.program.lifetimes import Stay, occupancy
 from jaxinf.streaming.program.trace import Traced
@@ -83,7 +83,7 @@ def evicted(
     plan = replace(plan, evictions={})
     used = np.array(memory(plan), np.int64)
     left = evict(used, candidates(plan), budget_bytes)
-    evictions, back = dict[Slot, Eviction](), 0
+    evictions, back = dict[ValueSlot, Eviction](), 0
     for stay in sorted(left, key=lambda stay: stay.stop):
         # It is away for a call at least; none comes back before one used earlier.
         earliest, back = max(back, left[stay] + 1), stay.stop

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jaxinf.errors import BudgetError, StreamError
 from jaxinf.streaming.program.meshes import default_device
-from jaxinf.streaming.program.units import Unit, UnitOf
+from jaxinf.streaming.program.units import ParamUnit, UnitOf
 from jaxinf.terminal import format_bytes
 
 READER_BYTES = 16 << 20
@@ -97,7 +97,7 @@ class StepNeeds:
 
     unit_of: UnitOf | None = None
     frozen: Set[int] = frozenset()
-    handed: Set[Unit] = frozenset()
+    handed: Set[ParamUnit] = frozenset()
     ring_bytes: int | None = None
     gradient_bytes: int = 0
     export_bytes: int = 0

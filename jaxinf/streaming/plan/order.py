@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from jaxinf.program import Value
-from jaxinf.streaming.plan.calls import Call, Plan, Policy, Slot
+from jaxinf.streaming.plan.calls import Call, Plan, Policy, ValueSlot
 from jaxinf.streaming.plan.leaving import least_bytes, may_leave
 from jaxinf.streaming.program.graph import Origin, Piece
 from jaxinf.streaming.program.lifetimes import OrderedProgram, Stay, last_uses
@@ -62,19 +62,19 @@ def plan_of(
     targets = defaultdict[Value, list[Piece]](list)
     for piece, value in graph.gradients.items():
         targets[value].append(piece)
-    slots: dict[tuple[int, Value], Slot] = {}
-    totals: dict[Program, Sequence[Slot]] = {}
+    slots: dict[tuple[int, Value], ValueSlot] = {}
+    totals: dict[Program, Sequence[ValueSlot]] = {}
     calls, starts, numbers = list[Call](), list[int](), itertools.count()
     last = num_parts - 1
 
     def add(
         turn: _Turn,
-        takes: Iterable[Origin | Slot],
+        takes: Iterable[Origin | ValueSlot],
         gradients: Mapping[int, Sequence[Piece]],
         is_complete: bool,
-    ) -> tuple[Slot, ...]:
+    ) -> tuple[ValueSlot, ...]:
         """Appends a call; returns what it makes."""
-        makes = tuple(Slot(next(numbers)) for _ in turn.program.outputs)
+        makes = tuple(ValueSlot(next(numbers)) for _ in turn.program.outputs)
         pieces = tuple((piece, i) for i, own in gradients.items() for piece in own)
         calls.append(
             Call(
@@ -91,7 +91,7 @@ def plan_of(
 
     for block in _blocks(programs, again, num_parts):
         starts.append(len(calls))
-        recomputed: dict[Value, Slot] = {}  # for the next call
+        recomputed: dict[Value, ValueSlot] = {}  # for the next call
         for turn in block:
             program, part, is_repeat = turn
             takes = [
@@ -204,7 +204,9 @@ def _uses(calls: Sequence[Call], starts: Sequence[int]) -> tuple[Stay, ...]:
     return tuple(found)
 
 
-def _with_lives(calls: Sequence[Call], results: Sequence[Slot]) -> tuple[Call, ...]:
+def _with_lives(
+    calls: Sequence[Call], results: Sequence[ValueSlot]
+) -> tuple[Call, ...]:
     """Returns the calls with what they free, and no slots for what none takes."""
     last = last_uses(call.takes for call in calls)
     last.update(dict.fromkeys(results, len(calls)))
@@ -215,7 +217,7 @@ def _with_lives(calls: Sequence[Call], results: Sequence[Slot]) -> tuple[Call, .
             frees=tuple(
                 ref
                 for ref in dict.fromkeys(call.takes)
-                if type(ref) is Slot and last[ref] == number
+                if type(ref) is ValueSlot and last[ref] == number
             ),
         )
         for number, call in enumerate(calls)

@@ -18,7 +18,7 @@ import numpy as np
 from jaxinf.errors import BudgetError
 from jaxinf.streaming.plan.memory import NUM_STAGED, Memory, StepNeeds
 from jaxinf.streaming.program.lifetimes import Stay, fill, occupancy
-from jaxinf.streaming.program.units import Unit, UnitOf
+from jaxinf.streaming.program.units import ParamUnit, UnitOf
 from jaxinf.terminal import format_bytes
 from jaxinf.transfer import PAGE_BYTES
 
@@ -36,7 +36,7 @@ class Fetch(NamedTuple):
       stays: Whether the unit's first call of the next step finds it in memory.
     """
 
-    unit: Unit
+    unit: ParamUnit
     first: int
     last: int
     gradient: int | None = None
@@ -133,7 +133,7 @@ def fetches_of(uses: Iterable[Stay]) -> tuple[Fetch, ...]:
       uses: When units are needed, in order.
     """
     found = list[Fetch]()
-    latest = dict[Unit, int]()
+    latest = dict[ParamUnit, int]()
     for first, stop, _, unit in uses:
         own = latest.get(unit)
         if own is None or found[own].last < first - 1:
@@ -180,9 +180,9 @@ def keep_between(
 
 
 def _joined(
-    fetches: Sequence[Fetch], kept: Set[Unit], held: np.ndarray, limit_bytes: int
+    fetches: Sequence[Fetch], kept: Set[ParamUnit], held: np.ndarray, limit_bytes: int
 ) -> tuple[Fetch, ...]:
-    reads: dict[Unit, list[int]] = {}
+    reads: dict[ParamUnit, list[int]] = {}
     for number, fetch in enumerate(fetches):
         reads.setdefault(fetch.unit, []).append(number)
     # From a read's end to the next one's begin, perhaps in the next step.
@@ -209,7 +209,7 @@ def _joined(
 
 def hand_over(
     fetches: Sequence[Fetch],
-    gradients: Mapping[Unit, int],
+    gradients: Mapping[ParamUnit, int],
     held: np.ndarray,
     limit_bytes: int,
     *,

@@ -55,7 +55,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Unit:
+class ParamUnit:
     """A part of a leaf that moves alone.
 
     Attributes:
@@ -189,7 +189,7 @@ class Unit:
         return self.of_parts([jax.device_put(x, to) for x, to in self.places(shards)])
 
 
-UnitOf: TypeAlias = Callable[[Piece], Unit]
+UnitOf: TypeAlias = Callable[[Piece], ParamUnit]
 """Returns the unit of a store that has a part of the params."""
 
 
@@ -212,7 +212,7 @@ def units_of(
     can_move = cache(can_move)
 
     @cache
-    def found(leaf: int, index: tuple[int, ...]) -> Unit:
+    def found(leaf: int, index: tuple[int, ...]) -> ParamUnit:
         aval, depth = leaves[leaf], len(index)
         # On its leading axes chunks have the length 1. The first box decides for all,
         # since the last one may be a partial chunk.
@@ -223,7 +223,7 @@ def units_of(
             depth -= 1
         own = index[:depth]
         sharding = piece_sharding(aval.sharding, Piece(leaf, own))
-        unit = Unit(leaf, own, aval.shape[depth:], np.dtype(aval.dtype), sharding)
+        unit = ParamUnit(leaf, own, aval.shape[depth:], np.dtype(aval.dtype), sharding)
         boxes = map(unit.in_leaf, unit.shards)
         is_divided = not unit.is_apart or (
             leaf not in undivided
@@ -234,7 +234,7 @@ def units_of(
     return lambda piece: found(piece.leaf, piece.index)
 
 
-def shared_bytes(units: Iterable[Unit]) -> int:
+def shared_bytes(units: Iterable[ParamUnit]) -> int:
     """Memory to put a unit together of which several processes have parts.
 
     Each device of this process has the result, once.

@@ -34,7 +34,7 @@ from jaxinf.streaming.program.lifetimes import OrderedProgram
 from jaxinf.streaming.program.meshes import on_this_process
 from jaxinf.streaming.program.units import (
     Gradient,
-    Unit,
+    ParamUnit,
     gathered,
     handed_out,
     shards_of,
@@ -111,7 +111,7 @@ class StoreSink:
         self._first_s = self.waited_s = 0.0  # when the first gradient came
         updates.inputs.begin(extra_args)
         # Units of which parts are missing, and the parts that are there.
-        self._parts: dict[Unit, tuple[Array, set[Piece]]] = {}
+        self._parts: dict[ParamUnit, tuple[Array, set[Piece]]] = {}
         self._bad: list[str] = []  # leaves that refuse the step
         self.spilled_bytes = 0, 0
         self._kept = set[int]()  # leaves that stay as they are
@@ -278,7 +278,7 @@ class StoreSink:
         self, taken: Sequence[tuple[Piece, Gradient]]
     ) -> Callable[[], None] | None:
         """Computes the inputs of units that are complete; returns their updates."""
-        updates, asked = self.updates, dict[Unit, list[UpdateRequest]]()
+        updates, asked = self.updates, dict[ParamUnit, list[UpdateRequest]]()
         # The CSDs cannot tell whether a compressed gradient was finite.
         is_checked = updates.compress is not None
         is_checked &= updates.options.nonfinite != "allow"
@@ -295,7 +295,7 @@ class StoreSink:
                 asked[unit] = _requests(updates, unit, complete, params, self._step)
         return partial(self._run, asked) if asked else None
 
-    def _run(self, asked: Mapping[Unit, Sequence[UpdateRequest]]) -> None:
+    def _run(self, asked: Mapping[ParamUnit, Sequence[UpdateRequest]]) -> None:
         """Updates units, which may run beside other updates; blocks."""
         requests = [request for own in asked.values() for request in own]
         finite = self.updates.engine.opened.update(self._step, *requests)
@@ -308,7 +308,7 @@ class StoreSink:
         self._bad += names
 
     def _complete(
-        self, unit: Unit, piece: Piece, gradient: Gradient
+        self, unit: ParamUnit, piece: Piece, gradient: Gradient
     ) -> Gradient | None:
         """Returns the gradient of a unit; None while some of its parts are missing."""
         part = unit.part(piece)
@@ -325,7 +325,7 @@ class StoreSink:
 
 def _requests(
     updates: UpdatePlan,
-    unit: Unit,
+    unit: ParamUnit,
     gradient: Gradient,
     params: Sequence[Array] | None,
     step: int,

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinf.csd import ScalarInputs
-from jaxinf.engine import Engine, SlotRequest, StateReader
+from jaxinf.engine import Engine, StateReader, StateRequest
 from jaxinf.program import PassComputation, Passes, UpdateProgram, Value, key_data
 from jaxinf.streaming.plan.memory import READER_BYTES
 from jaxinf.streaming.program.graph import Piece
@@ -191,7 +191,7 @@ class KernelInputs:
         dtype = info.dtype if recalled is None else recalled[1].dtype
         array = aligned_array(info.shape, dtype)
         if recalled is not None:
-            request = SlotRequest(leaf, recalled[1].name, origin, array)
+            request = StateRequest(leaf, recalled[1].name, origin, array)
             opened.recall(opened.finished.step, request)
             return array
         if self._reader is None:

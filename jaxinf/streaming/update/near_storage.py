@@ -41,7 +41,7 @@ from jaxinf.streaming.program.graph import Piece, aval_bytes
 from jaxinf.streaming.program.lifetimes import OrderedProgram
 from jaxinf.streaming.program.units import (
     SHARED,
-    Unit,
+    ParamUnit,
     UnitOf,
     shared_bytes,
     units_of,
@@ -52,7 +52,7 @@ from jaxinf.transfer import ByteCounts
 from jaxinf.typing import Array, PyTree
 
 Compress: TypeAlias = Callable[
-    [Unit, Array, int], tuple[Array | SparseLeaf, Array | None]
+    [ParamUnit, Array, int], tuple[Array | SparseLeaf, Array | None]
 ]
 """Returns a unit's gradient as a step of that number sends it, and the new error
 feedback; blocks."""
@@ -130,8 +130,8 @@ class UpdatePlan:
     compress: Compress | None
     share: Assignment
     unit_of: UnitOf
-    read: Set[Unit]
-    trained: Set[Unit]
+    read: Set[ParamUnit]
+    trained: Set[ParamUnit]
     idle: Set[int]
     gradient_bytes: Mapping[Piece, int]
 
@@ -186,7 +186,7 @@ class UpdatePlan:
             writing_bytes=writing_bytes(num_drives),
         )
 
-    def _takes_read(self, unit: Unit) -> bool:
+    def _takes_read(self, unit: ParamUnit) -> bool:
         """Whether a unit's update can take what was read for a program."""
         if not unit.is_divided or self.are_deferred:
             return False
@@ -252,7 +252,7 @@ class UpdatePlan:
         )
 
     def _moved(
-        self, unit: Unit
+        self, unit: ParamUnit
     ) -> list[tuple[SubgroupLayout, frozenset[int], tuple[int, ...]]]:
         """Returns the subgroups of a unit, and the states that an update moves."""
         kernel = self.program.leaves[unit.leaf].kernel
@@ -319,7 +319,11 @@ def plan_updates(
 
 
 def compressor(
-    engine: Engine, compression: TopK, shape: StoreShape, jit: Any, units: Set[Unit]
+    engine: Engine,
+    compression: TopK,
+    shape: StoreShape,
+    jit: Any,
+    units: Set[ParamUnit],
 ) -> tuple[Compress, int]:
     """Returns what compresses gradients, and the memory of its largest program.
 
@@ -338,12 +342,12 @@ def compressor(
         avals = [jax.ShapeDtypeStruct(grid.shape, own) for own in dtypes]
         return jit(select).lower(*avals).compile()
 
-    def of_unit(unit: Unit) -> Any:
+    def of_unit(unit: ParamUnit) -> Any:
         grid = LeafGrid(unit.place.shape, leaves[unit.leaf].grid.chunk_shape)
         return compiled(grid, unit.dtype)
 
     def compress(
-        unit: Unit, gradient: Array, step: int
+        unit: ParamUnit, gradient: Array, step: int
     ) -> tuple[Array | SparseLeaf, Array | None]:
         if step < compression.warmup_steps:
             return gradient, None
