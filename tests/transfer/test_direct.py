@@ -82,6 +82,18 @@ def test_a_file_that_ends_within_a_page_keeps_its_length(any_dir, aligned, num_b
     assert counts.drive_write_bytes == counts.drive_read_bytes == num_bytes
 
 
+def test_an_odd_end_is_durable_at_once(any_dir, aligned, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(
+        os, "fdatasync", lambda fd: flushed.append(os.readlink(f"/proc/self/fd/{fd}"))
+    )
+    write_from(new(any_dir / "f", 2 * PAGE), aligned(2 * PAGE), 0, PAGE + 1)
+    assert flushed == []
+    path = new(any_dir / "g", PAGE + 1)
+    write_from(path, aligned(2 * PAGE), 0, PAGE + 1)
+    assert flushed == [str(path)]
+
+
 @pytest.mark.parametrize("missing", [0, 3])
 def test_direct_io_leaves_nothing_in_the_page_cache(tmp_path, aligned, missing):
     """But for the end of a file that ends within a page, as a shard's may."""
