@@ -100,14 +100,14 @@ test-hls: $(VENV)/installed  ## card kernels: testbenches, and every variant aga
 test-cards: $(VENV)/installed  ## emulated cards: every kind of update, crashes, damage
 	$(BIN)/pytest -n auto -m cards tests/csd $(call files-with,mark.cards)
 	JAXINF_TEST_CSD=emulated $(BIN)/pytest -n auto -m 'not cards' $(addprefix \
-	  tests/engine/test_,$(addsuffix .py,durability failures integrity order steps))
+	  tests/engine/test_,$(addsuffix .py,durability failures integrity steps))
 
 test-xrt: $(VENV)/installed  ## cards' code on the real XRT runtime (installs it; Debian 12)
 	dpkg-query --show $(XRT_PACKAGES) >/dev/null 2>&1 || ! command -v apt-get >/dev/null || { \
 	  $(SUDO) apt-get update -qq && $(SUDO) apt-get install -qq -y --no-install-recommends $(XRT_PACKAGES); }
 	$(BIN)/python -m pip install --quiet '.[test-xrt]'
 	JAXINF_TEST_XRT=$(VENV)/xrt $(BIN)/python tests/xrt/run.py $(wildcard tests/xrt/test_*.py) \
-	  $(addprefix tests/engine/test_,$(addsuffix .py,failures integrity order steps)) -- --timeout 900 -m 'not cards'
+	  $(addprefix tests/engine/test_,$(addsuffix .py,durability failures integrity steps)) -- --timeout 900 -m 'not cards'
 
 test-distributed: $(VENV)/installed  ## runs in several processes (JAXINF_FAULTS=long: more, and kills)
 	$(BIN)/pytest -n 2 --dist worksteal -rP tests/distributed
