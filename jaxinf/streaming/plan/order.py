@@ -67,28 +67,6 @@ def plan_of(
     calls, starts, numbers = list[Call](), list[int](), itertools.count()
     last = num_parts - 1
 
-    def add(
-        turn: _Turn,
-        takes: Iterable[Origin | ValueSlot],
-        gradients: Mapping[int, Sequence[Piece]],
-        is_complete: bool,
-    ) -> tuple[ValueSlot, ...]:
-        """Appends a call; returns what it makes."""
-        makes = tuple(ValueSlot(next(numbers)) for _ in turn.program.outputs)
-        pieces = tuple((piece, i) for i, own in gradients.items() for piece in own)
-        calls.append(
-            Call(
-                program=turn.program,
-                takes=tuple(takes),
-                makes=makes,
-                pieces=pieces,
-                gradients=pieces if is_complete else (),
-                is_repeat=turn.is_repeat,
-                part=turn.part,
-            )
-        )
-        return makes
-
     for block in _blocks(programs, again, num_parts):
         starts.append(len(calls))
         recomputed: dict[Value, ValueSlot] = {}  # for the next call
@@ -100,21 +78,24 @@ def plan_of(
             outputs = enumerate(program.outputs)
             own = {i: targets[v] for i, v in outputs if v in targets}
             is_summed = num_parts > 1 and bool(own)
-            made = add(turn, takes, own, not (is_summed or is_repeat))
+            made = tuple(ValueSlot(next(numbers)) for _ in program.outputs)
+            is_complete = not (is_summed or is_repeat)
+            calls.append(_call(turn, takes, made, own, is_complete=is_complete))
             values = dict(zip(program.outputs, made, strict=True))
             recomputed = values if is_repeat else {}
             if is_repeat:
                 continue
             slots |= {(part, value): slot for value, slot in values.items()}
-            sums = [made[i] for i in own]
+            sums = tuple([made[i] for i in own])
             if is_summed and part:
                 avals, is_last = [program.outputs[i].aval for i in own], part == last
                 count = num_parts if is_last else None
                 total = sum_program(ready, tuple(avals), part == 1, count)
                 given = [v.origin for v in total.inputs if v.origin is not None]
                 takes = [*totals[program], *sums, *given]
-                handed = dict(enumerate(own.values()))
-                sums = add(_Turn(total, part), takes, handed, is_last)
+                sums = tuple(ValueSlot(next(numbers)) for _ in total.outputs)
+                handed, end = dict(enumerate(own.values())), _Turn(total, part)
+                calls.append(_call(end, takes, sums, handed, is_complete=is_last))
             totals[program] = sums
     results = tuple(
         slots[n, value] for n in range(num_parts) for value in graph.results
@@ -130,6 +111,26 @@ def plan_of(
         is_offloaded=may_leave(ready.traced, policy, num_parts),
     )
     return replace(plan, peak_bytes=least_bytes(plan))
+
+
+def _call(
+    turn: _Turn,
+    takes: Iterable[Origin | ValueSlot],
+    makes: tuple[ValueSlot, ...],
+    gradients: Mapping[int, Sequence[Piece]],
+    *,
+    is_complete: bool,
+) -> Call:
+    pieces = tuple((piece, i) for i, own in gradients.items() for piece in own)
+    return Call(
+        program=turn.program,
+        takes=tuple(takes),
+        makes=makes,
+        pieces=pieces,
+        gradients=pieces if is_complete else (),
+        is_repeat=turn.is_repeat,
+        part=turn.part,
+    )
 
 
 def _blocks(
