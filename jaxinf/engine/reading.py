@@ -65,7 +65,7 @@ class StateReader(StepReader):
         )
 
     def place_of(self, one: ChunkFile) -> Path:
-        """As of `StepReader`, in the slot with the chunk's newest version."""
+        """Returns the directory of the slot that has a chunk's newest version."""
         state = one.leaf.states.index(one.state)
         entry = self._opened.entry(one.number, one.chunk, state)
         slot = self._opened.chunks.slot(entry)

@@ -87,7 +87,7 @@ class CompiledStep:
     """The steps of a plan.
 
     Attributes:
-      params: Reads those of a store.
+      params: Reads the params of a store; None in memory.
       times: The steps that ``policy="plan"`` has measured.
       errors: What this process has kept of a step until all agree; none of one alone.
       keep_errors: Keeps the errors of its context, or of what it decorates.

@@ -99,7 +99,7 @@ class InStore:
     def given(
         self, params: PyTree, state: PyTree, shardings: PyTree
     ) -> tuple[PyTree, MakeLeaves]:
-        """As `first`, of params that are there."""
+        """Returns the avals of params that exist, and what gives them: for `start`."""
         if state is not None:
             raise ValueError("state: use store.load(params, state, step=…) instead")
         leaves = jax.tree.leaves(params)
@@ -111,7 +111,7 @@ class InStore:
     # --- a step --------------------------------------------------------------------
 
     def endpoints(self, ready: OrderedProgram, *, is_new: bool = False) -> Endpoints:
-        """Returns those of a traced program.
+        """Returns the endpoints of a traced program.
 
         Args:
           is_new: Whether its params are of a store that is not made yet.
