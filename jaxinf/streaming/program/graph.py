@@ -141,12 +141,12 @@ def _with_turned_products(
     found: dict[Node, None] = {}
     for node in nodes:
         product = node.inputs[0].node if node.name == "transpose" else None
-        turned = None
-        if product is not None and reads[node.inputs[0]] == 1:
+        if product and reads[node.inputs[0]] == 1:
             turned = _turned(product, node)
-        if product is not None and turned is not None:
-            del found[product]
-        found[turned or node] = None
+            if turned is not None:
+                del found[product]
+                node = turned
+        found[node] = None
     return tuple(found)
 
 

@@ -7,7 +7,7 @@ Invariant: two programs have the same key only if they can share an executable. 
 import hashlib
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -41,23 +41,26 @@ def _digest(lines: Iterable[str]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Keys:
-    """Texts of nodes and programs of one graph, and those that are known."""
+    """Texts of nodes and programs of one graph.
+
+    Attributes:
+      known: Texts by the id of an object, which is held, so that its id stays its own.
+      objects: Numbers of objects that are compared, or of their ids.
+    """
 
     known: dict[int, tuple[Any, str]] = field(default_factory=dict)
     objects: dict[Any, int] = field(default_factory=dict)
-    unhashable: list[Any] = field(default_factory=list)  # held, so that ids stay theirs
-    nodes: dict[Node, str] = field(default_factory=dict)
-    values: dict[Value, str] = field(default_factory=dict)
 
     def node(self, node: Node) -> str:
         """Text of a node's computation and the types of its operands."""
-        if node not in self.nodes:
-            inputs = ",".join(map(self._input, node.inputs))
-            outputs = ",".join(_aval(value.aval) for value in node.outputs)
-            static = f"{self._once(node.params)}{self._once(node.context)}"
-            text = f"{node.name}{static}({inputs})->{outputs}"
-            self.nodes[node] = sys.intern(text)  # equal blocks have equal nodes
-        return self.nodes[node]
+        return self._once(node, self._node)
+
+    def _node(self, node: Node) -> str:
+        inputs = ",".join(map(self._input, node.inputs))
+        outputs = ",".join(_aval(value.aval) for value in node.outputs)
+        static = f"{self._once(node.params)}{self._once(node.context)}"
+        text = f"{node.name}{static}({inputs})->{outputs}"
+        return sys.intern(text)  # equal blocks have equal nodes
 
     def program(
         self, inputs: Sequence[Value], nodes: Sequence[Node], outputs: Sequence[Value]
@@ -82,17 +85,15 @@ class Keys:
         yield ",".join(map(read, outputs))
 
     def _input(self, value: Value) -> str:
-        if value not in self.values:
-            text = _aval(value.aval)
-            if value.constant is not None:
-                text += f"={self._text(value.constant)}"
-            self.values[value] = text
-        return self.values[value]
+        text = _aval(value.aval)
+        if value.constant is None:
+            return text
+        return f"{text}={self._text(value.constant)}"
 
-    def _once(self, item: Any) -> str:
-        """Text of an object that nodes of unrolled iterations share."""
+    def _once(self, item: Any, write: Callable[[Any], str] | None = None) -> str:
+        """Text of an object that several texts have, as of unrolled iterations."""
         if id(item) not in self.known:
-            self.known[id(item)] = (item, self._text(item))
+            self.known[id(item)] = (item, (write or self._text)(item))
         return self.known[id(item)][1]
 
     def _text(self, item: Any) -> str:
@@ -122,9 +123,9 @@ class Keys:
         try:
             number = self.objects.setdefault(item, len(self.objects))
         except TypeError:  # not hashable: itself only
-            self.unhashable.append(item)
             number = self.objects.setdefault(id(item), len(self.objects))
         name = f"{type(item).__qualname__}:{_ADDRESS.sub('', repr(item))}"
+        self.known[id(item)] = item, f"{name}#{number}"
         return f"{name}#{number}"
 
     def _jaxpr(self, jaxpr: Any) -> str:

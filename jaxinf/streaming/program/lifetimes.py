@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -84,14 +84,9 @@ class OrderedProgram:
       forward, backward: The nodes that are not free, in the order in which they run.
       free: Nodes that no segment has; segments consist of the others.
       light: Nodes cheap enough to be computed again from kept values.
+      needs: Values of ordered nodes that a node reads, through free ones too.
       pieces: Parts of params that a node reads, through free ones too.
       sizes: Bytes of the parts of params that are read, and of complete gradients.
-      backward_cuts: The backward cut that belongs to each forward cut. There, the part
-        after the forward cut has its gradients and no longer needs its params and
-        values.
-      cut_bytes: Bytes of values that cross each forward cut and its backward cut.
-      working_bytes: Bytes of the operands and results of each forward node.
-      kept_bytes: Cumulative bytes, by forward node, of results kept for backward.
       made: What functions that are `once` have made of it.
     """
 
@@ -102,12 +97,9 @@ class OrderedProgram:
     backward: tuple[Node, ...]
     free: Set[Node]
     light: Set[Node]
+    needs: _Needs
     pieces: _Pieces
     sizes: Mapping[Piece, int]
-    backward_cuts: np.ndarray
-    cut_bytes: np.ndarray
-    working_bytes: np.ndarray
-    kept_bytes: np.ndarray
     made: dict[Any, Any] = field(default_factory=dict)
 
     def piece_bytes(self, pieces: Iterable[Piece]) -> int:
@@ -126,6 +118,53 @@ class OrderedProgram:
         if traced.mesh is not None:
             specs = [str(a.sharding.spec) for a in (*traced.params, *traced.batch)]
         return stable_digest(chain(lines, origins, [targets], traced.names, specs))
+
+    # --- the costs of cuts ---------------------------------------------------------
+
+    @cached_property
+    def backward_cuts(self) -> np.ndarray:
+        """The backward cut that belongs to each forward cut.
+
+        There, the part after the forward cut has its gradients and no longer needs its
+        params and values.
+        """
+        needs, pieces, forward = self.needs, self.pieces, self.forward
+        made = last_uses(node.outputs for node in forward)
+        first_use = first_uses([pieces[node] for node in forward])
+        finished = defaultdict[Node | None, list[Piece]](list)
+        for target, value in self.graph.gradients.items():
+            finished[value.node] += [x for x in first_use if _overlaps(x, target)]
+        last = np.zeros(len(forward) + 2, np.int64)
+        for j, node in enumerate(self.backward):
+            used = [first_use.get(x, -1) for x in (*pieces[node], *finished[node])]
+            used += [made[value] for value in needs[node] if value in made]
+            latest = max(used, default=-1)
+            last[latest + 1] = max(last[latest + 1], j + 1)
+        cuts = np.maximum.accumulate(last[::-1])[::-1][1:]
+        cuts[0] = len(self.backward)
+        return cuts
+
+    @cached_property
+    def cut_bytes(self) -> np.ndarray:
+        """Bytes of values that cross each forward cut and its backward cut."""
+        forward = _live_bytes(self.forward, self.needs)
+        return forward + _live_bytes(self.backward, self.needs)[self.backward_cuts]
+
+    @cached_property
+    def working_bytes(self) -> np.ndarray:
+        """Bytes of the operands and results of each forward node."""
+        used = ((*self.needs[node], *node.outputs) for node in self.forward)
+        return np.array([*map(num_bytes, used)])
+
+    @cached_property
+    def kept_bytes(self) -> np.ndarray:
+        """Cumulative bytes, by forward node, of results kept for backward."""
+        kept = {value for node in self.backward for value in self.needs[node]}
+        own = (
+            0 if node in self.light else num_bytes(kept.intersection(node.outputs))
+            for node in self.forward
+        )
+        return np.array([0, *accumulate(own)], np.int64)
 
 
 def once(make: Callable[..., _Made]) -> Callable[..., _Made]:
@@ -150,63 +189,49 @@ def order_program(
 ) -> OrderedProgram:
     """Traces a function, orders its nodes, and says what each cut would cost.
 
-    Arguments and errors are those of `trace`; `batch` is a part of one, if there are
-    several.
+    Arguments and errors are those of `trace`; of a batch in parts `batch` is one part.
     """
     traced, closed = trace(fn, params, batch, has_loss=has_loss, has_aux=has_aux)
     graph = build_graph(traced, closed)
-    free, light, after_seed = set[Node](), set[Node](), set[Node]()
-    # Values of ordered nodes, and params, that a node needs, through free ones too.
+    sizes = {piece: value.num_bytes for piece, value in graph.gradients.items()}
+    read = (v for node in graph.nodes for v in node.inputs)
+    sizes |= {v.origin: v.num_bytes for v in read if isinstance(v.origin, Piece)}
     needs: dict[Node, frozenset[Value]] = {}
-    read: dict[Node, frozenset[Value]] = {}
+    pieces: dict[Node, frozenset[Piece]] = {}
+    free, light, after_seed = set[Node](), set[Node](), set[Node]()
     for node in graph.nodes:
         values, through = node.inputs, [v.node for v in node.inputs if v.node in free]
         made = (v for v in values if v.node is not None and v.node not in free)
-        own = (v for v in values if isinstance(v.origin, Piece))
+        own = (v.origin for v in values if isinstance(v.origin, Piece))
         needs[node] = frozenset(made).union(*map(needs.__getitem__, through))
-        read[node] = frozenset(own).union(*map(read.__getitem__, through))
+        pieces[node] = frozenset(own).union(*map(pieces.__getitem__, through))
         if any(isinstance(v.origin, Seed) or v.node in after_seed for v in values):
             after_seed.add(node)
-        most = _PARAMS_RATIO * num_bytes(node.outputs)
-        if node.name in LIGHT and num_bytes(read[node]) <= most:
+        params_bytes = sum(sizes[piece] for piece in pieces[node])
+        is_small = params_bytes <= _PARAMS_RATIO * num_bytes(node.outputs)
+        if node.name in LIGHT and is_small:
             light.add(node)
-            if _is_free(node, needs[node], read[node]):
+            if _is_free(node, needs[node], pieces[node]):
                 free.add(node)
-    pieces = {n: frozenset(v.origin for v in own) for n, own in read.items()}
-    nodes = [node for node in graph.nodes if node not in free]
-    forward = [node for node in nodes if node not in after_seed]
-    forward = _penalties_early(forward, needs, pieces)
-    backward = [node for node in nodes if node in after_seed]
-    backward = _gradients_early(backward, graph, needs, light)
-    cuts = _backward_cuts(graph, needs, pieces, forward, backward)
-    kept = {value for node in backward for value in needs[node]}
-    heavy = [
-        0 if node in light else num_bytes(kept.intersection(node.outputs))
-        for node in forward
-    ]
-    sizes = {piece: value.num_bytes for piece, value in graph.gradients.items()}
-    used = (v for node in graph.nodes for v in node.inputs)
-    sizes |= {v.origin: v.num_bytes for v in used if isinstance(v.origin, Piece)}
+    forward, backward = list[Node](), list[Node]()
+    for node in graph.nodes:
+        if node not in free:
+            (backward if node in after_seed else forward).append(node)
     return OrderedProgram(
         traced=traced,
         graph=graph,
         keys=Keys(),
-        forward=tuple(forward),
-        backward=tuple(backward),
+        forward=(*_penalties_early(forward, needs, pieces),),
+        backward=(*_gradients_early(backward, graph, needs, light),),
         free=free,
         light=light,
+        needs=needs,
         pieces=pieces,
         sizes=sizes,
-        backward_cuts=cuts,
-        cut_bytes=_live_bytes(forward, needs) + _live_bytes(backward, needs)[cuts],
-        working_bytes=np.array(
-            [num_bytes(needs[n]) + num_bytes(n.outputs) for n in forward]
-        ),
-        kept_bytes=np.concatenate([[0], np.cumsum(heavy, dtype=np.int64)]),
     )
 
 
-def _is_free(node: Node, needs: Set[Value], params: Set[Value]) -> bool:
+def _is_free(node: Node, needs: Set[Value], params: Set[Piece]) -> bool:
     out_bytes = num_bytes(node.outputs)
     # If a count or a key depends on the previous layer's, computing it again would
     # start at the first layer, in longer and longer programs.
@@ -235,29 +260,6 @@ def _live_bytes(nodes: Sequence[Node], needs: _Needs) -> np.ndarray:
     both = made.keys() & last.keys()
     stays = (Stay(made[v] + 1, last[v] + 1, v.num_bytes) for v in both)
     return occupancy(len(nodes) + 1, stays)
-
-
-def _backward_cuts(
-    graph: Graph,
-    needs: _Needs,
-    pieces: _Pieces,
-    forward: Sequence[Node],
-    backward: Sequence[Node],
-) -> np.ndarray:
-    made = last_uses(node.outputs for node in forward)
-    finished = defaultdict[Node | None, list[Piece]](list)
-    first_use = first_uses([pieces[node] for node in forward])
-    for target, value in graph.gradients.items():
-        finished[value.node] += [one for one in first_use if _overlaps(one, target)]
-    last = np.zeros(len(forward) + 2, np.int64)
-    for j, node in enumerate(backward):
-        used = [first_use.get(piece, -1) for piece in (*pieces[node], *finished[node])]
-        used += [made[value] for value in needs[node] if value in made]
-        latest = max(used, default=-1)
-        last[latest + 1] = max(last[latest + 1], j + 1)
-    cuts = np.maximum.accumulate(last[::-1])[::-1][1:]
-    cuts[0] = len(backward)
-    return cuts
 
 
 def _overlaps(piece: Piece, target: Piece) -> bool:
@@ -312,9 +314,7 @@ def _gradients_early(
             early.add(node)
         else:
             read_by_others.update(value.node for value in needs[node])
-    order = _in_turn(backward, needs, eager=early)
-    assert len(order) == len(backward), "every node runs once"
-    return order
+    return _in_turn(backward, needs, eager=early)
 
 
 def _in_turn(

@@ -4,9 +4,9 @@ Invariant: with a mesh, every input of a program is sharded over it. An input th
 nothing is replicated.
 """
 
-import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -65,14 +65,9 @@ def mesh_of(params: PyTree, batch: PyTree = None) -> Mesh | None:
     return mesh if mesh.size > 1 else None
 
 
-@contextlib.contextmanager
-def outside_mesh() -> Iterator[None]:
+def outside_mesh() -> Any:
     """Leaves ``jax.set_mesh``, in which small arrays would go to all its devices."""
-    if compat.mesh_in_use().empty:
-        yield
-        return
-    with jax.set_mesh(None):
-        yield
+    return nullcontext() if compat.mesh_in_use().empty else jax.set_mesh(None)
 
 
 def default_device() -> Any:

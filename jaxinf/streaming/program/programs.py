@@ -6,7 +6,7 @@ Options of compilation depend on the program and on JAX alone, not on a policy o
 budget, so all plans that run a program run it with the same bits.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -24,10 +24,10 @@ from jaxinf.streaming.program.lifetimes import OrderedProgram, once
 from jaxinf.streaming.program.meshes import struct, typed_sharding
 
 # glibc keeps smaller blocks anyway, so a plan is not exact to within their size.
-LARGE_BYTES = 32 << 20
+_LARGE_BYTES = 32 << 20
 # The product of arrays with fewer axes is summed in tiles, and takes no memory
 # (docs/decisions.md, "Sums of large products").
-NUM_AXES = 4
+_NUM_AXES = 4
 # Machine code in less time, for arrays in the same memory.
 _UNOPTIMIZED = {"xla_backend_optimization_level": 0}
 
@@ -116,14 +116,12 @@ def make_programs(ready: OrderedProgram, cuts: tuple[int, ...]) -> Programs:
         wanted.update(program.inputs)
         return program
 
-    backward, forward = list[Program | None](), list[Program]()
+    backward = list[Program | None]()
     for k, segment in enumerate(segments):
-        nodes = ready.backward[back[k + 1] : back[k]]
-        has_outputs = any(v in wanted for node in nodes for v in node.outputs)
-        light = ready.light & {*segment}
-        backward.append(make("backward", k, nodes, light) if has_outputs else None)
-    for k in reversed(range(len(segments))):
-        forward.append(make("forward", k, segments[k]))
+        nodes, light = ready.backward[back[k + 1] : back[k]], ready.light & {*segment}
+        program = make("backward", k, nodes, light)
+        backward.append(program if program.outputs else None)
+    forward = [make("forward", k, segments[k]) for k in reversed(range(len(segments)))]
     return Programs(tuple(forward[::-1]), tuple(backward), tuple(alone))
 
 
@@ -199,50 +197,32 @@ def compile_program(
         run, donate_argnums=tuple(donated), out_shardings=[*outputs] or None
     )
     pairs = zip(program.inputs, inputs or [None] * len(program.inputs), strict=True)
-    types = (struct(value.aval, own) for value, own in pairs)
-    options = _compiler_options(
-        program.nodes, is_deterministic=is_deterministic, is_run=is_run
-    )
-    return compat.compile_lowered(jitted.lower(*types), options)
-
-
-def _compiler_options(
-    nodes: Sequence[Node], *, is_deterministic: bool, is_run: bool
-) -> dict[str, Any] | None:
-    """Returns XLA's options for a program of these nodes; None for the default ones."""
+    traced = jitted.trace(*(struct(value.aval, own) for value, own in pairs))
     if jax.default_backend() != "cpu":
-        return compat.deterministic_options(is_deterministic)
-    own = compat.without_library_reductions() if sums_large_products(nodes) else None
-    return own if is_run else {**(own or {}), **_UNOPTIMIZED}
+        options = compat.deterministic_options(is_deterministic)
+    else:
+        sums = _sums_large_products(traced.jaxpr)
+        options = compat.without_library_reductions() if sums else None
+        options = options if is_run else {**(options or {}), **_UNOPTIMIZED}
+    return compat.compile_lowered(traced.lower(), options)
 
 
-def sums_large_products(nodes: Iterable[Node]) -> bool:
+def _sums_large_products(closed: Any) -> bool:
     """Whether two large arrays are multiplied and the product summed, as in softmax's
     backward part; XLA's library on a CPU then holds the product in its own memory."""
     products: set[int] = set()
-    for name, inputs, outputs in _equations(nodes):
-        if name == "reduce_sum" and id(inputs[0]) in products:
+    for eqn in compat.all_equations(closed):
+        name, operand = eqn.primitive.name, id(eqn.invars[0]) if eqn.invars else 0
+        if name == "reduce_sum" and operand in products:
             return True
-        is_product = name == "mul" and all(map(_is_large, inputs))
-        is_cast = name == "convert_element_type" and id(inputs[0]) in products
-        if is_product or is_cast:
-            products.add(id(outputs[0]))
+        is_product = name == "mul" and all(_is_large(x.aval) for x in eqn.invars)
+        if is_product or (name == "convert_element_type" and operand in products):
+            products.add(id(eqn.outvars[0]))
     return False
 
 
-def _is_large(value: Any) -> bool:
-    shape = getattr(value.aval, "shape", ())
-    return len(shape) >= NUM_AXES and aval_bytes(value.aval) >= LARGE_BYTES
-
-
-def _equations(
-    nodes: Iterable[Node],
-) -> Iterator[tuple[str, Sequence[Any], Sequence[Any]]]:
-    for node in nodes:
-        yield node.name, node.inputs, node.outputs
-        for inner in compat.inner_jaxprs(node.params):
-            for eqn in compat.all_equations(inner):
-                yield eqn.primitive.name, eqn.invars, eqn.outvars
+def _is_large(aval: Any) -> bool:
+    return len(aval.shape) >= _NUM_AXES and aval_bytes(aval) >= _LARGE_BYTES
 
 
 def bytes_beside(program: Program, executable: Any) -> int:

@@ -319,12 +319,7 @@ def gathered(gradient: jax.Array) -> jax.Array:
     sharding = gradient.sharding
     if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
         return gradient
-    return _gather(NamedSharding(sharding.mesh, PartitionSpec()))(gradient)
-
-
-@cache
-def _gather(sharding: NamedSharding) -> Any:
-    return jax.jit(lambda array: array, out_shardings=sharding)
+    return jax.device_put(gradient, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
 def handed_out(
