@@ -38,6 +38,9 @@ from jaxinf.streaming.api import stream, stream_function, stream_in_memory
 from jaxinf.streaming.count import Count, program_bytes
 from jaxinf.streaming.plan.calls import Plan, Policy
 from jaxinf.streaming.plan.memory import DeviceLimit, gpu_limit, store_memory_bytes
-from jaxinf.streaming.program.initial import check_init
 from jaxinf.streaming.step import StreamedStep
-from jaxinf.streaming.update.near_storage import passes_for, trace_optimizer
+from jaxinf.streaming.update.near_storage import (
+    check_init,
+    passes_for,
+    trace_optimizer,
+)

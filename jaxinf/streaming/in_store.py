@@ -42,12 +42,7 @@ from jaxinf.streaming.plan.cut_to_fit import with_advice
 from jaxinf.streaming.plan.kept import kept_cuts
 from jaxinf.streaming.plan.memory import Budget, return_freed_memory
 from jaxinf.streaming.plan.options import Options
-from jaxinf.streaming.program.initial import (
-    BUFFERS_SHARE,
-    MakeLeaves,
-    initial_inputs,
-    trace_params,
-)
+from jaxinf.streaming.program.initial import BUFFERS_SHARE, MakeLeaves, trace_params
 from jaxinf.streaming.program.lifetimes import OrderedProgram
 from jaxinf.streaming.program.meshes import (
     mesh_of,
@@ -60,8 +55,9 @@ from jaxinf.streaming.program.trace import abstract, check_params
 from jaxinf.streaming.program.units import part_counts
 from jaxinf.streaming.update.apply_gradients import StoreSink
 from jaxinf.streaming.update.near_storage import (
+    UpdatePlan,
+    initial_inputs,
     passes_for,
-    plan_updates,
     trace_optimizer,
 )
 from jaxinf.typing import PyTree
@@ -122,7 +118,8 @@ class InStore:
         described = self._described(avals, ready)[1] if is_new else None
         shape = engine.opened if described is None else engine.shape(described)
         program = self._optimizer(avals)
-        updates = plan_updates(engine, ready, program, shape, self.options)
+        updates = UpdatePlan(engine, ready, program, shape, self.options)
+        cuts = self._kept_cuts(ready)  # now: steps do not hold the graph
 
         def source(plan: Plan, keep_errors: KeepErrors) -> StoreParams:
             reads, replaced = partial(read_units, engine), lambda: engine.num_replaced
@@ -138,7 +135,7 @@ class InStore:
             updates=updates,
             join=engine.join,
             scratch=partial(store_scratch, engine),
-            kept_cuts=partial(self._kept_cuts, ready),
+            kept_cuts=lambda: cuts,
         )
 
     def _kept_cuts(self, ready: OrderedProgram) -> Sequence[int] | None:

@@ -182,16 +182,16 @@ def test_updates_on_the_device(device):
     """State takes the memory of the old one, and params that are not split."""
     target = Target(device)
     jit = Options(1 << 30).jit
-    programs = DeviceUpdater(jax.devices()[0], jit)
+    own = DeviceUpdater(jax.devices()[0], jit)
     kernel = standard_kernels()["adamw"]
     wide = of_shape(1 << 20, dtype=jnp.float32)
     halves = tuple(of_shape(1 << 20, dtype=d) for d in (jnp.bfloat16, jnp.int16))
     scalars = [of_shape(dtype=dtype) for dtype in kernel.scalar_dtypes]
     with compiling_for(target) as built, jax.default_device(target.devices[0]):
-        for params in ((wide,), halves):
-            programs.widen.lower(wide, params).compile()
-            programs.add(is_split=len(params) > 1).lower(wide, wide).compile()
-        programs.program(kernel).lower(wide, wide, [wide, wide], scalars).compile()
+        for params, add in (((wide,), own.add), (halves, own.add_split)):
+            own.widen.lower(wide, params).compile()
+            add.lower(wide, wide).compile()
+        own.compute.lower(kernel, wide, wide, [wide, wide], scalars).compile()
     check_built(built, device)
     assert [one.donated[0] for one in built][:5] == [0, 1, 0, 0, 2]
     room = 2 * 12 + 16  # bytes a param, as `needs_of_share`

@@ -5,7 +5,7 @@ memory.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -16,10 +16,8 @@ from jax.sharding import AxisType
 
 from jaxinf import compat
 from jaxinf.compat import LIGHT
-from jaxinf.csd import ScalarInputs
-from jaxinf.errors import BudgetError, StreamError, UnsupportedTransformError
-from jaxinf.program import Graph, InitProgram, Value, bind, key_data, path_name
-from jaxinf.store import ScalarState, encode_path
+from jaxinf.errors import BudgetError, StreamError
+from jaxinf.program import Graph, Value, bind, path_name
 from jaxinf.streaming.program.graph import Batch, Number, graph_of_init
 from jaxinf.streaming.program.keys import Keys
 from jaxinf.streaming.program.meshes import on_one_device, outside_mesh
@@ -126,6 +124,7 @@ def _with_numbers(graph: Graph) -> Graph:
         node.inputs = tuple(same.get(value, value) for value in node.inputs)
         constants = [value.constant for value in node.inputs]
         is_known = bool(constants) and all(one is not None for one in constants)
+        made = [(v.shape, jnp.issubdtype(v.dtype, jnp.integer)) for v in node.outputs]
         if node.name == "sharding_constraint":  # a leaf is made on one device
             same[node.outputs[0]] = node.inputs[0]
         elif node.name == "random_fold_in" and constants[1] is not None:
@@ -133,38 +132,9 @@ def _with_numbers(graph: Graph) -> Graph:
             number = Number(int(constants[1]))
             own = numbers.setdefault((number, aval.dtype), Value(aval, origin=number))
             node.inputs = key, own
-        elif is_known and node.name in LIGHT and _is_count(node.outputs):
+        elif is_known and node.name in LIGHT and made == [((), True)]:  # a count
             (count,) = bind(node, constants)
             known = Value(node.outputs[0].aval, constant=np.asarray(count)[()])
             same[node.outputs[0]] = known
     results = tuple(same.get(value, value) for value in graph.results)
     return replace(graph, results=results)
-
-
-def _is_count(values: Sequence[Value]) -> bool:
-    kinds = [(one.shape, jnp.issubdtype(one.dtype, jnp.integer)) for one in values]
-    return kinds == [((), True)]
-
-
-def initial_inputs(
-    program: InitProgram, leaves: Sequence[jax.ShapeDtypeStruct]
-) -> tuple[list[ScalarState], list[ScalarInputs]]:
-    """Returns the first scalar state, and the inputs of each leaf's initial state."""
-    check_init(program)
-    scalars, inputs = program.compute(leaves)
-    paths = map(encode_path, program.layout.scalar_keys)
-    state = [
-        ScalarState.of(path, np.array(key_data(value)))
-        for path, value in zip(paths, scalars, strict=True)
-    ]
-    return state, [ScalarInputs(tuple(map(np.asarray, own.scalars))) for own in inputs]
-
-
-def check_init(program: InitProgram) -> None:
-    """Refuses a first state that depends on all params: UnsupportedTransformError."""
-    if program.needed_params or any(one.kernel.array_dtypes for one in program.leaves):
-        raise UnsupportedTransformError(
-            "jaxinf.stream: expected an optimizer whose first state is made leaf by "
-            "leaf, found one that computes something of all params first; use "
-            "jaxinf.smart_update"
-        )

@@ -47,8 +47,6 @@ from jaxinf.typing import Array, PyTree
 Agree: TypeAlias = Callable[[Callable[[], Sequence[str]]], list[str]]
 """Runs an action in all processes; returns the leaves that refuse the step in any."""
 
-# Elements whose finiteness is looked at together: it takes memory.
-_RUN_ELEMENTS = 1 << 18
 _NO_PARAMS = np.empty(0, np.float32)
 
 
@@ -114,7 +112,6 @@ class StoreSink:
         self._parts: dict[ParamUnit, tuple[Array, set[Piece]]] = {}
         self._bad: list[str] = []  # leaves that refuse the step
         self.spilled_bytes = 0, 0
-        self._kept = set[int]()  # leaves that stay as they are
         if self.spill is not None:
             self.spill.reset()
 
@@ -127,10 +124,8 @@ class StoreSink:
         self._first_s = self._first_s or time.perf_counter()
         updates, leaf = self.updates, piece.leaf
         is_looked_at = bool(updates.passes.of_leaf(leaf))
-        if leaf in updates.idle:
-            self._kept.add(leaf)
-            if not is_looked_at:
-                return
+        if leaf in updates.idle and not is_looked_at:
+            return
         if is_looked_at and not updates.engine.group.is_alone:  # whole, in all
             gradient = gathered(gradient)
         looks_first = (0, leaf) in updates.passes.parts
@@ -239,7 +234,7 @@ class StoreSink:
             self._step,
             scalars,
             num_skipped,
-            kept=self._kept,
+            kept=self.updates.idle,
             carry=carried,
             streams=self._streams,
         )
@@ -291,9 +286,38 @@ class StoreSink:
                 self._bad.append(updates.name(unit.leaf))
                 self._params.free(unit)
             else:
-                params = self._params.take(unit)
-                asked[unit] = _requests(updates, unit, complete, params, self._step)
+                asked[unit] = self._requests(unit, complete)
         return partial(self._run, asked) if asked else None
+
+    def _requests(self, unit: ParamUnit, gradient: Gradient) -> list[UpdateRequest]:
+        """Returns what a unit's update asks for; blocks while inputs are computed."""
+        updates, params = self.updates, self._params.take(unit)
+        assert params is None or unit.is_divided, "the update takes parts that it moves"
+        parts = shards_of(gradient, unit.boxes)
+        inputs, requests = ScalarInputs(()), []
+        for number, (box, part) in enumerate(zip(unit.boxes, parts, strict=True)):
+            place = unit.in_leaf(box)
+            part = part.reshape(place.shape)
+            given = None if params is None else params[number].reshape(place.shape)
+            if not number:  # a unit in parts has none but scalars, the same for all
+                inputs = updates.inputs.of_leaf(unit.leaf, part, given)
+            sent, feedback = part, None
+            if updates.compress is not None:
+                sent, feedback = updates.compress(unit, part, self._step)
+            requests.append(
+                UpdateRequest(
+                    leaf=unit.leaf,
+                    kernel=updates.program.leaves[unit.leaf].kernel,
+                    origin=place.start,
+                    gradient=sent,
+                    inputs=inputs,
+                    out=None,
+                    probe=_NO_PARAMS,
+                    params=given,
+                    feedback=feedback,
+                )
+            )
+        return requests
 
     def _run(self, asked: Mapping[ParamUnit, Sequence[UpdateRequest]]) -> None:
         """Updates units, which may run beside other updates; blocks."""
@@ -302,10 +326,7 @@ class StoreSink:
         for unit in asked:
             self._params.free(unit)
         pairs = zip(requests, finite, strict=True)
-        names = (
-            self.updates.name(one.leaf) for one, is_finite in pairs if not is_finite
-        )
-        self._bad += names
+        self._bad += [self.updates.name(one.leaf) for one, is_ok in pairs if not is_ok]
 
     def _complete(
         self, unit: ParamUnit, piece: Piece, gradient: Gradient
@@ -323,51 +344,10 @@ class StoreSink:
         return self._parts.pop(unit)[0] if is_whole else None
 
 
-def _requests(
-    updates: UpdatePlan,
-    unit: ParamUnit,
-    gradient: Gradient,
-    params: Sequence[Array] | None,
-    step: int,
-) -> list[UpdateRequest]:
-    """Returns what a unit's update asks for; blocks while inputs are computed.
-
-    Args:
-      params: The unit's shards, if they are in memory.
-    """
-    assert params is None or unit.is_divided, "the update takes parts that it moves"
-    parts = shards_of(gradient, unit.boxes)
-    inputs, requests = ScalarInputs(()), []
-    for number, (box, part) in enumerate(zip(unit.boxes, parts, strict=True)):
-        place = unit.in_leaf(box)
-        part = part.reshape(place.shape)
-        given = None if params is None else params[number]
-        if not number:  # a unit in parts has none but scalars, the same for all
-            inputs = updates.inputs.of_leaf(unit.leaf, part, given)
-        sent, feedback = part, None
-        if updates.compress is not None:
-            sent, feedback = updates.compress(unit, part, step)
-        requests.append(
-            UpdateRequest(
-                leaf=unit.leaf,
-                kernel=updates.program.leaves[unit.leaf].kernel,
-                origin=place.start,
-                gradient=sent,
-                inputs=inputs,
-                out=None,
-                probe=_NO_PARAMS,
-                params=None if given is None else given.reshape(part.shape),
-                feedback=feedback,
-            )
-        )
-    return requests
-
-
 def _is_finite(array: Array) -> bool:
-    """Whether an array has neither NaN nor Inf; takes little memory."""
-    flat = array.reshape(-1)
-    starts = range(0, flat.size, _RUN_ELEMENTS)
-    return all(np.isfinite(flat[n : n + _RUN_ELEMENTS]).all() for n in starts)
+    """Whether an array has neither NaN nor Inf; takes no memory."""
+    ends = array.min(initial=0), array.max(initial=0)  # NaN, if there is any
+    return bool(np.isfinite(ends).all())
 
 
 def _carried(updates: UpdatePlan, results: PyTree) -> Mapping[tuple[str, ...], Array]:

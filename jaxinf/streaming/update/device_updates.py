@@ -12,8 +12,7 @@ records. k is measured once, in the first steps of a store.
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
@@ -163,7 +162,7 @@ def device_share(
 
 
 def every_kth(share: Assignment, every: int) -> Assignment:
-    """Returns every so many of the subgroups that it can compute; 0 for none."""
+    """Returns the share of each k-th of these subgroups; of none, if k is 0."""
     chosen = share.subgroups[every - 1 :: every] if every else ()
     return Assignment(share.updater if chosen else None, every, chosen)
 
@@ -242,53 +241,31 @@ def next_assignment(
 # --- an update on the device ---------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
 class DeviceUpdater:
     """The `updater` of an `Assignment`. Each program is compiled for its arrays.
 
     What comes before and after a kernel has programs of its own: in one with the kernel
     XLA chooses other products to fuse with sums.
 
-    Attributes:
+    Args:
       jit: `jax.jit` with the options of compilation.
-      programs: Those of kernels, and of what comes before and after them.
-    """
 
-    device: Any
-    jit: Any
-    programs: dict[Any, Any] = field(default_factory=dict)
+    Attributes:
+      is_host: Whether the device's memory is the host's, so that no copy is pinned.
+      widen: ``(gradient, params)`` to both in float32, and whether the first is finite.
+        Params are those of the store, one or two arrays, or none.
+      compute: `kernel_function`; it may overwrite slots.
+      add, add_split: ``(params, update)``, float32, to new params as the store has
+        them. If these are not split, it may overwrite the old ones.
+    """
 
     num_at_once = NUM_ROOMS
 
-    def _jitted(self, key: Any, function: Any, *donated: int) -> Any:
-        made = self.programs.get(key) or self.jit(function, donate_argnums=donated)
-        return self.programs.setdefault(key, made)  # one for all threads
-
-    def program(self, kernel: Kernel) -> Any:
-        """Returns `kernel_function` of a kernel; it may overwrite slots."""
-        return self._jitted(kernel, partial(kernel_function, kernel), 2)
-
-    @property
-    def widen(self) -> Any:
-        """``(gradient, params)`` to both in float32, and whether the first is finite.
-
-        Params are those of the store, one or two arrays, or none.
-        """
-        return self._jitted(_widen, _widen)
-
-    def add(self, *, is_split: bool) -> Any:
-        """``(params, update)``, float32, to new params as the store has them.
-
-        If these are not split, it may overwrite the old ones.
-        """
-        if is_split:
-            return self._jitted(_add_split, _add_split)
-        return self._jitted(_add, _add, 0)
-
-    @property
-    def is_host(self) -> bool:
-        """Whether the device's memory is the host's, so that no copy is pinned."""
-        return memory.device_is_host(self.device)
+    def __init__(self, device: Any, jit: Any) -> None:
+        self.device, self.is_host = device, memory.device_is_host(device)
+        self.widen = jit(_widen)
+        self.compute = jit(kernel_function, static_argnums=0, donate_argnums=3)
+        self.add, self.add_split = jit(_add, donate_argnums=0), jit(_add_split)
 
     def takes(self, extents: Sequence[Extent], kernel: Kernel) -> bool:
         """Exact forms of state only: others are rounded as the host's kernels do."""
@@ -328,23 +305,19 @@ class DeviceUpdater:
         numbers = [number for number, name in enumerate(names) if name in read]
         gradient, *up = self._up([given.gradient, *(views[n] for n in numbers)])
         states = dict(zip(numbers, up, strict=True))
-        del up
         params = tuple(states.pop(n) for n in range(num_params) if n in states)
-        wide, master, is_finite = self.widen(gradient, params)
-        del gradient, params
         slots = [states.pop(n, None) for n in range(num_params, len(names))]
-        compute = self.program(kernel)
-        update, new_slots, _ = compute(wide, master, slots, list(given.inputs.scalars))
-        del slots, wide
+        wide, master, is_finite = self.widen(gradient, params)
+        del up, params  # which new ones may overwrite
+        scalars = list(given.inputs.scalars)
+        update, new_slots, _ = self.compute(kernel, wide, master, slots, scalars)
         new = [None] * num_params
         if update is not None:
-            new = self.add(is_split=num_params > 1)(master, update)
-        del master, update
+            add = self.add_split if num_params > 1 else self.add
+            new = add(master, update)
         changed = {n: x for n, x in enumerate((*new, *new_slots)) if x is not None}
-        del new, new_slots
-        numbers = list(changed)
-        down = self._down([changed.pop(number) for number in numbers])
-        return dict(zip(numbers, down, strict=True)), bool(is_finite)
+        down = self._down([*changed.values()])
+        return dict(zip(changed, down, strict=True)), bool(is_finite)
 
     def _up(self, arrays: Sequence[Array]) -> list[jax.Array]:
         to = SingleDeviceSharding(self.device)

@@ -43,7 +43,6 @@ class KernelInputs:
         self._between = [jit(part) for part in passes.before]
         self._env: dict[Value, Any] = {}
         self._kernel_scalars: dict[Value, Array] = {}
-        self._shared: dict[tuple[int, ...], ScalarInputs] = {}
         self._given: set[int] = set()
         self._number = 0
         self._reader: StateReader | None = None
@@ -114,17 +113,13 @@ class KernelInputs:
           gradient: Its gradient; a slice if nothing is computed of it.
           params: Its params on the device, if they are in memory.
         """
-        part = self._passes.parts.get((self._number, leaf))
+        part, known = self._passes.parts.get((self._number, leaf)), self._kernel_scalars
+        if part is not None:
+            outputs, num = self._run(part, gradient, params), len(part.exports)
+            self._note(part, outputs[:num])
+            names, own = (*part.scalars, *part.arrays), map(np.asarray, outputs[num:])
+            known = known | dict(zip(names, own, strict=True))
         wanted = self._passes.prologue.leaves[leaf]
-        if part is None:
-            scalars = tuple(self._kernel_scalars[value] for value in wanted.scalars)
-            own = ScalarInputs(scalars)
-            return self._shared.setdefault(tuple(map(id, scalars)), own)
-        outputs = self._run(part, gradient, params)
-        num = len(part.exports)
-        self._note(part, outputs[:num])
-        names, found = (*part.scalars, *part.arrays), map(np.asarray, outputs[num:])
-        known = self._kernel_scalars | dict(zip(names, found, strict=True))
         return ScalarInputs(
             tuple(known[value] for value in wanted.scalars),
             tuple(known[value] for value in wanted.arrays),
@@ -150,7 +145,7 @@ class KernelInputs:
     # --- inside --------------------------------------------------------------------
 
     def _start(self, number: int) -> None:
-        self._number, self._given, self._shared = number, set(), {}
+        self._number, self._given = number, set()
         part, found = self._passes.before[number], self._computed_before(number)
         num, scalars = len(part.exports), part.scalars
         self._env.update(zip(part.exports, found[:num], strict=True))

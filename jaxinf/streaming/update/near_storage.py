@@ -6,7 +6,6 @@ refused is refused before a store is made or changed.
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, TypeAlias
 
@@ -16,9 +15,8 @@ import numpy as np
 import optax
 
 from jaxinf.compress import SparseLeaf, TopK, compress_leaf
-from jaxinf.csd import is_idle
+from jaxinf.csd import ScalarInputs, is_idle
 from jaxinf.engine import (
-    Assignment,
     Engine,
     StoreShape,
     SubgroupLayout,
@@ -29,8 +27,8 @@ from jaxinf.engine import (
 )
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.layout import LeafGrid
-from jaxinf.program import Passes, UpdateProgram, trace_update
-from jaxinf.store import required_bytes
+from jaxinf.program import InitProgram, Passes, UpdateProgram, key_data, trace_update
+from jaxinf.store import ScalarState, encode_path, required_bytes
 from jaxinf.streaming.move.params import AT_ONCE
 from jaxinf.streaming.move.scratch import PART_BYTES, writing_bytes
 from jaxinf.streaming.move.spill import beyond_memory, file_bytes
@@ -39,17 +37,11 @@ from jaxinf.streaming.plan.memory import MemoryNeed, StepNeeds
 from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.program.graph import Piece, aval_bytes
 from jaxinf.streaming.program.lifetimes import OrderedProgram
-from jaxinf.streaming.program.units import (
-    SHARED,
-    ParamUnit,
-    UnitOf,
-    shared_bytes,
-    units_of,
-)
+from jaxinf.streaming.program.units import SHARED, ParamUnit, shared_bytes, units_of
 from jaxinf.streaming.update.device_updates import device_share, needs_of_share
 from jaxinf.streaming.update.kernel_inputs import KernelInputs
 from jaxinf.transfer import ByteCounts
-from jaxinf.typing import Array, PyTree
+from jaxinf.typing import FLOAT32, Array, PyTree
 
 Compress: TypeAlias = Callable[
     [ParamUnit, Array, int], tuple[Array | SparseLeaf, Array | None]
@@ -100,16 +92,44 @@ def passes_for(
     return passes
 
 
+def initial_inputs(
+    program: InitProgram, leaves: Sequence[jax.ShapeDtypeStruct]
+) -> tuple[list[ScalarState], list[ScalarInputs]]:
+    """Returns the first scalar state, and the inputs of each leaf's initial state."""
+    check_init(program)
+    scalars, inputs = program.compute(leaves)
+    paths = map(encode_path, program.layout.scalar_keys)
+    state = [
+        ScalarState.of(path, np.array(key_data(value)))
+        for path, value in zip(paths, scalars, strict=True)
+    ]
+    return state, [ScalarInputs(tuple(map(np.asarray, own.scalars))) for own in inputs]
+
+
+def check_init(program: InitProgram) -> None:
+    """Refuses a first state that depends on all params: UnsupportedTransformError."""
+    if program.needed_params or any(one.kernel.array_dtypes for one in program.leaves):
+        raise UnsupportedTransformError(
+            "jaxinf.stream: expected an optimizer whose first state is made leaf by "
+            "leaf, found one that computes something of all params first; use "
+            "jaxinf.smart_update"
+        )
+
+
 # --- its updates ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
 class UpdatePlan:
-    """The updates of a step: what they compute, take and move.
+    """The updates of a loss function's steps: what they compute, take and move.
 
-    Attributes:
+    Their programs are compiled when it is made.
+
+    Args:
+      engine: The store's; it is bound to the optimizer when a step runs.
       program: The optimizer.
       shape: The store's chunks; it need not be there.
+
+    Attributes:
       passes: The optimizer's passes over gradients, which `inputs` computes.
       inputs_bytes: Memory of what computes `inputs`, and compresses.
       compress: Compresses gradients; None if they are sent whole.
@@ -120,20 +140,46 @@ class UpdatePlan:
       gradient_bytes: Bytes of each gradient, 0 for those of `idle` leaves.
     """
 
-    engine: Engine
-    options: Options
-    program: UpdateProgram
-    shape: StoreShape
-    passes: Passes
-    inputs: KernelInputs
-    inputs_bytes: int
-    compress: Compress | None
-    share: Assignment
-    unit_of: UnitOf
-    read: Set[ParamUnit]
-    trained: Set[ParamUnit]
-    idle: Set[int]
-    gradient_bytes: Mapping[Piece, int]
+    def __init__(
+        self,
+        engine: Engine,
+        ready: OrderedProgram,
+        program: UpdateProgram,
+        shape: StoreShape,
+        options: Options,
+    ) -> None:
+        self.engine, self.options = engine, options
+        self.program, self.shape = program, shape
+        gradients, params = ready.graph.gradients, ready.traced.params
+        pieces, is_alone = tuple(gradients), engine.group.is_alone
+        self.passes = passes = passes_for(program, pieces, is_alone=is_alone)
+        kernels = [leaf.kernel for leaf in program.leaves]
+
+        def can_move(leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:
+            return leaf not in passes.whole and shape.divides(leaf, origin, extent)
+
+        undivided = range(len(params)) if options.compress else passes.computed
+        self.unit_of = units_of(params, can_move, undivided)
+        self.read = frozenset(map(self.unit_of, ready.sizes))
+        self.trained = frozenset(map(self.unit_of, pieces))
+        later = range(min(1, passes.num_passes - 1), passes.num_passes)
+        self.idle = frozenset(
+            leaf
+            for leaf, kernel in enumerate(kernels)
+            if is_idle(kernel) and not any((n, leaf) in passes.parts for n in later)
+        )
+        self.gradient_bytes = {
+            piece: 0 if piece.leaf in self.idle else aval_bytes(value.aval)
+            for piece, value in gradients.items()
+        }
+        self.inputs = KernelInputs(engine, program, passes, options.jit)
+        self.inputs_bytes = self.inputs.compile(params, pieces)
+        self.compress: Compress | None = None
+        if options.compress is not None:
+            self.compress, own_bytes = compressor(self, options.compress)
+            self.inputs_bytes = max(self.inputs_bytes, own_bytes)
+        mesh = ready.traced.mesh
+        self.share = device_share(shape, kernels, options, mesh, is_alone=is_alone)
 
     @property
     def are_deferred(self) -> bool:
@@ -260,77 +306,15 @@ class UpdatePlan:
         return [(layout, *moved_states(kernel, layout)) for layout in layouts]
 
 
-def plan_updates(
-    engine: Engine,
-    ready: OrderedProgram,
-    program: UpdateProgram,
-    shape: StoreShape,
-    options: Options,
-) -> UpdatePlan:
-    """Plans the updates of a traced loss function's steps; compiles their programs.
-
-    Args:
-      engine: The store's; it is bound to the optimizer when a step runs.
-    """
-    gradients, params = ready.graph.gradients, ready.traced.params
-    pieces, is_alone = tuple(gradients), engine.group.is_alone
-    passes = passes_for(program, pieces, is_alone=is_alone)
-    kernels = [leaf.kernel for leaf in program.leaves]
-
-    def can_move(leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:
-        return leaf not in passes.whole and shape.divides(leaf, origin, extent)
-
-    undivided = range(len(params)) if options.compress else passes.computed
-    unit_of = units_of(params, can_move, undivided)
-    trained = frozenset(map(unit_of, pieces))
-    later = range(min(1, passes.num_passes - 1), passes.num_passes)
-    idle = frozenset(
-        leaf
-        for leaf, kernel in enumerate(kernels)
-        if is_idle(kernel) and not any((n, leaf) in passes.parts for n in later)
-    )
-    inputs, compress = KernelInputs(engine, program, passes, options.jit), None
-    inputs_bytes = inputs.compile(params, pieces)
-    if options.compress is not None:
-        compress, own_bytes = compressor(
-            engine, options.compress, shape, options.jit, trained
-        )
-        inputs_bytes = max(inputs_bytes, own_bytes)
-    mesh = ready.traced.mesh
-    return UpdatePlan(
-        engine=engine,
-        options=options,
-        program=program,
-        shape=shape,
-        passes=passes,
-        inputs=inputs,
-        inputs_bytes=inputs_bytes,
-        compress=compress,
-        share=device_share(shape, kernels, options, mesh, is_alone=is_alone),
-        unit_of=unit_of,
-        read=frozenset(map(unit_of, ready.sizes)),
-        trained=trained,
-        idle=idle,
-        gradient_bytes={
-            piece: 0 if piece.leaf in idle else aval_bytes(value.aval)
-            for piece, value in gradients.items()
-        },
-    )
+# --- compression ---------------------------------------------------------------------
 
 
-def compressor(
-    engine: Engine,
-    compression: TopK,
-    shape: StoreShape,
-    jit: Any,
-    units: Set[ParamUnit],
-) -> tuple[Compress, int]:
+def compressor(updates: UpdatePlan, compression: TopK) -> tuple[Compress, int]:
     """Returns what compresses gradients, and the memory of its largest program.
 
     The elements sent are those that `jaxinf.smart_update` sends of the same gradient,
     since both select chunk by chunk.
     """
-    leaves = shape.leaves
     has_feedback = keeps_feedback(compression)
 
     @cache
@@ -338,30 +322,28 @@ def compressor(
         def select(gradient: jax.Array, feedback: jax.Array | None = None) -> Any:
             return compress_leaf(gradient, grid, compression, feedback)
 
-        dtypes = [dtype, np.dtype(np.float32)][: 1 + has_feedback]
+        dtypes = [dtype, FLOAT32][: 1 + has_feedback]
         avals = [jax.ShapeDtypeStruct(grid.shape, own) for own in dtypes]
-        return jit(select).lower(*avals).compile()
+        return updates.options.jit(select).lower(*avals).compile()
 
     def of_unit(unit: ParamUnit) -> Any:
-        grid = LeafGrid(unit.place.shape, leaves[unit.leaf].grid.chunk_shape)
-        return compiled(grid, unit.dtype)
+        chunk_shape = updates.shape.leaves[unit.leaf].grid.chunk_shape
+        return compiled(LeafGrid(unit.place.shape, chunk_shape), unit.dtype)
 
     def compress(
         unit: ParamUnit, gradient: Array, step: int
     ) -> tuple[Array | SparseLeaf, Array | None]:
         if step < compression.warmup_steps:
             return gradient, None
-        arrays = [jnp.asarray(gradient)]
+        arrays = [gradient]
         if has_feedback:
-            feedback = np.empty(unit.place.shape, np.float32)
-            read_feedback(engine.opened, unit.leaf, feedback, unit.place.start)
-            arrays.append(jnp.asarray(feedback))
-        sent, left = of_unit(unit)(*arrays)
-        sent = jax.tree.map(np.asarray, sent)
-        return sent, None if left is None else np.asarray(left)
+            arrays.append(np.empty(unit.place.shape, np.float32))
+            opened = updates.engine.opened
+            read_feedback(opened, unit.leaf, arrays[1], unit.place.start)
+        sent, left = of_unit(unit)(*map(jnp.asarray, arrays))
+        return jax.tree.map(np.asarray, (sent, left))
 
-    memories = [of_unit(unit).memory_analysis() for unit in units]
     return compress, max(
         m.temp_size_in_bytes + m.output_size_in_bytes + m.argument_size_in_bytes
-        for m in memories
+        for m in (of_unit(unit).memory_analysis() for unit in updates.trained)
     )
