@@ -1,5 +1,7 @@
 """JSON documents: bounded parsing, types as msgspec's structs, one form of refusal.
 
+Also the words of messages about a stranger's values and names.
+
     bytes ──parse_json──► JSON ──convert──► a struct, or any type that msgspec knows
 
 Invariant: any bytes give a value of the type or a `DocumentError`, in memory and time
@@ -8,7 +10,7 @@ linear in their number. Nothing here reads a file.
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import msgspec
@@ -144,7 +146,7 @@ def encode(document: Any) -> bytes:
 
 
 def _problem(text: str, value: Any, where: str) -> str:
-    """Says in our words what msgspec has refused."""
+    """Translates msgspec's refusal of a value into our words."""
     text, _, place = text.partition(" - at `")
     place, _, of_key = place.rstrip("`").partition("` in `")
     place = (of_key or place).removeprefix("$")
@@ -178,3 +180,15 @@ def shown(value: Any) -> str:
     if isinstance(value, int) and value.bit_length() > 200:
         return f"a number of {value.bit_length()} bits"
     return ascii(value) if isinstance(value, str) else repr(value)[:_SHOWN_CHARS]
+
+
+def first_few(names: Collection[str], most: int = 5) -> str:
+    """Lists names for a message: the first few, and the number of the others."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return (", ".join([*names][:most]) or "none") + more
+
+
+def shown_names(names: Collection[str]) -> str:
+    """Lists a stranger's names for a message, in order, few and short ones."""
+    quoted = [ascii(name[:_SHOWN_CHARS]) for name in sorted(names)]
+    return first_few(quoted, most=20)

@@ -21,7 +21,7 @@ import numpy as np
 import tensorstore
 from msgspec import Meta
 
-from jaxinf.documents import Document
+from jaxinf.documents import Document, first_few
 from jaxinf.errors import ExchangeError, StoreFormatError
 from jaxinf.exchange.params import DEFAULT_MEMORY_BYTES, ExportOptions
 from jaxinf.store import (
@@ -189,7 +189,7 @@ _Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**62)]
 
 
 class ExportManifest(Document, frozen=True):
-    """What an export has.
+    """The content of an export.
 
     Attributes:
       commit: CRC-32C of the step's ``commit.json``.
@@ -388,10 +388,9 @@ def export_source(url: str, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> CopySou
         )
     listed = export.objects
     if missing := sorted(listed.keys() - place.names()):
-        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         raise ExchangeError(
             f"{place.where}: expected all objects of an export, found none of "
-            f"{', '.join(missing[:8])}{more}; they were removed: {_AGAIN}"
+            f"{first_few(missing)}; they were removed: {_AGAIN}"
         )
 
     def get(name: str) -> bytes:

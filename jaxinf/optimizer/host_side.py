@@ -14,6 +14,7 @@ from typing import TypeAlias
 import jax
 import numpy as np
 
+from jaxinf.documents import first_few
 from jaxinf.engine import (
     Engine,
     StateRequest,
@@ -194,8 +195,8 @@ class HostFunctions:
             names = [leaves[n].record.name for n in np.flatnonzero(differing)]
             raise StoreMismatchError(
                 f"{self.store.path}: expected replicas with the same bits in all "
-                f"processes, found others of {', '.join(names[:5])}, as if a process "
-                "had read an old copy. Take the params from the store, params = "
+                f"processes, found others of {first_few(names)}, as if a process had "
+                "read an old copy. Take the params from the store, params = "
                 "store.params(like=params), in every process"
             )
         self.engine.binding.finish()
@@ -210,7 +211,7 @@ class HostFunctions:
                     out[...] = 0
 
     def _check_all(self, step: int, statuses: Array) -> None:
-        """Raises the failure of this process, or that of another."""
+        """Raises the failure of this process, or of another one."""
         engine = self.engine
         if not np.any(statuses == FAILED):
             engine.health.check()
@@ -219,7 +220,7 @@ class HostFunctions:
             raise self._known_to_all(error)
 
     def _known_to_all(self, error: BaseException) -> BaseException:
-        """Has the next call raise an error that statuses have told all processes."""
+        """Returns an error that all know by statuses; the next call raises it, too."""
         if not self.engine.group.is_alone:
             self.engine.health.fail_beside_others(error)
         return error

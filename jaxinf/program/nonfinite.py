@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Literal, TypeAlias, get_args
 
+from jaxinf.documents import first_few
 from jaxinf.errors import NonFiniteGradientError
 
 NonFinitePolicy: TypeAlias = Literal["error", "skip", "allow"]
@@ -26,14 +27,12 @@ def refused_gradient(
       names: The leaves whose gradients have NaN or Inf.
       step: The step that stays; None without a store.
     """
-    names = list(dict.fromkeys(names))
-    more = f" and {len(names) - 5} more leaves" if len(names) > 5 else ""
-    at = stays = ""
+    bad, at, stays = first_few(dict.fromkeys(names)), "", ""
     if step is not None:
         at, stays = f"step {step + 1}: ", f", {where} stays at step {step}"
     return NonFiniteGradientError(
-        f"{at}NaN or Inf in the gradient of {', '.join(names[:5])}{more}; the step was "
-        f"refused{stays}. Lower the learning rate or clip the gradients, or pass "
+        f"{at}NaN or Inf in the gradient of {bad}; the step was refused{stays}. Lower "
+        "the learning rate or clip the gradients, or pass "
         'nonfinite="skip" to go on without such steps, as with a loss scale '
         '(DynamicScale), or "allow" around an optimizer with a rule of its own '
         "(optax.apply_if_finite)"

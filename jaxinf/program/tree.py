@@ -22,7 +22,6 @@ class LeafInfo:
 
     Attributes:
       path: Names from the root to the leaf; empty where params is a bare array.
-      shape: The leaf's shape.
       dtype: The dtype of the params on the JAX device (the master is float32).
     """
 

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import optax
 
-from jaxinf import compat
 from jaxinf.command_line import UsageError
-from jaxinf.train.data.errors import shown_names
+from jaxinf.documents import shown_names
+from jaxinf.program import path_name
 from jaxinf.typing import DeferredArray, PyTree
 
 
@@ -69,7 +69,7 @@ def check_source(frozen: Frozen, params: PyTree, source: Any) -> None:
 
 def leaves_by_name(params: PyTree) -> dict[str, Any]:
     named = jax.tree_util.tree_leaves_with_path(params)
-    return {_name(keys): leaf for keys, leaf in named}
+    return {path_name(keys): leaf for keys, leaf in named}
 
 
 def train_others(
@@ -102,9 +102,5 @@ def _changed(frozen: Frozen, change: Callable[[Any], Any], tree: PyTree) -> PyTr
     if not frozen:
         return tree
     return jax.tree_util.tree_map_with_path(
-        lambda keys, leaf: change(leaf) if _name(keys) in frozen else leaf, tree
+        lambda keys, leaf: change(leaf) if path_name(keys) in frozen else leaf, tree
     )
-
-
-def _name(keys: Any) -> str:
-    return "/".join(compat.path_names(keys))

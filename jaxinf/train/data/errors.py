@@ -1,11 +1,9 @@
 """Errors of data, whatever package has found them."""
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 from jaxinf.errors import JaxinfError
-
-_MOST_NAMES, _MOST_CHARS = 20, 60
 
 
 class DataError(JaxinfError):
@@ -30,9 +28,3 @@ def refusing(what: str, remedy: str = "") -> Iterator[None]:
             remedy = "install it in a checkout of jaxinf, with: pip install '.[data]'"
         why = f"{what}: {type(error).__name__}: {error}"
         raise DataError(f"{why}; {remedy}" if remedy else why) from error
-
-
-def shown_names(names: Collection[str]) -> str:
-    """Returns names in order for a message, which few and short ones fill."""
-    first = [ascii(name[:_MOST_CHARS]) for name in sorted(names)[:_MOST_NAMES]]
-    return ", ".join(first) + (", …" if len(first) < len(names) else "")

@@ -12,8 +12,8 @@ Invariant: a record has exactly one of these forms, or is refused with file and 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from jaxinf.documents import shown
-from jaxinf.train.data.errors import DataError, shown_names
+from jaxinf.documents import shown, shown_names
+from jaxinf.train.data.errors import DataError
 from jaxinf.train.data.files import PLAIN_TEXT, Record
 
 ExampleKind: TypeAlias = Literal["text", "dialogue", "labelled"]
@@ -69,7 +69,7 @@ def example_of(record: Record, unused: set[str]) -> Example:
         raise DataError(
             f"{where}: expected a field 'text', the fields 'prompt' and 'response', or "
             f"'messages', a list of objects with 'role' and 'content'; found "
-            f"{shown_names(others) or 'no fields'}; rename them in the data"
+            f"{shown_names(others)}; rename them in the data"
         )
     unused |= others
     if "messages" in values:

@@ -17,9 +17,10 @@ from typing import TypeAlias
 import numpy as np
 from jaxinf_models import TaskName
 
+from jaxinf.documents import shown_names
 from jaxinf.train.config import HELD_OUT_SHARE, TrainConfig
 from jaxinf.train.data import rows as forms
-from jaxinf.train.data.errors import DataError, shown_names
+from jaxinf.train.data.errors import DataError
 from jaxinf.train.data.examples import (
     FIELDS,
     Example,
@@ -131,7 +132,7 @@ def _masking(tokenizer: Tokenizer) -> forms.RowMap:
 
 @dataclasses.dataclass
 class _Reader:
-    """How the texts of a run are read, and what reading finds.
+    """Reads the texts of a run, and keeps remarks about them.
 
     Attributes:
       num_types: types of tokens that the model tells apart; 0 for none.

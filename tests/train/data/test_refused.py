@@ -17,8 +17,8 @@ ONE, TWO = {"text": "a", "label": 1}, {"text": "a", "text_pair": "b", "label": 1
 
 RECORDS = [
     ({"txt": "one"}, r"a field 'text'.*found 'txt'; rename"),
-    ({}, "found no fields"),
-    ({"text": None}, "found no fields"),
+    ({}, "found none"),
+    ({"text": None}, "found none"),
     ({"text": ""}, "expected text in field 'text', found an empty one"),
     ({"text": 3}, "expected text in field 'text', found a int"),
     ({"prompt": "a", "responce": "b"}, "found 'prompt', 'responce'"),
