@@ -7,6 +7,7 @@ problem has a remedy.
 import os
 import platform
 import re
+import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from importlib import metadata
@@ -24,7 +25,7 @@ from jaxinf.errors import DeviceConfigurationError
 from jaxinf.native import toolchain
 from jaxinf.optimizer import check_device_configuration
 from jaxinf.terminal import format_bytes, make_console, printable
-from jaxinf.transfer import MACHINE_MEMORY_BYTES, free_memory
+from jaxinf.transfer import MACHINE_MEMORY_BYTES, existing_parent, free_memory
 
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 _PACKAGES = ("jaxinf", "jax", "jaxlib", "optax", "flax", "tensorstore", "numpy")
@@ -58,7 +59,7 @@ class Doctor:
         bad = ", ".join(place.title for place in places if not place.is_usable)
         verdict = f"cannot hold a store: {printable(bad)}" if bad else ""
         if not bad and not host.is_usable:
-            verdict = "JAX cannot run here"
+            verdict = "no run can start here"
         style = "bold red" if verdict else "bold green"
         make_console().print(Text(f"\n{verdict or 'ready'}", style=style))
         return 1 if verdict else 0
@@ -85,7 +86,8 @@ def look_at_host() -> Finding:
     if isa == "x86_64":
         isa = toolchain.levels()[0]
     compiler = toolchain.find_compiler()
-    found = Finding("this machine", problems=_cpu_problems(isa))
+    problems = _cpu_problems(isa) + _cache_problems()
+    found = Finding("this machine", problems=problems)
     if compiler is None:
         what, _, remedy = toolchain.NO_COMPILER.partition("; ")
         what += ": optimizers that this package has no kernels for cannot run"
@@ -115,6 +117,21 @@ def _cpu_problems(isa: str) -> list[Problem]:
         what = "jaxinf's C++ is for x86-64 and aarch64. No store can be trained here"
         remedy = "train on an x86-64 or aarch64 machine"
     return [Problem(f"the processor is {isa}: {what}", remedy)]
+
+
+def _cache_problems() -> list[Problem]:
+    """Tries whether kernels that are compiled on this machine can be kept."""
+    cache = toolchain.cache_directory()
+    try:
+        tempfile.TemporaryDirectory(dir=existing_parent(cache)).cleanup()
+    except OSError as error:
+        what = f"{cache}: compiled kernels cannot be kept there ({error.strerror})"
+        remedy = "name a directory that this user can write in JAXINF_CACHE_DIR"
+        own = map(toolchain.prebuilt_library, toolchain.levels()[:1])
+        if has_own := any(library.exists() for library in own):
+            what += ": optimizers that this package has no kernels for cannot run"
+        return [Problem(what, remedy, is_fatal=not has_own)]
+    return []
 
 
 def _jax_devices(problems: list[Problem]) -> list[str]:

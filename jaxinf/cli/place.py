@@ -1,4 +1,4 @@
-"""What `jaxinf doctor` says of one directory: its file system and bandwidth.
+"""Examines one directory for `jaxinf doctor`: its file system and bandwidth.
 
     write  ─►  fsync  ─►  read  ─►  mixed: each thread reads a block, then writes one
 
@@ -60,7 +60,7 @@ class Problem(NamedTuple):
 
 @dataclass
 class Finding:
-    """What was found of the machine or a directory, and what is missing."""
+    """Facts and problems of the machine, or of a directory."""
 
     title: str
     facts: dict[str, str] = field(default_factory=dict)

@@ -15,7 +15,7 @@ import tyro
 
 from jaxinf.cli.arguments import FLAGS, Switch, option
 from jaxinf.command_line import ByteSize, UsageError
-from jaxinf.streaming import gpu_limit
+from jaxinf.streaming import device_is_host, gpu_limit
 from jaxinf.terminal import format_bytes, make_console, printable
 from jaxinf.train.checks import check
 from jaxinf.train.config import TrainConfig
@@ -23,7 +23,7 @@ from jaxinf.train.count import RunNeeds, count
 from jaxinf.train.loading import load, make_batches
 from jaxinf.train.messages import say_config
 from jaxinf.train.run_file import config_of
-from jaxinf.transfer import MACHINE_MEMORY_BYTES
+from jaxinf.transfer import MACHINE_MEMORY_BYTES, existing_parent
 
 _PROG = "jaxinf plan"
 _FILES = {".toml": "--config", ".json": "--preset", "": "--from"}
@@ -108,7 +108,7 @@ def main(words: Sequence[str]) -> int:
 def _device_bytes() -> int | None:
     """Returns the memory of the JAX device; None if it computes in the host's."""
     device = jax.devices()[0]
-    if device.platform == "cpu":
+    if device_is_host(device):
         return None
     return (device.memory_stats() or {}).get("bytes_limit")
 
@@ -120,8 +120,7 @@ def _free_bytes(config: TrainConfig) -> int | None:
         return None
     free = {}
     for root in config.csd_root or (place,):
-        root = root.expanduser().absolute()
-        there = next(x for x in (root, *root.parents) if x.exists())
+        there = existing_parent(root.expanduser())
         free[there.stat().st_dev] = shutil.disk_usage(there).free
     return sum(free.values())
 

@@ -12,6 +12,9 @@ from typing import Any, NamedTuple, TypeAlias, TypeGuard
 import numpy as np
 
 from jaxinf.command_line import UsageError
+from jaxinf.documents import decode
+from jaxinf.errors import StoreIOError
+from jaxinf.transfer import read_bounded
 from jaxinf.typing import Array
 
 MOST_POINTS = 2000
@@ -30,10 +33,10 @@ group as ``phases.read``, and ``rate``, tokens a second."""
 
 
 class Logs(NamedTuple):
-    """What a log directory says.
+    """The content of a log directory.
 
-    Settings are those of ``config.json``, with the versions of packages; notes say what
-    could not be read, and what was left out.
+    Settings are those of ``config.json``, with the versions of packages; notes name the
+    parts that could not be read, or were left out.
     """
 
     columns: Columns
@@ -121,12 +124,7 @@ def _document(path: Path, notes: list[str]) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        if path.stat().st_size > _DOCUMENT_BYTES:
-            raise ValueError(f"it is longer than {_DOCUMENT_BYTES >> 20} MiB")
-        found = json.loads(path.read_bytes())
-        if not isinstance(found, dict):
-            raise ValueError("expected an object")
-    except (OSError, ValueError, RecursionError) as error:
+        return decode(read_bounded(path, _DOCUMENT_BYTES), dict[str, Any])
+    except (StoreIOError, ValueError) as error:
         notes.append(f"{path.name} is left out: {error}")
         return {}
-    return found

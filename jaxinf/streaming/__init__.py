@@ -37,7 +37,12 @@ parts of that one jaxpr run.
 from jaxinf.streaming.api import stream, stream_function, stream_in_memory
 from jaxinf.streaming.count import Count, program_bytes
 from jaxinf.streaming.plan.calls import Plan, Policy
-from jaxinf.streaming.plan.memory import DeviceLimit, gpu_limit, store_memory_bytes
+from jaxinf.streaming.plan.memory import (
+    DeviceLimit,
+    device_is_host,
+    gpu_limit,
+    store_memory_bytes,
+)
 from jaxinf.streaming.step import StreamedStep
 from jaxinf.streaming.update.near_storage import (
     check_init,

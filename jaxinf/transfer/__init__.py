@@ -18,7 +18,12 @@ from jaxinf.transfer.beneath import (
 )
 from jaxinf.transfer.checksums import crc32c, crc32c_combine
 from jaxinf.transfer.direct import REFUSALS, read_into, supports_direct, write_from
-from jaxinf.transfer.failures import file_progress, store_error, translated
+from jaxinf.transfer.failures import (
+    existing_parent,
+    file_progress,
+    store_error,
+    translated,
+)
 from jaxinf.transfer.files import (
     allocate_file,
     fsync_directory,

@@ -60,13 +60,16 @@ def store_error(
     return StoreIOError(f"{what}{name}; {remedy}")
 
 
+def existing_parent(path: PathLikeStr) -> Path:
+    """Returns a path, or of one that does not exist the nearest folder that does."""
+    whole = Path(path).absolute()
+    return next(place for place in (whole, *whole.parents) if place.exists())
+
+
 def _lacks_inodes(path: PathLikeStr) -> bool:
     """Whether a full file system has bytes left, but no room for another file."""
-    place = Path(path)
-    while not place.exists() and place != place.parent:
-        place = place.parent
     try:
-        status = os.statvfs(place)
+        status = os.statvfs(existing_parent(path))
     except OSError:
         return False
     return status.f_files > 0 and status.f_favail == 0 and status.f_bavail > 0
@@ -96,7 +99,7 @@ _last_ended = 0
 
 
 def file_progress() -> tuple[int, int]:
-    """Returns what changes as long as this process is at work on files.
+    """Returns numbers that change as long as this process works on files.
 
     Bytes have their own meters: this is for work that moves none, such as a flush, or
     that nobody meters, such as making a store.

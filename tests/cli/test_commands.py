@@ -146,6 +146,14 @@ def test_a_usable_directory(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_cache_of_kernels_that_cannot_be_written(tmp_path, run, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("JAXINF_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    result = run("doctor", tmp_path, "--size", 0)
+    assert f"{tmp_path}/file/cache: compiled kernels cannot be kept there" in result.out
+    assert "remedy: name a directory that this user can write" in result.out
+
+
 def test_several_paths_and_one_is_bad(tmp_path, run):
     (tmp_path / "file").touch()
     for name, what, remedy in (("gone", "nothing", "mkdir -p"), ("file", "a file", "")):
