@@ -21,7 +21,12 @@ from jaxinf.exchange.params import (
     ExportOptions,
 )
 from jaxinf.exchange.safetensors_files import export_safetensors
-from jaxinf.exchange.sources import keep_tokenizer, kept_tokenizer, tokenizer_files
+from jaxinf.exchange.sources import (
+    VOCABULARIES,
+    keep_tokenizer,
+    kept_tokenizer,
+    tokenizer_files,
+)
 from jaxinf.exchange.url_export import (
     ObjectStore,
     check_exports,

@@ -40,12 +40,7 @@ _OF_CLASSES = ("classifier.", "score.")
 
 @dataclass(frozen=True)
 class HuggingFaceFolder:
-    """A checkpoint whose headers have been read.
-
-    Attributes:
-      architecture: that of its config.json.
-      tensors: by name.
-    """
+    """A checkpoint whose headers and config.json have been read."""
 
     path: Path
     architecture: Architecture

@@ -62,7 +62,7 @@ _COPIES = 3
 
 
 class _Index(msgspec.Struct):
-    """What is read of ``model.safetensors.index.json``."""
+    """The part of ``model.safetensors.index.json`` that is read."""
 
     weight_map: dict[str, Annotated[str, _FILE]]
 
@@ -133,7 +133,6 @@ def export_safetensors(
     Adapters of ``jaxinf.train --lora`` are added to their matrices.
 
     Args:
-      step: the step to export.
       destination: a directory that does not exist yet.
       options: how it moves; by default in 256 MiB.
       average: whether the params' average is written in their place.

@@ -108,10 +108,15 @@ def within(folder: Path, name: str) -> Path:
 
 # --- tokenizers: folder of weights ─► STORE/tokenizer/ ─► an export -------------------
 
+VOCABULARIES = (
+    *("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.txt"),
+    *("sentencepiece.bpe.model", "vocab.json", "tekken.json"),
+)
+"""Files of which each folder of a tokenizer has one."""
+
 _OF_TOKENIZERS = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
-    *("added_tokens.json", "chat_template.jinja", "tokenizer.model", "spiece.model"),
-    *("sentencepiece.bpe.model", "vocab.json", "merges.txt", "vocab.txt"),
+    *(*VOCABULARIES, "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "chat_template.jinja", "merges.txt"),
 )
 _OF_MODELS = ("generation_config.json", "preprocessor_config.json")
 _FOLDER = "tokenizer"

@@ -13,12 +13,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from jaxinf.exchange import VOCABULARIES
 from jaxinf.train.data.errors import DataError, refusing
 from jaxinf.train.data.examples import Example, Text
 from jaxinf.typing import Array
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.txt")
-TOKENIZER_FILES += ("sentencepiece.bpe.model", "vocab.json", "tekken.json")
 _BYTE_IDS = 257  # the bytes and the mask
 _MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # A template may write the date; a resumed run must see the same tokens.
@@ -75,7 +74,7 @@ class FolderTokenizer:
 
     def __init__(self, path: Path) -> None:
         folder = path.parent if path.name == "tokenizer.json" else path
-        if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        if not any((folder / name).is_file() for name in VOCABULARIES):
             raise DataError(
                 f"--tokenizer {path}: expected a folder with a tokenizer.json, or that "
                 "file, found none; leave it out to train on bytes"
@@ -220,14 +219,14 @@ Tokenizer: TypeAlias = ByteTokenizer | FolderTokenizer
 
 
 def open_tokenizer(path: Path | None) -> Tokenizer:
-    """Opens the tokenizer of a folder, or that of bytes if there is none."""
+    """Opens the tokenizer of a folder; without a folder every byte is a token."""
     return ByteTokenizer() if path is None else FolderTokenizer(path.expanduser())
 
 
 def tokenizer_in(folder: Path, num_ids: int) -> Path | None:
     """Finds the tokenizer of a checkpoint; None if its model reads bytes."""
     place = folder.expanduser()
-    if any((place / name).is_file() for name in TOKENIZER_FILES):
+    if any((place / name).is_file() for name in VOCABULARIES):
         return place
     if num_ids <= _BYTE_IDS:
         return None
