@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from jaxinf.transfer import ByteCounts, translated
+from jaxinf.transfer import ByteCounts, translated, write_bytes_atomically
 
 Costs: TypeAlias = Callable[[], dict[str, Any]]
 """Blocks until a step is durable, then returns the fields of its `StepLine` that only
@@ -55,7 +55,7 @@ class StepLine:
     stream: Mapping[str, Any] | None = None
 
     def with_costs(self, costs: Mapping[str, Any]) -> "StepLine":
-        """Returns the line with what only the store knows."""
+        """Returns the line with the fields that only the store knows."""
         memory = {**(self.memory or {}), **costs.get("memory", {})}
         return dataclasses.replace(self, **{**costs, "memory": memory})
 
@@ -94,9 +94,7 @@ class JsonLines:
                 if self.last_step < number <= step:
                     kept.append(line.rstrip() + "\n")
                     self.last_step = number
-        temporary = path.with_name(path.name + ".new")
-        temporary.write_text("".join(kept))
-        temporary.replace(path)
+        write_bytes_atomically(path, "".join(kept).encode())
         self._file = path.open("a", buffering=1)
 
     def write(self, step: int, line: str) -> None:

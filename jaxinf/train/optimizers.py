@@ -20,6 +20,7 @@ from jaxinf_models import num_params
 
 from jaxinf.command_line import UsageError, did_you_mean
 from jaxinf.compress import sparsify
+from jaxinf.store import SCHEDULE_FREE, schedule_free_params
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.freezing import train_others
 from jaxinf.typing import JsonValue, PyTree
@@ -129,12 +130,11 @@ def _clipping(config: TrainConfig) -> optax.GradientTransformation:
 
 def schedule_free_average(params: PyTree, state: Any) -> PyTree:
     """Returns the average of params that a schedule-free optimizer in memory keeps."""
-    b1, held = (optax.tree.get(state, name) for name in ("b1", "z"))
-
-    def averaged(y: jax.Array, z: Any) -> jax.Array:  # z of a frozen leaf is no array
-        return (y - (1 - b1) * z) / b1 if hasattr(z, "dtype") else y
-
-    return jax.tree.map(averaged, params, held)
+    b1, held = (optax.tree.get(state, name) for name in ("b1", SCHEDULE_FREE))
+    return jax.tree.map(  # what is held of a frozen leaf is no array
+        lambda y, z: schedule_free_params(y, z, b1) if hasattr(z, "dtype") else y,
+        *(params, held),
+    )
 
 
 def _find(name: str) -> Callable[..., Any]:

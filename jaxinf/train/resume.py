@@ -1,4 +1,4 @@
-"""What each commit says of its run, and the check of it before the run is resumed.
+"""The description of a run in each commit, and its check when the run is resumed.
 
 Invariant: a resumed run continues at exactly the next batch of exactly the same data,
 or is refused with a list of what differs.
@@ -10,7 +10,6 @@ from typing import Any
 
 from jaxinf_models import config_to_json, family_of
 
-from jaxinf.command_line import UsageError
 from jaxinf.errors import StoreMismatchError
 from jaxinf.processes import Group
 from jaxinf.train.config import TrainConfig
@@ -50,7 +49,7 @@ def first_payload(config: TrainConfig) -> dict[str, JsonValue]:
 
 
 def identity_of(config: TrainConfig, data: TrainingData) -> dict[str, Any]:
-    """Returns what the payloads of all later steps have in common."""
+    """Returns the part that the payloads of all later steps share."""
     settings = config.to_json() | resolved_settings(config)
     if config.model_file is not None:  # may move; its fields count
         settings["preset"] = TrainConfig.preset
@@ -72,16 +71,8 @@ def payload_of(own: Mapping[str, Any], step: int) -> dict[str, JsonValue]:
 def check_same(own: Mapping[str, Any], group: Group) -> None:
     """Refuses processes of one run that have other settings or data."""
     said = {**own["settings"], "data": _data_line(own["data"])}
-    first, *others = group.gather("the settings of the run", lambda: said)
-    for number, one in enumerate(others, 1):
-        differing = [
-            f"{_flag(name)}: expected the same in all processes, found {value} in "
-            f"process {number}, and {first[name]} in process 0"
-            for name, value in one.items()
-            if value != first[name]
-        ]
-        if differing:
-            raise UsageError("; ".join(differing))
+    remedy = "give all of them the same flags and the same data"
+    group.agree("the settings of the run", lambda: said, remedy)
 
 
 def resumed(
@@ -138,7 +129,7 @@ def resumed(
 
 
 def _other_fields(theirs: JsonValue, ours: Mapping[str, Any]) -> list[str]:
-    """Lists what differs in a run's model, which its params may not show."""
+    """Lists differing fields of a run's model, which its params may not show."""
     if not isinstance(theirs, Mapping):
         return []
     held, own = (
