@@ -20,7 +20,7 @@ from jaxinf.errors import StoreError, StreamError
 from jaxinf.streaming.update import device_updates as on_device
 from jaxinf.streaming.update.apply_gradients import StoreSink
 from jaxinf.streaming.update.device_updates import (
-    NUM_MEASURED,
+    NUM_TRIED,
     NUM_UNDER_WAY,
     DeviceUpdater,
     next_interval,
@@ -245,7 +245,7 @@ def test_k_is_what_shortens_the_updates(
     for tried, seconds_of_step in steps:
         assert next_interval(seconds, most) == tried
         seconds.append(seconds_of_step)
-    assert len(seconds) == NUM_MEASURED
+    assert len(seconds) == NUM_TRIED
     assert next_interval(seconds, most) == every
 
 
@@ -257,7 +257,7 @@ def test_k_is_measured_once_and_kept(opened, monkeypatch, caplog, every):
     def chosen(seconds, most):
         measured.append((len(seconds), most))
         assert all(0 < one < 60 for one in seconds)
-        return every if len(seconds) == NUM_MEASURED else next_interval(seconds, most)
+        return every if len(seconds) == NUM_TRIED else next_interval(seconds, most)
 
     monkeypatch.setattr(on_device, "next_interval", chosen)
     plain = opened(None, "plain")
@@ -275,19 +275,19 @@ def test_k_is_measured_once_and_kept(opened, monkeypatch, caplog, every):
         return found
 
     assert go_on("auto", 2) == ("auto", 0)
-    assert go_on(None, NUM_MEASURED)[0] == "auto"
+    assert go_on(None, NUM_TRIED)[0] == "auto"
     with pytest.raises(StreamError, match=r"device_updates=auto, found device_upd.*=2"):
         opened(2)
     jaxinf.close(plain.store.path.with_name("store"))
     assert not caplog.text
     measured.clear()
     kept = every, 8 // every if every else 0
-    assert go_on("auto", NUM_MEASURED + 2) == kept
-    assert measured == [(number, 8) for number in range(NUM_MEASURED + 1)]
+    assert go_on("auto", NUM_TRIED + 2) == kept
+    assert measured == [(number, 8) for number in range(NUM_TRIED + 1)]
     assert caplog.text.count(f"device_updates={every}, as measured") == 1
     for asked in ("auto", None, every):
         assert go_on(asked, 1) == kept
-    assert len(measured) == NUM_MEASURED + 1
+    assert len(measured) == NUM_TRIED + 1
 
 
 @pytest.mark.long

@@ -49,8 +49,8 @@ NUM_ROOMS = 3
 NUM_UNDER_WAY = 4
 """Units whose updates are under way at a time, where a device computes some."""
 
-NUM_MEASURED = 7
-"""Steps that are measured before k is chosen."""
+NUM_TRIED = 7
+"""Steps that try shares of the updates before k is chosen."""
 
 LEAST_ELEMENTS = 1 << 16
 """Shorter subgroups stay with the CSDs: an update of theirs is over before a call of
@@ -198,7 +198,7 @@ def needs_of_share(
 
 
 def next_interval(seconds: Sequence[float], most: int) -> int:
-    """Returns k of a store's next step; after `NUM_MEASURED` steps, k from then on.
+    """Returns k of a store's next step; after `NUM_TRIED` steps, k from then on.
 
     The first step compiles, and does not count. Of the others two have all updates on
     the host, two all on the device, and two as many on each as take the same time.
@@ -211,7 +211,7 @@ def next_interval(seconds: Sequence[float], most: int) -> int:
         return (1, 0, 0, 1, 1)[len(seconds)]
     host_s, device_s = min(seconds[1:3]), min(seconds[3:5])
     shared = min(math.ceil(1 + device_s / host_s), most)
-    if len(seconds) < NUM_MEASURED:
+    if len(seconds) < NUM_TRIED:
         return shared
     best_s, best = min((device_s, 1), (min(seconds[5:]), shared))
     return best if best_s <= (1 - _LEAST_GAIN) * host_s else 0
@@ -232,7 +232,7 @@ def next_assignment(
     every = last.device_updates
     if not last.step or every == "auto":  # not chosen by batches of another shape
         every = next_interval(update_s, len(share.subgroups))
-        if len(update_s) < NUM_MEASURED:
+        if len(update_s) < NUM_TRIED:
             return replace(every_kth(share, every), every="auto")
         _LOG.warning("device_updates=%d, as measured in the first steps", every)
     return every_kth(share, every)
