@@ -1,4 +1,4 @@
-"""What all models are made of: configs, layers, masks, `run_blocks`.
+"""The parts of all models: configs, layers, masks, `run_blocks`.
 
 Invariant: the only state is params, in `nnx.Param`s. Dropout takes its key as an
 argument, so that a model splits into a static part and a plain tree of arrays.

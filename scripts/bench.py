@@ -1,4 +1,4 @@
-"""What the scripts that measure share: a command line, turns, medians, a JSON document.
+"""Parts of the scripts that measure: a command line, turns, medians, a document.
 
     def measure(arguments, place): ...         # a dictionary of figures
     run(__doc__, measure, reps=5, memory=SIZE | {"default": 1 << 30})

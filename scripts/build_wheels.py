@@ -1,4 +1,4 @@
-"""Builds what is published: an sdist, and from it a wheel for each machine.
+"""Builds the published files: an sdist, and from it a wheel for each machine.
 
 The wheels have the kernels of `standard_kernels` for every level of a processor,
 and run on any Linux with glibc 2.28 or newer. Nothing is downloaded. This machine's

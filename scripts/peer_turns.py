@@ -1,4 +1,4 @@
-"""What a contender of scripts/bench_peers.py and its parent say to each other.
+"""The words between a contender of scripts/bench_peers.py and its parent.
 
 A contender is a process of its own. It prints a line of JSON about itself when it is
 ready. Then each line that it reads is a number of steps, and it answers with a line of

@@ -1,4 +1,4 @@
-"""What the recipes in docs/recipes take: memory, disk, and bytes of a step.
+"""Counts memory, disk, and bytes of a step of the recipes in docs/recipes.
 
     python scripts/recipe_sizes.py   # a table, computed; nothing is written
 

@@ -69,8 +69,7 @@ def called_jaxpr(
     """Returns the jaxpr of an equation that is only a call; None for other equations.
 
     Args:
-      name: name of the equation's primitive.
-      params: the equation's parameters.
+      name, params: of the equation.
       checkpoints: whether `jax.checkpoint` counts as a call, so that its recomputed
         equations need not stay together.
     """
@@ -118,9 +117,7 @@ def bind(
     """Computes an equation; traceable.
 
     Args:
-      primitive: the equation's primitive.
       operands: arrays or tracers.
-      params: the equation's parameters, as in its jaxpr.
       context: the equation's ``ctx``; None if it has none.
     """
     given = primitive.get_bind_params(dict(params))

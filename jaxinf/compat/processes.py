@@ -22,10 +22,6 @@ class Coordination:
 
     Its calls are host-side gRPC; all block, without the GIL. Thread-safe. JAX waits
     without end for a service whose process is stopped, so each has a limit here.
-
-    Attributes:
-      process: number of this process.
-      num_processes: number of all processes.
     """
 
     def __init__(self, client: Any, process: int, num_processes: int) -> None:

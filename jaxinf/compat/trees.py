@@ -50,7 +50,6 @@ def register_checked(kind: type[tuple[Any, ...]], check: Callable[[], None]) -> 
     """Registers a ``NamedTuple`` as a tree of its fields that JAX looks into with us.
 
     Args:
-      kind: the class.
       check: is called each time that JAX flattens one, as each call of a jitted
         function does with its arguments; its exception is that call's.
     """

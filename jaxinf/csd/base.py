@@ -24,8 +24,6 @@ class Extent:
     """One state's part of a subgroup, in its chunk file and in the CSD's buffer.
 
     Attributes:
-      dtype: dtype of the elements.
-      num_elements: number of elements.
       file_offset_bytes: offset in the chunk file, a multiple of the page.
       buffer_offset_bytes: offset in the buffer, a multiple of the page.
       codec: their codec for float32, as in the store's manifest; empty for none.
@@ -75,13 +73,10 @@ class Update(NamedTuple):
     Attributes:
       extents: master params, then the kernel's slots in its order, as they are stored;
         scales follow their int8 codes, and remainders their split params.
-      kernel: the kernel.
       gradient: 1-D, 16 or 32 bits, as long as the subgroup; only read. In a sparse one,
         elements that were not sent are zero.
-      inputs: scalars and further arrays.
       out: 1-D; float32 receives the update, a 16-bit dtype the new params; these are
         the stored ones if params are coded. None if nobody wants them.
-      rounding: the seed of stochastic rounding.
       given: params to use instead of the buffer's, of the same dtype. Only for a kind
         without cards.
       tells: positions in the extents whose checksum as read is requested.
@@ -134,8 +129,7 @@ class KernelNeed:
     """A leaf's requirements for a CSD.
 
     Attributes:
-      leaf: the leaf's name.
-      kernel: the leaf's update.
+      leaf: its name.
       codecs: codecs of the master params, then of the slots in the kernel's order, as
         in `Extent`.
       dtype: dtype of the params on the JAX device.
@@ -236,12 +230,7 @@ class Csd(Protocol):
         extent: Extent,
         values: Array,
     ) -> None:
-        """Copies values of the host to a state of the buffer, to be written.
-
-        Args:
-          buffer, extent: the buffer, and the state in it.
-          values: of the extent's dtype.
-        """
+        """Copies values of the host to a state of the buffer, to be written."""
         ...
 
 

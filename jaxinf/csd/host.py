@@ -179,7 +179,7 @@ class HostCsd:
         )
 
     def view(self, buffer: CsdBuffer, extent: Extent) -> Array:
-        """The buffer's own memory as an array of the extent's dtype."""
+        """Returns the buffer's own memory as an array of the extent's dtype."""
         start = extent.buffer_offset_bytes
         memory = _own(buffer).memory.array[start : start + extent.num_bytes]
         return memory.view(extent.dtype)
@@ -190,7 +190,7 @@ class HostCsd:
         extent: Extent,
         values: Array,
     ) -> None:
-        """Into the buffer's own memory."""
+        """Copies values into the buffer's own memory."""
         self.view(buffer, extent)[...] = values
         _own(buffer).known.pop(extent.buffer_offset_bytes, None)
 

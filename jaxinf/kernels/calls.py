@@ -97,7 +97,7 @@ class EntryPoint:
 
 
 class CallInputs(NamedTuple):
-    """What a call gets beside the states; see `CompiledKernel.run`."""
+    """The inputs of a call beside the states; see `CompiledKernel.run`."""
 
     gradient: Array
     out: Array | None

@@ -1,4 +1,4 @@
-"""Card kernels on a machine without a card, and what cards take from their host.
+"""Card kernels on a machine without a card, and the host's table for real cards.
 
 Invariant: a library is built from the same sources as for synthesis, with the header
   files in ``hls/csim`` in place of the vendor's. With this host's table of estimates, a

@@ -24,17 +24,11 @@ from jaxinf.typing import FLOAT32, FLOAT_DTYPES, Array
 
 @dataclass(frozen=True, eq=False)
 class CompiledKernel:
-    """A kernel in machine code. Thread-safe; releases the GIL in long runs.
-
-    Attributes:
-      kernel: The kernel.
-      entry: Its entry point.
-      constants: The words of its literals.
-    """
+    """A kernel in machine code. Thread-safe; releases the GIL in long runs."""
 
     kernel: Kernel = field(repr=False)
     entry: EntryPoint = field(repr=False)
-    constants: tuple[int, ...] = field(repr=False)
+    constants: tuple[int, ...] = field(repr=False)  # the words of its literals
 
     def run(
         self,
@@ -80,7 +74,7 @@ class CompiledKernel:
 def _check(
     kernel: Kernel, states: Sequence[Array | CodedSlot], inputs: CallInputs
 ) -> None:
-    """Asserts what the machine code relies on; it knows neither lengths nor dtypes."""
+    """Asserts lengths and dtypes, which the machine code does not check."""
     gradient, out, scalars, arrays = inputs
     written = [s.codes if isinstance(s, CodedSlot) else s for s in states]
     plain = [FLOAT32, *kernel.slot_dtypes]

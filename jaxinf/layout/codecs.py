@@ -49,13 +49,13 @@ class CodedSlot:
 
     @property
     def remainders(self) -> Array | None:
-        """The array beside, if it is that of remainders."""
+        """The array of remainders; None if there is another beside, or none."""
         is_rest = self.beside is not None and self.beside.dtype == np.int16
         return self.beside if is_rest else None
 
     @property
     def scales(self) -> Array | None:
-        """The array beside, if it is that of scales."""
+        """The array of scales; None if there is another beside, or none."""
         return self.beside if self.remainders is None else None
 
     def decode(self) -> Array:
@@ -190,7 +190,7 @@ def _counters(first: int, count: int) -> Array:
 
 
 def _uniform(first: int, count: int, key: int | None) -> Array:
-    """In [0, 1), float32; a half without a key."""
+    """Returns numbers in [0, 1), float32; halves without a key."""
     if key is None:
         return np.full(count, 0.5, np.float32)
     return random_bits(_counters(first, count), key) * np.float32(1 / 65536)

@@ -28,7 +28,6 @@ def gather(
 
     Args:
       block_source: array of any dtype and layout that contains the whole chunk.
-      chunk: the chunk.
       origin: leaf index of `block_source[0, …, 0]`.
       offset_elements: start of the run within the chunk.
       num_elements: length of the run.

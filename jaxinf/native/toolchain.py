@@ -128,7 +128,7 @@ def key_of_library(source: str, compiler: str, level: str) -> str:
 
 
 def identity_of(compiler: str, command: Sequence[str]) -> bytes:
-    """Tells a compiler and its command line, without files, from others."""
+    """Returns bytes that tell a compiler and its flags from others."""
     path = os.path.realpath(compiler)
     status = os.stat(path)
     return repr((path, status.st_size, status.st_mtime_ns, *command)).encode()

@@ -140,7 +140,7 @@ class LeafCall:
     def request(
         self, call: "HostCall", leaf: LeafDescription, out: Any
     ) -> UpdateRequest:
-        """On the host: makes the request; `out` gets the update or 16-bit params."""
+        """Makes the request, on the host; `out` gets the update or 16-bit params."""
         probe = self.probe
         if probe is None:
             given = np.zeros(0, out.dtype) if self.params is None else self.params
@@ -207,7 +207,7 @@ class HostCall(NamedTuple):
         return cls(tuple(complete), tuple(scalars.values()), step, after=after)
 
     def origin(self, leaf: LeafCall) -> tuple[int, ...]:
-        """On the host: index in the leaf of the first element of the device's part."""
+        """Returns the leaf's index of the device's first element; on the host."""
         if leaf.sharding is None:
             return (0,) * len(leaf.shape)
         mesh, origin = leaf.sharding.mesh, []
@@ -227,7 +227,7 @@ class HostCall(NamedTuple):
 
     @property
     def key(self) -> tuple[int, ...]:
-        """On the host: identifies the call within a step."""
+        """Identifies the call within a step; on the host."""
         device = () if self.device is None else self.device.tolist()
         return (self.leaves[0].number, *device)
 

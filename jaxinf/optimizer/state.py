@@ -146,9 +146,9 @@ class SmartUpdateState(_Fields):
 
 
 def _check() -> None:
-    """Raises what came during a callback that must not raise.
+    """Raises an exception of a callback that must not raise.
 
-    With several JAX devices that is a failure of the store, on one an interrupt.
+    With several JAX devices it is a failure of the store, on one an interrupt.
     """
     raise_kept()
     check_announced()

@@ -335,7 +335,7 @@ class _StepCalls:
 
     @cached_property
     def _records(self) -> tuple[LeafRecord, ...]:
-        """Those of the store, which may still have to be made."""
+        """The store's records of the leaves, also if the store is not made yet."""
         return self.wrapped.engine.shape(self.description).leaves
 
     def _compress(self, call: LeafCall) -> LeafCall:

@@ -1,4 +1,4 @@
-"""The processes of a run, as one of them sees them: what they tell each other.
+"""The processes of a run, as one of them sees them, and their messages.
 
      say:     a word of this process, which the others see at once
      gather:  every process gives a value ──► each gets the values of all
@@ -112,7 +112,7 @@ class Group:
             )
 
     def in_all(self, what: str, action: Callable[[], _T]) -> _T:
-        """Returns what an action returns, when it has gone well in all processes.
+        """Returns the result of an action, when it has succeeded in all processes.
 
         So no process fails where the others wait for it in a collective.
         """
@@ -194,7 +194,7 @@ class Group:
         return [told[number]["value"] for number in numbers]
 
     def _forget_read(self, topic: str) -> None:
-        """Removes what all have read, since they have come to this topic."""
+        """Removes words that all have read, as they have come to this topic."""
         read, self._read = self._read, [topic]
         for one in read if self.number == 0 else ():
             self.forget(one)
@@ -202,14 +202,14 @@ class Group:
     # --- words ---------------------------------------------------------------------
 
     def say(self, topic: str, value: JsonValue = None, *, again: bool = False) -> None:
-        """Says something of a topic, once or again; waits for nobody."""
+        """Publishes a value of a topic, once or again; waits for nobody."""
         text, key = json.dumps(value), f"{self._key(topic)}/{self.number}"
         if self.service is not None:
             with self._serving(topic):
                 self.service.put(key, text, self.limit_s, again=again)
 
     def said(self, topic: str) -> dict[int, Any]:
-        """Returns what processes have said of a topic so far, by number."""
+        """Returns the values that processes have published of a topic, by number."""
         if self.service is None:
             return {}
         with self._serving(topic):
@@ -220,7 +220,7 @@ class Group:
         return f"jaxinf/{self.session}/{topic}"
 
     def forget(self, topic: str) -> None:
-        """Removes what all have said of a topic."""
+        """Removes the values that all have published of a topic."""
         if self.service is not None:
             with self._serving(topic):
                 self.service.remove(self._key(topic), self.limit_s)
@@ -248,7 +248,7 @@ class Group:
         return LIMIT_S if self._limit_s is None else self._limit_s
 
     def _words(self, topic: str, numbers: Sequence[int], what: str) -> dict[int, str]:
-        """Waits for what processes say; lacks those that may not say it any more."""
+        """Waits for words of processes; lacks those of processes that have failed."""
         assert self.service is not None
         heard_s = dict.fromkeys(numbers, time.monotonic())
         found, signs = dict[int, str](), dict[int, Any]()
@@ -299,7 +299,7 @@ class Group:
 
     @contextlib.contextmanager
     def living(self) -> Iterator[None]:
-        """Says all the while that this process works, so that the others wait."""
+        """Reports in its body that this process works, so that the others wait."""
         ended, count = threading.Event(), itertools.count(1)
         thread = self.report(lambda: next(count), ended)
         try:

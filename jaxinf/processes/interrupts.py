@@ -14,6 +14,7 @@ import os
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
+from typing import Any
 
 _WAIT_S = 0.1
 
@@ -43,15 +44,15 @@ class Ending:
 
 
 class Work:
-    """A function to run once on another thread, and what it raised."""
+    """A function to call once on another thread, and its exception."""
 
     def __init__(self, function: Callable[[], None]) -> None:
         self._function: Callable[[], None] | None = function
         self.error: BaseException | None = None
         self.ending = Ending()
 
-    def run(self) -> None:
-        """Runs the function, at the first call, and keeps what it raises."""
+    def __call__(self) -> None:
+        """Calls the function, at the first call, and keeps its exception."""
         function, self._function = self._function, None
         if function is None:
             return
@@ -106,20 +107,21 @@ def raise_kept() -> None:
 
 
 def start_thread(name: str) -> "SimpleQueue[Work | None]":
-    """Returns the queue of a new thread, which runs works in turn until it gets None.
+    """Starts a thread that serves a queue; returns the queue.
 
     Raises:
       RuntimeError: the process may have no more threads.
     """
     queue: SimpleQueue[Work | None] = SimpleQueue()
-    threading.Thread(target=_serve, args=(queue,), name=name, daemon=True).start()
+    threading.Thread(target=serve, args=(queue,), name=name, daemon=True).start()
     return queue
 
 
-def _serve(queue: "SimpleQueue[Work | None]") -> None:
-    while (work := queue.get()) is not None:
-        work.run()
-        del work  # it would stay in memory until the next one
+def serve(queue: "SimpleQueue[Any]") -> None:
+    """Calls functions of a queue in turn until there is None; a thread's target."""
+    while (function := queue.get()) is not None:
+        function()
+        del function  # it would stay in memory until the next one
 
 
 @functools.cache

@@ -171,7 +171,7 @@ class Inliner:
         self._callers: list[Any] = []
 
     def inline(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-        """Returns a jaxpr's results, from what stands for its arguments.
+        """Returns a jaxpr's results, from values for its arguments.
 
         Args:
           jaxpr: Closed or not.
@@ -218,12 +218,12 @@ class Inliner:
         return node.outputs
 
     def const(self, array: Any) -> Value:
-        """Returns what stands for an array that the function closed over."""
+        """Returns the value of an array that the function closed over."""
         aval = jax.ShapeDtypeStruct(np.shape(array), array.dtype)
         return Value(aval, constant=array)
 
     def literal(self, literal: Any) -> Value:
-        """Returns what stands for a literal."""
+        """Returns the value of a literal."""
         return Value(literal.aval, constant=literal.val)
 
 

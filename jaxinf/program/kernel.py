@@ -93,13 +93,10 @@ class Kernel:
 
     Attributes:
       slots: Names of the stored state, in order.
-      slot_dtypes: Their dtypes.
       scalar_dtypes: Dtypes in which prologue scalars come (32-bit or bool).
       array_dtypes: Dtypes of the prologue's arrays, one element per leaf element.
-      equations: The body.
       update: optax's update `u` (float32); None where it is the literal zero,
         and for a first state, which does not depend on the old one.
-      new_slots: The slots' new values.
       reciprocals: For each scalar, whether XLA multiplies by its reciprocal instead of
         dividing by it. It does if the scalar is broadcast and has no other use in the
         update of all leaves. Empty for none.

@@ -169,7 +169,7 @@ class Passes:
         self.before = self._make_before(exports, inputs)
 
     def of_leaf(self, leaf: int) -> list[PassComputation]:
-        """Returns what all passes compute of a leaf."""
+        """Returns the computations of all passes on a leaf."""
         numbers = range(self.num_passes)
         return [self.parts[n, leaf] for n in numbers if (n, leaf) in self.parts]
 
@@ -346,7 +346,7 @@ class Passes:
     def _make_before(
         self, exports: Mapping[Value, tuple[int, int]], inputs: Sequence[Value]
     ) -> list[PassComputation]:
-        """Returns what is computed before each pass and after the last.
+        """Returns the computations before each pass and after the last.
 
         Args:
           inputs: Those of no leaf.
@@ -410,7 +410,7 @@ def _is_light(node: Node) -> bool:
 
 
 def _follows(node: Node, *known: Set[Value]) -> bool:
-    """Whether an element of a node's result follows from those of known arrays."""
+    """Whether a node maps elements of known arrays to elements of its result."""
     return is_elementwise(node) and all(
         not value.shape or any(value in arrays for arrays in known)
         for value in node.inputs

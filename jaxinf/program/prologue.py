@@ -80,7 +80,7 @@ def make_prologue(
 
 
 def as_scalar(found: Any, value: Value) -> jax.Array:
-    """Returns a number as a kernel takes it, from that of a prologue's value."""
+    """Returns the array of a prologue's value as a scalar that a kernel takes."""
     return jnp.reshape(found, ()).astype(scalar_dtype(value.dtype))
 
 

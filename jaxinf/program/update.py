@@ -135,7 +135,6 @@ class InitProgram:
     """``tx.init``, divided between JAX and the storage.
 
     Attributes:
-      layout: The layout of the state.
       leaves: One per params leaf.
       prologue: Makes the first scalar state and, per leaf, its kernel's inputs from
         flat leaves, each in its own dtype; widened if they are needed. Traceable.
@@ -154,7 +153,7 @@ class InitProgram:
     def compute(
         self, leaves: Sequence[Any]
     ) -> tuple[list[jax.Array], list[LeafInputs]]:
-        """Returns what the prologue makes, compiled; reads only what it needs.
+        """Runs the prologue, compiled; reads only the leaves that it needs.
 
         Args:
           leaves: The params' leaves, deferred or not; shapes of those not needed.

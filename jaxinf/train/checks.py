@@ -61,7 +61,7 @@ def _given(config: TrainConfig, why: str, *names: str) -> _Problems:
 
 
 def _of_values(config: TrainConfig) -> _Problems:
-    """Each flag alone, and numbers that belong together; which model is meant."""
+    """Yields refusals of single flags, of numbers together, and of the model's name."""
     for name, field in FLAGS.items():
         value = getattr(config, field.name)
         for path in value if isinstance(value, tuple) else (value,):

@@ -1,4 +1,4 @@
-"""What a run takes, counted before it: memory, disk, and the bytes of a step.
+"""Counts a run's memory, disk, and the bytes of a step, before the run.
 
     layout of the store ──┐
     programs, traced ─────┴─► needs
@@ -32,7 +32,7 @@ from jaxinf.typing import FLOAT32, PyTree
 
 @dataclass(frozen=True, kw_only=True)
 class RunNeeds:
-    """What a run in one process takes at its peak, and what a step moves.
+    """The needs of a run in one process at its peak, and the traffic of a step.
 
     The process itself takes up to 600 MB beside.
 
@@ -61,7 +61,7 @@ def count(
     device_bytes: int | None,
     limit: DeviceLimit | None = None,
 ) -> RunNeeds:
-    """Counts what a run takes; traces it, and compiles its programs.
+    """Counts the needs of a run; traces it, and compiles its programs.
 
     Args:
       config: a run in one process that `check` has returned.
@@ -91,7 +91,7 @@ def count(
 
 
 def _program_bytes(config: TrainConfig, batch: Batch | None) -> tuple[int, int]:
-    """Counts what a program of a loss and its gradients takes, and these gradients."""
+    """Counts the bytes of a program of a loss and its gradients, and of these."""
     graphdef, params = config.abstract
     own = jax.tree.leaves(trained(config.frozen, params))
     gradients = FLOAT32.itemsize * sum(leaf.size for leaf in own)

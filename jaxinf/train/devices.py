@@ -27,7 +27,7 @@ _PATIENCE_S = 300.0  # for the coordinator, as JAX's own
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """Where arrays of a run are.
+    """The placement of a run's arrays.
 
     Attributes:
       mesh: all devices of all processes, along one axis; None for one device.

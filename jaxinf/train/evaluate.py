@@ -51,7 +51,7 @@ class Best(NamedTuple):
     loss: float = math.inf
 
     def payload(self) -> dict[str, Any]:
-        """Returns what a commit says of it."""
+        """Returns its part of a commit's payload."""
         return {"best": self._asdict()} if self.step >= 0 else {}
 
 

@@ -253,7 +253,7 @@ class _TrainingRun:
     # --- the end -------------------------------------------------------------------
 
     def end(self) -> int:
-        """Evaluates, prints what the run took, waits for exports.
+        """Evaluates, prints the memory that the run took, and waits for exports.
 
         Returns the exit status.
         """

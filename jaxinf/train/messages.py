@@ -1,4 +1,4 @@
-"""What a run says: its config, progress and results.
+"""The messages of a run: its config, progress and results.
 
 Invariant: it names things the user can act on: paths, sizes, commands. Without a
 terminal only plain lines are written, without control characters; printed text is never
@@ -79,7 +79,7 @@ def say_config(console: Console, config: TrainConfig, data: TrainingData) -> Non
 def say_results(
     console: Console, config: TrainConfig, store: Store | None, idle_bytes: int
 ) -> None:
-    """Prints what memory the run took, and the paths of the results.
+    """Prints the memory that the run took, and the paths of the results.
 
     Args:
       idle_bytes: resident memory of the process before it had the run's params.
@@ -108,7 +108,7 @@ def _command(*words: str | Path) -> str:
 
 
 def say_stopped(console: Console, config: TrainConfig, step: int) -> None:
-    """Says at which step a signal stopped the run, and how to resume it."""
+    """Prints the step at which a signal stopped the run, and how to resume it."""
     text = "; --mode memory keeps nothing to resume"
     if config.store is not None:
         run = _command("jaxinf.train", "--config", config.logs / "config.toml")
@@ -128,7 +128,7 @@ def describe(config: TrainConfig, found: Evaluation) -> str:
 
 
 class Progress:
-    """Says how far the run is, every few seconds.
+    """Prints the progress of the run every few seconds.
 
     Args:
       first: number of steps done before.

@@ -1,4 +1,4 @@
-"""What the loop calls to train, with params in memory or streamed from a store.
+"""Functions that train for the loop, params in memory or streamed from a store.
 
                    params         optimizer's state
     ``update``     in memory      in the store
@@ -41,7 +41,7 @@ from jaxinf.typing import DeferredArray, PyTree
 
 
 class Done(NamedTuple):
-    """What a step has done; its commit may still be in flight.
+    """The results of a step, whose commit may still be in flight.
 
     The loss is that of the batch before the update, the norm that of all gradients, if
     they exist at once. A step is skipped if one of them is not finite. `stream` is what
@@ -56,7 +56,7 @@ class Done(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """What the loop calls.
+    """The functions that the loop calls.
 
     Attributes:
       compile: returns the step for batches like this one.

@@ -77,7 +77,7 @@ class StepTimer:
         }
 
     def forget(self) -> None:
-        """Counts what is busy from the begin of the next step."""
+        """Counts busy times only from the beginning of the next step on."""
         self._since_s = None
 
     def ended(self, number: int, costs: Costs) -> None:
@@ -87,7 +87,7 @@ class StepTimer:
             self.close()
 
     def close(self) -> None:
-        """Writes what was traced and is not written."""
+        """Ends a trace under way, and writes it."""
         if self._is_tracing:
             self._is_tracing, self._traced = False, range(0)
             timeline.annotate = None

@@ -120,12 +120,8 @@ def _content(fd: int, path: PathLikeStr, most_bytes: int) -> bytes:
 def check_regular(path: PathLikeStr, status: os.stat_result) -> None:
     """Refuses other than regular files, which may block, never end, or lead elsewhere.
 
-    Args:
-      path: the path, for the error.
-      status: its status.
-
     Raises:
-      StoreIOError: names the kind of the file.
+      StoreIOError: names the path and the kind of the file.
     """
     if not stat.S_ISREG(status.st_mode):
         raise StoreIOError(

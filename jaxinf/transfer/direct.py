@@ -40,7 +40,6 @@ def read_into(
     """Reads a part of a file into a buffer, in whole pages; blocks until done.
 
     Args:
-      path: the file.
       array: uint8, 1-D, contiguous, page-aligned and writable: `Buffer.array` or a part
         of it that starts on a page, with room for the last page.
       offset_bytes: position in the file, a multiple of the page.

@@ -210,7 +210,7 @@ class Mover:
             self._queues.at_once = states
 
     def flush(self) -> bool:
-        """Writes what was deferred, and blocks until it is; whether it was anything.
+        """Writes deferred states, and blocks until they are; whether there were any.
 
         Raises:
           BaseException: as `run`.

@@ -142,7 +142,7 @@ class Queues:
             drive.due.clear()
 
     def end_step(self, given_up: Collection[Hashable] = ()) -> None:
-        """Drops what was prefetched; what tasks have computed counts from now on.
+        """Drops prefetched pieces; the results of tasks count from now on.
 
         Args:
           given_up: keys of pieces whose last task does not count.

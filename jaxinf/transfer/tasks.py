@@ -1,4 +1,4 @@
-"""What the mover works on: tasks, pieces in memory, and units of work on them.
+"""The data of the mover: tasks, pieces in memory, and units of work on them.
 
 Invariant: plain data. A task names everything it touches, the mover decides only the
 time; a unit describes work and does none of it.
@@ -118,7 +118,7 @@ class Resident:
         return tuple([load for load in self.task.loads if load[0] not in self.held])
 
     def begin_task(self, task: Task, step: int) -> None:
-        """Takes a task; what one of an earlier step has computed counts from now on."""
+        """Takes a task; the results of an earlier step's task count from now on."""
         self.task = task
         if self.stored and self.stored_in < step:
             self.held, self.stored = self.held | self.stored, frozenset()
@@ -142,7 +142,7 @@ class Resident:
         self.is_flushed = False
 
     def give_up(self, step: int) -> bool:
-        """Drops what a task of this step has computed; whether nothing is left."""
+        """Drops the results of this step's task; whether nothing is left."""
         if self.stored_in == step:
             self.unwritten, self.stored = self.unwritten - self.stored, frozenset()
         return self.is_empty

@@ -1,4 +1,4 @@
-"""Measures what compressed gradients cost in fine-tuning, beside training from scratch.
+"""Measures the cost of compressed gradients in fine-tuning and in training anew.
 
 A GPT-2 of 3.7 M params is pretrained on the library's own text and then fine-tuned on
 the tasks of finetune_tasks.py, dense and with 10, 2 and 1 % of the bytes. This is no

@@ -1,4 +1,4 @@
-"""Rows of a fixed length out of token ids, and what is loaded of a run's data.
+"""Rows of a fixed length out of token ids, and the data of a run.
 
     windows    all texts one after another, cut at equal lengths
     packed     as many whole examples as fit
