@@ -52,8 +52,7 @@ def gradients_of(
     Micro-batches run one after another. Their gradients, in float32, are weighed by the
     learned tokens.
     """
-    frozen = Frozen() if config.mode == "memory" else config.frozen
-    micro_batches = config.micro_batches
+    frozen, micro_batches = _without_gradient(config), config.micro_batches
     both = jax.value_and_grad(loss_of(config, graphdef))
 
     def of_part(params: PyTree, batch: Any) -> tuple[jax.Array, PyTree]:
@@ -78,6 +77,11 @@ def gradients_of(
         return jax.tree.map(lambda s, x: s.astype(x.dtype), sums, like)
 
     return of_all if micro_batches > 1 else of_part
+
+
+def _without_gradient(config: TrainConfig) -> Frozen:
+    """Returns the leaves whose gradients are None."""
+    return Frozen() if config.mode == "memory" else config.frozen
 
 
 def weight_of_part(part: Any) -> Any:
@@ -117,7 +121,7 @@ def compile_train_step(
     if is_fused:
         return _compile(step, example, donated=(0, 1), results=(params, state, None))
     # A gradient has the shape, the dtype and the place of its param.
-    own = _beside(jax.eval_shape(value_and_gradients, params, batch)[1], params)
+    own = trained(_without_gradient(config), params)
     first = _compile(value_and_gradients, (params, batch), results=(None, own))
     inputs = own, state, params
     # A callback's results have memory of their own.
@@ -146,16 +150,6 @@ def updated(params: PyTree, updates: PyTree) -> PyTree:
     return jax.tree.map(
         lambda x, param: param if x is None else optax.apply_updates(param, x),
         updates,
-        params,
-        is_leaf=lambda x: x is None,
-    )
-
-
-def _beside(gradients: PyTree, params: PyTree) -> PyTree:
-    """Returns the params that have a gradient, None for others."""
-    return jax.tree.map(
-        lambda gradient, param: None if gradient is None else param,
-        gradients,
         params,
         is_leaf=lambda x: x is None,
     )
