@@ -7,14 +7,17 @@ drive or an optimizer are `JaxinfError`.
 
 from collections.abc import Mapping
 
-from jaxinf.terminal import printable
-
 
 class JaxinfError(Exception):
     """Root of the tree. Its text has no control characters."""
 
     def __str__(self) -> str:
-        return printable(super().__str__(), keep="\n")
+        text = super().__str__()
+        if text.isprintable():
+            return text
+        return "".join(
+            c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text
+        )
 
 
 class StoreError(JaxinfError):
