@@ -8,6 +8,7 @@ Invariant: the same jaxpr and the same cuts give the same programs, in every pro
 What a step takes stays within its budgets, in all processes alike.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -40,10 +41,10 @@ _Plan = TypeVar("_Plan")
 
 # A segment may take a third of the budget: one runs, one waits, one is fetched.
 _SHARE = 3
-# What is added to a budget that is too small, in bytes missing: buffers take at most
-# three eighths of it.
+# What is added to a budget, in bytes missing: buffers take at most three eighths of it.
 _RAISE = 8 / 5
 _MAX_RAISES = 8
+_MIB = 1 << 20
 
 
 def cut_to_fit(
@@ -174,7 +175,7 @@ def _fitting(
     policy, num_parts = options.policy, options.micro_batches
 
     def measure(plan: Plan) -> Plan:
-        """Fills in temporaries; compiles no new cut that cannot fit anyway."""
+        """Fills in temporaries; does not compile new cuts that cannot fit anyway."""
         plan = _with_params(plan, needs)
         plan = replace(plan, temp_bytes=known_temps(plan, executables))
         if cuts is not None or least_bytes(plan) <= memory.programs:
@@ -238,8 +239,8 @@ def with_advice(
     """Returns what `plan` makes of a budget.
 
     Args:
-      advises: Whether an error names a budget that works, for which it plans again:
-        not where several processes plan, which do so once.
+      advises: Whether an error names a budget that works: one that is raised by what is
+        missing, and planned for, until it fits. Several processes plan but once.
 
     Raises:
       BudgetError: The budget is too small.
@@ -247,39 +248,27 @@ def with_advice(
     try:
         return plan(budget)
     except BudgetError as error:
-        refused = error
-    works = _raised(budget, refused, plan) if advises else {}
-    raise BudgetError(
-        refused.limit,
-        refused.problem,
-        refused.missing_bytes,
-        refused.otherwise,
-        works={name: exact_bytes(num_bytes) for name, num_bytes in works.items()},
-    )
-
-
-def _raised(
-    budget: Budget, refused: BudgetError, plan: Callable[[Budget], object]
-) -> dict[str, int]:
-    """Returns arguments that work: raised by what is missing, until nothing is."""
-    raised, default = dict[str, int](), budget.device.num_bytes or 0
-    for _ in range(_MAX_RAISES):
-        name = refused.limit
-        least = raised.get(name, getattr(budget, name) or default)
-        raised[name] = _rounded(least + max(1, int(_RAISE * refused.missing_bytes)))
-        device_bytes = raised.get("device_memory_bytes", 0)
-        if budget.device_memory_bytes is None and device_bytes > default / FREE_SHARE:
-            break  # more than it has free
+        refused = last = error
+    works, device_bytes = dict[str, int](), budget.device.num_bytes or 0
+    # One that was not given is what most of the device's free memory has.
+    free_bytes = device_bytes / FREE_SHARE
+    most_bytes = free_bytes if budget.device_memory_bytes is None else math.inf
+    for _ in range(_MAX_RAISES if advises else 0):
+        least = works.get(last.limit, getattr(budget, last.limit) or device_bytes)
+        num_mib = (least + int(_RAISE * last.missing_bytes)) // _MIB + 1
+        works[last.limit] = num_mib * _MIB
+        if works.get("device_memory_bytes", 0) > most_bytes:
+            break
         try:
-            plan(replace(budget, **raised))
+            plan(replace(budget, **works))
         except BudgetError as error:
-            refused = error
+            last = error
         else:
-            return raised
-    return {}
-
-
-def _rounded(num_bytes: int) -> int:
-    """Returns whole MiB that are easily read: at most 1/32 more."""
-    unit = max(1 << 20, 1 << max(0, num_bytes.bit_length() - 6))
-    return -(-num_bytes // unit) * unit
+            raise BudgetError(
+                refused.limit,
+                refused.problem,
+                refused.missing_bytes,
+                refused.otherwise,
+                {name: exact_bytes(num_bytes) for name, num_bytes in works.items()},
+            )
+    raise refused
