@@ -13,5 +13,4 @@ from jaxinf.processes.interrupts import (
     raise_kept,
     run_whole,
     serve,
-    start_thread,
 )

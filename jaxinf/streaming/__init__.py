@@ -15,7 +15,7 @@ Where a question is answered:
     how memory is divided                  plan/memory.py
     how memory becomes cuts                plan/cut_to_fit.py
     the order of calls, and of parts       plan/order.py
-    how a batch becomes parts              run.py
+    how a batch becomes parts              micro_batches.py
     which values leave, and to where       plan/leaving.py
     what is recomputed instead             plan/choice.py
     which params are read when             plan/reads.py
@@ -28,7 +28,7 @@ Where a question is answered:
     what the device updates itself         update/device_updates.py
     which cuts a store keeps               plan/kept.py
     how processes begin and end alike      compiled_step.py
-    what happens after Ctrl-C              ctrl_c.py; compiled_step.py cleans up
+    what happens after Ctrl-C              step.py; compiled_step.py cleans up
 
 Invariant: a user's loss function is traced with its gradient and never changed; the
 parts of that one jaxpr run.

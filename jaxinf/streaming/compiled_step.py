@@ -14,9 +14,9 @@ same steps.
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,11 +29,12 @@ from jaxinf.streaming.endpoints import Endpoints, Sink
 from jaxinf.streaming.move.params import StoreParams
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.calls import Plan
-from jaxinf.streaming.plan.choice import NUM_MEASURED, StepTimes
+from jaxinf.streaming.plan.choice import NUM_MEASURED, StepTimes, segments_to_recompute
 from jaxinf.streaming.plan.compiled import Executables
 from jaxinf.streaming.program.lifetimes import OrderedProgram
 from jaxinf.streaming.program.meshes import on_this_process
 from jaxinf.streaming.run import MAX_IN_FLIGHT, Runner
+from jaxinf.transfer import ByteCounts
 from jaxinf.typing import JsonValue, PyTree
 
 
@@ -73,25 +74,19 @@ class StreamMetrics:
     dispatched_s: float
 
 
-class StepResult(NamedTuple):
-    """What a step returns, and whether params have changed."""
-
-    loss: Any
-    aux: PyTree
-    metrics: StreamMetrics
-    is_done: bool
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class CompiledStep:
-    """The steps of a plan.
+    """The steps of a plan, which run one after another.
 
     Attributes:
       params: Reads the params of a store; None in memory.
-      times: The steps that ``policy="plan"`` has measured.
+      is_measured: Whether its first steps are, for ``policy="plan"`` to choose.
+      times: Those that were.
       errors: What this process has kept of a step until all agree; none of one alone.
       keep_errors: Keeps the errors of its context, or of what it decorates.
       closing: Frees memory and files.
+      waited_s: Time that the last step waited for the store.
+      metrics: Those of the last step that ended; None before.
     """
 
     ends: Endpoints
@@ -99,10 +94,13 @@ class CompiledStep:
     runner: Runner
     params: StoreParams | None
     sink: Sink
-    times: list[StepTimes]
+    is_measured: bool
     errors: list[BaseException]
     keep_errors: Callable[[], Any]
     closing: ExitStack
+    times: list[StepTimes] = field(default_factory=list)
+    waited_s: float = 0.0
+    metrics: StreamMetrics | None = None
 
     @property
     def plan(self) -> Plan:
@@ -127,6 +125,13 @@ class CompiledStep:
             engine.join()
             engine.opened.limit_memory(num_bytes)
 
+    def choose_again(self) -> frozenset[int]:
+        """Returns the segments to be recomputed, once, when the steps are measured."""
+        if len(self.times) != NUM_MEASURED:
+            return frozenset()
+        self.times.append(self.times[-1])
+        return segments_to_recompute(self.plan, self.times[:-1])
+
     def run(
         self,
         batch: PyTree,
@@ -134,69 +139,48 @@ class CompiledStep:
         extra_args: Mapping[str, Any],
         own_args: Mapping[str, Any],
         check: Callable[[], None],
-    ) -> StepResult:
-        """Runs a step.
+    ) -> tuple[Any, PyTree, bool]:
+        """Runs a step: all processes begin, run the programs, and end it alike.
 
         Args:
           shares: As of `Runner`.
           extra_args, own_args: Those of all steps, and of this one.
           check: Called where the step can be given up; raises if it must be.
+
+        Returns:
+          Loss, aux, and whether params have changed.
         """
         given, check = {**extra_args, **own_args}, self.keep_errors()(check)
-        waited_s = self._begin(batch, given)
-        sink, values = self.sink, self.runner.values
+        values = self.runner.values
         moved, waited_values_s = values.moved.snapshot(), values.waited_s
+        self._begin(batch, given)
         try:
             loss, aux = self._run_programs(batch, shares, check)
-            if sink is not None:  # what waits while it finishes is in that time
-                waited_s += sink.waited_s
-            began_s = time.perf_counter()
             if "value" in given and "value" not in own_args:
                 assert loss is not None, "a function has no arguments"
                 given["value"] = on_this_process(loss)
-            agreed = partial(agree, self.ends.engine, self.errors)
-            if sink is None:
-                is_done = bool(agreed(tuple))
-            else:
-                is_done = sink.finish(given, (loss, aux), check, agreed)
-            waited_s += time.perf_counter() - began_s
+            is_done = self._end(given, (loss, aux), check)
         except BaseException:
-            if sink is not None:
-                sink.abandon()
+            if self.sink is not None:
+                self.sink.abandon()
             raise
-        moved, params = values.moved.snapshot() - moved, self.params
-        spilled = (0, 0) if sink is None else sink.spilled_bytes
-        metrics = StreamMetrics(
-            fetched_drive_bytes=0 if params is None else params.num_read_bytes,
-            fetched_memory_bytes=0 if params is None else params.found_bytes,
-            spilled_memory_bytes=spilled[0],
-            spilled_drive_bytes=spilled[1],
-            offloaded_drive_bytes=moved.drive_write_bytes,
-            offloaded_host_bytes=moved.link_up_bytes,
-            prefetch_hit_rate=1.0 if params is None else params.hit_rate,
-            waited_params_s=0.0 if params is None else params.waited_s,
-            waited_values_s=values.waited_s - waited_values_s,
-            waited_device_s=self.runner.waited_s,
-            waited_updates_s=waited_s,
-            dispatched_s=self.runner.dispatched_s,
-        )
-        return StepResult(loss, aux, metrics, is_done)
+        moved = values.moved.snapshot() - moved
+        self.metrics = self._metrics(moved, values.waited_s - waited_values_s)
+        return loss, aux, is_done
 
-    def _begin(self, batch: PyTree, given: Mapping[str, Any]) -> float:
-        """Begins a step in all processes; returns the time that it waited for updates.
+    def _begin(self, batch: PyTree, given: Mapping[str, Any]) -> None:
+        """Begins a step in all processes; waits for updates of the step before.
 
         Raises:
           ProcessError: Another process has failed, does not come, or has a batch of
             another form.
         """
         self.errors.clear()
-        waited_s = 0.0
 
         def form() -> JsonValue:
-            nonlocal waited_s
             began_s = time.perf_counter()
             self.ends.join()
-            waited_s = time.perf_counter() - began_s
+            self.waited_s = time.perf_counter() - began_s
             if self.sink is not None:
                 self.sink.begin(given)
             leaves, tree = jax.tree.flatten(batch)
@@ -211,15 +195,13 @@ class CompiledStep:
             if engine is not None and self.group.said("failed"):
                 engine.health.fail(error)
             raise
-        return waited_s
 
     def _run_programs(
         self, batch: PyTree, shares: Sequence[float], check: Callable[[], None]
     ) -> tuple[jax.Array | None, PyTree]:
         """Runs the programs of a step; returns its loss and aux."""
         runner, params = self.runner, self.params
-        is_measured = self.plan.policy == "plan" and bool(self.plan.evictions)
-        is_measured &= len(self.times) < NUM_MEASURED
+        is_measured = self.is_measured and len(self.times) < NUM_MEASURED
         how: dict[str, Any] = {"max_in_flight": 1 if is_measured else MAX_IN_FLIGHT}
         if self.sink is not None:
             how["hand_out"] = self.keep_errors()(self.sink.put)
@@ -237,6 +219,46 @@ class CompiledStep:
             self.times.append(StepTimes(*times))
         return results
 
+    def _end(
+        self,
+        given: Mapping[str, Any],
+        results: tuple[Any, PyTree],
+        check: Callable[[], None],
+    ) -> bool:
+        """Applies gradients, in all processes; returns whether params have changed."""
+        agreed = partial(agree, self.ends.engine, self.errors)
+        if self.sink is None:
+            agreed(tuple)
+            return False
+        began_s = time.perf_counter()
+        self.waited_s += self.sink.waited_s  # and later ones in the time of the end
+        is_done = self.sink.finish(given, results, check, agreed)
+        self.waited_s += time.perf_counter() - began_s
+        return is_done
+
+    def _metrics(self, moved: ByteCounts, waited_values_s: float) -> StreamMetrics:
+        """Returns the metrics of the step that has ended.
+
+        Args:
+          moved, waited_values_s: What values have moved in it, and were waited for.
+        """
+        params, runner = self.params, self.runner
+        spilled = (0, 0) if self.sink is None else self.sink.spilled_bytes
+        return StreamMetrics(
+            fetched_drive_bytes=0 if params is None else params.num_read_bytes,
+            fetched_memory_bytes=0 if params is None else params.found_bytes,
+            spilled_memory_bytes=spilled[0],
+            spilled_drive_bytes=spilled[1],
+            offloaded_drive_bytes=moved.drive_write_bytes,
+            offloaded_host_bytes=moved.link_up_bytes,
+            prefetch_hit_rate=1.0 if params is None else params.hit_rate,
+            waited_params_s=0.0 if params is None else params.waited_s,
+            waited_values_s=waited_values_s,
+            waited_device_s=runner.waited_s,
+            waited_updates_s=self.waited_s,
+            dispatched_s=runner.dispatched_s,
+        )
+
 
 def compile_step(
     plan: Plan,
@@ -244,9 +266,10 @@ def compile_step(
     ends: Endpoints,
     group: Group,
     executables: Executables,
-    times: list[StepTimes],
+    is_measured: bool,
 ) -> CompiledStep:
     """Takes the room of a plan's steps; blocks while its programs are compiled."""
+    is_measured &= plan.policy == "plan" and bool(plan.evictions)
     errors = list[BaseException]()
     keep_errors = partial(keeping_errors, group, errors)
     with ExitStack() as closing:
@@ -264,7 +287,7 @@ def compile_step(
             runner=Runner(plan, executables, values),
             params=params,
             sink=sink,
-            times=times,
+            is_measured=is_measured,
             errors=errors,
             keep_errors=keep_errors,
             closing=closing.pop_all(),

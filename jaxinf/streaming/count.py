@@ -16,6 +16,7 @@ from jaxinf.streaming.plan.order import plan_of
 from jaxinf.streaming.program.cut import cuts_of
 from jaxinf.streaming.program.graph import Piece, aval_bytes
 from jaxinf.streaming.program.lifetimes import order_program
+from jaxinf.transfer import ByteCounts
 from jaxinf.typing import PyTree
 
 _UNLIMITED = 1 << 62
@@ -46,9 +47,10 @@ class Count:
 
 def count(plan: Plan, ends: Endpoints) -> Count:
     """Counts what a plan's steps take and move, with such updates."""
-    traffic, updates = plan.traffic, ends.updates
-    assert traffic is not None, "it was planned for these updates"
-    last = None if updates is None else updates.on_drives(plan)
+    updates, moved = ends.updates, ByteCounts(plan.away_bytes, plan.away_bytes)
+    last = None
+    if updates is not None:
+        last, moved = updates.on_drives(plan), updates.traffic(plan)
     host_bytes, device_bytes = _memory(plan, last)
     waiting_bytes = plan.away_bytes + (0 if last is None else file_bytes(last))
     return Count(
@@ -56,8 +58,8 @@ def count(plan: Plan, ends: Endpoints) -> Count:
         host_bytes=host_bytes,
         device_bytes=device_bytes,
         disk_bytes=waiting_bytes + (0 if updates is None else updates.disk_bytes()),
-        drive_read_bytes=traffic.drive_read_bytes,
-        drive_write_bytes=traffic.drive_write_bytes,
+        drive_read_bytes=moved.drive_read_bytes,
+        drive_write_bytes=moved.drive_write_bytes,
     )
 
 

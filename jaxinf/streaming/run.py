@@ -1,15 +1,13 @@
 """Runs one step: calls programs in order, fetches params, hands out gradients.
 
-A batch may have several parts (micro-batches): each call is of one of them, in the
+A batch may have several parts (micro_batches.py): each call is of one of them, in the
 order of `plan/order.py`.
 
 Invariant: at most two programs are in flight, so memory stays within the plan; with
-asynchronous dispatch alone every param would be in memory at once. Parts have one
-shape, so the programs of one serve all.
+asynchronous dispatch alone every param would be in memory at once.
 """
 
 import contextlib
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,12 +17,10 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.dtypes import result_type
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinf.errors import StreamError
-from jaxinf.program import path_name
+from jaxinf.streaming.micro_batches import parts_of, together
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.calls import Plan, ValueSlot
 from jaxinf.streaming.plan.compiled import (
@@ -33,8 +29,6 @@ from jaxinf.streaming.plan.compiled import (
     const_sharding,
 )
 from jaxinf.streaming.program.graph import Batch, Const, Number, Origin, Piece, Seed
-from jaxinf.streaming.program.meshes import is_sharded, on_this_process
-from jaxinf.streaming.program.trace import abstract
 from jaxinf.transfer import add_span, span
 from jaxinf.typing import PyTree
 
@@ -210,118 +204,3 @@ def _put(leaf: Any, sharding: Any = None, *, mesh: Mesh | None) -> jax.Array:
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
     whole = np.asarray(array)
     return jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)
-
-
-# --- micro-batches: equal parts of a batch, and what their results are together -------
-
-
-def parts_of(batch: PyTree, count: int) -> list[PyTree]:
-    """Divides a batch along the first axis of its leaves; scalars go to each part.
-
-    Raises:
-      StreamError: It cannot be divided; names the leaf.
-    """
-    if count == 1:
-        return [batch]
-    length = _length(batch, count) // count
-
-    def part(number: int, leaf: Any) -> Any:
-        if not np.ndim(leaf):
-            return leaf
-        first, end = number * length, (number + 1) * length
-        if is_sharded(leaf):  # with explicit axes, indexing does not know the result's
-            return lax.slice_in_dim(leaf, first, end)
-        return leaf[first:end]
-
-    return [jax.tree.map(partial(part, number), batch) for number in range(count)]
-
-
-def first_part(batch: PyTree, count: int) -> PyTree:
-    """Returns shapes and dtypes of each of the parts; arguments as `parts_of`."""
-    shapes = abstract(batch)
-    if count == 1:
-        return shapes
-    length = _length(shapes, count) // count
-
-    def part(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        if not leaf.shape:
-            return leaf
-        aval = leaf.update(shape=(length, *leaf.shape[1:]))
-        if (sharding := aval.sharding) is None:
-            return aval
-        try:
-            sharding.shard_shape(aval.shape)
-        except ValueError as error:
-            raise StreamError(
-                f"micro_batches={count}: expected parts that divide over the mesh, "
-                f"found {length} rows of {path_name(path, 'the batch')} for each part, "
-                f"sharded by {sharding.spec}; take fewer parts or a larger batch"
-            ) from error
-        return aval
-
-    return jax.tree_util.tree_map_with_path(part, shapes)
-
-
-def shares_of(
-    batch: PyTree, count: int, weights: Callable[[PyTree], Any] | None
-) -> tuple[float, ...]:
-    """Returns each part's weight in relation to the mean weight; 1 if all are equal.
-
-    The part's loss and gradient are multiplied by it, and the mean is taken over all.
-
-    Args:
-      weights: Returns the weight of a part; None for equal ones.
-
-    Raises:
-      StreamError: A weight is no number of at least 0, or all are 0.
-    """
-    if weights is None:
-        return (1.0,) * count
-    made = [on_this_process(jnp.asarray(weights(p))) for p in parts_of(batch, count)]
-    found = np.array([np.asarray(one, np.float64) for one in made])
-    total = sum(found)
-    if found.shape != (count,) or not ((found >= 0).all() and 0 < total < math.inf):
-        raise StreamError(
-            "weights: expected a finite number of at least 0 for each part of the "
-            f"batch, and not all 0, found {found.tolist()}; return a scalar, such as "
-            "the number of tokens that count, and give a batch in which some do"
-        )
-    return tuple((found * count / total).tolist())
-
-
-def together(
-    results: Sequence[tuple[Any, PyTree]], shares: Sequence[float]
-) -> tuple[Any, PyTree]:
-    """Returns the mean loss, and each aux with a first axis for the parts.
-
-    Args:
-      shares: From `shares_of`.
-    """
-    if len(results) == 1:
-        return results[0]
-    losses, auxes = zip(*results, strict=True)
-    if losses[0] is not None and any(share != 1 for share in shares):
-        losses = [
-            loss * np.asarray(share, loss.dtype) if share else jnp.zeros_like(loss)
-            for loss, share in zip(losses, shares, strict=True)
-        ]
-    loss = jnp.mean(jnp.stack(losses))
-    return loss, jax.tree.map(lambda *leaves: jnp.stack(leaves), *auxes)
-
-
-def _length(batch: PyTree, count: int) -> int:
-    """The length of the first axis of all leaves that have one."""
-    shapes = {
-        path_name(path, "the batch"): np.shape(leaf)
-        for path, leaf in jax.tree.leaves_with_path(batch)
-        if np.ndim(leaf)
-    }
-    lengths = {shape[0] for shape in shapes.values()}
-    if len(lengths) != 1 or max(lengths) % count:
-        listed = ", ".join(f"{name} of shape {own}" for name, own in shapes.items())
-        raise StreamError(
-            f"micro_batches={count}: expected leaves whose first axis has one length "
-            f"that {count} divides, found {listed or 'no arrays'}; give another batch, "
-            "or another number (scalars are not divided)"
-        )
-    return lengths.pop()

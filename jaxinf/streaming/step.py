@@ -1,32 +1,36 @@
-"""One step: a plan, a source of params and a sink of gradients, by the batch's shape.
+"""The step that a user calls: traces, plans, compiles and runs batches of each shape.
 
-    batch ─► bound to its shape? ─► programs, one after another ─► results
-                                     ▲ params      │ gradients
-                                  a source         a sink
+    a batch of a new shape   trace ─► cut ─► plan ─► compile, in all processes or none
+    each batch               `CompiledStep.run`, on a thread that Ctrl-C does not leave
+
+Ctrl-C ends a step at its next check, and the store stays at its last step
+(compiled_step.py). A step past its last check still commits; the interrupt is raised
+all the same, and the loss is gone.
 
 Invariant: a run that ends early leaves nothing under way. A function and a step in
 memory are steps whose params have another home.
 """
 
+import contextvars
+import threading
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Self, TypeAlias
 
 import jax
 
+from jaxinf import compat
 from jaxinf.engine import Store
 from jaxinf.errors import StreamError
-from jaxinf.processes import Group
+from jaxinf.processes import Group, run_whole
 from jaxinf.streaming.compiled_step import CompiledStep, StreamMetrics, compile_step
 from jaxinf.streaming.count import Count, count
-from jaxinf.streaming.ctrl_c import Check, check_not_traced, step_thread
 from jaxinf.streaming.endpoints import Endpoints, without
 from jaxinf.streaming.function import ReadStore, nested_avals
 from jaxinf.streaming.in_memory import InMemory
 from jaxinf.streaming.in_store import InStore
+from jaxinf.streaming.micro_batches import first_part, shares_of
 from jaxinf.streaming.plan.calls import Plan
-from jaxinf.streaming.plan.choice import NUM_MEASURED, StepTimes, segments_to_recompute
 from jaxinf.streaming.plan.compiled import Executables
 from jaxinf.streaming.plan.cut_to_fit import plan_within, with_advice
 from jaxinf.streaming.plan.memory import (
@@ -39,9 +43,10 @@ from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.program.lifetimes import OrderedProgram, order_program
 from jaxinf.streaming.program.meshes import outside_mesh
 from jaxinf.streaming.program.trace import abstract, check_params
-from jaxinf.streaming.run import first_part, shares_of
-from jaxinf.transfer import ByteCounts
 from jaxinf.typing import PyTree
+
+Check: TypeAlias = Callable[[], None]
+"""Called where a step can be given up; raises if it is."""
 
 Home: TypeAlias = InStore | InMemory | ReadStore
 """Where params and state are."""
@@ -64,11 +69,11 @@ class StreamedStep:
         engine = home.engine
         self._group = Group("jaxinf.stream") if engine is None else engine.group
         self._group.may_hang = False  # it comes to the step's end
-        self._on_thread, self._settle = step_thread()
+        self._under_way = threading.Lock()
         self._executables = Executables(options.deterministic)
         device_bytes = options.device_memory_bytes
         self._limit_of = cache(lambda mesh: limit_of(mesh, device_bytes))
-        self._bound: dict[Any, CompiledStep] = {}
+        self._compiled: dict[Any, CompiledStep] = {}
         self._last: CompiledStep | None = None
         self._metrics: StreamMetrics | None = None
         weights = options.weights
@@ -215,25 +220,14 @@ class StreamedStep:
         return self._compile(batch)
 
     def _compile(self, batch: PyTree, ready: OrderedProgram | None = None) -> Plan:
-        self._settle()
-        bound = self._bind(batch, ready)
-        self._on_thread(lambda check: self._take_turn(bound))
-        return bound.plan
+        compiled = self._compiled_for(batch, ready)
+        self._run_whole(lambda check: self._take_turn(compiled))
+        return compiled.plan
 
     @property
     def plan(self) -> Plan | None:
         """The plan of the last run, or of the first once it is planned; else None."""
         return None if self._last is None else self._last.plan
-
-    @property
-    def traffic(self) -> ByteCounts | None:
-        """Bytes that the plan moves on the drive in a step; None before the first.
-
-        An optimizer that leaves state alone in some steps moves fewer in those. Of
-        state that stays in a memory, what commits alone write is divided among their
-        steps; with ``durability="checkpoint"`` it does not count.
-        """
-        return None if self._last is None else self._last.plan.traffic
 
     @property
     def num_skipped(self) -> int:
@@ -267,7 +261,6 @@ class StreamedStep:
           BudgetError: Memory does not suffice; names a budget that does.
           StreamError: The loss function cannot be streamed, or there are no params.
         """
-        self._settle()
         if params is not None:
             check_params(params)
         avals = self._known_avals() if params is None else abstract(params)
@@ -296,10 +289,10 @@ class StreamedStep:
         home = self._home
         try:
             self._settle()
-            for bound in self._bound.values():
-                bound.close()
+            for compiled in self._compiled.values():
+                compiled.close()
             if home.store is None:
-                self._bound.clear()  # another step makes room anew
+                self._compiled.clear()  # another step makes room anew
         finally:
             if home.store is not None and home.closes:
                 home.store.__exit__(*error)
@@ -329,12 +322,8 @@ class StreamedStep:
         self, ready: OrderedProgram, ends: Endpoints, budget: Budget, **how: Any
     ) -> Plan:
         how = {"executables": self._executables, "kept": ends.kept_cuts, **how}
-        needs, group = ends.needs, self._group
-        plan = plan_within(ready, needs, self._options, budget, group=group, **how)
-        traffic = ByteCounts(plan.away_bytes, plan.away_bytes)
-        if ends.updates is not None:
-            traffic = ends.updates.traffic(plan)
-        return replace(plan, traffic=traffic)
+        options, group = self._options, self._group
+        return plan_within(ready, ends.needs, options, budget, group=group, **how)
 
     def _plan(
         self, ready: OrderedProgram, ends: Endpoints, budget: Budget, **how: Any
@@ -343,38 +332,41 @@ class StreamedStep:
         plan = partial(self._plan_within, ready, ends, **how)
         return with_advice(budget, plan, advises=self._group.is_alone)
 
-    def _bind(self, batch: PyTree, ready: OrderedProgram | None = None) -> CompiledStep:
+    def _compiled_for(
+        self, batch: PyTree, ready: OrderedProgram | None = None
+    ) -> CompiledStep:
         """Returns the steps of batches of this shape; plans and compiles new ones.
 
         Args:
           ready: The function, if it was traced for this batch.
         """
+        self._settle()
         leaves, tree = jax.tree.flatten(abstract(batch))
         key = (tree, *((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
-        bound, times, how = self._bound.get(key), list[StepTimes](), dict[str, Any]()
-        if bound is not None and len(bound.times) == NUM_MEASURED:
-            times, again = bound.times, segments_to_recompute(bound.plan, bound.times)
-            times.append(times[-1])  # it is chosen once
-            if again:
-                how = {"kept": partial(tuple, bound.plan.cuts), "again": again}
-                self._bound.pop(key).close()
-                bound = self._last = None
-        if bound is None:
-            bound = self._bound[key] = self._plan_and_compile(batch, ready, times, how)
+        compiled, how = self._compiled.get(key), dict[str, Any]()
+        if compiled is not None and (again := compiled.choose_again()):
+            how = {"kept": partial(tuple, compiled.plan.cuts), "again": again}
+            self._compiled.pop(key).close()
+            compiled = self._last = None
+        if compiled is None:
+            compiled = self._plan_and_compile(batch, ready, how)
+            self._compiled[key] = compiled
             return_freed_memory()  # of planning and compilation
-        return bound
+        return compiled
 
     def _plan_and_compile(
         self,
         batch: PyTree,
         ready: OrderedProgram | None,
-        times: list[StepTimes],
         how: Mapping[str, Any],
     ) -> CompiledStep:
         """Plans and compiles the steps of a batch in all processes, or in none.
 
         What one process is refused, by its device or its drive, all are: none goes on
         to a step, where it would wait for the others.
+
+        Args:
+          how: Further arguments of `plan_within`, of a plan that was chosen anew.
         """
         group, made = self._group, list[CompiledStep]()
 
@@ -388,8 +380,9 @@ class StreamedStep:
             plan = self._plan(traced, ends, budget, **how)
 
             def compile_here() -> None:
-                known = self._executables
-                made.append(compile_step(plan, traced, ends, group, known, times))
+                known, is_measured = self._executables, not how
+                one = compile_step(plan, traced, ends, group, known, is_measured)
+                made.append(one)
 
             try:
                 group.in_all("the room for a step", compile_here)
@@ -421,27 +414,79 @@ class StreamedStep:
         check_not_traced(batch, extra_args)
         if not isinstance(self._home, InStore):
             without(extra_args=extra_args or None)
-        self._settle()
-        bound, options = self._bind(batch), self._options
+        compiled, options = self._compiled_for(batch), self._options
 
         def body(check: Check) -> tuple[Any, PyTree]:
-            self._take_turn(bound)
+            self._take_turn(compiled)
             with outside_mesh():
                 shares = shares_of(batch, options.micro_batches, self._weights)
-                own_args = extra_args or {}
-                done = bound.run(batch, shares, options.extra_args, own_args, check)
-            self._metrics = done.metrics
-            self._num_skipped += self._home.has_loss and not done.is_done
-            return done.loss, done.aux
+                own = options.extra_args, extra_args or {}
+                loss, aux, is_done = compiled.run(batch, shares, *own, check)
+            self._metrics = compiled.metrics
+            self._num_skipped += self._home.has_loss and not is_done
+            return loss, aux
 
-        loss, aux = self._on_thread(body)
+        loss, aux = self._run_whole(body)
         if not self._home.has_loss:
             return aux
         return loss, aux if options.has_aux else None
 
-    def _take_turn(self, bound: CompiledStep) -> None:
+    def _take_turn(self, compiled: CompiledStep) -> None:
         """Gives steps the memory for reading, which those of before have."""
-        if self._last is not None and self._last is not bound:
+        if self._last is not None and self._last is not compiled:
             self._last.rest()
-        self._last = bound
-        bound.limit_store(bound.plan.store_bytes)
+        self._last = compiled
+        compiled.limit_store(compiled.plan.store_bytes)
+
+    # --- Ctrl-C ----------------------------------------------------------------------
+
+    def _run_whole(self, body: Callable[[Check], Any]) -> Any:
+        """Runs what no interrupt leaves half-way; blocks, and returns what it returns.
+
+        An interrupt ends it at its next check. A second one is raised at once, and the
+        body ends by itself before the next one begins.
+
+        Raises:
+          StreamError: Another thread runs one.
+        """
+        given_up, found = threading.Event(), list[Any]()
+        config: Any = jax.config  # what is set for this thread alone counts, too
+        device, x64 = config.jax_default_device, config.jax_enable_x64
+        context = contextvars.copy_context()
+
+        def check() -> None:
+            if given_up.is_set():
+                raise KeyboardInterrupt
+
+        def run() -> None:
+            check()
+            if not self._under_way.acquire(blocking=False):
+                raise StreamError(
+                    "jaxinf.stream: expected one thread, found a step under way in "
+                    "another; a step and its functions run one at a time, so call them "
+                    "from one thread, or hold a lock"
+                )
+            try:
+                with jax.default_device(device), jax.enable_x64(x64):
+                    found.append(context.run(body, check))
+            finally:
+                self._under_way.release()
+
+        run_whole(run, given_up.set)
+        return found.pop()
+
+    def _settle(self) -> None:
+        """Waits for a step that a second interrupt has left."""
+        self._run_whole(lambda check: None)
+
+
+def check_not_traced(*trees: PyTree) -> None:
+    """Refuses a call inside `jax.jit`, `jax.grad`, `jax.vmap`, …: StreamError."""
+    leaves = jax.tree.leaves(trees)
+    is_traced = any(isinstance(leaf, compat.Tracer) for leaf in leaves)
+    if is_traced or compat.is_in_transformation():
+        raise StreamError(
+            "jaxinf.stream: a step or function reads the store and runs programs of "
+            "its own, found a call inside a function that JAX traces (jit, grad, vmap, "
+            "scan, …); call it outside. Its gradients are taken inside already"
+        )

@@ -25,6 +25,7 @@ from inject import at_call, die, interrupt, stop
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from streaming import planned_bytes
 
 import jaxinf
 import jaxinf.engine.opening
@@ -297,7 +298,7 @@ def report(given, store, loop, stream):
     moved = store.metrics.traffic
     print(f"written {moved.drive_write_bytes}", flush=True)
     if stream is not None:
-        for name, one in (("planned", stream.traffic), ("moved", moved)):
+        for name, one in (("planned", planned_bytes(stream)), ("moved", moved)):
             print(name, one.drive_write_bytes, one.drive_read_bytes, flush=True)
 
 

@@ -181,16 +181,6 @@ def test_after_ctrl_c_at_any_line_the_next_step_runs(policy, parts, place, run_p
     run_python(program, place, policy, parts, EVERY)
 
 
-def test_a_step_in_the_last_handler_of_a_process_ends(run_python):
-    code = """
-import atexit
-atexit.register(lambda: print(run(lambda check: 3)))
-from jaxinf.streaming.ctrl_c import step_thread
-run, _ = step_thread()
-"""
-    assert run_python(code).stdout == "3\n"
-
-
 # --- SIGKILL, failures ---------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from inject import raising
 from streaming import (
     assert_same_bits,
     assert_same_states,
+    planned_bytes,
     prepared,
     smallest_bytes,
     spill_beyond,
@@ -24,10 +25,10 @@ from zoo import ZOO, normal
 import jaxinf
 from jaxinf.engine.opened import OpenStore
 from jaxinf.errors import StreamError
+from jaxinf.streaming.micro_batches import first_part, parts_of, together
 from jaxinf.streaming.plan.compiled import Executables
 from jaxinf.streaming.plan.cut_to_fit import cut_to_fit
 from jaxinf.streaming.plan.order import plan_of
-from jaxinf.streaming.run import first_part, parts_of, together
 
 pytestmark = pytest.mark.optimized("long")
 
@@ -91,7 +92,7 @@ def test_a_step_moves_the_bytes_of_one_part(tx, policy, streamed, monkeypatch):
         assert "4 parts of a batch" in str(step.plan)
         with streamed(program, tx, "one", policy=policy) as one:
             one.load(program.params, batch=first_part(program.batch, 4))
-            assert step.traffic == one.traffic
+            assert planned_bytes(step) == planned_bytes(one)
 
 
 # --- losses of the whole batch -----------------------------------------------------

@@ -16,7 +16,14 @@ import pytest
 from classify_optimizers import BITS, cases
 from families import family
 from inject import raising
-from streaming import CHUNKS, assert_near, assert_same_bits, by_optax, run
+from streaming import (
+    CHUNKS,
+    assert_near,
+    assert_same_bits,
+    by_optax,
+    planned_bytes,
+    run,
+)
 from zoo import ZOO
 
 import jaxinf
@@ -113,7 +120,7 @@ def test_an_optimizer_is_that_of_optax(name, open_store):
         jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
     ):
         assert units(one, other) <= (0 if has_bits else MOST_UNITS)
-    traffic, planned = step.store.metrics.traffic, step.traffic
+    traffic, planned = step.store.metrics.traffic, planned_bytes(step)
     assert traffic.drive_read_bytes <= planned.drive_read_bytes
     assert traffic.drive_write_bytes <= planned.drive_write_bytes
 

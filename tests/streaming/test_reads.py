@@ -9,6 +9,7 @@ from streaming import (
     CHUNKS,
     assert_same_states,
     moved_as_planned,
+    planned_bytes,
     run,
     states,
 )
@@ -93,6 +94,6 @@ def test_what_checkpoints_alone_write_is_none_of_a_steps(streamed, open_store):
         run(step, program, 3)
         store._engine.opened.join()
         after = meters.snapshot().drive_write_bytes
-        assert after - before == 3 * step.traffic.drive_write_bytes
+        assert after - before == 3 * planned_bytes(step).drive_write_bytes
         store.checkpoint(name)
         assert meters.snapshot().drive_write_bytes > after

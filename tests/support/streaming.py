@@ -190,10 +190,15 @@ def unit(leaf):
     return ParamUnit(leaf, (), (1024,), np.dtype(np.float32))
 
 
+def planned_bytes(step):
+    """Returns the bytes that the steps of the last batch's shape move on drives."""
+    return step._last.ends.updates.traffic(step.plan)
+
+
 def moved_as_planned(step, *names):
     """Waits for a step's store, whose drives moved what was planned; returns that."""
     step.store.wait()
-    moved, planned = step.store.metrics.traffic, step.traffic
+    moved, planned = step.store.metrics.traffic, planned_bytes(step)
     for name in names or ("drive_read_bytes", "drive_write_bytes"):
         assert getattr(moved, name) == getattr(planned, name), (moved, planned)
     return planned

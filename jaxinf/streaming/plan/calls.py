@@ -18,7 +18,7 @@ from jaxinf.streaming.program.graph import Origin, Piece
 from jaxinf.streaming.program.lifetimes import Stay, occupancy
 from jaxinf.streaming.program.programs import Program
 from jaxinf.streaming.program.trace import Traced
-from jaxinf.transfer import ByteCounts, page_ceil
+from jaxinf.transfer import page_ceil
 
 Policy: TypeAlias = Literal["recompute", "keep", "offload", "plan"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
@@ -121,7 +121,6 @@ class Plan:
       memory: The memory, without that of values that wait on the host.
       tiers: Where values wait; None if the device's memory is the host's.
       reading: The reads of params; none if all are in memory.
-      traffic: What a step moves on drives; None if it was not counted.
     """
 
     traced: Traced
@@ -140,7 +139,6 @@ class Plan:
     memory: Memory = field(default_factory=Memory)
     tiers: Tiers | None = None
     reading: Reading = field(default_factory=Reading)
-    traffic: ByteCounts | None = None
 
     def __str__(self) -> str:
         return plan_text(self)

@@ -1,4 +1,4 @@
-"""Compiles the programs of a plan, and says what they take.
+"""Compiles the programs of a plan, and says how much memory they take.
 
 Invariant: a program is compiled once for its inputs' shardings and the inputs whose
 memory it may reuse, for batches of all shapes. The shardings of inputs and gradients
@@ -74,9 +74,9 @@ def compile_plan(plan: Plan, executables: Executables) -> Sequence[Any]:
 
 
 def measured(plan: Plan, executables: Executables) -> Plan:
-    """Returns the plan with what XLA says that its programs take; blocks.
+    """Returns the plan with the memory that its programs take, as XLA says; blocks.
 
-    It is that of all devices if they share the host's memory, and else of one.
+    Devices in the host's memory count together; of others, one counts.
     """
     temps, outputs = dict[str, int](), list[Sequence[int]]()
     mesh, num_devices = plan.traced.mesh, 1
@@ -97,7 +97,10 @@ def measured(plan: Plan, executables: Executables) -> Plan:
 
 
 def known_temps(plan: Plan, executables: Executables) -> Mapping[str, int]:
-    """Returns temporaries, by key, of programs compiled before; of one device alone."""
+    """Returns the temporaries, by key, of programs that were compiled before.
+
+    On several devices none is known before the shardings of its inputs.
+    """
     found = dict[str, int]()
     for key, program in plan.programs.items() if plan.traced.mesh is None else ():
         known = executables.known.get((key, plan.donated[key], (), ()))

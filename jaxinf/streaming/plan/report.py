@@ -31,9 +31,6 @@ def plan_text(plan: Any) -> str:
         f"{show(read_bytes)} of params read, {show(away_bytes)} of values that leave, "
         f"{show(plan.peak_bytes)} of memory",
     ]
-    if (moved := plan.traffic) is not None:
-        read, written = map(show, (moved.drive_read_bytes, moved.drive_write_bytes))
-        head.append(f"drives read {read} and write {written}")
     if plan.num_parts > 1:
         head.append(f"{plan.num_parts} parts of a batch")
     if traced.mesh is not None:
