@@ -28,6 +28,7 @@ from jaxinf.processes import Group
 from jaxinf.streaming.endpoints import Endpoints, Sink
 from jaxinf.streaming.move.params import StoreParams
 from jaxinf.streaming.move.values import Values
+from jaxinf.streaming.move.work_queues import WorkQueues
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.choice import NUM_MEASURED, StepTimes, segments_to_recompute
 from jaxinf.streaming.plan.compiled import Executables
@@ -79,6 +80,7 @@ class CompiledStep:
     """The steps of a plan, which run one after another.
 
     Attributes:
+      jobs: Move all that a step moves, and update.
       params: Reads the params of a store; None in memory.
       is_measured: Whether its first steps are, for ``policy="plan"`` to choose.
       times: Those that were.
@@ -92,6 +94,7 @@ class CompiledStep:
     ends: Endpoints
     group: Group
     runner: Runner
+    jobs: WorkQueues
     params: StoreParams | None
     sink: Sink
     is_measured: bool
@@ -161,6 +164,7 @@ class CompiledStep:
                 given["value"] = on_this_process(loss)
             is_done = self._end(given, (loss, aux), check)
         except BaseException:
+            self._end_programs(given_up=True)
             if self.sink is not None:
                 self.sink.abandon()
             raise
@@ -205,19 +209,26 @@ class CompiledStep:
         how: dict[str, Any] = {"max_in_flight": 1 if is_measured else MAX_IN_FLIGHT}
         if self.sink is not None:
             how["hand_out"] = self.keep_errors()(self.sink.put)
-        with ExitStack() as reading:
-            if params is None:
-                assert self.ends.in_memory is not None, "there is no store"
-                get_params = self.ends.in_memory()
-            else:
-                reading.callback(params.stop)  # no program reads them any more
-                params.begin()
-                get_params, how["done"] = params.get, params.done
-            results = runner(batch, get_params, check=check, shares=shares, **how)
+        if params is None:
+            assert self.ends.in_memory is not None, "there is no store"
+            get_params = self.ends.in_memory()
+        else:
+            params.begin()
+            get_params, how["done"] = params.get, params.done
+        results = runner(batch, get_params, check=check, shares=shares, **how)
+        self._end_programs(given_up=bool(self.errors))
         if is_measured:
             times = [*runner.call_s], [*runner.waited_inputs_s]
             self.times.append(StepTimes(*times))
         return results
+
+    def _end_programs(self, *, given_up: bool) -> None:
+        """Frees what programs have read, and of a step given up all that moves."""
+        if given_up:
+            self.jobs.reset()
+            self.runner.values.reset()
+        if self.params is not None:
+            self.params.stop()
 
     def _end(
         self,
@@ -271,20 +282,22 @@ def compile_step(
     """Takes the room of a plan's steps; blocks while its programs are compiled."""
     is_measured &= plan.policy == "plan" and bool(plan.evictions)
     errors = list[BaseException]()
-    keep_errors = partial(keeping_errors, group, errors)
+    keep_errors, jobs = partial(keeping_errors, group, errors), WorkQueues()
     with ExitStack() as closing:
-        params = None if ends.source is None else ends.source(plan, keep_errors)
+        params = None if ends.source is None else ends.source(plan, jobs, keep_errors)
         if params is not None:
             closing.callback(params.close)
-        sink = None if ends.sink is None else ends.sink(plan, ready, params)
+        sink = None if ends.sink is None else ends.sink(plan, ready, params, jobs)
         if sink is not None:
             closing.callback(sink.close)
-        values = Values(plan, ends.scratch())
+        values = Values(plan, ends.scratch(), jobs)
         closing.callback(values.close)
+        closing.callback(jobs.close)  # first
         return CompiledStep(
             ends=ends,
             group=group,
             runner=Runner(plan, executables, values),
+            jobs=jobs,
             params=params,
             sink=sink,
             is_measured=is_measured,

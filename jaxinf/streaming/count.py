@@ -65,7 +65,7 @@ def count(plan: Plan, ends: Endpoints) -> Count:
 
 def _memory(plan: Plan, last: Mapping[Piece, int] | None) -> tuple[int, int]:
     """Returns the memory of the host at a step's peak, and of a device with its own."""
-    reading, memory, tiers = plan.reading, plan.memory, plan.tiers
+    reading, memory = plan.reading, plan.memory
     programs = plan.peak_bytes + plan.resident_bytes
     if not memory.staged:  # where gradients wait in the programs' memory
         if last is not None:
@@ -73,10 +73,10 @@ def _memory(plan: Plan, last: Mapping[Piece, int] | None) -> tuple[int, int]:
             programs = max(programs, most + plan.resident_bytes)
         spare = max(0, memory.programs - plan.peak_bytes)
         ahead = max(0, spare - reading.unused_bytes)
-        return programs + ahead + memory.ring, 0
-    pinned = memory.gradients + (0 if tiers is None else tiers.host_bytes)
+        return programs + ahead + memory.state, 0
+    pinned = memory.gradients + plan.waiting.host_bytes
     params = NUM_STAGED * reading.largest_bytes
-    host_bytes = memory.ring + memory.pool_factor * pinned + params
+    host_bytes = memory.state + memory.pool_factor * pinned + params
     return host_bytes, programs + memory.leaving
 
 

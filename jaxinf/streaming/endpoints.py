@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from jaxinf.engine import Engine
 from jaxinf.streaming.move.params import KeepErrors, StoreParams
 from jaxinf.streaming.move.scratch import Scratch
+from jaxinf.streaming.move.work_queues import WorkQueues
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.memory import StepNeeds
 from jaxinf.streaming.program.lifetimes import OrderedProgram
@@ -49,9 +50,9 @@ class Endpoints:
 
     needs: StepNeeds
     engine: Engine | None = None
-    source: Callable[[Plan, KeepErrors], StoreParams] | None = None
+    source: Callable[[Plan, WorkQueues, KeepErrors], StoreParams] | None = None
     in_memory: Callable[[], GetParams] | None = None
-    sink: Callable[[Plan, OrderedProgram, Any], Sink] | None = None
+    sink: Callable[[Plan, OrderedProgram, Any, WorkQueues], Sink] | None = None
     updates: UpdatePlan | None = None
     join: Callable[[], None] = lambda: None
     scratch: Callable[[], Scratch] = lambda: Scratch(())

@@ -37,6 +37,7 @@ from jaxinf.store import Shards
 from jaxinf.streaming.endpoints import Endpoints
 from jaxinf.streaming.move.params import KeepErrors, StoreParams, read_units
 from jaxinf.streaming.move.scratch import store_scratch
+from jaxinf.streaming.move.work_queues import WorkQueues
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.cut_to_fit import with_advice
 from jaxinf.streaming.plan.kept import kept_cuts
@@ -121,11 +122,10 @@ class InStore:
         updates = UpdatePlan(engine, ready, program, shape, self.options)
         cuts = self._kept_cuts(ready)  # now: steps do not hold the graph
 
-        def source(plan: Plan, keep_errors: KeepErrors) -> StoreParams:
+        def source(plan: Plan, jobs: WorkQueues, keep: KeepErrors) -> StoreParams:
             reads, replaced = partial(read_units, engine), lambda: engine.num_replaced
-            return StoreParams(
-                updates.unit_of, reads, plan.reading, keep_errors, replaced
-            )
+            unit_of, reading = updates.unit_of, plan.reading
+            return StoreParams(unit_of, reads, reading, jobs, keep, replaced)
 
         return Endpoints(
             needs=updates.needs,

@@ -43,7 +43,8 @@ class Runner:
 
     Args:
       plan: The plan; the runner keeps it without its graph.
-      values: Holds values between calls; by default where no drive is needed.
+      values: Holds values between calls; by default where no drive is needed. If a
+        step ends early, the caller resets them.
 
     Attributes:
       dispatched_s: Time that the last step took to hand programs to the device.
@@ -144,12 +145,13 @@ class Runner:
                 del outputs
             while self._in_flight:
                 self._await_first(done)
-            return together(self._results(len(parts)), shares)
+            results = self._results(len(parts))
+            values.reset()
+            return together(results, shares)
         finally:
             while self._in_flight:  # those that an error has left
                 with contextlib.suppress(RuntimeError):  # the step's own is raised
                     jax.block_until_ready(self._in_flight.popleft()[2])
-            values.reset()
 
     def _dispatch(self, number: int, inputs: list[Any]) -> Sequence[jax.Array]:
         began_s = time.perf_counter()

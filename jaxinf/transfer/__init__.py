@@ -43,6 +43,7 @@ from jaxinf.transfer.pool import (
     long_ceil,
     long_floor,
     page_ceil,
+    page_floor,
 )
 from jaxinf.transfer.queues import Queues
 from jaxinf.transfer.spans import Busy, add_span, span, timeline

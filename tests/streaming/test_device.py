@@ -15,7 +15,8 @@ from streaming import assert_same_states, read_ahead, trained, unit
 from zoo import ZOO
 
 from jaxinf.errors import BudgetError, StreamError
-from jaxinf.streaming.move.work_queues import Queue, WorkQueues, start_upload
+from jaxinf.streaming.move.host_buffers import HostBuffers
+from jaxinf.streaming.move.work_queues import WorkQueues
 from jaxinf.streaming.plan.cut_to_fit import with_advice
 from jaxinf.streaming.plan.memory import Budget, DeviceLimit, check_pinned, limit_of
 from jaxinf.streaming.plan.reads import Fetch
@@ -73,19 +74,20 @@ def test_no_more_is_read_ahead_than_the_device_holds():
 
 def test_what_is_pinned_on_its_way_has_its_memory(monkeypatch):
     """Short tensors that wait together, each for two devices."""
-    jobs, goes_on, pinned_bytes = WorkQueues("uploads"), threading.Event(), []
+    jobs, goes_on, pinned_bytes = WorkQueues(), threading.Event(), []
     to = SingleDeviceSharding(jax.devices()[0])
+    room = {"has_link": True, "pinned_bytes": 2 * PAGE_BYTES}
+    buffers = HostBuffers(jobs, "pages", PAGE_BYTES, **room)
 
     def note(arrays, places):
         pinned_bytes.append(sum(x.nbytes for x in arrays if type(x) is np.ndarray))
 
     at_each_call(monkeypatch, jax, "device_put", note)
-    jobs.submit(goes_on.wait, Queue("uploads"))  # the one thread
+    jobs.submit(goes_on.wait, buffers._queue)  # the one thread
     found = []
     for number in range(7):
         page = np.full(1024, number, np.float32)
-        pairs, room = [(page, to), (page, to)], {"pinned_bytes": 2 * PAGE_BYTES}
-        start_upload(jobs, pairs, found.append, **room)
+        buffers.start_copy([(page, to), (page, to)], found.append)
     goes_on.set()
     jobs.end()
     assert sum(pinned_bytes) == 7 * PAGE_BYTES
@@ -101,12 +103,13 @@ def test_a_step_is_given_up_while_a_read_waits(host_pages):
     """For memory that an update has, or for room on the device."""
     fetches = [Fetch(unit(0), 0, 0, gradient=3), Fetch(unit(1), 1, 1)]
     host_bytes = host_pages and host_pages * PAGE_BYTES
-    num_threads = threading.active_count()
-    params = read_ahead(fetches, PAGE_BYTES, host_bytes)
+    num_threads, jobs = threading.active_count(), WorkQueues()
+    params = read_ahead(fetches, PAGE_BYTES, host_bytes, jobs=jobs)
     params.begin()
     params.get(0, Piece(0))
     if host_pages is None:
         params.done(0)
+    jobs.reset()
     params.stop()
     params.begin()
     np.testing.assert_array_equal(params.get(0, Piece(0)), np.zeros(1024))
@@ -115,6 +118,7 @@ def test_a_step_is_given_up_while_a_read_waits(host_pages):
     params.free(unit(0))
     assert params.take(unit(0)) is None
     np.testing.assert_array_equal(params.get(1, Piece(1)), np.ones(1024))
+    jobs.close()
     params.close()
     assert threading.active_count() == num_threads
 

@@ -43,7 +43,7 @@ from jaxinf.streaming.plan.choice import (
 )
 from jaxinf.streaming.plan.compiled import Executables, measured
 from jaxinf.streaming.plan.cut_to_fit import cut_to_fit
-from jaxinf.streaming.plan.leaving import evicted, least_bytes, plan_tiers
+from jaxinf.streaming.plan.leaving import evicted, least_bytes, on_host
 from jaxinf.streaming.plan.order import plan_of
 from jaxinf.streaming.program.cut import cuts_of
 from jaxinf.transfer import ByteMeters, aligned, page_ceil
@@ -76,7 +76,7 @@ def plans(small_values_leave):
 def least_of(plan):
     """The least memory of the host for values."""
     try:
-        plan_tiers(plan, 0)
+        on_host(plan, 0)
     except BudgetError as error:
         return error.missing_bytes
     return 0
@@ -124,24 +124,24 @@ def test_bits_are_those_of_keep(name, plans, tmp_path):
     keep, plan, executables = plans(program)
     expected = streamed_plan(program, keep, executables)
     sizes = {slot: plan.lives[slot].num_bytes for slot in plan.evictions}
-    most, least = plan_tiers(plan, ENOUGH).host_bytes, least_of(plan)
+    most, least = on_host(plan, ENOUGH).host_bytes, least_of(plan)
     hosts = (most, least, (least + most) // 2) if name in BY_THE_HOST else ()
     for host_bytes in (None, *hosts):
-        tiers = None if host_bytes is None else plan_tiers(plan, host_bytes)
-        kind = Values if tiers is None else Watched
-        values = kind(replace(plan, tiers=tiers), Scratch([tmp_path]))
+        kind, waiting = Values, plan.waiting
+        if host_bytes is not None:
+            kind, waiting = Watched, on_host(plan, host_bytes)
+        values = kind(replace(plan, waiting=waiting), Scratch([tmp_path]))
         for _ in range(2):  # the second step reuses the files
             found = streamed_plan(program, plan, executables, values=values)
             assert_same_bits(found, expected)
         moved = values.moved.snapshot()
-        slots = sizes if tiers is None else tiers.on_drive
-        on_drive = sum(sizes[slot] for slot in slots)
+        on_drive = sum(sizes[slot] for slot in waiting.on_drive)
         assert moved.drive_write_bytes == 2 * on_drive
         assert moved.drive_read_bytes <= 2 * on_drive
         if host_bytes is not None:
             assert bool(on_drive) == (host_bytes < most)
             assert moved.link_up_bytes == 2 * sum(sizes.values())
-            assert max(values.most_pinned_bytes, tiers.host_bytes) <= host_bytes
+            assert max(values.most_pinned_bytes, waiting.host_bytes) <= host_bytes
         values.close()
     assert not list(tmp_path.iterdir())
 
@@ -158,8 +158,8 @@ def test_bits_do_not_depend_on_a_slow_drive(plans, tmp_path, monkeypatch):
 
     for name in ("write", "read"):
         at_each_call(monkeypatch, Scratch, name, pause)
-    tiers = plan_tiers(plan, least)
-    values = Watched(replace(plan, tiers=tiers), Scratch([tmp_path]))
+    plan = replace(plan, waiting=on_host(plan, least))
+    values = Watched(plan, Scratch([tmp_path]))
     found = streamed_plan(program, plan, executables, values=values)
     assert_same_bits(found, streamed_plan(program, keep, executables))
     assert values.moved.snapshot().drive_write_bytes > 0
@@ -170,7 +170,7 @@ def test_bits_do_not_depend_on_a_slow_drive(plans, tmp_path, monkeypatch):
 def test_a_value_that_is_still_written_is_forwarded(plans, tmp_path, monkeypatch):
     program, coming = ZOO["l2_penalty"](depth=8), threading.Event()
     keep, plan, executables = plans(program)
-    tiers = replace(plan_tiers(plan, least_of(plan)), leaving_bytes=ENOUGH)
+    waiting = replace(on_host(plan, least_of(plan)), leaving_bytes=ENOUGH)
     first = min(one.back for one in plan.evictions.values())
     at_each_call(monkeypatch, Scratch, "write", lambda *_: coming.wait(10))
 
@@ -179,7 +179,7 @@ def test_a_value_that_is_still_written_is_forwarded(plans, tmp_path, monkeypatch
             coming.set()
 
     at_each_call(monkeypatch, Values, "before", note, after=True)
-    values = Values(replace(plan, tiers=tiers), Scratch([tmp_path]))
+    values = Values(replace(plan, waiting=waiting), Scratch([tmp_path]))
     found = streamed_plan(program, plan, executables, values=values)
     assert_same_bits(found, streamed_plan(program, keep, executables))
     moved = values.moved.snapshot()
@@ -201,7 +201,7 @@ def test_the_value_needed_last_leaves_first(plans):
         if slot not in one and life.takers and life.made == 0
     ]
     assert max(eviction.needed for eviction in one.values()) >= max(others)
-    on_drive = plan_tiers(plan, least_of(plan)).on_drive
+    on_drive = on_host(plan, least_of(plan)).on_drive
     stay = [e.needed for slot, e in plan.evictions.items() if slot not in on_drive]
     assert min(plan.evictions[s].needed for s in on_drive) >= max(stay, default=0)
 

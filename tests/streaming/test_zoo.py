@@ -13,6 +13,7 @@ from zoo import ZOO
 
 from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.move.spill import Spill, beyond_memory
+from jaxinf.streaming.move.work_queues import WorkQueues
 from jaxinf.streaming.plan.compiled import Executables
 from jaxinf.streaming.plan.cut_to_fit import cut_to_fit
 from jaxinf.streaming.plan.order import plan_of
@@ -62,12 +63,13 @@ def test_gradients_are_those_of_one_jit(name, tmp_path):
     found = ready.graph.gradients.items()
     sizes = {piece: max(1, aval_bytes(value.aval)) for piece, value in found}
     scratch = Scratch([tmp_path], meters := ByteMeters())
-    spill = Spill(scratch, scratch.allocate(beyond_memory(sizes, 0)))
+    places = scratch.allocate(beyond_memory(sizes, 0))
+    spill = Spill(WorkQueues(), scratch, places)
     again = streamed(program, keeping, executables, spill)
     assert_same_bits(again, (loss, aux, gradients))
     written_bytes = meters.snapshot().drive_write_bytes
     assert written_bytes >= sum(leaf.nbytes for leaf in gradients)
-    spill.close()
+    scratch.close()
 
 
 def digest(name, cuts=None):

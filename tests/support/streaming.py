@@ -17,6 +17,7 @@ from zoo import ZOO
 from jaxinf.store import StoreDirectory
 from jaxinf.streaming.move.params import StoreParams
 from jaxinf.streaming.move.spill import beyond_memory
+from jaxinf.streaming.move.work_queues import WorkQueues
 from jaxinf.streaming.plan.order import plan_of
 from jaxinf.streaming.plan.reads import Reading
 from jaxinf.streaming.program.cut import cuts_of, segment_limits
@@ -50,11 +51,11 @@ def in_memory(leaves):
 def bytes_held():
     """Returns the memory of each params source that has some for reading."""
     sources = (one for one in gc.get_objects() if isinstance(one, StoreParams))
-    pools = [source._pool for source in sources]
+    pools = [source.buffers for source in sources]
     return [n for pool in pools if (n := pool.used_bytes + pool._idle_bytes)]
 
 
-def read_ahead(fetches, room_bytes, host_bytes=None, read_leaves=None):
+def read_ahead(fetches, room_bytes, host_bytes=None, read_leaves=None, jobs=None):
     """Returns the params source of whole leaves, filled with their numbers.
 
     It notes in `read_leaves` what was read.
@@ -78,6 +79,7 @@ def read_ahead(fetches, room_bytes, host_bytes=None, read_leaves=None):
         units_of(leaves, lambda *_: True),
         reads,
         Reading(tuple(fetches), room_bytes, host_bytes),
+        jobs or WorkQueues(),
     )
 
 

@@ -1,8 +1,6 @@
 """The params of a step in a store: read ahead of programs, which wait for them.
 
-    drive ─► buffer, which the device reads in place         a device with the host's
-    drive ─► registered buffer ─► device                     … with memory of its own
-    drive ─► buffer ─► pinned_host ─► device                 … that registers none
+    drive ─► buffer ─► a program, on the device ─► the update near storage
 
 Invariant: reads are of the store's last finished step. A buffer is read into only when
 no program, no copy and no update can still read it.
@@ -20,15 +18,14 @@ import numpy as np
 from jax import lax
 from jax.sharding import SingleDeviceSharding
 
-from jaxinf import compat
 from jaxinf.engine import Engine, StateReader, average_states, put_together
-from jaxinf.streaming.move.work_queues import Queue, WorkQueues, start_upload
+from jaxinf.streaming.move.host_buffers import HostBuffers
+from jaxinf.streaming.move.work_queues import Queue, WorkQueues
 from jaxinf.streaming.plan.memory import READER_BYTES
 from jaxinf.streaming.plan.reads import Fetch, Reading
 from jaxinf.streaming.program.graph import Piece
-from jaxinf.streaming.program.meshes import default_device
 from jaxinf.streaming.program.units import ParamUnit, UnitOf, piece_sharding
-from jaxinf.transfer import PAGE_BYTES, Buffer, BufferPool, aligned, span
+from jaxinf.transfer import Buffer, aligned, span
 from jaxinf.typing import Array
 
 KeepErrors: TypeAlias = Callable[[], AbstractContextManager[None]]
@@ -37,8 +34,7 @@ KeepErrors: TypeAlias = Callable[[], AbstractContextManager[None]]
 AT_ONCE = frozenset({0})
 """States that each step writes in any case: programs read params from the drives."""
 
-_TO_HOST, _TO_DEVICE = Queue("to the host"), Queue("to the device")
-
+_READ, _COPY = Queue("params in"), Queue("params that wait for the device")
 
 ReadUnit: TypeAlias = Callable[[ParamUnit, Sequence[Array]], None]
 """Fills arrays with a unit's shards; blocks."""
@@ -123,10 +119,13 @@ class StoreParams:
       reads: Begins to read for a step, with room for so many units at first.
       reading: The reads of each run. Of a device with memory of its own, `host_bytes`
         are for buffers; what is pinned is taken beside it.
+      jobs: Read and copy params; when a step is given up, they are reset before this
+        is stopped.
       keep_errors: Keeps an error of its context, until the processes of the run agree.
       version: Says of which contents of the store units are that stay.
 
     Attributes:
+      buffers: Memory of the host for params.
       num_read_bytes: Bytes that this run has read.
       used: Numbers of its calls, with the units that each has used.
       num_got, num_ready: Number of parts that calls got, and of those that were there.
@@ -138,6 +137,7 @@ class StoreParams:
         unit_of: UnitOf,
         reads: Callable[[int], AbstractContextManager[ReadUnit]],
         reading: Reading,
+        jobs: WorkQueues,
         keep_errors: KeepErrors = nullcontext,
         version: Callable[[], Any] = lambda: 0,
     ) -> None:
@@ -147,15 +147,16 @@ class StoreParams:
         self._reading, self._keep_errors = reading, keep_errors
         self._version, self._staying = version, None  # the version of what stays
         self._step = ExitStack()
-        self._device = default_device()
+        self._jobs, self._changed = jobs, jobs.changed
         self._has_link = reading.host_bytes is not None
-        registry = compat.memory_registry(self._device) if self._has_link else None
-        num_bytes = reading.host_bytes if self._has_link else reading.room_bytes
-        self._pool = BufferPool(max(num_bytes or 0, PAGE_BYTES), registry=registry)
+        self.buffers = HostBuffers(
+            jobs,
+            "params",
+            reading.room_bytes if reading.host_bytes is None else reading.host_bytes,
+            has_link=self._has_link,
+            pinned_bytes=reading.largest_bytes,
+        )
         self._device_bytes = reading.room_bytes  # that are free, of one with its own
-        self._jobs = WorkQueues("jaxinf-fetch")
-        self._changed = self._jobs.changed
-        self._pinned_bytes = reading.largest_bytes if registry is None else None
         self._reads: dict[Fetch, _Read] = {}  # which calls use
         self._held: dict[ParamUnit, _Read] = {}  # whose memory updates will take
         # The reads of a unit, in order; and those that end with a call.
@@ -169,8 +170,7 @@ class StoreParams:
     # --- a step --------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Starts to read."""
-        self.stop()
+        """Starts to read; what a run before has read was stopped."""
         self.num_read_bytes = self.num_got = self.num_ready = 0
         self.used.clear()
         self.waited_s, version = 0.0, self._version()
@@ -186,7 +186,7 @@ class StoreParams:
                 read = self._reads[fetch] = _Read(fetch)
                 if fetch.gradient is not None:
                     self._held[fetch.unit] = read
-                self._jobs.submit(partial(self._read, read, read_unit), _TO_HOST)
+                self._jobs.submit(partial(self._read, read, read_unit), _READ)
 
     def _has_stayed(self, fetch: Fetch) -> bool:
         """Whether a unit's first read is that of the step before."""
@@ -262,8 +262,7 @@ class StoreParams:
                 self._release(self._reads[fetch])
 
     def stop(self) -> None:
-        """Ends a run; no program may be in flight. What is under way is waited for."""
-        self._jobs.reset()
+        """Ends a run; no program and no job of params may be under way."""
         with self._changed:
             for read in [*self._reads.values()]:
                 unit = read.fetch.unit
@@ -298,21 +297,16 @@ class StoreParams:
             if (read := self._held.pop(unit, None)) is not None:
                 self._settle(read)
 
-    def free_idle(self) -> None:
-        """Frees memory that holds no params, as after the last read of a step."""
-        self._pool.free_idle()
-
     def rest(self) -> None:
         """Frees the memory for reading until the next run."""
         self._forget(staying=True)
-        self._pool.free_idle()
+        self.buffers.free_idle()
 
     def close(self) -> None:
         """Stops, and frees the memory for reading; idempotent."""
         self.stop()
         self.rest()
-        self._jobs.close()
-        self._pool.close()
+        self.buffers.close()
 
     # --- memory; the caller has the lock -------------------------------------------
 
@@ -341,7 +335,7 @@ class StoreParams:
         unit = read.fetch.unit
 
         def has_memory() -> bool:
-            read.memory = self._pool.try_acquire(unit.page_bytes)
+            read.memory = self.buffers.try_acquire(unit.page_bytes)
             return read.memory is not None
 
         self._jobs.wait_for(has_memory)
@@ -351,7 +345,7 @@ class StoreParams:
             read.is_there = not self._has_link
             self._settle(read)
             if self._has_link:
-                self._jobs.submit(partial(self._upload, read), _TO_DEVICE)
+                self._jobs.submit(partial(self._upload, read), _COPY)
 
     def _upload(self, read: _Read) -> None:
         unit = read.fetch.unit
@@ -359,9 +353,8 @@ class StoreParams:
             self._jobs.wait_for(lambda: unit.num_bytes <= self._device_bytes)
             self._device_bytes -= unit.num_bytes
             read.has_room = True
-        pairs = unit.places(read.shards, SingleDeviceSharding(self._device))
-        ended, pinned_bytes = partial(self._copied, read), self._pinned_bytes
-        start_upload(self._jobs, pairs, ended, pinned_bytes=pinned_bytes)
+        pairs = unit.places(read.shards, SingleDeviceSharding(self.buffers.device))
+        self.buffers.start_copy(pairs, partial(self._copied, read))
 
     def _copied(self, read: _Read, copies: Sequence[jax.Array]) -> None:
         with self._changed:

@@ -68,15 +68,12 @@ def writing_bytes(num_drives: int) -> int:
 
 
 class Scratch:
-    """Files without names, one on each drive, and threads that write and read them.
+    """Files without names, one on each drive, with a queue of jobs each.
 
     Args:
       folders: A folder on each drive; none if there is no value to hold.
       content: What the files hold, for errors.
       num_threads: Number of each drive's threads.
-
-    Attributes:
-      jobs: Has a queue for each drive, and others of who uses it.
     """
 
     def __init__(
@@ -90,7 +87,6 @@ class Scratch:
         self._folders = [Path(folder) for folder in folders]
         self._meters = ByteMeters() if meters is None else meters
         self._content, self._num_threads = content, num_threads
-        self.jobs = WorkQueues(f"jaxinf-{content}")
         self._own = threading.local()  # a thread's memory to write a part from
         self._files: list[int] = []
 
@@ -132,6 +128,7 @@ class Scratch:
 
     def start(
         self,
+        jobs: WorkQueues,
         move: Callable[[ScratchRun, Any], None],
         parts: Sequence[ScratchRun],
         array: Array | jax.Array,
@@ -150,15 +147,15 @@ class Scratch:
 
         def run(part: ScratchRun) -> None:
             move(part, array)
-            with self.jobs.changed:
+            with jobs.changed:
                 left.remove(part)
                 if not left:
                     ended()
 
         for part in parts:
-            queue = Queue(part.drive, self._num_threads)
-            self.jobs.submit(partial(run, part), queue)
-        return partial(self.jobs.wait_for, lambda: not left)
+            queue = Queue((self._content, part.drive), self._num_threads)
+            jobs.submit(partial(run, part), queue)
+        return partial(jobs.wait_for, lambda: not left)
 
     def write(self, part: ScratchRun, value: Array | jax.Array) -> None:
         """Writes a part of a value; blocks. Thread-safe.
@@ -195,8 +192,7 @@ class Scratch:
             call(file, memory, offset, length, meters=self._meters, shown=shown)
 
     def close(self) -> None:
-        """Ends the threads and closes the files, which removes them; idempotent."""
-        self.jobs.close()
+        """Closes the files, which removes them; no job may use them. Idempotent."""
         while self._files:
             os.close(self._files.pop())
 

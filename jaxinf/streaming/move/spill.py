@@ -17,6 +17,7 @@ from jaxinf.streaming.move.scratch import (
     array_in,
     place_bytes,
 )
+from jaxinf.streaming.move.work_queues import WorkQueues
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.transfer import aligned, page_ceil
 from jaxinf.typing import Array
@@ -50,11 +51,12 @@ class Spill:
     An array that it returns stays valid for as long as someone refers to it.
 
     Attributes:
-      scratch: Files for gradients that go to drives, closed with this.
+      scratch: Files for gradients that go to drives.
       places: Where those are.
       held: What waits; of gradients on drives shapes and dtypes.
     """
 
+    jobs: WorkQueues
     scratch: Scratch
     places: Mapping[Piece, Sequence[ScratchRun]]
     held: dict[Piece, Array | jax.ShapeDtypeStruct] = field(default_factory=dict)
@@ -71,7 +73,7 @@ class Spill:
             self.held[key] = value
             return 0
         array = np.asarray(value, order="C")
-        self.scratch.start(self.scratch.write, parts, array)()
+        self.scratch.start(self.jobs, self.scratch.write, parts, array)()
         self.held[key] = jax.ShapeDtypeStruct(array.shape, array.dtype)
         return place_bytes(parts)
 
@@ -90,7 +92,8 @@ class Spill:
             while to_read and sizes[to_read[0]] <= room_bytes:
                 first = to_read.popleft()
                 parts, memory = self.places[first], aligned(sizes[first])
-                begun.append((memory, scratch.start(scratch.read, parts, memory)))
+                wait = scratch.start(self.jobs, scratch.read, parts, memory)
+                begun.append((memory, wait))
                 room_bytes -= sizes[first]
             value = self.held.pop(key) if removes else self.held[key]
             if not isinstance(value, jax.ShapeDtypeStruct):
@@ -101,13 +104,3 @@ class Spill:
             yield key, array_in(memory, value)
             del memory
             room_bytes += sizes[key]
-
-    def reset(self) -> None:
-        """Drops all gradients."""
-        self.scratch.jobs.reset()
-        self.held.clear()
-
-    def close(self) -> None:
-        """Drops everything, and the files; idempotent."""
-        self.reset()
-        self.scratch.close()

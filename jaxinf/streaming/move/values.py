@@ -3,8 +3,8 @@
     call a makes v ─► … ─► leaves ─► … ─► gone ─► … ─► comes back ─► call b reads v
                                      memory is free in between
 
-    device's memory is the host's     v ─► drive ─► memory, which the device reads
-    device with memory of its own     v ─► pinned ─► drive ─► memory ─► pinned ─► v
+    device's memory is the host's     v ─► drive ─► buffer, which the device reads
+    device with memory of its own     v ─► pinned ─► drive ─► buffer ─► (pinned ─►) v
 
 Invariant: a value that was away has the bits that it left with. What is in memory at
 any time is what the plan says, however slow the drives are: what still has to be
@@ -18,18 +18,16 @@ from functools import partial
 
 import jax
 
-from jaxinf import compat
+from jaxinf.streaming.move.host_buffers import HostBuffers
 from jaxinf.streaming.move.scratch import Scratch, ScratchRun, array_in, place_bytes
-from jaxinf.streaming.move.work_queues import Queue, start_upload
+from jaxinf.streaming.move.work_queues import Queue, WorkQueues
 from jaxinf.streaming.plan.calls import Plan, ValueSlot
 from jaxinf.streaming.plan.leaving import NUM_COPIES
-from jaxinf.streaming.program.lifetimes import Stay, occupancy
-from jaxinf.streaming.program.meshes import default_device
 from jaxinf.streaming.program.units import PINNED
-from jaxinf.transfer import PAGE_BYTES, Buffer, BufferPool, ByteMeters, span
+from jaxinf.transfer import Buffer, ByteMeters, span
 from jaxinf.typing import Array
 
-_IN, _OUT = Queue("in"), Queue("out")
+_IN, _OUT = Queue("values in"), Queue("values out")
 
 
 @dataclass(eq=False)
@@ -41,11 +39,11 @@ class _Away:
       parts: Its place on drives; none if it stays on the host.
       value: On the device, until it is on the host, and when it is back.
       host: On the host, until it is written, and back if it comes from there.
-      memory: Memory of the host that it is read into.
+      memory: The buffer that it is read into.
       is_written: Whether drives have it, or will not.
       is_here: Whether it comes back from `memory`, or from `host`, where it still is.
-      is_due: Whether the device has memory for it, and its way back has not begun.
-      is_back: Whether it is on the device, or where the device reads it.
+      is_due: Whether there is memory for it where programs read it.
+      is_back: Whether it is there.
     """
 
     form: jax.ShapeDtypeStruct
@@ -77,25 +75,34 @@ class Values:
       plan: The calls of a step, which say when values are absent, and where they wait.
       scratch: Files for values on drives, closed with this; without folders if no
         value goes there.
+      jobs: Move values; when a step is given up, they are reset before this is.
 
     Attributes:
       moved: Bytes on drives, and over the link from a device with memory of its own.
       waited_s: Time that the caller has waited for values to be written or read.
     """
 
-    def __init__(self, plan: Plan, scratch: Scratch | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        scratch: Scratch | None = None,
+        jobs: WorkQueues | None = None,
+    ) -> None:
         self._scratch = Scratch(()) if scratch is None else scratch
-        evictions, lives, tiers = plan.evictions, plan.lives, plan.tiers
-        on_drive = tiers.on_drive if tiers else tuple(evictions)
-        sizes = {slot: lives[slot].num_bytes for slot in on_drive}
-        self._places = self._scratch.allocate(sizes)
-        room = tiers.room if tiers else [_most_back(plan, self._places)]
-        most_bytes = max(room, default=0)
-        registry = compat.memory_registry(default_device()) if tiers else None
-        self._pool = BufferPool(max(most_bytes, PAGE_BYTES), registry=registry)
-        self._tiers, self._jobs = tiers, self._scratch.jobs
+        self._jobs = WorkQueues() if jobs is None else jobs
         self._changed = self._jobs.changed
-        self._pinned_bytes = 0 if registry is None else None  # one value at a time
+        evictions, lives, waiting = plan.evictions, plan.lives, plan.waiting
+        sizes = {slot: lives[slot].num_bytes for slot in waiting.on_drive}
+        self._places = self._scratch.allocate(sizes)
+        self._waiting, self._has_link = waiting, waiting.has_link
+        self._way_bytes = waiting.leaving_bytes  # that are free, of values going out
+        self._buffers = HostBuffers(
+            self._jobs,
+            "values",
+            waiting.read_bytes,
+            has_link=waiting.has_link,
+            pinned_bytes=0,  # one at a time
+        )
         in_order = sorted(evictions.items(), key=lambda item: item[1].needed)
         first_gone = sorted(in_order, key=lambda item: item[1].gone)
         self._leaving = _by_call((slot, one.written) for slot, one in first_gone)
@@ -105,7 +112,6 @@ class Values:
         self._held: dict[ValueSlot, jax.Array] = {}
         self._away: dict[ValueSlot, _Away] = {}
         self.moved, self.waited_s = ByteMeters(), 0.0
-        self.reset()
 
     # --- a step, call by call ------------------------------------------------------
 
@@ -130,21 +136,16 @@ class Values:
 
         It waits for values that must be gone, and lets others come back.
         """
-        if self._tiers and self._tiers.room:
-            with self._changed:
-                self._read_bytes = self._tiers.room[number]
-                self._changed.notify_all()
-        if self._tiers and not number:
-            for slot in self._tiers.on_drive:
-                self._jobs.submit(partial(self._read, slot), _IN)
+        for slot in () if number else self._waiting.on_drive:
+            self._jobs.submit(partial(self._read, slot), _IN)
         for slot in self._gone.get(number, ()):
             self._wait_for(partial(self._is_gone, self._away[slot]))
             del self._held[slot]
-        for slot in self._back.get(number, ()):
-            if self._tiers:
-                self._come_back(self._away[slot])
-            else:
-                self._jobs.submit(partial(self._read, slot), _IN)
+        with self._changed:
+            for slot in self._back.get(number, ()):
+                away = self._away[slot]
+                away.is_due, away.is_here = True, away.is_here or away.host is not None
+                self._come_back(away)
 
     def put(
         self, slots: Sequence[ValueSlot | None], outputs: Sequence[jax.Array]
@@ -171,23 +172,21 @@ class Values:
                 self._free(away)
 
     def reset(self) -> None:
-        """Drops everything; no call may be under way. Blocks until no value moves."""
-        self._jobs.reset()
+        """Drops everything; no call and no job of values may be under way."""
         self._held.clear()
         with self._changed:
             for away in self._away.values():
                 away.value = away.host = None
                 self._free(away)
-        self._away.clear()
-        self._way_bytes = self._tiers.leaving_bytes if self._tiers else 0
-        self._read_bytes, self._back_bytes = self._pool.capacity_bytes, 0
-        self._pool.free_idle()  # it goes back to the system between steps
+            self._away.clear()
+            self._way_bytes = self._waiting.leaving_bytes
+        self._buffers.free_idle()  # it goes back to the system between steps
 
     def close(self) -> None:
-        """Frees memory and files, and ends the threads; idempotent."""
+        """Frees memory and files; idempotent."""
         self.reset()
         self._scratch.close()
-        self._pool.close()
+        self._buffers.close()
 
     # --- out -----------------------------------------------------------------------
 
@@ -196,14 +195,14 @@ class Values:
         away = _Away(form, self._places.get(slot, ()), value)
         with self._changed:
             self._away[slot] = away
-        if self._tiers:
+        if self._has_link:
             self._jobs.submit(partial(self._copy_out, away), _OUT)
         else:
             self._write(away, value)
 
     def _is_gone(self, away: _Away) -> bool:
-        """Whether this does not hold it in the device's memory, or in the host's."""
-        return away.value is None and (away.host is None or bool(self._tiers))
+        """Whether this does not hold it in the device's memory."""
+        return away.value is None and (away.host is None or self._has_link)
 
     def _copy_out(self, away: _Away) -> None:
         """Copies a value to the host, for which it waits for memory; on a thread."""
@@ -232,7 +231,8 @@ class Values:
             away.host, away.value = host, None
             away.is_written = not away.parts
             self._changed.notify_all()
-        self._scratch.start(self._scratch.write, away.parts, host, written)
+        write = self._scratch.write
+        self._scratch.start(self._jobs, write, away.parts, host, written)
 
     def _settle(self, away: _Away) -> None:
         """Frees a value's memory on its way to drives once nothing needs it there.
@@ -255,54 +255,42 @@ class Values:
 
         def is_next() -> bool:
             away = self._away.get(slot)
-            room_bytes = self._read_bytes - self._back_bytes
-            return away is not None and (
-                away.is_here or (away.is_written and away.num_bytes <= room_bytes)
-            )
+            if away is None or away.is_here:
+                return away is not None
+            if away.is_written and (away.is_due or self._has_link):
+                away.memory = self._buffers.try_acquire(away.num_bytes)
+            return away.memory is not None
 
         def read() -> None:
             self.moved.add(drive_read_bytes=away.array.nbytes)
-            away.is_here, away.is_back = True, not self._tiers
-            self._upload(away)
-            self._changed.notify_all()
+            away.is_here = True
+            self._come_back(away)
 
-        with self._changed:
-            self._jobs.wait_for(is_next)
-            away = self._away[slot]
-            if away.is_here:
-                return
-            self._back_bytes += away.num_bytes
-            away.memory = self._pool.acquire(away.num_bytes)  # which has so much
-        self._scratch.start(self._scratch.read, away.parts, away.memory.array, read)
+        self._jobs.wait_for(is_next)
+        away = self._away[slot]
+        if away.memory is not None:
+            move, memory = self._scratch.read, away.memory.array
+            self._scratch.start(self._jobs, move, away.parts, memory, read)
 
     def _come_back(self, away: _Away) -> None:
-        """Lets a value come back, for which the device has memory; does not block."""
+        """Has programs read a value that is on the host, if it is due."""
+        if away.is_due and away.is_here:
+            away.is_due, away.is_back = False, not self._has_link
+            if self._has_link:
+                source = away.array if away.host is None else away.host
+                ended = partial(self._copied, away)
+                self._buffers.start_copy([(source, away.form.sharding)], ended)
+        self._changed.notify_all()
+
+    def _copied(self, away: _Away, copies: Sequence[jax.Array]) -> None:
         with self._changed:
-            away.is_due = True
-            away.is_here |= away.host is not None
-            self._upload(away)
-            self._changed.notify_all()
-
-    def _upload(self, away: _Away) -> None:
-        """Copies a value to the device, if it is due and on the host."""
-        if not (away.is_due and away.is_here):
-            return
-        away.is_due = False
-
-        def ended(copies: Sequence[jax.Array]) -> None:
-            with self._changed:
-                away.value, away.is_back = copies[0], True
-                self._free(away)
-                self._settle(away)
-
-        source = away.array if away.host is None else away.host
-        pairs, pinned_bytes = [(source, away.form.sharding)], self._pinned_bytes
-        start_upload(self._jobs, pairs, ended, pinned_bytes=pinned_bytes)
+            away.value, away.is_back = copies[0], True
+            self._free(away)
+            self._settle(away)
 
     def _free(self, away: _Away) -> None:
         """Frees the memory that a value was read into."""
         if away.memory is not None:
-            self._back_bytes -= away.num_bytes
             away.memory.release()
             away.memory = None
         self._changed.notify_all()
@@ -317,13 +305,3 @@ def _by_call(pairs: Iterable[tuple[ValueSlot, int]]) -> Mapping[int, list[ValueS
     for slot, number in pairs:
         found[number].append(slot)
     return found
-
-
-def _most_back(plan: Plan, places: Mapping[ValueSlot, Sequence[ScratchRun]]) -> int:
-    """The most memory, in whole pages, of values that have come back."""
-    lives, evictions = plan.lives, plan.evictions
-    stays = (
-        Stay(evictions[slot].back, lives[slot].takers[-1] + 2, place_bytes(parts))
-        for slot, parts in places.items()
-    )
-    return int(occupancy(len(plan.calls) + 1, stays).max(initial=0))

@@ -1,26 +1,23 @@
 """Threads that move params, values and gradients beside the programs of a step.
 
+    read for programs ─► copy to the device      values out, and back
+    write and read each drive's files            update units near storage
+
 Invariant: the jobs of a queue begin in the order in which they were submitted, and wait
-for those of other queues alone. A source's memory is used again only after its copies
-to a device have ended, also if a step is given up.
+for those of other queues alone.
 """
 
 import threading
 import time
 import weakref
-from collections import Counter, defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
-import jax
-
 from jaxinf.errors import StoreClosedError
-from jaxinf.streaming.program.units import PINNED
-from jaxinf.transfer import span
-from jaxinf.typing import Array
 
 _UNLIMITED = 1 << 62
 # Items up to this long are taken together, if several wait.
@@ -37,10 +34,20 @@ class Queue:
       together_bytes: The most of several items that are taken together.
     """
 
-    name: Hashable = ""
+    name: Hashable
     num_threads: int = 1
     room_bytes: int = _UNLIMITED
     together_bytes: int = _UNLIMITED
+
+
+@dataclass(eq=False)
+class _Line:
+    """What waits in a queue: jobs, and items for those of them that act on some."""
+
+    jobs: "SimpleQueue[Callable[[], None] | None]" = field(default_factory=SimpleQueue)
+    items: deque[tuple[Any, int]] = field(default_factory=deque)
+    item_bytes: int = 0
+    in_order: threading.Lock = field(default_factory=threading.Lock)
 
 
 Action: TypeAlias = Callable[[Sequence[Any]], Callable[[], None] | None]
@@ -48,9 +55,11 @@ Action: TypeAlias = Callable[[Sequence[Any]], Callable[[], None] | None]
 
 
 class WorkQueues:
-    """Queues of jobs, and their threads, which start with the first job of each.
+    """All queues of a step's jobs, and their threads, which start with the first job.
 
     After a job's error no other begins, and who waits gets that error, until `reset`.
+    That drops the jobs of all queues, so a step is given up as a whole.
+
     The threads end when this is closed, or nobody refers to it. A process does not wait
     for them at its end, and a thread that outlives the main one may still use them,
     neither of which holds for those of `concurrent.futures`.
@@ -60,14 +69,10 @@ class WorkQueues:
       error: The first error since `reset`.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._jobs: dict[Hashable, SimpleQueue[Callable[[], None] | None]] = {}
-        self._threads: list[tuple[threading.Thread, SimpleQueue[Any]]] = []
+    def __init__(self) -> None:
+        self._lines: dict[Hashable, _Line] = {}
+        self._threads: list[tuple[threading.Thread, _Line]] = []
         self._num_left = 0
-        self._items: defaultdict[Hashable, deque[tuple[Any, int]]] = defaultdict(deque)
-        self._item_bytes = Counter[Hashable]()
-        self._in_order: dict[Hashable, threading.Lock] = {}
         self._is_dropping = self._is_closed = False
         self.error: BaseException | None = None
         self.changed = threading.Condition()
@@ -75,12 +80,9 @@ class WorkQueues:
     def submit(self, job: Callable[[], None], queue: Queue) -> None:
         """Adds a job to a queue."""
         with self.changed:
-            if self._is_closed:
-                raise StoreClosedError(f"{self._name}: closed; make the function anew")
-            if queue.name not in self._jobs:
-                self._start(queue)
+            line = self._line(queue)
             self._num_left += 1
-            self._jobs[queue.name].put(partial(self._run, [job]))
+            line.jobs.put(partial(self._run, [job]))
 
     def put(self, item: Any, num_bytes: int, action: Action, queue: Queue) -> float:
         """Passes an item on; blocks while too many wait, and returns the seconds.
@@ -90,13 +92,13 @@ class WorkQueues:
         Raises:
           BaseException: The first error of a job.
         """
-        room_bytes, name = max(1, queue.room_bytes), queue.name
-        most = room_bytes - min(num_bytes, room_bytes)
-        waited_s = self.wait_for(lambda: self._item_bytes[name] <= most)
         with self.changed:
-            self._items[name].append((item, num_bytes))
-            self._item_bytes[name] += num_bytes
-            self.submit(partial(self._pass_on, queue, action), queue)
+            line, room_bytes = self._line(queue), max(1, queue.room_bytes)
+            most = room_bytes - min(num_bytes, room_bytes)
+            waited_s = self.wait_for(lambda: line.item_bytes <= most)
+            line.items.append((item, num_bytes))
+            line.item_bytes += num_bytes
+            self.submit(partial(self._pass_on, line, queue, action), queue)
         return waited_s
 
     def wait_for(self, is_done: Callable[[], bool]) -> float:
@@ -118,7 +120,7 @@ class WorkQueues:
             if self.error is not None:
                 raise self.error
             if self._is_dropping:
-                raise StoreClosedError(f"{self._name}: its jobs were dropped")
+                raise StoreClosedError("jaxinf.stream: a step was given up")
         return time.perf_counter() - began_s
 
     def end(self) -> None:
@@ -132,27 +134,31 @@ class WorkQueues:
             self.changed.notify_all()
             self.changed.wait_for(lambda: not self._num_left)
             self._is_dropping, self.error = False, None
-            self._items.clear()
-            self._item_bytes.clear()
+            for line in self._lines.values():
+                line.items.clear()
+                line.item_bytes = 0
 
     def close(self) -> None:
         """Drops all jobs and ends the threads; idempotent."""
         self.reset()
         self._is_closed = True
-        for _, queue in self._threads:
-            queue.put(None)
+        for _, line in self._threads:
+            line.jobs.put(None)
         while self._threads:
             self._threads.pop()[0].join()
 
-    def _start(self, queue: Queue) -> None:
-        own: SimpleQueue[Any] = SimpleQueue()
-        for _ in range(queue.num_threads):
-            what = {"args": (own,), "name": self._name, "daemon": True}
-            thread = threading.Thread(target=_serve, **what)
-            thread.start()
-            self._threads.append((thread, own))
-            weakref.finalize(self, own.put, None).atexit = False
-        self._jobs[queue.name], self._in_order[queue.name] = own, threading.Lock()
+    def _line(self, queue: Queue) -> _Line:
+        if self._is_closed:
+            raise StoreClosedError("jaxinf.stream: closed; make the function anew")
+        if queue.name not in self._lines:
+            line = self._lines[queue.name] = _Line()
+            for _ in range(queue.num_threads):
+                what = {"args": (line.jobs,), "name": "jaxinf-stream", "daemon": True}
+                thread = threading.Thread(target=_serve, **what)
+                thread.start()
+                self._threads.append((thread, line))
+                weakref.finalize(self, line.jobs.put, None).atexit = False
+        return self._lines[queue.name]
 
     def _run(self, held: list[Callable[[], None]]) -> None:
         job = held.pop()
@@ -167,19 +173,18 @@ class WorkQueues:
             self._num_left -= 1
             self.changed.notify_all()
 
-    def _pass_on(self, queue: Queue, action: Action) -> None:
+    def _pass_on(self, line: _Line, queue: Queue, action: Action) -> None:
         """Works on the next items, unless another job took them; on a thread."""
-        waiting = self._items[queue.name]
-        with self._in_order[queue.name]:
+        with line.in_order:
             taken, sizes = list[Any](), list[int]()
-            while waiting and self.error is None:
-                next_bytes = waiting[0][1]
+            while line.items and self.error is None:
+                next_bytes = line.items[0][1]
                 if sizes and (
                     max(sizes[-1], next_bytes) > _SHORT_BYTES
                     or sum(sizes) + next_bytes > queue.together_bytes
                 ):
                     break
-                item, num_bytes = waiting.popleft()
+                item, num_bytes = line.items.popleft()
                 taken.append(item)
                 sizes.append(num_bytes)
                 del item
@@ -189,66 +194,11 @@ class WorkQueues:
             work()
             del work
         with self.changed:
-            self._item_bytes[queue.name] -= sum(sizes)
+            line.item_bytes -= sum(sizes)
 
 
-def _serve(queue: "SimpleQueue[Callable[[], None] | None]") -> None:
+def _serve(jobs: "SimpleQueue[Callable[[], None] | None]") -> None:
     """Runs jobs until there is None."""
-    while (run := queue.get()) is not None:
+    while (run := jobs.get()) is not None:
         run()
-        del run  # it refers to the jobs
-
-
-# --- copies to devices that have memory of their own ----------------------------------
-
-
-Pairs: TypeAlias = Sequence[tuple[Array | jax.Array, Any]]
-"""The arrays of a tensor on the host, and where each of them goes."""
-
-Ended: TypeAlias = Callable[[Sequence[jax.Array]], None]
-"""Takes the copies of a tensor, on a thread that has no lock."""
-
-
-def start_upload(
-    jobs: WorkQueues, pairs: Pairs, ended: Ended, *, pinned_bytes: int | None
-) -> None:
-    """Starts to copy a tensor; copies end in the order in which they were started.
-
-    A copy to new memory of the device waits for programs that were enqueued before it.
-    So all that waits is copied by one call, and two calls are under way.
-
-    Args:
-      pinned_bytes: Memory for what is pinned, in which one tensor always has room, of
-        devices that do not copy from the host's memory as it is: each array is pinned
-        once for all of them, and one call is under way. None if nothing is pinned.
-    """
-    queue, num_bytes = Queue("uploads", num_threads=2), 0
-    if pinned_bytes is not None:
-        queue = Queue("uploads", together_bytes=pinned_bytes)
-        num_bytes = sum({id(one): one.nbytes for one, _ in pairs}.values())
-
-    def begin(taken: Sequence[tuple[Pairs, Ended]]) -> Callable[[], None]:
-        return partial(_copy_all, deque(taken), pins=pinned_bytes is not None)
-
-    jobs.put((pairs, ended), num_bytes, begin, queue)
-
-
-def _copy_all(left: deque[tuple[Pairs, Ended]], *, pins: bool) -> None:
-    with span("back"):
-        begun = deque(_begun([pair for own, _ in left for pair in own], pins=pins))
-        while left:
-            own, ended = left.popleft()
-            copies = [begun.popleft() for _ in own]
-            ended(jax.block_until_ready(copies))
-            del own, ended, copies  # they hold memory
-
-
-def _begun(pairs: Pairs, *, pins: bool) -> list[jax.Array]:
-    sources, places = [x for x, _ in pairs], [to for _, to in pairs]
-    if pins:
-        once = {id(x): (x, to) for x, to in pairs}.values()
-        ways = [to.with_memory_kind(PINNED) for _, to in once]
-        pinned = jax.device_put([x for x, _ in once], ways)
-        there = {id(x): own for (x, _), own in zip(once, pinned, strict=True)}
-        sources = [there[id(x)] for x in sources]
-    return jax.device_put(sources, places)
+        del run  # it refers to the queues

@@ -84,19 +84,23 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Tiers:
-    """The host's memory for values that are not on the device.
+class Waiting:
+    """Where values wait that have left the memory of programs.
 
     Attributes:
-      on_drive: Values that go on to drives, in the order in which they are needed.
-      leaving_bytes: The part for values on their way to drives.
-      room: Before each call, bytes for values that are read ahead; empty if none are.
+      on_drive: Those on drives, in the order in which they are needed; others wait on
+        the host of a device with memory of its own.
+      read_bytes: Memory of the host for those that drives have read.
+      has_link: Whether the device has memory of its own.
+      host_bytes: Memory of the host of such a device for all that is here.
+      leaving_bytes: The part of it for values on their way to drives.
     """
 
-    on_drive: tuple[ValueSlot, ...]
-    host_bytes: int
+    on_drive: tuple[ValueSlot, ...] = ()
+    read_bytes: int = 0
+    has_link: bool = False
+    host_bytes: int = 0
     leaving_bytes: int = 0
-    room: Sequence[int] = ()
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -116,10 +120,10 @@ class Plan:
       temp_bytes: Temporaries of the compiled programs by key, as far as they are known.
       output_bytes: On several devices, the bytes of each call's outputs in one memory;
         None for one device.
-      evictions: Values that are on a drive for a time.
+      evictions: Values that leave for a time.
       resident_bytes: Memory of params that stay between steps, in addition.
+      waiting: Where these wait.
       memory: The memory, without that of values that wait on the host.
-      tiers: Where values wait; None if the device's memory is the host's.
       reading: The reads of params; none if all are in memory.
     """
 
@@ -135,9 +139,9 @@ class Plan:
     temp_bytes: Mapping[str, int] = field(default_factory=dict)
     output_bytes: Sequence[Sequence[int]] | None = None
     evictions: Mapping[ValueSlot, Eviction] = field(default_factory=dict)
+    waiting: Waiting = field(default_factory=Waiting)
     resident_bytes: int = 0
     memory: Memory = field(default_factory=Memory)
-    tiers: Tiers | None = None
     reading: Reading = field(default_factory=Reading)
 
     def __str__(self) -> str:
@@ -208,14 +212,14 @@ class Plan:
 
     @property
     def store_bytes(self) -> int:
-        """Memory for the store's buffers."""
-        return self.memory.ring + self.reading.unused_bytes
+        """Memory for the optimizer's state: all that nothing else of a step takes."""
+        return self.memory.state + self.reading.unused_bytes
 
     @property
     def away_bytes(self) -> int:
         """Bytes of values that are on drives for a part of a step, at most."""
-        slots = self.evictions if self.tiers is None else self.tiers.on_drive
-        return sum(page_ceil(self.lives[slot].num_bytes) for slot in slots)
+        sizes = (self.lives[slot].num_bytes for slot in self.waiting.on_drive)
+        return sum(map(page_ceil, sizes))
 
     @property
     def digest(self) -> str:

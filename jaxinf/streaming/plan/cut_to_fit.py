@@ -17,7 +17,7 @@ from jaxinf.errors import BudgetError
 from jaxinf.processes import Group
 from jaxinf.streaming.plan.calls import Plan, Policy
 from jaxinf.streaming.plan.compiled import Executables, known_temps, measured
-from jaxinf.streaming.plan.leaving import evicted, least_bytes, may_leave, plan_tiers
+from jaxinf.streaming.plan.leaving import evicted, least_bytes, may_leave, on_host
 from jaxinf.streaming.plan.memory import (
     FREE_SHARE,
     Budget,
@@ -217,17 +217,17 @@ def _with_params(plan: Plan, needs: StepNeeds) -> Plan:
 
 def _placed(plan: Plan, needs: StepNeeds, memory: Memory) -> Plan:
     """Returns the plan with the values that leave, and the reads of params."""
-    unit_of, factor, tiers = needs.unit_of, memory.pool_factor, None
+    unit_of, factor = needs.unit_of, memory.pool_factor
     if plan.is_offloaded:
         plan = evicted(plan, memory.programs)
     if memory.staged:
         passing = 0 if unit_of is None else staged_bytes(unit_of, plan)
-        tiers = plan_tiers(plan, (memory.staged - passing) // factor)
+        waiting = on_host(plan, (memory.staged - passing) // factor)
+        plan = replace(plan, waiting=waiting)
         if unit_of is not None:
-            staged = memory.staged - factor * tiers.host_bytes
+            staged = memory.staged - factor * waiting.host_bytes
             memory = replace(memory, staged=staged)
-    reading = plan_reads(plan, needs, memory)
-    return replace(plan, memory=memory, tiers=tiers, reading=reading)
+    return replace(plan, memory=memory, reading=plan_reads(plan, needs, memory))
 
 
 # --- a budget that works -------------------------------------------------------------

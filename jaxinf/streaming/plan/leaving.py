@@ -1,10 +1,11 @@
 """Which values leave for a part of a step, and where they wait.
 
-    device   who leaves, by next use; each comes back as early as there is room
-    host     values that stay: those that are needed soonest
-             values on their way to drives, in turns
-             values that are read ahead, as far as the others leave room
-    drives   the rest
+    programs' memory    `evicted`: the value that is needed last leaves first; each
+                        comes back as early as there is room
+    host                `on_host`, of a device with memory of its own: it keeps those
+                        that are needed soonest, as far as there is room for others on
+                        their way to drives and back
+    drives              the rest
 
 Invariant: a step's memory is as planned at every call, however fast the drive is: a
 value's memory is free from one given call to another, and no choice raises the bytes of
@@ -25,13 +26,13 @@ from jaxinf.streaming.plan.calls import (
     Eviction,
     Plan,
     Policy,
-    Tiers,
     ValueSlot,
+    Waiting,
 )
 from jaxinf.streaming.program.lifetimes import Stay, occupancy
 from jaxinf.streaming.program.trace import Traced
 from jaxinf.terminal import format_bytes
-from jaxinf.transfer import PAGE_BYTES, page_ceil
+from jaxinf.transfer import page_ceil, page_floor
 
 SMALL_BYTES = 64 << 10
 """Smaller values stay in memory."""
@@ -97,7 +98,8 @@ def evicted(
             needed=stay.stop + 1,
         )
     plan = replace(plan, evictions=evictions)
-    return replace(plan, peak_bytes=max(memory(plan), default=0))
+    peak_bytes, waiting = max(memory(plan), default=0), _on_drives(plan)
+    return replace(plan, peak_bytes=peak_bytes, waiting=waiting)
 
 
 def candidates(plan: Plan) -> list[Stay]:
@@ -146,11 +148,22 @@ def evict(
     return left
 
 
-# --- who leaves the host of a device with memory of its own --------------------------
+# --- where they wait -----------------------------------------------------------------
 
 
-def plan_tiers(plan: Plan, host_bytes: int) -> Tiers:
-    """Chooses the values that stay on the host of a device with memory of its own.
+def _on_drives(plan: Plan) -> Waiting:
+    """Has all values that leave wait on drives, and come back where programs read."""
+    lives = plan.lives
+    back = (
+        Stay(one.back, lives[slot].takers[-1] + 2, page_ceil(lives[slot].num_bytes))
+        for slot, one in plan.evictions.items()
+    )
+    most = int(occupancy(len(plan.calls) + 1, back).max(initial=0))
+    return Waiting(on_drive=tuple(plan.evictions), read_bytes=most)
+
+
+def on_host(plan: Plan, host_bytes: int) -> Waiting:
+    """Has values wait on the host of a device with memory of its own.
 
     While too many bytes wait, the value that is needed last goes to a drive, as soon as
     it is made.
@@ -165,7 +178,7 @@ def plan_tiers(plan: Plan, host_bytes: int) -> Tiers:
     held = occupancy(len(plan.calls), stays)
     everything = int(held.max(initial=0))
     if everything <= max(host_bytes, 0):
-        return Tiers((), everything)
+        return Waiting(has_link=True, host_bytes=everything)
     largest = max(stay.num_bytes for stay in stays)
     passing = 2 * NUM_COPIES * largest
     if host_bytes < passing:
@@ -178,22 +191,16 @@ def plan_tiers(plan: Plan, host_bytes: int) -> Tiers:
             least - host_bytes,
             ", or raise device_memory_bytes",
         )
-    more = min(largest, _whole_pages((host_bytes - passing) // _WAY_SHARE))
+    more = min(largest, page_floor((host_bytes - passing) // _WAY_SHARE))
     leaving = NUM_COPIES * largest + more
     left = evict(held, stays, host_bytes - 2 * leaving)
     held = occupancy(len(plan.calls), (stay for stay in stays if stay not in left))
-    # One value at a time is pinned for its copy back.
-    ahead = host_bytes - leaving - (NUM_COPIES - 1) * largest
-    most = sum(stay.num_bytes for stay in left)
-    later = np.maximum.accumulate(held[::-1])[::-1].tolist()
-    room = [_whole_pages(min(most, ahead - num_bytes)) for num_bytes in later]
-    return Tiers(
-        on_drive=tuple(one.tensor for one in sorted(left, key=lambda one: one.stop)),
+    # Of those that drives have read, one at a time is pinned for its copy back.
+    read = host_bytes - leaving - (NUM_COPIES - 1) * largest - int(held.max(initial=0))
+    return Waiting(
+        on_drive=tuple(x.tensor for x in sorted(left, key=lambda stay: stay.stop)),
+        read_bytes=min(sum(stay.num_bytes for stay in left), page_floor(read)),
+        has_link=True,
         host_bytes=host_bytes,
         leaving_bytes=leaving,
-        room=[room[0], *room[:-1]],
     )
-
-
-def _whole_pages(num_bytes: int) -> int:
-    return num_bytes - num_bytes % PAGE_BYTES

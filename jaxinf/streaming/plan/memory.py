@@ -39,7 +39,7 @@ _M_MMAP_THRESHOLD = -3
 _MMAP_THRESHOLD_BYTES = 256 << 10
 # The part for buffers, for gradients that wait, and at most for reading.
 _SHARE = 8
-_MAX_RING_BYTES = 512 << 20
+_MAX_STATE_BYTES = 512 << 20
 _MIN_STORE_BYTES = 64 << 20
 
 
@@ -88,7 +88,7 @@ class StepNeeds:
       unit_of: The units in which params are read; None if they are in memory.
       frozen: Leaves that no update changes, so that they may stay from step to step.
       handed: Units whose updates can take what was read for a program.
-      ring_bytes: The store's least buffers for updates; None if there are none.
+      state_bytes: The store's least buffers for updates; None if there are none.
       gradient_bytes: Size of the largest unit whose gradient is handed out.
       export_bytes: Memory for exports.
       others: What else it takes.
@@ -98,7 +98,7 @@ class StepNeeds:
     unit_of: UnitOf | None = None
     frozen: Set[int] = frozenset()
     handed: Set[ParamUnit] = frozenset()
-    ring_bytes: int | None = None
+    state_bytes: int | None = None
     gradient_bytes: int = 0
     export_bytes: int = 0
     others: Sequence[MemoryNeed] = ()
@@ -110,7 +110,7 @@ class Memory:
     """The memory of a step, in bytes.
 
     Attributes:
-      ring: The store's buffers.
+      state: The store's buffers for the optimizer's state, at least.
       gradients: Gradients on the host that wait for their update, without what a pool
         of pinned memory takes for them beside that.
       programs: Params, values and temporaries of a step's programs.
@@ -121,7 +121,7 @@ class Memory:
       pool_factor: That of the `DeviceLimit`.
     """
 
-    ring: int = 0
+    state: int = 0
     gradients: int = 0
     programs: int = 0
     staged: int = 0
@@ -139,17 +139,17 @@ def divide(budget: Budget, needs: StepNeeds) -> Memory:
     memory_bytes = budget.memory_bytes - needs.export_bytes
     share, gradient_bytes = memory_bytes // _SHARE, needs.gradient_bytes
     device, factor = budget.device, budget.device.pool_factor
-    ring = pooled = 0
-    if needs.ring_bytes is not None:
-        ring = max(needs.ring_bytes, min(share, _MAX_RING_BYTES))
+    state = pooled = 0
+    if needs.state_bytes is not None:
+        state = max(needs.state_bytes, min(share, _MAX_STATE_BYTES))
         pooled = max(factor * gradient_bytes, share)
     reading = 0 if needs.unit_of is None else min(READER_BYTES, share)
-    rest = memory_bytes - ring - pooled - reading
+    rest = memory_bytes - state - pooled - reading
     if rest < 1:
         raise BudgetError(
             "memory_bytes",
             "expected room for the store's buffers "
-            f"({format_bytes(needs.ring_bytes or 0)}), for the largest gradient "
+            f"({format_bytes(needs.state_bytes or 0)}), for the largest gradient "
             f"({format_bytes(factor * gradient_bytes)}) and for the program's params, "
             f"found {format_bytes(memory_bytes)}",
             1 - rest,
@@ -174,7 +174,7 @@ def divide(budget: Budget, needs: StepNeeds) -> Memory:
             )
         programs, staged = (programs, left) if is_staged else (left, staged)
     return Memory(
-        ring=ring,
+        state=state,
         gradients=pooled // factor,
         programs=programs,
         staged=staged,

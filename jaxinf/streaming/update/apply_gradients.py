@@ -61,6 +61,8 @@ class StoreSink:
 
     Args:
       params: The source of a step's params, which updates may take.
+      jobs: Update, and move gradients that wait; when a step is given up, they are
+        reset before this abandons it.
 
     Attributes:
       spill: Holds gradients until the last one arrives; None if none waits.
@@ -74,6 +76,7 @@ class StoreSink:
         plan: Plan,
         ready: OrderedProgram,
         params: StoreParams,
+        jobs: WorkQueues,
     ) -> None:
         self.updates, self.share = updates, updates.share
         self._params = params
@@ -89,11 +92,11 @@ class StoreSink:
         if self.share.updater is not None:
             num_threads = NUM_UNDER_WAY
             room_bytes += (num_threads - 1) * updates.largest_bytes
-        self._jobs = WorkQueues("jaxinf-updates")
+        self._jobs = jobs
         self._queue = Queue("updates", num_threads, room_bytes)
         if on_drives is not None:
             scratch = store_scratch(updates.engine, "gradients")
-            self.spill = Spill(scratch, scratch.allocate(on_drives))
+            self.spill = Spill(jobs, scratch, scratch.allocate(on_drives))
 
     # --- a step --------------------------------------------------------------------
 
@@ -115,7 +118,7 @@ class StoreSink:
         self._bad: list[str] = []  # leaves that refuse the step
         self.spilled_bytes = 0, 0
         if self.spill is not None:
-            self.spill.reset()
+            self.spill.held.clear()
 
     def put(self, piece: Piece, gradient: jax.Array) -> None:
         """Takes a complete gradient; blocks while too many wait.
@@ -186,18 +189,17 @@ class StoreSink:
 
     def abandon(self) -> None:
         """Gives the step up, without a commit."""
-        self._jobs.reset()
         if self.spill is not None:
-            self.spill.reset()
+            self.spill.held.clear()
         self.updates.inputs.close()
         self.updates.engine.opened.abandon()
 
     def close(self) -> None:
         """Frees memory and files; idempotent."""
-        self._jobs.close()
         self.updates.inputs.close()
         if self.spill is not None:
-            self.spill.close()
+            self.spill.held.clear()
+            self.spill.scratch.close()
 
     # --- the end of a step ---------------------------------------------------------
 
@@ -207,7 +209,7 @@ class StoreSink:
         What gradients are read into had the params before. Writes over an uncommitted
         step are not interrupted.
         """
-        self._params.free_idle()
+        self._params.buffers.free_idle()
         inputs, num_passes = self.updates.inputs, self.updates.passes.num_passes
         for _ in range(2, num_passes):
             inputs.advance()

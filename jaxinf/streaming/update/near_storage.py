@@ -225,7 +225,7 @@ class UpdatePlan:
             unit_of=self.unit_of,
             frozen=frozenset(number for number, leaf in leaves if is_idle(leaf.kernel)),
             handed=frozenset(filter(self._takes_read, units)),
-            ring_bytes=shape.least_memory_bytes,
+            state_bytes=shape.least_memory_bytes,
             gradient_bytes=max((unit.num_bytes for unit in units), default=0),
             export_bytes=shape.export_bytes,
             others=others,
