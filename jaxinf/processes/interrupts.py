@@ -55,7 +55,7 @@ class Work:
         self.error: BaseException | None = None
         self.ending = Ending()
 
-    def __call__(self) -> None:
+    def run(self) -> None:
         """Calls the function, at the first call, and keeps its exception."""
         function, self._function = self._function, None
         if function is None:
@@ -101,7 +101,7 @@ def run_whole(
                     _KEPT.extend(came[: not _KEPT])
                 elif came:
                     give_up()
-                queue.put(work)  # perhaps again, but none runs twice
+                queue.put(work.run)  # perhaps again, but none runs twice
                 work.ending.wait()
             break
         except BaseException as interrupt:
@@ -129,13 +129,13 @@ def raise_kept() -> None:
 
 
 @functools.cache
-def _queue() -> "SimpleQueue[Work]":
+def _queue() -> "SimpleQueue[Callable[[], None]]":
     """Returns the queue of a thread that calls the main thread's functions in turn.
 
     Raises:
       RuntimeError: the process may have no more threads.
     """
-    queue: SimpleQueue[Work] = SimpleQueue()
+    queue: SimpleQueue[Callable[[], None]] = SimpleQueue()
     args = (queue,)
     threading.Thread(target=serve, args=args, name="jaxinf-whole", daemon=True).start()
     return queue
