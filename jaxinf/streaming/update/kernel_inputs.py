@@ -127,13 +127,11 @@ class KernelInputs:
 
     def finish(self) -> list[Array]:
         """Returns the new scalar state, after the last pass."""
-        number = self._passes.num_passes
-        exports = self._passes.before[number].exports
-        new = dict(zip(exports, self._computed_before(number), strict=True))
+        self.advance()
         self.close()
         return [
-            np.array(key_data(new[value]) if value.constant is None else value.constant)
-            for value in self._passes.prologue.scalar_state
+            np.array(key_data(self._env[v]) if v.constant is None else v.constant)
+            for v in self._passes.prologue.scalar_state
         ]
 
     def close(self) -> None:
@@ -145,18 +143,15 @@ class KernelInputs:
     # --- inside --------------------------------------------------------------------
 
     def _start(self, number: int) -> None:
+        """Computes the numbers and the kernels' scalars before a pass."""
         self._number, self._given = number, set()
-        part, found = self._passes.before[number], self._computed_before(number)
-        num, scalars = len(part.exports), part.scalars
+        part = self._passes.before[number]
+        found = self._between[number](*(self._env[value] for value in part.inputs))
+        num = len(part.exports)
         self._env.update(zip(part.exports, found[:num], strict=True))
         # A value may be of both, and has the kernel's dtype here.
         own = map(np.asarray, found[num:])
-        self._kernel_scalars = dict(zip(scalars, own, strict=True))
-
-    def _computed_before(self, number: int) -> Sequence[jax.Array]:
-        """Returns the numbers, then the kernels' scalars, before a pass."""
-        part = self._passes.before[number]
-        return self._between[number](*(self._env[value] for value in part.inputs))
+        self._kernel_scalars = dict(zip(part.scalars, own, strict=True))
 
     def _note(self, part: PassComputation, found: Sequence[jax.Array]) -> None:
         if part.leaf in self._given:
