@@ -29,7 +29,8 @@ from jaxinf.exchange import (
 )
 from jaxinf.store import (
     CopySource,
-    list_whole,
+    all_members,
+    list_checkpoints,
     remove_whole,
     restore_whole,
     save_whole,
@@ -59,7 +60,7 @@ class List:
     json: Switch = False
 
     def run(self) -> None:
-        found = list_whole(self.store)
+        found = list_checkpoints(*all_members(self.store))
         if self.json:
             print(json.dumps([asdict(info) for info in found], indent=1))
             return

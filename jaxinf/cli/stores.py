@@ -81,9 +81,10 @@ class Store:
                 source = stack.enter_context(opened)
                 say_warning(old, source.step)
             progress = stack.enter_context(show_progress(f"copying to {new}"))
-            done = copy_step(source, new, layout, progress)
-        print(f"{new}: step {done.step}, {format_bytes(done.num_bytes)} written")
-        if done.dropped:
-            names = ", ".join(map(printable, done.dropped))
+            num_bytes = copy_step(source, new, layout, progress)
+        step = source.step.commit.step
+        print(f"{new}: step {step}, {format_bytes(num_bytes)} written")
+        if source.dropped:
+            names = ", ".join(map(printable, source.dropped))
             print(f"left out, as not all members had them: checkpoint {names}")
         return 0

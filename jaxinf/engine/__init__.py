@@ -47,11 +47,11 @@ from jaxinf.engine.shape import StoreShape, SubgroupLayout
 from jaxinf.engine.sharding import (
     callers,
     check_processes,
-    distinct_shards,
     held_shards,
     put_together,
     replicas_differ,
     shard_counts,
+    shards_with_origin,
     sum_bits,
     unused_axes,
 )

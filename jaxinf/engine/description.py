@@ -9,7 +9,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -96,7 +95,6 @@ class StoreDescription:
         return Manifest.of_contents(
             kernels={x.record.kernel: x.kernel.identity for x in self.leaves},
             leaves=[leaf.record for leaf in self.leaves],
-            created_by={name: version(name) for name in ("jaxinf", "jax", "optax")},
         )
 
 

@@ -15,7 +15,6 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +38,6 @@ from jaxinf.store import (
     agreed_step,
     check_never_committed,
     check_space,
-    claim_csds,
     create_store,
     discard_store,
     find_members,
@@ -48,10 +46,10 @@ from jaxinf.store import (
     is_unfinished,
     lock_exclusively,
     other_slot,
-    prune_leftovers,
-    prune_snapshots,
+    package_versions,
     read_owned,
     restore_checkpoint,
+    take_over,
     to_step,
 )
 from jaxinf.transfer import translated
@@ -193,10 +191,7 @@ def _open_locked(engine: "Engine", lock: StoreLock) -> OpenStore | None:
         check_form(options, directory.manifest)
         # A damaged record is refused before anything is written.
         commit = None if options.restore else directory.read_commit()
-        claim_csds(directory)
-        prune_snapshots(directory)
-        prune_leftovers(directory)
-        directory.prune_temporaries()
+        take_over(directory)
         if options.restore is not None:
             commit = restore_checkpoint(directory, options.restore)
     return OpenStore(engine, directory, commit)
@@ -355,7 +350,5 @@ def _check_equal(path: Path, found: Sequence[Any], **what: str) -> None:
 
 def _in_common(manifest: Manifest) -> dict[str, JsonValue]:
     text = json.dumps(manifest.common, sort_keys=True)
-    return {
-        "contents": hashlib.sha256(text.encode()).hexdigest(),
-        "versions": {name: version(name) for name in ("jaxinf", "jax", "optax")},
-    }
+    contents = hashlib.sha256(text.encode()).hexdigest()
+    return {"contents": contents, "versions": {**package_versions()}}

@@ -15,6 +15,7 @@ from jaxinf.store import (
     CODECS,
     StateFormat,
     StoreDirectory,
+    check_roots,
     checkpoint_names,
     remove_checkpoint,
 )
@@ -61,15 +62,9 @@ class StoreOptions:
     export_to: str | None = None
 
     def __post_init__(self) -> None:
+        check_roots(self.csds)
         for root in self.csds:
-            if not root.is_dir():
-                raise ValueError(
-                    f"CSD root {root}: expected a directory on a mounted drive, found "
-                    f"{'a file' if root.exists() else 'nothing'}; create or mount it"
-                )
             check_writable(root)
-        if len(set(self.csds)) != len(self.csds):
-            raise ValueError(f"csds: the same root is given twice: {self.csds}")
         if self.master not in get_args(MasterChoice):
             raise ValueError(f"master={self.master!r}: expected 'auto' or 'none'")
         if self.state not in (None, "fp32", *CODECS):

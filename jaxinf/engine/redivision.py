@@ -77,12 +77,12 @@ def _divide(
         found = len(source.parts)
         roots = csd_roots if found != count else ()
         layout = CopyLayout(csd_roots=roots, processes=count, shards_of=shards_of)
-        done = copy_step(source, path, layout)
+        copy_step(source, path, layout)
     _LOG.warning(
         "%s: divided among %d processes, it was among %d; checkpoints dropped, as not "
         "all had them: %s",
         path,
         count,
         found,
-        ", ".join(done.dropped) or "none",
+        ", ".join(source.dropped) or "none",
     )

@@ -59,19 +59,20 @@ def held_shards(sharding: NamedSharding | None, shape: Sequence[int]) -> Shards:
     return Shards(shard_counts(sharding, shape), holders)
 
 
-def distinct_shards(leaf: Any) -> list[tuple[tuple[slice, ...], Array]]:
-    """Returns index and data of each part of an array in this process, replicas once.
+def shards_with_origin(leaf: Any) -> list[tuple[tuple[int, ...], Array]]:
+    """Returns origin and data of each part of an array in this process, replicas once.
 
-    The data are views if the platform supports them, as a CPU does.
+    The origin is the index in the leaf of the part's first element. The data are views
+    if the platform supports them, as a CPU does.
     """
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
         array = np.asarray(leaf)
-        return [((slice(None),) * array.ndim, array)]
-    found: dict[tuple[Any, ...], Any] = {}
+        return [((0,) * array.ndim, array)]
+    found: dict[tuple[int, ...], Any] = {}
     for shard in leaf.addressable_shards:
-        found.setdefault(tuple((s.start, s.stop) for s in shard.index), shard)
-    return [(s.index, np.asarray(s.data)) for s in found.values()]
+        found.setdefault(tuple(s.start or 0 for s in shard.index), shard)
+    return [(origin, np.asarray(shard.data)) for origin, shard in found.items()]
 
 
 def unused_axes(sharding: NamedSharding | None) -> tuple[str, ...]:

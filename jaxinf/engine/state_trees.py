@@ -15,9 +15,8 @@ from jaxinf.csd import Csd, CsdBuffer
 from jaxinf.engine.carry import array_like, data_of, some_of
 from jaxinf.engine.reading import read_leaf
 from jaxinf.engine.shape import SubgroupLayout
-from jaxinf.engine.sharding import distinct_shards
+from jaxinf.engine.sharding import shards_with_origin
 from jaxinf.errors import StoreMismatchError
-from jaxinf.layout import CodedSlot
 from jaxinf.program import StateLayout, state_keys
 from jaxinf.store import ScalarState
 from jaxinf.transfer import Task
@@ -26,7 +25,6 @@ from jaxinf.typing import AVERAGE, FLOAT32, FLOAT_DTYPES, Array, PyTree
 if TYPE_CHECKING:
     from jaxinf.engine.opened import OpenStore
 
-_PIECE_ELEMENTS = 1 << 16
 _OF_AVERAGE = (AVERAGE, "average_count", "average_weight")
 """The state of an average, whose first scalars are zeros."""
 
@@ -178,48 +176,30 @@ def _given(
     return stored, scalars
 
 
-def _parts(opened: "OpenStore", array: Any) -> Iterator[tuple[list[int], Array]]:
+def _parts(opened: "OpenStore", array: Any) -> Iterator[tuple[tuple[int, ...], Array]]:
     """Yields origin and values of the whole array, or of this process's shards."""
-    if opened.group.is_alone:
-        values = np.asarray(array)
-        yield [0] * values.ndim, values
-        return
-    shards = distinct_shards(array)
+    shards = shards_with_origin(np.asarray(array) if opened.group.is_alone else array)
     while shards:
-        index, values = shards.pop()
-        yield [one.start or 0 for one in index], values
+        yield shards.pop()
 
 
 def _write_part(
     opened: "OpenStore", leaf: int, state: int, origin: Sequence[int], values: Array
 ) -> None:
-    """Writes a box of a leaf's state; blocks until it is in buffers."""
-    codec = opened.leaves[leaf].states[state].codec
-    stores = (state, state + 1) if codec in ("int8", "split") else (state,)
+    """Writes a box of a leaf's state; blocks until it is in buffers.
+
+    Decoded values get their codes again.
+    """
+    record = opened.leaves[leaf].states[state]
+    stores = tuple(range(state, state + len(record.stored)))
 
     def compute(
         layout: SubgroupLayout, csd: Csd, buffer: CsdBuffer, _: Collection[int]
     ) -> None:
         own = layout.gather(values, origin)
-        arrays = _encoded(layout, stores, codec, own)
-        for number, one in zip(stores, arrays, strict=True):
+        for number, one in zip(stores, record.encode(own, None), strict=True):
             csd.put(buffer, layout.extents[number], one)
         opened.meters.add(link_down_bytes=own.nbytes)
 
     layouts = opened.layouts(leaf, origin, values.shape)
     opened.mover.run([Task(x, partial(compute, x), stores=stores) for x in layouts])
-
-
-def _encoded(
-    layout: SubgroupLayout, stores: Sequence[int], codec: str, values: Array
-) -> list[Array]:
-    """Returns values in the store's form; decoded ones get their codes again."""
-    extents = [layout.extents[number] for number in stores]
-    if not codec:
-        return [np.ascontiguousarray(values, extents[0].dtype)]
-    arrays = [np.empty(extent.num_elements, extent.dtype) for extent in extents]
-    slot = CodedSlot(*arrays, key=None)
-    for start in range(0, values.size, _PIECE_ELEMENTS):
-        stop = min(start + _PIECE_ELEMENTS, values.size)
-        slot[start:stop].encode(values[start:stop].astype(np.float32))
-    return arrays

@@ -22,7 +22,7 @@ from jaxinf.exchange.huggingface_families import (
     Rope,
     RopeBase,
 )
-from jaxinf.store import read_foreign
+from jaxinf.exchange.sources import read_foreign
 from jaxinf.typing import JsonValue
 
 _EXTRA = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")

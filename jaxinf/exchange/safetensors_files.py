@@ -24,20 +24,15 @@ import safetensors
 from jaxinf.documents import encode, pattern, shown
 from jaxinf.errors import ExchangeError, StoreError
 from jaxinf.exchange.params import ExportOptions, ParamArray, param_arrays
-from jaxinf.exchange.sources import SourceArray, within
+from jaxinf.exchange.sources import SourceArray, read_foreign, within
 from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS
-from jaxinf.store import (
-    CommittedStep,
-    check_free_space,
-    dtype_of,
-    read_foreign,
-    write_box,
-)
+from jaxinf.store import CommittedStep, check_free_space, dtype_of
 from jaxinf.transfer import (
     check_regular,
     fsync_directory,
     sync_filesystem,
     translated,
+    write_box,
     write_bytes_atomically,
 )
 from jaxinf.typing import JsonValue

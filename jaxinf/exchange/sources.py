@@ -10,12 +10,12 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxinf.documents import MOST_BYTES
-from jaxinf.errors import ExchangeError
+from jaxinf.documents import MOST_BYTES, decode
+from jaxinf.errors import ExchangeError, StoreIOError
 from jaxinf.layout import LeafGrid, portions
 from jaxinf.transfer import (
     aligned_array,
@@ -26,6 +26,7 @@ from jaxinf.transfer import (
 from jaxinf.typing import Array, DeferredArray
 
 _PIECE_BYTES = 1 << 18
+_Kind = TypeVar("_Kind")
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,17 @@ class TensorLeaf(DeferredArray):
                 os.posix_fadvise(fd, 0, end, os.POSIX_FADV_DONTNEED)
                 theirs[(*box.slices, ...)] = values.reshape(box.extent)
         return result
+
+
+def read_foreign(path: Path, kind: type[_Kind], what: str, remedy: str) -> _Kind:
+    """Reads a JSON document of another tool, or raises ExchangeError; follows links."""
+    try:
+        return decode(read_bounded(path, MOST_BYTES), kind)
+    except (StoreIOError, ValueError) as error:
+        raise ExchangeError(
+            f"{path}: expected {what}, found a document that cannot be read "
+            f"({error}); {remedy}"
+        ) from error
 
 
 def within(folder: Path, name: str) -> Path:

@@ -17,12 +17,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
-import numpy as np
 import tensorstore
 from msgspec import Meta
 
 from jaxinf.documents import Document, first_few
-from jaxinf.errors import ExchangeError, StoreFormatError
+from jaxinf.errors import ExchangeError
 from jaxinf.exchange.params import DEFAULT_MEMORY_BYTES, ExportOptions
 from jaxinf.store import (
     BESIDE,
@@ -160,8 +159,7 @@ def _parsed(url: str) -> tuple[str, dict[str, Any]]:
 
 def stamp_of(value: bytes) -> tuple[int, str]:
     """Returns the length of an object in bytes, and its CRC-32C as 8 digits."""
-    checksum = crc32c(np.frombuffer(value, np.uint8)) if value else 0
-    return len(value), f"{checksum:08x}"
+    return len(value), f"{crc32c(value):08x}"
 
 
 def _shown(found: bytes | None) -> str:
@@ -255,11 +253,6 @@ def export_url(
       StoreError: the step cannot be read.
     """
     manifest, options = step.manifest, options or ExportOptions()
-    if manifest.member is not None:
-        raise StoreFormatError(
-            f"{step.path}: expected a whole step, found a member's part; give the path "
-            "of the run"
-        )
     place, chunks = ObjectStore(url, options.stop), list(manifest.held())
     num_threads = _num_at_once(manifest, options.memory_bytes)
     record, carry = seal(step.commit.to_json()), step.commit.carry

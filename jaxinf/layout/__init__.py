@@ -17,6 +17,7 @@ from jaxinf.layout.grid import (
     DEFAULT_CHUNK_ELEMENTS,
     Chunk,
     LeafGrid,
+    box_slices,
     choose_grid,
     covers,
     shared_grid,

@@ -23,6 +23,7 @@ _SCALES_A_PAGE = 4096 // 4
 SCALES_ALIGNMENT_ELEMENTS = CODE_BLOCK * _SCALES_A_PAGE
 """Subgroups of a leaf with scales start at multiples of this many elements."""
 
+_PIECE_ELEMENTS = 1 << 16
 _LARGEST = np.float32(2.0**126)  # beyond, the inverse is denormal
 _TINY = np.finfo(np.float32).tiny
 
@@ -66,7 +67,12 @@ class CodedSlot:
         return decode(self.codes, self.beside)
 
     def encode(self, values: Array) -> None:
-        """Stores ``(n,)`` float32."""
+        """Stores ``(n,)`` float32, or shorter floats, in pieces: it takes copies."""
+        for start in range(0, values.size, _PIECE_ELEMENTS):
+            part = slice(start, min(start + _PIECE_ELEMENTS, values.size))
+            self[part]._encode(values[part].astype(np.float32, copy=False))
+
+    def _encode(self, values: Array) -> None:
         if self.beside is None:
             self.codes[...] = encode_bf16(values, self.key, self.first)
         elif self.remainders is None:

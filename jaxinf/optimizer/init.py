@@ -22,11 +22,12 @@ from jaxinf.csd import ScalarInputs
 from jaxinf.engine import (
     FirstParams,
     StoreDescription,
-    distinct_shards,
     read_feedback,
     read_leaf,
+    shards_with_origin,
 )
 from jaxinf.errors import StoreMismatchError
+from jaxinf.layout import box_slices
 from jaxinf.optimizer.callback import (
     FAILED,
     call_once,
@@ -243,9 +244,8 @@ def _first_params(
     num_bytes = 0
     for number, (leaf, own) in enumerate(zip(leaves, inputs, strict=True)):
         scalars = tuple(np.asarray(s) for s in own.scalars)
-        for index, shard in distinct_shards(leaf):
-            arrays = tuple(_part_of(a, index) for a in own.arrays)
-            origin = [s.start or 0 for s in index]
+        for origin, shard in shards_with_origin(leaf):
+            arrays = tuple(_part_of(a, origin, shard.shape) for a in own.arrays)
             given.append(
                 FirstParams(number, shard, origin, ScalarInputs(scalars, arrays))
             )
@@ -258,15 +258,17 @@ def _first_params(
         yield given
 
 
-def _part_of(array: jax.Array, index: tuple[slice, ...]) -> np.ndarray:
+def _part_of(
+    array: jax.Array, origin: tuple[int, ...], extent: tuple[int, ...]
+) -> np.ndarray:
     if array.is_fully_addressable or array.is_fully_replicated:
-        return np.asarray(array)[index]
-    for place, part in distinct_shards(array):
-        if place == index:
+        return np.asarray(array)[box_slices(origin, extent)]
+    for place, part in shards_with_origin(array):
+        if (place, part.shape) == (origin, extent):
             return part
     raise ValueError(
-        f"init: expected an initial state sharded like its params, {index}, found "
-        f"{array.sharding}; give params of one sharding"
+        f"init: expected an initial state sharded like its params, {extent} at "
+        f"{origin}, found {array.sharding}; give params of one sharding"
     )
 
 

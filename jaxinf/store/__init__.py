@@ -11,6 +11,7 @@ Where a question is answered:
     how files are made and removed       files.py; who owns a CSD: owners.py
     how chunks are read and verified     reader.py, verify.py
     how a step is copied or recoded      copying.py
+    how a copy appears whole             staging.py
     how a step is kept or pinned         steps.py; of several members: members.py
     what a copy begins with              members.py (`store_source`)
     what other zarr readers see          files.py (`step_files`)
@@ -30,7 +31,7 @@ from jaxinf.store.commit import (
     plan_of_before,
     schedule_free_params,
 )
-from jaxinf.store.copying import Copied, CopyLayout, copy_step, left_by_copy, write_box
+from jaxinf.store.copying import CopyLayout, copy_step
 from jaxinf.store.directory import SLOTS, Slot, StoreDirectory, other_slot
 from jaxinf.store.documents import (
     ERROR_FEEDBACK,
@@ -41,7 +42,6 @@ from jaxinf.store.documents import (
     encode_path,
     leaf_name,
     read_document,
-    read_foreign,
     seal,
 )
 from jaxinf.store.files import (
@@ -79,6 +79,7 @@ from jaxinf.store.manifest import (
     Member,
     StateRecord,
     dtype_of,
+    package_versions,
     without_csds,
 )
 from jaxinf.store.members import (
@@ -87,10 +88,10 @@ from jaxinf.store.members import (
     HeldSteps,
     StepId,
     agreed_step,
+    all_members,
     find_members,
     held_steps,
     is_run,
-    list_whole,
     member_name,
     missing_members,
     remove_whole,
@@ -99,7 +100,7 @@ from jaxinf.store.members import (
     store_source,
     to_step,
 )
-from jaxinf.store.owners import claim_csds, look_at_store, read_owned
+from jaxinf.store.owners import check_roots, look_at_store, read_owned
 from jaxinf.store.reader import (
     ChunkRun,
     CommittedStep,
@@ -108,6 +109,7 @@ from jaxinf.store.reader import (
     find_leaf,
     over,
 )
+from jaxinf.store.staging import left_by_copy
 from jaxinf.store.steps import (
     CheckpointInfo,
     check_exists,
@@ -115,12 +117,11 @@ from jaxinf.store.steps import (
     find_step,
     list_checkpoints,
     pinned_step,
-    prune_leftovers,
-    prune_snapshots,
     readable_step,
     remove_checkpoint,
     restore_checkpoint,
     save_checkpoint,
     step_of,
+    take_over,
 )
 from jaxinf.store.verify import Damage, step_bytes, verify_step

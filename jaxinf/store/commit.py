@@ -97,8 +97,7 @@ class CarriedArray(Document, frozen=True):
     @classmethod
     def of(cls, path: tuple[str, ...], shape: Any, dtype: str, raw: bytes) -> Self:
         """Describes an array of these bytes."""
-        checksum = crc32c(np.frombuffer(raw, np.uint8))
-        return cls(path, tuple(shape), dtype, f"{checksum:08x}")
+        return cls(path, tuple(shape), dtype, f"{crc32c(raw):08x}")
 
     @property
     def name(self) -> str:
@@ -213,9 +212,7 @@ class CommitRecord(Document, frozen=True, omit_defaults=False):
 
     def to_json(self) -> dict[str, Any]:
         """Returns its form on disk."""
-        bounds = {name: np.float32(bound) for name, bound in self.inexact.items()}
-        own = self.replace(carried=(), inexact=bounds)
-        found = msgspec.to_builtins(own, enc_hook=_encoded)
+        found = msgspec.to_builtins(self.replace(carried=()), enc_hook=_encoded)
         held = {k: value for k, value in found.items() if value or k in _ALWAYS}
         return {"format_version": FORMAT_VERSION, **held}
 

@@ -1,75 +1,57 @@
 """The one way to write a step: a copy in other formats, on other drives, among others.
 
       OLD ──links, copies, recoded chunks──► .NEW.copying ──sync, records──► NEW
-      only read                              complete, durable     one rename at the end
+      only read                              complete, durable     staging.py
 
-Invariant: OLD is whole until NEW is, and NEW appears whole. A crash has nothing to
-  undo: the same call begins again, or completes the exchange of NEW and OLD, if they
-  are the same. All of an old chunk is verified before a new one made of it counts.
+Invariant: OLD is whole until NEW is, and all of an old chunk is verified before a new
+one made of it counts.
 """
 
 import contextlib
-import ctypes
 import os
-import re
-import shutil
 import uuid
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from msgspec import structs
 
-from jaxinf.errors import (
-    JaxinfError,
-    StoreFormatError,
-    StoreIOError,
-    StoreMismatchError,
-)
-from jaxinf.layout import CodedSlot, box_runs, rounding_of_chunk
+from jaxinf.errors import StoreMismatchError
+from jaxinf.layout import rounding_of_chunk
 from jaxinf.store.commit import CommitRecord
-from jaxinf.store.directory import StoreDirectory, link_file
+from jaxinf.store.directory import StoreDirectory, link_beneath
 from jaxinf.store.files import (
     begin_store,
     check_free_space,
     existing_parent,
     make_place,
-    remove_csds,
     required_bytes,
     write_carry,
 )
 from jaxinf.store.formats import Formats, ShardsOf, coded_leaf, divided, lay_out
-from jaxinf.store.lock import StoreLock, lock_exclusively
-from jaxinf.store.manifest import ChunkFile, LeafRecord, Member, StateRecord, dtype_of
-from jaxinf.store.members import CopySource, check_unread, find_members, member_name
-from jaxinf.store.owners import check_places, claim_csds
+from jaxinf.store.manifest import ChunkFile, LeafRecord, Manifest, Member
+from jaxinf.store.members import CopySource, find_members, member_name
+from jaxinf.store.owners import check_places, check_roots, claim_csds
 from jaxinf.store.reader import PIECE_BYTES, CommittedStep, StepReader, over
+from jaxinf.store.staging import staged, staging_path
 from jaxinf.transfer import (
     allocate_file,
-    check_holds,
     crc32c,
     crc32c_combine,
-    fsync_directory,
     opened_to_write,
     translated,
+    write_at,
+    write_box,
     write_bytes_atomically,
 )
-from jaxinf.typing import Array, ProgressCallback
+from jaxinf.typing import ProgressCallback
 
 _MOST_PROCESSES = 1 << 20
-_RENAME_EXCHANGE = 2
-_AT_CWD = -100
-
-# Names of a store's and a run's own; others in a path belong to its user.
-_OWN = re.compile(
-    r"jaxinf\.json|current(\.tmp)?|slots|checkpoints|snapshots|stream|tokenizer"
-    r"|((publish|checkpoints)\.)?lock|replacement\.new|process-\d{5,}|\.jaxinf.*"
-)
 
 
 @dataclass(frozen=True)
@@ -86,21 +68,12 @@ class CopyLayout:
     shards_of: ShardsOf | None = None  # by default those of devices in a line
 
 
-@dataclass(frozen=True)
-class Copied:
-    """What came of a copy."""
-
-    step: int
-    num_bytes: int  # that it wrote; others are links
-    dropped: tuple[str, ...] = ()  # checkpoints that some members lacked
-
-
 def copy_step(
     source: CopySource,
     target: Path,
     layout: CopyLayout,
     progress: ProgressCallback | None = None,
-) -> Copied:
+) -> int:
     """Makes a store, or a run of several processes, of a source's steps; blocks.
 
     Chunks whose bytes stay are hard links where they can be, and else verified copies.
@@ -111,6 +84,9 @@ def copy_step(
       target: missing or an empty directory; in place the source itself.
       progress: called with the bytes of elements done and in all.
 
+    Returns:
+      The bytes that it wrote; others are links.
+
     Raises:
       ValueError: a number, a root or a format is wrong.
       StoreFormatError: something else is at the target.
@@ -119,52 +95,21 @@ def copy_step(
       StoreCorruptError: a chunk is damaged; there is no copy.
     """
     target = Path(os.path.realpath(target))
-    staging = _staging(target)
-    parts = _planned(source, layout, staging, target)
-    _check_target(source, target)
-    if staging.is_symlink():  # what is there would be removed
-        raise StoreFormatError(
-            f"{staging}: expected nothing, or what an interrupted copy has left, found "
-            "a symlink; jaxinf made no such thing: find out who did, and remove it"
-        )
-    with translated("copy", staging):
-        staging.mkdir(parents=True, exist_ok=True)
-    lock = StoreLock(staging)
-    try:
-        _discard(staging, target, keeps=True)  # what an interrupted call has left
-        try:
-            num_bytes = _make(source, parts, progress)
-            _publish(source, staging, target)
-        except (JaxinfError, ValueError):
-            _discard(staging, target)
-            raise
-        with translated("copy", target):
-            fsync_directory(target.parent)  # before what was there goes
-        _discard(staging, target)
-    finally:
-        lock.release()
+    parts = _plan_parts(source, layout, target)
+    with staged(target, source.held):
+        num_bytes = _make(source, parts, progress)
     for place in find_members(target) or [target]:
         claim_csds(StoreDirectory.open(place))
-    return Copied(source.step.commit.step, num_bytes, source.dropped)
-
-
-def left_by_copy(path: Path) -> Path | None:
-    """Returns the directory of a copy to a path that is not complete, if any."""
-    staging = _staging(Path(os.path.realpath(path)))
-    return staging if os.path.lexists(staging) else None
-
-
-def _staging(target: Path) -> Path:
-    return target.with_name(f".{target.name}.copying")
+    return num_bytes
 
 
 # --- what is to be -------------------------------------------------------------------
 
 
-def _planned(
-    source: CopySource, layout: CopyLayout, staging: Path, target: Path
+def _plan_parts(
+    source: CopySource, layout: CopyLayout, target: Path
 ) -> list[StoreDirectory]:
-    """Returns the new members, or the one store, below `staging`; writes nothing."""
+    """Returns the new members, or the one store, in its staging; writes nothing."""
     count = len(source.parts) if layout.processes is None else layout.processes
     if not 1 <= count <= _MOST_PROCESSES:
         raise ValueError(f"processes={count}: expected from 1 to {_MOST_PROCESSES}")
@@ -193,7 +138,7 @@ def _planned(
         roots = _roots(source, layout, number)
         manifest = lay_out(contents, roots, member=member, owners=owners)
         check_places(StoreDirectory(target / place, manifest))
-        parts.append(StoreDirectory(staging / place, manifest))
+        parts.append(StoreDirectory(staging_path(target) / place, manifest))
     return parts
 
 
@@ -202,224 +147,174 @@ def _roots(source: CopySource, layout: CopyLayout, number: int) -> list[str]:
     if source.held and not layout.csd_roots and number < len(source.parts):
         return list(source.parts[number].csds)
     roots = [root.replace("{process}", str(number)) for root in layout.csd_roots]
-    for root in roots:
-        if not os.path.isdir(root):
-            raise ValueError(
-                f"CSD root {root}: expected a directory on a mounted drive, found "
-                "none; create or mount it"
-            )
+    check_roots(roots)
     if source.held and not roots and any(part.csds for part in source.parts):
         raise ValueError(
             f"expected CSD roots for process {number}, found none, and the others have "
             'some; name them with a template: --csd-root "/mnt/nvme{process}"'
         )
-    if len(set(roots)) != len(roots):
-        raise ValueError(f"the same CSD root is given twice: {roots}")
     return roots
 
 
-def _check_target(source: CopySource, target: Path) -> None:
-    """Refuses a target where a copy cannot appear."""
-    found = ["a mount point"] if os.path.ismount(target) else []
-    if not source.held and not found and os.path.lexists(target):
-        found = sorted(os.listdir(target))[:3] if target.is_dir() else ["a file"]
-    if found:
-        raise StoreFormatError(
-            f"{target}: expected nothing there, or an empty directory, or OLD itself, "
-            f"and no mount point, found {', '.join(found)}; give another path"
-        )
-
-
-# --- the chunks of a copy ------------------------------------------------------------
-#
-#     same bytes ──── link, or copy with its checksum ───┐
-#     other codec ─── decoded and encoded ───────────────┼──► a chunk of a new store
-#     other grid ──── boxes of the old chunks ───────────┘
+# --- how the files of chunks are made -------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _NewChunk:
-    """A chunk's file in a new store, and where its bytes come from.
-
-    It is a link to the old file, a verified copy of the same bytes, recoded from the
-    decoded values, or made of chunks of another grid.
-    """
+class _NewFile:
+    """A chunk's file in a new store."""
 
     part: StoreDirectory
     place: str  # slot a, or a checkpoint
     one: ChunkFile
-    old: LeafRecord  # its leaf in the source
-    how: Literal["link", "copy", "recode", "regrid"]
 
     @property
-    def file(self) -> Path:
+    def path(self) -> Path:
         return self.part.chunk_file(self.place, self.one)
 
-    @property
-    def job(self) -> tuple[object, ...]:
-        """What chunks that are made together have in common."""
-        one, is_coded = self.one, self.how == "recode"  # with what is beside
-        name = one.state.slot if is_coded else one.state.name
-        return one.number, name, -1 if self.how == "regrid" else one.chunk
-
-    def make(self) -> None:
-        """Makes its file, with room for it."""
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        allocate_file(self.file, self.one.file_bytes, self.one.num_bytes)
+    def make(self) -> Path:
+        """Makes the file, with room for its chunk; returns its path."""
+        path = self.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        allocate_file(path, self.one.file_bytes, self.one.num_bytes)
+        return path
 
 
-def _new_chunks(
+@dataclass(frozen=True)
+class _Job:
+    """Files that are made together, of a leaf that was `old`.
+
+    how        their bytes                                       files
+    link       the same, by a hard link to the old file          one
+    copy       the same, verified, as on another drive           one
+    recode     decoded, and encoded with another codec           a chunk's
+    regrid     boxes of chunks of another grid, as stored        an array's
+    """
+
+    how: Literal["link", "copy", "recode", "regrid"]
+    old: LeafRecord
+    files: Sequence[_NewFile]
+
+
+def _plan_jobs(
     source: CopySource, parts: Sequence[StoreDirectory]
-) -> Iterator[_NewChunk]:
-    """Yields the chunks of new stores; looks at old files, and writes nothing."""
-    device = cache(lambda folder: existing_parent(folder)[1])
-    for part, (place, step) in product(parts, source.steps.items()):
-        for one in part.manifest.held():
-            old = step.manifest.leaves[one.number]
-            if old.chunk_shape != one.leaf.chunk_shape:
-                how = "regrid"
-            elif _arrays(old, one.state) != _arrays(one.leaf, one.state):
-                how = "recode"
-            elif source.has_links:
-                folders = (
-                    step.places[old.csds[one.chunk]],
-                    part.csd_directories[one.csd],
-                )
-                how = "link" if len({*map(device, folders)}) == 1 else "copy"
+) -> dict[str, list[_Job]]:
+    """Returns the jobs of each step, by place; looks at old files, writes nothing."""
+    found = {place: list[_Job]() for place in source.steps}
+    drive = cache(lambda folder: existing_parent(folder)[1])
+    leaves = zip(*(part.manifest.leaves for part in parts), strict=True)
+    steps = source.steps.items()
+    for (number, held), (place, step) in product(enumerate(leaves), steps):
+        old, new, jobs = step.manifest.leaves[number], held[0], found[place]
+        owners = new.owners or (0,) * len(new.csds)
+        files = {
+            state: [
+                _NewFile(parts[own], place, ChunkFile(number, held[own], state, chunk))
+                for chunk, own in enumerate(owners)
+            ]
+            for state in new.states
+        }
+        both = ([s for s in leaf.states if not s.is_beside] for leaf in (old, new))
+        for was, state in zip(*both, strict=True):
+            arrays = [files[stored] for stored in state.stored]
+            if old.chunk_shape != new.chunk_shape:
+                jobs += [_Job("regrid", old, array) for array in arrays if array]
+            elif was != state:
+                jobs += [_Job("recode", old, c) for c in zip(*arrays, strict=True)]
             else:
-                how = "copy"
-            yield _NewChunk(part, place, one, old, how)
+                for file in chain(*arrays):
+                    how, one = "copy", file.one
+                    if source.has_links:
+                        there = step.places[old.csds[one.chunk]]
+                        here = file.part.csd_directories[one.csd]
+                        how = "link" if drive(there) == drive(here) else "copy"
+                    jobs.append(_Job(how, old, [file]))
+    return found
 
 
-def _arrays(leaf: LeafRecord, state: StateRecord) -> list[StateRecord]:
-    return [one for one in leaf.states if one.slot == state.slot]
-
-
-def _make_chunks(
-    source: CopySource, chunks: Sequence[_NewChunk], progress: ProgressCallback | None
+def _make_files(
+    source: CopySource,
+    contents: Manifest,
+    jobs: Mapping[str, Sequence[_Job]],
+    progress: ProgressCallback | None,
 ) -> dict[str, CommitRecord]:
     """Makes the chunks of new stores' steps; blocks, and makes nothing durable.
 
     Returns:
       The records of all steps, by place, with the checksums of all chunks.
     """
-    total_bytes = sum(new.one.num_bytes for new in chunks)
-    done_bytes, records = 0, dict[str, CommitRecord]()
-    manifest = chunks[0].part.manifest if chunks else source.step.manifest
+    every = [file.one for own in jobs.values() for job in own for file in job.files]
+    total_bytes, done_bytes = sum(one.num_bytes for one in every), 0
+    records = {}
     for place, step in source.steps.items():
-        sums = manifest.no_checksums()
-        jobs = defaultdict[tuple[object, ...], list[_NewChunk]](list)
-        for new in chunks:
-            if new.place == place:
-                jobs[new.job].append(new)
+        sums = contents.no_checksums()
         with StepReader(step) as reader:
             make = partial(_make_job, step, reader)
-            for job, made in over(jobs.values(), make, source.num_threads):
-                for new, checksum in zip(job, made, strict=True):
-                    sums[new.one.array][new.one.chunk] = checksum
-                    done_bytes += new.one.num_bytes
+            for job, made in over(jobs[place], make, source.num_threads):
+                for file, checksum in zip(job.files, made, strict=True):
+                    sums[file.one.array][file.one.chunk] = checksum
+                    done_bytes += file.one.num_bytes
                 if progress is not None:
                     progress(done_bytes, total_bytes)
         records[place] = step.commit.replace(checksums=sums)
     return records
 
 
-def _make_job(
-    step: CommittedStep, reader: StepReader, job: Sequence[_NewChunk]
-) -> Sequence[int]:
-    """Makes the files of chunks that are made together; returns their checksums."""
-    new = job[0]
-    one, old = new.one, new.old
-    with translated("copy", new.file):
-        if new.how == "recode":
-            return _recode(job, reader, step.commit.step)
-        if new.how == "regrid":
+def _make_job(step: CommittedStep, reader: StepReader, job: _Job) -> Sequence[int]:
+    """Makes files; returns the checksums of their chunks."""
+    new = job.files[0]
+    with translated("copy", new.path):
+        if job.how == "link":
+            one, folder = new.one, step.places[job.old.csds[new.one.chunk]]
+            new.path.parent.mkdir(parents=True, exist_ok=True)
+            link_beneath(folder, one.name, new.path)
+            return [step.commit.checksums[one.array][one.chunk]]
+        if job.how == "regrid":
             return _regrid(job, reader)
-        if new.how == "link":
-            folder = step.places[old.csds[one.chunk]]
-            check_holds(folder, one.name, 0)  # no link leads there
-            new.file.parent.mkdir(parents=True, exist_ok=True)
-            link_file(folder / one.name, new.file)
-        else:
-            new.make()
-            with opened_to_write(new.file) as fd:
-                for piece in reader.stored(one._replace(leaf=old)):
-                    _put(fd, piece.values, piece.start * one.state.itemsize)
-    return [step.commit.checksums[one.array][one.chunk]]
+        return _rewrite(job, reader, step.commit.step)
 
 
-def write_box(
-    fd: int,
-    shape: Sequence[int],
-    start: Sequence[int],
-    values: Array,
-    offset_bytes: int = 0,
-) -> None:
-    """Writes a box of an array, which begins at `offset_bytes` of its file; blocks.
-
-    The array has this shape, in C order, and the box's first element the index `start`.
-    """
-    flat, done = values.reshape(-1), 0
-    for place, length in box_runs(shape, start, values.shape):
-        part = flat[done : done + length]
-        _put(fd, part, offset_bytes + place * flat.itemsize)
-        done += length
-
-
-def _put(fd: int, values: Array, offset_bytes: int) -> None:
-    memory, done = values.reshape(-1).view(np.uint8).data, 0
-    while done < len(memory):
-        done += os.pwrite(fd, memory[done:], offset_bytes + done)
-
-
-def _recode(job: Sequence[_NewChunk], reader: StepReader, step: int) -> list[int]:
-    """Writes a state's array in its codec, and what is stored beside it."""
-    one, old, states = job[0].one, job[0].old, [new.one.state for new in job]
+def _rewrite(job: _Job, reader: StepReader, step: int) -> list[int]:
+    """Writes verified pieces of an old chunk: as they are stored, or coded anew."""
+    one, is_coded = job.files[0].one, job.how == "recode"
+    was = one._replace(leaf=job.old)
+    if is_coded:
+        was = was._replace(state=job.old.state(one.state.slot))
     slots = [slot.name for slot in one.leaf.slots]
-    rounding = rounding_of_chunk(one.number, one.chunk, step)
-    key = rounding + slots.index(one.state.slot) & 0xFFFFFFFF
-    sums: list[list[tuple[int, int]]] = [[] for _ in job]
+    key = rounding_of_chunk(one.number, one.chunk, step) + slots.index(one.state.slot)
+    sums: list[list[tuple[int, int]]] = [[] for _ in job.files]
     with contextlib.ExitStack() as stack:
-        fds = []
-        for new in job:
-            new.make()
-            fds.append(stack.enter_context(opened_to_write(new.file)))
-        was = one._replace(leaf=old, state=_arrays(old, one.state)[0])
-        for piece in reader.pieces(was):
-            arrays = [np.ascontiguousarray(piece.values)]
-            if one.state.codec:
-                size = piece.values.size
-                arrays = [
-                    np.empty(x.num_elements(size), dtype_of(x.dtype)) for x in states
-                ]
-                rest = arrays[1] if len(states) > 1 else None
-                CodedSlot(arrays[0], rest, key, piece.start).encode(piece.values)
-            for fd, state, data, own in zip(fds, states, arrays, sums, strict=True):
-                _put(fd, data, state.num_elements(piece.start) * state.itemsize)
-                own.append((crc32c(data), data.nbytes))
-    return [crc32c_combine(own) for own in sums]
+        fds = [stack.enter_context(opened_to_write(new.make())) for new in job.files]
+        for piece in reader.pieces(was) if is_coded else reader.stored(was):
+            arrays = [piece.values]
+            if is_coded:
+                arrays = one.state.encode(piece.values, key & 0xFFFFFFFF, piece.start)
+            for fd, data, written in zip(fds, arrays, sums, strict=True):
+                write_at(fd, data, sum(num_bytes for _, num_bytes in written))
+                written.append((crc32c(data), data.nbytes))
+    return [crc32c_combine(written) for written in sums]
 
 
-def _regrid(job: Sequence[_NewChunk], reader: StepReader) -> list[int]:
+def _regrid(job: _Job, reader: StepReader) -> list[int]:
     """Moves an array's elements as they are stored to chunks of another grid."""
-    first, by_number = job[0].one, {new.one.chunk: new for new in job}
-    grid, most = first.leaf.grid, PIECE_BYTES // 4
-    for new in job:
+    first, grid = job.files[0].one, job.files[0].one.leaf.grid
+    for new in job.files:
         new.make()
-    for box, values in reader.boxes(job[0].old, first.state, most, decoded=False):
+    most = PIECE_BYTES // 4
+    for box, values in reader.boxes(job.old, first.state, most, decoded=False):
         bounds = zip(box.start, box.extent, grid.chunk_shape, strict=True)
         near = [range(a // size, -(-(a + n) // size)) for a, n, size in bounds]
         for index in product(*near):
-            new = by_number[int(np.ravel_multi_index(index, grid.grid_shape))]
+            new = job.files[int(np.ravel_multi_index(index, grid.grid_shape))]
             chunk = new.one.layout
             begin = np.maximum(box.start, chunk.start)
             ends = np.add(box.start, box.extent), np.add(chunk.start, chunk.extent)
             part = tuple(map(slice, begin - box.start, np.minimum(*ends) - box.start))
             start = (begin - chunk.start).tolist()
-            with opened_to_write(new.file) as fd:
+            with opened_to_write(new.path) as fd:
                 write_box(fd, grid.chunk_shape, start, values[part])
-    roots = [new.part.data_paths(new.place)[new.one.csd] for new in job]
-    return [reader.checksum(root, x.one) for root, x in zip(roots, job, strict=True)]
+    roots = [new.part.data_paths(new.place)[new.one.csd] for new in job.files]
+    pairs = zip(roots, job.files, strict=True)
+    return [reader.checksum(root, new.one) for root, new in pairs]
 
 
 # --- making it -----------------------------------------------------------------------
@@ -436,14 +331,14 @@ def _make(
     becomes free at the end.
     """
     with translated("copy", source.where):
-        chunks = list(_new_chunks(source, parts))
-    num_bytes = _check_room(source, parts, chunks)
+        jobs = _plan_jobs(source, parts)
+    num_bytes = _check_room(source, parts, jobs)
     is_run = len(parts) > 1
     ids = {place: f"{uuid.uuid4().hex}-0" if is_run else "" for place in source.steps}
     for part in parts:
         with translated("copy", part.path):
             begin_store(part)
-    records = _make_chunks(source, chunks, progress)
+    records = _make_files(source, parts[0].manifest, jobs, progress)
     for part in parts:
         with translated("copy", part.path):
             for name, content in source.beside.items():
@@ -467,7 +362,9 @@ def _make(
 
 
 def _check_room(
-    source: CopySource, parts: Sequence[StoreDirectory], chunks: Sequence[_NewChunk]
+    source: CopySource,
+    parts: Sequence[StoreDirectory],
+    jobs: Mapping[str, Sequence[_Job]],
 ) -> int:
     """Refuses a copy for which there is no room; returns the bytes that it writes.
 
@@ -475,12 +372,13 @@ def _check_room(
     chunks that are linked to.
     """
     needs, linked = Counter[Path](), Counter[Path]()
-    for new in chunks:
-        folder = new.part.csd_directories[new.one.csd]
-        if new.how != "link":
-            needs[folder] += new.one.drive_bytes
-        elif new.place == "a":
-            linked[folder] += new.one.drive_bytes
+    for job in chain(*jobs.values()):
+        for new in job.files:
+            folder = new.part.csd_directories[new.one.csd]
+            if job.how != "link":
+                needs[folder] += new.one.drive_bytes
+            elif new.place == "a":
+                linked[folder] += new.one.drive_bytes
     num_bytes = needs.total()
     what = "the chunks to come need", "free some, or give others"
     if source.held:
@@ -492,55 +390,3 @@ def _check_room(
         needs.update(required_bytes(part, 1))
     check_free_space(needs, *what)
     return num_bytes
-
-
-# --- its place -----------------------------------------------------------------------
-
-
-def _publish(source: CopySource, staging: Path, target: Path) -> None:
-    """Gives a complete copy its place, at one instant."""
-    with translated("copy", target), contextlib.ExitStack() as locks:
-        fsync_directory(staging)
-        for one in source.held:
-            locks.enter_context(lock_exclusively(one.publish_lock))
-            check_unread(one)
-            if one.lock is not None:
-                one.lock.check()
-        if not source.held:
-            staging.rename(target)
-            return
-        call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-        names = os.fsencode(staging), os.fsencode(target)
-        if call is None or call(_AT_CWD, names[0], _AT_CWD, names[1], _RENAME_EXCHANGE):
-            reason = os.strerror(ctypes.get_errno())
-            raise StoreIOError(
-                f"{target}: expected a file system that exchanges two directories "
-                f"(renameat2), found one that does not: {reason}; copy to another "
-                "path, and rename that when it is complete"
-            )
-
-
-def _discard(staging: Path, target: Path, *, keeps: bool = False) -> None:
-    """Removes a copy that is not completed, or what was exchanged for one.
-
-    Files that are not a store's go to the target, which is in its place. With `keeps`
-    the empty directory stays, with its lock.
-    """
-    if not staging.exists():
-        return
-    with translated("removal", staging):
-        for place in (*find_members(staging), staging):
-            if (place / "jaxinf.json").exists():
-                remove_csds(StoreDirectory.open(place))
-        for entry in staging.iterdir():
-            moved = target / entry.name
-            is_own = _OWN.fullmatch(entry.name)
-            if not is_own and target.is_dir() and not os.path.lexists(moved):
-                entry.rename(moved)
-            elif entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            elif not (keeps and entry.name == "lock"):
-                entry.unlink()
-        if not keeps:
-            staging.rmdir()
-            fsync_directory(staging.parent)

@@ -19,6 +19,7 @@ from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.manifest import ChunkFile, Manifest
 from jaxinf.transfer import (
     allocate_file,
+    check_holds,
     check_regular,
     fsync_directory,
     open_beneath,
@@ -295,3 +296,9 @@ def link_file(source: Path, target: Path) -> None:
     what = f"hard link of {source}, which checkpoints need, on ext4, xfs or btrfs,"
     with translated(what, target):
         os.link(source, target, follow_symlinks=False)
+
+
+def link_beneath(root: Path, name: str, target: Path) -> None:
+    """Gives a file below a directory a second name, if no link leads there."""
+    check_holds(root, name, 0)
+    link_file(root / name, target)

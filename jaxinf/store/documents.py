@@ -12,20 +12,11 @@ from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 
-from jaxinf.documents import (
-    MOST_BYTES,
-    convert,
-    decode,
-    encode,
-    one_of,
-    parse_json,
-    pattern,
-)
-from jaxinf.errors import ExchangeError, StoreFormatError, StoreIOError
-from jaxinf.transfer import crc32c, read_beneath, read_bounded
+from jaxinf.documents import MOST_BYTES, convert, encode, one_of, parse_json, pattern
+from jaxinf.errors import StoreFormatError, StoreIOError
+from jaxinf.transfer import crc32c, read_beneath
 from jaxinf.typing import KeyPath
 
 _Kind = TypeVar("_Kind")
@@ -72,7 +63,7 @@ def _sealed(raw: bytes) -> bytes:
     """Returns a document's bytes with the right checksum."""
     head, tail = raw[:-12], raw[-4:]  # around the eight digits
     blank = head + b"00000000" + tail
-    return head + b"%08x" % crc32c(np.frombuffer(blank, np.uint8)) + tail
+    return head + b"%08x" % crc32c(blank) + tail
 
 
 def read_document(
@@ -116,17 +107,6 @@ def read_document(
         raise StoreFormatError(
             f"{path}: expected {what}, found none that can be read ({error}); {remedy}"
         ) from (error.__cause__ or error)
-
-
-def read_foreign(path: Path, kind: type[_Kind], what: str, remedy: str) -> _Kind:
-    """Reads a JSON document of another tool, or raises ExchangeError; follows links."""
-    try:
-        return decode(read_bounded(path, MOST_BYTES), kind)
-    except (StoreIOError, ValueError) as error:
-        raise ExchangeError(
-            f"{path}: expected {what}, found a document that cannot be read "
-            f"({error}); {remedy}"
-        ) from error
 
 
 # --- names ----------------------------------------------------------------------------

@@ -20,21 +20,18 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from jaxinf.compat import ORBAX_DICT_KEY, ORBAX_HANDLER
 from jaxinf.documents import MOST_BYTES, encode
 from jaxinf.errors import StoreCorruptError, StoreFormatError, StoreSpaceError
 from jaxinf.layout import scales_length
 from jaxinf.store.commit import CARRY, CarriedArray, CommitRecord
-from jaxinf.store.directory import SLOTS, StoreDirectory, link_file
+from jaxinf.store.directory import SLOTS, StoreDirectory, link_beneath, link_file
 from jaxinf.store.documents import encode_key
 from jaxinf.store.manifest import ChunkFile, Manifest, dtype_of
 from jaxinf.store.owners import check_owners, check_places, claim_csds
 from jaxinf.terminal import format_bytes
 from jaxinf.transfer import (
     allocate_file,
-    check_holds,
     crc32c,
     fsync_directory,
     open_beneath,
@@ -173,8 +170,7 @@ def make_place(
                 with open(os.open(file, flags, 0o644), "wb", 0) as document:
                     document.write(what)
             case bytes() | CarriedArray() if held is not None:
-                check_holds(held, name, 0)  # no link leads there
-                link_file(held / name, Path(file))
+                link_beneath(held, name, Path(file))
             case ChunkFile() if not os.path.lexists(file):
                 if source is None:
                     allocate_file(file, what.file_bytes, what.num_bytes)
@@ -380,12 +376,12 @@ def read_carry(
     for one in carry:
         get = fetch or partial(read_beneath, step, most_bytes=one.num_bytes)
         raw = get(one.chunk)
-        found = crc32c(np.frombuffer(raw, np.uint8))
-        if len(raw) != one.num_bytes or f"{found:08x}" != one.crc32c:
+        found = f"{crc32c(raw):08x}"
+        if len(raw) != one.num_bytes or found != one.crc32c:
             raise StoreCorruptError(
                 f"{step}: {one.chunk}: expected {one.num_bytes} bytes with CRC-32C "
-                f"{one.crc32c}, found {len(raw)} with {found:08x}; restore a "
-                "checkpoint or a backup"
+                f"{one.crc32c}, found {len(raw)} with {found}; restore a checkpoint or "
+                "a backup"
             )
         values.append(raw)
     return values

@@ -59,7 +59,7 @@ def coded_leaf(leaf: LeafRecord, formats: Formats) -> LeafRecord:
         codec = held.codec
         if wanted is not None:
             codec = _CODEC_OF.get(wanted, wanted) if may_change else ""
-        stored += state.coded(codec) if codec else (state,)
+        stored += state.coded(codec)
     return structs.replace(leaf, states=tuple(stored))
 
 

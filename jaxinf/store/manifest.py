@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from functools import cache, cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
@@ -18,7 +19,14 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from jaxinf.documents import Document, one_of, shown
-from jaxinf.layout import CODE_BLOCK, Chunk, LeafGrid, scale_chunks, shared_grid
+from jaxinf.layout import (
+    CODE_BLOCK,
+    Chunk,
+    CodedSlot,
+    LeafGrid,
+    scale_chunks,
+    shared_grid,
+)
 from jaxinf.store.documents import (
     MASTER_PARAMS,
     Dtype,
@@ -34,7 +42,7 @@ from jaxinf.store.documents import (
     seal,
 )
 from jaxinf.transfer import page_ceil, write_bytes_atomically
-from jaxinf.typing import BFLOAT16
+from jaxinf.typing import BFLOAT16, Array
 
 FORMAT_VERSION: Literal[3] = 3  # the first that a release of jaxinf writes
 
@@ -77,6 +85,11 @@ def dtype_of(name: str) -> np.dtype[Any]:
     return BFLOAT16 if name == "bfloat16" else np.dtype(name)
 
 
+def package_versions() -> dict[str, str]:
+    """Returns the versions of the packages on which a store's bits depend."""
+    return {name: version(name) for name in ("jaxinf", "jax", "optax")}
+
+
 class StateRecord(Document, frozen=True, array_like=True):
     """One stored array of a leaf: a state, or what belongs to the one before it.
 
@@ -112,7 +125,9 @@ class StateRecord(Document, frozen=True, array_like=True):
         return num_leaf_elements
 
     def coded(self, codec: str) -> tuple["StateRecord", ...]:
-        """Returns the arrays that store this state with a codec."""
+        """Returns the arrays that store this state with a codec, or without one."""
+        if not codec:
+            return (self,)
         dtype, *beside = _CODED[codec]
         more = (StateRecord(self.name + _ENDS[x], d, x) for x, d in beside)
         return (StateRecord(self.name, dtype, codec), *more)
@@ -120,6 +135,23 @@ class StateRecord(Document, frozen=True, array_like=True):
     def decoded(self) -> "StateRecord":
         """Returns the state in the form that the optimizer computes with."""
         return StateRecord(self.slot, "float32") if self.codec else self
+
+    @property
+    def stored(self) -> tuple["StateRecord", ...]:
+        """The arrays that store this state: its own, and the one beside it, if any."""
+        return self.decoded().coded(self.codec)
+
+    def encode(self, values: Array, key: int | None, first: int = 0) -> list[Array]:
+        """Returns ``(n,)`` decoded values as they are stored, in its one or two arrays.
+
+        `key` and `first` are those of `CodedSlot`.
+        """
+        if not self.codec:
+            return [np.ascontiguousarray(values, dtype_of(self.dtype))]
+        forms = [(one.num_elements(values.size), one.dtype) for one in self.stored]
+        arrays = [np.empty(length, dtype_of(dtype)) for length, dtype in forms]
+        CodedSlot(*arrays, key=key, first=first).encode(values)
+        return arrays
 
 
 class LeafRecord(Document, frozen=True, kw_only=True, dict=True, gc=True):
@@ -156,11 +188,6 @@ class LeafRecord(Document, frozen=True, kw_only=True, dict=True, gc=True):
     def slots(self) -> tuple[StateRecord, ...]:
         """The states that the optimizer computes with, the master params first."""
         return tuple(s.decoded() for s in self.states if not s.is_beside)
-
-    def beside(self, state: StateRecord) -> StateRecord | None:
-        """Returns the array that belongs to a state's: scales, remainders, or None."""
-        found = (s for s in self.states if s.is_beside and s.slot == state.name)
-        return next(found, None)
 
     # --- chunks ----------------------------------------------------------------------
 
@@ -278,19 +305,15 @@ class Manifest(Document, frozen=True, kw_only=True, dict=True, gc=True):
 
     @classmethod
     def of_contents(
-        cls,
-        leaves: Sequence[LeafRecord],
-        kernels: dict[str, tuple[str, ...]],
-        created_by: dict[str, str],
+        cls, leaves: Sequence[LeafRecord], kernels: dict[str, tuple[str, ...]]
     ) -> "Manifest":
         """Makes one without places, of leaves in the order of the flattened params.
 
-        Kernels are the updates' equations as text, by id; `created_by` has the versions
-        of jaxinf, jax and optax.
+        Kernels are the updates' equations as text, by id.
         """
         header = {"format": "jaxinf", "format_version": FORMAT_VERSION, "store_id": ""}
-        given = {"created_by": created_by, "kernels": kernels, "leaves": tuple(leaves)}
-        return cls(**header, **given, csds=())
+        made = {"created_by": package_versions(), "csds": ()}
+        return cls(**header, **made, kernels=kernels, leaves=tuple(leaves))
 
     @cached_property
     def num_params(self) -> int:
@@ -450,11 +473,9 @@ def _problem(leaf: LeafRecord, num_members: int) -> str | None:
     is_owned = len(leaf.owners) == (num_chunks if num_members else 0)
     if not is_owned or max(leaf.owners, default=-1) >= num_members:
         return f"{num_chunks} chunks, owners {shown(leaf.owners)} of {num_members}"
-    for number, state in enumerate(leaf.states):
-        if state.codec == "split" and number:
-            return f"{state.name} is no master"
-        if state.codec in _CODED:
-            wanted = StateRecord(state.name, "float32").coded(state.codec)
-            if leaf.states[number : number + len(wanted)] != wanted:
-                return f"{state.name} is not {wanted}"
+    if any(state.codec == "split" for state in leaf.states[1:]):
+        return "a state coded as 'split', which the params alone may be"
+    own = [state.stored for state in leaf.states if not state.is_beside]
+    if leaf.states != tuple(itertools.chain(*own)):
+        return "codes without what belongs to them behind them"
     return None

@@ -26,22 +26,21 @@ from jaxinf.store.directory import SLOTS, StoreDirectory, check_there, other_slo
 from jaxinf.store.files import files_beside
 from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.manifest import Manifest, without_csds
-from jaxinf.store.owners import claim_csds, look_at_store, read_owned
+from jaxinf.store.owners import look_at_store, read_owned
 from jaxinf.store.reader import CommittedStep
 from jaxinf.store.steps import (
-    CheckpointInfo,
+    are_of_one,
     check_exists,
     checkpoint_names,
     find_step,
     joined_step,
     list_checkpoints,
-    prune_leftovers,
-    prune_snapshots,
     readable_step,
     remove_checkpoint,
     restore_checkpoint,
     save_checkpoint,
     step_of,
+    take_over,
 )
 from jaxinf.typing import PathLikeStr
 
@@ -194,22 +193,15 @@ def hold_members(
       ProcessError: a member cannot be seen, or with `needs_common` they have no step in
         common.
     """
-    is_alone, members = not is_run(path), list[StoreDirectory]()
+    members = list[StoreDirectory]()
     with contextlib.ExitStack() as stack:
-        for place in [path] if is_alone else [one.path for one in all_members(path)]:
-            check_there(place)
+        for place in [one.path for one in all_members(path)]:
             lock = StoreLock(place)
             stack.callback(lock.release)
             stack.enter_context(lock_exclusively(place / "checkpoints.lock"))
             directory = read_owned(place)
-            directory.lock, member = lock, directory.manifest.member
-            if is_alone and member is not None:
-                raise StoreFormatError(
-                    f"{place}: expected the store of one process, found member "
-                    f"{member.number} of a run of {member.count}; give the run's path"
-                )
-            claim_csds(directory)
-            prune_leftovers(directory)
+            directory.lock = lock
+            take_over(directory)
             members.append(directory)
         try:
             to_step(members, agreed_step([held_steps(one) for one in members], path))
@@ -235,7 +227,7 @@ def of_one_commit(
     for _ in range(_NUM_ATTEMPTS):
         with contextlib.ExitStack() as undo:
             found = [take(one, undo) for one in members]
-            if len({one.commit.commit for one in found}) == 1:
+            if are_of_one(found):
                 return found, undo.pop_all()
         pairs = zip(members, found, strict=True)
         steps = ", ".join(f"{one.path.name}: {n.commit.step}" for one, n in pairs)
@@ -267,33 +259,6 @@ def save_whole(path: Path, name: str | None = None) -> list[Path]:
     return [one.path for one in made]
 
 
-def list_whole(path: Path) -> list[CheckpointInfo]:
-    """Returns the checkpoints that all members have of one commit, by step and name."""
-    members = all_members(path)
-    lists = [list_checkpoints(one) for one in members]  # those that can be read
-    if len(members) == 1:
-        return lists[0]
-    names = set.intersection(*({info.name for info in infos} for infos in lists))
-    return [n for n in lists[0] if n.name in names and is_of_one(members, n.name)]
-
-
-def is_of_one(members: Sequence[StoreDirectory], name: str) -> bool:
-    """Whether a checkpoint, which each member must have, is of one commit in all."""
-    for one in members:
-        check_exists(one, name)
-    steps = [step_of(one, one.step_path(f"checkpoints/{name}")) for one in members]
-    return len({step.commit.commit for step in steps}) == 1
-
-
-def check_of_one(members: Sequence[StoreDirectory], name: str) -> None:
-    """Refuses a checkpoint that is not of one commit in all members."""
-    if not is_of_one(members, name):
-        raise StoreMismatchError(
-            f"{members[0].path.parent}: checkpoint {name!r}: expected one of all "
-            "members together, found one of each, of different commits; give another"
-        )
-
-
 def restore_whole(
     path: Path, name: str, *, discard_current: bool = False
 ) -> CommitRecord:
@@ -309,7 +274,7 @@ def restore_whole(
         commit; or no checkpoint keeps the committed step.
     """
     with hold_members(path, needs_common=not discard_current) as members:
-        check_of_one(members, name)
+        joined_step([find_step(one, name) for one in members])  # refuses others
         for one in members if not discard_current else ():
             _check_kept(path, name, one)
         records = [restore_checkpoint(one, name) for one in members]
@@ -339,13 +304,11 @@ def remove_whole(path: Path, names: Sequence[str]) -> None:
     What an interrupted removal has left goes, too.
     """
     members = all_members(path)
-    by_name = {n: [m for m in members if n in checkpoint_names(m)] for n in names}
-    for name, holders in by_name.items():
-        if not holders:
-            check_exists(members[0], name)  # raises
-    for name, holders in by_name.items():
-        for one in holders:
-            remove_checkpoint(one, name)
+    pairs = [(n, one) for n in names for one in members if n in checkpoint_names(one)]
+    for name in {*names} - {name for name, _ in pairs}:
+        check_exists(members[0], name)  # raises
+    for name, one in pairs:
+        remove_checkpoint(one, name)
 
 
 # --- what a copy begins with ---------------------------------------------------------
@@ -406,10 +369,9 @@ def store_source(
     with contextlib.ExitStack() as stack:
         parts = stack.enter_context(hold_members(path)) if holds else all_members(path)
         for one in parts if holds else ():
-            prune_snapshots(one)
             check_unread(one)
         if holds or checkpoint is not None:
-            step = _step_of_all(parts, checkpoint)
+            step = joined_step([find_step(one, checkpoint) for one in parts])
         else:
             pinned, pins = of_one_commit(
                 path, parts, lambda one, undo: undo.enter_context(readable_step(one))
@@ -420,11 +382,10 @@ def store_source(
             parts = [StoreDirectory(one.path, held.manifest) for one, held in pairs]
         steps, dropped = {"a": step}, set[str]()
         if checkpoints:
-            names = [{*checkpoint_names(one)} for one in parts]
-            dropped = set.union(*names)
-            for name in sorted(set.intersection(*names)):
-                if is_of_one(parts, name):
-                    steps[f"checkpoints/{name}"] = _step_of_all(parts, name)
+            dropped = {name for one in parts for name in checkpoint_names(one)}
+            for name in checkpoint_names(*parts):
+                if are_of_one(own := [find_step(one, name) for one in parts]):
+                    steps[f"checkpoints/{name}"] = joined_step(own)
                     dropped.remove(name)
         yield CopySource(
             str(path),
@@ -446,13 +407,6 @@ def check_unread(directory: StoreDirectory) -> None:
             f"in {root}: an export, a look or another copy is under way; wait for it, "
             "or copy to another path"
         )
-
-
-def _step_of_all(parts: Sequence[StoreDirectory], name: str | None) -> CommittedStep:
-    """Returns a checkpoint of all members, or their committed step."""
-    if name is not None:
-        check_of_one(parts, name)
-    return joined_step([find_step(one, name) for one in parts])
 
 
 def _copied_out(path: Path) -> CopySource:

@@ -11,19 +11,17 @@ The directories of an opened store's layout are no links.
 import contextlib
 import os
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from jaxinf.documents import MOST_BYTES, DocumentError, decode, encode, parse_json
+from jaxinf.documents import DocumentError, decode, encode
 from jaxinf.errors import StoreError, StoreFormatError, StoreIOError
 from jaxinf.store.directory import SLOTS, StoreDirectory
-from jaxinf.transfer import (
-    open_beneath,
-    read_beneath,
-    translated,
-    write_bytes_atomically,
-)
+from jaxinf.store.manifest import Manifest
+from jaxinf.transfer import open_beneath, translated, write_bytes_atomically
+from jaxinf.typing import PathLikeStr
 
 _NOTE = "store.json"
 _NOTE_BYTES = 1 << 16
@@ -54,6 +52,19 @@ def read_owned(path: Path, *, unmade: bool = False) -> StoreDirectory:
     check_owners(directory, unmade=unmade)
     directory.check_layout()
     return directory
+
+
+def check_roots(roots: Sequence[PathLikeStr]) -> None:
+    """Refuses CSD roots that are given twice or are no directories: ValueError."""
+    for root in roots:
+        if not os.path.isdir(root):
+            raise ValueError(
+                f"CSD root {root}: expected a directory on a mounted drive, found "
+                f"{'a file' if os.path.exists(root) else 'nothing'}; create or mount it"
+            )
+    if len({*roots}) != len(roots):
+        listed = ", ".join(map(str, roots))
+        raise ValueError(f"CSD roots {listed}: the same root is given twice")
 
 
 def check_places(directory: StoreDirectory) -> None:
@@ -151,10 +162,7 @@ def _is_noted(directory: StoreDirectory, csd: int, *, unmade: bool) -> bool:
 def _has_store(directory: StoreDirectory, owner: str) -> bool:
     """Whether a path has this store, or another thing that cannot be read."""
     try:
-        found = parse_json(read_beneath(owner, "jaxinf.json", MOST_BYTES))
-        is_known = isinstance(found, dict) and "store_id" in found
-        return not is_known or found["store_id"] == directory.manifest.store_id
-    except StoreIOError as error:
+        found = Manifest.read(Path(owner) / "jaxinf.json")
+        return found.store_id == directory.manifest.store_id
+    except StoreFormatError as error:
         return not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError)
-    except DocumentError:
-        return True

@@ -173,10 +173,10 @@ class StepReader(AbstractContextManager["StepReader"]):
             yield from found
             return
         others = itertools.repeat(None)
-        if beside := one.leaf.beside(one.state):  # to the last piece
-            per_piece = beside.num_elements(self._piece_elements)
-            others = self.stored(one._replace(state=beside), per_piece)
-        for piece, rest in zip(found, others, strict=beside is not None):
+        if beside := one.state.stored[1:]:  # to the last piece
+            per_piece = beside[0].num_elements(self._piece_elements)
+            others = self.stored(one._replace(state=beside[0]), per_piece)
+        for piece, rest in zip(found, others, strict=bool(beside)):
             coded = CodedSlot(piece.values, None if rest is None else rest.values)
             yield replace(piece, values=coded.decode())
 

@@ -35,7 +35,7 @@ from jaxinf.store.directory import SLOTS, Slot, StoreDirectory, link_file, other
 from jaxinf.store.files import check_free_space, make_carry, make_place, write_carry
 from jaxinf.store.lock import LockFile, lock_exclusively
 from jaxinf.store.manifest import Manifest
-from jaxinf.store.owners import read_owned
+from jaxinf.store.owners import claim_csds, read_owned
 from jaxinf.store.reader import CommittedStep
 from jaxinf.transfer import fsync_directory, translated
 
@@ -81,6 +81,11 @@ def find_step(directory: StoreDirectory, name: str | None = None) -> CommittedSt
                 raise
 
 
+def are_of_one(steps: Sequence[CommittedStep]) -> bool:
+    """Whether steps, one of each member, are of one commit."""
+    return len({one.commit.commit for one in steps}) == 1
+
+
 def joined_step(steps: Sequence[CommittedStep]) -> CommittedStep:
     """Returns one step of those of all members by number, or of a store alone."""
     first = steps[0]
@@ -92,6 +97,11 @@ def joined_step(steps: Sequence[CommittedStep]) -> CommittedStep:
             )
         one.check()
     member = first.manifest.member
+    if not are_of_one(steps):
+        raise StoreMismatchError(
+            f"{first.path}: expected a step of all members together, found one of each "
+            "of that name, of different commits; give another"
+        )
     if member is None:
         return first
     if len(steps) != member.count:
@@ -206,27 +216,31 @@ class CheckpointInfo:
     committed_at: str  # UTC
 
 
-def checkpoint_names(directory: StoreDirectory) -> list[str]:
-    """Returns the names of all checkpoints without opening them."""
-    found = (directory.path / "checkpoints").glob("[!.]*")
-    return sorted(one.name for one in found if one.is_dir() and not one.is_symlink())
+def checkpoint_names(*members: StoreDirectory) -> list[str]:
+    """Returns the names of the checkpoints that a store, or each member, has."""
+    places = [[*(one.path / "checkpoints").glob("[!.]*")] for one in members]
+    names = [{x.name for x in p if x.is_dir() and not x.is_symlink()} for p in places]
+    return sorted(set.intersection(*names))
 
 
-def list_checkpoints(directory: StoreDirectory) -> list[CheckpointInfo]:
-    """Returns all checkpoints, by step and then by name; reads only their records.
+def list_checkpoints(*members: StoreDirectory) -> list[CheckpointInfo]:
+    """Returns the checkpoints that all members have of one commit, by step and name.
 
-    A checkpoint whose record cannot be read is left out, with a warning.
+    One whose record cannot be read is left out, with a warning; nothing else is read.
     """
     found = []
-    for name in checkpoint_names(directory):
-        path = directory.path / "checkpoints" / name
-        try:
-            record = CommitRecord.read(path / "commit.json")
-        except StoreError as error:
-            if path.exists():  # otherwise another process has just removed it
-                _LOG.warning("%s: no checkpoint that can be read: %s", path, error)
-            continue
-        found.append(CheckpointInfo(name, record.step, record.committed_at))
+    for name in checkpoint_names(*members):
+        records = []
+        for path in [one.path / "checkpoints" / name for one in members]:
+            try:
+                records.append(CommitRecord.read(path / "commit.json"))
+            except StoreError as error:
+                if path.exists():  # otherwise another process has just removed it
+                    _LOG.warning("%s: no checkpoint that can be read: %s", path, error)
+        commits = {record.commit for record in records}
+        if len(records) == len(members) and len(commits) == 1:
+            own = records[0]
+            found.append(CheckpointInfo(name, own.step, own.committed_at))
     return sorted(found, key=lambda info: (info.step, info.name))
 
 
@@ -349,6 +363,17 @@ def prune_leftovers(directory: StoreDirectory) -> None:
             if name not in names:
                 with translated("removal", folder / name):
                     shutil.rmtree(folder / name)
+
+
+def take_over(directory: StoreDirectory) -> None:
+    """Notes a store on its CSDs, and removes what crashes and ended processes left.
+
+    The caller is its writer, and holds the lock of the checkpoints.
+    """
+    claim_csds(directory)
+    prune_snapshots(directory)
+    prune_leftovers(directory)
+    directory.prune_temporaries()
 
 
 @contextlib.contextmanager

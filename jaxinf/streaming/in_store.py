@@ -27,9 +27,9 @@ from jaxinf.engine import (
     StoreDescription,
     check_processes,
     describe,
-    distinct_shards,
     engine_of,
     held_shards,
+    shards_with_origin,
 )
 from jaxinf.errors import StreamError
 from jaxinf.program import UpdateProgram, trace_init
@@ -247,9 +247,8 @@ class InStore:
         opened = self.engine.opened
         opened.mover.drain()
         opened.fleet.limit_memory(0)  # idle buffers leave the leaf their memory
-        shards = distinct_shards(next(made))
+        shards = shards_with_origin(next(made))
         opened.limit_memory(self.options.memory_bytes // BUFFERS_SHARE)
-        for index, shard in shards:
-            origin = [dim.start or 0 for dim in index]
+        for origin, shard in shards:
             first = FirstParams(leaf, shard, origin, inputs)
             self.engine.initialise(description, [first])

@@ -15,7 +15,6 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 
 import jax
@@ -25,6 +24,7 @@ from jaxinf.command_line import UsageError
 from jaxinf.errors import ProcessError
 from jaxinf.exchange import keep_tokenizer, tokenizer_files
 from jaxinf.processes import Group, all_processes, deserted
+from jaxinf.store import package_versions
 from jaxinf.terminal import make_console
 from jaxinf.train import messages, resume
 from jaxinf.train.checks import check
@@ -300,8 +300,8 @@ def _keep_config(step: int, config: TrainConfig, run_file: str) -> None:
     if config.files is not None:  # which say the model, not --model and --preset
         document["model"] = config.model_name
         del document["preset"]
-    versions = {name: version(name) for name in ("jaxinf", "jax", "optax")}
-    document["versions"] = {"python": platform.python_version(), **versions}
+    versions = {"python": platform.python_version(), **package_versions()}
+    document["versions"] = versions
     texts = {"json": json.dumps(document, indent=1) + "\n", "toml": run_file}
     for kind, text in texts.items():
         path = config.logs / f"config.{kind}"

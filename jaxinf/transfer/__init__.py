@@ -29,6 +29,8 @@ from jaxinf.transfer.files import (
     fsync_directory,
     opened_to_write,
     sync_filesystem,
+    write_at,
+    write_box,
     write_bytes_atomically,
 )
 from jaxinf.transfer.memory import MACHINE_MEMORY_BYTES, free_memory

@@ -13,12 +13,14 @@ from jaxinf.typing import Array
 _POLYNOMIAL = 0x82F63B78  # Castagnoli's, bits reversed
 
 
-def crc32c(array: Array) -> int:
-    """Returns the CRC-32C of a contiguous array, by the processor's instruction.
+def crc32c(data: Array | bytes) -> int:
+    """Returns the CRC-32C of a contiguous array, or of bytes.
 
-    Releases the GIL for all but short arrays. Thread-safe.
+    By the processor's instruction. Releases the GIL for all but short ones.
+    Thread-safe.
     """
-    return _crc32c.crc32c(array.reshape(-1).view("u1").data)
+    raw = data if isinstance(data, bytes) else data.reshape(-1).view("u1").data
+    return _crc32c.crc32c(raw)
 
 
 def crc32c_combine(parts: Iterable[tuple[int, int]]) -> int:

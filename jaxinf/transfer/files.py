@@ -1,18 +1,22 @@
-"""Makes files, and makes them durable.
+"""Makes files, writes them, and makes them durable.
 
-Invariant: a file appears under its name complete, or not at all.
+Invariant: a file that is made here has all its room, or all its content, or is not
+there.
 """
 
 import contextlib
 import ctypes
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
+from jaxinf.layout import box_runs
 from jaxinf.transfer.failures import translated
 from jaxinf.transfer.pool import page_ceil
-from jaxinf.typing import PathLikeStr
+from jaxinf.typing import Array, PathLikeStr
 
 
 def allocate_file(
@@ -56,6 +60,31 @@ def write_bytes_atomically(path: PathLikeStr, content: bytes) -> None:
         os.fsync(fd)
         os.replace(temporary, path)
     fsync_directory(path.parent)
+
+
+def write_at(fd: int, values: Array, offset_bytes: int) -> None:
+    """Writes a contiguous array to a place of an open file; blocks. Raises OSError."""
+    memory, done = values.reshape(-1).view(np.uint8).data, 0
+    while done < len(memory):
+        done += os.pwrite(fd, memory[done:], offset_bytes + done)
+
+
+def write_box(
+    fd: int,
+    shape: Sequence[int],
+    start: Sequence[int],
+    values: Array,
+    offset_bytes: int = 0,
+) -> None:
+    """Writes a box of an array, which begins at `offset_bytes` of an open file; blocks.
+
+    The array has this shape, in C order, and the box's first element the index `start`.
+    """
+    flat, done = values.reshape(-1), 0
+    for place, length in box_runs(shape, start, values.shape):
+        part = flat[done : done + length]
+        write_at(fd, part, offset_bytes + place * flat.itemsize)
+        done += length
 
 
 def fsync_directory(path: PathLikeStr) -> None:

@@ -13,8 +13,9 @@ from raw_stores import flip_bit as flip
 import jaxinf
 from jaxinf.store import (
     StoreDirectory,
+    all_members,
     find_members,
-    list_whole,
+    list_checkpoints,
     save_checkpoint,
     seal,
 )
@@ -141,7 +142,7 @@ def test_members_without_a_common_step_go_back_to_a_checkpoint(members, run):
     advice = f"jaxinf checkpoint restore {place} NAME --discard-current"
     assert run(*words).err.strip().endswith(advice)
     assert run(*words, "--discard-current").status == 0
-    assert {n.name: n.step for n in list_whole(place)} == {"x": 2}
+    assert {n.name: n.step for n in list_checkpoints(*all_members(place))} == {"x": 2}
     assert run("verify", place).status == 0
 
 
@@ -151,7 +152,7 @@ def test_a_member_s_damaged_record_leaves_other_checkpoints_listed(
     place, (_, one) = members()
     assert run("checkpoint", "save", place, "y").status == 0
     (one.path / "checkpoints" / "x" / "commit.json").write_text("{}")
-    assert [info.name for info in list_whole(place)] == ["y"]
+    assert [info.name for info in list_checkpoints(*all_members(place))] == ["y"]
     assert "no checkpoint that can be read" in caplog.text
 
 

@@ -12,7 +12,6 @@ import orbax.checkpoint as ocp
 import pytest
 from copies import chunks_of, copied
 from families import family
-from msgspec import structs
 from raw_stores import edit, read_array
 
 from jaxinf.cli.commands import main
@@ -63,7 +62,7 @@ def test_round_trip(make_step, place, num_csds):
     )
     (place / "root").mkdir()
     made, old = place / "made", step.path.parent
-    assert copied(url, made, roots=[place / "root"], memory_bytes=1 << 20).step == 7
+    copied(url, made, roots=[place / "root"], memory_bytes=1 << 20)
     assert chunks_of(made) == chunks_of(old)
     assert verify_step(StoreDirectory.open(made), made / "current") == []
     found, expected = (
@@ -210,9 +209,6 @@ def test_places_that_are_refused_before_anything_is_written(make_step, place):
     refused(f"file://{place}/out", "found step 7 of store", step=later)
     (place / "out/export.json").unlink()
     refused(f"file://{place}/out", "exporting step 9", step=later)
-    member = replace(step, manifest=structs.replace(step.manifest, member=object()))
-    with pytest.raises(StoreFormatError, match="give the path of the run"):
-        export_url(member, f"file://{place}/part")
 
 
 def test_commands(make_step, place, capsys):

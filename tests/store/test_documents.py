@@ -117,7 +117,7 @@ def test_record(tmp_path):
         "scalar_state": (),
         "skipped_steps": 3,
         "payload": {"position": [1, 2], "text": "ü", "none": None},
-        "inexact": {"a/b": 0.0, "ü": 2.0**-30},
+        "inexact": {"a/b": np.float32(0), "ü": np.float32(2.0**-30)},
         "device_updates": 2,
         "committed_at": "then",
     }

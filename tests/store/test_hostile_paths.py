@@ -127,7 +127,7 @@ def use(path):
     for name, action in ACTIONS.items():
         try:
             status = action(path)
-            if isinstance(status, int) and status:
+            if status in (1, 2):  # of a command; a copy returns its bytes
                 refused.add(name)
         except (StoreError, ValueError):
             refused.add(name)

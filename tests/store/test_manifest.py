@@ -59,7 +59,7 @@ def test_a_members_chunks_have_owners(tmp_path):
         chunk_shape=(4096,),
         csds=(0, 0),
     )
-    whole = Manifest.of_contents([leaf], {"k0": ("x",)}, {})
+    whole = Manifest.of_contents([leaf], {"k0": ("x",)})
     member = lay_out(whole, (), member=Member("b" * 32, 1, 2), owners=[(0, 1)])
     path = tmp_path / "jaxinf.json"
     member.write(path)

@@ -13,13 +13,8 @@ from families import family
 from raw_stores import chunk_file, read_array
 
 from jaxinf.errors import StoreIOError
-from jaxinf.store import (
-    SLOTS,
-    CommitRecord,
-    pinned_step,
-    prune_snapshots,
-    readable_step,
-)
+from jaxinf.store import SLOTS, CommitRecord, pinned_step, readable_step
+from jaxinf.store.steps import prune_snapshots
 
 READER = """
 import sys, time

@@ -73,7 +73,6 @@ def make_manifest(states, leaves, csd_roots=(), chunk_elements=4096):
     contents = Manifest.of_contents(
         kernels={"k0": ("%0 = mul #, gradient", "update = %0")},
         leaves=records,
-        created_by={"jaxinf": "0"},
     )
     return lay_out(contents, csd_roots)
 
