@@ -12,5 +12,5 @@ from jaxinf.processes.interrupts import (
     is_kept,
     raise_kept,
     run_whole,
-    start_thread,
+    serve,
 )

@@ -1,19 +1,24 @@
-"""Callbacks that Ctrl-C does not leave half-way, and waits that it may end.
+"""Callbacks and steps that Ctrl-C does not leave half-way, and waits that it may end.
 
     main thread   callback ─► waits ─ Ctrl-C: kept ─► returns ─► … ─► raise_kept
     thread        its function ─────────────────────► its end
 
+    main thread   step ─► waits ─ Ctrl-C: gives it up ─► raises it    a second: at once
+    thread        its function ─────────► its next check │ its end
+
 Python raises an interrupt in the main thread, between any two instructions, and JAX may
-run callbacks there. Invariant: no handler of a signal is installed or replaced; the
-function of a callback runs to its end, and an interrupt that came meanwhile is raised
-by the program's next call.
+run callbacks there. Invariant: no handler of a signal is installed or replaced; each
+function runs to its end, before the next one. An interrupt that came during a callback
+is raised by the program's next call.
 """
 
 import functools
+import math
 import os
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
+from typing import Any
 
 _WAIT_S = 0.1
 
@@ -43,7 +48,7 @@ class Ending:
 
 
 class Work:
-    """A function to run once on another thread, and its exception."""
+    """A function to call once on another thread, and its exception."""
 
     def __init__(self, function: Callable[[], None]) -> None:
         self._function: Callable[[], None] | None = function
@@ -51,7 +56,7 @@ class Work:
         self.ending = Ending()
 
     def run(self) -> None:
-        """Runs the function, at the first call, and keeps its exception."""
+        """Calls the function, at the first call, and keeps its exception."""
         function, self._function = self._function, None
         if function is None:
             return
@@ -66,10 +71,18 @@ _KEPT: list[BaseException] = []
 """At most one interrupt."""
 
 
-def run_whole(function: Callable[[], None]) -> None:
-    """Runs the function of a callback to its end; blocks.
+def run_whole(
+    function: Callable[[], None], give_up: Callable[[], None] | None = None
+) -> None:
+    """Runs the function of a callback, or of a step, to its end; blocks.
 
-    In the main thread it is run by another one. An interrupt is kept for `raise_kept`.
+    In the main thread it is run by another one, after those before it. An interrupt is
+    kept for `raise_kept`.
+
+    Args:
+      give_up: Asks the function to end early. Then an interrupt calls this and is
+        raised once the function has ended; a second one is raised at once, and the
+        function still ends before the next one begins.
     """
     if threading.get_ident() != threading.main_thread().ident:
         function()
@@ -80,18 +93,28 @@ def run_whole(function: Callable[[], None]) -> None:
         function()
         return
     work, came = Work(function), list[BaseException]()
+    num_borne = math.inf if give_up is None else 1
     while True:
         try:
-            while not work.ending.is_reached:
-                _KEPT.extend(came[: not _KEPT])
-                queue.put(work)  # perhaps again, but none runs twice
+            while not work.ending.is_reached and len(came) <= num_borne:
+                if give_up is None:
+                    _KEPT.extend(came[: not _KEPT])
+                elif came:
+                    give_up()
+                queue.put(work.run)  # perhaps again, but none runs twice
                 work.ending.wait()
             break
         except BaseException as interrupt:
             came += [interrupt]  # no more: another interrupt here would get out
-    _KEPT.extend(came[: not _KEPT])
-    if work.error is not None:
-        raise work.error
+    if give_up is None:
+        _KEPT.extend(came[: not _KEPT])
+    error = came.pop() if came and give_up is not None else work.error
+    work.error = None
+    try:
+        if error is not None:
+            raise error
+    finally:
+        del error  # its traceback refers to this frame
 
 
 def is_kept() -> bool:
@@ -105,27 +128,24 @@ def raise_kept() -> None:
         raise _KEPT.pop().with_traceback(None)
 
 
-def start_thread(name: str) -> "SimpleQueue[Work | None]":
-    """Returns the queue of a new thread, which runs works in turn until it gets None.
+@functools.cache
+def _queue() -> "SimpleQueue[Callable[[], None]]":
+    """Returns the queue of a thread that calls the main thread's functions in turn.
 
     Raises:
       RuntimeError: the process may have no more threads.
     """
-    queue: SimpleQueue[Work | None] = SimpleQueue()
-    threading.Thread(target=_serve, args=(queue,), name=name, daemon=True).start()
+    queue: SimpleQueue[Callable[[], None]] = SimpleQueue()
+    args = (queue,)
+    threading.Thread(target=serve, args=args, name="jaxinf-whole", daemon=True).start()
     return queue
 
 
-def _serve(queue: "SimpleQueue[Work | None]") -> None:
-    while (work := queue.get()) is not None:
-        work.run()
-        del work  # it would stay in memory until the next one
-
-
-@functools.cache
-def _queue() -> "SimpleQueue[Work | None]":
-    """Returns the queue of the thread that runs callbacks of the main thread."""
-    return start_thread("jaxinf-callback")
+def serve(queue: "SimpleQueue[Any]") -> None:
+    """Calls functions of a queue in turn until there is None; a thread's target."""
+    while (function := queue.get()) is not None:
+        function()
+        del function  # it would stay in memory until the next one
 
 
 os.register_at_fork(after_in_child=_queue.cache_clear)

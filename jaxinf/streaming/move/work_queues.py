@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from typing import Any, TypeAlias
 
 from jaxinf.errors import StoreClosedError
+from jaxinf.processes import serve
 
 _UNLIMITED = 1 << 62
 # Items up to this long are taken together, if several wait.
@@ -154,7 +155,7 @@ class WorkQueues:
             line = self._lines[queue.name] = _Line()
             for _ in range(queue.num_threads):
                 what = {"args": (line.jobs,), "name": "jaxinf-stream", "daemon": True}
-                thread = threading.Thread(target=_serve, **what)
+                thread = threading.Thread(target=serve, **what)
                 thread.start()
                 self._threads.append((thread, line))
                 weakref.finalize(self, line.jobs.put, None).atexit = False
@@ -195,10 +196,3 @@ class WorkQueues:
             del work
         with self.changed:
             line.item_bytes -= sum(sizes)
-
-
-def _serve(jobs: "SimpleQueue[Callable[[], None] | None]") -> None:
-    """Runs jobs until there is None."""
-    while (run := jobs.get()) is not None:
-        run()
-        del run  # it refers to the queues
