@@ -14,7 +14,7 @@ same steps.
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,8 +25,7 @@ from jax.dtypes import result_type
 from jaxinf.engine import Engine
 from jaxinf.errors import ProcessError
 from jaxinf.processes import Group
-from jaxinf.streaming.endpoints import Endpoints, Sink
-from jaxinf.streaming.move.params import StoreParams
+from jaxinf.streaming.endpoints import Endpoints
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.move.work_queues import WorkQueues
 from jaxinf.streaming.plan.calls import Plan
@@ -75,54 +74,69 @@ class StreamMetrics:
     dispatched_s: float
 
 
-@dataclass(eq=False, kw_only=True)
 class CompiledStep:
-    """The steps of a plan, which run one after another.
+    """The steps of a plan: their memory, files and compiled programs.
+
+    Blocks while programs are compiled.
+
+    Args:
+      is_measured: Whether the first steps are, for ``policy="plan"`` to choose.
 
     Attributes:
-      jobs: Move all that a step moves, and update.
-      params: Reads the params of a store; None in memory.
-      is_measured: Whether its first steps are, for ``policy="plan"`` to choose.
-      times: Those that were.
-      errors: What this process has kept of a step until all agree; none of one alone.
-      keep_errors: Keeps the errors of its context, or of what it decorates.
-      closing: Frees memory and files.
-      waited_s: Time that the last step waited for the store.
+      close: Frees memory and files; idempotent.
       metrics: Those of the last step that ended; None before.
     """
 
-    ends: Endpoints
-    group: Group
-    runner: Runner
-    jobs: WorkQueues
-    params: StoreParams | None
-    sink: Sink
-    is_measured: bool
-    errors: list[BaseException]
-    keep_errors: Callable[[], Any]
-    closing: ExitStack
-    times: list[StepTimes] = field(default_factory=list)
-    waited_s: float = 0.0
-    metrics: StreamMetrics | None = None
+    def __init__(
+        self,
+        plan: Plan,
+        ready: OrderedProgram,
+        ends: Endpoints,
+        group: Group,
+        executables: Executables,
+        *,
+        is_measured: bool,
+    ) -> None:
+        self.metrics: StreamMetrics | None = None
+        self._ends, self._group = ends, group
+        self._num_measured = 0  # of the first steps
+        if is_measured and plan.policy == "plan" and plan.evictions:
+            self._num_measured = NUM_MEASURED
+        self._times = list[StepTimes]()
+        # What this process has kept of a step until all agree; none of one alone.
+        self._errors = list[BaseException]()
+        self._keep_errors = partial(keeping_errors, group, self._errors)
+        self._jobs = jobs = WorkQueues()  # for all that a step moves, and updates
+        self._waited_s = 0.0  # for the store, in the last step
+        params = sink = None
+        with ExitStack() as closing:
+            if ends.source is not None:
+                params = ends.source(plan, jobs, self._keep_errors)
+                closing.callback(params.close)
+            if ends.sink is not None:
+                sink = ends.sink(plan, ready, params, jobs)
+                closing.callback(sink.close)
+            values = Values(plan, ends.scratch(), jobs)
+            closing.callback(values.close)
+            closing.callback(jobs.close)  # first
+            self._params, self._sink = params, sink
+            self._runner = Runner(plan, executables, values)
+            self.close = closing.pop_all().close
 
     @property
     def plan(self) -> Plan:
-        return self.runner.plan
-
-    def close(self) -> None:
-        """Frees memory and files; idempotent."""
-        self.closing.close()
+        return self._runner.plan
 
     def rest(self) -> None:
         """Frees the memory for reading params until the next run."""
-        if self.params is not None:
-            self.params.rest()
+        if self._params is not None:
+            self._params.rest()
 
     def limit_store(self, num_bytes: int) -> None:
         """Gives updates so much memory for buffers; waits for those under way."""
-        if self.ends.updates is None:
+        if self._ends.updates is None:
             return
-        engine = self.ends.updates.engine
+        engine = self._ends.updates.engine
         engine.health.check()
         if num_bytes != engine.opened.memory_bytes:
             engine.join()
@@ -130,10 +144,10 @@ class CompiledStep:
 
     def choose_again(self) -> frozenset[int]:
         """Returns the segments to be recomputed, once, when the steps are measured."""
-        if len(self.times) != NUM_MEASURED:
+        if not self._num_measured or len(self._times) < self._num_measured:
             return frozenset()
-        self.times.append(self.times[-1])
-        return segments_to_recompute(self.plan, self.times[:-1])
+        self._num_measured = 0
+        return segments_to_recompute(self.plan, self._times)
 
     def run(
         self,
@@ -153,8 +167,8 @@ class CompiledStep:
         Returns:
           Loss, aux, and whether params have changed.
         """
-        given, check = {**extra_args, **own_args}, self.keep_errors()(check)
-        values = self.runner.values
+        given, check = {**extra_args, **own_args}, self._keep_errors()(check)
+        values = self._runner.values
         moved, waited_values_s = values.moved.snapshot(), values.waited_s
         self._begin(batch, given)
         try:
@@ -165,8 +179,8 @@ class CompiledStep:
             is_done = self._end(given, (loss, aux), check)
         except BaseException:
             self._end_programs(given_up=True)
-            if self.sink is not None:
-                self.sink.abandon()
+            if self._sink is not None:
+                self._sink.abandon()
             raise
         moved = values.moved.snapshot() - moved
         self.metrics = self._metrics(moved, values.waited_s - waited_values_s)
@@ -179,24 +193,24 @@ class CompiledStep:
           ProcessError: Another process has failed, does not come, or has a batch of
             another form.
         """
-        self.errors.clear()
+        self._errors.clear()
 
         def form() -> JsonValue:
             began_s = time.perf_counter()
-            self.ends.join()
-            self.waited_s = time.perf_counter() - began_s
-            if self.sink is not None:
-                self.sink.begin(given)
+            self._ends.join()
+            self._waited_s = time.perf_counter() - began_s
+            if self._sink is not None:
+                self._sink.begin(given)
             leaves, tree = jax.tree.flatten(batch)
             shapes = [(str(result_type(leaf)), np.shape(leaf)) for leaf in leaves]
             return f"{tree} {shapes}"
 
-        what = "a function" if self.sink is None else "a step"
-        remedy, engine = "give all the same shapes", self.ends.engine
+        what = "a function" if self._sink is None else "a step"
+        remedy, engine = "give all the same shapes", self._ends.engine
         try:
-            self.group.agree(f"the batch of {what}", form, remedy)
+            self._group.agree(f"the batch of {what}", form, remedy)
         except ProcessError as error:
-            if engine is not None and self.group.said("failed"):
+            if engine is not None and self._group.said("failed"):
                 engine.health.fail(error)
             raise
 
@@ -204,31 +218,31 @@ class CompiledStep:
         self, batch: PyTree, shares: Sequence[float], check: Callable[[], None]
     ) -> tuple[jax.Array | None, PyTree]:
         """Runs the programs of a step; returns its loss and aux."""
-        runner, params = self.runner, self.params
-        is_measured = self.is_measured and len(self.times) < NUM_MEASURED
+        runner, params = self._runner, self._params
+        is_measured = len(self._times) < self._num_measured
         how: dict[str, Any] = {"max_in_flight": 1 if is_measured else MAX_IN_FLIGHT}
-        if self.sink is not None:
-            how["hand_out"] = self.keep_errors()(self.sink.put)
+        if self._sink is not None:
+            how["hand_out"] = self._keep_errors()(self._sink.put)
         if params is None:
-            assert self.ends.in_memory is not None, "there is no store"
-            get_params = self.ends.in_memory()
+            assert self._ends.in_memory is not None, "there is no store"
+            get_params = self._ends.in_memory()
         else:
             params.begin()
             get_params, how["done"] = params.get, params.done
         results = runner(batch, get_params, check=check, shares=shares, **how)
-        self._end_programs(given_up=bool(self.errors))
+        self._end_programs(given_up=bool(self._errors))
         if is_measured:
             times = [*runner.call_s], [*runner.waited_inputs_s]
-            self.times.append(StepTimes(*times))
+            self._times.append(StepTimes(*times))
         return results
 
     def _end_programs(self, *, given_up: bool) -> None:
         """Frees what programs have read, and of a step given up all that moves."""
         if given_up:
-            self.jobs.reset()
-            self.runner.values.reset()
-        if self.params is not None:
-            self.params.stop()
+            self._jobs.reset()
+            self._runner.values.reset()
+        if self._params is not None:
+            self._params.stop()
 
     def _end(
         self,
@@ -237,14 +251,14 @@ class CompiledStep:
         check: Callable[[], None],
     ) -> bool:
         """Applies gradients, in all processes; returns whether params have changed."""
-        agreed = partial(agree, self.ends.engine, self.errors)
-        if self.sink is None:
+        agreed = partial(agree, self._ends.engine, self._errors)
+        if self._sink is None:
             agreed(tuple)
             return False
         began_s = time.perf_counter()
-        self.waited_s += self.sink.waited_s  # and later ones in the time of the end
-        is_done = self.sink.finish(given, results, check, agreed)
-        self.waited_s += time.perf_counter() - began_s
+        self._waited_s += self._sink.waited_s  # and later ones in the time of the end
+        is_done = self._sink.finish(given, results, check, agreed)
+        self._waited_s += time.perf_counter() - began_s
         return is_done
 
     def _metrics(self, moved: ByteCounts, waited_values_s: float) -> StreamMetrics:
@@ -253,8 +267,8 @@ class CompiledStep:
         Args:
           moved, waited_values_s: What values have moved in it, and were waited for.
         """
-        params, runner = self.params, self.runner
-        spilled = (0, 0) if self.sink is None else self.sink.spilled_bytes
+        params, runner = self._params, self._runner
+        spilled = (0, 0) if self._sink is None else self._sink.spilled_bytes
         return StreamMetrics(
             fetched_drive_bytes=0 if params is None else params.num_read_bytes,
             fetched_memory_bytes=0 if params is None else params.found_bytes,
@@ -266,44 +280,8 @@ class CompiledStep:
             waited_params_s=0.0 if params is None else params.waited_s,
             waited_values_s=waited_values_s,
             waited_device_s=runner.waited_s,
-            waited_updates_s=self.waited_s,
+            waited_updates_s=self._waited_s,
             dispatched_s=runner.dispatched_s,
-        )
-
-
-def compile_step(
-    plan: Plan,
-    ready: OrderedProgram,
-    ends: Endpoints,
-    group: Group,
-    executables: Executables,
-    is_measured: bool,
-) -> CompiledStep:
-    """Takes the room of a plan's steps; blocks while its programs are compiled."""
-    is_measured &= plan.policy == "plan" and bool(plan.evictions)
-    errors = list[BaseException]()
-    keep_errors, jobs = partial(keeping_errors, group, errors), WorkQueues()
-    with ExitStack() as closing:
-        params = None if ends.source is None else ends.source(plan, jobs, keep_errors)
-        if params is not None:
-            closing.callback(params.close)
-        sink = None if ends.sink is None else ends.sink(plan, ready, params, jobs)
-        if sink is not None:
-            closing.callback(sink.close)
-        values = Values(plan, ends.scratch(), jobs)
-        closing.callback(values.close)
-        closing.callback(jobs.close)  # first
-        return CompiledStep(
-            ends=ends,
-            group=group,
-            runner=Runner(plan, executables, values),
-            jobs=jobs,
-            params=params,
-            sink=sink,
-            is_measured=is_measured,
-            errors=errors,
-            keep_errors=keep_errors,
-            closing=closing.pop_all(),
         )
 
 

@@ -27,7 +27,7 @@ from jaxinf.typing import PyTree
 if TYPE_CHECKING:  # which has the endpoints
     from jaxinf.streaming.in_memory import InMemory
 
-Sink: TypeAlias = "StoreSink | InMemory | None"
+Sink: TypeAlias = "StoreSink | InMemory"
 """Takes the gradients of steps; a function has none."""
 
 

@@ -23,7 +23,7 @@ from jaxinf import compat
 from jaxinf.engine import Store
 from jaxinf.errors import StreamError
 from jaxinf.processes import Group, run_whole
-from jaxinf.streaming.compiled_step import CompiledStep, StreamMetrics, compile_step
+from jaxinf.streaming.compiled_step import CompiledStep, StreamMetrics
 from jaxinf.streaming.count import Count, count
 from jaxinf.streaming.endpoints import Endpoints, without
 from jaxinf.streaming.function import ReadStore, nested_avals
@@ -380,9 +380,8 @@ class StreamedStep:
             plan = self._plan(traced, ends, budget, **how)
 
             def compile_here() -> None:
-                known, is_measured = self._executables, not how
-                one = compile_step(plan, traced, ends, group, known, is_measured)
-                made.append(one)
+                given = plan, traced, ends, group, self._executables
+                made.append(CompiledStep(*given, is_measured=not how))
 
             try:
                 group.in_all("the room for a step", compile_here)

@@ -194,7 +194,7 @@ def unit(leaf):
 
 def planned_bytes(step):
     """Returns the bytes that the steps of the last batch's shape move on drives."""
-    return step._last.ends.updates.traffic(step.plan)
+    return step._last._ends.updates.traffic(step.plan)
 
 
 def moved_as_planned(step, *names):
