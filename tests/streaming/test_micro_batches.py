@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from inject import raising
+from inject import at_each_call, raising
 from streaming import (
     assert_same_bits,
     assert_same_states,
@@ -26,6 +26,7 @@ import jaxinf
 from jaxinf.engine.opened import OpenStore
 from jaxinf.errors import StreamError
 from jaxinf.streaming.micro_batches import first_part, parts_of, together
+from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.compiled import Executables
 from jaxinf.streaming.plan.cut_to_fit import cut_to_fit
 from jaxinf.streaming.plan.order import plan_of
@@ -55,8 +56,15 @@ def assert_bits_of_one_part_after_another(program, count, policy):
     ]
     *results, gradients = zip(*parts, strict=True)
     expected = together(list(zip(*results, strict=True)), [1.0] * count)
-    plan = plan_of(ready, cuts, policy, count)
-    loss, aux, found = streamed_plan(program, plan, executables)
+    plan, held = plan_of(ready, cuts, policy, count), []
+
+    def note(values, _):
+        held.append(sum(value.nbytes for value in values._held.values()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        at_each_call(patch, Values, "before", note)
+        loss, aux, found = streamed_plan(program, plan, executables)
+    assert held == plan.value_bytes()
     assert_same_bits((loss, aux), expected)
     assert_same_bits(found, list(map(mean, *gradients)))
 

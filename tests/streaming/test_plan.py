@@ -159,14 +159,6 @@ def test_gradients_do_not_wait_for_the_end(name):
     assert pending_bytes(plan) < all_bytes / 8
 
 
-def test_rows_of_a_table_are_fetched_alone():
-    ready = prepared(ZOO["gpt2_nano"]())
-    plan = cut_to_fit(ready, smallest_bytes(ready) * 2)
-    wpe = plan.traced.names.index("wpe")
-    rows = {piece for piece in pieces_of(plan)[0] if piece.leaf == wpe}
-    assert rows <= {Piece(wpe), Piece(wpe, rows=(0, 16))}
-
-
 def test_a_product_of_matrices_belongs_to_one_segment():
     ready = prepared(ZOO["linen"](depth=3))
     plan = cut_to_fit(ready, smallest_bytes(ready))
