@@ -40,9 +40,11 @@ class Stored:
 
 
 class StoredArray:
-    """A stored array as attributes of the state show it: a leaf without values.
+    """A stored array as attributes of the state show it: it has no values.
 
-    Optax, NumPy and JAX, which want values, get the error that says how to read it.
+    Optax, NumPy and JAX, which want values, get the error that says how to read it, and
+    so does ``jax.tree.map``. Optax's functions that look for other state pass over it,
+    as it has no leaves.
     """
 
     def __init__(self, node: Stored) -> None:
@@ -77,6 +79,16 @@ class StoredArray:
             f"was given, or store.read({node.state!r}, {node.leaf!r}); in jit compute "
             "with the gradients instead"
         )
+
+
+def _refuse_values(node: Stored, _: Any) -> NoReturn:
+    raise StoreError(StoredArray(node)._refusal)
+
+
+# JAX makes trees anew where it has computed with their leaves.
+jax.tree_util.register_pytree_node(
+    StoredArray, lambda array: ((), array._node), _refuse_values
+)
 
 
 class _NoAttribute(StoreError, AttributeError):
