@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -184,6 +185,38 @@ def test_a_value_that_is_still_written_is_forwarded(plans, tmp_path, monkeypatch
     assert_same_bits(found, streamed_plan(program, keep, executables))
     moved = values.moved.snapshot()
     assert moved.drive_read_bytes < moved.drive_write_bytes
+    values.close()
+
+
+def test_a_read_that_is_late_ends_with_its_step(plans, tmp_path, monkeypatch):
+    """Of a value that came back from the host in the meantime."""
+    program = ZOO["l2_penalty"](depth=8)
+    keep, plan, executables = plans(program)
+    waiting = replace(on_host(plan, least_of(plan)), leaving_bytes=ENOUGH)
+    values = Values(replace(plan, waiting=waiting), Scratch([tmp_path]))
+    last, coming, over = waiting.on_drive[-1], threading.Event(), threading.Event()
+
+    def pause(event, those, _, one, *__):
+        assert one not in those or event.wait(10)
+
+    def note(_, number):
+        if number == plan.evictions[last].back:
+            coming.set()
+
+    for owner, name, event, those in (
+        (Scratch, "write", coming, values._places[last]),
+        (Values, "_read", over, [last]),
+    ):
+        wait = partial(pause, event, those)
+        at_each_call(monkeypatch, owner, name, wait)
+    at_each_call(monkeypatch, Values, "before", note, after=True)
+    at_each_call(monkeypatch, Values, "reset", lambda _: over.set(), after=True)
+    found = streamed_plan(program, plan, executables, values=values)
+    assert_same_bits(found, streamed_plan(program, keep, executables))
+    ending = threading.Thread(target=values._jobs.end, daemon=True)
+    ending.start()
+    ending.join(10)
+    assert not ending.is_alive()
     values.close()
 
 

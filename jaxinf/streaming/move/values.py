@@ -137,7 +137,7 @@ class Values:
         It waits for values that must be gone, and lets others come back.
         """
         for slot in () if number else self._waiting.on_drive:
-            self._jobs.submit(partial(self._read, slot), _IN)
+            self._jobs.submit(partial(self._read, slot, self._away), _IN)
         for slot in self._gone.get(number, ()):
             self._wait_for(partial(self._is_gone, self._away[slot]))
             del self._held[slot]
@@ -178,7 +178,7 @@ class Values:
             for away in self._away.values():
                 away.value = away.host = None
                 self._free(away)
-            self._away.clear()
+            self._away = {}  # a late job of `_read` still looks at this step's
             self._way_bytes = self._waiting.leaving_bytes
         self._buffers.free_idle()  # it goes back to the system between steps
 
@@ -247,14 +247,14 @@ class Values:
 
     # --- back ----------------------------------------------------------------------
 
-    def _read(self, slot: ValueSlot) -> None:
+    def _read(self, slot: ValueSlot, of_step: Mapping[ValueSlot, _Away]) -> None:
         """Starts to read a value, once drives have it and there is room; on a thread.
 
-        One that comes back from `host` is not read.
+        One that comes back from `host` is not read; its step may be over by now.
         """
 
         def is_next() -> bool:
-            away = self._away.get(slot)
+            away = of_step.get(slot)
             if away is None or away.is_here:
                 return away is not None
             if away.is_written and (away.is_due or self._has_link):
@@ -267,7 +267,7 @@ class Values:
             self._come_back(away)
 
         self._jobs.wait_for(is_next)
-        away = self._away[slot]
+        away = of_step[slot]
         if away.memory is not None:
             move, memory = self._scratch.read, away.memory.array
             self._scratch.start(self._jobs, move, away.parts, memory, read)
