@@ -47,6 +47,7 @@ from jaxinf.engine.shape import StoreShape, SubgroupLayout
 from jaxinf.engine.sharding import (
     callers,
     check_processes,
+    from_whole,
     held_shards,
     put_together,
     replicas_differ,

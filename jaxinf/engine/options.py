@@ -19,6 +19,7 @@ from jaxinf.store import (
     checkpoint_names,
     remove_checkpoint,
 )
+from jaxinf.transfer import existing_parent
 
 Durability: TypeAlias = Literal["step", "checkpoint"] | int
 """The steps after which to commit; see `jaxinf.open_store`."""
@@ -141,9 +142,7 @@ def _check_exports(every: int, url: str | None) -> None:
 
 def check_writable(path: Path) -> None:
     """Refuses a path that is not a writable directory and cannot become one."""
-    there = path
-    while not there.exists():
-        there = there.parent
+    there = existing_parent(path)
     if not there.is_dir():
         raise NotADirectoryError(
             f"{path}: expected a directory, or a place for one, found the file {there}"

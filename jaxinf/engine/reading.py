@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxinf.engine.sharding import (
+    from_whole,
     gathered_whole,
     held_shards,
     own_parts,
@@ -245,7 +246,7 @@ def read_leaf(opened: "OpenStore", number: int, like: Any, *states: int) -> jax.
         return put_together(opened.group.in_all(what, parts))
     whole = read_array(opened, number, dtype, *states)
     if is_divided:
-        return jax.make_array_from_callback(shape, like.sharding, whole.__getitem__)
+        return from_whole(whole, like.sharding)
     # As uncommitted as `like`; otherwise a jitted step would be compiled again.
     if is_alone and not getattr(like, "committed", True):
         sharding = None

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxinf.csd import CsdFleet, Extent, open_csds
 from jaxinf.engine.options import StoreOptions
@@ -34,7 +34,14 @@ from jaxinf.store import (
     StoreDirectory,
     dtype_of,
 )
-from jaxinf.transfer import ByteCounts, ByteMeters, long_ceil, long_floor, page_ceil
+from jaxinf.transfer import (
+    ByteCounts,
+    ByteMeters,
+    existing_parent,
+    long_ceil,
+    long_floor,
+    page_ceil,
+)
 from jaxinf.typing import Array
 
 _LEAST_SHARE = 4  # workers at one of several cards
@@ -120,6 +127,19 @@ class SubgroupLayout:
         scatter(out, self.chunk, tuple(origin), offset, values)
 
 
+class Move(NamedTuple):
+    """What a step moves of a subgroup.
+
+    Attributes:
+      loads: numbers of the states that it reads; twice, if it reads one twice.
+      stores: those that it writes.
+    """
+
+    layout: SubgroupLayout
+    loads: Sequence[int]
+    stores: Sequence[int]
+
+
 @lru_cache(maxsize=1 << 14)  # most leaves of a large store are alike
 def _placed(
     states: tuple[StateRecord, ...], offset_elements: int, num_elements: int
@@ -170,8 +190,7 @@ class StoreShape:
 
     def open_fleet(self, meters: ByteMeters) -> CsdFleet:
         """Opens its CSDs; writes nothing."""
-        path = self.directory.path
-        here = next(p for p in (path, *path.parents) if p.exists())
+        here = existing_parent(self.directory.path)
         fleet = open_csds(
             self.options.csd,
             [Path(root) for root in self.directory.manifest.csds] or [here],
@@ -347,7 +366,7 @@ class StoreShape:
 
     def moved_bytes(
         self,
-        moves: Collection[tuple[SubgroupLayout, Collection[int], Collection[int]]],
+        moves: Collection[Move],
         memory_bytes: int,
         steps_per_commit: float,
         at_once: Collection[int] = (),
@@ -355,7 +374,7 @@ class StoreShape:
         """Counts the bytes of state that updates move on drives in a step, on average.
 
         Args:
-          moves: subgroups, each with the states that its update reads and writes.
+          moves: of `update_moves`.
           memory_bytes: the limit of buffers on the host.
           steps_per_commit: used where commits alone write what stays in memory.
           at_once: states that every step writes, even if they stay.

@@ -19,6 +19,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinf.errors import DeviceConfigurationError
+from jaxinf.layout import Box
 from jaxinf.processes import Group
 from jaxinf.store import Shards
 from jaxinf.typing import Array
@@ -39,21 +40,13 @@ def shard_counts(
     return tuple(whole // part if part else 1 for whole, part in pairs)
 
 
-def box_of(
-    index: Sequence[slice], shape: Sequence[int]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns origin and extent of a shard."""
-    bounds = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
-    return tuple(a for a, _ in bounds), tuple(b - a for a, b in bounds)
-
-
 def held_shards(sharding: NamedSharding | None, shape: Sequence[int]) -> Shards:
     """Returns the shards of an array, with the processes whose devices have each."""
     if sharding is None:
         return Shards(shard_counts(sharding, shape))
     found: dict[tuple[int, ...], set[int]] = {}
     for device, index in sharding.devices_indices_map(tuple(shape)).items():
-        start, _ = box_of(index, shape)
+        start = Box.of(index, shape).start
         found.setdefault(start, set()).add(device.process_index)
     holders = [tuple(sorted(found[start])) for start in sorted(found)]
     return Shards(shard_counts(sharding, shape), holders)
@@ -134,6 +127,12 @@ def check_processes(group: Group, mesh: Any) -> None:
 # --- arrays that processes hold in parts ----------------------------------------------
 
 
+def from_whole(array: Any, sharding: NamedSharding) -> jax.Array:
+    """Returns a sharded array of one that every process has whole; no collective."""
+    whole = np.asarray(array)
+    return jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)
+
+
 def sum_bits(value: jax.Array, axes: Sequence[str]) -> jax.Array:
     """Sums bits over devices, all but one zero, so that -0.0 and NaN stay exact."""
     axes = tuple(axes)
@@ -154,12 +153,12 @@ def own_parts(
       read: reads a box, by its origin and extent, with zeros for what others hold.
     """
     places = sharding.addressable_devices_indices_map(tuple(shape))
-    holders: dict[Any, list[Any]] = {}
+    holders: dict[Box, list[Any]] = {}
     for device, index in places.items():
-        holders.setdefault(box_of(index or (), shape), []).append(device)
+        holders.setdefault(Box.of(index, shape), []).append(device)
     own = {}
     for box, devices in holders.items():
-        part = read(*box)  # one at a time: a process may have many
+        part = read(box.start, box.shape)  # one at a time: a process may have many
         own |= {device: jax.device_put(part, device) for device in devices}
         del part
     parts = [own[device] for device in places]

@@ -35,7 +35,7 @@ from jaxinf.engine.binding import (
 )
 from jaxinf.engine.description import StoreDescription
 from jaxinf.engine.reading import StateReader
-from jaxinf.engine.shape import StoreShape, SubgroupLayout
+from jaxinf.engine.shape import Move, StoreShape, SubgroupLayout
 from jaxinf.errors import NonFiniteScalarError, StoreMismatchError
 from jaxinf.kernels import scalars_used, specialise, state_read
 from jaxinf.layout import Subgroup, covers, rounding_of_chunk, target_view
@@ -390,11 +390,28 @@ def can_take(opened: StoreShape, leaf: int, dtype: np.dtype) -> bool:
     return not opened.options.csd.has_cards and dtype == dtype_of(stored.dtype)
 
 
-def moved_states(
-    kernel: Kernel, layout: SubgroupLayout
-) -> tuple[frozenset[int], tuple[int, ...]]:
-    """Returns the states that an update, not specialised, reads and those it writes."""
-    return _moved(kernel, layout.slots, layout.feedback is not None)
+def update_moves(
+    shape: StoreShape,
+    kernel: Kernel,
+    leaf: int,
+    origin: Sequence[int],
+    extent: Sequence[int],
+    *,
+    takes_params: bool = False,
+    recalled: Sequence[str] = (),
+) -> list[Move]:
+    """Returns what an update, not specialised, moves of a leaf, or of a box of it.
+
+    Args:
+      takes_params: whether it takes a caller's params in place of the store's.
+      recalled: slots that the step reads before, too.
+    """
+    found, taken = [], {0} if takes_params else set[int]()
+    for layout in shape.layouts(leaf, origin, extent):
+        loads, stores = _moved(kernel, layout.slots, layout.feedback is not None)
+        again = map(layout.slots.index, recalled)
+        found.append(Move(layout, (*loads - taken, *again), stores))
+    return found
 
 
 @lru_cache

@@ -15,6 +15,7 @@ from jaxinf.layout.codecs import (
 from jaxinf.layout.grid import (
     CHUNK_ALIGNMENT_ELEMENTS,
     DEFAULT_CHUNK_ELEMENTS,
+    Box,
     Chunk,
     LeafGrid,
     box_slices,

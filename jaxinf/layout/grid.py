@@ -22,6 +22,26 @@ DEFAULT_CHUNK_ELEMENTS = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True)
+class Box:
+    """A part of an array."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, index: Sequence[slice] | None, shape: Sequence[int]) -> "Box":
+        """Returns the part at an index; the whole, if there is none."""
+        slices = index or [slice(None)] * len(shape)
+        ranges = [range(n)[one] for one, n in zip(slices, shape, strict=True)]
+        return cls(tuple(r.start for r in ranges), tuple(map(len, ranges)))
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The part as an index into the array."""
+        return box_slices(self.start, self.shape)
+
+
+@dataclass(frozen=True)
 class Chunk:
     """One zarr chunk, which is one file, and its block of the leaf.
 

@@ -22,6 +22,7 @@ from jaxinf.csd import ScalarInputs
 from jaxinf.engine import (
     FirstParams,
     StoreDescription,
+    from_whole,
     read_feedback,
     read_leaf,
     shards_with_origin,
@@ -212,10 +213,7 @@ def _init_eagerly(
     held = host.held_state([np.asarray(key_data(value)) for value in initial])
     if (mesh := mesh_of(wrapped.shardings)) is not None:
         whole = NamedSharding(mesh, PartitionSpec())
-        held = [
-            jax.make_array_from_callback(value.shape, whole, value.__getitem__)
-            for value in held
-        ]
+        held = [from_whole(value, whole) for value in held]
     feedback: list[jax.Array] = []
     if wrapped.has_feedback:
         places = wrapped.shardings or [None] * len(leaves)

@@ -28,7 +28,6 @@ from jaxinf.store.directory import StoreDirectory, link_beneath
 from jaxinf.store.files import (
     begin_store,
     check_free_space,
-    existing_parent,
     make_place,
     required_bytes,
     write_carry,
@@ -43,6 +42,7 @@ from jaxinf.transfer import (
     allocate_file,
     crc32c,
     crc32c_combine,
+    existing_parent,
     opened_to_write,
     translated,
     write_at,
@@ -200,7 +200,7 @@ def _plan_jobs(
 ) -> dict[str, list[_Job]]:
     """Returns the jobs of each step, by place; looks at old files, writes nothing."""
     found = {place: list[_Job]() for place in source.steps}
-    drive = cache(lambda folder: existing_parent(folder)[1])
+    drive = cache(lambda folder: existing_parent(folder).stat().st_dev)
     leaves = zip(*(part.manifest.leaves for part in parts), strict=True)
     steps = source.steps.items()
     for (number, held), (place, step) in product(enumerate(leaves), steps):

@@ -33,6 +33,7 @@ from jaxinf.terminal import format_bytes
 from jaxinf.transfer import (
     allocate_file,
     crc32c,
+    existing_parent,
     fsync_directory,
     open_beneath,
     read_beneath,
@@ -76,7 +77,8 @@ def check_free_space(needs: Mapping[Path, int], what: str, remedy: str) -> None:
     """
     totals, places = Counter[int](), dict[int, Path]()
     for directory, need in needs.items():
-        place, device = existing_parent(directory)
+        place = existing_parent(directory)
+        device = place.stat().st_dev
         totals[device] += need
         places[device] = place
     for device, place in places.items():
@@ -88,13 +90,6 @@ def check_free_space(needs: Mapping[Path, int], what: str, remedy: str) -> None:
                 f"there, the file system has {free:,} free ({format_bytes(free)}); "
                 f"{remedy}"
             )
-
-
-def existing_parent(path: Path) -> tuple[Path, int]:
-    """Returns the part of a path that exists, and the number of its file system."""
-    while not path.exists():
-        path = path.parent
-    return path, path.stat().st_dev
 
 
 def required_bytes(directory: StoreDirectory, num_steps: int = 2) -> Counter[Path]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 from jaxinf_models import num_params
 
-from jaxinf.engine import Store, can_take, describe, engine_of, moved_states
+from jaxinf.engine import Store, can_take, describe, engine_of, update_moves
 from jaxinf.program import averaged, trace_init, trace_update
 from jaxinf.store import required_bytes
 from jaxinf.streaming import DeviceLimit, program_bytes
@@ -137,15 +137,14 @@ def _stored(config: TrainConfig, store: Store, *, is_shared: bool) -> dict[str, 
     leaves = zip(jax.tree.leaves(params), description.leaves, strict=True)
     for number, (leaf, one) in enumerate(leaves):
         # Where the JAX device shares the host's memory, updates take its params.
-        taken = {0} if is_shared and can_take(shape, number, leaf.dtype) else set()
-        for layout in shape.layouts(number, (0,) * leaf.ndim, leaf.shape):
-            loads, stores = moved_states(one.kernel, layout)
-            moves.append((layout, loads - taken, stores))
+        takes_params = is_shared and can_take(shape, number, leaf.dtype)
+        whole = number, (0,) * leaf.ndim, leaf.shape
+        moves += update_moves(shape, one.kernel, *whole, takes_params=takes_params)
     every = shape.options.steps_per_commit or max(1, config.steps)
     moved = shape.moved_bytes(moves, shape.memory_bytes, every)
     return {
         "host_bytes": min(config.buffer_bytes, shape.num_bytes),
-        "disk_bytes": sum(required_bytes(shape.directory).values()),
+        "disk_bytes": required_bytes(shape.directory).total(),
         "drive_read_bytes": moved.drive_read_bytes,
         "drive_write_bytes": moved.drive_write_bytes,
     }

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinf.command_line import UsageError
+from jaxinf.engine import from_whole
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
 from jaxinf.typing import PyTree
@@ -69,10 +70,12 @@ class Devices:
         if mesh is None:
             return batch
         rows = NamedSharding(mesh, PartitionSpec(_AXIS))
-        return jax.tree.map(
-            lambda x: _put(x, rows) if np.ndim(x) and not len(x) % mesh.size else x,
-            batch,
-        )
+
+        def divided(leaf: Any) -> Any:
+            divides = np.ndim(leaf) and not len(leaf) % mesh.size
+            return from_whole(leaf, rows) if divides else leaf
+
+        return jax.tree.map(divided, batch)
 
 
 def devices_of(config: TrainConfig) -> Devices:
@@ -85,15 +88,10 @@ def devices_of(config: TrainConfig) -> Devices:
 def placed(tree: PyTree, like: PyTree) -> PyTree:
     """Puts arrays that all processes have where `like` has them on a mesh."""
     return jax.tree.map(
-        lambda x, like: x if like.sharding is None else _put(x, like.sharding),
+        lambda x, like: x if like.sharding is None else from_whole(x, like.sharding),
         tree,
         like,
     )
-
-
-def _put(array: Any, sharding: NamedSharding) -> jax.Array:
-    whole = np.asarray(array)
-    return jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)
 
 
 # --- processes -----------------------------------------------------------------------

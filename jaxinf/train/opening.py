@@ -85,7 +85,7 @@ def open_run(config: TrainConfig, devices: Devices) -> Store:
 
 def stored_bytes(store: Store) -> int:
     """Returns the bytes of a store on its drives, with both slots."""
-    return sum(required_bytes(engine_of(store).directory).values())
+    return required_bytes(engine_of(store).directory).total()
 
 
 def costs_of(

@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxinf.engine import held_shards, put_together, shard_counts
+from jaxinf.layout import Box
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.transfer import page_ceil
 from jaxinf.typing import Array
@@ -31,27 +32,6 @@ SHARED = "putting params of several processes together"
 # A leaf with smaller slices is one unit: they are not worth chunks of their own.
 MIN_SLICE_BYTES = 256 << 10
 _ALIGNED_BYTES = 64  # XLA's CPU client copies arrays at other addresses
-
-
-@dataclass(frozen=True)
-class Box:
-    """A part of an array."""
-
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, index: Sequence[slice] | None, shape: Sequence[int]) -> "Box":
-        """Returns the part at an index; the whole, if there is none."""
-        slices = index or [slice(None)] * len(shape)
-        ranges = [range(n)[one] for one, n in zip(slices, shape, strict=True)]
-        return cls(tuple(r.start for r in ranges), tuple(map(len, ranges)))
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """The part as an index into the array."""
-        pairs = zip(self.start, self.shape, strict=True)
-        return tuple(slice(first, first + length) for first, length in pairs)
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from jaxinf.compress import SparseLeaf, TopK, compress_leaf
 from jaxinf.csd import ScalarInputs, is_idle
 from jaxinf.engine import (
     Engine,
+    Move,
     StoreShape,
-    SubgroupLayout,
     can_take,
     keeps_feedback,
-    moved_states,
     read_feedback,
+    update_moves,
 )
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.layout import LeafGrid
@@ -196,7 +196,7 @@ class UpdatePlan:
 
     def disk_bytes(self) -> int:
         """Returns the bytes of the store with both slots."""
-        return sum(required_bytes(self.shape.directory).values())
+        return required_bytes(self.shape.directory).total()
 
     @cached_property
     def needs(self) -> StepNeeds:
@@ -242,7 +242,7 @@ class UpdatePlan:
         part = passes.parts.get((passes.num_passes - 1, leaf))
         if part is not None and passes.params[leaf] in part.own:
             return True
-        return any(_PARAMS in loads for _, loads, _ in self._moved(unit))
+        return any(_PARAMS in move.loads for move in self._moves(unit))
 
     def kept_bytes(self, plan: Plan) -> int:
         """Returns the memory for gradients that wait for the last one."""
@@ -270,40 +270,37 @@ class UpdatePlan:
         reading, shape, passes = plan.reading, self.shape, self.passes
         given = {one.unit for one in reading.fetches if one.gradient is not None}
         read = sum(
-            shape.file_bytes(layout, [_PARAMS])
+            shape.file_bytes(move.layout, [_PARAMS])
             for fetch in reading.repeated
-            for layout, _, _ in self._moved(fetch.unit)
+            for move in self._moves(fetch.unit)
         )
-        moves = []
+        moves = list[Move]()
         for unit in self.trained:
             own = [v for part in passes.of_leaf(unit.leaf) for v in part.own]
             recalled = [passes.recalled[v][1].name for v in own if v in passes.recalled]
-            taken = {_PARAMS} if unit in given else set()
-            num_reads = 0 if taken else own.count(passes.params[unit.leaf])
-            for layout, loads, stores in self._moved(unit):
-                again = map(layout.slots.index, recalled)
-                moves.append((layout, [*loads - taken, *again], stores))
+            is_given = unit in given
+            num_reads = 0 if is_given else own.count(passes.params[unit.leaf])
+            moved = self._moves(unit, takes_params=is_given, recalled=recalled)
+            moves += moved
+            for layout, _, _ in moved:
                 # Passes read params as programs do, not from memory.
                 read += shape.file_bytes(layout, [_PARAMS] * num_reads)
                 if layout.feedback is not None:  # compression reads it by itself
                     read += shape.file_bytes(layout, [layout.feedback])
         every = shape.options.steps_per_commit or math.inf
-        moved = shape.moved_bytes(moves, plan.store_bytes, every, AT_ONCE)
-        read += moved.drive_read_bytes
+        updates = shape.moved_bytes(moves, plan.store_bytes, every, AT_ONCE)
+        read += updates.drive_read_bytes
         away_bytes, wait_bytes = plan.away_bytes, file_bytes(self.on_drives(plan) or {})
         num_reads = max(1, passes.num_passes - 1)
         return ByteCounts(
             drive_read_bytes=read + away_bytes + num_reads * wait_bytes,
-            drive_write_bytes=moved.drive_write_bytes + away_bytes + wait_bytes,
+            drive_write_bytes=updates.drive_write_bytes + away_bytes + wait_bytes,
         )
 
-    def _moved(
-        self, unit: ParamUnit
-    ) -> list[tuple[SubgroupLayout, frozenset[int], tuple[int, ...]]]:
-        """Returns the subgroups of a unit, and the states that an update moves."""
+    def _moves(self, unit: ParamUnit, **how: Any) -> list[Move]:
         kernel = self.program.leaves[unit.leaf].kernel
-        layouts = self.shape.layouts(unit.leaf, unit.place.start, unit.place.shape)
-        return [(layout, *moved_states(kernel, layout)) for layout in layouts]
+        box = unit.leaf, unit.place.start, unit.place.shape
+        return update_moves(self.shape, kernel, *box, **how)
 
 
 # --- compression ---------------------------------------------------------------------
