@@ -35,8 +35,8 @@ def measure(arguments: argparse.Namespace, place: Path) -> list[dict[str, Any]]:
         for _ in range(2):
             for _ in range(durability):
                 rig.step()
-            engine.join()
-            moved.append(engine.opened.meters.snapshot())
+            engine.steps.join()
+            moved.append(engine.files.meters.snapshot())
         traffic, metrics = moved[1] - moved[0], rig.store.metrics
         assert metrics is not None
         peak_bytes = bench.resident_bytes("VmHWM") - rig.caller_bytes

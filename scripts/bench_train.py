@@ -99,13 +99,13 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
     options = {"memory_bytes": arguments.memory, "durability": arguments.durability}
     store = jaxinf.open_store(place / "store", **options)
     update = Trainer(arguments, jaxinf.smart_update(tx, store))
-    meters = engine_of(store).opened.meters
+    meters = engine_of(store).files.meters
     commits, moved, before = [], [], meters.snapshot()
     for turn in range(arguments.reps):
         first = turn * (num_steps + 1)
         memory.turn(arguments, first, num_steps)
         update.turn(arguments, first, num_steps)
-        engine_of(store).join()
+        engine_of(store).steps.join()
         after = meters.snapshot()
         store.wait()
         moved.append((after - before, meters.snapshot() - after))

@@ -41,14 +41,14 @@ its bytes, by way, without a flush and with one."""
 def run_steps(rig: UpdateRig, num_steps: int) -> Rep:
     """Runs steps, each committed before the next; returns when prefetches are done."""
     engine = rig.engine
-    expected = engine.opened.meters.snapshot().drive_read_bytes
+    expected = engine.files.meters.snapshot().drive_read_bytes
     expected += num_steps * moved_bytes(rig.transfers())[0]
     bench.reset_peak()
     commits = []
     began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
     for _ in range(num_steps):
         rig.step()
-        engine.join()
+        engine.steps.join()
         metrics = rig.store.metrics_of(rig.step_number)
         assert metrics is not None
         commits.append(metrics.commit_s)
@@ -68,7 +68,7 @@ def run_steps(rig: UpdateRig, num_steps: int) -> Rep:
 
 def wait_read_ahead(rig: UpdateRig, expected_bytes: int) -> None:
     """Blocks until the expected bytes have been read, or no more bytes are read."""
-    meters = rig.engine.opened.meters
+    meters = rig.engine.files.meters
     quiet_since, last = time.perf_counter(), -1
     while (found := meters.snapshot().drive_read_bytes) < expected_bytes:
         if found != last:
@@ -82,8 +82,8 @@ def wait_read_ahead(rig: UpdateRig, expected_bytes: int) -> None:
 
 def measure_floor(rig: UpdateRig, place: Path, fio_seconds: float) -> Rep:
     """Measures the seconds to move a step's bytes, by way."""
-    transfers, opened = rig.transfers(), rig.engine.opened
-    workers = opened.options.workers_of(len(opened.csds))
+    transfers, files = rig.transfers(), rig.engine.files
+    workers = files.options.workers_of(len(files.csds))
     floor_s, durable_s = {}, {}
     for name, loop in LOOPS.items():
         began = time.perf_counter()
@@ -120,7 +120,7 @@ def summary(rig: UpdateRig, reps: list[Rep]) -> dict[str, Any]:
             "cpu_user_ms": 1e3 * median(columns["user_s"]),
             "cpu_system_ms": 1e3 * median(columns["system_s"]),
             "commit_s": median(itertools.chain(*columns["commit_s"])),
-            "memory_bytes": rig.engine.opened.options.memory_bytes,
+            "memory_bytes": rig.engine.files.options.memory_bytes,
             "rss_over_caller_bytes": max(columns["peak_rss_bytes"]) - rig.caller_bytes,
         }
     )
@@ -136,7 +136,7 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
     read, written = moved_bytes(rig.transfers())
     for _ in range(NUM_WARM_UP):  # both slots are only preallocated before
         rig.step()
-    rig.engine.join()
+    rig.engine.steps.join()
     reps = []
     for _ in range(arguments.reps):
         rep = run_steps(rig, arguments.steps)

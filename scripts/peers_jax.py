@@ -33,7 +33,7 @@ def update(given: dict[str, Any]) -> Contender:
 
     def step() -> None:
         rig.step()
-        rig.engine.join()
+        rig.engine.steps.join()
 
     return _timed(given, step, lambda: time.sleep(REST_S))
 

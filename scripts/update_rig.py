@@ -62,7 +62,7 @@ class UpdateRig:
             np.full_like(leaf, 1e-3) for leaf in self.params
         ]
         stored = self.engine.directory.manifest.leaves[0].states[0]
-        takes_params = not self.engine.opened.options.csd.has_cards
+        takes_params = not self.engine.files.options.csd.has_cards
         self._takes_params = takes_params and dtype_of(stored.dtype) == np.float32
         self.step_number = 0
         self._groups = grouped(
@@ -83,14 +83,14 @@ class UpdateRig:
 
     def step(self) -> None:
         """Updates every leaf once; the commit may still be in flight at the end."""
-        opened = self.engine.opened
+        steps = self.engine.steps
         new, inputs = jax.device_get(self._prologue(self._scalar_state))
         for group in self._groups:
             requests = [self._request(number, inputs[number]) for number in group]
-            opened.update(self.step_number, *requests)
+            steps.update(self.step_number, *requests)
         self._scalar_state = new
         named = map(ScalarState.of, self._paths, new)
-        opened.finish(self.step_number, [*named], 0)
+        steps.finish(self.step_number, [*named], 0)
         self.step_number += 1
         for params, out in zip(self.params, self._next_params, strict=True):
             np.add(params, out, out=out)  # as JAX does beside the commit
@@ -113,33 +113,33 @@ class UpdateRig:
 
         State that stays in memory is not read.
         """
-        opened = self.engine.opened
-        kept = opened.staying(opened.memory_bytes)
+        files = self.engine.files
+        kept = files.subgroups.staying(files.memory_bytes)
         return [
             self._transfer(layout, is_kept=layout.subgroup in kept)
             for number, params in enumerate(self.params)
-            for layout in opened.layouts(number, (0,), params.shape)
+            for layout in files.subgroups.layouts(number, (0,), params.shape)
         ]
 
     def _transfer(self, layout: SubgroupLayout, *, is_kept: bool) -> Transfer:
-        opened = self.engine.opened
+        files = self.engine.files
         states = range(len(layout.slots))
 
         def piece(state: int, slot: Slot) -> Piece:
             extent = layout.extents[state]
             return Piece(
-                opened.directory.chunk_file(slot, layout.file(state)),
+                files.directory.chunk_file(slot, layout.file(state)),
                 extent.file_offset_bytes,
                 page_ceil(extent.num_bytes),
             )
 
         return Transfer(
             reads=tuple(
-                piece(state, opened.chunks.slot(layout.entries[state]))
+                piece(state, files.chunks.slot(layout.entries[state]))
                 for state in states
                 if not is_kept and (state > 0 or not self._takes_params)
             ),
-            writes=tuple(piece(state, opened.chunks.target) for state in states),
+            writes=tuple(piece(state, files.chunks.target) for state in states),
         )
 
     def close(self) -> None:

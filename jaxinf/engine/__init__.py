@@ -3,16 +3,20 @@
 Where a question is answered:
 
     a user's calls                       store.py
-    how a path becomes an open store     open_stores.py, engine.py; options.py
-    how its files are found and made     opening.py, also of several processes
+    which stores are open                open_stores.py; options.py
+    what is known of an open one         engine.py
+    how its files are found              opening.py, also of several processes
+    how they are made for an optimizer   binding.py
     how another number opens it          redivision.py
     what a store must hold for a run     description.py
-    whose params a step may use          binding.py
-    how a gradient becomes tasks         opened.py, updates.py
-    in which order a commit is durable   opened.py (`_end_step`, `_publish`)
+    whose params a step may use          resume_check.py
+    how a gradient becomes tasks         step_pipeline.py, updates.py
+    in which order a commit is durable   step_pipeline.py (`_end_step`), open_files.py
     where a chunk's newest bytes are     chunks.py
-    which state stays in memory          shape.py (`staying`)
-    what drives move in a step           shape.py (`moved_bytes`)
+    how chunks are cut to be moved       store_subgroups.py
+    which state stays in memory          store_subgroups.py (`staying`), open_files.py
+    what drives move in a step           updates.py (`update_moves`)
+    what waits for JAX                   dispatched.py
     how leaves come back to JAX          reading.py, state_trees.py; carry.py
     who has which shard of an array      sharding.py
     how a step goes to a URL             exports.py
@@ -21,6 +25,7 @@ Where a question is answered:
 Invariant: host memory does not grow with the model; a step is all or nothing.
 """
 
+from jaxinf.engine.binding import bind_optimizer, restart_store, subgroups_of
 from jaxinf.engine.carry import carried_leaves, check_carried
 from jaxinf.engine.description import (
     LeafDescription,
@@ -32,8 +37,8 @@ from jaxinf.engine.description import (
 from jaxinf.engine.engine import Engine
 from jaxinf.engine.exports import ExportInfo
 from jaxinf.engine.failure import check_announced
+from jaxinf.engine.open_files import Assignment
 from jaxinf.engine.open_stores import close, open_store, store_of
-from jaxinf.engine.opened import StepMetrics
 from jaxinf.engine.options import DEFAULT_MEMORY_BYTES, Durability, MasterChoice
 from jaxinf.engine.reading import (
     StateReader,
@@ -43,7 +48,6 @@ from jaxinf.engine.reading import (
     read_leaf,
 )
 from jaxinf.engine.redivision import divide_for
-from jaxinf.engine.shape import StoreShape, SubgroupLayout
 from jaxinf.engine.sharding import (
     callers,
     check_processes,
@@ -56,12 +60,14 @@ from jaxinf.engine.sharding import (
     sum_bits,
     unused_axes,
 )
+from jaxinf.engine.step_pipeline import StepMetrics
 from jaxinf.engine.store import Store, engine_of
+from jaxinf.engine.store_subgroups import Move, StoreSubgroups, SubgroupLayout
 from jaxinf.engine.updates import (
-    Assignment,
     FirstParams,
     StateRequest,
     UpdateRequest,
     can_take,
-    moved_states,
+    initialise_leaves,
+    update_moves,
 )

@@ -1,183 +1,210 @@
-"""Ties a run's params and state to the store's last step.
+"""Binds a store to an optimizer and a tree: makes it, compares it, or begins it anew.
 
-      at it? ─ no ─► begin(step) ──► compare(leaf) … ──► finish ──► step, which sets at
-         └──── yes ───────────────────────────────────────────────┘
+      no store ─► planned ─► its needs checked ─► made ─► waits for initial states
+      a store  ─► compared with the description ──────► goes on
 
-Invariant: a step begins from the state of the step before it; the first one of a run,
-after every leaf was compared with the store's last step. Zeros and denormals count as
-equal, since JAX on a CPU flushes denormals, and NumPy does not.
+Invariant: what is refused is refused before anything is written, in all processes.
 """
 
-import threading
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+import contextlib
+import logging
+from functools import partial
 
-import numpy as np
-
-from jaxinf.engine.reading import StateReader
-from jaxinf.errors import DivergedParamsError, StaleStateError, StoreMismatchError
-from jaxinf.layout import gather
-from jaxinf.store import ChunkRun, dtype_of, list_checkpoints
-from jaxinf.transfer import crc32c
-from jaxinf.typing import Array
-
-if TYPE_CHECKING:  # which begins no step without this
-    from jaxinf.engine.opened import OpenStore
-
-RESTART = (
-    'or begin anew with smart_update(…, on_existing="restart"), which keeps the old '
-    "run as a checkpoint"
+from jaxinf.engine.description import (
+    StoreDescription,
+    check_same,
+    kernel_needs,
+    planned,
 )
-"""A remedy in several messages."""
+from jaxinf.engine.dispatched import wait_for_dispatched
+from jaxinf.engine.engine import Engine
+from jaxinf.engine.open_files import OpenFiles, open_fleet
+from jaxinf.engine.opening import (
+    check_alike,
+    check_place,
+    in_common,
+    is_there,
+    open_in_all,
+    open_steps,
+)
+from jaxinf.engine.step_pipeline import StepPipeline
+from jaxinf.engine.store_subgroups import StoreSubgroups
+from jaxinf.errors import StaleStateError, StoreFormatError
+from jaxinf.store import (
+    StoreLock,
+    check_space,
+    checkpoint_names,
+    create_store,
+    discard_store,
+    other_slot,
+    read_owned,
+    save_checkpoint,
+)
+from jaxinf.transfer import translated
 
-READER_BYTES = 32 << 20
-"""Memory to look at chunks for what differs."""
+_LOG = logging.getLogger("jaxinf")
+
+_ONE_EACH = (
+    ". If these are two models that train in one process, give each its own: one store "
+    "per init, smart_update(tx, other_path)"
+)
 
 
-class ResumeCheck:
-    """Binds a run to the open store.
+def bind_optimizer(
+    engine: Engine,
+    description: StoreDescription,
+    *,
+    may_create: bool = False,
+    uses_budget: bool = True,
+) -> bool:
+    """Binds a store to an optimizer and a tree; may make the store.
 
-    Attributes:
-      at: the step of the state that the next update is given; None until a run's params
-        were compared.
+    Args:
+      may_create: whether to make the store if there is none.
+      uses_budget: whether its own memory budget is used, and not another.
+
+    Returns:
+      Whether the store is new, so that every leaf must be initialised.
+
+    Raises:
+      StoreMismatchError: the store has another content; shows the difference.
+      StoreSpaceError: there is no room; nothing was written.
+      ValueError: the budget is too small for this optimizer's state.
+      StaleStateError: there is no store, and none may be made here.
     """
-
-    def __init__(self, opened: "Callable[[], OpenStore]") -> None:
-        self.at: int | None = None
-        self._opened = opened
-        self._reading = threading.Lock()  # so that one comparison has memory
-        self._differing = ""  # a leaf whose params differ from the run's
-
-    def begin(self, step: int) -> None:
-        """Begins a comparison with a run's state; no step may be under way."""
-        opened, self._differing = self._opened(), ""
-        if step != opened.commit.step:
-            raise stale_state(opened, step)
-
-    def compare(self, leaf: int, params: Array, origin: Sequence[int]) -> None:
-        """Compares a leaf, or a shard of it, with the step; blocks. Thread-safe.
-
-        A leaf that the record calls inexact may differ by as much as it says.
-
-        Args:
-          params: params on the JAX device, in their own dtype; only read.
-          origin: index in the leaf of the array's first element.
-        """
-        opened = self._opened()
-        if self._differing:
-            return
-        commit, record = opened.commit, opened.leaves[leaf]
-        numbers = opened.chunks_of(leaf, origin, params.shape)
-        if dtype_of(record.states[0].dtype) == params.dtype:
-            sums = commit.checksums[record.array_name(record.states[0].name)]
-
-            def checksum(number: int) -> int:  # of a chunk's params: most need no read
-                chunk = record.grid.chunks()[number]
-                run = gather(params, chunk, tuple(origin), 0, chunk.num_elements)
-                return crc32c(np.ascontiguousarray(run))
-
-            numbers = [n for n in numbers if checksum(n) != sums[record.places[n]]]
-        bound = commit.inexact.get(record.name, 0.0)
-        with self._reading:
-            differs = difference_of(opened, leaf, params, origin, numbers, bound)
-        if differs:
-            self._differing = record.name
-
-    def finish(self) -> None:
-        """Binds the run, whose leaves were all compared, or refuses their params."""
-        opened, leaf = self._opened(), self._differing
-        path, step = opened.options.path, opened.commit.step
-        if leaf and not step:
-            raise diverged_error(f"{path}: leaf {leaf}")
-        if leaf:
-            raise StoreMismatchError(
-                f"{path}: the state given to update is of step {step}, the params are "
-                f"not those that the store holds of that step (leaf {leaf}). A store "
-                "has one model (one store per init). Take the store's own, params = "
-                "store.params(like=params), or restore params and state from one "
-                f"checkpoint, {RESTART}"
+    with engine.guard:
+        engine.health.check()
+        if engine.is_new and not may_create:
+            raise StaleStateError(
+                f"{engine.options.path}: update found no step in the store; call "
+                "tx.init(params) on it first"
             )
-        self.at = step
+        engine.exports.check(0 if engine.is_new else engine.files.commit.step)
+        if any(bound is description for bound in engine.bound):
+            return engine.is_new
+        if engine.is_new:
+            _make_store(engine, description, uses_budget=uses_budget)
+        else:
+            files = engine.files
+            if uses_budget:
+                files.subgroups.check_memory()
+            remedy = _ONE_EACH if engine.bound else ""
+            check_same(files.directory, description, remedy)
+            files.fleet.check(kernel_needs(description, files.directory.manifest))
+        engine.bound.append(description)
+        return engine.is_new
 
 
-def difference_of(
-    opened: "OpenStore",
-    leaf: int,
-    params: Array,
-    origin: Sequence[int],
-    chunks: Sequence[int],
-    bound: float | np.floating = 0.0,
-) -> str:
-    """Compares a leaf's params, or a shard's, with chunks; as `difference`; blocks."""
-    found = [""]
-
-    def visit(piece: ChunkRun) -> None:
-        own = piece.chunk, tuple(origin), piece.start, piece.values.size
-        found.append(difference(piece.values, gather(params, *own), bound))
-
-    if chunks:
-        with StateReader(opened, READER_BYTES) as reader:
-            reader.each_piece(leaf, 0, chunks, params.dtype, visit)
-    return max(found)
+def subgroups_of(engine: Engine, description: StoreDescription) -> StoreSubgroups:
+    """Returns the subgroups of the existing or future store; writes nothing."""
+    with engine.guard:  # another thread may make it meanwhile
+        if engine.has_files:
+            return engine.files.subgroups
+    directory = planned(engine.options, engine.group, description)
+    return StoreSubgroups(engine.options, directory)
 
 
-def difference(stored: Array, given: Array, bound: float | np.floating = 0.0) -> str:
-    """Says where params differ from stored ones, for `diverged_error`, or nothing.
+# --- a new store ----------------------------------------------------------------------
 
-    NaNs are equal, and so are zeros and denormals. Differences up to `bound` do not
-    count.
+
+def _make_store(
+    engine: Engine, description: StoreDescription, *, uses_budget: bool
+) -> None:
+    """Makes a store, also in place of an unfinished one; one refused writes nothing."""
+    options, group = engine.options, engine.group
+    engine.bound.clear()  # an earlier init on this store did not finish
+    if engine.has_files:
+        unfinished = engine.files
+        if unfinished.directory.committed_slot():
+            check_same(unfinished.directory, description)
+            _begin_anew(engine)
+            return
+        engine.steps = None
+        unfinished.close()
+    if not group.is_alone:
+        plan = partial(planned, options, group, description)
+        found = group.gather("init", lambda: in_common(plan().manifest))
+        check_alike(group, found, contents="params, mesh, shardings and optimizer")
+    make = partial(_create_files, engine, description, uses_budget=uses_budget)
+    open_in_all(engine, "init", make)
+
+
+def _create_files(
+    engine: Engine, description: StoreDescription, *, uses_budget: bool
+) -> StepPipeline:
+    options, path = engine.options, engine.options.path
+    roots, leftover = (), None
+    if engine.lock is not None and is_there(path):
+        leftover = read_owned(path, unmade=True)
+        roots = leftover.manifest.csds
+    directory = planned(options, engine.group, description, roots)
+    if leftover is not None:
+        discard_store(leftover)
+    check_space(directory, num_more=options.num_kept)
+    subgroups = StoreSubgroups(options, directory)
+    if uses_budget:
+        subgroups.check_memory()
+    fleet = open_fleet(subgroups, engine.meters)
+    with contextlib.ExitStack() as undo:
+        undo.callback(fleet.close)
+        fleet.check(kernel_needs(description, directory.manifest))
+        if engine.lock is None:
+            check_place(path, engine.group)
+            with translated("creation", path):
+                path.mkdir(parents=True, exist_ok=True)
+                engine.lock = StoreLock(path)
+            if is_there(path):
+                engine.release()
+                raise StoreFormatError(
+                    f"{path}: expected no store, as when it was opened, found one that "
+                    "another process has made since; close this one (jaxinf.close("
+                    f"{str(path)!r})) and open it again"
+                )
+        directory.lock = engine.lock
+        create_store(directory)
+        undo.pop_all()
+    return StepPipeline(engine, OpenFiles(engine, subgroups, None, fleet))
+
+
+# --- a run that begins anew -----------------------------------------------------------
+
+
+def restart_store(engine: Engine, description: StoreDescription) -> None:
+    """Keeps the existing run as a checkpoint, and waits for a new one.
+
+    The committed step does not change until the first states are committed.
     """
-    stored = stored.astype(given.dtype, copy=False)
-    bits = np.dtype(f"u{given.itemsize}")  # twice as fast as numbers
-    places = np.flatnonzero(stored.view(bits) != given.view(bits))
-    if not places.size:
-        return ""
-    stored, given = stored[places], given[places]
-    a, b = stored.astype(np.float32), given.astype(np.float32)
-    tiny = np.finfo(np.float32).tiny
-    same = (a == b) | (np.isnan(a) & np.isnan(b))
-    same |= (np.abs(a) < tiny) & (np.abs(b) < tiny)
-    if bound:
-        same |= np.abs(a - b) <= bound
-    if same.all():
-        return ""
-    return f" (at one place they are {given[:3]}, the store's {stored[:3]})"
-
-
-def diverged_error(leaf: str, difference: str = "") -> DivergedParamsError:
-    """Makes the error for params that differ from the store's master."""
-    return DivergedParamsError(
-        f"{leaf}: the params given to update are not those that the store's master is "
-        f"of{difference}; apply the returned updates unchanged (smart_update last in "
-        "the chain, then optax.apply_updates), or take store.params(like=params). In "
-        "the first update, call tx.init with the params that you train, after other "
-        "weights have been put in their place: on a new store, or on this one with "
-        'smart_update(…, on_existing="restart")'
-    )
-
-
-def stale_state(opened: "OpenStore", step: int) -> StaleStateError:
-    """Makes the error for a state that is not of the store's last step."""
-    names = [x.name for x in list_checkpoints(opened.directory) if x.step == step]
-    at = opened.finished.step
-    if names:
+    wait_for_dispatched()
+    with engine.guard:
+        engine.steps.wait()
+        files, path = engine.files, engine.options.path
         remedy = (
-            f"That step is kept: open the store with open_store(…, restore={names[0]!r}"
-            "), which gives up the steps after it."
+            '. on_existing="restart" begins anew with the same leaves and the same '
+            f"optimizer; for others move the store aside (mv {path} {path}-old)"
         )
-    elif step > at:
-        remedy = "It has not come so far: restore your checkpoint of an earlier step."
-    else:
-        remedy = (
-            "Each call of update is a step of the store, also one whose result is "
-            "discarded (jitted.lower(…).compile() compiles without one). Give each "
-            "call the state that the last one returned, and each model a store of its "
-            "own (one store per init). To come back to a step, call store.checkpoint("
-            "state=state) before your program's own save, and open the store with "
-            f"restore=; {RESTART}."
-        )
-    return StaleStateError(
-        f"{opened.options.path}: the optimizer state given to update is of step {step}"
-        f", the store is at step {at}. {remedy} To go on from the store, open it "
-        "again: params = store.params(like=params), state = tx.init(params)"
-    )
+        check_same(files.directory, description, remedy)
+        if step := files.commit.step:
+            names, number = checkpoint_names(files.directory), 1
+            name = kept = f"step-{step}-before-restart"
+            while name in names:
+                number += 1
+                name = f"{kept}-{number}"
+            save_checkpoint(files.directory, name)
+            said = "%s: restarted; the run of before is kept at step %d, as %r"
+            _LOG.warning(said, path, step, name)
+        _begin_anew(engine)
+        engine.bound = [description]
+
+
+def _begin_anew(engine: Engine) -> None:
+    """Opens the store as a new one, which waits for initial states.
+
+    The commit of step 0 replaces the committed step; a caller that needs that step
+    makes a checkpoint first.
+    """
+    files = engine.files
+    committed = files.directory.committed_slot()
+    assert committed is not None
+    files.close()
+    files.directory.unpublish(other_slot(committed))
+    engine.steps = open_steps(engine, files.directory, None)

@@ -5,7 +5,7 @@ Invariant: a step carries what its own update was given, and nothing of a step b
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,15 @@ import numpy as np
 
 from jaxinf.errors import StoreMismatchError
 from jaxinf.program import key_data, leaf_path
-from jaxinf.store import CARRY, CarriedArray, check_carry, dtype_of, read_carry
+from jaxinf.store import (
+    CARRY,
+    CarriedArray,
+    CommitRecord,
+    check_carry,
+    dtype_of,
+    read_carry,
+)
 from jaxinf.typing import Array, PyTree
-
-if TYPE_CHECKING:
-    from jaxinf.engine.opened import OpenStore
 
 _OF_NUMPY = (bool, int, float, np.ndarray, np.generic)
 
@@ -88,11 +92,16 @@ def carry_form(carry: Iterable[CarriedArray]) -> tuple[CarriedArray, ...]:
     return tuple(CarriedArray(x.path, x.shape, x.dtype, "") for x in carry)
 
 
-def read_carried(opened: "OpenStore", like: PyTree) -> PyTree:
-    """Returns what the committed step carries, in the form of a tree; blocks."""
-    step = opened.directory.step_path(opened.chunks.committed)
-    carry, wanted = opened.commit.carry, carried_leaves(like, "like")
-    where = f"{opened.options.path}: carried: step {opened.commit.step}"
+def read_carried(
+    store: Path, folder: Path, record: CommitRecord, like: PyTree
+) -> PyTree:
+    """Returns what a step carries, in the form of a tree; blocks.
+
+    Args:
+      folder: the step's.
+    """
+    carry, wanted = record.carry, carried_leaves(like, "like")
+    where = f"{store}: carried: step {record.step}"
     if not carry:
         raise StoreMismatchError(
             f"{where}: expected arrays that it carries, found none; give them to each "
@@ -106,7 +115,7 @@ def read_carried(opened: "OpenStore", like: PyTree) -> PyTree:
         )
     values = {
         one.path: np.frombuffer(raw, dtype_of(one.dtype)).reshape(one.shape)
-        for one, raw in zip(carry, read_carry(step, carry), strict=True)
+        for one, raw in zip(carry, read_carry(folder, carry), strict=True)
     }
     leaves, treedef = jax.tree.flatten(like)
     return treedef.unflatten(

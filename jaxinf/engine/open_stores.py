@@ -16,7 +16,7 @@ from typing import Any
 from jaxinf import compat
 from jaxinf.csd import CsdSpec, parse_csd
 from jaxinf.engine.engine import Engine
-from jaxinf.engine.opening import join_run
+from jaxinf.engine.opening import join_run, open_engine
 from jaxinf.engine.options import (
     Durability,
     KeepSteps,
@@ -158,7 +158,7 @@ def open_store(
         group.agree(
             "the options of open_store", lambda: alike, "give them alike in all of them"
         )
-        engine, place = Engine(options, group, lock), path.resolve()
+        engine, place = open_engine(options, group, lock), path.resolve()
         store = _open[place] = Store(engine)
 
         def forget() -> None:
@@ -179,7 +179,7 @@ def _check_given(
 ) -> None:
     """Refuses options that are not those of the open store."""
     held = engine.options
-    roots = engine.files.directory.manifest.csds if engine.files else None
+    roots = engine.files.directory.manifest.csds if engine.has_files else None
     for name, value in given.items():
         if getattr(held, name) == getattr(options, name):
             continue

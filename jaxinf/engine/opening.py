@@ -1,35 +1,33 @@
-"""Finds, opens and makes the files of a store at its path.
+"""Finds and opens the files of a store at its path.
 
       options ─► lock ─► form compared ─► leftovers removed ─► step to go on from
-                   └─► nothing there: made by `create`, once a description is known
+                   └─► nothing there: made by `bind_optimizer`
 
-The stores of several processes are opened or made together, if they are the members of
-one run. Invariant: everything on disk is checked before anything is written, and
-nothing is written without the store's lock. Each process judges the same summaries of
-the members, so that all refuse them alike. Nothing here is thread-safe.
+The stores of several processes are opened together, if they are the members of one run.
+Invariant: everything on disk is checked before anything is written, and nothing is
+written without the store's lock. Each process judges the same summaries of the members,
+so that all refuse them alike. Nothing here is thread-safe.
 """
 
 import contextlib
 import fnmatch
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jaxinf.engine.description import (
-    StoreDescription,
-    check_form,
-    kernel_needs,
-    planned,
-)
-from jaxinf.engine.opened import OpenStore
-from jaxinf.engine.options import check_writable
-from jaxinf.engine.shape import StoreShape
+from jaxinf.engine.description import check_form
+from jaxinf.engine.engine import Engine
+from jaxinf.engine.open_files import OpenFiles, open_fleet
+from jaxinf.engine.options import StoreOptions, check_writable
+from jaxinf.engine.step_pipeline import StepPipeline
+from jaxinf.engine.store_subgroups import StoreSubgroups
 from jaxinf.errors import ProcessError, StoreFormatError, StoreMismatchError
 from jaxinf.processes import Group, join_group
 from jaxinf.store import (
+    CommitRecord,
     HeldSteps,
     Manifest,
     StepId,
@@ -37,26 +35,18 @@ from jaxinf.store import (
     StoreLock,
     agreed_step,
     check_never_committed,
-    check_space,
-    create_store,
-    discard_store,
     find_members,
     find_step,
     held_steps,
     is_unfinished,
     lock_exclusively,
-    other_slot,
     package_versions,
     read_owned,
     restore_checkpoint,
     take_over,
     to_step,
 )
-from jaxinf.transfer import translated
 from jaxinf.typing import JsonValue
-
-if TYPE_CHECKING:  # which opens its files by these functions
-    from jaxinf.engine.engine import Engine
 
 # Files that may be in the directory of a new store.
 _HARMLESS = ("lost+found", "lock", "publish.lock", "checkpoints.lock")
@@ -91,7 +81,7 @@ def _check_count(path: Path, found: int, group: Group) -> None:
         )
 
 
-def _check_place(path: Path, group: Group) -> None:
+def check_place(path: Path, group: Group) -> None:
     """Refuses a path that is neither a store nor a place for one."""
     check_writable(path)
     if not path.exists() or is_there(path):
@@ -116,18 +106,24 @@ def _check_place(path: Path, group: Group) -> None:
 # --- a store that is there ------------------------------------------------------------
 
 
-def open_place(engine: "Engine") -> OpenStore | None:
+def open_engine(
+    options: StoreOptions, group: Group, path_lock: threading.RLock
+) -> Engine:
     """Locks and opens the store of a run, if there is one.
 
     Returns:
-      The open store; None if there is none, or if its creation was interrupted. It is
-      then locked, and must be made again. After an error the lock is given back.
+      What this process knows of the path. It has no files if there is no store, or if
+      its creation was interrupted; that one is locked, and must be made again. After an
+      error the lock is given back.
+
+    Raises:
+      StoreError: as `jaxinf.open_store` documents.
     """
-    options, group, path = engine.options, engine.group, engine.options.path
-    _check_place(path, group)
+    engine, path = Engine(options, group, path_lock), options.path
+    check_place(path, group)
     if not is_there(path) and group.is_alone:
         _check_restorable(engine)
-        return None
+        return engine
 
     def hold() -> JsonValue:
         if not is_there(path):
@@ -135,7 +131,7 @@ def open_place(engine: "Engine") -> OpenStore | None:
         engine.lock = StoreLock(path)
         return None if group.is_alone else _held_summary(path, group, options.restore)
 
-    def recover() -> OpenStore | None:
+    def recover() -> StepPipeline | None:
         if engine.lock is None:
             return None
         if not group.is_alone:
@@ -146,29 +142,37 @@ def open_place(engine: "Engine") -> OpenStore | None:
 
     with contextlib.ExitStack() as undo:
         undo.callback(engine.release)
-        step = _common_step(path, group.gather("open_store", hold))
-        opened = _in_all(group, "open_store", recover)
+        step = _common_step(group, path, group.gather("open_store", hold))
+        open_in_all(engine, "open_store", recover)
         undo.pop_all()
-    return opened
+    return engine
 
 
-def _in_all(
-    group: Group, what: str, make: Callable[[], OpenStore | None]
-) -> OpenStore | None:
-    """Returns an opened store, or closes it because another process has none."""
+def open_in_all(
+    engine: Engine, what: str, make: Callable[[], StepPipeline | None]
+) -> None:
+    """Gives an engine steps, or closes their files if another process has none."""
     with contextlib.ExitStack() as undo:
 
-        def made() -> OpenStore | None:
-            if (opened := make()) is not None:
-                undo.callback(opened.close)
-            return opened
+        def made() -> StepPipeline | None:
+            if (steps := make()) is not None:
+                undo.callback(steps.files.close)
+            return steps
 
-        opened = group.in_all(what, made)
+        engine.steps = engine.group.in_all(what, made)
         undo.pop_all()
-    return opened
 
 
-def _check_restorable(engine: "Engine") -> None:
+def open_steps(
+    engine: Engine, directory: StoreDirectory, commit: CommitRecord | None
+) -> StepPipeline:
+    """Opens the files of a store, new if it has no commit to go on from."""
+    subgroups = StoreSubgroups(engine.options, directory)
+    fleet = open_fleet(subgroups, engine.meters)
+    return StepPipeline(engine, OpenFiles(engine, subgroups, commit, fleet))
+
+
+def _check_restorable(engine: Engine) -> None:
     """Refuses to restore if there is no store with a committed step."""
     if engine.options.restore is not None:
         raise ValueError(
@@ -177,7 +181,7 @@ def _check_restorable(engine: "Engine") -> None:
         )
 
 
-def _open_locked(engine: "Engine", lock: StoreLock) -> OpenStore | None:
+def _open_locked(engine: Engine, lock: StoreLock) -> StepPipeline | None:
     """Opens the store at the step to continue from; removes leftovers."""
     options, path = engine.options, engine.options.path
     with lock_exclusively(path / "checkpoints.lock"):
@@ -194,80 +198,7 @@ def _open_locked(engine: "Engine", lock: StoreLock) -> OpenStore | None:
         take_over(directory)
         if options.restore is not None:
             commit = restore_checkpoint(directory, options.restore)
-    return OpenStore(engine, directory, commit)
-
-
-def begin_anew(engine: "Engine", opened: OpenStore) -> OpenStore:
-    """Opens the store as a new one, which waits for initial states.
-
-    The commit of step 0 replaces the committed step; a caller that needs that step
-    makes a checkpoint first.
-    """
-    directory = opened.directory
-    committed = directory.committed_slot()
-    assert committed is not None
-    opened.close()
-    directory.unpublish(other_slot(committed))
-    return OpenStore(engine, directory, None)
-
-
-# --- a store to be made ---------------------------------------------------------------
-
-
-def create(
-    engine: "Engine", description: StoreDescription, *, uses_budget: bool
-) -> OpenStore:
-    """Makes a store, also in place of an unfinished one; one refused writes nothing.
-
-    Args:
-      uses_budget: whether its own memory budget will be used.
-    """
-    options, group = engine.options, engine.group
-    if not group.is_alone:
-        plan = partial(planned, options, group, description)
-        found = group.gather("init", lambda: _in_common(plan().manifest))
-        same = "the same params, mesh, shardings and optimizer in all processes"
-        _check_equal(options.path, found, contents=same)
-    make = partial(_create, engine, description, uses_budget=uses_budget)
-    opened = _in_all(group, "init", make)
-    assert opened is not None
-    return opened
-
-
-def _create(
-    engine: "Engine", description: StoreDescription, *, uses_budget: bool
-) -> OpenStore:
-    options, path = engine.options, engine.options.path
-    roots, leftover = (), None
-    if engine.lock is not None and is_there(path):
-        leftover = read_owned(path, unmade=True)
-        roots = leftover.manifest.csds
-    directory = planned(options, engine.group, description, roots)
-    if leftover is not None:
-        discard_store(leftover)
-    check_space(directory, num_more=options.num_kept)
-    shape = StoreShape(options, directory)
-    if uses_budget:
-        shape.check_memory()
-    with contextlib.ExitStack() as undo:
-        fleet = undo.enter_context(contextlib.closing(shape.open_fleet(engine.meters)))
-        fleet.check(kernel_needs(description, directory.manifest))
-        if engine.lock is None:
-            _check_place(path, engine.group)
-            with translated("creation", path):
-                path.mkdir(parents=True, exist_ok=True)
-                engine.lock = StoreLock(path)
-            if is_there(path):
-                engine.release()
-                raise StoreFormatError(
-                    f"{path}: expected no store, as when it was opened, found one that "
-                    "another process has made since; close this one (jaxinf.close("
-                    f"{str(path)!r})) and open it again"
-                )
-        directory.lock = engine.lock
-        create_store(directory)
-        undo.pop_all()
-    return OpenStore(engine, directory, None, fleet)
+    return open_steps(engine, directory, commit)
 
 
 # --- members of a run -----------------------------------------------------------------
@@ -298,11 +229,11 @@ def _held_summary(path: Path, group: Group, restore: str | None) -> JsonValue:
         record = find_step(directory, restore).commit
         kept = [record.step, record.commit]
     steps = list(held_steps(directory))
-    common = _in_common(directory.manifest)
+    common = in_common(directory.manifest)
     return {**common, "run": member.run, "steps": steps, "restore": kept}
 
 
-def _common_step(path: Path, found: Sequence[Any]) -> StepId | None:
+def _common_step(group: Group, path: Path, found: Sequence[Any]) -> StepId | None:
     """Returns the step that all members go on from; None if none has one.
 
     With a checkpoint to restore they need none in common.
@@ -323,12 +254,12 @@ def _common_step(path: Path, found: Sequence[Any]) -> StepId | None:
             "move the run's directory aside, in all places where it lies, and start "
             "anew",
         )
-    _check_equal(
-        path,
+    check_alike(
+        group,
         found,
-        run="members of one run",
-        contents="members with the same leaves, optimizer and division",
-        restore="the checkpoint to restore to be of one commit in all members",
+        run="the run of the members",
+        contents="the members' leaves, optimizer and division",
+        restore="the commit of the checkpoint to restore",
     )
     try:
         return agreed_step(steps, path.parent)  # the run's, which commands take
@@ -338,17 +269,15 @@ def _common_step(path: Path, found: Sequence[Any]) -> StepId | None:
         raise
 
 
-def _check_equal(path: Path, found: Sequence[Any], **what: str) -> None:
+def check_alike(group: Group, found: Sequence[Any], **what: str) -> None:
     """Refuses summaries of which these values differ, or the versions of packages."""
-    versions = "the same jaxinf, jax and optax in all processes"
-    for key, wanted in {"versions": versions, **what}.items():
-        values = [json.dumps(one[key]) for one in found]
-        if len(set(values)) > 1:
-            listed = "; ".join(f"process {n}: {text}" for n, text in enumerate(values))
-            raise StoreMismatchError(f"{path}: expected {wanted}, found {listed}")
+    versions = "the versions of jaxinf, jax and optax"
+    for key, named in {"versions": versions, **what}.items():
+        values, remedy = [one[key] for one in found], "use the same in all of them"
+        group.check_alike(named, values, remedy, StoreMismatchError)
 
 
-def _in_common(manifest: Manifest) -> dict[str, JsonValue]:
+def in_common(manifest: Manifest) -> dict[str, JsonValue]:
     text = json.dumps(manifest.common, sort_keys=True)
     contents = hashlib.sha256(text.encode()).hexdigest()
     return {"contents": contents, "versions": {**package_versions()}}

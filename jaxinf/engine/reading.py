@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxinf.engine.open_files import OpenFiles
 from jaxinf.engine.sharding import (
     from_whole,
     gathered_whole,
@@ -39,9 +40,6 @@ from jaxinf.store import (
 from jaxinf.transfer import MACHINE_MEMORY_BYTES
 from jaxinf.typing import AVERAGE, Array, PyTree
 
-if TYPE_CHECKING:  # whose steps compare what is read here
-    from jaxinf.engine.opened import OpenStore
-
 
 class StateReader(StepReader):
     """Reads states of the last finished step, which may not be committed.
@@ -49,28 +47,28 @@ class StateReader(StepReader):
     A step may be under way if it writes nothing that is read here. A context manager.
 
     Args:
-      opened: the store, no step ending.
+      files: the store, no step ending.
       memory_bytes: memory for reads; by default as much as the store has.
     """
 
-    def __init__(self, opened: "OpenStore", memory_bytes: int | None = None) -> None:
-        self._opened, chunks, directory = opened, opened.chunks, opened.directory
-        record = opened.commit
+    def __init__(self, files: OpenFiles, memory_bytes: int | None = None) -> None:
+        self._files, chunks, directory = files, files.chunks, files.directory
+        record = files.commit
         if chunks.has_working:
-            record = opened.finished.replace(checksums=chunks.checksums())
+            record = files.finished.replace(checksums=chunks.checksums())
         super().__init__(
             CommittedStep(directory.path, directory.manifest, record, ()),
-            memory_bytes=memory_bytes or opened.options.memory_bytes,
-            meters=opened.meters,
+            memory_bytes=memory_bytes or files.options.memory_bytes,
+            meters=files.meters,
             drives=[str(folder) for folder in directory.csd_directories],
         )
 
     def place_of(self, one: ChunkFile) -> Path:
         """Returns the directory of the slot that has a chunk's newest version."""
         state = one.leaf.states.index(one.state)
-        entry = self._opened.entry(one.number, one.chunk, state)
-        slot = self._opened.chunks.slot(entry)
-        return self._opened.directory.data_paths(slot)[one.csd]
+        entry = self._files.subgroups.entry(one.number, one.chunk, state)
+        slot = self._files.chunks.slot(entry)
+        return self._files.directory.data_paths(slot)[one.csd]
 
     def each_piece(
         self,
@@ -90,7 +88,7 @@ class StateReader(StepReader):
           StoreError: the drive failed, or a chunk is damaged, perhaps only after its
             last piece; the store is stopped.
         """
-        opened, record = self._opened, self._opened.leaves[leaf]
+        files, record = self._files, self._files.leaves[leaf]
         chosen = record.states[state]
 
         def take(number: int) -> None:
@@ -104,7 +102,7 @@ class StateReader(StepReader):
             for _ in over(chunks, take, self.num_threads):
                 pass
         except StoreError as error:
-            opened.health.fail(error)
+            files.health.fail(error)
             raise
 
     def read(self, leaf: int, out: Array, origin: Sequence[int], *states: int) -> None:
@@ -112,17 +110,17 @@ class StateReader(StepReader):
 
         Args:
           out: an array of the wanted dtype; it must cover whole chunks
-            (`StoreShape.divides`). If it has the dtype of the store's `params`, they
-            are rounded in the same way as these, otherwise to nearest even.
+            (`StoreSubgroups.divides`). If it has the dtype of the store's `params`,
+            they are rounded in the same way as these, otherwise to nearest even.
           origin: index in the leaf of its first element.
           states: number of the state, or the two of `average_states`.
         """
-        opened, start, (state, *others) = self._opened, tuple(origin), states
-        chunks = opened.chunks_of(leaf, origin, out.shape)
+        files, start, (state, *others) = self._files, tuple(origin), states
+        chunks = files.subgroups.chunks_of(leaf, origin, out.shape)
         if others:  # the schedule-free average is computed chunk by chunk
-            b1 = opened.finished.schedule_free_b1
+            b1 = files.finished.schedule_free_b1
             assert b1 is not None
-            every = opened.leaves[leaf].grid.chunks()
+            every = files.leaves[leaf].grid.chunks()
             for chunk in (every[n] for n in chunks):
                 y, z = (np.empty(chunk.extent, np.float32) for _ in states)
                 for number, part in zip(states, (y, z), strict=True):
@@ -134,7 +132,7 @@ class StateReader(StepReader):
         def visit(piece: ChunkRun) -> None:
             if not np.may_share_memory(piece.values, out):
                 scatter(out, piece.chunk, start, piece.start, piece.values)
-            opened.meters.add(link_up_bytes=piece.values.nbytes)
+            files.meters.add(link_up_bytes=piece.values.nbytes)
 
         def into(chunk: Chunk) -> Array | None:
             return target_view(out, chunk, start, 0, chunk.num_elements)
@@ -146,65 +144,63 @@ class StateReader(StepReader):
         self.__exit__()
 
 
-def average_states(opened: "OpenStore", leaf: int) -> tuple[int, ...]:
+def average_states(files: OpenFiles, leaf: int) -> tuple[int, ...]:
     """Returns the numbers of the states of which a leaf's average is made.
 
     These are the average alone, or of a schedule-free optimizer the master params and
     its z. Leaves that it does not train are their own average. A store without one is
     refused.
     """
-    states = [state.name for state in opened.leaves[leaf].states]
+    states = [state.name for state in files.leaves[leaf].states]
     if AVERAGE in states:
         return (states.index(AVERAGE),)
-    if opened.finished.schedule_free_b1 is not None:
+    if files.finished.schedule_free_b1 is not None:
         return (0, states.index(SCHEDULE_FREE)) if SCHEDULE_FREE in states else (0,)
     raise StoreMismatchError(
-        f"{opened.options.path}: expected an average of the params, found "
+        f"{files.options.path}: expected an average of the params, found "
         f"{', '.join(states)}; leave average=True out"
     )
 
 
 def read_feedback(
-    opened: "OpenStore", leaf: int, out: Array, origin: Sequence[int]
+    files: OpenFiles, leaf: int, out: Array, origin: Sequence[int]
 ) -> None:
     """Reads a leaf's or a shard's error feedback, the last of its states."""
-    with StateReader(opened) as reader:
-        reader.read(leaf, out, origin, len(opened.leaves[leaf].states) - 1)
+    with StateReader(files) as reader:
+        reader.read(leaf, out, origin, len(files.leaves[leaf].states) - 1)
 
 
 # --- whole arrays ---------------------------------------------------------------------
 
 
-def check_like(opened: "OpenStore", like: PyTree, what: str = "`like`") -> None:
+def check_like(files: OpenFiles, like: PyTree, what: str = "`like`") -> None:
     """Refuses a tree of arrays, or of shapes and dtypes, of other leaves or shapes.
 
     Args:
       what: name of the argument, for messages.
     """
-    held = [(leaf.name, leaf.shape) for leaf in opened.leaves]
+    held = [(leaf.name, leaf.shape) for leaf in files.leaves]
     asked = [(leaf_name(i.path), i.shape) for i in leaf_infos(like)]
     if held != asked:
         difference = [pair for pair in asked if pair not in held][:3]
         raise StoreMismatchError(
-            f"{opened.options.path}: {what} has other leaves than the store; not in "
+            f"{files.options.path}: {what} has other leaves than the store; not in "
             f"the store: {difference or 'none'}, the store has {len(held)} leaves, "
             f"{what} {len(asked)}"
         )
 
 
-def read_array(
-    opened: "OpenStore", number: int, dtype: np.dtype, *states: int
-) -> Array:
+def read_array(files: OpenFiles, number: int, dtype: np.dtype, *states: int) -> Array:
     """Returns a leaf's whole committed state, or its average; blocks."""
-    record = opened.leaves[number]
+    record = files.leaves[number]
     box = [0] * len(record.shape), record.shape
-    whole = partial(_read_box, opened, number, dtype, states, *box)
-    part = opened.group.in_all(f"read {record.name}", whole)
-    return part if opened.group.is_alone else gathered_whole(part)
+    whole = partial(_read_box, files, number, dtype, states, *box)
+    part = files.group.in_all(f"read {record.name}", whole)
+    return part if files.group.is_alone else gathered_whole(part)
 
 
 def _read_box(
-    opened: "OpenStore",
+    files: OpenFiles,
     number: int,
     dtype: np.dtype,
     states: Sequence[int],
@@ -212,20 +208,20 @@ def _read_box(
     extent: Sequence[int],
 ) -> Array:
     """Reads a box of a leaf, with zeros for what other processes hold."""
-    leaf, needed = opened.leaves[number], math.prod(extent)
+    leaf, needed = files.leaves[number], math.prod(extent)
     if needed * dtype.itemsize > MACHINE_MEMORY_BYTES:
         raise StoreError(
-            f"{opened.options.path}: leaf {leaf.name}: {needed} elements of {dtype} "
+            f"{files.options.path}: leaf {leaf.name}: {needed} elements of {dtype} "
             f"take more memory than this machine has ({MACHINE_MEMORY_BYTES} bytes); "
             "read it in parts (jaxinf inspect names its array, which tensorstore opens)"
         )
     out = (np.empty if leaf.is_whole else np.zeros)(extent, dtype)
-    with StateReader(opened) as reader:
+    with StateReader(files) as reader:
         reader.read(number, out, origin, *states)
     return out
 
 
-def read_leaf(opened: "OpenStore", number: int, like: Any, *states: int) -> jax.Array:
+def read_leaf(files: OpenFiles, number: int, like: Any, *states: int) -> jax.Array:
     """Reads a leaf's committed state, or its average, onto JAX devices; blocks.
 
     In a run of several processes all call it. Where the holders of shards own their
@@ -236,15 +232,15 @@ def read_leaf(opened: "OpenStore", number: int, like: Any, *states: int) -> jax.
       like: the leaf's shape, the wanted dtype and, optionally, a sharding.
     """
     shape, dtype = tuple(like.shape), np.dtype(like.dtype)
-    sharding, is_alone = getattr(like, "sharding", None), opened.group.is_alone
+    sharding, is_alone = getattr(like, "sharding", None), files.group.is_alone
     is_divided = not is_alone and isinstance(getattr(sharding, "mesh", None), Mesh)
-    record, count = opened.leaves[number], opened.group.count
+    record, count = files.leaves[number], files.group.count
     if is_divided and held_shards(like.sharding, shape).suit(record, count):
-        read_box = partial(_read_box, opened, number, dtype, states)
+        read_box = partial(_read_box, files, number, dtype, states)
         parts = partial(own_parts, like.sharding, shape, read_box)
         what = f"params of {record.name}"
-        return put_together(opened.group.in_all(what, parts))
-    whole = read_array(opened, number, dtype, *states)
+        return put_together(files.group.in_all(what, parts))
+    whole = read_array(files, number, dtype, *states)
     if is_divided:
         return from_whole(whole, like.sharding)
     # As uncommitted as `like`; otherwise a jitted step would be compiled again.

@@ -6,24 +6,24 @@ store is at step 0.
 
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxinf.csd import Csd, CsdBuffer
 from jaxinf.engine.carry import array_like, data_of, some_of
+from jaxinf.engine.engine import Engine
+from jaxinf.engine.open_files import OpenFiles
 from jaxinf.engine.reading import read_leaf
-from jaxinf.engine.shape import SubgroupLayout
+from jaxinf.engine.resume_check import RESTART
 from jaxinf.engine.sharding import shards_with_origin
+from jaxinf.engine.store_subgroups import SubgroupLayout
 from jaxinf.errors import StoreMismatchError
 from jaxinf.program import StateLayout, state_keys
 from jaxinf.store import ScalarState
 from jaxinf.transfer import Task
 from jaxinf.typing import AVERAGE, FLOAT32, FLOAT_DTYPES, Array, PyTree
-
-if TYPE_CHECKING:
-    from jaxinf.engine.opened import OpenStore
 
 _OF_AVERAGE = (AVERAGE, "average_count", "average_weight")
 """The state of an average, whose first scalars are zeros."""
@@ -45,66 +45,70 @@ class _Place(NamedTuple):
     dtype: np.dtype
 
 
-def read_state(opened: "OpenStore", layout: StateLayout, like: PyTree) -> PyTree:
+def read_state(files: OpenFiles, layout: StateLayout, like: PyTree) -> PyTree:
     """Returns the last step's optax state in the form of a tree; blocks."""
-    scalars = opened.finished.scalar_state
+    scalars = files.finished.scalar_state
     leaves = [
         array_like(scalars[place.number].value, leaf)
         if place.leaf is None
-        else read_leaf(opened, place.leaf, leaf, place.number)
-        for place, leaf in _placed_leaves(opened, layout, like, "like").items()
+        else read_leaf(files, place.leaf, leaf, place.number)
+        for place, leaf in _placed_leaves(files, layout, like, "like").items()
     ]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def load_step(
-    opened: "OpenStore",
-    layout: StateLayout,
-    params: Sequence[Any],
-    state: PyTree,
-    step: int,
-) -> None:
-    """Commits params and an optax state as a step; all processes call it; blocks.
+def load_step(engine: Engine, params: Sequence[Any], state: PyTree, step: int) -> None:
+    """Commits params and an optax state as the first step after step 0; blocks.
 
-    After an exception the step may be loaded anew.
+    All processes call it. After an exception the step may be loaded anew.
 
     Args:
       params: leaves of the store's shapes, of 16 or 32 bits.
     """
-    what, group = f"load of step {step}", opened.group
-    stored, scalars = group.in_all(what, lambda: _given(opened, layout, params, state))
+    what, group, layout = f"load of step {step}", engine.group, engine.layout
+    steps, files = engine.steps, engine.files
 
     def write() -> None:
-        opened.begin_whole()
+        steps.begin_whole()
         for leaf, number, array in stored:
-            for origin, values in _parts(opened, array):
-                _write_part(opened, leaf, number, origin, values)
+            for origin, values in _parts(files, array):
+                _write_part(files, leaf, number, origin, values)
                 del values  # frees a deferred leaf before the next is read
-            opened.mover.drain()
+            files.mover.drain()
 
-    try:
-        group.in_all(what, write)
-    except BaseException:  # perhaps of another process
-        opened.mover.drain()
-        opened.chunks.forget_step()
-        raise
-    opened.commit_whole(step, scalars)
+    with engine.guard, steps.paused():
+        if files.is_new or files.finished.step:
+            raise StoreMismatchError(
+                f"{files.options.path}: load: expected a store at step 0, found step "
+                f"{files.finished.step}; load into a new store after tx.init(params), "
+                f"{RESTART}"
+            )
+        steps.abandon()
+        given = partial(_given, files, layout, params, state)
+        stored, scalars = group.in_all(what, given)
+        try:
+            group.in_all(what, write)
+        except BaseException:  # perhaps of another process
+            files.mover.drain()
+            files.chunks.forget_step()
+            raise
+        steps.commit_whole(step, scalars)
 
 
 # --- places of the optax state --------------------------------------------------------
 
 
 def _placed_leaves(
-    opened: "OpenStore", layout: StateLayout, state: PyTree, what: str
+    files: OpenFiles, layout: StateLayout, state: PyTree, what: str
 ) -> dict[_Place, Any]:
     """Returns each leaf of an optax state by its place.
 
     Names of keys alone count, so dicts and lists may take the place of named tuples.
     """
-    places = {place.name: place for place in _places(opened, layout)}
+    places = {place.name: place for place in _places(files, layout)}
     names = map(_name, state_keys(state))
     leaves = dict(zip(names, jax.tree.leaves(state), strict=True))
-    where = f"{opened.options.path}: {what}"
+    where = f"{files.options.path}: {what}"
     unknown = [name for name in leaves if name not in places]
     missing = [name for name in places if name not in leaves]
     missing = [name for name in missing if name.split("/")[0] not in _OF_AVERAGE]
@@ -125,13 +129,13 @@ def _placed_leaves(
     return {places[name]: leaf for name, leaf in leaves.items()}
 
 
-def _places(opened: "OpenStore", layout: StateLayout) -> Iterator[_Place]:
-    scalars = zip(layout.scalar_indices, opened.finished.scalar_state, strict=True)
+def _places(files: OpenFiles, layout: StateLayout) -> Iterator[_Place]:
+    scalars = zip(layout.scalar_indices, files.finished.scalar_state, strict=True)
     for number, (index, held) in enumerate(scalars):
         value, name = held.value, _name(layout.keys[index])
         yield _Place(name, None, number, value.shape, value.dtype)
     for leaf, slots in enumerate(layout.slots):
-        record = opened.leaves[leaf]
+        record = files.leaves[leaf]
         names = [state.name for state in record.states]
         for slot in slots:
             name, number = _name(layout.keys[slot.state_index]), names.index(slot.name)
@@ -146,16 +150,16 @@ def _name(keys: Sequence[tuple[str, Any]]) -> str:
 
 
 def _given(
-    opened: "OpenStore", layout: StateLayout, params: Sequence[Any], state: PyTree
+    files: OpenFiles, layout: StateLayout, params: Sequence[Any], state: PyTree
 ) -> tuple[list[tuple[int, int, Any]], list[ScalarState]]:
     """Returns arrays by leaf and number of the state, and scalars; reads these alone.
 
     An average that is not given begins as a copy of the params.
     """
-    placed = _placed_leaves(opened, layout, state, "opt_state")
+    placed = _placed_leaves(files, layout, state, "opt_state")
     stored = [(number, 0, leaf) for number, leaf in enumerate(params)]
-    scalars = list(opened.finished.scalar_state)
-    for place in _places(opened, layout):
+    scalars = list(files.finished.scalar_state)
+    for place in _places(files, layout):
         if place not in placed:
             if place.leaf is not None:
                 stored.append((place.leaf, place.number, params[place.leaf]))
@@ -165,7 +169,7 @@ def _given(
         is_narrow = expected == FLOAT32 and found in FLOAT_DTYPES
         if found != expected and not is_narrow:  # it would not hold it exactly
             raise StoreMismatchError(
-                f"{opened.options.path}: opt_state: leaf {place.name}: expected "
+                f"{files.options.path}: opt_state: leaf {place.name}: expected "
                 f"{expected}, found {found}; cast it first"
             )
         if place.leaf is not None:
@@ -176,21 +180,21 @@ def _given(
     return stored, scalars
 
 
-def _parts(opened: "OpenStore", array: Any) -> Iterator[tuple[tuple[int, ...], Array]]:
+def _parts(files: OpenFiles, array: Any) -> Iterator[tuple[tuple[int, ...], Array]]:
     """Yields origin and values of the whole array, or of this process's shards."""
-    shards = shards_with_origin(np.asarray(array) if opened.group.is_alone else array)
+    shards = shards_with_origin(np.asarray(array) if files.group.is_alone else array)
     while shards:
         yield shards.pop()
 
 
 def _write_part(
-    opened: "OpenStore", leaf: int, state: int, origin: Sequence[int], values: Array
+    files: OpenFiles, leaf: int, state: int, origin: Sequence[int], values: Array
 ) -> None:
     """Writes a box of a leaf's state; blocks until it is in buffers.
 
     Decoded values get their codes again.
     """
-    record = opened.leaves[leaf].states[state]
+    record = files.leaves[leaf].states[state]
     stores = tuple(range(state, state + len(record.stored)))
 
     def compute(
@@ -199,7 +203,7 @@ def _write_part(
         own = layout.gather(values, origin)
         for number, one in zip(stores, record.encode(own, None), strict=True):
             csd.put(buffer, layout.extents[number], one)
-        opened.meters.add(link_down_bytes=own.nbytes)
+        files.meters.add(link_down_bytes=own.nbytes)
 
-    layouts = opened.layouts(leaf, origin, values.shape)
-    opened.mover.run([Task(x, partial(compute, x), stores=stores) for x in layouts])
+    layouts = files.subgroups.layouts(leaf, origin, values.shape)
+    files.mover.run([Task(x, partial(compute, x), stores=stores) for x in layouts])

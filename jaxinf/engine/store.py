@@ -20,9 +20,10 @@ from jaxinf.engine.dispatched import (
 )
 from jaxinf.engine.engine import Engine
 from jaxinf.engine.exports import ExportInfo
-from jaxinf.engine.opened import LAST_STEP, OpenStore, StepMetrics
+from jaxinf.engine.open_files import OpenFiles
 from jaxinf.engine.reading import average_states, check_like, read_array, read_leaf
-from jaxinf.engine.state_trees import read_state
+from jaxinf.engine.state_trees import load_step, read_state
+from jaxinf.engine.step_pipeline import LAST_STEP, StepMetrics
 from jaxinf.errors import ProcessError, StoreError
 from jaxinf.processes import raise_kept
 from jaxinf.program import is_trained, trained
@@ -58,8 +59,8 @@ class Store:
         self._engine = engine
 
     def __repr__(self) -> str:
-        commit = self._engine.commit
-        step = "new" if commit is None else f"step {commit.step}"
+        engine = self._engine
+        step = "new" if engine.is_new else f"step {engine.files.commit.step}"
         return f"Store({str(self.path)!r}, {step})"
 
     # --- the last committed step --------------------------------------------------
@@ -72,7 +73,7 @@ class Store:
     @property
     def exists(self) -> bool:
         """Whether a step is committed: True when opened to resume."""
-        return self._engine.commit is not None
+        return not self._engine.is_new
 
     @property
     def step(self) -> int:
@@ -97,40 +98,47 @@ class Store:
         return self._engine.directory.manifest
 
     @contextlib.contextmanager
-    def _at_last_step(self, state: Any = None) -> Iterator[OpenStore]:
-        """The open store at its last finished step; meanwhile no step begins."""
+    def _at_last_step(self, state: Any = None) -> Iterator[OpenFiles]:
+        """The store's files at its last finished step; meanwhile no step begins."""
         self.wait(state)
-        opened = self._engine.opened
-        with opened.paused():
+        engine = self._engine
+        with engine.steps.paused():
             try:
-                yield opened
+                yield engine.files
             except StoreError:
-                opened.health.check()  # raises it, so that `close` need not
+                engine.health.check()  # raises it, so that `close` need not
                 raise
 
     def _last_commit(self) -> CommitRecord:
-        self._engine.join()
-        return self._engine.commit or CommitRecord(step=0, scalar_state=())
+        self._join()
+        engine = self._engine
+        new = CommitRecord(step=0, scalar_state=())
+        return engine.files.commit if engine.has_files else new
+
+    def _join(self) -> None:
+        self._engine.health.check()
+        if self._engine.has_files:
+            self._engine.steps.join()
 
     @property
     def metrics(self) -> StepMetrics | None:
         """Time and traffic of the last step committed by this process."""
-        files = self._engine.files
-        return files.metrics[-1] if files and files.metrics else None
+        found = self._engine.steps.metrics if self._engine.has_files else ()
+        return found[-1] if found else None
 
     def metrics_of(self, step: int) -> StepMetrics | None:
         """Time and traffic of a step; None if not one of this process's last eight.
 
         Waits for the step's commit, and for no later one.
         """
-        files = self._engine.files
-        return files.metrics_of(step) if files else None
+        engine = self._engine
+        return engine.steps.metrics_of(step) if engine.has_files else None
 
     @property
     def peak_memory_bytes(self) -> int:
         """The peak use of the memory budget so far."""
-        files = self._engine.files
-        return files.fleet.peak_bytes if files else 0
+        engine = self._engine
+        return engine.files.fleet.peak_bytes if engine.has_files else 0
 
     # --- its arrays ----------------------------------------------------------------
 
@@ -158,11 +166,11 @@ class Store:
         """
         leaves, treedef = jax.tree.flatten(like)
         places = [place for place, leaf in enumerate(leaves) if is_trained(leaf)]
-        with self._at_last_step(state) as opened:
-            check_like(opened, trained(like))
+        with self._at_last_step(state) as files:
+            check_like(files, trained(like))
             for number, place in enumerate(places):
-                states = average_states(opened, number) if average else (0,)
-                leaves[place] = read_leaf(opened, number, leaves[place], *states)
+                states = average_states(files, number) if average else (0,)
+                leaves[place] = read_leaf(files, number, leaves[place], *states)
         return jax.tree.unflatten(treedef, leaves)
 
     def state(self, like: PyTree) -> PyTree:
@@ -185,8 +193,8 @@ class Store:
           StoreMismatchError: `like` has other leaves or shapes than the store.
           StaleStateError: no optimizer is bound to the store.
         """
-        with self._at_last_step() as opened:
-            return read_state(opened, self._engine.layout, like)
+        with self._at_last_step() as files:
+            return read_state(files, self._engine.layout, like)
 
     def carried(self, like: PyTree) -> PyTree:
         """Returns the arrays that the last step carries, such as batch statistics.
@@ -205,8 +213,9 @@ class Store:
           StoreMismatchError: the step carries nothing, or other arrays; names them.
           StoreCorruptError: an array is damaged.
         """
-        with self._at_last_step() as opened:
-            return read_carried(opened, like)
+        with self._at_last_step() as files:
+            folder = files.directory.step_path(files.chunks.committed)
+            return read_carried(self.path, folder, files.commit, like)
 
     def read(self, state: str, leaf: str) -> Array:
         """Reads a leaf's state, decoded, after the steps in flight; blocks.
@@ -227,10 +236,10 @@ class Store:
             raise ValueError(
                 f"leaf {leaf}: {state} is a part of {chosen.slot}; read that"
             )
-        with self._at_last_step() as opened:
+        with self._at_last_step() as files:
             number = self._manifest.leaves.index(record)
             dtype = dtype_of(chosen.decoded().dtype)
-            return read_array(opened, number, dtype, record.states.index(chosen))
+            return read_array(files, number, dtype, record.states.index(chosen))
 
     def load(self, params: PyTree, opt_state: PyTree, *, step: int) -> None:
         """Makes params and an optax state the store's step, in one commit; blocks.
@@ -261,8 +270,8 @@ class Store:
             )
         self.wait()
         tree = trained(params)
-        check_like(self._engine.opened, tree, "params")
-        self._engine.load(jax.tree.leaves(tree), opt_state, step)
+        check_like(self._engine.files, tree, "params")
+        load_step(self._engine, jax.tree.leaves(tree), opt_state, step)
 
     @contextlib.contextmanager
     def snapshot(self) -> Iterator[Path]:
@@ -317,11 +326,11 @@ class Store:
           StoreSpaceError: the drives have too little room; nothing was made.
           ProcessError: another process failed, or did not call it after the same step.
         """
-        with self._at_last_step(state) as opened:
-            directory, given = opened.directory, name or str(self.step)
+        with self._at_last_step(state) as files:
+            directory, given = files.directory, name or str(self.step)
             held, replaces = checkpoint_names(directory), overwrite or name is None
             try:
-                made = opened.group.in_all(
+                made = files.group.in_all(
                     f"checkpoint {given} of step {self.step}",
                     lambda: save_checkpoint(directory, name, overwrite=replaces),
                 )
@@ -329,12 +338,12 @@ class Store:
                 if given not in held and given in checkpoint_names(directory):
                     remove_checkpoint(directory, given)
                 raise
-            opened.options.remove_surplus(directory, made)
+            files.options.remove_surplus(directory, made)
             return made
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """Returns all checkpoints, by step; waits for one that is being made."""
-        self._engine.join()
+        self._join()
         return list_checkpoints(self._engine.directory)
 
     def remove_checkpoint(self, name: str) -> None:
@@ -365,7 +374,9 @@ class Store:
         except Exception:
             self._engine.health.check()  # raises the cause of JAX's exception
             raise
-        self._engine.wait()
+        self._engine.health.check()
+        if self._engine.has_files:
+            self._engine.steps.wait()
 
     def annotate(self, step: int, payload: JsonValue) -> None:
         """Sets the caller's payload for the commit of a future step.
@@ -408,7 +419,7 @@ class Store:
                 wait_for_dispatched()
             except KeyboardInterrupt:
                 engine.close()
-                at = engine.files.finished.step if engine.files else 0
+                at = engine.files.finished.step if engine.has_files else 0
                 said = "%s: interrupted: steps under way after step %d are lost"
                 _LOG.warning(said, self.path, at)
                 raise

@@ -5,15 +5,16 @@
 Invariant: a task reads only the newest version of a state, and writes only to the slot
 that the step builds. No result is returned or stored for params that differ from the
 store's. The arrays of a request belong to the caller: they are only read, copied where
-a part is not contiguous, and used only until `OpenStore.update` or `OpenStore.recall`
-returns. Which subgroups an updater computes changes between steps only.
+a part is not contiguous, and used only until `StepPipeline.update` or `recall` returns.
+Which subgroups an updater computes changes between steps only.
 """
 
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,25 +28,23 @@ from jaxinf.csd import (
     initialise_states,
     is_idle,
 )
-from jaxinf.engine.binding import (
+from jaxinf.engine.description import StoreDescription
+from jaxinf.engine.open_files import OpenFiles
+from jaxinf.engine.reading import StateReader
+from jaxinf.engine.resume_check import (
     READER_BYTES,
     difference,
     difference_of,
     diverged_error,
 )
-from jaxinf.engine.description import StoreDescription
-from jaxinf.engine.reading import StateReader
-from jaxinf.engine.shape import Move, StoreShape, SubgroupLayout
+from jaxinf.engine.store_subgroups import Move, StoreSubgroups, SubgroupLayout
 from jaxinf.errors import NonFiniteScalarError, StoreMismatchError
 from jaxinf.kernels import scalars_used, specialise, state_read
-from jaxinf.layout import Subgroup, covers, rounding_of_chunk, target_view
+from jaxinf.layout import covers, rounding_of_chunk, target_view
 from jaxinf.program import Kernel
 from jaxinf.store import ERROR_FEEDBACK, ScalarState, dtype_of
 from jaxinf.transfer import Task
 from jaxinf.typing import Array
-
-if TYPE_CHECKING:  # whose steps are made here
-    from jaxinf.engine.opened import OpenStore
 
 
 class FirstParams(NamedTuple):
@@ -108,24 +107,6 @@ class UpdateRequest:
     feedback: Array | None = None
 
 
-@dataclass(frozen=True)
-class Assignment:
-    """Which subgroups another processor updates in place of the host's CSDs.
-
-    Attributes:
-      updater: it has ``update(csd, buffer, update)``, which computes as `Csd.update`
-        with a gradient that is not sparse, leaves `out` alone, and blocks; and
-        `num_at_once`, how many run at once, each on a thread of its own. None for none.
-      every: it computes every so many of the subgroups that it can; 0 for none;
-        "auto" while their number is measured.
-      subgroups: these.
-    """
-
-    updater: Any = None
-    every: int | Literal["auto"] = 0
-    subgroups: tuple[Subgroup, ...] = ()
-
-
 # --- an update -----------------------------------------------------------------------
 
 
@@ -141,24 +122,24 @@ class RequestedUpdate:
       is_finite: whether the gradient is finite; known when the tasks have computed.
     """
 
-    def __init__(self, opened: "OpenStore", request: UpdateRequest, step: int) -> None:
-        self._opened, self._request, self._step = opened, request, step
+    def __init__(self, files: OpenFiles, request: UpdateRequest, step: int) -> None:
+        self._files, self._request, self._step = files, request, step
         self._kernel = specialise(request.kernel, request.inputs.scalars)
         # The greatest difference of the caller's 16-bit params from the store's.
-        name = opened.leaves[request.leaf].name
-        self._inexact, self._where = opened.finished.inexact.get(name), f"leaf {name}"
+        name = files.leaves[request.leaf].name
+        self._inexact, self._where = files.finished.inexact.get(name), f"leaf {name}"
         params, self._given = request.params, None
-        if params is not None and can_take(opened, request.leaf, params.dtype):
+        if params is not None and can_take(files.subgroups, request.leaf, params.dtype):
             self._given = params
         self._out_dtype = np.dtype(np.float32)
         if request.out is not None:
             self._out_dtype = request.out.dtype
         self.is_finite = True
         box = request.leaf, request.origin, request.gradient.shape
-        self.tasks = [self._task(layout) for layout in opened.layouts(*box)]
+        self.tasks = [self._task(layout) for layout in files.subgroups.layouts(*box)]
 
     def _task(self, layout: SubgroupLayout) -> Task:
-        opened, request, kernel = self._opened, self._request, self._kernel
+        files, request, kernel = self._files, self._request, self._kernel
         loads, stores = _moved(kernel, layout.slots, request.feedback is not None)
         if self._out_dtype != np.float32:
             loads |= {0}  # the result depends on the params
@@ -173,11 +154,11 @@ class RequestedUpdate:
             loads -= {0}
         updater = None
         is_dense = isinstance(request.gradient, np.ndarray) and request.feedback is None
-        if is_dense and layout.subgroup in opened.elsewhere and not is_idle(kernel):
-            updater = opened.assignment.updater
+        if is_dense and layout.subgroup in files.elsewhere and not is_idle(kernel):
+            updater = files.assignment.updater
         task = Task(
             layout,
-            loads=opened.chunks.sources(layout, sorted(loads)),
+            loads=files.chunks.sources(layout, sorted(loads)),
             stores=stores,
             runs_kernel=not is_idle(kernel),
             is_elsewhere=updater is not None,
@@ -191,10 +172,10 @@ class RequestedUpdate:
         In an uncommitted step the parts of a chunk are overwritten one by one, so the
         whole can no longer be compared.
         """
-        opened = self._opened
+        files = self._files
         is_whole = layout.subgroup.num_elements >= layout.chunk.num_elements
-        is_unchanged = is_whole or not opened.num_uncommitted
-        return is_unchanged and not opened.chunks.is_in_memory(layout, 0)
+        is_unchanged = is_whole or not files.num_uncommitted
+        return is_unchanged and not files.chunks.is_in_memory(layout, 0)
 
     def _compute(
         self,
@@ -252,7 +233,7 @@ class RequestedUpdate:
             down += left.nbytes
         if out is None and result is not None:
             layout.scatter(request.out, origin, result)
-        self._opened.meters.add(link_down_bytes=down, link_up_bytes=up)
+        self._files.meters.add(link_down_bytes=down, link_up_bytes=up)
         return checksums
 
     def _gradient(self, layout: SubgroupLayout) -> Array | SparseGradient:
@@ -261,7 +242,7 @@ class RequestedUpdate:
         if not isinstance(gradient, SparseLeaf):
             return layout.gather(gradient, origin)
         subgroup = layout.subgroup
-        record = self._opened.leaves[subgroup.leaf]
+        record = self._files.leaves[subgroup.leaf]
         positions = covers(record.grid, tuple(origin), gradient.shape)
         chunks = record.grid.chunks()
         if tuple(gradient.lengths) != tuple(chunks[n].num_elements for n in positions):
@@ -279,7 +260,7 @@ class RequestedUpdate:
         if differs := difference(stored, given, self._inexact or 0.0):
             if self._is_comparable(layout):  # damage would explain it
                 at = layout.subgroup.leaf, 0, [layout.subgroup.chunk], given.dtype
-                with StateReader(self._opened, READER_BYTES) as reader:
+                with StateReader(self._files, READER_BYTES) as reader:
                     reader.each_piece(*at, lambda _: None)
             raise diverged_error(self._where, differs)
 
@@ -289,19 +270,26 @@ class RequestedUpdate:
         Their checksum is from the pass of the update, whose results are not stored yet.
         If it differs, zeros and denormals may be all that does.
         """
-        if self._opened.chunks.matches(layout, 0, checksum):
+        if self._files.chunks.matches(layout, 0, checksum):
             return
         assert self._given is not None
         chunk, origin = [layout.subgroup.chunk], self._request.origin
         own = layout.subgroup.leaf, self._given, origin, chunk
-        if differs := difference_of(self._opened, *own):
+        if differs := difference_of(self._files, *own):
             raise diverged_error(self._where, differs)
 
 
-def first_tasks(
-    opened: "OpenStore", description: StoreDescription, given: FirstParams
+def initialise_leaves(
+    files: OpenFiles, description: StoreDescription, given: Sequence[FirstParams]
+) -> None:
+    """Makes master params and initial states of a new store's leaves; blocks."""
+    tasks = [_first_tasks(files, description, one) for one in given]
+    files.mover.run([*itertools.chain.from_iterable(tasks)])
+
+
+def _first_tasks(
+    files: OpenFiles, description: StoreDescription, given: FirstParams
 ) -> list[Task]:
-    """Makes the tasks that write a leaf's master params and initial states."""
     kernel = description.leaves[given.leaf].init_kernel
 
     def compute(
@@ -314,15 +302,17 @@ def first_tasks(
         if layout.feedback is not None:
             extent = layout.extents[layout.feedback]
             csd.put(buffer, extent, np.zeros(extent.num_elements, extent.dtype))
-        opened.meters.add(link_down_bytes=own.nbytes)
+        files.meters.add(link_down_bytes=own.nbytes)
 
     return [
         Task(layout, partial(compute, layout), stores=tuple(range(len(layout.slots))))
-        for layout in opened.layouts(given.leaf, given.origin, given.params.shape)
+        for layout in files.subgroups.layouts(
+            given.leaf, given.origin, given.params.shape
+        )
     ]
 
 
-def recall_tasks(opened: "OpenStore", request: StateRequest) -> list[Task]:
+def recall_tasks(files: OpenFiles, request: StateRequest) -> list[Task]:
     """Makes the tasks that read a slot in the middle of a step; they write nothing."""
 
     def compute(
@@ -334,16 +324,16 @@ def recall_tasks(opened: "OpenStore", request: StateRequest) -> list[Task]:
         layout.scatter(request.out, request.origin, values)
 
     tasks = []
-    for layout in opened.layouts(request.leaf, request.origin, request.out.shape):
+    for layout in files.subgroups.layouts(
+        request.leaf, request.origin, request.out.shape
+    ):
         state = layout.slots.index(request.slot)
-        loads = opened.chunks.sources(layout, [state])
+        loads = files.chunks.sources(layout, [state])
         tasks.append(Task(layout, partial(compute, layout), loads))
     return tasks
 
 
-def nan_scalars(
-    opened: StoreShape, requests: Sequence[UpdateRequest]
-) -> tuple[str, ...]:
+def nan_scalars(files: OpenFiles, requests: Sequence[UpdateRequest]) -> tuple[str, ...]:
     """Names the scalars that are NaN and used, for an error.
 
     A learning rate of NaN turns all state into NaN, whatever the gradients are. Inf is
@@ -351,7 +341,7 @@ def nan_scalars(
     branch that the step takes.
     """
     return tuple(
-        f"scalar {number} of the update of leaf {opened.leaves[request.leaf].name}"
+        f"scalar {number} of the update of leaf {files.leaves[request.leaf].name}"
         for request in requests
         for number, scalar in enumerate(request.inputs.scalars)
         if math.isnan(scalar)
@@ -360,7 +350,7 @@ def nan_scalars(
 
 
 def nan_scalar_error(
-    opened: "OpenStore", found: Sequence[str], scalars: Sequence[ScalarState]
+    files: OpenFiles, found: Sequence[str], scalars: Sequence[ScalarState]
 ) -> NonFiniteScalarError:
     """Makes the error for a step that would compute with NaN; a scalar may name it."""
     named = ", ".join(
@@ -370,9 +360,9 @@ def nan_scalar_error(
         and bool((scalar.value != scalar.value).any())
     )
     named = f"{named} of the optimizer's state" if named else found[0]
-    at = opened.finished.step
+    at = files.finished.step
     return NonFiniteScalarError(
-        f"{opened.options.path}: step {at + 1}: expected numbers to update with, found "
+        f"{files.options.path}: step {at + 1}: expected numbers to update with, found "
         f"NaN in {named}; the step was refused, the store stays at step {at}. Look at "
         "the learning rate and its schedule"
     )
@@ -381,17 +371,17 @@ def nan_scalar_error(
 # --- what an update moves ------------------------------------------------------------
 
 
-def can_take(opened: StoreShape, leaf: int, dtype: np.dtype) -> bool:
+def can_take(subgroups: StoreSubgroups, leaf: int, dtype: np.dtype) -> bool:
     """Whether an update can use a caller's params of a dtype in place of the store's.
 
     It does if its kernel reads them.
     """
-    stored = opened.leaves[leaf].states[0]
-    return not opened.options.csd.has_cards and dtype == dtype_of(stored.dtype)
+    stored = subgroups.leaves[leaf].states[0]
+    return not subgroups.options.csd.has_cards and dtype == dtype_of(stored.dtype)
 
 
 def update_moves(
-    shape: StoreShape,
+    subgroups: StoreSubgroups,
     kernel: Kernel,
     leaf: int,
     origin: Sequence[int],
@@ -407,7 +397,7 @@ def update_moves(
       recalled: slots that the step reads before, too.
     """
     found, taken = [], {0} if takes_params else set[int]()
-    for layout in shape.layouts(leaf, origin, extent):
+    for layout in subgroups.layouts(leaf, origin, extent):
         loads, stores = _moved(kernel, layout.slots, layout.feedback is not None)
         again = map(layout.slots.index, recalled)
         found.append(Move(layout, (*loads - taken, *again), stores))

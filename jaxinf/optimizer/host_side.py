@@ -20,6 +20,7 @@ from jaxinf.engine import (
     StateRequest,
     Store,
     StoreDescription,
+    bind_optimizer,
     engine_of,
 )
 from jaxinf.errors import StoreMismatchError
@@ -83,7 +84,7 @@ class StartedUpdates:
             self._changed.wait_for(fits)
             self._taken_bytes += num_bytes
             if self._pool is None:
-                num_csds = len(engine.files.csds) if engine.files else 1
+                num_csds = len(engine.files.csds) if engine.has_files else 1
                 num_workers = engine.options.workers_of(num_csds)
                 self._pool = ThreadPoolExecutor(num_workers, "jaxinf-leaf")
                 engine.on_close.append(self._pool.shutdown)
@@ -158,14 +159,14 @@ class HostFunctions:
             other JAX devices wait in a collective: XLA ends the process after 40 s.
         """
         engine = self.engine
-        engine.bind(description)
-        is_bound = engine.binding.at == int(step)
+        bind_optimizer(engine, description)
+        is_bound = engine.steps.resume_check.at == int(step)
         if waits and engine.options.exports(int(step)):
-            engine.join()
+            engine.steps.join()
         if not is_bound:
-            engine.opened.abandon()  # a step whose computation ended before its commit
-            engine.wait()
-            engine.binding.begin(int(step))
+            engine.steps.abandon()  # a step whose computation ended before its commit
+            engine.steps.wait()
+            engine.steps.resume_check.begin(int(step))
         out[...] = BOUND if is_bound else UNBOUND
 
     def compare(self, outs: HostResult, call: HostCall) -> None:
@@ -173,7 +174,7 @@ class HostFunctions:
         self.engine.health.check()
         for leaf in call.leaves:
             origin = call.origin(leaf)
-            self.engine.binding.compare(leaf.number, leaf.params, origin)
+            self.engine.steps.resume_check.compare(leaf.number, leaf.params, origin)
         outs.statuses[...] = FINITE
 
     def bind(
@@ -199,13 +200,13 @@ class HostFunctions:
                 "read an old copy. Take the params from the store, params = "
                 "store.params(like=params), in every process"
             )
-        self.engine.binding.finish()
+        self.engine.steps.resume_check.finish()
         out[...] = BOUND
 
     def _clear_parts(self, outs: HostResult, call: HostCall) -> None:
         """Writes zeros into results of which other processes fill a part."""
         if not self.engine.group.is_alone:
-            records = self.engine.opened.leaves
+            records = self.engine.files.leaves
             for leaf, out in zip(call.leaves, outs.arrays, strict=True):
                 if out is not None and not records[leaf.number].is_whole:
                     out[...] = 0
@@ -232,14 +233,14 @@ class HostFunctions:
             StateRequest(leaf.number, slots[leaf.number], call.origin(leaf), out)
             for leaf, out in zip(call.leaves, outs.arrays, strict=True)
         ]
-        self.engine.opened.recall(int(call.step), *requests)
+        self.engine.steps.recall(int(call.step), *requests)
         outs.statuses[...] = FINITE
 
     def update(
         self, description: StoreDescription, outs: HostResult, call: HostCall
     ) -> None:
         """Callback: takes gradients when ready, and updates leaves or shards."""
-        self.engine.bind(description)
+        bind_optimizer(self.engine, description)
         self._clear_parts(outs, call)
         places, requests = [], []
         for place, (leaf, out) in enumerate(zip(call.leaves, outs.arrays, strict=True)):
@@ -255,7 +256,7 @@ class HostFunctions:
                 is_bad = leaf.held == HOLD_NON_FINITE
                 outs.statuses[place] = NON_FINITE if is_bad else FINITE
         if requests:
-            is_finite = self.engine.opened.update(int(call.step), *requests)
+            is_finite = self.engine.steps.update(int(call.step), *requests)
             outs.statuses[places] = np.where(is_finite, FINITE, NON_FINITE)
 
     def start(
@@ -319,9 +320,9 @@ class HostFunctions:
         self._check_all(int(step) + 1, statuses)
         engine = self.engine
         if np.any(statuses == NON_FINITE) and self.checks_finite:
-            engine.opened.abandon()
+            engine.steps.abandon()
             if self._nonfinite != "skip":
-                engine.wait()  # commits the earlier steps
+                engine.steps.wait()  # commits the earlier steps
                 pairs = zip(description.leaves, statuses, strict=True)
                 bad = [leaf.record.name for leaf, own in pairs if own == NON_FINITE]
                 error = refused_gradient(bad, int(step), self.store.path)
@@ -331,7 +332,7 @@ class HostFunctions:
             named = named_scalars(description, scalars)
             pairs = zip(measured, inexact.tolist(), strict=True)
             leaves = {number: bound for number, bound in pairs if bound}
-            engine.opened.finish(
+            engine.steps.finish(
                 int(step),
                 named,
                 int(skipped),
@@ -339,7 +340,7 @@ class HostFunctions:
                 kept=kept,
                 carry=dict(zip(paths, carried, strict=True)),
             )
-            engine.binding.at = int(step) + 1
+            engine.steps.resume_check.at = int(step) + 1
             verdict[...] = COMMITTED
 
 

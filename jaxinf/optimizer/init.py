@@ -22,9 +22,12 @@ from jaxinf.csd import ScalarInputs
 from jaxinf.engine import (
     FirstParams,
     StoreDescription,
+    bind_optimizer,
     from_whole,
+    initialise_leaves,
     read_feedback,
     read_leaf,
+    restart_store,
     shards_with_origin,
 )
 from jaxinf.errors import StoreMismatchError
@@ -75,18 +78,19 @@ class HostInit:
         engine, path = self._wrapped.engine, self._store.path
         with self._guard:
             is_first, self._has_begun = not self._has_begun, True
-            if is_first and engine.commit is not None:
+            if is_first and not engine.is_new:
                 if self._wrapped.on_existing == "error":
                     raise StoreMismatchError(
                         f"{path}: expected no store there yet, as "
                         'on_existing="error" says, found one at step '
-                        f'{engine.commit.step}; on_existing="resume" goes on with '
-                        'it, "restart" keeps it as a checkpoint and begins anew'
+                        f"{engine.files.commit.step}; "
+                        'on_existing="resume" goes on with it, "restart" keeps it as '
+                        "a checkpoint and begins anew"
                     )
                 if self._wrapped.on_existing == "restart":
-                    engine.restart(self._description)
-        is_new = engine.bind(self._description, may_create=True)
-        if is_first and not is_new and engine.binding.at:
+                    restart_store(engine, self._description)
+        is_new = bind_optimizer(engine, self._description, may_create=True)
+        if is_first and not is_new and engine.steps.resume_check.at:
             raise StoreMismatchError(
                 f"{path}: expected the first init on this open store, "
                 "found one after steps of its own: it would keep moments and counts, "
@@ -109,13 +113,13 @@ class HostInit:
                 FirstParams(one.number, one.params, call.origin(one), call.inputs(one))
                 for one in call.leaves
             ]
-            engine.initialise(self._description, given)
+            initialise_leaves(engine.files, self._description, given)
         for leaf, feedback in zip(call.leaves, outs.arrays, strict=True):
             if feedback is not None:
                 feedback[...] = 0  # of a new store, and where others hold it
                 if not is_new:
                     origin = call.origin(leaf)
-                    read_feedback(engine.opened, leaf.number, feedback, origin)
+                    read_feedback(engine.files, leaf.number, feedback, origin)
         outs.statuses[...] = FINITE
 
     def finish(
@@ -142,10 +146,10 @@ class HostInit:
         is_new = self.begin()
         self._has_begun = False  # the computation may run again
         if is_new:
-            engine.opened.commit_whole(0, named_scalars(self._description, scalars))
+            engine.steps.commit_whole(0, named_scalars(self._description, scalars))
         else:
-            engine.binding.at = None
-        commit = engine.opened.finished
+            engine.steps.resume_check.at = None
+        commit = engine.files.finished
         self._check_scalars(scalars, commit.scalar_state)
         counters = (commit.step, commit.skipped_steps)
         held = [scalar.value for scalar in commit.scalar_state]
@@ -206,7 +210,7 @@ def _init_eagerly(
     initial, inputs = program.compute(leaves)
     if is_new:
         for given in _first_params(leaves, inputs):
-            engine.initialise(description, given)
+            initialise_leaves(engine.files, description, given)
             given.clear()
     else:
         wrapped.check_shards(description, wrapped.shardings)
@@ -222,9 +226,9 @@ def _init_eagerly(
             for leaf, sharding in zip(leaves, places, strict=True)
         ]
     if not is_new:
-        opened = engine.opened
+        files = engine.files
         feedback = [
-            read_leaf(opened, number, like, len(opened.leaves[number].states) - 1)
+            read_leaf(files, number, like, len(files.leaves[number].states) - 1)
             for number, like in enumerate(feedback)
         ]
     return initial, held, feedback

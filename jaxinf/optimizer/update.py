@@ -35,9 +35,11 @@ from jax.typing import DTypeLike
 from jaxinf.compress import compress_leaf
 from jaxinf.engine import (
     StoreDescription,
+    bind_optimizer,
     carried_leaves,
     check_carried,
     replicas_differ,
+    subgroups_of,
 )
 from jaxinf.layout import LeafGrid
 from jaxinf.optimizer.callback import (
@@ -336,7 +338,7 @@ class _StepCalls:
     @cached_property
     def _records(self) -> tuple[LeafRecord, ...]:
         """The store's records of the leaves, also if the store is not made yet."""
-        return self.wrapped.engine.shape(self.description).leaves
+        return subgroups_of(self.wrapped.engine, self.description).leaves
 
     def _compress(self, call: LeafCall) -> LeafCall:
         gradient, compression = call.gradient, self.wrapped.compression
@@ -414,8 +416,8 @@ def _check(
                 f"update: leaf {leaf.name}: expected a gradient of the params' shape "
                 f"{leaf.shape}, found {gradient.shape}"
             )
-    if wrapped.engine.commit is not None:  # refuses it while it is traced
-        wrapped.engine.bind(description)
+    if not wrapped.engine.is_new:  # refuses it while it is traced
+        bind_optimizer(wrapped.engine, description)
         wrapped.check_shards(description, shardings)
 
 

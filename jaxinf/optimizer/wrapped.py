@@ -244,7 +244,7 @@ class OffloadedOptimizer:
             local = sharding.shard_shape(leaf.record.shape)
             for place in np.ndindex(*shard_counts(sharding, leaf.record.shape)):
                 origin = [n * extent for n, extent in zip(place, local, strict=True)]
-                self.engine.opened.chunks_of(number, origin, local)
+                self.engine.files.subgroups.chunks_of(number, origin, local)
 
     def describe(
         self,

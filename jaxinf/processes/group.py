@@ -100,11 +100,20 @@ class Group:
 
     def agree(self, what: str, make: Callable[[], JsonValue], remedy: str) -> None:
         """Refuses values that differ; names the process and what differs."""
-        found = self.gather(what, make)
+        self.check_alike(what, self.gather(what, make), remedy)
+
+    def check_alike(
+        self,
+        what: str,
+        found: Sequence[JsonValue],
+        remedy: str,
+        kind: type[Exception] = ProcessError,
+    ) -> None:
+        """Refuses gathered values that differ, by an error of that kind."""
         others = [n for n, one in enumerate(found) if one != found[0]]
         if others:
             first, other = found[0], found[others[0]]
-            raise ProcessError(
+            raise kind(
                 f"{self.where}: expected {what} to be the same in all {len(found)} "
                 f"processes, found {_differing(other, first)} in process "
                 f"{_listed(others)}, and {_differing(first, other)} in process 0; "

@@ -138,9 +138,9 @@ class CompiledStep:
             return
         engine = self._ends.updates.engine
         engine.health.check()
-        if num_bytes != engine.opened.memory_bytes:
-            engine.join()
-            engine.opened.limit_memory(num_bytes)
+        if num_bytes != engine.files.memory_bytes:
+            engine.steps.join()
+            engine.files.limit_memory(num_bytes)
 
     def choose_again(self) -> frozenset[int]:
         """Returns the segments to be recomputed, once, when the steps are measured."""
@@ -315,7 +315,7 @@ def agree(
     """
     if engine is None or engine.group.is_alone:
         return list(action())
-    group, step = engine.group, engine.opened.finished.step + 1
+    group, step = engine.group, engine.files.finished.step + 1
 
     def value() -> JsonValue:
         refusing = list(action())

@@ -54,7 +54,7 @@ class ReadStore:
         self, params: PyTree, state: PyTree, shardings: PyTree
     ) -> tuple[PyTree, None]:
         without(state=state, shardings=shardings)
-        check_like(self.engine.opened, params)
+        check_like(self.engine.files, params)
         return abstract(params), None
 
     def start(self, avals: PyTree, *others: Any) -> PyTree:
@@ -65,10 +65,10 @@ class ReadStore:
 
     def endpoints(self, ready: OrderedProgram, *, is_new: bool = False) -> Endpoints:
         engine, params = self.engine, ready.traced.params
-        opened = engine.opened
+        files = engine.files
         if self.average:
-            average_states(opened, 0)  # or refuses
-        unit_of = units_of(params, opened.divides)
+            average_states(files, 0)  # or refuses
+        unit_of = units_of(params, files.subgroups.divides)
         units = {*map(unit_of, ready.sizes)}
         undivided = [unit.whole_bytes for unit in units if not unit.is_divided]
         purpose = "reading shards of params that are not stored alone"
@@ -78,7 +78,7 @@ class ReadStore:
         )
 
         def version() -> tuple[int, int]:
-            return engine.num_replaced, engine.opened.finished.step
+            return engine.num_replaced, engine.files.finished.step
 
         def source(plan: Plan, jobs: WorkQueues, keep: KeepErrors) -> StoreParams:
             reads = partial(read_units, engine, average=self.average)
@@ -87,11 +87,14 @@ class ReadStore:
         needs = StepNeeds(
             unit_of=unit_of,
             frozen=frozenset(range(len(params))),
-            export_bytes=opened.export_bytes,
+            export_bytes=files.subgroups.export_bytes,
             others=others,
         )
-        # A commit writes all of the average to the drive.
-        join = engine.wait if self.average else engine.join
+
+        def join() -> None:
+            # A commit writes all of the average to the drive.
+            (engine.steps.wait if self.average else engine.steps.join)()
+
         return Endpoints(needs=needs, engine=engine, source=source, join=join)
 
 

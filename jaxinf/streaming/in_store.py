@@ -25,11 +25,14 @@ from jaxinf.engine import (
     FirstParams,
     Store,
     StoreDescription,
+    bind_optimizer,
     check_processes,
     describe,
     engine_of,
     held_shards,
+    initialise_leaves,
     shards_with_origin,
+    subgroups_of,
 )
 from jaxinf.errors import StreamError
 from jaxinf.program import UpdateProgram, trace_init
@@ -116,10 +119,12 @@ class InStore:
         engine, traced = self.engine, ready.traced
         self._check_mesh(traced.mesh)
         avals = traced.params_tree.unflatten(traced.params)
-        described = self._described(avals, ready)[1] if is_new else None
-        shape = engine.opened if described is None else engine.shape(described)
+        if is_new:
+            subgroups = subgroups_of(engine, self._described(avals, ready)[1])
+        else:
+            subgroups = engine.files.subgroups
         program = self._optimizer(avals)
-        updates = UpdatePlan(engine, ready, program, shape, self.options)
+        updates = UpdatePlan(engine, ready, program, subgroups, self.options)
         cuts = self._kept_cuts(ready)  # now: steps do not hold the graph
 
         def source(plan: Plan, jobs: WorkQueues, keep: KeepErrors) -> StoreParams:
@@ -133,15 +138,15 @@ class InStore:
             source=source,
             sink=partial(StoreSink, updates),
             updates=updates,
-            join=engine.join,
+            join=lambda: engine.steps.join(),  # there are none before the first step
             scratch=partial(store_scratch, engine),
             kept_cuts=lambda: cuts,
         )
 
     def _kept_cuts(self, ready: OrderedProgram) -> Sequence[int] | None:
-        if self.options.replan or self.engine.commit is None:
+        if self.options.replan or self.engine.is_new:
             return None
-        return kept_cuts(self.store.path, self.engine.opened.finished, ready)
+        return kept_cuts(self.store.path, self.engine.files.finished, ready)
 
     def _check_mesh(self, mesh: Mesh | None) -> None:
         policy = self.options.policy
@@ -187,7 +192,7 @@ class InStore:
         plain = jax.tree.leaves(without_shardings(avals))
         scalars, inputs = initial_inputs(first, plain)
         made, ends = iter(()), None
-        if engine.commit is None:
+        if engine.is_new:
             if ready is not None:
                 own = partial(self.endpoints, ready, is_new=True)
                 ends = group.in_all("the optimizer's programs", own)
@@ -202,10 +207,10 @@ class InStore:
                 return iter(made)
 
             made = with_advice(budget, fitting, advises=group.is_alone)
-        if engine.bind(description, may_create=True, uses_budget=False):
+        if bind_optimizer(engine, description, may_create=True, uses_budget=False):
             for leaf, own in enumerate(inputs):
                 self._write_leaf(description, leaf, made, own)
-            engine.opened.commit_whole(0, scalars)
+            engine.steps.commit_whole(0, scalars)
         return_freed_memory()  # of traces and of the first params
         return avals
 
@@ -244,11 +249,11 @@ class InStore:
         inputs: ScalarInputs,
     ) -> None:
         """Makes the next leaf, and writes its params and first state; blocks."""
-        opened = self.engine.opened
-        opened.mover.drain()
-        opened.fleet.limit_memory(0)  # idle buffers leave the leaf their memory
+        files = self.engine.files
+        files.mover.drain()
+        files.fleet.limit_memory(0)  # idle buffers leave the leaf their memory
         shards = shards_with_origin(next(made))
-        opened.limit_memory(self.options.memory_bytes // BUFFERS_SHARE)
+        files.limit_memory(self.options.memory_bytes // BUFFERS_SHARE)
         for origin, shard in shards:
             first = FirstParams(leaf, shard, origin, inputs)
-            self.engine.initialise(description, [first])
+            initialise_leaves(files, description, [first])

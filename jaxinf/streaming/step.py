@@ -162,7 +162,7 @@ class StreamedStep:
                 self._plan(ready, home.endpoints(ready), budget)  # or it is refused
             self._avals = home.start(avals, make, ready, budget, self._plan_within)
         if home.engine is not None:
-            self._num_skipped = home.engine.opened.finished.skipped_steps
+            self._num_skipped = home.engine.files.finished.skipped_steps
         if batch is not None:
             self._compile(batch, ready)
 

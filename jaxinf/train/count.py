@@ -15,7 +15,14 @@ from pathlib import Path
 import jax
 from jaxinf_models import num_params
 
-from jaxinf.engine import Store, can_take, describe, engine_of, update_moves
+from jaxinf.engine import (
+    Store,
+    can_take,
+    describe,
+    engine_of,
+    subgroups_of,
+    update_moves,
+)
 from jaxinf.program import averaged, trace_init, trace_update
 from jaxinf.store import required_bytes
 from jaxinf.streaming import DeviceLimit, program_bytes
@@ -133,18 +140,18 @@ def _stored(config: TrainConfig, store: Store, *, is_shared: bool) -> dict[str, 
         average=config.average,
         compression=config.compression,
     )
-    shape, moves = engine_of(store).shape(description), []
+    subgroups, moves = subgroups_of(engine_of(store), description), []
     leaves = zip(jax.tree.leaves(params), description.leaves, strict=True)
     for number, (leaf, one) in enumerate(leaves):
         # Where the JAX device shares the host's memory, updates take its params.
-        takes_params = is_shared and can_take(shape, number, leaf.dtype)
+        takes_params = is_shared and can_take(subgroups, number, leaf.dtype)
         whole = number, (0,) * leaf.ndim, leaf.shape
-        moves += update_moves(shape, one.kernel, *whole, takes_params=takes_params)
-    every = shape.options.steps_per_commit or max(1, config.steps)
-    moved = shape.moved_bytes(moves, shape.memory_bytes, every)
+        moves += update_moves(subgroups, one.kernel, *whole, takes_params=takes_params)
+    every = subgroups.options.steps_per_commit or max(1, config.steps)
+    moved = subgroups.moved_bytes(moves, subgroups.memory_bytes, every)
     return {
-        "host_bytes": min(config.buffer_bytes, shape.num_bytes),
-        "disk_bytes": required_bytes(shape.directory).total(),
+        "host_bytes": min(config.buffer_bytes, subgroups.num_bytes),
+        "disk_bytes": required_bytes(subgroups.directory).total(),
         "drive_read_bytes": moved.drive_read_bytes,
         "drive_write_bytes": moved.drive_write_bytes,
     }

@@ -90,7 +90,7 @@ def measure_one(
     for _ in range(arguments.reps + 1):
         began, cpu = time.perf_counter(), time.process_time()
         rig.step()
-        rig.engine.join()
+        rig.engine.steps.join()
         times.append(time.perf_counter() - began)
         busy.append((time.process_time() - cpu) / times[-1] / (os.cpu_count() or 1))
     metrics = rig.store.metrics

@@ -28,19 +28,21 @@ from jax.sharding import PartitionSpec as P
 from streaming import planned_bytes
 
 import jaxinf
+import jaxinf.engine.binding
 import jaxinf.engine.opening
 import jaxinf.engine.store
-from jaxinf.engine import Engine, divide_for
-from jaxinf.engine.opened import OpenStore
+import jaxinf.engine.updates
+from jaxinf.engine import divide_for
+from jaxinf.engine.step_pipeline import StepPipeline
 from jaxinf.processes import Group, group
 from jaxinf.store import StoreDirectory
 from jaxinf.streaming.update.apply_gradients import StoreSink
 
 POINTS = {
-    "create": (jaxinf.engine.opening, "create_store"),
-    "initialise": (Engine, "initialise"),
+    "create": (jaxinf.engine.binding, "create_store"),
+    "initialise": (jaxinf.engine.updates, "_first_tasks"),
     "unpublish": (StoreDirectory, "unpublish"),
-    "update": (OpenStore, "update"),
+    "update": (StepPipeline, "update"),
     "sync": (StoreDirectory, "sync"),
     "record": (StoreDirectory, "write_record"),
     "meet": (Group, "barrier"),

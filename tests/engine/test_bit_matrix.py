@@ -60,13 +60,13 @@ class Run:
         """Begins a step, copies the files, and gives the run up."""
         jax.block_until_ready(self.params)
         engine = engine_of(self.store)
-        engine.join()
+        engine.steps.join()
 
         def copy_files():
-            engine.opened.mover.drain()
+            engine.files.mover.drain()
             shutil.copytree(self.store.path, copy, symlinks=True)
 
-        at_call(engine.opened, "finish", 1, copy_files)
+        at_call(engine.steps, "finish", 1, copy_files)
         self.step(1000)
         jax.block_until_ready(self.params)
         self.store.close()
@@ -115,7 +115,7 @@ def test_bits(place, memory, durability, csd, state):
         run.crash(place / str(number + 1))
         run = Run(place / str(number + 1), run.params, **options)
         committed = run.store.step
-        assert 0 <= last.opened.commit.step - committed <= durability + 1
+        assert 0 <= last.files.commit.step - committed <= durability + 1
         # A step of NaN is none of the store's.
         step = committed + (committed >= NAN_STEP)
     run.store.wait(run.state)

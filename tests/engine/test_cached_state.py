@@ -33,12 +33,12 @@ def cached(drive):
 
 def state_bytes(driver, *, staying):
     """Bytes, in whole pages, of subgroups that stay, or of those that do not."""
-    opened, directory = driver.opened, driver.opened.directory
-    kept = opened.staying(opened.memory_bytes)
+    files, directory = driver.files, driver.files.directory
+    kept = files.subgroups.staying(files.memory_bytes)
     total = 0
     for leaf, record in enumerate(directory.manifest.leaves):
         whole = (0,) * len(record.shape), record.shape
-        for layout in opened.layouts(leaf, *whole):
+        for layout in files.subgroups.layouts(leaf, *whole):
             if (layout.subgroup in kept) == staying:
                 total += sum(page_ceil(one.num_bytes) for one in layout.extents)
     return total
@@ -46,10 +46,10 @@ def state_bytes(driver, *, staying):
 
 def moved(driver, num_steps):
     """Bytes that the next steps read and write."""
-    before = driver.opened.meters.snapshot()
+    before = driver.files.meters.snapshot()
     driver.steps(num_steps)
-    driver.engine.join()
-    traffic = driver.opened.meters.snapshot() - before
+    driver.engine.steps.join()
+    traffic = driver.files.meters.snapshot() - before
     return traffic.drive_read_bytes, traffic.drive_write_bytes
 
 
@@ -60,7 +60,7 @@ def moved(driver, num_steps):
 def test_what_stays_is_not_read_again(cached, memory, num_csds):
     options = {"num_csds": num_csds, "num_workers": 4}
     driver = cached(memory=memory, **options).init().steps(2)
-    driver.engine.join()
+    driver.engine.steps.join()
     stays = state_bytes(driver, staying=True)
     rest = state_bytes(driver, staying=False)
     assert (stays > 0) == (memory > LEAST)
@@ -80,7 +80,7 @@ def test_what_stays_is_not_read_again(cached, memory, num_csds):
 
 def test_with_rare_commits_it_is_written_at_a_commit_alone(cached):
     driver = cached(memory=PART, durability=3).init().steps(3)
-    driver.engine.join()
+    driver.engine.steps.join()
     stays = state_bytes(driver, staying=True)
     rest = state_bytes(driver, staying=False)
     assert stays
@@ -99,7 +99,7 @@ def test_a_step_that_is_given_up_leaves_memory_as_before(
 ):
     driver = cached(memory=memory, durability=durability).init().steps(3)
     driver.update(order, gradient=7.0)
-    driver.engine.opened.abandon()
+    driver.engine.steps.abandon()
     driver.steps(4).check(7)
 
 
@@ -107,7 +107,7 @@ def test_a_step_that_is_given_up_leaves_memory_as_before(
 def test_state_of_cards_never_crosses_the_host_link(cached, memory, monkeypatch):
     """Gradients go down and results up; state is read from each drive in each step."""
     driver = cached(memory=memory, csd="emulated", num_csds=2).init().steps(1)
-    driver.engine.join()
+    driver.engine.steps.join()
     through_host = []
 
     def note(file, memory, offset, num_bytes, **options):
@@ -116,13 +116,13 @@ def test_state_of_cards_never_crosses_the_host_link(cached, memory, monkeypatch)
 
     for name in ("read_into", "write_from"):  # what a drive sends to the host's memory
         at_each_call(monkeypatch, card, name, note)
-    assert not driver.opened.staying(driver.opened.memory_bytes)
+    assert not driver.files.subgroups.staying(driver.files.memory_bytes)
     sent = sum(params.nbytes for params in driver.initial.values())
     rest = state_bytes(driver, staying=False)
-    before = driver.opened.meters.snapshot()
+    before = driver.files.meters.snapshot()
     driver.steps(3)
-    driver.engine.join()
-    traffic = driver.opened.meters.snapshot() - before
+    driver.engine.steps.join()
+    traffic = driver.files.meters.snapshot() - before
     assert traffic.link_down_bytes == traffic.link_up_bytes == 3 * sent
     assert 2 * rest <= traffic.drive_read_bytes <= 4 * rest
     assert traffic.drive_write_bytes == 3 * rest

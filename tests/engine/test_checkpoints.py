@@ -20,13 +20,13 @@ def path_of(driver, name):
 
 def data_files(driver, name):
     """The real files of a checkpoint's chunks."""
-    directory = driver.opened.directory
+    directory = driver.files.directory
     held = directory.manifest.held()
     return [directory.chunk_file(f"checkpoints/{name}", one) for one in held]
 
 
 def is_clean(driver, name):
-    return not verify_step(driver.opened.directory, path_of(driver, name))
+    return not verify_step(driver.files.directory, path_of(driver, name))
 
 
 @pytest.mark.parametrize(("num_csds", "durability"), [(3, "step"), (0, "checkpoint")])
@@ -51,9 +51,9 @@ def test_a_checkpoint_stays_as_it_is(drive, num_csds, durability):
 def test_saving_writes_nothing_and_removing_leaves_nothing(drive, place):
     driver = drive(num_csds=2).init().steps(2)
     driver.store.wait()
-    written = driver.opened.meters.snapshot().drive_write_bytes
+    written = driver.files.meters.snapshot().drive_write_bytes
     driver.store.checkpoint()
-    assert driver.opened.meters.snapshot().drive_write_bytes == written
+    assert driver.files.meters.snapshot().drive_write_bytes == written
     driver.steps(2).store.checkpoint()
     held = [place / f"held{n}" for n, _ in enumerate(data_files(driver, "2"))]
     for file, link in zip(data_files(driver, "2"), held, strict=True):
@@ -251,8 +251,8 @@ def test_a_copy_in_the_middle_of_a_chunk(drive, durability):
     """Subgroups that were written before the copy are still there after it."""
     options = MANY | {"num_workers": 1}  # a copy takes names that stay
     driver = drive(durability=durability, **options).init().steps(2)
-    driver.engine.join()
-    write, num_writes = driver.opened.csds[0].write, 0
+    driver.engine.steps.join()
+    write, num_writes = driver.files.csds[0].write, 0
     copy = driver.store.path.with_name("copy")
 
     def copying(transfers):
@@ -263,13 +263,13 @@ def test_a_copy_in_the_middle_of_a_chunk(drive, durability):
             if num_writes == 5:
                 subprocess.run(["cp", "-al", driver.store.path, copy], check=True)
 
-    driver.opened.csds[0].write = copying
+    driver.files.csds[0].write = copying
     driver.steps(1)
-    driver.engine.join()
+    driver.engine.steps.join()
     assert copy.exists()
-    driver.opened.csds[0].write = write
+    driver.files.csds[0].write = write
     driver.steps(3).check(6)
-    assert not verify_step(driver.opened.directory, driver.store.path / "current")
+    assert not verify_step(driver.files.directory, driver.store.path / "current")
     driver.close()
     again = drive(copy, **MANY).init()
     again.check(again.at)

@@ -36,15 +36,15 @@ def bind(driver, leaf, state):
 
 
 def read_raw(driver, leaf, state):
-    record = next(r for r in driver.opened.directory.manifest.leaves if r.name == leaf)
-    step = step_of(driver.opened.directory, driver.store.path / "current")
+    record = next(r for r in driver.files.directory.manifest.leaves if r.name == leaf)
+    step = step_of(driver.files.directory, driver.store.path / "current")
     with StepReader(step) as reader:
         list(reader.stored(ChunkFile(-1, record, record.state(state), 0)))
 
 
 def verify(driver, leaf, state):
     path = driver.store.path / "current"
-    damages = verify_step(driver.opened.directory, path)
+    damages = verify_step(driver.files.directory, path)
     raise StoreCorruptError("\n".join(f"{d.what}: {d.problem}" for d in damages))
 
 
@@ -53,12 +53,12 @@ def convert(driver, leaf, state):
 
 
 def export(driver, leaf, state):
-    with pinned_step(driver.opened.directory) as step:
+    with pinned_step(driver.files.directory) as step:
         export_url(step, f"file://{driver.store.path.with_name('out')}")
 
 
 def to_safetensors(driver, leaf, state):
-    with pinned_step(driver.opened.directory) as step:
+    with pinned_step(driver.files.directory) as step:
         export_safetensors(step, driver.store.path.with_name("new"))
 
 
@@ -74,7 +74,7 @@ def test_a_flipped_bit_is_refused(drive, capsys, place, state, use, where):
     leaf = "h" if where == "first" else "w"
     driver = drive(leaves=LEAVES).init()
     number = list(LEAVES).index(leaf)
-    last = chunk_of(driver.opened.directory, number, state).num_bytes - 1
+    last = chunk_of(driver.files.directory, number, state).num_bytes - 1
     driver.close()
     flip(driver, leaf, state, 0 if where == "first" else last)
     driver = drive(leaves=LEAVES)

@@ -27,7 +27,7 @@ def test_a_crash_costs_the_steps_since_the_last_commit(
     drive, place, durability, committed
 ):
     driver = drive(durability=durability).init().steps(7)
-    driver.engine.join()
+    driver.engine.steps.join()
     assert driver.store.step == committed
     shutil.copytree(driver.store.path, place / "crashed", symlinks=True)
     crashed = drive(place / "crashed")
@@ -48,7 +48,7 @@ def test_what_shows_the_store_commits_first(drive, show):
         store.wait()
     elif show == "close":
         store.close()
-        assert driver.opened.commit.step == 3
+        assert driver.files.commit.step == 3
         return
     elif show == "snapshot":
         with store.snapshot() as path:
@@ -105,7 +105,7 @@ def test_the_order_of_a_commit(drive, monkeypatch, num_csds):
     """The record of the spare slot goes first; the committed slot is not written."""
     driver = drive(num_csds=num_csds).init().steps(1)
     driver.store.wait()
-    opened, calls, slots = driver.opened, [], set()
+    files, calls, slots = driver.files, [], set()
 
     def note(name, *arguments):
         calls.append(name)
@@ -114,7 +114,7 @@ def test_the_order_of_a_commit(drive, monkeypatch, num_csds):
             assert len([*driver.store.path.glob("slots/?/commit.json")]) == 1
 
     for name in ORDER:
-        for owner in opened.csds if name == "write" else [opened.directory]:
+        for owner in files.csds if name == "write" else [files.directory]:
             at_each_call(monkeypatch, owner, name, partial(note, name))
     for step in range(2, 5):
         driver.step()

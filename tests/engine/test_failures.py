@@ -8,6 +8,7 @@ from inject import at_call, raising
 from raw_stores import chunk_file
 
 from jaxinf.csd.cards import card
+from jaxinf.engine import bind_optimizer
 from jaxinf.errors import (
     CsdError,
     StaleStateError,
@@ -17,7 +18,7 @@ from jaxinf.errors import (
 
 def cut_chunk(driver, slot, leaf=1, state="params"):
     """Makes a chunk file shorter than it should be."""
-    file = chunk_file(driver.opened.directory, slot, leaf, state)
+    file = chunk_file(driver.files.directory, slot, leaf, state)
     with open(file, "r+b") as stream:
         stream.truncate(100)
 
@@ -44,7 +45,7 @@ def test_each_method_raises_the_failure_which_close_does_not(drive):
             method()
         assert caught.value is first.value
     driver.close()
-    assert driver.opened.commit.step == 2
+    assert driver.files.commit.step == 2
     assert (driver.store.path / "current").resolve().name == "a"
 
 
@@ -52,7 +53,7 @@ def test_a_failure_in_the_background_is_raised_by_close(drive):
     """The commit fails after its step has returned."""
     driver = drive().init().steps(1)
     driver.store.wait()
-    lock = driver.opened.directory.publish_lock
+    lock = driver.files.directory.publish_lock
     lock.unlink()
     lock.mkdir()
     driver.step()
@@ -75,20 +76,20 @@ def test_what_arrives_late_of_a_step_that_failed(drive):
     with pytest.raises(StoreIOError, match=r"params\.half/c/0/0") as caught:
         driver.update([3])
     with pytest.raises(StoreIOError) as again:
-        driver.engine.opened.update(3, late)
+        driver.engine.steps.update(3, late)
     assert again.value is caught.value
     driver.close()
-    for action in (lambda: driver.engine.opened.update(3, late), driver.finish):
+    for action in (lambda: driver.engine.steps.update(3, late), driver.finish):
         with pytest.raises(StoreIOError) as again:
             action()
         assert again.value is caught.value
     reopened = drive(driver.store.path)
     assert reopened.store.step == 3
     reopened.at = 3
-    reopened.engine.bind(reopened.description)
+    bind_optimizer(reopened.engine, reopened.description)
     with pytest.raises(StaleStateError, match="of step 2, the store is at step 3"):
-        reopened.engine.opened.update(2, late)
-    assert reopened.engine.opened._step is None
+        reopened.engine.steps.update(2, late)
+    assert reopened.engine.steps._step is None
 
 
 WIDE = {"w": ((9, 4096), "float32"), "v": ((3, 4096), "float32")}
@@ -102,25 +103,25 @@ def test_a_card_that_fails_or_hangs(drive, monkeypatch, how):
     gate = threading.Event()
     if how == "fails":
         message = "card 1: kernel .* ended as error"
-        for kernel in driver.opened.csds[1]._card._kernels.values():
+        for kernel in driver.files.csds[1]._card._kernels.values():
             vars(kernel._kernel)["function"] = None  # a bus error, on a card
     else:
         message = r"card 1: .* has not ended after(.|\n)*xbutil reset --device 1"
         monkeypatch.setattr(card, "RUN_TIMEOUT_S", 0.2)
-        blocked = driver.opened.csds[1]._card._device.unit.submit(gate.wait)
+        blocked = driver.files.csds[1]._card._device.unit.submit(gate.wait)
     with pytest.raises(CsdError, match=message) as error:
         driver.step()
     gate.set()
     if how == "hangs":
         blocked.result()
-    root = driver.opened.directory.manifest.csds[1]
+    root = driver.files.directory.manifest.csds[1]
     assert f"CSD {root}/jaxinf-" in str(error.value)
     for call in (driver.store.check, driver.finish):
         with pytest.raises(CsdError) as again:
             call()
         assert again.value is error.value
     driver.close()
-    assert all(csd.memory.used_bytes == 0 for csd in driver.opened.csds)
+    assert all(csd.memory.used_bytes == 0 for csd in driver.files.csds)
     reopened = drive(csd="emulated", leaves=WIDE).init()
     assert reopened.at == 1
     reopened.steps(2).check(3)
@@ -144,11 +145,11 @@ def test_an_error_of_a_unit(drive, unit, number, monkeypatch):
     before = set(threading.enumerate())
     driver = drive(memory_bytes=1 << 19, **options).init().steps(2)
     driver.store.wait()
-    driver.opened._keep(frozenset())  # so that the next steps read
-    driver.opened.mover.end_step()
+    driver.files.keep(frozenset())  # so that the next steps read
+    driver.files.mover.end_step()
     is_of_csds = unit in ("read", "update", "write")
     with monkeypatch.context() as patch:
-        for owner in driver.opened.csds if is_of_csds else [driver.opened.directory]:
+        for owner in driver.files.csds if is_of_csds else [driver.files.directory]:
             at_call(owner, unit, number, raising(Injected()), patch=patch)
         with pytest.raises(Injected) as caught:
             driver.steps(number).durable_step()
@@ -162,7 +163,7 @@ def test_an_error_of_a_unit(drive, unit, number, monkeypatch):
         is_card = thread.name.startswith("card-")  # an emulated one stays
         thread.join(0 if is_card else TIMEOUT_S)
         assert is_card or not thread.is_alive()
-    assert all(csd.memory.used_bytes == 0 for csd in driver.opened.csds)
+    assert all(csd.memory.used_bytes == 0 for csd in driver.files.csds)
     reopened = drive(leaves=LEAVES).init()
     # The first commit of several may have succeeded; no later one has.
     assert 2 <= reopened.at < 2 + number

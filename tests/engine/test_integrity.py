@@ -4,6 +4,7 @@ import pytest
 from families import family
 from store_driver import flip
 
+from jaxinf.engine import bind_optimizer
 from jaxinf.errors import StoreCorruptError
 from jaxinf.transfer import Task
 
@@ -13,9 +14,9 @@ MANY, ONE = 1 << 18, 1 << 24
 
 
 def read_ahead(driver, number):
-    opened, chunks = driver.opened, driver.opened.chunks
-    layouts = [one for chunk in opened.chunk_layouts(number) for one in chunk]
-    opened.mover.prefetch([Task(x, loads=chunks.sources(x, (0, 1))) for x in layouts])
+    files, chunks = driver.files, driver.files.chunks
+    layouts = [one for chunk in files.subgroups.chunk_layouts(number) for one in chunk]
+    files.mover.prefetch([Task(x, loads=chunks.sources(x, (0, 1))) for x in layouts])
 
 
 @pytest.mark.parametrize(
@@ -40,7 +41,7 @@ def test_a_flipped_bit_is_named_and_not_trained_on(
     driver.close()
     file = flip(driver, leaf, state, byte)
     again = drive(driver.store.path, **options)
-    again.engine.bind(again.description)
+    bind_optimizer(again.engine, again.description)
     again.at = 3
     number = list(again.leaves).index(leaf)
     if ahead:
@@ -61,19 +62,19 @@ def test_a_flipped_bit_is_named_and_not_trained_on(
 
 def read_again(driver, layouts):
     """Reads momentum twice, like an evicted prefetch and then its task."""
-    opened = driver.opened
+    files = driver.files
     tasks = [
-        Task(layout, lambda *_: None, loads=opened.chunks.sources(layout, (1,)))
+        Task(layout, lambda *_: None, loads=files.chunks.sources(layout, (1,)))
         for layout in layouts
     ]
-    opened.mover.run(tasks)
+    files.mover.run(tasks)
 
 
 def written_before(drive):
     """Opens a store of which this process knows no checksums of parts."""
     drive(leaves=LEAVES, memory_bytes=1 << 18).init().steps(1).close()
     driver = drive(leaves=LEAVES, memory_bytes=1 << 18).init()
-    assert not driver.opened.chunks._parts
+    assert not driver.files.chunks._parts
     return driver
 
 
@@ -81,8 +82,8 @@ def test_a_part_that_was_written_is_verified_by_itself(drive):
     driver = drive(leaves=LEAVES, memory_bytes=1 << 18).init().steps(1)
     driver.store.wait()
     number = list(driver.leaves).index("w")
-    layouts = driver.opened.layouts(number, (0, 0), (300, 1025))
-    driver.opened.mover.end_step()  # drops what was read ahead
+    layouts = driver.files.subgroups.layouts(number, (0, 0), (300, 1025))
+    driver.files.mover.end_step()  # drops what was read ahead
     flip(driver, "w", "trace", byte=5)
     with pytest.raises(StoreCorruptError, match=r"leaf w, trace, .* as written, found"):
         read_again(driver, layouts[:1])
@@ -93,7 +94,7 @@ def test_a_subgroup_that_is_read_twice_must_be_the_same(drive, num_read_first):
     """The chunk was complete in memory before, or not yet."""
     driver = written_before(drive)
     number = list(driver.leaves).index("w")
-    layouts = driver.opened.layouts(number, (0, 0), (300, 1025))
+    layouts = driver.files.subgroups.layouts(number, (0, 0), (300, 1025))
     assert len(layouts) > 10
     read_again(driver, layouts[:num_read_first])
     read_again(driver, layouts[:1])
@@ -110,7 +111,7 @@ def test_what_a_step_that_was_given_up_has_read_still_counts(drive):
     flip(driver, "w", "trace", byte=5)
 
     def give_up_and_update():
-        driver.engine.opened.abandon()  # the prefetch may find it, too
+        driver.engine.steps.abandon()  # the prefetch may find it, too
         driver.update([number])
 
     with pytest.raises(StoreCorruptError, match="were read before"):

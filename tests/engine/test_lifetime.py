@@ -56,7 +56,7 @@ def test_an_update_leaves_nothing_of_its_caller_alive(drive, memory_bytes):
     gc.disable()
     try:
         part = driver.part(0)
-        driver.opened.update(driver.at, part)
+        driver.engine.steps.update(driver.at, part)
         arrays = [weakref.ref(part.gradient), weakref.ref(part.out)]
         del part
         assert [array() for array in arrays] == [None, None]

@@ -10,7 +10,7 @@ from raw_stores import chunk_file
 from store_driver import RATE, TX
 
 from jaxinf.csd.cards.memory import set_bytes
-from jaxinf.errors import DivergedParamsError, StaleStateError, StoreError
+from jaxinf.errors import DivergedParamsError, StaleStateError
 
 PAGE = 4096
 NUM_BYTES = 8  # of state a param: master and momentum
@@ -41,10 +41,10 @@ def test_steps_are_exact(drive, num_csds, options):
             wanted = rounded if name == "half" else -RATE * momentum
             np.testing.assert_array_equal(out, wanted)
         driver.check(step)
-    limit = driver.opened.options.memory_bytes
-    if driver.opened.options.csd.has_cards:  # a card holds at least one subgroup
+    limit = driver.files.options.memory_bytes
+    if driver.files.options.csd.has_cards:  # a card holds at least one subgroup
         limit = max(limit, set_bytes(4 * NUM_BYTES * PAGE, 4 * PAGE))
-    assert driver.engine.opened.fleet.peak_bytes <= limit
+    assert driver.engine.files.fleet.peak_bytes <= limit
     driver.close()
     again = drive(num_workers=4).init()
     assert again.at == 5
@@ -70,7 +70,7 @@ def test_frozen_leaves_cost_nothing(drive, num_csds):
             if name != "warm":
                 start = driver.initial[name]
                 part = replace(part, probe=start.ravel()[:8])
-            driver.engine.opened.update(driver.at, part)
+            driver.engine.steps.update(driver.at, part)
             if name != "warm":
                 wanted = driver.initial[name] if name == "half" else 0
                 np.testing.assert_array_equal(part.out, wanted)
@@ -79,15 +79,15 @@ def test_frozen_leaves_cost_nothing(drive, num_csds):
         traffic = driver.store.metrics.traffic
         assert traffic.drive_write_bytes == 2 * 3 * 4096 * 4
         # The 16-bit leaf's params are read for the result; a remainder is not.
-        itemsize = 2 if driver.opened.options.csd.codes_params else 4
+        itemsize = 2 if driver.files.options.csd.codes_params else 4
         wanted = 2 * 3 * 4096 * 4 + 40 * 4096 * itemsize
-        stays = step > 1 and not driver.opened.options.csd.has_cards
+        stays = step > 1 and not driver.files.options.csd.has_cards
         assert traffic.drive_read_bytes == (0 if stays else wanted)
         found = driver.found()
         np.testing.assert_array_equal(found["cold"][0], driver.initial["cold"])
         warm, _ = driver.expected(step)["warm"]
         np.testing.assert_array_equal(found["warm"][0], warm)
-    files = driver.opened.directory
+    files = driver.files.directory
     for leaf, num_links in ((0, 2), (2, 1)):
         file = chunk_file(files, "a", leaf, "params")
         assert file.stat().st_nlink == num_links
@@ -99,9 +99,9 @@ def test_abandoned_steps_leave_no_trace(drive, num_csds):
     for step in range(4):
         for order in (None, [3, 1], []):
             driver.update(order, gradient=np.nan)
-            assert driver.engine.opened._step is not None or order == []
-            driver.engine.opened.abandon()
-            assert driver.engine.opened._step is None
+            assert driver.engine.steps._step is not None or order == []
+            driver.engine.steps.abandon()
+            assert driver.engine.steps._step is None
             driver.check(step)
         driver.update()
         driver.finish(skipped_steps=3 * step)
@@ -118,24 +118,12 @@ def test_a_computation_that_failed_elsewhere_may_run_again(drive):
         driver.check(step)
 
 
-def test_a_leaf_that_a_failed_computation_has_updated_is_not_left_alone(drive):
-    driver = drive().init()
-    driver.update(range(1, len(driver.leaves)))
-    driver.opened.finish(0, driver.scalars(1), 0, kept=[0])
-    driver.store.wait()
-    first, found = driver.expected(0)["bias"], driver.found()["bias"]
-    np.testing.assert_array_equal(found[0], first[0])
-    driver.opened.update(1, driver.part(0))
-    with pytest.raises(StoreError, match=r"leaf bias: step 2 has updated it"):
-        driver.opened.finish(1, driver.scalars(2), 0, kept=[0])
-
-
 def test_states_of_other_steps_are_refused(drive):
     driver = drive().init().steps(2)
     with pytest.raises(StaleStateError, match=r"of step 1, the store is at step 2"):
-        driver.engine.opened.update(1, driver.part(0))
+        driver.engine.steps.update(1, driver.part(0))
     with pytest.raises(StaleStateError, match=r"of step 3, the store is at step 2"):
-        driver.engine.opened.finish(3, [], 0)
+        driver.engine.steps.finish(3, [], 0)
 
 
 @pytest.mark.parametrize("number", [0, 3, 4])
@@ -144,7 +132,7 @@ def test_other_params_are_refused(drive, number):
     part = driver.part(number)
     part.probe[...] += 1
     with pytest.raises(DivergedParamsError, match=r"leaf .*not those that the store's"):
-        driver.engine.opened.update(0, part)
+        driver.engine.steps.update(0, part)
 
 
 def test_annotations_ride_on_their_step(drive):

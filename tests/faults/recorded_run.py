@@ -98,7 +98,7 @@ class RecordedRun:
 
     def _spare_is_whole(self, driver):
         """Whether the step of the spare slot is complete."""
-        files = driver.opened.directory
+        files = driver.files.directory
         slot = other_slot(files.committed_slot())
         if (spare := held_steps(files).spare) is None:
             return True
@@ -161,7 +161,7 @@ class RecordedRun:
 
 
 def checkpoints_of(driver):
-    files, names = driver.opened.directory, []
+    files, names = driver.files.directory, []
     for name in checkpoint_names(files):
         path = files.step_path(f"checkpoints/{name}")
         damages = verify_step(files, path, num_threads=1)
@@ -174,7 +174,7 @@ def checkpoints_of(driver):
 def is_whole(driver, step):
     """Whether the committed slot holds a step, bit for bit, and its record agrees."""
     driver.store.wait()
-    files = driver.opened.directory
+    files = driver.files.directory
     slot = files.committed_slot()
     if verify_step(files, files.step_path(slot), num_threads=1):
         return False
@@ -182,7 +182,7 @@ def is_whole(driver, step):
 
 
 def holds(driver, slot, step):
-    found = driver.found(driver.opened.directory.step_path(slot))
+    found = driver.found(driver.files.directory.step_path(slot))
     for name, arrays in driver.expected(step).items():
         for held, wanted in zip(found[name], arrays, strict=True):
             if held.tobytes() != wanted.astype(held.dtype).tobytes():

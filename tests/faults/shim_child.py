@@ -32,13 +32,13 @@ def stored(case):
     try:
         for _ in range(case.get("steps", 1)):
             driver.step()
-            if not driver.opened.options.rewrites_steps:
+            if not driver.files.options.rewrites_steps:
                 driver.store.wait()
         driver.store.wait()
     except Exception as error:
         answer |= {"type": type(error).__name__, "text": str(error)}
         answer["notes"] = getattr(error, "__notes__", [])
-    answer["step"] = driver.opened.commit.step
+    answer["step"] = driver.files.commit.step
     answer["hits"] = SHIM.fault_count()
     SHIM.fault_set(b"", b"", 0, 0)
     driver.engine.close()

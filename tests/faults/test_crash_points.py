@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from raw_stores import memory_directory
 from recorded_run import Mixture, RecordedRun, small_driver
 
+from jaxinf.engine import bind_optimizer
+
 NUM_EXAMPLES = 5000 if LONG else 100
 
 
@@ -48,18 +50,18 @@ def staying(driver, mark):
     mark(0)
     for step in range(1, 6):
         driver.step()
-        driver.engine.join()
+        driver.engine.steps.join()
         if step % 2 == 0:
             mark(step)
             driver.update([0, 1], gradient=7.0)
-            driver.engine.opened.abandon()
+            driver.engine.steps.abandon()
     driver.store.wait()
     mark(5)
 
 
 def made_anew(driver, mark):
     """An abandoned creation, and another one over it."""
-    driver.engine.bind(driver.description, may_create=True)
+    bind_optimizer(driver.engine, driver.description, may_create=True)
     driver.engine.close()
     again = small_driver(driver.store.path)
     try:

@@ -14,7 +14,7 @@ STEP = 3
 
 
 def chunk_of(driver, slot):
-    files = driver.opened.directory
+    files = driver.files.directory
     committed = files.committed_slot()
     other = "b" if committed == "a" else "a"
     slot = committed if slot == "committed" else other
@@ -36,7 +36,7 @@ def test_a_chunk_without_its_padding(place, drive):
     """All elements are there, but zarr's readers would refuse the file."""
     driver = drive(place / "store").init().steps(STEP)
     driver.close()
-    file, files = chunk_of(driver, "committed"), driver.opened.directory
+    file, files = chunk_of(driver, "committed"), driver.files.directory
     num_bytes = file.stat().st_size
     os.truncate(file, num_bytes - 4096)
     (damage,) = verify_step(files, place / "store" / "current")

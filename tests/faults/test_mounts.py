@@ -74,7 +74,7 @@ def test_a_csd_that_is_not_mounted(mount_ext4, place, drive):
     driver.steps(2).check(STEP + 2)
     kept = place / "store/checkpoints/kept"  # of links on each drive
     driver.check(STEP, kept)
-    assert verify_step(driver.opened.directory, kept) == []
+    assert verify_step(driver.files.directory, kept) == []
 
 
 @pytest.mark.parametrize("num_csds", [0, 3])

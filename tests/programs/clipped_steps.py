@@ -47,7 +47,7 @@ def killed(place):
         print("recalled", flush=True)
         die()
 
-    at_call(store._engine.opened, "recall", 1, last, after=True)
+    at_call(store._engine.steps, "recall", 1, last, after=True)
     tx.update(make(2), state, params)
 
 

@@ -76,10 +76,10 @@ def main():
     for batch in batches()[step.store.step :]:
         step(batch)
         if "rare" in path.name:
-            step.store._engine.opened.join()
+            step.store._engine.steps.join()
         else:
             step.store.wait()
-        committed = step.store._engine.opened.commit.step
+        committed = step.store._engine.files.commit.step
         path.with_suffix(".step").write_text(str(committed))
 
 

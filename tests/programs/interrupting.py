@@ -129,8 +129,8 @@ def main(folder, policy, parts, every):
         with contextlib.suppress(KeyboardInterrupt):
             tracer.run(interrupt, step, number)
         step.compile(batch_of(0))  # waits for a step that was given up
-        step.store._engine.join()
-        after = step.store._engine.opened.finished.step
+        step.store._engine.steps.join()
+        after = step.store._engine.files.finished.step
         assert after in (number, number + 1), (line, number, after)
         if after > number:
             num_counted += 1

@@ -16,7 +16,7 @@ from inject import at_each_call, die
 from zoo import ZOO
 
 import jaxinf
-from jaxinf.engine.opened import OpenStore
+from jaxinf.engine.step_pipeline import StepPipeline
 
 CHUNKS = {"chunk_elements": 4096, "memory_bytes": 16 << 20}
 TX = optax.adam(1e-2)
@@ -49,20 +49,20 @@ def train(step, program, until=NUM_STEPS):
 
 
 def finished(step):
-    step.store._engine.join()
-    return step.store._engine.opened.finished.step
+    step.store._engine.steps.join()
+    return step.store._engine.files.finished.step
 
 
 def kill_in_the_last_step():
     """Kills this process after an update of the last step."""
-    update = OpenStore.update
+    update = StepPipeline.update
 
-    def last(opened, step, *requests):
+    def last(steps, step, *requests):
         if step == NUM_STEPS - 1:
-            update(opened, step, requests[0])
+            update(steps, step, requests[0])
             die()
 
-    at_each_call(builtins, OpenStore, "update", last)
+    at_each_call(builtins, StepPipeline, "update", last)
 
 
 def main(path, name, durability):

@@ -69,7 +69,7 @@ def on_the_host(name="adamw", dtype=np.float32):
 
 
 def num_assigned(step):
-    return len(step.store._engine.opened.assignment.subgroups)
+    return len(step.store._engine.files.assignment.subgroups)
 
 
 @pytest.mark.long
@@ -196,7 +196,7 @@ def test_a_run_goes_on_as_its_commit_says(opened):
     step = opened(3, replan=True)
     found.append(float(step(THIRD)[0]))
     step.store.wait()
-    assert step.store._engine.opened.commit.device_updates == 3
+    assert step.store._engine.files.commit.device_updates == 3
     assert found == losses
     assert_same_states(states(step.store), expected[3])
 
@@ -270,7 +270,7 @@ def test_k_is_measured_once_and_kept(opened, monkeypatch, caplog, every):
             assert float(step(batch)[0]) == float(plain(batch)[0])
         step.store.wait()
         assert_same_states(states(step.store), states(plain.store))
-        found = step.store._engine.opened.commit.device_updates, num_assigned(step)
+        found = step.store._engine.files.commit.device_updates, num_assigned(step)
         step.close()
         return found
 
@@ -295,5 +295,5 @@ def test_of_coded_state_the_device_computes_none(opened, caplog):
     step = opened("auto", **INT8)
     step(FIRST)
     step.store.wait()
-    assert not step.store._engine.opened.commit.device_updates
+    assert not step.store._engine.files.commit.device_updates
     assert "device_updates=0: the device can compute none" in caplog.text

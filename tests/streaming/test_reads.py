@@ -88,11 +88,11 @@ def test_what_checkpoints_alone_write_is_none_of_a_steps(streamed, open_store):
     store = open_store(**CHUNKS, durability="checkpoint")
     step = streamed(program, optax.adam(1e-2), store=store)
     step.load(program.params, batch=program.batch)
-    meters = store._engine.opened.meters
+    meters = store._engine.files.meters
     for name in ("first", "second"):
         before = meters.snapshot().drive_write_bytes
         run(step, program, 3)
-        store._engine.opened.join()
+        store._engine.steps.join()
         after = meters.snapshot().drive_write_bytes
         assert after - before == 3 * planned_bytes(step).drive_write_bytes
         store.checkpoint(name)

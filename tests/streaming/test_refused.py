@@ -167,7 +167,7 @@ def test_room_is_given_back_if_another_process_has_none(begun, monkeypatch):
 def test_an_interrupt_while_updates_run_gives_the_step_up():
     errors, finished = [], SimpleNamespace(step=3)
     group = SimpleNamespace(is_alone=False, gather=lambda what, value: [value()])
-    engine = SimpleNamespace(group=group, opened=SimpleNamespace(finished=finished))
+    engine = SimpleNamespace(group=group, files=SimpleNamespace(finished=finished))
 
     def interrupted():
         with compiled_step.keeping_errors(group, errors):

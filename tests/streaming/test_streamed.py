@@ -93,7 +93,7 @@ def test_batches_of_two_shapes_have_a_plan_each(streamed):
     batches = [program.batch, half, program.batch]
     step = streamed(program, SGD)
     step.load(program.params)
-    pool = step.store._engine.opened.csds[0].memory
+    pool = step.store._engine.files.csds[0].memory
     for batch in batches:
         step(batch)
         assert len(bytes_held()) == 1  # one plan has the memory at a time

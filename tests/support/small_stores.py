@@ -10,20 +10,21 @@ import numpy as np
 import optax
 
 import jaxinf
-from jaxinf.engine import options, shape
+from jaxinf.engine import options, store_subgroups
 from jaxinf.layout import grid
 
 _CHUNK_ELEMENTS = grid.DEFAULT_CHUNK_ELEMENTS
-_QUICK_BYTES = shape._QUICK_BYTES
+_QUICK_BYTES = store_subgroups._QUICK_BYTES
 _WORKERS = options.LEAST_WORKERS, options.WORKERS_A_DRIVE
 
 
 def reset(*, chunk_elements=None, num_workers=None):
     """Sets the longest chunk of new stores and the number of workers, or neither."""
     longest = chunk_elements or _CHUNK_ELEMENTS
-    grid.DEFAULT_CHUNK_ELEMENTS = shape.DEFAULT_CHUNK_ELEMENTS = longest
+    grid.DEFAULT_CHUNK_ELEMENTS = longest
+    store_subgroups.DEFAULT_CHUNK_ELEMENTS = longest
     # So small a store leaves memory for a part of its state, as a large one does.
-    shape._QUICK_BYTES = _QUICK_BYTES if chunk_elements is None else 0
+    store_subgroups._QUICK_BYTES = _QUICK_BYTES if chunk_elements is None else 0
     workers = _WORKERS if num_workers is None else (num_workers, 0)
     options.LEAST_WORKERS, options.WORKERS_A_DRIVE = workers
 

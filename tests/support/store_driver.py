@@ -16,7 +16,14 @@ from raw_stores import chunk_file, decoded, flip_bit
 
 import jaxinf
 from jaxinf.csd import ScalarInputs
-from jaxinf.engine import FirstParams, UpdateRequest, describe, engine_of
+from jaxinf.engine import (
+    FirstParams,
+    UpdateRequest,
+    bind_optimizer,
+    describe,
+    engine_of,
+    initialise_leaves,
+)
 from jaxinf.layout.codecs import encode_split
 from jaxinf.program import trace_init, trace_update
 from jaxinf.store import (
@@ -75,32 +82,32 @@ class Driver:
         return engine_of(self.store)
 
     @property
-    def opened(self):
-        return self.engine.opened
+    def files(self):
+        return self.engine.files
 
     def init(self):
         """Like `tx.init`: makes the store, or resumes an existing one."""
         self._known = 0, self._first()  # a test may have changed the initial params
-        is_new = self.engine.bind(self.description, may_create=True)
+        is_new = bind_optimizer(self.engine, self.description, may_create=True)
         if is_new:
             for number, params in enumerate(self.initial.values()):
                 origin, inputs = (0,) * params.ndim, ScalarInputs()
                 given = FirstParams(number, params, origin, inputs)
-                self.engine.initialise(self.description, [given])
-            self.opened.commit_whole(0, self.scalars(0))
+                initialise_leaves(self.engine.files, self.description, [given])
+            self.engine.steps.commit_whole(0, self.scalars(0))
         self.at = self.store.step
         if not is_new:
-            self.engine.binding.at = None
+            self.engine.steps.resume_check.at = None
             self.bind(self.at)
         return self
 
     def bind(self, step):
         """Like the first `tx.update`: compares the run's params with the store's."""
-        self.engine.binding.begin(step)
+        self.engine.steps.resume_check.begin(step)
         for number, (params, *_) in enumerate(self.expected(step).values()):
             device = self.rounded(number, params)
-            self.engine.binding.compare(number, device, (0,) * device.ndim)
-        self.engine.binding.finish()
+            self.engine.steps.resume_check.compare(number, device, (0,) * device.ndim)
+        self.engine.steps.resume_check.finish()
         self.at = self.store.step
         return self
 
@@ -108,7 +115,7 @@ class Driver:
         """Returns the params on the JAX device for master params."""
         leaf = self.description.leaves[number]
         rounded = master.astype(leaf.device_dtype)
-        if self.opened.directory.manifest.leaves[number].states[0].codec == "split":
+        if self.files.directory.manifest.leaves[number].states[0].codec == "split":
             rest = np.empty(master.size, np.int16)
             encode_split(master.reshape(-1), rounded.reshape(-1), rest)
         return rounded
@@ -138,13 +145,13 @@ class Driver:
         results = {}
         for number in range(len(names)) if order is None else order:
             part = self.part(number, gradient)
-            self.engine.opened.update(self.at, part)
+            self.engine.steps.update(self.at, part)
             results[names[number]] = part.out
         return results
 
     def finish(self, skipped_steps=0):
         carry = {} if self.carry is None else self.carry(self.at + 1)
-        self.engine.opened.finish(
+        self.engine.steps.finish(
             self.at, self.scalars(self.at + 1), skipped_steps, carry=carry
         )
         self.at += 1
@@ -182,7 +189,7 @@ class Driver:
     def found(self, path=None):
         """Reads and decodes the same from a slot, by default the committed one."""
         path = self.store.path / "current" if path is None else path
-        directory = self.opened.directory
+        directory = self.files.directory
         places = [path] * len(directory.csd_directories)
         if path.is_relative_to(self.store.path):
             places = directory.data_paths(directory.place_of(path))
@@ -195,7 +202,7 @@ class Driver:
                     for state in record.states
                     if not state.is_beside
                 )
-                for record in self.opened.directory.manifest.leaves
+                for record in self.files.directory.manifest.leaves
             }
 
     def check(self, step, path=None):

@@ -53,14 +53,14 @@ def read_units(
       num_first: Number of units that have room when a step begins.
       average: Whether they are of the params' average.
     """
-    opened, num_left = engine.opened, num_first
-    reader = StateReader(opened, READER_BYTES)
-    opened.mover.write_at_once(AT_ONCE)
-    opened.mover.hold_prefetches(num_first > 0)
+    files, num_left = engine.files, num_first
+    reader = StateReader(files, READER_BYTES)
+    files.mover.write_at_once(AT_ONCE)
+    files.mover.hold_prefetches(num_first > 0)
 
     def read(unit: ParamUnit, shards: Sequence[Array]) -> None:
         nonlocal num_left
-        states = average_states(opened, unit.leaf) if average else (0,)
+        states = average_states(files, unit.leaf) if average else (0,)
         with span("fetch"):
             parts = shards if unit.is_divided else [np.zeros(unit.shape, unit.dtype)]
             for box, part in zip(unit.boxes, parts, strict=True):
@@ -73,12 +73,12 @@ def read_units(
                     shard[...] = parts[0][box.slices]
         num_left -= 1
         if not num_left:
-            opened.mover.hold_prefetches(False)
+            files.mover.hold_prefetches(False)
 
     try:
         yield read
     finally:
-        opened.mover.hold_prefetches(False)
+        files.mover.hold_prefetches(False)
         reader.close()
 
 

@@ -202,7 +202,7 @@ class Scratch:
 
 def store_scratch(engine: Engine, content: str = "activations") -> Scratch:
     """Returns files on the store's drives, for what waits there in a step."""
-    folders, meters = engine.opened.directory.csd_directories, engine.opened.meters
+    folders, meters = engine.files.directory.csd_directories, engine.files.meters
     num_threads = 1 if content == "gradients" else THREADS_PER_DRIVE
     return Scratch(folders, meters, content=content, num_threads=num_threads)
 

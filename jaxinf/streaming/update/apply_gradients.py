@@ -102,14 +102,14 @@ class StoreSink:
 
     def begin(self, extra_args: Mapping[str, Any]) -> None:
         """Gets ready for a step, with further arguments of the optimizer's update."""
-        updates, opened = self.updates, self.updates.engine.opened
-        finished = opened.finished
+        updates, files = self.updates, self.updates.engine.files
+        finished = files.finished
         if not updates.options.replan:
             check_same(updates.engine.options.path, finished, self._streams)
         assigned = next_assignment(self.share, finished, self._update_s)
         if assigned.every != "auto":
             self.share = assigned
-        opened.assign(assigned)
+        files.assign(assigned)
         self._step = finished.step
         self._first_s = self.waited_s = 0.0  # when the first gradient came
         updates.inputs.begin(extra_args)
@@ -157,7 +157,7 @@ class StoreSink:
           NonFiniteGradientError: The step was refused.
           BaseException: The exception that stopped the updates.
         """
-        updates, opened = self.updates, self.updates.engine.opened
+        updates, steps = self.updates, self.updates.engine.steps
         inputs, nonfinite = updates.inputs, updates.options.nonfinite
         carried: dict[tuple[str, ...], Array] = {}
 
@@ -176,7 +176,7 @@ class StoreSink:
             self._bad = agree(partial(self._update_deferred, self.spill, check))
         if is_refused():
             inputs.close()
-            opened.abandon()
+            steps.abandon()
             if nonfinite == "error":
                 raise refused_gradient(self._bad, self._step)
             self._num_skipped += 1
@@ -192,7 +192,7 @@ class StoreSink:
         if self.spill is not None:
             self.spill.held.clear()
         self.updates.inputs.close()
-        self.updates.engine.opened.abandon()
+        self.updates.engine.steps.abandon()
 
     def close(self) -> None:
         """Frees memory and files; idempotent."""
@@ -219,7 +219,7 @@ class StoreSink:
         if num_passes > 1:
             inputs.advance()
         check()
-        overwrites = self.updates.engine.opened.num_uncommitted > 0
+        overwrites = self.updates.engine.files.num_uncommitted > 0
         for piece, gradient in spill.read(removes=True):
             self._hand_on(piece, gradient, self._update)
             if not overwrites:
@@ -229,12 +229,12 @@ class StoreSink:
 
     def _commit(self, carried: Mapping[tuple[str, ...], Array]) -> None:
         """Ends the step; starts the commit of its leaves and scalars, if it is due."""
-        opened = self.updates.engine.opened
-        last, new = opened.finished, self.updates.inputs.finish()
+        engine = self.updates.engine
+        last, new = engine.files.finished, self.updates.inputs.finish()
         held = zip(last.scalar_state, new, strict=True)
         scalars = [ScalarState.of(old.path, value) for old, value in held]
         num_skipped = last.skipped_steps + self._num_skipped
-        opened.finish(
+        engine.steps.finish(
             self._step,
             scalars,
             num_skipped,
@@ -326,7 +326,7 @@ class StoreSink:
     def _run(self, asked: Mapping[ParamUnit, Sequence[UpdateRequest]]) -> None:
         """Updates units, which may run beside other updates; blocks."""
         requests = [request for own in asked.values() for request in own]
-        finite = self.updates.engine.opened.update(self._step, *requests)
+        finite = self.updates.engine.steps.update(self._step, *requests)
         for unit in asked:
             self._params.free(unit)
         pairs = zip(requests, finite, strict=True)
@@ -364,7 +364,7 @@ def _carried(updates: UpdatePlan, results: PyTree) -> Mapping[tuple[str, ...], A
     if updates.options.carry is None:
         return {}
     arrays = carried_leaves(updates.options.carry(results[1]))
-    names = updates.engine.opened.directory.manifest.state_names
+    names = updates.engine.files.directory.manifest.state_names
     check_carried(updates.engine.options.path, arrays, names)
     for path, array in arrays.items():
         if isinstance(array, jax.Array) and not array.is_fully_addressable:

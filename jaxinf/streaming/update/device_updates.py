@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from jaxinf.csd import Csd, CsdBuffer, Extent, Update, UpdateOutcome
-from jaxinf.engine import Assignment, Store, StoreShape, engine_of
+from jaxinf.engine import Assignment, Store, StoreSubgroups, engine_of
 from jaxinf.errors import StoreError, StreamError
 from jaxinf.kernels import state_read
 from jaxinf.program import (
@@ -82,7 +82,7 @@ def device_interval(
             "computes every so many subgroups, and with 0 none"
         )
     engine, remedy = engine_of(store), "leave device_updates out"
-    last = None if engine.commit is None else engine.opened.finished
+    last = None if engine.is_new else engine.files.finished
     if last is not None and last.step:
         kept = last.device_updates
         if every == "auto":  # it is chosen once
@@ -107,7 +107,7 @@ def device_interval(
 
 
 def device_share(
-    shape: StoreShape,
+    subgroups: StoreSubgroups,
     kernels: Sequence[Kernel],
     options: Options,
     mesh: Mesh | None,
@@ -140,7 +140,7 @@ def device_share(
     found = tuple(
         layout.subgroup
         for leaf, kernel in enumerate(kernels)
-        for layouts in shape.chunk_layouts(leaf)
+        for layouts in subgroups.chunk_layouts(leaf)
         if all(updater.takes(layout.kernel_extents, kernel) for layout in layouts)
         for layout in layouts
         if layout.subgroup.num_elements >= LEAST_ELEMENTS
@@ -168,7 +168,7 @@ def every_kth(share: Assignment, every: int) -> Assignment:
 
 
 def needs_of_share(
-    shape: StoreShape, share: Assignment, gradient_bytes: int
+    subgroups: StoreSubgroups, share: Assignment, gradient_bytes: int
 ) -> list[MemoryNeed]:
     """Returns what updates on the device take there, and here.
 
@@ -178,14 +178,14 @@ def needs_of_share(
     Args:
       gradient_bytes: Bytes of the largest gradient.
     """
-    subgroups = frozenset(share.subgroups)
+    chosen = frozenset(share.subgroups)
     rooms = [
         2 * sum(extent.num_bytes for extent in layout.kernel_extents)
         + 4 * FLOAT32.itemsize * layout.subgroup.num_elements
-        for leaf in {subgroup.leaf for subgroup in subgroups}
-        for layouts in shape.chunk_layouts(leaf)
+        for leaf in {subgroup.leaf for subgroup in chosen}
+        for layouts in subgroups.chunk_layouts(leaf)
         for layout in layouts
-        if layout.subgroup in subgroups
+        if layout.subgroup in chosen
     ]
     if not rooms:
         return []

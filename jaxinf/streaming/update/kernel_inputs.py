@@ -83,7 +83,7 @@ class KernelInputs:
 
     def give(self, extra_args: Mapping[str, Any]) -> None:
         """Takes the values of arguments that are known after the first pass."""
-        record = self._engine.opened.finished
+        record = self._engine.files.finished
         state = [jnp.asarray(scalar.value) for scalar in record.scalar_state]
         self._env |= self._program.numbers(state, extra_args)
 
@@ -174,7 +174,7 @@ class KernelInputs:
 
     def _stored(self, leaf: int, value: Value, params: Array | None) -> Array:
         """Returns a leaf's params, or its slot that a value is; reads it if need be."""
-        opened, info = self._engine.opened, self._program.leaves[leaf].info
+        files, info = self._engine.files, self._program.leaves[leaf].info
         recalled, origin = self._passes.recalled.get(value), (0,) * len(info.shape)
         if recalled is None and params is not None:
             return params.reshape(info.shape)
@@ -182,10 +182,10 @@ class KernelInputs:
         array = aligned_array(info.shape, dtype)
         if recalled is not None:
             request = StateRequest(leaf, recalled[1].name, origin, array)
-            opened.recall(opened.finished.step, request)
+            self._engine.steps.recall(files.finished.step, request)
             return array
         if self._reader is None:
-            self._reader = StateReader(opened, READER_BYTES)
+            self._reader = StateReader(files, READER_BYTES)
         self._reader.read(leaf, array, origin, 0)
         return array
 

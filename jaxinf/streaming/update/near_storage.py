@@ -19,7 +19,7 @@ from jaxinf.csd import ScalarInputs, is_idle
 from jaxinf.engine import (
     Engine,
     Move,
-    StoreShape,
+    StoreSubgroups,
     can_take,
     keeps_feedback,
     read_feedback,
@@ -127,7 +127,7 @@ class UpdatePlan:
     Args:
       engine: The store's; it is bound to the optimizer when a step runs.
       program: The optimizer.
-      shape: The store's chunks; it need not be there.
+      subgroups: Those of the store, which need not be there.
 
     Attributes:
       passes: The optimizer's passes over gradients, which `inputs` computes.
@@ -145,18 +145,18 @@ class UpdatePlan:
         engine: Engine,
         ready: OrderedProgram,
         program: UpdateProgram,
-        shape: StoreShape,
+        subgroups: StoreSubgroups,
         options: Options,
     ) -> None:
         self.engine, self.options = engine, options
-        self.program, self.shape = program, shape
+        self.program, self.subgroups = program, subgroups
         gradients, params = ready.graph.gradients, ready.traced.params
         pieces, is_alone = tuple(gradients), engine.group.is_alone
         self.passes = passes = passes_for(program, pieces, is_alone=is_alone)
         kernels = [leaf.kernel for leaf in program.leaves]
 
         def can_move(leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:
-            return leaf not in passes.whole and shape.divides(leaf, origin, extent)
+            return leaf not in passes.whole and subgroups.divides(leaf, origin, extent)
 
         undivided = range(len(params)) if options.compress else passes.computed
         self.unit_of = units_of(params, can_move, undivided)
@@ -179,12 +179,12 @@ class UpdatePlan:
             self.compress, own_bytes = compressor(self, options.compress)
             self.inputs_bytes = max(self.inputs_bytes, own_bytes)
         mesh = ready.traced.mesh
-        self.share = device_share(shape, kernels, options, mesh, is_alone=is_alone)
+        self.share = device_share(subgroups, kernels, options, mesh, is_alone=is_alone)
 
     @property
     def are_deferred(self) -> bool:
         """Whether updates wait for the last gradient."""
-        return self.passes.num_passes > 1 or self.shape.options.rewrites_steps
+        return self.passes.num_passes > 1 or self.subgroups.options.rewrites_steps
 
     @property
     def largest_bytes(self) -> int:
@@ -196,18 +196,18 @@ class UpdatePlan:
 
     def disk_bytes(self) -> int:
         """Returns the bytes of the store with both slots."""
-        return required_bytes(self.shape.directory).total()
+        return required_bytes(self.subgroups.directory).total()
 
     @cached_property
     def needs(self) -> StepNeeds:
         """What a step takes beside its programs."""
-        shape, units, waits = self.shape, self.trained, self.are_deferred
+        subgroups, units, waits = self.subgroups, self.trained, self.are_deferred
         # One unit that is read, and one that is updated, whose gradient may wait whole.
         apart = [unit for unit in self.read if unit.is_apart]
         undivided = [unit.whole_bytes for unit in apart if not unit.is_divided]
         updated = [unit.whole_bytes for unit in apart] if waits else undivided
         apart_bytes = max(undivided, default=0) + 2 * max(updated, default=0)
-        num_drives = len(shape.directory.csd_directories)
+        num_drives = len(subgroups.directory.csd_directories)
         # Of threads that write a gradient that waits, beside one's own.
         threads_bytes = min((num_drives - 1) * PART_BYTES, self.largest_bytes)
         moving = "moving shards of params that are not stored alone"
@@ -217,7 +217,7 @@ class UpdatePlan:
             MemoryNeed(apart_bytes, moving),
             MemoryNeed(shared_bytes(units), SHARED),
             MemoryNeed(threads_bytes * waits, writing),
-            *needs_of_share(shape, self.share, self.largest_bytes),
+            *needs_of_share(subgroups, self.share, self.largest_bytes),
             MemoryNeed(self.inputs_bytes, numbers, is_on_device=True),
         )
         leaves = enumerate(self.program.leaves)
@@ -225,9 +225,9 @@ class UpdatePlan:
             unit_of=self.unit_of,
             frozen=frozenset(number for number, leaf in leaves if is_idle(leaf.kernel)),
             handed=frozenset(filter(self._takes_read, units)),
-            state_bytes=shape.least_memory_bytes,
+            state_bytes=subgroups.least_memory_bytes,
             gradient_bytes=max((unit.num_bytes for unit in units), default=0),
-            export_bytes=shape.export_bytes,
+            export_bytes=subgroups.export_bytes,
             others=others,
             writing_bytes=writing_bytes(num_drives),
         )
@@ -237,7 +237,7 @@ class UpdatePlan:
         if not unit.is_divided or self.are_deferred:
             return False
         passes, leaf = self.passes, unit.leaf
-        if not can_take(self.shape, leaf, unit.dtype):
+        if not can_take(self.subgroups, leaf, unit.dtype):
             return False  # they are not what is stored
         part = passes.parts.get((passes.num_passes - 1, leaf))
         if part is not None and passes.params[leaf] in part.own:
@@ -267,10 +267,10 @@ class UpdatePlan:
 
     def traffic(self, plan: Plan) -> ByteCounts:
         """Returns the bytes that a step moves on drives."""
-        reading, shape, passes = plan.reading, self.shape, self.passes
+        reading, subgroups, passes = plan.reading, self.subgroups, self.passes
         given = {one.unit for one in reading.fetches if one.gradient is not None}
         read = sum(
-            shape.file_bytes(move.layout, [_PARAMS])
+            subgroups.file_bytes(move.layout, [_PARAMS])
             for fetch in reading.repeated
             for move in self._moves(fetch.unit)
         )
@@ -284,11 +284,11 @@ class UpdatePlan:
             moves += moved
             for layout, _, _ in moved:
                 # Passes read params as programs do, not from memory.
-                read += shape.file_bytes(layout, [_PARAMS] * num_reads)
+                read += subgroups.file_bytes(layout, [_PARAMS] * num_reads)
                 if layout.feedback is not None:  # compression reads it by itself
-                    read += shape.file_bytes(layout, [layout.feedback])
-        every = shape.options.steps_per_commit or math.inf
-        updates = shape.moved_bytes(moves, plan.store_bytes, every, AT_ONCE)
+                    read += subgroups.file_bytes(layout, [layout.feedback])
+        every = subgroups.options.steps_per_commit or math.inf
+        updates = subgroups.moved_bytes(moves, plan.store_bytes, every, AT_ONCE)
         read += updates.drive_read_bytes
         away_bytes, wait_bytes = plan.away_bytes, file_bytes(self.on_drives(plan) or {})
         num_reads = max(1, passes.num_passes - 1)
@@ -300,7 +300,7 @@ class UpdatePlan:
     def _moves(self, unit: ParamUnit, **how: Any) -> list[Move]:
         kernel = self.program.leaves[unit.leaf].kernel
         box = unit.leaf, unit.place.start, unit.place.shape
-        return update_moves(self.shape, kernel, *box, **how)
+        return update_moves(self.subgroups, kernel, *box, **how)
 
 
 # --- compression ---------------------------------------------------------------------
@@ -324,7 +324,7 @@ def compressor(updates: UpdatePlan, compression: TopK) -> tuple[Compress, int]:
         return updates.options.jit(select).lower(*avals).compile()
 
     def of_unit(unit: ParamUnit) -> Any:
-        chunk_shape = updates.shape.leaves[unit.leaf].grid.chunk_shape
+        chunk_shape = updates.subgroups.leaves[unit.leaf].grid.chunk_shape
         return compiled(LeafGrid(unit.place.shape, chunk_shape), unit.dtype)
 
     def compress(
@@ -335,8 +335,8 @@ def compressor(updates: UpdatePlan, compression: TopK) -> tuple[Compress, int]:
         arrays = [gradient]
         if has_feedback:
             arrays.append(np.empty(unit.place.shape, np.float32))
-            opened = updates.engine.opened
-            read_feedback(opened, unit.leaf, arrays[1], unit.place.start)
+            files = updates.engine.files
+            read_feedback(files, unit.leaf, arrays[1], unit.place.start)
         sent, left = of_unit(unit)(*map(jnp.asarray, arrays))
         return jax.tree.map(np.asarray, (sent, left))
 

@@ -1,17 +1,16 @@
-"""The shape of a store: its chunks, and the subgroups that they are moved in.
+"""The subgroups of a store: the parts of its chunks that are moved as units.
 
-Invariant: it is known before the store is made, and does not change. Every worker (on a
-card, every worker of its share) can hold two subgroups if `check_memory` accepts the
+Invariant: they are known before the store is made, and do not change. Every worker (on
+a card, every worker of its share) can hold two subgroups if `check_memory` accepts the
 budget, and each subgroup starts on a page of its files.
 """
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxinf.csd import CsdFleet, Extent, open_csds
+from jaxinf.csd import Extent
 from jaxinf.engine.options import StoreOptions
 from jaxinf.errors import StoreMismatchError
 from jaxinf.exchange import least_memory
@@ -34,14 +33,7 @@ from jaxinf.store import (
     StoreDirectory,
     dtype_of,
 )
-from jaxinf.transfer import (
-    ByteCounts,
-    ByteMeters,
-    existing_parent,
-    long_ceil,
-    long_floor,
-    page_ceil,
-)
+from jaxinf.transfer import ByteCounts, long_ceil, long_floor, page_ceil
 from jaxinf.typing import Array
 
 _LEAST_SHARE = 4  # workers at one of several cards
@@ -161,8 +153,8 @@ def _placed(
     return tuple(state.slot for state in states), tuple(extents)
 
 
-class StoreShape:
-    """The chunks and subgroups of an existing or future store.
+class StoreSubgroups:
+    """The subgroups into which the chunks of a store are cut, which may be future.
 
     Args:
       options: the options of `open_store`.
@@ -171,6 +163,7 @@ class StoreShape:
     Attributes:
       leaves: the leaves' records.
       memory_bytes: memory for state.
+      num_workers: requests at the drives at once.
       num_bytes: of all subgroups.
       longest_bytes, longest_elements: of a subgroup.
     """
@@ -179,7 +172,7 @@ class StoreShape:
         self.options = options
         self.directory, self.leaves = directory, directory.manifest.leaves
         self.memory_bytes = options.memory_bytes - self.export_bytes
-        self._num_workers = options.workers_of(len(directory.manifest.csds) or 1)
+        self.num_workers = options.workers_of(len(directory.manifest.csds) or 1)
         self._layouts = self._cut()
         self._all = [one for leaf in self._layouts for chunk in leaf for one in chunk]
         self.num_bytes = sum([one.num_bytes for one in self._all])
@@ -187,22 +180,6 @@ class StoreShape:
         lengths = (x.subgroup.num_elements for x in self._all)
         self.longest_elements = max(lengths, default=0)
         self._boxes: dict[tuple[Any, ...], list[SubgroupLayout]] = {}
-
-    def open_fleet(self, meters: ByteMeters) -> CsdFleet:
-        """Opens its CSDs; writes nothing."""
-        here = existing_parent(self.directory.path)
-        fleet = open_csds(
-            self.options.csd,
-            [Path(root) for root in self.directory.manifest.csds] or [here],
-            memory_bytes=max(self.memory_bytes, self.longest_bytes),
-            meters=meters,
-        )
-        try:
-            fleet.check_buffer(self.longest_bytes, self.longest_elements)
-        except BaseException:
-            fleet.close()
-            raise
-        return fleet
 
     @property
     def export_bytes(self) -> int:
@@ -224,14 +201,14 @@ class StoreShape:
         if self.options.memory_bytes - exports < need:
             beside = f" beside the {exports} of exports" if exports else ""
             raise ValueError(
-                f"memory_bytes={self.options.memory_bytes}: {self._num_workers} "
+                f"memory_bytes={self.options.memory_bytes}: {self.num_workers} "
                 f"workers need at least {need} bytes for this optimizer's state"
                 f"{beside}; give more memory"
             )
 
     def _least_buffers(self) -> tuple[int, int, int]:
         """Returns the length of the least subgroups, buffers, and bytes an element."""
-        workers = self._num_workers
+        workers = self.num_workers
         sizes = [sum(s.itemsize for s in leaf.states) for leaf in self.leaves]
         if self.options.csd.has_cards:
             share = -(-workers // (len(self.directory.manifest.csds) or 1))
@@ -249,7 +226,7 @@ class StoreShape:
         unit, num_buffers, itemsize = self._least_buffers()
         window_bytes = self.memory_bytes
         if not self.options.csd.has_cards:
-            quick_bytes = _EACH * self._num_workers * _QUICK_BYTES
+            quick_bytes = _EACH * self.num_workers * _QUICK_BYTES
             quick_bytes = min(window_bytes, quick_bytes)
             window_bytes = max(window_bytes // _WINDOW_SHARE, quick_bytes)
         each_bytes = long_floor(max(0, window_bytes) // num_buffers)
@@ -354,7 +331,7 @@ class StoreShape:
         if self.num_bytes > memory_bytes:
             # Reads, updates and writes overlap there; short subgroups move together.
             longest_bytes = max(self.longest_bytes, _QUICK_BYTES)
-            memory_bytes -= _EACH * self._num_workers * longest_bytes
+            memory_bytes -= _EACH * self.num_workers * longest_bytes
         found = set[Subgroup]()
         for one in sorted(self._all, key=lambda layout: layout.num_bytes):
             if moved is None or one.subgroup in moved:

@@ -1,0 +1,436 @@
+"""The steps of an open store.
+
+      update(leaf 0) … update(leaf n) ──► finish ──► [drain, sync, publish] ──► prefetch
+       blocks until the leaf's result is there        in the background
+
+Invariant: no write of a step starts before the commit of the one before it has
+returned. Steps between two commits rewrite the spare slot in place. After the first
+failure nothing more is written.
+"""
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+
+from jaxinf.engine.carry import carry_fields
+from jaxinf.engine.engine import Engine
+from jaxinf.engine.open_files import OpenFiles
+from jaxinf.engine.resume_check import ResumeCheck, stale_state
+from jaxinf.engine.updates import (
+    RequestedUpdate,
+    StateRequest,
+    UpdateRequest,
+    nan_scalar_error,
+    nan_scalars,
+    recall_tasks,
+)
+from jaxinf.errors import StoreError
+from jaxinf.layout import Subgroup
+from jaxinf.processes import Ending, Work
+from jaxinf.store import CommitRecord, KeptPlan, ScalarState, save_checkpoint
+from jaxinf.transfer import ByteCounts, Task, idle, span
+from jaxinf.typing import Array
+
+_LOG = logging.getLogger("jaxinf")
+
+LAST_STEP = 2**31 - 1
+"""The last step that a state's int32 counts."""
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """The cost of a committed step.
+
+    Attributes:
+      step: its number.
+      update_s: time from the first gradient's arrival to the last result.
+      commit_s: time from then until the step was durable, or written.
+      traffic: bytes on drives and host link since the previous step.
+      is_committed: whether it was committed when it ended.
+      hit_share: share of the updated state that was in memory when it was needed.
+    """
+
+    step: int
+    update_s: float
+    commit_s: float
+    traffic: ByteCounts
+    is_committed: bool = True
+    hit_share: float = 0.0
+
+
+@dataclass
+class _Step:
+    """A step under way.
+
+    Attributes:
+      updated: by subgroup in order, what its updates have read and written; tasks that
+        compute nothing, since those of the updates hold arrays.
+      nan_scalars: scalars that are NaN and that it computed with.
+      is_finite: whether every gradient so far is.
+      recalls: whether it has read slots before its updates, as the next one may.
+    """
+
+    started_s: float
+    updated: dict[Subgroup, Task] = field(default_factory=dict)
+    nan_scalars: tuple[str, ...] = ()
+    is_finite: bool = True
+    recalls: bool = False
+
+
+class StepPipeline:
+    """The steps of an open store, one after another. Thread-safe.
+
+    The parts of a step may come in any order.
+
+    Attributes:
+      files: the store's files, with the records of the last steps.
+      resume_check: ties a run's params and state to the last step.
+      metrics: those of the last few steps of this process.
+    """
+
+    def __init__(self, engine: Engine, files: OpenFiles) -> None:
+        self._engine, self.files = engine, files
+        self.resume_check = ResumeCheck(files)
+        self.metrics: deque[StepMetrics] = deque(maxlen=8)
+        self._guard = threading.RLock()
+        self._ending: Ending | None = None  # of the last step's commit
+        self._step: _Step | None = None
+        self._counted = files.meters.snapshot()
+        engine.last_step = -1 if files.is_new else files.commit.step
+        engine.health.note = self._loss_note
+
+    # --- a step ----------------------------------------------------------------------
+
+    def update(self, step: int, *requests: UpdateRequest) -> list[bool]:
+        """Updates leaves or shards; blocks until every `out` has its result.
+
+        Args:
+          step: the step of the caller's state.
+          requests: the updates; short ones take less time together.
+
+        Returns:
+          For each update, whether the gradient is finite.
+
+        Raises:
+          StaleStateError: the caller's state is not of the store's step.
+          DivergedParamsError: the caller's params are not the store's.
+          NonFiniteScalarError: a kernel would compute with NaN, and the step overwrites
+            one that is not committed; else `finish` raises it.
+          StoreError: the drive failed.
+        """
+        files, bad = self.files, nan_scalars(self.files, requests)
+        with self._guard:
+            under_way = self._begin(step)
+            if bad and files.num_uncommitted and not under_way.updated:
+                self.wait()  # otherwise the overwritten steps would be lost
+                raise nan_scalar_error(files, bad, ())
+            found = [RequestedUpdate(files, one, step + 1) for one in requests]
+            tasks = [task for one in found for task in one.tasks]
+            if under_way.updated.keys() & {task.piece.subgroup for task in tasks}:
+                # The computation failed elsewhere and is run again. Its earlier writes
+                # must not come after the new ones.
+                files.mover.drain()
+                self._check_undoable(under_way)
+            for task in tasks:
+                how = task.runs_kernel, task.is_elsewhere
+                noted = Task(task.piece, idle, task.loads, task.stores, *how)
+                under_way.updated[task.piece.subgroup] = noted
+            under_way.nan_scalars += bad
+        with span("leaf"):
+            files.mover.run(tasks)
+        finite = [one.is_finite for one in found]
+        if not all(finite):
+            under_way.is_finite = False
+        return finite
+
+    def recall(self, step: int, *requests: StateRequest) -> None:
+        """Reads slots before the step's first update; blocks until they are there."""
+        with self._guard:
+            self._begin(step).recalls = True
+            tasks = [t for one in requests for t in recall_tasks(self.files, one)]
+        with span("leaf"):
+            self.files.mover.run(tasks)
+        moved_bytes = sum([one.out.nbytes for one in requests])
+        self.files.meters.add(link_up_bytes=moved_bytes)
+
+    def _begin(self, step: int) -> _Step:
+        """Returns the step under way, or begins one."""
+        files = self.files
+        files.health.check()
+        with self._guard:
+            if self._step is None:
+                self.join()
+            files.health.check()
+            if step != files.finished.step:
+                raise stale_state(files, step)
+            if step == LAST_STEP:
+                raise StoreError(
+                    f"{files.options.path}: expected a step to follow, found step "
+                    f"{step}, the last that a store counts; go on in a new store"
+                )
+            if self._step is None:
+                if not files.num_uncommitted:
+                    files.directory.unpublish(files.chunks.target)
+                if not self.metrics:  # earlier traffic is of `init`, not of a step
+                    self._counted = files.meters.snapshot()
+                files.mover.defer_writes(not self._must_commit(step + 1))
+                self._step = _Step(time.monotonic())
+            return self._step
+
+    def finish(
+        self,
+        step: int,
+        scalars: Sequence[ScalarState],
+        skipped_steps: int,
+        inexact: Mapping[int, float] = MappingProxyType({}),
+        *,
+        kept: Collection[int] = (),
+        carry: Mapping[tuple[str, ...], Array] = MappingProxyType({}),
+        streams: Mapping[str, KeptPlan] = MappingProxyType({}),
+    ) -> None:
+        """Ends the step after `step` in the background, when all leaves are updated.
+
+        It is committed if the store's durability requires it, otherwise by the next
+        commit.
+
+        Args:
+          step: the step of the caller's state.
+          inexact: leaves whose 16-bit params at the caller differ in bits from
+            `UpdateRequest.out`, and the greatest difference. The next step does not
+            use the caller's.
+          kept: leaves that it leaves as they are.
+          carry: further arrays by path, which are copied.
+          streams: the cuts of the programs that have computed it.
+
+        Raises:
+          NonFiniteScalarError: the gradients are finite, and a kernel computed with a
+            scalar that is NaN; the step is given up.
+        """
+        files = self.files
+        with self._guard:
+            ended = self._begin(step)
+            if ended.nan_scalars and ended.is_finite:
+                error = nan_scalar_error(files, ended.nan_scalars, scalars)
+                self.abandon()
+                self.wait()  # commits the steps before
+                raise error
+            chunks = [own for n in kept for own in files.subgroups.chunk_layouts(n)]
+            left = [layout.subgroup for own in chunks for layout in own]
+            done = sum([one.num_elements for one in (*ended.updated, *left)])
+            num = files.directory.manifest.num_held_params
+            assert done == num, f"the step updated {done} of {num} params"
+            before, names = files.finished, {files.leaves[n].name for n in kept}
+            still = {n: bound for n, bound in before.inexact.items() if n in names}
+            still |= {files.leaves[n].name: np.float32(x) for n, x in inexact.items()}
+            record = CommitRecord(
+                step=step + 1,
+                scalar_state=tuple(scalars),
+                skipped_steps=skipped_steps,
+                payload=self._engine.take_payload(step + 1),
+                inexact=still,
+                device_updates=files.assignment.every,
+                streams={**before.streams, **streams},
+                **carry_fields(carry),
+            )
+            work = Work(partial(self._end_step, record, ended, time.monotonic()))
+            # First, since an interrupt may come when the thread runs already.
+            self._step, self._ending = None, work.ending
+            try:
+                name = "jaxinf-commit"
+                threading.Thread(target=work.run, name=name, daemon=True).start()
+            except BaseException as error:
+                work.run()  # unless the thread does
+                if not isinstance(error, RuntimeError):  # it may have no more threads
+                    raise
+
+    def _must_commit(self, step: int) -> bool:
+        """Whether a step is committed as soon as it has finished."""
+        options, every = self.files.options, self.files.options.steps_per_commit
+        is_due = every is not None and step - self.files.commit.step >= every
+        return is_due or options.keeps(step) or options.exports(step)
+
+    def _end_step(self, record: CommitRecord, ended: _Step, updated_s: float) -> None:
+        files, options, step = self.files, self.files.options, record.step
+        try:
+            with span("drain"):
+                files.mover.drain()
+            files.chunks.end_step()
+            files.finished = record
+            if self._must_commit(step):
+                files.publish()
+            if options.keeps(step):
+                made = save_checkpoint(files.directory, overwrite=True)
+                options.remove_surplus(files.directory, made)
+            self._note_cost(ended, updated_s)
+            self._read_ahead(ended)
+            if options.exports(step):
+                self._engine.exports.run(files.directory, step)
+        except BaseException as error:
+            files.health.fail(error)
+
+    def _note_cost(self, ended: _Step, updated_s: float) -> None:
+        """Adds the metrics of the step that has ended; learns what steps move."""
+        files, tasks = self.files, ended.updated.items()
+        moved = {s: task for s, task in tasks if task.loads or task.stores}
+        moved_bytes = sum([task.piece.num_bytes for task in moved.values()])
+        traffic = files.meters.snapshot()
+        self.metrics.append(
+            StepMetrics(
+                step=files.finished.step,
+                update_s=updated_s - ended.started_s,
+                commit_s=time.monotonic() - updated_s,
+                traffic=traffic - self._counted,
+                is_committed=not files.num_uncommitted,
+                hit_share=files.mover.take_found_bytes() / max(1, moved_bytes),
+            )
+        )
+        self._counted = traffic
+        files.learn_moved(moved)
+
+    def _read_ahead(self, ended: _Step) -> None:
+        """Reads for the next step what this one has, in the order of its gradients."""
+        files = self.files
+        kept = files.mover.end_step()
+        # A step that reads slots first would take what was read ahead.
+        if not (ended.recalls or files.health.is_closed):
+            due = [x for s, x in ended.updated.items() if x.loads and s not in kept]
+            for task in due:
+                states = [state for state, _ in task.loads]
+                task.loads = files.chunks.sources(task.piece, states)
+                task.stores = ()
+            files.mover.prefetch(due)
+
+    def abandon(self) -> None:
+        """Abandons the step without a commit; it may start over."""
+        with self._guard:
+            if (step := self._step) is not None:
+                self.files.mover.drain()
+                self._check_undoable(step)
+                self.files.chunks.forget_step()
+                self.files.mover.end_step(step.updated)
+                self._step = None
+
+    def _check_undoable(self, step: _Step) -> None:
+        """Stops the store if chunks of uncommitted steps were overwritten."""
+        if self.files.num_uncommitted and step.updated:
+            error = StoreError(
+                f"{self._where}: step {self.files.finished.step + 1} was given up after"
+                " part of it was written over the step before, which is not committed "
+                "(the store's durability is not every step)"
+            )
+            self.files.health.fail(error)
+            raise error
+
+    # --- a step that is given as a whole ---------------------------------------------
+
+    def begin_whole(self) -> None:
+        """Begins a step that tasks of the caller write in place of the last."""
+        files = self.files
+        files.keep(frozenset())  # what was read is of the step before
+        files.mover.end_step()
+        files.directory.unpublish(files.chunks.target)
+        files.mover.defer_writes(False)
+
+    def commit_whole(self, step: int, scalars: Sequence[ScalarState]) -> None:
+        """Commits step 0, or a loaded one, which tasks have written; blocks."""
+        files, engine = self.files, self._engine
+        files.mover.drain()
+        files.health.check()
+        files.chunks.end_step()
+        payload, held = engine.take_payload(step), tuple(scalars)
+        files.finished = CommitRecord(step=step, scalar_state=held, payload=payload)
+        self._commit()
+        files.is_new = False
+        engine.num_replaced += 1
+        self.resume_check.at = None if step else 0
+        files.keep_state()
+
+    def _commit(self) -> None:
+        files = self.files
+        try:
+            files.publish()
+            if self._step is not None:
+                files.directory.unpublish(files.chunks.target)
+        except BaseException as error:
+            files.health.fail(error)
+            raise
+
+    # --- waiting ---------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Commits every finished step; blocks until all are durable."""
+        with self._guard:
+            self.join()
+            if not self.files.num_uncommitted:
+                return
+            if self._step and self._step.updated:
+                raise StoreError(
+                    f"{self._where}: step {self.files.finished.step + 1} is under way, "
+                    "and the steps before it are not committed (the store's durability "
+                    "is not every step); wait for its state first: store.wait(state)"
+                )
+            self._commit()
+
+    def join(self) -> None:
+        """Blocks until the last step has ended, and its commit if it has one."""
+        self.files.health.check()
+        self._join()
+        self.files.health.check()
+
+    def _join(self) -> None:
+        with self._guard:
+            if self._ending is not None:
+                with span("wait"):
+                    self._ending.wait()
+                self._ending = None  # only now: an interrupt may end the wait
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Prevents steps from beginning and committing while the context lasts."""
+        with self._guard:
+            self.wait()
+            yield
+
+    def end(self) -> None:
+        """Commits finished steps, after the commit in flight; keeps errors."""
+        with self._guard:
+            self._join()
+            if self.files.health.error is not None or not self.files.num_uncommitted:
+                return
+            if self._step and self._step.updated:
+                step = self.files.finished.step + 1
+                _LOG.warning("step %s is incomplete. %s", step, self._loss_note())
+            else:
+                self._commit()
+
+    def metrics_of(self, step: int) -> StepMetrics | None:
+        """Those of a step, or None; blocks only for the commit of that step."""
+        with self._guard:
+            if self._ending and (not self.metrics or self.metrics[-1].step < step):
+                self.join()
+            # A copy, since a later step's commit may append at the same time.
+            return next((m for m in tuple(self.metrics) if m.step == step), None)
+
+    @property
+    def _where(self) -> Path:
+        return self.files.options.path
+
+    def _loss_note(self) -> str | None:
+        """Says what a failure costs."""
+        files, at = self.files, self.files.commit.step
+        if not (files.options.rewrites_steps and files.num_uncommitted):
+            return None
+        return (
+            f"{self._where}: {files.num_uncommitted} finished steps since the "
+            f"commit of step {at} are lost, as the store's durability allows; opened "
+            f"again, it goes on at step {at}"
+        )
