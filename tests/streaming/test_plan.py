@@ -1,6 +1,7 @@
 """Plans: a program as it is cut, the number of programs, and their contents."""
 
 import ctypes
+import gc
 from pathlib import Path
 
 import jax
@@ -21,7 +22,13 @@ from jaxinf.streaming.plan.cut_to_fit import cut_to_fit
 from jaxinf.streaming.plan.order import plan_of
 from jaxinf.streaming.program.cut import cuts_of
 from jaxinf.streaming.program.graph import Piece
-from jaxinf.streaming.program.lifetimes import Stay, fill, occupancy, order_program
+from jaxinf.streaming.program.lifetimes import (
+    OrderedProgram,
+    Stay,
+    fill,
+    occupancy,
+    order_program,
+)
 from jaxinf.streaming.run import Runner
 
 pytestmark = pytest.mark.optimized("long")
@@ -248,7 +255,7 @@ def resident_bytes():
 
 
 def test_freed_memory_is_given_back(step):
-    """What glibc keeps below a block that is still in use."""
+    """The program's graph, and what glibc keeps below a block that is still in use."""
     libc, size = ctypes.CDLL(None), 100_000
     if not hasattr(libc, "malloc_trim"):
         pytest.skip("not glibc")
@@ -256,6 +263,7 @@ def test_freed_memory_is_given_back(step):
     libc.malloc.argtypes, libc.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
     libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
     step.compile(WIDE.batch)
+    assert not any(isinstance(x, OrderedProgram) for x in gc.get_objects())
     blocks = [libc.memset(libc.malloc(size), 1, size) for _ in range(1000)]
     full_bytes = resident_bytes()
     last = blocks.pop()
