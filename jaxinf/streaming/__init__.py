@@ -23,6 +23,7 @@ Where a question is answered:
     how values leave and come back         move/values.py
     how gradients wait for the last        move/spill.py
     what threads do all this               move/work_queues.py
+    how gradients come to the host         update/gradients.py
     where a gradient becomes an update     update/apply_gradients.py, in_memory.py
     which optimizers can run, in passes    update/near_storage.py
     what the device updates itself         update/device_updates.py

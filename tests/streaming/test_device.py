@@ -20,8 +20,8 @@ from jaxinf.streaming.move.work_queues import WorkQueues
 from jaxinf.streaming.plan.cut_to_fit import with_advice
 from jaxinf.streaming.plan.memory import Budget, DeviceLimit, check_pinned, limit_of
 from jaxinf.streaming.plan.reads import Fetch
-from jaxinf.streaming.program import units
 from jaxinf.streaming.program.graph import Piece
+from jaxinf.streaming.update import gradients
 
 pytestmark = pytest.mark.optimized
 
@@ -171,14 +171,14 @@ def test_a_gradient_that_is_read_before_its_copy_has_ended_is_noticed(
     same_bits, monkeypatch, way, waits
 ):
     """Each copy of a gradient ends when somebody waits for it, and no earlier."""
-    (tx, options), arrived = GRADIENTS[way], units.arrived
+    (tx, options), arrived = GRADIENTS[way], gradients.arrived
 
     def given(late):
         def read(copy):
             early = late.before_its_end(copy)
             return arrived(copy) if waits else early
 
-        monkeypatch.setattr(units, "arrived", read)
+        monkeypatch.setattr(gradients, "arrived", read)
 
     noticed = pytest.raises(AssertionError)
     with contextlib.nullcontext() if waits else noticed:

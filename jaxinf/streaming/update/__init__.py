@@ -1,6 +1,7 @@
 """Where a gradient becomes an update: `apply_gradients`, as soon as it is complete.
 
-    gradient ─► apply_gradients ─► kernel_inputs: norms and scalars ─► engine: kernels
+    gradient ─► gradients: its shards on the host
+             ─► apply_gradients ─► kernel_inputs: norms and scalars ─► engine: kernels
 
 Invariant: an update happens once, when its gradient is complete.
 """

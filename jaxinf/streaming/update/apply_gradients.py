@@ -32,15 +32,15 @@ from jaxinf.streaming.plan.kept import check_same, streams_of
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.lifetimes import OrderedProgram
 from jaxinf.streaming.program.meshes import on_this_process
-from jaxinf.streaming.program.units import (
+from jaxinf.streaming.program.units import ParamUnit
+from jaxinf.streaming.update.device_updates import NUM_UNDER_WAY, next_assignment
+from jaxinf.streaming.update.gradients import (
     Gradient,
-    ParamUnit,
+    as_one_array,
     gathered,
     handed_out,
     shards_of,
-    whole,
 )
-from jaxinf.streaming.update.device_updates import NUM_UNDER_WAY, next_assignment
 from jaxinf.streaming.update.near_storage import UpdatePlan
 from jaxinf.typing import Array, PyTree
 
@@ -264,7 +264,7 @@ class StoreSink:
                     continue
                 piece, handed = Piece(unit.leaf), np.asarray(complete)
             if updates.passes.num_passes > 1:  # else the update computes all
-                updates.inputs.add(piece, whole(handed))
+                updates.inputs.add(piece, as_one_array(handed))
             array = np.asarray(handed)  # it need not stay on the device
             if is_checked and not _is_finite(array):
                 self._bad.append(updates.name(piece.leaf))
