@@ -3,7 +3,7 @@
 Invariant: a step carries what its own update was given, and nothing of a step before.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinf.documents import first_few
 from jaxinf.errors import StoreMismatchError
 from jaxinf.program import key_data, leaf_path
 from jaxinf.store import (
@@ -134,7 +135,7 @@ def _form_of(carried: Mapping[tuple[str, ...], Any]) -> tuple[CarriedArray, ...]
 
 
 def _shown(form: Iterable[CarriedArray]) -> str:
-    return some_of(["/".join(x.path) + f" {x.dtype}{list(x.shape)}" for x in form])
+    return first_few(["/".join(x.path) + f" {x.dtype}{list(x.shape)}" for x in form])
 
 
 # --- leaves, also of an optax state ---------------------------------------------------
@@ -157,9 +158,3 @@ def data_of(leaf: Any) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.eval_shape(key_data, leaf)
     return key_data(leaf) if hasattr(leaf, "dtype") else np.asarray(leaf)
-
-
-def some_of(names: Sequence[str]) -> str:
-    """Lists the first few names."""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return (", ".join(names[:5]) or "none") + more

@@ -24,6 +24,7 @@ from jaxinf.engine.open_files import OpenFiles, open_fleet
 from jaxinf.engine.options import StoreOptions, check_writable
 from jaxinf.engine.step_pipeline import StepPipeline
 from jaxinf.engine.store_subgroups import StoreSubgroups
+from jaxinf.documents import first_few
 from jaxinf.errors import ProcessError, StoreFormatError, StoreMismatchError
 from jaxinf.processes import Group, join_group
 from jaxinf.store import (
@@ -98,8 +99,8 @@ def check_place(path: Path, group: Group) -> None:
     if foreign and not is_there(path):
         raise StoreFormatError(
             f"store {path}: expected a jaxinf store or an empty directory, found "
-            f"neither jaxinf.json nor emptiness ({', '.join(foreign[:3])}, …); give "
-            "another path"
+            f"neither jaxinf.json nor emptiness ({first_few(foreign)}); give another "
+            "path"
         )
 
 

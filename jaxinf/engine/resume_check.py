@@ -27,8 +27,8 @@ RESTART = (
 )
 """A remedy in several messages."""
 
-READER_BYTES = 32 << 20
-"""Memory to look at chunks for what differs."""
+COMPARING_BYTES = 32 << 20
+"""Memory in which chunks are read to compare them with given params."""
 
 
 class ResumeCheck:
@@ -113,7 +113,7 @@ def difference_of(
         found.append(difference(piece.values, gather(params, *own), bound))
 
     if chunks:
-        with StateReader(files, READER_BYTES) as reader:
+        with StateReader(files, COMPARING_BYTES) as reader:
             reader.each_piece(leaf, 0, chunks, params.dtype, visit)
     return max(found)
 

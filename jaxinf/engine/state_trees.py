@@ -12,7 +12,8 @@ import jax
 import numpy as np
 
 from jaxinf.csd import Csd, CsdBuffer
-from jaxinf.engine.carry import array_like, data_of, some_of
+from jaxinf.documents import first_few
+from jaxinf.engine.carry import array_like, data_of
 from jaxinf.engine.engine import Engine
 from jaxinf.engine.open_files import OpenFiles
 from jaxinf.engine.reading import read_leaf
@@ -115,8 +116,8 @@ def _placed_leaves(
     if unknown or missing:
         raise StoreMismatchError(
             f"{where}: expected a tree like the init of the store's optimizer for the "
-            f"params that are trained; unknown leaves: {some_of(unknown)}; missing "
-            f"ones: {some_of(missing)}. Make one with the init of the optax "
+            f"params that are trained; unknown leaves: {first_few(unknown)}; missing "
+            f"ones: {first_few(missing)}. Make one with the init of the optax "
             "transformation that smart_update was given"
         )
     for name, leaf in leaves.items():

@@ -32,7 +32,7 @@ from jaxinf.engine.description import StoreDescription
 from jaxinf.engine.open_files import OpenFiles
 from jaxinf.engine.reading import StateReader
 from jaxinf.engine.resume_check import (
-    READER_BYTES,
+    COMPARING_BYTES,
     difference,
     difference_of,
     diverged_error,
@@ -260,7 +260,7 @@ class RequestedUpdate:
         if differs := difference(stored, given, self._inexact or 0.0):
             if self._is_comparable(layout):  # damage would explain it
                 at = layout.subgroup.leaf, 0, [layout.subgroup.chunk], given.dtype
-                with StateReader(self._files, READER_BYTES) as reader:
+                with StateReader(self._files, COMPARING_BYTES) as reader:
                     reader.each_piece(*at, lambda _: None)
             raise diverged_error(self._where, differs)
 

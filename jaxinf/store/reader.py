@@ -18,6 +18,7 @@ from typing import Self, TypeVar
 
 import numpy as np
 
+from jaxinf.documents import first_few
 from jaxinf.errors import StoreCorruptError
 from jaxinf.layout import (
     SCALES_ALIGNMENT_ELEMENTS,
@@ -286,8 +287,9 @@ def find_leaf(manifest: Manifest, state: str, leaf: str) -> LeafRecord:
     """
     records = {record.name: record for record in manifest.leaves}
     if (record := records.get(leaf.strip("/"))) is None:
-        listed = ", ".join([*records][:8]) + (", …" if len(records) > 8 else "")
-        raise ValueError(f"no leaf {leaf!r} in the store; there are {listed}")
+        raise ValueError(
+            f"no leaf {leaf!r} in the store; there are {first_few(records, most=8)}"
+        )
     if state not in (states := [one.name for one in record.states]):
         listed = ", ".join(states)
         raise ValueError(f"leaf {leaf}: no state {state!r}; there are {listed}")
