@@ -18,13 +18,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxinf.documents import first_few
 from jaxinf.engine.description import check_form
 from jaxinf.engine.engine import Engine
 from jaxinf.engine.open_files import OpenFiles, open_fleet
 from jaxinf.engine.options import StoreOptions, check_writable
 from jaxinf.engine.step_pipeline import StepPipeline
 from jaxinf.engine.store_subgroups import StoreSubgroups
-from jaxinf.documents import first_few
 from jaxinf.errors import ProcessError, StoreFormatError, StoreMismatchError
 from jaxinf.processes import Group, join_group
 from jaxinf.store import (
