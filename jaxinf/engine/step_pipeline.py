@@ -225,6 +225,12 @@ class StepPipeline:
                 raise error
             chunks = [own for n in kept for own in files.subgroups.chunk_layouts(n)]
             left = [layout.subgroup for own in chunks for layout in own]
+            if not ended.updated.keys().isdisjoint(left):
+                raise StoreError(
+                    f"{self._where}: step {step + 1} was to leave params as they are "
+                    "that a computation of it, which failed, has updated; open the "
+                    "store again, and run the step again"
+                )
             done = sum([one.num_elements for one in (*ended.updated, *left)])
             num = files.directory.manifest.num_held_params
             assert done == num, f"the step updated {done} of {num} params"

@@ -10,7 +10,7 @@ from raw_stores import chunk_file
 from store_driver import RATE, TX
 
 from jaxinf.csd.cards.memory import set_bytes
-from jaxinf.errors import DivergedParamsError, StaleStateError
+from jaxinf.errors import DivergedParamsError, StaleStateError, StoreError
 
 PAGE = 4096
 NUM_BYTES = 8  # of state a param: master and momentum
@@ -116,6 +116,18 @@ def test_a_computation_that_failed_elsewhere_may_run_again(drive):
         driver.update([3, 0, 1], gradient=7.0)
         driver.step()
         driver.check(step)
+
+
+def test_a_leaf_that_a_failed_computation_has_updated_is_not_left_alone(drive):
+    driver = drive().init()
+    driver.update(range(1, len(driver.leaves)))
+    driver.engine.steps.finish(0, driver.scalars(1), 0, kept=[0])
+    driver.store.wait()
+    first, found = driver.expected(0)["bias"], driver.found()["bias"]
+    np.testing.assert_array_equal(found[0], first[0])
+    driver.engine.steps.update(1, driver.part(0))
+    with pytest.raises(StoreError, match=r"step 2 was to leave params as they are"):
+        driver.engine.steps.finish(1, driver.scalars(2), 0, kept=[0])
 
 
 def test_states_of_other_steps_are_refused(drive):
