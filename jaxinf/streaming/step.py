@@ -64,7 +64,6 @@ class StreamedStep:
     def __init__(self, fn: Callable[..., Any], home: Home, options: Options) -> None:
         return_freed_memory()
         self._fn, self._home, self._options = fn, home, options
-        self._what = "a step" if home.has_loss else "a function"
         self._avals, self._num_skipped = None, 0  # known from `init` or `load` on
         engine = home.engine
         self._group = Group("jaxinf.stream") if engine is None else engine.group
@@ -375,7 +374,7 @@ class StreamedStep:
             with outside_mesh():
                 return traced, self._home.endpoints(traced), self._budget(traced)
 
-        traced, ends, budget = group.in_all(f"the trace of {self._what}", trace_here)
+        traced, ends, budget = group.in_all("the trace of a function", trace_here)
         with outside_mesh():
             plan = self._plan(traced, ends, budget, **how)
 
@@ -476,7 +475,8 @@ class StreamedStep:
 
     def _settle(self) -> None:
         """Waits for a step that a second interrupt has left."""
-        self._run_whole(lambda check: None)
+        if self._under_way.locked():
+            self._run_whole(lambda check: None)
 
 
 def check_not_traced(*trees: PyTree) -> None:
