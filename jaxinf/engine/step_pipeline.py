@@ -36,7 +36,7 @@ from jaxinf.engine.updates import (
 from jaxinf.errors import StoreError
 from jaxinf.layout import Subgroup
 from jaxinf.processes import Ending, Work
-from jaxinf.store import CommitRecord, KeptPlan, ScalarState, save_checkpoint
+from jaxinf.store import CommitRecord, KeptCuts, ScalarState, save_checkpoint
 from jaxinf.transfer import ByteCounts, Task, idle, span
 from jaxinf.typing import Array
 
@@ -195,7 +195,7 @@ class StepPipeline:
         *,
         kept: Collection[int] = (),
         carry: Mapping[tuple[str, ...], Array] = MappingProxyType({}),
-        streams: Mapping[str, KeptPlan] = MappingProxyType({}),
+        streams: Mapping[str, KeptCuts] = MappingProxyType({}),
     ) -> None:
         """Ends the step after `step` in the background, when all leaves are updated.
 

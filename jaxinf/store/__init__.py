@@ -25,10 +25,10 @@ from jaxinf.store.commit import (
     SCHEDULE_FREE,
     CarriedArray,
     CommitRecord,
-    KeptPlan,
+    KeptCuts,
     ScalarState,
     check_carry,
-    plan_of_before,
+    cuts_of_before,
     schedule_free_params,
 )
 from jaxinf.store.copying import CopyLayout, copy_step

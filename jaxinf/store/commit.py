@@ -133,7 +133,7 @@ _Axis: TypeAlias = Annotated[str, pattern(r"[^\0-\x1f\x7f]*", "an axis's name", 
 _Mesh: TypeAlias = Annotated[dict[_Axis, _Length], Meta(max_length=64)]
 
 
-class KeptPlan(Document, frozen=True):
+class KeptCuts(Document, frozen=True):
     """The cuts of a streamed program, on which a step's bits depend."""
 
     version: _Count  # of the programs that jaxinf makes of cuts
@@ -146,13 +146,13 @@ class KeptPlan(Document, frozen=True):
             raise ValueError("cuts: expected numbers that rise from 0, found others")
 
 
-def plan_of_before(store: Path, name: str) -> KeptPlan | None:
+def cuts_of_before(store: Path, name: str) -> KeptCuts | None:
     """Reads ``stream/NAME.json``, where a store kept a plan before its records did."""
     path = store / "stream" / f"{name}.json"
     if not os.path.lexists(path):
         return None
     remedy = "pass replan=True for another plan (bits then differ from here on)"
-    return read_document(path, KeptPlan, "a plan of a streamed program", remedy)
+    return read_document(path, KeptCuts, "a plan of a streamed program", remedy)
 
 
 _Step: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]  # the state's is an int32
@@ -187,7 +187,7 @@ class CommitRecord(Document, frozen=True, omit_defaults=False):
     inexact: dict[str, np.float32] = msgspec.field(default_factory=dict)
     carry: tuple[CarriedArray, ...] = ()
     # The cuts of all programs so far, by the digest of their leaves and batch.
-    streams: dict[Id, KeptPlan] = msgspec.field(default_factory=dict)
+    streams: dict[Id, KeptCuts] = msgspec.field(default_factory=dict)
     documents: dict[str, Sum] = msgspec.field(default_factory=dict)  # of old stores
     # Bytes of what it carries, until they are committed; not in the document.
     carried: tuple[bytes, ...] = ()

@@ -65,7 +65,7 @@ def count(plan: Plan, ends: Endpoints) -> Count:
 
 def _memory(plan: Plan, last: Mapping[Piece, int] | None) -> tuple[int, int]:
     """Returns the memory of the host at a step's peak, and of a device with its own."""
-    reading, memory = plan.reading, plan.memory
+    reading, memory = plan.reads, plan.memory
     programs = plan.peak_bytes + plan.resident_bytes
     if not memory.staged:  # where gradients wait in the programs' memory
         if last is not None:

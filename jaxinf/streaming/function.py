@@ -82,7 +82,7 @@ class ReadStore:
 
         def source(plan: Plan, jobs: WorkQueues, keep: KeepErrors) -> StoreParams:
             reads = partial(read_units, engine, average=self.average)
-            return StoreParams(unit_of, reads, plan.reading, jobs, keep, version)
+            return StoreParams(unit_of, reads, plan.reads, jobs, keep, version)
 
         needs = StepNeeds(
             unit_of=unit_of,

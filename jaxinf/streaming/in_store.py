@@ -129,7 +129,7 @@ class InStore:
 
         def source(plan: Plan, jobs: WorkQueues, keep: KeepErrors) -> StoreParams:
             reads, replaced = partial(read_units, engine), lambda: engine.num_replaced
-            unit_of, reading = updates.unit_of, plan.reading
+            unit_of, reading = updates.unit_of, plan.reads
             return StoreParams(unit_of, reads, reading, jobs, keep, replaced)
 
         return Endpoints(

@@ -19,7 +19,7 @@ from jaxinf.streaming.move.params import StoreParams
 from jaxinf.streaming.move.spill import beyond_memory
 from jaxinf.streaming.move.work_queues import WorkQueues
 from jaxinf.streaming.plan.order import plan_of
-from jaxinf.streaming.plan.reads import Reading
+from jaxinf.streaming.plan.reads import ParamReads
 from jaxinf.streaming.program.cut import cuts_of, segment_limits
 from jaxinf.streaming.program.lifetimes import order_program
 from jaxinf.streaming.program.units import ParamUnit, units_of
@@ -78,7 +78,7 @@ def read_ahead(fetches, room_bytes, host_bytes=None, read_leaves=None, jobs=None
     return StoreParams(
         units_of(leaves, lambda *_: True),
         reads,
-        Reading(tuple(fetches), room_bytes, host_bytes),
+        ParamReads(tuple(fetches), room_bytes, host_bytes),
         jobs or WorkQueues(),
     )
 

@@ -22,7 +22,7 @@ from jaxinf.engine import Engine, StateReader, average_states, put_together
 from jaxinf.streaming.move.host_buffers import HostBuffers
 from jaxinf.streaming.move.work_queues import Queue, WorkQueues
 from jaxinf.streaming.plan.memory import READER_BYTES
-from jaxinf.streaming.plan.reads import Fetch, Reading
+from jaxinf.streaming.plan.reads import Fetch, ParamReads
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.units import ParamUnit, UnitOf, piece_sharding
 from jaxinf.transfer import Buffer, aligned, span
@@ -136,7 +136,7 @@ class StoreParams:
         self,
         unit_of: UnitOf,
         reads: Callable[[int], AbstractContextManager[ReadUnit]],
-        reading: Reading,
+        reading: ParamReads,
         jobs: WorkQueues,
         keep_errors: KeepErrors = nullcontext,
         version: Callable[[], Any] = lambda: 0,

@@ -12,7 +12,7 @@ from functools import cache, cached_property
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from jaxinf.streaming.plan.memory import Memory
-from jaxinf.streaming.plan.reads import Reading
+from jaxinf.streaming.plan.reads import ParamReads
 from jaxinf.streaming.plan.report import plan_text
 from jaxinf.streaming.program.graph import Origin, Piece
 from jaxinf.streaming.program.lifetimes import Stay, occupancy
@@ -124,7 +124,7 @@ class Plan:
       resident_bytes: Memory of params that stay between steps, in addition.
       waiting: Where these wait.
       memory: The memory, without that of values that wait on the host.
-      reading: The reads of params; none if all are in memory.
+      reads: The reads of params; none if all are in memory.
     """
 
     traced: Traced
@@ -142,7 +142,7 @@ class Plan:
     waiting: Waiting = field(default_factory=Waiting)
     resident_bytes: int = 0
     memory: Memory = field(default_factory=Memory)
-    reading: Reading = field(default_factory=Reading)
+    reads: ParamReads = field(default_factory=ParamReads)
 
     def __str__(self) -> str:
         return plan_text(self)
@@ -213,7 +213,7 @@ class Plan:
     @property
     def store_bytes(self) -> int:
         """Memory for the optimizer's state: all that nothing else of a step takes."""
-        return self.memory.state + self.reading.unused_bytes
+        return self.memory.state + self.reads.unused_bytes
 
     @property
     def away_bytes(self) -> int:
@@ -224,7 +224,7 @@ class Plan:
     @property
     def digest(self) -> str:
         """What processes that run its programs together must have in common."""
-        read = self.reading.fetches
+        read = self.reads.fetches
         fetches = [(x.unit.leaf, *x.unit.index, x.first, x.last, x.stays) for x in read]
         text = repr((self.traced.mesh, self.cuts, fetches))
         return hashlib.sha256(text.encode()).hexdigest()

@@ -227,7 +227,7 @@ def _placed(plan: Plan, needs: StepNeeds, memory: Memory) -> Plan:
         if unit_of is not None:
             staged = memory.staged - factor * waiting.host_bytes
             memory = replace(memory, staged=staged)
-    return replace(plan, memory=memory, reading=plan_reads(plan, needs, memory))
+    return replace(plan, memory=memory, reads=plan_reads(plan, needs, memory))
 
 
 # --- a budget that works -------------------------------------------------------------

@@ -13,7 +13,7 @@ from pathlib import Path
 from msgspec import structs
 
 from jaxinf.errors import StoreFormatError, StreamError
-from jaxinf.store import CommitRecord, KeptPlan, plan_of_before
+from jaxinf.store import CommitRecord, KeptCuts, cuts_of_before
 from jaxinf.streaming.program.lifetimes import OrderedProgram
 from jaxinf.streaming.program.meshes import mesh_text
 
@@ -23,7 +23,7 @@ PLAN_VERSION = 2
 _GO_ON = "pass replan=True to go on with this one (bits then differ from here on)"
 
 
-def streams_of(ready: OrderedProgram, cuts: Sequence[int]) -> Mapping[str, KeptPlan]:
+def streams_of(ready: OrderedProgram, cuts: Sequence[int]) -> Mapping[str, KeptCuts]:
     """Returns what a step's record keeps of the cuts that it was computed with.
 
     The name is a digest of the shapes of params and batch.
@@ -35,11 +35,11 @@ def streams_of(ready: OrderedProgram, cuts: Sequence[int]) -> Mapping[str, KeptP
     text = "\n".join([*leaves, "", *batch])
     name = hashlib.sha256(text.encode()).hexdigest()[:32]
     mesh = {} if traced.mesh is None else dict(traced.mesh.shape)
-    return {name: KeptPlan(PLAN_VERSION, ready.fingerprint, tuple(cuts), mesh)}
+    return {name: KeptCuts(PLAN_VERSION, ready.fingerprint, tuple(cuts), mesh)}
 
 
 def check_same(
-    store: Path, record: CommitRecord, streams: Mapping[str, KeptPlan]
+    store: Path, record: CommitRecord, streams: Mapping[str, KeptCuts]
 ) -> None:
     """Raises StreamError if the last step's record keeps others of the same names."""
     for name, own in streams.items():
@@ -58,7 +58,7 @@ def kept_cuts(
     """
     num_nodes = len(ready.forward)
     ((name, own),) = streams_of(ready, [0, num_nodes]).items()
-    kept = record.streams.get(name) or plan_of_before(store, name)
+    kept = record.streams.get(name) or cuts_of_before(store, name)
     if kept is None:
         return None
     if structs.replace(kept, cuts=own.cuts) != own:
@@ -71,7 +71,7 @@ def kept_cuts(
     return kept.cuts
 
 
-def _of_another(store: Path, kept: KeptPlan) -> StreamError:
+def _of_another(store: Path, kept: KeptCuts) -> StreamError:
     return StreamError(
         f"{store}: the store was trained with another loss function for params and "
         f"batches of these shapes, with other shardings of these (on "

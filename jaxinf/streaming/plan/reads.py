@@ -48,7 +48,7 @@ class Fetch(NamedTuple):
         return self.last if self.gradient is None else max(self.last, self.gradient)
 
 
-class Reading(NamedTuple):
+class ParamReads(NamedTuple):
     """The reads of a plan.
 
     Attributes:
@@ -81,7 +81,7 @@ class Reading(NamedTuple):
         return max((fetch.unit.page_bytes for fetch in self.fetches), default=0)
 
 
-def plan_reads(plan: "Plan", needs: StepNeeds, memory: Memory) -> Reading:
+def plan_reads(plan: "Plan", needs: StepNeeds, memory: Memory) -> ParamReads:
     """Plans the reads of a step; none if its params are in memory.
 
     Raises:
@@ -89,13 +89,13 @@ def plan_reads(plan: "Plan", needs: StepNeeds, memory: Memory) -> Reading:
     """
     unit_of, is_staged = needs.unit_of, memory.staged > 0
     if unit_of is None:
-        return Reading()
+        return ParamReads()
     fetches = fetches_of(use._replace(tensor=unit_of(use.tensor)) for use in plan.uses)
     spare = max(0, memory.programs - plan.peak_bytes)
     held = fetched_bytes(fetches, len(plan.calls))
     room = int(held.max(initial=0)) + spare
     fetches = keep_between(fetches, held, spare, needs.frozen)
-    limit, largest = room - spare // 4, Reading(fetches).largest_bytes
+    limit, largest = room - spare // 4, ParamReads(fetches).largest_bytes
     if is_staged:
         limit, held = memory.staged - NUM_STAGED * largest, np.zeros_like(held)
         if limit < 0:
@@ -113,9 +113,9 @@ def plan_reads(plan: "Plan", needs: StepNeeds, memory: Memory) -> Reading:
     }
     fetches = hand_over(fetches, gradients, held, limit, is_staged=is_staged)
     if is_staged:
-        return Reading(fetches, room, memory.staged - largest)
+        return ParamReads(fetches, room, memory.staged - largest)
     used = min(room, sum(fetch.unit.page_bytes for fetch in fetches))
-    return Reading(fetches, used, unused_bytes=room - used)
+    return ParamReads(fetches, used, unused_bytes=room - used)
 
 
 def staged_bytes(unit_of: UnitOf, plan: "Plan") -> int:
@@ -174,7 +174,7 @@ def keep_between(
     for ahead_bytes in (min(spare_bytes // 2, changing), spare_bytes // 2):
         held[:] = least
         found = _joined(fetches, kept, held, most - ahead_bytes)
-        if not kept & {one.unit for one in Reading(found).repeated}:
+        if not kept & {one.unit for one in ParamReads(found).repeated}:
             break
     return found
 

@@ -19,7 +19,7 @@ _TITLES = ("calls", "program", "memory", "values leaving", "params read", "param
 
 def plan_text(plan: Any) -> str:
     """The calls of a `Plan`, successive ones of a segment in a line."""
-    traced, reading, show = plan.traced, plan.reading, format_bytes
+    traced, reading, show = plan.traced, plan.reads, format_bytes
     read_bytes = sum(one.unit.num_bytes for one in reading.repeated)
     away_bytes = sum(plan.lives[slot].num_bytes for slot in plan.evictions)
     kept = {one.unit for one in reading.fetches}
@@ -58,7 +58,7 @@ def largest_text(plan: Any) -> str:
 
 def _lines(plan: Any) -> Iterator[tuple[str, ...]]:
     memory_bytes, left, read = plan.call_bytes(), Counter[int](), Counter[int]()
-    for one in plan.reading.repeated:
+    for one in plan.reads.repeated:
         read[one.first] += one.unit.num_bytes
     for slot, one in plan.evictions.items():
         left[one.written] += plan.lives[slot].num_bytes

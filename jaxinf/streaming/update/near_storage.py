@@ -267,7 +267,7 @@ class UpdatePlan:
 
     def traffic(self, plan: Plan) -> ByteCounts:
         """Returns the bytes that a step moves on drives."""
-        reading, subgroups, passes = plan.reading, self.subgroups, self.passes
+        reading, subgroups, passes = plan.reads, self.subgroups, self.passes
         given = {one.unit for one in reading.fetches if one.gradient is not None}
         read = sum(
             subgroups.file_bytes(move.layout, [_PARAMS])
