@@ -15,7 +15,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxinf.streaming.program.units import PINNED, Box
+from jaxinf.layout import Box
+from jaxinf.streaming.program.units import PINNED
 from jaxinf.typing import Array
 
 
