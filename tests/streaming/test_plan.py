@@ -140,6 +140,17 @@ def test_a_stack_is_fetched_and_handed_out_a_layer_at_a_time(name):
     assert order == sorted(order, reverse=not is_reverse)
 
 
+def test_a_long_chain_before_a_scan_is_looked_at_once():
+    def loss(params, x):
+        for _ in range(40):
+            x = x + jnp.tanh(x)
+        return jax.lax.scan(lambda sum, row: (sum + jnp.sum(row @ params), 0), 0.0, x)[
+            0
+        ]
+
+    assert order_program(loss, np.eye(4, dtype="f"), np.ones((6, 4), "f")).forward
+
+
 def pending_bytes(plan):
     """Returns the most bytes of backward values that wait between two calls."""
     sizes = {}

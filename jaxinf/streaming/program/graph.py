@@ -190,6 +190,7 @@ class _Unroller(Inliner):
         self._inputs: dict[tuple[Origin, Any], Value] = {}
         self._items: dict[tuple[Value, int], Value] = {}
         self._whole: dict[Stack, Value] = {}
+        self._stacked: set[Value] = set()  # made of stacked ones, element by element
         self._zeros: set[Value] = set()
         self._sliced: set[tuple[int, ...]] = set()
 
@@ -213,6 +214,12 @@ class _Unroller(Inliner):
         if value.node is None:
             return self.append(Node(lax.copy_p, (value,), {}), [value.aval])[0]
         return value
+
+    def append(self, node: Node, avals: Sequence[Any]) -> tuple[Value, ...]:
+        outputs, inputs = super().append(node, avals), node.inputs
+        if _is_pointwise(node, inputs, avals) and any(map(self._is_stacked, inputs)):
+            self._stacked.update(outputs)
+        return outputs
 
     def callee(self, eqn: Any) -> Any:  # what a checkpoint repeats stays together
         return compat.called_jaxpr(eqn.primitive.name, eqn.params, checkpoints=False)
@@ -281,12 +288,7 @@ class _Unroller(Inliner):
         """Whether slices of `atom` are available without the whole."""
         if isinstance(atom, Stack) or isinstance(atom.origin, Piece):
             return True
-        node = atom.node
-        return (
-            node is not None
-            and _is_pointwise(node, node.inputs, [out.aval for out in node.outputs])
-            and any(map(self._is_stacked, node.inputs))
-        )
+        return atom in self._stacked
 
     def _unroll(self, eqn: Any, inputs: list[Atom]) -> list[Atom]:
         params = eqn.params
