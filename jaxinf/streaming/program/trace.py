@@ -126,18 +126,25 @@ def trace(
     def loss_and_gradients(
         params: Sequence[Any], batch: Sequence[Any], seed: jax.Array
     ) -> tuple[Any, ...]:
-        pair = flat if has_aux else lambda *args: (flat(*args), ())
-        value, pull_back, rest = jax.vjp(lambda p: pair(p, batch), params, has_aux=True)
-        return value, rest, pull_back(seed)
+        def pair(params: Sequence[Any]) -> tuple[jax.Array, PyTree]:
+            return _check_result(flat(params, batch), has_aux)
+
+        value, pull_back, aux = jax.vjp(pair, params, has_aux=True)
+        return value, aux, pull_back(seed.astype(value.dtype))
 
     given, seed_dtype = (on_mesh(leaves, mesh), on_mesh(batch_leaves, mesh)), None
+    make = jax.make_jaxpr(loss_and_gradients if has_loss else flat, return_shape=True)
+
+    def with_seed(dtype: Any) -> Any:
+        return make(*given, *on_mesh([jax.ShapeDtypeStruct((), dtype)], mesh))
+
     if has_loss:
-        loss, aux = _check_result(jax.eval_shape(flat, *given), has_aux)
+        closed, (loss, aux, _) = with_seed(np.float32)
+        if loss.dtype != np.float32:  # again, so that no cotangent is cast
+            closed, (loss, aux, _) = with_seed(loss.dtype)
         seed_dtype = loss.dtype
-        seed = on_mesh([jax.ShapeDtypeStruct((), seed_dtype)], mesh)
-        closed = jax.make_jaxpr(loss_and_gradients)(*given, *seed)
     else:
-        closed, aux = jax.make_jaxpr(flat, return_shape=True)(*given)
+        closed, aux = make(*given)
     mesh = mesh_in_program(closed, mesh)  # which only it may name
     check_effects(closed)
     traced = Traced(
@@ -162,6 +169,8 @@ def _check_result(out: Any, has_aux: bool) -> tuple[Any, PyTree]:
         )
     result: tuple[Any, PyTree] = out if has_aux else (out, ())
     loss, aux = result
+    if isinstance(loss, (int, float)):
+        loss = jnp.asarray(loss)
     is_array = hasattr(loss, "shape")
     if not is_array or loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
         hint = "take its mean or sum" if is_array else "return its value alone"
