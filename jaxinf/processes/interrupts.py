@@ -88,7 +88,7 @@ def run_whole(
         function()
         return
     try:
-        queue = _queue()
+        queue = _queue(give_up is None)  # callbacks do not wait for a given-up step
     except RuntimeError:  # the process may have no more threads
         function()
         return
@@ -129,8 +129,11 @@ def raise_kept() -> None:
 
 
 @functools.cache
-def _queue() -> "SimpleQueue[Callable[[], None]]":
-    """Returns the queue of a thread that calls the main thread's functions in turn.
+def _queue(are_callbacks: bool) -> "SimpleQueue[Callable[[], None]]":
+    """Returns the queue of a thread that calls functions of the main thread in turn.
+
+    Args:
+      are_callbacks: Whether these are callbacks, or steps.
 
     Raises:
       RuntimeError: the process may have no more threads.
