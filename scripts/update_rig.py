@@ -16,10 +16,9 @@ from floor import Piece, Transfer
 
 import jaxinf
 from jaxinf.compress import SparseLeaf
-from jaxinf.csd import ScalarInputs
 from jaxinf.engine import SubgroupLayout, UpdateRequest, engine_of
 from jaxinf.optimizer.leaf_call import LeafCall, grouped
-from jaxinf.program import trace_init, trace_update
+from jaxinf.program import LeafInputs, trace_init, trace_update
 from jaxinf.store import ScalarState, Slot, dtype_of, encode_path
 from jaxinf.transfer import page_ceil
 from jaxinf.typing import Array
@@ -102,7 +101,7 @@ class UpdateRig:
             kernel=self._program.leaves[number].kernel,
             origin=(0,),
             gradient=self.gradients[number],
-            inputs=ScalarInputs(scalars),
+            inputs=LeafInputs(scalars),
             out=self._next_params[number],
             probe=_NO_PROBE,
             params=self.params[number] if self._takes_params else None,

@@ -11,7 +11,6 @@ from jaxinf.csd.base import (
     GradientForm,
     KernelNeed,
     Rounding,
-    ScalarInputs,
     Transfer,
     Update,
     UpdateOutcome,

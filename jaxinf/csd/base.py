@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from jaxinf.compress import SparseGradient
-from jaxinf.program import Kernel
+from jaxinf.program import Kernel, LeafInputs
 from jaxinf.typing import Array
 
 
@@ -39,19 +39,6 @@ class Extent:
     def num_bytes(self) -> int:
         """Bytes of the elements, without padding."""
         return self.num_elements * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class ScalarInputs:
-    """A kernel's inputs beside state and gradient.
-
-    Attributes:
-      scalars: 0-d arrays of 32-bit dtypes or bool, from the prologue.
-      arrays: further 1-D inputs as long as the subgroup; almost always none.
-    """
-
-    scalars: tuple[Array, ...] = ()
-    arrays: tuple[Array, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,7 +72,7 @@ class Update(NamedTuple):
     extents: Sequence[Extent]
     kernel: Kernel
     gradient: Array | SparseGradient
-    inputs: ScalarInputs
+    inputs: LeafInputs
     out: Array | None
     rounding: Rounding
     given: Array | None = None

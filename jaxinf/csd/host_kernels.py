@@ -12,10 +12,10 @@ from functools import partial
 import numpy as np
 
 from jaxinf.compress import SparseGradient
-from jaxinf.csd.base import Csd, CsdBuffer, Extent, Rounding, ScalarInputs, Update
+from jaxinf.csd.base import Csd, CsdBuffer, Extent, Rounding, Update
 from jaxinf.kernels import Passage, compiled, initialise, stored_arrays
 from jaxinf.layout import CodedSlot
-from jaxinf.program import Kernel
+from jaxinf.program import Kernel, LeafInputs
 from jaxinf.transfer import crc32c_combine
 from jaxinf.typing import Array
 
@@ -29,7 +29,7 @@ def initialise_states(
     extents: Sequence[Extent],
     kernel: Kernel,
     params: Array,
-    inputs: ScalarInputs,
+    inputs: LeafInputs,
     rounding: Rounding,
 ) -> None:
     """Fills a subgroup's master params and first state in a new buffer of a CSD."""

@@ -23,7 +23,6 @@ from jaxinf.csd import (
     Csd,
     CsdBuffer,
     Rounding,
-    ScalarInputs,
     Update,
     initialise_states,
     is_idle,
@@ -41,7 +40,7 @@ from jaxinf.engine.store_subgroups import Move, StoreSubgroups, SubgroupLayout
 from jaxinf.errors import NonFiniteScalarError, StoreMismatchError
 from jaxinf.kernels import scalars_used, specialise, state_read
 from jaxinf.layout import covers, rounding_of_chunk, target_view
-from jaxinf.program import Kernel
+from jaxinf.program import Kernel, LeafInputs
 from jaxinf.store import ERROR_FEEDBACK, ScalarState, dtype_of
 from jaxinf.transfer import Task
 from jaxinf.typing import Array
@@ -59,7 +58,7 @@ class FirstParams(NamedTuple):
     leaf: int
     params: Array
     origin: Sequence[int]
-    inputs: ScalarInputs
+    inputs: LeafInputs
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class UpdateRequest:
     kernel: Kernel
     origin: tuple[int, ...]
     gradient: Array | SparseLeaf
-    inputs: ScalarInputs
+    inputs: LeafInputs
     out: Array | None
     probe: Array
     params: Array | None = None
@@ -421,13 +420,13 @@ def _moved(
 
 
 def gather_inputs(
-    layout: SubgroupLayout, inputs: ScalarInputs, origin: Sequence[int]
-) -> ScalarInputs:
+    layout: SubgroupLayout, inputs: LeafInputs, origin: Sequence[int]
+) -> LeafInputs:
     """Returns a subgroup's part of a kernel's other arrays."""
     if not inputs.arrays:
         return inputs
     arrays = tuple(layout.gather(array, origin) for array in inputs.arrays)
-    return ScalarInputs(inputs.scalars, arrays)
+    return LeafInputs(inputs.scalars, arrays)
 
 
 def rounding_of(layout: SubgroupLayout, step: int) -> Rounding:

@@ -18,7 +18,6 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinf import compat
-from jaxinf.csd import ScalarInputs
 from jaxinf.engine import (
     FirstParams,
     StoreDescription,
@@ -249,7 +248,7 @@ def _first_params(
         for origin, shard in shards_with_origin(leaf):
             arrays = tuple(_part_of(a, origin, shard.shape) for a in own.arrays)
             given.append(
-                FirstParams(number, shard, origin, ScalarInputs(scalars, arrays))
+                FirstParams(number, shard, origin, LeafInputs(scalars, arrays))
             )
             num_bytes += shard.nbytes
             del shard

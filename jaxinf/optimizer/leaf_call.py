@@ -20,7 +20,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxinf.csd import ScalarInputs
 from jaxinf.engine import LeafDescription, UpdateRequest, unused_axes
 from jaxinf.optimizer.callback import (
     AnyMesh,
@@ -220,8 +219,8 @@ class HostCall(NamedTuple):
             origin.append(position * length)
         return tuple(origin)
 
-    def inputs(self, leaf: LeafCall) -> ScalarInputs:
-        return ScalarInputs(
+    def inputs(self, leaf: LeafCall) -> LeafInputs:
+        return LeafInputs(
             tuple(self.scalars[place] for place in leaf.scalars), leaf.inputs
         )
 

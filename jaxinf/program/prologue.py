@@ -18,15 +18,17 @@ from jaxinf.program.split import BodyBuilder
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LeafInputs:
-    """The prologue's inputs for one leaf's kernel; a pytree.
+    """A kernel's inputs beside state and gradient, from the prologue; a pytree.
+
+    Its arrays are JAX's, or NumPy's on the host.
 
     Attributes:
       scalars: 0-d: float32, int32, uint32 or bool, as ``Kernel.scalar_dtypes``.
-      arrays: Arrays of the leaf's shape.
+      arrays: of the leaf's shape, or 1-D as long as a subgroup; almost always none.
     """
 
-    scalars: tuple[jax.Array, ...]
-    arrays: tuple[jax.Array, ...]
+    scalars: tuple[Any, ...] = ()
+    arrays: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

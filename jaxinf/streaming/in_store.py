@@ -19,7 +19,6 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from jaxinf.csd import ScalarInputs
 from jaxinf.engine import (
     Engine,
     FirstParams,
@@ -35,7 +34,7 @@ from jaxinf.engine import (
     subgroups_of,
 )
 from jaxinf.errors import StreamError
-from jaxinf.program import UpdateProgram, trace_init
+from jaxinf.program import LeafInputs, UpdateProgram, trace_init
 from jaxinf.store import Shards
 from jaxinf.streaming.endpoints import Endpoints
 from jaxinf.streaming.move.params import KeepErrors, StoreParams, read_units
@@ -246,7 +245,7 @@ class InStore:
         description: StoreDescription,
         leaf: int,
         made: Iterator[Any],
-        inputs: ScalarInputs,
+        inputs: LeafInputs,
     ) -> None:
         """Makes the next leaf, and writes its params and first state; blocks."""
         files = self.engine.files

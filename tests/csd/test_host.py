@@ -7,7 +7,8 @@ import pytest
 from csd_contract import ADAMW, SIMPLE, Chunk, assert_same
 
 from jaxinf.compress import SparseGradient
-from jaxinf.csd import Rounding, ScalarInputs, Update, host_kernels, parse_csd
+from jaxinf.csd import Rounding, Update, host_kernels, parse_csd
+from jaxinf.program import LeafInputs
 
 HOST = parse_csd("host")
 
@@ -17,7 +18,7 @@ def test_arrays_that_a_kernel_does_not_take_are_refused(tmp_path):
     params = chunk.states()[0]
 
     def run(gradient, out, buffer=chunk.buffer):
-        inputs = ScalarInputs()
+        inputs = LeafInputs()
         given = Update(
             chunk.extents, chunk.kernel, gradient, inputs, out, Rounding(0, 0)
         )

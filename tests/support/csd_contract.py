@@ -21,7 +21,6 @@ from jaxinf.csd import (
     GradientForm,
     KernelNeed,
     Rounding,
-    ScalarInputs,
     Transfer,
     Update,
     initialise_states,
@@ -30,7 +29,7 @@ from jaxinf.csd import (
 )
 from jaxinf.errors import StoreIOError
 from jaxinf.layout import CODE_BLOCK
-from jaxinf.program import trace_init, trace_update
+from jaxinf.program import LeafInputs, trace_init, trace_update
 from jaxinf.transfer import ByteMeters, allocate_file, crc32c
 
 PAGE = 4096
@@ -129,7 +128,7 @@ class Chunk:
             self.extents,
             self.init,
             params,
-            ScalarInputs(),
+            LeafInputs(),
             ROUNDING,
         )
         return self
@@ -162,7 +161,7 @@ class Chunk:
         outcome = self.csd.update(
             self.buffer,
             Update(
-                self.extents, self.kernel, gradient, ScalarInputs(tuple(scalars)), out,
+                self.extents, self.kernel, gradient, LeafInputs(tuple(scalars)), out,
                 Rounding(0x9ABCDEF0 + step, 0),
                 tells=range(len(self.extents)),
             ),

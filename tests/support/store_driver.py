@@ -15,7 +15,6 @@ import small_stores
 from raw_stores import chunk_file, decoded, flip_bit
 
 import jaxinf
-from jaxinf.csd import ScalarInputs
 from jaxinf.engine import (
     FirstParams,
     UpdateRequest,
@@ -25,7 +24,7 @@ from jaxinf.engine import (
     initialise_leaves,
 )
 from jaxinf.layout.codecs import encode_split
-from jaxinf.program import trace_init, trace_update
+from jaxinf.program import LeafInputs, trace_init, trace_update
 from jaxinf.store import (
     CommitRecord,
     CommittedStep,
@@ -91,7 +90,7 @@ class Driver:
         is_new = bind_optimizer(self.engine, self.description, may_create=True)
         if is_new:
             for number, params in enumerate(self.initial.values()):
-                origin, inputs = (0,) * params.ndim, ScalarInputs()
+                origin, inputs = (0,) * params.ndim, LeafInputs()
                 given = FirstParams(number, params, origin, inputs)
                 initialise_leaves(self.engine.files, self.description, [given])
             self.engine.steps.commit_whole(0, self.scalars(0))
@@ -135,7 +134,7 @@ class Driver:
             kernel=leaf.kernel,
             origin=(0,) * len(shape),
             gradient=np.full(shape, gradient, leaf.device_dtype),
-            inputs=ScalarInputs(),
+            inputs=LeafInputs(),
             out=np.empty(shape, leaf.device_dtype),
             probe=probe,
         )

@@ -18,10 +18,9 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from jaxinf.csd import ScalarInputs
 from jaxinf.engine import UpdateRequest, carried_leaves, check_carried
 from jaxinf.errors import StreamError
-from jaxinf.program import refused_gradient
+from jaxinf.program import LeafInputs, refused_gradient
 from jaxinf.store import ScalarState
 from jaxinf.streaming.move.params import StoreParams
 from jaxinf.streaming.move.scratch import store_scratch
@@ -298,7 +297,7 @@ class StoreSink:
         updates, params = self.updates, self._params.take(unit)
         assert params is None or unit.is_divided, "the update takes parts that it moves"
         parts = shards_of(gradient, unit.boxes)
-        inputs, requests = ScalarInputs(()), []
+        inputs, requests = LeafInputs(()), []
         for number, (box, part) in enumerate(zip(unit.boxes, parts, strict=True)):
             place = unit.in_leaf(box)
             part = part.reshape(place.shape)

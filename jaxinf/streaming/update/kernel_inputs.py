@@ -15,9 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinf.csd import ScalarInputs
 from jaxinf.engine import Engine, StateReader, StateRequest
-from jaxinf.program import PassComputation, Passes, UpdateProgram, Value, key_data
+from jaxinf.program import (
+    LeafInputs,
+    PassComputation,
+    Passes,
+    UpdateProgram,
+    Value,
+    key_data,
+)
 from jaxinf.streaming.plan.memory import READER_BYTES
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.keys import Keys
@@ -106,7 +112,7 @@ class KernelInputs:
 
     def of_leaf(
         self, leaf: int, gradient: jax.Array | Array, params: Array | None
-    ) -> ScalarInputs:
+    ) -> LeafInputs:
         """Returns the inputs of a leaf's kernel, in the last pass; blocks.
 
         Args:
@@ -120,7 +126,7 @@ class KernelInputs:
             names, own = (*part.scalars, *part.arrays), map(np.asarray, outputs[num:])
             known = known | dict(zip(names, own, strict=True))
         wanted = self._passes.prologue.leaves[leaf]
-        return ScalarInputs(
+        return LeafInputs(
             tuple(known[value] for value in wanted.scalars),
             tuple(known[value] for value in wanted.arrays),
         )

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from jaxinf.compress import SparseLeaf, TopK, compress_leaf
-from jaxinf.csd import ScalarInputs, is_idle
+from jaxinf.csd import is_idle
 from jaxinf.engine import (
     Engine,
     Move,
@@ -27,7 +27,14 @@ from jaxinf.engine import (
 )
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.layout import LeafGrid
-from jaxinf.program import InitProgram, Passes, UpdateProgram, key_data, trace_update
+from jaxinf.program import (
+    InitProgram,
+    LeafInputs,
+    Passes,
+    UpdateProgram,
+    key_data,
+    trace_update,
+)
 from jaxinf.store import ScalarState, encode_path, required_bytes
 from jaxinf.streaming.move.params import AT_ONCE
 from jaxinf.streaming.move.scratch import PART_BYTES, writing_bytes
@@ -94,7 +101,7 @@ def passes_for(
 
 def initial_inputs(
     program: InitProgram, leaves: Sequence[jax.ShapeDtypeStruct]
-) -> tuple[list[ScalarState], list[ScalarInputs]]:
+) -> tuple[list[ScalarState], list[LeafInputs]]:
     """Returns the first scalar state, and the inputs of each leaf's initial state."""
     check_init(program)
     scalars, inputs = program.compute(leaves)
@@ -103,7 +110,7 @@ def initial_inputs(
         ScalarState.of(path, np.array(key_data(value)))
         for path, value in zip(paths, scalars, strict=True)
     ]
-    return state, [ScalarInputs(tuple(map(np.asarray, own.scalars))) for own in inputs]
+    return state, [LeafInputs(tuple(map(np.asarray, own.scalars))) for own in inputs]
 
 
 def check_init(program: InitProgram) -> None:
