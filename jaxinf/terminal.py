@@ -7,7 +7,7 @@ printed text is never taken for markup.
 import re
 import sys
 from operator import index
-from typing import IO
+from typing import IO, Any, get_args
 
 from rich.console import Console
 
@@ -84,6 +84,14 @@ def given_bytes(name: str, value: int | str) -> int:
     if num_bytes < 1:
         raise ValueError(f"{name}={value!r}: expected at least 1")
     return num_bytes
+
+
+def check_choice(name: str, value: object, kind: Any) -> None:
+    """Refuses an argument that is none of the values of a ``Literal``: ValueError."""
+    choices = get_args(kind)
+    if value not in choices:
+        listed = ", ".join(map(repr, choices))
+        raise ValueError(f"{name}={value!r}: expected one of {listed}")
 
 
 def make_console(file: IO[str] | None = None, *, soft_wrap: bool = False) -> Console:

@@ -6,11 +6,13 @@ when they are made.
 
 from dataclasses import dataclass, fields
 from fractions import Fraction
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import jax.numpy as jnp
 import msgspec
 import numpy as np
+
+from jaxinf.terminal import check_choice
 
 ValueDType: TypeAlias = Literal["float32", "bfloat16", "float16"]
 """Dtype of the values on the link."""
@@ -41,11 +43,8 @@ class TopK:
                 f"top_k: expected warmup_steps of at least 0, found "
                 f"{self.warmup_steps!r}"
             )
-        if self.values not in (None, *get_args(ValueDType)):
-            raise ValueError(
-                f"top_k: values={self.values!r}: expected one of "
-                f"{', '.join(map(repr, get_args(ValueDType)))}"
-            )
+        if self.values is not None:
+            check_choice("top_k: values", self.values, ValueDType)
 
     def value_dtype(self, gradient: Any) -> np.dtype:
         """Returns the dtype of values on the link, for a gradient's dtype."""

@@ -6,19 +6,19 @@ Invariant: no option is ignored, and the error for a bad one names it.
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 from jaxinf.csd import CsdSpec, parse_csd
 from jaxinf.errors import ExchangeError
 from jaxinf.exchange import ObjectStore
 from jaxinf.store import (
-    CODECS,
     StateFormat,
     StoreDirectory,
     check_roots,
     checkpoint_names,
     remove_checkpoint,
 )
+from jaxinf.terminal import check_choice
 from jaxinf.transfer import existing_parent
 
 Durability: TypeAlias = Literal["step", "checkpoint"] | int
@@ -66,10 +66,9 @@ class StoreOptions:
         check_roots(self.csds)
         for root in self.csds:
             check_writable(root)
-        if self.master not in get_args(MasterChoice):
-            raise ValueError(f"master={self.master!r}: expected 'auto' or 'none'")
-        if self.state not in (None, "fp32", *CODECS):
-            raise ValueError(f"state={self.state!r}: expected 'fp32', 'bf16' or 'int8'")
+        check_choice("master", self.master, MasterChoice)
+        if self.state is not None:
+            check_choice("state", self.state, StateFormat)
         self.keep_every, self.num_kept = _kept(self.keep_steps)
         self.steps_per_commit = _steps_per_commit(self.durability)
         self.rewrites_steps = self.steps_per_commit != 1

@@ -5,7 +5,7 @@ Invariant: the pair of functions has no state of a run; the store has it.
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import optax
@@ -27,7 +27,8 @@ from jaxinf.optimizer.leaf_call import on_one_mesh
 from jaxinf.optimizer.state import SmartUpdateState
 from jaxinf.optimizer.update import run_update
 from jaxinf.optimizer.wrapped import OffloadedOptimizer, OnExisting, UpdateDtype, align
-from jaxinf.program import Average, NonFinitePolicy, averaged, check_nonfinite
+from jaxinf.program import Average, NonFinitePolicy, averaged
+from jaxinf.terminal import check_choice
 from jaxinf.typing import PathLikeStr, PyTree
 
 
@@ -92,13 +93,9 @@ def smart_update(
       ValueError: an argument is out of range, or the store cannot keep the requested
         error feedback.
     """
-    check_nonfinite(nonfinite)
-    if on_existing not in get_args(OnExisting):
-        raise ValueError(
-            f'on_existing={on_existing!r}: expected "resume", "restart" or "error"'
-        )
-    if updates not in get_args(UpdateDtype):
-        raise ValueError(f'updates={updates!r}: expected "gradient" or "float32"')
+    check_choice("nonfinite", nonfinite, NonFinitePolicy)
+    check_choice("on_existing", on_existing, OnExisting)
+    check_choice("updates", updates, UpdateDtype)
     owned = store if isinstance(store, Store) else open_store(store)
     check_compression(compress, engine_of(owned).options)
     wrapped = OffloadedOptimizer(

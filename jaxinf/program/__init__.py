@@ -41,7 +41,6 @@ from jaxinf.program.kernel import (
 )
 from jaxinf.program.nonfinite import (
     NonFinitePolicy,
-    check_nonfinite,
     refused_gradient,
 )
 from jaxinf.program.on_device import (

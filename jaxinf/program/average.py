@@ -8,13 +8,14 @@ import functools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxinf.terminal import check_choice
 from jaxinf.typing import FLOAT32, PyTree
 
 AverageFormat: TypeAlias = Literal["fp32", "bf16"]
@@ -86,8 +87,7 @@ def ema(
     """
     if type(every) is not int or every < 1:
         raise ValueError(f"ema: every={every!r}: expected a number from 1")
-    if form not in get_args(AverageFormat):
-        raise ValueError(f"ema: form={form!r}: expected 'fp32' or 'bf16'")
+    check_choice("ema: form", form, AverageFormat)
     is_number = isinstance(decay, int | float | np.number)
     if isinstance(decay, bool) or not (is_number or callable(decay)):
         raise TypeError(

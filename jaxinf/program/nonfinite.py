@@ -1,21 +1,13 @@
 """The effect of a gradient with NaN or Inf."""
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 from jaxinf.documents import first_few
 from jaxinf.errors import NonFiniteGradientError
 
 NonFinitePolicy: TypeAlias = Literal["error", "skip", "allow"]
 """The effect of a gradient with NaN or Inf; see `jaxinf.smart_update`."""
-
-
-def check_nonfinite(nonfinite: NonFinitePolicy) -> None:
-    """Raises ValueError for an unknown policy."""
-    if nonfinite not in get_args(NonFinitePolicy):
-        raise ValueError(
-            f'nonfinite={nonfinite!r}: expected "error", "skip" or "allow"'
-        )
 
 
 def refused_gradient(

@@ -19,16 +19,16 @@ from jaxinf.engine import (
     open_store,
 )
 from jaxinf.processes import all_processes
-from jaxinf.program import Average, NonFinitePolicy, averaged, check_nonfinite
+from jaxinf.program import Average, NonFinitePolicy, averaged
 from jaxinf.streaming.function import ReadStore
 from jaxinf.streaming.in_memory import InMemory
 from jaxinf.streaming.in_store import InStore
-from jaxinf.streaming.plan.calls import POLICIES, Policy
+from jaxinf.streaming.plan.calls import Policy
 from jaxinf.streaming.plan.memory import store_memory_bytes
 from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.step import StreamedStep
 from jaxinf.streaming.update.device_updates import device_interval
-from jaxinf.terminal import exact_bytes, format_bytes, given_bytes
+from jaxinf.terminal import check_choice, exact_bytes, format_bytes, given_bytes
 from jaxinf.transfer import MACHINE_MEMORY_BYTES, free_memory
 from jaxinf.typing import PathLikeStr, PyTree
 
@@ -246,11 +246,8 @@ def _options(
     if device_memory_bytes is not None:
         device_bytes = given_bytes("device_memory_bytes", device_memory_bytes)
     options = Options(host_bytes, device_bytes, **given)
-    if options.policy not in POLICIES:
-        raise ValueError(
-            f"policy={options.policy!r}: expected one of {', '.join(POLICIES)}"
-        )
-    check_nonfinite(options.nonfinite)
+    check_choice("policy", options.policy, Policy)
+    check_choice("nonfinite", options.nonfinite, NonFinitePolicy)
     if options.micro_batches < 1:
         raise ValueError(f"micro_batches={options.micro_batches}: expected at least 1")
     if options.weights is not None and options.micro_batches == 1:

@@ -22,7 +22,7 @@ from jaxinf.store import StoreLock
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"master": "device"}, "expected 'auto' or 'none'"),
+        ({"master": "device"}, "expected one of 'auto', 'none'"),
         ({"state": "int4"}, "state='int4': expected"),
         ({"csds": ["no"]}, "no: expected a directory on a mounted drive, found noth"),
         ({"csds": ["file"]}, "file: expected a directory on a mounted drive, found a"),

@@ -135,9 +135,9 @@ REFUSED = {
     "argument": (PLATEAU, PARAMS, {}, r"'value'.*extra_args=\{\"value\": 0\.0\}.*, v"),
     "number": (ADAM, {"a": [1.0]}, {}, r"params/a.*: expected an array, found float"),
     "key": (ADAM, {"\ud800": PARAMS["b"]}, {}, "rename the key in the params tree"),
-    "nonfinite": (ADAM, PARAMS, {"nonfinite": "maybe"}, '.maybe.: expected "error"'),
-    "updates": (ADAM, PARAMS, {"updates": "bfloat16"}, '"gradient" or "float32"'),
-    "existing": (ADAM, PARAMS, {"on_existing": "anew"}, 'expected "resume"'),
+    "nonfinite": (ADAM, PARAMS, {"nonfinite": "maybe"}, ".maybe.: expected one of"),
+    "updates": (ADAM, PARAMS, {"updates": "bfloat16"}, "expected one of .gradient"),
+    "existing": (ADAM, PARAMS, {"on_existing": "anew"}, "expected one of 'resume'"),
 }
 
 

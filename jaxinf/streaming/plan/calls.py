@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from jaxinf.streaming.plan.memory import Memory
 from jaxinf.streaming.plan.reads import ParamReads
@@ -21,7 +21,6 @@ from jaxinf.streaming.program.trace import Traced
 from jaxinf.transfer import page_ceil
 
 Policy: TypeAlias = Literal["recompute", "keep", "offload", "plan"]
-POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 NUM_WRITING = 2
 """Calls from the one after which a value is written to the first that has its memory:
