@@ -45,5 +45,5 @@ StorePath = Annotated[
 ]
 """Annotates the first word after a command's verb."""
 
-FLAGS = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes)
+FLAG_FORMS = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes)
 """How the commands' flags are made."""

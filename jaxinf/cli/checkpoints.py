@@ -17,7 +17,7 @@ from jaxinf.cli.looking import say_warning
 from jaxinf.cli.terminal import make_table, show_progress
 from jaxinf.command_line import ByteSize, UsageError
 from jaxinf.exchange import (
-    DEFAULT_MEMORY_BYTES,
+    TRANSIT_BYTES,
     ExportOptions,
     ObjectStore,
     export_huggingface,
@@ -138,7 +138,7 @@ class Export:
         option("{float32,bfloat16,float16}"),
     ] = None
     # Memory for data in transit.
-    memory: Annotated[int, ByteSize] = DEFAULT_MEMORY_BYTES
+    memory: Annotated[int, ByteSize] = TRANSIT_BYTES
 
     def run(self) -> None:
         """Exports, and prints the path and content of the export."""

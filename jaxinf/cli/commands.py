@@ -14,7 +14,7 @@ from typing import Any
 
 import tyro
 
-from jaxinf.cli.arguments import FLAGS
+from jaxinf.cli.arguments import FLAG_FORMS
 from jaxinf.cli.checkpoints import Checkpoint
 from jaxinf.cli.doctor import Doctor
 from jaxinf.cli.inspection import Inspect
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 args=words or ["--help"],
                 description="Storage-offloaded training for JAX: stores, drives, and "
                 "plans. --version shows the version.",
-                config=FLAGS,
+                config=FLAG_FORMS,
             )
             status = command.run()
         sys.stdout.flush()

@@ -13,7 +13,7 @@ from typing import Annotated, TypeAlias
 import jax
 import tyro
 
-from jaxinf.cli.arguments import FLAGS, Switch, option
+from jaxinf.cli.arguments import FLAG_FORMS, Switch, option
 from jaxinf.command_line import ByteSize, UsageError
 from jaxinf.streaming import device_is_host, gpu_limit
 from jaxinf.terminal import format_bytes, make_console, printable
@@ -55,7 +55,7 @@ class Plan:
 def main(words: Sequence[str]) -> int:
     """Runs the command; returns the exit status."""
     own, rest = tyro.cli(
-        Plan, prog=_PROG, args=words, return_unknown_args=True, config=FLAGS
+        Plan, prog=_PROG, args=words, return_unknown_args=True, config=FLAG_FORMS
     )
     if rest and not rest[0].startswith("-"):
         alone = Path(rest[0], "config.json")

@@ -12,7 +12,7 @@ from jaxinf.cli.checkpoints import Export
 from jaxinf.cli.looking import say_warning
 from jaxinf.cli.terminal import show_progress
 from jaxinf.command_line import ByteSize, UsageError
-from jaxinf.exchange import DEFAULT_MEMORY_BYTES, export_source, export_url_at, is_url
+from jaxinf.exchange import TRANSIT_BYTES, export_source, export_url_at, is_url
 from jaxinf.store import (
     CopyLayout,
     Formats,
@@ -55,7 +55,7 @@ class Store:
     # Take the checkpoints along that all members have.
     checkpoints: Switch = False
     # Memory for data from or to a URL.
-    memory: Annotated[int, ByteSize] = DEFAULT_MEMORY_BYTES
+    memory: Annotated[int, ByteSize] = TRANSIT_BYTES
 
     def run(self) -> int:
         """Copies, and prints what came of it; returns the exit status."""

@@ -15,9 +15,9 @@ from jaxinf.exchange.huggingface_folder import (
     export_huggingface,
 )
 from jaxinf.exchange.params import (
-    DEFAULT_MEMORY_BYTES,
     LORA_A,
     LORA_B,
+    TRANSIT_BYTES,
     ExportOptions,
 )
 from jaxinf.exchange.safetensors_files import export_safetensors

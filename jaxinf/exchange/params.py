@@ -30,7 +30,7 @@ from jaxinf.store import (
 )
 from jaxinf.typing import AVERAGE, Array, ProgressCallback
 
-DEFAULT_MEMORY_BYTES = 256 << 20
+TRANSIT_BYTES = 256 << 20
 """Default memory for data in transit in an export or an import."""
 
 LORA_A, LORA_B = "lora_a", "lora_b"
@@ -47,7 +47,7 @@ class ExportOptions:
       stop: once it is set, an export to a URL ends with an ExchangeError.
     """
 
-    memory_bytes: int = DEFAULT_MEMORY_BYTES
+    memory_bytes: int = TRANSIT_BYTES
     progress: ProgressCallback = field(default_factory=lambda: lambda *_: None)
     stop: threading.Event = field(default_factory=threading.Event)
 

@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from jaxinf.documents import Document, first_few
 from jaxinf.errors import ExchangeError
-from jaxinf.exchange.params import DEFAULT_MEMORY_BYTES, ExportOptions
+from jaxinf.exchange.params import TRANSIT_BYTES, ExportOptions
 from jaxinf.store import (
     BESIDE,
     ChunkFile,
@@ -363,7 +363,7 @@ def check_exports(url: str, step: int) -> None:
 # --- out of an export ---------------------------------------------------------------
 
 
-def export_source(url: str, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> CopySource:
+def export_source(url: str, memory_bytes: int = TRANSIT_BYTES) -> CopySource:
     """Returns the step of an `export_url`, whose objects are all there; blocks.
 
     Raises:

@@ -255,7 +255,7 @@ class LeafResult(NamedTuple):
     feedback: Any
 
 
-Compress: TypeAlias = Callable[[LeafCall], LeafCall]
+CompressCall: TypeAlias = Callable[[LeafCall], LeafCall]
 """Compresses a leaf's call on the JAX device with the gradient, or with its shard."""
 
 
@@ -263,7 +263,7 @@ def send(
     host: HostCallback,
     call: HostCall,
     dtypes: Sequence[Any],
-    compress: Compress | None = None,
+    compress: CompressCall | None = None,
     *,
     shares: bool = True,
 ) -> tuple[list[LeafResult], jax.Array]:
@@ -325,7 +325,7 @@ def _call_specs(call: HostCall, specs: Sequence[PartitionSpec]) -> HostCall:
 
 # --- the leaves of a call ------------------------------------------------------------
 
-SMALL_BYTES = 1 << 20
+SHARED_CALL_BYTES = 1 << 20
 """A leaf that is shorter, on each JAX device, shares a call."""
 
 GROUP_BYTES = 8 << 20
@@ -354,9 +354,9 @@ def grouped(leaves: Sequence[LeafCall]) -> list[list[int]]:
             held + num_bytes <= GROUP_BYTES
             and arrived + num_bytes - began <= SPAN_BYTES
         )
-        if num_bytes >= SMALL_BYTES or not fits:
+        if num_bytes >= SHARED_CALL_BYTES or not fits:
             group, held, began = [], 0, arrived
-        if num_bytes < SMALL_BYTES:
+        if num_bytes < SHARED_CALL_BYTES:
             filling[kind] = group, held + num_bytes, began
         if not group:
             groups.append(group)
