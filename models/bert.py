@@ -127,7 +127,7 @@ class Bert(nnx.Module):
         key: Key = None,
         remat: Remat = None,
     ) -> jax.Array:
-        """Last layer's output, [batch, seq, features] in the compute dtype.
+        """Returns the last layer's output, [batch, seq, features] in the compute dtype.
 
         Args:
           tokens: int [batch, seq].

@@ -67,7 +67,7 @@ mlir.register_lowering(_BY_NUM_DEVICES, _lower_by_num_devices)
 
 
 def mesh_in_use() -> Any:
-    """The mesh of ``jax.set_mesh``; empty if there is none."""
+    """Returns the mesh of ``jax.set_mesh``; empty if there is none."""
     if hasattr(jax.sharding, "get_mesh"):
         return jax.sharding.get_mesh()
     from jax._src.mesh import Mesh, get_concrete_mesh  # in JAX 0.8

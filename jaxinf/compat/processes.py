@@ -90,7 +90,7 @@ class Coordination:
 
 
 def coordination() -> Coordination | None:
-    """The service of this program; None in a program of one process."""
+    """Returns the service of this program; None in a program of one process."""
     client, count = _distributed.client, _distributed.num_processes
     if client is None or not count or count < 2:
         return None

@@ -179,7 +179,7 @@ def decode_split(codes: Array, remainders: Array) -> Array:
 
 
 def random_bits(counters: Array, key: int) -> Array:
-    """16 bits of each counter, uint32: two rounds of a multiply-xorshift hash."""
+    """Hashes each counter to 16 bits, uint32: two rounds of a multiply-xorshift."""
     key32 = np.uint32(key)
     x = counters ^ key32
     x ^= x >> np.uint32(16)
@@ -248,7 +248,7 @@ def scales_length(grid: LeafGrid) -> int:
 
 @lru_cache(maxsize=1 << 12)
 def scale_chunks(grid: LeafGrid) -> tuple[Chunk, ...]:
-    """The chunks of the scales' array, one for each chunk of the leaf, in its order."""
+    """Returns the scales' chunks, one for each chunk of the leaf, in its order."""
     length = scales_length(grid)
     found = []
     for number, chunk in enumerate(grid.chunks()):

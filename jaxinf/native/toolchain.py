@@ -92,7 +92,7 @@ def is_zig(compiler: str) -> bool:
 
 
 def _installed_zig() -> str | None:
-    """The program in the package ziglang."""
+    """Returns the program in the package ziglang."""
     spec = importlib.util.find_spec("ziglang")
     if spec is None or spec.origin is None:
         return None
@@ -228,7 +228,7 @@ def run_compiler(arguments: Sequence[str]) -> None:
 
 
 def _environment(compiler: str) -> dict[str, str] | None:
-    """Zig keeps its own libraries, once compiled, in the cache."""
+    """Returns the environment of a compiler; Zig keeps its libraries in our cache."""
     if not is_zig(compiler):
         return None
     directory = str(cache_directory() / "zig")

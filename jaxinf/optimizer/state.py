@@ -249,7 +249,7 @@ def _shown(tree: PyTree) -> PyTree:
 
 
 def _hidden(tree: PyTree) -> PyTree:
-    """The reverse of `_shown`."""
+    """Reverses `_shown`."""
     if not isinstance(_first_stored(tree), StoredArray):
         return tree
     return jax.tree.map(

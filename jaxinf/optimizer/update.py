@@ -83,7 +83,7 @@ def run_update(
     shardings: tuple[NamedSharding, ...],
     carry: PyTree,
 ) -> tuple[PyTree, SmartUpdateState]:
-    """See `smart_update`; traceable.
+    """Does what `smart_update` says; traceable.
 
     Args:
       updates: a tree like the params, with None for a leaf that stays as it is.
@@ -189,7 +189,7 @@ class _StepCalls:
             )
             if gradient is not None:
                 known = params[number]
-                if self._gives(known):
+                if self._hands_over(known):
                     call = replace(call, params=known)
                 elif not self.shardings:
                     call = replace(call, probe=first_elements(known))
@@ -385,7 +385,7 @@ class _StepCalls:
         ]
         return [gate.astype(jnp.int32) for gate in gates]
 
-    def _gives(self, params: jax.Array) -> bool:
+    def _hands_over(self, params: jax.Array) -> bool:
         """Whether the params may equal the store's, and can be handed over for free."""
         is_free = shares_memory() and bool(self.shardings or jax.device_count() == 1)
         is_stored = params.dtype in (jnp.float32, jnp.bfloat16)

@@ -378,7 +378,7 @@ class Group:
             _LOG.debug("%s: the others were not told: %s", self.where, error)
 
     def failure_of_others(self, step: int) -> ProcessError:
-        """The error of a step that another process has failed; waits for its words."""
+        """Waits for the error of a step that another process has failed; returns it."""
         until_s = time.monotonic() + 5
         while not (found := self.said("failed")):
             if time.monotonic() > until_s:

@@ -134,7 +134,7 @@ class Kernel:
         return frozenset(names | ({"params"} if self.update is None else set()))
 
     def describe(self) -> list[str]:
-        """The program line by line, with every literal shown as ``#``."""
+        """Returns the program line by line, with every literal shown as ``#``."""
         return self._lines(len(self.equations), self.slots)
 
     @cached_property
@@ -167,7 +167,7 @@ def is_supported_dtype(dtype: Any) -> bool:
 
 
 def scalar_dtype(dtype: np.dtype) -> np.dtype:
-    """The dtype in which a scalar of a supported one is handed over."""
+    """Returns the dtype in which a scalar of a supported one is handed over."""
     return _SCALAR_DTYPES[dtype]
 
 
@@ -185,7 +185,7 @@ def needed_by(
 def inputs_of(
     equations: Sequence[Equation], outputs: Sequence[Operand | None]
 ) -> set[tuple[str, int]]:
-    """Kind and index of every input that outputs depend on."""
+    """Returns kind and index of every input that outputs depend on."""
     needed = needed_by(equations, outputs)
     return {(o.kind, o.index) for o in needed if isinstance(o, Input)}
 

@@ -94,7 +94,7 @@ def key_data(value: jax.Array) -> jax.Array:
 
 
 def typed_like(value: Any, like: Any) -> jax.Array:
-    """The reverse of `key_data`, for keys like others, or like their shape."""
+    """Reverses `key_data`, for keys like others, or like their shape."""
     is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
     if not is_key or jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return value

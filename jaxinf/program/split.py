@@ -66,7 +66,7 @@ class BodyBuilder:
         return Input("scalar", index, np.dtype(self.scalars[index].dtype))
 
     def operand(self, root: Value) -> Operand:
-        """The operand for `root`, after the equations that compute it.
+        """Returns the operand for `root`, after the equations that compute it.
 
         Raises:
           UnsupportedTransformError: It is not elementwise in stored state.

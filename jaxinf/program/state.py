@@ -73,7 +73,7 @@ class StateLayout:
 
 
 def float32_avals(params: PyTree) -> PyTree:
-    """The avals of the params as the optimizer is traced: float32 throughout."""
+    """Returns the params' avals as the optimizer is traced: float32 throughout."""
     infos = leaf_infos(params)
     avals = [jax.ShapeDtypeStruct(info.shape, FLOAT32) for info in infos]
     return jax.tree.unflatten(jax.tree.structure(params), avals)

@@ -422,7 +422,7 @@ class TrainConfig:
         return store.with_name(store.name + "-log")
 
     def to_json(self) -> dict[str, JsonValue]:
-        """All fields of the run as JSON, paths as text."""
+        """Returns all fields of the run as JSON, paths as text."""
         names = [field.name for field in dataclasses.fields(self)]
         document = {n: getattr(self, n) for n in names if n not in _NOT_OF_RUNS}
         return json.loads(json.dumps(document, default=str))

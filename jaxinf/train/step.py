@@ -156,7 +156,7 @@ def updated(params: PyTree, updates: PyTree) -> PyTree:
 
 
 def _norm(gradients: PyTree, *, is_clipped: bool) -> jax.Array:
-    """The norm that clipping computes, or one of finished gradients.
+    """Returns the norm that clipping computes, or one of finished gradients.
 
     The barrier keeps XLA from making gradients in another way where nothing else in the
     step waits for them all.

@@ -81,7 +81,7 @@ class StepTimer:
         self._since_s = None
 
     def ended(self, number: int, costs: Costs) -> None:
-        """Called after each step; blocks for the commit of the last traced one."""
+        """Ends the trace after its last step, for whose commit it blocks."""
         if number == self._traced.stop - 1:
             costs()
             self.close()
@@ -95,7 +95,7 @@ class StepTimer:
 
 
 def rss_bytes() -> int:
-    """Resident memory of this process now."""
+    """Returns the resident memory of this process now."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
 
@@ -107,7 +107,7 @@ def peak_rss_bytes() -> int:
 
 
 def _device_bytes() -> int | None:
-    """Memory in use on this process's JAX devices; None where it is the host's."""
+    """Returns the memory in use on JAX devices here; None where it is the host's."""
     stats = [device.memory_stats() for device in jax.local_devices()]
     used = [one["bytes_in_use"] for one in stats if one and "bytes_in_use" in one]
     return sum(used) if used else None

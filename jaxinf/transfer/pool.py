@@ -83,7 +83,7 @@ class Buffer:
         self.num_bytes = mapping.array.nbytes
 
     def release(self) -> None:
-        """Gives the memory back to the pool; again: does nothing. Thread-safe."""
+        """Gives the memory back to the pool. Idempotent; thread-safe."""
         self._pool._take_back(self)
 
     def __enter__(self) -> "Buffer":
