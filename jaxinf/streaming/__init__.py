@@ -11,7 +11,12 @@ Where a question is answered:
 
     where params and state are             in_store.py, in_memory.py, function.py
     what these give to a step              endpoints.py
-    how a program is taken apart           program/graph.py, program/units.py
+    how a loss becomes a graph             program/trace.py, program/graph.py
+    in which order its nodes run           program/lifetimes.py
+    where a program is cut                 program/cut.py
+    which programs are equal               program/keys.py
+    which parts of params move as one      program/units.py
+    how the first params are made          program/initial.py
     how memory is divided                  plan/memory.py
     how memory becomes cuts                plan/cut_to_fit.py
     the order of calls, and of parts       plan/order.py
@@ -26,6 +31,7 @@ Where a question is answered:
     how gradients come to the host         update/gradients.py
     where a gradient becomes an update     update/apply_gradients.py, in_memory.py
     which optimizers can run, in passes    update/near_storage.py
+    what kernels take beside state         update/kernel_inputs.py
     what the device updates itself         update/device_updates.py
     which cuts a store keeps               plan/kept.py
     how processes begin and end alike      compiled_step.py

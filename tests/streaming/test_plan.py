@@ -20,15 +20,10 @@ from jaxinf.streaming.count import program_bytes
 from jaxinf.streaming.plan import reads
 from jaxinf.streaming.plan.cut_to_fit import cut_to_fit
 from jaxinf.streaming.plan.order import plan_of
+from jaxinf.streaming.program import lifetimes
 from jaxinf.streaming.program.cut import cuts_of
 from jaxinf.streaming.program.graph import Piece
-from jaxinf.streaming.program.lifetimes import (
-    OrderedProgram,
-    Stay,
-    fill,
-    occupancy,
-    order_program,
-)
+from jaxinf.streaming.program.lifetimes import Stay, fill, occupancy, order_program
 from jaxinf.streaming.run import Runner
 
 pytestmark = pytest.mark.optimized("long")
@@ -274,7 +269,7 @@ def test_freed_memory_is_given_back(step):
     libc.malloc.argtypes, libc.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
     libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
     step.compile(WIDE.batch)
-    assert not any(isinstance(x, OrderedProgram) for x in gc.get_objects())
+    assert not any(isinstance(x, lifetimes.OrderedProgram) for x in gc.get_objects())
     blocks = [libc.memset(libc.malloc(size), 1, size) for _ in range(1000)]
     full_bytes = resident_bytes()
     last = blocks.pop()
