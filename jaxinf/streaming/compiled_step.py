@@ -197,7 +197,9 @@ class CompiledStep:
 
         def form() -> JsonValue:
             began_s = time.perf_counter()
-            self._ends.join()
+            if engine is not None:
+                steps, commits = engine.steps, self._ends.reads_commit
+                (steps.wait if commits else steps.join)()
             self._waited_s = time.perf_counter() - began_s
             if self._sink is not None:
                 self._sink.begin(given)

@@ -42,10 +42,9 @@ class Endpoints:
       in_memory: Returns what gives a run those in memory, if there is no store.
       sink: Makes what takes a plan's gradients; None for a function.
       updates: The updates near storage; None if there are none.
-      join: Waits for those of the step before.
+      reads_commit: Whether params are of the last commit, not of the last step.
       scratch: Makes files on drives for values.
-      kept_cuts: Returns the cuts on which bits depend from before; None if there are
-        none.
+      kept_cuts: The cuts on which bits depend from before; None if there are none.
     """
 
     needs: StepNeeds
@@ -54,9 +53,9 @@ class Endpoints:
     in_memory: Callable[[], GetParams] | None = None
     sink: Callable[[Plan, OrderedProgram, Any, WorkQueues], Sink] | None = None
     updates: UpdatePlan | None = None
-    join: Callable[[], None] = lambda: None
+    reads_commit: bool = False
     scratch: Callable[[], Scratch] = lambda: Scratch(())
-    kept_cuts: Callable[[], Sequence[int] | None] = lambda: None
+    kept_cuts: Sequence[int] | None = None
 
 
 def without(**given: PyTree) -> None:

@@ -91,11 +91,12 @@ class ReadStore:
             others=others,
         )
 
-        def join() -> None:
-            # A commit writes all of the average to the drive.
-            (engine.steps.wait if self.average else engine.steps.join)()
-
-        return Endpoints(needs=needs, engine=engine, source=source, join=join)
+        return Endpoints(
+            needs=needs,
+            engine=engine,
+            source=source,
+            reads_commit=self.average,  # which no step writes whole
+        )
 
 
 def nested_avals(store: Store) -> PyTree:

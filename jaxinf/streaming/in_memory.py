@@ -167,12 +167,11 @@ class InMemory:
         The update reuses its memory, so it is none of the arrays that were taken.
         """
         own = self._held.pop(leaf)
-        for _ in range(len(next(iter(own)))):
-            rows: dict[tuple[int, ...], list[jax.Array]] = {}
-            for index in sorted(own):
-                rows.setdefault(index[:-1], []).append(own[index])
-            own = {index: jnp.stack(parts) for index, parts in rows.items()}
-        whole = own[()]
+        whole = own[min(own)]
+        if () not in own:  # slices, along leading axes
+            counts = (number + 1 for number in max(own))
+            slices = jnp.stack([own[index] for index in sorted(own)])
+            whole = slices.reshape(*counts, *whole.shape)
         if id(whole) in taken:
             whole = jnp.copy(whole)
         taken.add(id(whole))

@@ -124,7 +124,6 @@ class InStore:
             subgroups = engine.files.subgroups
         program = self._optimizer(avals)
         updates = UpdatePlan(engine, ready, program, subgroups, self.options)
-        cuts = self._kept_cuts(ready)  # now: steps do not hold the graph
 
         def source(plan: Plan, jobs: WorkQueues, keep: KeepErrors) -> StoreParams:
             reads, replaced = partial(read_units, engine), lambda: engine.num_replaced
@@ -137,9 +136,8 @@ class InStore:
             source=source,
             sink=partial(StoreSink, updates),
             updates=updates,
-            join=lambda: engine.steps.join(),  # there are none before the first step
             scratch=partial(store_scratch, engine),
-            kept_cuts=lambda: cuts,
+            kept_cuts=self._kept_cuts(ready),
         )
 
     def _kept_cuts(self, ready: OrderedProgram) -> Sequence[int] | None:

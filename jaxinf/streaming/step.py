@@ -344,7 +344,7 @@ class StreamedStep:
         key = (tree, *((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
         compiled, how = self._compiled.get(key), dict[str, Any]()
         if compiled is not None and (again := compiled.choose_again()):
-            how = {"kept": partial(tuple, compiled.plan.cuts), "again": again}
+            how = {"kept": compiled.plan.cuts, "again": again}
             self._compiled.pop(key).close()
             compiled = self._last = None
         if compiled is None:

@@ -11,7 +11,7 @@ What a step takes stays within its budgets, in all processes alike.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from jaxinf.errors import BudgetError
 from jaxinf.processes import Group
@@ -106,7 +106,7 @@ def plan_within(
     *,
     group: Group,
     executables: Executables,
-    kept: Callable[[], Sequence[int] | None] = lambda: None,
+    kept: Sequence[int] | None = None,
     again: frozenset[int] = frozenset(),
 ) -> Plan:
     """Plans a step within a budget; compiles its programs, and blocks.
@@ -114,7 +114,7 @@ def plan_within(
     Args:
       ready: The function, traced for a part of a batch.
       group: The processes, which plan together, in the memory that all have.
-      kept: Returns the cuts on which bits depend from before; None if there are none.
+      kept: The cuts on which bits depend from before; None if there are none.
       again: Segments that ``policy="plan"`` recomputes.
 
     Raises:
@@ -122,20 +122,18 @@ def plan_within(
       StreamError: The program cannot be cut.
       ProcessError: Other processes have other plans, or have failed.
     """
-    own, plans = list[Any](), list[Plan]()
+    own, plans = list[Memory](), list[Plan]()
 
     def divided() -> JsonValue:
-        memory = _memory(ready, needs, options, budget)
-        own[:] = memory, kept()
-        return [memory.programs, memory.staged]
+        own.append(_memory(ready, needs, options, budget))
+        return [own[0].programs, own[0].staged]
 
     told = group.gather("the memory of a step", divided)
-    memory, cuts = own
     programs, staged = map(min, zip(*told, strict=True))
-    memory = replace(memory, programs=programs, staged=staged)
+    memory = replace(own[0], programs=programs, staged=staged)
 
     def planned() -> JsonValue:
-        plan = _fitting(ready, needs, options, memory, executables, cuts, again)
+        plan = _fitting(ready, needs, options, memory, executables, kept, again)
         plans.append(_placed(plan, needs, memory))
         return None if group.is_alone else plans[0].digest
 
