@@ -170,7 +170,7 @@ class StoreParams:
     # --- a step --------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Starts to read; what a run before has read was stopped."""
+        """Starts to read; the run before was stopped."""
         self.num_read_bytes = self.num_got = self.num_ready = 0
         self.used.clear()
         self.waited_s, version = 0.0, self._version()
@@ -201,9 +201,8 @@ class StoreParams:
     @property
     def found_bytes(self) -> int:
         """Bytes that calls found in memory, since one before had used them."""
-        return max(
-            0, sum(unit.num_bytes for _, unit in self.used) - self.num_read_bytes
-        )
+        used_bytes = sum(unit.num_bytes for _, unit in self.used)
+        return max(0, used_bytes - self.num_read_bytes)
 
     @property
     def hit_rate(self) -> float:
@@ -274,12 +273,11 @@ class StoreParams:
 
     def _forget(self, *, staying: bool) -> None:
         """Frees units that updates of a step have left, and those that stay."""
-        for unit in [*self._held]:
-            self.free(unit)
         with self._changed:
-            for read in [*self._reads.values()]:
-                if staying and read.fetch.stays:
-                    self._release(read)
+            for unit in [*self._held]:
+                self.free(unit)
+            for read in [*self._reads.values()] if staying else ():
+                self._release(read)
 
     def take(self, unit: ParamUnit) -> Sequence[Array] | None:
         """Returns a unit's shards for its update; None if it has to read them.
