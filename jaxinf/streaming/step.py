@@ -163,7 +163,8 @@ class StreamedStep:
         if home.engine is not None:
             self._num_skipped = home.engine.files.finished.skipped_steps
         if batch is not None:
-            self._compile(batch, ready)
+            self._compiled_for(batch, ready)
+            self.compile(batch)
 
     def params(self, like: PyTree = None) -> PyTree:
         """Returns the params that the next call reads; blocks until they are read.
@@ -216,10 +217,7 @@ class StreamedStep:
         Raises:
           StreamError: The program cannot be cut to fit, or the saved plan is another's.
         """
-        return self._compile(batch)
-
-    def _compile(self, batch: PyTree, ready: OrderedProgram | None = None) -> Plan:
-        compiled = self._compiled_for(batch, ready)
+        compiled = self._compiled_for(batch)
         self._run_whole(lambda check: self._take_turn(compiled))
         return compiled.plan
 
