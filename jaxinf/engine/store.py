@@ -234,7 +234,7 @@ class Store:
         chosen = record.state(state)
         if chosen.is_beside:
             raise ValueError(
-                f"leaf {leaf}: {state} is a part of {chosen.slot}; read that"
+                f"leaf {leaf}: {state} is a part of {chosen.base_name}; read that"
             )
         with self._at_last_step() as files:
             number = self._manifest.leaves.index(record)

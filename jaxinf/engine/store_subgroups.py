@@ -150,7 +150,7 @@ def _placed(
             )
         )
         offset_bytes += page_ceil(extents[-1].num_bytes)
-    return tuple(state.slot for state in states), tuple(extents)
+    return tuple(state.base_name for state in states), tuple(extents)
 
 
 class StoreSubgroups:

@@ -96,7 +96,8 @@ class ParamArray:
             yield portion, values.astype(np.float32) + added
 
     def _averaged(self, max_elements: int) -> Iterator[tuple[ChunkBox, Array]]:
-        b1, names = self.step.commit.schedule_free_b1, [s.name for s in self.leaf.slots]
+        b1 = self.step.commit.schedule_free_b1
+        names = [state.name for state in self.leaf.decoded_states]
         with StepReader(self.step) as reader:
             portions = reader.boxes(self.leaf, self.state, max_elements)
             if b1 is None or SCHEDULE_FREE not in names or self.state.name == AVERAGE:

@@ -276,18 +276,19 @@ def _make_job(step: CommittedStep, reader: StepReader, job: _Job) -> Sequence[in
 def _rewrite(job: _Job, reader: StepReader, step: int) -> list[int]:
     """Writes verified pieces of an old chunk: as they are stored, or coded anew."""
     one, is_coded = job.files[0].one, job.how == "recode"
-    was = one._replace(leaf=job.old)
+    was, key = one._replace(leaf=job.old), 0
     if is_coded:
-        was = was._replace(state=job.old.state(one.state.slot))
-    slots = [slot.name for slot in one.leaf.slots]
-    key = rounding_of_chunk(one.number, one.chunk, step) + slots.index(one.state.slot)
+        was = was._replace(state=job.old.state(one.state.name))
+        names = [state.name for state in one.leaf.decoded_states]
+        key = rounding_of_chunk(one.number, one.chunk, step)
+        key = key + names.index(one.state.name) & 0xFFFFFFFF
     sums: list[list[tuple[int, int]]] = [[] for _ in job.files]
     with contextlib.ExitStack() as stack:
         fds = [stack.enter_context(opened_to_write(new.make())) for new in job.files]
         for piece in reader.pieces(was) if is_coded else reader.stored(was):
             arrays = [piece.values]
             if is_coded:
-                arrays = one.state.encode(piece.values, key & 0xFFFFFFFF, piece.start)
+                arrays = one.state.encode(piece.values, key, piece.start)
             for fd, data, written in zip(fds, arrays, sums, strict=True):
                 write_at(fd, data, sum(num_bytes for _, num_bytes in written))
                 written.append((crc32c(data), data.nbytes))

@@ -132,7 +132,7 @@ def divided(
         every.append(shards)
         counts, chunk_shape = shards.counts, leaf.chunk_shape
         if shards.cut(leaf):
-            if coded := [one.slot for one in leaf.states if one.codec == "scale"]:
+            if coded := [one.base_name for one in leaf.states if one.codec == "scale"]:
                 raise StoreMismatchError(
                     f"{where}: leaf {leaf.name}: expected shards {counts} that its "
                     f"chunks of {chunk_shape} fit, as the codes of {', '.join(coded)} "

@@ -114,7 +114,7 @@ class StateRecord(Document, frozen=True, array_like=True):
         return self.codec in _ENDS
 
     @property
-    def slot(self) -> str:
+    def base_name(self) -> str:
         """Name of the optimizer's state, also for its scales or remainders."""
         return self.name.removesuffix(_ENDS.get(self.codec, ""))
 
@@ -134,7 +134,7 @@ class StateRecord(Document, frozen=True, array_like=True):
 
     def decoded(self) -> "StateRecord":
         """Returns the state in the form that the optimizer computes with."""
-        return StateRecord(self.slot, "float32") if self.codec else self
+        return StateRecord(self.base_name, "float32") if self.codec else self
 
     @property
     def stored(self) -> tuple["StateRecord", ...]:
@@ -185,7 +185,7 @@ class LeafRecord(Document, frozen=True, kw_only=True, dict=True, gc=True):
         return next(state for state in self.states if state.name == name)
 
     @property
-    def slots(self) -> tuple[StateRecord, ...]:
+    def decoded_states(self) -> tuple[StateRecord, ...]:
         """The states that the optimizer computes with, the master params first."""
         return tuple(s.decoded() for s in self.states if not s.is_beside)
 
@@ -418,7 +418,7 @@ def held_by(leaf: LeafRecord, owners: Sequence[int], member: Member) -> LeafReco
 
 def _form(leaf: LeafRecord) -> str:
     """Describes what must be the same in a store and in the run that opens it."""
-    states = ", ".join(f"{state.name} {state.dtype}" for state in leaf.slots)
+    states = ", ".join(f"{state.name} {state.dtype}" for state in leaf.decoded_states)
     return f"shape {leaf.shape}, params {leaf.dtype}, states ({states})"
 
 
