@@ -212,8 +212,6 @@ class LeafRecord(Document, frozen=True, kw_only=True, dict=True, gc=True):
     @cached_property
     def held(self) -> Sequence[int]:
         """Numbers of the chunks that this store holds, in grid order."""
-        if not self.owners:
-            return range(len(self.csds))
         return tuple(number for number, csd in enumerate(self.csds) if csd >= 0)
 
     @property
@@ -224,8 +222,6 @@ class LeafRecord(Document, frozen=True, kw_only=True, dict=True, gc=True):
     @cached_property
     def places(self) -> Sequence[int]:
         """Each chunk's position in `held`; -1 for one that is not held."""
-        if not self.owners:
-            return range(len(self.csds))
         count = itertools.count()
         return tuple(-1 if csd < 0 else next(count) for csd in self.csds)
 

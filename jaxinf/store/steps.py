@@ -281,9 +281,8 @@ def save_checkpoint(
             name = str(record.step) if name is None else name
             _check_name(name, record.step)
             place = f"checkpoints/{name}"
-            path = directory.step_path(place)
-            if not os.path.lexists(path):  # one that replaces another has its room
-                _check_space(directory, slot)
+            if not os.path.lexists(directory.step_path(place)):
+                _check_space(directory, slot)  # one that replaces another has its room
             elif not overwrite or name not in checkpoint_names(directory):
                 raise StoreMismatchError(
                     f"{directory.path}: there is a checkpoint {name!r} already; give "
@@ -292,15 +291,13 @@ def save_checkpoint(
                     f'"{directory.path}" {name})'
                 )
             undo.callback(remove_step, directory, new)
-            with translated("checkpoint", path):
-                make_place(directory, new, record.carry, source=slot, named=place)
-        with translated("checkpoint", path):
-            directory.manifest.write(directory.step_path(new) / "jaxinf.json")
-            record.write(directory.step_path(new) / "commit.json")
-            directory.sync()
-            old = f"checkpoints/{_ASIDE}{name}"
-            _rename(directory, place, old)  # if there is one
-            _rename(directory, new, place, appears=True)
+            make_place(directory, new, record.carry, source=slot, named=place)
+        directory.manifest.write(directory.step_path(new) / "jaxinf.json")
+        record.write(directory.step_path(new) / "commit.json")
+        directory.sync()
+        old = f"checkpoints/{_ASIDE}{name}"
+        _rename(directory, place, old)  # if there is one
+        _rename(directory, new, place, appears=True)
         undo.pop_all()
         remove_step(directory, old)
     return name
