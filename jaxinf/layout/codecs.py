@@ -69,7 +69,7 @@ class CodedSlot:
     def encode(self, values: Array) -> None:
         """Stores ``(n,)`` float32, or shorter floats, in pieces: it takes copies."""
         for start in range(0, values.size, _PIECE_ELEMENTS):
-            part = slice(start, min(start + _PIECE_ELEMENTS, values.size))
+            part = slice(start, start + _PIECE_ELEMENTS)
             self[part]._encode(values[part].astype(np.float32, copy=False))
 
     def _encode(self, values: Array) -> None:
