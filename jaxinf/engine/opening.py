@@ -279,6 +279,7 @@ def check_alike(group: Group, found: Sequence[Any], **what: str) -> None:
 
 
 def in_common(manifest: Manifest) -> dict[str, JsonValue]:
+    """Returns what the members of a run must have alike, for `check_alike`."""
     text = json.dumps(manifest.common, sort_keys=True)
     contents = hashlib.sha256(text.encode()).hexdigest()
     return {"contents": contents, "versions": {**package_versions()}}
