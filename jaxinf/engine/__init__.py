@@ -51,11 +51,11 @@ from jaxinf.engine.redivision import divide_for
 from jaxinf.engine.sharding import (
     callers,
     check_processes,
-    from_whole,
     held_shards,
     put_together,
     replicas_differ,
     shard_counts,
+    shard_whole,
     shards_with_origin,
     sum_bits,
     unused_axes,

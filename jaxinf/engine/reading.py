@@ -17,11 +17,11 @@ from jax.sharding import Mesh
 
 from jaxinf.engine.open_files import OpenFiles
 from jaxinf.engine.sharding import (
-    from_whole,
     gathered_whole,
     held_shards,
     own_parts,
     put_together,
+    shard_whole,
 )
 from jaxinf.errors import StoreError, StoreMismatchError
 from jaxinf.layout import Chunk, scatter, target_view
@@ -242,7 +242,7 @@ def read_leaf(files: OpenFiles, number: int, like: Any, *states: int) -> jax.Arr
         return put_together(files.group.in_all(what, parts))
     whole = read_array(files, number, dtype, *states)
     if is_divided:
-        return from_whole(whole, like.sharding)
+        return shard_whole(whole, like.sharding)
     # As uncommitted as `like`; otherwise a jitted step would be compiled again.
     if is_alone and not getattr(like, "committed", True):
         sharding = None

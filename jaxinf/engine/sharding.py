@@ -127,7 +127,7 @@ def check_processes(group: Group, mesh: Any) -> None:
 # --- arrays that processes hold in parts ----------------------------------------------
 
 
-def from_whole(array: Any, sharding: NamedSharding) -> jax.Array:
+def shard_whole(array: Any, sharding: NamedSharding) -> jax.Array:
     """Returns a sharded array of one that every process has whole; no collective."""
     whole = np.asarray(array)
     return jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)

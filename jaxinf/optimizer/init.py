@@ -22,11 +22,11 @@ from jaxinf.engine import (
     FirstParams,
     StoreDescription,
     bind_optimizer,
-    from_whole,
     initialise_leaves,
     read_feedback,
     read_leaf,
     restart_store,
+    shard_whole,
     shards_with_origin,
 )
 from jaxinf.errors import StoreMismatchError
@@ -216,7 +216,7 @@ def _init_eagerly(
     held = host.held_state([np.asarray(key_data(value)) for value in initial])
     if (mesh := mesh_of(wrapped.shardings)) is not None:
         whole = NamedSharding(mesh, PartitionSpec())
-        held = [from_whole(value, whole) for value in held]
+        held = [shard_whole(value, whole) for value in held]
     feedback: list[jax.Array] = []
     if wrapped.has_feedback:
         places = wrapped.shardings or [None] * len(leaves)

@@ -20,7 +20,7 @@ import numpy as np
 from jax.dtypes import result_type
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinf.engine import from_whole
+from jaxinf.engine import shard_whole
 from jaxinf.streaming.micro_batches import parts_of, together
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.calls import Plan, ValueSlot
@@ -205,4 +205,4 @@ def _put(leaf: Any, sharding: Any = None, *, mesh: Mesh | None) -> jax.Array:
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         data = _put(jax.random.key_data(array), mesh=mesh)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
-    return from_whole(array, sharding)
+    return shard_whole(array, sharding)

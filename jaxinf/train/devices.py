@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinf.command_line import UsageError
-from jaxinf.engine import from_whole
+from jaxinf.engine import shard_whole
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
 from jaxinf.typing import PyTree
@@ -73,7 +73,7 @@ class Devices:
 
         def divided(leaf: Any) -> Any:
             divides = np.ndim(leaf) and not len(leaf) % mesh.size
-            return from_whole(leaf, rows) if divides else leaf
+            return shard_whole(leaf, rows) if divides else leaf
 
         return jax.tree.map(divided, batch)
 
@@ -88,7 +88,7 @@ def devices_of(config: TrainConfig) -> Devices:
 def placed(tree: PyTree, like: PyTree) -> PyTree:
     """Puts arrays that all processes have where `like` has them on a mesh."""
     return jax.tree.map(
-        lambda x, like: x if like.sharding is None else from_whole(x, like.sharding),
+        lambda x, like: x if like.sharding is None else shard_whole(x, like.sharding),
         tree,
         like,
     )
