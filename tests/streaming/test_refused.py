@@ -135,7 +135,6 @@ def test_a_full_drive_refuses_the_step_while_gradients_are_spilled(begun, monkey
         step(SMALL.batch)
     assert step.store.step == 1
     run(step, SMALL, 1)
-    assert step.store.step == 2
 
 
 # --- where other processes have a say ------------------------------------------------

@@ -49,7 +49,6 @@ def test_training_is_that_of_optax(name, tx, streamed):
     expected, _ = by_optax(program, tx, [program.batch] * 3)
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
     assert_is_optax(step, program, tx, [program.batch] * 3)
-    assert step.store.step == 3
 
 
 def test_slices_of_a_store_made_for_whole_leaves(streamed, open_store):
@@ -84,7 +83,6 @@ def test_leaves_are_made_as_jitted_init_makes_them(streamed):
     step.init(init, key)
     expected = jax.jit(init)(key)
     assert_same_bits(step.store.params(like=expected), expected)
-    assert step.store.step == 0
 
 
 def test_batches_of_two_shapes_have_a_plan_each(streamed):
