@@ -27,6 +27,7 @@ Where a question is answered:
     how params come to a call              move/params.py
     how values leave and come back         move/values.py
     how gradients wait for the last        move/spill.py
+    which memory they are read into        move/host_buffers.py
     what threads do all this               move/work_queues.py
     how gradients come to the host         update/gradients.py
     where a gradient becomes an update     update/apply_gradients.py, in_memory.py
