@@ -156,8 +156,8 @@ class StoreSink:
           NonFiniteGradientError: The step was refused.
           BaseException: The exception that stopped the updates.
         """
-        updates, steps = self.updates, self.updates.engine.steps
-        inputs, nonfinite = updates.inputs, updates.options.nonfinite
+        updates, inputs = self.updates, self.updates.inputs
+        nonfinite = updates.options.nonfinite
         carried: dict[tuple[str, ...], Array] = {}
 
         def arrived() -> list[str]:
@@ -174,8 +174,7 @@ class StoreSink:
         if self.spill is not None and not is_refused():
             self._bad = agree(partial(self._update_deferred, self.spill, check))
         if is_refused():
-            inputs.close()
-            steps.abandon()
+            self.abandon()
             if nonfinite == "error":
                 raise refused_gradient(self._bad, self._step)
             self._num_skipped += 1
