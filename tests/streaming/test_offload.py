@@ -173,27 +173,7 @@ def test_bits_do_not_depend_on_a_slow_drive(plans, tmp_path, monkeypatch):
 
 
 def test_a_value_that_is_still_written_is_forwarded(plans, tmp_path, monkeypatch):
-    program, coming = ZOO["l2_penalty"](depth=8), threading.Event()
-    keep, plan, executables = plans(program)
-    waiting = replace(on_host(plan, least_of(plan)), leaving_bytes=ENOUGH)
-    first = min(one.back for one in plan.evictions.values())
-    at_each_call(monkeypatch, Scratch, "write", lambda *_: coming.wait(10))
-
-    def note(values, number):
-        if number == first:  # a value is on its way back
-            coming.set()
-
-    at_each_call(monkeypatch, Values, "before", note, after=True)
-    values = Values(replace(plan, waiting=waiting), Scratch([tmp_path]))
-    found = streamed_plan(program, plan, executables, values=values)
-    assert_same_bits(found, streamed_plan(program, keep, executables))
-    moved = values.moved.snapshot()
-    assert moved.drive_read_bytes < moved.drive_write_bytes
-    values.close()
-
-
-def test_a_read_that_is_late_ends_with_its_step(plans, tmp_path, monkeypatch):
-    """Of a value that came back from the host in the meantime."""
+    """Its read, which is late, ends with its step."""
     program = ZOO["l2_penalty"](depth=8)
     keep, plan, executables = plans(program)
     waiting = replace(on_host(plan, least_of(plan)), leaving_bytes=ENOUGH)
@@ -211,12 +191,13 @@ def test_a_read_that_is_late_ends_with_its_step(plans, tmp_path, monkeypatch):
         (Scratch, "write", coming, values._places[last]),
         (Values, "_read", over, [last]),
     ):
-        wait = partial(pause, event, those)
-        at_each_call(monkeypatch, owner, name, wait)
+        at_each_call(monkeypatch, owner, name, partial(pause, event, those))
     at_each_call(monkeypatch, Values, "before", note, after=True)
     at_each_call(monkeypatch, Values, "reset", lambda _: over.set(), after=True)
     found = streamed_plan(program, plan, executables, values=values)
     assert_same_bits(found, streamed_plan(program, keep, executables))
+    moved = values.moved.snapshot()
+    assert moved.drive_read_bytes < moved.drive_write_bytes
     ending = threading.Thread(target=values._jobs.end, daemon=True)
     ending.start()
     ending.join(10)
