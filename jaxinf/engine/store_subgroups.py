@@ -154,7 +154,9 @@ def _placed(
 
 
 class StoreSubgroups:
-    """The subgroups into which the chunks of a store are cut, which may be future.
+    """The subgroups into which the chunks of a store are cut.
+
+    The store may still have to be made.
 
     Args:
       options: the options of `open_store`.
