@@ -1,4 +1,4 @@
-"""Every exception that jaxinf raises on purpose, in one tree.
+"""Every exception that jaxinf raises on purpose, in one tree; their text.
 
 Invariant: a message gives the place, the expectation, the finding and the remedy. Bad
 arguments raise ``ValueError`` or ``TypeError`` as usual in Python; errors of a store, a
@@ -8,16 +8,19 @@ drive or an optimizer are `JaxinfError`.
 from collections.abc import Mapping
 
 
+def printable(text: str, *, keep: str = "") -> str:
+    """Escapes the control characters of a text from an untrusted source."""
+    return "".join(
+        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode()
+        for c in text
+    )
+
+
 class JaxinfError(Exception):
     """Root of the tree. Its text has no control characters."""
 
     def __str__(self) -> str:
-        text = super().__str__()
-        if text.isprintable():
-            return text
-        return "".join(
-            c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text
-        )
+        return printable(super().__str__(), keep="\n")
 
 
 class StoreError(JaxinfError):

@@ -110,11 +110,3 @@ def make_console(file: IO[str] | None = None, *, soft_wrap: bool = False) -> Con
         emoji=False,
         soft_wrap=soft_wrap,
     )
-
-
-def printable(text: str, *, keep: str = "") -> str:
-    """Escapes the control characters of a text from an untrusted source."""
-    return "".join(
-        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode()
-        for c in text
-    )

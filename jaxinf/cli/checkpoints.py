@@ -16,6 +16,7 @@ from jaxinf.cli.arguments import AnyPath, StorePath, Switch, option, whole_path
 from jaxinf.cli.looking import say_warning
 from jaxinf.cli.terminal import make_table, show_progress
 from jaxinf.command_line import ByteSize, UsageError
+from jaxinf.errors import printable
 from jaxinf.exchange import (
     TRANSIT_BYTES,
     ExportOptions,
@@ -36,7 +37,7 @@ from jaxinf.store import (
     save_whole,
     store_source,
 )
-from jaxinf.terminal import format_bytes, make_console, printable
+from jaxinf.terminal import format_bytes, make_console
 
 
 @dataclass(frozen=True)

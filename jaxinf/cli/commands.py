@@ -24,8 +24,7 @@ from jaxinf.cli.report import Report
 from jaxinf.cli.stores import Store
 from jaxinf.cli.verification import Verify
 from jaxinf.command_line import UsageError
-from jaxinf.errors import JaxinfError
-from jaxinf.terminal import printable
+from jaxinf.errors import JaxinfError, printable
 from jaxinf.train.__main__ import main as train
 
 _SUCCESS, _FAILURE, _USAGE, _INTERRUPTED = 0, 1, 2, 130

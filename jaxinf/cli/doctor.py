@@ -21,10 +21,10 @@ from jaxinf.cli.arguments import AnyPath
 from jaxinf.cli.place import Finding, Problem, look_at_place
 from jaxinf.cli.terminal import facts_table, heading, show_progress
 from jaxinf.command_line import ByteSize
-from jaxinf.errors import DeviceConfigurationError
+from jaxinf.errors import DeviceConfigurationError, printable
 from jaxinf.native import toolchain
 from jaxinf.optimizer import check_device_configuration
-from jaxinf.terminal import format_bytes, make_console, printable
+from jaxinf.terminal import format_bytes, make_console
 from jaxinf.transfer import MACHINE_MEMORY_BYTES, existing_parent, free_memory
 
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"

@@ -36,6 +36,7 @@ from rich.text import Text
 from jaxinf.cli.arguments import StorePath, Switch
 from jaxinf.cli.looking import open_committed, over_members
 from jaxinf.cli.terminal import facts_table, heading, make_table
+from jaxinf.errors import printable
 from jaxinf.store import (
     SLOTS,
     CommittedStep,
@@ -46,7 +47,7 @@ from jaxinf.store import (
     read_holder,
     required_bytes,
 )
-from jaxinf.terminal import format_bytes, make_console, printable
+from jaxinf.terminal import format_bytes, make_console
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from jaxinf.errors import ProcessError, StoreFormatError
+from jaxinf.errors import ProcessError, StoreFormatError, printable
 from jaxinf.store import (
     CommittedStep,
     StoreDirectory,
@@ -22,7 +22,7 @@ from jaxinf.store import (
     missing_members,
     readable_step,
 )
-from jaxinf.terminal import make_console, printable
+from jaxinf.terminal import make_console
 
 _FAILED, _UNSEEN = 1, 2
 

@@ -15,8 +15,9 @@ import tyro
 
 from jaxinf.cli.arguments import FLAG_FORMS, Switch, option
 from jaxinf.command_line import ByteSize, UsageError
+from jaxinf.errors import printable
 from jaxinf.streaming import device_is_host, gpu_limit
-from jaxinf.terminal import format_bytes, make_console, printable
+from jaxinf.terminal import format_bytes, make_console
 from jaxinf.train.checks import check
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.count import RunNeeds, count

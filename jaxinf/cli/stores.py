@@ -12,6 +12,7 @@ from jaxinf.cli.checkpoints import Export
 from jaxinf.cli.looking import say_warning
 from jaxinf.cli.terminal import show_progress
 from jaxinf.command_line import ByteSize, UsageError
+from jaxinf.errors import printable
 from jaxinf.exchange import TRANSIT_BYTES, export_source, export_url_at, is_url
 from jaxinf.store import (
     CopyLayout,
@@ -21,7 +22,7 @@ from jaxinf.store import (
     copy_step,
     store_source,
 )
-from jaxinf.terminal import format_bytes, printable
+from jaxinf.terminal import format_bytes
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Annotated
 from jaxinf.cli.arguments import StorePath, Switch, option
 from jaxinf.cli.looking import open_committed, over_members
 from jaxinf.cli.terminal import show_progress
+from jaxinf.errors import printable
 from jaxinf.store import (
     SLOTS,
     CommittedStep,
@@ -26,7 +27,7 @@ from jaxinf.store import (
     step_bytes,
     verify_step,
 )
-from jaxinf.terminal import format_bytes, make_console, printable
+from jaxinf.terminal import format_bytes, make_console
 
 
 @dataclass(frozen=True)

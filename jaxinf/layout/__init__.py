@@ -18,7 +18,6 @@ from jaxinf.layout.grid import (
     Box,
     Chunk,
     LeafGrid,
-    box_slices,
     choose_grid,
     covers,
     shared_grid,

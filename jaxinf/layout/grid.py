@@ -217,15 +217,14 @@ def choose_grid(
     Args:
       shape: natural shape of the leaf.
       shard_counts: shards along each dimension; None is one shard.
-      max_chunk_elements: wanted limit of a chunk's stored elements. It is exceeded, up
-        to 16 times, where dimensions that are no multiples of powers of two would
-        otherwise force very many files; and where it is below 4,096. By default
-        4 Mi.
+      max_chunk_elements: wanted limit of a chunk's stored elements; 4 Mi by default.
+        It is exceeded, up to 16 times, where dimensions that are no multiples of powers
+        of two would otherwise force very many files; and where it is below 4,096.
 
     Returns:
-      A grid whose chunks hold a multiple of 4,096 elements each,
-      except for 0-d leaves and where shard boundaries leave no such grid with few
-      files. Chunks along the cut dimension are about the same size.
+      A grid whose chunks hold a multiple of 4,096 elements each, except for 0-d leaves
+      and where shard boundaries leave no such grid with few files. Chunks along the cut
+      dimension are about the same size.
 
     Raises:
       ValueError: if a shard count does not divide its dimension.
@@ -236,10 +235,9 @@ def choose_grid(
     if not shape:
         return LeafGrid((), ())
     limit = max(_OVERSIZE_LIMIT * max_chunk_elements, CHUNK_ALIGNMENT_ELEMENTS)
+    candidates = _candidates(shape, counts, max_chunk_elements)
     grids = [
-        LeafGrid(shape, chunk_shape)
-        for chunk_shape in _candidates(shape, counts, max_chunk_elements)
-        if math.prod(chunk_shape) <= limit
+        LeafGrid(shape, chunk) for chunk in candidates if math.prod(chunk) <= limit
     ]
     return min(grids, key=lambda grid: _cost(grid, max_chunk_elements))
 

@@ -30,7 +30,7 @@ from jaxinf.engine import (
     shards_with_origin,
 )
 from jaxinf.errors import StoreMismatchError
-from jaxinf.layout import box_slices
+from jaxinf.layout import Box
 from jaxinf.optimizer.callback import (
     FAILED,
     call_once,
@@ -263,7 +263,7 @@ def _part_of(
     array: jax.Array, origin: tuple[int, ...], extent: tuple[int, ...]
 ) -> np.ndarray:
     if array.is_fully_addressable or array.is_fully_replicated:
-        return np.asarray(array)[box_slices(origin, extent)]
+        return np.asarray(array)[Box(origin, extent).slices]
     for place, part in shards_with_origin(array):
         if (place, part.shape) == (origin, extent):
             return part

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 
 from jaxinf import compat
 from jaxinf.command_line import UsageError
-from jaxinf.errors import JaxinfError
-from jaxinf.terminal import printable
+from jaxinf.errors import JaxinfError, printable
 from jaxinf.train.loop import train
 from jaxinf.train.run_file import config_of
 

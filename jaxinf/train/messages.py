@@ -17,7 +17,8 @@ from jaxinf_models import num_params
 from rich.console import Console
 
 from jaxinf.engine import Store
-from jaxinf.terminal import format_bytes, printable
+from jaxinf.errors import printable
+from jaxinf.terminal import format_bytes
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.rows import TrainingData
 from jaxinf.train.evaluate import Evaluation
