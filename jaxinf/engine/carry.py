@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxinf.documents import first_few
 from jaxinf.errors import StoreMismatchError
-from jaxinf.program import key_data, leaf_path
+from jaxinf.program import key_data, leaf_path, typed_like
 from jaxinf.store import (
     CARRY,
     CarriedArray,
@@ -144,9 +144,7 @@ def _shown(form: Iterable[CarriedArray]) -> str:
 def array_like(value: Array, like: Any) -> jax.Array:
     """Returns an array of the store in the form of `like`, and in its place."""
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-        impls: list[Any] = []  # of a shape it is known while tracing alone
-        jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), like)
-        return jax.random.wrap_key_data(jnp.asarray(value), impl=impls[0])
+        return typed_like(value, like)
     sharding = getattr(like, "sharding", None)
     if not getattr(like, "committed", True):
         sharding = None

@@ -14,7 +14,7 @@ Invariant: both compute the same, up to rounding.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,8 @@ from jaxinf.train.config import TrainConfig
 from jaxinf.train.freezing import Frozen, trained, without_gradients
 from jaxinf.train.lora import model_of
 from jaxinf.typing import PyTree
+
+_Part: TypeAlias = Callable[..., Any]
 
 
 def loss_of(config: TrainConfig, graphdef: Any) -> Callable[[PyTree, Any], jax.Array]:
@@ -113,12 +115,8 @@ def compile_train_step(
         norm = _norm(gradients, is_clipped=config.clip_norm > 0)
         return *tx.update(gradients, state, params), norm
 
-    def step(params: PyTree, state: Any, batch: Any) -> Any:
-        value, gradients = value_and_gradients(params, batch)
-        updates, state, norm = update(gradients, state, params)
-        return updated(params, updates), state, (value, norm)
-
     if is_fused:
+        step = _in_turn(value_and_gradients, update, updated)
         return _compile(step, example, donated=(0, 1), results=(params, state, None))
     # A gradient has the shape, the dtype and the place of its param.
     own = trained(_without_gradient(config), params)
@@ -136,13 +134,18 @@ def compile_train_step(
         own,
     )
     third = _compile(updated, (params, updates), donated=(0,), results=params)
+    return _in_turn(first, second, third)
 
-    def run(params: PyTree, state: Any, batch: Any) -> Any:
+
+def _in_turn(first: _Part, second: _Part, third: _Part) -> _Part:
+    """Returns the step that calls the three parts of ``split``."""
+
+    def step(params: PyTree, state: Any, batch: Any) -> Any:
         value, gradients = first(params, batch)
         updates, state, norm = second(gradients, state, params)
         return third(params, updates), state, (value, norm)
 
-    return run
+    return step
 
 
 def updated(params: PyTree, updates: PyTree) -> PyTree:
