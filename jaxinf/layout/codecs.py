@@ -219,15 +219,12 @@ def _code_of(y: Array, up: Array, top: int, decades: int) -> Array:
 @cache
 def _tables() -> tuple[Array, Array]:
     of_unsigned, of_signed = np.zeros(256), np.zeros(256)
-    for decade in range(8):
-        count = 1 << (7 - decade)
-        j = np.arange(count)
-        of_unsigned[count + j] = (0.1 + 0.9 * (j + 1) / count) * float(f"1e-{decade}")
-    for decade in range(7):
-        count = 1 << (6 - decade)
-        j = np.arange(count)
-        of_signed[count + j] = (0.1 + 0.9 * (j + 1) / count) * float(f"1e-{decade}")
-        of_signed[256 - count - j] = -of_signed[count + j]
+    for table, decades in ((of_unsigned, 8), (of_signed, 7)):
+        for decade in range(decades):
+            count = 1 << (decades - 1 - decade)
+            j = np.arange(count)
+            table[count + j] = (0.1 + 0.9 * (j + 1) / count) * float(f"1e-{decade}")
+    of_signed[129:] = -of_signed[127:0:-1]
     return of_unsigned.astype(np.float32), of_signed.astype(np.float32)
 
 
