@@ -49,10 +49,10 @@ from jaxinf.engine.reading import (
 )
 from jaxinf.engine.redivision import divide_for
 from jaxinf.engine.sharding import (
+    assemble_shards,
     callers,
     check_processes,
     held_shards,
-    put_together,
     replicas_differ,
     shard_counts,
     shard_whole,

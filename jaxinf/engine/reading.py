@@ -17,10 +17,10 @@ from jax.sharding import Mesh
 
 from jaxinf.engine.open_files import OpenFiles
 from jaxinf.engine.sharding import (
+    assemble_shards,
     gathered_whole,
     held_shards,
     own_parts,
-    put_together,
     shard_whole,
 )
 from jaxinf.errors import StoreError, StoreMismatchError
@@ -239,7 +239,7 @@ def read_leaf(files: OpenFiles, number: int, like: Any, *states: int) -> jax.Arr
         read_box = partial(_read_box, files, number, dtype, states)
         parts = partial(own_parts, like.sharding, shape, read_box)
         what = f"params of {record.name}"
-        return put_together(files.group.in_all(what, parts))
+        return assemble_shards(files.group.in_all(what, parts))
     whole = read_array(files, number, dtype, *states)
     if is_divided:
         return shard_whole(whole, like.sharding)

@@ -147,7 +147,9 @@ def own_parts(
     shape: Sequence[int],
     read: Callable[[Sequence[int], Sequence[int]], Array],
 ) -> jax.Array:
-    """Returns an array with what this process holds, for `put_together`; no collective.
+    """Returns an array with what this process holds, without a collective.
+
+    See `assemble_shards`.
 
     Args:
       read: reads a box, by its origin and extent, with zeros for what others hold.
@@ -165,7 +167,7 @@ def own_parts(
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, parts)
 
 
-def put_together(parts: jax.Array, *, donates: bool = False) -> jax.Array:
+def assemble_shards(parts: jax.Array, *, donates: bool = False) -> jax.Array:
     """Puts shards together whose replicas have what their process has, else zeros.
 
     No process may come without its parts: the others would wait for ever. Its memory
@@ -175,14 +177,14 @@ def put_together(parts: jax.Array, *, donates: bool = False) -> jax.Array:
     assert isinstance(sharding, NamedSharding)
     if not unused_axes(sharding):
         return parts
-    return _together(sharding, donates)(parts)
+    return _compiled_sum(sharding, donates)(parts)
 
 
 def gathered_whole(part: Array) -> Array:
     """Returns an array of which every process has a part, in every process; blocks."""
     whole = NamedSharding(_one_device_each(), PartitionSpec())
     parts = own_parts(whole, part.shape, lambda origin, extent: part)
-    return np.asarray(put_together(parts).addressable_data(0))
+    return np.asarray(assemble_shards(parts).addressable_data(0))
 
 
 def replicas_differ(array: jax.Array, sharding: NamedSharding) -> jax.Array:
@@ -211,8 +213,8 @@ def _one_device_each() -> Mesh:
 
 
 @cache
-def _together(sharding: NamedSharding, donates: bool) -> Any:
-    """Returns a compiled `put_together`: of a process's replicas the first counts."""
+def _compiled_sum(sharding: NamedSharding, donates: bool) -> Any:
+    """Returns a compiled sum of shards: of a process's replicas the first counts."""
     mesh, axes = sharding.mesh, unused_axes(sharding)
     assert isinstance(mesh, Mesh), "its devices are known"
     counts = callers(mesh, axes)

@@ -218,9 +218,9 @@ class HostFunctions:
             engine.health.check()
         else:
             error = engine.health.error or engine.group.failure_of_others(step)
-            raise self._known_to_all(error)
+            raise self._raise_in_next_call(error)
 
-    def _known_to_all(self, error: BaseException) -> BaseException:
+    def _raise_in_next_call(self, error: BaseException) -> BaseException:
         """Returns an error that all know by statuses; the next call raises it, too."""
         if not self.engine.group.is_alone:
             self.engine.health.fail_beside_others(error)
@@ -326,7 +326,7 @@ class HostFunctions:
                 pairs = zip(description.leaves, statuses, strict=True)
                 bad = [leaf.record.name for leaf, own in pairs if own == NON_FINITE]
                 error = refused_gradient(bad, int(step), self.store.path)
-                raise self._known_to_all(error)
+                raise self._raise_in_next_call(error)
             verdict[...] = SKIPPED
         else:
             named = named_scalars(description, scalars)

@@ -69,7 +69,7 @@ def _mismatch(expected: str, found: str) -> ValueError:
     )
 
 
-def told_what_to_give(error: TypeError) -> TypeError:
+def with_missing_arguments(error: TypeError) -> TypeError:
     """Returns an update's error; if it lacked arguments, with what to give."""
     if "required keyword-only argument" not in str(error):
         return error

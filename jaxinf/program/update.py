@@ -19,7 +19,7 @@ import optax
 
 from jaxinf import compat
 from jaxinf.errors import UnsupportedTransformError
-from jaxinf.program.arguments import ExtraArgs, told_what_to_give
+from jaxinf.program.arguments import ExtraArgs, with_missing_arguments
 from jaxinf.program.graph import Graph, Node, Value, graph_of, prune
 from jaxinf.program.kernel import Constant, Input, Operand
 from jaxinf.program.passes import Passes
@@ -201,7 +201,7 @@ def trace_update(
     try:
         closed = _update_jaxpr(tx, avals, layout, extra)
     except TypeError as error:
-        raise told_what_to_give(error) from None
+        raise with_missing_arguments(error) from None
     try:
         return _divided(closed, layout, extra, infos, None)
     except UnsupportedTransformError:

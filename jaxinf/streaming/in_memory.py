@@ -143,7 +143,7 @@ class InMemory:
         params, state = self._current
         paths, tree = jax.tree_util.tree_flatten_with_path(params)
         taken = {id(leaf) for leaf in jax.tree.leaves(results)}
-        gradients = [self._taken(leaf, taken) for leaf in range(len(paths))]
+        gradients = [self._pop_gradient(leaf, taken) for leaf in range(len(paths))]
         policy = self._options.nonfinite
         if policy != "allow":
             finite = zip(paths, _are_finite(gradients), strict=True)
@@ -161,7 +161,7 @@ class InMemory:
 
     close = abandon
 
-    def _taken(self, leaf: int, taken: set[int]) -> jax.Array:
+    def _pop_gradient(self, leaf: int, taken: set[int]) -> jax.Array:
         """Returns and drops the gradient of a leaf.
 
         The update reuses its memory, so it is none of the arrays that were taken.

@@ -94,7 +94,7 @@ def shares_of(
     return tuple((found * count / total).tolist())
 
 
-def together(
+def combine_parts(
     results: Sequence[tuple[Any, PyTree]], shares: Sequence[float]
 ) -> tuple[Any, PyTree]:
     """Returns the mean loss, and each aux with a first axis for the parts.

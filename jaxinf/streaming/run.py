@@ -21,7 +21,7 @@ from jax.dtypes import result_type
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinf.engine import shard_whole
-from jaxinf.streaming.micro_batches import parts_of, together
+from jaxinf.streaming.micro_batches import combine_parts, parts_of
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.calls import Plan, ValueSlot
 from jaxinf.streaming.plan.compiled import (
@@ -97,7 +97,7 @@ class Runner:
           max_in_flight: Programs under way at a time; 1 to measure them one by one.
 
         Returns:
-          The loss, None if there is none, and aux; of parts as `together`.
+          The loss, None if there is none, and aux; of parts as `combine_parts`.
         """
         parts, traced = parts_of(batch, self.plan.num_parts), self.plan.traced
         shares = shares or (1.0,) * len(parts)
@@ -148,7 +148,7 @@ class Runner:
                 self._await_first(done)
             results = self._results(len(parts))
             values.reset()
-            return together(results, shares)
+            return combine_parts(results, shares)
         finally:
             while self._in_flight:  # those that an error has left
                 with contextlib.suppress(RuntimeError):  # the step's own is raised

@@ -116,7 +116,7 @@ def compile_train_step(
         return *tx.update(gradients, state, params), norm
 
     if is_fused:
-        step = _in_turn(value_and_gradients, update, updated)
+        step = _three_programs(value_and_gradients, update, updated)
         return _compile(step, example, donated=(0, 1), results=(params, state, None))
     # A gradient has the shape, the dtype and the place of its param.
     own = trained(_without_gradient(config), params)
@@ -134,10 +134,10 @@ def compile_train_step(
         own,
     )
     third = _compile(updated, (params, updates), donated=(0,), results=params)
-    return _in_turn(first, second, third)
+    return _three_programs(first, second, third)
 
 
-def _in_turn(first: _Part, second: _Part, third: _Part) -> _Part:
+def _three_programs(first: _Part, second: _Part, third: _Part) -> _Part:
     """Returns the step that calls the three parts of ``split``."""
 
     def step(params: PyTree, state: Any, batch: Any) -> Any:

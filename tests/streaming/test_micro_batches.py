@@ -25,7 +25,7 @@ from zoo import ZOO, normal
 import jaxinf
 from jaxinf.engine.step_pipeline import StepPipeline
 from jaxinf.errors import StreamError
-from jaxinf.streaming.micro_batches import first_part, parts_of, together
+from jaxinf.streaming.micro_batches import combine_parts, first_part, parts_of
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.compiled import Executables
 from jaxinf.streaming.plan.cut_to_fit import cut_to_fit
@@ -55,7 +55,7 @@ def assert_bits_of_one_part_after_another(program, count, policy):
         for part in parts_of(program.batch, count)
     ]
     *results, gradients = zip(*parts, strict=True)
-    expected = together(list(zip(*results, strict=True)), [1.0] * count)
+    expected = combine_parts(list(zip(*results, strict=True)), [1.0] * count)
     plan, held = plan_of(ready, cuts, policy, count), []
 
     def note(values, _):

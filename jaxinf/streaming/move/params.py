@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import SingleDeviceSharding
 
-from jaxinf.engine import Engine, StateReader, average_states, put_together
+from jaxinf.engine import Engine, StateReader, assemble_shards, average_states
 from jaxinf.streaming.move.host_buffers import HostBuffers
 from jaxinf.streaming.move.work_queues import Queue, WorkQueues
 from jaxinf.streaming.plan.memory import READER_BYTES
@@ -239,7 +239,7 @@ class StoreParams:
         if read.value is None:
             read.value = unit.on_devices(read.shards)
         elif unit.is_shared and self._has_link and not read.is_complete:
-            read.value = put_together(read.value, donates=True)
+            read.value = assemble_shards(read.value, donates=True)
         read.is_complete = True
 
     def _part(self, unit: ParamUnit, piece: Piece, array: jax.Array) -> jax.Array:

@@ -145,7 +145,7 @@ class Values:
             for slot in self._back.get(number, ()):
                 away = self._away[slot]
                 away.is_due, away.is_here = True, away.is_here or away.host is not None
-                self._come_back(away)
+                self._bring_back(away)
 
     def put(
         self, slots: Sequence[ValueSlot | None], outputs: Sequence[jax.Array]
@@ -264,7 +264,7 @@ class Values:
         def read() -> None:
             self.moved.add(drive_read_bytes=away.array.nbytes)
             away.is_here = True
-            self._come_back(away)
+            self._bring_back(away)
 
         self._jobs.wait_for(is_next)
         away = of_step[slot]
@@ -272,7 +272,7 @@ class Values:
             move, memory = self._scratch.read, away.memory.array
             self._scratch.start(self._jobs, move, away.parts, memory, read)
 
-    def _come_back(self, away: _Away) -> None:
+    def _bring_back(self, away: _Away) -> None:
         """Has programs read a value that is on the host, if it is due."""
         if away.is_due and away.is_here:
             away.is_due, away.is_back = False, not self._has_link

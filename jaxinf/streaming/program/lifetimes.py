@@ -291,7 +291,7 @@ def _penalties_early(
         if number is not None:
             hosts[node] = others[number]
     while True:
-        order = _in_turn(forward, needs, hosts)
+        order = _by_need(forward, needs, hosts)
         if len(order) == len(forward):
             return order
         # Hosts need these themselves (normalised weights, say), so they stay in place.
@@ -314,10 +314,10 @@ def _gradients_early(
             early.add(node)
         else:
             read_by_others.update(value.node for value in needs[node])
-    return _in_turn(backward, needs, eager=early)
+    return _by_need(backward, needs, eager=early)
 
 
-def _in_turn(
+def _by_need(
     nodes: Sequence[Node],
     needs: _Needs,
     hosts: Mapping[Node, Node] | None = None,

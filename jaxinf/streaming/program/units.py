@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxinf.engine import held_shards, put_together, shard_counts
+from jaxinf.engine import assemble_shards, held_shards, shard_counts
 from jaxinf.layout import Box
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.transfer import page_ceil
@@ -162,7 +162,7 @@ class ParamUnit:
         array = self.of_parts([jax.device_put(x, to) for x, to in self.places(shards)])
         if not self.is_shared:
             return array
-        array = jax.block_until_ready(put_together(array))
+        array = jax.block_until_ready(assemble_shards(array))
         found = {Box.of(s.index, self.shape): s.data for s in array.addressable_shards}
         for box, shard in zip(self.shards, shards, strict=True):
             np.copyto(shard, np.asarray(found[box]))
