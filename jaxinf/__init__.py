@@ -32,12 +32,7 @@ from jaxinf.errors import (
 )
 from jaxinf.optimizer import SmartUpdateState, smart_update
 from jaxinf.program import Average, ema
-from jaxinf.streaming import (
-    StreamedStep,
-    stream,
-    stream_function,
-    stream_in_memory,
-)
+from jaxinf.streaming import StreamedStep, stream, stream_function, stream_in_memory
 
 __version__ = _version("jaxinf")
 

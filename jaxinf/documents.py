@@ -1,7 +1,5 @@
 """JSON documents: bounded parsing, types as msgspec's structs, one form of refusal.
 
-Also the words of messages about a stranger's values and names.
-
     bytes ──parse_json──► JSON ──convert──► a struct, or any type that msgspec knows
 
 Invariant: any bytes give a value of the type or a `DocumentError`, in memory and time
@@ -186,9 +184,3 @@ def first_few(names: Collection[str], most: int = 5) -> str:
     """Lists names for a message: the first few, and the number of the others."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return (", ".join([*names][:most]) or "none") + more
-
-
-def shown_names(names: Collection[str]) -> str:
-    """Lists a stranger's names for a message, in order, few and short ones."""
-    quoted = [ascii(name[:_SHOWN_CHARS]) for name in sorted(names)]
-    return first_few(quoted, most=20)

@@ -13,13 +13,10 @@ from rich.console import Console
 
 _PIPE_WIDTH = 4096
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-_FACTORS = {
-    "": 1,
-    "b": 1,
-    **{unit[0].lower(): 1024**i for i, unit in enumerate(_BINARY) if i},
-    **{unit.lower(): 1024**i for i, unit in enumerate(_BINARY) if i},
-    **{f"{unit[0].lower()}b": 1000**i for i, unit in enumerate(_BINARY) if i},
-}
+_FACTORS = {"": 1, "b": 1}
+for _power, _unit in enumerate(("k", "m", "g", "t", "p"), 1):
+    _FACTORS |= {_unit: 1024**_power, f"{_unit}ib": 1024**_power}
+    _FACTORS[f"{_unit}b"] = 1000**_power
 
 
 def format_bytes(num_bytes: int) -> str:

@@ -13,8 +13,8 @@ import jax
 import optax
 
 from jaxinf.command_line import UsageError
-from jaxinf.documents import shown_names
 from jaxinf.program import path_name
+from jaxinf.train.data.errors import shown_names
 from jaxinf.typing import DeferredArray, PyTree
 
 

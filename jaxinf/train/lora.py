@@ -22,8 +22,8 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxinf.command_line import UsageError
-from jaxinf.documents import shown_names
 from jaxinf.exchange import LORA_A, LORA_B
+from jaxinf.train.data.errors import shown_names
 from jaxinf.train.freezing import Frozen, matches
 from jaxinf.typing import PyTree
 

@@ -1,8 +1,9 @@
 """Errors of data, whatever package has found them."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
+from jaxinf.documents import first_few
 from jaxinf.errors import JaxinfError
 
 
@@ -28,3 +29,8 @@ def refusing(what: str, remedy: str = "") -> Iterator[None]:
             remedy = "install it in a checkout of jaxinf, with: pip install '.[data]'"
         why = f"{what}: {type(error).__name__}: {error}"
         raise DataError(f"{why}; {remedy}" if remedy else why) from error
+
+
+def shown_names(names: Collection[str]) -> str:
+    """Lists a stranger's names for a message, in order, few and short ones."""
+    return first_few([ascii(name[:60]) for name in sorted(names)], most=20)

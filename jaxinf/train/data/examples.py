@@ -12,8 +12,8 @@ Invariant: a record has exactly one of these forms, or is refused with file and 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from jaxinf.documents import shown, shown_names
-from jaxinf.train.data.errors import DataError
+from jaxinf.documents import shown
+from jaxinf.train.data.errors import DataError, shown_names
 from jaxinf.train.data.files import PLAIN_TEXT, Record
 
 ExampleKind: TypeAlias = Literal["text", "dialogue", "labelled"]

@@ -15,8 +15,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxinf.documents import shown, shown_names
-from jaxinf.train.data.errors import DataError, refusing
+from jaxinf.documents import shown
+from jaxinf.train.data.errors import DataError, refusing, shown_names
 
 PLAIN_TEXT = ""  # the field of a plain text file; users cannot give this name
 _ROWS_AT_ONCE = 1024

@@ -15,9 +15,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jaxinf.documents import shown_names
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.data.errors import DataError, refusing
+from jaxinf.train.data.errors import DataError, refusing, shown_names
 from jaxinf.train.data.rows import Row, Rows, TrainingData
 from jaxinf.typing import Array
 

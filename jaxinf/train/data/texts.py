@@ -17,10 +17,9 @@ from typing import TypeAlias
 import numpy as np
 from jaxinf_models import TaskName
 
-from jaxinf.documents import shown_names
 from jaxinf.train.config import HELD_OUT_SHARE, TrainConfig
 from jaxinf.train.data import rows as forms
-from jaxinf.train.data.errors import DataError
+from jaxinf.train.data.errors import DataError, shown_names
 from jaxinf.train.data.examples import (
     FIELDS,
     Example,
