@@ -32,7 +32,7 @@ Where a question is answered:
     how gradients come to the host         update/gradients.py
     where a gradient becomes an update     update/apply_gradients.py, in_memory.py
     which optimizers can run, in passes    update/near_storage.py
-    what kernels take beside state         update/kernel_inputs.py
+    what kernels take beside state         update/gradient_passes.py
     what the device updates itself         update/device_updates.py
     which cuts a store keeps               plan/kept.py
     how processes begin and end alike      compiled_step.py

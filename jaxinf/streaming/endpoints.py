@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jaxinf.engine import Engine
-from jaxinf.streaming.move.params import KeepErrors, StoreParams
+from jaxinf.streaming.move.params import KeepErrors, ParamReader
 from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.move.work_queues import WorkQueues
 from jaxinf.streaming.plan.calls import Plan
@@ -49,7 +49,7 @@ class Endpoints:
 
     needs: StepNeeds
     engine: Engine | None = None
-    source: Callable[[Plan, WorkQueues, KeepErrors], StoreParams] | None = None
+    source: Callable[[Plan, WorkQueues, KeepErrors], ParamReader] | None = None
     in_memory: Callable[[], GetParams] | None = None
     sink: Callable[[Plan, OrderedProgram, Any, WorkQueues], Sink] | None = None
     updates: UpdatePlan | None = None

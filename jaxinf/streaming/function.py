@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxinf.engine import Engine, Store, average_states, check_like, engine_of
 from jaxinf.errors import StreamError
 from jaxinf.streaming.endpoints import Endpoints, without
-from jaxinf.streaming.move.params import KeepErrors, StoreParams, read_units
+from jaxinf.streaming.move.params import KeepErrors, ParamReader, read_units
 from jaxinf.streaming.move.work_queues import WorkQueues
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.memory import MemoryNeed, StepNeeds
@@ -80,9 +80,9 @@ class ReadStore:
         def version() -> tuple[int, int]:
             return engine.num_replaced, engine.files.finished.step
 
-        def source(plan: Plan, jobs: WorkQueues, keep: KeepErrors) -> StoreParams:
+        def source(plan: Plan, jobs: WorkQueues, keep: KeepErrors) -> ParamReader:
             reads = partial(read_units, engine, average=self.average)
-            return StoreParams(unit_of, reads, plan.reads, jobs, keep, version)
+            return ParamReader(unit_of, reads, plan.reads, jobs, keep, version)
 
         needs = StepNeeds(
             unit_of=unit_of,

@@ -37,7 +37,7 @@ from jaxinf.errors import StreamError
 from jaxinf.program import LeafInputs, UpdateProgram, trace_init
 from jaxinf.store import Shards
 from jaxinf.streaming.endpoints import Endpoints
-from jaxinf.streaming.move.params import KeepErrors, StoreParams, read_units
+from jaxinf.streaming.move.params import KeepErrors, ParamReader, read_units
 from jaxinf.streaming.move.scratch import store_scratch
 from jaxinf.streaming.move.work_queues import WorkQueues
 from jaxinf.streaming.plan.calls import Plan
@@ -125,10 +125,10 @@ class InStore:
         program = self._optimizer(avals)
         updates = UpdatePlan(engine, ready, program, subgroups, self.options)
 
-        def source(plan: Plan, jobs: WorkQueues, keep: KeepErrors) -> StoreParams:
+        def source(plan: Plan, jobs: WorkQueues, keep: KeepErrors) -> ParamReader:
             reads, replaced = partial(read_units, engine), lambda: engine.num_replaced
             unit_of, reading = updates.unit_of, plan.reads
-            return StoreParams(unit_of, reads, reading, jobs, keep, replaced)
+            return ParamReader(unit_of, reads, reading, jobs, keep, replaced)
 
         return Endpoints(
             needs=updates.needs,

@@ -15,7 +15,7 @@ from inject import at_each_call
 from zoo import ZOO
 
 from jaxinf.store import StoreDirectory
-from jaxinf.streaming.move.params import StoreParams
+from jaxinf.streaming.move.params import ParamReader
 from jaxinf.streaming.move.spill import beyond_memory
 from jaxinf.streaming.move.work_queues import WorkQueues
 from jaxinf.streaming.plan.order import plan_of
@@ -50,7 +50,7 @@ def in_memory(leaves):
 
 def bytes_held():
     """Returns the memory of each params source that has some for reading."""
-    sources = (one for one in gc.get_objects() if isinstance(one, StoreParams))
+    sources = (one for one in gc.get_objects() if isinstance(one, ParamReader))
     pools = [source.buffers for source in sources]
     return [n for pool in pools if (n := pool.used_bytes + pool._idle_bytes)]
 
@@ -75,7 +75,7 @@ def read_ahead(fetches, room_bytes, host_bytes=None, read_leaves=None, jobs=None
         jax.ShapeDtypeStruct(unit.shape, unit.dtype, sharding=unit.sharding)
         for unit in units
     ]
-    return StoreParams(
+    return ParamReader(
         units_of(leaves, lambda *_: True),
         reads,
         ParamReads(tuple(fetches), room_bytes, host_bytes),

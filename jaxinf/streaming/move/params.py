@@ -109,8 +109,8 @@ class _Read:
         return self.fetch.unit.views(self.memory.array)
 
 
-class StoreParams:
-    """Params of a store, for programs and for updates.
+class ParamReader:
+    """Reads the params of a store, for programs and for updates.
 
     Units are read in the order in which calls need them, so those that a call waits for
     always get room.

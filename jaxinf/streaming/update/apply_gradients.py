@@ -22,7 +22,7 @@ from jaxinf.engine import UpdateRequest, carried_leaves, check_carried
 from jaxinf.errors import StreamError
 from jaxinf.program import LeafInputs, refused_gradient
 from jaxinf.store import ScalarState
-from jaxinf.streaming.move.params import StoreParams
+from jaxinf.streaming.move.params import ParamReader
 from jaxinf.streaming.move.scratch import store_scratch
 from jaxinf.streaming.move.spill import Spill
 from jaxinf.streaming.move.work_queues import Queue, WorkQueues
@@ -74,7 +74,7 @@ class StoreSink:
         updates: UpdatePlan,
         plan: Plan,
         ready: OrderedProgram,
-        params: StoreParams,
+        params: ParamReader,
         jobs: WorkQueues,
     ) -> None:
         self.updates, self.share = updates, updates.share

@@ -46,7 +46,7 @@ from jaxinf.streaming.program.graph import Piece, aval_bytes
 from jaxinf.streaming.program.lifetimes import OrderedProgram
 from jaxinf.streaming.program.units import SHARED, ParamUnit, shared_bytes, units_of
 from jaxinf.streaming.update.device_updates import device_share, needs_of_share
-from jaxinf.streaming.update.kernel_inputs import KernelInputs
+from jaxinf.streaming.update.gradient_passes import GradientPasses
 from jaxinf.transfer import ByteCounts
 from jaxinf.typing import FLOAT32, Array, PyTree
 
@@ -179,7 +179,7 @@ class UpdatePlan:
             piece: 0 if piece.leaf in self.idle else aval_bytes(value.aval)
             for piece, value in gradients.items()
         }
-        self.inputs = KernelInputs(engine, program, passes, options.jit)
+        self.inputs = GradientPasses(engine, program, passes, options.jit)
         self.inputs_bytes = self.inputs.compile(params, pieces)
         self.compress: Compress | None = None
         if options.compress is not None:

@@ -1,4 +1,4 @@
-"""Computes what kernels take beside state, such as norms, as gradients arrive.
+"""Runs passes over gradients: what kernels take beside state, such as norms.
 
     begin ─► add, for each gradient ─► advance ─► add … ─► advance ─► of_leaf ─► finish
 
@@ -31,7 +31,7 @@ from jaxinf.transfer import aligned_array
 from jaxinf.typing import Array
 
 
-class KernelInputs:
+class GradientPasses:
     """Runs the passes of steps. Its calls come one after another, from any thread.
 
     Args:
