@@ -11,7 +11,7 @@ Where a question is answered:
     what a store must hold for a run     description.py
     whose params a step may use          resume_check.py
     how a gradient becomes tasks         step_pipeline.py, updates.py
-    in which order a commit is durable   step_pipeline.py (`_end_step`), open_files.py
+    in which order a commit is durable   open_files.py (`publish`)
     where a chunk's newest bytes are     chunks.py
     how chunks are cut to be moved       store_subgroups.py
     which state stays in memory          store_subgroups.py (`staying`), open_files.py

@@ -108,6 +108,7 @@ class Engine:
     @steps.setter
     def steps(self, steps: "StepPipeline | None") -> None:
         self._steps = steps
+        self.last_step = -1 if self.is_new else self.files.commit.step
 
     @property
     def files(self) -> "OpenFiles":
@@ -147,10 +148,14 @@ class Engine:
             self._payloads[step] = payload
 
     def take_payload(self, step: int) -> JsonValue:
-        """Returns the payload of the step that ends now."""
+        """Notes that a step ends now; returns its payload."""
         with self._payloads_lock:
             self.last_step = step
             return self._payloads.pop(step, None)
+
+    def note_replaced(self) -> None:
+        """Counts, after the commit, that what it holds was replaced."""
+        self.num_replaced += 1
 
     # --- its end ---------------------------------------------------------------------
 

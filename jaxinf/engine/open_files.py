@@ -151,6 +151,11 @@ class OpenFiles:
                 self.mover.end_step()  # drops what was prefetched
         self.fleet.limit_memory(granted)
 
+    def end_step(self, record: CommitRecord) -> None:
+        """Makes what was written the last finished step; no write may be in flight."""
+        self.chunks.end_step()
+        self.finished = record
+
     def keep_state(self) -> None:
         """Chooses what stays in memory between steps; no task may be under way."""
         self.keep(self.subgroups.staying(self.memory_bytes, self._moved))
@@ -208,3 +213,4 @@ class OpenFiles:
                 actions[action]()
         self.chunks.end_commit()
         self.commit = self.finished = record
+        self.is_new = False

@@ -32,9 +32,6 @@ from jaxinf.typing import PathLikeStr
 
 _LOG = logging.getLogger("jaxinf")
 
-_ALIKE = "durability keep_steps restore master state export_to export_every".split()
-"""Options that all processes of a run must give alike, as they decide about commits."""
-
 # Strong references: a store without other references may have a commit in flight.
 _open: dict[Path, Store] = {}
 _locks: dict[Path, threading.RLock] = {}
@@ -121,8 +118,14 @@ def open_store(
       StoreLockedError: a live process has the store open; names the process.
       StoreFormatError: it is not a store, is damaged, or has a newer format.
     """
-    given = {name: value for name, value in locals().items() if value is not None}
-    path = _absolute(given.pop("path"))
+    own: dict[str, Any] = {"csds": csds, "csd": csd, "memory_bytes": memory_bytes}
+    alike = {  # in all processes of a run, as they decide about commits
+        "durability": durability, "keep_steps": keep_steps, "restore": restore,
+        "master": master, "state": state, "export_to": export_to,
+        "export_every": export_every,
+    }  # fmt: skip
+    given = {name: value for name, value in (own | alike).items() if value is not None}
+    path = _absolute(path)
     held, group = _open_at(path), Group(path)
     if held is not None and engine_of(held).health.error is None:
         path = held.path
@@ -154,10 +157,9 @@ def open_store(
             said = f"{type(error).__name__}: {error}"
             _LOG.warning("%s: was stopped by %s; it is opened anew", path, said)
             engine_of(held).close()
-        alike = {name: getattr(options, name) for name in _ALIKE}
-        group.agree(
-            "the options of open_store", lambda: alike, "give them alike in all of them"
-        )
+        agreed = {name: getattr(options, name) for name in alike}
+        what, remedy = "the options of open_store", "give them alike in all of them"
+        group.agree(what, lambda: agreed, remedy)
         engine, place = open_engine(options, group, lock), path.resolve()
         store = _open[place] = Store(engine)
 

@@ -1,6 +1,6 @@
 """Ties a run's params and state to the store's last step.
 
-      at it? ─ no ─► begin(step) ──► compare(leaf) … ──► finish ──► step, which sets at
+      at it? ─ no ─► begin(step) ──► compare(leaf) … ──► finish ──► step ──► expect
          └──── yes ───────────────────────────────────────────────┘
 
 Invariant: a step begins from the state of the step before it; the first one of a run,
@@ -44,6 +44,10 @@ class ResumeCheck:
         self._files = files
         self._reading = threading.Lock()  # so that one comparison has memory
         self._differing = ""  # a leaf whose params differ from the run's
+
+    def expect(self, step: int | None) -> None:
+        """Binds the run to a step; to none, so that its params are compared first."""
+        self.at = step
 
     def begin(self, step: int) -> None:
         """Begins a comparison with a run's state; no step may be under way."""

@@ -105,7 +105,6 @@ class StepPipeline:
         self._ending: Ending | None = None  # of the last step's commit
         self._step: _Step | None = None
         self._counted = files.meters.snapshot()
-        engine.last_step = -1 if files.is_new else files.commit.step
         engine.health.note = self._loss_note
 
     # --- a step ----------------------------------------------------------------------
@@ -163,28 +162,26 @@ class StepPipeline:
         self.files.meters.add(link_up_bytes=moved_bytes)
 
     def _begin(self, step: int) -> _Step:
-        """Returns the step under way, or begins one."""
+        """Returns the step under way, or begins one; called with the guard held."""
         files = self.files
+        if self._step is None:
+            self.join()
         files.health.check()
-        with self._guard:
-            if self._step is None:
-                self.join()
-            files.health.check()
-            if step != files.finished.step:
-                raise stale_state(files, step)
-            if step == LAST_STEP:
-                raise StoreError(
-                    f"{files.options.path}: expected a step to follow, found step "
-                    f"{step}, the last that a store counts; go on in a new store"
-                )
-            if self._step is None:
-                if not files.num_uncommitted:
-                    files.directory.unpublish(files.chunks.target)
-                if not self.metrics:  # earlier traffic is of `init`, not of a step
-                    self._counted = files.meters.snapshot()
-                files.mover.defer_writes(not self._must_commit(step + 1))
-                self._step = _Step(time.monotonic())
-            return self._step
+        if step != files.finished.step:
+            raise stale_state(files, step)
+        if step == LAST_STEP:
+            raise StoreError(
+                f"{self._where}: expected a step to follow, found step {step}, the "
+                "last that a store counts; go on in a new store"
+            )
+        if self._step is None:
+            if not files.num_uncommitted:
+                files.directory.unpublish(files.chunks.target)
+            if not self.metrics:  # earlier traffic is of `init`, not of a step
+                self._counted = files.meters.snapshot()
+            files.mover.defer_writes(not self._must_commit(step + 1))
+            self._step = _Step(time.monotonic())
+        return self._step
 
     def finish(
         self,
@@ -269,8 +266,7 @@ class StepPipeline:
         try:
             with span("drain"):
                 files.mover.drain()
-            files.chunks.end_step()
-            files.finished = record
+            files.end_step(record)
             if self._must_commit(step):
                 files.publish()
             if options.keeps(step):
@@ -351,13 +347,11 @@ class StepPipeline:
         files, engine = self.files, self._engine
         files.mover.drain()
         files.health.check()
-        files.chunks.end_step()
         payload, held = engine.take_payload(step), tuple(scalars)
-        files.finished = CommitRecord(step=step, scalar_state=held, payload=payload)
+        files.end_step(CommitRecord(step=step, scalar_state=held, payload=payload))
         self._commit()
-        files.is_new = False
-        engine.num_replaced += 1
-        self.resume_check.at = None if step else 0
+        engine.note_replaced()
+        self.resume_check.expect(None if step else 0)
         files.keep_state()
 
     def _commit(self) -> None:

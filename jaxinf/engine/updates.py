@@ -19,14 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxinf.compress import SparseGradient, SparseLeaf
-from jaxinf.csd import (
-    Csd,
-    CsdBuffer,
-    Rounding,
-    Update,
-    initialise_states,
-    is_idle,
-)
+from jaxinf.csd import Csd, CsdBuffer, Rounding, Update, initialise_states, is_idle
 from jaxinf.engine.description import StoreDescription
 from jaxinf.engine.open_files import OpenFiles
 from jaxinf.engine.reading import StateReader
@@ -202,14 +195,14 @@ class RequestedUpdate:
             result = np.empty(num, self._out_dtype) if out is None else out
         gradient = self._gradient(layout)
         update = Update(
-            layout.kernel_extents,
-            self._kernel,
-            gradient,
-            gather_inputs(layout, request.inputs, origin),
-            result,
-            rounding_of(layout, self._step),
-            params if takes_given else None,
-            tells,
+            extents=layout.kernel_extents,
+            kernel=self._kernel,
+            gradient=gradient,
+            inputs=gather_inputs(layout, request.inputs, origin),
+            out=result,
+            rounding=rounding_of(layout, self._step),
+            given=params if takes_given else None,
+            tells=tells,
         )
         down = gradient.nbytes + (0 if params is None else params.nbytes)
         up = 0 if result is None else result.nbytes

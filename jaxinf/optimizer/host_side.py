@@ -33,10 +33,7 @@ from jaxinf.optimizer.leaf_call import (
     HostCall,
     HostResult,
 )
-from jaxinf.program import (
-    NonFinitePolicy,
-    refused_gradient,
-)
+from jaxinf.program import NonFinitePolicy, refused_gradient
 from jaxinf.store import ScalarState
 from jaxinf.typing import Array
 
@@ -331,16 +328,12 @@ class HostFunctions:
         else:
             named = named_scalars(description, scalars)
             pairs = zip(measured, inexact.tolist(), strict=True)
-            leaves = {number: bound for number, bound in pairs if bound}
+            bounds = {number: bound for number, bound in pairs if bound}
+            carry = dict(zip(paths, carried, strict=True))
             engine.steps.finish(
-                int(step),
-                named,
-                int(skipped),
-                leaves,
-                kept=kept,
-                carry=dict(zip(paths, carried, strict=True)),
+                int(step), named, int(skipped), bounds, kept=kept, carry=carry
             )
-            engine.steps.resume_check.at = int(step) + 1
+            engine.steps.resume_check.expect(int(step) + 1)
             verdict[...] = COMMITTED
 
 

@@ -31,11 +31,7 @@ from jaxinf.engine import (
 )
 from jaxinf.errors import StoreMismatchError
 from jaxinf.layout import Box
-from jaxinf.optimizer.callback import (
-    FAILED,
-    call_once,
-    check_device_configuration,
-)
+from jaxinf.optimizer.callback import FAILED, call_once, check_device_configuration
 from jaxinf.optimizer.host_side import named_scalars
 from jaxinf.optimizer.leaf_call import (
     FINITE,
@@ -147,7 +143,7 @@ class HostInit:
         if is_new:
             engine.steps.commit_whole(0, named_scalars(self._description, scalars))
         else:
-            engine.steps.resume_check.at = None
+            engine.steps.resume_check.expect(None)
         commit = engine.files.finished
         self._check_scalars(scalars, commit.scalar_state)
         counters = (commit.step, commit.skipped_steps)

@@ -96,7 +96,7 @@ class Driver:
             self.engine.steps.commit_whole(0, self.scalars(0))
         self.at = self.store.step
         if not is_new:
-            self.engine.steps.resume_check.at = None
+            self.engine.steps.resume_check.expect(None)
             self.bind(self.at)
         return self
 
