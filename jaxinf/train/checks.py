@@ -22,17 +22,20 @@ from jaxinf.train.optimizers import check_optimizer
 
 _Problems: TypeAlias = Iterator[str]
 
-_ZERO_AT_LEAST = "steps warmup-steps clip-norm seed eval-every checkpoint-every".split()
-_ONE_AT_LEAST = "batch-size memory device-memory micro-batches durability".split()
+_ZERO_AT_LEAST = (
+    "steps", "warmup-steps", "clip-norm", "seed", "eval-every", "checkpoint-every",
+)  # fmt: skip
+_ONE_AT_LEAST = ("batch-size", "memory", "device-memory", "micro-batches", "durability")
 _AT_LEAST: dict[str, int] = {
     **dict.fromkeys(_ZERO_AT_LEAST, 0),
     **dict.fromkeys(_ONE_AT_LEAST, 1),
     "seq-len": 2,
 }
 _OF_THE_STORE = (
-    "store elastic csd-root csd memory durability state ema checkpoint-every export-to"
-).split()
-_OF_STREAMING = "device-memory device-updates".split()
+    "store", "elastic", "csd-root", "csd", "memory", "durability", "state", "ema",
+    "checkpoint-every", "export-to",
+)  # fmt: skip
+_OF_STREAMING = ("device-memory", "device-updates")
 
 
 def check(config: TrainConfig) -> TrainConfig:

@@ -92,7 +92,7 @@ class Mover:
         failure: Failure,
     ) -> None:
         self._name, self._queues = name, queues
-        self._work_on, self._failure = perform, failure
+        self._perform, self._failure = perform, failure
         lock = threading.RLock()
         self._to_do = threading.Condition(lock)  # for workers
         self._done = threading.Condition(lock)  # for callers
@@ -306,7 +306,7 @@ class Mover:
             if unit is None:
                 return
             try:
-                self._perform(unit)
+                self._run_unit(unit)
             except Exception as error:
                 self._failure.fail(error)
 
@@ -317,7 +317,7 @@ class Mover:
                 unit = self._await_work()
                 if unit is None:
                     return
-                self._perform(unit)
+                self._run_unit(unit)
             except BaseException as error:
                 self._failure.fail(error)
 
@@ -332,10 +332,10 @@ class Mover:
                 self._to_do.wait()
         return None
 
-    def _perform(self, unit: Unit) -> None:
+    def _run_unit(self, unit: Unit) -> None:
         try:
             self._failure.raise_error()
-            unchecked = self._work_on(unit)
+            unchecked = self._perform(unit)
         except BaseException as error:
             self._failure.fail(error)
             with self._done:
