@@ -1,4 +1,4 @@
-"""The one way to write a step: a copy in other formats, on other drives, among others.
+"""Copies the steps of a store: as they are, in other formats, or on other drives.
 
       OLD ──links, copies, recoded chunks──► .NEW.copying ──sync, records──► NEW
       only read                              complete, durable     staging.py
