@@ -108,7 +108,7 @@ def convert(
     """Returns JSON as a value of a type.
 
     Args:
-      where: its place in the document, such as ``leaves[3].shape``.
+      where: place in the document, such as ``leaves[3].shape``.
       dec_hook: makes values of types that msgspec does not know.
 
     Raises:

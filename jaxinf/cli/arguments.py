@@ -14,7 +14,7 @@ def option(metavar: str | None = None, text: str | None = None) -> Any:
     """Describes an argument in ``--help``, without showing its default.
 
     Args:
-      text: its help; by default the comment above its field.
+      text: help; by default the comment above its field.
     """
     return tyro.conf.arg(help=text, metavar=metavar, help_behavior_hint="")
 

@@ -116,7 +116,7 @@ class KernelNeed:
     """A leaf's requirements for a CSD.
 
     Attributes:
-      leaf: its name.
+      leaf: name of the leaf.
       codecs: codecs of the master params, then of the slots in the kernel's order, as
         in `Extent`.
       dtype: dtype of the params on the JAX device.

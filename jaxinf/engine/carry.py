@@ -64,7 +64,7 @@ def check_carried(
     """Refuses what a step cannot carry: ValueError.
 
     Args:
-      carried: as `carried_leaves` returns; nothing but shapes and dtypes is read.
+      carried: result of `carried_leaves`; nothing but shapes and dtypes is read.
       states: names of the store's states.
     """
     try:

@@ -55,7 +55,7 @@ class LeafDescription:
       kernel: the update.
       init_kernel: the initial state.
       gradients: the forms of its gradients.
-      shards: those of the run, with the processes that have each if it has several.
+      shards: shards of the run, with the processes that have each if it has several.
     """
 
     record: LeafRecord
@@ -155,7 +155,7 @@ def describe(
       update, init: the optimizer, traced on the params.
       shard_counts: for each leaf, separately updated parts along each dimension.
       average: the average of the params that the optimizer keeps.
-      compression: that of its gradients.
+      compression: compression of its gradients.
       shards: of each leaf in a run of several processes.
     """
     if compression is not None:

@@ -72,12 +72,12 @@ class OpenFiles:
 
     Args:
       commit: the committed step's record; None for a store that was just made.
-      fleet: its CSDs; closed with this.
+      fleet: CSDs of the store; closed with this.
 
     Attributes:
       options, health, meters, group: the engine's.
       leaves: the records of its leaves.
-      subgroups: those in which its chunks move.
+      subgroups: subgroups in which its chunks move.
       chunks: the newest version of each chunk.
       csds: the CSDs that update the chunks, of the fleet.
       mover: the workers.

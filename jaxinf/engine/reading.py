@@ -82,7 +82,7 @@ class StateReader(StepReader):
         """Calls `visit`, from several threads, with the pieces of chunks of a state.
 
         Args:
-          into: as for `StepReader.stored`, if the pieces are of the stored dtype.
+          into: targets, as for `StepReader.stored`, if pieces are of the stored dtype.
 
         Raises:
           StoreError: the drive failed, or a chunk is damaged, perhaps only after its

@@ -51,7 +51,7 @@ class StepMetrics:
     """The cost of a committed step.
 
     Attributes:
-      step: its number.
+      step: number of the step.
       update_s: time from the first gradient's arrival to the last result.
       commit_s: time from then until the step was durable, or written.
       traffic: bytes on drives and host link since the previous step.
@@ -94,7 +94,7 @@ class StepPipeline:
     Attributes:
       files: the store's files, with the records of the last steps.
       resume_check: ties a run's params and state to the last step.
-      metrics: those of the last few steps of this process.
+      metrics: metrics of the last few steps of this process.
     """
 
     def __init__(self, engine: Engine, files: OpenFiles) -> None:

@@ -222,7 +222,7 @@ class Store:
 
         Args:
           state: ``"params"`` (the master), ``"mu"``, ``"nu"``, …
-          leaf: its keys joined by ``/``, as `jaxinf inspect` prints them.
+          leaf: keys of the leaf, joined by ``/``, as `jaxinf inspect` prints them.
 
         Returns:
           An array of the leaf's shape: float32 if the store has it in fewer bits.

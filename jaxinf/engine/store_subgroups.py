@@ -124,7 +124,7 @@ class Move(NamedTuple):
 
     Attributes:
       loads: numbers of the states that it reads; twice, if it reads one twice.
-      stores: those that it writes.
+      stores: numbers of the states that it writes.
     """
 
     layout: SubgroupLayout

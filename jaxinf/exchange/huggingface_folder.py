@@ -181,7 +181,7 @@ def export_huggingface(
     give the folder that they came from.
 
     Args:
-      step, destination, average, options: as for `export_safetensors`.
+      step, destination, average, options: arguments of `export_safetensors`.
       dtype: dtype of the tensors: float32, bfloat16 or float16, rounded to nearest
         even; by default that of the params on the JAX device.
       like: a folder of a model with these params, by default the commit says it.

@@ -57,7 +57,7 @@ def scatter(
 
     Args:
       block_target: writable array that contains the whole chunk.
-      chunk, origin, offset_elements: as for `gather`.
+      chunk, origin, offset_elements: arguments of `gather`.
       values: the run, 1-D, of the target's dtype; copied when this returns.
     """
     assert (values.ndim, values.dtype) == (1, block_target.dtype), chunk
@@ -77,7 +77,7 @@ def target_view(
 
     Args:
       block_target: array that contains the whole chunk.
-      chunk, origin, offset_elements, num_elements: as for `gather`.
+      chunk, origin, offset_elements, num_elements: arguments of `gather`.
 
     Returns:
       1-D view, or None where the run is not contiguous in the target: then produce it

@@ -171,7 +171,7 @@ def first_state(
     """Makes the state that `init` returns.
 
     Args:
-      initial: its scalar state, for the types.
+      initial: initial scalar state, for the types.
     """
     compat.register_with_flax(StoredArray)
     step, skipped, *scalars = held

@@ -31,7 +31,7 @@ class Value:
     """One value of a graph; values are compared by identity.
 
     Attributes:
-      aval: Its abstract value: shape, dtype, weak type.
+      aval: Abstract value: shape, dtype, weak type.
       stored: Whether it depends on an optimizer's stored state.
       node: The node that computes it; None for inputs and constants.
       constant: The array of a constant, or the NumPy scalar of a literal.

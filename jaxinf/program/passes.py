@@ -349,7 +349,7 @@ class Passes:
         """Returns the computations before each pass and after the last.
 
         Args:
-          inputs: Those of no leaf.
+          inputs: Inputs of no leaf.
         """
         shared = [
             value

@@ -31,8 +31,8 @@ class StateSlot:
 
     Attributes:
       name: For example ``mu``; unique among the slots of a leaf.
-      dtype: As ``tx.init`` on float32 params makes it.
-      state_index: Its index in ``jax.tree.leaves`` of the optax state.
+      dtype: Dtype that ``tx.init`` on float32 params gives it.
+      state_index: Index in ``jax.tree.leaves`` of the optax state.
     """
 
     name: str

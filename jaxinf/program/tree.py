@@ -88,7 +88,7 @@ def path_name(path: tuple[Any, ...], whole: str = "params") -> str:
     """Returns the path of a leaf as text.
 
     Args:
-      path: Its key path.
+      path: Key path of the leaf.
       whole: The name of the tree, for a leaf without a path.
     """
     return "/".join(compat.path_names(path)) or whole

@@ -80,7 +80,7 @@ class UpdateProgram:
         Args:
           gradients, params: Flat leaves, each in its own dtype.
           scalar_state: The flat state leaves that are not slots.
-          extra_args: As given to `trace_update`, with this step's values.
+          extra_args: Arguments given to `trace_update`, with this step's values.
           recalled: The slots of `recall`, if there is one.
 
         Returns:

@@ -85,7 +85,7 @@ def read_document(
       check: refuses JSON of another kind or version, whatever its seal is.
       finish: refuses a value whose parts do not fit, by a ValueError.
       dec_hook: makes values of types that msgspec does not know.
-      raw: its bytes, if they are no file's.
+      raw: bytes of the document, if they are no file's.
 
     Raises:
       StoreFormatError: the document is missing, not a file, too large, not JSON,

@@ -94,7 +94,7 @@ def stream(
       replan: Whether to replace the plan that the store keeps.
       nonfinite: The effect of a gradient with NaN or Inf: ``"error"``, ``"skip"`` or
         ``"allow"``; see `jaxinf.smart_update`.
-      average, compress: As for `jaxinf.smart_update`.
+      average, compress: Options of `jaxinf.smart_update`.
       extra_args: Further arguments of the optimizer's update, with an example for each;
         numbers and arrays are also the values of steps that are given none. ``"value"``
         is each step's loss, unless a step is given another.
@@ -165,9 +165,8 @@ def stream_in_memory(
     Only the activations are streamed; `tx` is any optax transformation, unchanged.
 
     Args:
-      loss_fn, tx, memory_bytes, device_memory_bytes, has_aux: As for `jaxinf.stream`.
-      policy, micro_batches, weights, nonfinite: As there, too.
-      deterministic: As there, too.
+      loss_fn, tx, memory_bytes, device_memory_bytes: Arguments of `jaxinf.stream`.
+      has_aux, policy, micro_batches, weights, nonfinite, deterministic: Others of it.
       scratch: A folder on a drive for the values of ``"offload"``; by default the
         folder for temporary files, which some systems have in memory.
 
@@ -204,8 +203,8 @@ def stream_function(
 
     Args:
       fn: ``fn(params, batch)`` returns any pytree. Traced by JAX: no side effects.
-      store, memory_bytes, device_memory_bytes: As for `jaxinf.stream`.
-      deterministic: As there, too.
+      store, memory_bytes, device_memory_bytes: Arguments of `jaxinf.stream`.
+      deterministic: Argument of `jaxinf.stream`, too.
       average: Whether it is a function of the params' average instead.
 
     Returns:

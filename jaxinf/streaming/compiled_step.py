@@ -84,7 +84,7 @@ class CompiledStep:
 
     Attributes:
       close: Frees memory and files; idempotent.
-      metrics: Those of the last step that ended; None before.
+      metrics: Metrics of the last step that ended; None before.
     """
 
     def __init__(
@@ -160,8 +160,8 @@ class CompiledStep:
         """Runs a step: all processes begin, run the programs, and end it alike.
 
         Args:
-          shares: As of `Runner`.
-          extra_args, own_args: Those of all steps, and of this one.
+          shares: Shares, as of `Runner`.
+          extra_args, own_args: Arguments of all steps, and of this one.
           check: Called where the step can be given up; raises if it must be.
 
         Returns:

@@ -37,7 +37,7 @@ class Endpoints:
 
     Attributes:
       needs: What both take beside the programs.
-      engine: That of the store; None in memory.
+      engine: Engine of the store; None in memory.
       source: Makes what reads a plan's params from a store.
       in_memory: Returns what gives a run those in memory, if there is no store.
       sink: Makes what takes a plan's gradients; None for a function.

@@ -104,7 +104,7 @@ class StreamedStep:
           init_fn: ``init_fn(*args)`` returns the params. For a store it is traced, and
             computed only if that is new, one leaf at a time, with the bits of jitted
             `init_fn`.
-          args: Its arguments, such as a random key.
+          args: Arguments of `init_fn`, such as a random key.
           batch: Arrays, or shapes and dtypes, of a batch. With it a new store's chunks
             suit the program: each slice of stacked layers has its own. Its steps are
             planned and compiled here, before anything is written.
@@ -136,8 +136,8 @@ class StreamedStep:
           params: Tree of arrays; memory-mapped ones are read leaf by leaf. Those on
             several devices say how the store's leaves are sharded over them.
           state: The optimizer's state, for a step in memory; by default the first one.
-          batch: As for `init`.
-          shardings: As for `init`, for arrays that are not on the devices yet.
+          batch: A batch, or its shapes and dtypes, as for `init`.
+          shardings: Shardings, as for `init`, of arrays that are on no device yet.
 
         Raises:
           StoreMismatchError: The store holds another tree or optimizer.
@@ -396,7 +396,7 @@ class StreamedStep:
         """Runs one step; blocks until all its gradients are handed out.
 
         Args:
-          batch: As the loss function takes it.
+          batch: The batch that the loss function takes.
           extra_args: This step's values of `stream`'s `extra_args`.
 
         Returns:

@@ -47,9 +47,9 @@ class RunNeeds:
       num_params: of the whole model.
       num_drives: drives that share the store's bytes.
       host_bytes: memory of the host.
-      device_bytes: that of a JAX device with memory of its own; else 0.
+      device_bytes: memory of a JAX device that has its own; else 0.
       disk_bytes: on drives, with both slots.
-      drive_read_bytes, drive_write_bytes: that a step moves, on average.
+      drive_read_bytes, drive_write_bytes: bytes that a step moves, on average.
     """
 
     num_params: int
@@ -75,7 +75,7 @@ def count(
       batch: a batch; only its shapes count. None leaves programs out, which a streamed
         run cannot.
       device_bytes: memory of the JAX device; None if it computes in the host's.
-      limit: that of another device, to count for.
+      limit: limit of another device, to count for.
     """
     found = {"host_bytes": 0}
     with contextlib.ExitStack() as stack:

@@ -83,7 +83,7 @@ def with_new(lora: Lora, params: PyTree, seed: int = 0) -> PyTree:
     """Returns params with new adapters; refuses patterns without a matrix.
 
     Args:
-      params: those of the model; leaves may be deferred.
+      params: params of the model; leaves may be deferred.
     """
     leaves: dict[Any, Any] = flatten_dict(params)
     named = {"/".join(map(str, path)): path for path in leaves}

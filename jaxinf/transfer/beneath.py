@@ -32,7 +32,7 @@ def open_beneath(root: PathLikeStr, name: PathLikeStr, flags: int = os.O_RDONLY)
     Args:
       root: an existing directory, to which links may lead.
       name: relative path below it, on which there may be no link.
-      flags: those of `os.open`.
+      flags: flags of `os.open`.
 
     Raises:
       StoreFormatError: a part of the name is not a directory, or leads out of the root.

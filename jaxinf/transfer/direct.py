@@ -83,8 +83,8 @@ def write_from(
 
     Args:
       path: the file, which exists.
-      array: as for `read_into`; zeros are written behind the data in its last page.
-      offset_bytes, num_bytes, meters, buffered, shown: as for `read_into`.
+      array: data, as for `read_into`; zeros are written behind it in its last page.
+      offset_bytes, num_bytes, meters, buffered, shown: arguments of `read_into`.
 
     Raises:
       StoreSpaceError: if there is no room.

@@ -71,7 +71,7 @@ class Buffer:
     Attributes:
       num_bytes: length in bytes: the requested one, rounded up to whole pages.
       array: the memory, `uint8[num_bytes]`, writable; there until the release.
-      address: its address in the process's memory; there until the release.
+      address: address in the process's memory; there until the release.
     """
 
     __slots__ = ("_mapping", "_pool", "address", "array", "num_bytes")

@@ -62,7 +62,7 @@ class Queues:
     Attributes:
       incomplete: pieces in memory that lack states to be loaded.
       ready: loaded pieces whose tasks may compute.
-      elsewhere: those of them that another processor than the host's computes.
+      elsewhere: ready pieces that another processor than the host's computes.
       residents: all pieces in memory.
       submitting: groups of which the submitter computes a task.
       num_moving, num_computing, num_elsewhere: numbers of units under way at workers.

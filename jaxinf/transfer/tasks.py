@@ -86,8 +86,8 @@ class Resident:
     """A piece in memory.
 
     Attributes:
-      task: its task, submitted or only prefetched.
-      buffer: its memory, which `release` gives back.
+      task: task of the piece, submitted or only prefetched.
+      buffer: memory of the piece, which `release` gives back.
       is_loading: whether a load of it is under way.
       held: states in it, as the last finished step left them.
       unchecked: loaded states without a known checksum.
@@ -213,7 +213,7 @@ class Limits:
     Attributes:
       moving: loads and writes.
       computing: computations, including those of submitters.
-      elsewhere: those that wait for another processor than the host's.
+      elsewhere: computations that wait for another processor than the host's.
     """
 
     moving: int

@@ -35,8 +35,8 @@ class _Away:
     """A value that is leaving, away, or on its way back.
 
     Attributes:
-      form: Its shape, dtype and sharding.
-      parts: Its place on drives; none if it stays on the host.
+      form: Shape, dtype and sharding.
+      parts: Place on drives; none if it stays on the host.
       value: On the device, until it is on the host, and when it is back.
       host: On the host, until it is written, and back if it comes from there.
       memory: The buffer that it is read into.

@@ -30,7 +30,7 @@ class Queue:
     """A queue of jobs, or of items that wait for an action. Its name tells which.
 
     Attributes:
-      num_threads: Its threads, from the first job on.
+      num_threads: Number of threads, from the first job on.
       room_bytes: Memory for items, until the work on them is over.
       together_bytes: The most of several items that are taken together.
     """

@@ -67,7 +67,7 @@ class Call:
       makes: For each of its outputs a slot; None if no call takes it.
       frees: Slots that no later call takes.
       pieces: Outputs that are gradients, perhaps of a part, by their position.
-      gradients: Those of them that are of the whole batch, which are handed out.
+      gradients: Pieces that are of the whole batch, which are handed out.
       is_repeat: Whether it only recomputes.
       part: The part of the batch that it is of, if there are several.
     """
@@ -87,7 +87,7 @@ class Waiting:
     """Where values wait that have left the memory of programs.
 
     Attributes:
-      on_drive: Those on drives, in the order in which they are needed; others wait on
+      on_drive: Values on drives, in the order in which they are needed; others wait on
         the host of a device with memory of its own.
       read_bytes: Memory of the host for those that drives have read.
       has_link: Whether the device has memory of its own.

@@ -49,7 +49,7 @@ def segments_to_recompute(plan: Plan, steps: Sequence[StepTimes]) -> frozenset[i
     """Returns the segments whose values are to be recomputed.
 
     Args:
-      plan: That of the steps, of which values leave, and none is recomputed.
+      plan: Plan of the steps, of which values leave, and none is recomputed.
     """
     freed, forward_s = freed_bytes(plan), defaultdict[int, float](float)
     if not freed:  # perhaps nothing is backward

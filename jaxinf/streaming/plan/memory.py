@@ -118,7 +118,7 @@ class Memory:
         their update; 0 if the device's memory is the host's.
       leaving: Gradients that leave the device or wait for their update.
       limit: The budget that bounds `programs`.
-      pool_factor: That of the `DeviceLimit`.
+      pool_factor: Factor of the `DeviceLimit`.
     """
 
     state: int = 0

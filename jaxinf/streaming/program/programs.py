@@ -41,7 +41,7 @@ class Program:
         gradients of parts, and "free" makes results that no segment makes.
       segment: Number of its segment; -1 for none.
       inputs: Values that it reads: params, batch, other programs' outputs.
-      nodes: Its nodes, in order; none in a program `without_nodes`.
+      nodes: Nodes in order; none in a program `without_nodes`.
       key: Equal for programs that can share an executable.
     """
 

@@ -42,7 +42,7 @@ class ParamUnit:
       index: Position on its leading axes; empty for the whole.
       shape: Shape of the part, without the indexed axes.
       dtype: Dtype of the params on the JAX device.
-      sharding: Its sharding over the mesh; None for one device.
+      sharding: Sharding over the mesh; None for one device.
       is_divided: Whether the store moves each of its shards alone.
     """
 

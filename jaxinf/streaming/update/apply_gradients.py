@@ -148,7 +148,7 @@ class StoreSink:
         """Waits for all updates and ends the step; returns whether params changed.
 
         Args:
-          extra_args: As for `begin`, now with those that are known late.
+          extra_args: Arguments, as for `begin`, now with those that are known late.
           results: Loss and aux.
           check: Called where the step can be given up; raises if it must be.
 

@@ -204,7 +204,7 @@ def next_interval(seconds: Sequence[float], most: int) -> int:
     the host, two all on the device, and two as many on each as take the same time.
 
     Args:
-      seconds: Those of the updates of each step so far.
+      seconds: Durations of the updates of each step so far.
       most: The number of subgroups that the device can compute.
     """
     if len(seconds) < 5:

@@ -35,7 +35,7 @@ class GradientPasses:
     """Runs the passes of steps. Its calls come one after another, from any thread.
 
     Args:
-      passes: Its passes, for gradients in the pieces that will arrive.
+      passes: Passes of a step, for gradients in the pieces that will arrive.
       jit: `jax.jit` with the options of compilation.
     """
 
@@ -58,7 +58,7 @@ class GradientPasses:
 
         Args:
           params: Shapes and dtypes of the leaves.
-          pieces: Those of which gradients will arrive.
+          pieces: Pieces of which gradients will arrive.
         """
         needed = 0
         for piece in pieces:
@@ -116,8 +116,8 @@ class GradientPasses:
         """Returns the inputs of a leaf's kernel, in the last pass; blocks.
 
         Args:
-          gradient: Its gradient; a slice if nothing is computed of it.
-          params: Its params on the device, if they are in memory.
+          gradient: Gradient of the leaf; a slice if nothing is computed of it.
+          params: Params of the leaf on the device, if they are in memory.
         """
         part, known = self._passes.parts.get((self._number, leaf)), self._kernel_scalars
         if part is not None:

@@ -134,7 +134,7 @@ class UpdatePlan:
     Args:
       engine: The store's; it is bound to the optimizer when a step runs.
       program: The optimizer.
-      subgroups: Those of the store, which need not be there.
+      subgroups: Subgroups of the store, which need not be there.
 
     Attributes:
       passes: The optimizer's passes over gradients, which `inputs` computes.

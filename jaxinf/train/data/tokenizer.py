@@ -116,7 +116,7 @@ class FolderTokenizer:
         """Returns the ids of a text, uint8 to uint32 [n].
 
         Args:
-          where: its place, for errors.
+          where: place of the text, for errors.
           is_whole: whether with the special tokens around a text.
           most: most tokens; more are cut, special ones kept.
         """
