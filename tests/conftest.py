@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -172,6 +173,14 @@ def drive(place):
     yield make
     for driver in drivers:
         driver.engine.close()
+
+
+@pytest.fixture
+def pythons_handler():
+    """Sets Python's handler of SIGINT, which a process in the background lacks."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import optax
 import pytest
 import small_stores
 from copies import copied
-from raw_stores import chunk_file
+from raw_stores import chunk_file, make_roots
 from raw_stores import flip_bit as flip
 
 import jaxinf
@@ -26,10 +26,7 @@ PARAMS = {"w": jnp.ones((70, 1025)), "b": jnp.ones(3)}
 @pytest.fixture
 def store(tmp_path):
     path = tmp_path / "store"
-    roots = [tmp_path / "csd0", tmp_path / "csd1"]
-    for root in roots:
-        root.mkdir()
-    train(path, 2, csds=roots)
+    train(path, 2, csds=make_roots(tmp_path, "store", 2))
     return path
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -40,14 +41,11 @@ def test_in_a_process_of_its_own(trained):
     script = Path(sys.executable).with_name("jaxinf")
     code = "import sys, jaxinf.cli; sys.exit(jaxinf.cli.main())"
     words = [str(script)] if script.exists() else [sys.executable, "-c", code]
-    done = subprocess.run(
-        [*words, "inspect", str(trained), "--json"], capture_output=True, text=True
-    )
+    run = partial(subprocess.run, capture_output=True, text=True)
+    done = run([*words, "inspect", str(trained), "--json"])
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["step"] == 3
-    done = subprocess.run(
-        [*words, "inspect", "/nowhere"], capture_output=True, text=True
-    )
+    done = run([*words, "inspect", "/nowhere"])
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("jaxinf: /nowhere: expected")
 

@@ -143,11 +143,8 @@ def test_a_root_of_another_users(original, run):
     os.chown(note_of(original.csds[0]), 12345, 12345)
     with pytest.raises(StoreFormatError, match="belongs to the user of id 12345"):
         jaxinf.open_store(original.path)
-    with (
-        pytest.raises(StoreFormatError, match=r"rm -f .*; echo"),
-        pinned_step(StoreDirectory.open(original.path)),
-    ):
-        pass
+    with pytest.raises(StoreFormatError, match=r"rm -f .*; echo"):
+        snapshot(StoreDirectory.open(original.path))
     assert run("checkpoint", "remove", original.path, "kept").status == 1
 
 
@@ -201,9 +198,7 @@ def test_nothing_is_made_on_a_bare_mount_point(original, tmp_path, run, run_name
 @pytest.fixture
 def moving(tmp_path, monkeypatch):
     """A store at step 3 whose chunks move before the next lock is taken."""
-    roots = [tmp_path / f"csd{n}" for n in range(3)]
-    for root in roots:
-        root.mkdir()
+    roots = raw_stores.make_roots(tmp_path, "store", 3)
     options = {"leaves": LEAVES, "chunk_elements": 4096, "csds": roots[:1]}
     driver = Driver(tmp_path / "store", **options).init().steps(2)
     driver.store.checkpoint("kept")

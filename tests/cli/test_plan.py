@@ -4,7 +4,6 @@ import json
 import re
 
 import pytest
-from raw_stores import memory_directory
 
 from jaxinf.cli import plan
 
@@ -13,12 +12,11 @@ TINY |= {"n_head": 2, "n_embd": 32}
 
 
 @pytest.fixture
-def place(monkeypatch):
-    with memory_directory() as folder:
-        (folder / "text.txt").write_text("some text " * 500)
-        (folder / "tiny.json").write_text(json.dumps(TINY))
-        monkeypatch.chdir(folder)
-        yield folder
+def place(place, monkeypatch):
+    (place / "text.txt").write_text("some text " * 500)
+    (place / "tiny.json").write_text(json.dumps(TINY))
+    monkeypatch.chdir(place)
+    return place
 
 
 SMALL = ("tiny.json", "--data", "text.txt", "--seq-len", 8)

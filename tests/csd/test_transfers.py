@@ -9,13 +9,7 @@ from jaxinf.csd import Extent, HostCsd, Transfer
 from jaxinf.errors import StoreIOError
 from jaxinf.native import libraries, toolchain
 from jaxinf.native import transfers as native
-from jaxinf.transfer import (
-    BufferPool,
-    ByteCounts,
-    ByteMeters,
-    read_into,
-    write_from,
-)
+from jaxinf.transfer import BufferPool, ByteCounts, ByteMeters, read_into, write_from
 
 PAGE = 4096
 LENGTHS = [1, 100, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE, 5 * PAGE + 17]

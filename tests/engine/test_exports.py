@@ -1,5 +1,6 @@
 """Exports of steps to a URL while the run goes on."""
 
+import contextlib
 import logging
 import signal
 import threading
@@ -57,6 +58,7 @@ def test_due_steps_are_exported_while_the_run_goes_on(export, place):
         assert StoreDirectory.open(made).read_commit().step == step
 
 
+@pytest.mark.usefixtures("pythons_handler")
 @pytest.mark.parametrize("how", ["Ctrl-C", "an exception", "Ctrl-C in an update"])
 def test_an_export_that_does_not_end_is_given_up(export, monkeypatch, how, caplog):
     """A chunk never reaches its place until then."""
@@ -71,20 +73,14 @@ def test_an_export_that_does_not_end_is_given_up(export, monkeypatch, how, caplo
     at_each_call(monkeypatch, ObjectStore, "put", hold)
     driver = export().steps(2)
     assert under_way.wait(60)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        interrupt = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
-        with driver.store:
-            if how == "an exception":
-                raise KeyboardInterrupt
-            interrupt.start()
-            if how == "Ctrl-C in an update":
-                run_whole(driver.update)
-                raise_kept()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        signal.signal(signal.SIGINT, before)
+    interrupt = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
+    with contextlib.suppress(KeyboardInterrupt), driver.store:
+        if how == "an exception":
+            raise KeyboardInterrupt
+        interrupt.start()
+        if how == "Ctrl-C in an update":
+            run_whole(driver.update)
+            raise_kept()
     [info] = driver.store.exports()
     assert info.problem.endswith("out/2: it was given up")
     said = "closing waits for the export to"

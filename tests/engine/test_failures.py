@@ -9,11 +9,7 @@ from raw_stores import chunk_file
 
 from jaxinf.csd.cards import card
 from jaxinf.engine import bind_optimizer
-from jaxinf.errors import (
-    CsdError,
-    StaleStateError,
-    StoreIOError,
-)
+from jaxinf.errors import CsdError, StaleStateError, StoreIOError
 
 
 def cut_chunk(driver, slot, leaf=1, state="params"):

@@ -9,11 +9,7 @@ import optax
 import pytest
 
 import jaxinf
-from jaxinf.errors import (
-    StoreFormatError,
-    StoreLockedError,
-    StoreMismatchError,
-)
+from jaxinf.errors import StoreFormatError, StoreLockedError, StoreMismatchError
 from jaxinf.store import StoreLock
 
 # --- a place -----------------------------------------------------------------------

@@ -89,14 +89,7 @@ def test_no_uncommitted_step_is_overwritten_for_gradients_that_are_not_finite(
 # --- Ctrl-C ----------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def pythons_handler():
-    """Sets Python's handler of SIGINT, which a process in the background lacks."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
+@pytest.mark.usefixtures("pythons_handler")
 @pytest.mark.parametrize(
     ("owner", "method", "count"),
     [(StateReader, "read", 1), (StoreSink, "put", 2), (StepPipeline, "update", 1)],
@@ -120,6 +113,7 @@ def test_ctrl_c_ends_a_step_and_training_goes_on(
     assert found == [x for i, x in enumerate(losses) if i != 2 or not is_ended]
 
 
+@pytest.mark.usefixtures("pythons_handler")
 def test_a_second_ctrl_c_is_raised_at_once(opened, monkeypatch):
     """The step that it gives up waits for a drive; it ends before the next one."""
     program, step = zoo("tied_and_unused"), opened()
@@ -153,6 +147,7 @@ def test_a_second_ctrl_c_is_raised_at_once(opened, monkeypatch):
     assert found + train_on(step) == uninterrupted("tied_and_unused")[0]
 
 
+@pytest.mark.usefixtures("pythons_handler")
 def test_handlers_of_the_programs_own_are_called_at_once(opened, monkeypatch):
     seen, handled, step = [], threading.Event(), opened()
     train(step, zoo("tied_and_unused"), 1)

@@ -8,6 +8,7 @@ import time
 import weakref
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ import optax
 import pytest
 from families import family
 from inject import at_call, at_each_call, raising
+from raw_stores import make_roots
 from streaming import (
     CHUNKS,
     assert_same_bits,
@@ -230,9 +232,7 @@ def test_the_value_needed_last_leaves_first(plans):
     family([("l2_penalty", 2), ("scan_remat_reverse", 0)], short=[("l2_penalty", 2)]),
 )
 def test_a_step_is_that_of_keep(name, num_csds, streamed, open_store, place):
-    program, csds = ZOO[name](), [place / f"csd{i}" for i in range(num_csds)]
-    for csd in csds:
-        csd.mkdir()
+    program, csds = ZOO[name](), make_roots(place, "offload", num_csds)
     store = open_store("offload", csds=csds, **CHUNKS)
     offload = streamed(program, TX, store=store, policy="offload")
     losses, found = trained(offload, program)
@@ -332,9 +332,7 @@ def read(scratch, place):
 
 def test_values_come_back(tmp_path):
     """All are written before one is read: places do not overlap, nor do runs' files."""
-    folders = [tmp_path / str(i) for i in range(3)]
-    for folder in folders:
-        folder.mkdir()
+    folders = [*map(Path, make_roots(tmp_path, "values", 3))]
     meters = ByteMeters()
     scratch, beside = Scratch(folders, meters), Scratch(folders)
     rng = np.random.default_rng(0)

@@ -11,11 +11,7 @@ from jaxinf_models import GPT2Config, make_model, split
 from jaxinf.command_line import UsageError
 from jaxinf.compat import all_equations
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.optimizers import (
-    check_optimizer,
-    make_optimizer,
-    make_schedule,
-)
+from jaxinf.train.optimizers import check_optimizer, make_optimizer, make_schedule
 from jaxinf.train.step import gradients_of
 
 pytestmark = pytest.mark.optimized("long")

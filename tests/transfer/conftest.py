@@ -1,6 +1,5 @@
 import numpy as np
 import pytest
-from raw_stores import memory_directory
 
 from jaxinf.transfer import BufferPool
 
@@ -21,16 +20,7 @@ def aligned():
     return make
 
 
-@pytest.fixture
-def memory_dir():
-    """A directory in a tmpfs."""
-    with memory_directory() as path:
-        yield path
-
-
 @pytest.fixture(params=["disk", "tmpfs"])
 def any_dir(request):
     """Directories of the test machine's disk and of a tmpfs."""
-    return request.getfixturevalue(
-        "tmp_path" if request.param == "disk" else "memory_dir"
-    )
+    return request.getfixturevalue("tmp_path" if request.param == "disk" else "place")

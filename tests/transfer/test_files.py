@@ -37,20 +37,20 @@ def test_allocation(any_dir, logical, allocated):
     assert path.stat().st_size == logical
 
 
-def test_allocation_beyond_a_limit_leaves_no_file(memory_dir):
+def test_allocation_beyond_a_limit_leaves_no_file(place):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE, limits[1]))
     try:
         with pytest.raises(StoreSpaceError, match="ulimit -f"):
-            allocate_file(memory_dir / "f", 2 * PAGE, 2 * PAGE)
+            allocate_file(place / "f", 2 * PAGE, 2 * PAGE)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     # On a tmpfs the kernel refuses at once and fills nothing.
-    status = os.statvfs(memory_dir)
+    status = os.statvfs(place)
     if num_bytes := 2 * status.f_blocks * status.f_frsize:
         with pytest.raises(StoreSpaceError, match=r"allocation failed: .*; free space"):
-            allocate_file(memory_dir / "f", num_bytes, num_bytes)
-    assert not list(memory_dir.iterdir())
+            allocate_file(place / "f", num_bytes, num_bytes)
+    assert not list(place.iterdir())
 
 
 def test_a_new_file_replaces_the_old_one(any_dir):
@@ -90,7 +90,7 @@ def test_syncing(any_dir):
             sync(path)
 
 
-def test_a_failed_syncfs_is_raised(memory_dir, monkeypatch):
+def test_a_failed_syncfs_is_raised(place, monkeypatch):
     class Library:
         def syncfs(self, fd):
             ctypes.set_errno(errno.EIO)
@@ -98,10 +98,10 @@ def test_a_failed_syncfs_is_raised(memory_dir, monkeypatch):
 
     monkeypatch.setattr(ctypes, "CDLL", lambda *args, **kwargs: Library())
     with pytest.raises(StoreIOError, match=r"sync failed.*EIO\); check the drive"):
-        sync_filesystem(memory_dir)
+        sync_filesystem(place)
 
 
-def test_a_long_flush_is_progress_and_idleness_is_none(memory_dir, monkeypatch):
+def test_a_long_flush_is_progress_and_idleness_is_none(place, monkeypatch):
     clock = SimpleNamespace(now_s=1000.0, monotonic=lambda: clock.now_s)
     monkeypatch.setattr("jaxinf.transfer.failures.time", clock)
     idle = file_progress()
@@ -111,7 +111,7 @@ def test_a_long_flush_is_progress_and_idleness_is_none(memory_dir, monkeypatch):
     monkeypatch.setattr(
         os, "fsync", lambda fd: (begun.set(), may_end.wait(60), fsync(fd))
     )
-    thread = threading.Thread(target=fsync_directory, args=(memory_dir,))
+    thread = threading.Thread(target=fsync_directory, args=(place,))
     thread.start()
     assert begun.wait(60)
     before = file_progress()

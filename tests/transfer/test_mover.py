@@ -294,15 +294,7 @@ def test_closing_waits_for_the_submitter(make):
     assert runs() is closing() is None
 
 
-@pytest.fixture
-def interruptible():
-    """Ctrl-C as in a terminal; programs in the background ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("interruptible")
+@pytest.mark.usefixtures("pythons_handler")
 @pytest.mark.parametrize("ahead", [False, True], ids=["waits", "computes"])
 def test_no_compute_runs_after_an_interrupt(make, ahead):
     """Ctrl-C ends the wait of the main thread, or what it computes."""

@@ -34,15 +34,10 @@ def classify(load):
 
 
 @pytest.fixture
-def folder(tmp_path):
-    root = tmp_path / "pictures"
-    for label, name in enumerate(("cat", "dog")):
-        (root / name).mkdir(parents=True)
-        for n in range(2):
-            (root / name / f"{n}.png").write_bytes(
-                encoded(pixels_of(2 * label + n, 4, 4, 3))
-            )
-    return root
+def folder(tmp_path, write):
+    for seed, name in enumerate(("cat/0", "cat/1", "dog/0", "dog/1")):
+        write(f"pictures/{name}.png", encoded(pixels_of(seed, 4, 4, 3)))
+    return tmp_path / "pictures"
 
 
 def test_folder_by_class(classify, folder):
@@ -57,11 +52,10 @@ def test_folder_by_class(classify, folder):
     }
 
 
-def test_classes_of_the_parts_have_to_agree(classify, folder, tmp_path):
-    (tmp_path / "other" / "bird").mkdir(parents=True)
-    (tmp_path / "other" / "bird" / "x.png").write_bytes(encoded(pixels_of(9, 4, 4, 3)))
+def test_classes_of_the_parts_have_to_agree(classify, folder, write):
+    bird = write("other/bird/x.png", encoded(pixels_of(9, 4, 4, 3)))
     with pytest.raises(DataError, match="classes 'cat', 'dog', found 'bird'"):
-        classify(folder, validation=(str(tmp_path / "other"),))
+        classify(folder, validation=(str(bird.parents[1]),))
 
 
 def test_resized(classify, folder):

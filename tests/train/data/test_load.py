@@ -175,17 +175,15 @@ def test_a_column_that_is_there_twice_is_refused(tmp_path):
 
 
 @pytest.fixture
-def tree(tmp_path):
+def tree(tmp_path, write):
     """A directory with text, binary, empty and hidden files."""
-    (tmp_path / "a.txt").write_text("first text\n")
-    (tmp_path / "sub" / "deep").mkdir(parents=True)
-    (tmp_path / "sub" / "b.py").write_text("print('b')\n")
-    (tmp_path / "sub" / "deep" / "c.py").write_text("print('c')\n")
-    (tmp_path / "sub" / "binary.dat").write_bytes(b"\x7fELF\0\0\0")
-    (tmp_path / "empty.txt").touch()
-    (tmp_path / ".git").mkdir()
-    (tmp_path / ".git" / "config").write_text("hidden\n")
-    (tmp_path / ".hidden").write_text("hidden\n")
+    write("a.txt", "first text\n")
+    write("sub/b.py", "print('b')\n")
+    write("sub/deep/c.py", "print('c')\n")
+    write("sub/binary.dat", b"\x7fELF\0\0\0")
+    write("empty.txt", "")
+    write(".git/config", "hidden\n")
+    write(".hidden", "hidden\n")
     return tmp_path.resolve()
 
 
