@@ -51,7 +51,7 @@ def read_logs(path: Path) -> Logs:
     if not metrics.is_file():
         raise UsageError(
             f"{path}: expected a log directory of a run, found no metrics.jsonl there; "
-            "it is STORE-log by default, and the trainer's first lines name it"
+            "only `jaxinf train` writes one, by default to STORE-log"
         )
     notes: list[str] = []
     columns, num_steps = _table(metrics, notes)

@@ -84,7 +84,7 @@ def cut_to_fit(
         if best is None or plan.peak_bytes < best.peak_bytes:
             best = plan
     assert best is not None, "there is a plan for every limit"
-    more_parts = "more micro_batches or " if ready.graph.gradients else ""
+    more_parts = "another number of micro_batches or " if ready.graph.gradients else ""
     raise BudgetError(
         limit,
         f"it leaves {format_bytes(budget_bytes)} for params, values and temporaries of "
