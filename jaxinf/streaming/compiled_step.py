@@ -234,8 +234,7 @@ class CompiledStep:
         results = runner(batch, get_params, check=check, shares=shares, **how)
         self._end_programs(given_up=bool(self._errors))
         if is_measured:
-            times = [*runner.call_s], [*runner.waited_inputs_s]
-            self._times.append(StepTimes(*times))
+            self._times.append(StepTimes([*runner.call_s], [*runner.waited_inputs_s]))
         return results
 
     def _end_programs(self, *, given_up: bool) -> None:

@@ -377,8 +377,10 @@ class StreamedStep:
             plan = self._plan(traced, ends, budget, **how)
 
             def compile_here() -> None:
-                given = plan, traced, ends, group, self._executables
-                made.append(CompiledStep(*given, is_measured=not how))
+                compiled = CompiledStep(
+                    plan, traced, ends, group, self._executables, is_measured=not how
+                )
+                made.append(compiled)
 
             try:
                 group.in_all("the room for a step", compile_here)
@@ -416,8 +418,9 @@ class StreamedStep:
             self._take_turn(compiled)
             with outside_mesh():
                 shares = shares_of(batch, options.micro_batches, self._weights)
-                own = options.extra_args, extra_args or {}
-                loss, aux, is_done = compiled.run(batch, shares, *own, check)
+                loss, aux, is_done = compiled.run(
+                    batch, shares, options.extra_args, extra_args or {}, check
+                )
             self._metrics = compiled.metrics
             self._num_skipped += self._home.has_loss and not is_done
             return loss, aux
