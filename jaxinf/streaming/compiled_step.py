@@ -26,6 +26,7 @@ from jaxinf.engine import Engine
 from jaxinf.errors import ProcessError
 from jaxinf.processes import Group
 from jaxinf.streaming.endpoints import Endpoints
+from jaxinf.streaming.move.params import ParamReader
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.move.work_queues import WorkQueues
 from jaxinf.streaming.plan.calls import Plan
@@ -108,11 +109,12 @@ class CompiledStep:
         self._keep_errors = partial(keeping_errors, group, self._errors)
         self._jobs = jobs = WorkQueues()  # for all that a step moves, and updates
         self._waited_s = 0.0  # for the store, in the last step
-        params = sink = None
+        sink, unit_of = None, ends.needs.unit_of
         with ExitStack() as closing:
-            if ends.source is not None:
-                params = ends.source(plan, jobs, self._keep_errors)
-                closing.callback(params.close)
+            params = ParamReader(
+                unit_of, ends.reads, plan.reads, jobs, self._keep_errors, ends.version
+            )
+            closing.callback(params.close)
             if ends.sink is not None:
                 sink = ends.sink(plan, ready, params, jobs)
                 closing.callback(sink.close)
@@ -129,8 +131,7 @@ class CompiledStep:
 
     def rest(self) -> None:
         """Frees the memory for reading params until the next run."""
-        if self._params is not None:
-            self._params.rest()
+        self._params.rest()
 
     def limit_store(self, num_bytes: int) -> None:
         """Gives updates so much memory for buffers; waits for those under way."""
@@ -225,13 +226,12 @@ class CompiledStep:
         how: dict[str, Any] = {"max_in_flight": 1 if is_measured else MAX_IN_FLIGHT}
         if self._sink is not None:
             how["hand_out"] = self._keep_errors()(self._sink.put)
-        if params is None:
-            assert self._ends.in_memory is not None, "there is no store"
-            get_params = self._ends.in_memory()
-        else:
-            params.begin()
-            get_params, how["done"] = params.get, params.done
-        results = runner(batch, get_params, check=check, shares=shares, **how)
+        in_memory = self._ends.in_memory
+        params.begin()
+        get = params.get if in_memory is None else in_memory()
+        results = runner(
+            batch, get, check=check, shares=shares, done=params.done, **how
+        )
         self._end_programs(given_up=bool(self._errors))
         if is_measured:
             self._times.append(StepTimes([*runner.call_s], [*runner.waited_inputs_s]))
@@ -242,8 +242,7 @@ class CompiledStep:
         if given_up:
             self._jobs.reset()
             self._runner.values.reset()
-        if self._params is not None:
-            self._params.stop()
+        self._params.stop()
 
     def _end(
         self,
@@ -271,14 +270,14 @@ class CompiledStep:
         params, runner = self._params, self._runner
         spilled = (0, 0) if self._sink is None else self._sink.spilled_bytes
         return StreamMetrics(
-            fetched_drive_bytes=0 if params is None else params.num_read_bytes,
-            fetched_memory_bytes=0 if params is None else params.found_bytes,
+            fetched_drive_bytes=params.num_read_bytes,
+            fetched_memory_bytes=params.found_bytes,
             spilled_memory_bytes=spilled[0],
             spilled_drive_bytes=spilled[1],
             offloaded_drive_bytes=moved.drive_write_bytes,
             offloaded_host_bytes=moved.link_up_bytes,
-            prefetch_hit_rate=1.0 if params is None else params.hit_rate,
-            waited_params_s=0.0 if params is None else params.waited_s,
+            prefetch_hit_rate=params.hit_rate,
+            waited_params_s=params.waited_s,
             waited_values_s=waited_values_s,
             waited_device_s=runner.waited_s,
             waited_updates_s=self._waited_s,

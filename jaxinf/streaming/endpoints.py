@@ -9,11 +9,11 @@ those of one.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jaxinf.engine import Engine
-from jaxinf.streaming.move.params import KeepErrors, ParamReader
 from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.move.work_queues import WorkQueues
 from jaxinf.streaming.plan.calls import Plan
@@ -38,8 +38,8 @@ class Endpoints:
     Attributes:
       needs: What both take beside the programs.
       engine: Engine of the store; None in memory.
-      source: Makes what reads a plan's params from a store.
-      in_memory: Returns what gives a run those in memory, if there is no store.
+      reads, version: As of `ParamReader`; params in memory are not read.
+      in_memory: Returns what gives a run those in memory; None if a store has them.
       sink: Makes what takes a plan's gradients; None for a function.
       updates: The updates near storage; None if there are none.
       reads_commit: Whether params are of the last commit, not of the last step.
@@ -49,7 +49,8 @@ class Endpoints:
 
     needs: StepNeeds
     engine: Engine | None = None
-    source: Callable[[Plan, WorkQueues, KeepErrors], ParamReader] | None = None
+    reads: Callable[[int], AbstractContextManager[Any]] = nullcontext
+    version: Callable[[], Any] = lambda: 0
     in_memory: Callable[[], GetParams] | None = None
     sink: Callable[[Plan, OrderedProgram, Any, WorkQueues], Sink] | None = None
     updates: UpdatePlan | None = None

@@ -18,9 +18,7 @@ import jax.numpy as jnp
 from jaxinf.engine import Engine, Store, average_states, check_like, engine_of
 from jaxinf.errors import StreamError
 from jaxinf.streaming.endpoints import Endpoints, without
-from jaxinf.streaming.move.params import KeepErrors, ParamReader, read_units
-from jaxinf.streaming.move.work_queues import WorkQueues
-from jaxinf.streaming.plan.calls import Plan
+from jaxinf.streaming.move.params import read_units
 from jaxinf.streaming.plan.memory import MemoryNeed, StepNeeds
 from jaxinf.streaming.program.lifetimes import OrderedProgram
 from jaxinf.streaming.program.trace import abstract
@@ -76,25 +74,17 @@ class ReadStore:
             MemoryNeed(max(undivided, default=0), purpose),
             MemoryNeed(shared_bytes(units), SHARED),
         )
-
-        def version() -> tuple[int, int]:
-            return engine.num_replaced, engine.files.finished.step
-
-        def source(plan: Plan, jobs: WorkQueues, keep: KeepErrors) -> ParamReader:
-            reads = partial(read_units, engine, average=self.average)
-            return ParamReader(unit_of, reads, plan.reads, jobs, keep, version)
-
         needs = StepNeeds(
             unit_of=unit_of,
             frozen=frozenset(range(len(params))),
             export_bytes=files.subgroups.export_bytes,
             others=others,
         )
-
         return Endpoints(
             needs=needs,
             engine=engine,
-            source=source,
+            reads=partial(read_units, engine, average=self.average),
+            version=lambda: (engine.num_replaced, engine.files.finished.step),
             reads_commit=self.average,  # which no step writes whole
         )
 

@@ -37,9 +37,8 @@ from jaxinf.errors import StreamError
 from jaxinf.program import LeafInputs, UpdateProgram, trace_init
 from jaxinf.store import Shards
 from jaxinf.streaming.endpoints import Endpoints
-from jaxinf.streaming.move.params import KeepErrors, ParamReader, read_units
+from jaxinf.streaming.move.params import read_units
 from jaxinf.streaming.move.scratch import store_scratch
-from jaxinf.streaming.move.work_queues import WorkQueues
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.cut_to_fit import with_advice
 from jaxinf.streaming.plan.kept import kept_cuts
@@ -124,16 +123,11 @@ class InStore:
             subgroups = engine.files.subgroups
         program = self._optimizer(avals)
         updates = UpdatePlan(engine, ready, program, subgroups, self.options)
-
-        def source(plan: Plan, jobs: WorkQueues, keep: KeepErrors) -> ParamReader:
-            reads, replaced = partial(read_units, engine), lambda: engine.num_replaced
-            unit_of, reading = updates.unit_of, plan.reads
-            return ParamReader(unit_of, reads, reading, jobs, keep, replaced)
-
         return Endpoints(
             needs=updates.needs,
             engine=engine,
-            source=source,
+            reads=partial(read_units, engine),
+            version=lambda: engine.num_replaced,
             sink=partial(StoreSink, updates),
             updates=updates,
             scratch=partial(store_scratch, engine),

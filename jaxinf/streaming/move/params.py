@@ -116,6 +116,7 @@ class ParamReader:
     always get room.
 
     Args:
+      unit_of: The units that are read; None if none is, of params in memory.
       reads: Begins to read for a step, with room for so many units at first.
       reading: The reads of each run. Of a device with memory of its own, `host_bytes`
         are for buffers; what is pinned is taken beside it.
@@ -134,7 +135,7 @@ class ParamReader:
 
     def __init__(
         self,
-        unit_of: UnitOf,
+        unit_of: UnitOf | None,
         reads: Callable[[int], AbstractContextManager[ReadUnit]],
         reading: ParamReads,
         jobs: WorkQueues,
@@ -211,6 +212,7 @@ class ParamReader:
 
     def get(self, number: int, piece: Piece) -> jax.Array:
         """Returns a part of the params for the call of that number; blocks."""
+        assert self._unit_of is not None, "params are not in memory"
         unit = self._unit_of(piece)
         self.used.add((number, unit))
         fetch = next(one for one in self._of_unit[unit] if one.last >= number)
