@@ -291,13 +291,15 @@ def save_checkpoint(
                     f'"{directory.path}" {name})'
                 )
             undo.callback(remove_step, directory, new)
-            make_place(directory, new, record.carry, source=slot, named=place)
+            with translated("checkpoint", directory.step_path(place)):
+                make_place(directory, new, record.carry, source=slot, named=place)
         directory.manifest.write(directory.step_path(new) / "jaxinf.json")
         record.write(directory.step_path(new) / "commit.json")
         directory.sync()
         old = f"checkpoints/{_ASIDE}{name}"
-        _rename(directory, place, old)  # if there is one
-        _rename(directory, new, place, appears=True)
+        with translated("checkpoint", directory.step_path(place)):
+            _rename(directory, place, old)  # if there is one
+            _rename(directory, new, place, appears=True)
         undo.pop_all()
         remove_step(directory, old)
     return name

@@ -1,10 +1,11 @@
 """Gradients that wait for the last one of a step: in memory, and beyond it on drives.
 
-Invariant: what waits comes back with its bits, in the order in which it came. It is
-read one by one, into memory for the largest gradient.
+Invariant: what waits comes back with its bits, in the order in which it came. What is
+read ahead takes as much memory as the largest gradient.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -77,17 +78,29 @@ class Spill:
         return place_bytes(parts)
 
     def read(self, *, removes: bool = False) -> Iterator[tuple[Piece, Array]]:
-        """Yields all gradients, in the order in which they came; reads each in turn.
+        """Yields all gradients, in the order in which they came.
 
         Args:
           removes: Whether to drop each, so that it is read for the last time.
         """
-        for key in [*self.held]:
+        keys, scratch = [*self.held], self.scratch
+        to_read = deque(key for key in keys if key in self.places)
+        sizes = {key: place_bytes(self.places[key]) for key in to_read}
+        room_bytes = max(sizes.values(), default=0)
+        begun: deque[tuple[Array, Callable[[], object]]] = deque()
+        for key in keys:
+            while to_read and sizes[to_read[0]] <= room_bytes:
+                first = to_read.popleft()
+                parts, memory = self.places[first], aligned(sizes[first])
+                wait = scratch.start(self.jobs, scratch.read, parts, memory)
+                begun.append((memory, wait))
+                room_bytes -= sizes[first]
             value = self.held.pop(key) if removes else self.held[key]
-            if isinstance(value, jax.ShapeDtypeStruct):
-                parts = self.places[key]
-                memory = aligned(place_bytes(parts))
-                self.scratch.start(self.jobs, self.scratch.read, parts, memory)()
-                value = array_in(memory, value)
-                del memory
-            yield key, np.asarray(value)
+            if not isinstance(value, jax.ShapeDtypeStruct):
+                yield key, np.asarray(value)
+                continue
+            memory, wait = begun.popleft()
+            wait()
+            yield key, array_in(memory, value)
+            del memory
+            room_bytes += sizes[key]
