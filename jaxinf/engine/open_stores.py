@@ -120,10 +120,14 @@ def open_store(
     """
     own: dict[str, Any] = {"csds": csds, "csd": csd, "memory_bytes": memory_bytes}
     alike = {  # in all processes of a run, as they decide about commits
-        "durability": durability, "keep_steps": keep_steps, "restore": restore,
-        "master": master, "state": state, "export_to": export_to,
+        "durability": durability,
+        "keep_steps": keep_steps,
+        "restore": restore,
+        "master": master,
+        "state": state,
+        "export_to": export_to,
         "export_every": export_every,
-    }  # fmt: skip
+    }
     given = {name: value for name, value in (own | alike).items() if value is not None}
     path = _absolute(path)
     held, group = _open_at(path), Group(path)
