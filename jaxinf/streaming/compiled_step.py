@@ -129,9 +129,9 @@ class CompiledStep:
     def plan(self) -> Plan:
         return self._runner.plan
 
-    def rest(self) -> None:
+    def free_memory(self) -> None:
         """Frees the memory for reading params until the next run."""
-        self._params.rest()
+        self._params.free_memory()
 
     def limit_store(self, num_bytes: int) -> None:
         """Gives updates so much memory for buffers; waits for those under way."""

@@ -227,7 +227,7 @@ class StreamedStep:
         return None if self._last is None else self._last.plan
 
     @property
-    def num_skipped(self) -> int:
+    def skipped_steps(self) -> int:
         """Number of steps skipped for a non-finite gradient, with ``"skip"``."""
         return self._num_skipped
 
@@ -268,11 +268,11 @@ class StreamedStep:
             budget = self._budget(ready, device)
             return count(self._plan(ready, ends, budget, executables=own), ends)
 
-    def rest(self) -> None:
+    def free_memory(self) -> None:
         """Frees params and buffers until the next call; waits for updates."""
         self._settle()
         if self._last is not None:
-            self._last.rest()
+            self._last.free_memory()
             self._last.limit_store(0)
 
     def close(self) -> None:
@@ -433,7 +433,7 @@ class StreamedStep:
     def _take_turn(self, compiled: CompiledStep) -> None:
         """Gives steps the memory for reading, which those of before have."""
         if self._last is not None and self._last is not compiled:
-            self._last.rest()
+            self._last.free_memory()
         self._last = compiled
         compiled.limit_store(compiled.plan.store_bytes)
 

@@ -203,15 +203,15 @@ def streamed(
         step.init(new, batch=first, shardings=shardings)
     else:
         step.load(first_params(config), batch=first, shardings=shardings)
-    skipped = step.num_skipped
+    skipped = step.skipped_steps
     functions: list[StreamedStep] = []  # in the step's memory, in turns with it
 
     def run(batch: Batch) -> Done:
         nonlocal skipped
         for made in functions:
-            made.rest()
+            made.free_memory()
         loss, _ = jax.block_until_ready(step(batch))
-        before, skipped, metrics = skipped, step.num_skipped, step.metrics
+        before, skipped, metrics = skipped, step.skipped_steps, step.metrics
         assert metrics is not None
         return Done(float(loss), None, skipped > before, dataclasses.asdict(metrics))
 
@@ -235,7 +235,7 @@ def streamed(
         functions.append(made)
 
         def call(params: PyTree, inputs: Any) -> Any:
-            step.rest()
+            step.free_memory()
             return made(devices.spread(inputs))
 
         return call

@@ -105,7 +105,7 @@ def test_a_gradient_with_nan_is_noticed_on_the_device(opened):
     for batch in (FIRST, np.full_like(FIRST, np.nan), SECOND):
         step(batch)
     step.store.wait()
-    assert (step.store.step, step.num_skipped) == (2, 1)
+    assert (step.store.step, step.skipped_steps) == (2, 1)
     assert_same_states(states(step.store), on_the_host()[1][2])
 
 

@@ -100,12 +100,12 @@ def test_batches_of_each_shape_read_in_one_memory(begun):
     step = begun(ADAM)
     step(SMALL.batch)
     f, half = of_store(step.store), jax.tree.map(lambda x: x[:1], SMALL.batch)
-    step.rest()
+    step.free_memory()
     for batch in (SMALL.batch, half, SMALL.batch):
         f(batch)
         (held_bytes,) = bytes_held()  # what ran before has given its memory up
         assert held_bytes <= MEMORY["memory_bytes"]
-    f.rest()
+    f.free_memory()
     assert not bytes_held()
     step(SMALL.batch)
     step.store.wait()

@@ -82,7 +82,7 @@ def test_a_refused_step_changes_nothing(nonfinite):
             step(bad)
     else:
         step(bad)
-        assert step.num_skipped == 1
+        assert step.skipped_steps == 1
     assert_same_bits((step.params(), step.state()), before)
     run(step, SMALL, 1)
 

@@ -83,7 +83,7 @@ def test_no_uncommitted_step_is_overwritten_for_gradients_that_are_not_finite(
     else:
         step(bad)
     assert found + train_on(step, name) == uninterrupted(name)[0]
-    assert step.num_skipped == step.store.skipped_steps == (nonfinite == "skip")
+    assert step.skipped_steps == step.store.skipped_steps == (nonfinite == "skip")
 
 
 # --- Ctrl-C ----------------------------------------------------------------------

@@ -297,7 +297,7 @@ class ParamReader:
             if (read := self._held.pop(unit, None)) is not None:
                 self._settle(read)
 
-    def rest(self) -> None:
+    def free_memory(self) -> None:
         """Frees the memory for reading until the next run."""
         self._forget(staying=True)
         self.buffers.free_idle()
@@ -305,7 +305,7 @@ class ParamReader:
     def close(self) -> None:
         """Stops, and frees the memory for reading; idempotent."""
         self.stop()
-        self.rest()
+        self.free_memory()
         self.buffers.close()
 
     # --- memory; the caller has the lock -------------------------------------------
