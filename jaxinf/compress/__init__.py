@@ -4,7 +4,7 @@ Invariant: the selection depends on the gradient, the store's chunks and the com
 alone, not on a run's memory, workers, CSDs or mesh.
 """
 
-from jaxinf.compress.blocks import (
+from jaxinf.compress.sparse import (
     SparseGradient,
     SparseLeaf,
     SparsifyState,

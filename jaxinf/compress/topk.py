@@ -46,20 +46,20 @@ class TopK:
         if self.values is not None:
             check_choice("top_k: values", self.values, ValueDType)
 
-    def value_dtype(self, gradient: Any) -> np.dtype:
-        """Returns the dtype of values on the link, for a gradient's dtype."""
-        return jnp.dtype(self.values or gradient)
+    def value_dtype(self, gradient_dtype: Any) -> np.dtype:
+        """Returns the dtype of values on the link."""
+        return jnp.dtype(self.values or gradient_dtype)
 
-    def num_kept(self, num_elements: int, gradient: Any) -> int:
-        """Returns the number of elements of a chunk to send, for a gradient's dtype.
+    def num_kept(self, num_elements: int, gradient_dtype: Any) -> int:
+        """Returns the number of elements of a chunk to send.
 
         As many as fit into ``ratio`` times the dense bytes, but at least one.
         """
         ratio = Fraction(repr(float(self.ratio)))  # as it is written, not as it rounds
-        dense_bytes = num_elements * np.dtype(gradient).itemsize
-        entry_bytes = INDEX_BYTES + self.value_dtype(gradient).itemsize
-        fitting = int(ratio * dense_bytes / entry_bytes)
-        return min(num_elements, max(1, fitting))
+        dense_bytes = num_elements * np.dtype(gradient_dtype).itemsize
+        entry_bytes = INDEX_BYTES + self.value_dtype(gradient_dtype).itemsize
+        num_fitting = int(ratio * dense_bytes / entry_bytes)
+        return min(num_elements, max(1, num_fitting))
 
 
 def top_k(
@@ -102,15 +102,15 @@ def parse_compression(text: str) -> TopK:
       ValueError: the text does not parse; gives the expected form.
     """
     name, _, rest = text.strip().partition(":")
-    ratio, *words = rest.split(",")
-    pairs = (word.partition("=") for word in words)
-    given = {"ratio": ratio} | {option: value for option, _, value in pairs}
-    if name != "top_k" or given.keys() - {field.name for field in fields(TopK)}:
+    ratio, *assignments = rest.split(",")
+    pairs = (assignment.partition("=") for assignment in assignments)
+    arguments = {"ratio": ratio} | {option: value for option, _, value in pairs}
+    if name != "top_k" or arguments.keys() - {field.name for field in fields(TopK)}:
         raise ValueError(
             f"{text!r}: expected {_FORM}, such as top_k:0.02; top_k is the only "
             "compression there is"
         )
     try:
-        return msgspec.convert(given, TopK, strict=False)
+        return msgspec.convert(arguments, TopK, strict=False)
     except msgspec.ValidationError as error:
         raise ValueError(f"{text!r}: expected {_FORM}; {error}") from None
