@@ -111,7 +111,7 @@ class KernelWheel(bdist_wheel):
 
 def extensions():
     """One a level, or none, with a notice."""
-    compiler, levels = toolchain.find_compiler(), toolchain.levels_of_machine(MACHINE)
+    compiler, levels = toolchain.find_compiler(), toolchain.LEVELS.get(MACHINE, ())
     can_target = compiler and (
         toolchain.is_zig(compiler) or platform.machine() == MACHINE
     )

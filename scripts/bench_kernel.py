@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxinf.kernels import CompiledKernel, Passage, compiled
+from jaxinf.kernels import Checksums, CompiledKernel, compiled
 from jaxinf.layout import CodedSlot
 from jaxinf.program import trace_update
 
@@ -28,10 +28,10 @@ def run_of(kernel: CompiledKernel, num: int, *, coded: bool) -> partial[object]:
     gradient, params, mu = np.random.default_rng(0).standard_normal(
         (3, num), np.float32
     )
-    slots, passage = [mu, mu * mu], None
+    slots, checksums = [mu, mu * mu], None
     if coded:
         wanted = [True] * 5
-        passage = Passage(reads=wanted, writes=wanted)
+        checksums = Checksums(wants_before=wanted, wants_after=wanted)
         for n, values in enumerate(slots):
             scales = np.zeros(-(-num // 256), np.float32)
             slots[n] = CodedSlot(np.zeros(num, np.uint8), scales, key=3)
@@ -44,7 +44,7 @@ def run_of(kernel: CompiledKernel, num: int, *, coded: bool) -> partial[object]:
         arrays=[],
         out=np.empty(num, np.float32),
         scalars=[np.float32(0.1), np.float32(0.001)],
-        passage=passage,
+        checksums=checksums,
     )
 
 

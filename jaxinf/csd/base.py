@@ -2,12 +2,11 @@
 
 Invariant: a CSD has blocking primitives over buffers that it hands out itself. The
 engine decides order, overlap, memory budget and commits. Calls on different buffers may
-run at once in different threads, and release the GIL while they work for more than some
-microseconds.
+run at once in different threads; those of more than some microseconds release the GIL.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -24,9 +23,9 @@ class Extent:
     """One state's part of a subgroup, in its chunk file and in the CSD's buffer.
 
     Attributes:
-      file_offset_bytes: offset in the chunk file, a multiple of the page.
-      buffer_offset_bytes: offset in the buffer, a multiple of the page.
-      codec: their codec for float32, as in the store's manifest; empty for none.
+      file_offset_bytes, buffer_offset_bytes: multiples of the page.
+      codec: the elements' codec for float32, as in the store's manifest; empty for
+        none.
     """
 
     dtype: np.dtype
@@ -47,11 +46,11 @@ class Rounding:
 
     Attributes:
       key: 32 bits, from leaf, chunk and step.
-      first: number of the subgroup's first element in its chunk.
+      first_element: number of the subgroup's first element in its chunk.
     """
 
     key: int
-    first: int
+    first_element: int
 
 
 class Update(NamedTuple):
@@ -64,9 +63,9 @@ class Update(NamedTuple):
         elements that were not sent are zero.
       out: 1-D; float32 receives the update, a 16-bit dtype the new params; these are
         the stored ones if params are coded. None if nobody wants them.
-      given: params to use instead of the buffer's, of the same dtype. Only for a kind
-        without cards.
-      tells: positions in the extents whose checksum as read is requested.
+      caller_params: params to use in place of the buffer's, of the same dtype. Only for
+        a kind without cards.
+      wanted_checksums: positions of the extents whose checksum as read is requested.
     """
 
     extents: Sequence[Extent]
@@ -75,8 +74,8 @@ class Update(NamedTuple):
     inputs: LeafInputs
     out: Array | None
     rounding: Rounding
-    given: Array | None = None
-    tells: Collection[int] = ()
+    caller_params: Array | None = None
+    wanted_checksums: Collection[int] = ()
 
 
 @dataclass(frozen=True)
@@ -85,12 +84,12 @@ class UpdateOutcome:
 
     Attributes:
       is_finite: whether every element of the gradient is finite.
-      read_checksums: by position in the extents, the CRC-32C of each requested state as
-        read from the drive; always that of given params.
+      read_checksums: by position, the CRC-32C of each requested extent as read from the
+        drive; that of `caller_params` in any case.
     """
 
     is_finite: bool
-    read_checksums: Mapping[int, int] = field(default_factory=dict)
+    read_checksums: Mapping[int, int]
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ class GradientForm:
     """The form of a leaf's gradients.
 
     Attributes:
-      dtype: dtype of the elements, or of the values sent.
+      dtype: of the elements, or of the values sent.
       is_sparse: whether only some elements are sent, with their positions.
     """
 
@@ -116,10 +115,10 @@ class KernelNeed:
     """A leaf's requirements for a CSD.
 
     Attributes:
-      leaf: name of the leaf.
-      codecs: codecs of the master params, then of the slots in the kernel's order, as
-        in `Extent`.
-      dtype: dtype of the params on the JAX device.
+      leaf: its name.
+      codecs: of the master params, then of the slots in the kernel's order, as in
+        `Extent`.
+      dtype: of the params on the JAX device.
       gradients: all forms of the leaf's gradients.
     """
 
@@ -134,9 +133,7 @@ class CsdBuffer(Protocol):
     """Memory of the processor beside the drive, taken from the engine's budget."""
 
     @property
-    def num_bytes(self) -> int:
-        """Its length."""
-        ...
+    def num_bytes(self) -> int: ...
 
     def release(self) -> None:
         """Returns the memory; its views must no longer be used."""
@@ -147,8 +144,7 @@ class Transfer(NamedTuple):
     """A state's part of a subgroup to be moved.
 
     Attributes:
-      buffer: the subgroup's buffer, of the CSD that moves it.
-      extent: the place in the buffer and in the file.
+      buffer: of the CSD that moves it.
       file: the chunk's file.
       for_host: for a read: whether the host uses it (`Csd.view`) instead of a kernel.
     """
@@ -164,7 +160,7 @@ class Csd(Protocol):
 
     @property
     def memory(self) -> object:
-        """The memory of its buffers; CSDs with the same memory compete for it."""
+        """The owner of its buffers' memory; CSDs with the same owner compete for it."""
         ...
 
     @property
@@ -195,8 +191,8 @@ class Csd(Protocol):
     def checksum(self, buffer: CsdBuffer, extent: Extent) -> int | None:
         """Returns the CRC-32C of a state's elements in the buffer, without padding.
 
-        None between `read` and the next `update` if the CSD computes it in the pass of
-        the update; then request it from `update`.
+        Returns None between `read` and the next `update` if the CSD computes checksums
+        in the pass of the update; request it from that (`Update.wanted_checksums`).
         """
         ...
 
@@ -207,47 +203,43 @@ class Csd(Protocol):
     def view(self, buffer: CsdBuffer, extent: Extent) -> Array:
         """Returns a state of the buffer for the host to read, until the release.
 
-        This is fast for a state that was read `for_host`; a card's own memory is slow.
+        It is fast to read if it was read `for_host`; a card's own memory is slow.
         """
         ...
 
-    def put(
-        self,
-        buffer: CsdBuffer,
-        extent: Extent,
-        values: Array,
-    ) -> None:
+    def put(self, buffer: CsdBuffer, extent: Extent, values: Array) -> None:
         """Copies values of the host to a state of the buffer, to be written."""
         ...
 
 
 class CsdFleet(Protocol):
-    """The CSDs of one store, with shared resources, opening and closing."""
+    """The CSDs of one store, and what they share."""
 
     @property
     def peak_bytes(self) -> int:
         """Peak bytes of buffers in one memory so far."""
         ...
 
-    def limit_memory(self, num_bytes: int) -> None:
-        """Limits the host memory of buffers from now on."""
+    @property
+    def num_parallel_updates(self) -> int:
+        """Number of updates to run at once; a CSD may run fewer."""
         ...
 
-    @property
-    def num_kernels(self) -> int:
-        """Number of updates to run at once; a CSD may run fewer."""
+    def limit_memory(self, num_bytes: int) -> None:
+        """Limits the host memory of buffers from now on; lent buffers stay."""
         ...
 
     def check(self, needs: Sequence[KernelNeed]) -> None:
         """Refuses needs that this kind of CSD cannot meet, before anything is written.
 
         Raises:
-          CsdError: names the leaf, the missing feature and the remedy.
+          CsdError, UnsupportedTransformError: names the leaf and the missing kernel,
+            form of state or compiler; gives the remedy.
         """
         ...
 
     def check_buffer(self, num_bytes: int, num_elements: int) -> None:
-        """Refuses subgroups that are too long for the CSDs' memory.
+        """Refuses subgroups that are too long for a card's memory.
 
         Raises:
           CsdError: gives the length, the memory and the remedy.
@@ -257,11 +249,9 @@ class CsdFleet(Protocol):
     def attach(
         self, directories: Sequence[Path], buffer_bytes: int, num_elements: int
     ) -> Sequence[Csd]:
-        """Returns the CSDs for chunk files below these directories, in their order.
+        """Returns a CSD for the chunk files below each of these directories.
 
-        Args:
-          directories: one existing directory for each CSD.
-          buffer_bytes, num_elements: size of the longest subgroup.
+        `buffer_bytes` and `num_elements` are those of the longest subgroup.
         """
         ...
 

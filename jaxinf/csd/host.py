@@ -21,7 +21,7 @@ from jaxinf.csd.base import (
 )
 from jaxinf.csd.host_kernels import run_update, states_as_slots
 from jaxinf.errors import CsdError, UnsupportedTransformError
-from jaxinf.kernels import Passage, compiled
+from jaxinf.kernels import Checksums, compiled, stored_arrays
 from jaxinf.native import transfers as native
 from jaxinf.transfer import (
     Buffer,
@@ -46,21 +46,15 @@ class HostFleet:
     def peak_bytes(self) -> int:
         return self._pool.peak_bytes
 
-    def limit_memory(self, num_bytes: int) -> None:
-        """Limits all buffers together; buffers that are lent stay."""
-        self._pool.resize(num_bytes)
-
     @property
-    def num_kernels(self) -> int:
+    def num_parallel_updates(self) -> int:
         return len(os.sched_getaffinity(0))
 
-    def check(self, needs: Sequence[KernelNeed]) -> None:
-        """Finds or compiles every leaf's kernel.
+    def limit_memory(self, num_bytes: int) -> None:
+        self._pool.resize(num_bytes)
 
-        Raises:
-          CsdError: there is no compiler for a kernel that is not the package's.
-          UnsupportedTransformError: a kernel has no C++.
-        """
+    def check(self, needs: Sequence[KernelNeed]) -> None:
+        """Finds or compiles every leaf's kernel."""
         for need in needs:
             try:
                 compiled(need.kernel)
@@ -77,7 +71,6 @@ class HostFleet:
         return [HostCsd(self._pool, self._meters) for _ in directories]
 
     def close(self) -> None:
-        """Frees the buffers."""
         self._pool.close()
 
 
@@ -86,11 +79,11 @@ class _HostBuffer:
     """Memory, with the known checksums of the extents in it.
 
     Attributes:
-      known: by offset, the checksum from the last update; None for state read since.
+      checksums: by offset; None for a state that was read and not updated since.
     """
 
     memory: Buffer
-    known: dict[int, int | None] = field(default_factory=dict)
+    checksums: dict[int, int | None] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
@@ -113,7 +106,7 @@ class HostCsd:
     def __init__(self, memory: BufferPool, meters: ByteMeters) -> None:
         self.memory = memory
         self._meters = meters
-        native.function()  # compiles it now if it is not in the cache
+        native.load()  # compiles it now if it is not in the cache
 
     def acquire(self, num_bytes: int) -> CsdBuffer | None:
         """Returns a page-aligned buffer, or None if the budget has no room now."""
@@ -122,95 +115,86 @@ class HostCsd:
 
     def read(self, transfers: Sequence[Transfer]) -> None:
         """Drive → buffers."""
-        for transfer in self._unusual(transfers, writes=False):
-            read_into(*_request(transfer), meters=self._meters)
+        self._move(transfers, writes=False)
         for buffer, extent, *_ in transfers:
-            _own(buffer).known[extent.buffer_offset_bytes] = None
+            _host_buffer(buffer).checksums[extent.buffer_offset_bytes] = None
 
     def write(self, transfers: Sequence[Transfer]) -> None:
         """Buffers → drive, with zeros behind each state in its last page."""
-        for transfer in self._unusual(transfers, writes=True):
-            write_from(*_request(transfer), meters=self._meters)
+        self._move(transfers, writes=True)
 
-    def _unusual(
-        self, transfers: Sequence[Transfer], *, writes: bool
-    ) -> Sequence[Transfer]:
-        """Moves transfers by the native call; returns those that it leaves."""
+    def _move(self, transfers: Sequence[Transfer], *, writes: bool) -> None:
+        """Moves transfers by one native call, and singly those that it leaves."""
         places = array("q")
         for buffer, extent, *_ in transfers:
-            address = _own(buffer).memory.address + extent.buffer_offset_bytes
+            address = _host_buffer(buffer).memory.address + extent.buffer_offset_bytes
             places.extend((address, extent.file_offset_bytes, extent.num_bytes))
-        done = native.move([one.file for one in transfers], places, writes=writes)
-        if done is None:
-            return transfers
-        way = "drive_write_bytes" if writes else "drive_read_bytes"
-        self._meters.add(**{way: sum([n for n in done if n > 0])})
-        return [one for one, n in zip(transfers, done, strict=True) if n < 0]
+        files = [transfer.file for transfer in transfers]
+        moved_bytes = native.move(files, places, writes=writes)
+        meter = "drive_write_bytes" if writes else "drive_read_bytes"
+        self._meters.add(**{meter: sum([n for n in moved_bytes if n > 0])})
+        move_one = write_from if writes else read_into
+        for transfer, num_bytes in zip(transfers, moved_bytes, strict=True):
+            if num_bytes < 0:
+                place = transfer.extent.file_offset_bytes, transfer.extent.num_bytes
+                move_one(transfer.file, _pages(transfer), *place, meters=self._meters)
 
     def checksum(self, buffer: CsdBuffer, extent: Extent) -> int | None:
         """Returns the checksum from the last update or computes it; None after a read.
 
         A separate pass would cost more than the kernel, since memory limits both.
         """
-        known, place = _own(buffer).known, extent.buffer_offset_bytes
-        if place not in known:
+        checksums = _host_buffer(buffer).checksums
+        if extent.buffer_offset_bytes not in checksums:
             return crc32c(self.view(buffer, extent))
-        return known[place]
+        return checksums[extent.buffer_offset_bytes]
 
     def update(self, buffer: CsdBuffer, update: Update) -> UpdateOutcome:
-        """Runs the kernel on this thread; checksums, too, in the same pass."""
-        extents, given, own = update.extents, update.given, _own(buffer)
-        reads = [number in update.tells for number in range(len(extents))]
-        reads[0] |= given is not None
-        passage = Passage(given, reads=reads, writes=_written(update))
-        views = [self.view(own, extent) for extent in extents]
+        """Runs the kernel on this thread; computes checksums in the same pass."""
+        extents = update.extents
+        wanted = [n in update.wanted_checksums for n in range(len(extents))]
+        wanted[0] |= update.caller_params is not None
+        views = [self.view(buffer, extent) for extent in extents]
         states = states_as_slots(views, extents, update.rounding)
-        is_finite = run_update(states, update, passage)
-        own.known = {
+        names = "params", *update.kernel.slots
+        are_written = [
+            name not in update.kernel.unchanged
+            for name, state in zip(names, states, strict=True)
+            for _ in stored_arrays([state])
+        ]
+        checksums = Checksums(wants_before=wanted, wants_after=are_written)
+        is_finite = run_update(states, update, checksums)
+        _host_buffer(buffer).checksums = {
             extent.buffer_offset_bytes: checksum
             for extent, checksum, is_written in zip(
-                extents, passage.written, passage.writes, strict=True
+                extents, checksums.after, are_written, strict=True
             )
             if is_written
         }
-        read = passage.read
+        before = checksums.before
         return UpdateOutcome(
-            is_finite, {n: read[n] for n, is_wanted in enumerate(reads) if is_wanted}
+            is_finite, {n: before[n] for n, is_wanted in enumerate(wanted) if is_wanted}
         )
 
     def view(self, buffer: CsdBuffer, extent: Extent) -> Array:
         """Returns the buffer's own memory as an array of the extent's dtype."""
         start = extent.buffer_offset_bytes
-        memory = _own(buffer).memory.array[start : start + extent.num_bytes]
+        memory = _host_buffer(buffer).memory.array[start : start + extent.num_bytes]
         return memory.view(extent.dtype)
 
-    def put(
-        self,
-        buffer: CsdBuffer,
-        extent: Extent,
-        values: Array,
-    ) -> None:
+    def put(self, buffer: CsdBuffer, extent: Extent, values: Array) -> None:
         """Copies values into the buffer's own memory."""
         self.view(buffer, extent)[...] = values
-        _own(buffer).known.pop(extent.buffer_offset_bytes, None)
+        _host_buffer(buffer).checksums.pop(extent.buffer_offset_bytes, None)
 
 
-def _written(update: Update) -> list[bool]:
-    kernel, result = update.kernel, list[bool]()
-    names = iter(("params", *kernel.slots))
-    for extent in update.extents:
-        is_beside = extent.codec in ("scale", "remainder")
-        result.append(result[-1] if is_beside else next(names) not in kernel.unchanged)
-    return result
-
-
-def _own(buffer: CsdBuffer) -> _HostBuffer:
+def _host_buffer(buffer: CsdBuffer) -> _HostBuffer:
     assert isinstance(buffer, _HostBuffer)
     return buffer
 
 
-def _request(transfer: Transfer) -> tuple[Path, Array, int, int]:
-    buffer, extent, file, _ = transfer
-    first = extent.buffer_offset_bytes
-    memory = _own(buffer).memory.array[first : first + page_ceil(extent.num_bytes)]
-    return file, memory, extent.file_offset_bytes, extent.num_bytes
+def _pages(transfer: Transfer) -> Array:
+    """Returns the whole pages of the transfer's extent in its buffer."""
+    start = transfer.extent.buffer_offset_bytes
+    stop = start + page_ceil(transfer.extent.num_bytes)
+    return _host_buffer(transfer.buffer).memory.array[start:stop]

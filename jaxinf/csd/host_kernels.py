@@ -1,19 +1,18 @@
-"""The host's kernels over a subgroup's states: their first values, sparse gradients.
+"""The host's kernels over a subgroup: first states, updates, sparse gradients.
 
-Invariant: all kinds of CSD have the bits of one code for the first state. Those of a
-  sparse gradient, and its checksums, are those of the dense one with zeros between the
-  sent elements; temporary memory does not grow with the subgroup.
+Invariant: every kind of CSD has the first states made here. A sparse gradient has the
+bits and checksums of the dense one with zeros between the elements sent; temporary
+memory does not grow with the subgroup.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
 from jaxinf.compress import SparseGradient
 from jaxinf.csd.base import Csd, CsdBuffer, Extent, Rounding, Update
-from jaxinf.kernels import Passage, compiled, initialise, stored_arrays
+from jaxinf.kernels import Checksums, compiled, initialise, stored_arrays
 from jaxinf.layout import CodedSlot
 from jaxinf.program import Kernel, LeafInputs
 from jaxinf.transfer import crc32c_combine
@@ -27,6 +26,7 @@ def initialise_states(
     csd: Csd,
     buffer: CsdBuffer,
     extents: Sequence[Extent],
+    *,
     kernel: Kernel,
     params: Array,
     inputs: LeafInputs,
@@ -38,26 +38,25 @@ def initialise_states(
     else:
         views = [np.empty(extent.num_elements, extent.dtype) for extent in extents]
     states = states_as_slots(views, extents, rounding)
-    for start in range(0, params.size, _PIECE_ELEMENTS):
-        part = slice(start, min(start + _PIECE_ELEMENTS, params.size))
-        parts = [state[part] for state in states]
+    for piece in _pieces(params.size):
+        parts = [state[piece] for state in states]
         master, *slots = (
-            np.empty(part.stop - start, np.float32)
-            if isinstance(state, CodedSlot)
-            else state
-            for state in parts
+            np.empty(piece.stop - piece.start, np.float32)
+            if isinstance(part, CodedSlot)
+            else part
+            for part in parts
         )
-        master[...] = params[part]
+        master[...] = params[piece]
         initialise(
             kernel,
             params=master,
             slots=slots,
             scalars=inputs.scalars,
-            arrays=[array[part] for array in inputs.arrays],
+            arrays=[array[piece] for array in inputs.arrays],
         )
-        for state, values in zip(parts, (master, *slots), strict=True):
-            if isinstance(state, CodedSlot):
-                state.encode(values)
+        for part, values in zip(parts, (master, *slots), strict=True):
+            if isinstance(part, CodedSlot):
+                part.encode(values)
     if not csd.is_host:
         for extent, values in zip(extents, views, strict=True):
             csd.put(buffer, extent, values)
@@ -67,67 +66,90 @@ def states_as_slots(
     views: Sequence[Array], extents: Sequence[Extent], rounding: Rounding
 ) -> list[Array | CodedSlot]:
     """Returns params and slots in the form of the host's kernels."""
-    slots: list[Array | CodedSlot] = []
-    coming = iter(zip(views, extents, strict=True))
-    for values, extent in coming:
-        key = rounding.key + len(slots) & 0xFFFFFFFF
+    states: list[Array | CodedSlot] = []
+    remaining = iter(zip(views, extents, strict=True))
+    for values, extent in remaining:
+        key = rounding.key + len(states) & 0xFFFFFFFF
         if extent.codec:
-            has_more = extent.codec in ("int8", "split")
-            beside = next(coming)[0] if has_more else None
-            slots.append(CodedSlot(values, beside, key, rounding.first))
+            has_companion = extent.codec in ("int8", "split")
+            companion = next(remaining)[0] if has_companion else None
+            states.append(CodedSlot(values, companion, key, rounding.first_element))
         else:
-            slots.append(values)
-    return slots
+            states.append(values)
+    return states
 
 
 def run_update(
-    states: Sequence[Array | CodedSlot], update: Update, passage: Passage
+    states: Sequence[Array | CodedSlot], update: Update, checksums: Checksums
 ) -> bool:
     """Runs an update's kernel over states: params, then slots.
-
-    A sparse gradient is scattered into a scratch, piece by piece.
 
     Returns:
       Whether every element of the gradient is finite.
     """
+    if isinstance(update.gradient, SparseGradient):
+        return _run_sparse(states, update, update.gradient, checksums)
     params, *slots = states
-    gradient, inputs, out = update.gradient, update.inputs, update.out
-    run = partial(compiled(update.kernel).run, scalars=inputs.scalars)
-    if not isinstance(gradient, SparseGradient):
-        whole = {"gradient": gradient, "params": params, "slots": slots, "out": out}
-        return run(**whole, arrays=inputs.arrays, passage=passage)
-    size, is_finite = gradient.num_elements, True
-    scratch = np.zeros(min(size, _PIECE_ELEMENTS), gradient.values.dtype)
-    sums: list[tuple[Passage, list[int]]] = []
-    for start in range(0, size, _PIECE_ELEMENTS):
-        part = slice(start, min(start + _PIECE_ELEMENTS, size))
-        sent = gradient.part(part.start, part.stop)
+    return compiled(update.kernel).run(
+        gradient=update.gradient,
+        params=params,
+        slots=slots,
+        scalars=update.inputs.scalars,
+        arrays=update.inputs.arrays,
+        out=update.out,
+        caller_params=update.caller_params,
+        checksums=checksums,
+    )
+
+
+def _run_sparse(
+    states: Sequence[Array | CodedSlot],
+    update: Update,
+    gradient: SparseGradient,
+    checksums: Checksums,
+) -> bool:
+    """Runs the kernel piece by piece, over a dense copy of the gradient's piece."""
+    kernel, is_finite = compiled(update.kernel), True
+    scratch_elements = min(gradient.num_elements, _PIECE_ELEMENTS)
+    scratch = np.zeros(scratch_elements, gradient.values.dtype)
+    pieces: list[tuple[Checksums, list[int]]] = []
+    for piece in _pieces(gradient.num_elements):
+        sent = gradient.part(piece.start, piece.stop)
         dense = scratch[: sent.num_elements]
-        sent.put_into(dense)
-        master, own_slots = params[part], [slot[part] for slot in slots]
-        given = None if passage.given is None else passage.given[part]
-        own = replace(passage, given=given)
-        is_finite &= run(
+        dense[sent.indices] = sent.values
+        parts = [state[piece] for state in states]
+        sums = replace(checksums)
+        is_finite &= kernel.run(
             gradient=dense,
-            params=master,
-            slots=own_slots,
-            arrays=[array[part] for array in inputs.arrays],
-            out=None if out is None else out[part],
-            passage=own,
+            params=parts[0],
+            slots=parts[1:],
+            scalars=update.inputs.scalars,
+            arrays=[array[piece] for array in update.inputs.arrays],
+            out=_piece_of(update.out, piece),
+            caller_params=_piece_of(update.caller_params, piece),
+            checksums=sums,
         )
         dense[sent.indices] = 0  # the others are
-        stored = stored_arrays(master, own_slots)
-        sums.append((own, [array.nbytes for array in stored]))
-    passage.read = _combined([(own.read, lengths) for own, lengths in sums])
-    passage.written = _combined([(own.written, lengths) for own, lengths in sums])
+        pieces.append((sums, [array.nbytes for array in stored_arrays(parts)]))
+    checksums.before = _combined([(sums.before, lengths) for sums, lengths in pieces])
+    checksums.after = _combined([(sums.after, lengths) for sums, lengths in pieces])
     return is_finite
 
 
-def _combined(parts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[int, ...]:
+def _pieces(num_elements: int) -> Iterator[slice]:
+    for start in range(0, num_elements, _PIECE_ELEMENTS):
+        yield slice(start, min(start + _PIECE_ELEMENTS, num_elements))
+
+
+def _piece_of(array: Array | None, piece: slice) -> Array | None:
+    return None if array is None else array[piece]
+
+
+def _combined(pieces: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[int, ...]:
     """Combines the checksums of each stored array; 0 for one that is not requested.
 
     Args:
-      parts: checksums and lengths in bytes of each piece, by stored array.
+      pieces: checksums and lengths in bytes of each piece, by stored array.
     """
-    arrays = zip(*(zip(*part, strict=True) for part in parts), strict=True)
+    arrays = zip(*(zip(*piece, strict=True) for piece in pieces), strict=True)
     return tuple(crc32c_combine(array) for array in arrays)

@@ -30,11 +30,12 @@ class CsdSpec:
 
     Attributes:
       kind: one of `CSD_KINDS`.
-      num_buffers: subgroups that an emulated card holds; None for as many as fit.
+      num_buffers: subgroups that an emulated card holds at once; None for as many as
+        fit.
       xclbin: the file with the kernels of real cards.
       num_devices: number of XRT's devices, if they cannot be listed.
-      wrap: returns the fleet to use in place of the opened one, which it may call, for
-        example one that takes the time of other hardware; None for the opened one.
+      wrap: returns the fleet to use in place of the opened one, for example one that
+        calls it at the speed of other hardware; None for the opened one.
     """
 
     kind: str
@@ -54,15 +55,15 @@ class CsdSpec:
     @property
     def codes_params(self) -> bool:
         """Whether the master of bfloat16 params may be coded, for example split."""
-        return self.kind == "host"
+        return not self.has_cards
 
 
 def parse_csd(text: str, environ: Mapping[str, str] = os.environ) -> CsdSpec:
     """Parses ``kind`` or ``kind:name=value,name=value``.
 
-    ``emulated`` has ``buffers``, the number of subgroups that a card holds at once.
-    ``smartssd`` has ``xclbin`` and ``devices``; the environment variables are
-    JAXINF_XCLBIN and JAXINF_XRT_DEVICES. ``host`` has no option.
+    ``host`` has no option. ``emulated`` has ``buffers``, the number of subgroups that a
+    card holds at once. ``smartssd`` has ``xclbin`` and ``devices``, for which there are
+    the environment variables JAXINF_XCLBIN and JAXINF_XRT_DEVICES.
 
     Raises:
       ValueError: there is no such kind or option.
@@ -74,23 +75,27 @@ def parse_csd(text: str, environ: Mapping[str, str] = os.environ) -> CsdSpec:
         )
     known = _OPTIONS[kind]
     options = {name: environ.get(variable, "") for name, variable in known.items()}
-    for option in filter(None, rest.split(",")):
-        name, _, value = map(str.strip, option.partition("="))
+    for assignment in filter(None, rest.split(",")):
+        name, _, value = map(str.strip, assignment.partition("="))
         if name not in known:
             expected = " or ".join(known) or "no option"
             raise ValueError(f"csd={text!r}: {name}: expected {expected}")
         options[name] = value
     numbers: dict[str, int | None] = {}
-    for name, what in (("buffers", "subgroups"), ("devices", "devices")):
+    for name, unit in (("buffers", "subgroups"), ("devices", "devices")):
         value = options.get(name, "")
         if value and not (value.isdecimal() and int(value)):
             raise ValueError(
-                f"csd={text!r}: {name}={value}: expected a number of {what}"
+                f"csd={text!r}: {name}={value}: expected a number of {unit}"
             )
         numbers[name] = int(value) if value else None
     file = options.get("xclbin")
-    xclbin = Path(file).expanduser().absolute() if file else None
-    return CsdSpec(kind, numbers["buffers"], xclbin, numbers["devices"])
+    return CsdSpec(
+        kind,
+        num_buffers=numbers["buffers"],
+        xclbin=Path(file).expanduser().absolute() if file else None,
+        num_devices=numbers["devices"],
+    )
 
 
 def open_csds(
@@ -99,11 +104,10 @@ def open_csds(
     """Opens the CSDs of a store; nothing is written.
 
     Args:
-      spec: the kind and its options.
       roots: existing directories, one for each CSD, on the drives for the chunks.
       memory_bytes: memory for buffers: on the host for all CSDs together, on cards for
         each, including the host memory for that card.
-      meters: counts their bytes.
+      meters: counts the drives' bytes.
 
     Raises:
       CsdError: a CSD is missing or not set up; names it and the remedy.
@@ -112,16 +116,7 @@ def open_csds(
     if spec.kind == "host":
         fleet = HostFleet(memory_bytes, meters)
     else:
-        from jaxinf.csd.cards import smartssd as cards
+        from jaxinf.csd.cards.smartssd import open_cards
 
-        if spec.kind == "emulated":
-            fleet = cards.open_emulated(roots, memory_bytes, meters, spec.num_buffers)
-        else:
-            fleet = cards.open_smartssd(
-                roots,
-                memory_bytes,
-                meters,
-                xclbin=spec.xclbin,
-                num_devices=spec.num_devices,
-            )
+        fleet = open_cards(spec, roots, memory_bytes, meters)
     return spec.wrap(fleet) if spec.wrap else fleet

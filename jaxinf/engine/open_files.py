@@ -116,7 +116,7 @@ class OpenFiles:
             queues = Queues(
                 [(id(csd.memory), csd.is_host) for csd in csds],
                 lambda task: csds[task.piece.drive].acquire(task.piece.num_bytes),
-                Limits(subgroups.num_workers, fleet.num_kernels),
+                Limits(subgroups.num_workers, fleet.num_parallel_updates),
             )
             perform = ChunkMoves(self.directory, self.chunks, csds).perform
             self.mover = Mover(self.directory.path, queues, perform, self.health)

@@ -201,8 +201,8 @@ class RequestedUpdate:
             inputs=gather_inputs(layout, request.inputs, origin),
             out=result,
             rounding=rounding_of(layout, self._step),
-            given=params if takes_given else None,
-            tells=tells,
+            caller_params=params if takes_given else None,
+            wanted_checksums=tells,
         )
         down = gradient.nbytes + (0 if params is None else params.nbytes)
         up = 0 if result is None else result.nbytes
@@ -289,8 +289,15 @@ def _first_tasks(
     ) -> None:
         own = layout.gather(given.params, given.origin)
         inputs = gather_inputs(layout, given.inputs, given.origin)
-        first = kernel, own, inputs, rounding_of(layout, 0)
-        initialise_states(csd, buffer, layout.kernel_extents, *first)
+        initialise_states(
+            csd,
+            buffer,
+            layout.kernel_extents,
+            kernel=kernel,
+            params=own,
+            inputs=inputs,
+            rounding=rounding_of(layout, 0),
+        )
         if layout.feedback is not None:
             extent = layout.extents[layout.feedback]
             csd.put(buffer, extent, np.zeros(extent.num_elements, extent.dtype))

@@ -4,7 +4,7 @@ Invariant: nothing here imports JAX or optax; a kernel is data that `jaxinf.prog
 extracted from an optimizer.
 """
 
-from jaxinf.kernels.calls import Passage, stored_arrays
+from jaxinf.kernels.calls import Checksums, stored_arrays
 from jaxinf.kernels.card_kernels import (
     ESTIMATES_BYTES,
     STATUS_BYTES,

@@ -13,8 +13,9 @@ are arguments, so that one kernel serves all hyperparameters.
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Literal
 
 import numpy as np
@@ -32,7 +33,7 @@ CARD_ALIGNMENT_BYTES = 64
 """Alignment of pointers and their memory: the bytes a port moves in one cycle."""
 
 STATUS_BYTES = 64
-"""Bytes of the block that a kernel writes last, 16 words of uint32: [0] 1 if every
+"""Bytes of the status that a kernel writes last, 16 words of uint32: [0] 1 if every
 gradient is finite, otherwise 0; from [1] the checksums of `CardStatus`; [15] not 0 if
 top-k's positions are not valid; the others 0.
 """
@@ -40,10 +41,10 @@ top-k's positions are not valid; the others 0.
 ESTIMATES_BYTES = 64 + 2 * 8192
 """Bytes of the table of `rsqrt_estimates`: a block, then 8,192 entries of 16 bits."""
 
-GRADIENTS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
-RESULTS = {"update": "float32", "bf16": "bfloat16", "f16": "float16"}
-STATES = {"": "f32", "bf16": "bf16", "int8": "int8"}
+_GRADIENT_DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+_OUT_DTYPES = {"update": "float32", "bf16": "bfloat16", "f16": "float16"}
 _STATE_DTYPES = {"f32": "float32", "bf16": "bfloat16", "int8": "uint8"}
+_CODECS = {"f32": "", "bf16": "bf16", "int8": "int8"}
 _ITEM_BYTES = {"uint8": 1, "bfloat16": 2, "float16": 2}
 _BAD_INDICES = STATUS_BYTES // 4 - 1
 
@@ -55,13 +56,12 @@ class CardArgument:
     """One argument of a card kernel.
 
     Attributes:
-      name: For example ``mu_in``.
-      kind: A pointer is memory that a port (``m_axi``) reaches; a scalar is 32 bits.
-      type: Type of the memory, or of the scalar, whose bits are passed.
-      is_output: Whether the kernel only writes through it.
-      count: The unit that gives the memory's length: the subgroup's elements, those
-        selected by top-k, the scales of its blocks, the table of estimates, or the
-        status.
+      name: for example ``mu_in``.
+      kind: a pointer is memory that a port (``m_axi``) reaches; a scalar is 32 bits.
+      type: dtype of the memory, or of the scalar, whose bits are passed.
+      is_output: whether the kernel only writes the memory.
+      count: the unit of the memory's length: the subgroup's elements, those selected by
+        top-k, the scales of its blocks, the table of estimates, or the status.
     """
 
     name: str
@@ -89,16 +89,16 @@ class CardStatus:
     """A kernel's report.
 
     Attributes:
-      finite: Whether every gradient is finite.
-      indices_valid: Whether top-k's positions ascend and lie in the subgroup; True
+      is_finite: whether every gradient is finite.
+      has_valid_indices: whether top-k's positions ascend and lie in the subgroup; true
         without top-k.
       checksums_read: CRC-32C (`jaxinf.transfer.crc32c`) of each extent as read, without
         padding: master params, then the slots, each followed by its scales.
-      checksums_written: The same for the extents as written.
+      checksums_written: the same for the extents as written.
     """
 
-    finite: bool
-    indices_valid: bool
+    is_finite: bool
+    has_valid_indices: bool
     checksums_read: tuple[int, ...]
     checksums_written: tuple[int, ...]
 
@@ -108,42 +108,76 @@ class CardKernel:
     """A kernel of a card, with the literals of one optimizer.
 
     Attributes:
-      name: Name in the xclbin and of the C function.
-      body: The source in ``generated/`` without its suffix.
+      body: the source in ``generated/`` without its suffix.
       gradient: ``f32``, ``bf16`` or ``f16``.
       out: ``update``: optax's u, float32; ``bf16`` or ``f16``: the new params, rounded
         to nearest even.
       state: ``f32``; ``bf16`` or ``int8``: the store's codec.
-      compressed: Whether the gradient comes as top-k values and positions.
-      slots: Names of the stored state, in order.
-      arguments: All arguments in the order of the call.
-      constants: The body's literals, 32 bits each, in order.
+      is_sparse: whether the gradient comes as top-k values and positions.
+      slots: names of the stored state.
+      has_rsqrt: whether it takes the host's `rsqrt_estimates`, by a pointer of that
+        name.
+      constants: the body's literals, 32 bits each.
+      scalar_types: dtypes of the prologue's scalars.
     """
 
-    name: str
     body: str
     gradient: str
     out: str
     state: str
-    compressed: bool
+    is_sparse: bool
     slots: tuple[str, ...]
-    arguments: tuple[CardArgument, ...]
+    has_rsqrt: bool
     constants: tuple[int, ...]
+    scalar_types: tuple[str, ...]
 
     @property
+    def name(self) -> str:
+        """The name in the xclbin and of the C function."""
+        suffix = "_topk" if self.is_sparse else ""
+        return f"jaxinf_{self.body}_{self.gradient}_{self.out}_{self.state}{suffix}"
+
+    @property
+    def arguments(self) -> tuple[CardArgument, ...]:
+        """All arguments, in the order of the call."""
+        return self.pointers + self.scalars
+
+    @cached_property
     def pointers(self) -> tuple[CardArgument, ...]:
-        """The arguments that are memory; they come first."""
-        return tuple(a for a in self.arguments if a.kind == "pointer")
+        """The arguments that are memory."""
+        pointer = partial(CardArgument, kind="pointer")
+        num_sent: Count = "selected" if self.is_sparse else "elements"
+        gradient_dtype = _GRADIENT_DTYPES[self.gradient]
+        pointers = [pointer("gradient", type=gradient_dtype, count=num_sent)]
+        if self.is_sparse:
+            pointers.append(pointer("indices", type="int32", count="selected"))
+        states: list[tuple[str, str, Count]] = [("params", "float32", "elements")]
+        for slot in self.slots:
+            states.append((slot, _STATE_DTYPES[self.state], "elements"))
+            if self.state == "int8":
+                states.append((f"{slot}_scales", "float32", "blocks"))
+        for name, dtype, count in states:
+            state = partial(pointer, type=dtype, count=count)
+            pointers += [state(f"{name}_in"), state(f"{name}_out", is_output=True)]
+        words = partial(pointer, type="uint32")
+        if self.has_rsqrt:
+            pointers.append(words("rsqrt_estimates", count="estimates"))
+        out_dtype = _OUT_DTYPES[self.out]
+        out = pointer("out", type=out_dtype, count="elements", is_output=True)
+        return (*pointers, out, words("status", count="status", is_output=True))
 
-    @property
+    @cached_property
     def scalars(self) -> tuple[CardArgument, ...]:
-        """The 32-bit arguments; they come last."""
-        return tuple(a for a in self.arguments if a.kind == "scalar")
-
-    @property
-    def has_rsqrt(self) -> bool:
-        """Whether it takes the host's `rsqrt_estimates`, by a pointer of that name."""
-        return any(a.name == "rsqrt_estimates" for a in self.pointers)
+        """The 32-bit arguments."""
+        scalar = partial(CardArgument, kind="scalar")
+        sizes = ["num_elements", *(["num_selected"] if self.is_sparse else [])]
+        words = [*sizes, "rounding_key", "rounding_first"]
+        constants = [f"c{number}" for number in range(len(self.constants))]
+        return (
+            *(scalar(name, type="uint32") for name in words),
+            *(scalar(name, type="float32") for name in constants),
+            *(scalar(f"s{n}", type=name) for n, name in enumerate(self.scalar_types)),
+        )
 
     @property
     def extents(self) -> tuple[str, ...]:
@@ -167,23 +201,23 @@ class CardKernel:
           rounding_key: key of the random bits; slot i rounds with
             ``rounding_key + 1 + i``, as on the host.
           rounding_first: number of the subgroup's first element in its chunk.
-          scalars: the prologue's 0-d arrays, in order.
+          scalars: 0-d, the prologue's results.
           num_selected: number of elements that top-k sends; 0 without top-k.
         """
         assert 0 < num_elements < 1 << 31, self.name
-        words = [num_elements, *([num_selected] if self.compressed else [])]
+        words = [num_elements, *([num_selected] if self.is_sparse else [])]
         words += [rounding_key, rounding_first, *self.constants]
         words += map(scalar_word, scalars)
         assert len(words) == len(self.scalars), self.name
         return tuple((word & 0xFFFFFFFF ^ 1 << 31) - (1 << 31) for word in words)
 
     def read_status(self, words: Array) -> CardStatus:
-        """Decodes a status block; `words`: ``(16,)`` uint32."""
+        """Decodes a status: ``(16,)`` uint32."""
         numbers = [int(word) for word in words]
         count = len(self.extents)
         return CardStatus(
-            finite=bool(numbers[0]),
-            indices_valid=not numbers[_BAD_INDICES],
+            is_finite=bool(numbers[0]),
+            has_valid_indices=not numbers[_BAD_INDICES],
             checksums_read=tuple(numbers[1 : 1 + count]),
             checksums_written=tuple(numbers[1 + count : 1 + 2 * count]),
         )
@@ -192,10 +226,11 @@ class CardKernel:
 @functools.lru_cache(maxsize=4096)
 def card_kernel(
     kernel: Kernel,
+    *,
     gradient_dtype: np.dtype,
     out_dtype: np.dtype,
     codec: str = "",
-    compressed: bool = False,
+    is_sparse: bool = False,
 ) -> CardKernel:
     """Returns the card kernel that computes a leaf's update; see `CardKernel`.
 
@@ -203,37 +238,24 @@ def card_kernel(
       UnsupportedTransformError: cards have no kernel for this optimizer.
     """
     body, constants = _body_of(kernel)
-    gradient, state = GRADIENTS[gradient_dtype.name], STATES[codec]
-    out = next(name for name, dtype in RESULTS.items() if dtype == out_dtype.name)
-    number: Count = "selected" if compressed else "elements"
-    pointers: list[tuple[str, str, bool, Count]] = []
-    pointers.append(("gradient", gradient_dtype.name, False, number))
-    if compressed:
-        pointers.append(("indices", "int32", False, "selected"))
-    states: list[tuple[str, str, Count]] = [("params", "float32", "elements")]
-    for slot in kernel.slots:
-        states.append((slot, _STATE_DTYPES[state], "elements"))
-        if state == "int8":
-            states.append((f"{slot}_scales", "float32", "blocks"))
-    for name, dtype, count in states:
-        pointers.append((f"{name}_in", dtype, False, count))
-        pointers.append((f"{name}_out", dtype, True, count))
-    if any(equation.op == "rsqrt" for equation in lower(kernel).equations):
-        pointers.append(("rsqrt_estimates", "uint32", False, "estimates"))
-    pointers.append(("out", out_dtype.name, True, "elements"))
-    pointers.append(("status", "uint32", True, "status"))
-    names = ["num_elements", *(["num_selected"] if compressed else [])]
-    words = [(name, "uint32") for name in (*names, "rounding_key", "rounding_first")]
-    words += [(f"c{i}", "float32") for i in range(len(constants))]
-    for i, dtype in enumerate(kernel.scalar_dtypes):
-        words.append((f"s{i}", "uint32" if dtype == np.bool_ else dtype.name))
-    arguments = [CardArgument(n, "pointer", t, o, c) for n, t, o, c in pointers]
-    arguments += [CardArgument(name, "scalar", dtype) for name, dtype in words]
     return CardKernel(
-        f"jaxinf_{body}_{gradient}_{out}_{state}{'_topk' if compressed else ''}",
-        body, gradient, out, state, compressed, kernel.slots, tuple(arguments),
-        constants,
-    )  # fmt: skip
+        body=body,
+        gradient=_name_of(gradient_dtype.name, _GRADIENT_DTYPES),
+        out=_name_of(out_dtype.name, _OUT_DTYPES),
+        state=_name_of(codec, _CODECS),
+        is_sparse=is_sparse,
+        slots=kernel.slots,
+        has_rsqrt=any(equation.op == "rsqrt" for equation in lower(kernel).equations),
+        constants=constants,
+        scalar_types=tuple(
+            "uint32" if dtype == np.bool_ else dtype.name
+            for dtype in kernel.scalar_dtypes
+        ),
+    )
+
+
+def _name_of(value: str, names: Mapping[str, str]) -> str:
+    return next(name for name, named in names.items() if named == value)
 
 
 @functools.cache
@@ -243,9 +265,8 @@ def named_card_kernel(name: str) -> CardKernel:
     Raises:
       ValueError: there is no such kernel.
     """
-    dtypes = {short: dtype for dtype, short in GRADIENTS.items()}
-    codecs = {short: codec for codec, short in STATES.items()}
-    kinds = "_".join(f"({'|'.join(kind)})" for kind in (dtypes, RESULTS, codecs))
+    tables = _GRADIENT_DTYPES, _OUT_DTYPES, _CODECS
+    kinds = "_".join(f"({'|'.join(table)})" for table in tables)
     match = re.fullmatch(form := f"jaxinf_(.+)_{kinds}(_topk)?", name)
     kernel = _bodies().get(match[1]) if match else None
     if match is None or kernel is None:
@@ -253,8 +274,13 @@ def named_card_kernel(name: str) -> CardKernel:
             f"card kernel: expected {form} with one of the bodies "
             f"{', '.join(_bodies())}; found {name!r}"
         )
-    dtype, out = np.dtype(dtypes[match[2]]), np.dtype(RESULTS[match[3]])
-    return card_kernel(kernel, dtype, out, codecs[match[4]], bool(match[5]))
+    return card_kernel(
+        kernel,
+        gradient_dtype=np.dtype(_GRADIENT_DTYPES[match[2]]),
+        out_dtype=np.dtype(_OUT_DTYPES[match[3]]),
+        codec=_CODECS[match[4]],
+        is_sparse=bool(match[5]),
+    )
 
 
 def _body_of(kernel: Kernel) -> tuple[str, tuple[int, ...]]:

@@ -1,9 +1,8 @@
 """Card kernels on a machine without a card, and the host's table for real cards.
 
-Invariant: a library is built from the same sources as for synthesis, with the header
-  files in ``hls/csim`` in place of the vendor's. With this host's table of estimates, a
-  card's kernel gives the bits of the host's own on every processor, since both compute
-  ``cpp/rsqrt.hpp``.
+Invariant: a library is built from the same sources as for synthesis, with the headers
+in ``hls/csim`` in place of the vendor's. With this host's table of estimates, a card's
+kernel gives the bits of the host's on every processor: both compute ``cpp/rsqrt.hpp``.
 """
 
 import ctypes
@@ -33,15 +32,12 @@ _WITH_FMA = ("x86-64-v3", "armv8-a")
 
 
 def card_library(*cards: CardKernel) -> Path:
-    """Returns a shared library with these kernels, compiled at first use; blocks.
+    """Returns a shared library with kernels of one body, compiled at first use; blocks.
 
     Each is an ``extern "C"`` function of the card kernel's name. It returns nothing and
     takes `CardKernel.arguments`: pointers, aligned to 64 bytes and with memory in
     multiples of 64 bytes, then 32-bit scalars. Calls from several threads are
     independent.
-
-    Args:
-      cards: kernels of one body.
 
     Raises:
       CompilerError: there is no compiler, or it failed.
@@ -55,15 +51,16 @@ def card_library(*cards: CardKernel) -> Path:
     hls = hls_directory()
     # The bodies' ``#include "shell.hpp"`` finds the card's.
     include = hls / "include", hls / "csim", toolchain.INCLUDE, toolchain.GENERATED
-    # With the processor's fused multiply-add: a call is slow.
-    level = next((x for x in toolchain.levels() if x in _WITH_FMA), None)
-    begin = toolchain.words(compiler, level)
-    text, command = card_source(cards), [*begin, *_FLAGS, *(f"-I{p}" for p in include)]
+    # Without the processor's fused multiply-add each one would be a slow call.
+    level = next((name for name in toolchain.levels() if name in _WITH_FMA), None)
+    command = [*toolchain.compiler_command(compiler, level), *_FLAGS]
+    command += [f"-I{folder}" for folder in include]
+    text = card_source(cards)
     digest = hashlib.sha256(text.encode())
-    headers = sorted(path for place in include[:3] for path in place.glob("*.h*"))
+    headers = sorted(path for folder in include[:3] for path in folder.glob("*.h*"))
     for path in (*headers, toolchain.GENERATED / f"{cards[0].body}.cpp"):
         digest.update(path.read_bytes())
-    digest.update(toolchain.identity_of(compiler, command))
+    digest.update(toolchain.compiler_identity(compiler, command))
 
     def compile_to(output: Path) -> None:
         source = output.with_suffix(".cpp")
@@ -103,10 +100,11 @@ def rsqrt_estimates() -> Array:
       ``(ESTIMATES_BYTES / 4,)`` uint32. [0] is the number of Newton steps that the host
       takes, 1 or 2. It is 0 if the host has no such estimate: its processor is neither
       x86-64 nor aarch64, or the instruction does not read a table. A card then rounds
-      sqrt(x) and its reciprocal. From [16] on follow the entries of ``cpp/rsqrt.hpp``,
+      sqrt(x) and its reciprocal. From [16] on stand the entries of ``cpp/rsqrt.hpp``,
       two in a word, the first in the lower half.
     """
-    table, reason = np.zeros(ESTIMATES_BYTES // 4, np.uint32), ""
+    table = np.zeros(ESTIMATES_BYTES // 4, np.uint32)
+    reason = ""
     try:
         function = libraries.load_helper(toolchain.RSQRT_ESTIMATES)
     except (toolchain.CompilerError, OSError) as error:

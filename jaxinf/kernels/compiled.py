@@ -4,7 +4,10 @@ Invariant: a compiled kernel has the roundings of jitted optax on XLA's CPU back
 same on every processor level of x86-64.
 """
 
+import ctypes
 import functools
+import itertools
+import operator
 import platform
 import threading
 from collections.abc import Mapping, Sequence
@@ -13,13 +16,23 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxinf.errors import CsdError
-from jaxinf.kernels.calls import CallInputs, EntryPoint, Passage, call_kernel
+from jaxinf.kernels.calls import (
+    Checksums,
+    EntryPoint,
+    array_fields,
+    call_layout,
+    scalar_word,
+    stored_arrays,
+)
 from jaxinf.kernels.emitter import emit
 from jaxinf.kernels.lowering import lower
 from jaxinf.layout import CodedSlot
 from jaxinf.native import libraries, toolchain
 from jaxinf.program import Constant, Kernel, Result, traced_kernels
 from jaxinf.typing import FLOAT32, FLOAT_DTYPES, Array
+
+_SHORT_ELEMENTS = 1 << 13
+"""A kernel over at most so many elements takes some 10 us and holds the GIL."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +52,8 @@ class CompiledKernel:
         slots: Sequence[Array | CodedSlot] = (),
         scalars: Sequence[np.generic | Array] = (),
         arrays: Sequence[Array] = (),
-        passage: Passage | None = None,
+        caller_params: Array | None = None,
+        checksums: Checksums | None = None,
     ) -> bool:
         """Updates one chunk in place; blocks the caller.
 
@@ -59,34 +73,76 @@ class CompiledKernel:
           out: ``(n,)``: float32 receives `u`; bfloat16 or float16 receives the new
             params rounded to nearest even, or, of coded params, their bfloat16 codes.
             None: nobody wants them.
-          passage: work beside the update.
+          caller_params: ``(n,)`` params that replace the stored ones before the update:
+            float32, or the codes' dtype.
+          checksums: requests checksums, and receives them.
 
         Returns:
-          Whether all of the gradient is finite. If not, the caller must discard
+          Whether the whole gradient is finite. If not, the caller must discard
           `params`, `slots` and `out`, whose contents are undefined.
         """
-        states, inputs = (params, *slots), CallInputs(gradient, out, scalars, arrays)
-        _check(self.kernel, states, inputs)
-        found = passage or Passage()
-        return call_kernel(self.entry, self.constants, states, inputs, found)
+        states = (params, *slots)
+        _check(self.kernel, states, gradient, out=out, scalars=scalars, arrays=arrays)
+        gradient = np.ascontiguousarray(gradient)
+        arrays = list(map(np.ascontiguousarray, arrays))
+        if caller_params is not None:
+            caller_params = np.ascontiguousarray(caller_params)
+        checksums = checksums or Checksums()
+        num_stored = len(stored_arrays(states))
+        none = bytes(num_stored)
+        wanted = bytes(checksums.wants_before or none)
+        wanted += bytes(checksums.wants_after or none)
+        layout = call_layout(
+            num_slots=len(slots),
+            num_arrays=len(arrays),
+            num_scalars=len(scalars),
+            num_constants=len(self.constants),
+            num_stored=num_stored,
+        )
+        memory = ctypes.create_string_buffer(layout.whole.size)
+        start = ctypes.addressof(memory)
+        fields = map(array_fields, (gradient, params, out, *slots, *arrays))
+        layout.whole.pack_into(
+            memory,
+            0,
+            *itertools.chain.from_iterable(fields),
+            0 if caller_params is None else caller_params.ctypes.data,
+            start + layout.sums_offset,
+            start + layout.sums_offset + layout.sums.size,
+            False,  # wants_params
+            *map(scalar_word, scalars),
+            *self.constants,
+            wanted,
+        )
+        is_short = gradient.size <= _SHORT_ELEMENTS
+        call = self.entry.holding_gil if is_short else self.entry.releasing_gil
+        is_finite = call(gradient.size, *[start + n for n in layout.offsets])
+        sums = layout.sums.unpack_from(memory, layout.sums_offset)
+        sums = tuple(map(operator.mul, sums, wanted))
+        checksums.before, checksums.after = sums[:num_stored], sums[num_stored:]
+        return bool(is_finite)
 
 
 def _check(
-    kernel: Kernel, states: Sequence[Array | CodedSlot], inputs: CallInputs
+    kernel: Kernel,
+    states: Sequence[Array | CodedSlot],
+    gradient: Array,
+    *,
+    out: Array | None,
+    scalars: Sequence[np.generic | Array],
+    arrays: Sequence[Array],
 ) -> None:
     """Asserts lengths and dtypes, which the machine code does not check."""
-    gradient, out, scalars, arrays = inputs
-    written = [s.codes if isinstance(s, CodedSlot) else s for s in states]
-    plain = [FLOAT32, *kernel.slot_dtypes]
-    for state, dtype in zip(states, plain, strict=True):
+    for state, dtype in zip(states, (FLOAT32, *kernel.slot_dtypes), strict=True):
         assert isinstance(state, CodedSlot) or state.dtype == dtype, state.dtype
-    num = written[0].size
-    if out is not None:
-        written.append(out)
-        assert out.dtype in FLOAT_DTYPES, out.dtype
     assert gradient.dtype in FLOAT_DTYPES, gradient.dtype
     assert tuple(array.dtype for array in arrays) == kernel.array_dtypes
     assert tuple(scalar.dtype for scalar in scalars) == kernel.scalar_dtypes
+    written = [s.codes if isinstance(s, CodedSlot) else s for s in states]
+    if out is not None:
+        assert out.dtype in FLOAT_DTYPES, out.dtype
+        written.append(out)
+    num = written[0].size
     for array in (gradient, *arrays, *written):
         assert array.shape == (num,), (array.shape, num)
     assert all(array.flags.c_contiguous for array in written)
@@ -95,23 +151,23 @@ def _check(
 def compiled(kernel: Kernel) -> CompiledKernel:
     """Returns the kernel as machine code, which is kept. Thread-safe.
 
-    The package contains the common optimizers; others are compiled once and kept in
-    `toolchain.cache_directory`. Blocks while the compiler runs.
+    The package contains the common optimizers. Others are compiled once, while the
+    caller blocks, and kept in `toolchain.cache_directory`.
 
     Raises:
-      UnsupportedTransformError: it computes with integers of fewer than 32 bits.
-      CsdError: there is no compiler for it, or the compiler failed, or kernels are not
-        made for this processor.
+      UnsupportedTransformError: the kernel computes with integers below 32 bits.
+      CsdError: there is no compiler for it, the compiler failed, or this processor is
+        not supported.
     """
     with _LOCK:  # one thread compiles it, and the others wait
-        return _find(kernel)
+        return _find_or_compile(kernel)
 
 
 _LOCK = threading.Lock()
 
 
 @functools.lru_cache(maxsize=4096)
-def _find(kernel: Kernel) -> CompiledKernel:
+def _find_or_compile(kernel: Kernel) -> CompiledKernel:
     levels = toolchain.levels()
     if not levels:
         raise CsdError(
@@ -137,11 +193,11 @@ def initialise(
 ) -> None:
     """Writes one chunk's first state into `slots`; blocks; thread-safe.
 
-    `params` are only read, `slots` only written; others are as of `CompiledKernel.run`.
+    Arguments are those of `CompiledKernel.run`, but `params` are only read.
 
     Raises:
-      CsdError, UnsupportedTransformError: see `compiled`; only of a state that needs
-        arithmetic, and not of literals, params and results of the prologue.
+      CsdError, UnsupportedTransformError: see `compiled`; only if a state needs
+        arithmetic, beyond literals, params and results of the prologue.
     """
     if kernel.equations:
         compiled(kernel).run(
@@ -166,8 +222,8 @@ def compile_kernel(
     """Returns the kernel for one level, from the package or compiled by `compiler`.
 
     Raises:
-      UnsupportedTransformError: It has no C++ form.
-      CompilerError: There is no compiler, or it failed.
+      UnsupportedTransformError: the kernel has no C++ form.
+      CompilerError: there is no compiler, or it failed.
     """
     source = emit(lower(kernel))
     entry = EntryPoint(libraries.load_function(source.text, level, compiler))
@@ -176,7 +232,7 @@ def compile_kernel(
 
 @functools.cache
 def standard_kernels() -> Mapping[str, Kernel]:
-    """Returns kernels by name; of several with the same C++, the first.
+    """Returns the package's kernels by name; of those with the same C++, the first.
 
     The first call traces them all, which takes about a second.
     """

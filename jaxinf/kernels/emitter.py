@@ -34,8 +34,8 @@ class Source:
     """A kernel in C++.
 
     Attributes:
-      text: A translation unit for the host's shell, without a header comment.
-      constants: The literals, 32 bits each, in the order of their arguments.
+      text: a translation unit for the host's shell, without a header comment.
+      constants: the literals, 32 bits each, in the order of their arguments.
     """
 
     text: str
@@ -46,7 +46,7 @@ def emit(body: Kernel) -> Source:
     """Returns the C++ of a lowered kernel.
 
     Raises:
-      UnsupportedTransformError: A value has no 32-bit form.
+      UnsupportedTransformError: a value has no 32-bit form.
     """
     return _Emitter(body).emit()
 
@@ -62,20 +62,23 @@ class _Emitter:
 
     def emit(self) -> Source:
         body = self.body
-        slots = [n if n in _READABLE else f"slot_{i}" for i, n in enumerate(body.slots)]
+        slots = [
+            name if name in _READABLE_SLOTS else f"slot_{number}"
+            for number, name in enumerate(body.slots)
+        ]
         self._name_inputs(slots)
         for slot, value in zip(slots, body.new_slots, strict=True):
             if isinstance(value, Result):
                 self.names.setdefault(value, f"new_{slot}")
         uniform = uniform_results(body.equations)
         for index, equation in enumerate(body.equations):
-            result, kind = Result(index, equation.dtype), _type(equation.dtype)
-            value = self._expression(equation)
+            result = Result(index, equation.dtype)
+            cpp_type, value = _cpp_type(equation.dtype), self._expression(equation)
             if uniform[index]:
-                self.names[result] = self._member(f"r{index}", kind, value)
+                self.names[result] = self._member(f"r{index}", cpp_type, value)
             else:
                 name = self.names.setdefault(result, f"t{index}")
-                self.lines.append(f"const {kind} {name} = {value};")
+                self.lines.append(f"const {cpp_type} {name} = {value};")
         writes = [name not in body.unchanged for name in body.slots]
         for number, value in enumerate(body.new_slots):
             if writes[number]:
@@ -104,35 +107,33 @@ class _Emitter:
             if kind in ("gradient", "params"):
                 self.names[operand] = kind
                 continue
-            type_ = _type(operand.dtype)
+            cpp_type = _cpp_type(operand.dtype)
             if kind == "scalar":
-                value = _typed(type_, f"L::uniform(scalars[{number}])")
-                self.names[operand] = self._member(f"s{number}", type_, value)
+                value = _from_bits(cpp_type, f"L::uniform(scalars[{number}])")
+                self.names[operand] = self._member(f"s{number}", cpp_type, value)
                 continue
             name = slots[number] if kind == "slot" else f"a{number}"
-            value = _typed(type_, f"{kind}s[{number}]")
-            self.lines.append(f"const {type_} {name} = {value};")
+            value = _from_bits(cpp_type, f"{kind}s[{number}]")
+            self.lines.append(f"const {cpp_type} {name} = {value};")
             self.names[operand] = name
 
-    def _member(self, name: str, kind: str, value: str) -> str:
-        self.members.append(f"const {kind} {name};")
+    def _member(self, name: str, cpp_type: str, value: str) -> str:
+        self.members.append(f"const {cpp_type} {name};")
         self.setup.append(f"{name}({value})")
         return name
 
     def _operand(self, operand: Operand) -> str:
         if isinstance(operand, Constant):
-            kind = _type(operand.dtype)
-            number = len(self.constants)
+            cpp_type, number = _cpp_type(operand.dtype), len(self.constants)
             self.constants.append(scalar_word(operand.value))
-            value = _typed(kind, f"L::uniform(constants[{number}])")
-            return self._member(f"c{number}", kind, value)
+            value = _from_bits(cpp_type, f"L::uniform(constants[{number}])")
+            return self._member(f"c{number}", cpp_type, value)
         return self.names[operand]
 
     def _expression(self, equation: Equation) -> str:
         op, dtype = equation.op, equation.dtype
-        _type(dtype)
         inputs = [self._operand(operand) for operand in equation.inputs]
-        wide = equation.inputs[0].dtype
+        first_dtype = equation.inputs[0].dtype
         if op in _INFIX and not (op == "div" and dtype != FLOAT32):
             return f"{inputs[0]} {_INFIX[op]} {inputs[1]}"
         if op in _BITWISE:
@@ -149,19 +150,19 @@ class _Emitter:
             case "not":
                 return f"~{inputs[0]}"
             case "round":
-                even = dict(equation.params)["to_even"]
-                return f"L::round_{'even' if even else 'away'}({inputs[0]})"
+                to_even = dict(equation.params)["to_even"]
+                return f"L::round_{'even' if to_even else 'away'}({inputs[0]})"
             case "reduce_precision":
                 name = _ROUNDINGS.get(dict(equation.params)["to"])
                 return f"{name}({inputs[0]})" if name else inputs[0]
             case "select_n":
-                return _select(inputs, wide)
+                return _select(inputs, first_dtype)
             case "convert_element_type":
-                return _converted(inputs[0], wide, dtype)
+                return _converted(inputs[0], first_dtype, dtype)
         raise _refusal(f"the operation {op} on {dtype}")
 
 
-def _type(dtype: np.dtype) -> str:
+def _cpp_type(dtype: np.dtype) -> str:
     if dtype.name not in _TYPES:
         raise _refusal(f"values of {dtype}")
     return _TYPES[dtype.name]
@@ -174,35 +175,37 @@ def _refusal(what: str) -> UnsupportedTransformError:
     )
 
 
-def _typed(kind: str, bits: str) -> str:
-    return bits if kind == "F32" else f"L::as_{kind.lower()}({bits})"
+def _from_bits(cpp_type: str, bits: str) -> str:
+    return bits if cpp_type == "F32" else f"L::as_{cpp_type.lower()}({bits})"
 
 
 def _select(inputs: Sequence[str], index_dtype: np.dtype) -> str:
-    which, *cases = inputs
+    index, *cases = inputs
     if index_dtype == np.bool_:
-        return f"L::select({which}, {cases[1]}, {cases[0]})" if cases[1:] else cases[0]
+        return f"L::select({index}, {cases[1]}, {cases[0]})" if cases[1:] else cases[0]
     text = cases[-1]
     for number in reversed(range(len(cases) - 1)):
-        text = f"L::select((I32)({which} <= {number}), {cases[number]}, {text})"
+        text = f"L::select((I32)({index} <= {number}), {cases[number]}, {text})"
     return text
 
 
-def _converted(x: str, source: np.dtype, target: np.dtype) -> str:
-    kinds = (_type(source), _type(target))
+def _converted(value: str, source: np.dtype, target: np.dtype) -> str:
+    from_type, to_type = _cpp_type(source), _cpp_type(target)
     if target == np.bool_:
-        return f"(I32)({x} != 0)"
+        return f"(I32)({value} != 0)"
     if source == np.bool_:
-        return f"L::f32_of_mask({x})" if kinds[1] == "F32" else f"({kinds[1]})({x} & 1)"
-    if kinds[0] == kinds[1]:
-        return x
-    if "F32" in kinds:
-        return f"L::{kinds[1].lower()}({x})"
-    return f"({kinds[1]}){x}"
+        is_float = to_type == "F32"
+        return f"L::f32_of_mask({value})" if is_float else f"({to_type})({value} & 1)"
+    if from_type == to_type:
+        return value
+    if "F32" in (from_type, to_type):
+        return f"L::{to_type.lower()}({value})"
+    return f"({to_type}){value}"
 
 
-_READABLE = frozenset(("average", "mu", "nu", "sum_of_squares", "trace"))
-"""Names of state that kernels of the package have; of others C++ sees the number."""
+_READABLE_SLOTS = frozenset(("average", "mu", "nu", "sum_of_squares", "trace"))
+"""Slots that keep their names in C++, those of the package's kernels; others get
+numbers."""
 
 _TEMPLATE = """\
 #include "shell.hpp"

@@ -55,11 +55,10 @@ def lower(kernel: Kernel) -> Kernel:
     scalars of such dtypes are read widened, and new slots are rounded where they are
     stored.
     """
-    simple = _Simplifier(kernel.reciprocals)
-    values = [simple.add(equation) for equation in kernel.equations]
-    assert len(values) == len(kernel.equations)
-    update = None if kernel.update is None else simple.output(kernel.update)
-    new_slots = [simple.output(value) for value in kernel.new_slots]
+    simplifier = _Simplifier(kernel.reciprocals)
+    values = [simplifier.simplify(equation) for equation in kernel.equations]
+    update = None if kernel.update is None else simplifier.operand(kernel.update)
+    new_slots = [simplifier.operand(value) for value in kernel.new_slots]
     stored = [
         value
         for value, dtype in zip(new_slots, kernel.slot_dtypes, strict=True)
@@ -68,34 +67,34 @@ def lower(kernel: Kernel) -> Kernel:
     outputs = stored if update is None else [update, *stored]
     reduced = [values[number] for number in kernel.reduced]
     roots = {value for value in (*outputs, *reduced) if isinstance(value, Result)}
-    roots |= _shared(simple.equations, roots)
-    contracted, done = _Builder(), dict[Operand, Operand]()
+    roots |= _shared(simplifier.equations, roots)
+    contracted, loop_results = _Builder(), dict[Operand, Operand]()
 
-    def output(operand: Operand) -> Operand:
+    def contract_loop(root: Operand) -> Operand:
         """Contracts an output's loop, after those that it reads."""
-        if isinstance(operand, Result) and operand not in done:
-            loop = _Loop(simple.equations, roots - {operand}, operand)
-            for needed in loop.reads:
-                output(needed)
-            done[operand] = contract(loop, operand, {})
-        return done.get(operand, operand)
+        if isinstance(root, Result) and root not in loop_results:
+            loop = _Loop(simplifier.equations, roots - {root}, root)
+            for read in loop.reads:
+                contract_loop(read)
+            loop_results[root] = contract(loop, root, {})
+        return loop_results.get(root, root)
 
     def contract(
         loop: _Loop, operand: Operand, known: dict[Operand, Operand]
     ) -> Operand:
         if not isinstance(operand, Result) or operand in loop.reads:
-            return done.get(operand, operand)
+            return loop_results.get(operand, operand)
         if operand not in known:
             equation = loop.contracted(operand)
-            inputs = tuple(contract(loop, one, known) for one in equation.inputs)
-            known[operand] = contracted.append(replace(equation, inputs=inputs))
+            inputs = tuple(contract(loop, value, known) for value in equation.inputs)
+            known[operand] = contracted.add(replace(equation, inputs=inputs))
         return known[operand]
 
     # The equations of the stored values come first, then those of the update.
-    finals = tuple(output(value) for value in new_slots)
-    final = None if update is None else output(update)
+    new_slots = tuple(map(contract_loop, new_slots))
+    update = None if update is None else contract_loop(update)
     equations = tuple(contracted.equations)
-    return replace(kernel, equations=equations, update=final, new_slots=finals)
+    return replace(kernel, equations=equations, update=update, new_slots=new_slots)
 
 
 def uniform_results(equations: Sequence[Equation]) -> list[bool]:
@@ -136,11 +135,10 @@ class _Builder:
     equations: list[Equation] = field(default_factory=list)
     _results: dict[Equation, Result] = field(default_factory=dict)
 
-    def emit(self, op: str, dtype: np.dtype, *inputs: Operand, **params: int) -> Result:
-        equation = Equation(op, inputs, tuple(sorted(params.items())), dtype)
-        return self.append(equation)
+    def apply(self, op: str, dtype: np.dtype, *inputs: Operand) -> Result:
+        return self.add(Equation(op, inputs, (), dtype))
 
-    def append(self, equation: Equation) -> Result:
+    def add(self, equation: Equation) -> Result:
         if equation not in self._results:
             result = Result(len(self.equations), equation.dtype)
             self._results[equation] = result
@@ -149,22 +147,22 @@ class _Builder:
 
 
 class _Simplifier(_Builder):
-    """Excess precision, expansion, reciprocals and units."""
+    """Excess precision, expansion, reciprocals, quotients and units."""
 
     def __init__(self, reciprocals: Sequence[bool]) -> None:
         super().__init__()
         self._reciprocals = {i for i, flag in enumerate(reciprocals) if flag}
         self._values: list[Operand] = []
 
-    def add(self, equation: Equation) -> Operand:
+    def simplify(self, equation: Equation) -> Operand:
         """Translates the next equation of the kernel."""
-        inputs = tuple(self.output(operand) for operand in equation.inputs)
+        inputs = tuple(map(self.operand, equation.inputs))
         value = self._translate(replace(equation, inputs=inputs))
         self._values.append(value)
         return value
 
-    def output(self, operand: Operand) -> Operand:
-        """Returns the operand's new form; 16-bit floats are widened."""
+    def operand(self, operand: Operand) -> Operand:
+        """Returns an operand of the kernel in its new form, widened to 32 bits."""
         match operand:
             case Result():
                 return self._values[operand.index]
@@ -180,7 +178,7 @@ class _Simplifier(_Builder):
             case "convert_element_type" if inputs[0].dtype == dtype:
                 return inputs[0]
             case "square":
-                return self.emit("mul", dtype, inputs[0], inputs[0])
+                return self.apply("mul", dtype, inputs[0], inputs[0])
             case "integer_pow" if dtype == FLOAT32:
                 return self._power(inputs[0], dict(equation.params)["y"])
             case "div" if dtype == FLOAT32:
@@ -190,20 +188,20 @@ class _Simplifier(_Builder):
             case "add" | "sub" if dtype == FLOAT32:
                 inputs = self._without_units(inputs)
                 equation = replace(equation, inputs=inputs)
-        return self.append(replace(equation, dtype=dtype))
+        return self.add(replace(equation, dtype=dtype))
 
     def _product(self, x: Operand, y: Operand) -> Operand:
         # XLA moves constants to the right, which changes the order of loads.
         if isinstance(x, Constant) and not isinstance(y, Constant):
             x, y = y, x
         if self._may_be_denormal(x) and (unit := _unit(y)):
-            return x if unit > 0 else self.emit("neg", FLOAT32, x)
-        factors = self._find("mul", x)
+            return x if unit > 0 else self.apply("neg", FLOAT32, x)
+        factors = self._inputs_if("mul", x)
         if factors and isinstance(y, Constant) and isinstance(factors[1], Constant):
             with np.errstate(all="ignore"):
                 product = _number(factors[1]) * _number(y)
             return self._product(factors[0], Constant.of(product, FLOAT32))
-        return self.emit("mul", FLOAT32, x, y)
+        return self.apply("mul", FLOAT32, x, y)
 
     def _may_be_denormal(self, operand: Operand) -> bool:
         """Whether the value may be denormal; arithmetic has flushed its results."""
@@ -213,7 +211,7 @@ class _Simplifier(_Builder):
 
     def _without_units(self, terms: tuple[Operand, ...]) -> tuple[Operand, ...]:
         """Drops a factor 1 from two products, so that only a real product is fused."""
-        products = [self._find("mul", term) for term in terms]
+        products = [self._inputs_if("mul", term) for term in terms]
         if not all(products):
             return terms
         return tuple(
@@ -221,8 +219,8 @@ class _Simplifier(_Builder):
             for term, factors in zip(terms, products, strict=True)
         )
 
-    def _find(self, op: str, operand: Operand) -> tuple[Operand, ...] | None:
-        """Returns the inputs of `operand`'s equation if its operation is `op`."""
+    def _inputs_if(self, op: str, operand: Operand) -> tuple[Operand, ...] | None:
+        """Returns the inputs of the operand's equation if that is an `op`."""
         if isinstance(operand, Result) and self.equations[operand.index].op == op:
             return self.equations[operand.index].inputs
         return None
@@ -231,15 +229,15 @@ class _Simplifier(_Builder):
         if isinstance(divisor, Constant):
             with np.errstate(all="ignore"):
                 return Constant.of(np.float32(1) / _number(divisor), FLOAT32)
-        return self.emit("reciprocal", FLOAT32, divisor)
+        return self.apply("reciprocal", FLOAT32, divisor)
 
     def _quotient(self, x: Operand, y: Operand) -> Operand:
         is_uniform = _is_uniform(x, uniform_results(self.equations))
         if not is_uniform and self._is_inverted(y):
             return self._product(x, self._reciprocal(y))
-        if root := self._find("sqrt", y):
-            return self._product(x, self.emit("rsqrt", FLOAT32, *root))
-        above, below = self._find("div", x), self._find("div", y)
+        if root := self._inputs_if("sqrt", y):
+            return self._product(x, self.apply("rsqrt", FLOAT32, *root))
+        above, below = self._inputs_if("div", x), self._inputs_if("div", y)
         if above and below:
             x = self._product(above[0], below[1])
             y = self._product(above[1], below[0])
@@ -247,7 +245,7 @@ class _Simplifier(_Builder):
             x, y = above[0], self._product(above[1], y)
         elif below:
             x, y = self._product(x, below[1]), below[0]
-        return self.emit("div", FLOAT32, x, y)
+        return self.apply("div", FLOAT32, x, y)
 
     def _is_inverted(self, divisor: Operand) -> bool:
         match divisor:
@@ -259,15 +257,15 @@ class _Simplifier(_Builder):
 
     def _power(self, base: Operand, exponent: int) -> Operand:
         result: Operand | None = None
-        left = abs(exponent)
-        while left:
-            if left & 1:
+        remaining = abs(exponent)
+        while remaining:
+            if remaining & 1:
                 result = base if result is None else self._product(result, base)
-            left >>= 1
-            if left:
+            remaining >>= 1
+            if remaining:
                 base = self._product(base, base)
         result = Constant.of(1, FLOAT32) if result is None else result
-        return self.emit("reciprocal", FLOAT32, result) if exponent < 0 else result
+        return self.apply("reciprocal", FLOAT32, result) if exponent < 0 else result
 
 
 _EXPENSIVE = frozenset(
@@ -277,16 +275,16 @@ _EXPENSIVE = frozenset(
 )
 
 
-def _shared(source: Sequence[Equation], roots: set[Result]) -> set[Result]:
+def _shared(equations: Sequence[Equation], roots: set[Result]) -> set[Result]:
     """Returns expensive values that several loops use."""
     shared: set[Result] = set()
-    uniform = uniform_results(source)
-    for index in reversed(range(len(source))):
-        result = Result(index, source[index].dtype)
-        if source[index].op not in _EXPENSIVE or uniform[index] or result in roots:
+    uniform = uniform_results(equations)
+    for index, equation in reversed([*enumerate(equations)]):
+        result = Result(index, equation.dtype)
+        if equation.op not in _EXPENSIVE or uniform[index] or result in roots:
             continue
         stored = roots | shared
-        loops = (_Loop(source, stored - {root}, root) for root in stored)
+        loops = (_Loop(equations, stored - {root}, root) for root in stored)
         if sum(loop.computes(result) for loop in loops) > 1:
             shared.add(result)
     return shared
@@ -296,17 +294,16 @@ class _Loop:
     """One output's loop: the values that it reads, the uses and rank of each value."""
 
     def __init__(
-        self, source: Sequence[Equation], stored: set[Result], root: Result
+        self, equations: Sequence[Equation], stored: set[Result], root: Result
     ) -> None:
-        self.reads: list[Result] = []
-        self._source = source
-        self._uniform = uniform_results(source)
+        self._equations = equations
+        self._uniform = uniform_results(equations)
         self._stored = stored
         self._uses: dict[Operand, int] = {root: 1}
         self._ranks: dict[Operand, int] = {}
         order = self._order(root)
         loads = [value for value in order if not self._is_computed(value)]
-        self.reads += [value for value in loads if isinstance(value, Result)]
+        self.reads = [value for value in loads if isinstance(value, Result)]
         self._ranks |= {value: 1 + number for number, value in enumerate(loads)}
         self._rank(root)
 
@@ -315,30 +312,28 @@ class _Loop:
 
     def contracted(self, result: Result) -> Equation:
         """Returns `result`'s equation, as a multiply-add if LLVM contracts it."""
-        equation = self._source[result.index]
+        equation = self._equations[result.index]
         if equation.op not in ("add", "sub") or equation.dtype != FLOAT32:
             return equation
         x, y = equation.inputs
-        if equation.op == "add":
-            if self._ranks[y] < self._ranks[x]:
-                x, y = y, x
-            if self._is_negative(x) and not self._is_negative(y):
-                x, y = y, x
-            if self._is_fusible(x):
-                return replace(equation, op="fma", inputs=(*self._factors(x), y))
-            if self._is_fusible(y):
-                return replace(equation, op="fma", inputs=(*self._factors(y), x))
-        elif self._is_fusible(x):
-            return replace(equation, op="fms", inputs=(*self._factors(x), y))
-        elif self._is_fusible(y):
-            return replace(equation, op="fnma", inputs=(*self._factors(y), x))
+        is_sum = equation.op == "add"
+        if is_sum and self._ranks[y] < self._ranks[x]:
+            x, y = y, x
+        if is_sum and self._is_negative(x) and not self._is_negative(y):
+            x, y = y, x
+        if self._is_fusible(x):
+            op = "fma" if is_sum else "fms"
+            return replace(equation, op=op, inputs=(*self._factors(x), y))
+        if self._is_fusible(y):
+            op = "fma" if is_sum else "fnma"
+            return replace(equation, op=op, inputs=(*self._factors(y), x))
         return equation
 
     def _is_fusible(self, operand: Operand) -> bool:
         return (
             isinstance(operand, Result)
             and operand not in self.reads
-            and self._source[operand.index].op == "mul"
+            and self._equations[operand.index].op == "mul"
             and self._uses[operand] == 1
         )
 
@@ -348,14 +343,14 @@ class _Loop:
             return bool(np.signbit(_number(operand)))
         if not isinstance(operand, Result) or operand in self.reads:
             return False
-        equation = self._source[operand.index]
+        equation = self._equations[operand.index]
         if equation.op not in ("mul", "div") or self._uses[operand] != 1:
             return False
         return sum(map(self._is_negative, equation.inputs)) % 2 == 1
 
     def _factors(self, operand: Operand) -> tuple[Operand, ...]:
         assert isinstance(operand, Result)
-        return self._source[operand.index].inputs
+        return self._equations[operand.index].inputs
 
     def _order(self, root: Result) -> list[Operand]:
         """Lists loads and operations in the order in which XLA emits them.
@@ -375,12 +370,12 @@ class _Loop:
         if not self._is_computed(value):
             return []
         assert isinstance(value, Result)
-        equation = self._source[value.index]
+        equation = self._equations[value.index]
         inputs = equation.inputs
-        if equation.op == "select_n":  # XLA has the value for true first
+        if equation.op == "select_n":  # XLA puts the value for true first
             inputs = (inputs[0], *reversed(inputs[1:]))
-        found = map(self._without_unit, inputs)
-        return [x for x in found if not _is_uniform(x, self._uniform)]
+        inputs = map(self._without_unit, inputs)
+        return [x for x in inputs if not _is_uniform(x, self._uniform)]
 
     def _is_computed(self, operand: Operand) -> bool:
         return isinstance(operand, Result) and operand not in self._stored
@@ -388,10 +383,10 @@ class _Loop:
     def _without_unit(self, operand: Operand) -> Operand:
         """Skips a product with 1, which XLA drops."""
         if isinstance(operand, Result) and operand not in self._stored:
-            equation = self._source[operand.index]
-            others = [x for x in equation.inputs if _unit(x) <= 0]
-            if equation.op == "mul" and len(others) == 1:
-                return self._without_unit(others[0])
+            equation = self._equations[operand.index]
+            factors = [x for x in equation.inputs if _unit(x) <= 0]
+            if equation.op == "mul" and len(factors) == 1:
+                return self._without_unit(factors[0])
         return operand
 
     def _rank(self, operand: Operand) -> int:
@@ -400,7 +395,7 @@ class _Loop:
             self._ranks[operand] = 0
         elif operand not in self._ranks:
             assert isinstance(operand, Result)
-            inputs = self._source[operand.index].inputs
+            inputs = self._equations[operand.index].inputs
             top = 0
             for value in inputs:
                 top = max(top, self._rank(value))

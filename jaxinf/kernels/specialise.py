@@ -25,7 +25,8 @@ from jaxinf.program import (
 )
 from jaxinf.typing import Array
 
-_Known = tuple[bool | None, ...]
+_Decisions = tuple[bool | None, ...]
+"""The values of a kernel's boolean scalars; None for its other scalars."""
 
 _LOGIC: Mapping[str, Callable[[list[bool]], bool]] = {
     "not": lambda inputs: not inputs[0],
@@ -34,9 +35,8 @@ _LOGIC: Mapping[str, Callable[[list[bool]], bool]] = {
     "convert_element_type": lambda inputs: inputs[0],
 }
 
-# Operations that map zero to zero. Products with zero count as zero, too, which is
-# exact for finite values.
-_KEEP_ZERO = frozenset({"neg", "convert_element_type", "copy", "reduce_precision"})
+# Products with zero count as zero, too, which is exact for finite values.
+_ZERO_TO_ZERO = frozenset({"neg", "convert_element_type", "copy", "reduce_precision"})
 
 
 def specialise(kernel: Kernel, scalars: Sequence[np.generic | Array]) -> Kernel:
@@ -49,17 +49,19 @@ def specialise(kernel: Kernel, scalars: Sequence[np.generic | Array]) -> Kernel:
         return kernel
     pairs = zip(kernel.scalar_dtypes, scalars, strict=True)
     zeros = tuple(dtype != np.bool_ and not np.any(s) for dtype, s in pairs)
-    return _saving(kernel, _decisions(kernel, scalars), zeros) or kernel
+    return _saving_state(kernel, _decisions(kernel, scalars), zeros) or kernel
 
 
 @functools.cache
-def _saving(kernel: Kernel, known: _Known, zeros: tuple[bool, ...]) -> Kernel | None:
-    chosen = _folded(kernel, known, (False,) * len(zeros))
-    is_same = chosen.unchanged == kernel.unchanged
-    return None if is_same else _folded(kernel, known, zeros)
+def _saving_state(
+    kernel: Kernel, decisions: _Decisions, zeros: tuple[bool, ...]
+) -> Kernel | None:
+    taken = _folded(kernel, decisions, (False,) * len(zeros))
+    saves_state = taken.unchanged != kernel.unchanged
+    return _folded(kernel, decisions, zeros) if saves_state else None
 
 
-def _decisions(kernel: Kernel, scalars: Sequence[np.generic | Array]) -> _Known:
+def _decisions(kernel: Kernel, scalars: Sequence[np.generic | Array]) -> _Decisions:
     pairs = zip(kernel.scalar_dtypes, scalars, strict=True)
     return tuple(bool(s) if dtype == np.bool_ else None for dtype, s in pairs)
 
@@ -71,8 +73,8 @@ def scalars_used(
 
     Branches that these scalars do not take are ignored.
     """
-    known = _decisions(kernel, scalars)
-    taken = _folded(kernel, known, (False,) * len(known))
+    decisions = _decisions(kernel, scalars)
+    taken = _folded(kernel, decisions, (False,) * len(decisions))
     inputs = inputs_of(taken.equations, [taken.update, *taken.new_slots])
     return frozenset(index for kind, index in inputs if kind == "scalar")
 
@@ -91,8 +93,12 @@ def state_read(kernel: Kernel) -> frozenset[str]:
     return frozenset(names | ({"params"} if needs_params else set()))
 
 
-def _folded(kernel: Kernel, known: _Known, zeros: tuple[bool, ...]) -> Kernel:
-    """Rewrites a body equation by equation; what nothing needs any more stays."""
+def _folded(kernel: Kernel, decisions: _Decisions, zeros: tuple[bool, ...]) -> Kernel:
+    """Replaces what scalars decide; equations that nothing needs any more stay.
+
+    Args:
+      zeros: for each scalar, whether it is replaced by zero.
+    """
     values: list[Operand] = []
     equations: list[Equation] = []
 
@@ -100,7 +106,7 @@ def _folded(kernel: Kernel, known: _Known, zeros: tuple[bool, ...]) -> Kernel:
         if isinstance(operand, Result):
             return values[operand.index]
         if isinstance(operand, Input) and operand.kind == "scalar":
-            if (is_true := known[operand.index]) is not None:
+            if (is_true := decisions[operand.index]) is not None:
                 return Constant.of(is_true, operand.dtype)
             if zeros[operand.index]:
                 return Constant.of(0, operand.dtype)
@@ -108,7 +114,7 @@ def _folded(kernel: Kernel, known: _Known, zeros: tuple[bool, ...]) -> Kernel:
 
     for equation in kernel.equations:
         inputs = tuple(map(value_of, equation.inputs))
-        value = _decided(equation, inputs, any(zeros))
+        value = _decided_value(equation, inputs, folds_zeros=any(zeros))
         if value is None:
             value = Result(len(equations), equation.dtype)
             equations.append(replace(equation, inputs=inputs))
@@ -124,13 +130,15 @@ def _folded(kernel: Kernel, known: _Known, zeros: tuple[bool, ...]) -> Kernel:
         update=update,
         new_slots=new_slots,
         reduced=tuple(
-            v.index for v in reduced if isinstance(v, Result) and v in needed
+            value.index
+            for value in reduced
+            if isinstance(value, Result) and value in needed
         ),
     )
 
 
-def _decided(
-    equation: Equation, inputs: tuple[Operand, ...], has_zeros: bool
+def _decided_value(
+    equation: Equation, inputs: tuple[Operand, ...], *, folds_zeros: bool
 ) -> Operand | None:
     """Returns the operand that the result equals, or None if it is not decided."""
     first = inputs[0]
@@ -141,10 +149,10 @@ def _decided(
         logic = _LOGIC.get(equation.op)
         return Constant.of(logic(literals), equation.dtype) if logic else None
     is_zero = [_is_zero(operand) for operand in inputs]
-    if equation.dtype.kind in "fV" and has_zeros:
+    if equation.dtype.kind in "fV" and folds_zeros:
         if equation.op == "mul" and any(is_zero):
             return Constant.of(0, equation.dtype)
-        if equation.op in _KEEP_ZERO and is_zero[0]:
+        if equation.op in _ZERO_TO_ZERO and is_zero[0]:
             return Constant.of(0, equation.dtype)
     return None
 

@@ -26,15 +26,15 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 def load_function(source: str, level: str, compiler: str | None = None) -> Any:
     """Returns the entry point of `source` from the package, or else from the cache.
 
-    It has no prototype yet; the caller sets its arguments. If neither has it, this
-    blocks while it is compiled.
+    If neither has it, this blocks while it is compiled. The caller sets the argument
+    types.
 
     Args:
-      compiler: Compiles it in any case; by default what is found, if need be.
+      compiler: used in place of the package's library; by default the one found.
 
     Raises:
-      CompilerError: There is no compiler, or it failed.
-      OSError: See `cached_library`.
+      CompilerError: there is no compiler, or it failed.
+      OSError: see `cached_library`.
     """
     if compiler is None:
         library, name = open_prebuilt(level), toolchain.entry_point(source)
@@ -49,9 +49,9 @@ def load_function(source: str, level: str, compiler: str | None = None) -> Any:
 
 
 def load_helper(path: Path) -> Any:
-    """Returns the entry point of one of `toolchain.HELPERS`; as `load_function`.
+    """Returns the entry point of one of `toolchain.HELPERS`; see `load_function`.
 
-    None on processors other than x86-64 and aarch64.
+    Returns None on processors other than x86-64 and aarch64.
     """
     levels = toolchain.levels()
     return load_function(path.read_text(), levels[0]) if levels else None
@@ -63,14 +63,14 @@ def cached_library(key: str, compile_: Callable[[Path], None]) -> Path:
     Several processes may compile the same library at once; the last file stays.
 
     Raises:
-      CompilerError: The compiler failed.
-      OSError: The cache cannot be written, or others can write to it.
+      CompilerError: the compiler failed.
+      OSError: the cache cannot be written, or others can write to it.
     """
     directory = toolchain.cache_directory() / "kernels"
     path = directory / f"{key}.so"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_own(directory, os.lstat(directory), stat.S_ISDIR)
+        _check_owner(directory, os.lstat(directory), stat.S_ISDIR)
         if not _is_sound(path):
             _write(path, compile_)
     except OSError as error:
@@ -85,14 +85,14 @@ def load_library(path: Path) -> ctypes.CDLL:
     """Loads a library found by `cached_library`, and checks that it is unchanged.
 
     Raises:
-      OSError: It is damaged, or another user could write it.
+      OSError: it is damaged, or another user could write it.
     """
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        _check_own(path.parent, os.fstat(directory), stat.S_ISDIR)
+        _check_owner(path.parent, os.fstat(directory), stat.S_ISDIR)
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         with open(os.open(path.name, flags, dir_fd=directory), "rb") as file:
-            _check_own(path, os.fstat(file.fileno()), stat.S_ISREG)
+            _check_owner(path, os.fstat(file.fileno()), stat.S_ISREG)
             _check_digest(path, file.read())
         # The path goes through the descriptor of the checked directory, whose name may
         # now lead elsewhere. The file's name is still needed, as the loader compares
@@ -107,7 +107,7 @@ def open_prebuilt(level: str) -> ctypes.CDLL | None:
     """Opens the installed package's library for a level, once; None without one.
 
     Raises:
-      OSError: It cannot be loaded.
+      OSError: it cannot be loaded.
     """
     path = toolchain.prebuilt_library(level)
     try:
@@ -137,9 +137,8 @@ def _write(path: Path, compile_: Callable[[Path], None]) -> None:
 
 
 def _is_sound(path: Path) -> bool:
-    """Whether the path is a library that may be loaded."""
     try:
-        _check_own(path, os.lstat(path), stat.S_ISREG)
+        _check_owner(path, os.lstat(path), stat.S_ISREG)
         _check_digest(path, path.read_bytes())
     except FileNotFoundError:
         return False
@@ -149,7 +148,7 @@ def _is_sound(path: Path) -> bool:
     return True
 
 
-def _check_own(
+def _check_owner(
     path: Path, status: os.stat_result, is_kind: Callable[[int], bool]
 ) -> None:
     kind = "directory" if is_kind is stat.S_ISDIR else "file"

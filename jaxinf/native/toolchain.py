@@ -23,11 +23,9 @@ NO_COMPILER = (
     "package ziglang), found none; install one, or run: pip install 'jaxinf[compiler]'"
 )
 
-LEVELS = {
-    "x86_64": ("x86-64-v4", "x86-64-v3", "x86-64"),
-    "aarch64": ("armv8-a",),
-}
-"""Processor levels to compile for, best first; those of x86-64 give the same bits."""
+LEVELS = {"x86_64": ("x86-64-v4", "x86-64-v3", "x86-64"), "aarch64": ("armv8-a",)}
+"""Levels of a processor to compile for, best first, by its name in ``uname -m``; those
+of x86-64 give the same bits."""
 
 INCLUDE = Path(__file__).parent / "cpp"
 GENERATED = Path(__file__).parent / "generated"
@@ -69,21 +67,16 @@ def levels() -> tuple[str, ...]:
     """The levels of `LEVELS` that this processor has, best first."""
     named = re.search(r"(?m)^flags\s*:(.*)", Path("/proc/cpuinfo").read_text())
     flags = set(named[1].split()) if named else set[str]()
-    found = levels_of_machine(platform.machine())
-    return tuple(x for x in found if _CPU_FLAGS.get(x, frozenset()) <= flags)
-
-
-def levels_of_machine(machine: str) -> tuple[str, ...]:
-    """The levels of a kind of processor, as ``uname -m`` names it; none if unknown."""
-    return LEVELS.get(machine, ())
+    candidates = LEVELS.get(platform.machine(), ())
+    return tuple(x for x in candidates if _CPU_FLAGS.get(x, frozenset()) <= flags)
 
 
 def find_compiler() -> str | None:
     """Finds the C++ compiler: ``$CXX``, one of `COMPILERS`, ziglang's, or None."""
     if wanted := os.environ.get("CXX", "").strip():
         return shutil.which(wanted.removesuffix(" c++"))  # as in "zig c++"
-    found = (path for name in COMPILERS if (path := shutil.which(name)))
-    return next(found, None) or _installed_zig()
+    paths = filter(None, map(shutil.which, COMPILERS))
+    return next(paths, None) or _installed_zig()
 
 
 def is_zig(compiler: str) -> bool:
@@ -92,7 +85,6 @@ def is_zig(compiler: str) -> bool:
 
 
 def _installed_zig() -> str | None:
-    """Returns the program in the package ziglang."""
     spec = importlib.util.find_spec("ziglang")
     if spec is None or spec.origin is None:
         return None
@@ -121,56 +113,53 @@ def prebuilt_library(level: str) -> Path:
 
 def key_of_library(source: str, compiler: str, level: str) -> str:
     """Hashes content, compiler and flags of a compiled source."""
-    command = [*words(compiler, level), *_FLAGS, f"-I{INCLUDE}"]
+    command = [*compiler_command(compiler, level), *_FLAGS, f"-I{INCLUDE}"]
     digest = hashlib.sha256(content_hash(source).encode())
-    digest.update(identity_of(compiler, command))
+    digest.update(compiler_identity(compiler, command))
     return digest.hexdigest()
 
 
-def identity_of(compiler: str, command: Sequence[str]) -> bytes:
-    """Returns bytes that tell a compiler and its flags from others."""
+def compiler_identity(compiler: str, command: Sequence[str]) -> bytes:
+    """Returns bytes that differ for another compiler, version or flag."""
     path = os.path.realpath(compiler)
     status = os.stat(path)
     return repr((path, status.st_size, status.st_mtime_ns, *command)).encode()
 
 
-def words(compiler: str, level: str | None, target: str | None = None) -> list[str]:
+def compiler_command(
+    compiler: str, level: str | None, target: str | None = None
+) -> list[str]:
     """Returns the beginning of a command line: the compiler, for a processor.
 
     Args:
-      level: one of `LEVELS`, or None for what the compiler takes by itself.
+      level: one of `LEVELS`, or None for the compiler's default.
       target: another machine for Zig to compile for, as in `compile_package`.
     """
     if not is_zig(compiler):
         return [compiler, *([f"-march={level}"] if level else [])]
     cpu = _ZIG_CPUS.get(level, level.replace("-", "_")) if level else None
-    of_target = ["-target", target] if target else []
-    return [compiler, "c++", *of_target, *([f"-mcpu={cpu}"] if cpu else [])]
+    target_words = ["-target", target] if target else []
+    return [compiler, "c++", *target_words, *([f"-mcpu={cpu}"] if cpu else [])]
 
 
 def compile_source(
-    source: Path,
-    output: Path,
-    *,
-    compiler: str,
-    level: str,
-    target: str | None = None,
+    source: Path, output: Path, *, compiler: str, level: str, target: str | None = None
 ) -> None:
     """Compiles one file, whose entry point is then ``jaxinf_entry``.
 
     Raises:
-      CompilerError: The compiler failed.
+      CompilerError: the compiler failed.
     """
-    begin = [*words(compiler, level, target), *_FLAGS]
-    compile_ = [*begin, f"-I{INCLUDE}", str(source)]
+    command = [*compiler_command(compiler, level, target), *_FLAGS]
+    compile_ = [*command, f"-I{INCLUDE}", str(source)]
     if not is_zig(compiler):
         run_compiler([*compile_, "-shared", "-s", *_AS_NEEDED, "-o", str(output)])
         return
     # In one call Zig would compile its C++ library first, which takes a minute.
     code = output.with_suffix(".o")
     run_compiler([*compile_, "-c", "-o", str(code)])
-    _, _, *of_target = words(compiler, None, target)
-    link = [compiler, "cc", *of_target, "-shared", "-s", str(code)]
+    _, _, *target_words = compiler_command(compiler, None, target)
+    link = [compiler, "cc", *target_words, "-shared", "-s", str(code)]
     run_compiler([*link, "-lm", "-lc", "-o", str(output)])
     code.unlink()
 
@@ -185,7 +174,7 @@ def compile_package(
         where the number is the oldest version of glibc.
 
     Raises:
-      CompilerError: The compiler failed.
+      CompilerError: the compiler failed.
     """
     lines = ['#include "shell.hpp"', ""]
     sources = [*sorted(GENERATED.glob("*.cpp")), *HELPERS]
@@ -210,7 +199,7 @@ def run_compiler(arguments: Sequence[str]) -> None:
     """Runs a command line that ends with the output's path.
 
     Raises:
-      CompilerError: It failed.
+      CompilerError: the compiler failed.
     """
     try:
         result = subprocess.run(
@@ -221,9 +210,9 @@ def run_compiler(arguments: Sequence[str]) -> None:
         raise CompilerError(f"{arguments[0]}: {error}") from error
     if result.returncode:
         text = result.stderr.strip()
-        found = [line for line in text.splitlines() if "error" in line] or [text]
+        errors = [line for line in text.splitlines() if "error" in line] or [text]
         raise CompilerError(
-            f"{arguments[0]} exited with status {result.returncode}: {found[0]}"
+            f"{arguments[0]} exited with status {result.returncode}: {errors[0]}"
         )
 
 
@@ -232,8 +221,8 @@ def _environment(compiler: str) -> dict[str, str] | None:
     if not is_zig(compiler):
         return None
     directory = str(cache_directory() / "zig")
-    own = {f"ZIG_{kind}_CACHE_DIR": directory for kind in ("GLOBAL", "LOCAL")}
-    return own | os.environ
+    caches = {f"ZIG_{kind}_CACHE_DIR": directory for kind in ("GLOBAL", "LOCAL")}
+    return caches | os.environ
 
 
 @functools.cache

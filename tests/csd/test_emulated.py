@@ -6,15 +6,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from csd_contract import open_fleet
 
-from jaxinf.csd.cards.memory import set_bytes
-from jaxinf.csd.cards.peer import with_card
-from jaxinf.csd.cards.smartssd import open_emulated
+from jaxinf.csd.cards.memory import card_buffer_bytes
+from jaxinf.csd.cards.peer import p2p_transfer
 from jaxinf.csd.cards.standin import ANY_KERNEL, EmulatedXrt
 from jaxinf.csd.cards.xrt import NoCardMemory, XrtCard
 from jaxinf.errors import CsdError
 from jaxinf.kernels import named_card_kernel
-from jaxinf.transfer import BufferPool, ByteMeters
+from jaxinf.transfer import BufferPool
 
 NAME = "jaxinf_sgd_f32_update_f32"
 SIZE, STATUS = 1024, 4096
@@ -54,11 +54,11 @@ def test_what_is_not_synced_is_stale(card):
 def test_a_drive_sends_a_card_whole_pages():
     with BufferPool(1 << 20).acquire(8192) as buffer:
         array = buffer.array
-        with with_card(array, 4096):
+        with p2p_transfer(array, 4096):
             pass
         for part, offset in ((array[64:], 0), (array[:5000], 0), (array, 512)):
             refused = pytest.raises(OSError, match="no whole pages")
-            with refused, with_card(part, offset):
+            with refused, p2p_transfer(part, offset):
                 pass
 
 
@@ -122,9 +122,9 @@ def test_what_a_card_refuses_is_named(card, tmp_path, message):
 
 
 def test_subgroups_longer_than_the_cards_memory(tmp_path):
-    fleet = open_emulated([tmp_path], 1 << 20, ByteMeters())
+    fleet = open_fleet("emulated", [tmp_path], 1 << 20)
     num_elements = 300 << 20
-    assert set_bytes(12 * num_elements, num_elements) > 4 << 30
+    assert card_buffer_bytes(12 * num_elements, num_elements) > 4 << 30
     with pytest.raises(CsdError, match="a subgroup of 314,572,800 elements needs"):
         fleet.check_buffer(12 * num_elements, num_elements)
     fleet.check_buffer(12 << 20, 1 << 20)
@@ -135,9 +135,9 @@ def test_cards_have_memory_of_their_own(tmp_path):
     roots = [tmp_path / "one", tmp_path / "two"]
     for root in roots:
         root.mkdir()
-    each = set_bytes(1 << 19, 1 << 15)
+    each = card_buffer_bytes(1 << 19, 1 << 15)
     assert each == (1 << 19) + 12 * (1 << 15) + 4096  # state, three arrays, the status
-    fleet = open_emulated(roots, 3 * each - 1, ByteMeters())
+    fleet = open_fleet("emulated", roots, 3 * each - 1)
     csds = fleet.attach(roots, 1 << 19, 1 << 15)
     assert csds[0].memory is not csds[1].memory
     held = [csd.acquire(1 << 19) for csd in csds for _ in range(2)]

@@ -5,21 +5,14 @@ import fcntl
 
 import numpy as np
 import pytest
-from csd_contract import Chunk
+from csd_contract import Chunk, open_fleet
 
 import jaxinf.transfer.direct as direct
 from jaxinf.csd import Transfer, parse_csd
 from jaxinf.csd.cards import peer, smartssd, standin
-from jaxinf.csd.cards.peer import with_card
-from jaxinf.csd.cards.smartssd import open_emulated
+from jaxinf.csd.cards.peer import p2p_transfer
 from jaxinf.errors import CsdError, StoreIOError
-from jaxinf.transfer import (
-    BufferPool,
-    ByteMeters,
-    read_into,
-    supports_direct,
-    write_from,
-)
+from jaxinf.transfer import BufferPool, read_into, supports_direct, write_from
 
 EMULATED = parse_csd("emulated")
 
@@ -60,7 +53,7 @@ def test_what_a_drive_refuses_is_not_buffered(drive, refusing):
         for move in (read_into, write_from):
             with (
                 pytest.raises(StoreIOError, match="cannot reach the card's memory"),
-                with_card(buffer.array, 0),
+                p2p_transfer(buffer.array, 0),
             ):
                 move(drive / "file", buffer.array, 0, 8192, buffered=False)
     assert set(refusing) == {"direct"}
@@ -69,7 +62,7 @@ def test_what_a_drive_refuses_is_not_buffered(drive, refusing):
 def test_a_page_is_tried_at_open(drive, refusing, monkeypatch):
     monkeypatch.setattr(smartssd, "supports_direct", lambda root: True)
     with pytest.raises(CsdError, match=r"CSD root .*card 0: .*P2P must be on"):
-        open_emulated([drive], 1 << 20, ByteMeters())
+        open_fleet("emulated", [drive])
     assert not list(drive.iterdir())
 
 
@@ -82,12 +75,12 @@ def test_other_bytes_are_noticed_at_open(drive, monkeypatch):
 
     monkeypatch.setattr(peer, "read_into", ones)
     with pytest.raises(CsdError, match=r"expected a page to pass .*found other bytes"):
-        open_emulated([drive], 1 << 20, ByteMeters())
+        open_fleet("emulated", [drive])
     assert not list(drive.iterdir())
 
 
 def test_a_file_system_without_direct_io(drive, monkeypatch):
-    fleet = open_emulated([drive], 1 << 20, ByteMeters())
+    fleet = open_fleet("emulated", [drive])
     monkeypatch.setattr(smartssd, "supports_direct", lambda root: False)
     fleet.probe([drive], must_be_direct=False)
     with pytest.raises(CsdError, match="expected a file system with direct I/O"):

@@ -8,16 +8,16 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from csd_contract import open_fleet
 
 import jaxinf.csd.cards.library as library
 import jaxinf.csd.cards.smartssd as smartssd
 import jaxinf.csd.cards.xrt as xrt
-from jaxinf.csd import GradientForm, KernelNeed, open_csds, parse_csd
+from jaxinf.csd import GradientForm, KernelNeed, parse_csd
 from jaxinf.csd.cards.standin import EmulatedXrt
 from jaxinf.csd.cards.sysfs import card_of, list_cards
 from jaxinf.errors import CsdError, UnsupportedTransformError
 from jaxinf.program import trace_update
-from jaxinf.transfer import ByteMeters
 
 ROOT_PORT, UP = "0000:3a:00.0", "0000:3b:00.0"
 
@@ -133,10 +133,6 @@ def runtime(monkeypatch, tmp_path):
     return xclbin
 
 
-def opened(text, roots):
-    return open_csds(parse_csd(text), roots, memory_bytes=1 << 20, meters=ByteMeters())
-
-
 def need(tx=None, codecs=("",), dtype=np.float32, *, sent=None):
     params = [np.zeros(8, np.float32), np.zeros(9, np.float32)]
     kernel = trace_update(tx or optax.sgd(0.1), params).leaves[0].kernel
@@ -146,26 +142,26 @@ def need(tx=None, codecs=("",), dtype=np.float32, *, sent=None):
 
 def test_devices_by_number(runtime, tmp_path, monkeypatch):
     """Tests devices by number, as in XRT's emulation, which lists none."""
-    fleet = opened("smartssd:devices=2", [tmp_path, tmp_path])
+    fleet = open_fleet("smartssd:devices=2", [tmp_path, tmp_path])
     fleet.check([need(), need(dtype=ml_dtypes.bfloat16)])
     [one, two] = fleet.attach([tmp_path, tmp_path], 4096, 1024)
     assert one.memory is not two.memory
     fleet.close()
     monkeypatch.setenv("JAXINF_XRT_DEVICES", "1")
     with pytest.raises(CsdError, match="2 CSD roots, and 1 devices by the option"):
-        opened("smartssd", [tmp_path, tmp_path])
-    assert opened("smartssd", [tmp_path])
+        open_fleet("smartssd", [tmp_path, tmp_path])
+    assert open_fleet("smartssd", [tmp_path])
 
 
 def test_a_card_is_opened_once_in_a_process(runtime, tmp_path):
-    first = opened("smartssd:devices=1", [tmp_path])
+    first = open_fleet("smartssd:devices=1", [tmp_path])
     first.close()
-    opened("smartssd:devices=1", [tmp_path]).close()
+    open_fleet("smartssd:devices=1", [tmp_path]).close()
     assert len(xrt._OPEN) == 1
     other = tmp_path / "other.xclbin"
     other.write_text(KERNELS)
     with pytest.raises(CsdError, match="the xclbin that is open in this process"):
-        opened(f"smartssd:devices=1,xclbin={other}", [tmp_path])
+        open_fleet(f"smartssd:devices=1,xclbin={other}", [tmp_path])
 
 
 def test_no_runtime(tmp_path, monkeypatch):
@@ -173,7 +169,7 @@ def test_no_runtime(tmp_path, monkeypatch):
     monkeypatch.setattr(library, "LIBRARY", "libxrt_that_is_not_there.so.2")
     monkeypatch.setenv("XILINX_XRT", str(tmp_path))
     with pytest.raises(CsdError, match=r"Xilinx's runtime \(XRT\).*setup\.sh"):
-        opened("smartssd:xclbin=x", [tmp_path])
+        open_fleet("smartssd:xclbin=x", [tmp_path])
     pyxrt = EmulatedXrt()
     monkeypatch.setitem(sys.modules, "pyxrt", pyxrt)
     assert library.load_runtime() is pyxrt  # where there is no such library
@@ -181,7 +177,7 @@ def test_no_runtime(tmp_path, monkeypatch):
     assert library.load_runtime() is pyxrt  # where it lacks a function
     monkeypatch.delenv("XILINX_XRT")
     with pytest.raises(CsdError, match="expected the variable XILINX_XRT"):
-        opened("smartssd:xclbin=x", [tmp_path])
+        open_fleet("smartssd:xclbin=x", [tmp_path])
 
 
 CARDS = {"0000:40:0b.1": ()}
@@ -200,16 +196,16 @@ def test_no_card_and_two_roots_on_one(
     monkeypatch.setattr(smartssd, "list_cards", lambda: cards)
     monkeypatch.setattr(smartssd, "card_of", lambda root, cards: next(iter(cards)))
     with pytest.raises(CsdError, match=message):
-        opened("smartssd", [tmp_path / root for root in roots])
+        open_fleet("smartssd", [tmp_path / root for root in roots])
 
 
 def test_no_xclbin(runtime, tmp_path, monkeypatch):
     runtime.unlink()
     with pytest.raises(CsdError, match=r"found no such file as .*; build one \(make"):
-        opened("smartssd:devices=1", [tmp_path])
+        open_fleet("smartssd:devices=1", [tmp_path])
     monkeypatch.delenv("JAXINF_XCLBIN")
     with pytest.raises(CsdError, match="found none named; build one"):
-        opened("smartssd:devices=1", [tmp_path])
+        open_fleet("smartssd:devices=1", [tmp_path])
 
 
 @pytest.mark.parametrize(
@@ -227,7 +223,7 @@ def test_no_xclbin(runtime, tmp_path, monkeypatch):
     ],
 )
 def test_what_the_cards_cannot_do_is_refused(runtime, tmp_path, needs, message):
-    fleet = opened("smartssd:devices=1", [tmp_path])
+    fleet = open_fleet("smartssd:devices=1", [tmp_path])
     with pytest.raises((CsdError, UnsupportedTransformError), match=message):
         fleet.check(needs)
     fleet.check([need(optax.set_to_zero())])  # needs none

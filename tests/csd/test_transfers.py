@@ -39,9 +39,9 @@ def csd(meters):
 @pytest.fixture(params=["native", "python"])
 def way(request, monkeypatch):
     if request.param == "python":
-        monkeypatch.setattr(native, "function", lambda: None)
+        monkeypatch.setattr(native, "load", lambda: None)
     else:
-        assert native.function() is not None
+        assert native.load() is not None
 
 
 def transfers_of(directory, csd, lengths=LENGTHS, file_offset=PAGE, length_of=None):
@@ -117,5 +117,5 @@ def test_no_compiler_is_no_error(monkeypatch, caplog):
     monkeypatch.setattr(toolchain, "find_compiler", lambda: None)
     monkeypatch.setattr(toolchain, "levels", lambda: ("x86-64-v3",))
     with caplog.at_level("INFO", "jaxinf.native"):
-        assert native.function.__wrapped__() is None
+        assert native.load.__wrapped__() is None
     assert "small leaves will be slower: expected a C++ compiler" in caplog.text

@@ -9,7 +9,7 @@ from families import family
 from raw_stores import chunk_file
 from store_driver import RATE, TX
 
-from jaxinf.csd.cards.memory import set_bytes
+from jaxinf.csd.cards.memory import card_buffer_bytes
 from jaxinf.errors import DivergedParamsError, StaleStateError, StoreError
 
 PAGE = 4096
@@ -43,7 +43,7 @@ def test_steps_are_exact(drive, num_csds, options):
         driver.check(step)
     limit = driver.files.options.memory_bytes
     if driver.files.options.csd.has_cards:  # a card holds at least one subgroup
-        limit = max(limit, set_bytes(4 * NUM_BYTES * PAGE, 4 * PAGE))
+        limit = max(limit, card_buffer_bytes(4 * NUM_BYTES * PAGE, 4 * PAGE))
     assert driver.engine.files.fleet.peak_bytes <= limit
     driver.close()
     again = drive(num_workers=4).init()

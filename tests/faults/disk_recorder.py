@@ -58,7 +58,7 @@ class Recorder:
         self._replace(builtins, "open", self._open)
         self._replace(io, "open", self._open)
         # Native code would call the system behind the recorder's back.
-        self._replace(native_transfers, "function", lambda: None)
+        self._replace(native_transfers, "load", lambda: None)
         for name, module in list(sys.modules.items()):
             if name.startswith("jaxinf") and hasattr(module, "sync_filesystem"):
                 self._replace(module, "sync_filesystem", self._sync_filesystem)

@@ -82,7 +82,7 @@ def make_chunk(card, kernel, num, seed=0, ratio=0.1):
     rng = np.random.default_rng([num, seed])
     gradient = floats(rng, num).astype(DTYPES[card.gradient])
     indices = None
-    if card.compressed:
+    if card.is_sparse:
         count = int(np.ceil(num * ratio))
         indices = np.sort(rng.choice(num, count, replace=False)).astype(np.int32)
         gradient = gradient[:count].copy()
@@ -175,8 +175,8 @@ def assert_same_bits(found, expected, what=""):
 def compare(card, kernel, function, chunk, *, in_place=True):
     expected, expected_out, finite = run_host(card, kernel, chunk)
     states, out, status = run_card(card, function, chunk, in_place=in_place)
-    assert status.finite == finite
-    assert status.indices_valid
+    assert status.is_finite == finite
+    assert status.has_valid_indices
     for name in card.extents:
         assert_same_bits(states[name], expected[name], f"{card.name}: {name}")
     assert_same_bits(out, expected_out, f"{card.name}: out")
@@ -186,8 +186,10 @@ def compare(card, kernel, function, chunk, *, in_place=True):
 
 
 def variant(kernel, gradient="f32", out="update", state="f32", compressed=False):
-    dtypes = DTYPES[gradient], DTYPES["f32" if out == "update" else out]
-    return card_kernel(kernel, *dtypes, CODECS[state], compressed)
+    forms = {"out_dtype": OUT_DTYPES[out], "codec": CODECS[state]}
+    return card_kernel(
+        kernel, gradient_dtype=DTYPES[gradient], is_sparse=compressed, **forms
+    )
 
 
 def functions(*cards):
@@ -310,5 +312,5 @@ def test_positions_that_are_not_valid(compressed, indices):
     chunk.indices = np.array(indices, np.int32)
     chunk.gradient = np.ones(len(indices), np.float32)
     _, _, status = run_card(card, function, chunk)
-    assert status.finite
-    assert not status.indices_valid
+    assert status.is_finite
+    assert not status.has_valid_indices

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from jaxinf.errors import UnsupportedTransformError
-from jaxinf.kernels import Passage, compiled, initialise
+from jaxinf.kernels import Checksums, compiled, initialise
 from jaxinf.kernels.calls import stored_arrays
 from jaxinf.kernels.compiled import compile_kernel, standard_kernels
 from jaxinf.kernels.emitter import emit
@@ -289,17 +289,19 @@ def test_given_params_stand_for_those_in_the_buffer(name, num, offset):
     kernel = kernel_of(OPTIMIZERS[name], num_leaves=2)
     run = compiled(kernel).run
     plain, given = chunk(kernel, num), chunk(kernel, num)
-    run(passage=Passage(), **plain)
-    # The caller's params are also where the new ones go.
+    run(checksums=Checksums(), **plain)
+    # The caller's params are also where the update goes.
     memory = np.zeros(num + 32, np.float32)
     first = -(memory.ctypes.data // 4) % 16 + offset
     device = memory[first : first + num]
     device[...] = given["params"]
     given["params"][...] = np.nan
     given["out"] = device
-    run(passage=Passage(given=device, wants_params=True), **given)
-    assert_same_bits(*(stored_arrays(x["params"], x["slots"]) for x in (given, plain)))
-    np.testing.assert_array_equal(device, plain["params"])
+    run(caller_params=device, **given)
+    assert_same_bits(
+        *(stored_arrays([x["params"], *x["slots"]]) for x in (given, plain))
+    )
+    np.testing.assert_array_equal(device, plain["out"])
     assert not memory[:first].any()
     assert not memory[first + num :].any()
 

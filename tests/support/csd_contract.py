@@ -86,6 +86,11 @@ def _extents(case, kernel, num_elements, first=0):
     return extents, offset
 
 
+def open_fleet(text, roots, memory_bytes=1 << 20):
+    spec = parse_csd(text)
+    return open_csds(spec, roots, memory_bytes=memory_bytes, meters=ByteMeters())
+
+
 class Chunk:
     def __init__(self, spec, root, case=SIMPLE, num_elements=5000, tail=None):
         self.case, self.num_elements = case, num_elements
@@ -123,14 +128,9 @@ class Chunk:
         params = np.random.default_rng(seed).standard_normal(self.num_elements)
         params = params.astype(self.case.dtype)
         initialise_states(
-            self.csd,
-            self.buffer,
-            self.extents,
-            self.init,
-            params,
-            LeafInputs(),
-            ROUNDING,
-        )
+            self.csd, self.buffer, self.extents,
+            kernel=self.init, params=params, inputs=LeafInputs(), rounding=ROUNDING,
+        )  # fmt: skip
         return self
 
     def write(self):
@@ -163,7 +163,7 @@ class Chunk:
             Update(
                 self.extents, self.kernel, gradient, LeafInputs(tuple(scalars)), out,
                 Rounding(0x9ABCDEF0 + step, 0),
-                tells=range(len(self.extents)),
+                wanted_checksums=range(len(self.extents)),
             ),
         )  # fmt: skip
         return outcome, out

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxinf.kernels import Passage
+from jaxinf.kernels import Checksums
 from jaxinf.kernels.calls import EntryPoint, array_fields, scalar_word, stored_arrays
 from jaxinf.kernels.compiled import CompiledKernel, standard_kernels
 from jaxinf.kernels.emitter import emit
@@ -86,9 +86,10 @@ def recorded(found, symbol, given):
     """Runs a call; returns it and its results, as the driver reads them."""
     states = [given["gradient"], given["params"], given["out"], *given["slots"]]
     before = [contents(state) for state in states]
-    stored = len(stored_arrays(given["params"], given["slots"]))
-    passage = Passage(reads=(True,) * stored, writes=(True,) * stored)
-    finite = found.run(arrays=[], passage=passage, **given)
+    stored = len(stored_arrays([given["params"], *given["slots"]]))
+    wanted = (True,) * stored
+    sums = Checksums(wants_before=wanted, wants_after=wanted)
+    finite = found.run(arrays=[], checksums=sums, **given)
     constants = found.constants
     scalars = [scalar_word(number) for number in given["scalars"]]
     numbers = (len(given["slots"]), len(scalars), len(constants), 2 * stored, finite, 0)
@@ -102,7 +103,7 @@ def recorded(found, symbol, given):
         assert [*map(len, old)] == [*map(len, new)]
         parts.append(struct.pack("<i3I2q", dtype, key, first, 0, *map(len, old)))
         parts += [*old, *new]
-    parts.append(struct.pack(f"<{2 * stored}I", *passage.read, *passage.written))
+    parts.append(struct.pack(f"<{2 * stored}I", *sums.before, *sums.after))
     return b"".join(parts)
 
 

@@ -14,7 +14,7 @@ logging.basicConfig()
 for kernel in standard_kernels().values():
     for level in toolchain.levels():
         compile_kernel(kernel, level=level)
-helpers = transfers.function(), rsqrt_estimates()[0] > 0
+helpers = transfers.load(), rsqrt_estimates()[0] > 0
 print(all(x is not None for x in helpers), len(standard_kernels()))
 """
 ANOTHER = """

@@ -64,9 +64,9 @@ def load_runtime() -> Any:
             "csd='smartssd': expected the variable XILINX_XRT to name XRT's directory, "
             f"found it unset; {_INSTALL}"
         )
-    own = Path(prefix) / "lib" / LIBRARY
+    installed = Path(prefix) / "lib" / LIBRARY
     try:
-        return XrtLibrary(own if own.exists() else Path(LIBRARY))
+        return XrtLibrary(installed if installed.exists() else Path(LIBRARY))
     except (OSError, AttributeError) as error:
         refusal = error
     try:
@@ -82,11 +82,8 @@ def load_runtime() -> Any:
 class XrtLibrary:
     """The part of pyxrt's module that `jaxinf.csd.cards.xrt` uses.
 
-    Args:
-      path: the file ``libxrt_coreutil.so.2``.
-
     Raises:
-      OSError: it cannot be loaded.
+      OSError: the library cannot be loaded.
       AttributeError: it lacks a function: its release is older than 2021.1, or newer
         than those known here.
     """
@@ -114,19 +111,19 @@ class Flags(enum.IntEnum):
     p2p = 1 << 30
 
 
-class _Owned:
-    """A handle that is closed once. It keeps the object it was made from (`_of`)."""
+class _Handle:
+    """A handle that is closed once, and keeps the one that it was made from."""
 
     xrt: Any
 
     def _open(
-        self, of: "_Owned | None", close: str, function: str, *arguments: Any
+        self, function: str, *arguments: Any, close: str, parent: "_Handle | None"
     ) -> None:
         ctypes.set_errno(0)
         self.handle = getattr(self.xrt, function)(*arguments)
         if not self.handle:
             raise _failure(function)
-        self._of = of
+        self._parent = parent
         # At the program's exit the newest is closed first.
         weakref.finalize(self, getattr(self.xrt, close), self.handle)
 
@@ -137,18 +134,18 @@ class _Owned:
             raise _failure(function)
 
 
-def _failure(what: str) -> RuntimeError:
+def _failure(function: str) -> RuntimeError:
     code = ctypes.get_errno()
     reason = os.strerror(code) if code else "XRT says why on standard error"
-    return RuntimeError(f"{what}: {reason}")
+    return RuntimeError(f"{function}: {reason}")
 
 
-class _Device(_Owned):
+class _Device(_Handle):
     def __init__(self, device: int | str) -> None:
         function, name = "xrtDeviceOpen", device
         if isinstance(device, str):
             function, name = "xrtDeviceOpenByBDF", device.encode()
-        self._open(None, "xrtDeviceClose", function, name)
+        self._open(function, name, close="xrtDeviceClose", parent=None)
 
     def load_xclbin(self, xclbin: "_Xclbin") -> Any:
         self._call("xrtDeviceLoadXclbinFile", os.fsencode(xclbin.path))
@@ -159,16 +156,16 @@ class _Device(_Owned):
 
 
 class _Xclbin:
-    """The file; the names of its kernels are in its metadata, which is XML."""
+    """The file; its metadata, which is XML, has the names of its kernels."""
 
     def __init__(self, path: str) -> None:
         with open(path, "rb") as file:
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         with content:
-            found = dict.fromkeys(_KERNEL.findall(content))
-        if not found:
+            names = dict.fromkeys(_KERNEL.findall(content))
+        if not names:
             raise RuntimeError("there are no kernels in it")
-        self.path, self._names = path, [name.decode() for name in found]
+        self.path, self._names = path, [name.decode() for name in names]
 
     def get_kernels(self) -> "list[KernelName]":
         return [KernelName(name) for name in self._names]
@@ -184,10 +181,10 @@ class KernelName:
         return self._name
 
 
-class _Kernel(_Owned):
+class _Kernel(_Handle):
     def __init__(self, device: _Device, uuid: Any, name: str) -> None:
-        where = device.handle, uuid, name.encode()
-        self._open(device, "xrtKernelClose", "xrtPLKernelOpen", *where)
+        arguments = device.handle, uuid, name.encode()
+        self._open("xrtPLKernelOpen", *arguments, close="xrtKernelClose", parent=device)
 
     def group_id(self, argument: int) -> int:
         group = self.xrt.xrtKernelArgGroupId(self.handle, argument)
@@ -196,14 +193,15 @@ class _Kernel(_Owned):
         return group
 
 
-class _Bo(_Owned):
+class _Bo(_Handle):
     """``bo(device, size, flags, group)``, or ``bo(parent, size, offset)``."""
 
     flags = Flags
 
-    def __init__(self, owner: _Owned, num_bytes: int, *rest: int) -> None:
-        function = "xrtBOSubAlloc" if isinstance(owner, _Bo) else "xrtBOAlloc"
-        self._open(owner, "xrtBOFree", function, owner.handle, num_bytes, *rest)
+    def __init__(self, parent: _Handle, num_bytes: int, *rest: int) -> None:
+        function = "xrtBOSubAlloc" if isinstance(parent, _Bo) else "xrtBOAlloc"
+        arguments = parent.handle, num_bytes, *rest
+        self._open(function, *arguments, close="xrtBOFree", parent=parent)
         self._num_bytes = num_bytes
 
     def size(self) -> int:
@@ -221,9 +219,9 @@ class _Bo(_Owned):
         self._call("xrtBOSync", direction, num_bytes, offset)
 
 
-class _Run(_Owned):
+class _Run(_Handle):
     def __init__(self, kernel: _Kernel) -> None:
-        self._open(kernel, "xrtRunClose", "xrtRunOpen", kernel.handle)
+        self._open("xrtRunOpen", kernel.handle, close="xrtRunClose", parent=kernel)
         self._arguments: dict[int, Any] = {}  # buffers live as long as the run
 
     def set_arg(self, number: int, value: Any) -> None:

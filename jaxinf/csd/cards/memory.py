@@ -9,12 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxinf.csd.base import Extent
-from jaxinf.csd.cards.xrt import (
-    DEVICE_BYTES,
-    NoCardMemory,
-    XrtBuffer,
-    XrtCard,
-)
+from jaxinf.csd.cards.xrt import DEVICE_BYTES, NoCardMemory, XrtBuffer, XrtCard
 from jaxinf.kernels import ESTIMATES_BYTES, rsqrt_estimates
 from jaxinf.transfer import PAGE_BYTES, page_ceil
 from jaxinf.typing import Array
@@ -39,30 +34,31 @@ class CardMemory:
     """
 
     def __init__(
-        self, card: XrtCard, state_bytes: int, num_elements: int, limit_bytes: int
+        self, card: XrtCard, state_bytes: int, *, num_elements: int, limit_bytes: int
     ) -> None:
         self._card = card
-        self._state_bytes = max(PAGE_BYTES, state_bytes)
-        self._dense_bytes = max(PAGE_BYTES, page_ceil(num_elements * _WIDEST_BYTES))
-        self._set_bytes = set_bytes(state_bytes, num_elements)
-        fitting = BUFFERS_BYTES // self._set_bytes
-        self._num_left = min(fitting, max(1, limit_bytes // self._set_bytes))
         self._bank = card.default_bank
+        self._state_bytes = max(PAGE_BYTES, state_bytes)
+        self._dense_bytes = _dense_bytes(num_elements)
+        self._buffer_bytes = card_buffer_bytes(state_bytes, num_elements)
+        num_fitting = BUFFERS_BYTES // self._buffer_bytes
+        num_allowed = max(1, limit_bytes // self._buffer_bytes)
+        self._num_unallocated = min(num_fitting, num_allowed)
         self._estimates: XrtBuffer | None = None
         self._idle: list[CardBuffer] = []
         self._is_closed = False
         self._lock = threading.Lock()
-        self._num_used = self._num_peak = 0
+        self._num_lent = self._peak_lent = 0
 
     @property
     def used_bytes(self) -> int:
         """Bytes of the buffers that are lent now."""
-        return self._num_used * self._set_bytes
+        return self._num_lent * self._buffer_bytes
 
     @property
     def peak_bytes(self) -> int:
         """Peak bytes of buffers lent at once."""
-        return self._num_peak * self._set_bytes
+        return self._peak_lent * self._buffer_bytes
 
     def acquire(self, num_bytes: int) -> "CardBuffer | None":
         """Returns a free buffer or None; never waits for one.
@@ -72,13 +68,13 @@ class CardMemory:
         """
         assert num_bytes <= self._state_bytes
         with self._lock:
-            buffer = self._idle.pop() if self._idle else self._another()
+            buffer = self._idle.pop() if self._idle else self._allocate_if_room()
             if buffer is None:
                 return None
-            self._num_used += 1
-            self._num_peak = max(self._num_peak, self._num_used)
+            self._num_lent += 1
+            self._peak_lent = max(self._peak_lent, self._num_lent)
             buffer.is_lent = True
-            buffer.sums.clear()
+            buffer.checksums.clear()
             return buffer
 
     def take_back(self, buffer: "CardBuffer") -> None:
@@ -86,8 +82,8 @@ class CardMemory:
         with self._lock:
             if buffer.is_lent:
                 buffer.is_lent = False
-                buffer.host.clear()
-                self._num_used -= 1
+                buffer.host_copies.clear()
+                self._num_lent -= 1
                 if not self._is_closed:
                     self._idle.append(buffer)
 
@@ -108,19 +104,18 @@ class CardMemory:
             self._is_closed = True
             self._idle.clear()
             self._estimates = None
-            self._num_left = 0
+            self._num_unallocated = 0
 
-    def _another(self) -> "CardBuffer | None":
-        """Allocates a buffer where none is idle."""
-        if not self._num_left:
+    def _allocate_if_room(self) -> "CardBuffer | None":
+        if not self._num_unallocated:
             return None
-        self._num_left -= 1
+        self._num_unallocated -= 1
         try:
             return self._allocate()
         except NoCardMemory:
-            if not self._num_used:
+            if not self._num_lent:
                 raise
-            self._num_left = 0
+            self._num_unallocated = 0
             return None
 
     def _allocate(self) -> "CardBuffer":
@@ -143,8 +138,8 @@ class CardBuffer:
       state: P2P memory for the extents.
       gradient, indices, out, status: other memory of a kernel; indices only with sparse
         gradients.
-      sums: known checksums, by offset in `state`.
-      host: state read for the host, in its own memory, by offset in `state`.
+      checksums: known checksums, by offset in `state`.
+      host_copies: state read for the host, in its own memory, by offset in `state`.
     """
 
     memory: CardMemory
@@ -153,8 +148,8 @@ class CardBuffer:
     indices: XrtBuffer
     out: XrtBuffer
     status: XrtBuffer
-    sums: dict[int, int] = field(default_factory=dict)
-    host: dict[int, Array] = field(default_factory=dict)
+    checksums: dict[int, int] = field(default_factory=dict)
+    host_copies: dict[int, Array] = field(default_factory=dict)
     is_lent: bool = False
 
     @property
@@ -170,11 +165,24 @@ class CardBuffer:
         start = extent.buffer_offset_bytes
         return self.state.array[start : start + page_ceil(extent.num_bytes)]
 
+    def elements(self, extent: Extent) -> Array:
+        """Returns the elements of an extent, through the card's window."""
+        return self.pages(extent)[: extent.num_bytes].view(extent.dtype)
 
-def set_bytes(state_bytes: int, num_elements: int) -> int:
+    def forget(self, extent: Extent) -> None:
+        """Forgets checksum and host's copy of a state that is replaced."""
+        self.checksums.pop(extent.buffer_offset_bytes, None)
+        self.host_copies.pop(extent.buffer_offset_bytes, None)
+
+
+def card_buffer_bytes(state_bytes: int, num_elements: int) -> int:
     """Returns the bytes of card memory that a buffer takes.
 
     They include the gradient, the result and the status.
     """
-    dense_bytes = max(PAGE_BYTES, page_ceil(num_elements * _WIDEST_BYTES))
-    return max(PAGE_BYTES, state_bytes) + _NUM_DENSE * dense_bytes + PAGE_BYTES
+    dense_bytes = _NUM_DENSE * _dense_bytes(num_elements)
+    return max(PAGE_BYTES, state_bytes) + dense_bytes + PAGE_BYTES
+
+
+def _dense_bytes(num_elements: int) -> int:
+    return max(PAGE_BYTES, page_ceil(num_elements * _WIDEST_BYTES))

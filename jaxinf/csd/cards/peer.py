@@ -1,7 +1,7 @@
 """A drive's transfers to and from a card's memory, and a trial of them at open.
 
 Invariant: no transfer with a card's memory goes through the page cache; if a drive
-  refuses that memory, the transfer fails with the reason.
+refuses that memory, the transfer fails with the reason.
 """
 
 import errno
@@ -26,8 +26,8 @@ _REMEDY = (
 
 
 @contextmanager
-def with_card(array: Array, offset_bytes: int) -> Iterator[None]:
-    """Moves bytes between a file and `array`, a card's memory, in the body.
+def p2p_transfer(array: Array, offset_bytes: int) -> Iterator[None]:
+    """Checks the body's transfer between a file and a card's memory, `array`.
 
     Raises:
       OSError: no drive can send a card less than whole pages.
@@ -54,25 +54,25 @@ def probe_peer(card: XrtCard, root: Path) -> None:
       CsdError: the drive does not reach the card's memory, or other bytes arrive.
     """
     memory = card.allocate(2 * PAGE_BYTES, card.default_bank, p2p=True)
-    there, back = memory.array[:PAGE_BYTES], memory.array[PAGE_BYTES:]
+    received, returned = memory.array[:PAGE_BYTES], memory.array[PAGE_BYTES:]
     sent = np.frombuffer(secrets.token_bytes(PAGE_BYTES), np.uint8)
     file = root / f".jaxinf-probe-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         file.write_bytes(sent.tobytes())
         with open(file, "rb") as written:
             os.fsync(written)
-        with with_card(there, 0):
-            read_into(file, there, 0, PAGE_BYTES, buffered=False)
-        back[...] = ~sent
-        arrived = np.array_equal(there, sent)
-        with with_card(back, 0):
-            write_from(file, back, 0, PAGE_BYTES, buffered=False)
-        arrived &= file.read_bytes() == (~sent).tobytes()
+        with p2p_transfer(received, 0):
+            read_into(file, received, 0, PAGE_BYTES, buffered=False)
+        returned[...] = ~sent
+        is_same = np.array_equal(received, sent)
+        with p2p_transfer(returned, 0):
+            write_from(file, returned, 0, PAGE_BYTES, buffered=False)
+        is_same &= file.read_bytes() == (~sent).tobytes()
     except (OSError, StoreIOError) as error:
         raise CsdError(f"CSD root {root}: card {card.name}: {error}") from error
     finally:
         file.unlink(missing_ok=True)
-    if not arrived:
+    if not is_same:
         raise CsdError(
             f"CSD root {root}: card {card.name}: expected a page to pass between the "
             f"drive and the card's memory, found other bytes; {_REMEDY}"

@@ -59,13 +59,13 @@ class _EmulatedXclbin:
     """A file of kernel names, one a line."""
 
     def __init__(self, path: str) -> None:
-        is_any = path == ANY_KERNEL
-        self._names = None if is_any else Path(path).read_text().split()
+        has_every = path == ANY_KERNEL
+        self._names = None if has_every else Path(path).read_text().split()
 
     def get_kernels(self) -> list[KernelName]:
         return [KernelName(n) for n in (self._names or [_EXAMPLE])]
 
-    def holds(self, name: str) -> bool:
+    def has_kernel(self, name: str) -> bool:
         return self._names is None or name in self._names
 
 
@@ -93,22 +93,22 @@ class _EmulatedMemory:
 
 
 class _EmulatedBo:
-    """``bo(owner, size, flags, group)``, or ``bo(parent, size, offset)``."""
+    """``bo(device, size, flags, group)``, or ``bo(parent, size, offset)``."""
 
     flags = Flags
 
-    def __init__(self, owner: Any, num_bytes: int, *rest: Any) -> None:
-        if isinstance(owner, _EmulatedBo):
+    def __init__(self, parent: Any, num_bytes: int, *rest: Any) -> None:
+        if isinstance(parent, _EmulatedBo):
             (self._start,) = rest
-            self.memory = owner.memory
-            if not 0 <= self._start <= self._start + num_bytes <= owner.num_bytes:
+            self.memory = parent.memory
+            if not 0 <= self._start <= self._start + num_bytes <= parent.num_bytes:
                 raise RuntimeError("sub-buffer: Invalid argument")
-            self._start += owner._start
+            self._start += parent._start
         else:
             flags, bank = rest
             if bank != 0:
                 raise RuntimeError(f"no memory bank {bank}")
-            self.memory = _EmulatedMemory(owner, num_bytes, p2p=flags is Flags.p2p)
+            self.memory = _EmulatedMemory(parent, num_bytes, p2p=flags is Flags.p2p)
             self._start = 0
         self.num_bytes = num_bytes
 
@@ -121,9 +121,9 @@ class _EmulatedBo:
     def sync(self, direction: Direction, num_bytes: int, offset: int) -> None:
         if not 0 <= offset <= offset + num_bytes <= self.num_bytes:
             raise RuntimeError("sync: Invalid argument")
-        place = slice(offset, offset + num_bytes)
-        host = self._part(self.memory.on_host)[place]
-        card = self._part(self.memory.on_card)[place]
+        part = slice(offset, offset + num_bytes)
+        host = self._part(self.memory.on_host)[part]
+        card = self._part(self.memory.on_card)[part]
         if direction is Direction.XCL_BO_SYNC_BO_TO_DEVICE:
             card[:] = host
         else:
@@ -142,7 +142,7 @@ class _EmulatedKernel:
     def __init__(self, device: _EmulatedDevice, uuid: int, name: str) -> None:
         assert uuid == id(device.loaded)
         self.device = device
-        if device.loaded is None or not device.loaded.holds(name):
+        if device.loaded is None or not device.loaded.has_kernel(name):
             raise RuntimeError(f"No such kernel '{name}'")
         try:
             self.card = named_card_kernel(name)
@@ -180,8 +180,9 @@ class _EmulatedRun:
         self._future = self._kernel.device.unit.submit(self._execute)
 
     def _execute(self) -> None:
-        num = len(self._kernel.card.pointers)
-        pointers, words = self._arguments[:num], self._arguments[num:]
+        num_pointers = len(self._kernel.card.pointers)
+        pointers = self._arguments[:num_pointers]
+        words = self._arguments[num_pointers:]
         if not all(isinstance(pointer, _EmulatedBo) for pointer in pointers):
             raise RuntimeError("a pointer was not set")  # on a card, a bus error
         self._kernel.function(*(bo.address() for bo in pointers), *words)

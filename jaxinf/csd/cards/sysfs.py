@@ -4,7 +4,7 @@
                                   └─ FPGA
 
 Invariant: nothing is opened or changed. A drive and an FPGA are one SmartSSD if they
-  are alone below one PCIe switch; anything else is refused, not guessed.
+are alone below one PCIe switch; anything else is refused, not guessed.
 """
 
 import os
@@ -36,8 +36,9 @@ def card_of(root: Path, cards: Cards, sysfs: Path = _SYSFS) -> str:
     Raises:
       CsdError: it is on no drive, on several, or on one that has no card.
     """
-    number = os.stat(root).st_dev
-    device = sysfs / "dev/block" / f"{os.major(number)}:{os.minor(number)}"
+    device_number = os.stat(root).st_dev
+    name = f"{os.major(device_number)}:{os.minor(device_number)}"
+    device = sysfs / "dev/block" / name
     if not device.exists():
         raise CsdError(
             f"CSD root {root}: expected a file system on a SmartSSD's drive, found one "
@@ -53,10 +54,12 @@ def card_of(root: Path, cards: Cards, sysfs: Path = _SYSFS) -> str:
             "each, and give one root for each"
         )
     (drive,) = drives
-    # Of two endpoints below one switch, only the switch's ports differ.
-    up = drive[:-2]
-    near = {name: path for name, path in cards.items() if len(path) == len(drive) > 2}
-    beside = [name for name, path in near.items() if path[:-2] == up]
+    # The paths of two endpoints below one switch differ in its port and in themselves.
+    beside = [
+        address
+        for address, path in cards.items()
+        if len(path) == len(drive) > 2 and path[:-2] == drive[:-2]
+    ]
     if len(beside) == 1:
         return beside[0]
     known = ", ".join(cards) or "none"
@@ -71,12 +74,12 @@ def _drives(device: Path) -> set[tuple[str, ...]]:
     """Returns the PCI path of a block device's drive; several with several paths."""
     if (device / "partition").exists():
         device = device.parent
-    places = [device]
+    controllers = [device]
     if not _pci_path(device):
         # With multipath a namespace is below its subsystem, beside its controllers.
-        controllers = device.parent.glob("nvme[0-9]*")
-        places = [one.resolve() for one in controllers if one.is_symlink()]
-    return {_pci_path(place) for place in places} - {()}
+        links = device.parent.glob("nvme[0-9]*")
+        controllers = [link.resolve() for link in links if link.is_symlink()]
+    return {_pci_path(controller) for controller in controllers} - {()}
 
 
 def _pci_path(device: Path) -> tuple[str, ...]:

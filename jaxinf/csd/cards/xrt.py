@@ -176,21 +176,18 @@ class XrtCard:
           CsdError: the xclbin lacks it; names the command that builds it.
         """
         with self._lock:
-            if name not in self._kernels:
-                self._kernels[name] = self._find(name)
+            if name in self._kernels:
+                return self._kernels[name]
+            try:
+                kernel = self._module.kernel(self._device, self._uuid, name)
+            except (RuntimeError, ValueError) as error:
+                raise CsdError(
+                    f"card {self.name}: {self.xclbin} has no kernel {name}, only "
+                    f"{', '.join(self.kernel_names) or 'none'} ({error}); build one "
+                    f"that has it: make -C hls hw KERNELS={name}"
+                ) from error
+            self._kernels[name] = XrtKernel(self._module, kernel, name, self.name)
             return self._kernels[name]
-
-    def _find(self, name: str) -> XrtKernel:
-        module = self._module
-        try:
-            kernel = module.kernel(self._device, self._uuid, name)
-        except (RuntimeError, ValueError) as error:
-            raise CsdError(
-                f"card {self.name}: {self.xclbin} has no kernel {name}, only "
-                f"{', '.join(self.kernel_names) or 'none'} ({error}); build one that "
-                f"has it: make -C hls hw KERNELS={name}"
-            ) from error
-        return XrtKernel(module, kernel, name, self.name)
 
     def allocate(self, num_bytes: int, bank: int, *, p2p: bool = False) -> XrtBuffer:
         """Allocates and maps memory of the card; with `p2p`, drives can reach it.
@@ -200,26 +197,28 @@ class XrtCard:
           CsdError: the runtime has no such call.
         """
         try:
-            kinds = self._module.bo.flags
-            kind = kinds.p2p if p2p else kinds.normal
-            bo = self._module.bo(self._device, num_bytes, kind, bank)
+            flags = self._module.bo.flags
+            flag = flags.p2p if p2p else flags.normal
+            bo = self._module.bo(self._device, num_bytes, flag, bank)
             return XrtBuffer(bo, self._module.xclBOSyncDirection)
         except (AttributeError, TypeError) as error:
             raise _too_old(error) from error
         except (RuntimeError, MemoryError) as error:
-            raise NoCardMemory(self._no_memory(num_bytes, p2p, error)) from error
-
-    def _no_memory(self, num_bytes: int, p2p: bool, error: Exception) -> str:
-        what = f"card {self.name}: {num_bytes:,} bytes of its memory"
-        if p2p:
-            return (
-                f"{what} for P2P: {error}; if P2P is off, `sudo xbutil configure "
-                f"--device {self.name} --p2p enable` and a warm reboot switch it on; "
-                "if the memory is full, lower memory_bytes or end other users"
-            )
-        return f"{what}: {error}; lower memory_bytes, or end who else uses the card"
+            purpose, remedy = "", "lower memory_bytes, or end who else uses the card"
+            if p2p:
+                purpose = " for P2P"
+                remedy = (
+                    f"if P2P is off, `sudo xbutil configure --device {self.name} --p2p "
+                    "enable` and a warm reboot switch it on; if the memory is full, "
+                    "lower memory_bytes or end other users"
+                )
+            raise NoCardMemory(
+                f"card {self.name}: {num_bytes:,} bytes of its memory{purpose}: "
+                f"{error}; {remedy}"
+            ) from error
 
     def part(self, buffer: XrtBuffer, offset_bytes: int, num_bytes: int) -> Any:
+        """Returns a pyxrt buffer for a part of a buffer's memory."""
         return self._module.bo(buffer.bo, num_bytes, offset_bytes)
 
 

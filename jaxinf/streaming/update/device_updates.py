@@ -274,11 +274,11 @@ class DeviceUpdater:
         return is_exact and is_computable(kernel)
 
     def update(self, csd: Csd, buffer: CsdBuffer, update: Update) -> UpdateOutcome:
-        extents, given = update.extents, update.given
+        extents, given = update.extents, update.caller_params
         views: list[Array] = [csd.view(buffer, extent) for extent in extents]
         if given is not None:
             views[0] = given
-        told = {*update.tells} | ({0} if given is not None else set())
+        told = {*update.wanted_checksums} | ({0} if given is not None else set())
         read = {number: crc32c(views[number]) for number in told}
         try:
             num_params = 2 if extents[0].codec else 1
