@@ -39,7 +39,7 @@ def run_sgd(card, gradient_value=2.0, *, sends=True):
         gradient.to_card(4 * SIZE)
     part = card.part(params, 0, 4096)
     pointers = [gradient.bo, part, part, out.bo, status.bo]
-    card.kernel(NAME).run(pointers, WORDS, 60)
+    card.run(NAME, pointers, WORDS, timeout_s=60)
     assert (out.array == 0xA5).all()  # not synced yet
     out.from_card(4 * SIZE)
     return params.array.view(np.float32).copy(), out.array.view(np.float32).copy()
@@ -101,11 +101,11 @@ REFUSALS = {
         lambda card, _: card.allocate(5 << 30, 0, p2p=True)
     ),
     # No pointers: on a card, a bus error.
-    f"kernel {NAME} ended as error": lambda card, _: card.kernel(NAME).run(
-        [], WORDS, 60
+    f"kernel {NAME} ended as error": lambda card, _: card.run(
+        NAME, [], WORDS, timeout_s=60
     ),
-    r"did not start: .*incompatible": lambda card, _: card.kernel(NAME).run(
-        [], [0.5], 60
+    r"did not start: .*incompatible": lambda card, _: card.run(
+        NAME, [], [0.5], timeout_s=60
     ),
 }
 

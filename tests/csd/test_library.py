@@ -58,7 +58,7 @@ def test_every_handle_is_closed(xrt, stub, tmp_path):
     before = stub.stub_open_handles()
     card = XrtCard(xrt, 1, xclbin(tmp_path / "k.xclbin", "add"))
     buffer = card.allocate(4096, 0)
-    card.kernel("add").run([card.part(buffer, 0, 64)], [1], 60)
+    card.run("add", [card.part(buffer, 0, 64)], [1], timeout_s=60)
     assert stub.stub_open_handles() > before + 2
     del buffer, card
     gc.collect()
@@ -94,10 +94,10 @@ def test_errors_have_the_systems_reason(card, xrt, tmp_path):
     with pytest.raises(NoCardMemory, match="Cannot allocate memory"):
         card.allocate(5 << 30, 0)
     with pytest.raises(CsdError, match="did not start: xrtRunSetArg: Invalid"):
-        card.kernel("add").run([card.allocate(64, 0).bo], [1, 2], 60)
+        card.run("add", [card.allocate(64, 0).bo], [1, 2], timeout_s=60)
     for bad in (0.5, 1 << 31):
         with pytest.raises(CsdError, match="expected a buffer or 32 bits"):
-            card.kernel("add").run([], [bad], 60)
+            card.run("add", [], [bad], timeout_s=60)
 
 
 def test_other_threads_run_during_a_sync(xrt, stub, tmp_path):

@@ -100,7 +100,7 @@ def test_a_card_that_fails_or_hangs(drive, monkeypatch, how):
     if how == "fails":
         message = "card 1: kernel .* ended as error"
         for kernel in driver.files.csds[1]._card._kernels.values():
-            vars(kernel._kernel)["function"] = None  # a bus error, on a card
+            vars(kernel)["function"] = None  # a bus error, on a card
     else:
         message = r"card 1: .* has not ended after(.|\n)*xbutil reset --device 1"
         monkeypatch.setattr(card, "RUN_TIMEOUT_S", 0.2)

@@ -157,7 +157,7 @@ class CardCsd:
         )
         pointers = self._pointers(kernel, buffer, update.extents)
         try:
-            self._card.kernel(kernel.name).run(pointers, words, RUN_TIMEOUT_S)
+            self._card.run(kernel.name, pointers, words, timeout_s=RUN_TIMEOUT_S)
         except CsdError as error:
             raise CsdError(f"CSD {self._root}: {error}") from error
         buffer.status.from_card(STATUS_BYTES)

@@ -209,9 +209,9 @@ class CardFleet:
 
 def _check_banks(card: XrtCard, kernel: CardKernel) -> None:
     """Refuses a kernel unless all its ports are connected to the buffers' bank."""
-    loaded, bank = card.kernel(kernel.name), card.default_bank
+    bank = card.default_bank
     for number, pointer in enumerate(kernel.pointers):
-        if (found := loaded.bank(number)) != bank:
+        if (found := card.bank(kernel.name, number)) != bank:
             raise CsdError(
                 f"card {card.name}: expected all ports of the xclbin's kernels in "
                 f"memory bank {bank}, found {pointer.name} of {kernel.name} in "

@@ -10,7 +10,6 @@ import ctypes
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,63 +66,6 @@ class XrtBuffer:
             self.bo.sync(direction, min(_SYNC_BYTES, num_bytes - start), start)
 
 
-@dataclass(frozen=True, eq=False)
-class XrtKernel:
-    """A kernel of a card's xclbin. Thread-safe: each call makes its own run."""
-
-    _module: Any
-    _kernel: Any
-    _name: str
-    _card: str
-
-    def bank(self, argument: int) -> int:
-        """Returns the number of the memory bank that a pointer is connected to."""
-        return int(self._kernel.group_id(argument))
-
-    def run(
-        self, buffers: Sequence[Any], words: Sequence[int], timeout_s: float
-    ) -> None:
-        """Runs the kernel once; blocks, without the GIL most of the time.
-
-        Args:
-          buffers: pyxrt buffers for the pointers, which come first.
-          words: signed 32-bit integers for the scalars.
-
-        Raises:
-          CsdError: the run failed, or did not end in time.
-        """
-        try:
-            run = self._module.run(self._kernel)
-            for number, value in enumerate([*buffers, *words]):
-                run.set_arg(number, value)
-            run.start()
-        except (RuntimeError, TypeError) as error:
-            raise CsdError(
-                f"card {self._card}: kernel {self._name} did not start: {error}; see "
-                "`dmesg` and `xbutil examine`"
-            ) from error
-        self._wait(run, timeout_s)
-
-    def _wait(self, run: Any, timeout_s: float) -> None:
-        pause_s, deadline_s = _FIRST_WAIT_S, time.monotonic() + timeout_s
-        while (state := int(run.state())) in _PENDING:
-            if time.monotonic() > deadline_s:
-                raise CsdError(
-                    f"card {self._card}: kernel {self._name} has not ended after "
-                    f"{timeout_s:.0f} s; reset the card (`xbutil reset --device "
-                    f"{self._card}`) and open the store again: it is at its last "
-                    "committed step"
-                )
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_WAIT_S)
-        if state != _COMPLETED:
-            raise CsdError(
-                f"card {self._card}: kernel {self._name} ended as "
-                f"{_STATES.get(state, f'state {state}')}; see `dmesg`, and reset the "
-                f"card (`xbutil reset --device {self._card}`)"
-            )
-
-
 class XrtCard:
     """A card with its xclbin loaded. Thread-safe.
 
@@ -139,7 +81,7 @@ class XrtCard:
         self.name = str(device)
         self._module = module
         self.xclbin = xclbin
-        self._kernels: dict[str, XrtKernel] = {}
+        self._kernels: dict[str, Any] = {}
         self._lock = threading.Lock()
         try:
             self._device = module.device(device)
@@ -167,27 +109,79 @@ class XrtCard:
     @property
     def default_bank(self) -> int:
         """The memory bank that its kernels' ports are expected to use."""
-        return self.kernel(self.kernel_names[0]).bank(0)
+        return self.bank(self.kernel_names[0], 0)
 
-    def kernel(self, name: str) -> XrtKernel:
-        """Returns the kernel of that name.
+    def bank(self, kernel: str, argument: int) -> int:
+        """Returns the number of the memory bank that a pointer is connected to."""
+        return int(self.kernel(kernel).group_id(argument))
+
+    def kernel(self, name: str) -> Any:
+        """Returns pyxrt's kernel of that name.
 
         Raises:
           CsdError: the xclbin lacks it; names the command that builds it.
         """
         with self._lock:
-            if name in self._kernels:
-                return self._kernels[name]
-            try:
-                kernel = self._module.kernel(self._device, self._uuid, name)
-            except (RuntimeError, ValueError) as error:
-                raise CsdError(
-                    f"card {self.name}: {self.xclbin} has no kernel {name}, only "
-                    f"{', '.join(self.kernel_names) or 'none'} ({error}); build one "
-                    f"that has it: make -C hls hw KERNELS={name}"
-                ) from error
-            self._kernels[name] = XrtKernel(self._module, kernel, name, self.name)
+            if name not in self._kernels:
+                try:
+                    kernel = self._module.kernel(self._device, self._uuid, name)
+                except (RuntimeError, ValueError) as error:
+                    raise CsdError(
+                        f"card {self.name}: {self.xclbin} has no kernel {name}, only "
+                        f"{', '.join(self.kernel_names) or 'none'} ({error}); build "
+                        f"one that has it: make -C hls hw KERNELS={name}"
+                    ) from error
+                self._kernels[name] = kernel
             return self._kernels[name]
+
+    def run(
+        self,
+        kernel: str,
+        buffers: Sequence[Any],
+        words: Sequence[int],
+        *,
+        timeout_s: float,
+    ) -> None:
+        """Runs a kernel once; blocks, without the GIL most of the time.
+
+        Args:
+          buffers: pyxrt buffers for the pointers, which come first.
+          words: signed 32-bit integers for the scalars.
+
+        Raises:
+          CsdError: the run failed, or did not end in time.
+        """
+        loaded = self.kernel(kernel)
+        try:
+            run = self._module.run(loaded)
+            for number, value in enumerate([*buffers, *words]):
+                run.set_arg(number, value)
+            run.start()
+        except (RuntimeError, TypeError) as error:
+            raise CsdError(
+                f"card {self.name}: kernel {kernel} did not start: {error}; see "
+                "`dmesg` and `xbutil examine`"
+            ) from error
+        self._wait(run, kernel, timeout_s)
+
+    def _wait(self, run: Any, kernel: str, timeout_s: float) -> None:
+        pause_s, deadline_s = _FIRST_WAIT_S, time.monotonic() + timeout_s
+        while (state := int(run.state())) in _PENDING:
+            if time.monotonic() > deadline_s:
+                raise CsdError(
+                    f"card {self.name}: kernel {kernel} has not ended after "
+                    f"{timeout_s:.0f} s; reset the card (`xbutil reset --device "
+                    f"{self.name}`) and open the store again: it is at its last "
+                    "committed step"
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_WAIT_S)
+        if state != _COMPLETED:
+            raise CsdError(
+                f"card {self.name}: kernel {kernel} ended as "
+                f"{_STATES.get(state, f'state {state}')}; see `dmesg`, and reset the "
+                f"card (`xbutil reset --device {self.name}`)"
+            )
 
     def allocate(self, num_bytes: int, bank: int, *, p2p: bool = False) -> XrtBuffer:
         """Allocates and maps memory of the card; with `p2p`, drives can reach it.
