@@ -73,7 +73,8 @@ def states_as_slots(
         if extent.codec:
             has_companion = extent.codec in ("int8", "split")
             companion = next(remaining)[0] if has_companion else None
-            states.append(CodedSlot(values, companion, key, rounding.first_element))
+            first = rounding.first_element
+            states.append(CodedSlot(values, companion, key=key, first=first))
         else:
             states.append(values)
     return states

@@ -31,8 +31,8 @@ def card():
 
 def run_sgd(card, gradient_value=2.0, *, sends=True):
     """Runs params -= 0.1 gradient on ones; returns params and result."""
-    gradient, out, status = (card.allocate(n, 0) for n in (4 * SIZE, 4 * SIZE, STATUS))
-    params = card.allocate(4 * SIZE, 0, p2p=True)
+    gradient, out, status = (card.allocate(n) for n in (4 * SIZE, 4 * SIZE, STATUS))
+    params = card.allocate(4 * SIZE, p2p=True)
     params.array.view(np.float32)[:] = 1
     gradient.array.view(np.float32)[:] = gradient_value
     if sends:
@@ -66,14 +66,14 @@ def test_a_drive_sends_a_card_whole_pages():
 
 
 def test_a_view_keeps_its_buffer(card):
-    view = card.allocate(4 << 30, 0, p2p=True).array[:4096]
+    view = card.allocate(4 << 30, p2p=True).array[:4096]
     gc.collect()
     with pytest.raises(NoCardMemory):
-        card.allocate(4096, 0)
+        card.allocate(4096)
     view[:] = 1
     del view
     gc.collect()
-    assert card.allocate(4096, 0).array.size == 4096
+    assert card.allocate(4096).array.size == 4096
 
 
 OLDER = SimpleNamespace(device=EmulatedXrt().device)
@@ -96,9 +96,9 @@ REFUSALS = {
     r"refuses .*none: .*was built for the card's": (
         lambda card, path: opened(0, path.with_name("none"))
     ),
-    "lower memory_bytes, or end who else": lambda card, _: card.allocate(5 << 30, 0),
+    "lower memory_bytes, or end who else": lambda card, _: card.allocate(5 << 30),
     "xbutil configure --device 0 --p2p enable": (
-        lambda card, _: card.allocate(5 << 30, 0, p2p=True)
+        lambda card, _: card.allocate(5 << 30, p2p=True)
     ),
     # No pointers: on a card, a bus error.
     f"kernel {NAME} ended as error": lambda card, _: card.run(

@@ -57,7 +57,7 @@ def test_every_handle_is_closed(xrt, stub, tmp_path):
     gc.collect()
     before = stub.stub_open_handles()
     card = XrtCard(xrt, 1, xclbin(tmp_path / "k.xclbin", "add"))
-    buffer = card.allocate(4096, 0)
+    buffer = card.allocate(4096)
     card.run("add", [card.part(buffer, 0, 64)], [1], timeout_s=60)
     assert stub.stub_open_handles() > before + 2
     del buffer, card
@@ -66,7 +66,7 @@ def test_every_handle_is_closed(xrt, stub, tmp_path):
 
 
 def test_a_part_keeps_its_whole(card, stub):
-    whole = card.allocate(8192, 0)
+    whole = card.allocate(8192)
     part = card.part(whole, 4096, 4096)
     before = stub.stub_open_handles()
     del whole
@@ -92,9 +92,9 @@ def test_errors_have_the_systems_reason(card, xrt, tmp_path):
     with pytest.raises(CsdError, match="has no kernel other, only add, other"):
         card.kernel("other")
     with pytest.raises(NoCardMemory, match="Cannot allocate memory"):
-        card.allocate(5 << 30, 0)
+        card.allocate(5 << 30)
     with pytest.raises(CsdError, match="did not start: xrtRunSetArg: Invalid"):
-        card.run("add", [card.allocate(64, 0).bo], [1, 2], timeout_s=60)
+        card.run("add", [card.allocate(64).bo], [1, 2], timeout_s=60)
     for bad in (0.5, 1 << 31):
         with pytest.raises(CsdError, match="expected a buffer or 32 bits"):
             card.run("add", [], [bad], timeout_s=60)
@@ -103,7 +103,7 @@ def test_errors_have_the_systems_reason(card, xrt, tmp_path):
 def test_other_threads_run_during_a_sync(xrt, stub, tmp_path):
     """If the call held the GIL, as pyxrt's does, it would end with an error."""
     card = XrtCard(xrt, 0, xclbin(tmp_path / "k.xclbin", "add"))
-    buffer = card.allocate(4096, 0)
+    buffer = card.allocate(4096)
     stub.stub_wait_in_sync(20_000)
     with ThreadPoolExecutor(1) as other:
         done = other.submit(buffer.to_card, 4096)

@@ -37,7 +37,6 @@ class CardMemory:
         self, card: XrtCard, state_bytes: int, *, num_elements: int, limit_bytes: int
     ) -> None:
         self._card = card
-        self._bank = card.default_bank
         self._state_bytes = max(PAGE_BYTES, state_bytes)
         self._dense_bytes = _dense_bytes(num_elements)
         self._buffer_bytes = card_buffer_bytes(state_bytes, num_elements)
@@ -92,7 +91,7 @@ class CardMemory:
         words = rsqrt_estimates()
         with self._lock:
             if self._estimates is None:
-                table = self._card.allocate(_TABLE_BYTES, self._bank)
+                table = self._card.allocate(_TABLE_BYTES)
                 table.array[: words.nbytes] = words.view(np.uint8)
                 table.to_card(words.nbytes)
                 self._estimates = table
@@ -119,14 +118,14 @@ class CardMemory:
             return None
 
     def _allocate(self) -> "CardBuffer":
-        allocate, bank = self._card.allocate, self._bank
+        allocate = self._card.allocate
         return CardBuffer(
             self,
-            state=allocate(self._state_bytes, bank, p2p=True),
-            gradient=allocate(self._dense_bytes, bank),
-            indices=allocate(self._dense_bytes, bank),
-            out=allocate(self._dense_bytes, bank),
-            status=allocate(PAGE_BYTES, bank),
+            state=allocate(self._state_bytes, p2p=True),
+            gradient=allocate(self._dense_bytes),
+            indices=allocate(self._dense_bytes),
+            out=allocate(self._dense_bytes),
+            status=allocate(PAGE_BYTES),
         )
 
 

@@ -53,7 +53,7 @@ def probe_peer(card: XrtCard, root: Path) -> None:
     Raises:
       CsdError: the drive does not reach the card's memory, or other bytes arrive.
     """
-    memory = card.allocate(2 * PAGE_BYTES, card.default_bank, p2p=True)
+    memory = card.allocate(2 * PAGE_BYTES, p2p=True)
     received, returned = memory.array[:PAGE_BYTES], memory.array[PAGE_BYTES:]
     sent = np.frombuffer(secrets.token_bytes(PAGE_BYTES), np.uint8)
     file = root / f".jaxinf-probe-{os.getpid()}-{secrets.token_hex(4)}"

@@ -209,11 +209,10 @@ class CardFleet:
 
 def _check_banks(card: XrtCard, kernel: CardKernel) -> None:
     """Refuses a kernel unless all its ports are connected to the buffers' bank."""
-    bank = card.default_bank
     for number, pointer in enumerate(kernel.pointers):
-        if (found := card.bank(kernel.name, number)) != bank:
+        if (bank := card.bank_of(kernel.name, number)) != card.bank:
             raise CsdError(
                 f"card {card.name}: expected all ports of the xclbin's kernels in "
-                f"memory bank {bank}, found {pointer.name} of {kernel.name} in "
-                f"{found}; link with the connectivity of hls/cfg"
+                f"memory bank {card.bank}, found {pointer.name} of {kernel.name} in "
+                f"{bank}; link with the connectivity of hls/cfg"
             )

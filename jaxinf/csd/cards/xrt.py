@@ -107,12 +107,12 @@ class XrtCard:
         self._uuid = self._device.load_xclbin(xclbin)
 
     @property
-    def default_bank(self) -> int:
-        """The memory bank that its kernels' ports are expected to use."""
-        return self.bank(self.kernel_names[0], 0)
+    def bank(self) -> int:
+        """The memory bank that all kernels' ports are expected to be connected to."""
+        return self.bank_of(self.kernel_names[0], 0)
 
-    def bank(self, kernel: str, argument: int) -> int:
-        """Returns the number of the memory bank that a pointer is connected to."""
+    def bank_of(self, kernel: str, argument: int) -> int:
+        """Returns the memory bank that a kernel's pointer is connected to."""
         return int(self.kernel(kernel).group_id(argument))
 
     def kernel(self, name: str) -> Any:
@@ -183,13 +183,14 @@ class XrtCard:
                 f"card (`xbutil reset --device {self.name}`)"
             )
 
-    def allocate(self, num_bytes: int, bank: int, *, p2p: bool = False) -> XrtBuffer:
-        """Allocates and maps memory of the card; with `p2p`, drives can reach it.
+    def allocate(self, num_bytes: int, *, p2p: bool = False) -> XrtBuffer:
+        """Allocates and maps memory of `bank`; with `p2p`, drives can reach it.
 
         Raises:
           NoCardMemory: no memory is left, or P2P is off.
           CsdError: the runtime has no such call.
         """
+        bank = self.bank
         try:
             flags = self._module.bo.flags
             flag = flags.p2p if p2p else flags.normal
