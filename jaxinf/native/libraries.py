@@ -44,8 +44,8 @@ def load_function(source: str, level: str, compiler: str | None = None) -> Any:
     if compiler is None:
         raise toolchain.CompilerError(toolchain.NO_COMPILER)
     key = toolchain.key_of_library(source, compiler, level)
-    path = cached_library(key, functools.partial(_compile, source, level, compiler))
-    return load_library(path).jaxinf_entry
+    compile_ = functools.partial(_compile, source, level=level, compiler=compiler)
+    return load_library(cached_library(key, compile_)).jaxinf_entry
 
 
 def load_helper(path: Path) -> Any:
@@ -119,7 +119,7 @@ def open_prebuilt(level: str) -> ctypes.CDLL | None:
         ) from error
 
 
-def _compile(source: str, level: str, compiler: str, output: Path) -> None:
+def _compile(source: str, output: Path, *, level: str, compiler: str) -> None:
     text = output.with_suffix(".cpp")
     text.write_text(source)
     toolchain.compile_source(text, output, compiler=compiler, level=level)

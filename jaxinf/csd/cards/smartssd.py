@@ -35,7 +35,9 @@ def open_cards(
     Raises:
       CsdError: the runtime, a card or the xclbin is missing, or P2P is off.
     """
-    if is_emulated := spec.kind == "emulated":
+    # XRT's emulation, too, keeps the cards' memory on the host.
+    is_emulation = spec.kind == "emulated" or spec.num_devices is not None
+    if spec.kind == "emulated":
         runtime, xclbin = EmulatedXrt(), Path(ANY_KERNEL)
         cards = [XrtCard(runtime, number, xclbin) for number in range(len(roots))]
     else:
@@ -45,9 +47,7 @@ def open_cards(
         # Loading a card unmaps the buffers of others, so none is allocated yet.
         cards = [open_card(device, xclbin) for device in devices]
     fleet = CardFleet(spec, cards, memory_bytes, meters)
-    # XRT's emulation keeps the cards' memory on the host, too: any file system will do.
-    is_emulated |= spec.num_devices is not None
-    fleet.probe(roots, must_be_direct=not is_emulated)
+    fleet.probe(roots, must_be_direct=not is_emulation)
     return fleet
 
 
