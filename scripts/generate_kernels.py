@@ -16,7 +16,6 @@ from jaxinf.kernels.card_kernels import named_card_kernel
 from jaxinf.kernels.card_source import card_source
 from jaxinf.kernels.compiled import standard_kernels
 from jaxinf.kernels.emitter import emit
-from jaxinf.kernels.lowering import lower
 from jaxinf.native.toolchain import GENERATED, content_hash
 from jaxinf.program import Kernel
 
@@ -43,7 +42,7 @@ def host_text(name: str, kernel: Kernel) -> str:
     lines += ["", *(f"  {line}" for line in kernel.describe())]
     lines += ["", "# stands for a literal: c0, c1, ... below, in order of use."]
     comment = "".join(f"// {line}".rstrip() + "\n" for line in lines)
-    return comment + emit(lower(kernel)).text
+    return comment + emit(kernel).text
 
 
 def card_text(name: str) -> str:

@@ -292,7 +292,7 @@ def _body_of(kernel: Kernel) -> tuple[str, tuple[int, ...]]:
                 f"{slot} as {dtype}: the optimizer's own state must be float32 "
                 'there; open_store(state="bf16") stores it in fewer bits'
             )
-    source = emit(lower(kernel))
+    source = emit(kernel)
     body = _bodies_by_text().get(source.text)
     if body is None:
         known = ", ".join(_bodies())
@@ -314,4 +314,4 @@ def _bodies() -> dict[str, Kernel]:
 
 @functools.cache
 def _bodies_by_text() -> dict[str, str]:
-    return {emit(lower(kernel)).text: name for name, kernel in _bodies().items()}
+    return {emit(kernel).text: name for name, kernel in _bodies().items()}

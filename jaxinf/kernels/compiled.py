@@ -25,7 +25,6 @@ from jaxinf.kernels.calls import (
     stored_arrays,
 )
 from jaxinf.kernels.emitter import emit
-from jaxinf.kernels.lowering import lower
 from jaxinf.layout import CodedSlot
 from jaxinf.native import libraries, toolchain
 from jaxinf.program import Constant, Kernel, Result, traced_kernels
@@ -225,7 +224,7 @@ def compile_kernel(
       UnsupportedTransformError: the kernel has no C++ form.
       CompilerError: there is no compiler, or it failed.
     """
-    source = emit(lower(kernel))
+    source = emit(kernel)
     entry = EntryPoint(libraries.load_function(source.text, level, compiler))
     return CompiledKernel(kernel, entry, source.constants)
 
@@ -238,5 +237,5 @@ def standard_kernels() -> Mapping[str, Kernel]:
     """
     by_text: dict[str, tuple[str, Kernel]] = {}
     for name, kernel in traced_kernels().items():
-        by_text.setdefault(emit(lower(kernel)).text, (name, kernel))
+        by_text.setdefault(emit(kernel).text, (name, kernel))
     return dict(by_text.values())

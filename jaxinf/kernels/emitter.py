@@ -1,4 +1,4 @@
-"""Emits lowered bodies as C++: the arithmetic of one element, without a loop.
+"""Emits kernels as C++: the arithmetic of one element, without a loop.
 
 Invariant: the text depends on the equations alone. Literals are numbered arguments (the
 *constants*), and the shell handles storage dtypes. So kernels that differ only in
@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.kernels.calls import scalar_word
-from jaxinf.kernels.lowering import uniform_results
+from jaxinf.kernels.lowering import lower, uniform_results
 from jaxinf.program import Constant, Equation, Input, Kernel, Operand, Result
 from jaxinf.typing import FLOAT32
 
@@ -42,13 +42,13 @@ class Source:
     constants: tuple[int, ...]
 
 
-def emit(body: Kernel) -> Source:
-    """Returns the C++ of a lowered kernel.
+def emit(kernel: Kernel) -> Source:
+    """Lowers a kernel, and returns it as C++.
 
     Raises:
       UnsupportedTransformError: a value has no 32-bit form.
     """
-    return _Emitter(body).emit()
+    return _Emitter(lower(kernel)).emit()
 
 
 @dataclass

@@ -43,7 +43,7 @@ def load_function(source: str, level: str, compiler: str | None = None) -> Any:
         compiler = toolchain.find_compiler()
     if compiler is None:
         raise toolchain.CompilerError(toolchain.NO_COMPILER)
-    key = toolchain.key_of_library(source, compiler, level)
+    key = toolchain.library_key(source, compiler, level)
     compile_ = functools.partial(_compile, source, level=level, compiler=compiler)
     return load_library(cached_library(key, compile_)).jaxinf_entry
 

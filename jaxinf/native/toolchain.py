@@ -111,7 +111,7 @@ def prebuilt_library(level: str) -> Path:
     return PREBUILT / f"jaxinf-{level}.so"
 
 
-def key_of_library(source: str, compiler: str, level: str) -> str:
+def library_key(source: str, compiler: str, level: str) -> str:
     """Hashes content, compiler and flags of a compiled source."""
     command = [*compiler_command(compiler, level), *_FLAGS, f"-I{INCLUDE}"]
     digest = hashlib.sha256(content_hash(source).encode())

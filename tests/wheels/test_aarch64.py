@@ -20,7 +20,6 @@ from jaxinf.kernels import Checksums
 from jaxinf.kernels.calls import EntryPoint, array_fields, scalar_word, stored_arrays
 from jaxinf.kernels.compiled import CompiledKernel, standard_kernels
 from jaxinf.kernels.emitter import emit
-from jaxinf.kernels.lowering import lower
 from jaxinf.layout import CodedSlot
 from jaxinf.native import libraries, toolchain
 
@@ -113,7 +112,7 @@ def record_all(path):
     num = 0
     with path.open("wb") as file:
         for kernel in standard_kernels().values():
-            source = emit(lower(kernel))
+            source = emit(kernel)
             given = source.text, level
             if "rsqrt" in source.text:
                 text = f"#define JAXINF_ROOTS_BY_TABLE\n{source.text}"
