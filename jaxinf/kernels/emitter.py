@@ -17,8 +17,7 @@ from jaxinf.program import Constant, Equation, Input, Kernel, Operand, Result
 from jaxinf.typing import FLOAT32
 
 _TYPES = {"float32": "F32", "int32": "I32", "uint32": "U32", "bool": "I32"}
-_INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
-_BITWISE = {"and": "&", "or": "|", "xor": "^"}
+_INFIX = dict(zip("add sub mul div and or xor".split(), "+-*/&|^", strict=True))
 _ROUNDINGS = {"bfloat16": "L::round_bf16", "float16": "L::round_f16"}
 _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _CALLS = frozenset(
@@ -136,8 +135,6 @@ class _Emitter:
         first_dtype = equation.inputs[0].dtype
         if op in _INFIX and not (op == "div" and dtype != FLOAT32):
             return f"{inputs[0]} {_INFIX[op]} {inputs[1]}"
-        if op in _BITWISE:
-            return f"{inputs[0]} {_BITWISE[op]} {inputs[1]}"
         if op in _COMPARE:
             return f"(I32)({inputs[0]} {_COMPARE[op]} {inputs[1]})"
         if op == "rsqrt":
