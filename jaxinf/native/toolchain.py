@@ -102,7 +102,7 @@ def content_hash(source: str) -> str:
 
 
 def entry_point(source: str) -> str:
-    """Returns the name of its function in a library of several."""
+    """Returns the name of the source's function in a library of several."""
     return f"jaxinf_{content_hash(source)[:32]}"
 
 
