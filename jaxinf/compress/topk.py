@@ -46,18 +46,18 @@ class TopK:
         if self.values is not None:
             check_choice("top_k: values", self.values, ValueDType)
 
-    def value_dtype(self, gradient_dtype: Any) -> np.dtype:
-        """Returns the dtype of values on the link."""
-        return jnp.dtype(self.values or gradient_dtype)
+    def value_dtype(self, gradient: Any) -> np.dtype:
+        """Returns the dtype of values on the link, for a gradient's dtype."""
+        return jnp.dtype(self.values or gradient)
 
-    def num_kept(self, num_elements: int, gradient_dtype: Any) -> int:
-        """Returns the number of elements of a chunk to send.
+    def num_kept(self, num_elements: int, gradient: Any) -> int:
+        """Returns the number of elements of a chunk to send, for a gradient's dtype.
 
         As many as fit into ``ratio`` times the dense bytes, but at least one.
         """
         ratio = Fraction(repr(float(self.ratio)))  # as it is written, not as it rounds
-        dense_bytes = num_elements * np.dtype(gradient_dtype).itemsize
-        entry_bytes = INDEX_BYTES + self.value_dtype(gradient_dtype).itemsize
+        dense_bytes = num_elements * np.dtype(gradient).itemsize
+        entry_bytes = INDEX_BYTES + self.value_dtype(gradient).itemsize
         num_fitting = int(ratio * dense_bytes / entry_bytes)
         return min(num_elements, max(1, num_fitting))
 
