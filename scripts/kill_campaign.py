@@ -33,13 +33,13 @@ import numpy as np
 import optax
 
 import jaxinf
-from jaxinf.engine import store_subgroups
+from jaxinf.engine import subgroup_table
 from jaxinf.engine.options import Durability
 from jaxinf.layout import grid
 from jaxinf.store import StoreDirectory, checkpoint_names, verify_step
 
 grid.DEFAULT_CHUNK_ELEMENTS = 4096  # so little data has several
-store_subgroups._QUICK_BYTES = 0  # so little memory holds a part of the state
+subgroup_table._QUICK_BYTES = 0  # so little memory holds a part of the state
 SIZES = (32, 256, 256, 8)
 SCHEDULE_STEPS = 40
 CHECKPOINT_EVERY = 5

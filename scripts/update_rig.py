@@ -122,7 +122,7 @@ class UpdateRig:
 
     def _transfer(self, layout: SubgroupLayout, *, is_kept: bool) -> Transfer:
         files = self.engine.files
-        states = range(len(layout.slots))
+        states = range(len(layout.state_names))
 
         def piece(state: int, slot: Slot) -> Piece:
             extent = layout.extents[state]

@@ -10,11 +10,11 @@ Where a question is answered:
     how another number opens it          redivision.py
     what a store must hold for a run     description.py
     whose params a step may use          resume_check.py
-    how a gradient becomes tasks         step_pipeline.py, updates.py
-    in which order a commit is durable   open_files.py (`publish`)
+    how a gradient becomes tasks         step_runner.py, updates.py
+    in which order a commit is durable   store_files.py (`publish`)
     where a chunk's newest bytes are     chunks.py
-    how chunks are cut to be moved       store_subgroups.py
-    which state stays in memory          store_subgroups.py (`staying`), open_files.py
+    how chunks are cut to be moved       subgroup_table.py
+    which state stays in memory          subgroup_table.py (`staying`), store_files.py
     what drives move in a step           updates.py (`update_moves`)
     what waits for JAX                   dispatched.py
     how leaves come back to JAX          reading.py, state_trees.py; carry.py
@@ -37,7 +37,6 @@ from jaxinf.engine.description import (
 from jaxinf.engine.engine import Engine
 from jaxinf.engine.exports import ExportInfo
 from jaxinf.engine.failure import check_announced
-from jaxinf.engine.open_files import Assignment
 from jaxinf.engine.open_stores import close, open_store, store_of
 from jaxinf.engine.options import DEFAULT_MEMORY_BYTES, Durability, MasterChoice
 from jaxinf.engine.reading import (
@@ -60,9 +59,10 @@ from jaxinf.engine.sharding import (
     sum_bits,
     unused_axes,
 )
-from jaxinf.engine.step_pipeline import StepMetrics
+from jaxinf.engine.step_runner import StepMetrics
 from jaxinf.engine.store import Store, engine_of
-from jaxinf.engine.store_subgroups import Move, StoreSubgroups, SubgroupLayout
+from jaxinf.engine.store_files import Assignment
+from jaxinf.engine.subgroup_table import Move, SubgroupLayout, SubgroupTable
 from jaxinf.engine.updates import (
     FirstParams,
     StateRequest,

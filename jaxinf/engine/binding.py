@@ -18,7 +18,6 @@ from jaxinf.engine.description import (
 )
 from jaxinf.engine.dispatched import wait_for_dispatched
 from jaxinf.engine.engine import Engine
-from jaxinf.engine.open_files import OpenFiles, open_fleet
 from jaxinf.engine.opening import (
     check_alike,
     check_place,
@@ -27,8 +26,9 @@ from jaxinf.engine.opening import (
     open_in_all,
     open_steps,
 )
-from jaxinf.engine.step_pipeline import StepPipeline
-from jaxinf.engine.store_subgroups import StoreSubgroups
+from jaxinf.engine.step_runner import StepRunner
+from jaxinf.engine.store_files import StoreFiles, open_fleet
+from jaxinf.engine.subgroup_table import SubgroupTable
 from jaxinf.errors import StaleStateError, StoreFormatError
 from jaxinf.store import (
     StoreLock,
@@ -95,13 +95,13 @@ def bind_optimizer(
         return engine.is_new
 
 
-def subgroups_of(engine: Engine, description: StoreDescription) -> StoreSubgroups:
+def subgroups_of(engine: Engine, description: StoreDescription) -> SubgroupTable:
     """Returns the subgroups of the existing or future store; writes nothing."""
     with engine.guard:  # another thread may make it meanwhile
         if engine.has_files:
             return engine.files.subgroups
     directory = planned(engine.options, engine.group, description)
-    return StoreSubgroups(engine.options, directory)
+    return SubgroupTable(engine.options, directory)
 
 
 # --- a new store ----------------------------------------------------------------------
@@ -131,7 +131,7 @@ def _make_store(
 
 def _create_files(
     engine: Engine, description: StoreDescription, *, uses_budget: bool
-) -> StepPipeline:
+) -> StepRunner:
     options, path = engine.options, engine.options.path
     roots, leftover = (), None
     if engine.lock is not None and is_there(path):
@@ -141,7 +141,7 @@ def _create_files(
     if leftover is not None:
         discard_store(leftover)
     check_space(directory, num_more=options.num_kept)
-    subgroups = StoreSubgroups(options, directory)
+    subgroups = SubgroupTable(options, directory)
     if uses_budget:
         subgroups.check_memory()
     fleet = open_fleet(subgroups, engine.meters)
@@ -163,7 +163,7 @@ def _create_files(
         directory.lock = engine.lock
         create_store(directory)
         undo.pop_all()
-    return StepPipeline(engine, OpenFiles(engine, subgroups, None, fleet))
+    return StepRunner(engine, StoreFiles(engine, subgroups, None, fleet))
 
 
 # --- a run that begins anew -----------------------------------------------------------

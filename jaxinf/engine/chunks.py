@@ -16,7 +16,7 @@ from typing import TypeAlias
 import numpy as np
 
 from jaxinf.csd import Csd, Transfer
-from jaxinf.engine.store_subgroups import SubgroupLayout
+from jaxinf.engine.subgroup_table import SubgroupLayout
 from jaxinf.store import Slot, StoreDirectory, corrupt_chunk, other_slot
 from jaxinf.transfer import (
     Compute,

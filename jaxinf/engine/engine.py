@@ -26,8 +26,8 @@ from jaxinf.transfer import ByteMeters, file_progress
 from jaxinf.typing import JsonValue
 
 if TYPE_CHECKING:  # which are made with an engine
-    from jaxinf.engine.open_files import OpenFiles
-    from jaxinf.engine.step_pipeline import StepPipeline
+    from jaxinf.engine.step_runner import StepRunner
+    from jaxinf.engine.store_files import StoreFiles
 
 _LOG = logging.getLogger("jaxinf")
 
@@ -66,7 +66,7 @@ class Engine:
         self.shardings: tuple[NamedSharding, ...] = ()
         self.num_replaced, self.last_step = 0, -1
         self.on_close: list[Callable[[], None]] = []
-        self._steps: StepPipeline | None = None
+        self._steps: StepRunner | None = None
         self._payloads: dict[int, JsonValue] = {}
         self._payloads_lock = threading.Lock()
         group.report(lambda: hash((meters.snapshot(), file_progress())))
@@ -96,7 +96,7 @@ class Engine:
         return steps is None or steps.files.is_new
 
     @property
-    def steps(self) -> "StepPipeline":
+    def steps(self) -> "StepRunner":
         """The steps of the open store, which must have files."""
         steps = self._steps
         if steps is None:
@@ -106,12 +106,12 @@ class Engine:
         return steps
 
     @steps.setter
-    def steps(self, steps: "StepPipeline | None") -> None:
+    def steps(self, steps: "StepRunner | None") -> None:
         self._steps = steps
         self.last_step = -1 if self.is_new else self.files.commit.step
 
     @property
-    def files(self) -> "OpenFiles":
+    def files(self) -> "StoreFiles":
         """The files of its steps."""
         return self.steps.files
 

@@ -21,10 +21,10 @@ from typing import Any
 from jaxinf.documents import first_few
 from jaxinf.engine.description import check_form
 from jaxinf.engine.engine import Engine
-from jaxinf.engine.open_files import OpenFiles, open_fleet
 from jaxinf.engine.options import StoreOptions, check_writable
-from jaxinf.engine.step_pipeline import StepPipeline
-from jaxinf.engine.store_subgroups import StoreSubgroups
+from jaxinf.engine.step_runner import StepRunner
+from jaxinf.engine.store_files import StoreFiles, open_fleet
+from jaxinf.engine.subgroup_table import SubgroupTable
 from jaxinf.errors import ProcessError, StoreFormatError, StoreMismatchError
 from jaxinf.processes import Group, join_group
 from jaxinf.store import (
@@ -132,7 +132,7 @@ def open_engine(
         engine.lock = StoreLock(path)
         return None if group.is_alone else _held_summary(path, group, options.restore)
 
-    def recover() -> StepPipeline | None:
+    def recover() -> StepRunner | None:
         if engine.lock is None:
             return None
         if not group.is_alone:
@@ -150,12 +150,12 @@ def open_engine(
 
 
 def open_in_all(
-    engine: Engine, what: str, make: Callable[[], StepPipeline | None]
+    engine: Engine, what: str, make: Callable[[], StepRunner | None]
 ) -> None:
     """Gives an engine steps, or closes their files if another process has none."""
     with contextlib.ExitStack() as undo:
 
-        def made() -> StepPipeline | None:
+        def made() -> StepRunner | None:
             if (steps := make()) is not None:
                 undo.callback(steps.files.close)
             return steps
@@ -166,11 +166,11 @@ def open_in_all(
 
 def open_steps(
     engine: Engine, directory: StoreDirectory, commit: CommitRecord | None
-) -> StepPipeline:
+) -> StepRunner:
     """Opens the files of a store, new if it has no commit to go on from."""
-    subgroups = StoreSubgroups(engine.options, directory)
+    subgroups = SubgroupTable(engine.options, directory)
     fleet = open_fleet(subgroups, engine.meters)
-    return StepPipeline(engine, OpenFiles(engine, subgroups, commit, fleet))
+    return StepRunner(engine, StoreFiles(engine, subgroups, commit, fleet))
 
 
 def _check_restorable(engine: Engine) -> None:
@@ -182,7 +182,7 @@ def _check_restorable(engine: Engine) -> None:
         )
 
 
-def _open_locked(engine: Engine, lock: StoreLock) -> StepPipeline | None:
+def _open_locked(engine: Engine, lock: StoreLock) -> StepRunner | None:
     """Opens the store at the step to continue from; removes leftovers."""
     options, path = engine.options, engine.options.path
     with lock_exclusively(path / "checkpoints.lock"):

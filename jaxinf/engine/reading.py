@@ -15,7 +15,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxinf.engine.open_files import OpenFiles
 from jaxinf.engine.sharding import (
     assemble_shards,
     gathered_whole,
@@ -23,6 +22,7 @@ from jaxinf.engine.sharding import (
     own_parts,
     shard_whole,
 )
+from jaxinf.engine.store_files import StoreFiles
 from jaxinf.errors import StoreError, StoreMismatchError
 from jaxinf.layout import Chunk, scatter, target_view
 from jaxinf.program import leaf_infos
@@ -51,7 +51,7 @@ class StateReader(StepReader):
       memory_bytes: memory for reads; by default as much as the store has.
     """
 
-    def __init__(self, files: OpenFiles, memory_bytes: int | None = None) -> None:
+    def __init__(self, files: StoreFiles, memory_bytes: int | None = None) -> None:
         self._files, chunks, directory = files, files.chunks, files.directory
         record = files.commit
         if chunks.has_working:
@@ -110,7 +110,7 @@ class StateReader(StepReader):
 
         Args:
           out: an array of the wanted dtype; it must cover whole chunks
-            (`StoreSubgroups.divides`). If it has the dtype of the store's `params`,
+            (`SubgroupTable.divides`). If it has the dtype of the store's `params`,
             they are rounded in the same way as these, otherwise to nearest even.
           origin: index in the leaf of its first element.
           states: number of the state, or the two of `average_states`.
@@ -144,7 +144,7 @@ class StateReader(StepReader):
         self.__exit__()
 
 
-def average_states(files: OpenFiles, leaf: int) -> tuple[int, ...]:
+def average_states(files: StoreFiles, leaf: int) -> tuple[int, ...]:
     """Returns the numbers of the states of which a leaf's average is made.
 
     These are the average alone, or of a schedule-free optimizer the master params and
@@ -163,7 +163,7 @@ def average_states(files: OpenFiles, leaf: int) -> tuple[int, ...]:
 
 
 def read_feedback(
-    files: OpenFiles, leaf: int, out: Array, origin: Sequence[int]
+    files: StoreFiles, leaf: int, out: Array, origin: Sequence[int]
 ) -> None:
     """Reads a leaf's or a shard's error feedback, the last of its states."""
     with StateReader(files) as reader:
@@ -173,7 +173,7 @@ def read_feedback(
 # --- whole arrays ---------------------------------------------------------------------
 
 
-def check_like(files: OpenFiles, like: PyTree, what: str = "`like`") -> None:
+def check_like(files: StoreFiles, like: PyTree, what: str = "`like`") -> None:
     """Refuses a tree of arrays, or of shapes and dtypes, of other leaves or shapes.
 
     Args:
@@ -190,7 +190,7 @@ def check_like(files: OpenFiles, like: PyTree, what: str = "`like`") -> None:
         )
 
 
-def read_array(files: OpenFiles, number: int, dtype: np.dtype, *states: int) -> Array:
+def read_array(files: StoreFiles, number: int, dtype: np.dtype, *states: int) -> Array:
     """Returns a leaf's whole committed state, or its average; blocks."""
     record = files.leaves[number]
     box = [0] * len(record.shape), record.shape
@@ -200,7 +200,7 @@ def read_array(files: OpenFiles, number: int, dtype: np.dtype, *states: int) -> 
 
 
 def _read_box(
-    files: OpenFiles,
+    files: StoreFiles,
     number: int,
     dtype: np.dtype,
     states: Sequence[int],
@@ -221,7 +221,7 @@ def _read_box(
     return out
 
 
-def read_leaf(files: OpenFiles, number: int, like: Any, *states: int) -> jax.Array:
+def read_leaf(files: StoreFiles, number: int, like: Any, *states: int) -> jax.Array:
     """Reads a leaf's committed state, or its average, onto JAX devices; blocks.
 
     In a run of several processes all call it. Where the holders of shards own their

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxinf.engine.open_files import OpenFiles
 from jaxinf.engine.reading import StateReader
+from jaxinf.engine.store_files import StoreFiles
 from jaxinf.errors import DivergedParamsError, StaleStateError, StoreMismatchError
 from jaxinf.layout import gather
 from jaxinf.store import ChunkRun, dtype_of, list_checkpoints
@@ -39,7 +39,7 @@ class ResumeCheck:
         were compared.
     """
 
-    def __init__(self, files: OpenFiles) -> None:
+    def __init__(self, files: StoreFiles) -> None:
         self.at: int | None = None
         self._files = files
         self._reading = threading.Lock()  # so that one comparison has memory
@@ -102,7 +102,7 @@ class ResumeCheck:
 
 
 def difference_of(
-    files: OpenFiles,
+    files: StoreFiles,
     leaf: int,
     params: Array,
     origin: Sequence[int],
@@ -157,7 +157,7 @@ def diverged_error(leaf: str, difference: str = "") -> DivergedParamsError:
     )
 
 
-def stale_state(files: OpenFiles, step: int) -> StaleStateError:
+def stale_state(files: StoreFiles, step: int) -> StaleStateError:
     """Makes the error for a state that is not of the store's last step."""
     names = [x.name for x in list_checkpoints(files.directory) if x.step == step]
     at = files.finished.step

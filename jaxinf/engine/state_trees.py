@@ -15,11 +15,11 @@ from jaxinf.csd import Csd, CsdBuffer
 from jaxinf.documents import first_few
 from jaxinf.engine.carry import array_like, data_of
 from jaxinf.engine.engine import Engine
-from jaxinf.engine.open_files import OpenFiles
 from jaxinf.engine.reading import read_leaf
 from jaxinf.engine.resume_check import RESTART
 from jaxinf.engine.sharding import shards_with_origin
-from jaxinf.engine.store_subgroups import SubgroupLayout
+from jaxinf.engine.store_files import StoreFiles
+from jaxinf.engine.subgroup_table import SubgroupLayout
 from jaxinf.errors import StoreMismatchError
 from jaxinf.program import StateLayout, state_keys
 from jaxinf.store import ScalarState
@@ -46,7 +46,7 @@ class _Place(NamedTuple):
     dtype: np.dtype
 
 
-def read_state(files: OpenFiles, layout: StateLayout, like: PyTree) -> PyTree:
+def read_state(files: StoreFiles, layout: StateLayout, like: PyTree) -> PyTree:
     """Returns the last step's optax state in the form of a tree; blocks."""
     scalars = files.finished.scalar_state
     leaves = [
@@ -100,7 +100,7 @@ def load_step(engine: Engine, params: Sequence[Any], state: PyTree, step: int) -
 
 
 def _placed_leaves(
-    files: OpenFiles, layout: StateLayout, state: PyTree, what: str
+    files: StoreFiles, layout: StateLayout, state: PyTree, what: str
 ) -> dict[_Place, Any]:
     """Returns each leaf of an optax state by its place.
 
@@ -130,7 +130,7 @@ def _placed_leaves(
     return {places[name]: leaf for name, leaf in leaves.items()}
 
 
-def _places(files: OpenFiles, layout: StateLayout) -> Iterator[_Place]:
+def _places(files: StoreFiles, layout: StateLayout) -> Iterator[_Place]:
     scalars = zip(layout.scalar_indices, files.finished.scalar_state, strict=True)
     for number, (index, held) in enumerate(scalars):
         value, name = held.value, _name(layout.keys[index])
@@ -151,7 +151,7 @@ def _name(keys: Sequence[tuple[str, Any]]) -> str:
 
 
 def _given(
-    files: OpenFiles, layout: StateLayout, params: Sequence[Any], state: PyTree
+    files: StoreFiles, layout: StateLayout, params: Sequence[Any], state: PyTree
 ) -> tuple[list[tuple[int, int, Any]], list[ScalarState]]:
     """Returns arrays by leaf and number of the state, and scalars; reads these alone.
 
@@ -181,7 +181,7 @@ def _given(
     return stored, scalars
 
 
-def _parts(files: OpenFiles, array: Any) -> Iterator[tuple[tuple[int, ...], Array]]:
+def _parts(files: StoreFiles, array: Any) -> Iterator[tuple[tuple[int, ...], Array]]:
     """Yields origin and values of the whole array, or of this process's shards."""
     shards = shards_with_origin(np.asarray(array) if files.group.is_alone else array)
     while shards:
@@ -189,7 +189,7 @@ def _parts(files: OpenFiles, array: Any) -> Iterator[tuple[tuple[int, ...], Arra
 
 
 def _write_part(
-    files: OpenFiles, leaf: int, state: int, origin: Sequence[int], values: Array
+    files: StoreFiles, leaf: int, state: int, origin: Sequence[int], values: Array
 ) -> None:
     """Writes a box of a leaf's state; blocks until it is in buffers.
 

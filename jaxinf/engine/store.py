@@ -20,10 +20,10 @@ from jaxinf.engine.dispatched import (
 )
 from jaxinf.engine.engine import Engine
 from jaxinf.engine.exports import ExportInfo
-from jaxinf.engine.open_files import OpenFiles
 from jaxinf.engine.reading import average_states, check_like, read_array, read_leaf
 from jaxinf.engine.state_trees import load_step, read_state
-from jaxinf.engine.step_pipeline import LAST_STEP, StepMetrics
+from jaxinf.engine.step_runner import LAST_STEP, StepMetrics
+from jaxinf.engine.store_files import StoreFiles
 from jaxinf.errors import ProcessError, StoreError
 from jaxinf.processes import raise_kept
 from jaxinf.program import is_trained, trained
@@ -98,7 +98,7 @@ class Store:
         return self._engine.directory.manifest
 
     @contextlib.contextmanager
-    def _at_last_step(self, state: Any = None) -> Iterator[OpenFiles]:
+    def _at_last_step(self, state: Any = None) -> Iterator[StoreFiles]:
         """The store's files at its last finished step; meanwhile no step begins."""
         self.wait(state)
         engine = self._engine

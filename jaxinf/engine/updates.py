@@ -5,7 +5,7 @@
 Invariant: a task reads only the newest version of a state, and writes only to the slot
 that the step builds. No result is returned or stored for params that differ from the
 store's. The arrays of a request belong to the caller: they are only read, copied where
-a part is not contiguous, and used only until `StepPipeline.update` or `recall` returns.
+a part is not contiguous, and used only until `StepRunner.update` or `recall` returns.
 Which subgroups an updater computes changes between steps only.
 """
 
@@ -21,7 +21,6 @@ import numpy as np
 from jaxinf.compress import SparseGradient, SparseLeaf
 from jaxinf.csd import Csd, CsdBuffer, Rounding, Update, initialise_states, is_idle
 from jaxinf.engine.description import StoreDescription
-from jaxinf.engine.open_files import OpenFiles
 from jaxinf.engine.reading import StateReader
 from jaxinf.engine.resume_check import (
     COMPARING_BYTES,
@@ -29,7 +28,8 @@ from jaxinf.engine.resume_check import (
     difference_of,
     diverged_error,
 )
-from jaxinf.engine.store_subgroups import Move, StoreSubgroups, SubgroupLayout
+from jaxinf.engine.store_files import StoreFiles
+from jaxinf.engine.subgroup_table import Move, SubgroupLayout, SubgroupTable
 from jaxinf.errors import NonFiniteScalarError, StoreMismatchError
 from jaxinf.kernels import scalars_used, specialise, state_read
 from jaxinf.layout import covers, rounding_of_chunk, target_view
@@ -56,7 +56,7 @@ class FirstParams(NamedTuple):
 
 @dataclass(frozen=True)
 class StateRequest:
-    """A request for a slot of a leaf, or of a JAX device's shard of it.
+    """A request for a state of a leaf, or of a JAX device's shard of it.
 
     Attributes:
       origin: index in the leaf of the first element of `out`.
@@ -64,7 +64,7 @@ class StateRequest:
     """
 
     leaf: int
-    slot: str
+    state_name: str
     origin: tuple[int, ...]
     out: Array
 
@@ -114,7 +114,7 @@ class RequestedUpdate:
       is_finite: whether the gradient is finite; known when the tasks have computed.
     """
 
-    def __init__(self, files: OpenFiles, request: UpdateRequest, step: int) -> None:
+    def __init__(self, files: StoreFiles, request: UpdateRequest, step: int) -> None:
         self._files, self._request, self._step = files, request, step
         self._kernel = specialise(request.kernel, request.inputs.scalars)
         # The greatest difference of the caller's 16-bit params from the store's.
@@ -132,7 +132,7 @@ class RequestedUpdate:
 
     def _task(self, layout: SubgroupLayout) -> Task:
         files, request, kernel = self._files, self._request, self._kernel
-        loads, stores = _moved(kernel, layout.slots, request.feedback is not None)
+        loads, stores = _moved(kernel, layout.state_names, request.feedback is not None)
         if self._out_dtype != np.float32:
             loads |= {0}  # the result depends on the params
         takes_given = (
@@ -272,7 +272,7 @@ class RequestedUpdate:
 
 
 def initialise_leaves(
-    files: OpenFiles, description: StoreDescription, given: Sequence[FirstParams]
+    files: StoreFiles, description: StoreDescription, given: Sequence[FirstParams]
 ) -> None:
     """Makes master params and initial states of a new store's leaves; blocks."""
     tasks = [_first_tasks(files, description, one) for one in given]
@@ -280,7 +280,7 @@ def initialise_leaves(
 
 
 def _first_tasks(
-    files: OpenFiles, description: StoreDescription, given: FirstParams
+    files: StoreFiles, description: StoreDescription, given: FirstParams
 ) -> list[Task]:
     kernel = description.leaves[given.leaf].init_kernel
 
@@ -304,20 +304,26 @@ def _first_tasks(
         files.meters.add(link_down_bytes=own.nbytes)
 
     return [
-        Task(layout, partial(compute, layout), stores=tuple(range(len(layout.slots))))
+        Task(
+            layout,
+            partial(compute, layout),
+            stores=tuple(range(len(layout.state_names))),
+        )
         for layout in files.subgroups.layouts(
             given.leaf, given.origin, given.params.shape
         )
     ]
 
 
-def recall_tasks(files: OpenFiles, request: StateRequest) -> list[Task]:
-    """Makes the tasks that read a slot in the middle of a step; they write nothing."""
+def recall_tasks(files: StoreFiles, request: StateRequest) -> list[Task]:
+    """Makes the tasks that read a state in the middle of a step; they write nothing."""
 
     def compute(
         layout: SubgroupLayout, csd: Csd, buffer: CsdBuffer, _: Collection[int]
     ) -> None:
-        values = csd.view(buffer, layout.extents[layout.slots.index(request.slot)])
+        values = csd.view(
+            buffer, layout.extents[layout.state_names.index(request.state_name)]
+        )
         values = values[: layout.subgroup.num_elements]
         values = values.astype(request.out.dtype, copy=False)
         layout.scatter(request.out, request.origin, values)
@@ -326,13 +332,15 @@ def recall_tasks(files: OpenFiles, request: StateRequest) -> list[Task]:
     for layout in files.subgroups.layouts(
         request.leaf, request.origin, request.out.shape
     ):
-        state = layout.slots.index(request.slot)
+        state = layout.state_names.index(request.state_name)
         loads = files.chunks.sources(layout, [state])
         tasks.append(Task(layout, partial(compute, layout), loads))
     return tasks
 
 
-def nan_scalars(files: OpenFiles, requests: Sequence[UpdateRequest]) -> tuple[str, ...]:
+def nan_scalars(
+    files: StoreFiles, requests: Sequence[UpdateRequest]
+) -> tuple[str, ...]:
     """Names the scalars that are NaN and used, for an error.
 
     A learning rate of NaN turns all state into NaN, whatever the gradients are. Inf is
@@ -349,7 +357,7 @@ def nan_scalars(files: OpenFiles, requests: Sequence[UpdateRequest]) -> tuple[st
 
 
 def nan_scalar_error(
-    files: OpenFiles, found: Sequence[str], scalars: Sequence[ScalarState]
+    files: StoreFiles, found: Sequence[str], scalars: Sequence[ScalarState]
 ) -> NonFiniteScalarError:
     """Makes the error for a step that would compute with NaN; a scalar may name it."""
     named = ", ".join(
@@ -370,7 +378,7 @@ def nan_scalar_error(
 # --- what an update moves ------------------------------------------------------------
 
 
-def can_take(subgroups: StoreSubgroups, leaf: int, dtype: np.dtype) -> bool:
+def can_take(subgroups: SubgroupTable, leaf: int, dtype: np.dtype) -> bool:
     """Whether an update can use a caller's params of a dtype in place of the store's.
 
     It does if its kernel reads them.
@@ -380,7 +388,7 @@ def can_take(subgroups: StoreSubgroups, leaf: int, dtype: np.dtype) -> bool:
 
 
 def update_moves(
-    subgroups: StoreSubgroups,
+    subgroups: SubgroupTable,
     kernel: Kernel,
     leaf: int,
     origin: Sequence[int],
@@ -393,26 +401,26 @@ def update_moves(
 
     Args:
       takes_params: whether it takes a caller's params in place of the store's.
-      recalled: slots that the step reads before, too.
+      recalled: names of the states that the step reads before, too.
     """
     found, taken = [], {0} if takes_params else set[int]()
     for layout in subgroups.layouts(leaf, origin, extent):
-        loads, stores = _moved(kernel, layout.slots, layout.feedback is not None)
-        again = map(layout.slots.index, recalled)
+        loads, stores = _moved(kernel, layout.state_names, layout.feedback is not None)
+        again = map(layout.state_names.index, recalled)
         found.append(Move(layout, (*loads - taken, *again), stores))
     return found
 
 
 @lru_cache
 def _moved(
-    kernel: Kernel, slots: tuple[str, ...], has_feedback: bool
+    kernel: Kernel, state_names: tuple[str, ...], has_feedback: bool
 ) -> tuple[frozenset[int], tuple[int, ...]]:
     needed, unchanged = state_read(kernel), kernel.unchanged
     if not has_feedback:
         unchanged |= {ERROR_FEEDBACK}
     return (
-        frozenset(n for n, slot in enumerate(slots) if slot in needed),
-        tuple(n for n, slot in enumerate(slots) if slot not in unchanged),
+        frozenset(n for n, name in enumerate(state_names) if name in needed),
+        tuple(n for n, name in enumerate(state_names) if name not in unchanged),
     )
 
 

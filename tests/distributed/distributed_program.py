@@ -33,7 +33,7 @@ import jaxinf.engine.opening
 import jaxinf.engine.store
 import jaxinf.engine.updates
 from jaxinf.engine import divide_for
-from jaxinf.engine.step_pipeline import StepPipeline
+from jaxinf.engine.step_runner import StepRunner
 from jaxinf.processes import Group, group
 from jaxinf.store import StoreDirectory
 from jaxinf.streaming.update.apply_gradients import StoreSink
@@ -42,7 +42,7 @@ POINTS = {
     "create": (jaxinf.engine.binding, "create_store"),
     "initialise": (jaxinf.engine.updates, "_first_tasks"),
     "unpublish": (StoreDirectory, "unpublish"),
-    "update": (StepPipeline, "update"),
+    "update": (StepRunner, "update"),
     "sync": (StoreDirectory, "sync"),
     "record": (StoreDirectory, "write_record"),
     "meet": (Group, "barrier"),

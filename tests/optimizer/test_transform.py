@@ -13,7 +13,7 @@ from inject import at_each_call
 from small_stores import same, steps, train
 
 import jaxinf
-from jaxinf.engine.step_pipeline import StepPipeline
+from jaxinf.engine.step_runner import StepRunner
 from jaxinf.optimizer.host_side import StartedUpdates
 
 pytestmark = pytest.mark.optimized
@@ -128,7 +128,7 @@ def test_small_leaves_come_in_one_call(open_store, monkeypatch):
     def note(steps, step, *requests):
         calls.append([request.leaf for request in requests])
 
-    at_each_call(monkeypatch, StepPipeline, "update", note)
+    at_each_call(monkeypatch, StepRunner, "update", note)
     shapes = {"a": (7,), "b": (0, 3), "c": (), "long": (600, 500), "table": (128, 64)}
     params = {name: jnp.ones(shape) for name, shape in shapes.items()}
     store = open_store()

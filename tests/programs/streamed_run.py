@@ -16,7 +16,7 @@ from inject import at_each_call, die
 from zoo import ZOO
 
 import jaxinf
-from jaxinf.engine.step_pipeline import StepPipeline
+from jaxinf.engine.step_runner import StepRunner
 
 CHUNKS = {"chunk_elements": 4096, "memory_bytes": 16 << 20}
 TX = optax.adam(1e-2)
@@ -55,14 +55,14 @@ def finished(step):
 
 def kill_in_the_last_step():
     """Kills this process after an update of the last step."""
-    update = StepPipeline.update
+    update = StepRunner.update
 
     def last(steps, step, *requests):
         if step == NUM_STEPS - 1:
             update(steps, step, requests[0])
             die()
 
-    at_each_call(builtins, StepPipeline, "update", last)
+    at_each_call(builtins, StepRunner, "update", last)
 
 
 def main(path, name, durability):

@@ -19,7 +19,7 @@ from zoo import ZOO
 
 import jaxinf
 from jaxinf.engine import StateReader
-from jaxinf.engine.step_pipeline import StepPipeline
+from jaxinf.engine.step_runner import StepRunner
 from jaxinf.errors import StoreCorruptError
 from jaxinf.processes import run_whole
 from jaxinf.streaming.update.apply_gradients import StoreSink
@@ -92,7 +92,7 @@ def test_no_uncommitted_step_is_overwritten_for_gradients_that_are_not_finite(
 @pytest.mark.usefixtures("pythons_handler")
 @pytest.mark.parametrize(
     ("owner", "method", "count"),
-    [(StateReader, "read", 1), (StoreSink, "put", 2), (StepPipeline, "update", 1)],
+    [(StateReader, "read", 1), (StoreSink, "put", 2), (StepRunner, "update", 1)],
 )
 def test_ctrl_c_ends_a_step_and_training_goes_on(
     owner, method, count, opened, monkeypatch
@@ -107,7 +107,7 @@ def test_ctrl_c_ends_a_step_and_training_goes_on(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     # A second pass over a step that is not committed is never left half-way.
     is_ended = finished(step) == 3
-    assert is_ended or owner != StepPipeline
+    assert is_ended or owner != StepRunner
     found += train_on(step)
     losses, _ = uninterrupted("tied_and_unused")
     assert found == [x for i, x in enumerate(losses) if i != 2 or not is_ended]

@@ -23,7 +23,7 @@ from streaming import streamed as streamed_plan
 from zoo import ZOO, normal
 
 import jaxinf
-from jaxinf.engine.step_pipeline import StepPipeline
+from jaxinf.engine.step_runner import StepRunner
 from jaxinf.errors import StreamError
 from jaxinf.streaming.micro_batches import combine_parts, first_part, parts_of
 from jaxinf.streaming.move.values import Values
@@ -205,7 +205,7 @@ def test_a_step_after_one_whose_updates_failed_has_room_for_its_params(
     step = jaxinf.stream(loss, ADAM, store, **options, micro_batches=2)
     step.load(params, batch=batch)
     with monkeypatch.context() as patch:
-        patch.setattr(StepPipeline, "update", raising(RuntimeError("given up")))
+        patch.setattr(StepRunner, "update", raising(RuntimeError("given up")))
         with pytest.raises(RuntimeError, match="given up"):
             step(batch)
     np.testing.assert_allclose(step(batch)[0], loss(params, batch), rtol=1e-5)

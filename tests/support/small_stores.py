@@ -10,11 +10,11 @@ import numpy as np
 import optax
 
 import jaxinf
-from jaxinf.engine import options, store_subgroups
+from jaxinf.engine import options, subgroup_table
 from jaxinf.layout import grid
 
 _CHUNK_ELEMENTS = grid.DEFAULT_CHUNK_ELEMENTS
-_QUICK_BYTES = store_subgroups._QUICK_BYTES
+_QUICK_BYTES = subgroup_table._QUICK_BYTES
 _WORKERS = options.LEAST_WORKERS, options.WORKERS_A_DRIVE
 
 
@@ -22,9 +22,9 @@ def reset(*, chunk_elements=None, num_workers=None):
     """Sets the longest chunk of new stores and the number of workers, or neither."""
     longest = chunk_elements or _CHUNK_ELEMENTS
     grid.DEFAULT_CHUNK_ELEMENTS = longest
-    store_subgroups.DEFAULT_CHUNK_ELEMENTS = longest
+    subgroup_table.DEFAULT_CHUNK_ELEMENTS = longest
     # So small a store leaves memory for a part of its state, as a large one does.
-    store_subgroups._QUICK_BYTES = _QUICK_BYTES if chunk_elements is None else 0
+    subgroup_table._QUICK_BYTES = _QUICK_BYTES if chunk_elements is None else 0
     workers = _WORKERS if num_workers is None else (num_workers, 0)
     options.LEAST_WORKERS, options.WORKERS_A_DRIVE = workers
 

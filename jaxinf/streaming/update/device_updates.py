@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from jaxinf.csd import Csd, CsdBuffer, Extent, Update, UpdateOutcome
-from jaxinf.engine import Assignment, Store, StoreSubgroups, engine_of
+from jaxinf.engine import Assignment, Store, SubgroupTable, engine_of
 from jaxinf.errors import StoreError, StreamError
 from jaxinf.kernels import state_read
 from jaxinf.program import (
@@ -107,7 +107,7 @@ def device_interval(
 
 
 def device_share(
-    subgroups: StoreSubgroups,
+    subgroups: SubgroupTable,
     kernels: Sequence[Kernel],
     options: Options,
     mesh: Mesh | None,
@@ -168,7 +168,7 @@ def every_kth(share: Assignment, every: int) -> Assignment:
 
 
 def needs_of_share(
-    subgroups: StoreSubgroups, share: Assignment, gradient_bytes: int
+    subgroups: SubgroupTable, share: Assignment, gradient_bytes: int
 ) -> list[MemoryNeed]:
     """Returns what updates on the device take there, and here.
 

@@ -19,7 +19,7 @@ from jaxinf.csd import is_idle
 from jaxinf.engine import (
     Engine,
     Move,
-    StoreSubgroups,
+    SubgroupTable,
     can_take,
     keeps_feedback,
     read_feedback,
@@ -152,7 +152,7 @@ class UpdatePlan:
         engine: Engine,
         ready: OrderedProgram,
         program: UpdateProgram,
-        subgroups: StoreSubgroups,
+        subgroups: SubgroupTable,
         options: Options,
     ) -> None:
         self.engine, self.options = engine, options

@@ -16,7 +16,7 @@ from jaxinf.csd import Csd, CsdFleet, open_csds
 from jaxinf.engine.carry import carry_form
 from jaxinf.engine.chunks import ChunkMoves, ChunkTable
 from jaxinf.engine.engine import Engine
-from jaxinf.engine.store_subgroups import StoreSubgroups
+from jaxinf.engine.subgroup_table import SubgroupTable
 from jaxinf.layout import Subgroup
 from jaxinf.store import (
     CarriedArray,
@@ -30,7 +30,7 @@ from jaxinf.store import (
 from jaxinf.transfer import ByteMeters, Limits, Mover, Queues, existing_parent, span
 
 
-def open_fleet(subgroups: StoreSubgroups, meters: ByteMeters) -> CsdFleet:
+def open_fleet(subgroups: SubgroupTable, meters: ByteMeters) -> CsdFleet:
     """Opens the CSDs of a store, which need not be there; writes nothing."""
     directory = subgroups.directory
     roots = [Path(root) for root in directory.manifest.csds]
@@ -67,7 +67,7 @@ class Assignment:
     subgroups: tuple[Subgroup, ...] = ()
 
 
-class OpenFiles:
+class StoreFiles:
     """The files of an open store, and what moves and updates their chunks.
 
     Args:
@@ -92,7 +92,7 @@ class OpenFiles:
     def __init__(
         self,
         engine: Engine,
-        subgroups: StoreSubgroups,
+        subgroups: SubgroupTable,
         commit: CommitRecord | None,
         fleet: CsdFleet,
     ) -> None:

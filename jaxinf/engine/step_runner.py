@@ -23,8 +23,8 @@ import numpy as np
 
 from jaxinf.engine.carry import carry_fields
 from jaxinf.engine.engine import Engine
-from jaxinf.engine.open_files import OpenFiles
 from jaxinf.engine.resume_check import ResumeCheck, stale_state
+from jaxinf.engine.store_files import StoreFiles
 from jaxinf.engine.updates import (
     RequestedUpdate,
     StateRequest,
@@ -76,7 +76,7 @@ class _Step:
         compute nothing, since those of the updates hold arrays.
       nan_scalars: scalars that are NaN and that it computed with.
       is_finite: whether every gradient so far is.
-      recalls: whether it has read slots before its updates, as the next one may.
+      recalls: whether it has read states before its updates, as the next one may.
     """
 
     started_s: float
@@ -86,7 +86,7 @@ class _Step:
     recalls: bool = False
 
 
-class StepPipeline:
+class StepRunner:
     """The steps of an open store, one after another. Thread-safe.
 
     The parts of a step may come in any order.
@@ -97,7 +97,7 @@ class StepPipeline:
       metrics: metrics of the last few steps of this process.
     """
 
-    def __init__(self, engine: Engine, files: OpenFiles) -> None:
+    def __init__(self, engine: Engine, files: StoreFiles) -> None:
         self._engine, self.files = engine, files
         self.resume_check = ResumeCheck(files)
         self.metrics: deque[StepMetrics] = deque(maxlen=8)
@@ -152,7 +152,7 @@ class StepPipeline:
         return finite
 
     def recall(self, step: int, *requests: StateRequest) -> None:
-        """Reads slots before the step's first update; blocks until they are there."""
+        """Reads states before the step's first update; blocks until they are there."""
         with self._guard:
             self._begin(step).recalls = True
             tasks = [t for one in requests for t in recall_tasks(self.files, one)]
@@ -302,7 +302,7 @@ class StepPipeline:
         """Reads for the next step what this one has, in the order of its gradients."""
         files = self.files
         kept = files.mover.end_step()
-        # A step that reads slots first would take what was read ahead.
+        # A step that reads states first would take what was read ahead.
         if not (ended.recalls or files.health.is_closed):
             due = [x for s, x in ended.updated.items() if x.loads and s not in kept]
             for task in due:

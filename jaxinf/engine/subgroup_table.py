@@ -55,14 +55,14 @@ class SubgroupLayout:
     """The places of a subgroup's states in its buffer.
 
     Attributes:
-      slots: for each stored array, the state of the optimizer to which it belongs,
-        master params first.
+      state_names: of each stored array, the name of its state; master params first. An
+        array of scales has the name of the state that they scale.
       extents: one for each array.
       entries: for each array, the number of the chunk in `Manifest.held`.
     """
 
     subgroup: Subgroup
-    slots: tuple[str, ...]
+    state_names: tuple[str, ...]
     extents: tuple[Extent, ...]
     record: LeafRecord = field(compare=False)
     entries: Sequence[int] = field(compare=False)
@@ -84,8 +84,8 @@ class SubgroupLayout:
     @cached_property
     def feedback(self) -> int | None:
         """Number of the error feedback, the last state, if there is one."""
-        last = len(self.slots) - 1
-        return last if self.slots[last] == ERROR_FEEDBACK else None
+        last = len(self.state_names) - 1
+        return last if self.state_names[last] == ERROR_FEEDBACK else None
 
     @cached_property
     def kernel_extents(self) -> tuple[Extent, ...]:
@@ -136,7 +136,7 @@ class Move(NamedTuple):
 def _placed(
     states: tuple[StateRecord, ...], offset_elements: int, num_elements: int
 ) -> tuple[tuple[str, ...], tuple[Extent, ...]]:
-    """Returns slots and extents of a subgroup, each state on a new page."""
+    """Returns state names and extents of a subgroup, each state on a new page."""
     extents, offset_bytes = [], 0
     for state in states:
         dtype = dtype_of(state.dtype)
@@ -153,7 +153,7 @@ def _placed(
     return tuple(state.base_name for state in states), tuple(extents)
 
 
-class StoreSubgroups:
+class SubgroupTable:
     """The subgroups into which the chunks of a store are cut.
 
     The store may still have to be made.
