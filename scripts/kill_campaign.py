@@ -39,7 +39,7 @@ from jaxinf.layout import grid
 from jaxinf.store import StoreDirectory, checkpoint_names, verify_step
 
 grid.DEFAULT_CHUNK_ELEMENTS = 4096  # so little data has several
-subgroup_table._QUICK_BYTES = 0  # so little memory holds a part of the state
+subgroup_table._FULL_RATE_BYTES = 0  # so little memory holds a part of the state
 SIZES = (32, 256, 256, 8)
 SCHEDULE_STEPS = 40
 CHECKPOINT_EVERY = 5

@@ -113,7 +113,7 @@ class UpdateRig:
         State that stays in memory is not read.
         """
         files = self.engine.files
-        kept = files.subgroups.staying(files.memory_bytes)
+        kept = files.subgroups.choose_cached(files.memory_bytes)
         return [
             self._transfer(layout, is_kept=layout.subgroup in kept)
             for number, params in enumerate(self.params)
@@ -134,7 +134,7 @@ class UpdateRig:
 
         return Transfer(
             reads=tuple(
-                piece(state, files.chunks.slot(layout.entries[state]))
+                piece(state, files.chunks.newest_slot(layout.entries[state]))
                 for state in states
                 if not is_kept and (state > 0 or not self._takes_params)
             ),

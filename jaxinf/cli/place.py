@@ -26,8 +26,8 @@ from jaxinf.store import over
 from jaxinf.terminal import format_bytes, format_count
 from jaxinf.transfer import (
     PAGE_BYTES,
-    aligned,
     allocate_file,
+    allocate_pages,
     read_into,
     supports_direct,
     write_from,
@@ -185,7 +185,7 @@ def measure_bandwidth(
     half = file_bytes // (2 * block_bytes)
     file_bytes, moved_bytes, rates = 2 * half * block_bytes, 0, dict[str, float]()
     rng, path = np.random.default_rng(), scratch / "data"
-    arrays = [aligned(block_bytes) for _ in range(_NUM_THREADS)]
+    arrays = [allocate_pages(block_bytes) for _ in range(_NUM_THREADS)]
     for array in arrays:  # what no drive can compress
         array[:] = np.frombuffer(rng.bytes(array.size), np.uint8)
     allocate_file(path, file_bytes, file_bytes)

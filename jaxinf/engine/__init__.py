@@ -14,8 +14,8 @@ Where a question is answered:
     in which order a commit is durable   store_files.py (`publish`)
     where a chunk's newest bytes are     chunks.py
     how chunks are cut to be moved       subgroup_table.py
-    which state stays in memory          subgroup_table.py (`staying`), store_files.py
-    what drives move in a step           updates.py (`update_moves`)
+    which state stays in memory          subgroup_table.py (`choose_cached`)
+    what drives move in a step           updates.py (`list_moves`)
     what waits for JAX                   dispatched.py
     how leaves come back to JAX          reading.py, state_trees.py; carry.py
     who has which shard of an array      sharding.py
@@ -49,7 +49,7 @@ from jaxinf.engine.reading import (
 from jaxinf.engine.redivision import divide_for
 from jaxinf.engine.sharding import (
     assemble_shards,
-    callers,
+    calling_devices,
     check_processes,
     held_shards,
     replicas_differ,
@@ -64,10 +64,10 @@ from jaxinf.engine.store import Store, engine_of
 from jaxinf.engine.store_files import Assignment
 from jaxinf.engine.subgroup_table import Move, SubgroupLayout, SubgroupTable
 from jaxinf.engine.updates import (
-    FirstParams,
+    InitialParams,
     StateRequest,
     UpdateRequest,
-    can_take,
+    can_use_params,
     initialise_leaves,
-    update_moves,
+    list_moves,
 )

@@ -36,11 +36,11 @@ _Parts: TypeAlias = dict[int, tuple[int, int]]
 
 
 class ChunkTable:
-    """The chunk files of a store, an entry each, as in `Manifest.held`. Thread-safe.
+    """The chunk files of a store, by number in `Manifest.held`. Thread-safe.
 
     Args:
-      checksums: checksums of the committed step, by array name, one a chunk; empty for
-        a new store.
+      checksums: checksums of the committed step's chunks, by array name; empty for a
+        new store.
 
     Attributes:
       target: the slot that steps write to until the next commit.
@@ -54,40 +54,39 @@ class ChunkTable:
         # Plain arrays, since NumPy's take several times as long to index, and every
         # step indexes them for thousands of leaves.
         held = directory.manifest.held()
-        self._lengths = array("q", (one.num_bytes for one in held))  # without padding
+        self._lengths = array("q", (file.num_bytes for file in held))  # no padding
         self._sums = array("I")
-        self._names: list[tuple[str, int]] = []  # name and number of chunks, by array
+        self._names: list[tuple[str, int]] = []  # of arrays, with their chunks' number
         for name, leaf, _ in directory.manifest.arrays():
             self._names.append((name, len(leaf.held)))
             self._sums.extend(checksums.get(name, [0] * len(leaf.held)))
         self._is_working = bytearray(len(self._sums))
-        self._is_shared = bytearray(len(self._sums))
+        self._is_linked = bytearray(len(self._sums))
         self._is_in_memory = bytearray(len(self._sums))
         self._lock = threading.Lock()
         self._parts: dict[int, _Parts] = {}  # of newest versions, where they are known
-        self._loaded: dict[int, _Parts] = {}  # of other newest versions, as read
-        self._given: dict[int, _Parts] = {}
-        self._stored: dict[int, _Parts] = {}  # of the step under way
+        self._read_parts: dict[int, _Parts] = {}  # of other newest versions, as read
+        self._callers_parts: dict[int, _Parts] = {}  # of params that a caller gave
+        self._stored_parts: dict[int, _Parts] = {}  # of the step under way
         self._deferred: set[int] = set()
         self._prepare_lock = threading.Lock()
         self._prepared: set[int] = set()
 
     @property
     def committed(self) -> Slot:
-        """The slot of the last committed step; empty in a new store."""
+        """The slot of the last committed step; in a new store it has no files."""
         return other_slot(self.target)
 
-    def slot(self, entry: int) -> Slot:
-        """Returns the slot with the newest version of a chunk."""
+    def newest_slot(self, entry: int) -> Slot:
         return self.target if self._is_working[entry] else self.committed
 
     def sources(self, layout: SubgroupLayout, states: Sequence[int]) -> Loads:
-        """Returns numbers and slots of a subgroup's states."""
-        return tuple([(n, self.slot(layout.entries[n])) for n in states])
+        """Returns states of a subgroup with the slots to read them from."""
+        return tuple([(n, self.newest_slot(layout.entries[n])) for n in states])
 
     @property
     def has_working(self) -> bool:
-        """Whether steps have finished since the last commit."""
+        """Whether the target slot has newest versions, of steps without a commit."""
         return any(self._is_working)
 
     def is_in_memory(self, layout: SubgroupLayout, state: int) -> bool:
@@ -95,7 +94,7 @@ class ChunkTable:
         return bool(self._is_in_memory[layout.entries[state]])
 
     def checksums(self) -> dict[str, Array]:
-        """Checksums of the newest version of every chunk, by array name."""
+        """Returns checksums of the newest version of every chunk, by array name."""
         result, first = {}, 0
         for name, num_chunks in self._names:
             last = first + num_chunks
@@ -105,47 +104,49 @@ class ChunkTable:
 
     # --- what is read and written ----------------------------------------------------
 
-    def loaded(
+    def verify_read(
         self, layout: SubgroupLayout, state: int, slot: Slot, checksum: int
     ) -> None:
-        """Verifies a part that was read, or its chunk when all parts of it are.
+        """Verifies a part that was read, or its chunk once all parts of it are.
 
-        Parts that this process has written are verified one by one, as those that stay
-        in memory are not read. Others that are read again before the step ends are
-        compared with the first read, so that parts of two reads never count as one
-        chunk.
+        Parts that this process has written are verified one by one, since cached parts
+        are not read. A part that is read again before the step ends is compared with
+        its first read, so that parts of two reads never count as one chunk.
 
         Raises:
           StoreCorruptError: the chunk is damaged.
         """
         entry, offset = layout.entries[state], layout.subgroup.offset_elements
-        found, expected, when = checksum, self._sums[entry], "as written"
+        actual, expected, when = checksum, self._sums[entry], "as written"
         if layout.sizes[state] < self._lengths[entry]:
             with self._lock:
                 if known := self._parts.get(entry):
                     expected, _ = known[offset]
-                elif first := self._loaded.get(entry, {}).get(offset):
+                elif first := self._read_parts.get(entry, {}).get(offset):
                     expected, _ = first
                     when = f"when elements from {offset} on were read before"
                 else:
-                    parts = self._add(self._loaded, layout, state, checksum)
-                    found = self._whole(entry, parts)
-        if found not in (None, expected):
-            one = layout.file(state)
-            file = self._directory.chunk_file(slot, one)
-            raise corrupt_chunk(file, one, expected, found, when)
+                    parts = self._add(self._read_parts, layout, state, checksum)
+                    actual = self._combine(entry, parts)
+        if actual not in (None, expected):
+            file = layout.file(state)
+            path = self._directory.chunk_file(slot, file)
+            raise corrupt_chunk(path, file, expected, actual, when)
 
     def matches(self, layout: SubgroupLayout, state: int, checksum: int) -> bool:
-        """Whether a copy equals the newest version, when the whole chunk is known."""
+        """Adds a part of a caller's copy; whether it may equal the newest version.
+
+        The answer is certain when all parts of the chunk were added.
+        """
         entry = layout.entries[state]
         with self._lock:
-            parts = self._add(self._given, layout, state, checksum)
-            found = self._whole(entry, parts)
-            if found is not None:
-                del self._given[entry]
-        return found in (None, self._sums[entry])
+            parts = self._add(self._callers_parts, layout, state, checksum)
+            actual = self._combine(entry, parts)
+            if actual is not None:
+                del self._callers_parts[entry]
+        return actual in (None, self._sums[entry])
 
-    def stored(
+    def note_stored(
         self,
         layout: SubgroupLayout,
         state: int,
@@ -153,19 +154,19 @@ class ChunkTable:
         *,
         is_in_memory: bool = False,
     ) -> None:
-        """Notes a part that is being written to the target slot, or will be."""
+        """Notes a part that is, or will be, written to the target slot."""
         entry = layout.entries[state]
         with self._lock:
-            self._is_shared[entry] = False
+            self._is_linked[entry] = False
             if is_in_memory:
                 self._deferred.add(entry)
-            self._add(self._stored, layout, state, checksum)
+            self._add(self._stored_parts, layout, state, checksum)
 
     def prepare_write(self, layout: SubgroupLayout, state: int) -> Path:
-        """Returns the file of the target slot for a part of a chunk.
+        """Returns the file of the target slot to write a part of a chunk to.
 
-        If the file has been linked elsewhere since, a new file takes its place. It gets
-        the parts that this step has written or still has to read from there.
+        If the file was linked to meanwhile, a new file takes its place, with the parts
+        that this step has written or still has to read from there.
         """
         entry = layout.entries[state]
         with self._prepare_lock:
@@ -180,17 +181,17 @@ class ChunkTable:
     # --- steps and commits -----------------------------------------------------------
 
     def end_step(self) -> None:
-        """Makes the stored parts the newest version."""
+        """Makes what the step has stored the newest version."""
         with self._lock:
-            for entry, parts in self._stored.items():
-                whole = self._whole(entry, parts)
+            for entry, parts in self._stored_parts.items():
+                whole = self._combine(entry, parts)
                 assert whole is not None, "a step writes all of a chunk"
                 self._sums[entry] = whole
                 self._is_working[entry] = True
                 self._is_in_memory[entry] = entry in self._deferred
                 if len(parts) > 1:
                     self._parts[entry] = parts
-            self._loaded.clear()
+            self._read_parts.clear()
         self.forget_step()
 
     def end_flush(self) -> None:
@@ -199,42 +200,40 @@ class ChunkTable:
         self.forget_step()
 
     def forget_step(self) -> None:
-        """Forgets the writes of a step that has not ended; its reads stay."""
+        """Forgets the writes of a step that has not ended, and keeps its reads."""
         with self._lock:
-            self._stored.clear()
+            self._stored_parts.clear()
             self._deferred.clear()
-            self._given.clear()
+            self._callers_parts.clear()
         with self._prepare_lock:
             self._prepared.clear()
 
-    def share_unwritten(self) -> None:
+    def link_unwritten(self) -> None:
         """Links every chunk that no step has written into the target slot."""
-        if all(map(operator.or_, self._is_working, self._is_shared)):
+        if all(map(operator.or_, self._is_working, self._is_linked)):
             return
-        for entry, one in enumerate(self._directory.manifest.held()):
-            if not self._is_working[entry] and not self._is_shared[entry]:
-                self._directory.link_chunk(self.committed, self.target, one)
-                self._is_shared[entry] = True
+        for entry, file in enumerate(self._directory.manifest.held()):
+            if not self._is_working[entry] and not self._is_linked[entry]:
+                self._directory.link_chunk(self.committed, self.target, file)
+                self._is_linked[entry] = True
 
     def end_commit(self) -> None:
-        """Notes that the target slot is published."""
         self.target = self.committed
         self._is_working = bytearray(len(self._sums))
 
     def _add(
         self,
-        known: dict[int, _Parts],
+        parts_by_entry: dict[int, _Parts],
         layout: SubgroupLayout,
         state: int,
         checksum: int,
     ) -> _Parts:
-        """Adds a part to those of its chunk, and returns these."""
-        parts = known.setdefault(layout.entries[state], {})
+        parts = parts_by_entry.setdefault(layout.entries[state], {})
         parts[layout.subgroup.offset_elements] = (checksum, layout.sizes[state])
         return parts
 
-    def _whole(self, entry: int, parts: _Parts) -> int | None:
-        """Returns the checksum of a chunk if all its parts are there."""
+    def _combine(self, entry: int, parts: _Parts) -> int | None:
+        """Returns the checksum of a chunk; None until all its parts are there."""
         if sum([length for _, length in parts.values()]) < self._lengths[entry]:
             return None
         if len(parts) == 1:
@@ -245,11 +244,8 @@ class ChunkTable:
 # --- the mover's work ----------------------------------------------------------------
 
 
-class ChunkMoves:
-    """Reads states, computes tasks and writes states, with checksums. Thread-safe.
-
-    `perform` is what the mover performs its units with.
-    """
+class UnitRunner:
+    """Runs the mover's units, and computes or compares checksums. Thread-safe."""
 
     def __init__(
         self, directory: StoreDirectory, chunks: ChunkTable, csds: Sequence[Csd]
@@ -257,77 +253,80 @@ class ChunkMoves:
         self._directory, self._chunks, self._csds = directory, chunks, csds
         self._drives = [str(folder) for folder in directory.csd_directories]
 
-    def perform(self, unit: Unit) -> Sequence[Loads]:
-        """Executes a unit; returns what is loaded and only the update can verify."""
+    def run(self, unit: Unit) -> Sequence[Loads]:
+        """Runs a unit; returns the loaded states that only their update can verify."""
         match unit:
             case Load(drive, items):
-                reads = [self._read(one, *at) for one, states in items for at in states]
+                reads = [self._read(r, *load) for r, loads in items for load in loads]
                 with span("read", drive=self._drives[drive]):
                     self._csds[drive].read(reads)
-                return [self._check_read(*item) for item in items]
+                return [self._verify_read(*item) for item in items]
             case Compute(resident):
                 self._compute(resident)
             case Write(drive, items):
-                writes = [self._write(one, n) for one, states in items for n in states]
+                writes = [
+                    self._write(r, state) for r, states in items for state in states
+                ]
                 with span("write", drive=self._drives[drive]):
                     self._csds[drive].write(writes)
         return ()
 
     def _read(self, resident: Resident, state: int, slot: Slot) -> Transfer:
-        layout = resident.task.piece
+        layout = resident.task.layout
         file = self._directory.chunk_file(slot, layout.file(state))
         for_host = not resident.task.runs_kernel
         return Transfer(resident.buffer, layout.extents[state], file, for_host)
 
-    def _check_read(self, resident: Resident, states: Loads) -> Loads:
-        """Verifies states; returns those whose checksum the update tells."""
+    def _verify_read(self, resident: Resident, states: Loads) -> Loads:
+        """Verifies states; returns those whose checksums the update computes."""
         unchecked = []
         for state, slot in states:
-            checksum = self._known_sum(resident, state)
+            checksum = self._kernel_checksum(resident, state)
             if checksum is None:
                 unchecked.append((state, slot))
             else:
-                self._chunks.loaded(resident.task.piece, state, slot, checksum)
+                self._chunks.verify_read(resident.task.layout, state, slot, checksum)
         return tuple(unchecked)
 
     def _compute(self, resident: Resident) -> None:
-        """Runs the task's `compute`, and verifies the remaining states."""
+        """Runs the task's `compute`, and verifies the states that are not yet."""
         task, unchecked = resident.task, resident.unchecked
-        layout = task.piece
+        layout = task.layout
         if not task.runs_kernel:  # the host is about to read them itself
             for state, slot in unchecked:
-                self._chunks.loaded(layout, state, slot, self._sum(resident, state))
+                checksum = self._checksum(resident, state)
+                self._chunks.verify_read(layout, state, slot, checksum)
             unchecked = ()
         with span("update"):
             wanted = [state for state, _ in unchecked]
             csd = self._csds[layout.drive]
-            told = task.compute(csd, resident.buffer, wanted) or {}
+            checksums = task.compute(csd, resident.buffer, wanted) or {}
         for state, slot in unchecked:
-            if state in told:
-                self._chunks.loaded(layout, state, slot, told[state])
-            else:  # prefetched, but not used by the update
+            if state in checksums:
+                self._chunks.verify_read(layout, state, slot, checksums[state])
+            else:  # prefetched, and not used by the update
                 assert (state, slot) not in task.loads
         for state in resident.deferred:
-            checksum = self._sum(resident, state)
-            self._chunks.stored(layout, state, checksum, is_in_memory=True)
+            checksum = self._checksum(resident, state)
+            self._chunks.note_stored(layout, state, checksum, is_in_memory=True)
 
     def _write(self, resident: Resident, state: int) -> Transfer:
-        layout = resident.task.piece
-        if not resident.is_flushed:  # else that was noted when it was computed
-            self._chunks.stored(layout, state, self._sum(resident, state))
+        layout = resident.task.layout
+        if not resident.is_flushed:  # else it was noted when it was computed
+            self._chunks.note_stored(layout, state, self._checksum(resident, state))
         file = self._chunks.prepare_write(layout, state)
         return Transfer(resident.buffer, layout.extents[state], file)
 
-    def _known_sum(self, resident: Resident, state: int) -> int | None:
-        """Returns a checksum that the drive's kernel has computed, if one has."""
-        layout = resident.task.piece
+    def _kernel_checksum(self, resident: Resident, state: int) -> int | None:
+        """Returns the checksum that a kernel of the drive has computed, if any."""
+        layout = resident.task.layout
         with span("checksum"):
             csd = self._csds[layout.drive]
             return csd.checksum(resident.buffer, layout.extents[state])
 
-    def _sum(self, resident: Resident, state: int) -> int:
-        """Returns a state's checksum, which the host computes if no kernel has."""
-        checksum, layout = self._known_sum(resident, state), resident.task.piece
+    def _checksum(self, resident: Resident, state: int) -> int:
+        """Returns a state's checksum; the host computes it if no kernel has."""
+        checksum, layout = self._kernel_checksum(resident, state), resident.task.layout
         if checksum is None:
             with span("checksum"):
                 view = self._csds[layout.drive].view

@@ -26,16 +26,16 @@ def check_thread(what: str) -> None:
 
 
 def _is_thread_of_jax() -> bool:
-    """Whether Python did not start this thread, as those of JAX's callbacks."""
+    """Whether this is a thread that Python did not start, as for JAX's callbacks."""
     return isinstance(threading.current_thread(), threading._DummyThread)  # pyright: ignore
 
 
 def wait_for_dispatched() -> None:
     """Blocks until every computation that may still call a store has ended.
 
-    These are the computations of all live arrays, and those dispatched by this thread.
-    Errors are not raised, since a store keeps its own. Ctrl-C ends the wait for arrays.
-    A callback does not wait, as it is a part of such a computation.
+    Waits for the computations of all live arrays, and for those that this thread has
+    dispatched; a callback does not wait, since it is part of one. Errors are not
+    raised, since a store keeps its own. Ctrl-C ends the wait for arrays.
     """
     if not compat.has_backend() or _is_thread_of_jax():
         return  # asking for its arrays would start a backend

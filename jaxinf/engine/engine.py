@@ -19,7 +19,7 @@ from jaxinf.engine.exports import Exports
 from jaxinf.engine.failure import StoreHealth
 from jaxinf.engine.options import StoreOptions
 from jaxinf.errors import StaleStateError, StoreClosedError, StoreFormatError
-from jaxinf.processes import Group, end_unless
+from jaxinf.processes import Group, exit_unless_known
 from jaxinf.program import StateLayout
 from jaxinf.store import StoreDirectory, StoreLock
 from jaxinf.transfer import ByteMeters, file_progress
@@ -69,8 +69,8 @@ class Engine:
         self._steps: StepRunner | None = None
         self._payloads: dict[int, JsonValue] = {}
         self._payloads_lock = threading.Lock()
-        group.report(lambda: hash((meters.snapshot(), file_progress())))
-        self.health.listen(self._tell_others)
+        group.report_progress(lambda: hash((meters.snapshot(), file_progress())))
+        self.health.failure.listen(self._tell_others)
 
     def _tell_others(self) -> None:
         health, error = self.health, self.health.error
@@ -80,7 +80,7 @@ class Engine:
 
         if error is not None and not isinstance(error, StoreClosedError):
             self.group.fail(error)
-            end_unless(self.group, is_known, error)
+            exit_unless_known(self.group, is_known, error)
 
     # --- the store -------------------------------------------------------------------
 
@@ -179,10 +179,10 @@ class Engine:
                 stack.callback(action)
             if self.has_files:
                 try:
-                    self.steps.end()
+                    self.steps.commit_at_close()
                 except KeyboardInterrupt:
                     self.exports.stop.set()
-                    self.steps.end()
+                    self.steps.commit_at_close()
                     raise
 
     def release(self) -> None:

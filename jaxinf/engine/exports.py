@@ -16,7 +16,7 @@ from jaxinf.exchange import (
     least_memory,
     url_of_step,
 )
-from jaxinf.processes import Group, is_kept
+from jaxinf.processes import Group, is_interrupt_kept
 from jaxinf.store import StoreDirectory, files_beside, pinned_step
 
 _LOG = logging.getLogger("jaxinf")
@@ -40,7 +40,7 @@ class _Stop(threading.Event):
     """Is set, too, while Ctrl-C waits for a callback, perhaps one that waits here."""
 
     def is_set(self) -> bool:
-        return super().is_set() or is_kept()
+        return super().is_set() or is_interrupt_kept()
 
 
 class Exports:

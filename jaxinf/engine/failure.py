@@ -13,19 +13,25 @@ from jaxinf.transfer import Failure
 _LOG = logging.getLogger("jaxinf")
 
 
-class StoreHealth(Failure):
+class StoreHealth:
     """Whether a store can be used: it is open and has not failed.
 
     Attributes:
+      failure: the first error of its threads.
       is_closed: whether it was closed.
     """
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
+        self.failure = Failure()
         self.is_closed = False
         self._path = path
         self._is_raised = False  # by `check`, perhaps in a callback
         self._is_known = False  # to the program itself
+
+    @property
+    def error(self) -> BaseException | None:
+        """The exception that stopped the store, if any."""
+        return self.failure.error
 
     def tell(self) -> None:
         """Raises as `check`, and notes that the program itself knows of the failure."""
@@ -35,7 +41,7 @@ class StoreHealth(Failure):
     def check(self) -> None:
         """Raises the failure that stopped the store, the original exception, if any."""
         self._is_raised |= self.error is not None
-        self.raise_error()
+        self.failure.raise_error()
         if self.is_closed:
             raise StoreClosedError(
                 f"{self._path}: the store is closed; open it again with "
@@ -45,7 +51,7 @@ class StoreHealth(Failure):
     def fail(self, error: BaseException) -> None:
         """Stops the store for good, its workers too; the first error wins."""
         if not (self.is_closed and isinstance(error, StoreClosedError)):
-            super().fail(error)
+            self.failure.fail(error)
 
     def fail_beside_others(self, error: BaseException) -> None:
         """Stops the store for an exception that reaches the program by no computation.
@@ -86,8 +92,8 @@ class StoreHealth(Failure):
 
     def disown(self) -> None:
         """Ends the use of the store in a forked child; the parent keeps it."""
-        super().__init__()  # locks that a thread of the parent may hold
-        super().fail(
+        self.failure = Failure()  # a thread of the parent may hold the old one's lock
+        self.failure.fail(
             StoreClosedError(
                 f"{self._path}: the store was opened by process {os.getppid()}, this "
                 "is a fork of it, and a store has one process; use it there, or open "

@@ -1,6 +1,6 @@
 """Reads leaves of the last step onto JAX devices, or into the host's memory.
 
-Invariant: nothing ends or commits a step meanwhile, since the caller has paused the
+Invariant: no step ends or is committed meanwhile, since the caller has paused the
 steps. In a run of several processes all call alike what returns whole arrays.
 """
 
@@ -17,9 +17,9 @@ from jax.sharding import Mesh
 
 from jaxinf.engine.sharding import (
     assemble_shards,
-    gathered_whole,
+    gather_whole,
     held_shards,
-    own_parts,
+    place_parts,
     shard_whole,
 )
 from jaxinf.engine.store_files import StoreFiles
@@ -47,7 +47,6 @@ class StateReader(StepReader):
     A step may be under way if it writes nothing that is read here. A context manager.
 
     Args:
-      files: the store, no step ending.
       memory_bytes: memory for reads; by default as much as the store has.
     """
 
@@ -67,10 +66,10 @@ class StateReader(StepReader):
         """Returns the directory of the slot that has a chunk's newest version."""
         state = one.leaf.states.index(one.state)
         entry = self._files.subgroups.entry(one.number, one.chunk, state)
-        slot = self._files.chunks.slot(entry)
+        slot = self._files.chunks.newest_slot(entry)
         return self._files.directory.data_paths(slot)[one.csd]
 
-    def each_piece(
+    def visit_pieces(
         self,
         leaf: int,
         state: int,
@@ -79,40 +78,41 @@ class StateReader(StepReader):
         visit: Callable[[ChunkRun], None],
         into: Callable[[Chunk], Array | None] = lambda _: None,
     ) -> None:
-        """Calls `visit`, from several threads, with the pieces of chunks of a state.
+        """Calls `visit` with the pieces of chunks of a state, from several threads.
 
         Args:
-          into: targets, as for `StepReader.stored`, if pieces are of the stored dtype.
+          dtype: the dtype of the pieces' values.
+          into: targets, as for `StepReader.stored`; used if the state has that dtype.
 
         Raises:
           StoreError: the drive failed, or a chunk is damaged, perhaps only after its
             last piece; the store is stopped.
         """
         files, record = self._files, self._files.leaves[leaf]
-        chosen = record.states[state]
+        state_record = record.states[state]
+        is_stored = dtype_of(state_record.dtype) == dtype
 
-        def take(number: int) -> None:
-            one = ChunkFile(leaf, record, chosen, number)
-            is_stored = dtype_of(chosen.dtype) == dtype
-            pieces = self.stored(one, into=into) if is_stored else self.pieces(one)
+        def visit_chunk(chunk: int) -> None:
+            file = ChunkFile(leaf, record, state_record, chunk)
+            pieces = self.stored(file, into=into) if is_stored else self.pieces(file)
             for piece in pieces:
                 visit(replace(piece, values=piece.values.astype(dtype, copy=False)))
 
         try:
-            for _ in over(chunks, take, self.num_threads):
+            for _ in over(chunks, visit_chunk, self.num_threads):
                 pass
         except StoreError as error:
             files.health.fail(error)
             raise
 
     def read(self, leaf: int, out: Array, origin: Sequence[int], *states: int) -> None:
-        """Reads a box of a leaf's state, or its average; blocks.
+        """Reads a box of a leaf's state, or of its average; blocks.
 
         Args:
-          out: an array of the wanted dtype; it must cover whole chunks
-            (`SubgroupTable.divides`). If it has the dtype of the store's `params`,
-            they are rounded in the same way as these, otherwise to nearest even.
-          origin: index in the leaf of its first element.
+          out: the box, of any dtype; it must cover whole chunks
+            (`SubgroupTable.has_whole_chunks`). Values in the dtype of the store's
+            `params` are rounded as these are, others to nearest even.
+          origin: index in the leaf of the first element of `out`.
           states: number of the state, or the two of `average_states`.
         """
         files, start, (state, *others) = self._files, tuple(origin), states
@@ -120,11 +120,11 @@ class StateReader(StepReader):
         if others:  # the schedule-free average is computed chunk by chunk
             b1 = files.finished.schedule_free_b1
             assert b1 is not None
-            every = files.leaves[leaf].grid.chunks()
-            for chunk in (every[n] for n in chunks):
+            grid_chunks = files.leaves[leaf].grid.chunks()
+            for chunk in (grid_chunks[number] for number in chunks):
                 y, z = (np.empty(chunk.extent, np.float32) for _ in states)
-                for number, part in zip(states, (y, z), strict=True):
-                    self.read(leaf, part, chunk.start, number)
+                for number, values in zip(states, (y, z), strict=True):
+                    self.read(leaf, values, chunk.start, number)
                 values = schedule_free_params(y, z, b1).astype(out.dtype)
                 scatter(out, chunk, start, 0, values.reshape(-1))
             return
@@ -137,7 +137,7 @@ class StateReader(StepReader):
         def into(chunk: Chunk) -> Array | None:
             return target_view(out, chunk, start, 0, chunk.num_elements)
 
-        self.each_piece(leaf, state, chunks, out.dtype, visit, into)
+        self.visit_pieces(leaf, state, chunks, out.dtype, visit, into)
 
     def close(self) -> None:
         """Frees the memory."""
@@ -147,9 +147,9 @@ class StateReader(StepReader):
 def average_states(files: StoreFiles, leaf: int) -> tuple[int, ...]:
     """Returns the numbers of the states of which a leaf's average is made.
 
-    These are the average alone, or of a schedule-free optimizer the master params and
-    its z. Leaves that it does not train are their own average. A store without one is
-    refused.
+    They are the average alone; of a schedule-free optimizer the master params and its
+    z, or the master params of a leaf that it does not train. A store without an average
+    is refused.
     """
     states = [state.name for state in files.leaves[leaf].states]
     if AVERAGE in states:
@@ -174,19 +174,20 @@ def read_feedback(
 
 
 def check_like(files: StoreFiles, like: PyTree, what: str = "`like`") -> None:
-    """Refuses a tree of arrays, or of shapes and dtypes, of other leaves or shapes.
+    """Refuses a tree whose leaves have other names or shapes than the store's.
 
     Args:
+      like: arrays, or shapes and dtypes.
       what: name of the argument, for messages.
     """
-    held = [(leaf.name, leaf.shape) for leaf in files.leaves]
-    asked = [(leaf_name(i.path), i.shape) for i in leaf_infos(like)]
-    if held != asked:
-        difference = [pair for pair in asked if pair not in held][:3]
+    expected = [(leaf.name, leaf.shape) for leaf in files.leaves]
+    actual = [(leaf_name(info.path), info.shape) for info in leaf_infos(like)]
+    if actual != expected:
+        difference = [pair for pair in actual if pair not in expected][:3]
         raise StoreMismatchError(
             f"{files.options.path}: {what} has other leaves than the store; not in "
-            f"the store: {difference or 'none'}, the store has {len(held)} leaves, "
-            f"{what} {len(asked)}"
+            f"the store: {difference or 'none'}, the store has {len(expected)} leaves, "
+            f"{what} {len(actual)}"
         )
 
 
@@ -194,9 +195,9 @@ def read_array(files: StoreFiles, number: int, dtype: np.dtype, *states: int) ->
     """Returns a leaf's whole committed state, or its average; blocks."""
     record = files.leaves[number]
     box = [0] * len(record.shape), record.shape
-    whole = partial(_read_box, files, number, dtype, states, *box)
-    part = files.group.in_all(f"read {record.name}", whole)
-    return part if files.group.is_alone else gathered_whole(part)
+    read = partial(_read_box, files, number, dtype, states, *box)
+    held = files.group.in_all(f"read {record.name}", read)
+    return held if files.group.is_alone else gather_whole(held)
 
 
 def _read_box(
@@ -208,12 +209,13 @@ def _read_box(
     extent: Sequence[int],
 ) -> Array:
     """Reads a box of a leaf, with zeros for what other processes hold."""
-    leaf, needed = files.leaves[number], math.prod(extent)
-    if needed * dtype.itemsize > MACHINE_MEMORY_BYTES:
+    leaf, num_elements = files.leaves[number], math.prod(extent)
+    if num_elements * dtype.itemsize > MACHINE_MEMORY_BYTES:
         raise StoreError(
-            f"{files.options.path}: leaf {leaf.name}: {needed} elements of {dtype} "
-            f"take more memory than this machine has ({MACHINE_MEMORY_BYTES} bytes); "
-            "read it in parts (jaxinf inspect names its array, which tensorstore opens)"
+            f"{files.options.path}: leaf {leaf.name}: {num_elements} elements of "
+            f"{dtype} take more memory than this machine has ({MACHINE_MEMORY_BYTES} "
+            "bytes); read it in parts (jaxinf inspect names its array, which "
+            "tensorstore opens)"
         )
     out = (np.empty if leaf.is_whole else np.zeros)(extent, dtype)
     with StateReader(files) as reader:
@@ -224,9 +226,9 @@ def _read_box(
 def read_leaf(files: StoreFiles, number: int, like: Any, *states: int) -> jax.Array:
     """Reads a leaf's committed state, or its average, onto JAX devices; blocks.
 
-    In a run of several processes all call it. Where the holders of shards own their
-    chunks, each shard is put together by itself; otherwise the leaf is in the memory of
-    every host for a while.
+    In a run of several processes all call it. If each shard's holders own its chunks,
+    the leaf is read shard by shard; otherwise it is in the memory of every host for a
+    while.
 
     Args:
       like: the leaf's shape, the wanted dtype and, optionally, a sharding.
@@ -237,13 +239,13 @@ def read_leaf(files: StoreFiles, number: int, like: Any, *states: int) -> jax.Ar
     record, count = files.leaves[number], files.group.count
     if is_divided and held_shards(like.sharding, shape).suit(record, count):
         read_box = partial(_read_box, files, number, dtype, states)
-        parts = partial(own_parts, like.sharding, shape, read_box)
+        parts = partial(place_parts, like.sharding, shape, read_box)
         what = f"params of {record.name}"
         return assemble_shards(files.group.in_all(what, parts))
     whole = read_array(files, number, dtype, *states)
     if is_divided:
         return shard_whole(whole, like.sharding)
-    # As uncommitted as `like`; otherwise a jitted step would be compiled again.
+    # Uncommitted if `like` is: otherwise a jitted step would be compiled again.
     if is_alone and not getattr(like, "committed", True):
         sharding = None
     return jax.device_put(whole, sharding)

@@ -118,7 +118,7 @@ def difference_of(
 
     if chunks:
         with StateReader(files, COMPARING_BYTES) as reader:
-            reader.each_piece(leaf, 0, chunks, params.dtype, visit)
+            reader.visit_pieces(leaf, 0, chunks, params.dtype, visit)
     return max(found)
 
 

@@ -4,10 +4,11 @@
      process 1:  0 0 c d ─┴─► sum of bits ─► a b c d   on every device that wants it
 
 Invariant: of several replicas of a shard only one counts. Parts that processes hold are
-summed as integers, and all but one are zero, so that every bit is kept; these functions
-are collectives, which all processes call alike.
+summed as integers, and all but one are zero, so that every bit is kept. Sums are
+collectives, which all processes call alike.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -26,7 +27,7 @@ from jaxinf.typing import Array
 
 _BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
-# --- shards, and who has them -------------------------------------------------------
+# --- shards and their holders -------------------------------------------------------
 
 
 def shard_counts(
@@ -36,36 +37,36 @@ def shard_counts(
     if sharding is None:
         return (1,) * len(shape)
     local = sharding.shard_shape(tuple(shape))
-    pairs = zip(shape, local, strict=True)
-    return tuple(whole // part if part else 1 for whole, part in pairs)
+    lengths = zip(shape, local, strict=True)
+    return tuple(whole // part if part else 1 for whole, part in lengths)
 
 
 def held_shards(sharding: NamedSharding | None, shape: Sequence[int]) -> Shards:
     """Returns the shards of an array, with the processes whose devices have each."""
     if sharding is None:
         return Shards(shard_counts(sharding, shape))
-    found: dict[tuple[int, ...], set[int]] = {}
+    processes: dict[tuple[int, ...], set[int]] = {}
     for device, index in sharding.devices_indices_map(tuple(shape)).items():
         start = Box.of(index, shape).start
-        found.setdefault(start, set()).add(device.process_index)
-    holders = [tuple(sorted(found[start])) for start in sorted(found)]
+        processes.setdefault(start, set()).add(device.process_index)
+    holders = [tuple(sorted(processes[start])) for start in sorted(processes)]
     return Shards(shard_counts(sharding, shape), holders)
 
 
 def shards_with_origin(leaf: Any) -> list[tuple[tuple[int, ...], Array]]:
-    """Returns origin and data of each part of an array in this process, replicas once.
+    """Returns the shards of an array in this process, of replicas one.
 
-    The origin is the index in the leaf of the part's first element. The data are views
-    if the platform supports them, as a CPU does.
+    Each has its origin, the index in the leaf of its first element. The values are
+    views if the platform supports them, as a CPU does.
     """
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
         array = np.asarray(leaf)
         return [((0,) * array.ndim, array)]
-    found: dict[tuple[int, ...], Any] = {}
+    shards: dict[tuple[int, ...], Any] = {}
     for shard in leaf.addressable_shards:
-        found.setdefault(tuple(s.start or 0 for s in shard.index), shard)
-    return [(origin, np.asarray(shard.data)) for origin, shard in found.items()]
+        shards.setdefault(tuple(s.start or 0 for s in shard.index), shard)
+    return [(origin, np.asarray(shard.data)) for origin, shard in shards.items()]
 
 
 def unused_axes(sharding: NamedSharding | None) -> tuple[str, ...]:
@@ -78,33 +79,32 @@ def unused_axes(sharding: NamedSharding | None) -> tuple[str, ...]:
     return tuple(name for name in sharding.mesh.axis_names if name not in used)
 
 
-def callers(mesh: Mesh, axes: Sequence[str]) -> Array:
-    """Returns for each device of a mesh whether it calls; bool, shaped like the mesh.
+def calling_devices(mesh: Mesh, axes: Sequence[str]) -> Array:
+    """Returns whether each device of a mesh calls the host; bool, shaped like the mesh.
 
     Of the devices that differ along `axes` alone the first of each process calls.
     """
-    along = [number for number, name in enumerate(mesh.axis_names) if name in axes]
-    result, seen = np.zeros(mesh.devices.shape, bool), set()
+    is_fixed = [name not in axes for name in mesh.axis_names]
+    are_calling, seen = np.zeros(mesh.devices.shape, bool), set()
     for place, device in np.ndenumerate(mesh.devices):
-        others = tuple(n for axis, n in enumerate(place) if axis not in along)
-        key = others, device.process_index
-        result[place] = key not in seen
+        key = tuple(itertools.compress(place, is_fixed)), device.process_index
+        are_calling[place] = key not in seen
         seen.add(key)
-    return result
+    return are_calling
 
 
 def check_processes(group: Group, mesh: Any) -> None:
-    """Refuses a run of several processes whose store or mesh is not of all of them.
+    """Refuses a run of several processes if its store or mesh is not of all of them.
 
     Args:
-      mesh: the params' mesh, maybe of shapes alone; None for one JAX device.
+      mesh: the params' mesh, maybe an abstract one; None for one JAX device.
     """
-    count, found = jax.process_count(), set[int]()
+    count, numbers = jax.process_count(), set[int]()
     if count == 1:
         return
     if isinstance(mesh, Mesh):
-        found = {device.process_index for device in mesh.devices.flat}
-    if group.is_alone and (mesh is None or found == {jax.process_index()}):
+        numbers = {device.process_index for device in mesh.devices.flat}
+    if group.is_alone and (mesh is None or numbers == {jax.process_index()}):
         return
     if group.is_alone:
         raise DeviceConfigurationError(
@@ -113,8 +113,8 @@ def check_processes(group: Group, mesh: Any) -> None:
             "opened before jax.distributed.initialize. Call that first, and then "
             "open_store with one path in all processes"
         )
-    if missing := sorted(set(range(count)) - found):
-        where = "none" if not found else f"none of process {str(missing)[1:-1]}"
+    if missing := sorted(set(range(count)) - numbers):
+        where = "none" if not numbers else f"none of process {str(missing)[1:-1]}"
         raise DeviceConfigurationError(
             f"{group.where}: expected params on a mesh with devices of all {count} "
             f"processes, as each has its member of the store, found {where}; put them "
@@ -128,7 +128,7 @@ def check_processes(group: Group, mesh: Any) -> None:
 
 
 def shard_whole(array: Any, sharding: NamedSharding) -> jax.Array:
-    """Returns a sharded array of one that every process has whole; no collective."""
+    """Shards an array that every process has as a whole; no collective."""
     whole = np.asarray(array)
     return jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)
 
@@ -142,14 +142,12 @@ def sum_bits(value: jax.Array, axes: Sequence[str]) -> jax.Array:
     return lax.bitcast_convert_type(lax.psum(raw, axes), value.dtype)
 
 
-def own_parts(
+def place_parts(
     sharding: NamedSharding,
     shape: Sequence[int],
     read: Callable[[Sequence[int], Sequence[int]], Array],
 ) -> jax.Array:
-    """Returns an array with what this process holds, without a collective.
-
-    See `assemble_shards`.
+    """Returns an array of the parts that this process holds, for `assemble_shards`.
 
     Args:
       read: reads a box, by its origin and extent, with zeros for what others hold.
@@ -158,20 +156,23 @@ def own_parts(
     holders: dict[Box, list[Any]] = {}
     for device, index in places.items():
         holders.setdefault(Box.of(index, shape), []).append(device)
-    own = {}
+    parts = {}
     for box, devices in holders.items():
         part = read(box.start, box.shape)  # one at a time: a process may have many
-        own |= {device: jax.device_put(part, device) for device in devices}
+        parts |= {device: jax.device_put(part, device) for device in devices}
         del part
-    parts = [own[device] for device in places]
-    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, parts)
+    ordered = [parts[device] for device in places]
+    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, ordered)
 
 
 def assemble_shards(parts: jax.Array, *, donates: bool = False) -> jax.Array:
-    """Puts shards together whose replicas have what their process has, else zeros.
+    """Returns an array of whole shards, from the parts that each process holds.
 
-    No process may come without its parts: the others would wait for ever. Its memory
-    may be given away.
+    A collective: if a process comes without its parts, the others wait for ever.
+
+    Args:
+      parts: the result of `place_parts`.
+      donates: whether XLA may reuse their memory.
     """
     sharding = parts.sharding
     assert isinstance(sharding, NamedSharding)
@@ -180,10 +181,10 @@ def assemble_shards(parts: jax.Array, *, donates: bool = False) -> jax.Array:
     return _compiled_sum(sharding, donates)(parts)
 
 
-def gathered_whole(part: Array) -> Array:
-    """Returns an array of which every process has a part, in every process; blocks."""
+def gather_whole(part: Array) -> Array:
+    """Returns the whole of an array, of which every process has a part; blocks."""
     whole = NamedSharding(_one_device_each(), PartitionSpec())
-    parts = own_parts(whole, part.shape, lambda origin, extent: part)
+    parts = place_parts(whole, part.shape, lambda origin, extent: part)
     return np.asarray(assemble_shards(parts).addressable_data(0))
 
 
@@ -196,8 +197,8 @@ def replicas_differ(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     def on_device(shard: jax.Array) -> jax.Array:
         raw = lax.bitcast_convert_type(shard, _BITS[shard.dtype.itemsize]).ravel()
         places = lax.iota(jnp.uint32, raw.size) * jnp.uint32(2654435761)
-        found = jnp.sum((raw.astype(jnp.uint32) + 1) * (places | 1), dtype=jnp.uint32)
-        differs = lax.pmax(found, unused) != lax.pmin(found, unused)
+        digest = jnp.sum((raw.astype(jnp.uint32) + 1) * (places | 1), dtype=jnp.uint32)
+        differs = lax.pmax(digest, unused) != lax.pmin(digest, unused)
         return lax.pmax(differs.astype(jnp.int32), mesh.axis_names) > 0
 
     specs = {"in_specs": (sharding.spec,), "out_specs": PartitionSpec()}
@@ -214,15 +215,15 @@ def _one_device_each() -> Mesh:
 
 @cache
 def _compiled_sum(sharding: NamedSharding, donates: bool) -> Any:
-    """Returns a compiled sum of shards: of a process's replicas the first counts."""
+    """Returns a compiled sum of shards; of a process's replicas the first counts."""
     mesh, axes = sharding.mesh, unused_axes(sharding)
     assert isinstance(mesh, Mesh), "its devices are known"
-    counts = callers(mesh, axes)
+    counts = calling_devices(mesh, axes)
 
     def on_device(part: jax.Array) -> jax.Array:
         place = tuple(lax.axis_index(name) for name in mesh.axis_names)
-        own = jnp.where(jnp.asarray(counts)[place], part, jnp.zeros_like(part))
-        return sum_bits(own, axes)
+        part = jnp.where(jnp.asarray(counts)[place], part, jnp.zeros_like(part))
+        return sum_bits(part, axes)
 
     specs = {"in_specs": (sharding.spec,), "out_specs": sharding.spec}
     mapped = jax.shard_map(on_device, mesh=mesh, **specs, check_vma=False)

@@ -70,7 +70,7 @@ def load_step(engine: Engine, params: Sequence[Any], state: PyTree, step: int) -
     steps, files = engine.steps, engine.files
 
     def write() -> None:
-        steps.begin_whole()
+        steps.begin_overwrite()
         for leaf, number, array in stored:
             for origin, values in _parts(files, array):
                 _write_part(files, leaf, number, origin, values)
@@ -93,7 +93,7 @@ def load_step(engine: Engine, params: Sequence[Any], state: PyTree, step: int) -
             files.mover.drain()
             files.chunks.forget_step()
             raise
-        steps.commit_whole(step, scalars)
+        steps.commit_written_step(step, scalars)
 
 
 # --- places of the optax state --------------------------------------------------------

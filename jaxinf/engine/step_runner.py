@@ -1,4 +1,4 @@
-"""The steps of an open store.
+"""Runs the steps of an open store: updates, waits, commits.
 
       update(leaf 0) … update(leaf n) ──► finish ──► [drain, sync, publish] ──► prefetch
        blocks until the leaf's result is there        in the background
@@ -26,7 +26,7 @@ from jaxinf.engine.engine import Engine
 from jaxinf.engine.resume_check import ResumeCheck, stale_state
 from jaxinf.engine.store_files import StoreFiles
 from jaxinf.engine.updates import (
-    RequestedUpdate,
+    LeafUpdate,
     StateRequest,
     UpdateRequest,
     nan_scalar_error,
@@ -35,7 +35,7 @@ from jaxinf.engine.updates import (
 )
 from jaxinf.errors import StoreError
 from jaxinf.layout import Subgroup
-from jaxinf.processes import Ending, Work
+from jaxinf.processes import BackgroundCall, Completion
 from jaxinf.store import CommitRecord, KeptCuts, ScalarState, save_checkpoint
 from jaxinf.transfer import ByteCounts, Task, idle, span
 from jaxinf.typing import Array
@@ -72,24 +72,21 @@ class _Step:
     """A step under way.
 
     Attributes:
-      updated: by subgroup in order, what its updates have read and written; tasks that
-        compute nothing, since those of the updates hold arrays.
-      nan_scalars: scalars that are NaN and that it computed with.
-      is_finite: whether every gradient so far is.
-      recalls: whether it has read states before its updates, as the next one may.
+      updated: the tasks of its updates by subgroup, in order; copies that compute
+        nothing, since the tasks themselves hold arrays.
     """
 
     started_s: float
     updated: dict[Subgroup, Task] = field(default_factory=dict)
-    nan_scalars: tuple[str, ...] = ()
-    is_finite: bool = True
-    recalls: bool = False
+    nan_scalars: tuple[str, ...] = ()  # names of those that are NaN and used
+    is_finite: bool = True  # whether every gradient so far is
+    recalls: bool = False  # it has read states before its updates, as the next may
 
 
 class StepRunner:
-    """The steps of an open store, one after another. Thread-safe.
+    """Runs the steps of an open store, one after another. Thread-safe.
 
-    The parts of a step may come in any order.
+    The updates of a step may come in any order.
 
     Attributes:
       files: the store's files, with the records of the last steps.
@@ -102,10 +99,10 @@ class StepRunner:
         self.resume_check = ResumeCheck(files)
         self.metrics: deque[StepMetrics] = deque(maxlen=8)
         self._guard = threading.RLock()
-        self._ending: Ending | None = None  # of the last step's commit
+        self._ending: Completion | None = None  # of the last step's commit
         self._step: _Step | None = None
         self._counted = files.meters.snapshot()
-        engine.health.note = self._loss_note
+        engine.health.failure.note = self._loss_note
 
     # --- a step ----------------------------------------------------------------------
 
@@ -126,43 +123,43 @@ class StepRunner:
             one that is not committed; else `finish` raises it.
           StoreError: the drive failed.
         """
-        files, bad = self.files, nan_scalars(self.files, requests)
+        files, nan_names = self.files, nan_scalars(self.files, requests)
         with self._guard:
             under_way = self._begin(step)
-            if bad and files.num_uncommitted and not under_way.updated:
+            if nan_names and files.num_uncommitted and not under_way.updated:
                 self.wait()  # otherwise the overwritten steps would be lost
-                raise nan_scalar_error(files, bad, ())
-            found = [RequestedUpdate(files, one, step + 1) for one in requests]
-            tasks = [task for one in found for task in one.tasks]
-            if under_way.updated.keys() & {task.piece.subgroup for task in tasks}:
-                # The computation failed elsewhere and is run again. Its earlier writes
+                raise nan_scalar_error(files, nan_names, ())
+            updates = [LeafUpdate(files, request, step + 1) for request in requests]
+            tasks = [task for update in updates for task in update.tasks]
+            if under_way.updated.keys() & {task.layout.subgroup for task in tasks}:
+                # The computation failed in JAX, which runs it again. Its first writes
                 # must not come after the new ones.
                 files.mover.drain()
                 self._check_undoable(under_way)
             for task in tasks:
-                how = task.runs_kernel, task.is_elsewhere
-                noted = Task(task.piece, idle, task.loads, task.stores, *how)
-                under_way.updated[task.piece.subgroup] = noted
-            under_way.nan_scalars += bad
+                kind = task.runs_kernel, task.is_remote
+                copy = Task(task.layout, idle, task.loads, task.stores, *kind)
+                under_way.updated[task.layout.subgroup] = copy
+            under_way.nan_scalars += nan_names
         with span("leaf"):
             files.mover.run(tasks)
-        finite = [one.is_finite for one in found]
-        if not all(finite):
+        are_finite = [update.is_finite for update in updates]
+        if not all(are_finite):
             under_way.is_finite = False
-        return finite
+        return are_finite
 
     def recall(self, step: int, *requests: StateRequest) -> None:
         """Reads states before the step's first update; blocks until they are there."""
         with self._guard:
             self._begin(step).recalls = True
-            tasks = [t for one in requests for t in recall_tasks(self.files, one)]
+            tasks = [t for each in requests for t in recall_tasks(self.files, each)]
         with span("leaf"):
             self.files.mover.run(tasks)
-        moved_bytes = sum([one.out.nbytes for one in requests])
+        moved_bytes = sum([request.out.nbytes for request in requests])
         self.files.meters.add(link_up_bytes=moved_bytes)
 
     def _begin(self, step: int) -> _Step:
-        """Returns the step under way, or begins one; called with the guard held."""
+        """Returns the step under way, or begins one. The caller holds the guard."""
         files = self.files
         if self._step is None:
             self.join()
@@ -194,19 +191,19 @@ class StepRunner:
         carry: Mapping[tuple[str, ...], Array] = MappingProxyType({}),
         streams: Mapping[str, KeptCuts] = MappingProxyType({}),
     ) -> None:
-        """Ends the step after `step` in the background, when all leaves are updated.
+        """Ends the step after `step` in the background; all leaves must be updated.
 
-        It is committed if the store's durability requires it, otherwise by the next
-        commit.
+        The step is committed if the store's durability requires it, otherwise by the
+        next commit.
 
         Args:
           step: the step of the caller's state.
-          inexact: leaves whose 16-bit params at the caller differ in bits from
-            `UpdateRequest.out`, and the greatest difference. The next step does not
-            use the caller's.
-          kept: leaves that it leaves as they are.
+          inexact: the greatest difference of each leaf whose 16-bit params at the
+            caller are not `UpdateRequest.out` to the bit; the next step does not use
+            the caller's.
+          kept: leaves that the step leaves as they are.
           carry: further arrays by path, which are copied.
-          streams: the cuts of the programs that have computed it.
+          streams: the cuts of the programs that have computed the step.
 
         Raises:
           NonFiniteScalarError: the gradients are finite, and a kernel computed with a
@@ -220,43 +217,56 @@ class StepRunner:
                 self.abandon()
                 self.wait()  # commits the steps before
                 raise error
-            chunks = [own for n in kept for own in files.subgroups.chunk_layouts(n)]
-            left = [layout.subgroup for own in chunks for layout in own]
-            if not ended.updated.keys().isdisjoint(left):
-                raise StoreError(
-                    f"{self._where}: step {step + 1} was to leave params as they are "
-                    "that a computation of it, which failed, has updated; open the "
-                    "store again, and run the step again"
-                )
-            done = sum([one.num_elements for one in (*ended.updated, *left)])
-            num = files.directory.manifest.num_held_params
-            assert done == num, f"the step updated {done} of {num} params"
-            before, names = files.finished, {files.leaves[n].name for n in kept}
-            still = {n: bound for n, bound in before.inexact.items() if n in names}
-            still |= {files.leaves[n].name: np.float32(x) for n, x in inexact.items()}
+            self._check_complete(ended, kept)
             record = CommitRecord(
                 step=step + 1,
                 scalar_state=tuple(scalars),
                 skipped_steps=skipped_steps,
                 payload=self._engine.take_payload(step + 1),
-                inexact=still,
-                device_updates=files.assignment.every,
-                streams={**before.streams, **streams},
+                inexact=self._inexact_leaves(inexact, kept),
+                device_updates=files.assignment.interval,
+                streams={**files.finished.streams, **streams},
                 **carry_fields(carry),
             )
-            work = Work(partial(self._end_step, record, ended, time.monotonic()))
-            # First, since an interrupt may come when the thread runs already.
-            self._step, self._ending = None, work.ending
-            try:
-                name = "jaxinf-commit"
-                threading.Thread(target=work.run, name=name, daemon=True).start()
-            except BaseException as error:
-                work.run()  # unless the thread does
-                if not isinstance(error, RuntimeError):  # it may have no more threads
-                    raise
+            end_step = partial(self._end_step, record, ended, time.monotonic())
+            self._start_ending(BackgroundCall(end_step))
+
+    def _check_complete(self, ended: _Step, kept: Collection[int]) -> None:
+        """Checks that a step has updated all leaves but those that it keeps."""
+        files = self.files
+        chunks = [c for leaf in kept for c in files.subgroups.layouts_by_chunk(leaf)]
+        unchanged = [layout.subgroup for chunk in chunks for layout in chunk]
+        if not ended.updated.keys().isdisjoint(unchanged):
+            raise StoreError(
+                f"{self._where}: step {files.finished.step + 1} was to leave params as "
+                "they are that a computation of it, which failed, has updated; open "
+                "the store again, and run the step again"
+            )
+        done = sum([each.num_elements for each in (*ended.updated, *unchanged)])
+        num_params = files.directory.manifest.num_held_params
+        assert done == num_params, f"the step updated {done} of {num_params} params"
+
+    def _inexact_leaves(
+        self, inexact: Mapping[int, float], kept: Collection[int]
+    ) -> dict[str, np.float32]:
+        """Returns the differences of inexact leaves; kept ones are as they were."""
+        names = [leaf.name for leaf in self.files.leaves]
+        before, kept_names = self.files.finished.inexact, {names[leaf] for leaf in kept}
+        bounds = {name: before[name] for name in before if name in kept_names}
+        return bounds | {names[n]: np.float32(bound) for n, bound in inexact.items()}
+
+    def _start_ending(self, call: BackgroundCall) -> None:
+        # First, since an interrupt may come when the thread runs already.
+        self._step, self._ending = None, call.completion
+        try:
+            name = "jaxinf-commit"
+            threading.Thread(target=call.run, name=name, daemon=True).start()
+        except BaseException as error:
+            call.run()  # unless the thread does
+            if not isinstance(error, RuntimeError):  # it may have no more threads
+                raise
 
     def _must_commit(self, step: int) -> bool:
-        """Whether a step is committed as soon as it has finished."""
         options, every = self.files.options, self.files.options.steps_per_commit
         is_due = every is not None and step - self.files.commit.step >= every
         return is_due or options.keeps(step) or options.exports(step)
@@ -280,10 +290,9 @@ class StepRunner:
             files.health.fail(error)
 
     def _note_cost(self, ended: _Step, updated_s: float) -> None:
-        """Adds the metrics of the step that has ended; learns what steps move."""
         files, tasks = self.files, ended.updated.items()
-        moved = {s: task for s, task in tasks if task.loads or task.stores}
-        moved_bytes = sum([task.piece.num_bytes for task in moved.values()])
+        moved = {key: task for key, task in tasks if task.loads or task.stores}
+        moved_bytes = sum([task.layout.num_bytes for task in moved.values()])
         traffic = files.meters.snapshot()
         self.metrics.append(
             StepMetrics(
@@ -292,27 +301,28 @@ class StepRunner:
                 commit_s=time.monotonic() - updated_s,
                 traffic=traffic - self._counted,
                 is_committed=not files.num_uncommitted,
-                hit_share=files.mover.take_found_bytes() / max(1, moved_bytes),
+                hit_share=files.mover.take_hit_bytes() / max(1, moved_bytes),
             )
         )
         self._counted = traffic
-        files.learn_moved(moved)
+        files.note_moved(moved)
 
     def _read_ahead(self, ended: _Step) -> None:
         """Reads for the next step what this one has, in the order of its gradients."""
         files = self.files
-        kept = files.mover.end_step()
+        cached = files.mover.end_step()
         # A step that reads states first would take what was read ahead.
         if not (ended.recalls or files.health.is_closed):
-            due = [x for s, x in ended.updated.items() if x.loads and s not in kept]
-            for task in due:
+            updated = ended.updated.items()
+            tasks = [task for key, task in updated if task.loads and key not in cached]
+            for task in tasks:
                 states = [state for state, _ in task.loads]
-                task.loads = files.chunks.sources(task.piece, states)
+                task.loads = files.chunks.sources(task.layout, states)
                 task.stores = ()
-            files.mover.prefetch(due)
+            files.mover.prefetch(tasks)
 
     def abandon(self) -> None:
-        """Abandons the step without a commit; it may start over."""
+        """Gives up the step under way, if there is one; it may start over."""
         with self._guard:
             if (step := self._step) is not None:
                 self.files.mover.drain()
@@ -322,7 +332,7 @@ class StepRunner:
                 self._step = None
 
     def _check_undoable(self, step: _Step) -> None:
-        """Stops the store if chunks of uncommitted steps were overwritten."""
+        """Stops the store if a step has overwritten one that is not committed."""
         if self.files.num_uncommitted and step.updated:
             error = StoreError(
                 f"{self._where}: step {self.files.finished.step + 1} was given up after"
@@ -332,27 +342,27 @@ class StepRunner:
             self.files.health.fail(error)
             raise error
 
-    # --- a step that is given as a whole ---------------------------------------------
+    # --- a step without updates: an initial or a loaded one --------------------------
 
-    def begin_whole(self) -> None:
-        """Begins a step that tasks of the caller write in place of the last."""
+    def begin_overwrite(self) -> None:
+        """Begins a step that the caller's tasks write in place of the last one."""
         files = self.files
-        files.keep(frozenset())  # what was read is of the step before
+        files.cache_only(frozenset())  # what was read is of the step before
         files.mover.end_step()
         files.directory.unpublish(files.chunks.target)
         files.mover.defer_writes(False)
 
-    def commit_whole(self, step: int, scalars: Sequence[ScalarState]) -> None:
-        """Commits step 0, or a loaded one, which tasks have written; blocks."""
+    def commit_written_step(self, step: int, scalars: Sequence[ScalarState]) -> None:
+        """Commits a step that the caller's tasks have written; blocks."""
         files, engine = self.files, self._engine
         files.mover.drain()
         files.health.check()
-        payload, held = engine.take_payload(step), tuple(scalars)
-        files.end_step(CommitRecord(step=step, scalar_state=held, payload=payload))
+        payload, state = engine.take_payload(step), tuple(scalars)
+        files.end_step(CommitRecord(step=step, scalar_state=state, payload=payload))
         self._commit()
         engine.note_replaced()
         self.resume_check.expect(None if step else 0)
-        files.keep_state()
+        files.choose_cached()
 
     def _commit(self) -> None:
         files = self.files
@@ -381,7 +391,7 @@ class StepRunner:
             self._commit()
 
     def join(self) -> None:
-        """Blocks until the last step has ended, and its commit if it has one."""
+        """Blocks until the last step has ended, with its commit if it has one."""
         self.files.health.check()
         self._join()
         self.files.health.check()
@@ -400,8 +410,8 @@ class StepRunner:
             self.wait()
             yield
 
-    def end(self) -> None:
-        """Commits finished steps, after the commit in flight; keeps errors."""
+    def commit_at_close(self) -> None:
+        """Commits finished steps, unless the store has failed."""
         with self._guard:
             self._join()
             if self.files.health.error is not None or not self.files.num_uncommitted:
@@ -413,19 +423,20 @@ class StepRunner:
                 self._commit()
 
     def metrics_of(self, step: int) -> StepMetrics | None:
-        """Those of a step, or None; blocks only for the commit of that step."""
+        """Returns a step's metrics, or None; waits for the commit of no later step."""
         with self._guard:
             if self._ending and (not self.metrics or self.metrics[-1].step < step):
                 self.join()
             # A copy, since a later step's commit may append at the same time.
-            return next((m for m in tuple(self.metrics) if m.step == step), None)
+            metrics = tuple(self.metrics)
+            return next((each for each in metrics if each.step == step), None)
 
     @property
     def _where(self) -> Path:
         return self.files.options.path
 
     def _loss_note(self) -> str | None:
-        """Says what a failure costs."""
+        """Returns a sentence about the steps that a failure costs, if it costs any."""
         files, at = self.files, self.files.commit.step
         if not (files.options.rewrites_steps and files.num_uncommitted):
             return None

@@ -25,7 +25,7 @@ from jaxinf.engine.state_trees import load_step, read_state
 from jaxinf.engine.step_runner import LAST_STEP, StepMetrics
 from jaxinf.engine.store_files import StoreFiles
 from jaxinf.errors import ProcessError, StoreError
-from jaxinf.processes import raise_kept
+from jaxinf.processes import raise_kept_interrupt
 from jaxinf.program import is_trained, trained
 from jaxinf.store import (
     CheckpointInfo,
@@ -366,7 +366,7 @@ class Store:
         Args:
           state: the transform state to wait for first.
         """
-        raise_kept()
+        raise_kept_interrupt()
         if state is None:
             wait_for_callbacks()
         try:
@@ -426,7 +426,7 @@ class Store:
             finally:
                 engine.close()
         if sys.exception() is None:
-            raise_kept()
+            raise_kept_interrupt()
         is_jaxs = isinstance(sys.exception(), jax.errors.JaxRuntimeError)
         if health.is_unreported and not is_jaxs:
             health.check()

@@ -1,9 +1,9 @@
-"""The files of an open store, with its CSDs and workers, and how they are committed.
+"""The files of an open store, with its CSDs and workers, and how a step is committed.
 
      finished step, in the spare slot ─► flush ─► sync, record, meet, flip ─► committed
 
 Invariant: the committed slot is only read. The chunks of a step become visible as a
-whole or not at all, and what stays in memory is chosen between steps.
+whole or not at all. Which state stays in memory changes between steps only.
 """
 
 from collections.abc import Collection
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from jaxinf.csd import Csd, CsdFleet, open_csds
 from jaxinf.engine.carry import carry_form
-from jaxinf.engine.chunks import ChunkMoves, ChunkTable
+from jaxinf.engine.chunks import ChunkTable, UnitRunner
 from jaxinf.engine.engine import Engine
 from jaxinf.engine.subgroup_table import SubgroupTable
 from jaxinf.layout import Subgroup
@@ -31,7 +31,7 @@ from jaxinf.transfer import ByteMeters, Limits, Mover, Queues, existing_parent, 
 
 
 def open_fleet(subgroups: SubgroupTable, meters: ByteMeters) -> CsdFleet:
-    """Opens the CSDs of a store, which need not be there; writes nothing."""
+    """Opens the CSDs of a store that may still have to be made; writes nothing."""
     directory = subgroups.directory
     roots = [Path(root) for root in directory.manifest.csds]
     longest = subgroups.longest_bytes, subgroups.longest_elements
@@ -51,19 +51,19 @@ def open_fleet(subgroups: SubgroupTable, meters: ByteMeters) -> CsdFleet:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Which subgroups another processor updates in place of the host's CSDs.
+    """The subgroups that another processor updates in place of the host's CSDs.
 
     Attributes:
-      updater: it has ``update(csd, buffer, update)``, which computes as `Csd.update`
-        with a gradient that is not sparse, leaves `out` alone, and blocks; and
-        `num_at_once`, how many run at once, each on a thread of its own. None for none.
-      every: it computes every so many of the subgroups that it can; 0 for none;
-        "auto" while their number is measured.
-      subgroups: these.
+      updater: the processor, if there is one: its ``update(csd, buffer, update)``
+        computes as `Csd.update` for a gradient that is not sparse, leaves `out` alone,
+        and blocks; `num_at_once` updates run at once, each on a thread of its own.
+      interval: k if it updates each k-th of the subgroups that it can, 0 for none,
+        "auto" while k is measured.
+      subgroups: the subgroups that it updates.
     """
 
     updater: Any = None
-    every: int | Literal["auto"] = 0
+    interval: int | Literal["auto"] = 0
     subgroups: tuple[Subgroup, ...] = ()
 
 
@@ -72,21 +72,17 @@ class StoreFiles:
 
     Args:
       commit: the committed step's record; None for a store that was just made.
-      fleet: CSDs of the store; closed with this.
+      fleet: the store's CSDs, which `close` closes.
 
     Attributes:
       options, health, meters, group: the engine's.
-      leaves: the records of its leaves.
-      subgroups: subgroups in which its chunks move.
       chunks: the newest version of each chunk.
-      csds: the CSDs that update the chunks, of the fleet.
-      mover: the workers.
       memory_bytes: the limit of buffers on the host.
       is_new: whether no step is committed yet; then every leaf must be initialised.
       commit: the last committed step's record; of a new store one of step 0.
       finished: the record of the last finished step, which may not be committed yet.
-      assignment, elsewhere: the updates that the CSDs do not compute, and the
-        subgroups of these.
+      assignment: the updates that the CSDs do not compute.
+      assigned: the subgroups of these updates.
     """
 
     def __init__(
@@ -102,10 +98,10 @@ class StoreFiles:
         self.leaves, self.memory_bytes = subgroups.leaves, subgroups.memory_bytes
         self.is_new = commit is None
         self.commit = self.finished = commit or CommitRecord(step=0, scalar_state=())
-        self.assignment, self.elsewhere = Assignment(), frozenset[Subgroup]()
+        self.assignment, self.assigned = Assignment(), frozenset[Subgroup]()
         self._carries: dict[Slot, tuple[CarriedArray, ...]] = {}
         self._moved: frozenset[Subgroup] | None = None
-        self._staying: frozenset[Subgroup] = frozenset()
+        self._cached: frozenset[Subgroup] = frozenset()
         target = other_slot(self.directory.committed_slot())
         self.chunks = ChunkTable(self.directory, target, self.commit.checksums)
         self.fleet = fleet
@@ -115,81 +111,80 @@ class StoreFiles:
             csds = self.csds = list[Csd](fleet.attach(folders, *longest))
             queues = Queues(
                 [(id(csd.memory), csd.is_host) for csd in csds],
-                lambda task: csds[task.piece.drive].acquire(task.piece.num_bytes),
+                lambda task: csds[task.layout.drive].acquire(task.layout.num_bytes),
                 Limits(subgroups.num_workers, fleet.num_parallel_updates),
             )
-            perform = ChunkMoves(self.directory, self.chunks, csds).perform
-            self.mover = Mover(self.directory.path, queues, perform, self.health)
+            run = UnitRunner(self.directory, self.chunks, csds).run
+            self.mover = Mover(self.directory.path, queues, run, self.health.failure)
         except BaseException:
             fleet.close()
             raise
         if not self.is_new:
-            self.keep_state()
+            self.choose_cached()
 
     @property
     def num_uncommitted(self) -> int:
-        """Number of finished steps without a commit."""
+        """The number of finished steps that are not committed."""
         return self.finished.step - self.commit.step
 
     def close(self) -> None:
-        """Stops the workers and frees their memory; commits nothing."""
+        """Stops the workers, and frees their memory; commits nothing."""
         self.mover.close()
         self.fleet.close()
 
     # --- between steps ---------------------------------------------------------------
 
     def limit_memory(self, num_bytes: int) -> None:
-        """Sets the limit of buffers on the host, or `least_memory_bytes` if it is more.
+        """Sets the limit of buffers on the host, at least `least_memory_bytes`.
 
         No step may be under way, nor a commit.
         """
-        granted = max(num_bytes, self.subgroups.least_memory_bytes)
-        if granted != self.memory_bytes:
-            self.memory_bytes = granted
+        limit_bytes = max(num_bytes, self.subgroups.least_memory_bytes)
+        if limit_bytes != self.memory_bytes:
+            self.memory_bytes = limit_bytes
             if not self.is_new:
-                self.keep_state()
+                self.choose_cached()
                 self.mover.end_step()  # drops what was prefetched
-        self.fleet.limit_memory(granted)
+        self.fleet.limit_memory(limit_bytes)
 
     def end_step(self, record: CommitRecord) -> None:
         """Makes what was written the last finished step; no write may be in flight."""
         self.chunks.end_step()
         self.finished = record
 
-    def keep_state(self) -> None:
-        """Chooses what stays in memory between steps; no task may be under way."""
-        self.keep(self.subgroups.staying(self.memory_bytes, self._moved))
+    def choose_cached(self) -> None:
+        """Chooses the state that stays in memory; no task may be under way."""
+        self.cache_only(self.subgroups.choose_cached(self.memory_bytes, self._moved))
 
-    def learn_moved(self, moved: Collection[Subgroup]) -> None:
-        """Chooses it again if a step has moved subgroups that none before it has."""
+    def note_moved(self, moved: Collection[Subgroup]) -> None:
+        """Chooses cached state anew if a step has moved subgroups that none has."""
         if self._moved is None or not self._moved.issuperset(moved):
             self._moved = (self._moved or frozenset()).union(moved)
-            self.keep_state()
+            self.choose_cached()
 
-    def keep(self, staying: frozenset[Subgroup]) -> None:
+    def cache_only(self, cached: frozenset[Subgroup]) -> None:
         """Keeps the state of these subgroups in memory, and writes that of others."""
-        if staying != self._staying:
+        if cached != self._cached:
             self._flush()
-            self.mover.keep(staying)
-            self._staying = staying
+            self.mover.cache_only(cached)
+            self._cached = cached
 
     def _flush(self) -> None:
         if self.mover.flush():
             self.chunks.end_flush()
 
     def assign(self, assignment: Assignment) -> None:
-        """Sets who computes updates."""
         if assignment.updater is not None:
-            self.mover.compute_elsewhere(assignment.updater.num_at_once)
+            self.mover.set_remote_limit(assignment.updater.num_at_once)
         self.assignment = assignment
-        self.elsewhere = frozenset(assignment.subgroups)
+        self.assigned = frozenset(assignment.subgroups)
 
     # --- a commit --------------------------------------------------------------------
 
     def publish(self) -> None:
-        """Commits the last finished step; writes what was deferred of it."""
+        """Commits the last finished step, after its deferred writes."""
         self._flush()
-        self.chunks.share_unwritten()
+        self.chunks.link_unwritten()
         group, slot, directory = self.group, self.chunks.target, self.directory
         carry, step = self.finished.carry, directory.step_path(slot)
         if self._carries.get(slot) != carry_form(carry):

@@ -1,12 +1,12 @@
-"""What a step is asked for, and its tasks for the mover, one for each subgroup.
+"""Requests to a step, and their tasks for the mover, one for each subgroup.
 
     request ─► its subgroups in order ─► read what is not in memory, compute, write
 
 Invariant: a task reads only the newest version of a state, and writes only to the slot
 that the step builds. No result is returned or stored for params that differ from the
-store's. The arrays of a request belong to the caller: they are only read, copied where
-a part is not contiguous, and used only until `StepRunner.update` or `recall` returns.
-Which subgroups an updater computes changes between steps only.
+store's. The arrays of a request belong to the caller: they are only read, and copied
+where a part is not contiguous; no task uses them after `StepRunner.update` or `recall`
+has returned.
 """
 
 import itertools
@@ -14,7 +14,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,34 +39,23 @@ from jaxinf.transfer import Task
 from jaxinf.typing import Array
 
 
-class FirstParams(NamedTuple):
-    """The params of a leaf of a new store, or of a shard of it.
-
-    Attributes:
-      params: in their own dtype; only read.
-      origin: index in the leaf of the array's first element.
-      inputs: inputs of the initial state beside the params.
-    """
+class InitialParams(NamedTuple):
+    """The params of a leaf of a new store, or of a shard of it."""
 
     leaf: int
-    params: Array
-    origin: Sequence[int]
-    inputs: LeafInputs
+    params: Array  # in their own dtype; only read
+    origin: Sequence[int]  # index in the leaf of their first element
+    inputs: LeafInputs  # what the initial state depends on beside the params
 
 
 @dataclass(frozen=True)
 class StateRequest:
-    """A request for a state of a leaf, or of a JAX device's shard of it.
-
-    Attributes:
-      origin: index in the leaf of the first element of `out`.
-      out: receives the values in its dtype.
-    """
+    """A request to read a state of a leaf, or of a JAX device's shard of it."""
 
     leaf: int
     state_name: str
-    origin: tuple[int, ...]
-    out: Array
+    origin: tuple[int, ...]  # index in the leaf of the first element of `out`
+    out: Array  # receives the values in its dtype
 
 
 @dataclass(frozen=True)
@@ -80,10 +69,10 @@ class UpdateRequest:
       out: of the gradient's shape; float32 receives the update, 16 bits the new params,
         rounded to nearest even, or as the store rounds them (docs/format.md, "Codecs").
         None if no result is needed.
-      probe: the first few params on the JAX device, to compare with the master; or
-        empty.
-      params: params on the JAX device, of the gradient's shape. If they equal the
-        store's `params` to the bit, those are not read. None if they are not available.
+      probe: the first few params on the JAX device, to compare with the master, or
+        none.
+      params: the params on the JAX device, of the gradient's shape, if the callback has
+        them. The store's `params` are not read if these equal them to the bit.
       feedback: float32 of the gradient's shape, the error feedback after this step;
         None if it does not change.
     """
@@ -102,7 +91,7 @@ class UpdateRequest:
 # --- an update -----------------------------------------------------------------------
 
 
-class RequestedUpdate:
+class LeafUpdate:
     """The tasks of an update of a leaf or shard, and what they find.
 
     Args:
@@ -120,42 +109,41 @@ class RequestedUpdate:
         # The greatest difference of the caller's 16-bit params from the store's.
         name = files.leaves[request.leaf].name
         self._inexact, self._where = files.finished.inexact.get(name), f"leaf {name}"
-        params, self._given = request.params, None
-        if params is not None and can_take(files.subgroups, request.leaf, params.dtype):
-            self._given = params
-        self._out_dtype = np.dtype(np.float32)
-        if request.out is not None:
-            self._out_dtype = request.out.dtype
+        params, table = request.params, files.subgroups
+        if params is not None and not can_use_params(table, request.leaf, params.dtype):
+            params = None
+        self._params = params
+        out = request.out
+        self._out_dtype = np.dtype(np.float32) if out is None else out.dtype
         self.is_finite = True
         box = request.leaf, request.origin, request.gradient.shape
-        self.tasks = [self._task(layout) for layout in files.subgroups.layouts(*box)]
+        self.tasks = [self._task(layout) for layout in table.layouts(*box)]
 
     def _task(self, layout: SubgroupLayout) -> Task:
         files, request, kernel = self._files, self._request, self._kernel
-        loads, stores = _moved(kernel, layout.state_names, request.feedback is not None)
+        has_feedback = request.feedback is not None
+        loads, stores = _moved(kernel, layout.state_names, has_feedback)
         if self._out_dtype != np.float32:
             loads |= {0}  # the result depends on the params
-        takes_given = (
-            self._given is not None
+        uses_params = (
+            self._params is not None
             and 0 in loads
             and self._inexact is None
             # Else nothing on the drive can be compared where their checksums differ.
             and self._is_comparable(layout)
         )
-        if takes_given:
+        if uses_params:
             loads -= {0}
-        updater = None
-        is_dense = isinstance(request.gradient, np.ndarray) and request.feedback is None
-        if is_dense and layout.subgroup in files.elsewhere and not is_idle(kernel):
-            updater = files.assignment.updater
+        is_dense = isinstance(request.gradient, np.ndarray) and not has_feedback
+        is_assigned = is_dense and layout.subgroup in files.assigned
         task = Task(
             layout,
             loads=files.chunks.sources(layout, sorted(loads)),
             stores=stores,
             runs_kernel=not is_idle(kernel),
-            is_elsewhere=updater is not None,
+            is_remote=is_assigned and not is_idle(kernel),
         )
-        task.compute = partial(self._compute, task, takes_given, updater)
+        task.compute = partial(self._compute, task, uses_params)
         return task
 
     def _is_comparable(self, layout: SubgroupLayout) -> bool:
@@ -172,146 +160,147 @@ class RequestedUpdate:
     def _compute(
         self,
         task: Task,
-        takes_given: bool,
-        updater: Any,
+        uses_params: bool,
         csd: Csd,
         buffer: CsdBuffer,
-        tells: Collection[int],
+        wanted_checksums: Collection[int],
     ) -> Mapping[int, int]:
         """Updates the buffer and the request's `out`; returns checksums as read."""
-        request, layout, origin = self._request, task.piece, self._request.origin
-        subgroup, chunk = layout.subgroup, layout.chunk
-        offset, num = subgroup.offset_elements, subgroup.num_elements
-        params = None if self._given is None else layout.gather(self._given, origin)
+        request, layout, origin = self._request, task.layout, self._request.origin
+        params = None if self._params is None else layout.gather(self._params, origin)
         if any(state == 0 for state, _ in task.loads):
-            master, probe = csd.view(buffer, layout.extents[0]), request.probe
-            if params is not None:
-                self._compare(layout, master, params)
-            elif not offset and chunk.start == origin and probe.size:
-                self._compare(layout, master[: probe.size], probe)
-        result = out = None
+            self._compare_master(layout, csd.view(buffer, layout.extents[0]), params)
+        view = result = None
         if request.out is not None:
-            out = target_view(request.out, chunk, origin, offset, num)
-            result = np.empty(num, self._out_dtype) if out is None else out
-        gradient = self._gradient(layout)
+            run = layout.subgroup.offset_elements, layout.subgroup.num_elements
+            view = target_view(request.out, layout.chunk, origin, *run)
+            result = np.empty(run[1], self._out_dtype) if view is None else view
         update = Update(
             extents=layout.kernel_extents,
             kernel=self._kernel,
-            gradient=gradient,
-            inputs=gather_inputs(layout, request.inputs, origin),
+            gradient=self._gradient(layout),
+            inputs=_gather_inputs(layout, request.inputs, origin),
             out=result,
-            rounding=rounding_of(layout, self._step),
-            caller_params=params if takes_given else None,
-            wanted_checksums=tells,
+            rounding=_rounding_of(layout, self._step),
+            caller_params=params if uses_params else None,
+            wanted_checksums=wanted_checksums,
         )
-        down = gradient.nbytes + (0 if params is None else params.nbytes)
-        up = 0 if result is None else result.nbytes
-        if updater is None:
-            outcome = csd.update(buffer, update)
-        else:
+        if task.is_remote:
             assert request.out is None, "nothing but state leaves an updater"
+            updater = self._files.assignment.updater
             outcome = updater.update(csd, buffer, update)
-            up += down + sum([layout.sizes[state] for state, _ in task.loads])
-            down += sum([layout.sizes[state] for state in task.stores])
+        else:
+            outcome = csd.update(buffer, update)
         checksums = dict(outcome.read_checksums)
-        if takes_given:
-            self._check_taken(layout, checksums.pop(0))
+        if uses_params:
+            self._check_used(layout, checksums.pop(0))
         if not outcome.is_finite:
             self.is_finite = False
         if request.feedback is not None:
             assert layout.feedback is not None
-            left = layout.gather(request.feedback, origin)
-            csd.put(buffer, layout.extents[layout.feedback], left)
-            down += left.nbytes
-        if out is None and result is not None:
+            feedback = layout.gather(request.feedback, origin)
+            csd.put(buffer, layout.extents[layout.feedback], feedback)
+            self._files.meters.add(link_down_bytes=feedback.nbytes)
+        if view is None and result is not None:
             layout.scatter(request.out, origin, result)
-        self._files.meters.add(link_down_bytes=down, link_up_bytes=up)
+        self._count_link_bytes(task, update, 0 if params is None else params.nbytes)
         return checksums
 
+    def _count_link_bytes(self, task: Task, update: Update, params_bytes: int) -> None:
+        down = update.gradient.nbytes + params_bytes
+        up = 0 if update.out is None else update.out.nbytes
+        if task.is_remote:
+            sizes = task.layout.sizes
+            up += down + sum([sizes[state] for state, _ in task.loads])
+            down += sum([sizes[state] for state in task.stores])
+        self._files.meters.add(link_down_bytes=down, link_up_bytes=up)
+
     def _gradient(self, layout: SubgroupLayout) -> Array | SparseGradient:
-        """Returns a subgroup's part of a dense or sparse gradient."""
         gradient, origin = self._request.gradient, self._request.origin
         if not isinstance(gradient, SparseLeaf):
             return layout.gather(gradient, origin)
         subgroup = layout.subgroup
         record = self._files.leaves[subgroup.leaf]
-        positions = covers(record.grid, tuple(origin), gradient.shape)
+        numbers = covers(record.grid, tuple(origin), gradient.shape)
         chunks = record.grid.chunks()
-        if tuple(gradient.lengths) != tuple(chunks[n].num_elements for n in positions):
+        if tuple(gradient.lengths) != tuple(chunks[n].num_elements for n in numbers):
             raise StoreMismatchError(
                 f"leaf {record.name}: the gradient was compressed for chunks of other "
                 f"lengths than the store's ({record.chunk_shape}): the update was "
                 "traced before the store was made; trace it again"
             )
-        sent = gradient.chunk(positions.index(subgroup.chunk))
+        chunk_gradient = gradient.chunk(numbers.index(subgroup.chunk))
         start = subgroup.offset_elements
-        return sent.part(start, start + subgroup.num_elements)
+        return chunk_gradient.part(start, start + subgroup.num_elements)
 
-    def _compare(self, layout: SubgroupLayout, stored: Array, given: Array) -> None:
-        """Refuses params that differ from the master of a subgroup."""
-        if differs := difference(stored, given, self._inexact or 0.0):
+    def _compare_master(
+        self, layout: SubgroupLayout, master: Array, params: Array | None
+    ) -> None:
+        """Refuses params, or the leaf's first few, that differ from the master."""
+        if params is None:
+            params = self._request.probe
+            is_first = layout.chunk.start == self._request.origin
+            if layout.subgroup.offset_elements or not is_first or not params.size:
+                return
+            master = master[: params.size]
+        if differs := difference(master, params, self._inexact or 0.0):
             if self._is_comparable(layout):  # damage would explain it
-                at = layout.subgroup.leaf, 0, [layout.subgroup.chunk], given.dtype
+                chunk = [layout.subgroup.chunk]
+                state = layout.subgroup.leaf, 0
                 with StateReader(self._files, COMPARING_BYTES) as reader:
-                    reader.each_piece(*at, lambda _: None)
+                    reader.visit_pieces(*state, chunk, params.dtype, lambda _: None)
             raise diverged_error(self._where, differs)
 
-    def _check_taken(self, layout: SubgroupLayout, checksum: int) -> None:
+    def _check_used(self, layout: SubgroupLayout, checksum: int) -> None:
         """Checks that the params used equal those that the last step stored.
 
         Their checksum is from the pass of the update, whose results are not stored yet.
-        If it differs, zeros and denormals may be all that does.
+        If it differs, that may be by zeros and denormals alone.
         """
         if self._files.chunks.matches(layout, 0, checksum):
             return
-        assert self._given is not None
-        chunk, origin = [layout.subgroup.chunk], self._request.origin
-        own = layout.subgroup.leaf, self._given, origin, chunk
-        if differs := difference_of(self._files, *own):
+        assert self._params is not None
+        leaf, chunk = layout.subgroup.leaf, [layout.subgroup.chunk]
+        origin = self._request.origin
+        if differs := difference_of(self._files, leaf, self._params, origin, chunk):
             raise diverged_error(self._where, differs)
 
 
 def initialise_leaves(
-    files: StoreFiles, description: StoreDescription, given: Sequence[FirstParams]
+    files: StoreFiles, description: StoreDescription, leaves: Sequence[InitialParams]
 ) -> None:
     """Makes master params and initial states of a new store's leaves; blocks."""
-    tasks = [_first_tasks(files, description, one) for one in given]
+    tasks = [_initial_tasks(files, description, leaf) for leaf in leaves]
     files.mover.run([*itertools.chain.from_iterable(tasks)])
 
 
-def _first_tasks(
-    files: StoreFiles, description: StoreDescription, given: FirstParams
+def _initial_tasks(
+    files: StoreFiles, description: StoreDescription, initial: InitialParams
 ) -> list[Task]:
-    kernel = description.leaves[given.leaf].init_kernel
+    kernel = description.leaves[initial.leaf].init_kernel
 
     def compute(
         layout: SubgroupLayout, csd: Csd, buffer: CsdBuffer, _: Collection[int]
     ) -> None:
-        own = layout.gather(given.params, given.origin)
-        inputs = gather_inputs(layout, given.inputs, given.origin)
+        params = layout.gather(initial.params, initial.origin)
         initialise_states(
             csd,
             buffer,
             layout.kernel_extents,
             kernel=kernel,
-            params=own,
-            inputs=inputs,
-            rounding=rounding_of(layout, 0),
+            params=params,
+            inputs=_gather_inputs(layout, initial.inputs, initial.origin),
+            rounding=_rounding_of(layout, 0),
         )
         if layout.feedback is not None:
             extent = layout.extents[layout.feedback]
             csd.put(buffer, extent, np.zeros(extent.num_elements, extent.dtype))
-        files.meters.add(link_down_bytes=own.nbytes)
+        files.meters.add(link_down_bytes=params.nbytes)
 
+    box = initial.leaf, initial.origin, initial.params.shape
     return [
-        Task(
-            layout,
-            partial(compute, layout),
-            stores=tuple(range(len(layout.state_names))),
-        )
-        for layout in files.subgroups.layouts(
-            given.leaf, given.origin, given.params.shape
-        )
+        Task(layout, partial(compute, layout), stores=(*range(len(layout.extents)),))
+        for layout in files.subgroups.layouts(*box)
     ]
 
 
@@ -341,7 +330,7 @@ def recall_tasks(files: StoreFiles, request: StateRequest) -> list[Task]:
 def nan_scalars(
     files: StoreFiles, requests: Sequence[UpdateRequest]
 ) -> tuple[str, ...]:
-    """Names the scalars that are NaN and used, for an error.
+    """Returns texts that name the scalars which are NaN and used.
 
     A learning rate of NaN turns all state into NaN, whatever the gradients are. Inf is
     accepted, because some optimizers start with it. A scalar is checked only in a
@@ -357,16 +346,21 @@ def nan_scalars(
 
 
 def nan_scalar_error(
-    files: StoreFiles, found: Sequence[str], scalars: Sequence[ScalarState]
+    files: StoreFiles, names: Sequence[str], state: Sequence[ScalarState]
 ) -> NonFiniteScalarError:
-    """Makes the error for a step that would compute with NaN; a scalar may name it."""
+    """Returns the error for a step that would compute with NaN.
+
+    Args:
+      names: the result of `nan_scalars`.
+      state: the optimizer's scalars, which name the cause if they are NaN.
+    """
     named = ", ".join(
         scalar.path
-        for scalar in scalars
+        for scalar in state
         if scalar.value.dtype.kind in "fcV"
         and bool((scalar.value != scalar.value).any())
     )
-    named = f"{named} of the optimizer's state" if named else found[0]
+    named = f"{named} of the optimizer's state" if named else names[0]
     at = files.finished.step
     return NonFiniteScalarError(
         f"{files.options.path}: step {at + 1}: expected numbers to update with, found "
@@ -375,19 +369,19 @@ def nan_scalar_error(
     )
 
 
-# --- what an update moves ------------------------------------------------------------
+# --- states that an update reads and writes ------------------------------------------
 
 
-def can_take(subgroups: SubgroupTable, leaf: int, dtype: np.dtype) -> bool:
+def can_use_params(subgroups: SubgroupTable, leaf: int, dtype: np.dtype) -> bool:
     """Whether an update can use a caller's params of a dtype in place of the store's.
 
-    It does if its kernel reads them.
+    It does so only if its kernel reads them.
     """
     stored = subgroups.leaves[leaf].states[0]
     return not subgroups.options.csd.has_cards and dtype == dtype_of(stored.dtype)
 
 
-def update_moves(
+def list_moves(
     subgroups: SubgroupTable,
     kernel: Kernel,
     leaf: int,
@@ -397,18 +391,21 @@ def update_moves(
     takes_params: bool = False,
     recalled: Sequence[str] = (),
 ) -> list[Move]:
-    """Returns what an update, not specialised, moves of a leaf, or of a box of it.
+    """Returns the states that an update of a box of a leaf reads and writes.
+
+    A step's scalars may spare it some of them.
 
     Args:
       takes_params: whether it takes a caller's params in place of the store's.
-      recalled: names of the states that the step reads before, too.
+      recalled: names of the states that the step has read before.
     """
-    found, taken = [], {0} if takes_params else set[int]()
+    moves, taken = [], {0} if takes_params else set[int]()
     for layout in subgroups.layouts(leaf, origin, extent):
-        loads, stores = _moved(kernel, layout.state_names, layout.feedback is not None)
-        again = map(layout.state_names.index, recalled)
-        found.append(Move(layout, (*loads - taken, *again), stores))
-    return found
+        names = layout.state_names
+        loads, stores = _moved(kernel, names, layout.feedback is not None)
+        numbers = [names.index(name) for name in recalled]
+        moves.append(Move(layout, (*loads - taken, *numbers), stores))
+    return moves
 
 
 @lru_cache
@@ -424,21 +421,20 @@ def _moved(
     )
 
 
-# --- what a kernel gets ---------------------------------------------------------------
+# --- inputs of a kernel --------------------------------------------------------------
 
 
-def gather_inputs(
+def _gather_inputs(
     layout: SubgroupLayout, inputs: LeafInputs, origin: Sequence[int]
 ) -> LeafInputs:
-    """Returns a subgroup's part of a kernel's other arrays."""
     if not inputs.arrays:
         return inputs
     arrays = tuple(layout.gather(array, origin) for array in inputs.arrays)
     return LeafInputs(inputs.scalars, arrays)
 
 
-def rounding_of(layout: SubgroupLayout, step: int) -> Rounding:
-    """Returns the seed of a subgroup's rounding in a step, the same on every CSD."""
+def _rounding_of(layout: SubgroupLayout, step: int) -> Rounding:
+    """Returns the seed of a subgroup's rounding, the same on every kind of CSD."""
     subgroup = layout.subgroup
     key = rounding_of_chunk(subgroup.leaf, subgroup.chunk, step)
     return Rounding(key, subgroup.offset_elements)

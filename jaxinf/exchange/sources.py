@@ -18,7 +18,7 @@ from jaxinf.documents import MOST_BYTES, decode
 from jaxinf.errors import ExchangeError, StoreIOError
 from jaxinf.layout import LeafGrid, portions
 from jaxinf.transfer import (
-    aligned_array,
+    allocate_array,
     read_bounded,
     translated,
     write_bytes_atomically,
@@ -68,7 +68,7 @@ class TensorLeaf(DeferredArray):
         grid = LeafGrid(source.shape, tuple(max(1, n) for n in source.shape))
         itemsize = source.dtype.itemsize
         # The allocator may keep freed memory, which would add up for large leaves.
-        result = aligned_array(self.shape, self.dtype)
+        result = allocate_array(self.shape, self.dtype)
         theirs = result.transpose(np.argsort(self.axes)) if self.axes else result
         with translated("read", source.path), open(source.path, "rb") as stream:
             for box in portions(grid, _PIECE_BYTES // itemsize):

@@ -25,9 +25,9 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxinf import compat
-from jaxinf.engine import callers, sum_bits
+from jaxinf.engine import calling_devices, sum_bits
 from jaxinf.errors import DeviceConfigurationError
-from jaxinf.processes import run_whole
+from jaxinf.processes import run_uninterrupted
 from jaxinf.typing import PyTree
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
@@ -111,7 +111,7 @@ class HostCallback:
                 self.stop(error)
                 raise
 
-        run_whole(host)
+        run_uninterrupted(host)
 
     def reporting(self, outs: PyTree, arguments: PyTree) -> None:
         """Runs as a callback beside other devices; after an exception gives zeros.
@@ -119,7 +119,7 @@ class HostCallback:
         Results in int32 are `FAILED` then.
         """
         try:
-            run_whole(partial(self.host, outs, arguments))
+            run_uninterrupted(partial(self.host, outs, arguments))
         except BaseException as error:
             self.report(error)
             for out in jax.tree.leaves(outs):
@@ -240,7 +240,7 @@ def _is_caller(mesh: AnyMesh, axes: tuple[str, ...]) -> jax.Array:
         return is_first
     assert isinstance(mesh, Mesh), "checked by check_processes"
     places = tuple(lax.axis_index(name) for name in mesh.axis_names)
-    return jnp.asarray(callers(mesh, axes))[places]
+    return jnp.asarray(calling_devices(mesh, axes))[places]
 
 
 def call_once(

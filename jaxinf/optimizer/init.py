@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinf import compat
 from jaxinf.engine import (
-    FirstParams,
+    InitialParams,
     StoreDescription,
     bind_optimizer,
     initialise_leaves,
@@ -105,7 +105,9 @@ class HostInit:
         is_new, engine = self.begin(), self._wrapped.engine
         if is_new:
             given = [
-                FirstParams(one.number, one.params, call.origin(one), call.inputs(one))
+                InitialParams(
+                    one.number, one.params, call.origin(one), call.inputs(one)
+                )
                 for one in call.leaves
             ]
             initialise_leaves(engine.files, self._description, given)
@@ -141,7 +143,9 @@ class HostInit:
         is_new = self.begin()
         self._has_begun = False  # the computation may run again
         if is_new:
-            engine.steps.commit_whole(0, named_scalars(self._description, scalars))
+            engine.steps.commit_written_step(
+                0, named_scalars(self._description, scalars)
+            )
         else:
             engine.steps.resume_check.expect(None)
         commit = engine.files.finished
@@ -231,20 +235,20 @@ def _init_eagerly(
 
 def _first_params(
     leaves: Sequence[Any], inputs: Sequence[LeafInputs]
-) -> Iterator[list[FirstParams]]:
+) -> Iterator[list[InitialParams]]:
     """Yields the shards of leaves, many small ones at once, a deferred leaf alone.
 
     The receiver empties the lists, so that a deferred leaf is free before the next is
     read.
     """
-    given: list[FirstParams] = []
+    given: list[InitialParams] = []
     num_bytes = 0
     for number, (leaf, own) in enumerate(zip(leaves, inputs, strict=True)):
         scalars = tuple(np.asarray(s) for s in own.scalars)
         for origin, shard in shards_with_origin(leaf):
             arrays = tuple(_part_of(a, origin, shard.shape) for a in own.arrays)
             given.append(
-                FirstParams(number, shard, origin, LeafInputs(scalars, arrays))
+                InitialParams(number, shard, origin, LeafInputs(scalars, arrays))
             )
             num_bytes += shard.nbytes
             del shard

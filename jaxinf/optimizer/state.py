@@ -15,7 +15,7 @@ from jaxinf import compat
 from jaxinf.engine import StoreDescription, check_announced
 from jaxinf.errors import StaleStateError, StoreError
 from jaxinf.optimizer.host_side import COMMITTED, SKIPPED
-from jaxinf.processes import raise_kept
+from jaxinf.processes import raise_kept_interrupt
 from jaxinf.program import InitProgram, typed_like
 from jaxinf.store import leaf_name
 from jaxinf.typing import PyTree
@@ -150,7 +150,7 @@ def _check() -> None:
 
     With several JAX devices it is a failure of the store, on one an interrupt.
     """
-    raise_kept()
+    raise_kept_interrupt()
     check_announced()
 
 

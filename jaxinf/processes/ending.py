@@ -1,6 +1,6 @@
 """The end of a process that waits in a collective for one that never comes.
 
-Invariant: all leave JAX's service together, the process that has it last.
+Invariant: all processes leave JAX's service together, the one that runs it last.
 """
 
 import atexit
@@ -12,15 +12,15 @@ import time
 from collections.abc import Callable
 
 from jaxinf import compat
-from jaxinf.processes.group import Group, deserted
+from jaxinf.processes.group import Group, silent_groups
 
 _GRACE_S = 10.0
 _LEAVE_S = 1.5
-_ending = threading.Lock()  # held until the process ends
+_exit_lock = threading.Lock()  # held until the process ends
 _is_exiting = threading.Event()
 
 
-def end_unless(
+def exit_unless_known(
     group: Group, is_known: Callable[[], bool], error: BaseException
 ) -> None:
     """Ends this process soon if the program does not learn of a failure.
@@ -43,7 +43,7 @@ def end_unless(
             file=sys.stderr,
             flush=True,
         )
-        with _ending:
+        with _exit_lock:
             end_process(group, 1)
 
     atexit.register(_exit)
@@ -51,10 +51,10 @@ def end_unless(
 
 
 def end_process(group: Group, status: int) -> None:
-    """Ends this process at once, without the others, for which JAX would wait.
+    """Ends this process at once; JAX would wait for the others.
 
-    JAX aborts a process that finds another one or the service gone, so the one with
-    the service waits longest.
+    JAX aborts a process that finds another one or the service gone, so the process that
+    runs the service waits longest.
     """
     assert group.service is not None
     leave_s = _LEAVE_S if group.number else 2 * _LEAVE_S
@@ -68,19 +68,19 @@ def end_process(group: Group, status: int) -> None:
 def exit_if_peer_is_silent() -> None:
     """Ends this process with status 1 if another one is silent; called at its exit.
 
-    JAX would wait for that one until its heartbeats count as missing, and abort then.
+    JAX would wait for the silent one until its heartbeats count as missing, and abort.
     """
-    if deserted and compat.coordination() is not None:
+    if silent_groups and compat.coordination() is not None:
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        with _ending:
+        with _exit_lock:
             _is_exiting.clear()  # JAX has not begun to leave
-            end_process(deserted[0], 1)
+            end_process(silent_groups[0], 1)
 
 
 def _exit() -> None:
-    """Called at exit, before JAX leaves the service, which is done once."""
+    """Runs at exit, before JAX leaves the service; only one thread may leave it."""
     _is_exiting.set()
-    with _ending:
+    with _exit_lock:
         pass

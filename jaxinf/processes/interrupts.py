@@ -1,6 +1,6 @@
 """Callbacks and steps that Ctrl-C does not leave half-way, and waits that it may end.
 
-    main thread   callback ─► waits ─ Ctrl-C: kept ─► returns ─► … ─► raise_kept
+    main thread   callback ─► waits ─ Ctrl-C: kept ─► returns ─► next call raises it
     thread        its function ─────────────────────► its end
 
     main thread   step ─► waits ─ Ctrl-C: gives it up ─► raises it    a second: at once
@@ -23,40 +23,40 @@ from typing import Any
 _WAIT_S = 0.1
 
 
-class Ending:
-    """The end of another thread's work. A wait may be interrupted anywhere.
+class Completion:
+    """The end of another thread's work, for which any number of threads may wait.
 
-    `threading.Thread.join` is not used: before Python 3.13 one that Ctrl-C has ended
-    takes the thread for ended, and the next one does not wait.
+    An interrupt may end a wait. `threading.Thread.join` is not used: before Python 3.13
+    one that Ctrl-C has ended takes the thread for ended, and the next does not wait.
     """
 
     def __init__(self) -> None:
-        self.is_reached = False
+        self.is_complete = False
         self._lock = threading.Lock()
         self._lock.acquire()
 
-    def reach(self) -> None:
-        """Ends all waits, those to come included."""
-        self.is_reached = True
+    def complete(self) -> None:
+        """Ends all waits, also those that have not begun."""
+        self.is_complete = True
         self._lock.release()
 
     def wait(self) -> None:
-        """Blocks until the end. Several threads may wait."""
-        while not self.is_reached:
-            if self._lock.acquire(timeout=_WAIT_S):  # the flag tells, this wakes
+        """Blocks until the end."""
+        while not self.is_complete:
+            if self._lock.acquire(timeout=_WAIT_S):  # it wakes; the flag decides
                 self._lock.release()
 
 
-class Work:
+class BackgroundCall:
     """A function to call once on another thread, and its exception."""
 
     def __init__(self, function: Callable[[], None]) -> None:
         self._function: Callable[[], None] | None = function
         self.error: BaseException | None = None
-        self.ending = Ending()
+        self.completion = Completion()
 
     def run(self) -> None:
-        """Calls the function, at the first call, and keeps its exception."""
+        """Calls the function unless it was called, and keeps its exception."""
         function, self._function = self._function, None
         if function is None:
             return
@@ -64,20 +64,20 @@ class Work:
             function()
         except BaseException as error:
             self.error = error
-        self.ending.reach()
+        self.completion.complete()
 
 
-_KEPT: list[BaseException] = []
+_kept_interrupts: list[BaseException] = []
 """At most one interrupt."""
 
 
-def run_whole(
+def run_uninterrupted(
     function: Callable[[], None], give_up: Callable[[], None] | None = None
 ) -> None:
     """Runs the function of a callback, or of a step, to its end; blocks.
 
-    In the main thread it is run by another one, after those before it. An interrupt is
-    kept for `raise_kept`.
+    For the main thread another one runs it, after those before it. An interrupt is kept
+    for `raise_kept_interrupt`.
 
     Args:
       give_up: Asks the function to end early. Then an interrupt calls this and is
@@ -92,24 +92,25 @@ def run_whole(
     except RuntimeError:  # the process may have no more threads
         function()
         return
-    work, came = Work(function), list[BaseException]()
-    num_borne = math.inf if give_up is None else 1
+    call, interrupts = BackgroundCall(function), list[BaseException]()
+    num_ignored = math.inf if give_up is None else 1
     while True:
         try:
-            while not work.ending.is_reached and len(came) <= num_borne:
+            while not call.completion.is_complete and len(interrupts) <= num_ignored:
                 if give_up is None:
-                    _KEPT.extend(came[: not _KEPT])
-                elif came:
+                    _kept_interrupts.extend(interrupts[: not _kept_interrupts])
+                elif interrupts:
                     give_up()
-                queue.put(work.run)  # perhaps again, but none runs twice
-                work.ending.wait()
+                queue.put(call.run)  # perhaps again, but none runs twice
+                call.completion.wait()
             break
         except BaseException as interrupt:
-            came += [interrupt]  # no more: another interrupt here would get out
+            interrupts += [interrupt]  # no more: another interrupt here would get out
     if give_up is None:
-        _KEPT.extend(came[: not _KEPT])
-    error = came.pop() if came and give_up is not None else work.error
-    work.error = None
+        _kept_interrupts.extend(interrupts[: not _kept_interrupts])
+    is_interrupted = bool(interrupts) and give_up is not None
+    error = interrupts.pop() if is_interrupted else call.error
+    call.error = None
     try:
         if error is not None:
             raise error
@@ -117,20 +118,20 @@ def run_whole(
         del error  # its traceback refers to this frame
 
 
-def is_kept() -> bool:
-    """Whether an interrupt waits for the end of a callback, or for `raise_kept`."""
-    return bool(_KEPT)
+def is_interrupt_kept() -> bool:
+    """Whether an interrupt waits for the program's next call to raise it."""
+    return bool(_kept_interrupts)
 
 
-def raise_kept() -> None:
+def raise_kept_interrupt() -> None:
     """Raises an interrupt that came during a callback, once, in the main thread."""
-    if _KEPT and threading.get_ident() == threading.main_thread().ident:
-        raise _KEPT.pop().with_traceback(None)
+    if _kept_interrupts and threading.get_ident() == threading.main_thread().ident:
+        raise _kept_interrupts.pop().with_traceback(None)
 
 
 @functools.cache
 def _queue(are_callbacks: bool) -> "SimpleQueue[Callable[[], None]]":
-    """Returns the queue of a thread that calls functions of the main thread in turn.
+    """Returns the queue of a thread that calls the main thread's functions in turn.
 
     Args:
       are_callbacks: Whether these are callbacks, or steps.

@@ -19,7 +19,7 @@ from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.manifest import ChunkFile, Manifest
 from jaxinf.transfer import (
     allocate_file,
-    check_holds,
+    check_length,
     check_regular,
     fsync_directory,
     open_beneath,
@@ -300,5 +300,5 @@ def link_file(source: Path, target: Path) -> None:
 
 def link_beneath(root: Path, name: str, target: Path) -> None:
     """Gives a file below a directory a second name, if no link leads there."""
-    check_holds(root, name, 0)
+    check_length(root, name, 0)
     link_file(root / name, target)

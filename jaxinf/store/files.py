@@ -369,7 +369,7 @@ def read_carry(
     """
     values = []
     for one in carry:
-        get = fetch or partial(read_beneath, step, most_bytes=one.num_bytes)
+        get = fetch or partial(read_beneath, step, limit_bytes=one.num_bytes)
         raw = get(one.chunk)
         found = f"{crc32c(raw):08x}"
         if len(raw) != one.num_bytes or found != one.crc32c:

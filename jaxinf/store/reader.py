@@ -34,7 +34,7 @@ from jaxinf.transfer import (
     PAGE_BYTES,
     BufferPool,
     ByteMeters,
-    check_holds,
+    check_length,
     crc32c,
     crc32c_combine,
     read_into,
@@ -231,7 +231,7 @@ class StepReader(AbstractContextManager["StepReader"]):
           target: uint8, of all these bytes, of which pieces are views that can be read
             there: where it starts on a page, all of whole pages.
         """
-        check_holds(root, one.name, one.num_bytes)
+        check_length(root, one.name, one.num_bytes)
         drive = self._drives[one.csd] if self._drives else str(root)
         if target is not None and target.ctypes.data % PAGE_BYTES:
             target = None

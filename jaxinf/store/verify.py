@@ -19,7 +19,7 @@ from jaxinf.store.files import TIMES, read_carry, step_files
 from jaxinf.store.manifest import ChunkFile
 from jaxinf.store.reader import StepReader, over
 from jaxinf.store.steps import find_step, step_of
-from jaxinf.transfer import check_holds, read_beneath
+from jaxinf.transfer import check_length, read_beneath
 from jaxinf.typing import ProgressCallback
 
 
@@ -73,7 +73,7 @@ def verify_step(
             sums = step.commit.checksums[one.array]
             expected = int(sums[one.leaf.places[one.chunk]])
             try:
-                check_holds(root, one.name, one.num_bytes)
+                check_length(root, one.name, one.num_bytes)
                 status = os.lstat(root / one.name)
                 inode = (status.st_dev, status.st_ino)
                 if inode not in seen:

@@ -213,7 +213,7 @@ class CompiledStep:
         try:
             self._group.agree(f"the batch of {what}", form, remedy)
         except ProcessError as error:
-            if engine is not None and self._group.said("failed"):
+            if engine is not None and self._group.published("failed"):
                 engine.health.fail(error)
             raise
 

@@ -66,7 +66,7 @@ class ReadStore:
         files = engine.files
         if self.average:
             average_states(files, 0)  # or refuses
-        unit_of = units_of(params, files.subgroups.divides)
+        unit_of = units_of(params, files.subgroups.has_whole_chunks)
         units = {*map(unit_of, ready.sizes)}
         undivided = [unit.whole_bytes for unit in units if not unit.is_divided]
         purpose = "reading shards of params that are not stored alone"

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from jaxinf.engine import (
     Engine,
-    FirstParams,
+    InitialParams,
     Store,
     StoreDescription,
     bind_optimizer,
@@ -201,7 +201,7 @@ class InStore:
         if bind_optimizer(engine, description, may_create=True, uses_budget=False):
             for leaf, own in enumerate(inputs):
                 self._write_leaf(description, leaf, made, own)
-            engine.steps.commit_whole(0, scalars)
+            engine.steps.commit_written_step(0, scalars)
         return_freed_memory()  # of traces and of the first params
         return avals
 
@@ -246,5 +246,5 @@ class InStore:
         shards = shards_with_origin(next(made))
         files.limit_memory(self.options.memory_bytes // BUFFERS_SHARE)
         for origin, shard in shards:
-            first = FirstParams(leaf, shard, origin, inputs)
+            first = InitialParams(leaf, shard, origin, inputs)
             initialise_leaves(files, description, [first])

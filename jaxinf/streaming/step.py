@@ -22,7 +22,7 @@ import jax
 from jaxinf import compat
 from jaxinf.engine import Store
 from jaxinf.errors import StreamError
-from jaxinf.processes import Group, run_whole
+from jaxinf.processes import Group, run_uninterrupted
 from jaxinf.streaming.compiled_step import CompiledStep, StreamMetrics
 from jaxinf.streaming.count import Count, count
 from jaxinf.streaming.endpoints import Endpoints, without
@@ -471,7 +471,7 @@ class StreamedStep:
             finally:
                 self._under_way.release()
 
-        run_whole(run, given_up.set)
+        run_uninterrupted(run, given_up.set)
         return found.pop()
 
     def _settle(self) -> None:

@@ -17,11 +17,11 @@ from jaxinf_models import num_params
 
 from jaxinf.engine import (
     Store,
-    can_take,
+    can_use_params,
     describe,
     engine_of,
+    list_moves,
     subgroups_of,
-    update_moves,
 )
 from jaxinf.program import averaged, trace_init, trace_update
 from jaxinf.store import required_bytes
@@ -144,11 +144,13 @@ def _stored(config: TrainConfig, store: Store, *, is_shared: bool) -> dict[str, 
     leaves = zip(jax.tree.leaves(params), description.leaves, strict=True)
     for number, (leaf, one) in enumerate(leaves):
         # Where the JAX device shares the host's memory, updates take its params.
-        takes_params = is_shared and can_take(subgroups, number, leaf.dtype)
+        takes_params = is_shared and can_use_params(subgroups, number, leaf.dtype)
         whole = number, (0,) * leaf.ndim, leaf.shape
-        moves += update_moves(subgroups, one.kernel, *whole, takes_params=takes_params)
+        moves += list_moves(subgroups, one.kernel, *whole, takes_params=takes_params)
     every = subgroups.options.steps_per_commit or max(1, config.steps)
-    moved = subgroups.moved_bytes(moves, subgroups.memory_bytes, every)
+    moved = subgroups.count_moved_bytes(
+        moves, memory_bytes=subgroups.memory_bytes, steps_per_commit=every
+    )
     return {
         "host_bytes": min(config.buffer_bytes, subgroups.num_bytes),
         "disk_bytes": required_bytes(subgroups.directory).total(),

@@ -23,7 +23,7 @@ from rich.console import Console
 from jaxinf.command_line import UsageError
 from jaxinf.errors import ProcessError
 from jaxinf.exchange import keep_tokenizer, tokenizer_files
-from jaxinf.processes import Group, all_processes, deserted
+from jaxinf.processes import Group, all_processes, silent_groups
 from jaxinf.store import package_versions
 from jaxinf.terminal import make_console
 from jaxinf.train import messages, resume
@@ -182,7 +182,7 @@ class _TrainingRun:
                 store.check()  # raises what stopped it, without JAX's wrapping
             if self._group.is_alone:
                 raise
-            deserted.append(self._group)  # JAX would wait for it, and abort
+            silent_groups.append(self._group)  # JAX would wait for it, and abort
             raise ProcessError(
                 f"step {number}: expected all processes to compute it, found: "
                 f"{str(error).splitlines()[0]}; another process may have died: see its "

@@ -56,9 +56,9 @@ def stop_number(group: Group, step: int, requests: list[int]) -> int:
     """
     if group.is_alone:
         return requests[0] if requests else 0
-    said = group.said("stop")
+    said = group.published("stop")
     if due := [one for first, one in said.values() if first < step]:
         return due[0]
     if requests and group.number not in said:
-        group.say("stop", [step, requests[0]])
+        group.publish("stop", [step, requests[0]])
     return 0

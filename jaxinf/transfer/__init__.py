@@ -10,7 +10,7 @@ counted once, and a failed call raises an error that names the file and the reme
 """
 
 from jaxinf.transfer.beneath import (
-    check_holds,
+    check_length,
     check_regular,
     open_beneath,
     read_beneath,
@@ -40,15 +40,15 @@ from jaxinf.transfer.pool import (
     PAGE_BYTES,
     Buffer,
     BufferPool,
-    aligned,
-    aligned_array,
-    long_ceil,
-    long_floor,
+    allocate_array,
+    allocate_pages,
+    huge_page_ceil,
+    huge_page_floor,
     page_ceil,
     page_floor,
 )
 from jaxinf.transfer.queues import Queues
-from jaxinf.transfer.spans import Busy, add_span, span, timeline
+from jaxinf.transfer.spans import add_span, span, timeline
 from jaxinf.transfer.tasks import (
     Compute,
     Limits,

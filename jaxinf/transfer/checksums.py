@@ -16,19 +16,14 @@ _POLYNOMIAL = 0x82F63B78  # Castagnoli's, bits reversed
 def crc32c(data: Array | bytes) -> int:
     """Returns the CRC-32C of a contiguous array, or of bytes.
 
-    By the processor's instruction. Releases the GIL for all but short ones.
-    Thread-safe.
+    Uses the processor's instruction, and releases the GIL for all but short ones.
     """
     raw = data if isinstance(data, bytes) else data.reshape(-1).view("u1").data
     return _crc32c.crc32c(raw)
 
 
 def crc32c_combine(parts: Iterable[tuple[int, int]]) -> int:
-    """Returns the CRC-32C of a whole from those of its parts.
-
-    Args:
-      parts: the CRC-32C and the length in bytes of each part, in order.
-    """
+    """Returns the CRC-32C of a whole from checksum and bytes of each part, in order."""
     whole = 0
     for checksum, num_bytes in parts:
         whole = _product(_zeros(num_bytes), whole) ^ checksum

@@ -1,9 +1,10 @@
 """Reads and writes that bypass the page cache.
 
-Invariant: a call moves all its bytes or raises; a symlink is not followed, and a pipe
-  is not waited for. What a file system refuses to move directly goes through the page
-  cache, which is slower. All functions block, release the GIL and are thread-safe; each
-  call opens and closes its file.
+Invariant: a call moves all its bytes or raises, follows no symlink, and waits for no
+pipe. What a file system refuses to move directly goes through the page cache, which is
+slower. All functions block, release the GIL and are thread-safe; each call opens and
+closes its file. They raise `StoreSpaceError` if there is no room, and `StoreIOError` if
+the file is missing or too short, the drive failed, or direct I/O was refused.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ from jaxinf.errors import StoreIOError
 from jaxinf.transfer.failures import translated
 from jaxinf.transfer.files import opened
 from jaxinf.transfer.meters import ByteMeters
-from jaxinf.transfer.pool import PAGE_BYTES, aligned, page_ceil, page_floor
+from jaxinf.transfer.pool import PAGE_BYTES, allocate_pages, page_ceil, page_floor
 from jaxinf.typing import Array, PathLikeStr
 
 REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
@@ -40,17 +41,13 @@ def read_into(
     """Reads a part of a file into a buffer, in whole pages; blocks until done.
 
     Args:
-      array: uint8, 1-D, contiguous, page-aligned and writable: `Buffer.array` or a part
-        of it that starts on a page, with room for the last page.
+      array: ``uint8``, 1-D, contiguous, page-aligned and writable, with room for the
+        whole last page.
       offset_bytes: position in the file, a multiple of the page.
-      num_bytes: number of bytes; the buffer receives all of the last page.
+      num_bytes: number of bytes; the array receives all of the last page.
       meters: counts the bytes read.
       buffered: whether to use the page cache when direct I/O is refused.
       shown: the path in errors, for a file without a name.
-
-    Raises:
-      StoreIOError: if the file is missing, too short, or the drive failed; or direct
-        I/O was refused.
     """
     pages, shown = _pages(array, num_bytes), path if shown is None else shown
     with translated("read", shown, offset_bytes):
@@ -78,18 +75,13 @@ def write_from(
     """Writes a buffer to a part of an existing file; blocks until it is copied.
 
     The buffer may be reused on return; the data is durable after `sync_filesystem`. The
-    file gets whole pages, with zeros behind the data. One that ends within the last
-    page, as that of a scalar, keeps its length; that end goes through the page cache.
+    file gets whole pages, with zeros behind the data. A file that ends within the last
+    page, as that of a scalar does, keeps its length; this end goes through the page
+    cache.
 
     Args:
-      path: the file, which exists.
-      array: data, as for `read_into`; zeros are written behind it in its last page.
+      array: the data, as for `read_into`; its last page gets zeros behind them.
       offset_bytes, num_bytes, meters, buffered, shown: arguments of `read_into`.
-
-    Raises:
-      StoreSpaceError: if there is no room.
-      StoreIOError: if the file is missing or the drive failed; or direct I/O was
-        refused.
     """
     pages = _pages(array, num_bytes)
     pages[num_bytes:] = 0
@@ -114,10 +106,6 @@ def supports_direct(directory: PathLikeStr) -> bool:
     """Whether a directory's file system supports direct I/O.
 
     Writes and removes a file of one page.
-
-    Raises:
-      StoreSpaceError: if there is no room.
-      StoreIOError: if the directory is missing or the drive failed.
     """
     name = f".jaxinf-probe-{os.getpid()}-{secrets.token_hex(4)}"
     path = os.path.join(directory, name)
@@ -125,8 +113,9 @@ def supports_direct(directory: PathLikeStr) -> bool:
         try:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
             try:
+                page = allocate_pages(PAGE_BYTES)
                 for writes in (True, False):
-                    _move(path, aligned(PAGE_BYTES), 0, buffered=False, writes=writes)
+                    _move(path, page, 0, buffered=False, writes=writes)
             finally:
                 os.unlink(path)
         except OSError as error:
@@ -139,17 +128,17 @@ def supports_direct(directory: PathLikeStr) -> bool:
 def _move(
     path: PathLikeStr, array: Array, offset_bytes: int, *, buffered: bool, writes: bool
 ) -> int:
-    """Moves an array, its whole pages directly; returns where it stopped.
+    """Moves an array, its whole pages directly; returns the number of bytes moved.
 
-    A write that stopped within a page met a limit. The page cache takes up from that
-    byte, and its error names the limit.
+    A write that stopped within a page met a limit. It goes on through the page cache,
+    whose error names the limit.
     """
     access, done, refusal = os.O_WRONLY if writes else os.O_RDONLY, 0, None
     whole = array[: page_floor(array.size)]
     if whole.size:
         try:
             with _opened(path, access | os.O_DIRECT) as fd:
-                done = _run(fd, whole, 0, offset_bytes, writes, whole_pages=True)
+                done = _move_rest(fd, whole, 0, offset_bytes, writes, whole_pages=True)
         except OSError as error:
             if error.errno not in REFUSALS or not buffered:
                 raise
@@ -158,7 +147,7 @@ def _move(
         if not buffered:
             raise OSError(errno.EINVAL, "no whole pages")
         with _opened(path, access) as fd:
-            done = _run(fd, array, done, offset_bytes, writes)
+            done = _move_rest(fd, array, done, offset_bytes, writes)
             if writes and refusal is None:
                 os.fdatasync(fd)  # before Linux 5.8 syncfs keeps the drive's errors
             if refusal is not None:
@@ -167,7 +156,7 @@ def _move(
     return done
 
 
-def _run(
+def _move_rest(
     fd: int,
     array: Array,
     done: int,
@@ -176,7 +165,7 @@ def _run(
     *,
     whole_pages: bool = False,
 ) -> int:
-    """Moves array[done:]; returns where it stopped, which may be EOF."""
+    """Moves array[done:]; returns the number of bytes moved in all, at EOF fewer."""
     call = os.pwritev if writes else os.preadv
     while done < array.size:
         moved = call(fd, [array[done:].data], offset_bytes + done)

@@ -39,14 +39,7 @@ _REMEDIES = {
 def store_error(
     action: str, path: PathLikeStr, error: OSError, offset_bytes: int | None = None
 ) -> StoreError:
-    """Translates an `OSError` into a `StoreError`.
-
-    Args:
-      offset_bytes: offset in the file, if known.
-
-    Returns:
-      `StoreSpaceError` if there is no room, else `StoreIOError`.
-    """
+    """Returns `StoreSpaceError` if there was no room, else `StoreIOError`."""
     code = error.errno or 0
     where = "" if offset_bytes is None else f" at byte {offset_bytes}"
     why = os.strerror(code) if code else str(error) or type(error).__name__
@@ -61,9 +54,9 @@ def store_error(
 
 
 def existing_parent(path: PathLikeStr) -> Path:
-    """Returns a path, or of one that does not exist the nearest folder that does."""
+    """Returns the path, or the nearest parent that exists."""
     whole = Path(path).absolute()
-    return next(place for place in (whole, *whole.parents) if place.exists())
+    return next(one for one in (whole, *whole.parents) if one.exists())
 
 
 def _lacks_inodes(path: PathLikeStr) -> bool:
@@ -92,7 +85,7 @@ def translated(
         _last_ended = call
 
 
-_LONGEST_S = 600.0  # so long one call counts as progress: a flush takes minutes
+_LONGEST_S = 600.0  # a call counts as progress for this long: a flush takes minutes
 _calls = itertools.count(1)
 _under_way: dict[int, float] = {}
 _last_ended = 0
@@ -101,9 +94,8 @@ _last_ended = 0
 def file_progress() -> tuple[int, int]:
     """Returns numbers that change as long as this process works on files.
 
-    Bytes have their own meters: this is for work that moves none, such as a flush, or
-    that nobody meters, such as making a store.
+    They show work that no meter counts, such as a flush, or making a store.
     """
     now_s = time.monotonic()
-    is_busy = any(now_s - s < _LONGEST_S for s in [*_under_way.values()])
+    is_busy = any(now_s - began_s < _LONGEST_S for began_s in [*_under_way.values()])
     return _last_ended, int(now_s) if is_busy else 0

@@ -1,7 +1,8 @@
 """Makes files, writes them, and makes them durable.
 
-Invariant: a file that is made here has all its room, or all its content, or is not
-there.
+Invariant: a new file has all its room, or all its content, or is not there. Except
+where an `OSError` is said to be raised, a function raises `StoreSpaceError` if there is
+no room, and `StoreIOError` for any other refusal of the system.
 """
 
 import contextlib
@@ -22,19 +23,14 @@ from jaxinf.typing import Array, PathLikeStr
 def allocate_file(
     path: PathLikeStr, num_bytes_logical: int, num_bytes_allocated: int
 ) -> None:
-    """Creates a file with room on the drive for its beginning and a hole behind that.
+    """Creates a file with room on the drive for its beginning, and a hole behind that.
 
-    Blocks while the file system allocates.
+    Blocks while the file system allocates. The file must not exist.
 
     Args:
-      path: a file that does not exist yet.
       num_bytes_logical: length of the file.
       num_bytes_allocated: number of bytes to allocate now, rounded up to whole pages
         within the length; they read as zeros.
-
-    Raises:
-      StoreSpaceError: if there is no room; the file is removed again.
-      StoreIOError: if the file exists or cannot be made.
     """
     allocated = min(page_ceil(num_bytes_allocated), num_bytes_logical)
     with translated("allocation", path), _new_file(path) as fd:
@@ -47,10 +43,6 @@ def write_bytes_atomically(path: PathLikeStr, content: bytes) -> None:
     """Writes a file so that a crash leaves the old or the new one.
 
     Blocks until it is durable. A temporary file beside it is removed on any error.
-
-    Raises:
-      StoreSpaceError: if there is no room.
-      StoreIOError: if the file cannot be written.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
@@ -63,7 +55,7 @@ def write_bytes_atomically(path: PathLikeStr, content: bytes) -> None:
 
 
 def write_at(fd: int, values: Array, offset_bytes: int) -> None:
-    """Writes a contiguous array to a place of an open file; blocks. Raises OSError."""
+    """Writes a contiguous array to an open file; blocks. Raises OSError."""
     memory, done = values.reshape(-1).view(np.uint8).data, 0
     while done < len(memory):
         done += os.pwrite(fd, memory[done:], offset_bytes + done)
@@ -76,9 +68,10 @@ def write_box(
     values: Array,
     offset_bytes: int = 0,
 ) -> None:
-    """Writes a box of an array, which begins at `offset_bytes` of an open file; blocks.
+    """Writes a box of an array to an open file; blocks. Raises OSError.
 
-    The array has this shape, in C order, and the box's first element the index `start`.
+    The array has this shape, in C order, and begins at `offset_bytes` of the file; the
+    box's first element has the index `start`.
     """
     flat, done = values.reshape(-1), 0
     for place, length in box_runs(shape, start, values.shape):
@@ -88,11 +81,7 @@ def write_box(
 
 
 def fsync_directory(path: PathLikeStr) -> None:
-    """Blocks until the names in a directory are durable.
-
-    Raises:
-      StoreIOError: if it is not a directory or the drive failed.
-    """
+    """Blocks until the names in a directory are durable."""
     with translated("sync", path), opened(path, os.O_DIRECTORY) as fd:
         os.fsync(fd)
 
@@ -100,11 +89,8 @@ def fsync_directory(path: PathLikeStr) -> None:
 def sync_filesystem(directory: PathLikeStr) -> None:
     """Blocks until all data written to a directory's file system is durable.
 
-    One call of `syncfs` serves any number of files.
-
-    Raises:
-      StoreIOError: if it is not a directory or the drive failed.
-      StoreSpaceError: if delayed allocation found no room.
+    One call of `syncfs` serves any number of files. Delayed allocation may find no
+    room only now.
     """
     with translated("sync", directory), opened(directory, os.O_DIRECTORY) as fd:
         if ctypes.CDLL(None, use_errno=True).syncfs(ctypes.c_int(fd)):
@@ -113,7 +99,7 @@ def sync_filesystem(directory: PathLikeStr) -> None:
 
 
 def opened_to_write(path: PathLikeStr) -> contextlib.AbstractContextManager[int]:
-    """Opens an existing file for writing, which may not be a symlink; see `opened`."""
+    """Opens an existing file for writing, which must not be a symlink; see `opened`."""
     return opened(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 

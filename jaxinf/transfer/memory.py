@@ -15,8 +15,8 @@ _LIMITS = {
     "": ("memory.max", "memory.current", "inactive_file"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-"""Files of the limit and of what is used, and what of that is freed on demand, by the
-controller that /proc/self/cgroup names: none in version 2 of control groups."""
+"""By the controller that /proc/self/cgroup names (none in version 2 of control groups):
+the files of the limit and of the use, and the field of what is freed on demand."""
 
 
 def free_memory(
@@ -24,14 +24,10 @@ def free_memory(
 ) -> tuple[int, str] | None:
     """Returns the bytes that this process may still take, and what limits them.
 
-    Args:
-      proc, cgroups: where the system mounts these file systems.
-
-    Returns:
-      None if the system does not say.
+    None if the system does not say.
     """
-    found = [*_of_cgroups(proc / "self/cgroup", cgroups)]
-    return min([*_of_machine(proc / "meminfo"), *found], default=None)
+    of_cgroups = _of_cgroups(proc / "self/cgroup", cgroups)
+    return min([*_of_machine(proc / "meminfo"), *of_cgroups], default=None)
 
 
 def _of_machine(meminfo: Path) -> Iterator[tuple[int, str]]:
@@ -61,9 +57,9 @@ def _of_group(
     group: Path, limit: str, used: str, freed: str
 ) -> Iterator[tuple[int, str]]:
     with contextlib.suppress(OSError, ValueError):  # "max", or a group without a limit
-        most = int((group / limit).read_text())
-        taken = int((group / used).read_text())
+        limit_bytes = int((group / limit).read_text())
+        used_bytes = int((group / used).read_text())
         lines = (group / "memory.stat").read_text().splitlines()
         stat = dict(line.split() for line in lines)
-        free = max(0, most - taken + int(stat.get(freed, 0)))
-        yield free, f"the limit of {most} bytes in {group / limit}"
+        free_bytes = max(0, limit_bytes - used_bytes + int(stat.get(freed, 0)))
+        yield free_bytes, f"the limit of {limit_bytes} bytes in {group / limit}"

@@ -37,7 +37,7 @@ class ByteMeters:
         self._totals = dict.fromkeys((f.name for f in fields(ByteCounts)), 0)
 
     def add(self, **moved_bytes: int) -> None:
-        """Counts bytes that have moved, by the names of `ByteCounts`."""
+        """Adds bytes that have moved, by the names of `ByteCounts`."""
         with self._lock:
             for name, count in moved_bytes.items():
                 self._totals[name] += count

@@ -1,7 +1,7 @@
 """The mover: worker threads, and callers that wait for them.
 
-A worker executes one unit of work at a time, always the next one. There are limits for
-workers that move bytes and for those that compute, so that neither drives nor
+A worker executes one unit of work at a time, always the next one. Workers that move
+bytes and workers that compute have limits of their own, so that neither drives nor
 processors have to wait.
 
 Invariant: the queues change under the lock, and work is done outside it. The first
@@ -16,7 +16,7 @@ from types import TracebackType
 
 from jaxinf.errors import StoreClosedError, StoreError
 from jaxinf.transfer.queues import Queues
-from jaxinf.transfer.scheduling import next_own, next_unit
+from jaxinf.transfer.scheduling import next_for_submitter, next_unit
 from jaxinf.transfer.tasks import (
     Compute,
     Load,
@@ -30,9 +30,7 @@ from jaxinf.transfer.tasks import (
 
 
 class Failure:
-    """The one failure of all threads that must stop then: the first error, as it is.
-
-    Every listener gets that object. Thread-safe; no method blocks for long.
+    """The first error of any thread, at which all threads stop. Thread-safe.
 
     Attributes:
       error: the first error, the same object every time; None if there is none.
@@ -47,7 +45,7 @@ class Failure:
         self._listeners: list[Callable[[], None]] = []
 
     def fail(self, error: BaseException) -> None:
-        """Keeps the error if it is the first, and then tells the listeners."""
+        """Keeps the error if it is the first, and then calls the listeners."""
         with self._lock:
             if self.error is not None:
                 return
@@ -65,7 +63,7 @@ class Failure:
             raise self.error.with_traceback(self._traceback)
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Registers a listener; the failing thread calls it with the error kept."""
+        """Registers a listener, which the failing thread calls after `error` is set."""
         with self._lock:
             self._listeners.append(listener)
 
@@ -73,11 +71,14 @@ class Failure:
 class Mover:
     """Worker threads that run tasks. Thread-safe.
 
+    Methods that wait for tasks raise the first error of any task, the same object every
+    time, and `StoreClosedError` if the mover was closed before the tasks' end.
+
     Args:
       name: names it in errors.
       queues: what is to be done.
-      perform: executes a unit, and blocks meanwhile; of a load it returns, by piece,
-        the states without verification.
+      perform: executes a unit, and blocks meanwhile; for a load it returns the states
+        of each subgroup that are not verified yet.
       failure: receives a task's error; once it is set, no more work is done.
 
     Raises:
@@ -103,7 +104,7 @@ class Mover:
 
     def _start_workers(self) -> None:
         limits = self._queues.limits
-        num_wanted = limits.moving + limits.computing + limits.elsewhere
+        num_wanted = limits.moving + limits.computing + limits.remote
         try:
             while len(self._workers) < num_wanted:
                 name = f"jaxinf-{len(self._workers)}"
@@ -125,17 +126,13 @@ class Mover:
 
         The tasks may be of several leaves. After the return, or an exception, no
         `compute` of these tasks runs any more, and none refers to the caller's arrays.
-
-        Raises:
-          BaseException: the first error of any task, the same object every time.
-          StoreClosedError: the mover was closed before they had.
         """
         self._check_done(not self._is_closing)
         group = TaskGroup(num_waiting=len(tasks))
         try:
             with self._done:
                 self._queues.submit(tasks, group)
-            self._compute_own(group)
+            self._compute_for_submitter(group)
             if group.num_waiting:
                 with self._done:
                     self._done.wait_for(
@@ -149,12 +146,12 @@ class Mover:
             self._await_running(group)
             raise
         finally:
-            for task in tasks:  # a piece that stays in memory has its last task
+            for task in tasks:  # a subgroup that stays in memory has its last task
                 task.compute = idle
         self._check_done(not group.num_waiting)
 
-    def compute_elsewhere(self, num_tasks: int) -> None:
-        """Sets how many tasks may wait for another processor at once; a thread each.
+    def set_remote_limit(self, num_tasks: int) -> None:
+        """Sets how many remote tasks may compute at once; starts a thread for each.
 
         No task may be under way.
 
@@ -162,15 +159,11 @@ class Mover:
           StoreError: the process can have no more threads.
         """
         with self._done:
-            self._queues.limits.elsewhere = num_tasks
+            self._queues.limits.remote = num_tasks
         self._start_workers()
 
     def drain(self) -> None:
-        """Blocks until every submitted task is written (not: durably).
-
-        Raises:
-          BaseException: as `run`.
-        """
+        """Blocks until every submitted task is written (not: durably)."""
         queues = self._queues
         with self._done:
             queues.num_draining += 1
@@ -185,36 +178,29 @@ class Mover:
 
     # --- between steps ---------------------------------------------------------------
 
-    def keep(self, staying: frozenset[Hashable]) -> None:
-        """Sets the pieces that stay in memory when their tasks are written.
-
-        Others leave it, except for those that have still to be written.
-        """
+    def cache_only(self, keys: frozenset[Hashable]) -> None:
+        """Sets the subgroups that stay in memory; others leave once written."""
         with self._done:
-            self._queues.keep(staying)
+            self._queues.cache_only(keys)
 
-    def take_found_bytes(self) -> int:
-        """Length of the pieces that updates have found in memory since the last."""
+    def take_hit_bytes(self) -> int:
+        """Returns the bytes that updates have found in memory since the last call."""
         with self._done:
-            found, self._queues.found_bytes = self._queues.found_bytes, 0
-        return found
+            hit_bytes, self._queues.hit_bytes = self._queues.hit_bytes, 0
+        return hit_bytes
 
-    def defer_writes(self, is_deferring: bool) -> None:
-        """Sets whether pieces that stay are written at the next `flush` alone."""
+    def defer_writes(self, defers_writes: bool) -> None:
+        """Sets whether only the next `flush` writes subgroups that stay in memory."""
         with self._done:
-            self._queues.is_deferring = is_deferring
+            self._queues.defers_writes = defers_writes
 
-    def write_at_once(self, states: frozenset[int]) -> None:
-        """Sets states that are written in any case, by number."""
+    def write_through(self, states: frozenset[int]) -> None:
+        """Sets states, by number, whose writes are never deferred."""
         with self._done:
-            self._queues.at_once = states
+            self._queues.written_through = states
 
     def flush(self) -> bool:
-        """Writes deferred states, and blocks until they are; whether there were any.
-
-        Raises:
-          BaseException: as `run`.
-        """
+        """Writes deferred states; blocks, and returns whether there were any."""
         with self._done:
             is_unwritten = self._queues.flush()
         if is_unwritten:
@@ -222,37 +208,37 @@ class Mover:
         return is_unwritten
 
     def end_step(self, given_up: Collection[Hashable] = ()) -> Collection[Hashable]:
-        """Counts what tasks have computed as newest; returns what stays in memory.
+        """Counts what tasks have stored as newest; drops prefetches without a use.
 
-        Unused prefetches are dropped. No task may be under way.
+        No task may be under way.
 
         Args:
-          given_up: pieces whose states in memory are of a step that was given up.
+          given_up: keys of subgroups whose states in memory are of a step given up.
+
+        Returns:
+          The keys of the subgroups that stay in memory.
         """
         queues = self._queues
         with self._done:
             queues.cancel_prefetches()
             self._done.wait_for(lambda: not queues.num_prefetching)
             queues.end_step(given_up)
-            return {key for room in queues.rooms for key in room.kept}
+            return {key for memory in queues.memories for key in memory.cached}
 
     def prefetch(self, tasks: Sequence[Task]) -> None:
         """Loads the states of these tasks, in this order, as far as memory allows.
 
-        Their `compute` is not called. A later task on the same piece uses the loaded
-        states.
-
-        Args:
-          tasks: of a step that has not begun.
+        Their `compute` is not called; later tasks on the same subgroups use what is
+        loaded. The step of these tasks must not have begun.
         """
         with self._done:
             self._queues.prefetch(tasks)
             self._to_do.notify()
 
-    def hold_prefetches(self, is_holding: bool) -> None:
-        """Lets no prefetch begin while `is_holding`; others use the drive meanwhile."""
+    def hold_prefetches(self, holds_prefetches: bool) -> None:
+        """Sets whether prefetches must not begin, since a caller uses the drives."""
         with self._to_do:
-            self._queues.is_holding = is_holding
+            self._queues.holds_prefetches = holds_prefetches
             self._to_do.notify()
 
     def close(self) -> None:
@@ -263,7 +249,7 @@ class Mover:
         for worker in self._workers:
             worker.join()
         with self._done:
-            self._done.wait_for(lambda: not self._queues.submitting)
+            self._done.wait_for(lambda: not self._queues.computing_groups)
             self._queues.release()
 
     # --- waiting -------------------------------------------------------------------
@@ -272,7 +258,7 @@ class Mover:
         """Waits until no worker computes for a group, despite interrupts."""
         while True:
             with contextlib.suppress(KeyboardInterrupt), self._done:
-                self._queues.submitting.discard(group)
+                self._queues.computing_groups.discard(group)
                 self._done.notify_all()  # `close` may wait for the end
                 self._done.wait_for(lambda: not group.num_running)
                 return
@@ -289,7 +275,6 @@ class Mover:
             )
 
     def _stop(self) -> None:
-        """Prevents the start of any more units, after a failure or at the end."""
         with self._done:
             self._queues.stop()
             self._to_do.notify_all()
@@ -297,11 +282,10 @@ class Mover:
 
     # --- work ----------------------------------------------------------------------
 
-    def _compute_own(self, group: TaskGroup) -> None:
-        """Computes loaded tasks of the host on the caller's thread."""
+    def _compute_for_submitter(self, group: TaskGroup) -> None:
         while True:
             with self._done:
-                unit = next_own(self._queues, group)
+                unit = next_for_submitter(self._queues, group)
                 self._to_do.notify()
             if unit is None:
                 return
@@ -311,7 +295,6 @@ class Mover:
                 self._failure.fail(error)
 
     def _work(self) -> None:
-        """The main function of a worker thread."""
         while True:
             try:
                 unit = self._await_work()
@@ -322,7 +305,7 @@ class Mover:
                 self._failure.fail(error)
 
     def _await_work(self) -> Unit | None:
-        """Blocks until there is work, and begins it; returns None when closed."""
+        """Blocks until there is work, and begins it; returns None once closed."""
         with self._to_do:
             while not self._is_closing:
                 unit = next_unit(self._queues)
@@ -348,13 +331,13 @@ class Mover:
                 self._done.notify_all()
 
     def _is_awaited(self, unit: Unit) -> bool:
-        """Whether a thread may be waiting for the end of a unit."""
         queues = self._queues
         match unit:
             case Load():
                 return unit.is_prefetch and not queues.num_prefetching
             case Compute(resident):
-                is_last = not resident.task.group.num_running and not unit.is_own
+                group = resident.task.group
+                is_last = not group.num_running and not unit.is_for_submitter
                 return is_last or self._is_closing or not queues.num_unfinished
             case Write():
                 return not queues.num_unfinished

@@ -1,8 +1,8 @@
 """Page-aligned buffers under a hard budget: the only memory that state passes through.
 
-Buffers lie in huge pages if the system has them, short ones of one length side by side.
-Direct I/O then describes a request by a few runs of physical memory instead of one for
-each page. This takes the kernel and the drive several times less work.
+Buffers lie in huge pages if the system has them, and short ones of one length side by
+side. Direct I/O then describes a request by a few runs of physical memory, and not by
+one for each page, which takes the kernel and the drive several times less work.
 
 Invariant: memory that is lent or kept for reuse never exceeds the capacity.
 """
@@ -27,10 +27,10 @@ _HUGE_BYTES = 2 << 20
 """A huge page, on x86-64 and most of AArch64; elsewhere the hint has no effect."""
 
 _LONG_BYTES, _HUGE_SHARE = 2 * _HUGE_BYTES, 8
-"""A buffer so long gets whole huge pages if these add at most an eighth."""
+"""A buffer of this length gets whole huge pages if these add at most an eighth."""
 
 _SLAB_BYTES = 8 << 20
-"""Buffers that are mapped together are not longer than this in all."""
+"""Limit of the length of buffers that are mapped together."""
 
 
 def page_floor(num_bytes: int) -> int:
@@ -43,12 +43,12 @@ def page_ceil(num_bytes: int) -> int:
     return num_bytes + -num_bytes % PAGE_BYTES
 
 
-def long_ceil(num_bytes: int) -> int:
-    """Rounds up to whole pages, for a long buffer to huge ones if that adds little.
+def huge_page_ceil(num_bytes: int) -> int:
+    """Rounds up to whole pages; a long buffer to huge ones, if that adds little.
 
     Then buffers of nearly one length share their memory, and none ends in short pages,
-    which direct I/O moves slowly: 8 MiB take a fifth less time. Of at most
-    `long_floor(n)` bytes it returns at most n, in whole pages.
+    which direct I/O moves slowly: 8 MiB take a fifth less time. The result for up to
+    `huge_page_floor(n)` bytes is at most n.
     """
     longer = num_bytes + -num_bytes % _HUGE_BYTES
     adds_little = (longer - num_bytes) * _HUGE_SHARE <= num_bytes
@@ -56,8 +56,8 @@ def long_ceil(num_bytes: int) -> int:
     return longer if is_long else page_ceil(num_bytes)
 
 
-def long_floor(num_bytes: int) -> int:
-    """Rounds down to whole huge pages, or for a short buffer to whole pages."""
+def huge_page_floor(num_bytes: int) -> int:
+    """Rounds down to whole huge pages; a short buffer to whole pages."""
     unit = _HUGE_BYTES if num_bytes >= _LONG_BYTES else PAGE_BYTES
     return num_bytes - num_bytes % unit
 
@@ -71,7 +71,7 @@ class Buffer:
     Attributes:
       num_bytes: length in bytes: the requested one, rounded up to whole pages.
       array: the memory, `uint8[num_bytes]`, writable; there until the release.
-      address: address in the process's memory; there until the release.
+      address: the address of the array, also until the release.
     """
 
     __slots__ = ("_mapping", "_pool", "address", "array", "num_bytes")
@@ -96,15 +96,15 @@ class Buffer:
 class BufferPool:
     """Buffers of any length under one byte budget. Thread-safe.
 
-    A request that fits is served before an older one that does not. So a worker that
-    holds buffers is never stuck behind one that waits for them. The pool cannot detect
-    workers that wait for each other, so take one large buffer for a unit of work.
+    A request that fits is served before an older one that does not, so that a thread
+    which holds buffers is never stuck behind one that waits for them. The pool does not
+    detect threads that wait for each other: take one large buffer for a unit of work.
 
     Args:
       capacity_bytes: the budget; at least a page.
       registry: registers all memory as long as the pool has it, by `dma_map(address,
-        size)` and `dma_unmap(address)`; what it refuses, by a RuntimeError, is lent all
-        the same, with a warning.
+        size)` and `dma_unmap(address)`; memory that it refuses, by a RuntimeError, is
+        lent all the same, with a warning.
 
     Attributes:
       capacity_bytes: the budget, rounded down to whole pages.
@@ -120,13 +120,13 @@ class BufferPool:
         self._idle_bytes = 0
         self._num_mapped: Counter[int] = Counter()  # by length
         self.used_bytes = self.peak_bytes = 0
-        self._closed = False
+        self._is_closed = False
 
     def acquire(self, num_bytes: int) -> Buffer:
         """Lends a buffer; waits until the budget allows it.
 
         Args:
-          num_bytes: length wanted; rounded up to whole pages, at least one.
+          num_bytes: the length, which is rounded up to whole pages, at least one.
 
         Raises:
           ValueError: if the request is above the capacity.
@@ -147,7 +147,7 @@ class BufferPool:
                 f"{rounded}, or make the subgroups smaller"
             )
         with self._changed:
-            if self._closed:
+            if self._is_closed:
                 raise StoreClosedError(
                     f"buffer pool: closed while {rounded} bytes were asked for; open "
                     "the store again"
@@ -173,7 +173,7 @@ class BufferPool:
         Buffers still lent stay valid; their memory is freed at their release.
         """
         with self._changed:
-            self._closed = True
+            self._is_closed = True
             self._shrink_idle(0)
             self._changed.notify_all()
 
@@ -188,10 +188,10 @@ class BufferPool:
         return Buffer(self, mapping)
 
     def _map(self, num_bytes: int) -> None:
-        """Maps a buffer, and as many beside it as there are, if there is room."""
-        room = self.capacity_bytes - self.used_bytes - self._idle_bytes
-        most = min(self._num_mapped[num_bytes], _SLAB_BYTES // num_bytes)
-        slab = _Mapping.slab(num_bytes, max(1, min(most, room // num_bytes)))
+        """Maps a buffer, and beside it as many as are mapped, if there is room."""
+        room_bytes = self.capacity_bytes - self.used_bytes - self._idle_bytes
+        limits = self._num_mapped[num_bytes], _SLAB_BYTES // num_bytes
+        slab = _map_slab(num_bytes, max(1, min(*limits, room_bytes // num_bytes)))
         if self._registry is not None:
             for mapping in slab:
                 mapping.register(self._registry)
@@ -204,18 +204,18 @@ class BufferPool:
             mapping, buffer._mapping = buffer._mapping, None
             if mapping is None:
                 return
-            del buffer.array, buffer.address  # whoever uses them now gets an error
+            del buffer.array, buffer.address  # a later use of them is an error
             self.used_bytes -= buffer.num_bytes
             self._idle.setdefault(buffer.num_bytes, []).append(mapping)
             self._idle_bytes += buffer.num_bytes
-            room = max(0, self.capacity_bytes - self.used_bytes)
-            self._shrink_idle(0 if self._closed else room)
+            limit_bytes = max(0, self.capacity_bytes - self.used_bytes)
+            self._shrink_idle(0 if self._is_closed else limit_bytes)
             self._changed.notify_all()
 
     def _shrink_idle(self, limit_bytes: int) -> None:
-        """Unmaps idle memory until it is within the limit, shortest buffers last."""
+        """Unmaps idle memory down to the limit, shortest buffers last."""
         while self._idle_bytes > limit_bytes:
-            num_bytes = max(n for n, same_length in self._idle.items() if same_length)
+            num_bytes = max(n for n, mappings in self._idle.items() if mappings)
             self._idle[num_bytes].pop().free()
             self._idle_bytes -= num_bytes
             self._num_mapped[num_bytes] -= 1
@@ -231,20 +231,11 @@ class _Mapping:
     __slots__ = ("_memory", "_registry", "_start", "address", "array")
 
     def __init__(self, memory: mmap.mmap, start: int, num_bytes: int) -> None:
-        self._memory = memory
+        self._memory, self._start = memory, start
         self._registry: Any = None
-        self._start = start
         everything = np.frombuffer(memory, np.uint8)
         self.array: Array = everything[start : start + num_bytes]
         self.address: int = self.array.ctypes.data
-
-    @classmethod
-    def slab(cls, num_bytes: int, num_parts: int) -> "list[_Mapping]":
-        """Maps memory in so many parts of a length in whole pages."""
-        memory = _map(num_bytes * num_parts)
-        first = _aligned_start(memory)
-        starts = range(first, first + num_bytes * num_parts, num_bytes)
-        return [cls(memory, start, num_bytes) for start in starts]
 
     def register(self, registry: Any) -> None:
         """Registers the memory until it is freed; warns if that is refused."""
@@ -270,25 +261,31 @@ class _Mapping:
         try:
             self._memory.close()
         except BufferError:
-            # Another part, or a view of a released buffer, is still alive. The mapping
-            # must outlive it, but these pages need not. They are freed now, and such a
-            # view reads zeros.
+            # Another part, or a view of a released buffer, is alive, and the mapping
+            # must outlive it. These pages are freed now: such a view reads zeros.
             self._memory.madvise(mmap.MADV_DONTNEED, self._start, num_bytes)
 
 
-def aligned(num_bytes: int) -> Array:
-    """Returns memory for one value: whole pages, `uint8`, zeros, as a buffer lies.
+def allocate_pages(num_bytes: int) -> Array:
+    """Returns whole pages of zeros, `uint8`, beside all pools.
 
-    It is the system's again as soon as no view of it is left.
+    The system gets them back as soon as no view of them is left.
     """
-    (mapping,) = _Mapping.slab(max(page_ceil(num_bytes), PAGE_BYTES), 1)
+    (mapping,) = _map_slab(max(page_ceil(num_bytes), PAGE_BYTES), 1)
     return mapping.array
 
 
-def aligned_array(shape: tuple[int, ...], dtype: np.dtype) -> Array:
-    """Returns zeros in `aligned` memory, which JAX takes without a copy on a CPU."""
+def allocate_array(shape: tuple[int, ...], dtype: np.dtype) -> Array:
+    """Returns zeros in whole pages, which JAX takes without a copy on a CPU."""
     num_bytes = math.prod(shape) * dtype.itemsize
-    return aligned(num_bytes)[:num_bytes].view(dtype).reshape(shape)
+    return allocate_pages(num_bytes)[:num_bytes].view(dtype).reshape(shape)
+
+
+def _map_slab(num_bytes: int, num_parts: int) -> list[_Mapping]:
+    memory = _map(num_bytes * num_parts)
+    first = _aligned_start(memory)
+    starts = range(first, first + num_bytes * num_parts, num_bytes)
+    return [_Mapping(memory, start, num_bytes) for start in starts]
 
 
 def _map(num_bytes: int) -> mmap.mmap:

@@ -1,10 +1,10 @@
-"""The queues of the mover, and the way of each piece through them.
+"""The queues of the mover, and the way of each subgroup through them.
 
-    prefetch ──► due ──┐
-                       ├─► load ──► prefetched ─┐ (when its task is submitted)
-    submit ──► waiting ┘     └────────────► ready ──► compute ──► write ──► released
-                                  ▲                                  │
-                                 kept ◄──── if it stays in memory ───┘
+    prefetch ──► to_prefetch ─┐
+                              ├─► load ──► prefetched ─┐ (when its task is submitted)
+    submit ──► waiting ───────┘     └────────────► ready ──► compute ──► write ─┐
+                                        ▲                                       │
+                                     cached ◄──── if it stays in memory ────────┘
 
 Invariant: every submitted task is in one place at a time, and is computed and written
 once, its states in order. No threads, locks or I/O.
@@ -17,10 +17,10 @@ from typing import Any
 
 from jaxinf.transfer.tasks import (
     Compute,
+    DriveMemory,
     Limits,
     Load,
     Loads,
-    MemoryQueue,
     RequestSize,
     Resident,
     Task,
@@ -32,23 +32,14 @@ from jaxinf.transfer.tasks import (
 
 @dataclass(eq=False, slots=True)
 class Drive:
-    """A drive as the queues see it.
+    """A drive as the queues see it; its tasks and subgroups are in order."""
 
-    Attributes:
-      room: the memory of its buffers.
-      is_host: whether the host computes what is on it.
-      due: tasks to prefetch, each with its number, in order.
-      to_write: pieces with states to write, in order.
-      waiting: the length of these states.
-      num_moving: number of its loads and writes under way.
-    """
-
-    room: MemoryQueue
-    is_host: bool
-    due: dict[Hashable, tuple[int, Task]] = field(default_factory=dict)
+    memory: DriveMemory  # where its buffers are
+    is_host: bool  # whether the host computes what is on it
+    to_prefetch: dict[Hashable, tuple[int, Task]] = field(default_factory=dict)
     to_write: deque[Resident] = field(default_factory=deque)
-    waiting: RequestSize = field(default_factory=RequestSize)
-    num_moving: int = 0
+    to_write_size: RequestSize = field(default_factory=RequestSize)  # of its states
+    num_moving: int = 0  # loads and writes under way
 
 
 class Queues:
@@ -57,26 +48,7 @@ class Queues:
     Args:
       drives: by number, the identity of their memory, and whether it is the host's.
       acquire: lends memory for a task, or returns None if there is no room now.
-      limits: limits for units under way.
 
-    Attributes:
-      incomplete: pieces in memory that lack states to be loaded.
-      ready: loaded pieces whose tasks may compute.
-      elsewhere: ready pieces that another processor than the host's computes.
-      residents: all pieces in memory.
-      submitting: groups of which the submitter computes a task.
-      num_moving, num_computing, num_elsewhere: numbers of units under way at workers.
-      num_prefetching: number of these that are loads of prefetches.
-      num_unfinished: number of submitted tasks that are not computed and written.
-      num_draining: number of threads that wait until that is 0.
-      is_stopped: whether no more units may begin.
-      is_holding: whether no more prefetches may begin.
-      staying: keys of pieces that stay in memory when they are written.
-      is_deferring: whether these are not written, as the step does not commit.
-      at_once: states that are written in any case.
-      step: counts the steps that have ended.
-      found_bytes: buffers of pieces whose updates have found them in memory since that
-        was set to 0.
     """
 
     def __init__(
@@ -85,105 +57,115 @@ class Queues:
         acquire: Callable[[Task], Any],
         limits: Limits,
     ) -> None:
-        rooms = {memory: MemoryQueue() for memory, _ in drives}
-        self.rooms = [*rooms.values()]
-        self.drives = [Drive(rooms[memory], is_host) for memory, is_host in drives]
+        memories = {identity: DriveMemory() for identity, _ in drives}
+        self.memories = [*memories.values()]
+        self.drives = [Drive(memories[key], is_host) for key, is_host in drives]
         self.limits = limits
-        self.incomplete: deque[Resident] = deque()
+        # Subgroups that lack states of their tasks; and loaded ones, whose tasks the
+        # host, or another processor, may compute.
+        self.to_load: deque[Resident] = deque()
         self.ready: dict[Resident, None] = {}
-        self.elsewhere: dict[Resident, None] = {}
-        self.submitting: set[TaskGroup] = set()
-        self.residents: set[Resident] = set()
-        self.num_moving = self.num_computing = self.num_prefetching = 0
-        self.num_elsewhere = 0
-        self.num_unfinished = self.num_draining = 0
-        self.is_stopped = self.is_holding = self.is_deferring = False
-        self.staying: frozenset[Hashable] = frozenset()
-        self.at_once: frozenset[int] = frozenset()
-        self.step = self.found_bytes = 0
+        self.remote: dict[Resident, None] = {}
+        self.residents: set[Resident] = set()  # all subgroups in memory
+        self.computing_groups: set[TaskGroup] = set()  # whose submitters compute
+        # Units under way at workers; prefetches are among those that move.
+        self.num_moving = self.num_computing = self.num_remote = 0
+        self.num_prefetching = 0
+        self.num_unfinished = 0  # submitted tasks that are not computed and written
+        self.num_draining = 0  # threads that wait until there is none
+        self.is_stopped = False  # no unit may begin
+        self.holds_prefetches = False  # no prefetch may begin
+        # Subgroups that stay in memory; and whether only a commit writes them, but for
+        # the states that are written through.
+        self.cached_keys: frozenset[Hashable] = frozenset()
+        self.defers_writes = False
+        self.written_through: frozenset[int] = frozenset()
+        self.step = 0  # number of those that have ended
+        self.hit_bytes = 0  # that updates have found in memory, until it is taken
         self._acquire = acquire
-        self._num_seen = 0
+        self._num_tasks = 0
 
     # --- requests ------------------------------------------------------------------
 
     def submit(self, tasks: Sequence[Task], group: TaskGroup) -> None:
-        """Queues tasks; those that are in memory take that over."""
+        """Queues tasks; those of subgroups in memory use what is there."""
         self.num_unfinished += len(tasks)
         for task in tasks:
             task.group = group
-            drive, key = self.drives[task.piece.drive], task.piece.key
-            room = drive.room
-            drive.due.pop(key, None)
-            resident = room.kept.pop(key, None)
+            drive, key = self.drives[task.layout.drive], task.layout.key
+            memory = drive.memory
+            drive.to_prefetch.pop(key, None)
+            resident = memory.cached.pop(key, None)
             if resident is not None:
                 resident.begin_task(task, self.step)
                 if task.stores and not resident.missing:
-                    self.found_bytes += task.piece.num_bytes
-            elif (resident := room.prefetched.pop(key, None)) is not None:
+                    self.hit_bytes += task.layout.num_bytes
+            elif (resident := memory.prefetched.pop(key, None)) is not None:
                 resident.task = task
             else:
-                room.waiting.append(self._numbered(task))
+                memory.waiting.append(self._numbered(task))
                 continue
-            room.num_in_use += 1
+            memory.num_in_use += 1
             if not resident.is_loading:
                 self.route(resident)
 
     def prefetch(self, tasks: Sequence[Task]) -> None:
         """Queues tasks to prefetch while no other task needs the memory."""
         for task in tasks:
-            drive, key = self.drives[task.piece.drive], task.piece.key
-            is_there = key in drive.room.prefetched or key in drive.room.kept
+            drive, key = self.drives[task.layout.drive], task.layout.key
+            is_there = key in drive.memory.prefetched or key in drive.memory.cached
             if task.loads and not is_there:
-                drive.due[key] = self._numbered(task)
+                drive.to_prefetch[key] = self._numbered(task)
 
     def cancel_prefetches(self) -> None:
         """Cancels prefetches that have not begun; others go on."""
         for drive in self.drives:
-            drive.due.clear()
+            drive.to_prefetch.clear()
 
     def end_step(self, given_up: Collection[Hashable] = ()) -> None:
-        """Drops prefetched pieces; the results of tasks count from now on.
+        """Drops prefetched subgroups; what tasks have stored counts from now on.
 
         Args:
-          given_up: keys of pieces whose last task does not count.
+          given_up: keys of subgroups whose last task does not count.
         """
         assert not self.num_prefetching
         if given_up:
-            self.found_bytes = 0
-        for room in self.rooms:
-            dropped = [*room.prefetched.values()]
+            self.hit_bytes = 0
+        for memory in self.memories:
+            dropped = [*memory.prefetched.values()]
             for key in given_up:
-                resident = room.kept.get(key)
+                resident = memory.cached.get(key)
                 if resident is not None and resident.give_up(self.step):
                     dropped.append(resident)
             for resident in dropped:
-                self.forget(resident)
-            room.refused_bytes = None
+                self.drop(resident)
+            memory.refused_bytes = None
         self.step += 1
 
-    def keep(self, staying: frozenset[Hashable]) -> None:
-        """Sets the pieces that stay in memory; others leave, once they are written."""
-        self.staying = staying
-        for room in self.rooms:
-            for key, resident in [*room.kept.items()]:
-                if key not in staying and not resident.unwritten:
-                    self.forget(resident)
+    def cache_only(self, keys: frozenset[Hashable]) -> None:
+        """Sets the subgroups that stay in memory; others leave once written."""
+        self.cached_keys = keys
+        for memory in self.memories:
+            for key, resident in [*memory.cached.items()]:
+                if key not in keys and not resident.unwritten:
+                    self.drop(resident)
 
     def flush(self) -> bool:
-        """Queues all states to write that steps have deferred; whether there are any.
+        """Queues the writes that steps have deferred; returns whether there are any.
 
         No task may be under way.
         """
-        waiting = [r for room in self.rooms for r in room.kept.values() if r.unwritten]
-        for resident in waiting:
-            room = self.drive_of(resident).room
-            del room.kept[resident.task.piece.key]
-            room.num_in_use += 1
+        cached = [one for memory in self.memories for one in memory.cached.values()]
+        unwritten = [resident for resident in cached if resident.unwritten]
+        for resident in unwritten:
+            memory = self.drive_of(resident).memory
+            del memory.cached[resident.task.layout.key]
+            memory.num_in_use += 1
             self.num_unfinished += 1
             states, resident.unwritten = resident.unwritten, frozenset()
             resident.is_flushed = True
-            self._to_write(resident, tuple(sorted(states)))
-        return bool(waiting)
+            self._queue_writes(resident, tuple(sorted(states)))
+        return bool(unwritten)
 
     def stop(self) -> None:
         """Prevents the start of any more units, after a failure or at the end."""
@@ -191,11 +173,11 @@ class Queues:
         self.cancel_prefetches()
         for drive in self.drives:
             drive.to_write.clear()
-            drive.waiting = RequestSize()
-            drive.room.waiting.clear()
-        self.incomplete.clear()
+            drive.to_write_size = RequestSize()
+            drive.memory.waiting.clear()
+        self.to_load.clear()
         self.ready.clear()
-        self.elsewhere.clear()
+        self.remote.clear()
 
     def release(self) -> None:
         """Frees all memory; nothing may be under way."""
@@ -205,7 +187,7 @@ class Queues:
     # --- units of work ---------------------------------------------------------------
 
     def begin(self, unit: Unit) -> None:
-        """Notes that a unit is under way."""
+        """Takes what a unit moves or computes from its queue, and counts the unit."""
         match unit:
             case Load(number, items):
                 self._count_moving(number, 1)
@@ -213,20 +195,21 @@ class Queues:
                 for resident, _ in items:
                     resident.is_loading = True
                     if not unit.is_prefetch:
-                        assert self.incomplete.popleft() is resident
+                        assert self.to_load.popleft() is resident
             case Compute(resident):
-                del self._ready_of(resident)[resident]
-                resident.deferred = self._deferred(resident.task)
+                del self._ready_queue(resident)[resident]
+                resident.deferred = self._deferred_states(resident.task)
                 self._count_computing(unit, 1)
             case Write(number, items):
                 self._count_moving(number, 1)
                 drive = self.drives[number]
-                drive.room.num_writes += 1
+                drive.memory.num_writes += 1
                 for resident, states in items:
                     assert drive.to_write[0] is resident
                     resident.to_write = resident.to_write[len(states) :]
                     resident.num_writing += len(states)
-                    drive.waiting.add(-resident.num_bytes(states), -len(states))
+                    num_bytes = resident.num_bytes(states)
+                    drive.to_write_size.add(-num_bytes, -len(states))
                     if not resident.to_write:
                         drive.to_write.popleft()
 
@@ -239,107 +222,107 @@ class Queues:
                 for resident, _ in items:
                     resident.is_loading = False
                     if unit.is_prefetch:
-                        self.drives[number].room.num_in_use -= 1
+                        self.drives[number].memory.num_in_use -= 1
             case Compute():
                 self._count_computing(unit, -1)
             case Write(number):
                 self._count_moving(number, -1)
-                self.drives[number].room.num_writes -= 1
+                self.drives[number].memory.num_writes -= 1
 
     def end(self, unit: Unit, unchecked: Sequence[Loads] = ()) -> None:
-        """Notes that a unit is done.
+        """Notes that a unit is done, and queues what follows it.
 
         Args:
-          unchecked: for a load, the states of each piece without verification.
+          unchecked: for a load, the states of each subgroup without verification.
         """
         self.fail(unit)
         match unit:
             case Load(number, items):
-                prefetched = self.drives[number].room.prefetched
-                for (resident, states), left in zip(items, unchecked, strict=True):
-                    resident.add_loaded(states, left)
-                    if prefetched.get(resident.task.piece.key) is not resident:
+                prefetched = self.drives[number].memory.prefetched
+                for (resident, states), rest in zip(items, unchecked, strict=True):
+                    resident.add_loaded(states, rest)
+                    if prefetched.get(resident.task.layout.key) is not resident:
                         self.route(resident)
             case Compute(resident):
-                self._computed(resident)
+                self._end_compute(resident)
             case Write(_, items):
                 for resident, states in items:
                     resident.num_writing -= len(states)
                     if not resident.num_writing and not resident.to_write:
-                        self._finished(resident)
+                        self._end_task(resident)
 
-    def _computed(self, resident: Resident) -> None:
+    def _end_compute(self, resident: Resident) -> None:
         resident.task.group.num_waiting -= 1
         stores, deferred = resident.task.stores, resident.deferred
         if deferred:
             stores = tuple([state for state in stores if state not in deferred])
         resident.unwritten = resident.unwritten.difference(stores).union(deferred)
         if not stores:
-            self._finished(resident)
+            self._end_task(resident)
         elif not self.is_stopped:
-            self._to_write(resident, stores)
+            self._queue_writes(resident, stores)
 
-    def _to_write(self, resident: Resident, states: tuple[int, ...]) -> None:
+    def _queue_writes(self, resident: Resident, states: tuple[int, ...]) -> None:
         drive, resident.to_write = self.drive_of(resident), states
         drive.to_write.append(resident)
-        drive.waiting.add(resident.num_bytes(states), len(states))
+        drive.to_write_size.add(resident.num_bytes(states), len(states))
 
-    def _finished(self, resident: Resident) -> None:
-        """Takes a piece out of use: it stays in memory, or is released."""
+    def _end_task(self, resident: Resident) -> None:
+        """Takes a subgroup out of use: it stays in memory, or is released."""
         self.num_unfinished -= 1
-        room, key = self.drive_of(resident).room, resident.task.piece.key
-        room.num_in_use -= 1
-        room.kept[key] = resident
+        memory, key = self.drive_of(resident).memory, resident.task.layout.key
+        memory.num_in_use -= 1
+        memory.cached[key] = resident
         resident.end_task(self.step)
-        is_needed = key in self.staying or bool(resident.unwritten)
-        if self.is_stopped or resident.is_empty or not is_needed:
-            self.forget(resident)
+        stays = key in self.cached_keys or bool(resident.unwritten)
+        if self.is_stopped or resident.is_empty or not stays:
+            self.drop(resident)
 
     def route(self, resident: Resident) -> None:
-        """Moves a submitted task's piece to its next queue."""
+        """Moves a submitted task's subgroup to its next queue."""
         if self.is_stopped:
             return
         if resident.missing:
-            self.incomplete.append(resident)
+            self.to_load.append(resident)
         else:
-            self._ready_of(resident)[resident] = None
+            self._ready_queue(resident)[resident] = None
 
-    def _deferred(self, task: Task) -> tuple[int, ...]:
-        if not self.is_deferring or task.piece.key not in self.staying:
+    def _deferred_states(self, task: Task) -> tuple[int, ...]:
+        if not self.defers_writes or task.layout.key not in self.cached_keys:
             return ()
-        return tuple([state for state in task.stores if state not in self.at_once])
+        return tuple([n for n in task.stores if n not in self.written_through])
 
-    # --- inside ----------------------------------------------------------------------
+    # --- memory ----------------------------------------------------------------------
 
     def acquire(self, task: Task) -> Resident | None:
-        """Returns the task's piece with memory of its own; notes a refusal."""
-        room = self.drives[task.piece.drive].room
+        """Returns the task's subgroup with memory of its own; notes a refusal."""
+        memory = self.drives[task.layout.drive].memory
         buffer = self._acquire(task)
         if buffer is None:
-            room.refused_bytes = task.piece.num_bytes
-            assert room.num_in_use or room.prefetched, task.piece
+            memory.refused_bytes = task.layout.num_bytes
+            assert memory.num_in_use or memory.prefetched, task.layout
             return None
         resident = Resident(task, buffer)
-        room.num_in_use += 1
+        memory.num_in_use += 1
         self.residents.add(resident)
         return resident
 
-    def forget(self, resident: Resident) -> None:
-        """Releases a piece that is kept or prefetched, and needs no write."""
-        assert self.is_stopped or not resident.unwritten, resident.task.piece
-        room, key = self.drive_of(resident).room, resident.task.piece.key
-        if room.kept.pop(key, None) is None:
-            del room.prefetched[key]
-        room.refused_bytes = None
+    def drop(self, resident: Resident) -> None:
+        """Releases a subgroup that is cached or prefetched, and needs no write."""
+        assert self.is_stopped or not resident.unwritten, resident.task.layout
+        memory, key = self.drive_of(resident).memory, resident.task.layout.key
+        if memory.cached.pop(key, None) is None:
+            del memory.prefetched[key]
+        memory.refused_bytes = None
         self.residents.remove(resident)
         resident.buffer.release()
 
     def drive_of(self, resident: Resident) -> Drive:
-        """Returns the drive that a piece is on."""
-        return self.drives[resident.task.piece.drive]
+        """Returns the drive that a subgroup is on."""
+        return self.drives[resident.task.layout.drive]
 
-    def _ready_of(self, resident: Resident) -> dict[Resident, None]:
-        return self.elsewhere if resident.task.is_elsewhere else self.ready
+    def _ready_queue(self, resident: Resident) -> dict[Resident, None]:
+        return self.remote if resident.task.is_remote else self.ready
 
     def _count_moving(self, number: int, change: int) -> None:
         self.num_moving += change
@@ -347,15 +330,16 @@ class Queues:
 
     def _count_computing(self, unit: Compute, change: int) -> None:
         group = unit.resident.task.group
-        if unit.is_own:
-            (self.submitting.add if change > 0 else self.submitting.discard)(group)
+        if unit.is_for_submitter:
+            groups = self.computing_groups
+            (groups.add if change > 0 else groups.discard)(group)
             return
         group.num_running += change
-        if unit.resident.task.is_elsewhere:
-            self.num_elsewhere += change
+        if unit.resident.task.is_remote:
+            self.num_remote += change
         else:
             self.num_computing += change
 
     def _numbered(self, task: Task) -> tuple[int, Task]:
-        self._num_seen += 1
-        return self._num_seen, task
+        self._num_tasks += 1
+        return self._num_tasks, task

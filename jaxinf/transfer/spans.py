@@ -32,33 +32,30 @@ PHASES: Mapping[str, str] = {
 }
 """The phase of a step that each kind of span belongs to.
 
-Others have none: ``"fetch"`` (params of a streamed step) and ``"checksum"``.
-
-A leaf's update is waited for by the callback of JAX that brought its gradient."""
+Other kinds have none: ``"fetch"`` (params of a streamed step) and ``"checksum"``. In
+``"leaf"``, the callback that brought a leaf's gradient waits for its update."""
 
 
 @dataclass
 class Clock:
-    """Adds up the time in which at least one thread is busy. Not thread-safe."""
+    """The time in which at least one thread was busy. Not thread-safe."""
 
     num_running: int = 0
     since_s: float = 0.0
     total_s: float = 0.0
 
     def start(self) -> None:
-        """A thread becomes busy."""
         if not self.num_running:
             self.since_s = time.perf_counter()
         self.num_running += 1
 
     def stop(self) -> None:
-        """A thread is no longer busy."""
         self.num_running -= 1
         if not self.num_running:
             self.total_s += time.perf_counter() - self.since_s
 
     def take_s(self) -> float:
-        """Returns the time since the last call, that of who is busy now included."""
+        """Returns the time since the last call, also of threads that are still busy."""
         if self.num_running:
             now_s = time.perf_counter()
             self.total_s, self.since_s = self.total_s + now_s - self.since_s, now_s
@@ -90,29 +87,29 @@ class Timeline:
     def span(
         self, kind: str, *, drive: str | None = None
     ) -> contextlib.AbstractContextManager[None]:
-        """Adds the time of the body.
+        """Returns a context that adds the time of its body.
 
         Args:
-          kind: the work.
-          drive: the drive that is busy with it, by its directory; None if none is.
+          kind: the work, as in `PHASES`.
+          drive: the directory of the drive that is busy with it, if one is.
         """
         if self.annotate is None and kind not in PHASES:
-            return _OFF
-        return _Running(self, kind, drive)
+            return _NO_SPAN
+        return _Span(self, kind, drive)
 
     def add(self, kind: str, began_s: float, ended_s: float) -> None:
-        """Adds work of one of `PHASES` whose times are known."""
+        """Adds work whose times are known; its kind must be in `PHASES`."""
         with self._lock:
             self._phases[PHASES[kind]].total_s += ended_s - began_s
 
     def take_busy(self) -> Busy:
         """Returns the sums since the last call."""
         with self._lock:
-            return Busy(*(_taken(one) for one in (self._phases, self._drives)))
+            return Busy(_take_times(self._phases), _take_times(self._drives))
 
 
-class _Running:
-    """See `Timeline.span`; a class, as there are thousands in a step."""
+class _Span:
+    """A span's context; a class for speed, since a step has thousands."""
 
     __slots__ = ("_annotation", "_clocks", "_drive", "_kind", "_timeline")
 
@@ -142,12 +139,12 @@ class _Running:
                 clock.stop()
 
 
-def _taken(clocks: Mapping[str, Clock]) -> Mapping[str, float]:
-    taken = {key: clock.take_s() for key, clock in clocks.items()}
-    return {key: seconds for key, seconds in taken.items() if seconds}
+def _take_times(clocks: Mapping[str, Clock]) -> Mapping[str, float]:
+    times_s = {key: clock.take_s() for key, clock in clocks.items()}
+    return {key: time_s for key, time_s in times_s.items() if time_s}
 
 
-_OFF = contextlib.nullcontext()
+_NO_SPAN = contextlib.nullcontext()
 
 timeline = Timeline()
 """The timeline of this process; several stores may share its drives and threads."""

@@ -1,7 +1,6 @@
-"""The data of the mover: tasks, pieces in memory, and units of work on them.
+"""The data of the mover: tasks, subgroups in memory, and units of work on them.
 
-Invariant: plain data. A task names everything it touches, the mover decides only the
-time; a unit describes work and does none of it.
+Invariant: plain data. A task names all that it touches, and the mover chooses the time.
 """
 
 from collections import deque
@@ -9,59 +8,54 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-_TOGETHER_BYTES = 4 << 20
-_MOST_TOGETHER = 64
+_REQUEST_BYTES = 4 << 20
+_REQUEST_STATES = 64
 
 Loads: TypeAlias = tuple[tuple[int, Any], ...]
-"""States of a piece by number, each with the place to read it from."""
+"""States of a subgroup by number, each with the place to read it from."""
 
 
 @dataclass(eq=False)
 class TaskGroup:
-    """Tasks that one caller has submitted together and waits for.
+    """Tasks that one caller has submitted together and waits for."""
 
-    Attributes:
-      num_waiting: number of tasks that have not computed.
-      num_running: number of those that a worker computes.
-    """
-
-    num_waiting: int = 0
-    num_running: int = 0
+    num_waiting: int = 0  # that have not computed
+    num_running: int = 0  # of these, that a worker computes
 
 
-_NOBODY = TaskGroup()
-"""The group of tasks without a waiting caller."""
+_NO_GROUP = TaskGroup()
+"""The group of tasks that no caller waits for."""
 
 
-def idle(csd: Any, buffer: Any, tells: Collection[int]) -> None:
+def idle(csd: Any, buffer: Any, wanted_checksums: Collection[int]) -> None:
     """The computation of a task that has none."""
 
 
 @dataclass(eq=False, slots=True)
 class Task:
-    """The work on one piece: load → compute → write.
+    """The work on one subgroup: load → compute → write.
 
     Attributes:
-      piece: a run of bytes with its states. It has a `key`, the number of its `drive`,
-        the `num_bytes` of its buffer, and the `sizes` of its states in bytes.
+      layout: the subgroup's `key`, the number of its `drive`, the `num_bytes` of its
+        buffer, and the `sizes` of its states in bytes.
       compute: the computation on the loaded buffer. It runs once, on a worker or on the
-        submitter's thread. Its arguments are what the drive computes with, the buffer,
-        and the states without a known checksum as loaded; it returns these by state.
+        submitter's thread. Its arguments are the drive's CSD, the buffer, and the
+        loaded states whose checksums are not known; it returns these checksums.
       loads: states to read, each with its place.
       stores: states to write.
       runs_kernel: whether `compute` runs a kernel of the drive over the loaded states,
-        which computes these checksums; otherwise the host computes them before.
-      is_elsewhere: whether `compute` waits for a processor that is not the host's.
-      group: the group to notify when `compute` is done.
+        which computes these checksums; otherwise the host computes them first.
+      is_remote: whether `compute` waits for another processor than the host's.
+      group: the tasks that were submitted with it.
     """
 
-    piece: Any
+    layout: Any
     compute: Callable[[Any, Any, Collection[int]], Mapping[int, int] | None] = idle
     loads: Loads = ()
     stores: tuple[int, ...] = ()
     runs_kernel: bool = False
-    is_elsewhere: bool = False
-    group: TaskGroup = _NOBODY
+    is_remote: bool = False
+    group: TaskGroup = _NO_GROUP
 
 
 @dataclass
@@ -77,84 +71,67 @@ class RequestSize:
 
     @property
     def is_full(self) -> bool:
-        """Whether it is large enough for a request."""
-        return self.num_bytes >= _TOGETHER_BYTES or self.num_states >= _MOST_TOGETHER
+        return self.num_bytes >= _REQUEST_BYTES or self.num_states >= _REQUEST_STATES
 
 
 @dataclass(eq=False, slots=True)
 class Resident:
-    """A piece in memory.
+    """A subgroup in memory."""
 
-    Attributes:
-      task: task of the piece, submitted or only prefetched.
-      buffer: memory of the piece, which `release` gives back.
-      is_loading: whether a load of it is under way.
-      held: states in it, as the last finished step left them.
-      unchecked: loaded states without a known checksum.
-      stored: states in it, as its last task computed them.
-      stored_in: the step of that task, by the queues' count.
-      deferred: states that its task stores, and that are written at a commit alone.
-      unwritten: states whose newest version is not on the drive.
-      is_flushed: whether it is being written for a commit, not for its task.
-      to_write: states whose write has not begun.
-    """
-
-    task: Task
-    buffer: Any
+    task: Task  # submitted, or only prefetched
+    buffer: Any  # its memory, which `release` gives back
     is_loading: bool = False
-    held: frozenset[int] = frozenset()
-    unchecked: Loads = ()
-    stored: frozenset[int] = frozenset()
-    stored_in: int = 0
-    deferred: tuple[int, ...] = ()
-    unwritten: frozenset[int] = frozenset()
-    is_flushed: bool = False
-    to_write: tuple[int, ...] = ()
+    valid: frozenset[int] = frozenset()  # states as the last finished step left them
+    unchecked: Loads = ()  # loaded states without a known checksum
+    stored: frozenset[int] = frozenset()  # states as its last task computed them
+    stored_in: int = 0  # the step of that task, as `Queues.step` counts
+    deferred: tuple[int, ...] = ()  # states that its task leaves for a commit to write
+    unwritten: frozenset[int] = frozenset()  # whose newest version is not on the drive
+    is_flushed: bool = False  # written for a commit, not for its task
+    to_write: tuple[int, ...] = ()  # states whose write has not begun
     num_writing: int = 0
 
     @property
     def missing(self) -> Loads:
-        """The task's states that are not in it."""
-        return tuple([load for load in self.task.loads if load[0] not in self.held])
+        return tuple([load for load in self.task.loads if load[0] not in self.valid])
 
     def begin_task(self, task: Task, step: int) -> None:
-        """Takes a task; the results of an earlier step's task count from now on."""
+        """Sets its task; what a task of an earlier step has stored is valid now."""
         self.task = task
         if self.stored and self.stored_in < step:
-            self.held, self.stored = self.held | self.stored, frozenset()
+            self.valid, self.stored = self.valid | self.stored, frozenset()
 
     def add_loaded(self, states: Loads, unchecked: Loads) -> None:
-        """Adds states that have been read, in place of what its task computed."""
+        """Notes states that were read over what its task had stored."""
         read = frozenset([state for state, _ in states])
         self.stored, self.unwritten = self.stored - read, self.unwritten - read
-        self.held |= read
+        self.valid |= read
         self.unchecked += unchecked
 
     def end_task(self, step: int) -> None:
-        """Notes that its task is done; the states stay, of the step's new version."""
+        """Notes that its task is done; its states are of the step's version now."""
         if not self.is_flushed:
             self.stored = self.stored.union(self.task.stores)
             self.stored_in = step
             used = {state for state, _ in self.task.loads}
             unused = {state for state, _ in self.unchecked} - used
-            self.held = self.held.difference(self.stored, unused)
+            self.valid = self.valid.difference(self.stored, unused)
             self.unchecked = ()
         self.is_flushed = False
 
     def give_up(self, step: int) -> bool:
-        """Drops the results of this step's task; whether nothing is left."""
+        """Drops what a task of this step has stored; returns whether it is empty."""
         if self.stored_in == step:
             self.unwritten, self.stored = self.unwritten - self.stored, frozenset()
         return self.is_empty
 
     @property
     def is_empty(self) -> bool:
-        """Whether no state is in it."""
-        return not self.held and not self.stored
+        return not self.valid and not self.stored
 
     def num_bytes(self, states: Iterable[int]) -> int:
-        """Returns the bytes of states of it."""
-        sizes = self.task.piece.sizes
+        """Returns the bytes of states, by number."""
+        sizes = self.task.layout.sizes
         return sum([sizes[state] for state in states])
 
 
@@ -163,41 +140,24 @@ class Resident:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Read states of one drive.
-
-    Attributes:
-      items: pieces, and their states; short ones may be read together.
-      is_prefetch: whether their tasks had not been submitted when this began.
-    """
+    """A read from one drive: long states of a subgroup, or short ones of several."""
 
     drive: int
     items: tuple[tuple[Resident, Loads], ...]
-    is_prefetch: bool
+    is_prefetch: bool  # it began before their tasks were submitted
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Compute a task with loaded states.
-
-    Attributes:
-      is_own: whether its submitter computes it instead of a worker.
-    """
+    """The computation of a task, by a worker or by its submitter."""
 
     resident: Resident
-    is_own: bool = False
-
-    @property
-    def drive(self) -> int:
-        return self.resident.task.piece.drive
+    is_for_submitter: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Write states of one drive.
-
-    Attributes:
-      items: pieces, and their states: a long one, or short ones together.
-    """
+    """A write to one drive: subgroups, and a long state or short ones together."""
 
     drive: int
     items: tuple[tuple[Resident, tuple[int, ...]], ...]
@@ -208,37 +168,30 @@ Unit: TypeAlias = Load | Compute | Write
 
 @dataclass(slots=True)
 class Limits:
-    """Numbers of units that may be under way.
+    """Numbers of units that may be under way."""
 
-    Attributes:
-      moving: loads and writes.
-      computing: computations, including those of submitters.
-      elsewhere: computations that wait for another processor than the host's.
-    """
-
-    moving: int
-    computing: int
-    elsewhere: int = 0
+    moving: int  # loads and writes
+    computing: int  # computations of the host, including those of submitters
+    remote: int = 0  # computations of remote tasks
 
 
 @dataclass(slots=True)
-class MemoryQueue:
-    """A memory that drives share: the tasks that wait for it, and the pieces in it.
+class DriveMemory:
+    """Memory that drives share, with the tasks that wait for it.
 
     Attributes:
-      waiting: submitted tasks without memory, each with its number, in order.
-      prefetched: pieces whose tasks have not been submitted yet, in order.
-      kept: pieces that stay from step to step, between their tasks.
-      num_in_use: number of pieces that will free their memory without an eviction:
-        those of submitted tasks, and those being prefetched.
-      num_writes: number of writes under way, which may free memory.
-      refused_bytes: the length of the last refused request; None if memory was freed
-        since, or none was refused.
+      waiting: submitted tasks that have none, each with its number, in order.
+      prefetched: subgroups whose tasks have not been submitted yet, in order.
+      cached: subgroups that stay from step to step, between their tasks.
+      num_in_use: number of subgroups that will leave it without an eviction: those of
+        submitted tasks, and those that are being prefetched.
     """
 
     waiting: deque[tuple[int, Task]] = field(default_factory=deque)
     prefetched: dict[Hashable, Resident] = field(default_factory=dict)
-    kept: dict[Hashable, Resident] = field(default_factory=dict)
+    cached: dict[Hashable, Resident] = field(default_factory=dict)
     num_in_use: int = 0
-    num_writes: int = 0
-    refused_bytes: int | None = None
+    num_writes: int = 0  # under way, which may free memory
+    refused_bytes: int | None = (
+        None  # of the last refused request, until memory is freed
+    )

@@ -40,7 +40,7 @@ from jaxinf.streaming.update.apply_gradients import StoreSink
 
 POINTS = {
     "create": (jaxinf.engine.binding, "create_store"),
-    "initialise": (jaxinf.engine.updates, "_first_tasks"),
+    "initialise": (jaxinf.engine.updates, "_initial_tasks"),
     "unpublish": (StoreDirectory, "unpublish"),
     "update": (StepRunner, "update"),
     "sync": (StoreDirectory, "sync"),

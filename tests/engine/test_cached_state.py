@@ -34,7 +34,7 @@ def cached(drive):
 def state_bytes(driver, *, staying):
     """Bytes, in whole pages, of subgroups that stay, or of those that do not."""
     files, directory = driver.files, driver.files.directory
-    kept = files.subgroups.staying(files.memory_bytes)
+    kept = files.subgroups.choose_cached(files.memory_bytes)
     total = 0
     for leaf, record in enumerate(directory.manifest.leaves):
         whole = (0,) * len(record.shape), record.shape
@@ -116,7 +116,7 @@ def test_state_of_cards_never_crosses_the_host_link(cached, memory, monkeypatch)
 
     for name in ("read_into", "write_from"):  # what a drive sends to the host's memory
         at_each_call(monkeypatch, card, name, note)
-    assert not driver.files.subgroups.staying(driver.files.memory_bytes)
+    assert not driver.files.subgroups.choose_cached(driver.files.memory_bytes)
     sent = sum(params.nbytes for params in driver.initial.values())
     rest = state_bytes(driver, staying=False)
     before = driver.files.meters.snapshot()

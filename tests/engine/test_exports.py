@@ -13,7 +13,7 @@ from inject import at_each_call
 import jaxinf
 from jaxinf.errors import ExchangeError
 from jaxinf.exchange import ObjectStore
-from jaxinf.processes import raise_kept, run_whole
+from jaxinf.processes import raise_kept_interrupt, run_uninterrupted
 from jaxinf.store import StoreDirectory
 
 LEAVES = {"w": ((6, 1024), "float32"), "half": ((33, 257), "bfloat16")}
@@ -79,8 +79,8 @@ def test_an_export_that_does_not_end_is_given_up(export, monkeypatch, how, caplo
             raise KeyboardInterrupt
         interrupt.start()
         if how == "Ctrl-C in an update":
-            run_whole(driver.update)
-            raise_kept()
+            run_uninterrupted(driver.update)
+            raise_kept_interrupt()
     [info] = driver.store.exports()
     assert info.problem.endswith("out/2: it was given up")
     said = "closing waits for the export to"

@@ -141,7 +141,7 @@ def test_an_error_of_a_unit(drive, unit, number, monkeypatch):
     before = set(threading.enumerate())
     driver = drive(memory_bytes=1 << 19, **options).init().steps(2)
     driver.store.wait()
-    driver.files.keep(frozenset())  # so that the next steps read
+    driver.files.cache_only(frozenset())  # so that the next steps read
     driver.files.mover.end_step()
     is_of_csds = unit in ("read", "update", "write")
     with monkeypatch.context() as patch:

@@ -15,7 +15,9 @@ MANY, ONE = 1 << 18, 1 << 24
 
 def read_ahead(driver, number):
     files, chunks = driver.files, driver.files.chunks
-    layouts = [one for chunk in files.subgroups.chunk_layouts(number) for one in chunk]
+    layouts = [
+        one for chunk in files.subgroups.layouts_by_chunk(number) for one in chunk
+    ]
     files.mover.prefetch([Task(x, loads=chunks.sources(x, (0, 1))) for x in layouts])
 
 

@@ -68,9 +68,9 @@ def test_a_service_that_is_stopped_is_not_waited_for_without_end():
 
     group = processes.Group("run", compat.Coordination(Client(), 1, 2), limit_s=0.1)
     with pytest.raises(ProcessError, match=r"process 0, found .*no answer in 0\.1 s"):
-        group.said("failed")
+        group.published("failed")
     released.set()
-    assert processes.group.deserted.pop() is group
+    assert processes.group.silent_groups.pop() is group
 
 
 def test_a_process_speaks_when_threads_cannot_start(monkeypatch):
@@ -84,7 +84,7 @@ def test_a_process_speaks_when_threads_cannot_start(monkeypatch):
     group = processes.Group("run", compat.Coordination(Client(), 1, 2), "id")
     refused = RuntimeError("can't create new thread at interpreter shutdown")
     monkeypatch.setattr(threading.Thread, "start", raising(refused))
-    with group.living():
+    with group.reporting():
         group.fail(ValueError("why"))
     group.leave()
     assert [*said] == ["jaxinf/id/failed/1", "jaxinf/id/closed/1"]
@@ -127,15 +127,15 @@ def test_none_goes_on_that_comes_to_a_barrier_too_late(groups):
         assert isinstance(one, ProcessError)
     with pytest.raises(ProcessError, match="it waited for process 2 in vain"):
         groups[2].barrier("x")
-    assert {*processes.group.deserted} >= {*groups[:2]}
+    assert {*processes.group.silent_groups} >= {*groups[:2]}
     in_each(groups, lambda group: group.gather("y", int))
-    assert not processes.group.deserted  # all are there again
+    assert not processes.group.silent_groups  # all are there again
 
 
 def test_progress_extends_the_wait_for_that_process_alone(groups):
     def report(group, then):
         for n in range(20):
-            group.say("progress", n, again=True)
+            group.publish("progress", n, replaces=True)
             time.sleep(0.05)
         return then(group)
 

@@ -35,7 +35,7 @@ def main(place):
         if num_calls == 2:
             for _ in range(2):  # two at once, as of a terminal and a launcher
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-                while not interrupts._KEPT:
+                while not interrupts._kept_interrupts:
                     time.sleep(0.001)
             time.sleep(0.3)  # until the second is taken, too
         return real(*arguments, **options)

@@ -21,7 +21,7 @@ import jaxinf
 from jaxinf.engine import StateReader
 from jaxinf.engine.step_runner import StepRunner
 from jaxinf.errors import StoreCorruptError
-from jaxinf.processes import run_whole
+from jaxinf.processes import run_uninterrupted
 from jaxinf.streaming.update.apply_gradients import StoreSink
 
 NAMES = ("tied_and_unused", "l2_penalty", "scan_twice_cast")
@@ -138,7 +138,7 @@ def test_a_second_ctrl_c_is_raised_at_once(opened, monkeypatch):
     signal.signal(signal.SIGINT, handle)
     with pytest.raises(KeyboardInterrupt):
         train(step, program, 2)
-    run_whole(list)  # callbacks do not wait for it
+    run_uninterrupted(list)  # callbacks do not wait for it
     answers.set()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     step.compile(program.batch)  # the step that was given up ends

@@ -49,7 +49,7 @@ from jaxinf.streaming.plan.cut_to_fit import cut_to_fit
 from jaxinf.streaming.plan.leaving import evicted, least_bytes, on_host
 from jaxinf.streaming.plan.order import plan_of
 from jaxinf.streaming.program.cut import cuts_of
-from jaxinf.transfer import ByteMeters, aligned, page_ceil
+from jaxinf.transfer import ByteMeters, allocate_pages, page_ceil
 
 pytestmark = pytest.mark.optimized("long")
 
@@ -324,7 +324,7 @@ def write(scratch, place, value):
 
 
 def read(scratch, place):
-    out = aligned(place_bytes(place))
+    out = allocate_pages(place_bytes(place))
     for part in place:
         scratch.read(part, out)
     return out

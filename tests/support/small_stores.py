@@ -14,7 +14,7 @@ from jaxinf.engine import options, subgroup_table
 from jaxinf.layout import grid
 
 _CHUNK_ELEMENTS = grid.DEFAULT_CHUNK_ELEMENTS
-_QUICK_BYTES = subgroup_table._QUICK_BYTES
+_FULL_RATE_BYTES = subgroup_table._FULL_RATE_BYTES
 _WORKERS = options.LEAST_WORKERS, options.WORKERS_A_DRIVE
 
 
@@ -24,7 +24,7 @@ def reset(*, chunk_elements=None, num_workers=None):
     grid.DEFAULT_CHUNK_ELEMENTS = longest
     subgroup_table.DEFAULT_CHUNK_ELEMENTS = longest
     # So small a store leaves memory for a part of its state, as a large one does.
-    subgroup_table._QUICK_BYTES = _QUICK_BYTES if chunk_elements is None else 0
+    subgroup_table._FULL_RATE_BYTES = _FULL_RATE_BYTES if chunk_elements is None else 0
     workers = _WORKERS if num_workers is None else (num_workers, 0)
     options.LEAST_WORKERS, options.WORKERS_A_DRIVE = workers
 

@@ -16,7 +16,7 @@ from raw_stores import chunk_file, decoded, flip_bit
 
 import jaxinf
 from jaxinf.engine import (
-    FirstParams,
+    InitialParams,
     UpdateRequest,
     bind_optimizer,
     describe,
@@ -91,9 +91,9 @@ class Driver:
         if is_new:
             for number, params in enumerate(self.initial.values()):
                 origin, inputs = (0,) * params.ndim, LeafInputs()
-                given = FirstParams(number, params, origin, inputs)
+                given = InitialParams(number, params, origin, inputs)
                 initialise_leaves(self.engine.files, self.description, [given])
-            self.engine.steps.commit_whole(0, self.scalars(0))
+            self.engine.steps.commit_written_step(0, self.scalars(0))
         self.at = self.store.step
         if not is_new:
             self.engine.steps.resume_check.expect(None)

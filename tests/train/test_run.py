@@ -179,7 +179,7 @@ def test_a_step_that_other_processes_do_not_compute(run, tmp_path, capsys, monke
     said = capsys.readouterr().err
     assert "expected all processes to compute it, found: Gloo: Connection reset" in said
     assert said.count("\n") == 1
-    assert isinstance(processes.deserted.pop(), Several)
+    assert isinstance(processes.silent_groups.pop(), Several)
 
 
 MODES = ["memory", "update", "stream"]

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxinf.errors import StoreClosedError
-from jaxinf.transfer import PAGE_BYTES, BufferPool, long_ceil, long_floor
+from jaxinf.transfer import PAGE_BYTES, BufferPool, huge_page_ceil, huge_page_floor
 
 PAGE = 4096
 
@@ -39,11 +39,11 @@ def test_long_buffers_are_whole_huge_pages_within_their_share():
     # Beyond 4 MiB huge pages would at first add nearly a half.
     rounded = {1: PAGE, (4 << 20) - 1: 4 << 20, (4 << 20) + 1: (4 << 20) + PAGE}
     rounded |= dict.fromkeys((8_306_688, 8_355_840), 8 << 20)
-    assert {num_bytes: long_ceil(num_bytes) for num_bytes in rounded} == rounded
+    assert {num_bytes: huge_page_ceil(num_bytes) for num_bytes in rounded} == rounded
     for limit in (PAGE, 5000, 3 << 20, (4 << 20) - 1, 9_300_000):
-        most = long_floor(limit)
+        most = huge_page_floor(limit)
         assert 0 < most <= limit
-        assert all(long_ceil(n) <= most for n in (most, most - 1, most * 9 // 10))
+        assert all(huge_page_ceil(n) <= most for n in (most, most - 1, most * 9 // 10))
 
 
 def test_accounting():

@@ -39,8 +39,8 @@ class Injected(Exception):
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A run of bytes with some states, each of whole pages."""
+class Layout:
+    """A subgroup with some states, each of whole pages."""
 
     key: int
     drive: int
@@ -53,20 +53,20 @@ class Piece:
 
 @dataclass(frozen=True)
 class Step:
-    """Tasks of several submitters at once; each a piece, and the states it changes."""
+    """Tasks of several submitters at once: subgroups, and the states that change."""
 
     calls: tuple[tuple[tuple[int, int], ...], ...]
     prefetches: tuple[int, ...]
     staying: frozenset[int]
-    is_deferring: bool
+    defers_writes: bool
     flushes: bool
 
 
 @dataclass(frozen=True)
 class Program:
-    pieces: tuple[Piece, ...]
+    layouts: tuple[Layout, ...]
     steps: tuple[Step, ...]
-    limits: tuple[int, int, int]  # moving, computing, elsewhere
+    limits: tuple[int, int, int]  # moving, computing, remote
     spare_pages: int
     fails_at: int | None  # of the units
     seed: int
@@ -76,28 +76,28 @@ class Program:
 def programs(draw):
     sizes = st.lists(st.sampled_from([1, 1, 2, 7, 300]), min_size=1, max_size=3)
     lengths = draw(st.lists(sizes, min_size=1, max_size=7))
-    pieces = tuple(
-        Piece(n, draw(st.integers(0, NUM_DRIVES - 1)), tuple(PAGE * k for k in own))
+    layouts = tuple(
+        Layout(n, draw(st.integers(0, NUM_DRIVES - 1)), tuple(PAGE * k for k in own))
         for n, own in enumerate(lengths)
     )
-    numbers = st.integers(0, len(pieces) - 1)
+    numbers = st.integers(0, len(layouts) - 1)
 
     @st.composite
     def step(draw):
-        order = draw(st.permutations(range(len(pieces))))
+        order = draw(st.permutations(range(len(layouts))))
         used = order[: draw(st.integers(0, len(order)))]
-        stores = [draw(st.integers(0, len(pieces[n].sizes))) for n in used]
+        stores = [draw(st.integers(0, len(layouts[n].sizes))) for n in used]
         tasks, num_calls = list(zip(used, stores, strict=True)), draw(st.integers(1, 3))
         return Step(
             tuple(tuple(tasks[n::num_calls]) for n in range(num_calls)),
-            tuple(draw(st.lists(numbers, unique=True, max_size=len(pieces)))),
+            tuple(draw(st.lists(numbers, unique=True, max_size=len(layouts)))),
             draw(st.frozensets(numbers, max_size=2)),
             draw(st.booleans()),
             draw(st.booleans()),
         )
 
     return Program(
-        pieces,
+        layouts,
         tuple(draw(st.lists(step(), min_size=1, max_size=3))),
         draw(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 2))),
         draw(st.sampled_from([0, 0, 1, 400])),
@@ -107,26 +107,26 @@ def programs(draw):
 
 
 class Drives:
-    """Contents by piece and state; moves them by units, with pauses and a failure."""
+    """Contents by key and state; moves them by units, with pauses and a failure."""
 
     def __init__(self, program):
         staying = {n for step in program.steps for n in step.staying}
-        pages = sum(program.pieces[n].num_bytes for n in staying) // PAGE
-        largest = max(piece.num_bytes for piece in program.pieces)
+        pages = sum(program.layouts[n].num_bytes for n in staying) // PAGE
+        largest = max(layout.num_bytes for layout in program.layouts)
         self.pool = BufferPool(largest + (pages + program.spare_pages) * PAGE)
-        self.content = {(p.key, n): 0 for p in program.pieces for n in range(9)}
+        self.content = {(p.key, n): 0 for p in program.layouts for n in range(9)}
         self.error = Injected()
         self._num_left = program.fails_at
         self._under_way, self._limits = Counter(), program.limits
         self._random, self._guard = random.Random(program.seed), threading.Lock()
 
     def acquire(self, task):
-        return self.pool.try_acquire(task.piece.num_bytes)
+        return self.pool.try_acquire(task.layout.num_bytes)
 
     @contextlib.contextmanager
     def counted(self, unit):
         """Counts a unit as under way, of which there are limits."""
-        kind = isinstance(unit, Compute) and 1 + unit.resident.task.is_elsewhere
+        kind = isinstance(unit, Compute) and 1 + unit.resident.task.is_remote
         with self._guard:
             self._under_way[kind] += 1
             assert self._under_way[kind] <= self._limits[kind]
@@ -152,7 +152,7 @@ class Drives:
             case Load(_, items):
                 for resident, states in items:
                     for state, _ in states:
-                        found = self.content[resident.task.piece.key, state]
+                        found = self.content[resident.task.layout.key, state]
                         view(resident.task, resident.buffer, state)[:] = found
                 return [()] * len(items)
             case Compute(resident):
@@ -162,13 +162,13 @@ class Drives:
                     for state in states:
                         own = view(resident.task, resident.buffer, state)
                         assert (own == own[0]).all()
-                        self.content[resident.task.piece.key, state] = int(own[0])
+                        self.content[resident.task.layout.key, state] = int(own[0])
         return ()
 
 
 def view(task, buffer, state):
-    start = sum(task.piece.sizes[:state])
-    return buffer.array[start : start + task.piece.sizes[state]].view(np.uint32)
+    start = sum(task.layout.sizes[:state])
+    return buffer.array[start : start + task.layout.sizes[state]].view(np.uint32)
 
 
 def add_one(task):
@@ -184,19 +184,18 @@ def run(program, drives, mover, wanted):
     """Runs the steps; `wanted` counts how often each state was changed."""
     for step in program.steps:
         # What stays must leave room for the largest task, so it goes first.
-        mover.keep(frozenset())
+        mover.cache_only(frozenset())
         mover.flush()
         mover.end_step()
-        mover.keep(step.staying)
-        mover.defer_writes(step.is_deferring)
+        mover.cache_only(step.staying)
+        mover.defer_writes(step.defers_writes)
 
         def task(number, num_stores):
-            piece = program.pieces[number]
-            loads = tuple((n, None) for n in range(len(piece.sizes)))
-            stores, elsewhere = tuple(range(num_stores)), number % 3 == 1
-            return add_one(
-                Task(piece, loads=loads, stores=stores, is_elsewhere=elsewhere)
-            )
+            layout = program.layouts[number]
+            loads = tuple((n, None) for n in range(len(layout.sizes)))
+            stores, is_remote = tuple(range(num_stores)), number % 3 == 1
+            kind = {"stores": stores, "is_remote": is_remote}
+            return add_one(Task(layout, loads=loads, **kind))
 
         mover.prefetch([task(number, 0) for number in step.prefetches])
         time.sleep(0.001)  # some begin, and hold the memory
@@ -252,13 +251,13 @@ def check(program):
 
 NO_CHECKS = (HealthCheck.too_slow, HealthCheck.data_too_large)
 CROWD = Program(
-    tuple(Piece(n, n % 2, (PAGE,) * 3) for n in range(6)),
+    tuple(Layout(n, n % 2, (PAGE,) * 3) for n in range(6)),
     (Step((((0, 3), (1, 3)), ((2, 3), (3, 3)), ((4, 3), (5, 3))), (5, 4, 3),
           frozenset({1}), True, False),) * 3,
     (1, 1, 1), 0, None, 0,
 )  # fmt: skip
 UNUSED = Program(
-    CROWD.pieces, (Step((((0, 3),),), (5,), frozenset(), False, False),) * 2,
+    CROWD.layouts, (Step((((0, 3),),), (5,), frozenset(), False, False),) * 2,
     (1, 1, 1), 0, None, 0,
 )  # fmt: skip
 

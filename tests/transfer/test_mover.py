@@ -34,7 +34,7 @@ TIMEOUT_S = 60
 
 
 @dataclass(frozen=True)
-class Piece:
+class Layout:
     """States of one length, on the only drive."""
 
     key: int
@@ -50,8 +50,8 @@ class Piece:
         return NUM_STATES * self.state_bytes
 
 
-def task(piece, loads=(0, 1, 2), stores=(0, 1, 2), compute=lambda *_: None):
-    return Task(piece, compute, tuple((state, "a") for state in loads), stores)
+def task(layout, loads=(0, 1, 2), stores=(0, 1, 2), compute=lambda *_: None):
+    return Task(layout, compute, tuple((state, "a") for state in loads), stores)
 
 
 class Buffer:
@@ -66,7 +66,7 @@ class Buffer:
 
 
 class Rig:
-    """A mover that counts what it moves, by piece and state; a gate holds that back."""
+    """A mover that counts what it moves, by key and state; a gate holds that back."""
 
     def __init__(self, limits=(2, 2), memory_bytes=1 << 40):
         self.memory_bytes, self.used_bytes = memory_bytes, 0
@@ -78,7 +78,7 @@ class Rig:
         self.mover = Mover("a test", queues, self.perform, self.failure)
 
     def acquire(self, wanted):
-        num_bytes = wanted.piece.num_bytes
+        num_bytes = wanted.layout.num_bytes
         if self.used_bytes + num_bytes > self.memory_bytes:
             return None
         return Buffer(self, num_bytes)
@@ -93,7 +93,7 @@ class Rig:
             for state in states:
                 number = state[0] if isinstance(unit, Load) else state
                 moved = self.loads if isinstance(unit, Load) else self.writes
-                moved[resident.task.piece.key, number] += 1
+                moved[resident.task.layout.key, number] += 1
         if isinstance(unit, Write):
             return ()
         return [() if self.is_verified else states for _, states in unit.items]
@@ -106,10 +106,10 @@ class Rig:
         self.mover.drain()
         self.mover.end_step(given_up)
 
-    def prefetched(self, *pieces):
-        """Returns when all states of these pieces are loaded."""
-        self.mover.prefetch([task(piece) for piece in pieces])
-        until(lambda: all(self.loaded(piece.key) == [1] * 3 for piece in pieces))
+    def prefetched(self, *layouts):
+        """Returns when all states of these subgroups are loaded."""
+        self.mover.prefetch([task(layout) for layout in layouts])
+        until(lambda: all(self.loaded(layout.key) == [1] * 3 for layout in layouts))
 
     def close(self):
         self.gate.set()
@@ -153,14 +153,14 @@ def make():
 def test_what_no_commit_has_written_is_written_after_another_task(
     make, stores, gives_up, stays, written
 ):
-    rig, piece = make(), Piece(0)
-    rig.mover.keep(frozenset([0]))
+    rig, layout = make(), Layout(0)
+    rig.mover.cache_only(frozenset([0]))
     rig.mover.defer_writes(True)
-    rig.step(task(piece))
+    rig.step(task(layout))
     assert not rig.writes
     if not stays:
-        rig.mover.keep(frozenset())
-    rig.step(task(piece, loads=(), stores=stores), given_up=[0] * gives_up)
+        rig.mover.cache_only(frozenset())
+    rig.step(task(layout, loads=(), stores=stores), given_up=[0] * gives_up)
     assert rig.mover.flush()
     assert rig.writes == Counter((0, state) for state in written)
     assert bool(rig.used_bytes) == stays
@@ -168,33 +168,33 @@ def test_what_no_commit_has_written_is_written_after_another_task(
 
 def test_what_was_read_ahead_and_not_used_is_read_again(make):
     """A task verifies what it uses; the rest has no known checksum."""
-    rig, piece = make(), Piece(0)
+    rig, layout = make(), Layout(0)
     rig.is_verified = False
-    rig.mover.keep(frozenset([0]))
-    rig.prefetched(piece)
-    rig.step(task(piece, loads=(2,), stores=(2,)))
-    rig.step(task(piece, loads=(0, 2), stores=(2,)))
+    rig.mover.cache_only(frozenset([0]))
+    rig.prefetched(layout)
+    rig.step(task(layout, loads=(2,), stores=(2,)))
+    rig.step(task(layout, loads=(0, 2), stores=(2,)))
     assert rig.loaded(0) == [2, 1, 1]
 
 
 def test_held_prefetches_begin_later_and_submitted_tasks_do_not_wait(make):
     rig = make()
     rig.mover.hold_prefetches(True)
-    rig.mover.prefetch([task(Piece(0)), task(Piece(1))])
-    rig.mover.run([task(Piece(1))])
+    rig.mover.prefetch([task(Layout(0)), task(Layout(1))])
+    rig.mover.run([task(Layout(1))])
     assert (rig.loaded(0), rig.loaded(1)) == ([0] * 3, [1] * 3)
     rig.mover.hold_prefetches(False)
     until(lambda: rig.loaded(0) == [1] * 3)
 
 
 def test_a_prefetch_gets_no_memory_that_a_submitted_task_waits_for(make):
-    rig = make(memory_bytes=2 * Piece(0, LONG).num_bytes - 1)
+    rig = make(memory_bytes=2 * Layout(0, LONG).num_bytes - 1)
     rig.gate.clear()
-    runs = in_thread(lambda: rig.mover.run([task(Piece(n, LONG)) for n in (0, 1)]))
+    runs = in_thread(lambda: rig.mover.run([task(Layout(n, LONG)) for n in (0, 1)]))
     assert rig.at_gate.wait(TIMEOUT_S)
-    rig.mover.prefetch([task(Piece(2))])
+    rig.mover.prefetch([task(Layout(2))])
     time.sleep(0.05)
-    assert rig.used_bytes == Piece(0, LONG).num_bytes
+    assert rig.used_bytes == Layout(0, LONG).num_bytes
     rig.gate.set()
     assert runs() is None
 
@@ -251,7 +251,7 @@ def test_no_compute_runs_after_run_has_raised(make):
         raise KeyError("failing")
 
     def run():
-        tasks = [task(Piece(0), compute=slow), task(Piece(1), compute=failing)]
+        tasks = [task(Layout(0), compute=slow), task(Layout(1), compute=failing)]
         try:
             rig.mover.run(tasks)
         finally:
@@ -268,7 +268,7 @@ def test_no_compute_runs_after_run_has_raised(make):
 def test_closing_wakes_who_waits(make):
     rig = make((1, 1))
     rig.gate.clear()
-    runs = in_thread(lambda: rig.mover.run([task(Piece(n)) for n in range(10)]))
+    runs = in_thread(lambda: rig.mover.run([task(Layout(n)) for n in range(10)]))
     assert rig.at_gate.wait(TIMEOUT_S)
     drains, closing = in_thread(rig.mover.drain), in_thread(rig.mover.close)
     wait_until_closing(rig.mover)
@@ -278,13 +278,13 @@ def test_closing_wakes_who_waits(make):
     assert isinstance(drains(), StoreClosedError)
     rig.mover.close()
     with pytest.raises(StoreClosedError, match="the store is closed; open it again"):
-        rig.mover.run([task(Piece(0))])
+        rig.mover.run([task(Layout(0))])
 
 
 def test_closing_waits_for_the_submitter(make):
     rig, slow = make((3, 3)), Slow()
-    rig.prefetched(Piece(0))
-    runs = in_thread(lambda: rig.mover.run([task(Piece(0), compute=slow)]))
+    rig.prefetched(Layout(0))
+    runs = in_thread(lambda: rig.mover.run([task(Layout(0), compute=slow)]))
     assert slow.inside.wait(TIMEOUT_S)
     closing = in_thread(rig.mover.close)
     wait_until_closing(rig.mover)
@@ -299,9 +299,9 @@ def test_closing_waits_for_the_submitter(make):
 def test_no_compute_runs_after_an_interrupt(make, ahead):
     """Ctrl-C ends the wait of the main thread, or what it computes."""
     rig, ended, both = make(), threading.Event(), threading.Barrier(2)
-    pieces = [Piece(0), Piece(1)] if ahead else [Piece(0)]
+    layouts = [Layout(0), Layout(1)] if ahead else [Layout(0)]
     if ahead:
-        rig.prefetched(*pieces)
+        rig.prefetched(*layouts)
 
     def compute(csd, buffer, tells):
         if ahead:
@@ -314,7 +314,7 @@ def test_no_compute_runs_after_an_interrupt(make, ahead):
         ended.set()
 
     with pytest.raises(KeyboardInterrupt):
-        rig.mover.run([task(piece, compute=compute) for piece in pieces])
+        rig.mover.run([task(layout, compute=compute) for layout in layouts])
     assert ended.is_set()
     assert isinstance(rig.failure.error, KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):

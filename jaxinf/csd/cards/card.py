@@ -27,7 +27,7 @@ from jaxinf.kernels import STATUS_BYTES, CardKernel, CardStatus, Checksums, card
 from jaxinf.transfer import (
     PAGE_BYTES,
     ByteMeters,
-    aligned,
+    allocate_pages,
     crc32c,
     page_ceil,
     read_into,
@@ -80,7 +80,7 @@ class CardCsd:
                 with p2p_transfer(pages, extent.file_offset_bytes):
                     read_into(file, pages, *place, meters=meters, buffered=buffered)
                 continue
-            copy = aligned(extent.num_bytes)
+            copy = allocate_pages(extent.num_bytes)
             read_into(file, copy, *place, meters=meters)
             if for_host:
                 buffer.host_copies[extent.buffer_offset_bytes] = copy
@@ -96,7 +96,7 @@ class CardCsd:
                 with p2p_transfer(pages, extent.file_offset_bytes):
                     write_from(file, pages, *place, meters=meters, buffered=buffered)
             else:
-                copy = aligned(extent.num_bytes)
+                copy = allocate_pages(extent.num_bytes)
                 copy[: extent.num_bytes] = pages[: extent.num_bytes]
                 write_from(file, copy, *place, meters=meters)
 

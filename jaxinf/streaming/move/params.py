@@ -25,7 +25,7 @@ from jaxinf.streaming.plan.memory import READER_BYTES
 from jaxinf.streaming.plan.reads import Fetch, ParamReads
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.units import ParamUnit, UnitOf, piece_sharding
-from jaxinf.transfer import Buffer, aligned, span
+from jaxinf.transfer import Buffer, allocate_pages, span
 from jaxinf.typing import Array
 
 KeepErrors: TypeAlias = Callable[[], AbstractContextManager[None]]
@@ -55,7 +55,7 @@ def read_units(
     """
     files, num_left = engine.files, num_first
     reader = StateReader(files, READER_BYTES)
-    files.mover.write_at_once(AT_ONCE)
+    files.mover.write_through(AT_ONCE)
     files.mover.hold_prefetches(num_first > 0)
 
     def read(unit: ParamUnit, shards: Sequence[Array]) -> None:
@@ -221,7 +221,7 @@ class ParamReader:
             self._await(read)
         # Others wait for the programs, and put a unit together once.
         if not read.is_complete:
-            read.value = unit.on_devices(unit.views(aligned(unit.page_bytes)))
+            read.value = unit.on_devices(unit.views(allocate_pages(unit.page_bytes)))
             read.is_complete = True
         assert read.value is not None
         return self._part(unit, piece, read.value)

@@ -23,7 +23,7 @@ from jaxinf.engine import Engine
 from jaxinf.streaming.move.work_queues import Queue, WorkQueues
 from jaxinf.transfer import (
     ByteMeters,
-    aligned,
+    allocate_pages,
     page_ceil,
     read_into,
     span,
@@ -164,7 +164,7 @@ class Scratch:
           StoreSpaceError, StoreIOError: The drive is full, or failed.
         """
         if not hasattr(self._own, "memory"):
-            self._own.memory = aligned(PART_BYTES)
+            self._own.memory = allocate_pages(PART_BYTES)
         raw = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
         length = part.num_bytes
         padded = self._own.memory[: page_ceil(length)]

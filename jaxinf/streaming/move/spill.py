@@ -19,7 +19,7 @@ from jaxinf.streaming.move.scratch import (
 )
 from jaxinf.streaming.move.work_queues import WorkQueues
 from jaxinf.streaming.program.graph import Piece
-from jaxinf.transfer import aligned, page_ceil
+from jaxinf.transfer import allocate_pages, page_ceil
 from jaxinf.typing import Array
 
 
@@ -91,7 +91,7 @@ class Spill:
         for key in keys:
             while to_read and sizes[to_read[0]] <= room_bytes:
                 first = to_read.popleft()
-                parts, memory = self.places[first], aligned(sizes[first])
+                parts, memory = self.places[first], allocate_pages(sizes[first])
                 wait = scratch.start(self.jobs, scratch.read, parts, memory)
                 begun.append((memory, wait))
                 room_bytes -= sizes[first]

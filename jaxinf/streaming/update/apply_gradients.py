@@ -106,7 +106,7 @@ class StoreSink:
         if not updates.options.replan:
             check_same(updates.engine.options.path, finished, self._streams)
         assigned = next_assignment(self.share, finished, self._update_s)
-        if assigned.every != "auto":
+        if assigned.interval != "auto":
             self.share = assigned
         files.assign(assigned)
         self._step = finished.step
@@ -181,7 +181,7 @@ class StoreSink:
             return False
         assert not self._parts, "every part of a unit has its gradient"
         self._commit(carried)
-        if self.share.every == "auto":
+        if self.share.interval == "auto":
             self._update_s.append(time.perf_counter() - self._first_s)
         return True
 

@@ -140,7 +140,7 @@ def device_share(
     found = tuple(
         layout.subgroup
         for leaf, kernel in enumerate(kernels)
-        for layouts in subgroups.chunk_layouts(leaf)
+        for layouts in subgroups.layouts_by_chunk(leaf)
         if all(updater.takes(layout.kernel_extents, kernel) for layout in layouts)
         for layout in layouts
         if layout.subgroup.num_elements >= LEAST_ELEMENTS
@@ -183,7 +183,7 @@ def needs_of_share(
         2 * sum(extent.num_bytes for extent in layout.kernel_extents)
         + 4 * FLOAT32.itemsize * layout.subgroup.num_elements
         for leaf in {subgroup.leaf for subgroup in chosen}
-        for layouts in subgroups.chunk_layouts(leaf)
+        for layouts in subgroups.layouts_by_chunk(leaf)
         for layout in layouts
         if layout.subgroup in chosen
     ]
@@ -227,13 +227,13 @@ def next_assignment(
       last: The store's last step.
       update_s: Seconds of the updates of each step so far.
     """
-    if share.every != "auto":
+    if share.interval != "auto":
         return share
     every = last.device_updates
     if not last.step or every == "auto":  # not chosen by batches of another shape
         every = next_interval(update_s, len(share.subgroups))
         if len(update_s) < NUM_TRIED:
-            return replace(every_kth(share, every), every="auto")
+            return replace(every_kth(share, every), interval="auto")
         _LOG.warning("device_updates=%d, as measured in the first steps", every)
     return every_kth(share, every)
 

@@ -27,7 +27,7 @@ from jaxinf.program import (
 from jaxinf.streaming.plan.memory import READER_BYTES
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.keys import Keys
-from jaxinf.transfer import aligned_array
+from jaxinf.transfer import allocate_array
 from jaxinf.typing import Array
 
 
@@ -185,7 +185,7 @@ class GradientPasses:
         if recalled is None and params is not None:
             return params.reshape(info.shape)
         dtype = info.dtype if recalled is None else recalled[1].dtype
-        array = aligned_array(info.shape, dtype)
+        array = allocate_array(info.shape, dtype)
         if recalled is not None:
             request = StateRequest(leaf, recalled[1].name, origin, array)
             self._engine.steps.recall(files.finished.step, request)

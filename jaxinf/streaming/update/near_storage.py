@@ -20,10 +20,10 @@ from jaxinf.engine import (
     Engine,
     Move,
     SubgroupTable,
-    can_take,
+    can_use_params,
     keeps_feedback,
+    list_moves,
     read_feedback,
-    update_moves,
 )
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.layout import LeafGrid
@@ -163,7 +163,9 @@ class UpdatePlan:
         kernels = [leaf.kernel for leaf in program.leaves]
 
         def can_move(leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:
-            return leaf not in passes.whole and subgroups.divides(leaf, origin, extent)
+            return leaf not in passes.whole and subgroups.has_whole_chunks(
+                leaf, origin, extent
+            )
 
         undivided = range(len(params)) if options.compress else passes.computed
         self.unit_of = units_of(params, can_move, undivided)
@@ -244,7 +246,7 @@ class UpdatePlan:
         if not unit.is_divided or self.are_deferred:
             return False
         passes, leaf = self.passes, unit.leaf
-        if not can_take(self.subgroups, leaf, unit.dtype):
+        if not can_use_params(self.subgroups, leaf, unit.dtype):
             return False  # they are not what is stored
         part = passes.parts.get((passes.num_passes - 1, leaf))
         if part is not None and passes.params[leaf] in part.own:
@@ -277,7 +279,7 @@ class UpdatePlan:
         reading, subgroups, passes = plan.reads, self.subgroups, self.passes
         given = {one.unit for one in reading.fetches if one.gradient is not None}
         read = sum(
-            subgroups.file_bytes(move.layout, [_PARAMS])
+            move.layout.file_bytes([_PARAMS])
             for fetch in reading.repeated
             for move in self._moves(fetch.unit)
         )
@@ -291,11 +293,16 @@ class UpdatePlan:
             moves += moved
             for layout, _, _ in moved:
                 # Passes read params as programs do, not from memory.
-                read += subgroups.file_bytes(layout, [_PARAMS] * num_reads)
+                read += layout.file_bytes([_PARAMS] * num_reads)
                 if layout.feedback is not None:  # compression reads it by itself
-                    read += subgroups.file_bytes(layout, [layout.feedback])
+                    read += layout.file_bytes([layout.feedback])
         every = subgroups.options.steps_per_commit or math.inf
-        updates = subgroups.moved_bytes(moves, plan.store_bytes, every, AT_ONCE)
+        updates = subgroups.count_moved_bytes(
+            moves,
+            memory_bytes=plan.store_bytes,
+            steps_per_commit=every,
+            written_through=AT_ONCE,
+        )
         read += updates.drive_read_bytes
         away_bytes, wait_bytes = plan.away_bytes, file_bytes(self.on_drives(plan) or {})
         num_reads = max(1, passes.num_passes - 1)
@@ -307,7 +314,7 @@ class UpdatePlan:
     def _moves(self, unit: ParamUnit, **how: Any) -> list[Move]:
         kernel = self.program.leaves[unit.leaf].kernel
         box = unit.leaf, unit.place.start, unit.place.shape
-        return update_moves(self.subgroups, kernel, *box, **how)
+        return list_moves(self.subgroups, kernel, *box, **how)
 
 
 # --- compression ---------------------------------------------------------------------
