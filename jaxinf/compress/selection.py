@@ -2,8 +2,8 @@
 
     magnitudes ─► threshold (counted, not sorted) ─► a bit an element ─► indices
 
-Invariant: `select` returns exactly `k` different indices in ascending order. NaN counts
-as larger than Inf, and Inf as larger than all other values.
+Invariant: exactly `k` different indices are returned, in ascending order. NaN counts as
+larger than Inf, and Inf as larger than all other values.
 """
 
 import jax
@@ -19,7 +19,7 @@ _WORD_BITS = 32
 _LARGEST = 0x7FFFFFFF
 
 
-def select(block: jax.Array, k: int) -> jax.Array:
+def select_largest(block: jax.Array, k: int) -> jax.Array:
     """Returns the indices of the `k` largest magnitudes; of a long block, nearly.
 
     The bits of non-negative floats, as integers, have the order of the floats. So a
@@ -35,17 +35,17 @@ def select(block: jax.Array, k: int) -> jax.Array:
     padding = -block.size % _WORD_BITS
     magnitudes = lax.bitcast_convert_type(jnp.abs(block), jnp.int32)
     magnitudes = jnp.minimum(magnitudes, _LARGEST - 1)
-    low, high = _threshold(magnitudes, k)
+    low, high = _find_threshold(magnitudes, k)
     # -1 is below every threshold.
     magnitudes = jnp.pad(magnitudes, (0, padding), constant_values=-1)
-    above = _packed(magnitudes >= high)
-    near = _packed((magnitudes >= low) & (magnitudes < high))
+    above = _pack_bits(magnitudes >= high)
+    near = _pack_bits((magnitudes >= low) & (magnitudes < high))
     num_above = jnp.sum(lax.population_count(above).astype(jnp.int32))
-    chosen = above | _first_bits(near, k - num_above)
-    return _positions(chosen, jnp.arange(k, dtype=jnp.int32))
+    chosen = above | _keep_first_bits(near, k - num_above)
+    return _find_set_bits(chosen, jnp.arange(k, dtype=jnp.int32))
 
 
-def _threshold(magnitudes: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+def _find_threshold(magnitudes: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """Finds bounds: fewer than `k` elements from `high` on, at least `k` from `low`.
 
     They are closer than the tolerance. A sample gives the starting point; it affects
@@ -71,7 +71,7 @@ def _threshold(magnitudes: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     return lax.while_loop(lambda b: b[1] - b[0] > _TOLERANCE, halved, bounds)
 
 
-def _packed(flags: jax.Array) -> jax.Array:
+def _pack_bits(flags: jax.Array) -> jax.Array:
     """Packs 32 flags into a word, the first in the lowest bit."""
     bits = flags.reshape(-1, _WORD_BITS).astype(jnp.uint32)
     return jnp.sum(
@@ -79,9 +79,9 @@ def _packed(flags: jax.Array) -> jax.Array:
     )
 
 
-def _first_bits(words: jax.Array, count: jax.Array) -> jax.Array:
+def _keep_first_bits(words: jax.Array, count: jax.Array) -> jax.Array:
     """Clears all set bits after the first `count`, which is at least 1."""
-    last = _positions(words, (count - 1)[None])[0]
+    last = _find_set_bits(words, (count - 1)[None])[0]
     starts = jnp.arange(words.size, dtype=jnp.int32) * _WORD_BITS
     kept = jnp.clip(last + 1 - starts, 0, _WORD_BITS).astype(jnp.uint32)
     all_bits = jnp.uint32(0xFFFFFFFF)
@@ -89,7 +89,7 @@ def _first_bits(words: jax.Array, count: jax.Array) -> jax.Array:
     return jnp.where(kept == 0, jnp.uint32(0), words & (all_bits >> shift))
 
 
-def _positions(words: jax.Array, ranks: jax.Array) -> jax.Array:
+def _find_set_bits(words: jax.Array, ranks: jax.Array) -> jax.Array:
     """Returns the positions of the set bits of these ranks, counted from 0."""
     counts = lax.population_count(words).astype(jnp.int32)
     ends = jnp.cumsum(counts)

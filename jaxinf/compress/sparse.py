@@ -22,7 +22,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from jaxinf.compress.selection import select
+from jaxinf.compress.selection import select_largest
 from jaxinf.compress.topk import TopK
 from jaxinf.layout import Chunk, LeafGrid, choose_grid
 from jaxinf.typing import Array, PyTree
@@ -120,7 +120,7 @@ def compress_leaf(
     chunks = grid.chunks()
     counts = tuple(compression.num_kept(chunk.num_elements, dtype) for chunk in chunks)
     results: list[tuple[jax.Array, ...]] = []  # of each chunk
-    for k, blocks in _equal_blocks(total, chunks, counts):
+    for k, blocks in _stack_equal_chunks(total, chunks, counts):
         compress = partial(
             _compress_block, k=k, dtype=value_dtype, has_feedback=feedback is not None
         )
@@ -131,27 +131,27 @@ def compress_leaf(
             results += [tuple(x[i] for x in stacked) for i in range(blocks.shape[0])]
     sent = SparseLeaf(
         tuple(gradient.shape),
-        indices=_joined([result[0] for result in results], jnp.int32),
-        values=_joined([result[1] for result in results], value_dtype),
+        indices=_concatenate([result[0] for result in results], jnp.int32),
+        values=_concatenate([result[1] for result in results], value_dtype),
         counts=counts,
         lengths=tuple(chunk.num_elements for chunk in chunks),
     )
     if feedback is None:
         return sent, None
-    return sent, _assembled(total, chunks, [result[2] for result in results])
+    return sent, _assemble(total, chunks, [result[2] for result in results])
 
 
 def _compress_block(
     block: jax.Array, *, k: int, dtype: np.dtype, has_feedback: bool
 ) -> tuple[jax.Array, ...]:
     """Returns a chunk's indices and values to send, and its new feedback if wanted."""
-    indices = select(block, k)
+    indices = select_largest(block, k)
     exact = block[indices]
-    values = _rounded(exact, dtype)
+    values = _round_values(exact, dtype)
     if not has_feedback:
         return indices, values
     rounding_errors = exact - values.astype(jnp.float32)
-    return indices, values, _replaced(block, indices, rounding_errors)
+    return indices, values, _scatter(block, indices, rounding_errors)
 
 
 def dense_leaf(sent: SparseLeaf, like: jax.Array, grid: LeafGrid) -> jax.Array:
@@ -165,16 +165,16 @@ def dense_leaf(sent: SparseLeaf, like: jax.Array, grid: LeafGrid) -> jax.Array:
         first += count
         zeros = jnp.zeros(chunk.num_elements, like.dtype)
         values = sent.values[part].astype(like.dtype)
-        blocks.append(_replaced(zeros, sent.indices[part], values))
-    return _assembled(jnp.zeros(like.shape, like.dtype), chunks, blocks)
+        blocks.append(_scatter(zeros, sent.indices[part], values))
+    return _assemble(jnp.zeros(like.shape, like.dtype), chunks, blocks)
 
 
-def _replaced(block: jax.Array, indices: jax.Array, values: jax.Array) -> jax.Array:
+def _scatter(block: jax.Array, indices: jax.Array, values: jax.Array) -> jax.Array:
     """Replaces the elements at ascending indices."""
     return block.at[indices].set(values, indices_are_sorted=True, unique_indices=True)
 
 
-def _equal_blocks(
+def _stack_equal_chunks(
     leaf: jax.Array, chunks: Sequence[Chunk], counts: Sequence[int]
 ) -> list[tuple[int, jax.Array]]:
     """Stacks neighbouring chunks of one length, with the number of elements to send."""
@@ -185,7 +185,7 @@ def _equal_blocks(
     ]
 
 
-def _assembled(
+def _assemble(
     leaf: jax.Array, chunks: Sequence[Chunk], blocks: Sequence[jax.Array]
 ) -> jax.Array:
     """Replaces all chunks of a leaf."""
@@ -196,11 +196,11 @@ def _assembled(
     return leaf
 
 
-def _joined(parts: Sequence[jax.Array], dtype: Any) -> jax.Array:
+def _concatenate(parts: Sequence[jax.Array], dtype: Any) -> jax.Array:
     return jnp.concatenate(parts) if parts else jnp.zeros((0,), dtype)
 
 
-def _rounded(values: jax.Array, dtype: np.dtype) -> jax.Array:
+def _round_values(values: jax.Array, dtype: np.dtype) -> jax.Array:
     """Rounds to the link's dtype; a finite number stays finite."""
     if dtype != np.float16:
         return values.astype(dtype)

@@ -19,7 +19,7 @@ from jaxinf.csd.base import (
     Update,
     UpdateOutcome,
 )
-from jaxinf.csd.host_kernels import run_update, states_as_slots
+from jaxinf.csd.host_kernels import kernel_states, run_update
 from jaxinf.errors import CsdError, UnsupportedTransformError
 from jaxinf.kernels import Checksums, compiled, stored_arrays
 from jaxinf.native import transfers as native
@@ -155,7 +155,7 @@ class HostCsd:
         wanted = [n in update.wanted_checksums for n in range(len(extents))]
         wanted[0] |= update.caller_params is not None
         views = [self.view(buffer, extent) for extent in extents]
-        states = states_as_slots(views, extents, update.rounding)
+        states = kernel_states(views, extents, update.rounding)
         names = "params", *update.kernel.slots
         are_written = [
             name not in update.kernel.unchanged

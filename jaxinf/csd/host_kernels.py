@@ -37,7 +37,7 @@ def initialise_states(
         views = [csd.view(buffer, extent) for extent in extents]
     else:
         views = [np.empty(extent.num_elements, extent.dtype) for extent in extents]
-    states = states_as_slots(views, extents, rounding)
+    states = kernel_states(views, extents, rounding)
     for piece in _pieces(params.size):
         parts = [state[piece] for state in states]
         master, *slots = (
@@ -62,7 +62,7 @@ def initialise_states(
             csd.put(buffer, extent, values)
 
 
-def states_as_slots(
+def kernel_states(
     views: Sequence[Array], extents: Sequence[Extent], rounding: Rounding
 ) -> list[Array | CodedSlot]:
     """Returns params and slots in the form of the host's kernels."""
@@ -132,8 +132,8 @@ def _run_sparse(
         )
         dense[sent.indices] = 0  # the others are
         pieces.append((sums, [array.nbytes for array in stored_arrays(parts)]))
-    checksums.before = _combined([(sums.before, lengths) for sums, lengths in pieces])
-    checksums.after = _combined([(sums.after, lengths) for sums, lengths in pieces])
+    checksums.before = _combine([(sums.before, lengths) for sums, lengths in pieces])
+    checksums.after = _combine([(sums.after, lengths) for sums, lengths in pieces])
     return is_finite
 
 
@@ -146,7 +146,9 @@ def _piece_of(array: Array | None, piece: slice) -> Array | None:
     return None if array is None else array[piece]
 
 
-def _combined(pieces: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[int, ...]:
+def _combine(
+    pieces: Sequence[tuple[Sequence[int], Sequence[int]]],
+) -> tuple[int, ...]:
     """Combines the checksums of each stored array; 0 for one that is not requested.
 
     Args:

@@ -237,12 +237,12 @@ def card_kernel(
     Raises:
       UnsupportedTransformError: cards have no kernel for this optimizer.
     """
-    body, constants = _body_of(kernel)
+    body, constants = _find_body(kernel)
     return CardKernel(
         body=body,
-        gradient=_name_of(gradient_dtype.name, _GRADIENT_DTYPES),
-        out=_name_of(out_dtype.name, _OUT_DTYPES),
-        state=_name_of(codec, _CODECS),
+        gradient=_find_name(gradient_dtype.name, _GRADIENT_DTYPES),
+        out=_find_name(out_dtype.name, _OUT_DTYPES),
+        state=_find_name(codec, _CODECS),
         is_sparse=is_sparse,
         slots=kernel.slots,
         has_rsqrt=any(equation.op == "rsqrt" for equation in lower(kernel).equations),
@@ -254,7 +254,7 @@ def card_kernel(
     )
 
 
-def _name_of(value: str, names: Mapping[str, str]) -> str:
+def _find_name(value: str, names: Mapping[str, str]) -> str:
     return next(name for name, named in names.items() if named == value)
 
 
@@ -268,11 +268,11 @@ def named_card_kernel(name: str) -> CardKernel:
     tables = _GRADIENT_DTYPES, _OUT_DTYPES, _CODECS
     kinds = "_".join(f"({'|'.join(table)})" for table in tables)
     match = re.fullmatch(form := f"jaxinf_(.+)_{kinds}(_topk)?", name)
-    kernel = _bodies().get(match[1]) if match else None
+    kernel = _card_bodies().get(match[1]) if match else None
     if match is None or kernel is None:
         raise ValueError(
             f"card kernel: expected {form} with one of the bodies "
-            f"{', '.join(_bodies())}; found {name!r}"
+            f"{', '.join(_card_bodies())}; found {name!r}"
         )
     return card_kernel(
         kernel,
@@ -283,7 +283,7 @@ def named_card_kernel(name: str) -> CardKernel:
     )
 
 
-def _body_of(kernel: Kernel) -> tuple[str, tuple[int, ...]]:
+def _find_body(kernel: Kernel) -> tuple[str, tuple[int, ...]]:
     if kernel.array_dtypes:
         raise _refusal("an update that needs more than scalars beside the state")
     for slot, dtype in zip(kernel.slots, kernel.slot_dtypes, strict=True):
@@ -293,9 +293,9 @@ def _body_of(kernel: Kernel) -> tuple[str, tuple[int, ...]]:
                 'there; open_store(state="bf16") stores it in fewer bits'
             )
     source = emit(kernel)
-    body = _bodies_by_text().get(source.text)
+    body = _names_by_text().get(source.text)
     if body is None:
-        known = ", ".join(_bodies())
+        known = ", ".join(_card_bodies())
         raise _refusal(f"this update; kernels for cards exist for {known}")
     return body, source.constants
 
@@ -307,11 +307,11 @@ def _refusal(what: str) -> UnsupportedTransformError:
 
 
 @functools.cache
-def _bodies() -> dict[str, Kernel]:
+def _card_bodies() -> dict[str, Kernel]:
     """Returns the package's kernels, except those that change nothing."""
     return {n: k for n, k in standard_kernels().items() if k.update is not None}
 
 
 @functools.cache
-def _bodies_by_text() -> dict[str, str]:
-    return {emit(kernel).text: name for name, kernel in _bodies().items()}
+def _names_by_text() -> dict[str, str]:
+    return {emit(kernel).text: name for name, kernel in _card_bodies().items()}

@@ -155,7 +155,7 @@ class _Emitter:
             case "select_n":
                 return _select(inputs, first_dtype)
             case "convert_element_type":
-                return _converted(inputs[0], first_dtype, dtype)
+                return _convert(inputs[0], first_dtype, dtype)
         raise _refusal(f"the operation {op} on {dtype}")
 
 
@@ -186,7 +186,7 @@ def _select(inputs: Sequence[str], index_dtype: np.dtype) -> str:
     return text
 
 
-def _converted(value: str, source: np.dtype, target: np.dtype) -> str:
+def _convert(value: str, source: np.dtype, target: np.dtype) -> str:
     from_type, to_type = _cpp_type(source), _cpp_type(target)
     if target == np.bool_:
         return f"(I32)({value} != 0)"

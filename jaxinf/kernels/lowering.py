@@ -67,7 +67,7 @@ def lower(kernel: Kernel) -> Kernel:
     outputs = stored if update is None else [update, *stored]
     reduced = [values[number] for number in kernel.reduced]
     roots = {value for value in (*outputs, *reduced) if isinstance(value, Result)}
-    roots |= _shared(simplifier.equations, roots)
+    roots |= _find_shared(simplifier.equations, roots)
     contracted, loop_results = _Builder(), dict[Operand, Operand]()
 
     def contract_loop(root: Operand) -> Operand:
@@ -85,7 +85,7 @@ def lower(kernel: Kernel) -> Kernel:
         if not isinstance(operand, Result) or operand in loop.reads:
             return loop_results.get(operand, operand)
         if operand not in known:
-            equation = loop.contracted(operand)
+            equation = loop.fuse(operand)
             inputs = tuple(contract(loop, value, known) for value in equation.inputs)
             known[operand] = contracted.add(replace(equation, inputs=inputs))
         return known[operand]
@@ -124,7 +124,7 @@ def _number(constant: Constant) -> np.float32:
     return np.float32(constant.value)  # type: ignore[arg-type]
 
 
-def _wide(dtype: np.dtype) -> np.dtype:
+def _widen(dtype: np.dtype) -> np.dtype:
     return FLOAT32 if dtype in (BFLOAT16, FLOAT16) else dtype
 
 
@@ -167,12 +167,12 @@ class _Simplifier(_Builder):
             case Result():
                 return self._values[operand.index]
             case Constant():
-                wide = _wide(operand.dtype)
+                wide = _widen(operand.dtype)
                 return Constant.of(operand.value.astype(wide), wide)
-        return replace(operand, dtype=_wide(operand.dtype))
+        return replace(operand, dtype=_widen(operand.dtype))
 
     def _translate(self, equation: Equation) -> Operand:
-        dtype = _wide(equation.dtype)
+        dtype = _widen(equation.dtype)
         inputs = equation.inputs
         match equation.op:
             case "convert_element_type" if inputs[0].dtype == dtype:
@@ -182,15 +182,15 @@ class _Simplifier(_Builder):
             case "integer_pow" if dtype == FLOAT32:
                 return self._power(inputs[0], dict(equation.params)["y"])
             case "div" if dtype == FLOAT32:
-                return self._quotient(*inputs)
+                return self._divide(*inputs)
             case "mul" if dtype == FLOAT32:
-                return self._product(*inputs)
+                return self._multiply(*inputs)
             case "add" | "sub" if dtype == FLOAT32:
-                inputs = self._without_units(inputs)
+                inputs = self._drop_units(inputs)
                 equation = replace(equation, inputs=inputs)
         return self.add(replace(equation, dtype=dtype))
 
-    def _product(self, x: Operand, y: Operand) -> Operand:
+    def _multiply(self, x: Operand, y: Operand) -> Operand:
         # XLA moves constants to the right, which changes the order of loads.
         if isinstance(x, Constant) and not isinstance(y, Constant):
             x, y = y, x
@@ -200,7 +200,7 @@ class _Simplifier(_Builder):
         if factors and isinstance(y, Constant) and isinstance(factors[1], Constant):
             with np.errstate(all="ignore"):
                 product = _number(factors[1]) * _number(y)
-            return self._product(factors[0], Constant.of(product, FLOAT32))
+            return self._multiply(factors[0], Constant.of(product, FLOAT32))
         return self.apply("mul", FLOAT32, x, y)
 
     def _may_be_denormal(self, operand: Operand) -> bool:
@@ -209,7 +209,7 @@ class _Simplifier(_Builder):
             return self.equations[operand.index].op in ("neg", "abs", "select_n")
         return not isinstance(operand, Constant)
 
-    def _without_units(self, terms: tuple[Operand, ...]) -> tuple[Operand, ...]:
+    def _drop_units(self, terms: tuple[Operand, ...]) -> tuple[Operand, ...]:
         """Drops a factor 1 from two products, so that only a real product is fused."""
         products = [self._inputs_if("mul", term) for term in terms]
         if not all(products):
@@ -225,26 +225,26 @@ class _Simplifier(_Builder):
             return self.equations[operand.index].inputs
         return None
 
-    def _reciprocal(self, divisor: Operand) -> Operand:
+    def _invert(self, divisor: Operand) -> Operand:
         if isinstance(divisor, Constant):
             with np.errstate(all="ignore"):
                 return Constant.of(np.float32(1) / _number(divisor), FLOAT32)
         return self.apply("reciprocal", FLOAT32, divisor)
 
-    def _quotient(self, x: Operand, y: Operand) -> Operand:
+    def _divide(self, x: Operand, y: Operand) -> Operand:
         is_uniform = _is_uniform(x, uniform_results(self.equations))
         if not is_uniform and self._is_inverted(y):
-            return self._product(x, self._reciprocal(y))
+            return self._multiply(x, self._invert(y))
         if root := self._inputs_if("sqrt", y):
-            return self._product(x, self.apply("rsqrt", FLOAT32, *root))
+            return self._multiply(x, self.apply("rsqrt", FLOAT32, *root))
         above, below = self._inputs_if("div", x), self._inputs_if("div", y)
         if above and below:
-            x = self._product(above[0], below[1])
-            y = self._product(above[1], below[0])
+            x = self._multiply(above[0], below[1])
+            y = self._multiply(above[1], below[0])
         elif above:
-            x, y = above[0], self._product(above[1], y)
+            x, y = above[0], self._multiply(above[1], y)
         elif below:
-            x, y = self._product(x, below[1]), below[0]
+            x, y = self._multiply(x, below[1]), below[0]
         return self.apply("div", FLOAT32, x, y)
 
     def _is_inverted(self, divisor: Operand) -> bool:
@@ -260,10 +260,10 @@ class _Simplifier(_Builder):
         remaining = abs(exponent)
         while remaining:
             if remaining & 1:
-                result = base if result is None else self._product(result, base)
+                result = base if result is None else self._multiply(result, base)
             remaining >>= 1
             if remaining:
-                base = self._product(base, base)
+                base = self._multiply(base, base)
         result = Constant.of(1, FLOAT32) if result is None else result
         return self.apply("reciprocal", FLOAT32, result) if exponent < 0 else result
 
@@ -275,7 +275,7 @@ _EXPENSIVE = frozenset(
 )
 
 
-def _shared(equations: Sequence[Equation], roots: set[Result]) -> set[Result]:
+def _find_shared(equations: Sequence[Equation], roots: set[Result]) -> set[Result]:
     """Returns expensive values that several loops use."""
     shared: set[Result] = set()
     uniform = uniform_results(equations)
@@ -301,7 +301,7 @@ class _Loop:
         self._stored = stored
         self._uses: dict[Operand, int] = {root: 1}
         self._ranks: dict[Operand, int] = {}
-        order = self._order(root)
+        order = self._emission_order(root)
         loads = [value for value in order if not self._is_computed(value)]
         self.reads = [value for value in loads if isinstance(value, Result)]
         self._ranks |= {value: 1 + number for number, value in enumerate(loads)}
@@ -310,7 +310,7 @@ class _Loop:
     def computes(self, result: Result) -> bool:
         return result in self._ranks and result not in self.reads
 
-    def contracted(self, result: Result) -> Equation:
+    def fuse(self, result: Result) -> Equation:
         """Returns `result`'s equation, as a multiply-add if LLVM contracts it."""
         equation = self._equations[result.index]
         if equation.op not in ("add", "sub") or equation.dtype != FLOAT32:
@@ -352,7 +352,7 @@ class _Loop:
         assert isinstance(operand, Result)
         return self._equations[operand.index].inputs
 
-    def _order(self, root: Result) -> list[Operand]:
+    def _emission_order(self, root: Result) -> list[Operand]:
         """Lists loads and operations in the order in which XLA emits them.
 
         It emits what is farthest from the root first: by the longest way to it. Values
@@ -360,12 +360,12 @@ class _Loop:
         """
         levels: list[list[Operand]] = [[root]]
         while levels[-1]:
-            needed = [x for value in levels[-1] for x in self._needed(value)]
+            needed = [x for value in levels[-1] for x in self._inputs_needed(value)]
             levels.append(list(dict.fromkeys(needed)))
         farthest_first = [value for level in reversed(levels) for value in level]
         return list(dict.fromkeys(farthest_first))
 
-    def _needed(self, value: Operand) -> list[Operand]:
+    def _inputs_needed(self, value: Operand) -> list[Operand]:
         """Returns the loads and operations that an operation needs, in XLA's order."""
         if not self._is_computed(value):
             return []
@@ -374,19 +374,19 @@ class _Loop:
         inputs = equation.inputs
         if equation.op == "select_n":  # XLA puts the value for true first
             inputs = (inputs[0], *reversed(inputs[1:]))
-        inputs = map(self._without_unit, inputs)
+        inputs = map(self._skip_unit, inputs)
         return [x for x in inputs if not _is_uniform(x, self._uniform)]
 
     def _is_computed(self, operand: Operand) -> bool:
         return isinstance(operand, Result) and operand not in self._stored
 
-    def _without_unit(self, operand: Operand) -> Operand:
+    def _skip_unit(self, operand: Operand) -> Operand:
         """Skips a product with 1, which XLA drops."""
         if isinstance(operand, Result) and operand not in self._stored:
             equation = self._equations[operand.index]
             factors = [x for x in equation.inputs if _unit(x) <= 0]
             if equation.op == "mul" and len(factors) == 1:
-                return self._without_unit(factors[0])
+                return self._skip_unit(factors[0])
         return operand
 
     def _rank(self, operand: Operand) -> int:
@@ -400,7 +400,7 @@ class _Loop:
             for value in inputs:
                 top = max(top, self._rank(value))
                 self._uses[value] = self._uses.get(value, 0) + 1
-            is_dropped = self._without_unit(operand) != operand
+            is_dropped = self._skip_unit(operand) != operand
             if _is_uniform(operand, self._uniform):
                 self._ranks[operand] = 0
             else:

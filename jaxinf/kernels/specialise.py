@@ -49,16 +49,16 @@ def specialise(kernel: Kernel, scalars: Sequence[np.generic | Array]) -> Kernel:
         return kernel
     pairs = zip(kernel.scalar_dtypes, scalars, strict=True)
     zeros = tuple(dtype != np.bool_ and not np.any(s) for dtype, s in pairs)
-    return _saving_state(kernel, _decisions(kernel, scalars), zeros) or kernel
+    return _fold_to_save_state(kernel, _decisions(kernel, scalars), zeros) or kernel
 
 
 @functools.cache
-def _saving_state(
+def _fold_to_save_state(
     kernel: Kernel, decisions: _Decisions, zeros: tuple[bool, ...]
 ) -> Kernel | None:
-    taken = _folded(kernel, decisions, (False,) * len(zeros))
+    taken = _fold(kernel, decisions, (False,) * len(zeros))
     saves_state = taken.unchanged != kernel.unchanged
-    return _folded(kernel, decisions, zeros) if saves_state else None
+    return _fold(kernel, decisions, zeros) if saves_state else None
 
 
 def _decisions(kernel: Kernel, scalars: Sequence[np.generic | Array]) -> _Decisions:
@@ -74,7 +74,7 @@ def scalars_used(
     Branches that these scalars do not take are ignored.
     """
     decisions = _decisions(kernel, scalars)
-    taken = _folded(kernel, decisions, (False,) * len(decisions))
+    taken = _fold(kernel, decisions, (False,) * len(decisions))
     inputs = inputs_of(taken.equations, [taken.update, *taken.new_slots])
     return frozenset(index for kind, index in inputs if kind == "scalar")
 
@@ -93,7 +93,7 @@ def state_read(kernel: Kernel) -> frozenset[str]:
     return frozenset(names | ({"params"} if needs_params else set()))
 
 
-def _folded(kernel: Kernel, decisions: _Decisions, zeros: tuple[bool, ...]) -> Kernel:
+def _fold(kernel: Kernel, decisions: _Decisions, zeros: tuple[bool, ...]) -> Kernel:
     """Replaces what scalars decide; equations that nothing needs any more stay.
 
     Args:
@@ -114,7 +114,7 @@ def _folded(kernel: Kernel, decisions: _Decisions, zeros: tuple[bool, ...]) -> K
 
     for equation in kernel.equations:
         inputs = tuple(map(value_of, equation.inputs))
-        value = _decided_value(equation, inputs, folds_zeros=any(zeros))
+        value = _decide(equation, inputs, folds_zeros=any(zeros))
         if value is None:
             value = Result(len(equations), equation.dtype)
             equations.append(replace(equation, inputs=inputs))
@@ -137,7 +137,7 @@ def _folded(kernel: Kernel, decisions: _Decisions, zeros: tuple[bool, ...]) -> K
     )
 
 
-def _decided_value(
+def _decide(
     equation: Equation, inputs: tuple[Operand, ...], *, folds_zeros: bool
 ) -> Operand | None:
     """Returns the operand that the result equals, or None if it is not decided."""

@@ -15,7 +15,7 @@ import jaxinf.csd.cards.smartssd as smartssd
 import jaxinf.csd.cards.xrt as xrt
 from jaxinf.csd import GradientForm, KernelNeed, parse_csd
 from jaxinf.csd.cards.standin import EmulatedXrt
-from jaxinf.csd.cards.sysfs import card_of, list_cards
+from jaxinf.csd.cards.sysfs import find_card, list_cards
 from jaxinf.errors import CsdError, UnsupportedTransformError
 from jaxinf.program import trace_update
 
@@ -77,7 +77,7 @@ def switch(number):
 
 
 def address_of(root, sysfs):
-    return card_of(root, list_cards(sysfs.path), sysfs.path)
+    return find_card(root, list_cards(sysfs.path), sysfs.path)
 
 
 def test_the_card_beside_a_drive(sysfs, tmp_path):
@@ -89,7 +89,7 @@ def test_the_card_beside_a_drive(sysfs, tmp_path):
             sysfs.mount(tmp_path, device)
     cards = list_cards(sysfs.path)
     assert [*cards] == [f"0000:{n}:0b.1" for n in (40, 50, 60)]
-    assert card_of(tmp_path, cards, sysfs.path) == "0000:50:0b.1"
+    assert find_card(tmp_path, cards, sysfs.path) == "0000:50:0b.1"
 
 
 def test_a_namespace_with_multipath(sysfs, tmp_path):
@@ -194,7 +194,7 @@ def test_no_card_and_two_roots_on_one(
     runtime, tmp_path, monkeypatch, cards, roots, message
 ):
     monkeypatch.setattr(smartssd, "list_cards", lambda: cards)
-    monkeypatch.setattr(smartssd, "card_of", lambda root, cards: next(iter(cards)))
+    monkeypatch.setattr(smartssd, "find_card", lambda root, cards: next(iter(cards)))
     with pytest.raises(CsdError, match=message):
         open_fleet("smartssd", [tmp_path / root for root in roots])
 

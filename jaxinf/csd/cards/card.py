@@ -132,7 +132,7 @@ class CardCsd:
             copy = buffer.host_copies.pop(extent.buffer_offset_bytes, None)
             if copy is not None:
                 buffer.pages(extent)[: copy.size] = copy
-        status = self._run(_kernel_of(update), buffer, update)
+        status = self._run(_find_kernel(update), buffer, update)
         if out is not None:
             buffer.out.from_card(out.nbytes)
             out[...] = _as_array(buffer.out.array, out)
@@ -193,7 +193,7 @@ class CardCsd:
         return UpdateOutcome(is_finite, checksums)
 
 
-def _kernel_of(update: Update) -> CardKernel:
+def _find_kernel(update: Update) -> CardKernel:
     extents, gradient = update.extents, update.gradient
     is_sparse = isinstance(gradient, SparseGradient)
     return card_kernel(

@@ -17,7 +17,7 @@ from jaxinf.csd.cards.library import load_runtime
 from jaxinf.csd.cards.memory import BUFFERS_BYTES, CardMemory, card_buffer_bytes
 from jaxinf.csd.cards.peer import probe_peer
 from jaxinf.csd.cards.standin import ANY_KERNEL, EmulatedXrt
-from jaxinf.csd.cards.sysfs import card_of, list_cards
+from jaxinf.csd.cards.sysfs import find_card, list_cards
 from jaxinf.csd.cards.xrt import XrtCard, open_card
 from jaxinf.csd.kinds import CsdSpec
 from jaxinf.errors import CsdError, UnsupportedTransformError
@@ -42,8 +42,8 @@ def open_cards(
         cards = [XrtCard(runtime, number, xclbin) for number in range(len(roots))]
     else:
         load_runtime()
-        devices = _devices(roots, spec.num_devices)
-        xclbin = _existing_xclbin(spec)
+        devices = _find_devices(roots, spec.num_devices)
+        xclbin = _check_xclbin(spec)
         # Loading a card unmaps the buffers of others, so none is allocated yet.
         cards = [open_card(device, xclbin) for device in devices]
     fleet = CardFleet(spec, cards, memory_bytes, meters)
@@ -51,7 +51,7 @@ def open_cards(
     return fleet
 
 
-def _existing_xclbin(spec: CsdSpec) -> Path:
+def _check_xclbin(spec: CsdSpec) -> Path:
     if spec.xclbin is not None and spec.xclbin.is_file():
         return spec.xclbin
     found = "none named" if spec.xclbin is None else f"no such file as {spec.xclbin}"
@@ -62,7 +62,7 @@ def _existing_xclbin(spec: CsdSpec) -> Path:
     )
 
 
-def _devices(roots: Sequence[Path], num_devices: int | None) -> list[str | int]:
+def _find_devices(roots: Sequence[Path], num_devices: int | None) -> list[str | int]:
     """Returns the PCI address of the card beside each root's drive.
 
     If cards cannot be listed, as in XRT's emulation, `num_devices` says how many there
@@ -85,7 +85,7 @@ def _devices(roots: Sequence[Path], num_devices: int | None) -> list[str | int]:
         )
     root_of: dict[str | int, Path] = {}
     for root in roots:
-        address = card_of(root, cards)
+        address = find_card(root, cards)
         if address in root_of:
             raise CsdError(
                 f"CSD roots {root_of[address]} and {root} are on one drive (card "
@@ -148,12 +148,12 @@ class CardFleet:
     def check(self, needs: Sequence[KernelNeed]) -> None:
         """Finds a kernel for every leaf, in every card's xclbin."""
         needs = [need for need in needs if not is_idle(need.kernel)]
-        kernels = [self._kernel(n, form) for n in needs for form in n.gradients]
+        kernels = [self._find_kernel(n, form) for n in needs for form in n.gradients]
         for _, kernel in sorted({kernel.name: kernel for kernel in kernels}.items()):
             for card in self._cards:
                 _check_banks(card, kernel)
 
-    def _kernel(self, need: KernelNeed, gradient: GradientForm) -> CardKernel:
+    def _find_kernel(self, need: KernelNeed, gradient: GradientForm) -> CardKernel:
         master, *codecs = need.codecs
         if master or len(set(codecs)) > 1:
             raise CsdError(

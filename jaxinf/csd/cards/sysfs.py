@@ -30,7 +30,7 @@ def list_cards(sysfs: Path = _SYSFS) -> Cards:
     return {device.name: _pci_path(device.resolve()) for device in devices}
 
 
-def card_of(root: Path, cards: Cards, sysfs: Path = _SYSFS) -> str:
+def find_card(root: Path, cards: Cards, sysfs: Path = _SYSFS) -> str:
     """Returns the address of the card beside the drive that a directory is on.
 
     Raises:
@@ -45,7 +45,7 @@ def card_of(root: Path, cards: Cards, sysfs: Path = _SYSFS) -> str:
             "on no block device (tmpfs, network, overlay); mount the drive, and give a "
             "directory on it"
         )
-    drives = _drives(device.resolve())
+    drives = _find_drives(device.resolve())
     if len(drives) != 1:
         names = ", ".join(sorted(path[-1] for path in drives)) or "no PCIe drive"
         raise CsdError(
@@ -70,7 +70,7 @@ def card_of(root: Path, cards: Cards, sysfs: Path = _SYSFS) -> str:
     )
 
 
-def _drives(device: Path) -> set[tuple[str, ...]]:
+def _find_drives(device: Path) -> set[tuple[str, ...]]:
     """Returns the PCI path of a block device's drive; several with several paths."""
     if (device / "partition").exists():
         device = device.parent

@@ -32,7 +32,7 @@ class NoCardMemory(CsdError):
     """A card has no memory left."""
 
 
-def _too_old(error: Exception) -> CsdError:
+def _too_old_error(error: Exception) -> CsdError:
     return CsdError(
         f"csd='smartssd': expected XRT 2021.2 (2.12) or newer, found an older one: "
         f"{error}; install a newer release of XRT"
@@ -93,7 +93,7 @@ class XrtCard:
         try:
             self._load(str(xclbin))
         except (AttributeError, TypeError) as error:
-            raise _too_old(error) from error
+            raise _too_old_error(error) from error
         except (RuntimeError, ValueError, OSError) as error:
             raise CsdError(
                 f"card {device}: refuses {xclbin}: {error}; give the xclbin that was "
@@ -197,7 +197,7 @@ class XrtCard:
             bo = self._module.bo(self._device, num_bytes, flag, bank)
             return XrtBuffer(bo, self._module.xclBOSyncDirection)
         except (AttributeError, TypeError) as error:
-            raise _too_old(error) from error
+            raise _too_old_error(error) from error
         except (RuntimeError, MemoryError) as error:
             purpose, remedy = "", "lower memory_bytes, or end who else uses the card"
             if p2p:
