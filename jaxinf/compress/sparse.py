@@ -188,7 +188,6 @@ def _stack_equal_chunks(
 def _assemble(
     leaf: jax.Array, chunks: Sequence[Chunk], blocks: Sequence[jax.Array]
 ) -> jax.Array:
-    """Replaces all chunks of a leaf."""
     if len(chunks) == 1:
         return blocks[0].reshape(leaf.shape)
     for chunk, block in zip(chunks, blocks, strict=True):
@@ -210,13 +209,7 @@ def _round_values(values: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 class SparsifyState(NamedTuple):
-    """State of `sparsify`.
-
-    Attributes:
-      step: int32, updates so far.
-      error_feedback: float32 of the leaves' shapes, the sum of elements not sent; empty
-        without error feedback.
-    """
+    """Number of updates, and sums of elements not sent; empty without feedback."""
 
     step: jax.Array
     error_feedback: PyTree

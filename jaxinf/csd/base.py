@@ -24,8 +24,7 @@ class Extent:
 
     Attributes:
       file_offset_bytes, buffer_offset_bytes: multiples of the page.
-      codec: the elements' codec for float32, as in the store's manifest; empty for
-        none.
+      codec: of float32 elements, as in the store's manifest; empty for none.
     """
 
     dtype: np.dtype
@@ -44,9 +43,7 @@ class Extent:
 class Rounding:
     """The seed of a subgroup's stochastic rounding.
 
-    Attributes:
-      key: 32 bits, from leaf, chunk and step.
-      first_element: number of the subgroup's first element in its chunk.
+    `key` has 32 bits, from leaf, chunk and step; `first_element` counts in the chunk.
     """
 
     key: int
@@ -80,12 +77,10 @@ class Update(NamedTuple):
 
 @dataclass(frozen=True)
 class UpdateOutcome:
-    """A CSD's report of an update.
+    """Whether a gradient is finite, and the requested checksums.
 
-    Attributes:
-      is_finite: whether every element of the gradient is finite.
-      read_checksums: by position, the CRC-32C of each requested extent as read from the
-        drive; that of `caller_params` in any case.
+    These are the CRC-32C of extents as read from the drive, by position; that of
+    `caller_params` is among them in any case.
     """
 
     is_finite: bool
@@ -94,12 +89,7 @@ class UpdateOutcome:
 
 @dataclass(frozen=True)
 class GradientForm:
-    """The form of a leaf's gradients.
-
-    Attributes:
-      dtype: of the elements, or of the values sent.
-      is_sparse: whether only some elements are sent, with their positions.
-    """
+    """The dtype of a leaf's gradients, and whether only some elements are sent."""
 
     dtype: np.dtype
     is_sparse: bool = False
@@ -115,11 +105,9 @@ class KernelNeed:
     """A leaf's requirements for a CSD.
 
     Attributes:
-      leaf: its name.
       codecs: of the master params, then of the slots in the kernel's order, as in
         `Extent`.
       dtype: of the params on the JAX device.
-      gradients: all forms of the leaf's gradients.
     """
 
     leaf: str
@@ -141,12 +129,9 @@ class CsdBuffer(Protocol):
 
 
 class Transfer(NamedTuple):
-    """A state's part of a subgroup to be moved.
+    """A state's part of a subgroup to be moved between its buffer and chunk file.
 
-    Attributes:
-      buffer: of the CSD that moves it.
-      file: the chunk's file.
-      for_host: for a read: whether the host uses it (`Csd.view`) instead of a kernel.
+    `for_host` says of a read whether the host uses it (`Csd.view`), not a kernel.
     """
 
     buffer: CsdBuffer

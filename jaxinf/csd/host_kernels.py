@@ -83,11 +83,7 @@ def kernel_states(
 def run_update(
     states: Sequence[Array | CodedSlot], update: Update, checksums: Checksums
 ) -> bool:
-    """Runs an update's kernel over states: params, then slots.
-
-    Returns:
-      Whether every element of the gradient is finite.
-    """
+    """Runs a kernel over params, then slots; returns whether the gradient is finite."""
     if isinstance(update.gradient, SparseGradient):
         return _run_sparse(states, update, update.gradient, checksums)
     params, *slots = states
@@ -146,13 +142,7 @@ def _piece_of(array: Array | None, piece: slice) -> Array | None:
     return None if array is None else array[piece]
 
 
-def _combine(
-    pieces: Sequence[tuple[Sequence[int], Sequence[int]]],
-) -> tuple[int, ...]:
-    """Combines the checksums of each stored array; 0 for one that is not requested.
-
-    Args:
-      pieces: checksums and lengths in bytes of each piece, by stored array.
-    """
+def _combine(pieces: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[int, ...]:
+    """Combines checksums and lengths in bytes, by piece, then by stored array."""
     arrays = zip(*(zip(*piece, strict=True) for piece in pieces), strict=True)
     return tuple(crc32c_combine(array) for array in arrays)

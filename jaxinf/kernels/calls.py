@@ -86,10 +86,7 @@ class CallLayout(NamedTuple):
 
     In order: arrays (gradient, params, out, slots, others), the passage, words (of
     scalars and constants), sums before and after the update, which of them are wanted.
-
-    Attributes:
-      offsets: of gradient, params, out, slots, other arrays, scalars, constants and
-        passage, the order of the entry point's arguments.
+    `offsets` are those of the entry point's arguments.
     """
 
     whole: struct.Struct
@@ -107,7 +104,6 @@ def call_layout(
     num_constants: int,
     num_stored: int,
 ) -> CallLayout:
-    """Returns the layout of a call; `num_stored` is the number of stored arrays."""
     length, num_words = struct.calcsize(_ARRAY), num_scalars + num_constants
     arrays = (3 + num_slots) * length
     passage = arrays + num_arrays * length

@@ -89,7 +89,6 @@ class CardStatus:
     """A kernel's report.
 
     Attributes:
-      is_finite: whether every gradient is finite.
       has_valid_indices: whether top-k's positions ascend and lie in the subgroup; true
         without top-k.
       checksums_read: CRC-32C (`jaxinf.transfer.crc32c`) of each extent as read, without
@@ -114,9 +113,7 @@ class CardKernel:
         to nearest even.
       state: ``f32``; ``bf16`` or ``int8``: the store's codec.
       is_sparse: whether the gradient comes as top-k values and positions.
-      slots: names of the stored state.
-      has_rsqrt: whether it takes the host's `rsqrt_estimates`, by a pointer of that
-        name.
+      has_rsqrt: whether it takes the host's `rsqrt_estimates`.
       constants: the body's literals, 32 bits each.
       scalar_types: dtypes of the prologue's scalars.
     """
@@ -139,12 +136,10 @@ class CardKernel:
 
     @property
     def arguments(self) -> tuple[CardArgument, ...]:
-        """All arguments, in the order of the call."""
         return self.pointers + self.scalars
 
     @cached_property
     def pointers(self) -> tuple[CardArgument, ...]:
-        """The arguments that are memory."""
         pointer = partial(CardArgument, kind="pointer")
         num_sent: Count = "selected" if self.is_sparse else "elements"
         gradient_dtype = _GRADIENT_DTYPES[self.gradient]
@@ -168,7 +163,6 @@ class CardKernel:
 
     @cached_property
     def scalars(self) -> tuple[CardArgument, ...]:
-        """The 32-bit arguments."""
         scalar = partial(CardArgument, kind="scalar")
         sizes = ["num_elements", *(["num_selected"] if self.is_sparse else [])]
         words = [*sizes, "rounding_key", "rounding_first"]

@@ -72,7 +72,6 @@ def _bundle(card: CardKernel, pointer: CardArgument) -> str:
 
 
 def _streams(card: CardKernel) -> dict[str, list[str]]:
-    """Returns the names of the streams between stages, by their C++ type."""
     num_slots, extents = len(card.slots), card.extents
     coded = card.slots if card.state == "int8" else ()
     checksums = f"read[{len(extents)}]", f"written[{len(extents)}]"
@@ -98,7 +97,6 @@ def _streams(card: CardKernel) -> dict[str, list[str]]:
 
 
 def _load_stages(card: CardKernel) -> Iterator[str]:
-    """Yields the stages that bring gradient and states to the update."""
     formats = _formats(card)
     gradient = formats["gradient"]
     if card.is_sparse:
@@ -143,7 +141,6 @@ def _update_stage(card: CardKernel) -> str:
 
 
 def _store_stages(card: CardKernel) -> Iterator[str]:
-    """Yields the stages that take the update's results to memory."""
     formats = _formats(card)
     yield "narrow<F32>(new_params_beats, num_elements, new_params_words)"
     rounding = "num_elements, rounding_key, rounding_first"

@@ -148,10 +148,9 @@ def _check(
 
 
 def compiled(kernel: Kernel) -> CompiledKernel:
-    """Returns the kernel as machine code, which is kept. Thread-safe.
+    """Returns the kernel as machine code: the package's, or compiled once. Thread-safe.
 
-    The package contains the common optimizers. Others are compiled once, while the
-    caller blocks, and kept in `toolchain.cache_directory`.
+    The caller blocks while it is compiled, for `toolchain.cache_directory`.
 
     Raises:
       UnsupportedTransformError: the kernel computes with integers below 32 bits.
@@ -218,12 +217,7 @@ def initialise(
 def compile_kernel(
     kernel: Kernel, *, level: str, compiler: str | None = None
 ) -> CompiledKernel:
-    """Returns the kernel for one level, from the package or compiled by `compiler`.
-
-    Raises:
-      UnsupportedTransformError: the kernel has no C++ form.
-      CompilerError: there is no compiler, or it failed.
-    """
+    """Returns the kernel for one level, from the package or compiled by `compiler`."""
     source = emit(kernel)
     entry = EntryPoint(libraries.load_function(source.text, level, compiler))
     return CompiledKernel(kernel, entry, source.constants)

@@ -30,23 +30,14 @@ _CALLS = frozenset(
 
 @dataclass(frozen=True)
 class Source:
-    """A kernel in C++.
-
-    Attributes:
-      text: a translation unit for the host's shell, without a header comment.
-      constants: the literals, 32 bits each, in the order of their arguments.
-    """
+    """A translation unit for the host's shell, and its literals of 32 bits in order."""
 
     text: str
     constants: tuple[int, ...]
 
 
 def emit(kernel: Kernel) -> Source:
-    """Lowers a kernel, and returns it as C++.
-
-    Raises:
-      UnsupportedTransformError: a value has no 32-bit form.
-    """
+    """Lowers a kernel, and returns it as C++; refuses values without a 32-bit form."""
     return _Emitter(lower(kernel)).emit()
 
 

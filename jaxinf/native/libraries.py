@@ -82,11 +82,7 @@ def cached_library(key: str, compile_: Callable[[Path], None]) -> Path:
 
 
 def load_library(path: Path) -> ctypes.CDLL:
-    """Loads a library found by `cached_library`, and checks that it is unchanged.
-
-    Raises:
-      OSError: it is damaged, or another user could write it.
-    """
+    """Loads a library, unless it is damaged or another user could write it."""
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         _check_owner(path.parent, os.fstat(directory), stat.S_ISDIR)
@@ -104,11 +100,7 @@ def load_library(path: Path) -> ctypes.CDLL:
 
 @functools.cache
 def open_prebuilt(level: str) -> ctypes.CDLL | None:
-    """Opens the installed package's library for a level, once; None without one.
-
-    Raises:
-      OSError: it cannot be loaded.
-    """
+    """Opens the installed package's library for a level, once; None without one."""
     path = toolchain.prebuilt_library(level)
     try:
         return ctypes.CDLL(str(path)) if path.exists() else None

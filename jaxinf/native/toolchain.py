@@ -107,7 +107,6 @@ def entry_point(source: str) -> str:
 
 
 def prebuilt_library(level: str) -> Path:
-    """Returns the package's library for a level; it may be missing."""
     return PREBUILT / f"jaxinf-{level}.so"
 
 
@@ -145,11 +144,7 @@ def compiler_command(
 def compile_source(
     source: Path, output: Path, *, compiler: str, level: str, target: str | None = None
 ) -> None:
-    """Compiles one file, whose entry point is then ``jaxinf_entry``.
-
-    Raises:
-      CompilerError: the compiler failed.
-    """
+    """Compiles one file, whose entry point is then ``jaxinf_entry``."""
     command = [*compiler_command(compiler, level, target), *_FLAGS]
     compile_ = [*command, f"-I{INCLUDE}", str(source)]
     if not is_zig(compiler):
@@ -172,9 +167,6 @@ def compile_package(
     Args:
       target: another machine for Zig to compile for, e.g. ``aarch64-linux-gnu.2.28``,
         where the number is the oldest version of glibc.
-
-    Raises:
-      CompilerError: the compiler failed.
     """
     lines = ['#include "shell.hpp"', ""]
     sources = [*sorted(GENERATED.glob("*.cpp")), *HELPERS]
@@ -196,11 +188,7 @@ def compile_package(
 
 
 def run_compiler(arguments: Sequence[str]) -> None:
-    """Runs a command line that ends with the output's path.
-
-    Raises:
-      CompilerError: the compiler failed.
-    """
+    """Runs a compiler's command line; a `CompilerError` has its first message."""
     try:
         result = subprocess.run(
             arguments, capture_output=True, text=True, errors="replace", check=False,

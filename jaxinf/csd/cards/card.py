@@ -206,11 +206,7 @@ def _find_kernel(update: Update) -> CardKernel:
 
 
 def _send_gradient(buffer: CardBuffer, gradient: Array | SparseGradient) -> int:
-    """Copies a gradient to the card.
-
-    Returns:
-      The number of elements sent of a sparse gradient, 0 for a dense one.
-    """
+    """Copies a gradient to the card; returns the elements of a sparse one, else 0."""
     if isinstance(gradient, SparseGradient):
         _as_array(buffer.indices.array, gradient.indices)[...] = gradient.indices
         buffer.indices.to_card(gradient.indices.nbytes)

@@ -51,12 +51,10 @@ class CardMemory:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the buffers that are lent now."""
         return self._num_lent * self._buffer_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """Peak bytes of buffers lent at once."""
         return self._peak_lent * self._buffer_bytes
 
     def acquire(self, num_bytes: int) -> "CardBuffer | None":
@@ -153,7 +151,6 @@ class CardBuffer:
 
     @property
     def num_bytes(self) -> int:
-        """Length of the memory for state."""
         return self.state.array.size
 
     def release(self) -> None:
@@ -175,10 +172,7 @@ class CardBuffer:
 
 
 def card_buffer_bytes(state_bytes: int, num_elements: int) -> int:
-    """Returns the bytes of card memory that a buffer takes.
-
-    They include the gradient, the result and the status.
-    """
+    """Returns a buffer's bytes on the card, with gradient, result and status."""
     dense_bytes = _NUM_DENSE * _dense_bytes(num_elements)
     return max(PAGE_BYTES, state_bytes) + dense_bytes + PAGE_BYTES
 

@@ -28,9 +28,7 @@ from jaxinf.transfer import ByteMeters, supports_direct
 def open_cards(
     spec: CsdSpec, roots: Sequence[Path], memory_bytes: int, meters: ByteMeters
 ) -> "CardFleet":
-    """Opens the cards beside the drives that the roots are on, or emulated ones.
-
-    Emulated cards are driven by the same code, over a stand-in for pyxrt.
+    """Opens the cards beside the roots' drives, or emulated ones over a stand-in.
 
     Raises:
       CsdError: the runtime, a card or the xclbin is missing, or P2P is off.
@@ -118,11 +116,7 @@ class CardFleet:
         self._memories: list[CardMemory] = []
 
     def probe(self, roots: Sequence[Path], *, must_be_direct: bool) -> None:
-        """Tries whether each drive reaches its card's memory.
-
-        Raises:
-          CsdError: one does not; gives the reason.
-        """
+        """Refuses drives that do not reach their card's memory."""
         for card, root in zip(self._cards, roots, strict=True):
             if supports_direct(root):
                 probe_peer(card, root)

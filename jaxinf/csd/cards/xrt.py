@@ -116,11 +116,7 @@ class XrtCard:
         return int(self.kernel(kernel).group_id(argument))
 
     def kernel(self, name: str) -> Any:
-        """Returns pyxrt's kernel of that name.
-
-        Raises:
-          CsdError: the xclbin lacks it; names the command that builds it.
-        """
+        """Returns pyxrt's kernel of that name, or refuses an xclbin without it."""
         with self._lock:
             if name not in self._kernels:
                 try:
@@ -213,7 +209,6 @@ class XrtCard:
             ) from error
 
     def part(self, buffer: XrtBuffer, offset_bytes: int, num_bytes: int) -> Any:
-        """Returns a pyxrt buffer for a part of a buffer's memory."""
         return self._module.bo(buffer.bo, num_bytes, offset_bytes)
 
 
