@@ -83,7 +83,7 @@ def wait_read_ahead(rig: UpdateRig, expected_bytes: int) -> None:
 def measure_floor(rig: UpdateRig, place: Path, fio_seconds: float) -> Rep:
     """Measures the seconds to move a step's bytes, by way."""
     transfers, files = rig.transfers(), rig.engine.files
-    workers = files.options.workers_of(len(files.csds))
+    workers = files.options.num_workers_for(len(files.csds))
     floor_s, durable_s = {}, {}
     for name, loop in LOOPS.items():
         began = time.perf_counter()
@@ -120,7 +120,7 @@ def summary(rig: UpdateRig, reps: list[Rep]) -> dict[str, Any]:
             "cpu_user_ms": 1e3 * median(columns["user_s"]),
             "cpu_system_ms": 1e3 * median(columns["system_s"]),
             "commit_s": median(itertools.chain(*columns["commit_s"])),
-            "memory_bytes": rig.engine.files.options.memory_bytes,
+            "memory_bytes": rig.engine.options.memory_bytes,
             "rss_over_caller_bytes": max(columns["peak_rss_bytes"]) - rig.caller_bytes,
         }
     )

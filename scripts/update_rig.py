@@ -61,7 +61,7 @@ class UpdateRig:
             np.full_like(leaf, 1e-3) for leaf in self.params
         ]
         stored = self.engine.directory.manifest.leaves[0].states[0]
-        takes_params = not self.engine.files.options.csd.has_cards
+        takes_params = not self.engine.options.csd.has_cards
         self._takes_params = takes_params and dtype_of(stored.dtype) == np.float32
         self.step_number = 0
         self._groups = grouped(

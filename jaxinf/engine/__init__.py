@@ -2,13 +2,13 @@
 
 Where a question is answered:
 
-    a user's calls                       store.py
+    what a user calls                    store.py
     which stores are open                open_stores.py; options.py
-    what is known of an open one         engine.py
+    what the package has of an open one  engine.py
     how its files are found              opening.py, also of several processes
     how they are made for an optimizer   binding.py
-    how another number opens it          redivision.py
-    what a store must hold for a run     description.py
+    how it is divided anew               division.py
+    what a store must have for a run     description.py
     whose params a step may use          resume_check.py
     how a gradient becomes tasks         step_runner.py, updates.py
     in which order a commit is durable   store_files.py (`publish`)
@@ -20,7 +20,7 @@ Where a question is answered:
     how leaves come back to JAX          reading.py, state_trees.py; carry.py
     who has which shard of an array      sharding.py
     how a step goes to a URL             exports.py
-    what happens after an error          failure.py
+    what happens after an error          health.py
 
 Invariant: host memory does not grow with the model; a step is all or nothing.
 """
@@ -31,14 +31,14 @@ from jaxinf.engine.description import (
     LeafDescription,
     StoreDescription,
     check_compression,
-    describe,
+    describe_store,
     keeps_feedback,
 )
+from jaxinf.engine.division import divide_store
 from jaxinf.engine.engine import Engine
-from jaxinf.engine.exports import ExportInfo
-from jaxinf.engine.failure import check_announced
+from jaxinf.engine.health import raise_announced
 from jaxinf.engine.open_stores import close, open_store, store_of
-from jaxinf.engine.options import DEFAULT_MEMORY_BYTES, Durability, MasterChoice
+from jaxinf.engine.options import DEFAULT_MEMORY_BYTES, Durability
 from jaxinf.engine.reading import (
     StateReader,
     average_states,
@@ -46,7 +46,6 @@ from jaxinf.engine.reading import (
     read_feedback,
     read_leaf,
 )
-from jaxinf.engine.redivision import divide_for
 from jaxinf.engine.sharding import (
     assemble_shards,
     calling_devices,

@@ -1,4 +1,4 @@
-"""Binds a store to an optimizer and a tree: makes it, compares it, or begins it anew.
+"""Binds a store to an optimizer and a tree: makes it, compares it, or restarts it.
 
       no store ─► planned ─► its needs checked ─► made ─► waits for initial states
       a store  ─► compared with the description ──────► goes on
@@ -12,17 +12,17 @@ from functools import partial
 
 from jaxinf.engine.description import (
     StoreDescription,
-    check_same,
+    check_description,
     kernel_needs,
-    planned,
+    plan_store,
 )
 from jaxinf.engine.dispatched import wait_for_dispatched
 from jaxinf.engine.engine import Engine
 from jaxinf.engine.opening import (
-    check_alike,
     check_place,
-    in_common,
-    is_there,
+    check_summaries,
+    contents_summary,
+    has_store,
     open_in_all,
     open_steps,
 )
@@ -44,7 +44,7 @@ from jaxinf.transfer import translated
 
 _LOG = logging.getLogger("jaxinf")
 
-_ONE_EACH = (
+_TWO_MODELS = (
     ". If these are two models that train in one process, give each its own: one store "
     "per init, smart_update(tx, other_path)"
 )
@@ -61,7 +61,7 @@ def bind_optimizer(
 
     Args:
       may_create: whether to make the store if there is none.
-      uses_budget: whether its own memory budget is used, and not another.
+      uses_budget: whether the memory budget of `open_store` must hold its state.
 
     Returns:
       Whether the store is new, so that every leaf must be initialised.
@@ -72,15 +72,15 @@ def bind_optimizer(
       ValueError: the budget is too small for this optimizer's state.
       StaleStateError: there is no store, and none may be made here.
     """
-    with engine.guard:
+    with engine.binding_lock:
         engine.health.check()
         if engine.is_new and not may_create:
             raise StaleStateError(
-                f"{engine.options.path}: update found no step in the store; call "
+                f"{engine.path}: update found no step in the store; call "
                 "tx.init(params) on it first"
             )
-        engine.exports.check(0 if engine.is_new else engine.files.commit.step)
-        if any(bound is description for bound in engine.bound):
+        engine.exports.check_url(0 if engine.is_new else engine.files.commit.step)
+        if any(bound is description for bound in engine.descriptions):
             return engine.is_new
         if engine.is_new:
             _make_store(engine, description, uses_budget=uses_budget)
@@ -88,19 +88,19 @@ def bind_optimizer(
             files = engine.files
             if uses_budget:
                 files.subgroups.check_memory()
-            remedy = _ONE_EACH if engine.bound else ""
-            check_same(files.directory, description, remedy)
+            remedy = _TWO_MODELS if engine.descriptions else ""
+            check_description(files.directory, description, remedy)
             files.fleet.check(kernel_needs(description, files.directory.manifest))
-        engine.bound.append(description)
+        engine.descriptions.append(description)
         return engine.is_new
 
 
 def subgroups_of(engine: Engine, description: StoreDescription) -> SubgroupTable:
     """Returns the subgroups of the existing or future store; writes nothing."""
-    with engine.guard:  # another thread may make it meanwhile
+    with engine.binding_lock:  # another thread may make it meanwhile
         if engine.has_files:
             return engine.files.subgroups
-    directory = planned(engine.options, engine.group, description)
+    directory = plan_store(engine.options, engine.group, description)
     return SubgroupTable(engine.options, directory)
 
 
@@ -110,34 +110,34 @@ def subgroups_of(engine: Engine, description: StoreDescription) -> SubgroupTable
 def _make_store(
     engine: Engine, description: StoreDescription, *, uses_budget: bool
 ) -> None:
-    """Makes a store, also in place of an unfinished one; one refused writes nothing."""
+    """Makes a store, also in place of an unfinished one."""
     options, group = engine.options, engine.group
-    engine.bound.clear()  # an earlier init on this store did not finish
+    engine.descriptions.clear()  # an earlier init on this store did not finish
     if engine.has_files:
         unfinished = engine.files
         if unfinished.directory.committed_slot():
-            check_same(unfinished.directory, description)
-            _begin_anew(engine)
+            check_description(unfinished.directory, description)
+            _reopen_as_new(engine)
             return
         engine.steps = None
         unfinished.close()
     if not group.is_alone:
-        plan = partial(planned, options, group, description)
-        found = group.gather("init", lambda: in_common(plan().manifest))
-        check_alike(group, found, contents="params, mesh, shardings and optimizer")
-    make = partial(_create_files, engine, description, uses_budget=uses_budget)
-    open_in_all(engine, "init", make)
+        plan = partial(plan_store, options, group, description)
+        summaries = group.gather("init", lambda: contents_summary(plan().manifest))
+        contents = "params, mesh, shardings and optimizer"
+        check_summaries(group, summaries, contents=contents)
+    create = partial(_create_files, engine, description, uses_budget=uses_budget)
+    open_in_all(engine, "init", create)
 
 
 def _create_files(
     engine: Engine, description: StoreDescription, *, uses_budget: bool
 ) -> StepRunner:
-    options, path = engine.options, engine.options.path
-    roots, leftover = (), None
-    if engine.lock is not None and is_there(path):
-        leftover = read_owned(path, unmade=True)
-        roots = leftover.manifest.csds
-    directory = planned(options, engine.group, description, roots)
+    options, leftover = engine.options, None
+    if engine.store_lock is not None and has_store(options.path):
+        leftover = read_owned(options.path, unmade=True)
+    roots = () if leftover is None else leftover.manifest.csds
+    directory = plan_store(options, engine.group, description, roots)
     if leftover is not None:
         discard_store(leftover)
     check_space(directory, num_more=options.num_kept)
@@ -148,25 +148,30 @@ def _create_files(
     with contextlib.ExitStack() as undo:
         undo.callback(fleet.close)
         fleet.check(kernel_needs(description, directory.manifest))
-        if engine.lock is None:
-            check_place(path, engine.group)
-            with translated("creation", path):
-                path.mkdir(parents=True, exist_ok=True)
-                engine.lock = StoreLock(path)
-            if is_there(path):
-                engine.release()
-                raise StoreFormatError(
-                    f"{path}: expected no store, as when it was opened, found one that "
-                    "another process has made since; close this one (jaxinf.close("
-                    f"{str(path)!r})) and open it again"
-                )
-        directory.lock = engine.lock
+        if engine.store_lock is None:
+            _lock_new_place(engine)
+        directory.lock = engine.store_lock
         create_store(directory)
         undo.pop_all()
     return StepRunner(engine, StoreFiles(engine, subgroups, None, fleet))
 
 
-# --- a run that begins anew -----------------------------------------------------------
+def _lock_new_place(engine: Engine) -> None:
+    path = engine.path
+    check_place(path, engine.group)
+    with translated("creation", path):
+        path.mkdir(parents=True, exist_ok=True)
+        engine.store_lock = StoreLock(path)
+    if has_store(path):
+        engine.release_lock()
+        raise StoreFormatError(
+            f"{path}: expected no store, as when it was opened, found one that another "
+            "process has made since; close this one (jaxinf.close("
+            f"{str(path)!r})) and open it again"
+        )
+
+
+# --- a restart ------------------------------------------------------------------------
 
 
 def restart_store(engine: Engine, description: StoreDescription) -> None:
@@ -175,28 +180,29 @@ def restart_store(engine: Engine, description: StoreDescription) -> None:
     The committed step does not change until the first states are committed.
     """
     wait_for_dispatched()
-    with engine.guard:
+    with engine.binding_lock:
         engine.steps.wait()
-        files, path = engine.files, engine.options.path
+        files, path = engine.files, engine.path
         remedy = (
             '. on_existing="restart" begins anew with the same leaves and the same '
             f"optimizer; for others move the store aside (mv {path} {path}-old)"
         )
-        check_same(files.directory, description, remedy)
+        check_description(files.directory, description, remedy)
         if step := files.commit.step:
             names, number = checkpoint_names(files.directory), 1
-            name = kept = f"step-{step}-before-restart"
+            name = first_choice = f"step-{step}-before-restart"
             while name in names:
                 number += 1
-                name = f"{kept}-{number}"
+                name = f"{first_choice}-{number}"
             save_checkpoint(files.directory, name)
-            said = "%s: restarted; the run of before is kept at step %d, as %r"
-            _LOG.warning(said, path, step, name)
-        _begin_anew(engine)
-        engine.bound = [description]
+            message = "%s: restarted; the run of before is kept at step %d, as %r"
+            _LOG.warning(message, path, step, name)
+        _reopen_as_new(engine)
+        engine.descriptions.clear()
+        engine.descriptions.append(description)
 
 
-def _begin_anew(engine: Engine) -> None:
+def _reopen_as_new(engine: Engine) -> None:
     """Opens the store as a new one, which waits for initial states.
 
     The commit of step 0 replaces the committed step; a caller that needs that step

@@ -1,6 +1,6 @@
-"""Arrays that a caller gives a step to commit with it.
+"""Further arrays that a step commits for its caller, such as batch statistics.
 
-Invariant: a step carries what its own update was given, and nothing of a step before.
+Invariant: a step carries what its own update was given, and nothing of earlier steps.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,33 +18,35 @@ from jaxinf.store import (
     CARRY,
     CarriedArray,
     CommitRecord,
+    Slot,
+    StoreDirectory,
     check_carry,
     dtype_of,
     read_carry,
 )
 from jaxinf.typing import Array, PyTree
 
-_OF_NUMPY = (bool, int, float, np.ndarray, np.generic)
+_HOST_TYPES = (bool, int, float, np.ndarray, np.generic)
 
 
 def carried_leaves(tree: PyTree, what: str = CARRY) -> dict[tuple[str, ...], Any]:
-    """Returns a tree's arrays by their paths, typed keys as numbers; traceable.
+    """Returns a tree's arrays by path, typed keys as numbers; may be traced by JAX.
 
     Args:
       what: name of the tree, for messages.
 
     Raises:
       TypeError: a leaf is no array of numbers; names it.
-      ValueError: two leaves have one path, as of the keys 1 and "1".
+      ValueError: two leaves have one path, as with the keys 1 and "1".
     """
-    found = {}
+    arrays = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         path = leaf_path(keys)
         where = "/".join((what, *path))
-        if isinstance(leaf, _OF_NUMPY):
+        if isinstance(leaf, _HOST_TYPES):
             leaf = jnp.asarray(leaf)
         is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-        data = data_of(leaf) if is_array else np.empty(0, object)
+        data = numeric_data(leaf) if is_array else np.empty(0, object)
         dtype = np.dtype(data.dtype)
         if dtype.kind not in "biuf" and dtype.name != "bfloat16":
             kind = dtype.name if is_array else type(leaf).__name__
@@ -52,16 +54,16 @@ def carried_leaves(tree: PyTree, what: str = CARRY) -> dict[tuple[str, ...], Any
                 f"{where}: expected real numbers, bools or typed keys, found {kind}; "
                 "leave it out of the tree"
             )
-        if path in found:
+        if path in arrays:
             raise ValueError(f"{where}: expected one leaf of this name, found two")
-        found[path] = data
-    return found
+        arrays[path] = data
+    return arrays
 
 
 def check_carried(
     store: Path, carried: Mapping[tuple[str, ...], Any], states: Iterable[str]
 ) -> None:
-    """Refuses what a step cannot carry: ValueError.
+    """Refuses arrays that a step cannot carry, by a ValueError.
 
     Args:
       carried: result of `carried_leaves`; nothing but shapes and dtypes is read.
@@ -79,30 +81,26 @@ def check_carried(
 
 
 def carry_fields(carried: Mapping[tuple[str, ...], Array]) -> dict[str, Any]:
-    """Returns the fields of a record that carries these arrays; copies them."""
-    raw = [value.tobytes() for value in carried.values()]
+    """Returns the fields of a `CommitRecord` that carries copies of these arrays."""
+    contents = [value.tobytes() for value in carried.values()]
     carry = tuple(
-        CarriedArray.of(path, value.shape, value.dtype.name, own)
-        for (path, value), own in zip(carried.items(), raw, strict=True)
+        CarriedArray.of(path, value.shape, value.dtype.name, content)
+        for (path, value), content in zip(carried.items(), contents, strict=True)
     )
-    return {"carry": carry, "carried": tuple(raw)}
+    return {"carry": carry, "carried": tuple(contents)}
 
 
 def carry_form(carry: Iterable[CarriedArray]) -> tuple[CarriedArray, ...]:
-    """Returns names, shapes and dtypes alone, which most steps share."""
+    """Returns paths, shapes and dtypes without checksums; most steps have the same."""
     return tuple(CarriedArray(x.path, x.shape, x.dtype, "") for x in carry)
 
 
 def read_carried(
-    store: Path, folder: Path, record: CommitRecord, like: PyTree
+    directory: StoreDirectory, slot: Slot, record: CommitRecord, like: PyTree
 ) -> PyTree:
-    """Returns what a step carries, in the form of a tree; blocks.
-
-    Args:
-      folder: the step's.
-    """
+    """Returns the arrays that the step in a slot carries as a tree like `like`."""
     carry, wanted = record.carry, carried_leaves(like, "like")
-    where = f"{store}: carried: step {record.step}"
+    where = f"{directory.path}: carried: step {record.step}"
     if not carry:
         raise StoreMismatchError(
             f"{where}: expected arrays that it carries, found none; give them to each "
@@ -111,17 +109,18 @@ def read_carried(
         )
     if {*carry_form(carry)} != {*_form_of(wanted)}:
         raise StoreMismatchError(
-            f"{where}: expected a tree `like` of its arrays, {_shown(carry)}, found "
-            f"{_shown(_form_of(wanted))}; give the tree that update was given"
+            f"{where}: expected a tree `like` of its arrays, {_form_text(carry)}, "
+            f"found {_form_text(_form_of(wanted))}; give the tree that update was given"
         )
+    contents = read_carry(directory.step_path(slot), carry)
     values = {
-        one.path: np.frombuffer(raw, dtype_of(one.dtype)).reshape(one.shape)
-        for one, raw in zip(carry, read_carry(folder, carry), strict=True)
+        array.path: np.frombuffer(raw, dtype_of(array.dtype)).reshape(array.shape)
+        for array, raw in zip(carry, contents, strict=True)
     }
     leaves, treedef = jax.tree.flatten(like)
     return treedef.unflatten(
         [
-            array_like(values[path], leaf if hasattr(leaf, "dtype") else data)
+            put_like(values[path], leaf if hasattr(leaf, "dtype") else data)
             for (path, data), leaf in zip(wanted.items(), leaves, strict=True)
         ]
     )
@@ -134,15 +133,15 @@ def _form_of(carried: Mapping[tuple[str, ...], Any]) -> tuple[CarriedArray, ...]
     )
 
 
-def _shown(form: Iterable[CarriedArray]) -> str:
+def _form_text(form: Iterable[CarriedArray]) -> str:
     return first_few(["/".join(x.path) + f" {x.dtype}{list(x.shape)}" for x in form])
 
 
 # --- leaves, also of an optax state ---------------------------------------------------
 
 
-def array_like(value: Array, like: Any) -> jax.Array:
-    """Returns an array of the store in the form of `like`, and in its place."""
+def put_like(value: Array, like: Any) -> jax.Array:
+    """Returns an array of the store with the dtype and the sharding of `like`."""
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
         return typed_like(value, like)
     sharding = getattr(like, "sharding", None)
@@ -151,8 +150,8 @@ def array_like(value: Array, like: Any) -> jax.Array:
     return jax.device_put(np.asarray(value, like.dtype), sharding)
 
 
-def data_of(leaf: Any) -> Any:
-    """A leaf as an array or a shape, without reading it; typed keys as numbers."""
+def numeric_data(leaf: Any) -> Any:
+    """Returns a leaf as an array or a shape, not read; typed keys as numbers."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.eval_shape(key_data, leaf)
     return key_data(leaf) if hasattr(leaf, "dtype") else np.asarray(leaf)

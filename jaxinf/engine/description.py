@@ -1,4 +1,4 @@
-"""The description of a store that a transform needs, held against one that is there.
+"""The description of the store that an optimizer needs, compared with existing stores.
 
 Invariant: a description has everything about the optimizer and the tree that the store
 must agree with, and nothing about the places of files. Nothing is written here, and a
@@ -49,13 +49,13 @@ class LeafDescription:
     """One leaf, its states and its kernels.
 
     Attributes:
-      record: without chunks and codecs. Its states are the fp32 master params, then the
-        kernel's slots in its order, then the error feedback if gradients are compressed
-        with it.
-      kernel: the update.
-      init_kernel: the initial state.
-      gradients: the forms of its gradients.
-      shards: shards of the run, with the processes that have each if it has several.
+      record: the leaf without chunks and codecs. Its states are the fp32 master params,
+        then the kernel's slots in its order, then the error feedback if gradients are
+        compressed with it.
+      kernel: computes the update.
+      init_kernel: computes the initial state.
+      gradients: the forms in which its gradients may come.
+      shards: the leaf's shards, with the processes that have each.
     """
 
     record: LeafRecord
@@ -72,7 +72,7 @@ class LeafDescription:
 
 @dataclass(frozen=True, eq=False)
 class StoreDescription:
-    """All leaves in the order of the flattened params tree.
+    """The leaves of a store, in the order of the flattened params tree.
 
     Attributes:
       scalar_paths: paths of the scalar state in the optax state.
@@ -86,28 +86,29 @@ class StoreDescription:
     layout: StateLayout
 
     def __post_init__(self) -> None:
-        names = {state.name for leaf in self.leaves for state in leaf.record.states}
-        check_leaf_paths([leaf.record.path for leaf in self.leaves], names)
+        records = [leaf.record for leaf in self.leaves]
+        names = {state.name for record in records for state in record.states}
+        check_leaf_paths([record.path for record in records], names)
 
     @cached_property
     def contents(self) -> Manifest:
-        """The contents of the store without any codec."""
+        """The manifest's contents, without any codec."""
         return Manifest.of_contents(
             kernels={x.record.kernel: x.kernel.identity for x in self.leaves},
             leaves=[leaf.record for leaf in self.leaves],
         )
 
 
-def planned(
+def plan_store(
     options: StoreOptions,
     group: Group,
     description: StoreDescription,
-    held_roots: tuple[str, ...] = (),
+    default_roots: tuple[str, ...] = (),
 ) -> StoreDirectory:
-    """Returns a store to be made: its grids, formats and places; writes nothing.
+    """Chooses grids, formats and places of a store to be made; writes nothing.
 
     Args:
-      held_roots: CSD roots if the options name none.
+      default_roots: CSD roots if the options name none.
     """
     master = _master_codec(options, description)
     formats = Formats(options.state or "fp32", master, description.average)
@@ -116,14 +117,14 @@ def planned(
         grid = choose_grid(leaf.shape, shard_counts=leaf.shard_counts or None)
         leaves.append(coded_leaf(replace(leaf, chunk_shape=grid.chunk_shape), formats))
     coded = replace(description.contents, leaves=tuple(leaves))
-    roots, part = [str(root) for root in options.csds] or held_roots, {}
-    if not group.is_alone:
-        shards = [leaf.shards for leaf in description.leaves]
-        part = {
-            "member": Member(group.session, group.number, group.count),
-            "owners": deal_to_members(coded.leaves, group.count, shards),
-        }
-    return StoreDirectory(options.path, lay_out(coded, roots, **part))
+    roots = [str(root) for root in options.csds] or default_roots
+    if group.is_alone:
+        return StoreDirectory(options.path, lay_out(coded, roots))
+    shards = [leaf.shards for leaf in description.leaves]
+    owners = deal_to_members(coded.leaves, group.count, shards)
+    member = Member(group.session, group.number, group.count)
+    manifest = lay_out(coded, roots, member=member, owners=owners)
+    return StoreDirectory(options.path, manifest)
 
 
 def _master_codec(options: StoreOptions, description: StoreDescription) -> str:
@@ -140,7 +141,7 @@ def _master_codec(options: StoreOptions, description: StoreDescription) -> str:
     return "bf16"
 
 
-def describe(
+def describe_store(
     update: UpdateProgram,
     init: InitProgram,
     shard_counts: Sequence[tuple[int, ...]],
@@ -155,16 +156,15 @@ def describe(
       update, init: the optimizer, traced on the params.
       shard_counts: for each leaf, separately updated parts along each dimension.
       average: the average of the params that the optimizer keeps.
-      compression: compression of its gradients.
-      shards: of each leaf in a run of several processes.
+      shards: the shards of each leaf; left out by a run of one process.
     """
     if compression is not None:
-        _check_compressed(compression, update)
-    kernels = dict.fromkeys(leaf.kernel.identity for leaf in update.leaves)
-    ids = {text: f"k{number}" for number, text in enumerate(kernels)}
+        _check_compressible(compression, update)
+    identities = dict.fromkeys(leaf.kernel.identity for leaf in update.leaves)
+    ids = {identity: f"k{number}" for number, identity in enumerate(identities)}
     leaves, shards = [], shards or list(map(Shards, shard_counts))
-    of_each = zip(update.leaves, init.leaves, shard_counts, shards, strict=True)
-    for leaf, first, counts, own in of_each:
+    columns = zip(update.leaves, init.leaves, shard_counts, shards, strict=True)
+    for leaf, init_leaf, counts, leaf_shards in columns:
         info = leaf.info
         states = [StateRecord(MASTER_PARAMS, "float32")]
         states += [StateRecord(slot.name, slot.dtype.name) for slot in leaf.slots]
@@ -182,16 +182,17 @@ def describe(
         )
         forms = (GradientForm(info.dtype),)
         if compression is not None:
-            sent = GradientForm(compression.value_dtype(info.dtype), is_sparse=True)
-            forms = (sent, *forms[: compression.warmup_steps])
-        leaves.append(LeafDescription(record, leaf.kernel, first.kernel, forms, own))
+            sparse = GradientForm(compression.value_dtype(info.dtype), is_sparse=True)
+            forms = (sparse, *forms[: compression.warmup_steps])
+        kernels = leaf.kernel, init_leaf.kernel
+        leaves.append(LeafDescription(record, *kernels, forms, leaf_shards))
     paths = tuple(map(encode_path, init.layout.scalar_keys))
     codec = "bf16" if average is not None and average.form == "bf16" else ""
     return StoreDescription(tuple(leaves), paths, codec, init.layout)
 
 
-def kernel_needs(description: StoreDescription, held: Manifest) -> list[KernelNeed]:
-    """Returns the requirements of a store's leaves for its CSDs."""
+def kernel_needs(description: StoreDescription, manifest: Manifest) -> list[KernelNeed]:
+    """Returns what the CSDs of a store must be able to compute, leaf by leaf."""
     return [
         KernelNeed(
             leaf=record.name,
@@ -204,30 +205,30 @@ def kernel_needs(description: StoreDescription, held: Manifest) -> list[KernelNe
             dtype=leaf.device_dtype,
             gradients=leaf.gradients,
         )
-        for leaf, record in zip(description.leaves, held.leaves, strict=True)
+        for leaf, record in zip(description.leaves, manifest.leaves, strict=True)
     ]
 
 
-# --- a store that is there -----------------------------------------------------------
+# --- an existing store ---------------------------------------------------------------
 
 
-def check_form(options: StoreOptions, manifest: Manifest) -> None:
-    """Refuses a store on other CSDs, or in another format, than is asked for."""
-    path, found = options.path, store_formats(manifest)
-    given = tuple(str(root) for root in options.csds)
-    if given and given != manifest.csds:
+def check_formats(options: StoreOptions, manifest: Manifest) -> None:
+    """Refuses a store on other CSDs, or in other formats, than is asked for."""
+    path, formats = options.path, store_formats(manifest)
+    roots = tuple(str(root) for root in options.csds)
+    if roots and roots != manifest.csds:
         raise StoreMismatchError(
             f"{path}: the store's CSD roots are "
             f"{list(manifest.csds) or 'the store itself'}, given were "
-            f"{list(given)}; leave csds out when opening an existing store"
+            f"{list(roots)}; leave csds out when opening an existing store"
         )
-    if _is_other(manifest, Formats(options.state)):
-        raise _other_form(path, "state", str(options.state), found.state)
-    if options.master == "none" != found.master:
-        raise _other_form(path, "master", options.master, found.master)
+    if _has_other_formats(manifest, Formats(options.state)):
+        raise _format_error(path, "state", str(options.state), formats.state)
+    if options.master == "none" != formats.master:
+        raise _format_error(path, "master", options.master, formats.master)
 
 
-def _other_form(path: Path, name: str, wanted: str, found: str | None) -> Exception:
+def _format_error(path: Path, name: str, wanted: str, found: str | None) -> Exception:
     return StoreMismatchError(
         f"{path}: expected {name}={wanted!r}, found {found!r}; leave it out, or make a "
         f"store of the other kind from this one (jaxinf store copy {path} NEW "
@@ -235,25 +236,26 @@ def _other_form(path: Path, name: str, wanted: str, found: str | None) -> Except
     )
 
 
-def _is_other(held: Manifest, formats: Formats) -> bool:
-    """Whether a store has other formats; small leaves have none."""
-    return any(leaf != coded_leaf(leaf, formats) for leaf in held.leaves)
+def _has_other_formats(manifest: Manifest, formats: Formats) -> bool:
+    """Whether a leaf has another format; small leaves suit every format."""
+    return any(leaf != coded_leaf(leaf, formats) for leaf in manifest.leaves)
 
 
-def check_same(
+def check_description(
     directory: StoreDirectory, description: StoreDescription, remedy: str = ""
 ) -> None:
     """Refuses a store of another optimizer, tree or mesh; shows the difference."""
-    held, wanted = directory.manifest, description.contents
+    stored, wanted = directory.manifest, description.contents
     _check_average(directory, description)
-    tree = held.tree_difference(wanted)
-    lines = tree or held.kernel_difference(wanted)
-    shown = "\n  ".join(lines[:40])
-    if tree or (lines and dict(held.created_by) == dict(wanted.created_by)):
+    tree_lines = stored.tree_difference(wanted)
+    lines = tree_lines or stored.kernel_difference(wanted)
+    difference = "\n  ".join(lines[:40])
+    if tree_lines or (lines and dict(stored.created_by) == dict(wanted.created_by)):
         raise StoreMismatchError(
             f"{directory.path}: the store holds the state of another optimizer or "
-            f"model than it is opened with:\n  {shown}\nOpen it with the optimizer and "
-            f"the model that it was made with, or use another store{remedy}"
+            f"model than it is opened with:\n  {difference}\nOpen it with the "
+            "optimizer and the model that it was made with, or use another store"
+            f"{remedy}"
         )
     if lines:
         _LOG.warning(
@@ -261,37 +263,37 @@ def check_same(
             "so do the versions of jax or optax (%s then, %s now). The state has the "
             "same form, so training goes on:\n  %s",
             directory.path,
-            dict(held.created_by),
+            dict(stored.created_by),
             dict(wanted.created_by),
-            shown,
+            difference,
         )
     _check_division(directory, description)
 
 
 def _check_average(directory: StoreDirectory, description: StoreDescription) -> None:
-    """Refuses a store with another average than is asked for, or none, or one."""
-    held = directory.manifest
-    is_asked = AVERAGE in description.contents.state_names
-    asked = (description.average or "fp32") if is_asked else "none"
-    found = store_formats(held).average or "none"
-    is_other = is_asked == (found == "none") or _is_other(held, Formats(average=asked))
-    if held.leaves and is_other:
+    manifest = directory.manifest
+    has_average = AVERAGE in description.contents.state_names
+    wanted = (description.average or "fp32") if has_average else "none"
+    found = store_formats(manifest).average or "none"
+    differs = has_average == (found == "none")
+    differs |= _has_other_formats(manifest, Formats(average=wanted))
+    if manifest.leaves and differs:
         raise StoreMismatchError(
             f"{directory.path}: expected an average of the params in the form "
-            f"{asked!r}, found {found!r}; give smart_update(…, average=), or stream("
+            f"{wanted!r}, found {found!r}; give smart_update(…, average=), or stream("
             "…, average=), as the store was made, or load its params and state into a "
             "new store (store.load), whose average begins as a copy of the params"
         )
 
 
 def _check_division(directory: StoreDirectory, description: StoreDescription) -> None:
-    """Refuses a run whose mesh gives the chunks of a member to other processes."""
+    """Refuses a run whose mesh gives the params of a chunk to others than its owner."""
     member = directory.manifest.member
     if member is None:
         return
     for record, leaf in zip(directory.manifest.leaves, description.leaves, strict=True):
-        places = leaf.shards.holders_of(record, member.count)
-        pairs = zip(record.owners, places, strict=True)
+        chunk_holders = leaf.shards.holders_of(record, member.count)
+        pairs = zip(record.owners, chunk_holders, strict=True)
         for number, (owner, holders) in enumerate(pairs):
             if owner not in holders:
                 raise StoreMismatchError(
@@ -311,7 +313,7 @@ def keeps_feedback(compression: TopK | None) -> bool:
 
 
 def check_compression(compression: TopK | None, options: StoreOptions) -> None:
-    """Refuses what is no compression, or needs what the store cannot keep."""
+    """Refuses an object of another type, and error feedback with rarer commits."""
     if compression is not None and not isinstance(compression, TopK):
         raise TypeError(
             f"compress={compression!r}: expected jaxinf.top_k(ratio) or None"
@@ -324,12 +326,11 @@ def check_compression(compression: TopK | None, options: StoreOptions) -> None:
         )
 
 
-def _check_compressed(compression: TopK, program: UpdateProgram) -> None:
-    """Refuses an optimizer whose gradients cannot be sent compressed."""
+def _check_compressible(compression: TopK, program: UpdateProgram) -> None:
     dense = [leaf for leaf in program.leaves if leaf.kernel.array_dtypes]
-    front = "put that in front: optax.chain(…, smart_update(tx, store, compress=…))"
+    remedy = "put that in front: optax.chain(…, smart_update(tx, store, compress=…))"
     if program.recall is not None:
-        lacking = (
+        problem = (
             "with compress= an update, or the stored sum of optax.MultiSteps, lacks "
             "the elements that were not sent, and this optimizer computes a quantity "
             "of the whole, such as its norm; compute it of each gradient (optax.chain("
@@ -337,15 +338,16 @@ def _check_compressed(compression: TopK, program: UpdateProgram) -> None:
             "out"
         )
     elif dense:
-        lacking = (
+        problem = (
             f"{dense[0].info.name}: with compress= nothing dense crosses the link, but "
-            f"this optimizer's update computes another number for each element; {front}"
+            "this optimizer's update computes another number for each element; "
+            f"{remedy}"
         )
     elif keeps_feedback(compression) and program.reads_gradients:
-        lacking = (
+        problem = (
             "error_feedback=True: this optimizer computes a quantity of all gradients, "
-            f"such as their norm, which would miss the elements not sent; {front}"
+            f"such as their norm, which would miss the elements not sent; {remedy}"
         )
     else:
         return
-    raise UnsupportedTransformError(lacking)
+    raise UnsupportedTransformError(problem)

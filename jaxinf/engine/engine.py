@@ -1,13 +1,14 @@
-"""What this process knows of one path of a store, from `open_store` to `close`.
+"""`Engine`: the inside of an open store, as optimizers and streaming use it.
 
-Invariant: all access to files goes through its `steps` and their `files`, which are
-there as soon as there is a store.
+Invariant: all access to files goes through `Engine.steps` and `Engine.files`, which
+exist as soon as the store does.
 """
 
 import contextlib
 import logging
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from jax.sharding import NamedSharding
 from jaxinf.documents import encode, parse_json
 from jaxinf.engine.description import StoreDescription
 from jaxinf.engine.exports import Exports
-from jaxinf.engine.failure import StoreHealth
+from jaxinf.engine.health import StoreHealth
 from jaxinf.engine.options import StoreOptions
 from jaxinf.errors import StaleStateError, StoreClosedError, StoreFormatError
 from jaxinf.processes import Group, exit_unless_known
@@ -25,58 +26,64 @@ from jaxinf.store import StoreDirectory, StoreLock
 from jaxinf.transfer import ByteMeters, file_progress
 from jaxinf.typing import JsonValue
 
-if TYPE_CHECKING:  # which are made with an engine
+if TYPE_CHECKING:  # these modules import this one
+    from jaxinf.engine.resume_check import ResumeCheck
     from jaxinf.engine.step_runner import StepRunner
     from jaxinf.engine.store_files import StoreFiles
 
 _LOG = logging.getLogger("jaxinf")
 
-_MOST_PAYLOAD_BYTES = 16 << 20  # the record must stay within the limit of a document
+_MAX_PAYLOAD_BYTES = 16 << 20  # the record must stay within the limit of a document
 
 
 class Engine:
-    """A path that this process has opened, with a store or still without. Thread-safe.
+    """The inside of an open store: its options, health, locks, steps and files.
 
-    `opening.py` gives it its steps, `binding.py` makes its store.
+    It lives from `open_store` to `close`, and may begin before there is a store:
+    `opening.py` gives it the steps of an existing store, `binding.py` those of a new
+    one. Thread-safe.
 
     Attributes:
-      health: whether it can be used, and the failure that stopped it.
-      lock: the store's, while this process is its writer.
-      path_lock: held while a store of its path opens or closes.
-      guard: held while its files are made or replaced, or it is bound.
-      bound: descriptions of the optimizers that it was bound to, the last one last.
+      group: the processes that share the run.
+      health: whether the store can be used, and the failure that stopped it.
+      meters: counters of the bytes on drives and host link.
+      store_lock: the lock on disk, while this process is the store's writer.
+      path_lock: held while a store at this path opens or closes.
+      binding_lock: held while files are made or replaced, or an optimizer is bound.
+      descriptions: the latest descriptions bound to the store, the last one last.
       shardings: for each leaf, the sharding of the params in the last `init`, on one
         mesh; empty if they are not sharded.
-      num_replaced: how often what it holds was replaced, other than by a step: made
-        anew, or loaded.
-      last_step: the last finished step; -1 before step 0.
+      contents_version: a number that changes when the contents are replaced other than
+        by a step: initialised again, or loaded.
       on_close: functions that `close` calls before the workers stop, in order.
     """
 
     def __init__(
         self, options: StoreOptions, group: Group, path_lock: threading.RLock
     ) -> None:
-        self.options, self.group, self.path_lock = options, group, path_lock
-        self.health = StoreHealth(options.path)
+        self.path, self.options = options.path, options
+        self.group, self.path_lock = group, path_lock
+        self.health = StoreHealth(self.path)
         self.meters = meters = ByteMeters()
         self.exports = Exports(options, group)
-        self.lock: StoreLock | None = None
-        self.guard = threading.RLock()
-        self.bound: list[StoreDescription] = []
+        self.store_lock: StoreLock | None = None
+        self.binding_lock = threading.RLock()
+        self.descriptions = deque[StoreDescription](maxlen=8)  # jits may alternate
         self.shardings: tuple[NamedSharding, ...] = ()
-        self.num_replaced, self.last_step = 0, -1
+        self.contents_version = 0
         self.on_close: list[Callable[[], None]] = []
         self._steps: StepRunner | None = None
+        self._last_step = -1  # the last finished step; -1 before step 0
         self._payloads: dict[int, JsonValue] = {}
         self._payloads_lock = threading.Lock()
         group.report_progress(lambda: hash((meters.snapshot(), file_progress())))
-        self.health.failure.listen(self._tell_others)
+        self.health.failure.listen(self._fail_in_group)
 
-    def _tell_others(self) -> None:
+    def _fail_in_group(self) -> None:
         health, error = self.health, self.health.error
 
         def is_known() -> bool:
-            return health.is_closed or not health.is_unreported
+            return health.is_closed or not health.is_unraised
 
         if error is not None and not isinstance(error, StoreClosedError):
             self.group.fail(error)
@@ -97,82 +104,87 @@ class Engine:
 
     @property
     def steps(self) -> "StepRunner":
-        """The steps of the open store, which must have files."""
+        """The steps of the store.
+
+        Raises:
+          StoreFormatError: there is no store yet.
+        """
         steps = self._steps
         if steps is None:
             raise StoreFormatError(
-                f"{self.options.path}: the store is empty until tx.init has run on it"
+                f"{self.path}: the store is empty until tx.init has run on it"
             )
         return steps
 
     @steps.setter
     def steps(self, steps: "StepRunner | None") -> None:
         self._steps = steps
-        self.last_step = -1 if self.is_new else self.files.commit.step
+        self._last_step = -1 if self.is_new else self.files.commit.step
+
+    @property
+    def resume_check(self) -> "ResumeCheck":
+        """The check that a run's params and state are those of the last step."""
+        return self.steps.resume_check
 
     @property
     def files(self) -> "StoreFiles":
-        """The files of its steps."""
+        """The open files, with the records of the last steps."""
         return self.steps.files
 
     @property
     def directory(self) -> StoreDirectory:
-        """The directory of its files; raises what has stopped it."""
+        """The store's directory; raises the failure that stopped the store."""
         self.health.check()
         return self.files.directory
 
     @property
     def layout(self) -> StateLayout:
         """The places of the optax state in the store, by the optimizer bound last."""
-        if not self.bound:
+        if not self.descriptions:
             raise StaleStateError(
-                f"{self.options.path}: expected an optimizer for the store's state, "
+                f"{self.path}: expected an optimizer for the store's state, "
                 "found none; call tx.init(params) of smart_update(tx, store) first"
             )
-        return self.bound[-1].layout
+        return self.descriptions[-1].layout
 
     # --- payloads of steps -----------------------------------------------------------
 
     def annotate(self, step: int, payload: JsonValue) -> None:
-        """Keeps a caller's payload for the commit of a step that has not finished."""
+        """Keeps a payload for the commit of a step that has not finished."""
         self.health.check()
         raw = encode({"payload": payload})  # nested as it will be in the record
-        payload = parse_json(raw, most_bytes=_MOST_PAYLOAD_BYTES)["payload"]
+        payload = parse_json(raw, most_bytes=_MAX_PAYLOAD_BYTES)["payload"]
         with self._payloads_lock:
-            if step <= self.last_step:
+            if step <= self._last_step:
                 raise ValueError(
-                    f"{self.options.path}: annotate(step={step}): expected a step still"
-                    f" to be committed, the store is at step {self.last_step}; "
+                    f"{self.path}: annotate(step={step}): expected a step still"
+                    f" to be committed, the store is at step {self._last_step}; "
                     "annotate before the update"
                 )
             self._payloads[step] = payload
 
     def take_payload(self, step: int) -> JsonValue:
-        """Notes that a step ends now; returns its payload."""
+        """Returns the payload of a step that ends now; later ones are refused."""
         with self._payloads_lock:
-            self.last_step = step
+            self._last_step = step
             return self._payloads.pop(step, None)
 
-    def note_replaced(self) -> None:
-        """Counts, after the commit, that what it holds was replaced."""
-        self.num_replaced += 1
-
-    # --- its end ---------------------------------------------------------------------
+    # --- closing ---------------------------------------------------------------------
 
     def close(self) -> None:
         """Ends the step in flight, stops the workers; idempotent, raises no failure."""
-        with self.guard:
+        with self.binding_lock:
             if self.health.is_closed:
                 return
             self.health.is_closed = True
         if sys.exception() is not None:
             self.exports.stop.set()
-        elif self.exports.under_way:
-            said = "%s: closing waits for the export to %s; Ctrl-C gives it up"
-            _LOG.warning(said, self.options.path, self.exports.under_way)
+        elif url := self.exports.current_url:
+            message = "%s: closing waits for the export to %s; Ctrl-C gives it up"
+            _LOG.warning(message, self.path, url)
         self.group.leave()
         with contextlib.ExitStack() as stack:
-            stack.callback(self.release)
+            stack.callback(self.release_lock)
             if self.has_files:
                 stack.callback(self.files.close)
             for action in self.on_close[::-1]:
@@ -185,14 +197,14 @@ class Engine:
                     self.steps.commit_at_close()
                     raise
 
-    def release(self) -> None:
-        """Releases the lock; idempotent. In a forked child the parent keeps it."""
-        if self.lock is not None:
-            self.lock.release()
-            self.lock = None
+    def release_lock(self) -> None:
+        """Releases the lock on disk; idempotent. A forked child leaves it locked."""
+        if self.store_lock is not None:
+            self.store_lock.release()
+            self.store_lock = None
 
-    def disown(self) -> None:
+    def detach_fork(self) -> None:
         """Ends the use of the store in a forked child; the parent keeps it."""
-        self.guard, self.path_lock = threading.RLock(), threading.RLock()
-        self.health.disown()
-        self.release()
+        self.binding_lock, self.path_lock = threading.RLock(), threading.RLock()
+        self.health.detach_fork()
+        self.release_lock()

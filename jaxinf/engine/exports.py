@@ -27,8 +27,7 @@ class ExportInfo:
     """A step that was due for export.
 
     Attributes:
-      url: where it is, or was to be.
-      problem: why it is not there; else empty.
+      problem: why it is not at the URL; empty if it is.
     """
 
     step: int
@@ -36,7 +35,7 @@ class ExportInfo:
     problem: str = ""
 
 
-class _Stop(threading.Event):
+class _StopEvent(threading.Event):
     """Is set, too, while Ctrl-C waits for a callback, perhaps one that waits here."""
 
     def is_set(self) -> bool:
@@ -44,12 +43,12 @@ class _Stop(threading.Event):
 
 
 class Exports:
-    """The exports of a store.
+    """The exports of a store since it was opened.
 
     Attributes:
-      infos: the steps that were due since it was opened, but for the one under way.
-      under_way: where that goes; else empty.
-      stop: gives up the export under way, and later ones.
+      infos: the exports that have ended.
+      current_url: the target of the export under way; empty without one.
+      stop: when set, gives up the export under way and later ones.
 
     Raises:
       ExchangeError: the run has several processes, none of which can be sure to see
@@ -65,21 +64,21 @@ class Exports:
                 f"jaxinf checkpoint export {group.where} URL --checkpoint NAME"
             )
         self.infos: list[ExportInfo] = []
-        self.under_way, self.stop = "", _Stop()
+        self.current_url, self.stop = "", _StopEvent()
         self._options, self._is_checked = options, False
 
-    def check(self, step: int) -> None:
-        """Refuses a place that cannot be used, once, before the step after this one."""
+    def check_url(self, last_step: int) -> None:
+        """Refuses a URL that cannot take the next export; looks at it once."""
         every, url = self._options.export_every, self._options.export_to
         if url is not None and not self._is_checked:
-            check_exports(url, (step // every + 1) * every)
+            check_exports(url, (last_step // every + 1) * every)
             self._is_checked = True
 
-    def run(self, directory: StoreDirectory, step: int) -> None:
+    def export_step(self, directory: StoreDirectory, step: int) -> None:
         """Exports the step just committed; logs what prevents it; blocks."""
         path, url, problem = self._options.path, self._options.export_to, ""
         assert url is not None
-        self.under_way = url = url_of_step(url, step)
+        self.current_url = url = url_of_step(url, step)
         try:
             with pinned_step(directory) as pinned:
                 pinned.check()
@@ -87,8 +86,8 @@ class Exports:
                 export_url(pinned, url, beside=files_beside(path), options=options)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
-            said = "%s: step %d is not exported to %s: %s. What is there is no export%s"
-            then = "" if self.stop.is_set() else "; training goes on"
-            _LOG.warning(said, path, step, url, problem, then)
+            goes_on = "" if self.stop.is_set() else "; training goes on"
+            text = "%s: step %d is not exported to %s: %s. What is there is no export%s"
+            _LOG.warning(text, path, step, url, problem, goes_on)
         self.infos.append(ExportInfo(step, url, problem))
-        self.under_way = ""
+        self.current_url = ""

@@ -1,9 +1,9 @@
 """Finds and opens the files of a store at its path.
 
-      options ─► lock ─► form compared ─► leftovers removed ─► step to go on from
-                   └─► nothing there: made by `bind_optimizer`
+      options ─► lock ─► formats compared ─► leftovers removed ─► step to go on from
+                   └─► no store: `bind_optimizer` makes it
 
-The stores of several processes are opened together, if they are the members of one run.
+The stores of several processes are opened together if they are the members of one run.
 Invariant: everything on disk is checked before anything is written, and nothing is
 written without the store's lock. Each process judges the same summaries of the members,
 so that all refuse them alike. Nothing here is thread-safe.
@@ -15,11 +15,12 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jaxinf.documents import first_few
-from jaxinf.engine.description import check_form
+from jaxinf.engine.description import check_formats
 from jaxinf.engine.engine import Engine
 from jaxinf.engine.options import StoreOptions, check_writable
 from jaxinf.engine.step_runner import StepRunner
@@ -54,28 +55,28 @@ _HARMLESS = ("lost+found", "lock", "publish.lock", "checkpoints.lock")
 _HARMLESS += ("current.tmp", ".jaxinf*")
 
 
-# --- a place --------------------------------------------------------------------------
+# --- a path ---------------------------------------------------------------------------
 
 
-def is_there(path: Path) -> bool:
+def has_store(path: Path) -> bool:
     """Whether there is a store, or the remains of an interrupted creation."""
     return (path / "jaxinf.json").exists()
 
 
 def join_run(path: Path) -> Group:
-    """Finds out who has a path, which is no store of one process if several have it."""
+    """Returns the group of the processes that open this path."""
     group = join_group(path)
-    if not group.is_alone and is_there(path):
-        _check_count(path, 1, group)
+    if not group.is_alone and has_store(path):
+        _check_count(path, 1, group)  # the store of one process
     return group
 
 
-def _check_count(path: Path, found: int, group: Group) -> None:
+def _check_count(path: Path, num_members: int, group: Group) -> None:
     """Refuses a store or run that is divided among another number of processes."""
-    if found != group.count:
+    if num_members != group.count:
         raise StoreMismatchError(
-            f"{path}: the store is divided among {found} process(es), this run has "
-            f"{group.count}; start as many, which call jax.distributed.initialize "
+            f"{path}: the store is divided among {num_members} process(es), this run "
+            f"has {group.count}; start as many, which call jax.distributed.initialize "
             "before open_store and open this path, or divide it: jaxinf store copy "
             f'"{path}" "{path}" --processes {group.count} (the trainer\'s --elastic '
             "does it)"
@@ -85,7 +86,7 @@ def _check_count(path: Path, found: int, group: Group) -> None:
 def check_place(path: Path, group: Group) -> None:
     """Refuses a path that is neither a store nor a place for one."""
     check_writable(path)
-    if not path.exists() or is_there(path):
+    if not path.exists() or has_store(path):
         return
     for place in find_members(path)[:1]:
         member = Manifest.read(place / "jaxinf.json").member
@@ -93,10 +94,10 @@ def check_place(path: Path, group: Group) -> None:
     foreign = sorted(
         entry.name
         for entry in path.iterdir()
-        if not any(fnmatch.fnmatchcase(entry.name, known) for known in _HARMLESS)
+        if not any(fnmatch.fnmatchcase(entry.name, pattern) for pattern in _HARMLESS)
     )
     # A second look, since another process may have begun to make the store.
-    if foreign and not is_there(path):
+    if foreign and not has_store(path):
         raise StoreFormatError(
             f"store {path}: expected a jaxinf store or an empty directory, found "
             f"neither jaxinf.json nor emptiness ({first_few(foreign)}); give another "
@@ -104,7 +105,7 @@ def check_place(path: Path, group: Group) -> None:
         )
 
 
-# --- a store that is there ------------------------------------------------------------
+# --- an existing store ----------------------------------------------------------------
 
 
 def open_engine(
@@ -113,38 +114,28 @@ def open_engine(
     """Locks and opens the store of a run, if there is one.
 
     Returns:
-      What this process knows of the path. It has no files if there is no store, or if
-      its creation was interrupted; that one is locked, and must be made again. After an
-      error the lock is given back.
+      An engine without files if there is no store, or if its creation was interrupted:
+      the remains are locked, and `bind_optimizer` makes the store again.
 
     Raises:
-      StoreError: as `jaxinf.open_store` documents.
+      StoreError: as `jaxinf.open_store` documents. The lock is released.
     """
     engine, path = Engine(options, group, path_lock), options.path
     check_place(path, group)
-    if not is_there(path) and group.is_alone:
+    if not has_store(path) and group.is_alone:
         _check_restorable(engine)
         return engine
 
-    def hold() -> JsonValue:
-        if not is_there(path):
+    def lock_store() -> JsonValue:
+        if not has_store(path):
             return None
-        engine.lock = StoreLock(path)
-        return None if group.is_alone else _held_summary(path, group, options.restore)
-
-    def recover() -> StepRunner | None:
-        if engine.lock is None:
-            return None
-        if not group.is_alone:
-            directory = StoreDirectory.open(path)
-            directory.lock = engine.lock
-            to_step([directory], step)
-        return _open_locked(engine, engine.lock)
+        engine.store_lock = StoreLock(path)
+        return None if group.is_alone else _member_summary(path, group, options.restore)
 
     with contextlib.ExitStack() as undo:
-        undo.callback(engine.release)
-        step = _common_step(group, path, group.gather("open_store", hold))
-        open_in_all(engine, "open_store", recover)
+        undo.callback(engine.release_lock)
+        step = _common_step(group, path, group.gather("open_store", lock_store))
+        open_in_all(engine, "open_store", partial(_open_existing, engine, step))
         undo.pop_all()
     return engine
 
@@ -152,15 +143,15 @@ def open_engine(
 def open_in_all(
     engine: Engine, what: str, make: Callable[[], StepRunner | None]
 ) -> None:
-    """Gives an engine steps, or closes their files if another process has none."""
+    """Gives an engine its steps, or closes their files if another process fails."""
     with contextlib.ExitStack() as undo:
 
-        def made() -> StepRunner | None:
+        def make_undoable() -> StepRunner | None:
             if (steps := make()) is not None:
                 undo.callback(steps.files.close)
             return steps
 
-        engine.steps = engine.group.in_all(what, made)
+        engine.steps = engine.group.in_all(what, make_undoable)
         undo.pop_all()
 
 
@@ -174,26 +165,35 @@ def open_steps(
 
 
 def _check_restorable(engine: Engine) -> None:
-    """Refuses to restore if there is no store with a committed step."""
     if engine.options.restore is not None:
         raise ValueError(
-            f"{engine.options.path}: expected a store with a checkpoint "
+            f"{engine.path}: expected a store with a checkpoint "
             f"{engine.options.restore!r} to restore, found no committed step"
         )
 
 
-def _open_locked(engine: Engine, lock: StoreLock) -> StepRunner | None:
-    """Opens the store at the step to continue from; removes leftovers."""
-    options, path = engine.options, engine.options.path
+def _open_existing(engine: Engine, step: StepId | None) -> StepRunner | None:
+    """Opens a locked store at the step to go on from; removes leftovers.
+
+    Args:
+      step: the step that all members of a run have; None for their own.
+    """
+    lock, options, path = engine.store_lock, engine.options, engine.path
+    if lock is None:
+        return None
+    if not engine.group.is_alone:
+        directory = StoreDirectory.open(path)
+        directory.lock = lock
+        to_step([directory], step)
     with lock_exclusively(path / "checkpoints.lock"):
         if is_unfinished(path):
             _check_restorable(engine)
             check_never_committed(read_owned(path, unmade=True))
-            return None  # it will be made anew
+            return None
         directory = read_owned(path)
         directory.lock = lock
-        _check_own(directory, engine.group)
-        check_form(options, directory.manifest)
+        _check_member(directory, engine.group)
+        check_formats(options, directory.manifest)
         # A damaged record is refused before anything is written.
         commit = None if options.restore else directory.read_commit()
         take_over(directory)
@@ -205,8 +205,8 @@ def _open_locked(engine: Engine, lock: StoreLock) -> StepRunner | None:
 # --- members of a run -----------------------------------------------------------------
 
 
-def _check_own(directory: StoreDirectory, group: Group) -> None:
-    """Refuses a store that is not of this process's kind, or another member's."""
+def _check_member(directory: StoreDirectory, group: Group) -> None:
+    """Refuses the store of another member, or of another number of processes."""
     member, path = directory.manifest.member, directory.path
     if member is None:
         _check_count(path, 1, group)
@@ -219,67 +219,71 @@ def _check_own(directory: StoreDirectory, group: Group) -> None:
         )
 
 
-def _held_summary(path: Path, group: Group, restore: str | None) -> JsonValue:
-    """Describes an existing member to the others, or refuses it."""
+def _member_summary(path: Path, group: Group, restore: str | None) -> JsonValue:
+    """Describes an existing member to the other processes, or refuses it."""
     directory = StoreDirectory.open(path)
-    _check_own(directory, group)
-    member, kept = directory.manifest.member, None
+    _check_member(directory, group)
+    member, restored = directory.manifest.member, None
     assert member is not None
-    directory.read_commit()  # refuses one that is damaged
+    directory.read_commit()  # refuses a damaged record
     if restore is not None:
         record = find_step(directory, restore).commit
-        kept = [record.step, record.commit]
-    steps = list(held_steps(directory))
-    common = in_common(directory.manifest)
-    return {**common, "run": member.run, "steps": steps, "restore": kept}
+        restored = [record.step, record.commit]
+    return {
+        **contents_summary(directory.manifest),
+        "run": member.run,
+        "steps": list(held_steps(directory)),
+        "restore": restored,
+    }
 
 
-def _common_step(group: Group, path: Path, found: Sequence[Any]) -> StepId | None:
+def _common_step(group: Group, path: Path, summaries: Sequence[Any]) -> StepId | None:
     """Returns the step that all members go on from; None if none has one.
 
     With a checkpoint to restore they need none in common.
 
     Args:
-      found: a `_held_summary` of each process, or None where there is no member.
+      summaries: a `_member_summary` of each process, or None where there is no member.
     """
-    pairs = [(None, None) if one is None else one["steps"] for one in found]
-    steps = [HeldSteps(*(one and StepId(*one) for one in pair)) for pair in pairs]
+    pairs = [summary["steps"] if summary else (None, None) for summary in summaries]
+    steps = [HeldSteps(*(step and StepId(*step) for step in pair)) for pair in pairs]
     if not any(step.current for step in steps):
-        return None  # no step was ever committed: the store is made anew
-    missing = [n for n, one in enumerate(found) if one is None]
+        return None  # no step was ever committed: the store is made again
+    missing = [n for n, summary in enumerate(summaries) if summary is None]
     if missing:
         raise ProcessError(
-            f"{path}: expected a member of the run in each of {len(found)} processes, "
-            f"found none in process {', '.join(map(str, missing))}; start the run with "
-            "its processes at the same numbers as before, mount what is missing, or "
-            "move the run's directory aside, in all places where it lies, and start "
-            "anew",
+            f"{path}: expected a member of the run in each of {len(summaries)} "
+            f"processes, found none in process {', '.join(map(str, missing))}; start "
+            "the run with its processes at the same numbers as before, mount what is "
+            "missing, or move the run's directory aside, in all places where it lies, "
+            "and start anew",
         )
-    check_alike(
+    check_summaries(
         group,
-        found,
+        summaries,
         run="the run of the members",
         contents="the members' leaves, optimizer and division",
         restore="the commit of the checkpoint to restore",
     )
     try:
-        return agreed_step(steps, path.parent)  # the run's, which commands take
+        return agreed_step(steps, path.parent)  # the run's path, which commands take
     except ProcessError:
-        if found[0]["restore"] is not None:
+        if summaries[0]["restore"] is not None:
             return None
         raise
 
 
-def check_alike(group: Group, found: Sequence[Any], **what: str) -> None:
-    """Refuses summaries of which these values differ, or the versions of packages."""
-    versions = "the versions of jaxinf, jax and optax"
-    for key, named in {"versions": versions, **what}.items():
-        values, remedy = [one[key] for one in found], "use the same in all of them"
-        group.check_alike(named, values, remedy, StoreMismatchError)
+def check_summaries(group: Group, summaries: Sequence[Any], **meanings: str) -> None:
+    """Refuses summaries of processes that differ in these values, or in versions."""
+    meanings = {"versions": "the versions of jaxinf, jax and optax", **meanings}
+    for key, meaning in meanings.items():
+        values = [summary[key] for summary in summaries]
+        remedy = "use the same in all of them"
+        group.check_alike(meaning, values, remedy, StoreMismatchError)
 
 
-def in_common(manifest: Manifest) -> dict[str, JsonValue]:
-    """Returns what the members of a run must have alike, for `check_alike`."""
+def contents_summary(manifest: Manifest) -> dict[str, JsonValue]:
+    """Returns what the members of a run have alike, for `check_summaries`."""
     text = json.dumps(manifest.common, sort_keys=True)
     contents = hashlib.sha256(text.encode()).hexdigest()
     return {"contents": contents, "versions": {**package_versions()}}

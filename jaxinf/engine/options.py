@@ -25,13 +25,13 @@ Durability: TypeAlias = Literal["step", "checkpoint"] | int
 """The steps after which to commit; see `jaxinf.open_store`."""
 
 MasterChoice: TypeAlias = Literal["auto", "none"]
-"""Form of the master params; see `jaxinf.open_store`."""
+"""The form of the master params; see `jaxinf.open_store`."""
 
 KeepSteps: TypeAlias = int | tuple[int, int]
-"""Interval and number of the kept steps; see `jaxinf.open_store`."""
+"""The interval and the number of the kept steps; see `jaxinf.open_store`."""
 
-LEAST_WORKERS, WORKERS_A_DRIVE = 4, 2
-"""Requests at the drives at once."""
+MIN_WORKERS, WORKERS_PER_DRIVE = 4, 2
+"""Workers, each of which has one request at a drive at a time."""
 
 DEFAULT_MEMORY_BYTES = 512 << 20
 
@@ -41,10 +41,10 @@ class StoreOptions:
     """The options of `jaxinf.open_store`. Checked on construction.
 
     Attributes:
-      steps_per_commit: steps a commit; None if only a call of the program commits.
+      steps_per_commit: steps from commit to commit; None if only calls commit.
       rewrites_steps: whether a step may overwrite one that is not committed.
-      keep_every: steps between those that the store keeps by itself; 0 for none.
-      num_kept: how many of those named by their step stay, the latest; 0 for all.
+      keep_every: interval of the steps that are kept as checkpoints; 0 for none.
+      num_kept: number of checkpoints named by their step that stay; 0 for all.
 
     Raises:
       ValueError: an option is invalid; names it.
@@ -69,8 +69,8 @@ class StoreOptions:
         check_choice("master", self.master, MasterChoice)
         if self.state is not None:
             check_choice("state", self.state, StateFormat)
-        self.keep_every, self.num_kept = _kept(self.keep_steps)
-        self.steps_per_commit = _steps_per_commit(self.durability)
+        self.keep_every, self.num_kept = _parse_keep_steps(self.keep_steps)
+        self.steps_per_commit = _parse_durability(self.durability)
         self.rewrites_steps = self.steps_per_commit != 1
         if self.export_every != 0 or self.export_to is not None:
             _check_exports(self.export_every, self.export_to)
@@ -83,39 +83,38 @@ class StoreOptions:
         """Whether a step is due for export, and therefore committed."""
         return self.export_every > 0 and step > 0 and step % self.export_every == 0
 
-    def workers_of(self, num_csds: int) -> int:
-        """Returns the number of requests at the drives at once, beside the kernels."""
-        return max(LEAST_WORKERS, WORKERS_A_DRIVE * num_csds)
+    def num_workers_for(self, num_csds: int) -> int:
+        return max(MIN_WORKERS, WORKERS_PER_DRIVE * num_csds)
 
-    def remove_surplus(self, directory: StoreDirectory, made: str) -> None:
-        """Removes the checkpoints that no longer stay, now that one was made.
+    def remove_surplus_checkpoints(self, directory: StoreDirectory, new: str) -> None:
+        """Removes old checkpoints beyond `num_kept`, once a new one is made.
 
-        Only those named by their number go, and none of later steps: they are of
-        another run, which went back.
+        Only those named by their step go. Those of later steps stay: they are of a run
+        that has gone back.
         """
-        if made.isdecimal() and self.num_kept:
+        if new.isdecimal() and self.num_kept:
             names = checkpoint_names(directory)
             names = [n for n in names if n.isdecimal() and n == str(int(n))]
-            held = sorted(number for number in map(int, names) if number <= int(made))
-            for old in held[: -self.num_kept]:
-                remove_checkpoint(directory, str(old))
+            steps = sorted(step for step in map(int, names) if step <= int(new))
+            for step in steps[: -self.num_kept]:
+                remove_checkpoint(directory, str(step))
 
 
-def _kept(keep_steps: KeepSteps | None) -> tuple[int, int]:
+def _parse_keep_steps(keep_steps: KeepSteps | None) -> tuple[int, int]:
     if keep_steps is None:
         return 0, 0
-    given = (keep_steps, 2) if isinstance(keep_steps, int) else tuple(keep_steps)
-    are_numbers = len(given) == 2 and all(type(n) is int and n >= 0 for n in given)
+    pair = (keep_steps, 2) if isinstance(keep_steps, int) else tuple(keep_steps)
+    are_numbers = len(pair) == 2 and all(type(n) is int and n >= 0 for n in pair)
     if keep_steps == 0 or not are_numbers:
         raise ValueError(
             f"keep_steps={keep_steps!r}: expected a number k of steps, or (k, n) for "
             "the last n multiples of k; k=0 for those alone that the program keeps, "
             "n=0 for all"
         )
-    return given[0], given[1]
+    return pair[0], pair[1]
 
 
-def _steps_per_commit(durability: Durability) -> int | None:
+def _parse_durability(durability: Durability) -> int | None:
     if durability in ("step", "checkpoint"):
         return 1 if durability == "step" else None
     if type(durability) is not int or durability < 1:
@@ -141,15 +140,15 @@ def _check_exports(every: int, url: str | None) -> None:
 
 def check_writable(path: Path) -> None:
     """Refuses a path that is not a writable directory and cannot become one."""
-    there = existing_parent(path)
-    if not there.is_dir():
+    parent = existing_parent(path)
+    if not parent.is_dir():
         raise NotADirectoryError(
-            f"{path}: expected a directory, or a place for one, found the file {there}"
+            f"{path}: expected a directory, or a place for one, found the file {parent}"
             "; give another path"
         )
-    if not os.access(there, os.W_OK | os.X_OK):
+    if not os.access(parent, os.W_OK | os.X_OK):
         raise PermissionError(
-            f"{path}: expected a place that can be written to, found {there} "
+            f"{path}: expected a place that can be written to, found {parent} "
             "read-only for this user; change its permissions, remount it, or give "
             "another path"
         )

@@ -1,4 +1,4 @@
-"""The optax state of the last step as a tree, and a tree as a step of the store.
+"""Reads the optax state of the last step as a tree, and loads a tree as a step.
 
 Invariant: one array is in memory at a time, and a load is one commit: until then the
 store is at step 0.
@@ -13,10 +13,10 @@ import numpy as np
 
 from jaxinf.csd import Csd, CsdBuffer
 from jaxinf.documents import first_few
-from jaxinf.engine.carry import array_like, data_of
+from jaxinf.engine.carry import numeric_data, put_like
 from jaxinf.engine.engine import Engine
 from jaxinf.engine.reading import read_leaf
-from jaxinf.engine.resume_check import RESTART
+from jaxinf.engine.resume_check import RESTART_REMEDY
 from jaxinf.engine.sharding import shards_with_origin
 from jaxinf.engine.store_files import StoreFiles
 from jaxinf.engine.subgroup_table import SubgroupLayout
@@ -26,17 +26,17 @@ from jaxinf.store import ScalarState
 from jaxinf.transfer import Task
 from jaxinf.typing import AVERAGE, FLOAT32, FLOAT_DTYPES, Array, PyTree
 
-_OF_AVERAGE = (AVERAGE, "average_count", "average_weight")
-"""The state of an average, whose first scalars are zeros."""
+_AVERAGE_STATES = (AVERAGE, "average_count", "average_weight")
+"""The states of an average, whose first scalars are zeros."""
 
 
 class _Place(NamedTuple):
-    """The place of a leaf of the optax state in a store.
+    """The place of an optax state's leaf in a store.
 
     Attributes:
       leaf: number of the params' leaf; None for scalar state.
       number: number of the leaf's state, or of the scalar.
-      shape, dtype: of the array; typed keys are their numbers.
+      shape, dtype: those of the array; of typed keys, those of their numbers.
     """
 
     name: str
@@ -47,18 +47,20 @@ class _Place(NamedTuple):
 
 
 def read_state(files: StoreFiles, layout: StateLayout, like: PyTree) -> PyTree:
-    """Returns the last step's optax state in the form of a tree; blocks."""
+    """Returns the last step's optax state as a tree like `like`; blocks."""
     scalars = files.finished.scalar_state
     leaves = [
-        array_like(scalars[place.number].value, leaf)
+        put_like(scalars[place.number].value, leaf)
         if place.leaf is None
         else read_leaf(files, place.leaf, leaf, place.number)
-        for place, leaf in _placed_leaves(files, layout, like, "like").items()
+        for place, leaf in _match_leaves(files, layout, like, "like").items()
     ]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def load_step(engine: Engine, params: Sequence[Any], state: PyTree, step: int) -> None:
+def load_step(
+    engine: Engine, params: Sequence[Any], state: PyTree, *, step: int
+) -> None:
     """Commits params and an optax state as the first step after step 0; blocks.
 
     All processes call it. After an exception the step may be loaded anew.
@@ -71,22 +73,22 @@ def load_step(engine: Engine, params: Sequence[Any], state: PyTree, step: int) -
 
     def write() -> None:
         steps.begin_overwrite()
-        for leaf, number, array in stored:
-            for origin, values in _parts(files, array):
-                _write_part(files, leaf, number, origin, values)
+        for leaf, number, array in arrays:
+            for origin, values in _held_boxes(files, array):
+                _write_box(files, values, leaf=leaf, state=number, origin=origin)
                 del values  # frees a deferred leaf before the next is read
             files.mover.drain()
 
-    with engine.guard, steps.paused():
+    with engine.binding_lock, steps.paused():
         if files.is_new or files.finished.step:
             raise StoreMismatchError(
                 f"{files.options.path}: load: expected a store at step 0, found step "
                 f"{files.finished.step}; load into a new store after tx.init(params), "
-                f"{RESTART}"
+                f"{RESTART_REMEDY}"
             )
         steps.abandon()
-        given = partial(_given, files, layout, params, state)
-        stored, scalars = group.in_all(what, given)
+        match = partial(_match_states, files, layout, params, state)
+        arrays, scalars = group.in_all(what, match)
         try:
             group.in_all(what, write)
         except BaseException:  # perhaps of another process
@@ -99,20 +101,20 @@ def load_step(engine: Engine, params: Sequence[Any], state: PyTree, step: int) -
 # --- places of the optax state --------------------------------------------------------
 
 
-def _placed_leaves(
+def _match_leaves(
     files: StoreFiles, layout: StateLayout, state: PyTree, what: str
 ) -> dict[_Place, Any]:
     """Returns each leaf of an optax state by its place.
 
-    Names of keys alone count, so dicts and lists may take the place of named tuples.
+    Only the names of keys count: dicts and lists may take the place of named tuples.
     """
     places = {place.name: place for place in _places(files, layout)}
-    names = map(_name, state_keys(state))
+    names = map(_joined_keys, state_keys(state))
     leaves = dict(zip(names, jax.tree.leaves(state), strict=True))
     where = f"{files.options.path}: {what}"
     unknown = [name for name in leaves if name not in places]
     missing = [name for name in places if name not in leaves]
-    missing = [name for name in missing if name.split("/")[0] not in _OF_AVERAGE]
+    missing = [name for name in missing if name.split("/")[0] not in _AVERAGE_STATES]
     if unknown or missing:
         raise StoreMismatchError(
             f"{where}: expected a tree like the init of the store's optimizer for the "
@@ -121,7 +123,7 @@ def _placed_leaves(
             "transformation that smart_update was given"
         )
     for name, leaf in leaves.items():
-        shape, expected = data_of(leaf).shape, places[name].shape
+        shape, expected = numeric_data(leaf).shape, places[name].shape
         if shape != expected:
             raise StoreMismatchError(
                 f"{where}: leaf {name}: expected shape {expected}, found {shape}; give "
@@ -132,79 +134,79 @@ def _placed_leaves(
 
 def _places(files: StoreFiles, layout: StateLayout) -> Iterator[_Place]:
     scalars = zip(layout.scalar_indices, files.finished.scalar_state, strict=True)
-    for number, (index, held) in enumerate(scalars):
-        value, name = held.value, _name(layout.keys[index])
+    for number, (index, scalar) in enumerate(scalars):
+        value, name = scalar.value, _joined_keys(layout.keys[index])
         yield _Place(name, None, number, value.shape, value.dtype)
     for leaf, slots in enumerate(layout.slots):
         record = files.leaves[leaf]
-        names = [state.name for state in record.states]
+        numbers = {state.name: number for number, state in enumerate(record.states)}
         for slot in slots:
-            name, number = _name(layout.keys[slot.state_index]), names.index(slot.name)
-            yield _Place(name, leaf, number, record.shape, slot.dtype)
+            name = _joined_keys(layout.keys[slot.state_index])
+            yield _Place(name, leaf, numbers[slot.name], record.shape, slot.dtype)
 
 
-def _name(keys: Sequence[tuple[str, Any]]) -> str:
+def _joined_keys(keys: Sequence[tuple[str, Any]]) -> str:
     return "/".join(str(value) for _, value in keys)
 
 
 # --- a tree as a step -----------------------------------------------------------------
 
 
-def _given(
+def _match_states(
     files: StoreFiles, layout: StateLayout, params: Sequence[Any], state: PyTree
 ) -> tuple[list[tuple[int, int, Any]], list[ScalarState]]:
-    """Returns arrays by leaf and number of the state, and scalars; reads these alone.
+    """Returns the arrays to store, by leaf and number of the state, and the scalars.
 
-    An average that is not given begins as a copy of the params.
+    Of the arrays nothing is read. An average that is missing begins as a copy of the
+    params.
     """
-    placed = _placed_leaves(files, layout, state, "opt_state")
-    stored = [(number, 0, leaf) for number, leaf in enumerate(params)]
+    leaves = _match_leaves(files, layout, state, "opt_state")
+    arrays = [(number, 0, leaf) for number, leaf in enumerate(params)]
     scalars = list(files.finished.scalar_state)
     for place in _places(files, layout):
-        if place not in placed:
+        if place not in leaves:
             if place.leaf is not None:
-                stored.append((place.leaf, place.number, params[place.leaf]))
+                arrays.append((place.leaf, place.number, params[place.leaf]))
             continue
-        leaf = data_of(placed[place])
-        found, expected = np.dtype(leaf.dtype), place.dtype
-        is_narrow = expected == FLOAT32 and found in FLOAT_DTYPES
-        if found != expected and not is_narrow:  # it would not hold it exactly
+        data = numeric_data(leaves[place])
+        dtype, expected = np.dtype(data.dtype), place.dtype
+        is_exact = dtype == expected or (expected == FLOAT32 and dtype in FLOAT_DTYPES)
+        if not is_exact:
             raise StoreMismatchError(
                 f"{files.options.path}: opt_state: leaf {place.name}: expected "
-                f"{expected}, found {found}; cast it first"
+                f"{expected}, found {dtype}; cast it first"
             )
         if place.leaf is not None:
-            stored.append((place.leaf, place.number, leaf))
+            arrays.append((place.leaf, place.number, data))
         else:
             path = scalars[place.number].path
-            scalars[place.number] = ScalarState.of(path, np.array(leaf, expected))
-    return stored, scalars
+            scalars[place.number] = ScalarState.of(path, np.array(data, expected))
+    return arrays, scalars
 
 
-def _parts(files: StoreFiles, array: Any) -> Iterator[tuple[tuple[int, ...], Array]]:
+def _held_boxes(
+    files: StoreFiles, array: Any
+) -> Iterator[tuple[tuple[int, ...], Array]]:
     """Yields origin and values of the whole array, or of this process's shards."""
     shards = shards_with_origin(np.asarray(array) if files.group.is_alone else array)
     while shards:
-        yield shards.pop()
+        yield shards.pop()  # and keeps no reference
 
 
-def _write_part(
-    files: StoreFiles, leaf: int, state: int, origin: Sequence[int], values: Array
+def _write_box(
+    files: StoreFiles, values: Array, *, leaf: int, state: int, origin: Sequence[int]
 ) -> None:
-    """Writes a box of a leaf's state; blocks until it is in buffers.
-
-    Decoded values get their codes again.
-    """
+    """Encodes and writes a box of a leaf's state; blocks until it is in buffers."""
     record = files.leaves[leaf].states[state]
     stores = tuple(range(state, state + len(record.stored)))
 
     def compute(
         layout: SubgroupLayout, csd: Csd, buffer: CsdBuffer, _: Collection[int]
     ) -> None:
-        own = layout.gather(values, origin)
-        for number, one in zip(stores, record.encode(own, None), strict=True):
-            csd.put(buffer, layout.extents[number], one)
-        files.meters.add(link_down_bytes=own.nbytes)
+        decoded = layout.gather(values, origin)
+        for number, array in zip(stores, record.encode(decoded, None), strict=True):
+            csd.put(buffer, layout.extents[number], array)
+        files.meters.add(link_down_bytes=decoded.nbytes)
 
     layouts = files.subgroups.layouts(leaf, origin, values.shape)
     files.mover.run([Task(x, partial(compute, x), stores=stores) for x in layouts])

@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxinf.engine.carry import carry_fields
 from jaxinf.engine.engine import Engine
-from jaxinf.engine.resume_check import ResumeCheck, stale_state
+from jaxinf.engine.resume_check import ResumeCheck, stale_state_error
 from jaxinf.engine.store_files import StoreFiles
 from jaxinf.engine.updates import (
     LeafUpdate,
@@ -165,7 +165,7 @@ class StepRunner:
             self.join()
         files.health.check()
         if step != files.finished.step:
-            raise stale_state(files, step)
+            raise stale_state_error(files, step)
         if step == LAST_STEP:
             raise StoreError(
                 f"{self._where}: expected a step to follow, found step {step}, the "
@@ -281,11 +281,11 @@ class StepRunner:
                 files.publish()
             if options.keeps(step):
                 made = save_checkpoint(files.directory, overwrite=True)
-                options.remove_surplus(files.directory, made)
+                options.remove_surplus_checkpoints(files.directory, made)
             self._note_cost(ended, updated_s)
             self._read_ahead(ended)
             if options.exports(step):
-                self._engine.exports.run(files.directory, step)
+                self._engine.exports.export_step(files.directory, step)
         except BaseException as error:
             files.health.fail(error)
 
@@ -360,8 +360,8 @@ class StepRunner:
         payload, state = engine.take_payload(step), tuple(scalars)
         files.end_step(CommitRecord(step=step, scalar_state=state, payload=payload))
         self._commit()
-        engine.note_replaced()
-        self.resume_check.expect(None if step else 0)
+        engine.contents_version += 1
+        self.resume_check.bound_step = None if step else 0
         files.choose_cached()
 
     def _commit(self) -> None:

@@ -1,4 +1,4 @@
-"""`Store`: a user's interface to an open store.
+"""`Store`: what a user calls of an open store.
 
 Invariant: a `Store` shows only the last committed step.
 """
@@ -68,7 +68,7 @@ class Store:
     @property
     def path(self) -> Path:
         """The store's directory."""
-        return self._engine.options.path
+        return self._engine.path
 
     @property
     def exists(self) -> bool:
@@ -98,8 +98,8 @@ class Store:
         return self._engine.directory.manifest
 
     @contextlib.contextmanager
-    def _at_last_step(self, state: Any = None) -> Iterator[StoreFiles]:
-        """The store's files at its last finished step; meanwhile no step begins."""
+    def _between_steps(self, state: Any = None) -> Iterator[StoreFiles]:
+        """Waits for a transform state, and gives the files while no step begins."""
         self.wait(state)
         engine = self._engine
         with engine.steps.paused():
@@ -110,12 +110,13 @@ class Store:
                 raise
 
     def _last_commit(self) -> CommitRecord:
-        self._join()
+        self._wait_for_commit()
         engine = self._engine
-        new = CommitRecord(step=0, scalar_state=())
-        return engine.files.commit if engine.has_files else new
+        if not engine.has_files:
+            return CommitRecord(step=0, scalar_state=())
+        return engine.files.commit
 
-    def _join(self) -> None:
+    def _wait_for_commit(self) -> None:
         self._engine.health.check()
         if self._engine.has_files:
             self._engine.steps.join()
@@ -123,8 +124,8 @@ class Store:
     @property
     def metrics(self) -> StepMetrics | None:
         """Time and traffic of the last step committed by this process."""
-        found = self._engine.steps.metrics if self._engine.has_files else ()
-        return found[-1] if found else None
+        history = self._engine.steps.metrics if self._engine.has_files else ()
+        return history[-1] if history else None
 
     def metrics_of(self, step: int) -> StepMetrics | None:
         """Time and traffic of a step; None if not one of this process's last eight.
@@ -165,12 +166,12 @@ class Store:
           TypeError: `like` has a Python float.
         """
         leaves, treedef = jax.tree.flatten(like)
-        places = [place for place, leaf in enumerate(leaves) if is_trained(leaf)]
-        with self._at_last_step(state) as files:
+        positions = [n for n, leaf in enumerate(leaves) if is_trained(leaf)]
+        with self._between_steps(state) as files:
             check_like(files, trained(like))
-            for number, place in enumerate(places):
+            for number, position in enumerate(positions):
                 states = average_states(files, number) if average else (0,)
-                leaves[place] = read_leaf(files, number, leaves[place], *states)
+                leaves[position] = read_leaf(files, number, leaves[position], *states)
         return jax.tree.unflatten(treedef, leaves)
 
     def state(self, like: PyTree) -> PyTree:
@@ -193,7 +194,7 @@ class Store:
           StoreMismatchError: `like` has other leaves or shapes than the store.
           StaleStateError: no optimizer is bound to the store.
         """
-        with self._at_last_step() as files:
+        with self._between_steps() as files:
             return read_state(files, self._engine.layout, like)
 
     def carried(self, like: PyTree) -> PyTree:
@@ -213,9 +214,9 @@ class Store:
           StoreMismatchError: the step carries nothing, or other arrays; names them.
           StoreCorruptError: an array is damaged.
         """
-        with self._at_last_step() as files:
-            folder = files.directory.step_path(files.chunks.committed)
-            return read_carried(self.path, folder, files.commit, like)
+        with self._between_steps() as files:
+            slot = files.chunks.committed
+            return read_carried(files.directory, slot, files.commit, like)
 
     def read(self, state: str, leaf: str) -> Array:
         """Reads a leaf's state, decoded, after the steps in flight; blocks.
@@ -231,15 +232,15 @@ class Store:
           ValueError: no such leaf or state; lists what there is.
         """
         record = find_leaf(self._manifest, state, leaf)
-        chosen = record.state(state)
-        if chosen.is_beside:
+        stored = record.state(state)
+        if stored.is_beside:
             raise ValueError(
-                f"leaf {leaf}: {state} is a part of {chosen.base_name}; read that"
+                f"leaf {leaf}: {state} is a part of {stored.base_name}; read that"
             )
-        with self._at_last_step() as files:
+        with self._between_steps() as files:
             number = self._manifest.leaves.index(record)
-            dtype = dtype_of(chosen.decoded().dtype)
-            return read_array(files, number, dtype, record.states.index(chosen))
+            dtype = dtype_of(stored.decoded().dtype)
+            return read_array(files, number, dtype, record.states.index(stored))
 
     def load(self, params: PyTree, opt_state: PyTree, *, step: int) -> None:
         """Makes params and an optax state the store's step, in one commit; blocks.
@@ -271,7 +272,7 @@ class Store:
         self.wait()
         tree = trained(params)
         check_like(self._engine.files, tree, "params")
-        load_step(self._engine, jax.tree.leaves(tree), opt_state, step)
+        load_step(self._engine, jax.tree.leaves(tree), opt_state, step=step)
 
     @contextlib.contextmanager
     def snapshot(self) -> Iterator[Path]:
@@ -326,24 +327,26 @@ class Store:
           StoreSpaceError: the drives have too little room; nothing was made.
           ProcessError: another process failed, or did not call it after the same step.
         """
-        with self._at_last_step(state) as files:
-            directory, given = files.directory, name or str(self.step)
-            held, replaces = checkpoint_names(directory), overwrite or name is None
+        with self._between_steps(state) as files:
+            directory, new_name = files.directory, name or str(self.step)
+            old_names = checkpoint_names(directory)
+            replaces = overwrite or name is None
             try:
-                made = files.group.in_all(
-                    f"checkpoint {given} of step {self.step}",
+                files.group.in_all(
+                    f"checkpoint {new_name} of step {self.step}",
                     lambda: save_checkpoint(directory, name, overwrite=replaces),
                 )
             except ProcessError:
-                if given not in held and given in checkpoint_names(directory):
-                    remove_checkpoint(directory, given)
+                names = checkpoint_names(directory)
+                if new_name in names and new_name not in old_names:
+                    remove_checkpoint(directory, new_name)
                 raise
-            files.options.remove_surplus(directory, made)
-            return made
+            files.options.remove_surplus_checkpoints(directory, new_name)
+            return new_name
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """Returns all checkpoints, by step; waits for one that is being made."""
-        self._join()
+        self._wait_for_commit()
         return list_checkpoints(self._engine.directory)
 
     def remove_checkpoint(self, name: str) -> None:
@@ -392,7 +395,7 @@ class Store:
 
     def check(self) -> None:
         """Raises the exception that stopped the store, if any, with its type."""
-        self._engine.health.tell()
+        self._engine.health.raise_to_program()
 
     def close(self) -> None:
         """Closes the store. Idempotent.
@@ -419,16 +422,16 @@ class Store:
                 wait_for_dispatched()
             except KeyboardInterrupt:
                 engine.close()
-                at = engine.files.finished.step if engine.has_files else 0
-                said = "%s: interrupted: steps under way after step %d are lost"
-                _LOG.warning(said, self.path, at)
+                step = engine.files.finished.step if engine.has_files else 0
+                message = "%s: interrupted: steps under way after step %d are lost"
+                _LOG.warning(message, self.path, step)
                 raise
             finally:
                 engine.close()
         if sys.exception() is None:
             raise_kept_interrupt()
-        is_jaxs = isinstance(sys.exception(), jax.errors.JaxRuntimeError)
-        if health.is_unreported and not is_jaxs:
+        is_handling_jax = isinstance(sys.exception(), jax.errors.JaxRuntimeError)
+        if health.is_unraised and not is_handling_jax:
             health.check()
 
     def __enter__(self) -> "Store":
@@ -443,5 +446,5 @@ class Store:
 
 
 def engine_of(store: Store) -> Engine:
-    """Returns the engine of a store, for what works inside of steps."""
+    """Returns the engine of a store, for code that works inside of steps."""
     return store._engine

@@ -166,7 +166,7 @@ class SubgroupTable:
         self.options = options
         self.directory, self.leaves = directory, directory.manifest.leaves
         self.memory_bytes = options.memory_bytes - self.export_bytes
-        self.num_workers = options.workers_of(len(directory.manifest.csds) or 1)
+        self.num_workers = options.num_workers_for(len(directory.manifest.csds) or 1)
         self._layouts = self._cut()
         self._all = [*chain.from_iterable(chain.from_iterable(self._layouts))]
         sizes = [layout.num_bytes for layout in self._all]

@@ -23,10 +23,10 @@ from jaxinf.csd import Csd, CsdBuffer, Rounding, Update, initialise_states, is_i
 from jaxinf.engine.description import StoreDescription
 from jaxinf.engine.reading import StateReader
 from jaxinf.engine.resume_check import (
-    COMPARING_BYTES,
-    difference,
-    difference_of,
+    COMPARE_BUFFER_BYTES,
+    compare_chunks,
     diverged_error,
+    show_difference,
 )
 from jaxinf.engine.store_files import StoreFiles
 from jaxinf.engine.subgroup_table import Move, SubgroupLayout, SubgroupTable
@@ -243,11 +243,11 @@ class LeafUpdate:
             if layout.subgroup.offset_elements or not is_first or not params.size:
                 return
             master = master[: params.size]
-        if differs := difference(master, params, self._inexact or 0.0):
+        if differs := show_difference(master, params, self._inexact or 0.0):
             if self._is_comparable(layout):  # damage would explain it
                 chunk = [layout.subgroup.chunk]
                 state = layout.subgroup.leaf, 0
-                with StateReader(self._files, COMPARING_BYTES) as reader:
+                with StateReader(self._files, COMPARE_BUFFER_BYTES) as reader:
                     reader.visit_pieces(*state, chunk, params.dtype, lambda _: None)
             raise diverged_error(self._where, differs)
 
@@ -260,10 +260,15 @@ class LeafUpdate:
         if self._files.chunks.matches(layout, 0, checksum):
             return
         assert self._params is not None
-        leaf, chunk = layout.subgroup.leaf, [layout.subgroup.chunk]
-        origin = self._request.origin
-        if differs := difference_of(self._files, leaf, self._params, origin, chunk):
-            raise diverged_error(self._where, differs)
+        difference = compare_chunks(
+            self._files,
+            layout.subgroup.leaf,
+            self._params,
+            origin=self._request.origin,
+            chunks=[layout.subgroup.chunk],
+        )
+        if difference:
+            raise diverged_error(self._where, difference)
 
 
 def initialise_leaves(

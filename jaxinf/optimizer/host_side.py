@@ -82,7 +82,7 @@ class StartedUpdates:
             self._taken_bytes += num_bytes
             if self._pool is None:
                 num_csds = len(engine.files.csds) if engine.has_files else 1
-                num_workers = engine.options.workers_of(num_csds)
+                num_workers = engine.options.num_workers_for(num_csds)
                 self._pool = ThreadPoolExecutor(num_workers, "jaxinf-leaf")
                 engine.on_close.append(self._pool.shutdown)
             self._under_way[key] = self._pool.submit(run)
@@ -138,7 +138,7 @@ class HostFunctions:
         No later call of the step tells other processes of that of the last one.
         """
         engine, health = self.engine, self.engine.health
-        report = health.fail_beside_others
+        report = health.fail_announced
         if is_last and not engine.group.is_alone:
             report = health.fail_unannounced
         return HostCallback(host, health.fail, report)
@@ -157,13 +157,13 @@ class HostFunctions:
         """
         engine = self.engine
         bind_optimizer(engine, description)
-        is_bound = engine.steps.resume_check.at == int(step)
+        is_bound = engine.resume_check.bound_step == int(step)
         if waits and engine.options.exports(int(step)):
             engine.steps.join()
         if not is_bound:
             engine.steps.abandon()  # a step whose computation ended before its commit
             engine.steps.wait()
-            engine.steps.resume_check.begin(int(step))
+            engine.resume_check.begin(int(step))
         out[...] = BOUND if is_bound else UNBOUND
 
     def compare(self, outs: HostResult, call: HostCall) -> None:
@@ -171,7 +171,7 @@ class HostFunctions:
         self.engine.health.check()
         for leaf in call.leaves:
             origin = call.origin(leaf)
-            self.engine.steps.resume_check.compare(leaf.number, leaf.params, origin)
+            self.engine.resume_check.compare(leaf.number, leaf.params, origin)
         outs.statuses[...] = FINITE
 
     def bind(
@@ -197,7 +197,7 @@ class HostFunctions:
                 "read an old copy. Take the params from the store, params = "
                 "store.params(like=params), in every process"
             )
-        self.engine.steps.resume_check.finish()
+        self.engine.resume_check.finish()
         out[...] = BOUND
 
     def _clear_parts(self, outs: HostResult, call: HostCall) -> None:
@@ -220,7 +220,7 @@ class HostFunctions:
     def _raise_in_next_call(self, error: BaseException) -> BaseException:
         """Returns an error that all know by statuses; the next call raises it, too."""
         if not self.engine.group.is_alone:
-            self.engine.health.fail_beside_others(error)
+            self.engine.health.fail_announced(error)
         return error
 
     def recall(self, slots: Sequence[str], outs: HostResult, call: HostCall) -> None:
@@ -333,7 +333,7 @@ class HostFunctions:
             engine.steps.finish(
                 int(step), named, int(skipped), bounds, kept=kept, carry=carry
             )
-            engine.steps.resume_check.expect(int(step) + 1)
+            engine.resume_check.bound_step = int(step) + 1
             verdict[...] = COMMITTED
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinf import compat
-from jaxinf.engine import StoreDescription, check_announced
+from jaxinf.engine import StoreDescription, raise_announced
 from jaxinf.errors import StaleStateError, StoreError
 from jaxinf.optimizer.host_side import COMMITTED, SKIPPED
 from jaxinf.processes import raise_kept_interrupt
@@ -151,7 +151,7 @@ def _check() -> None:
     With several JAX devices it is a failure of the store, on one an interrupt.
     """
     raise_kept_interrupt()
-    check_announced()
+    raise_announced()
 
 
 compat.register_checked(SmartUpdateState, _check)

@@ -101,7 +101,7 @@ def run_update(
     init, program = wrapped.trace(params, extra_args)
     description = wrapped.describe(init, program, shardings)
     _check(wrapped, description, shardings, state, gradients)
-    path = wrapped.engine.options.path
+    path = wrapped.engine.path
     check_carried(path, carried, description.contents.state_names)
     old = jax.tree.leaves(in_jax(state))
     feedback = jax.tree.leaves(state.error_feedback)

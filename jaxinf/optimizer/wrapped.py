@@ -25,7 +25,7 @@ from jaxinf.engine import (
     Engine,
     StoreDescription,
     check_processes,
-    describe,
+    describe_store,
     held_shards,
     keeps_feedback,
     shard_counts,
@@ -214,7 +214,7 @@ class OffloadedOptimizer:
     def check(self) -> None:
         """Raises the exception that stopped the store, if any."""
         if self.engine.health.error is not None:
-            self.engine.health.tell()
+            self.engine.health.raise_to_program()
 
     def trace(
         self, params: PyTree, extra_args: Mapping[str, Any]
@@ -264,7 +264,7 @@ class OffloadedOptimizer:
             (sharding, leaf.info.shape)
             for sharding, leaf in zip(places, update.leaves, strict=True)
         ]
-        return describe(
+        return describe_store(
             update,
             init,
             [shard_counts(*pair) for pair in pairs],

@@ -84,7 +84,7 @@ class ReadStore:
             needs=needs,
             engine=engine,
             reads=partial(read_units, engine, average=self.average),
-            version=lambda: (engine.num_replaced, engine.files.finished.step),
+            version=lambda: (engine.contents_version, engine.files.finished.step),
             reads_commit=self.average,  # which no step writes whole
         )
 

@@ -26,7 +26,7 @@ from jaxinf.engine import (
     StoreDescription,
     bind_optimizer,
     check_processes,
-    describe,
+    describe_store,
     engine_of,
     held_shards,
     initialise_leaves,
@@ -127,7 +127,7 @@ class InStore:
             needs=updates.needs,
             engine=engine,
             reads=partial(read_units, engine),
-            version=lambda: engine.num_replaced,
+            version=lambda: engine.contents_version,
             sink=partial(StoreSink, updates),
             updates=updates,
             scratch=partial(store_scratch, engine),
@@ -223,7 +223,7 @@ class InStore:
         if not is_alone:
             there = on_mesh(held, mesh_of(avals))
             shards = [held_shards(leaf.sharding, leaf.shape) for leaf in there]
-        return first, describe(
+        return first, describe_store(
             update,
             first,
             counts,

@@ -18,7 +18,7 @@ from jaxinf_models import num_params
 from jaxinf.engine import (
     Store,
     can_use_params,
-    describe,
+    describe_store,
     engine_of,
     list_moves,
     subgroups_of,
@@ -133,7 +133,7 @@ def _stored(config: TrainConfig, store: Store, *, is_shared: bool) -> dict[str, 
     """Counts bytes on disk, of buffers, and those that updates read and write."""
     params = config.abstract[1]
     tx = averaged(make_optimizer(config), config.average)
-    description = describe(
+    description = describe_store(
         trace_update(tx, params, may_recall="sums"),
         trace_init(tx, params),
         [(1,) * leaf.ndim for leaf in jax.tree.leaves(params)],

@@ -13,7 +13,7 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from jaxinf.command_line import UsageError
-from jaxinf.engine import Store, divide_for, engine_of, open_store
+from jaxinf.engine import Store, divide_store, engine_of, open_store
 from jaxinf.errors import StreamError, UnsupportedTransformError
 from jaxinf.store import required_bytes
 from jaxinf.streaming import store_memory_bytes
@@ -66,7 +66,7 @@ def open_run(config: TrainConfig, devices: Devices) -> Store:
         alone = SingleDeviceSharding(jax.devices()[0])
         shapes = devices.shapes(config.abstract[1])
         shardings = jax.tree.map(lambda leaf: leaf.sharding or alone, shapes)
-        divide_for(config.store, shardings, config.csd_root or ())
+        divide_store(config.store, shardings, config.csd_root or ())
     store = open_store(
         config.store,
         csds=config.csd_root,

@@ -32,7 +32,7 @@ import jaxinf.engine.binding
 import jaxinf.engine.opening
 import jaxinf.engine.store
 import jaxinf.engine.updates
-from jaxinf.engine import divide_for
+from jaxinf.engine import divide_store
 from jaxinf.engine.step_runner import StepRunner
 from jaxinf.processes import Group, group
 from jaxinf.store import StoreDirectory
@@ -245,7 +245,7 @@ def main(arguments):
     first = first_params(dtype, given.stream)
     shardings = {n: NamedSharding(mesh, specs[n]) for n in first}
     if given.options.pop("divide", False):
-        divide_for(given.store, shardings)
+        divide_store(given.store, shardings)
     options = {"chunk_elements": 65536} if given.stream else {}
     store = small_stores.open_store(given.store, **(options | given.options))
     params = {n: on(mesh, specs[n], a) for n, a in first.items()}

@@ -58,7 +58,7 @@ def test_a_run_whose_lock_was_removed_commits_nothing_more(
         StoreLock(first.store.path)
     (first.store.path / "lock").unlink()
     # As in another process, which knows of no open store.
-    monkeypatch.setattr("jaxinf.engine.open_stores._open", {})
+    monkeypatch.setattr("jaxinf.engine.open_stores._open_stores", {})
     second = drive(first.store.path).init().steps(1)
     second.check(3)
     with pytest.raises(StoreLockedError, match="found it removed or replaced"):

@@ -15,7 +15,7 @@ from jaxinf.layout import grid
 
 _CHUNK_ELEMENTS = grid.DEFAULT_CHUNK_ELEMENTS
 _FULL_RATE_BYTES = subgroup_table._FULL_RATE_BYTES
-_WORKERS = options.LEAST_WORKERS, options.WORKERS_A_DRIVE
+_WORKERS = options.MIN_WORKERS, options.WORKERS_PER_DRIVE
 
 
 def reset(*, chunk_elements=None, num_workers=None):
@@ -26,7 +26,7 @@ def reset(*, chunk_elements=None, num_workers=None):
     # So small a store leaves memory for a part of its state, as a large one does.
     subgroup_table._FULL_RATE_BYTES = _FULL_RATE_BYTES if chunk_elements is None else 0
     workers = _WORKERS if num_workers is None else (num_workers, 0)
-    options.LEAST_WORKERS, options.WORKERS_A_DRIVE = workers
+    options.MIN_WORKERS, options.WORKERS_PER_DRIVE = workers
 
 
 def open_store(path, *, chunk_elements=None, num_workers=None, **given):

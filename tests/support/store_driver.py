@@ -19,7 +19,7 @@ from jaxinf.engine import (
     InitialParams,
     UpdateRequest,
     bind_optimizer,
-    describe,
+    describe_store,
     engine_of,
     initialise_leaves,
 )
@@ -48,7 +48,7 @@ def described(params, tx=TX):
     """Makes the description that `smart_update` would give a store."""
     init, update = trace_init(tx, params), trace_update(tx, params, {})
     counts = [(1,) * len(leaf.info.shape) for leaf in update.leaves]
-    return replace(describe(update, init, counts), scalar_paths=("#0/.n",))
+    return replace(describe_store(update, init, counts), scalar_paths=("#0/.n",))
 
 
 class Driver:
@@ -96,17 +96,17 @@ class Driver:
             self.engine.steps.commit_written_step(0, self.scalars(0))
         self.at = self.store.step
         if not is_new:
-            self.engine.steps.resume_check.expect(None)
+            self.engine.resume_check.bound_step = None
             self.bind(self.at)
         return self
 
     def bind(self, step):
         """Like the first `tx.update`: compares the run's params with the store's."""
-        self.engine.steps.resume_check.begin(step)
+        self.engine.resume_check.begin(step)
         for number, (params, *_) in enumerate(self.expected(step).values()):
             device = self.rounded(number, params)
-            self.engine.steps.resume_check.compare(number, device, (0,) * device.ndim)
-        self.engine.steps.resume_check.finish()
+            self.engine.resume_check.compare(number, device, (0,) * device.ndim)
+        self.engine.resume_check.finish()
         self.at = self.store.step
         return self
 

@@ -104,7 +104,7 @@ class StoreSink:
         updates, files = self.updates, self.updates.engine.files
         finished = files.finished
         if not updates.options.replan:
-            check_same(updates.engine.options.path, finished, self._streams)
+            check_same(updates.engine.path, finished, self._streams)
         assigned = next_assignment(self.share, finished, self._update_s)
         if assigned.interval != "auto":
             self.share = assigned
@@ -362,8 +362,8 @@ def _carried(updates: UpdatePlan, results: PyTree) -> Mapping[tuple[str, ...], A
     if updates.options.carry is None:
         return {}
     arrays = carried_leaves(updates.options.carry(results[1]))
-    names = updates.engine.files.directory.manifest.state_names
-    check_carried(updates.engine.options.path, arrays, names)
+    names = updates.engine.directory.manifest.state_names
+    check_carried(updates.engine.path, arrays, names)
     for path, array in arrays.items():
         if isinstance(array, jax.Array) and not array.is_fully_addressable:
             if not array.is_fully_replicated:

@@ -1,7 +1,7 @@
-"""A store that is divided anew before a run opens it: for its processes and shardings.
+"""Divides a store anew, for the processes and shardings of the run that will open it.
 
-Invariant: a store that suits the run is only looked at, and what cannot be divided is
-refused before it is.
+Invariant: a store that suits the run is only read, and what cannot be divided is
+refused before anything is written.
 """
 
 import logging
@@ -27,10 +27,10 @@ from jaxinf.typing import PathLikeStr, PyTree
 _LOG = logging.getLogger("jaxinf")
 
 
-def divide_for(
+def divide_store(
     path: PathLikeStr, shardings: PyTree, csd_roots: Sequence[PathLikeStr] = ()
 ) -> None:
-    """Copies a store in place for the processes and devices of this run; blocks.
+    """Divides a store among the processes and devices of this run, in place; blocks.
 
     All processes call it, before they open the store; process 0 sees all members. It
     does what ``jaxinf store copy PATH PATH --processes N`` does, if that is needed.
@@ -39,7 +39,7 @@ def divide_for(
       path: the path of the store or of the run.
       shardings: a tree of ``NamedSharding`` like the params, as the run will have them.
       csd_roots: CSD roots for another number of processes, in which ``{process}`` is
-        its number; by default those of before.
+        its number; by default the present ones.
 
     Raises:
       ValueError: a sharding does not suit its leaf, or a CSD root is wrong.
@@ -55,7 +55,7 @@ def divide_for(
 
 
 def _divide(
-    path: Path, count: int, shardings: PyTree, csd_roots: Sequence[str]
+    path: Path, num_processes: int, shardings: PyTree, csd_roots: Sequence[str]
 ) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(shardings)
     by_path = {leaf_path(keys): sharding for keys, sharding in leaves}
@@ -71,18 +71,21 @@ def _divide(
             return Shards((1,) * len(leaf.shape))
         return held_shards(sharding, leaf.shape)
 
-    if is_divided_for(path, count, shards_of):
+    if is_divided_for(path, num_processes, shards_of):
         return
     with store_source(path, holds=True, checkpoints=True) as source:
-        found = len(source.parts)
-        roots = csd_roots if found != count else ()
-        layout = CopyLayout(csd_roots=roots, processes=count, shards_of=shards_of)
+        num_members = len(source.parts)
+        layout = CopyLayout(
+            csd_roots=csd_roots if num_members != num_processes else (),
+            processes=num_processes,
+            shards_of=shards_of,
+        )
         copy_step(source, path, layout)
     _LOG.warning(
         "%s: divided among %d processes, it was among %d; checkpoints dropped, as not "
         "all had them: %s",
         path,
-        count,
-        found,
+        num_processes,
+        num_members,
         ", ".join(source.dropped) or "none",
     )

@@ -18,14 +18,13 @@ class StoreHealth:
 
     Attributes:
       failure: the first error of its threads.
-      is_closed: whether it was closed.
     """
 
     def __init__(self, path: Path) -> None:
         self.failure = Failure()
         self.is_closed = False
         self._path = path
-        self._is_raised = False  # by `check`, perhaps in a callback
+        self._was_raised = False  # by `check`, perhaps in a callback of JAX
         self._is_known = False  # to the program itself
 
     @property
@@ -33,14 +32,14 @@ class StoreHealth:
         """The exception that stopped the store, if any."""
         return self.failure.error
 
-    def tell(self) -> None:
-        """Raises as `check`, and notes that the program itself knows of the failure."""
+    def raise_to_program(self) -> None:
+        """Raises as `check`, in a call of the program, which then knows the failure."""
         self._is_known |= self.error is not None
         self.check()
 
     def check(self) -> None:
-        """Raises the failure that stopped the store, the original exception, if any."""
-        self._is_raised |= self.error is not None
+        """Raises the exception that stopped the store, or `StoreClosedError`."""
+        self._was_raised |= self.error is not None
         self.failure.raise_error()
         if self.is_closed:
             raise StoreClosedError(
@@ -53,21 +52,20 @@ class StoreHealth:
         if not (self.is_closed and isinstance(error, StoreClosedError)):
             self.failure.fail(error)
 
-    def fail_beside_others(self, error: BaseException) -> None:
+    def fail_announced(self, error: BaseException) -> None:
         """Stops the store for an exception that reaches the program by no computation.
 
         The failure is logged once, and the next call that gets a state raises it. It
         may be older: a worker or a commit failed in the background.
         """
         self.fail_unannounced(error)
-        if not (self.error is None or self.is_over or self in _ANNOUNCED):
-            _ANNOUNCED.append(self)
-            said = f"{type(self.error).__name__}: {self.error}"
+        if not (self.error is None or self._is_settled or self in _announced):
+            _announced.append(self)
             _LOG.error(
                 "%s: %s. The update is NaN, since other JAX devices wait for this one; "
                 "the next step raises the error",
                 self._path,
-                said,
+                f"{type(self.error).__name__}: {self.error}",
             )
 
     def fail_unannounced(self, error: BaseException) -> None:
@@ -78,20 +76,19 @@ class StoreHealth:
         statuses tell all processes.
         """
         self.fail(error)
-        self._is_raised = self._is_known
+        self._was_raised = self._is_known
 
     @property
-    def is_unreported(self) -> bool:
+    def is_unraised(self) -> bool:
         """Whether there is a failure that `check` has not raised yet."""
-        return self.error is not None and not self._is_raised
+        return self.error is not None and not self._was_raised
 
     @property
-    def is_over(self) -> bool:
-        """Whether the program knows of the failure, or has closed the store."""
+    def _is_settled(self) -> bool:
         return self.is_closed or self._is_known
 
-    def disown(self) -> None:
-        """Ends the use of the store in a forked child; the parent keeps it."""
+    def detach_fork(self) -> None:
+        """Refuses every use of the store in a forked child; the parent keeps it."""
         self.failure = Failure()  # a thread of the parent may hold the old one's lock
         self.failure.fail(
             StoreClosedError(
@@ -103,15 +100,15 @@ class StoreHealth:
         self.is_closed = True
 
 
-def check_announced() -> None:
+_announced: list[StoreHealth] = []
+
+
+def raise_announced() -> None:
     """Raises a failure that no computation could raise.
 
-    It does so again until the program knows of it by `StoreHealth.tell`, or has closed
-    the store, since JAX may try a call in two ways.
+    Each call raises it until the program knows of it by `StoreHealth.raise_to_program`
+    or has closed the store, since JAX may try a call in two ways.
     """
-    _ANNOUNCED[:] = [health for health in _ANNOUNCED if not health.is_over]
-    for health in _ANNOUNCED:
+    _announced[:] = [health for health in _announced if not health._is_settled]
+    for health in _announced:
         health.check()
-
-
-_ANNOUNCED: list[StoreHealth] = []
