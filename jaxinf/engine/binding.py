@@ -104,9 +104,6 @@ def subgroups_of(engine: Engine, description: StoreDescription) -> SubgroupTable
     return SubgroupTable(engine.options, directory)
 
 
-# --- a new store ----------------------------------------------------------------------
-
-
 def _make_store(
     engine: Engine, description: StoreDescription, *, uses_budget: bool
 ) -> None:
@@ -169,9 +166,6 @@ def _lock_new_place(engine: Engine) -> None:
             "process has made since; close this one (jaxinf.close("
             f"{str(path)!r})) and open it again"
         )
-
-
-# --- a restart ------------------------------------------------------------------------
 
 
 def restart_store(engine: Engine, description: StoreDescription) -> None:

@@ -32,9 +32,6 @@ _HOST_TYPES = (bool, int, float, np.ndarray, np.generic)
 def carried_leaves(tree: PyTree, what: str = CARRY) -> dict[tuple[str, ...], Any]:
     """Returns a tree's arrays by path, typed keys as numbers; may be traced by JAX.
 
-    Args:
-      what: name of the tree, for messages.
-
     Raises:
       TypeError: a leaf is no array of numbers; names it.
       ValueError: two leaves have one path, as with the keys 1 and "1".
@@ -63,12 +60,7 @@ def carried_leaves(tree: PyTree, what: str = CARRY) -> dict[tuple[str, ...], Any
 def check_carried(
     store: Path, carried: Mapping[tuple[str, ...], Any], states: Iterable[str]
 ) -> None:
-    """Refuses arrays that a step cannot carry, by a ValueError.
-
-    Args:
-      carried: result of `carried_leaves`; nothing but shapes and dtypes is read.
-      states: names of the store's states.
-    """
+    """Refuses arrays that a step cannot carry beside its states: ValueError."""
     try:
         check_carry(_form_of(carried))
     except ValueError as error:
@@ -135,9 +127,6 @@ def _form_of(carried: Mapping[tuple[str, ...], Any]) -> tuple[CarriedArray, ...]
 
 def _form_text(form: Iterable[CarriedArray]) -> str:
     return first_few(["/".join(x.path) + f" {x.dtype}{list(x.shape)}" for x in form])
-
-
-# --- leaves, also of an optax state ---------------------------------------------------
 
 
 def put_like(value: Array, like: Any) -> jax.Array:

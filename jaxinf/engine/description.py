@@ -66,7 +66,6 @@ class LeafDescription:
 
     @property
     def device_dtype(self) -> np.dtype:
-        """Dtype of the params on the JAX device."""
         return dtype_of(self.record.dtype)
 
 
@@ -105,11 +104,7 @@ def plan_store(
     description: StoreDescription,
     default_roots: tuple[str, ...] = (),
 ) -> StoreDirectory:
-    """Chooses grids, formats and places of a store to be made; writes nothing.
-
-    Args:
-      default_roots: CSD roots if the options name none.
-    """
+    """Chooses grids, formats and places of a store to be made; writes nothing."""
     master = _master_codec(options, description)
     formats = Formats(options.state or "fp32", master, description.average)
     leaves = []
@@ -155,7 +150,6 @@ def describe_store(
     Args:
       update, init: the optimizer, traced on the params.
       shard_counts: for each leaf, separately updated parts along each dimension.
-      average: the average of the params that the optimizer keeps.
       shards: the shards of each leaf; left out by a run of one process.
     """
     if compression is not None:
@@ -207,9 +201,6 @@ def kernel_needs(description: StoreDescription, manifest: Manifest) -> list[Kern
         )
         for leaf, record in zip(description.leaves, manifest.leaves, strict=True)
     ]
-
-
-# --- an existing store ---------------------------------------------------------------
 
 
 def check_formats(options: StoreOptions, manifest: Manifest) -> None:
@@ -302,9 +293,6 @@ def _check_division(directory: StoreDirectory, description: StoreDescription) ->
                     f"{', '.join(map(str, holders))}; use the mesh and the shardings "
                     "that the store was made with"
                 )
-
-
-# --- compression ----------------------------------------------------------------------
 
 
 def keeps_feedback(compression: TopK | None) -> bool:

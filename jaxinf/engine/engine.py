@@ -89,8 +89,6 @@ class Engine:
             self.group.fail(error)
             exit_unless_known(self.group, is_known, error)
 
-    # --- the store -------------------------------------------------------------------
-
     @property
     def has_files(self) -> bool:
         """Whether there is a store, perhaps a new one without its initial state."""
@@ -104,11 +102,7 @@ class Engine:
 
     @property
     def steps(self) -> "StepRunner":
-        """The steps of the store.
-
-        Raises:
-          StoreFormatError: there is no store yet.
-        """
+        """The steps of the store; StoreFormatError while there is none."""
         steps = self._steps
         if steps is None:
             raise StoreFormatError(
@@ -147,8 +141,6 @@ class Engine:
             )
         return self.descriptions[-1].layout
 
-    # --- payloads of steps -----------------------------------------------------------
-
     def annotate(self, step: int, payload: JsonValue) -> None:
         """Keeps a payload for the commit of a step that has not finished."""
         self.health.check()
@@ -168,8 +160,6 @@ class Engine:
         with self._payloads_lock:
             self._last_step = step
             return self._payloads.pop(step, None)
-
-    # --- closing ---------------------------------------------------------------------
 
     def close(self) -> None:
         """Ends the step in flight, stops the workers; idempotent, raises no failure."""

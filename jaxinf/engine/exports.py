@@ -49,14 +49,11 @@ class Exports:
       infos: the exports that have ended.
       current_url: the target of the export under way; empty without one.
       stop: when set, gives up the export under way and later ones.
-
-    Raises:
-      ExchangeError: the run has several processes, none of which can be sure to see
-        all chunks.
     """
 
     def __init__(self, options: StoreOptions, group: Group) -> None:
         if options.export_to is not None and not group.is_alone:
+            # None of the processes can be sure to see all chunks.
             raise ExchangeError(
                 f"{group.where}: expected one process for exports beside training "
                 f"(export_to={options.export_to}), found {group.count}; leave it out, "

@@ -14,14 +14,10 @@ _LOG = logging.getLogger("jaxinf")
 
 
 class StoreHealth:
-    """Whether a store can be used: it is open and has not failed.
-
-    Attributes:
-      failure: the first error of its threads.
-    """
+    """Whether a store can be used: it is open and has not failed."""
 
     def __init__(self, path: Path) -> None:
-        self.failure = Failure()
+        self.failure = Failure()  # of the store's threads
         self.is_closed = False
         self._path = path
         self._was_raised = False  # by `check`, perhaps in a callback of JAX
@@ -29,7 +25,6 @@ class StoreHealth:
 
     @property
     def error(self) -> BaseException | None:
-        """The exception that stopped the store, if any."""
         return self.failure.error
 
     def raise_to_program(self) -> None:

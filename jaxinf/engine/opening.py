@@ -55,9 +55,6 @@ _HARMLESS = ("lost+found", "lock", "publish.lock", "checkpoints.lock")
 _HARMLESS += ("current.tmp", ".jaxinf*")
 
 
-# --- a path ---------------------------------------------------------------------------
-
-
 def has_store(path: Path) -> bool:
     """Whether there is a store, or the remains of an interrupted creation."""
     return (path / "jaxinf.json").exists()
@@ -72,7 +69,6 @@ def join_run(path: Path) -> Group:
 
 
 def _check_count(path: Path, num_members: int, group: Group) -> None:
-    """Refuses a store or run that is divided among another number of processes."""
     if num_members != group.count:
         raise StoreMismatchError(
             f"{path}: the store is divided among {num_members} process(es), this run "
@@ -103,9 +99,6 @@ def check_place(path: Path, group: Group) -> None:
             f"neither jaxinf.json nor emptiness ({first_few(foreign)}); give another "
             "path"
         )
-
-
-# --- an existing store ----------------------------------------------------------------
 
 
 def open_engine(
@@ -172,19 +165,15 @@ def _check_restorable(engine: Engine) -> None:
         )
 
 
-def _open_existing(engine: Engine, step: StepId | None) -> StepRunner | None:
-    """Opens a locked store at the step to go on from; removes leftovers.
-
-    Args:
-      step: the step that all members of a run have; None for their own.
-    """
+def _open_existing(engine: Engine, common_step: StepId | None) -> StepRunner | None:
+    """Opens a locked store at the step to go on from; removes leftovers."""
     lock, options, path = engine.store_lock, engine.options, engine.path
     if lock is None:
         return None
     if not engine.group.is_alone:
         directory = StoreDirectory.open(path)
         directory.lock = lock
-        to_step([directory], step)
+        to_step([directory], common_step)
     with lock_exclusively(path / "checkpoints.lock"):
         if is_unfinished(path):
             _check_restorable(engine)
@@ -202,11 +191,7 @@ def _open_existing(engine: Engine, step: StepId | None) -> StepRunner | None:
     return open_steps(engine, directory, commit)
 
 
-# --- members of a run -----------------------------------------------------------------
-
-
 def _check_member(directory: StoreDirectory, group: Group) -> None:
-    """Refuses the store of another member, or of another number of processes."""
     member, path = directory.manifest.member, directory.path
     if member is None:
         _check_count(path, 1, group)
@@ -238,12 +223,9 @@ def _member_summary(path: Path, group: Group, restore: str | None) -> JsonValue:
 
 
 def _common_step(group: Group, path: Path, summaries: Sequence[Any]) -> StepId | None:
-    """Returns the step that all members go on from; None if none has one.
+    """Returns the step that all members go on from, by their summaries, if any.
 
     With a checkpoint to restore they need none in common.
-
-    Args:
-      summaries: a `_member_summary` of each process, or None where there is no member.
     """
     pairs = [summary["steps"] if summary else (None, None) for summary in summaries]
     steps = [HeldSteps(*(step and StepId(*step) for step in pair)) for pair in pairs]

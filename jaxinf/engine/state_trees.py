@@ -64,9 +64,6 @@ def load_step(
     """Commits params and an optax state as the first step after step 0; blocks.
 
     All processes call it. After an exception the step may be loaded anew.
-
-    Args:
-      params: leaves of the store's shapes, of 16 or 32 bits.
     """
     what, group, layout = f"load of step {step}", engine.group, engine.layout
     steps, files = engine.steps, engine.files
@@ -96,9 +93,6 @@ def load_step(
             files.chunks.forget_step()
             raise
         steps.commit_written_step(step, scalars)
-
-
-# --- places of the optax state --------------------------------------------------------
 
 
 def _match_leaves(
@@ -147,9 +141,6 @@ def _places(files: StoreFiles, layout: StateLayout) -> Iterator[_Place]:
 
 def _joined_keys(keys: Sequence[tuple[str, Any]]) -> str:
     return "/".join(str(value) for _, value in keys)
-
-
-# --- a tree as a step -----------------------------------------------------------------
 
 
 def _match_states(
